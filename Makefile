@@ -12,6 +12,7 @@ MINDFORMERS = 1.8.0 1.9.0 2.0.0 2.1.0
 MINDFORMERS_MINDSPORE = 2.10.0
 TORCH = torch==2.13.0
 TRANSFORMERS = transformers==5.23.0
+COMPRESSED = compressed-tensors==0.20.0
 # On every processor: four at the most, since the long tests take gigabytes each.
 PYTEST = -m pytest --numprocesses logical --maxprocesses 4 --dist worksteal
 
@@ -25,7 +26,7 @@ help:
 	@echo 'make check         ruff and mypy'
 	@echo 'make conformance   the tests against real MindSpores $(MINDSPORE) and $(MINDFORMERS_MINDSPORE) and MindFormers $(MINDFORMERS),'
 	@echo '                   in environments of their own (8 minutes and 6 GB of disk the first time)'
-	@echo 'make conformance-transformers   those against Hugging Face transformers (needs torch, which on x86 may bring CUDA along)'
+	@echo 'make conformance-transformers   those against Hugging Face transformers and torch (needs torch, which on x86 may bring CUDA along)'
 	@echo 'make package       build wheel and source distribution, and use them in environments with nothing else (a minute)'
 	@echo 'make matrix        the tests on Python 3.9, 3.11 and 3.13 with the oldest and the newest dependencies (15 minutes)'
 	@echo 'make bench         speed and memory against cp -r; writes docs/benchmarks.md (half an hour, 16 GB of memory)'
@@ -70,10 +71,11 @@ conformance:
 
 # A torch without CUDA is a tenth of the size: TORCH=torch==2.13.0+cpu, with PIP_EXTRA_INDEX_URL naming PyTorch's index of them.
 conformance-transformers:
-	@python=$$(.ci/find-python $(PYTHON) 3.11 3.12 3.13 3.10) && .ci/venv $(WITH_TRANSFORMERS) "$$python" - $(TORCH) $(TRANSFORMERS) || \
+	@python=$$(.ci/find-python $(PYTHON) 3.11 3.12 3.13 3.10) && .ci/venv $(WITH_TRANSFORMERS) "$$python" - $(TORCH) $(TRANSFORMERS) $(COMPRESSED) || \
 		echo 'transformers is left out, see above: the tests that ask it skip.' >&2
 	@.ci/venv $(VENV) $(PYTHON) test
-	@RESHARD_CONFORMANCE=1 $(VENV)/bin/python -m pytest -W default tests/conformance/test_transformers.py tests/conformance/test_models.py
+	@RESHARD_CONFORMANCE=1 $(VENV)/bin/python -m pytest -W default tests/conformance/test_transformers.py tests/conformance/test_torch.py \
+		tests/conformance/test_models.py tests/conformance/test_quantised.py
 
 package:
 	@.ci/venv $(PACKAGE) $(PYTHON) dev build pipx twine

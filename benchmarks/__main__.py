@@ -16,6 +16,7 @@ from benchmarks import (
     against_mindformers,
     against_mindspore,
     checksums,
+    cores,
     forms,
     growth,
     io,
@@ -39,6 +40,7 @@ PAGE = ROOT / "docs" / "benchmarks.md"
 BY_HAND = "<!-- by hand -->\n"
 SCRIPTS = [
     throughput,
+    cores,
     forms,
     checksums,
     against_mindspore,

@@ -29,12 +29,14 @@ class Run(NamedTuple):
         anonymous: most anonymous memory of all its processes together, in bytes, as sampled.
         resident: the resident peaks of its processes, mapped files included, added up.
         cpu: seconds of processor time.
+        user: of these, seconds outside the kernel.
     """
 
     seconds: float
     anonymous: int
     resident: int
     cpu: float
+    user: float
 
 
 class Compared(NamedTuple):
@@ -161,7 +163,7 @@ def run(command: Sequence[object]) -> Run:
     process.returncode = status
     if status:
         raise RuntimeError(f"{' '.join(map(str, command))} ended with status {os.WEXITSTATUS(status)}")
-    return Run(seconds, sampler.anonymous, sampler.resident, used.ru_utime + used.ru_stime)
+    return Run(seconds, sampler.anonymous, sampler.resident, used.ru_utime + used.ru_stime, used.ru_utime)
 
 
 def times(commands: Sequence[Sequence[object]], count: int) -> list[list[float]]:
@@ -257,14 +259,20 @@ class _Sampler:
             for pid in _family(self._pid):
                 # A process may end between being listed and being looked at.
                 with contextlib.suppress(OSError):
-                    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-                        key, _, value = line.partition(":")
-                        if key == "RssAnon":
-                            anonymous += int(value.split()[0]) * 1024
-                        elif key == "VmHWM":
-                            resident += int(value.split()[0]) * 1024
+                    # Pages that processes share count once.
+                    anonymous += _field(Path(f"/proc/{pid}/smaps_rollup"), "Pss_Anon")
+                    resident += _field(Path(f"/proc/{pid}/status"), "VmHWM")
             self.anonymous = max(self.anonymous, anonymous)
             self.resident = max(self.resident, resident)
+
+
+def _field(path: Path, wanted: str) -> int:
+    """Bytes, of a file of the kernel's with a number of KiB a line."""
+    for line in path.read_text().splitlines():
+        key, _, value = line.partition(":")
+        if key == wanted:
+            return int(value.split()[0]) * 1024
+    return 0
 
 
 def _family(pid: int) -> Iterator[int]:

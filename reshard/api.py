@@ -74,6 +74,7 @@ class Conversion:
         reverse: read the table from right to left.
         optimizer: apply the table to optimizer state as well; otherwise optimizer state is skipped.
         cast: ``"BFloat16"`` for all floating-point weights, or ``"GLOB=Float32"``; the last match wins.
+        dequantize: ``"BFloat16"``, ``"Float16"`` or ``"Float32"``: quantised weights are written in this type.
         jobs: CPUs to keep busy; by default those that this process may use.
         max_memory: bytes of all buffers.
         io: ``"auto"``, ``"mmap"`` or ``"pread"``.
@@ -108,6 +109,7 @@ class Conversion:
     reverse: bool = False
     optimizer: bool = False
     cast: Texts = ()
+    dequantize: Optional[str] = None
     jobs: Optional[int] = None
     max_memory: int = MAX_MEMORY
     io: str = "auto"

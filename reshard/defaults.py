@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import os
 
-# The smallest value at which no kind of conversion is slower; see `benchmarks/memory.py`.
-MAX_MEMORY = 64 << 20
-
 # Devices of all stages: more than any cluster has, and few enough for arrays.
 MOST_DEVICES = 1 << 20
 
@@ -33,3 +30,7 @@ CHOICES = {
 def usable_cpus() -> int:
     """The CPUs that this process may use."""
     return len(os.sched_getaffinity(0))
+
+
+# The smallest with which no kind of conversion was slower; see `benchmarks/memory.py` and `benchmarks/cores.py`.
+MAX_MEMORY = max(64 << 20, usable_cpus() * (8 << 20))

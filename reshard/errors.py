@@ -112,7 +112,7 @@ class RetryableError(ReshardError):
 
 
 class UnwritableError(RetryableError):
-    """No file can be written any more: full disk, quota, too many open files."""
+    """No file can be written any more: full disk, quota, too many open files, a worker process that died."""
 
 
 class VerificationError(ReshardError):

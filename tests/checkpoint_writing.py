@@ -44,6 +44,7 @@ STORED = {
     "Int4": "I8",
     "Float8E4M3FN": "F8_E4M3",
     "Float8E5M2": "F8_E5M2",
+    "Float8E8M0": "F8_E8M0",
 }
 
 

@@ -20,15 +20,18 @@ from typing import Any, Callable
 os.environ["OPENBLAS_NUM_THREADS"] = "1"
 
 from reshard.cli.main import main as reshard_main
+from reshard.forms.target import UNFINISHED
 from reshard.records.status import status_of
 from tests.kills import load_commands, run_here
 
-ENDINGS = (".ckpt", ".safetensors")
+ENDINGS = (".ckpt", ".safetensors", ".distcp")
+MARKS = ("reshard-manifest.json", ".metadata")
 CALLS = ("rename", "unlink", "rmdir", "mkdir", "open", "pwrite", "fsync")
 
 
 def checkpoints(root: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.suffix in ENDINGS}
+    paths = [path for path in root.rglob("*") if path.suffix in ENDINGS and path.name != UNFINISHED]
+    return {str(path.relative_to(root)): path.read_bytes() for path in paths}
 
 
 def stop_at(number: int, words: list[str]) -> None:
@@ -78,7 +81,8 @@ def check(root: Path, before: dict[str, bytes], after: dict[str, bytes], where: 
     whole = all(found.get(name) == data for name, data in after.items())
     for name in before.keys() - after.keys():
         assert name in found or whole, f"{where}: {name} was removed too early"
-    assert found in (before, after) or not (root / "dst" / "reshard-manifest.json").exists(), where
+    for mark in MARKS:
+        assert found in (before, after) or not (root / "dst" / mark).exists(), f"{where}: {mark}"
     # Whatever happened, it can be asked how far it is.
     status_of(str(root / "dst"))
 

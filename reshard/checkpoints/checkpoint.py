@@ -8,16 +8,18 @@ of a grid is held by any number of files: replicas.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
-from typing import Any, NamedTuple, Optional, Protocol
+from typing import Any, Callable, NamedTuple, Optional, Protocol
 
 import numpy.typing as npt
 
 from reshard.checkpoints.by_name import ByName
 from reshard.checkpoints.formats.tensors import CheckpointIndex
+from reshard.errors import InputError, one_error
 from reshard.layout import Box, Grid, View
+from reshard.text.wording import step_words
 
 
 class Sharding(Protocol):
@@ -30,6 +32,9 @@ class Sharding(Protocol):
     def holders(self, slice_number: int) -> Sequence[int]:
         """The files that are said to hold a box of the grid, ascending."""
 
+    def stored_box(self, slice_number: int) -> Box:
+        """The box that these files hold: this one, or a larger one that it is part of."""
+
 
 @dataclass(frozen=True)
 class FileSharding:
@@ -38,14 +43,21 @@ class FileSharding:
     Attributes:
         grid: how the tensor is cut.
         held_by: per box of the grid the files that hold it, ascending.
+        parts_of: per box of the grid the stored box that it is part of, where files hold boxes that are no grid; None
+            where they hold those of the grid.
     """
 
     grid: Grid
     held_by: tuple[tuple[int, ...], ...]
+    parts_of: Optional[tuple[Box, ...]] = None
 
     def holders(self, slice_number: int) -> Sequence[int]:
         """The files that hold a box of the grid, ascending."""
         return self.held_by[slice_number]
+
+    def stored_box(self, slice_number: int) -> Box:
+        """The box that these files hold."""
+        return self.grid.slice_box(slice_number) if self.parts_of is None else self.parts_of[slice_number]
 
     @cached_property
     def present(self) -> frozenset[int]:
@@ -98,6 +110,62 @@ class Addition(Protocol):
         """
 
 
+class StoredSlice(NamedTuple):
+    """A slice as it lies in a source file.
+
+    Attributes:
+        path: the file.
+        rank: the source rank it belongs to.
+        extents: (offset, bytes) runs in the file that make up the slice in C order.
+        box: the part of the full tensor that it holds, of the tensor in the files.
+        decoding: how its bytes become elements; None where they are elements.
+    """
+
+    path: str
+    rank: int
+    extents: tuple[tuple[int, int], ...]
+    box: Box
+    decoding: Optional[Decoding] = None
+
+
+ReadBytes = Callable[[StoredSlice, int, memoryview], None]
+"""Fills a buffer with bytes of a stored slice, from an offset in it on."""
+
+CastWords = Callable[[npt.NDArray[Any], npt.NDArray[Any]], None]
+"""Writes elements of Float32, as words, into words of another type."""
+
+
+class Decoding(Protocol):
+    """How the bytes of a quantised tensor become elements.
+
+    Attributes:
+        name: of the tensor.
+        stored: name of the tensor in the files that holds the bytes.
+        dtype: type that the elements get, one of `dtypes.CAST_TO`.
+    """
+
+    name: str
+    stored: str
+    dtype: str
+
+    def read_into(self, read: ReadBytes, source: StoredSlice, start: int, out: memoryview, cast: CastWords) -> None:
+        """Fill ``out`` with elements of a slice.
+
+        Args:
+            read: reads the bytes of slices as they are stored.
+            source: the slice; its box counts elements.
+            start: where to begin, in bytes of elements from the first one of the slice.
+            out: a whole number of elements.
+            cast: from Float32 to the type of the elements.
+
+        Raises:
+            ReshardError: the bytes cannot be read, or a scale is no positive number.
+        """
+
+    def stored_bytes(self, elements: int) -> int:
+        """Bytes in the files of so many elements."""
+
+
 class GlobalTensor(NamedTuple):
     """A tensor of a checkpoint, all of its slices together.
 
@@ -112,6 +180,7 @@ class GlobalTensor(NamedTuple):
             theirs, one after the other. Types may differ from its own: its elements are cast.
         view: which elements of them it is made of; None where it is all of the only one.
         added: what is added to its elements; None where nothing is.
+        decoding: how bytes in the files become its elements; None where they are elements.
     """
 
     name: str
@@ -123,6 +192,7 @@ class GlobalTensor(NamedTuple):
     stored: tuple[GlobalTensor, ...] = ()
     view: Optional[View] = None
     added: Optional[Addition] = None
+    decoding: Optional[Decoding] = None
 
     @property
     def sources(self) -> tuple[GlobalTensor, ...]:
@@ -164,6 +234,22 @@ class Equal(NamedTuple):
     hint: str
 
 
+class StoredObject(NamedTuple):
+    """What is no tensor, such as the groups of an optimizer's parameters: a pickle, carried and never run.
+
+    Attributes:
+        path: the file that holds it.
+        offset: its first byte there.
+        length: its bytes.
+        archived: whether it is an archive of ``torch.save``, not a bare pickle.
+    """
+
+    path: str
+    offset: int
+    length: int
+    archived: bool
+
+
 class Checkpoint(Protocol):
     """One step of a source, as its headers and its metadata tell.
 
@@ -179,6 +265,7 @@ class Checkpoint(Protocol):
         unseen: those of them that may be in files that are not there.
         training: what metadata tells of the training that saved it, as common.json of Checkpoint 2.0 does.
         others: files beside the weights that belong to the model, relative to the directory.
+        objects: what is no tensor, by name.
     """
 
     @property
@@ -225,6 +312,10 @@ class Checkpoint(Protocol):
     def others(self) -> Sequence[str]:
         """Files beside the weights that belong to the model, relative to the directory."""
 
+    @property
+    def objects(self) -> Mapping[str, StoredObject]:
+        """What is no tensor, by name."""
+
     def order(self) -> list[str]:
         """Names of all tensors, in the order in which files hold them."""
 
@@ -260,3 +351,87 @@ def order_in_files(checkpoint: Checkpoint) -> list[str]:
             known.add(id(tensors))
             found.update(dict.fromkeys(tensors))
     return [name for name in found if name in checkpoint.tensors]
+
+
+@dataclass
+class RecordedCheckpoint:
+    """A checkpoint whose files and metadata record all of it; see `Checkpoint` for what is not described here.
+
+    Attributes:
+        plain: names that are not laid out, such as ``global_step``.
+        unlaid: names of weights without a layout, each whole wherever it is.
+        faults: tensors that cannot be read, and why, by name.
+    """
+
+    form: str
+    place: str
+    files: Mapping[int, str]
+    indexes: Mapping[int, CheckpointIndex]
+    tensors: Mapping[str, GlobalTensor]
+    plain: Collection[str] = ()
+    others: Sequence[str] = ()
+    step: Optional[str] = None
+    label: str = step_words(None)
+    unlaid: Collection[str] = ()
+    training: Mapping[str, Any] = field(default_factory=dict)
+    faults: Mapping[str, InputError] = field(default_factory=dict)
+    objects: Mapping[str, StoredObject] = field(default_factory=dict)
+
+    @property
+    def laid_out(self) -> Collection[str]:
+        """Names of all tensors."""
+        return self.tensors.keys()
+
+    @property
+    def unseen(self) -> Collection[str]:
+        """None: what is recorded and not there is refused."""
+        return ()
+
+    def order(self) -> list[str]:
+        """Names of all tensors, in the order in which files hold them."""
+        return order_in_files(self)
+
+    def equal(self) -> Sequence[Equal]:
+        """None: every tensor stands for itself."""
+        return ()
+
+    def names(self) -> set[str]:
+        """Names of all that is read."""
+        return {*self.tensors, *self.plain}
+
+    def values(self) -> Sequence[str]:
+        """Names of what is not laid out, sorted."""
+        return sorted(self.plain)
+
+    def without_layout(self) -> Sequence[str]:
+        """Names of weights without a layout, sorted."""
+        return sorted(self.unlaid)
+
+    def holders(self, name: str) -> list[int]:
+        """The files that hold an entry of this name, ascending."""
+        known: dict[int, bool] = {}
+        found = []
+        for file, index in self.indexes.items():
+            contents = id(index.tensors)
+            if contents not in known:
+                known[contents] = name in index.tensors
+            if known[contents]:
+                found.append(file)
+        return sorted(found)
+
+    def present(self, tensor: GlobalTensor) -> tuple[frozenset[int], ...]:
+        """The files that do hold a tensor, per way of holding it."""
+        return tuple(sharding.present for sharding in tensor.shardings if isinstance(sharding, FileSharding))
+
+    def check(self, wanted: Optional[Callable[[str], bool]] = None) -> None:
+        """Insist that every tensor that is wanted can be read.
+
+        Args:
+            wanted: whether a name is; all are by default.
+
+        Raises:
+            InputError: some cannot; all of them are named.
+        """
+        faults = [error for name, error in self.faults.items() if wanted is None or wanted(name)]
+        if faults:
+            raise one_error(faults, f"{self.label} in {self.place} contradicts itself")

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any, Optional
 
 from reshard.checkpoints.by_name import ByName
-from reshard.checkpoints.checkpoint import Addition, Checkpoint, Equal, GlobalTensor, ShardReading
+from reshard.checkpoints.checkpoint import Addition, Checkpoint, Equal, GlobalTensor, ShardReading, StoredObject
 from reshard.checkpoints.formats.dtypes import ITEM_SIZES
 from reshard.checkpoints.formats.tensors import CheckpointIndex
 from reshard.layout import View
@@ -80,6 +80,8 @@ class EditedCheckpoint:
         kept: names of the other's values that it has as well.
         identity: a text, the same for what was made in the same way.
         tied: tensors of the other that stand for further ones, beside those that do so there.
+        nested: by name the keys of the nested dictionaries that a trainer's state has it in; those of the base where
+            None.
         unseen: per parameter that the base's strategy lists and no file holds, the name that it would get; None where
             only shapes would tell.
     """
@@ -92,12 +94,14 @@ class EditedCheckpoint:
         identity: str,
         tied: Sequence[Equal] = (),
         unseen: Mapping[str, Optional[str]] = MappingProxyType({}),
+        nested: Optional[Mapping[str, tuple[Any, ...]]] = None,
     ) -> None:
         self.identity = identity
         self.base = base
         self.made = made
         self.tensors: Mapping[str, GlobalTensor] = MadeTensors(base.tensors, made)
         self.unseen = unseen
+        self.nested: Mapping[str, tuple[Any, ...]] = getattr(base, "nested", {}) if nested is None else nested
         self._kept = frozenset(kept)
         self._tied = tuple(tied)
 
@@ -146,6 +150,11 @@ class EditedCheckpoint:
         """Those of the base."""
         return self.base.others
 
+    @property
+    def objects(self) -> Mapping[str, StoredObject]:
+        """Those of the base."""
+        return self.base.objects
+
     def order(self) -> list[str]:
         """As the first of what each is made of stands in the base."""
         places = {name: place for place, name in enumerate(self.base.order())}
@@ -180,4 +189,6 @@ class EditedCheckpoint:
 
 def stored_checkpoint(checkpoint: Checkpoint) -> Checkpoint:
     """The checkpoint as it lies in its files."""
-    return checkpoint.base if isinstance(checkpoint, EditedCheckpoint) else checkpoint
+    while isinstance(checkpoint, EditedCheckpoint):
+        checkpoint = checkpoint.base
+    return checkpoint

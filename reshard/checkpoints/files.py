@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import resource
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import NamedTuple, Optional
 
 from reshard.checkpoints.decryption import DecryptedFiles, Decryption
+from reshard.checkpoints.placed import PlacedFile, Placement
 from reshard.errors import CheckpointError, ReshardError, RetryableError
 from reshard.storage import FileStatus, OpenFile, ReadableFile, store_of, too_long
 
@@ -115,6 +117,7 @@ class FileHandles:
         self._lock = threading.Lock()
         self._handles: OrderedDict[str, _Handle] = OrderedDict()
         self._decrypted = None if decryption is None else DecryptedFiles(decryption)
+        self._placements: dict[str, Placement] = {}
         # Of every file when it was first opened.
         self._first_seen: dict[str, FileVersion] = {}
         # Files of which every read insists on the version that was opened.
@@ -141,13 +144,18 @@ class FileHandles:
                     handle.opened = self.open_file(path)
                 if handle.file is None:
                     handle.file = handle.opened if self._decrypted is None else self._decrypted.open(handle.opened)
-            yield handle.file
+            placement = self._placements.get(path)
+            yield handle.file if placement is None else PlacedFile(handle.file, placement)
         finally:
             with self._lock:
                 handle.users -= 1
                 if handle.opened is None and not handle.users:
                     del self._handles[path]
                 self._close_idle(self.limit)
+
+    def place(self, path: str, placement: Placement) -> None:
+        """From now on `borrow` gives a file that is read by the places of its tensors."""
+        self._placements[path] = placement
 
     def close(self) -> None:
         """Close every file that is not in use."""
@@ -203,6 +211,27 @@ class FileHandles:
             first_seen = self._first_seen.setdefault(path, seen)
         if seen != first_seen:
             raise OSError(errno.ESTALE, _CHANGED, path)
+
+    @property
+    def seen(self) -> int:
+        """How many files were opened so far; see `seen_after`."""
+        return len(self._first_seen)
+
+    def seen_after(self, count: int) -> dict[str, FileVersion]:
+        """Files that were opened for the first time after so many others, as they were then."""
+        with self._lock:
+            return dict(itertools.islice(self._first_seen.items(), count, None))
+
+    def see(self, versions: Mapping[str, FileVersion]) -> None:
+        """Take over what a copy of this in another process has seen.
+
+        Raises:
+            RetryableError: a file was another one here.
+        """
+        with self._lock:
+            changed = [path for path, seen in versions.items() if self._first_seen.setdefault(path, seen) != seen]
+        for path in changed:
+            raise changed_meanwhile(path, _CHANGED)
 
     def check_unchanged(self, paths: Iterable[str]) -> None:
         """Insist that files are still what they were when they were first opened, by name and where they are open.

@@ -21,6 +21,10 @@ _WIDE_BAR = "{desc} {percentage:3.0f}%|{bar}| {done} of {whole}, {speed}, {remai
 _NARROW_BAR = "{desc} {percentage:3.0f}% {speed} {remaining}"
 
 
+# A thread that redraws bars which nobody moves: bytes move all the time, and a process with threads starts no workers.
+tqdm.monitor_interval = 0
+
+
 class Bar(_Tqdm):
     """A bar that goes away at the end, in the units of every other message.
 

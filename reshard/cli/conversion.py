@@ -16,7 +16,7 @@ from reshard.plan.request import Request
 from reshard.text.messages import listing
 from reshard.text.names import KINDS, kind_of
 from reshard.text.report import Report
-from reshard.text.wording import plural, rank_ranges
+from reshard.text.wording import byte_size, plural, rank_ranges
 
 # Shorter phases, in seconds, are not shown.
 MIN_SHOWN = 0.1
@@ -55,6 +55,9 @@ def detail_lines(summary: Summary, request: Request, verifying: float = 0.0) -> 
     lines = [", ".join(shown)] if len(shown) > 1 else []
     lines.append(f"headers read: source {rank_ranges(summary.source_ranks, counted_as(request.form))}")
     lines.append(f"{plural(summary.parameters, 'parameter')} resharded")
+    if summary.bytes_copied:
+        copied, all_bytes = byte_size(summary.bytes_copied), byte_size(summary.bytes_written)
+        lines.append(f"{copied} of {all_bytes} copied by the file system, the rest through memory")
     for names, what in (
         (summary.copied, "copied unchanged"),
         (summary.excluded, "left out by --include and --exclude"),

@@ -33,7 +33,7 @@ from reshard.text.name_filters import Filters
 from reshard.text.report import Report
 from reshard.text.wording import one_line, plural, quoted, rank_ranges, step_words
 from reshard.verification.edited import EditedSource
-from reshard.verification.fingerprint import Entry, Fingerprints, digest_of, fingerprints
+from reshard.verification.fingerprint import FingerprintEntry, Fingerprints, digest_of, fingerprints
 from reshard.verification.reading import Means
 from reshard.verification.saved_fingerprints import read_fingerprints
 from reshard.verification.sources import CheckpointPlace, RecordedCrcs, read_files_of_ranks, read_sound, reader_of
@@ -276,6 +276,6 @@ def _print(result: Fingerprints, report: Report) -> None:
         )
 
 
-def _line(entry: Entry) -> str:
+def _line(entry: FingerprintEntry) -> str:
     shape = "[" + ",".join(map(str, entry.shape)) + "]"
     return f"{entry.fingerprint or 'partial':32}  {entry.dtype}  {shape}  {one_line(entry.name)}"

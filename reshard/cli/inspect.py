@@ -409,7 +409,9 @@ def form_json(found: InspectedForm) -> dict[str, object]:
         "kinds": totals_json({} if contents is None else contents.by_kind()),
         "tensors": [{**item._asdict(), "shape": list(item.shape), "cuts": list(item.cuts)} for item in found.tensors],
         "values": list(found.values),
+        "objects": dict(found.objects),
         "others": list(found.others),
+        "quantised": found.quantised,
         "findings": findings_json(found.findings),
     }
 
@@ -428,8 +430,13 @@ def show_form(found: InspectedForm, verbose: bool) -> None:
     if found.contents is not None:
         say(f"types: {totals_words(found.contents.by_dtype())}")
         say(f"kinds: {totals_words(found.contents.by_kind())}; its tensors whole are {byte_size(found.full_bytes)}")
+    for scheme, count in found.quantised.items():
+        say(f"quantised: {plural(count, 'tensor')}, {scheme}; --dequantize BFloat16 writes numbers")
     if found.values:
         say(f"values: {one_line(', '.join(found.values) if verbose else some_names(found.values))}")
+    if found.objects:
+        names = list(found.objects)
+        say(f"objects: {one_line(', '.join(names) if verbose else some_names(names))}; --json shows their values")
     if found.others:
         say(f"beside the weights: {one_line(', '.join(found.others) if verbose else some_names(found.others))}")
     show_findings(found.findings, verbose)

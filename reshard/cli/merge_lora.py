@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Optional
@@ -40,6 +41,7 @@ reshard merge-lora base/ adapter/ merged/ \\
     --src-strategy base.ckpt --adapter-strategy adapter.ckpt --alpha 32
 """,
 )
+@options.source_called("BASE")
 @argument("base", shell_complete=completion.paths)
 @argument("adapter", shell_complete=completion.paths)
 @argument("out", shell_complete=completion.directories)
@@ -80,6 +82,12 @@ def merge_lora(
     # Loaded only here: the others do without.
     from reshard.lora import MAX_ALPHA, MIN_ALPHA, check_beside, read_adapter, scale_of
 
+    if _is_peft(base) and not _is_peft(adapter):
+        words = " ".join(map(shlex.quote, (adapter, base, out)))
+        raise UsageError(
+            f"{base}: is an adapter, and {adapter} is none; the first argument is BASE, the second ADAPTER",
+            hint=f"exchange them: reshard merge-lora {words}",
+        )
     form = form_of(base)
     if typed["to"] is None:
         typed["to"] = form if typed["dst_strategy"] is None else FORMS[0].name
@@ -130,10 +138,17 @@ def merge_lora(
         )
 
 
+_PEFT = "adapter_model.safetensors"
+
+
+def _is_peft(directory: str) -> bool:
+    """Whether a directory is an adapter that PEFT saved."""
+    return is_regular_file(os.path.join(directory, _PEFT))
+
+
 def _place_of(adapter: str, strategy: Optional[str]) -> tuple[str, Optional[str]]:
     """Where an adapter's matrices are, and their strategy: PEFT's directories have one file, which nobody has cut."""
-    peft = os.path.join(adapter, "adapter_model.safetensors")
-    place = peft if is_regular_file(peft) else adapter
+    place = os.path.join(adapter, _PEFT) if _is_peft(adapter) else adapter
     return place, NONE if strategy is None and is_regular_file(place) else strategy
 
 
@@ -147,4 +162,12 @@ def _to_verify(reading: Request, scale: Scale) -> Adapter:
     return Adapter(CheckpointPlace(reading.src, reading.form, reading.source, step, reading.file_suffix), scale)
 
 
-_NO_EDITS = {"names": None, "rename": (), "config": None, "reverse": False, "optimizer": None, "cast": ()}
+_NO_EDITS = {
+    "names": None,
+    "rename": (),
+    "config": None,
+    "reverse": False,
+    "optimizer": None,
+    "cast": (),
+    "dequantize": None,
+}

@@ -19,6 +19,8 @@ from reshard.storage import is_directory, use_endpoint
 if TYPE_CHECKING:
     from reshard.checkpoints import Decryption
 
+_SHARDS = "reshard.shards"
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
@@ -58,6 +60,11 @@ class FormType(Choice):
         """The form."""
         if value in ("ckpt", "safetensors"):
             self.fail(f"{value} is a format, not a form: --format {value}", param, ctx)
+        # Loaded only here: help does without.
+        from reshard.checkpoints.formats.dtypes import dtype_named
+
+        if isinstance(value, str) and dtype_named(value) is not None:
+            self.fail(f"{value} is a type, not a form: --cast {value}", param, ctx)
         return super().convert("huggingface" if value == "hf" else value, param, ctx)
 
 
@@ -127,6 +134,20 @@ def strategy(text: str, *names: str, flag: str = "--strategy") -> Callable[[F], 
     return option("Strategies", flag, *names, metavar="FILE|DIR|none", shell_complete=completion.strategies, help=text)
 
 
+def _keep_shards(context: click.Context, _: click.Parameter, value: Optional[int]) -> None:
+    context.meta[_SHARDS] = value
+
+
+def _target_strategy(context: click.Context, _: click.Parameter, value: Optional[str]) -> Optional[str]:
+    """The value of --dst-strategy, or what --shards stands for: the target's layout has one name, wherever it goes."""
+    shards = context.meta.get(_SHARDS)
+    if shards is None:
+        return value
+    if value is not None:
+        raise UsageError("--shards and --dst-strategy both lay out the target", hint="leave out one of them")
+    return f"shards:{shards}"
+
+
 def strategies(command: F) -> F:
     """--src-strategy and --dst-strategy."""
     return together(
@@ -141,8 +162,20 @@ def strategies(command: F) -> F:
             "Strategies",
             "--dst-strategy",
             metavar="FILE|DIR|none|same",
+            callback=_target_strategy,
             shell_complete=completion.strategies,
             help="Strategy of the target; none for one unsharded rank, same for that of SRC.",
+        ),
+        option(
+            "Strategies",
+            "--shards",
+            type=click.IntRange(min=1, max=MOST_DEVICES),
+            metavar="N",
+            show_default="as --dst-strategy",
+            expose_value=False,
+            is_eager=True,
+            callback=_keep_shards,
+            help="In place of --dst-strategy: cut rows over N files, as FSDP does.",
         ),
     )(command)
 
@@ -345,6 +378,15 @@ edits = together(
     ),
     option(
         "Names and types",
+        "--dequantize",
+        metavar="DTYPE",
+        shell_complete=completion.types,
+        show_default="unchanged",
+        help="Write quantised weights (block FP8, FP8 and Int8 with scales, MXFP4) as BFloat16, Float16 or Float32, "
+        "without scales.",
+    ),
+    option(
+        "Names and types",
         "--cast",
         multiple=True,
         metavar="[GLOB=]DTYPE",
@@ -372,7 +414,7 @@ effort = together(
         type=SizeType(),
         metavar="SIZE",
         default=f"{MAX_MEMORY >> 20}M",
-        show_default=True,
+        show_default="8M for each CPU, at least 64M",
         help="Memory for all buffers together (binary units: 512M, 2G).",
     ),
 )
@@ -436,6 +478,20 @@ divided = together(
 
 targets = together(ranks("Target", "Write only these target ranks; with --to, these files."), divided)
 """Which target ranks are written."""
+
+
+def source_called(name: str) -> Callable[[F], F]:
+    """The help of all options calls the source by the name of the command's argument; goes above the options."""
+
+    def rename(command: F) -> F:
+        for parameter in getattr(command, "__click_params__", ()):
+            for attribute in ("help", "show_default"):
+                text = getattr(parameter, attribute, None)
+                if isinstance(text, str):
+                    setattr(parameter, attribute, re.sub(r"\bSRC\b", name, text))
+        return command
+
+    return rename
 
 
 def target_form(default: str, text: str = "Form of the target; hf is short for huggingface.") -> Callable[[F], F]:

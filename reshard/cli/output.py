@@ -116,8 +116,13 @@ def terminal_width() -> int:
     return get_terminal_size().columns
 
 
-def write_picture(path: str, picture: bytes) -> None:
-    """Write an SVG file whole, in place of an older one, and say so unless -q was given; makes its directory.
+def write_file(path: str, content: bytes, verb: str) -> None:
+    """Write a file for people whole, in place of an older one, and say so unless -q was given; makes its directory.
+
+    Args:
+        path: the file.
+        content: all of it.
+        verb: what was done, for the note.
 
     Raises:
         ReshardError: it cannot be written.
@@ -125,10 +130,19 @@ def write_picture(path: str, picture: bytes) -> None:
     from reshard.storage import unlinked, write_parts, writing_error
 
     try:
-        write_parts(os.path.join(unlinked(os.path.dirname(path)), os.path.basename(path)), len(picture), [picture])
+        write_parts(os.path.join(unlinked(os.path.dirname(path)), os.path.basename(path)), len(content), [content])
     except OSError as error:
         raise writing_error(path, error) from error
-    listener()("note", f"drew {path}")
+    listener()("note", f"{verb} {path}")
+
+
+def write_picture(path: str, picture: bytes) -> None:
+    """Write an SVG file as `write_file` does.
+
+    Raises:
+        ReshardError: it cannot be written.
+    """
+    write_file(path, picture, "drew")
 
 
 def on_terminal() -> bool:

@@ -18,6 +18,7 @@ from reshard.convert.transfers import Transfers, transfers_of
 from reshard.execute import ExecutionOptions
 from reshard.execute.destination import Space
 from reshard.forms.registry import counted_as, form_named
+from reshard.processes import anonymous_bytes, private_bytes
 from reshard.text.report import Report
 from reshard.text.wording import byte_size, counted_ranks, left_alone, number_ranges, plural, rank_ranges, step_words
 
@@ -88,6 +89,7 @@ def tell_plan(
 
 def _json(prepared: Prepared, summary: Summary, moved: Transfers) -> dict[str, Any]:
     plan, state = prepared.plan, prepared.state
+    execution = state.execution.shared(private_bytes())
     given = _given(moved)
     return {
         **summary_json(summary),
@@ -108,11 +110,11 @@ def _json(prepared: Prepared, summary: Summary, moved: Transfers) -> dict[str, A
         "bytes_read": sum(moved.read.values()),
         "over_read": round(moved.over_read, 4),
         "memory": {
-            "buffers": state.execution.buffer_bytes,
+            "buffers": execution.buffer_bytes,
             "most_buffers": state.execution.max_memory,
-            "expected": _expected_memory(state.execution),
+            "expected": _expected_memory(execution),
         },
-        "threads": state.execution.threads,
+        "threads": execution.threads,
         "io": state.execution.chosen_io._asdict(),
         "requests": _requests_json(state.execution),
         "uploads": _uploads_json(state.execution),
@@ -133,12 +135,14 @@ def _lines(prepared: Prepared, summary: Summary, moved: Transfers, verbose: bool
     if summary.ranks:
         spaces = state.space
         written, read = byte_size(summary.bytes_written), byte_size(sum(moved.read.values()))
-        memory, buffers = byte_size(_expected_memory(state.execution)), byte_size(state.execution.buffer_bytes)
+        execution = state.execution.shared(private_bytes())
+        memory, buffers = byte_size(_expected_memory(execution)), byte_size(execution.buffer_bytes)
+        who = plural(execution.threads, "thread" if execution.processes < 2 else "worker")
         lines += [
             f"  write    {plural(len(summary.ranks), 'file')}, {written}: {rank_ranges(summary.ranks, files)}",
             f"  read     {plural(len(moved.read), 'file')}, {read}: "
             f"source {rank_ranges(moved.read, source_files)}{_over_read(moved)}",
-            f"  memory   about {memory}, {buffers} of it buffers of {plural(state.execution.threads, 'thread')}",
+            f"  memory   about {memory}, {buffers} of it buffers of {who}",
             *_requests(state.execution),
             *_uploads(state.execution),
             "  io       {}, {}".format(*state.execution.chosen_io),
@@ -246,10 +250,9 @@ def _uploads(execution: ExecutionOptions) -> list[str]:
 
 
 def _expected_memory(execution: ExecutionOptions) -> int:
-    """Anonymous memory of the conversion in bytes: this process as it is now, and the buffers."""
-    with open("/proc/self/status", encoding="ascii", errors="replace") as status:
-        fields = dict(line.split(":", 1) for line in status if ":" in line)
-    return int(fields["RssAnon"].split()[0]) * 1024 + execution.buffer_bytes
+    """Anonymous memory of the conversion in bytes: this process as it is now, its workers, and the buffers."""
+    workers = execution.processes * private_bytes() if execution.processes > 1 else 0
+    return anonymous_bytes() + workers + execution.buffer_bytes
 
 
 def _draw(prepared: Prepared, moved: Transfers, path: str) -> None:

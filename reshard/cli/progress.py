@@ -8,7 +8,7 @@ import time
 from typing import TYPE_CHECKING, Optional
 
 from reshard.cli.output import say
-from reshard.execute import Progress
+from reshard.execute import OWN_THREAD, Progress
 from reshard.text.wording import byte_size
 
 if TYPE_CHECKING:
@@ -72,7 +72,8 @@ class _Lines(Progress):
         self._done = 0
         self._ended = threading.Event()
         # Not waited for where a command ends without a word to `end`.
-        self._thread = threading.Thread(target=self._tell, args=(total, doing, self._ended), daemon=True)
+        name, arguments = f"{OWN_THREAD}-lines", (total, doing, self._ended)
+        self._thread = threading.Thread(target=self._tell, name=name, args=arguments, daemon=True)
         self._thread.start()
 
     def wrote(self, count: int) -> None:

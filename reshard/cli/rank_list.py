@@ -122,7 +122,10 @@ def _of_checkpoint(rank: int, src: str, typed: dict[str, Any]) -> Sequence[int]:
     from reshard.plan.planner import make_plan
     from reshard.text.report import Report
 
-    others = {"prefix": DEFAULT_PREFIX, "format": "safetensors", "no_fallback": False}
+    to = typed.get("to")
+    # Any format that goes with the form: files of different ones in the source are read alike.
+    format = "safetensors" if to is None or "safetensors" in form_named(to).options.formats else "same"
+    others = {"prefix": DEFAULT_PREFIX, "format": format, "no_fallback": False}
     report = Report(listener())
     request = request_between(src, "", (rank,), {**typed, **others}, report)
     if form_named(request.to).options.by_rank and not request.target.is_untold:

@@ -26,7 +26,7 @@ from reshard.records import Given, Ledger, strategy_digest
 from reshard.records.given import asked_ranks
 from reshard.records.status import Status, status_of
 from reshard.storage import exists, is_directory, real
-from reshard.strategies import SAME, read_strategy
+from reshard.strategies import names_files, read_strategy
 from reshard.text.wording import counted_ranks, number_ranges, rank_ranges
 
 
@@ -187,7 +187,7 @@ def _check_paths(given: Given, found: Status, dst: str, words: Sequence[str]) ->
         (given.target_strategy, found.plan.target_strategy),
     )
     for path, digest in dict(strategies).items():
-        if path != SAME and strategy_digest(read_strategy(path)) != digest:
+        if names_files(path) and strategy_digest(read_strategy(path)) != digest:
             raise InputError(
                 f"{path}: says something else than the strategy that what is in {dst} was begun with",
                 file=path,
@@ -208,10 +208,10 @@ def _words(given: Given, dst: str) -> list[str]:
         if form_named(given.to).options.cut:
             words.append(f"--dst-strategy={given.target_strategy}")
         words += [f"--max-shard-size={given.max_shard_size}"] if given.max_shard_size is not None else []
-        words.append(f"--format={given.format}")
+        words += [f"--format={given.format}"] if len(form_named(given.to).options.formats) > 1 else []
     for name, value in (("step", given.step), ("file-suffix", given.file_suffix), ("ranks", given.ranks)):
         words += [f"--{name}={value}"] if value is not None else []
-    for name, value in (("names", given.names), ("config", given.config)):
+    for name, value in (("names", given.names), ("config", given.config), ("dequantize", given.dequantize)):
         words += [f"--{name}={value}"] if value is not None else []
     words += [f"--rename={pattern}" for pattern in given.rename]
     words += [f"--cast={pattern}" for pattern in given.cast]

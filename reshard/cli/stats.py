@@ -71,7 +71,7 @@ def stats(src: str, strategy: Optional[str], fail_on: tuple[str, ...], svg: Opti
         found = statistics_of(checkpoint, typed["max_memory"] // 2, progress, magnitudes=svg is not None)
         step, form = checkpoint.step, checkpoint.form
     if typed["as_json"]:
-        echo_json({"form": form, "step": step, "tensors": [_row(tensor) for tensor in found]})
+        echo_json({"form": form, "step": step, "tensors": [statistics_json(tensor) for tensor in found]})
     else:
         ordered = sorted(found, key=lambda tensor: tensor.first_nonfinite is None)
         bad = [tensor for tensor in ordered if tensor.first_nonfinite is not None]
@@ -132,7 +132,8 @@ def _found(kind: str, found: Sequence[TensorStatistics], verbose: bool) -> list[
     return [f"reshard: {_KINDS[kind]} in {plural(len(names), 'tensor')}: {full_text(listed) if verbose else listed}"]
 
 
-def _row(tensor: TensorStatistics) -> dict[str, Any]:
+def statistics_json(tensor: TensorStatistics) -> dict[str, Any]:
+    """Statistics as `--json` prints them."""
     return {
         "name": tensor.name,
         "dtype": tensor.dtype,

@@ -25,7 +25,7 @@ from reshard.forms.target import FileId
 from reshard.plan.edits import Edits, edits_of
 from reshard.plan.request import Request
 from reshard.storage import asks_once
-from reshard.strategies import NONE, SAME, Strategy, read_strategy, required_strategies
+from reshard.strategies import NONE, SAME, Strategy, read_strategy, required_strategies, shards_of
 from reshard.text.name_filters import Filters
 from reshard.text.report import Report
 
@@ -57,6 +57,9 @@ def read_ends(src: str, typed: Mapping[str, Any], report: Report) -> Ends:
     form = form_named(form_of(src))
     source_path, target_path = typed["src_strategy"], typed["dst_strategy"]
     name = typed["to"] or (FORMS[0].name if target_path is not None or form.options.by_rank else None)
+    if name is None and form.options.layouts is Layouts.WHOLE and (typed.get("dequantize") or typed.get("cast")):
+        # Other types of the same weights are the whole conversion.
+        name = form.name
     if name is None:
         *others, last = (each.name for each in FORMS[1:])
         raise UsageError(
@@ -68,6 +71,11 @@ def read_ends(src: str, typed: Mapping[str, Any], report: Report) -> Ends:
     needs_strategy = form.options.needs_strategy
     if source_path is None:
         (check_holds_ranks if needs_strategy else check_there)(src)
+    if to.options.shards and target_path is None:
+        raise UsageError(
+            f"--to {to.name}: --shards or --dst-strategy is missing",
+            hint="add --shards N to cut rows over N files as FSDP does, or --dst-strategy FILE, DIR, same or none",
+        )
     if to.options.cut:
         source_path, target_path = required_strategies(source_path if needs_strategy else NONE, target_path)
     elif needs_strategy:
@@ -75,6 +83,8 @@ def read_ends(src: str, typed: Mapping[str, Any], report: Report) -> Ends:
     source = typed_strategy(source_path, report) if needs_strategy else Strategy.none()
     if not to.options.cut:
         target = Strategy.none()
+    elif shards_of(target_path) is not None:
+        target = Strategy((), target_path)
     elif target_path != SAME:
         target = typed_strategy(target_path, report)
     else:
@@ -95,6 +105,9 @@ def told_by(src: str, ends: Ends, step: str) -> Ends:
     """
     if not ends.target.is_untold:
         return ends
+    if shards_of(ends.target.path) is not None:
+        # Rows of everything are cut, and which shapes they have only the conversion has to know.
+        return ends._replace(target=Strategy.none())
     with FileHandles() as handles:
         # What has to be told of it is told by whoever reads it for its tensors.
         checkpoint = read_checkpoint(ends.form, src, step, handles, Report(), {}, lambda name: False)
@@ -119,6 +132,9 @@ def _check(src: str, form: Form, to: Form, typed: Mapping[str, Any]) -> None:
             f"{src}: holds full weights, so there is no strategy to take for the target",
             hint="name one: --dst-strategy FILE or DIR",
         )
+    if not to.options.shards and target is not None and shards_of(target) is not None:
+        sharded = " and ".join(f"--to {each.name}" for each in FORMS if each.options.shards)
+        raise UsageError(f"--shards goes with {sharded}", hint="name a strategy: --dst-strategy FILE or DIR")
     if typed["format"] not in (None, "same", *to.options.formats):
         raise UsageError(f"--to {to.name} writes .{to.options.formats[0]} files", hint="leave out --format")
     if not to.options.shard_size and typed["max_shard_size"] is not None:
@@ -152,6 +168,7 @@ def check_verifiable(request: Request, options: Options) -> None:
         )
 
 
+@asks_once
 def request_between(
     src: str, dst: str, ranks: Optional[Sequence[int]], typed: Mapping[str, Any], report: Report
 ) -> Request:
@@ -167,7 +184,8 @@ def request_between(
     Raises:
         ReshardError: parameters are missing or contradict each other, or a strategy cannot be read.
     """
-    return request_of(src, dst, ranks, typed, read_ends(src, typed, report), edits_of(src, typed))
+    ends = read_ends(src, typed, report)
+    return request_of(src, dst, ranks, typed, ends, edits_of(src, typed, ends.to))
 
 
 def request_of(

@@ -9,7 +9,7 @@ from reshard.plan.edits import Words
 from reshard.plan.plan import Plan
 from reshard.records.given import Given
 from reshard.storage import absolute
-from reshard.strategies import NONE, SAME, Strategy
+from reshard.strategies import NONE, Strategy, names_files
 from reshard.text.wording import number_ranges
 
 # What is recorded of a request and of options, and what is not: the rest is how much of the machine is used, what
@@ -91,8 +91,9 @@ def given_command(plan: Plan, options: Options) -> Optional[Given]:
         reverse=words.reverse,
         optimizer=words.optimizer,
         cast=words.cast,
+        dequantize=words.dequantize,
     )
 
 
 def _path(strategy: Strategy) -> str:
-    return NONE if strategy.is_none else SAME if strategy.path == SAME else absolute(strategy.path)
+    return NONE if strategy.is_none else absolute(strategy.path) if names_files(strategy.path) else strategy.path

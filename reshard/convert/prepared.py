@@ -251,7 +251,8 @@ class _Preparation:
         """
         store = store_of(plan.request.dst)
         execution = replace(self.execution(plan), target=store.costs(plan.request.dst))
-        part = max((store.part_bytes(size) for size in plan.file_bytes(work).values()), default=0)
+        sizes = plan.file_bytes(work)
+        part = max(map(store.part_bytes, sizes.values()), default=0)
         if part:
             together = max(1, min(MOST_MEMBERS, execution.max_memory // (_GROUPS * 2 * part)))
             together = max(map(len, plan.reading_groups(work, together)))
@@ -260,7 +261,7 @@ class _Preparation:
             limit = self.handles.limit // 4
             together = MOST_MEMBERS if len(work) <= limit else limit // execution.threads
             together = max(1, min(MOST_MEMBERS, together))
-        found = replace(execution, together=together, part_bytes=part)
+        found = replace(execution, together=together, part_bytes=part, files=len(sizes), nbytes=sum(sizes.values()))
         if part and found.max_memory < found.least_memory:
             needed = -(-found.least_memory // (1 << 20))
             raise UsageError(
@@ -271,8 +272,8 @@ class _Preparation:
         return found
 
     def check(self, plan: Plan, progress: Progress, workers: Optional[Workers] = None) -> Check:
-        """What checks CRCs: this process, or those that write the targets."""
-        if workers is not None:
+        """What checks CRCs: this process, or those that write the targets; they know no places of archives."""
+        if workers is not None and not any(index.archived for index in plan.checkpoint.indexes.values()):
             return workers.check_crcs
         execution = self.execution(plan)
         return lambda files: damaged_files(files, execution, self.handles, self.report, progress)
@@ -325,7 +326,7 @@ class Prepared:
         work = state.work
         checked = time.monotonic()
         if self._options.dry_run:
-            written = sum(state.sizes.values())
+            written, copied = sum(state.sizes.values()), 0
         else:
             writing = Writing(
                 plan,
@@ -337,7 +338,7 @@ class Prepared:
                 progress,
                 workers,
             )
-            written = writing.write()
+            written, copied = writing.write(), writing.bytes_copied
             manifest = writing.manifest
             work = writing.work
         ended = time.monotonic()
@@ -350,6 +351,7 @@ class Prepared:
             done_before=sorted(set(state.asked).difference(work)),
             manifest=manifest,
             bytes_written=written,
+            bytes_copied=copied,
             source_ranks=sorted(plan.checkpoint.indexes),
             recovered=[file for file in lost if plan.form.taken_over(file) is None],
             parameters=len(plan.sorted.resharded),
@@ -389,7 +391,11 @@ class Prepared:
                 return
             check = preparation.check(plan, progress, workers)
             read = plan.files_read(work)
-            wholly_read = [index for index in plan.checkpoint.indexes.values() if read.get(index.path)]
+            wholly_read = [
+                index
+                for index in plan.checkpoint.indexes.values()
+                if read.get(index.path) or (index.archived and self._options.verify)
+            ]
             if not preparation.crcs.find(plan.checkpoint, wholly_read, check):
                 # Tags are compared before anything is used, CRCs are not.
                 crcs = {index.path for index in plan.checkpoint.indexes.values() if index.crc is not None}

@@ -15,13 +15,13 @@ from reshard.records.given import Given
 from reshard.records.identity import short_digest
 from reshard.records.ledger import ledgers_in
 from reshard.storage import exists
-from reshard.strategies import NONE, SAME, read_strategy
+from reshard.strategies import names_files, read_strategy
 from reshard.text.report import Report
 
-EDITS = ("names", "rename", "config", "reverse", "optimizer", "cast")
+EDITS = ("names", "rename", "config", "reverse", "optimizer", "cast", "dequantize")
 """The options of names and types, as click calls their values."""
 
-_OPTIONS = "--names, --reverse, --config, --optimizer, --rename, --cast"
+_OPTIONS = "--names, --reverse, --config, --optimizer, --rename, --cast, --dequantize"
 
 
 def edits_of_target(
@@ -43,8 +43,11 @@ def edits_of_target(
         UsageError: the directory was written with other names or types, and nothing says with which.
         ReshardError: what is typed cannot be read.
     """
-    edits = edits_of(src, typed)
-    if edits is None and plan is not None and plan.edits:
+    edits = edits_of(src, typed, None if plan is None else plan.form)
+    if not any(typed[name] for name in EDITS) and plan is not None and plan.edits:
+        # Between some forms names change without an option.
+        if edits is not None and plan.edits == short_digest(edits.identity().encode()):
+            return edits, False
         return _recorded(out, src, plan, report), True
     return edits, False
 
@@ -87,7 +90,7 @@ def strategies_of_target(
     for name in missing:
         path, digest = recorded[name]
         option = "--" + name.replace("_", "-")
-        if path not in (NONE, SAME):
+        if names_files(path):
             problem = "does not exist" if not exists(path) else "has changed"
             if not exists(path) or strategy_digest(read_strategy(path)) != digest:
                 raise UsageError(
@@ -103,7 +106,7 @@ def strategies_of_target(
 def _recorded(out: str, src: str, plan: Identity, report: Report) -> Edits:
     try:
         ledgers = [ledger for ledger in ledgers_in(out) if ledger.identity == plan]
-        commands = [given for ledger in ledgers for given in ledger.given() if _words(given)]
+        commands = [given for ledger in ledgers for given in ledger.given()]
     except TargetError as error:
         report.warn(error.message)
         commands = []
@@ -115,14 +118,15 @@ def _recorded(out: str, src: str, plan: Identity, report: Report) -> Edits:
     for given in commands:
         said = " ".join(_words(given))
         try:
-            edits = edits_of(src, _typed(given))
+            edits = edits_of(src, _typed(given), plan.form)
             identities = () if edits is None else edits.possible_identities()
             digests = {short_digest(identity.encode()) for identity in identities}
         except ReshardError as error:
             problem = f"its options were {said}: {error.message}"
             continue
         if edits is not None and plan.edits in digests:
-            report.note(f"compared with the names and types that are recorded: {said}")
+            if said:
+                report.note(f"compared with the names and types that are recorded: {said}")
             return edits
         problem = f"its options were {said}, and these rules have changed since"
     raise UsageError(
@@ -138,7 +142,16 @@ def was_merged(out: str, plan: Identity) -> bool:
         return False
     with contextlib.suppress(TargetError):
         ledgers = [ledger for ledger in ledgers_in(out) if ledger.identity == plan]
-        return bool(ledgers) and not any(_words(given) for ledger in ledgers for given in ledger.given())
+        commands = [given for ledger in ledgers for given in ledger.given()]
+        return bool(ledgers) and not any(_words(given) or _names_by_form(given, plan) for given in commands)
+    return False
+
+
+def _names_by_form(given: Given, plan: Identity) -> bool:
+    """Whether names changed without an option, as between a trainer's state and a model."""
+    with contextlib.suppress(ReshardError):
+        edits = edits_of(given.src, _typed(given), plan.form)
+        return edits is not None and plan.edits == short_digest(edits.identity().encode())
     return False
 
 
@@ -159,6 +172,7 @@ def _typed(given: Given) -> dict[str, Any]:
         "reverse": given.reverse,
         "optimizer": "keep" if given.optimizer else None,
         "cast": given.cast,
+        "dequantize": given.dequantize,
     }
 
 
@@ -168,4 +182,5 @@ def _words(given: Given) -> list[str]:
     words += [] if given.config is None else [f"--config {given.config}"]
     words += ["--reverse"] if given.reverse else []
     words += ["--optimizer keep"] if given.optimizer else []
+    words += [] if given.dequantize is None else [f"--dequantize {given.dequantize}"]
     return [*words, *(f"--rename {one}" for one in given.rename), *(f"--cast {one}" for one in given.cast)]

@@ -43,7 +43,8 @@ class SourceCrcs:
         Raises:
             ReshardError: a file cannot be read.
         """
-        new = [index for index in indexes if index.checkable and index.path not in self._checked]
+        checkable = {index.path: index for index in indexes if index.checkable or index.archived}
+        new = [index for path, index in checkable.items() if path not in self._checked]
         found = check(new) if new else {}
         self._checked.update(index.path for index in new)
         for rank, index in sorted(source.indexes.items()):

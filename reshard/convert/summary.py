@@ -57,6 +57,7 @@ class Summary:
         phases: where the time went.
         seconds: time it took.
         dry_run: nothing was written.
+        bytes_copied: bytes of tensors that the file system copied by itself.
     """
 
     step: Optional[str]
@@ -82,6 +83,7 @@ class Summary:
     phases: Phases
     seconds: float
     dry_run: bool
+    bytes_copied: int = 0
 
 
 def totals_of(plan: Plan, files: Collection[int]) -> dict[str, Total]:

@@ -190,7 +190,10 @@ class TargetDirectory:
             raise self._refusals.beside(beside)
         # What works for a run that has begun finds no other one, unless it is late.
         if seen.against and seen.present and (self._part or not self._overwrite):
-            raise self._refusals.another_conversion(seen.against, sorted(seen.present - own - recorded))
+            of_others = {ledger.identity: ledger.given() for ledger in seen.others}
+            commands = [of_others.get(identity, ()) for identity in seen.against]
+            unrecorded = sorted(seen.present - own - recorded)
+            raise self._refusals.another_conversion(seen.against, commands, self._given, unrecorded)
         allowed = own if seen.going_on and (self._adding or not self._overwrite) else writing
         # What is left of a conversion whose replacement was not finished may lie where this run does not look.
         foreign = (seen.present | recorded) - allowed

@@ -70,6 +70,7 @@ class Writing:
 
     Attributes:
         manifest: the manifest, if it was written.
+        bytes_copied: of the contents of tensors, what the file system copied by itself.
         work: target files that were still to be written when writing began.
     """
 
@@ -85,6 +86,7 @@ class Writing:
         workers: Optional[Workers],
     ) -> None:
         self.manifest: Optional[str] = None
+        self.bytes_copied = 0
         self.work = tuple(work)
         self._plan = plan
         self._execution = execution
@@ -119,12 +121,12 @@ class Writing:
 
     def _write_here(self, progress: Progress) -> None:
         groups: Iterable[Sequence[TargetFile]] = self._plan.groups(self.work, self._execution.together)
+        execution, target_of = self._execution, self._plan.target_file
         if self._directory is None:
-            convert(groups, self._handles, self._execution, progress)
+            convert(groups, self._handles, execution, progress, target_of=target_of)
         else:
-            groups = self._directory.missing(groups)
-            directory = self._directory
-            convert(groups, self._handles, self._execution, progress, directory.finished, directory.expected)
+            groups, directory = self._directory.missing(groups), self._directory
+            convert(groups, self._handles, execution, progress, directory.finished, directory.expected, target_of)
 
     def _write_elsewhere(self, progress: Progress) -> None:
         directory, ranks = self._directory, self.work
@@ -165,6 +167,7 @@ class Writing:
             raise
         finally:
             self._progress.end()
+            self.bytes_copied = counted.bytes_copied
             if counted.overflows:
                 count = plural(sum(counted.overflows.values()), "element")
                 self._report.warn(
@@ -179,6 +182,7 @@ class Counted(Progress):
 
     def __init__(self, listener: Progress) -> None:
         self.file_bytes = 0
+        self.bytes_copied = 0
         self.files = 0
         self.overflows: Counter[str] = Counter()
         self._listener = listener
@@ -186,6 +190,11 @@ class Counted(Progress):
     def wrote(self, count: int) -> None:
         """Pass on."""
         self._listener.wrote(count)
+
+    def copied(self, count: int) -> None:
+        """Count and pass on."""
+        self.bytes_copied += count
+        self._listener.copied(count)
 
     def committed(self, rank: int, size: int) -> None:
         """Count and pass on."""

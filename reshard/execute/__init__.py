@@ -7,5 +7,6 @@ order, under a temporary name. It knows boxes and byte ranges; it knows nothing 
 from reshard.execute.destination import Destination
 from reshard.execute.options import ExecutionOptions, Progress
 from reshard.execute.run import convert
+from reshard.processes import OWN_THREAD
 
-__all__ = ["Destination", "ExecutionOptions", "Progress", "convert"]
+__all__ = ["OWN_THREAD", "Destination", "ExecutionOptions", "Progress", "convert"]

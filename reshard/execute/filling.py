@@ -7,53 +7,75 @@ one; and what is contiguous on both sides goes straight into the block.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator, Sequence
-from typing import Optional
+import threading
+from collections.abc import Sequence
+from typing import NamedTuple, Optional
 
 import numpy as np
 
 from reshard.execute.casts import Cast, Overflowed, Words
 from reshard.execute.parts import SharedRows
 from reshard.execute.reading import ByteReader, Bytes
-from reshard.layout import Box, Loop, Region, inside, intersection, shape_of, volume_of
+from reshard.layout import Box, Loop, Region, boxes_of_range, inside, intersection, shape_of, volume_of
 from reshard.plan.pieces import StoredSlice, TargetTensor
 
 _WORDS = (8, 4, 2, 1)
-# Elements along each side of a tile of a transposed copy: two tiles of them fit the innermost cache.
-_TILE = 64
+# Elements along the sides of a tile of a transposed copy: this where neighbours lie together in the source, twice as
+# many where they do in the target. Smaller ones cost more calls, larger ones leave the cache.
+_TILE = 128
+_LEAST_TILE = 16
+_TILE_GAP = 8
 _FAR = 1 << 62
+_ROOMS = threading.local()
 
 
-def boxes_of_range(shape: Sequence[int], start: int, stop: int, most: int) -> Iterator[Box]:
-    """The elements ``start`` to ``stop`` of a C-order array, as boxes of at most ``most`` elements.
+class Run(NamedTuple):
+    """Bytes that lie together in a stored slice as they do in a box of a target tensor.
 
-    A file is written front to back, so a tensor is produced in C order. Any run of elements in C order is a short
-    sequence of boxes that fix the outer axes, take a range of one axis and all of the inner ones.
-
-    Args:
-        shape: elements per dimension.
-        start: first element, counted in C order.
-        stop: one past the last.
-        most: elements in a box at the most, at least 1.
+    Attributes:
+        offset: of its first byte in the box.
+        source: the slice.
+        start: its first byte there.
+        length: bytes.
     """
-    rows = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
-    if not shape:
-        if start < stop:
-            yield ()
-        return
-    position = start
-    while position < stop:
-        room = min(most, stop - position)
-        # The outermost axis along which whole rows fit; the innermost always does.
-        axis = next(a for a, row in enumerate(rows) if position % row == 0 and row <= room)
-        row = rows[axis]
-        first = position // row % shape[axis]
-        count = min(shape[axis] - first, room // row)
-        outer = tuple((i, i + 1) for i in (position // rows[a] % shape[a] for a in range(axis)))
-        inner = tuple((0, size) for size in shape[axis + 1 :])
-        yield (*outer, (first, first + count), *inner)
-        position += count * row
+
+    offset: int
+    source: StoredSlice
+    start: int
+    length: int
+
+
+def runs_of_box(tensor: TargetTensor, block: Box) -> Optional[list[Run]]:
+    """The runs that make a box of a target tensor, counted from its own origin; None where it is not made of runs."""
+    if tensor.padded or tensor.added is not None:
+        return None
+    box = tuple((start + low, start + high) for (start, _), (low, high) in zip(tensor.box, block))
+    found = []
+    for piece in tensor.pieces:
+        common = intersection(piece.box, box)
+        if common is None:
+            continue
+        if piece.region is not None or piece.dtype is not None or piece.source.decoding is not None:
+            return None
+        if not (_lies_together(common, box) and _lies_together(common, piece.source.box)):
+            return None
+        offset, start = (_offset_in(common, whole) * tensor.item_size for whole in (box, piece.source.box))
+        found.append(Run(offset, piece.source, start, volume_of(common) * tensor.item_size))
+    return found or None
+
+
+def _lies_together(part: Box, whole: Box) -> bool:
+    """Whether the elements of a part of a box follow each other in it."""
+    axis = next((axis for axis, (low, high) in enumerate(part) if high - low > 1), len(part))
+    return part[axis + 1 :] == whole[axis + 1 :]
+
+
+def _offset_in(part: Box, whole: Box) -> int:
+    """The number of the first element of a part of a box in it."""
+    strides = byte_strides(shape_of(whole), 1)
+    return sum((low - first) * stride for (low, _), (first, _), stride in zip(part, whole, strides))
 
 
 class BlockFiller:
@@ -322,26 +344,50 @@ def as_words(data: memoryview, shape: Sequence[int], item_size: int) -> Words:
 
 
 def put(source: Words, out: Words, cast: Optional[Cast] = None) -> None:
-    """Copy elements, or cast them, wherever both lie; arrays of one word or more per element in the last dimension."""
-    tiles = tiles_of(source, out)
-    if cast is None:
-        for tile in tiles:
-            out[tile] = source[tile]
-    else:
-        for tile in tiles:
-            cast.put(source[tile], out[tile])
+    """Copy elements, or cast them, wherever both lie; arrays of one word or more per element in the last dimension.
 
-
-def tiles_of(source: Words, out: Words) -> Iterator[tuple[slice, ...]]:
-    """The parts in which to copy: all at once, or, where neighbours here are far apart there, what fits the cache."""
+    Where neighbours here are far apart there, tile by tile through a room in the cache: its rows are not as far apart
+    as a power of two, which those of tensors often are, so that they do not drive each other out.
+    """
     axes = range(source.ndim - 1)
     near_source = min(axes, key=lambda axis: source.strides[axis] if source.shape[axis] > 1 else _FAR, default=0)
     near_out = min(axes, key=lambda axis: out.strides[axis] if out.shape[axis] > 1 else _FAR, default=0)
-    if near_source == near_out or source.shape[near_source] < _TILE or source.shape[near_out] < _TILE:
-        yield ()
+    if near_source == near_out or min(source.shape[near_source], source.shape[near_out]) < _LEAST_TILE:
+        if cast is None:
+            out[...] = source
+        else:
+            cast.put(source, out)
         return
-    for first in range(0, source.shape[near_source], _TILE):
-        for other in range(0, source.shape[near_out], _TILE):
-            tile = [slice(None)] * source.ndim
-            tile[near_source], tile[near_out] = slice(first, first + _TILE), slice(other, other + _TILE)
-            yield tuple(tile)
+    order = sorted(axes, key=lambda axis: -source.strides[axis])
+    steps = {near_source: min(source.shape[near_source], _TILE), near_out: min(source.shape[near_out], 2 * _TILE)}
+    left = 2 * _TILE * _TILE // math.prod(steps.values())
+    for axis in reversed(order):
+        if axis not in steps:
+            steps[axis] = max(1, min(source.shape[axis], left))
+            left //= steps[axis]
+    slices = [
+        [slice(first, first + steps[axis]) for first in range(0, source.shape[axis], steps[axis])] for axis in axes
+    ]
+    room: Optional[Words] = None
+    for tile in itertools.product(*slices):
+        taken, given = source[tile], out[tile]
+        if room is None or room.shape != given.shape:
+            room = _tile_like(given, order)
+        if cast is None:
+            room[...] = taken
+        else:
+            cast.put(taken, room)
+        given[...] = room
+
+
+def _tile_like(out: Words, order: Sequence[int]) -> Words:
+    """A room of this thread for a tile, with the axes in this order in memory."""
+    shape = [out.shape[axis] for axis in order]
+    row = (shape[-1] + _TILE_GAP) * out.shape[-1]
+    count = math.prod(shape[:-1]) * row
+    words: Optional[Words] = getattr(_ROOMS, out.dtype.str, None)
+    if words is None or len(words) < count:
+        words = np.empty(count, out.dtype)
+        setattr(_ROOMS, out.dtype.str, words)
+    room = words[:count].reshape(*shape[:-1], shape[-1] + _TILE_GAP, out.shape[-1])[..., : shape[-1], :]
+    return room.transpose(*np.argsort(order), len(shape))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from reshard.defaults import MAX_MEMORY
 from reshard.execute.reading import ChosenIo, choose_io
+from reshard.processes import BASE_OF_PROCESSES, worth_having
 from reshard.storage.costs import LOCAL, Storage
 
 # Larger blocks than this make nothing faster.
@@ -14,6 +15,8 @@ LEAST_BLOCK_BYTES = 4 << 10
 # Of smaller ones there are more requests and calls.
 _FAIR_BLOCK_BYTES = 1 << 20
 _MOST_WAITING = 64
+# Threads of one process: more pass the interpreter's lock to and fro for longer than they gain.
+_MAX_THREADS = 8
 # Requests under way per CPU, of whatever size.
 _FEW = 4
 # What windows of small reads need where several files are joined and each window costs a round trip.
@@ -33,6 +36,9 @@ class ExecutionOptions:
         target: what the target files lie on.
         together: target files that are written together at the most.
         part_bytes: bytes that the target's store holds of a file until they are written together; 0 for none.
+        files: target files in all.
+        nbytes: bytes of them together.
+        processes: processes that share the work; 1 for threads of this one alone.
     """
 
     jobs: int
@@ -43,11 +49,33 @@ class ExecutionOptions:
     target: Storage = LOCAL
     together: int = 1
     part_bytes: int = 0
+    files: int = 1
+    nbytes: int = 0
+    processes: int = 1
+
+    def shared(self, private: int) -> ExecutionOptions:
+        """The same in as many processes as are worth having, or unchanged where that is one.
+
+        Object stores keep threads waiting and not CPUs busy, so threads suffice for them.
+
+        Args:
+            private: bytes that each process comes to hold beside its buffers. What the processes hold together beyond
+                what the base allows is taken off the buffers, up to half of them.
+        """
+        if not (self.storage.mappable and self.target.mappable) or self.part_bytes:
+            return self
+        count = worth_having(self.jobs, self.nbytes, self.max_memory, private)
+        if count < 2:
+            return self
+        beyond = max(0, count * private - BASE_OF_PROCESSES)
+        return replace(self, jobs=count, processes=count, max_memory=self.max_memory - beyond)
 
     @property
     def threads(self) -> int:
-        """Threads; where requests take a round trip there are more of them than CPUs, as most wait."""
-        wanted = max(self.jobs, self._under_way(self.storage))
+        """Threads of all processes; where requests take a round trip there are more of them than CPUs, as most wait."""
+        # In one process, more would pass the interpreter's lock to and fro.
+        jobs = self.jobs if self.processes > 1 else min(self.jobs, _MAX_THREADS)
+        wanted = max(jobs, self._under_way(self.storage))
         if not self.part_bytes:
             return max(wanted, self._under_way(self.target))
         # Parts are sent by threads of their own, which get the memory that these leave. A few more threads than CPUs
@@ -132,6 +160,9 @@ class Progress:
 
     def wrote(self, count: int) -> None:
         """So many of these bytes are done."""
+
+    def copied(self, count: int) -> None:
+        """So many of the bytes that are done were copied by the file system."""
 
     def committed(self, rank: int, size: int) -> None:
         """The file of a target rank, of so many bytes, has its final name."""

@@ -1,4 +1,4 @@
-"""Cutting the files of a group into parts that threads can take, and which thread writes which of them next.
+"""Cutting the files of a group into parts that threads can take.
 
 A part is a stretch of every file of a group, in file order, of some tens of MiB in all. Within it
 goes one tensor after the other. Where members of the group take different columns of the same rows,
@@ -10,17 +10,15 @@ from __future__ import annotations
 import itertools
 import math
 import threading
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Callable, NamedTuple, Optional, Union
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Optional, Union
 
 from reshard.checkpoints import Data, Literal
 from reshard.checkpoints.formats.dtypes import ITEM_SIZES
-from reshard.execute.writing import TargetWriter
 from reshard.layout import Box, shape_of, volume_of
 from reshard.plan.pieces import StoredSlice, TargetFile, TargetTensor
 
 Segment = Union[Literal, Data]
-WriterOf = Callable[[TargetFile], TargetWriter]
 
 # Bytes of a part: large enough that threads seldom meet, small enough to share out one file.
 MOST_PART_BYTES = 64 << 20
@@ -233,96 +231,35 @@ def _split_shared(shared: SharedRows, segments: tuple[list[Segment], ...], part_
         yield Stretch(cut, shared._replace(first=first, last=last))
 
 
-class Task(NamedTuple):
-    """A part of the files of a group, and their writers."""
-
-    part: FilesPart
-    writers: Sequence[TargetWriter]
-
-
-class _OpenGroup:
-    """Target files that are written together, with parts that are yet to be handed out."""
-
-    def __init__(self, files: Sequence[TargetFile], threads: int, writer_of: WriterOf) -> None:
-        self.writers = [writer_of(target) for target in files]
-        self._parts = parts_of(files, threads)
-        self._next = next(self._parts)
-        self.threads = 0
-
-    def take(self) -> tuple[Task, bool]:
-        """The next part, and whether it is the last one."""
-        part, following = self._next, next(self._parts, None)
-        for writer in self.writers:
-            writer.add_part()
-            if following is None:
-                writer.seal()
-        if following is not None:
-            self._next = following
-        return Task(part, self.writers), following is None
-
-
-class Schedule:
-    """Hands out the parts of all groups; shared by all threads.
-
-    Threads keep to files of their own as long as there are enough: two threads that write to one file wait for each
-    other in the kernel, which locks a file while it is written to. When no further group of files can be begun, idle
-    threads help with those that are still being written.
+class Parts:
+    """The parts of a group's files, cut as they are taken; for any number of threads.
 
     Args:
-        groups: groups of target files, planned one by one as they are begun.
-        threads: how many there are; the last file is cut so that all of them can help.
-        writer_of: makes the writer of a file.
+        files: the files.
+        threads: how many threads may come to help.
+        alone: whether nobody elsewhere takes parts of these files: then those before one that is taken are kept,
+            because they will be.
     """
 
-    def __init__(self, groups: Iterable[Sequence[TargetFile]], threads: int, writer_of: WriterOf) -> None:
-        self._threads = threads
-        self._writer_of = writer_of
-        self._groups = iter(groups)
+    def __init__(self, files: Sequence[TargetFile], threads: int, alone: bool) -> None:
+        self.files = files
+        self._alone = alone
         self._lock = threading.Lock()
-        self._open: list[_OpenGroup] = []
-        self._group_of: dict[int, _OpenGroup] = {}
-        self._begun: set[TargetWriter] = set()
+        self._coming = parts_of(files, threads)
+        self._next: Optional[FilesPart] = next(self._coming)
+        self._number = 0
+        self._kept: dict[int, FilesPart] = {}
 
-    def next(self) -> Optional[Task]:
-        """The next part for the calling thread; None when everything has been handed out.
-
-        Raises:
-            ReshardError: planning the next group failed.
-        """
-        thread = threading.get_ident()
+    def take(self, number: int) -> tuple[Optional[FilesPart], bool]:
+        """A part by its number, None where there are fewer; and whether none follows it."""
         with self._lock:
-            group = self._group_of.get(thread)
-            if group is None or group not in self._open:
-                group = self._begin() or min(self._open, key=lambda one: one.threads, default=None)
-                if group is None:
-                    return None
-                group.threads += 1
-                self._group_of[thread] = group
-            task, last = group.take()
-            if last:
-                self._open.remove(group)
-            return task
-
-    def give_up(self, task: Task) -> None:
-        """Hand out no more of a group."""
-        with self._lock:
-            self._open = [group for group in self._open if group.writers is not task.writers]
-
-    def committed(self, writer: TargetWriter) -> None:
-        """A file has its final name."""
-        with self._lock:
-            self._begun.discard(writer)
-
-    def unfinished(self) -> list[TargetWriter]:
-        """Writers of files that were begun and not committed."""
-        with self._lock:
-            return list(self._begun)
-
-    def _begin(self) -> Optional[_OpenGroup]:
-        files = next(self._groups, None)
-        if files is None:
-            return None
-        group = _OpenGroup(files, self._threads, self._writer_of)
-        self._open.append(group)
-        self._begun.update(group.writers)
-        return group
+            if number in self._kept:
+                return self._kept.pop(number), False
+            while self._next is not None:
+                part, self._next = self._next, next(self._coming, None)
+                self._number += 1
+                if self._number > number:
+                    return part, self._next is None
+                if self._alone:
+                    self._kept[self._number - 1] = part
+            return None, True

@@ -11,6 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
+from dataclasses import replace
 from functools import partial
 from typing import Any, Callable, NamedTuple, Optional, TypeVar
 
@@ -19,10 +20,10 @@ import numpy.typing as npt
 
 from reshard.checkpoints import FileHandles
 from reshard.execute.casts import Overflowed
-from reshard.execute.filling import BlockFiller, boxes_of_range
+from reshard.execute.filling import BlockFiller
 from reshard.execute.options import ExecutionOptions
 from reshard.execute.reading import Bytes, make_reader
-from reshard.layout import Box, shape_of, volume_of
+from reshard.layout import Box, boxes_of_range, shape_of, volume_of
 from reshard.plan.pieces import TargetTensor
 
 Array = npt.NDArray[Any]
@@ -60,6 +61,7 @@ class BoxReader:
     Attributes:
         threads: how many read at a time.
         options: the options.
+        overflowed: told of elements that a cast made infinite.
     """
 
     def __init__(
@@ -72,7 +74,7 @@ class BoxReader:
         self.threads = threads or options.threads
         self.options = options
         self._handles = handles
-        self._overflowed = overflowed
+        self.overflowed = overflowed
         self._change = threading.Condition()
         self._idle: list[Worker] = []
         self._made = 0
@@ -96,7 +98,7 @@ class BoxReader:
             self._made += worker is None
         try:
             if worker is None:
-                worker = self._new()
+                worker = self.new_worker()
             yield worker
         finally:
             with self._change:
@@ -106,15 +108,29 @@ class BoxReader:
                     self._idle.append(worker)
                 self._change.notify()
 
-    def _new(self) -> Worker:
+    def new_worker(self) -> Worker:
+        """A worker that nobody else will get."""
         options = self.options
         maps = max(1, self._handles.limit // (4 * options.threads))
         reader = make_reader(
-            options.storage, options.mapped, self._handles, options.window_bytes, maps, options.threads
+            options.storage,
+            options.mapped,
+            self._handles,
+            options.window_bytes,
+            maps,
+            options.threads,
+            self._tell_overflow,
         )
         # A part of a buffer that nobody uses is never touched, and so takes no memory.
         scratch, block = (np.empty(options.block_bytes, np.uint8) for _ in range(2))
-        return Worker(BlockFiller(reader, scratch, self._overflowed), block)
+        return Worker(BlockFiller(reader, scratch, self._tell_overflow), block)
+
+    def _tell_overflow(self, name: str, count: int) -> None:
+        self.overflowed(name, count)
+
+    def share(self, processes: int) -> None:
+        """Divide the memory among copies of this in so many processes."""
+        self.options = replace(self.options, jobs=processes, processes=processes)
 
     def read(self, tensor: TargetTensor, box: Box, out: memoryview) -> None:
         """Fill ``out`` with the bytes of a box, in C order; by several threads where it is large.

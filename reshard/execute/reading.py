@@ -19,6 +19,7 @@ import numpy.typing as npt
 from reshard.checkpoints import FileHandles, cut_short, reading_error
 from reshard.checkpoints.formats.tensors import file_ranges
 from reshard.errors import ReshardError, RetryableError
+from reshard.execute.casts import Cast, Overflowed, Words
 from reshard.plan.pieces import StoredSlice
 from reshard.storage import fill, is_read_only
 from reshard.storage.costs import LOCAL, Storage
@@ -254,8 +255,45 @@ class _Maps:
             self._looked_at = 0
 
 
+class ElementReader:
+    """Reads elements: those of quantised tensors are decoded, all others are bytes as they are stored; for one thread.
+
+    Args:
+        stored: reads stored bytes.
+        overflowed: called with elements that became infinite.
+    """
+
+    def __init__(self, stored: ByteReader, overflowed: Overflowed) -> None:
+        self.worth_skipping = stored.worth_skipping
+        self._stored = stored
+        self._overflowed = overflowed
+
+    def read_into(self, source: StoredSlice, start: int, out: memoryview) -> None:
+        """Fill ``out`` with the bytes of elements from ``start`` on."""
+        decoding = source.decoding
+        if decoding is None:
+            self._stored.read_into(source, start, out)
+            return
+        cast = Cast("Float32", decoding.dtype, decoding.name, self._overflowed) if decoding.dtype != "Float32" else None
+        decoding.read_into(self._stored.read_into, source, start, out, _as_it_is if cast is None else cast.put)
+
+    def view(self, source: StoredSlice, start: int, length: int) -> Optional[Bytes]:
+        """The bytes as they lie in memory, or None where they have to be read."""
+        return None if source.decoding is not None else self._stored.view(source, start, length)
+
+
+def _as_it_is(words: Words, out: Words) -> None:
+    out[...] = words
+
+
 def make_reader(
-    storage: Storage, mapped: bool, handles: FileHandles, window_bytes: int, most_maps: int, threads: int = 1
+    storage: Storage,
+    mapped: bool,
+    handles: FileHandles,
+    window_bytes: int,
+    most_maps: int,
+    threads: int = 1,
+    overflowed: Overflowed = lambda name, count: None,
 ) -> ByteReader:
     """A reader for one thread.
 
@@ -266,11 +304,12 @@ def make_reader(
         window_bytes: memory for windows, in which small requests are answered.
         most_maps: files mapped at a time; a map holds a descriptor.
         threads: how many threads have a reader.
+        overflowed: called with elements that become infinite where they are decoded.
     """
-    explicit = ExplicitReader(handles, storage, window_bytes)
-    if not mapped:
-        return explicit
-    return MappedReader(handles, explicit, min(_MAPS, most_maps), max(_LEAST_GIVEN_BACK, _GIVE_BACK // threads))
+    reader: ByteReader = ExplicitReader(handles, storage, window_bytes)
+    if mapped:
+        reader = MappedReader(handles, reader, min(_MAPS, most_maps), max(_LEAST_GIVEN_BACK, _GIVE_BACK // threads))
+    return ElementReader(reader, overflowed)
 
 
 def unreadable(source: StoredSlice, error: Exception) -> ReshardError:

@@ -8,7 +8,7 @@ import functools
 import threading
 import zlib
 from collections.abc import Iterable, Iterator
-from typing import Callable, Optional
+from typing import Callable, NamedTuple, Optional
 
 import numpy as np
 import numpy.typing as npt
@@ -22,11 +22,28 @@ _POLYNOMIAL = 0xEDB88320
 _ONE = 1 << 31
 _X_TO_8 = 1 << 23
 
+Checksum = tuple[int, int, int]
+"""Of a piece of a file: where it begins, bytes, CRC-32."""
+
 Finish = Callable[[TargetFile, FileStatus, Optional[int], bool], None]
 """Told of a target whose bytes are on disk, before it gets its name and after: status, CRC-32, which."""
 
 Expect = Callable[[TargetFile], Optional[Expected]]
 """Says what a target may replace; None for anything."""
+
+
+class PartDone(NamedTuple):
+    """What came of a part of a file.
+
+    Attributes:
+        written: bytes.
+        checksums: of them.
+        error: why the file was given up, if it was.
+    """
+
+    written: int
+    checksums: Optional[list[Checksum]]
+    error: Optional[ReshardError]
 
 
 class TargetWriter:
@@ -38,9 +55,17 @@ class TargetWriter:
         checksum: compute a CRC-32 of the whole file on the way.
         expected: what it may replace; None for anything.
         sending: sends its parts, where its store takes files in parts.
+        file: the file, where it has been made.
+        allocated: give it all of its room first where that can be done, so that it is `mapped`.
+        mapped: whether another has done so.
+        copies: whether its file system copies ranges of files, where another has looked.
 
     Attributes:
         error: why the file was given up, if it was; others can still be finished.
+        checksums: of what was written: offset, bytes, CRC-32; None where they are not computed.
+        written: bytes that were written.
+        mapped: whether the file has all of its room on disk, so that it is written through maps.
+        copies: whether its file system copies ranges of files; not where checksums are computed on the way.
     """
 
     def __init__(
@@ -50,13 +75,21 @@ class TargetWriter:
         checksum: bool = False,
         expected: Optional[Expected] = None,
         sending: Optional[Sending] = None,
+        file: Optional[NewFile] = None,
+        allocated: bool = False,
+        mapped: bool = False,
+        copies: bool = False,
     ) -> None:
         self.target = target
         self._finish = finish
         self._expected = expected
         self._sending = sending
-        self._checksums: Optional[list[tuple[int, int, int]]] = [] if checksum else None
-        self._file: Optional[NewFile] = None
+        self._allocated = allocated
+        self.checksums: Optional[list[Checksum]] = [] if checksum else None
+        self.written = 0
+        self.mapped = mapped
+        self.copies = copies
+        self._file = file
         self._lock = threading.Lock()
         self._open_parts = 0
         self._sealed = False
@@ -96,8 +129,81 @@ class TargetWriter:
         except OSError as error:
             self._fail(error)
             return
-        if self._checksums is not None:
-            self._checksums.append((offset, len(data), zlib.crc32(data)))
+        self.wrote(offset, data)
+
+    def wrote(self, offset: int, data: memoryview) -> None:
+        """These bytes are in the file."""
+        crc = None if self.checksums is None else zlib.crc32(data)
+        with self._lock:
+            self.written += len(data)
+            if self.checksums is not None and crc is not None:
+                self.checksums.append((offset, len(data), crc))
+
+    def copy(self, descriptor: int, start: int, offset: int, count: int) -> bool:
+        """Have the file system copy a range of another file to an offset; whether it could.
+
+        Raises:
+            OSError: it could not.
+        """
+        with self._used() as file:
+            return file.copy(descriptor, start, offset, count)
+
+    def copied(self, count: int) -> None:
+        """So many bytes were copied to the file."""
+        with self._lock:
+            self.written += count
+
+    def window(self, offset: int, count: int) -> memoryview:
+        """A map of a range of the file, which is `mapped`, to write it through.
+
+        Raises:
+            UnwritableError: there is none, and of no other file there would be.
+            RetryableError: there is none.
+        """
+        try:
+            with self._used() as file:
+                return file.window(offset, min(count, self.target.layout.size - offset))
+        except OSError as error:
+            raise writing_error(self.target.path, error, rank=self.target.rank) from error
+
+    @contextlib.contextmanager
+    def handed_out(self) -> Iterator[Optional[int]]:
+        """A descriptor of the file, for workers that write to it while the block runs; None once `error` is set.
+
+        Raises:
+            UnwritableError: it cannot be written, and no other file could.
+        """
+        with contextlib.ExitStack() as stack:
+            descriptor = None
+            if self.error is None:
+                try:
+                    descriptor = stack.enter_context(self._used()).descriptor
+                except OSError as error:
+                    self._fail(error)
+            yield descriptor
+
+    def begin(self) -> None:
+        """Make the file, unless it is there or `error` is set.
+
+        Raises:
+            UnwritableError: it cannot be written, and no other file could.
+        """
+        with self.handed_out():
+            pass
+
+    def adopt(self, done: PartDone) -> None:
+        """What came of a part that a worker has written."""
+        if done.error is not None:
+            self.fail(done.error)
+        with self._lock:
+            self.written += done.written
+            if self.checksums is not None:
+                self.checksums += done.checksums or ()
+
+    @property
+    def done(self) -> PartDone:
+        """What came of all parts that this has written."""
+        return PartDone(self.written, self.checksums, self.error)
 
     def commit(self) -> None:
         """Flush the file to disk and give it its final name, unless `error` is set or is set by it.
@@ -118,14 +224,16 @@ class TargetWriter:
 
     def _publish(self, file: NewFile) -> None:
         status = file.finish()
-        if status.size != self.target.layout.size:
+        # A file that got its room first has its size whatever was written to it.
+        size = min(status.size, self.written)
+        if size != self.target.layout.size:
             raise RetryableError(
-                f"{self.target.path}: {status.size} bytes were written where {self.target.layout.size} were planned "
+                f"{self.target.path}: {size} bytes were written where {self.target.layout.size} were planned "
                 f"(rank {self.target.rank})",
                 file=self.target.path,
                 rank=self.target.rank,
             )
-        crc = None if self._checksums is None else joined_crc(self._checksums)
+        crc = None if self.checksums is None else joined_crc(self.checksums)
         self._finish(self.target, status, crc, False)
         another = file.publish()
         self._finish(self.target, another or status, crc, True)
@@ -155,6 +263,8 @@ class TargetWriter:
             if self._file is None:
                 size = self.target.layout.size
                 self._file = new_file(self.target.path, size, self._expected, self._sending)
+                self.mapped = self._allocated and self._file.allocate(size)
+                self.copies = self.checksums is None and self._file.copies
             file = self._file
             self._users += 1
         try:
@@ -187,29 +297,30 @@ class TargetWriter:
 class PartBuffer:
     """Collects a part of a target file in order, and writes it in large requests.
 
-    What is asked for with `reserve` is filled in place, so nothing is copied on its way out.
+    What is asked for with `reserve` is filled in place, so nothing is copied on its way out. While many write to one
+    file, the kernel lets one write at a time: then what is filled is the file itself, in a map. It has all of its
+    room on disk by then, so that a full disk is an error and no signal.
+
+    Args:
+        memory: the buffer, at least one byte.
+        writer: of the file.
+        offset: where in it the part begins.
     """
 
-    def __init__(self, memory: npt.NDArray[np.uint8]) -> None:
-        """Args: memory: the buffer, at least one byte."""
-        self._memory: memoryview = memory.data
-        self._used = 0
-        self._offset = 0
-        self._writer: Optional[TargetWriter] = None
-
-    @property
-    def size(self) -> int:
+    def __init__(self, memory: npt.NDArray[np.uint8], writer: TargetWriter, offset: int) -> None:
+        self.size = len(memory)
         """Bytes that can be reserved at once."""
-        return len(self._memory)
-
-    def start(self, writer: TargetWriter, offset: int) -> None:
-        """Begin a part of a file at an offset."""
-        self._writer, self._offset, self._used = writer, offset, 0
+        self._memory: memoryview = memory[:0].data if writer.mapped else memory.data
+        self._used = 0
+        self._offset = offset
+        self.writer = writer
 
     def reserve(self, count: int) -> memoryview:
         """The next ``count`` bytes of the file, at most `size`, to be filled by the caller."""
         if self._used + count > len(self._memory):
             self.flush()
+            if self.writer.mapped:
+                self._memory = self.writer.window(self._offset, self.size)
         room = self._memory[self._used : self._used + count]
         self._used += count
         return room
@@ -218,6 +329,11 @@ class PartBuffer:
     def position(self) -> int:
         """Where in the file the next byte goes."""
         return self._offset + self._used
+
+    def skip(self, count: int) -> None:
+        """The next ``count`` bytes were copied to the file; after `flush`."""
+        self.writer.copied(count)
+        self._offset += count
 
     def expect(self, offset: int) -> None:
         """Insist that what comes next belongs at this offset of the file.
@@ -236,8 +352,12 @@ class PartBuffer:
     def flush(self) -> None:
         """Write what was collected."""
         if self._used:
-            assert self._writer is not None
-            self._writer.write(self._offset, self._memory[: self._used])
+            data = self._memory[: self._used]
+            if self.writer.mapped:
+                self.writer.wrote(self._offset, data)
+                self._memory = data[:0]
+            else:
+                self.writer.write(self._offset, data)
             self._offset += self._used
             self._used = 0
 

@@ -2,6 +2,9 @@
 
 FORM_CLASSES = {
     "ranks": "ranks.form:RanksForm",
+    "hyper-parallel": "dcp.form:HyperParallelForm",
+    "dcp": "dcp.form:DcpForm",
+    "hf-sharded": "hf_sharded.form:HfShardedForm",
     "checkpoint2": "checkpoint2.form:Checkpoint2Form",
     "unified": "full.form:UnifiedForm",
     "huggingface": "full.form:HuggingFaceForm",

@@ -29,6 +29,14 @@ class Layouts(Enum):
     WHOLE = "nowhere: tensors are whole"
 
 
+class Names(Enum):
+    """What names of tensors look like."""
+
+    MODEL = "those of a model's own parameters"
+    ANY = "those of a model, or of a trainer's state that it is part of"
+    TRAINER = "likewise; trainers expect those of their state"
+
+
 class FormOptions(NamedTuple):
     """Which options go with a form, and its words in messages.
 
@@ -39,7 +47,10 @@ class FormOptions(NamedTuple):
         steps: a source may hold several steps, for --step.
         formats: formats of its files, for --format.
         shard_size: the size of target files can be chosen, with --max-shard-size.
+        shards: tensors may be cut by rows over a number of files, with --shards.
         mindspore: MindSpore loads its files.
+        names: what names of tensors look like.
+        metadata: keys in the headers of its files that its reader checks.
     """
 
     unit: str = "file"
@@ -48,7 +59,10 @@ class FormOptions(NamedTuple):
     steps: bool = False
     formats: tuple[str, ...] = ("safetensors",)
     shard_size: bool = False
+    shards: bool = False
     mindspore: bool = True
+    names: Names = Names.MODEL
+    metadata: tuple[str, ...] = ()
 
     @property
     def by_rank(self) -> bool:
@@ -145,6 +159,7 @@ class Wanted:
         on_disk: a directory is written, not one exact file or none.
         config: the file that told the sizes of the model, where one did.
         cast: casts were asked for.
+        dequantised: quantised weights are written as numbers.
     """
 
     dst: str
@@ -159,6 +174,7 @@ class Wanted:
     on_disk: bool = True
     config: Optional[str] = None
     cast: bool = False
+    dequantised: bool = False
 
 
 class SavedStep(NamedTuple):

@@ -8,9 +8,11 @@ from typing import Callable, NamedTuple, NewType, Optional, Protocol
 
 from reshard.checkpoints.by_name import ByName
 from reshard.checkpoints.checkpoint import GlobalTensor
+from reshard.checkpoints.formats.dtypes import MEMORY
+from reshard.checkpoints.formats.output import OutputLayout, OutputTensor, lay_out_ckpt, lay_out_safetensors
 from reshard.errors import IncompleteSourceError, LayoutError
 from reshard.forms.ranks import FileNames
-from reshard.layout import Layout, whole
+from reshard.layout import Box, Layout, whole
 from reshard.text.wording import quoted, rank_ranges
 
 FileId = NewType("FileId", int)
@@ -70,6 +72,7 @@ class TargetForm(Protocol):
         names: what the files are called, by number.
         sections: all sections, in the order of their files; every file is in one.
         metadata: of every safetensors file, instead of the usual.
+        boxed: files record which boxes their tensors are, so that slices of one shape are laid out differently.
         limits_layouts: not every layout can be recorded, so that `check_layout` has to be asked.
     """
 
@@ -81,6 +84,29 @@ class TargetForm(Protocol):
     sections: Sequence[Section]
     metadata: Optional[Mapping[str, str]]
     limits_layouts: bool = False
+    boxed: bool = False
+
+    def lay_out(self, tensors: Sequence[OutputTensor], boxes: Sequence[Box]) -> OutputLayout:
+        """Where the bytes of a file go.
+
+        Args:
+            tensors: what is in it, in order.
+            boxes: which box of the full tensor each of them is.
+
+        Raises:
+            CheckpointError: the format cannot hold a tensor.
+        """
+        if self.format == MEMORY:
+            return OutputLayout()
+        return lay_out_ckpt(tensors) if self.format == "ckpt" else lay_out_safetensors(tensors, self.metadata)
+
+    def planned(self, layout_of: Callable[[int], OutputLayout]) -> None:
+        """Get to know the plan, before `finishing` is asked for.
+
+        Args:
+            layout_of: how a file is laid out, by its number.
+        """
+        return
 
     def check_layout(self, name: str, layout: Layout) -> None:
         """Refuse a layout of a tensor that the form cannot record.

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Callable, NamedTuple
 
 from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor, TensorsInOrder
 from reshard.checkpoints.formats.dtypes import NO_ARRAYS
 from reshard.checkpoints.name_order import layers_in_order
 from reshard.forms.form import Wanted
+from reshard.text.messages import listing
 from reshard.text.report import Report
+from reshard.text.wording import plural
 
 
 class Selected(NamedTuple):
@@ -37,6 +39,16 @@ def note_left_beside(checkpoint: Checkpoint, report: Report) -> None:
     """Name files beside the weights that the target has no place for."""
     if checkpoint.others:
         report.note("files beside the weights are not taken over: " + ", ".join(checkpoint.others[:8]))
+
+
+def note_objects_left(checkpoint: Checkpoint, admit: Callable[[str], bool], report: Report) -> None:
+    """Name objects that the target has no place for."""
+    left = sorted(filter(admit, checkpoint.objects))
+    if left:
+        report.note(
+            f"{plural(len(left), 'object')} left out, because only dcp and hyper-parallel hold what is no tensor: "
+            + listing(left)
+        )
 
 
 def _sizes_of_values(checkpoint: Checkpoint, names: Sequence[str]) -> dict[str, int]:

@@ -1,16 +1,19 @@
-"""Inspection of a checkpoint of any form except rank directories, from names, metadata and headers alone."""
+"""Inspection of a checkpoint of any form but rank directories, from names, metadata and headers alone."""
 
 from __future__ import annotations
 
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, Optional
+from typing import Any, NamedTuple, Optional
 
 from reshard.checkpoints import FileHandles
-from reshard.checkpoints.checkpoint import Checkpoint
+from reshard.checkpoints.checkpoint import Checkpoint, StoredObject
+from reshard.checkpoints.formats.pickles import NotPlain
 from reshard.errors import InputError
 from reshard.forms.form import Description, Reading, SavedStep
+from reshard.forms.objects import shown_object
 from reshard.forms.registry import form_named
 from reshard.inspection.contents import Finding, InspectedContents, contents_of, conversion_findings
 from reshard.storage import asks_once, is_directory, names_in, status_at
@@ -73,8 +76,11 @@ class InspectedForm:
         values: names of entries that are copied unchanged.
         contents: the entries of the files; None if none could be read.
         full_bytes: size of all tensors together, each whole and once.
+        objects: what is no tensor, by name: its value as JSON has it, or None where it is not plain.
         others: other files of the model.
+        quantised: how many tensors are quantised, by scheme.
         findings: notes and problems.
+        checkpoint: its tensors and the files that hold them; None where it cannot be read.
     """
 
     path: str
@@ -85,10 +91,13 @@ class InspectedForm:
     files: list[FormFile] = field(default_factory=list)
     tensors: list[LaidOut] = field(default_factory=list)
     values: tuple[str, ...] = ()
+    objects: Mapping[str, Any] = field(default_factory=dict)
     contents: Optional[InspectedContents] = None
     full_bytes: int = 0
     others: tuple[str, ...] = ()
+    quantised: dict[str, int] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
+    checkpoint: Optional[Checkpoint] = None
 
     @property
     def nbytes(self) -> int:
@@ -110,69 +119,97 @@ def inspect_form(path: str, form: str, step: str = "latest") -> InspectedForm:
         InputError: the iteration or the checkpoint is missing.
         RetryableError: reading failed in a way that may pass.
     """
-    inspected = InspectedForm(path, form)
+    found = InspectedForm(path, form)
     reader = form_named(form)
     report = Report()
     with FileHandles() as handles:
-        inspected.iterations = reader.steps(path)
+        found.iterations = reader.steps(path)
         # A missing step that was requested is an error, not a finding.
         reader.check_step(path, step)
         try:
             checkpoint = reader.read(Reading(path, handles, report, step, complete=False))
         except InputError as error:
-            inspected.files = _files_in(path)
-            if not inspected.files and not inspected.iterations:
+            found.files = _files_in(path)
+            if not found.files and not found.iterations:
                 # Nothing to show.
                 raise
-            inspected.findings.append(Finding("unreadable", error.message, error.hint, refuses=True))
+            found.findings.append(Finding("unreadable", error.message, error.hint, refuses=True))
         else:
-            _describe(inspected, checkpoint, reader.describe(checkpoint))
-    inspected.findings += [Finding("warning", text) for text in report.warnings]
-    return inspected
+            _describe(found, checkpoint, reader.describe(checkpoint))
+            found.objects = {name: _shown(handles, held) for name, held in sorted(checkpoint.objects.items())}
+    found.findings += [Finding("warning", text) for text in report.warnings]
+    return found
 
 
-def _describe(inspected: InspectedForm, checkpoint: Checkpoint, description: Description) -> None:
-    inspected.step = checkpoint.step
-    inspected.complete = True
-    inspected.files = [
-        FormFile(number, path, checkpoint.indexes[number].size, len(checkpoint.indexes[number].tensors))
-        for number, path in sorted(checkpoint.files.items())
-    ]
-    contents = inspected.contents = contents_of(checkpoint.indexes)
+def _describe(found: InspectedForm, checkpoint: Checkpoint, told: Description) -> None:
+    found.checkpoint = checkpoint
+    found.step = checkpoint.step
+    found.complete = True
+    listed: dict[str, FormFile] = {}
+    for number, path in sorted(checkpoint.files.items()):
+        # What a file holds may be shared out over several numbers.
+        index, known = checkpoint.indexes[number], listed.get(path)
+        names = len(index.tensors) + (known.names or 0 if known else 0)
+        listed[path] = FormFile(known.number if known else number, path, index.size, names)
+    found.files = [*listed.values()]
+    contents = found.contents = contents_of(checkpoint.indexes)
     for name in sorted(checkpoint.tensors):
         tensor = checkpoint.tensors[name]
         files = frozenset().union(*checkpoint.present(tensor))
-        inspected.tensors.append(
+        found.tensors.append(
             LaidOut(
                 name,
                 tensor.dtype,
                 tensor.shape,
                 kind_of(name, math.prod(tensor.shape), checkpoint.tensors),
                 tensor.shardings[0].grid.cuts,
-                description.ranks.get(name),
+                told.ranks.get(name),
                 len(files),
-                description.lost.get(name, 0),
+                told.lost.get(name, 0),
             )
         )
-        inspected.full_bytes += math.prod(tensor.shape) * tensor.item_size
-    inspected.values = tuple(checkpoint.values())
-    inspected.others = tuple(checkpoint.others)
-    if description.incomplete is not None:
-        error = description.incomplete
-        inspected.complete = False
-        inspected.findings.append(Finding("incomplete", error.message, error.hint, checkpoint.step, refuses=True))
-    if description.unplaced is not None:
-        inspected.findings.append(Finding("unplaced", description.unplaced))
-    inspected.findings += conversion_findings(contents)
+        found.full_bytes += math.prod(tensor.shape) * tensor.item_size
+    found.values = tuple(checkpoint.values())
+    found.others = tuple(checkpoint.others)
+    _describe_quantised(found, checkpoint)
+    if told.incomplete is not None:
+        error = told.incomplete
+        found.complete = False
+        found.findings.append(Finding("incomplete", error.message, error.hint, checkpoint.step, refuses=True))
+    if told.unplaced is not None:
+        found.findings.append(Finding("unplaced", told.unplaced))
+    found.findings += conversion_findings(contents)
+
+
+def _shown(handles: FileHandles, held: StoredObject) -> Any:
+    try:
+        return shown_object(handles, held)
+    except NotPlain:
+        return None
+
+
+def _describe_quantised(found: InspectedForm, checkpoint: Checkpoint) -> None:
+    """Which schemes quantised tensors have; what is not known of them is a finding."""
+    # Loaded only where something is quantised, or may be.
+    from reshard.quantised import describe, looks_quantised, quantisation_of, recognise, stored_tensors
+
+    tensors = stored_tensors(checkpoint)
+    if not looks_quantised(tensors):
+        return
+    try:
+        how = quantisation_of(checkpoint.place, "BFloat16")
+        found.quantised = describe(recognise(tensors, how.config, how.description, how.place))
+    except InputError as error:
+        found.findings.append(Finding("quantised", error.message, error.hint))
 
 
 def _files_in(path: str) -> list[FormFile]:
     """Files of weights of a directory that cannot be read as a checkpoint."""
     directory = path if is_directory(path) else os.path.dirname(path) or os.curdir
-    files = []
+    found = []
     for name in names_in(directory):
         place = os.path.join(directory, name)
         status = status_at(place) if name.endswith(".safetensors") else None
         if status is not None:
-            files.append(FormFile(None, place, status.size, None))
-    return files
+            found.append(FormFile(None, place, status.size, None))
+    return found

@@ -65,6 +65,7 @@ class InspectedStep:
         lost: parameters with a slice in no file.
         not_saved: parameters of the strategy in no file.
         full_bytes: size of all parameters together, each whole and once; None if unknown.
+        checkpoint: its tensors and who holds them, complete or not, where a strategy was named and fits.
     """
 
     step: Optional[str]
@@ -80,6 +81,7 @@ class InspectedStep:
     lost: Sequence[LostParameter] = ()
     not_saved: Sequence[str] = ()
     full_bytes: Optional[int] = None
+    checkpoint: Optional[RankCheckpoint] = None
 
     @property
     def ranks(self) -> list[int]:
@@ -206,16 +208,16 @@ class _Inspection:
 
     def run(self, named: Optional[Step]) -> InspectedTree:
         """The whole inspection, with headers of the step ``named``, or of the newest."""
-        inspected = InspectedTree(self._tree.root, self._tree.ranks, list(self._steps.values()), self._findings)
-        inspected.one_rank = self._one_rank
+        found = InspectedTree(self._tree.root, self._tree.ranks, list(self._steps.values()), self._findings)
+        found.one_rank = self._one_rank
         with FileHandles(decryption=self._decryption) as handles:
             if self._strategy is not None:
-                inspected.strategy = self._strategy.path
+                found.strategy = self._strategy.path
                 taken = self._judge(named, handles)
-                inspected.latest = taken if named is None else None
-            if all(step.contents is None for step in inspected.steps):
+                found.latest = taken if named is None else None
+            if all(step.contents is None for step in found.steps):
                 self._read_headers(named or self._tree.steps[0], handles)
-        return inspected
+        return found
 
     def _say(self, kind: str, text: str, hint: Optional[str] = None, step: Optional[str] = None) -> None:
         self._add(Finding(kind, text, hint, step))
@@ -252,14 +254,12 @@ class _Inspection:
                 f"{tree.root}: was written by reshard",
                 hint=f"`reshard status {shlex.quote(tree.root)}` shows what is done and what is missing",
             )
-        unfinished, saves = passed_over(tree.root)
+        unfinished, saves = ([], []) if tree.single_file else passed_over(tree.root)
         for path in unfinished:
             self._say("unfinished", f"{path}: is unfinished (its name ends in _tmp) and is skipped")
         for path in saves:
             self._say(
-                "save_at_fault",
-                f"{path}: a save at a fault, which is a separate checkpoint",
-                hint="inspect it separately",
+                "save_at_fault", f"{path}: a save at a fault, a checkpoint of its own", hint="inspect it by itself"
             )
         gaps = sorted(set(self._expected) - set(tree.ranks))
         if gaps:
@@ -351,11 +351,12 @@ class _Inspection:
 
 def _note_verdict(step: InspectedStep, checkpoint: RankCheckpoint, missing: Optional[Incomplete]) -> None:
     step.complete = missing is None
+    step.checkpoint = checkpoint
     if missing is not None:
         step.missing, step.lost = missing.lines(_MOST_PATTERNS), missing.lost
-    tensors = checkpoint.tensors
-    step.not_saved = sorted(checkpoint.laid_out - tensors.keys())
-    step.full_bytes = sum(math.prod(item.shape) * item.item_size for item in tensors.values())
+    found = checkpoint.tensors
+    step.not_saved = sorted(checkpoint.laid_out - found.keys())
+    step.full_bytes = sum(math.prod(item.shape) * item.item_size for item in found.values())
 
 
 def _sizes(paths: Sequence[str]) -> dict[str, Optional[int]]:

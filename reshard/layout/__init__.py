@@ -5,7 +5,8 @@ tensor of a given shape; `Overlap` lists the source slices of a target slice; `V
 others, and `ViewOverlap` lists their source slices.
 """
 
-from reshard.layout.grid import Box, Grid, inside, intersection, shape_of, volume_of, whole_box
+from reshard.layout.boxes import Covering, covering
+from reshard.layout.grid import Box, Grid, boxes_of_range, inside, intersection, shape_of, volume_of, whole_box
 from reshard.layout.layout import Layout, whole
 from reshard.layout.overlap import Cell, Overlap, ViewOverlap, stand_in_shape
 from reshard.layout.views import ZEROS, Loop, Region, View
@@ -14,6 +15,7 @@ __all__ = [
     "ZEROS",
     "Box",
     "Cell",
+    "Covering",
     "Grid",
     "Layout",
     "Loop",
@@ -21,6 +23,8 @@ __all__ = [
     "Region",
     "View",
     "ViewOverlap",
+    "boxes_of_range",
+    "covering",
     "inside",
     "intersection",
     "shape_of",

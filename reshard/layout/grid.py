@@ -7,14 +7,11 @@ the offsets in a file's metadata.
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Optional
-
-from reshard.errors import LayoutError
 
 Box = tuple[tuple[int, int], ...]
 """Start and stop per dimension; () is the one element of a scalar."""
@@ -65,6 +62,37 @@ def place_of(number: int, cuts: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(place))
 
 
+def boxes_of_range(shape: Sequence[int], start: int, stop: int, most: int) -> Iterator[Box]:
+    """The elements ``start`` to ``stop`` of a C-order array, as boxes of at most ``most`` elements.
+
+    A file is written front to back, so a tensor is produced in C order. Any run of elements in C order is a short
+    sequence of boxes that fix the outer axes, take a range of one axis and all of the inner ones.
+
+    Args:
+        shape: elements per dimension.
+        start: first element, counted in C order.
+        stop: one past the last.
+        most: elements in a box at the most, at least 1.
+    """
+    rows = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    if not shape:
+        if start < stop:
+            yield ()
+        return
+    position = start
+    while position < stop:
+        room = min(most, stop - position)
+        # The outermost axis along which whole rows fit; the innermost always does.
+        axis = next(a for a, row in enumerate(rows) if position % row == 0 and row <= room)
+        row = rows[axis]
+        first = position // row % shape[axis]
+        count = min(shape[axis] - first, room // row)
+        outer = tuple((i, i + 1) for i in (position // rows[a] % shape[a] for a in range(axis)))
+        inner = tuple((0, size) for size in shape[axis + 1 :])
+        yield (*outer, (first, first + count), *inner)
+        position += count * row
+
+
 @dataclass(frozen=True)
 class Grid:
     """A tensor cut into boxes.
@@ -80,34 +108,6 @@ class Grid:
     def whole(cls, shape: Sequence[int]) -> Grid:
         """The grid of one box."""
         return cls(tuple((0, size) for size in shape))
-
-    @classmethod
-    def of_boxes(cls, shape: Sequence[int], boxes: Iterable[Box]) -> Grid:
-        """The grid of stored boxes.
-
-        Args:
-            shape: of the full tensor.
-            boxes: stored boxes, in any order, each once or more often.
-
-        Raises:
-            LayoutError: boxes are outside the tensor, overlap, leave gaps, or do not form rows and columns.
-        """
-        distinct = set(boxes)
-        for box in distinct:
-            inside = len(box) == len(shape) and all(0 <= a <= b <= size for (a, b), size in zip(box, shape))
-            if not inside:
-                raise LayoutError(f"box {list(box)} does not lie in a tensor of shape {list(shape)}")
-        edges = []
-        for dimension, size in enumerate(shape):
-            found = sorted({box[dimension] for box in distinct if volume_of(box) or not math.prod(shape)})
-            joined = [0, *(stop for _, stop in found)]
-            if [start for start, _ in found] != joined[:-1] or joined[-1] != size:
-                raise LayoutError(f"boxes do not divide dimension {dimension} of size {size} into slices")
-            edges.append(tuple(joined))
-        grid = cls(tuple(edges))
-        if {grid.slice_box(number) for number in range(grid.slice_count)} - distinct:
-            raise LayoutError(f"boxes do not cover a tensor of shape {list(shape)}")
-        return grid
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
@@ -132,12 +132,3 @@ class Grid:
         """One of the boxes."""
         index = self.slice_index(slice_number)
         return tuple((edges[position], edges[position + 1]) for edges, position in zip(self.edges, index))
-
-    def number_of(self, box: Box) -> Optional[int]:
-        """The number of a box; None if the grid does not contain it."""
-        return self._numbers.get(box)
-
-    @cached_property
-    def _numbers(self) -> dict[Box, int]:
-        intervals = [list(zip(edges, edges[1:])) for edges in self.edges]
-        return {box: number for number, box in enumerate(itertools.product(*intervals))}

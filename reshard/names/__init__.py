@@ -5,6 +5,7 @@
 """
 
 from reshard.names.apply import Applied, AppliedStep, MadeView, apply_rules, warning_of
+from reshard.names.frameworks import plain_names, possible_plain_names, trainer_keys, trainer_names
 from reshard.names.model import NameRules
 from reshard.names.operations import SizedOperation
 from reshard.names.options import possible_options
@@ -24,9 +25,13 @@ __all__ = [
     "config_beside",
     "parse_renames",
     "parse_rules",
+    "plain_names",
     "possible_options",
+    "possible_plain_names",
     "read_config",
     "read_rules",
     "rules_named",
+    "trainer_keys",
+    "trainer_names",
     "warning_of",
 ]

@@ -13,16 +13,17 @@ from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Callable, NamedTuple, Optional, Protocol, TypeVar
+from typing import Callable, NamedTuple, Optional, Protocol, TypeVar, Union
 
 import numpy as np
 import numpy.typing as npt
 
+from reshard.checkpoints.files import FileVersion
 from reshard.execute import Progress
-from reshard.execute.filling import boxes_of_range
 from reshard.execute.reader import in_order
-from reshard.layout import intersection, volume_of
+from reshard.layout import boxes_of_range, intersection, volume_of
 from reshard.opened import LazyTensor, OpenedCheckpoint
+from reshard.processes import Crew, Tell, may_fork, private_bytes, worth_having
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -136,16 +137,16 @@ def sweep(
         ReshardError: a file cannot be read.
     """
     most = max(1, (max_memory + _SPARE) // _THREAD_BYTES)
-    threads = min([most, *(checkpoint.reader.threads for checkpoint in checkpoints)])
-    lock = threading.Lock()
-    stop = threading.Event()
+    nbytes = sum(item.nbytes for item in items)
     own = threading.local()
+    stop = threading.Event()
+    lock = threading.Lock()
 
     def count_read(count: int) -> None:
         with lock:
             progress.wrote(count)
 
-    def work(chunk: _Chunk) -> _P:
+    def work(chunk: _Chunk, count_read: Callable[[int], None] = count_read) -> _P:
         if not hasattr(own, "computer"):
             own.computer = make()
             own.rooms = [np.empty(_BLOCK_BYTES, np.uint8) for _ in checkpoints]
@@ -154,15 +155,63 @@ def sweep(
             return computer.compute(chunk.item, blocks)
 
     results: list[list[_P]] = [[] for _ in items]
-    progress.begin(sum(item.nbytes for item in items), "reading")
-    try:
-        with ThreadPoolExecutor(threads) as pool:
-            done = in_order(pool, _chunks(items), lambda chunk: [partial(work, chunk)], _AHEAD * threads, stop=stop)
-            for chunk, parts in done:
-                results[chunk.item] += parts
-    finally:
-        progress.end()
+    with contextlib.ExitStack() as stack:
+        processes = min(most, _processes(checkpoints, nbytes, max_memory))
+        if processes > 1:
+            threads, work_on = processes, stack.enter_context(_elsewhere(processes, checkpoints, work, count_read))
+        else:
+            threads, work_on = min([most, *(checkpoint.reader.threads for checkpoint in checkpoints)]), work
+        progress.begin(nbytes, "reading")
+        stack.callback(progress.end)
+        pool = stack.enter_context(ThreadPoolExecutor(threads))
+        done = in_order(pool, _chunks(items), lambda chunk: [partial(work_on, chunk)], _AHEAD * threads, stop=stop)
+        for chunk, parts in done:
+            results[chunk.item] += parts
     return results
+
+
+def _processes(checkpoints: Sequence[OpenedCheckpoint], nbytes: int, max_memory: int) -> int:
+    """How many worker processes read; less than 2 where this process does."""
+    options = [checkpoint.reader.options for checkpoint in checkpoints]
+    if not may_fork() or not all(one.storage.mappable for one in options):
+        return 1
+    return worth_having(min(one.jobs for one in options), nbytes, max_memory, private_bytes())
+
+
+@contextlib.contextmanager
+def _elsewhere(
+    processes: int,
+    checkpoints: Sequence[OpenedCheckpoint],
+    work: Callable[[_Chunk, Callable[[int], None]], _P],
+    tell: Callable[[int], None],
+) -> Iterator[Callable[[_Chunk], _P]]:
+    """Have worker processes do what is done with a chunk, while the block runs."""
+
+    def serve(chunk: _Chunk, _: Sequence[int], told: Tell) -> tuple[_P, list[dict[str, FileVersion]]]:
+        for number, checkpoint in enumerate(checkpoints):
+            checkpoint.reader.overflowed = lambda *what, number=number: told((number, *what))
+        known = [checkpoint.handles.seen for checkpoint in checkpoints]
+        result = work(chunk, told)
+        return result, [checkpoint.handles.seen_after(count) for checkpoint, count in zip(checkpoints, known)]
+
+    def heard(message: Union[int, tuple[int, str, int]]) -> None:
+        if isinstance(message, int):
+            tell(message)
+        else:
+            number, name, count = message
+            checkpoints[number].reader.overflowed(name, count)
+
+    def call(chunk: _Chunk) -> _P:
+        result: _P
+        result, seen = crew.call(chunk, told=heard)
+        for checkpoint, versions in zip(checkpoints, seen):
+            checkpoint.handles.see(versions)
+        return result
+
+    for checkpoint in checkpoints:
+        checkpoint.reader.share(processes)
+    with Crew(processes, 1, serve) as crew:
+        yield call
 
 
 def _chunks(items: Sequence[SweepItem]) -> Iterator[_Chunk]:

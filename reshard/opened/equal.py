@@ -12,10 +12,9 @@ from reshard.checkpoints.checkpoint import Checkpoint, Equal, GlobalTensor
 from reshard.checkpoints.edited import stored_checkpoint
 from reshard.errors import CheckpointError, IncompleteSourceError
 from reshard.execute import Progress
-from reshard.execute.filling import boxes_of_range
 from reshard.execute.reader import CHUNK_BYTES, BoxReader
 from reshard.execute.reading import Bytes
-from reshard.layout import Box, Grid, Overlap, volume_of, whole_box
+from reshard.layout import Box, Grid, Overlap, boxes_of_range, volume_of, whole_box
 from reshard.plan.pieces import Piece, StoredSlice, TargetTensor
 from reshard.text.wording import quoted
 

@@ -46,6 +46,7 @@ def open(
     reverse: bool = False,
     optimizer: bool = False,
     cast: Texts = (),
+    dequantize: Optional[str] = None,
     jobs: Optional[int] = None,
     max_memory: int = MAX_MEMORY,
     io: str = "auto",
@@ -75,6 +76,7 @@ def open(
         optimizer: apply the table to optimizer state as well; otherwise the state is left out.
         cast: ``"BFloat16"`` for all floating-point weights, or ``"GLOB=Float32"`` for tensors that match; the last
             match wins. ``"bf16"``, ``"fp16"`` and ``"fp32"`` are short for the types.
+        dequantize: ``"BFloat16"``, ``"Float16"`` or ``"Float32"``: type in which quantised weights are read.
         jobs: CPUs to keep busy; by default those that this process may use.
         max_memory: bytes for buffers, and for tensors that are read ahead.
         io: ``auto``, which reads explicitly, ``mmap`` or ``pread``.
@@ -88,7 +90,14 @@ def open(
     report = logged(in_python)
     filters = Filters(texts_of(include), texts_of(exclude))
     edits = typed_edits(
-        os.fspath(src), text_of(names), texts_of(rename), text_of(config), reverse, optimizer, texts_of(cast)
+        os.fspath(src),
+        text_of(names),
+        texts_of(rename),
+        text_of(config),
+        reverse,
+        optimizer,
+        texts_of(cast),
+        dequantize,
     )
     if io not in ("auto", "mmap", "pread"):
         raise UsageError(f"io {io!r} is none of 'auto', 'mmap' and 'pread'")

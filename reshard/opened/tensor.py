@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from reshard.checkpoints.formats.dtypes import DTYPES, NUMPY_NAMES, TEXT
-from reshard.execute.filling import boxes_of_range
 from reshard.execute.reader import CHUNK_BYTES, BoxReader
+from reshard.layout import boxes_of_range
 from reshard.opened.contents import TensorEntry
 from reshard.opened.indexing import Selection, into, readings, select, whole
 from reshard.plan.pieces import TargetTensor

@@ -109,8 +109,10 @@ def transfer_map(
         line += 44
     if only_values:
         body.append(svg.rectangle(left, line - 12, 20, 12, "copied"))
-        body.append(svg.text(left + 28, line - 1, "only values that are copied unchanged, such as global_step", "soft"))
-        line += 24
+        words = "only values that are copied unchanged, such as global_step"
+        lines, line = svg.paragraph(left + 28, line - 1, words, width - left - 44, "soft")
+        body += lines
+        line += 8
     for words in _summary(moved, sum((copied or {}).values()), heat, down, across):
         lines, line = svg.paragraph(16, line, words, width - 32, "soft")
         body += lines
@@ -273,19 +275,19 @@ def _summary(moved: Pairs, copied: int, heat: Pairs, down: _Axis, across: _Axis)
     pairs = sum(1 for size in moved.values() if size)
     values = f", {byte_size(copied)} of it unchanged values" if copied else ""
     of = down.ranks * across.ranks
-    sentences = [
+    said = [
         f"{byte_size(sum(moved.values()))} from {plural(down.ranks, f'source {down.noun}')} to "
         f"{plural(across.ranks, f'target {across.noun}')}{values}; {pairs} of {of} pairs exchange data."
     ]
     if down.ranks_per_cell * across.ranks_per_cell > 1:
-        sentences.append(
+        said.append(
             f"Neighbours are added up: a cell is {plural(down.ranks_per_cell, f'source {down.noun}')} by "
             f"{plural(across.ranks_per_cell, f'target {across.noun}')}, and is labelled by the first."
         )
     if heat:
         (row, column), size = max(heat.items(), key=lambda item: item[1])
-        sentences.append(
+        said.append(
             f"The strongest colour is {byte_size(size)}, as from source {down.ranks_of(row)} "
             f"to target {across.ranks_of(column)}."
         )
-    return sentences
+    return said

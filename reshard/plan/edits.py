@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Callable, Optional, Protocol
@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any, Callable, Optional, Protocol
 from reshard.checkpoints import FileHandles, Tensor
 from reshard.checkpoints.checkpoint import Addition, Checkpoint, Equal, GlobalTensor
 from reshard.checkpoints.edited import EditedCheckpoint, Recipe
-from reshard.checkpoints.formats.dtypes import INT4
+from reshard.checkpoints.formats.dtypes import CAST_TO, INT4, dtype_named
 from reshard.errors import CheckpointError, UsageError
-from reshard.forms.form import Written
+from reshard.forms.form import Names, Written
+from reshard.forms.registry import form_named, form_of
 from reshard.plan.wanted_types import CastAsked, cast, tell_casts, warn_of_uncast
 from reshard.storage import absolute, is_regular_file
 from reshard.strategies import SAME, Strategy
@@ -26,7 +27,11 @@ from reshard.text.wording import plural, quoted
 if TYPE_CHECKING:
     from reshard.layout import View
     from reshard.names import Applied, NameRules
+    from reshard.quantised import Quantisation
 
+
+PLAIN_WEIGHTS, PLAIN_ALL = "weights", "all"
+"""Of a trainer's state, what is taken under the names of a model."""
 
 _STATE = "left out: optimizer state follows its weights with --optimizer keep"
 
@@ -42,6 +47,7 @@ class Words:
         reverse: whether the table was to be read from right to left.
         optimizer: whether optimizer state was to be kept.
         cast: types.
+        dequantize: the type that quantised tensors get.
     """
 
     names: Optional[str] = None
@@ -50,6 +56,7 @@ class Words:
     reverse: bool = False
     optimizer: bool = False
     cast: tuple[str, ...] = ()
+    dequantize: Optional[str] = None
 
 
 class Additions(Protocol):
@@ -89,7 +96,12 @@ class Edits:
         optimizer: whether the table's rules hold for optimizer state, too.
         casts: types that are asked for; of those that concern a tensor the last holds.
         additions: what is added to tensors before they get other names; they are not cast then.
+        plain: names of a trainer's state are first made those of a model: ``weights`` leaves optimizer state out,
+            ``all`` gives it MindSpore's names; None where names stay.
+        trainer: names are last made those of a trainer's state.
         exactly: other names of single tensors, after the rules; None for those that are left out.
+        quantisation: how quantised tensors are recognised, and the type that they get before anything else is done to
+            them; None where codes and scales are copied as they are.
         words: how it was typed; None where it is not typed with the options of a conversion.
     """
 
@@ -101,6 +113,9 @@ class Edits:
     casts: tuple[CastAsked, ...] = ()
     additions: Optional[Additions] = None
     exactly: tuple[tuple[str, Optional[str]], ...] = ()
+    plain: Optional[str] = None
+    trainer: bool = False
+    quantisation: Optional[Quantisation] = None
     words: Optional[Words] = field(default=Words(), compare=False)
 
     def __post_init__(self) -> None:
@@ -121,7 +136,69 @@ class Edits:
             table = (self.table.text, sorted((options or {}).items()), reverse, self.optimizer, sizes)
         renames = () if self.renames is None else tuple(rule.where for rule in self.renames.rules)
         additions = None if self.additions is None else self.additions.identity
-        return repr((table, renames, self.casts, additions, self.exactly))
+        quantisation = None if self.quantisation is None else self.quantisation.identity
+        return repr((table, renames, self.casts, additions, self.exactly, self.plain, self.trainer, quantisation))
+
+    def possible_names(self, name: str) -> Iterator[Optional[str]]:
+        """The names that a tensor may get, whatever the others are; None for one that only the others decide."""
+        others = (self.table, self.renames, self.additions, self.quantisation)
+        if self.exactly or any(each is not None for each in others):
+            yield None
+        elif self.plain is None:
+            yield from (name, None if self.trainer else name)
+        else:
+            from reshard.names import possible_plain_names
+
+            yield from possible_plain_names(name, self.plain == PLAIN_ALL)
+
+    def first_names(self, checkpoint: Checkpoint, report: Report) -> dict[str, Optional[str]]:
+        """The names that tensors have before anything else: new names by old ones, None for those left out.
+
+        Args:
+            checkpoint: the source.
+            report: told what is left out.
+        """
+        if self.plain is None:
+            return {}
+        from reshard.names import plain_names
+
+        keys = getattr(checkpoint, "nested", {})
+        found = plain_names(checkpoint.tensors, checkpoint.objects, keys, self.plain == PLAIN_ALL)
+        if found.rooted:
+            report.note("names: 'model.' is taken off, which the trainer put before them")
+        if found.left_out:
+            report.note(
+                f"{plural(len(found.left_out), 'tensor')} of the optimizer left out: " + listing(found.left_out)
+            )
+        return found.names
+
+    def nested(self, names: Collection[str]) -> Optional[Mapping[str, tuple[str, ...]]]:
+        """The keys of a trainer's state by the names of its tensors; None where they are the source's."""
+        if not self.trainer:
+            return None
+        from reshard.names import trainer_keys
+
+        return {name: trainer_keys(name) for name in names}
+
+    def last_names(self, names: Collection[str], report: Report) -> dict[str, Optional[str]]:
+        """The names that tensors have at the end, likewise.
+
+        Args:
+            names: those that they have before.
+            report: told of them.
+        """
+        if not self.trainer:
+            return {}
+        from reshard.names import trainer_names
+
+        found = trainer_names(names)
+        report.note("names: 'model.' is put before those of weights, as in a trainer's state")
+        if any(new is not None and new.startswith("optimizer.") for new in found.values()):
+            report.note(
+                "optimizer.state has no step for each parameter, which MindSpore does not save: torch loads it with "
+                "DefaultLoadPlanner(allow_partial_load=True)"
+            )
+        return found
 
     def possible_identities(self) -> Iterator[str]:
         """The identities that it may have, whatever the checkpoint's names tell of options and direction.
@@ -168,8 +245,12 @@ def edited(checkpoint: Checkpoint, edits: Edits, report: Report, complete: bool 
     # Loaded only here: most conversions have no rules.
     from reshard.names import apply_rules
 
-    made: Mapping[str, Recipe] = {name: Recipe((name,)) for name in checkpoint.tensors}
+    views: Mapping[str, View] = {}
+    if edits.quantisation is not None:
+        checkpoint, views = _dequantised(checkpoint, edits.quantisation, report)
+    made: Mapping[str, Recipe] = {name: Recipe((name,), views.get(name)) for name in checkpoint.tensors}
     kept = {*checkpoint.values(), *checkpoint.without_layout()}
+    made, kept = _exactly(made, kept, edits.first_names(checkpoint, report))
     tied: list[Equal] = []
     unseen: dict[str, Optional[str]] = {name: name for name in checkpoint.unseen}
     if edits.additions is not None:
@@ -180,6 +261,8 @@ def edited(checkpoint: Checkpoint, edits: Edits, report: Report, complete: bool 
         report.note(f"{plural(len(added), 'tensor')} added to: " + listing([*added]))
     identity = edits.identity()
     if edits.table is not None:
+        if edits.quantisation is None:
+            _check_not_quantised(checkpoint)
         applied = apply_rules(
             edits.table, _shapes(checkpoint, made, kept), edits.config, edits.reverse, edits.optimizer
         )
@@ -207,12 +290,76 @@ def edited(checkpoint: Checkpoint, edits: Edits, report: Report, complete: bool 
     if edits.exactly:
         made, kept = _exactly(made, kept, dict(edits.exactly))
         unseen = dict.fromkeys(unseen)
+    last = edits.last_names({*made, *(name for name in unseen.values() if name is not None)}, report)
+    if last:
+        made, kept = _exactly(made, kept, last)
+        unseen = {name: None if new is None else last.get(new, new) for name, new in unseen.items()}
     if edits.casts:
         made = cast(checkpoint, made, kept, {name for name in unseen.values() if name is not None}, edits.casts)
         tell_casts(checkpoint, made, report)
         warn_of_uncast(checkpoint, made, kept, edits.casts, report)
     _check_types(checkpoint, made)
-    return EditedCheckpoint(checkpoint, made, kept, identity, tied, unseen)
+    return EditedCheckpoint(checkpoint, made, kept, identity, tied, unseen, edits.nested(made))
+
+
+def between_forms(edits: Optional[Edits], form: str, to: str) -> Optional[Edits]:
+    """What is asked, and the names that a conversion between two forms gives by itself.
+
+    A trainer's names become those of a model where the target has no others, and a model's names those of a trainer's
+    state where the target's trainers expect them. With --rename all names are as typed.
+
+    Args:
+        edits: what is asked.
+        form: of the source.
+        to: of the target.
+    """
+    source, target = form_named(form).options, form_named(to).options
+    if edits is not None and edits.renames is not None:
+        return edits
+    plain = None
+    if source.names is not Names.MODEL and target.names is Names.MODEL:
+        plain = PLAIN_ALL if target.mindspore else PLAIN_WEIGHTS
+    trainer = source.names is Names.MODEL and target.names is Names.TRAINER
+    return replace(edits or Edits(), plain=plain, trainer=trainer) if plain or trainer else edits
+
+
+def _dequantised(
+    checkpoint: Checkpoint, quantisation: Quantisation, report: Report
+) -> tuple[Checkpoint, dict[str, View]]:
+    """The source with numbers in place of codes and scales, and views of the tensors whose dimensions are swapped."""
+    # Loaded only here: most conversions have nothing quantised.
+    from reshard.layout import View
+    from reshard.quantised import dequantised, describe
+
+    made, recognised = dequantised(checkpoint, quantisation)
+    if not recognised.tensors:
+        report.warn("--dequantize: no tensor of the source is quantised")
+    for scheme, count in describe(recognised).items():
+        report.note(f"{plural(count, 'tensor')} dequantised to {quantisation.dtype}: {scheme}")
+    if recognised.left_out:
+        report.note(f"{len(recognised.left_out)} scales of activations left out: " + listing([*recognised.left_out]))
+    swapped = {name: each.shape for name, each in recognised.tensors.items() if each.swapped}
+    views = {
+        name: View.whole(0, shape).transpose((*range(len(shape) - 2), len(shape) - 1, len(shape) - 2))
+        for name, shape in swapped.items()
+    }
+    return made, views
+
+
+def _check_not_quantised(checkpoint: Checkpoint) -> None:
+    """Refuse weights of which scales are part: rules of names would move one without the other.
+
+    Raises:
+        CheckpointError: there are such weights.
+    """
+    from reshard.quantised import looks_quantised, stored_tensors
+
+    if looks_quantised(stored_tensors(checkpoint)):
+        raise CheckpointError(
+            f"{checkpoint.place}: holds quantised weights, which rules of names cannot convert",
+            file=checkpoint.place,
+            hint="add --dequantize BFloat16",
+        )
 
 
 def same_layouts(strategy: Strategy, checkpoint: EditedCheckpoint) -> Strategy:
@@ -273,6 +420,13 @@ def _ruled(
             )
         if len(sources) == 1 and view.is_all_of(_shape(checkpoint, made[sources[0]])):
             found[name] = made[sources[0]]
+        elif any(made[source].view is not None for source in sources):
+            swapped = next(source for source in sources if made[source].view is not None)
+            raise CheckpointError(
+                f"{quoted(name)}: rules of packing cannot be applied to {quoted(swapped)}, which is swapped",
+                parameter=swapped,
+                hint="convert with --dequantize first, and with --names after that",
+            )
         else:
             # Only the first table packs; what follows it gives other names.
             found[name] = Recipe(tuple(made[source].sources[0] for source in sources), view)
@@ -397,6 +551,7 @@ def typed_edits(
     reverse: bool = False,
     optimizer: bool = False,
     cast: Sequence[str] = (),
+    dequantize: Optional[str] = None,
 ) -> Optional[Edits]:
     """What words ask for; None where names and types stay as they are.
 
@@ -408,15 +563,18 @@ def typed_edits(
         reverse: read the table from right to left.
         optimizer: apply it to optimizer state as well.
         cast: ``DTYPE`` or ``GLOB=DTYPE``.
+        dequantize: type that quantised tensors get; None where they stay as they are.
 
     Raises:
         UsageError: they do not go together, or ask for what there is not.
         ReshardError: a table cannot be read.
     """
-    for option, given in (("config", config is not None), ("reverse", reverse), ("optimizer", optimizer)):
+    for option, given in (("reverse", reverse), ("optimizer", optimizer)):
         if given and names is None:
             raise UsageError(f"--{option} goes with --names", hint="name a table: `reshard names list`")
-    if names is None and not rename and not cast:
+    if config is not None and names is None and dequantize is None:
+        raise UsageError("--config goes with --names or --dequantize", hint="name a table: `reshard names list`")
+    if names is None and not rename and not cast and dequantize is None:
         return None
     if names is not None and config is None and is_regular_file(os.path.join(src, _CONFIG)):
         config = os.path.join(src, _CONFIG)
@@ -426,29 +584,47 @@ def typed_edits(
     table = None if names is None else rules_named(names)
     if names is not None and table is not None and table.path not in builtin_names():
         names = absolute(names)
+    sizes = None if config is None else read_config(config)
     return Edits(
         table=table,
         renames=parse_renames(rename) if rename else None,
-        config=None if config is None else read_config(config),
+        config=sizes,
         reverse=True if reverse else None,
         optimizer=optimizer,
         casts=tuple(map(CastAsked.parse, cast)),
-        words=Words(names, tuple(rename), config, reverse, optimizer, tuple(cast)),
+        quantisation=None if dequantize is None else _quantisation(dequantize, src, sizes),
+        words=Words(names, tuple(rename), config, reverse, optimizer, tuple(cast), dequantize),
     )
 
 
-def edits_of(src: str, typed: Mapping[str, Any]) -> Optional[Edits]:
+def _quantisation(dequantize: str, src: str, config: Optional[Mapping[str, object]]) -> Quantisation:
+    """How quantised tensors are recognised, from the files beside them.
+
+    Raises:
+        UsageError: the type is none that they can get.
+        ReshardError: a file cannot be read.
+    """
+    from reshard.quantised import quantisation_of
+
+    dtype = dtype_named(dequantize)
+    if dtype not in CAST_TO:
+        raise UsageError(f"--dequantize {dequantize}: is none of {', '.join(CAST_TO)}")
+    return quantisation_of(src, dtype, config)
+
+
+def edits_of(src: str, typed: Mapping[str, Any], to: Optional[str] = None) -> Optional[Edits]:
     """What the options of names and types ask for; None where names and types stay as they are.
 
     Args:
         src: the source; its config.json is taken where none is named.
         typed: the options' values.
+        to: the form that is written, whose names may be others than the source's; None where nothing is.
 
     Raises:
         UsageError: they do not go together, or ask for what there is not.
         ReshardError: a table cannot be read.
     """
-    return typed_edits(
+    edits = typed_edits(
         src,
         typed["names"],
         typed["rename"],
@@ -456,4 +632,6 @@ def edits_of(src: str, typed: Mapping[str, Any]) -> Optional[Edits]:
         typed["reverse"],
         typed["optimizer"] is not None,
         typed["cast"],
+        typed["dequantize"],
     )
+    return edits if to is None else between_forms(edits, form_of(src), to)

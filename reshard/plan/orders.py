@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Optional
 from weakref import WeakValueDictionary
 
-from reshard.checkpoints import OutputLayout, OutputTensor, Tensor, lay_out_ckpt, lay_out_safetensors
+from reshard.checkpoints import OutputTensor, Tensor
 from reshard.checkpoints.formats.dtypes import MEMORY
+from reshard.forms.target import TargetForm
+from reshard.layout import Box, shape_of, whole_box
 from reshard.plan.target_tensors import FileOrder, Kind
 
 
@@ -17,13 +19,12 @@ class Orders:
     """Makes the order of a file, or finds the one that another file has.
 
     Args:
-        format: ``ckpt``, ``safetensors`` or `MEMORY`.
-        metadata: of safetensors files, instead of the usual.
+        form: what is written.
     """
 
-    def __init__(self, format: str, metadata: Optional[Mapping[str, str]]) -> None:
-        self._format = format
-        self._metadata = metadata
+    def __init__(self, form: TargetForm) -> None:
+        self._form = form
+        self._format = form.format
         self._orders: WeakValueDictionary[object, FileOrder] = WeakValueDictionary()
         self._last: Optional[FileOrder] = None
 
@@ -31,7 +32,7 @@ class Orders:
         self,
         section: int,
         kinds: Sequence[Kind],
-        shapes: Sequence[tuple[int, ...]],
+        boxes: Sequence[Box],
         values: Sequence[Tensor],
         names: Optional[Collection[str]],
     ) -> FileOrder:
@@ -40,15 +41,17 @@ class Orders:
         Args:
             section: number of the section that the file is of.
             kinds: the kinds of tensors in it.
-            shapes: the slice's shape, per kind.
+            boxes: the slice, per kind.
             values: values beside them.
             names: which of the kinds' tensors are in it; all where None.
         """
         told = tuple((value.name, value.dtype, value.dims, value.nbytes) for value in values)
-        key = (section, tuple(shapes), told, None if names is None else frozenset(names))
+        shapes = [shape_of(box) for box in boxes]
+        differing = tuple(boxes) if self._form.boxed else tuple(shapes)
+        key = (section, differing, told, None if names is None else frozenset(names))
         found = self._orders.get(key)
         if found is None:
-            found = self._orders[key] = self._make(kinds, shapes, values, names)
+            found = self._orders[key] = self._make(kinds, boxes, shapes, values, names)
         # Others stay as long as a file that is being written has them.
         self._last = found
         return found
@@ -56,6 +59,7 @@ class Orders:
     def _make(
         self,
         kinds: Sequence[Kind],
+        boxes: Sequence[Box],
         shapes: Sequence[tuple[int, ...]],
         values: Sequence[Tensor],
         names: Optional[Collection[str]],
@@ -69,7 +73,7 @@ class Orders:
         entries += ((stored.name, len(kinds) + number) for number, stored in enumerate(values))
         # Names decide the order, so that it does not depend on which source files are read; within
         # .safetensors wider elements come first, which keeps every tensor aligned.
-        if self._format == "safetensors":
+        if self._format not in ("ckpt", MEMORY):
             widths = [kind.item_size if math.prod(shape) else 0 for kind, shape in zip(kinds, shapes)]
             widths += (stored.item_size if stored.nbytes and math.prod(stored.shape) else 0 for stored in values)
             entries.sort(key=lambda entry: (-widths[entry[1]], entry[0]))
@@ -86,10 +90,6 @@ class Orders:
                 stored = values[number - len(kinds)]
                 dims = stored.dims if self._format == "ckpt" else stored.shape
                 outputs.append(OutputTensor(name, stored.dtype, dims, stored.nbytes))
-        if self._format == "safetensors":
-            layout = lay_out_safetensors(outputs, self._metadata)
-        elif self._format == MEMORY:
-            layout = OutputLayout()
-        else:
-            layout = lay_out_ckpt(outputs)
+        parts = [*boxes, *(whole_box(stored.shape) for stored in values)]
+        layout = self._form.lay_out(outputs, [parts[number] for _, number in entries])
         return FileOrder([name for name, _ in entries], array("I", (number for _, number in entries)), layout)

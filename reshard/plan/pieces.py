@@ -12,24 +12,9 @@ from typing import NamedTuple, Optional
 
 from reshard.checkpoints import OutputLayout
 from reshard.checkpoints.checkpoint import Addition
+from reshard.checkpoints.checkpoint import StoredSlice as StoredSlice
 from reshard.checkpoints.formats.dtypes import ITEM_SIZES
 from reshard.layout import Box, Region, shape_of, volume_of
-
-
-class StoredSlice(NamedTuple):
-    """A slice as it lies in a source file.
-
-    Attributes:
-        path: the file.
-        rank: the source rank it belongs to.
-        extents: (offset, bytes) runs in the file that make up the slice in C order.
-        box: the part of the full tensor that it holds, of the tensor in the files.
-    """
-
-    path: str
-    rank: int
-    extents: tuple[tuple[int, int], ...]
-    box: Box
 
 
 class Piece(NamedTuple):

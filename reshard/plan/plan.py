@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Callable, Optional, Protocol
 
-from reshard.checkpoints import lay_out_copy
+from reshard.checkpoints import OutputLayout, lay_out_copy
 from reshard.checkpoints.checkpoint import Addition, Checkpoint
 from reshard.errors import IncompleteSourceError
 from reshard.forms.cuts import Cut, Cuts
@@ -26,7 +26,7 @@ from reshard.plan.orders import Orders
 from reshard.plan.pieces import Piece, StoredSlice, TargetFile, TargetTensor
 from reshard.plan.replicas import ReplicaChoice, choose
 from reshard.plan.request import Request
-from reshard.plan.target_tensors import Alike, CellSource, Kind, TargetTensors
+from reshard.plan.target_tensors import Alike, CellSource, FileOrder, Kind, TargetTensors
 from reshard.plan.values import CopiedValue
 from reshard.storage import unlinked
 from reshard.text.wording import quoted
@@ -98,9 +98,10 @@ class Plan:
         self._choice = choice
         self._kinds: dict[int, Sequence[Kind]] = {}
         self._needs: dict[int, tuple[int, ...]] = {}
-        self._orders = Orders(form.format, form.metadata)
+        self._orders = Orders(form)
         self._unholdable = frozenset(sorted.unholdable)
         self._edited = request.edits is not None
+        form.planned(self.layout_of)
 
     def path(self, file: int) -> str:
         """The final name of a target file."""
@@ -225,6 +226,7 @@ class Plan:
                 section.number,
                 tuple((tensor.name, tensor.dtype, tensor.dims, tensor.nbytes) for tensor in values),
                 tuple(shape_of(kind.box_of(position)) for kind in self.kinds_of(section)),
+                file if self.form.boxed else None,
                 names,
             )
             if key not in known:
@@ -258,8 +260,7 @@ class Plan:
             box = ((0, stored.nbytes),)
             piece = Piece(StoredSlice(self.checkpoint.files[holder], holder, stored.extents, box), box)
             tensors.append(TargetTensor(stored.name, 1, box, (piece,) if stored.nbytes else ()))
-        shapes = [shape_of(one.box) for one in alike]
-        order = self._orders.of(section.number, kinds, shapes, [value.tensor for value in values], inside)
+        order = self._order_of(file, kinds, values, inside)
         holders = {take.rank for one in alike for take in one.takes} | {value.holder for value in values}
         return TargetFile(
             file,
@@ -268,6 +269,20 @@ class Plan:
             TargetTensors(order, alike, tensors, self._stored, self._added),
             self._paths_of_added(order.names).union(self.checkpoint.files[holder] for holder in holders),
         )
+
+    def layout_of(self, file: int) -> OutputLayout:
+        """Where the bytes of any target file go, asked for or not, that is made anew."""
+        inside = self.form.names_in(file)
+        kinds = self.kinds_of(self.form.section_of(file))
+        kinds = [kind for kind in kinds if inside is None or kind.count(inside)]
+        return self._order_of(file, kinds, self.values_of(file), inside).layout
+
+    def _order_of(
+        self, file: int, kinds: Sequence[Kind], values: Sequence[CopiedValue], inside: Optional[Collection[str]]
+    ) -> FileOrder:
+        section = self.form.section_of(file)
+        boxes = [kind.box_of(section.position(file)) for kind in kinds]
+        return self._orders.of(section.number, kinds, boxes, [value.tensor for value in values], inside)
 
     def _paths_of_added(self, names: Iterable[str]) -> frozenset[str]:
         """The files of what is added to tensors."""
@@ -376,7 +391,7 @@ class Plan:
                 holder, index = holders[turn % len(holders)]
             source = 0 if cell.region is None else cell.region.source
             number = cell.slices[index - cut.firsts[source]]
-            slice_box = cut.shardings[index].grid.slice_box(number)
+            slice_box = cut.shardings[index].stored_box(number)
             takes.append(CellSource(cell.box, holder, slice_box, cell.region, types[source]))
         cast = None if types == [None] * len(types) else example.dtype
         return Alike(kind.item_size, kind.box_of(position), tuple(takes), cast, padded)
@@ -387,10 +402,11 @@ class Plan:
         return (lambda name: self.checkpoint.tensors[name].added) if self._edited else None
 
     def _stored(self, name: str, source: int, holder: int, box: Box) -> StoredSlice:
-        stored = self.checkpoint.tensors[name].stored if self._edited else ()
-        index = self.checkpoint.indexes[holder]
-        extents = index.tensors[stored[source].name if stored else name].extents
-        return StoredSlice(self.checkpoint.files[holder], holder, extents, box)
+        tensor = self.checkpoint.tensors[name].sources[source] if self._edited else None
+        decoding = None if tensor is None else tensor.decoding
+        in_file = name if tensor is None else tensor.name if decoding is None else decoding.stored
+        extents = self.checkpoint.indexes[holder].tensors[in_file].extents
+        return StoredSlice(self.checkpoint.files[holder], holder, extents, box, decoding)
 
 
 def asked_files(request: Request, form: TargetForm) -> tuple[FileId, ...]:

@@ -10,18 +10,19 @@ from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.checkpoints.formats.dtypes import MEMORY, TEXT
 from reshard.errors import UsageError
 from reshard.forms.cuts import Cuts
-from reshard.forms.form import Reading, Wanted
+from reshard.forms.form import Names, Reading, Wanted
 from reshard.forms.ranks.checkpoint import rank_checkpoint_of
 from reshard.forms.registry import counted_as, form_named
 from reshard.forms.target import TargetForm
+from reshard.forms.writing import note_objects_left
 from reshard.plan.checks import check, problems_of_form
 from reshard.plan.edits import edited, same_layouts
 from reshard.plan.plan import Plan, Sorted, ValuesOfFiles, asked_files, sections_of
-from reshard.plan.recovery import RecoveredFiles, Recovery, RecoveryValues
+from reshard.plan.recovery import RecoveredFiles, Recovery, ValuesOfRecovery
 from reshard.plan.replicas import ReplicaChoice
 from reshard.plan.request import Request
 from reshard.plan.values import CopiedValues
-from reshard.strategies import SAME
+from reshard.strategies import SAME, Strategy, shards_of
 from reshard.text.report import Report
 from reshard.text.wording import plural
 
@@ -34,12 +35,16 @@ def make_plan(request: Request, handles: FileHandles, report: Report) -> Plan:
     """
     source = form_named(request.form)
     checkpoint = base = source.read(_reading(request, handles, report))
-    if request.target.is_untold:
+    shards = shards_of(request.target.path)
+    if request.target.is_untold and shards is None:
         request = replace(request, target=source.strategy_of(base))
     if request.edits is not None:
         checkpoint = made = edited(base, request.edits, report)
         if request.target.path == SAME:
             request = replace(request, target=same_layouts(request.target, made))
+    if shards is not None:
+        shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
+        request = replace(request, target=Strategy.shards(shards, shapes))
     recovery: Optional[Recovery] = None
     if request.recover:
         ranks = rank_checkpoint_of(base)
@@ -47,9 +52,12 @@ def make_plan(request: Request, handles: FileHandles, report: Report) -> Plan:
         recovery = Recovery(request, ranks, handles)
         form: TargetForm = RecoveredFiles(request, ranks, recovery)
     else:
-        form = form_named(request.to).target(checkpoint, _wanted(request, handles, report))
+        target = form_named(request.to)
+        form = target.target(checkpoint, _wanted(request, handles, report))
+        if target.options.names is not Names.TRAINER:
+            note_objects_left(checkpoint, request.filters.admit, report)
     values = CopiedValues(checkpoint, form, request.filters, request.source.device_count > 1, handles)
-    copied = values if recovery is None else RecoveryValues(values, recovery)
+    copied = values if recovery is None else ValuesOfRecovery(values, recovery)
     between_ranks = source.options.by_rank and form.by_rank and request.edits is None
     choice = ReplicaChoice(request.source, request.target) if between_ranks else None
     plan = _plan(request, checkpoint, form, values, copied, choice, report)
@@ -75,7 +83,8 @@ def _reading(request: Request, handles: FileHandles, report: Report) -> Reading:
         request.damaged,
         _wanted_by(request),
         source=request.source,
-        target=request.target,
+        # Rows of everything are cut, whatever the source holds.
+        target=request.target if shards_of(request.target.path) is None else Strategy.none(),
         ranks=request.target_ranks,
         filters=request.filters,
         file_suffix=request.file_suffix,
@@ -100,6 +109,7 @@ def _wanted(request: Request, handles: FileHandles, report: Report) -> Wanted:
         not (request.exact_file or request.format == MEMORY),
         None if edits is None else getattr(edits.config, "path", None),
         edits is not None and bool(edits.casts),
+        edits is not None and edits.quantisation is not None,
     )
 
 
@@ -126,8 +136,10 @@ def _plan(
 
 def _wanted_by(request: Request) -> Callable[[str], bool]:
     """Whether a tensor is written at all."""
-    if request.edits is not None:
-        return lambda name: True
+    edits, admit = request.edits, request.filters.admit
+    if edits is not None:
+        # What may be written under some name has to be there.
+        return lambda name: any(new is None or admit(new) for new in edits.possible_names(name))
     listed = set(request.target.parameters)
     everything = request.target.is_none or request.target.is_untold
 

@@ -242,7 +242,7 @@ class RecoveredFiles(RankFiles):
         return file if self._recovery.intact(file) else None
 
 
-class RecoveryValues:
+class ValuesOfRecovery:
     """Values of a recovery; see `plan.ValuesOfFiles`.
 
     Args:

@@ -1,4 +1,4 @@
-"""Commands that fill a target directory, recorded so that `resume` can repeat them.
+"""What the runs that fill a target directory were given, so that another can go on without being told again.
 
 ``command.<digest>.json``, next to the other records of a conversion, holds one command: absolute paths,
 and the options that determine what is written and how it is checked. It holds no limits of resources
@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Optional
 
-from reshard.checkpoints.formats.headers import FORMATS
+from reshard.checkpoints.formats.headers import ALL_FORMATS
 from reshard.defaults import MOST_DEVICES
 from reshard.errors import RetryableError, TargetError, UsageError
 from reshard.forms.ranks import Step
@@ -26,7 +26,7 @@ from reshard.forms.registry import FORMS
 from reshard.records.identity import short_digest
 from reshard.storage import is_absolute, names_in, read_small, store_of, write_whole
 from reshard.storage.json_text import parse_json
-from reshard.strategies import NONE, SAME
+from reshard.strategies import names_files, shards_of
 from reshard.text.wording import number_ranges
 
 VERSION = 1
@@ -40,12 +40,12 @@ _SHOWN = 40
 _RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
 _CHOICES = {
     "task": ("convert", "recover"),
-    "format": tuple(FORMATS.values()),
+    "format": ALL_FORMATS,
     "crc": ("auto", "never"),
     "check_replicas": ("auto", "all", "never"),
     "checksum": ("none", "crc32"),
 }
-_OPTIONAL_TEXTS = ("step", "file_suffix", "prefix", "ranks", "names", "config")
+_OPTIONAL_TEXTS = ("step", "file_suffix", "prefix", "ranks", "names", "config", "dequantize")
 _FLAGS = ("strict", "verify", "lost_only", "reverse", "optimizer")
 _PATTERNS = ("include", "exclude", "rename", "cast")
 _NUMBERS = ("max_shard_size",)
@@ -81,6 +81,7 @@ class Given:
         reverse: the table is applied from right to left.
         optimizer: the table applies to optimizer state, too.
         cast: requested types.
+        dequantize: the type of what was quantised.
         host: the host where it was typed.
     """
 
@@ -109,12 +110,13 @@ class Given:
     reverse: bool = False
     optimizer: bool = False
     cast: tuple[str, ...] = ()
+    dequantize: Optional[str] = None
     host: str = dataclasses.field(default_factory=socket.gethostname, compare=False)
 
     @property
     def paths(self) -> tuple[str, ...]:
         """The typed paths, without duplicates."""
-        strategies = (path for path in (self.source_strategy, self.target_strategy) if path not in (NONE, SAME))
+        strategies = filter(names_files, (self.source_strategy, self.target_strategy))
         return tuple(dict.fromkeys((self.src, *strategies)))
 
     @property
@@ -128,14 +130,14 @@ class Given:
         Raises:
             OSError: it cannot be written.
         """
-        content = dataclasses.asdict(self)
+        said = dataclasses.asdict(self)
         # The host is excluded: the same command from two hosts is one command.
-        host = content.pop("host")
-        digest = short_digest(json.dumps(content, sort_keys=True).encode())
+        host = said.pop("host")
+        digest = short_digest(json.dumps(said, sort_keys=True).encode())
         path = os.path.join(directory, f"command.{digest}.json")
-        data = (json.dumps({"version": VERSION, **content, "host": host}) + "\n").encode()
+        content = (json.dumps({"version": VERSION, **said, "host": host}) + "\n").encode()
         if not store_of(path).touch(path):
-            write_whole(path, data)
+            write_whole(path, content)
 
 
 def given_in(directory: str) -> list[Given]:
@@ -159,8 +161,8 @@ def given_in(directory: str) -> list[Given]:
 
 def asked_ranks(commands: Iterable[Given]) -> Optional[tuple[int, ...]]:
     """The target ranks that any of these commands requested, ascending; None for all."""
-    requested = [given.rank_numbers for given in commands]
-    return None if None in requested else tuple(sorted({rank for numbers in requested for rank in numbers or ()}))
+    asked = [given.rank_numbers for given in commands]
+    return None if None in asked else tuple(sorted({rank for numbers in asked for rank in numbers or ()}))
 
 
 _AGAIN = "run the command that began the conversion again"
@@ -168,29 +170,29 @@ _AGAIN = "run the command that began the conversion again"
 
 def _read(path: str) -> Given:
     try:
-        content = parse_json(read_small(path, _LARGEST, through_links=False))
-        if isinstance(content, dict) and content.get("version") not in (None, VERSION):
+        said = parse_json(read_small(path, _LARGEST, through_links=False))
+        if isinstance(said, dict) and said.get("version") not in (None, VERSION):
             raise TargetError(
-                f"{path}: version {str(content['version'])[:_SHOWN]} is not supported by this version of reshard",
+                f"{path}: version {str(said['version'])[:_SHOWN]} is not supported by this version of reshard",
                 file=path,
                 hint="use the version of reshard that wrote it, or a newer one",
             )
-        return _parsed(content)
+        return _parsed(said)
     except ValueError as error:
         raise TargetError(f"{path}: is damaged: {error}", file=path, hint=_AGAIN) from error
 
 
-def _parsed(content: Any) -> Given:
+def _parsed(said: Any) -> Given:
     """The command in a record.
 
     Raises:
         ValueError: the record differs from any that a run writes.
     """
     names = [field.name for field in dataclasses.fields(Given)]
-    if not isinstance(content, dict) or content.keys() != {"version", *names}:
+    if not isinstance(said, dict) or said.keys() != {"version", *names}:
         raise ValueError("not the keys of a command")
     for name in names:
-        value = content[name]
+        value = said[name]
         if name in _FLAGS:
             fits = isinstance(value, bool)
         elif name in _CHOICES:
@@ -206,19 +208,28 @@ def _parsed(content: Any) -> Given:
         if not fits:
             raise ValueError(f"{name} is {value!r}"[:200])
     for name in ("src", "source_strategy", "target_strategy"):
-        if not is_absolute(content[name]) and (name == "src" or content[name] not in (NONE, SAME)):
+        if name != "src":
+            _check_shards(said[name])
+        if not is_absolute(said[name]) and (name == "src" or names_files(said[name])):
             raise ValueError(f"{name} is not an absolute path")
-    if content["ranks"] is not None:
-        _numbers(content["ranks"])
-    if content["step"] is not None and not re.fullmatch("[0-9]{1,18}", content["step"]):
+    if said["ranks"] is not None:
+        _numbers(said["ranks"])
+    if said["step"] is not None and not re.fullmatch("[0-9]{1,18}", said["step"]):
         try:
-            Step.parse(content["step"])
+            Step.parse(said["step"])
         except UsageError as error:
             raise ValueError(error.message[:200]) from error
-    if content["lost_only"] and content["task"] != "recover":
+    if said["lost_only"] and said["task"] != "recover":
         raise ValueError("lost_only goes with recover")
-    del content["version"]
-    return Given(**{**content, **{name: tuple(content[name]) for name in _PATTERNS}})
+    del said["version"]
+    return Given(**{**said, **{name: tuple(said[name]) for name in _PATTERNS}})
+
+
+def _check_shards(path: str) -> None:
+    try:
+        shards_of(path)
+    except UsageError as error:
+        raise ValueError(error.message[:200]) from error
 
 
 def _is_text(value: object) -> bool:
@@ -227,13 +238,13 @@ def _is_text(value: object) -> bool:
 
 def _numbers(text: str) -> tuple[int, ...]:
     """Ranks as `number_ranges` writes them."""
-    ranks: list[int] = []
+    found: list[int] = []
     for part in text.split(","):
         match = _RANGE.fullmatch(part)
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
-        if last < first or last >= MOST_DEVICES or (ranks and first <= ranks[-1]):
+        if last < first or last >= MOST_DEVICES or (found and first <= found[-1]):
             raise ValueError(f"ranks are {text!r}"[:200])
-        ranks.extend(range(first, last + 1))
-    if number_ranges(ranks) != text:
+        found.extend(range(first, last + 1))
+    if number_ranges(found) != text:
         raise ValueError(f"ranks are {text!r}"[:200])
-    return tuple(ranks)
+    return tuple(found)

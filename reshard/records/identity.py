@@ -1,4 +1,4 @@
-"""Identity of a conversion: runs with the same identity can continue each other.
+"""What makes two runs the same conversion, so that one may go on where the other stopped.
 
 One part is the content of the strategies, step, filters, format and prefix. The other is the source files
 (`sources`): a run may read only some of them, so each file is recorded by itself, and
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Callable, Optional, Union
 
 from reshard.checkpoints import Literal, OutputLayout
-from reshard.checkpoints.formats.headers import FORMATS
+from reshard.checkpoints.formats.headers import ALL_FORMATS
 from reshard.defaults import MOST_DEVICES
 from reshard.forms.ranks import FileNames
 from reshard.forms.registry import FORMS
@@ -101,12 +101,12 @@ class Identity:
         unknown = [key for key in fields if key not in attributes]
         if unknown:
             raise JsonError(f"{quoted(unknown[0])} is unknown")
-        values: dict[str, Any] = {}
+        found: dict[str, Any] = {}
         for name, attribute in attributes.items():
             if name in fields or attribute.default is dataclasses.MISSING:
-                values[name] = _TAKEN_AS[str(attribute.type)](fields, name)
-        made = cls(**values)
-        if made.format not in FORMATS.values():
+                found[name] = _TAKEN_AS[str(attribute.type)](fields, name)
+        made = cls(**found)
+        if made.format not in ALL_FORMATS:
             raise JsonError(f"{quoted(made.format)} is not a format")
         if all(form.name != made.form for form in FORMS):
             raise JsonError(f"{quoted(made.form)} is not a form")
@@ -115,16 +115,16 @@ class Identity:
 
 def strategy_digest(strategy: Strategy) -> str:
     """A digest of a strategy's content, independent of its files."""
-    encoded: dict[Layout, bytes] = {}
+    known: dict[Layout, bytes] = {}
     hashed = hashlib.sha256()
     for stage in strategy.stages:
         hashed.update(f"{stage.number} {stage.first_rank} {stage.device_count}\n".encode())
         for name in sorted(stage.layouts):
             layout = stage.layouts[name]
-            text = encoded.get(layout)
-            if text is None:
-                text = encoded[layout] = repr(dataclasses.astuple(layout)).encode()
-            hashed.update(name.encode(errors="surrogateescape") + b"\0" + text + b"\n")
+            said = known.get(layout)
+            if said is None:
+                said = known[layout] = repr(dataclasses.astuple(layout)).encode()
+            hashed.update(name.encode(errors="surrogateescape") + b"\0" + said + b"\n")
     return hashed.hexdigest()[:_DIGEST_LENGTH]
 
 

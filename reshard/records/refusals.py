@@ -1,4 +1,4 @@
-"""Errors about a target directory: its current content, the difference, and the command to type."""
+"""Errors about a target directory: what is in the way, how it differs from what was asked for, and what to type."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from typing import Optional
 
 from reshard.errors import TargetError
 from reshard.forms.ranks import FileNames
+from reshard.records.given import Given
 from reshard.records.identity import Identity
 from reshard.text.wording import rank_ranges, some_names
 
 _MOST_SHOWN = 200
-_LABELS = {
+_SAID = {
     "source_strategy": "the source strategy",
     "target_strategy": "the target strategy",
     "step": "the step",
@@ -52,17 +53,31 @@ class Refusals:
         by_rank = self._adding and self._mine.task == "convert"
         return "convert --overwrite" if by_rank else "--overwrite for all ranks"
 
-    def another_conversion(self, others: Sequence[Identity], in_the_way: Sequence[str]) -> TargetError:
+    def another_conversion(
+        self,
+        others: Sequence[Identity],
+        commands: Sequence[Sequence[Given]],
+        given: Optional[Given],
+        in_the_way: Sequence[str],
+    ) -> TargetError:
         """Other conversions have begun in the directory.
 
         Args:
             others: the other conversions, at least one.
+            commands: the recorded commands of each of them, the last first.
+            given: the command of this run, if it can be recorded.
             in_the_way: files that a replacement of everything would not replace, because no record matches them.
         """
-        theirs = min(others, key=lambda other: len(differing(self._mine, other)))
+        theirs, recorded = min(zip(others, commands), key=lambda other: len(differing(self._mine, other[0])))
         differs = differing(self._mine, theirs)
-        differences = ", ".join(f"{_LABELS[field]}{_values(self._mine, theirs, field)}" for field in differs)
-        typed = _to_continue(self._mine, theirs, differs)
+        options = _differing_options(given, recorded[0]) if given is not None and recorded else {}
+        said = ", ".join(
+            f"{_SAID[field]}{_values(self._mine, theirs, field)}"
+            if not options.get(field)
+            else ", ".join(options[field])
+            for field in differs
+        )
+        typed = _to_go_on(self._mine, theirs, differs)
         elsewhere = "choose another DST" if self._whole else "choose another DST for all ranks"
         replace = f"replace all of it with {self.replace_all}"
         if in_the_way:
@@ -75,7 +90,7 @@ class Refusals:
         else:
             hint = f"to continue it, {typed}; or {elsewhere}, or {replace}"
         return TargetError(
-            f"{self._root} holds another conversion, which differs in {differences or 'records that are not ours'}",
+            f"{self._root} holds another conversion, which differs in {said or 'records that are not ours'}",
             file=self._root,
             hint=hint,
         )
@@ -148,26 +163,51 @@ class Refusals:
 
 def differing(mine: Identity, theirs: Identity) -> list[str]:
     """Attributes in which two conversions differ; names that contain the step differ with it."""
-    differing = [field for field in _LABELS if getattr(mine, field) != getattr(theirs, field)]
-    if "step" in differing and "names" in differing and mine.names.prefix is None and theirs.names.prefix is None:
-        differing.remove("names")
-    return differing
+    found = [field for field in _SAID if getattr(mine, field) != getattr(theirs, field)]
+    if "division" in found and "names" in found and mine.names.template == theirs.names.template:
+        # Files of full weights are numbered: another number of files changes all names.
+        found.remove("names")
+    if "step" in found and "names" in found and mine.names.prefix is None and theirs.names.prefix is None:
+        found.remove("names")
+    return found
 
 
 def _values(mine: Identity, theirs: Identity, field: str) -> str:
-    if field.endswith("_strategy"):
+    if field.endswith("_strategy") or field in ("division", "edits"):
+        # A digest is of no use to a reader.
         return ""
     return f" ({_shown(getattr(theirs, field))} there, {_shown(getattr(mine, field))} here)"
+
+
+# Options of the attributes of which an identity holds only a digest, as `Given` has them.
+_OPTIONS = {
+    "division": ("max_shard_size",),
+    "edits": ("names", "config", "reverse", "optimizer", "rename", "cast"),
+}
+
+
+def _differing_options(mine: Given, theirs: Given) -> dict[str, list[str]]:
+    """By attribute the options that differ between two commands, with their values."""
+    return {
+        field: [
+            f"--{name.replace('_', '-')} ({_shown(getattr(theirs, name))} there, {_shown(getattr(mine, name))} here)"
+            for name in names
+            if getattr(theirs, name) != getattr(mine, name)
+        ]
+        for field, names in _OPTIONS.items()
+    }
 
 
 def _shown(value: object) -> str:
     if isinstance(value, FileNames):
         value = value.template if value.prefix is None else f"--prefix {shlex.quote(value.prefix)}"
-    text = " ".join(map(str, value)) if isinstance(value, tuple) else "" if value is None else str(value)
-    return (text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}...") or "none"
+    if isinstance(value, bool):
+        return "given" if value else "not given"
+    said = " ".join(map(str, value)) if isinstance(value, tuple) else "" if value is None else str(value)
+    return (said if len(said) <= _MOST_SHOWN else f"{said[:_MOST_SHOWN]}...") or "none"
 
 
-def _to_continue(mine: Identity, theirs: Identity, differs: Sequence[str]) -> Optional[str]:
+def _to_go_on(mine: Identity, theirs: Identity, differs: Sequence[str]) -> Optional[str]:
     """Options to change so that ``mine`` becomes ``theirs``; None if no options do that."""
     give: list[str] = []
     leave_out: list[str] = []
@@ -175,9 +215,9 @@ def _to_continue(mine: Identity, theirs: Identity, differs: Sequence[str]) -> Op
         if field == "step" and theirs.step is not None:
             give.append(f"--step {theirs.step}")
         elif field in ("include", "exclude"):
-            needed, typed = getattr(theirs, field), getattr(mine, field)
-            give += [f"--{field} {shlex.quote(pattern)}" for pattern in needed]
-            leave_out += [f"--{field} {shlex.quote(pattern)}" for pattern in typed if pattern not in needed]
+            wanted, typed = getattr(theirs, field), getattr(mine, field)
+            give += [f"--{field} {shlex.quote(pattern)}" for pattern in wanted]
+            leave_out += [f"--{field} {shlex.quote(pattern)}" for pattern in typed if pattern not in wanted]
         elif field == "format" and theirs.task == "convert":
             give.append(f"--format {theirs.format}")
         elif field == "names" and theirs.names.prefix is not None:
@@ -186,6 +226,6 @@ def _to_continue(mine: Identity, theirs: Identity, differs: Sequence[str]) -> Op
             leave_out.append("--prefix")
         else:
             return None
-    advice = [f"give {' '.join(give)}"] if give else []
-    advice += [f"leave out {' '.join(leave_out)}"] if leave_out else []
-    return " and ".join(advice) or None
+    said = [f"give {' '.join(give)}"] if give else []
+    said += [f"leave out {' '.join(leave_out)}"] if leave_out else []
+    return " and ".join(said) or None

@@ -19,12 +19,11 @@ import numpy as np
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import GlobalTensor
 from reshard.execute import ExecutionOptions, Progress
-from reshard.execute.filling import boxes_of_range
 from reshard.execute.reader import in_order
 from reshard.execute.reading import Bytes
 from reshard.forms.ranks.checkpoint import SourceStep
 from reshard.forms.ranks.holding import stage_shardings
-from reshard.layout import shape_of, volume_of
+from reshard.layout import boxes_of_range, shape_of, volume_of
 from reshard.source_replicas.choice import AlikeParameters, Holder, Replicated, alike
 from reshard.source_replicas.outcome import ReplicaComparison, Tally, is_gradient
 from reshard.source_replicas.samples import EFFORTS, MOST_PLACES, ReplicaFiles, Samples, own_sample_box

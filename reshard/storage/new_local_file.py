@@ -4,15 +4,79 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
+import mmap
 import os
+from typing import Optional
 
 from reshard.storage import directories, temporary
-from reshard.storage.store import FileStatus
+from reshard.storage.costs import file_system_of
+from reshard.storage.store import FileStatus, NewFile
 
 _TIMES = 4
+# Where room that was allocated is there whatever happens, and allocating it writes nothing.
+_ALLOCATING = frozenset(["ext4", "xfs", "tmpfs"])
+# Where the server copies a range of a file, or both files come to share it. Elsewhere the kernel reads and writes it.
+_COPYING = frozenset(["btrfs", "xfs", "bcachefs", "ocfs2", "nfs4", "ceph", "cifs", "smb3"])
 
 
-class NewLocalFile:
+class WrittenFile(NewFile):
+    """A file that has no name yet, of which somebody else writes parts; who made it finishes it.
+
+    Args:
+        descriptor: of the file, open for reading and writing.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._fd = descriptor
+
+    @property
+    def descriptor(self) -> Optional[int]:
+        """What other processes may write through."""
+        return self._fd
+
+    def write(self, offset: int, data: memoryview) -> None:
+        """Write bytes at an offset."""
+        done = 0
+        while done < len(data):
+            done += os.pwrite(self._fd, data[done:], offset + done)
+        # Writing to disk starts now, not at the flush; see docs/benchmarks.md.
+        os.posix_fadvise(self._fd, offset, done, os.POSIX_FADV_DONTNEED)
+
+    def copy(self, descriptor: int, start: int, offset: int, count: int) -> bool:
+        """Have the kernel copy it."""
+        done = 0
+        while done < count:
+            copied = os.copy_file_range(descriptor, self._fd, count - done, start + done, offset + done)
+            if not copied:
+                return False
+            done += copied
+        return True
+
+    def window(self, offset: int, count: int) -> memoryview:
+        """A map of some bytes of the file, which has all of its room."""
+        first = offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+        mapped = mmap.mmap(self._fd, offset + count - first, offset=first)
+        return memoryview(mapped)[offset - first :]
+
+    def finish(self) -> FileStatus:
+        """Not here."""
+        raise OSError(errno.EPERM, "is finished by the process that made it")
+
+    def publish(self) -> Optional[FileStatus]:
+        """Not here."""
+        raise OSError(errno.EPERM, "is published by the process that made it")
+
+    def discard(self) -> None:
+        """Nothing: the file is another's."""
+
+    def close(self) -> None:
+        """Close the descriptor."""
+        with contextlib.suppress(OSError):
+            os.close(self._fd)
+
+
+class NewLocalFile(WrittenFile):
     """A file under a temporary name; its directory is made if missing, and held open until the rename.
 
     Args:
@@ -26,7 +90,8 @@ class NewLocalFile:
         self._path = path
         self._made_directory = False
         # The file's own directory, even if its name leads to another one by now.
-        self._fd, self._directory_fd, self._temporary = self._create(os.path.dirname(path) or ".")
+        fd, self._directory_fd, self._temporary = self._create(os.path.dirname(path) or ".")
+        super().__init__(fd)
 
     def _create(self, directory: str) -> tuple[int, int, str]:
         for _ in range(_TIMES):
@@ -41,13 +106,21 @@ class NewLocalFile:
                 return fd, directory_fd, unnamed
         raise FileNotFoundError(errno.ENOENT, "its directory was removed repeatedly")
 
-    def write(self, offset: int, data: memoryview) -> None:
-        """Write bytes at an offset."""
-        done = 0
-        while done < len(data):
-            done += os.pwrite(self._fd, data[done:], offset + done)
-        # Writing to disk starts now, not at the flush; see docs/benchmarks.md.
-        os.posix_fadvise(self._fd, offset, done, os.POSIX_FADV_DONTNEED)
+    @functools.cached_property
+    def _file_system(self) -> str:
+        return file_system_of(os.path.dirname(self._temporary) or os.curdir)
+
+    @property
+    def copies(self) -> bool:
+        """Whether its file system copies ranges of files by itself."""
+        return self._file_system in _COPYING and hasattr(os, "copy_file_range")
+
+    def allocate(self, size: int) -> bool:
+        """Give it all of its room, where that can be relied on; whether it has."""
+        if not size or self._file_system not in _ALLOCATING:
+            return False
+        os.posix_fallocate(self._fd, 0, size)
+        return True
 
     def finish(self) -> FileStatus:
         """Flush it to disk."""
@@ -73,6 +146,6 @@ class NewLocalFile:
 
     def close(self) -> None:
         """Close the descriptors."""
-        for fd in (self._fd, self._directory_fd):
-            with contextlib.suppress(OSError):
-                os.close(fd)
+        super().close()
+        with contextlib.suppress(OSError):
+            os.close(self._directory_fd)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import threading
@@ -130,6 +131,28 @@ class NewFile(Protocol):
 
     Several threads may write. Every failure is an `OSError`.
     """
+
+    @property
+    def descriptor(self) -> Optional[int]:
+        """What other processes may write through; None where they cannot."""
+        return None
+
+    @property
+    def copies(self) -> bool:
+        """Whether the file system copies ranges of files by itself."""
+        return False
+
+    def copy(self, descriptor: int, start: int, offset: int, count: int) -> bool:
+        """Have the file system copy a range of another file, open as ``descriptor``, to an offset; whether it has."""
+        return False
+
+    def allocate(self, size: int) -> bool:
+        """Give the file all of its room before anything is written, where that can be done; whether it has it."""
+        return False
+
+    def window(self, offset: int, count: int) -> memoryview:
+        """A map of some bytes of the file, once it has all of its room, to be written."""
+        raise OSError(errno.ENODEV, "cannot be mapped")
 
     def write(self, offset: int, data: memoryview) -> None:
         """Write bytes at an offset; each byte of the file once, in any order."""

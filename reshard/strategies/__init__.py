@@ -5,7 +5,18 @@ list of stages, each with one layout per parameter. Every fault of a file is ref
 trust their input. This room does not use checkpoints.
 """
 
-from reshard.strategies.model import NONE, SAME, RecordedLayout, Stage, Strategy, StrategyFile, StrategyItem
+from reshard.strategies.model import (
+    NONE,
+    SAME,
+    SHARDS,
+    RecordedLayout,
+    Stage,
+    Strategy,
+    StrategyFile,
+    StrategyItem,
+    names_files,
+    shards_of,
+)
 from reshard.strategies.one_file import GroupInfo, read_group_info, read_strategy_file
 from reshard.strategies.read import read_strategy, required_strategies
 from reshard.strategies.written import merge_pipeline
@@ -13,6 +24,7 @@ from reshard.strategies.written import merge_pipeline
 __all__ = [
     "NONE",
     "SAME",
+    "SHARDS",
     "GroupInfo",
     "RecordedLayout",
     "Stage",
@@ -20,8 +32,10 @@ __all__ = [
     "StrategyFile",
     "StrategyItem",
     "merge_pipeline",
+    "names_files",
     "read_group_info",
     "read_strategy",
     "read_strategy_file",
     "required_strategies",
+    "shards_of",
 ]

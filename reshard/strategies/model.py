@@ -33,6 +33,9 @@ NONE = "none"
 SAME = "same"
 """The name of the strategy that the source records."""
 
+SHARDS = "shards:"
+"""Begins what stands for rows cut over a number of ranks, as in ``shards:8``; it is typed as ``--shards 8``."""
+
 
 @dataclass(frozen=True)
 class RecordedLayout:
@@ -170,6 +173,25 @@ class RecordedLayout:
         return tuple(math.prod(shape[end - width : end]) for end, width in zip(ends, widths))
 
 
+def shards_of(path: str) -> Optional[int]:
+    """The ranks of ``shards:8``; None for anything else that names a strategy.
+
+    Raises:
+        UsageError: it is no number of ranks.
+    """
+    if not path.startswith(SHARDS):
+        return None
+    text = path[len(SHARDS) :]
+    if not (text.isascii() and text.isdigit() and 0 < int(text[:9]) <= MOST_DEVICES and len(text) < 9):
+        raise UsageError(f"{path!r} is no number of shards such as {SHARDS}8: 1 to {MOST_DEVICES}")
+    return int(text)
+
+
+def names_files(path: str) -> bool:
+    """Whether what names a strategy is a path."""
+    return path not in (NONE, SAME) and not path.startswith(SHARDS)
+
+
 @dataclass(frozen=True)
 class StrategyItem:
     """The split of one operator: kept for merging; checkpoints only use its stage.
@@ -257,9 +279,32 @@ class Strategy:
         """A placeholder for the strategy that a source records."""
         return cls((), SAME)
 
+    @classmethod
+    def shards(cls, count: int, shapes: Optional[Mapping[str, tuple[int, ...]]] = None) -> Strategy:
+        """Rows cut over ranks in parts of one size, the last smaller or empty, as PyTorch's FSDP cuts them.
+
+        Args:
+            count: ranks.
+            shapes: of all tensors; None as long as the source is not read.
+        """
+        path = f"{SHARDS}{count}"
+        if shapes is None:
+            return cls((), path)
+        known: dict[tuple[int, ...], Layout] = {}
+        layouts = {}
+        for name, shape in shapes.items():
+            if shape not in known:
+                rows = shape[0] if shape else 0
+                part = -(-rows // count)
+                sizes = tuple(max(0, min(part, rows - part * rank)) for rank in range(count))
+                whole = ((),) * max(0, len(shape) - 1)
+                known[shape] = Layout((count,), ((0,), *whole) if shape else (), uneven=sizes if shape else None)
+            layouts[name] = known[shape]
+        return cls((Stage(0, 0, count, layouts, (path,)),), path)
+
     @property
     def is_untold(self) -> bool:
-        """True for `same`, until the source is read."""
+        """True for `same` and for shards, until the source is read."""
         return not self.stages
 
     @property

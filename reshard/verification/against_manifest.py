@@ -10,6 +10,9 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 from reshard.checkpoints import CheckpointIndex, FileHandles, crc_of_file, read_index, reading_error
+from reshard.checkpoints.checkpoint import Checkpoint
+from reshard.checkpoints.formats.dtypes import ARCHIVES
+from reshard.checkpoints.placed import PlacedFile
 from reshard.errors import CheckpointError
 from reshard.forms.ranks import find_checkpoints
 from reshard.forms.registry import form_named
@@ -52,12 +55,12 @@ def compare_with_manifest(directory: str, manifest: Manifest, means: Means) -> l
 
     try:
         with ThreadPoolExecutor(means.jobs) as pool:
-            differences = [difference for some in pool.map(compare, manifest.files) for difference in some]
+            found = [difference for some in pool.map(compare, manifest.files) for difference in some]
     finally:
         means.progress.end()
     if by_rank:
-        return [*differences, *_foreign_ranks(directory, manifest)]
-    differences += [
+        return [*found, *_foreign_ranks(directory, manifest)]
+    found += [
         Difference("file", None, (), text, (file.file,))
         for file in manifest.finishing
         for text in _finishing_differences(os.path.join(directory, file.file), file)
@@ -65,12 +68,28 @@ def compare_with_manifest(directory: str, manifest: Manifest, means: Means) -> l
     for name in manifest.beside:
         # Users may edit these files.
         if status_at(os.path.join(directory, name)) is None:
-            differences.append(Difference("file", None, (), f"{os.path.join(directory, name)} is missing", (name,)))
-    differences += _foreign_files(directory, manifest)
-    if not differences:
+            found.append(Difference("file", None, (), f"{os.path.join(directory, name)} is missing", (name,)))
+    found += _foreign_files(directory, manifest)
+    if not found:
         names = [file.file for file in manifest.files]
-        _, differences = read_written(directory, manifest.plan.form, means.handles, names)
-    return differences
+        written, found = read_written(directory, manifest.plan.form, means.handles, names)
+        if written is not None:
+            found += _archives(written.checkpoint, means.handles)
+    return found
+
+
+def _archives(checkpoint: Checkpoint, handles: FileHandles) -> Iterator[Difference]:
+    """Files in which archives do not hold the tensors that the metadata lists."""
+    paths = {index.path for index in checkpoint.indexes.values() if index.format == ARCHIVES}
+    for path in sorted(paths):
+        try:
+            with handles.borrow(path) as file:
+                if isinstance(file, PlacedFile):
+                    file.locate_all()
+        except OSError as error:
+            raise reading_error(path, error) from error
+        except CheckpointError as error:
+            yield Difference("file", None, (), error.message, (os.path.relpath(path, checkpoint.place),))
 
 
 def _differences(path: str, file: ManifestFile, means: Means, block: int) -> Iterator[str]:
@@ -78,14 +97,16 @@ def _differences(path: str, file: ManifestFile, means: Means, block: int) -> Ite
     if wrong:
         yield from wrong
         return
-    try:
-        index = read_index(means.handles, path)
-    except CheckpointError as error:
-        yield error.message
-        return
-    if file.headers is not None and _header_digest(index, means.handles) != file.headers:
-        yield f"{path}: names, types or shapes of its tensors differ from those written"
-    yield from library_differences(index)
+    # What archives hold is in the metadata, which is read when all files are there.
+    if not path.endswith(f".{ARCHIVES}"):
+        try:
+            index = read_index(means.handles, path)
+        except CheckpointError as error:
+            yield error.message
+            return
+        if file.headers is not None and _header_digest(index, means.handles) != file.headers:
+            yield f"{path}: names, types or shapes of its tensors differ from those written"
+        yield from library_differences(index)
     if file.crc32 is not None:
 
         def count_read(count: int) -> None:
@@ -112,17 +133,15 @@ def _crc_differences(path: str, crc: int, recorded: str) -> list[str]:
 
 def _foreign_files(directory: str, manifest: Manifest) -> Iterator[Difference]:
     """Files of weights and steps that the manifest does not list, next to its own."""
-    listed = {file.file for file in manifest.files}
-    places = {os.path.dirname(name) for name in listed}
+    known = {file.file for file in manifest.files}
+    places = {os.path.dirname(name) for name in known}
     paths = {place: os.path.join(directory, place) for place in places}
-    candidates = [
+    beside = [
         os.path.join(place, name) for place, path in paths.items() if is_directory(path) for name in names_in(path)
     ]
-    others = {
-        name for name in candidates if name.endswith(".safetensors") and not os.path.basename(name).startswith(".")
-    }
+    others = {name for name in beside if name.endswith(".safetensors") and not os.path.basename(name).startswith(".")}
     steps = {os.path.relpath(step.path, directory) for step in form_named(manifest.plan.form).steps(directory)}
-    for name in sorted([*others.difference(listed), *steps.difference(places)]):
+    for name in sorted([*others.difference(known), *steps.difference(places)]):
         yield Difference("file", None, (), f"{os.path.join(directory, name)} is not of this conversion", (name,))
 
 
@@ -142,12 +161,12 @@ def _header_digest(index: CheckpointIndex, handles: FileHandles) -> str:
 
 def _foreign_ranks(directory: str, manifest: Manifest) -> Iterator[Difference]:
     """Checkpoints in rank directories that the manifest does not list."""
-    listed = {os.path.join(directory, file.file) for file in manifest.files}
+    known = {os.path.join(directory, file.file) for file in manifest.files}
     try:
         tree = find_checkpoints(directory)
     except CheckpointError:
         # No checkpoints, or names that contradict each other: the listed files were compared by path.
         return
     for candidate in tree.files:
-        if candidate.path not in listed:
+        if candidate.path not in known:
             yield Difference("file", None, (candidate.rank,), f"{candidate.path} is not of this conversion")

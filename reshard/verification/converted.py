@@ -1,4 +1,4 @@
-"""Comparison of a converted checkpoint with its source.
+"""Whether a converted checkpoint is what its source makes of it.
 
 The box of each tensor in each file of a rank follows from the source and the target's strategy alone. Other
 forms are read by their own reader, like by any loader: every tensor of the source has to be present, with its type
@@ -27,7 +27,7 @@ from reshard.verification.edited import EditedSource
 from reshard.verification.library import library_differences
 from reshard.verification.reading import Comparison, Means, compare
 from reshard.verification.stored import Content, StoredSource, StoredTensor, Way, by_box, recorded_layout, value_content
-from reshard.verification.values import CopiedValues, RecoveryValues
+from reshard.verification.values import ExpectedValues, RecoveryValues
 
 AnySource = Union[StoredSource, EditedSource]
 
@@ -45,12 +45,12 @@ def compare_ranks(
     """Compare rank directories with their source.
 
     Args:
-        source: the converted step, under the names and types of the target.
+        source: the step that was converted, under the names and types of the target.
         files: all files of the converted checkpoint, by rank.
         target: their strategy.
         means: files, threads and memory.
         ranks: target ranks to compare; None for all of the strategy, without any others.
-        admit: whether a parameter was converted, by name.
+        admit: which parameters were converted, by name.
         recovered: the target was written by a recovery (see `RecoveryValues`).
 
     Returns:
@@ -60,17 +60,17 @@ def compare_ranks(
         InputError: the source lacks slices that the target ranks need, or does not fit its strategy.
         RetryableError: reading failed.
     """
-    expected_ranks = sorted(range(target.device_count) if ranks is None else set(ranks))
-    indexes, damaged = _read_files({rank: files[rank] for rank in expected_ranks if rank in files}, means.handles)
+    wanted = sorted(range(target.device_count) if ranks is None else set(ranks))
+    indexes, damaged = _read_files({rank: files[rank] for rank in wanted if rank in files}, means.handles)
     beyond = [rank for rank in sorted(files) if ranks is None and rank >= target.device_count]
-    differences = [Difference("file", None, (rank,), f"{files[rank]} is not of this conversion") for rank in beyond]
-    for rank in expected_ranks:
+    found = [Difference("file", None, (rank,), f"{files[rank]} is not of this conversion") for rank in beyond]
+    for rank in wanted:
         if rank not in indexes:
-            differences.append(Difference("file", None, (rank,), damaged.get(rank, "there is no file")))
-    differences += _RankFiles(source, indexes, target, means, admit, recovered).run()
+            found.append(Difference("file", None, (rank,), damaged.get(rank, "there is no file")))
+    found += _RankFiles(source, indexes, target, means, admit, recovered).run()
     for rank, index in indexes.items():
-        differences += [Difference("file", None, (rank,), text) for text in library_differences(index)]
-    return differences
+        found += [Difference("file", None, (rank,), text) for text in library_differences(index)]
+    return found
 
 
 def compare_form(
@@ -84,12 +84,12 @@ def compare_form(
     """Compare a checkpoint of any other form with its source.
 
     Args:
-        source: the converted step, under the names and types of the target.
+        source: the step that was converted, under the names and types of the target.
         written: the converted checkpoint, all of it.
         target: its strategy; `none` if tensors are whole.
         directory: its directory; names of files are relative to it.
         means: files, threads and memory.
-        admit: whether a parameter was converted, by name.
+        admit: which parameters were converted, by name.
 
     Returns:
         Every difference, by parameter.
@@ -221,16 +221,16 @@ class _Comparison:
 
     def _value_origins(self) -> dict[tuple[str, int], list[int]]:
         """Per value and file, the source files that it may be a copy of, by type and shape."""
-        fitting_origins: dict[tuple[str, int], list[int]] = {}
+        found: dict[tuple[str, int], list[int]] = {}
         for name, number, origins in self._values():
             problems = {origin: self._value_problem(name, number, origin) for origin in origins}
             fitting = [origin for origin, problem in problems.items() if problem is None]
             if fitting:
-                fitting_origins[name, number] = fitting
+                found[name, number] = fitting
             else:
                 kind, detail = problems[origins[0]] or ("", "")
                 self._add(kind, name, detail, [number])
-        return fitting_origins
+        return found
 
     def _value_problem(self, name: str, number: int, origin: int) -> Optional[tuple[str, str]]:
         """The difference between the header of a file's value and the source's: kind and detail, or None."""
@@ -247,17 +247,17 @@ class _Comparison:
         numbers: dict[tuple[str, int], list[int]] = defaultdict(list)
         for (name, number), origin in origins.items():
             numbers[name, origin].append(number)
-        for (name, origin), copies in numbers.items():
+        for (name, origin), found in numbers.items():
             content = value_content(self._source.indexes, name, origin)
-            yield Comparison(content, Way(0, {whole_box(content.shape): tuple(copies)}), self._indexes)
+            yield Comparison(content, Way(0, {whole_box(content.shape): tuple(found)}), self._indexes)
 
     def _compare_values(self, origins: Mapping[tuple[str, int], list[int]]) -> None:
         """Compare each copy with its origin; a copy with several possible origins with one after the other."""
         wrong: dict[str, list[int]] = defaultdict(list)
         counted = True
         while origins:
-            result = compare(self._value_copies({key: each[0] for key, each in origins.items()}), self._means, counted)
-            differing = {(name, number) for (_, name), numbers in result.files.items() for number in numbers}
+            found = compare(self._value_copies({key: each[0] for key, each in origins.items()}), self._means, counted)
+            differing = {(name, number) for (_, name), numbers in found.files.items() for number in numbers}
             for name, number in differing:
                 if len(origins[name, number]) == 1:
                     wrong[name].append(number)
@@ -279,7 +279,7 @@ class _RankFiles(_Comparison):
     ) -> None:
         super().__init__(source, indexes, strategy, means, admit)
         self._converted = frozenset(self._names)
-        kind = RecoveryValues if recovered else CopiedValues
+        kind = RecoveryValues if recovered else ExpectedValues
         self._copied = kind(source.indexes, self._value_files, self._converted, strategy)
         # Per stage, the compared ranks with readable files.
         self._present = {
@@ -390,7 +390,10 @@ class _Files(_Comparison):
             self._add("extra", name, detail, self._written.held[name])
 
     def _strange_metadata(self, number: int, index: CheckpointIndex) -> Iterable[str]:
-        yield from _strange_metadata(index, self._known_metadata, {}, self._format)
+        if index.format != "safetensors":
+            return
+        own = {key: text for key, text in index.metadata.items() if key in self._form.options.metadata}
+        yield from _strange_metadata(index, self._known_metadata, own, self._format)
         if "format" not in index.metadata:
             yield f"its metadata has no 'format', which should be {self._format!r}"
 
@@ -414,7 +417,8 @@ class _Files(_Comparison):
             self._add("type", name, detail, wrong)
             return
         layouts, laid_out = self._form.options.layouts, written.tensors.get(name)
-        if laid_out is None and layouts is Layouts.WHOLE:
+        boxed = self._form.options.shards
+        if laid_out is None and (layouts is Layouts.WHOLE or boxed):
             # A tensor of one element looks like a value if all tensors are whole.
             wrong = [number for number, tensor in held.items() if tensor.shape != content.shape]
             if wrong:
@@ -424,11 +428,13 @@ class _Files(_Comparison):
             yield Comparison(content, Way(0, {whole_box(content.shape): numbers}), written.indexes)
             return
         saved = self._form.saved_cut(written.checkpoint, name)
-        if laid_out is None or (layouts is Layouts.RECORDED and saved is None):
+        if laid_out is None or (layouts is Layouts.RECORDED and saved is None and not boxed):
             self._add("missing", name, "is in a file, but no metadata lists it", numbers)
             return
         assert isinstance(laid_out, StoredTensor)
         unlisted = set(numbers).difference(*(files for way in laid_out.ways for files in way.held.values()))
+        # Chunks without elements are there for ranks that have no rows.
+        unlisted = {number for number in unlisted if held[number].elements}
         if unlisted:
             self._add("extra", name, "is in the file, but no metadata lists it there", unlisted)
         if laid_out.shape != content.shape:
@@ -455,11 +461,11 @@ class _Files(_Comparison):
             yield f"is laid out over ranks {number_ranges(ranks)}, not {number_ranges(stage.ranks)}"
             return
         whole = (whole_box(content.shape),) * len(ranks)
-        recorded_boxes = whole if recorded is None else device_boxes(recorded, content.shape) or ()
-        if recorded_boxes != boxes:
-            cuts, expected = _cuts(recorded_boxes), _cuts(boxes)
-            if cuts != expected:
-                yield f"is cut into {cuts} slices per dimension, not {expected}"
+        found = whole if recorded is None else device_boxes(recorded, content.shape) or ()
+        if found != boxes:
+            cuts, wanted = _cuts(found), _cuts(boxes)
+            if cuts != wanted:
+                yield f"is cut into {cuts} slices per dimension, not {wanted}"
             else:
                 yield "has its slices on other ranks than the target's strategy gives them to"
 

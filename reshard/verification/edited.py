@@ -6,6 +6,7 @@ with NumPy alone.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple, Optional
@@ -68,8 +69,16 @@ class EditedSource:
         self.checkpoint = base.checkpoint
         self.indexes: Mapping[int, CheckpointIndex] = base.indexes
         self.tied: tuple[tuple[str, str], ...] = ()
-        recipes = {name: _Recipe((), (name,)) for name in base.tensors}
+        self._originals: Mapping[str, Content] = base.tensors
         kept = set(base.values)
+        if edits.quantisation is not None:
+            from reshard.verification.quantised import dequantised_tensors
+
+            self._originals, kept = dequantised_tensors(base, edits.quantisation)
+        recipes = {name: _Recipe((), (name,)) for name in self._originals}
+        first = edits.first_names(base.checkpoint, report)
+        if first:
+            recipes = {new: recipes[old] for old, new in first.items() if new is not None}
         if edits.table is not None:
             applied = apply_rules(
                 edits.table, self._shapes(recipes, kept), edits.config, edits.reverse, edits.optimizer
@@ -85,6 +94,8 @@ class EditedSource:
         if edits.renames is not None:
             applied = apply_rules(edits.renames, self._shapes(recipes, kept), optimizer=True)
             recipes, kept = _ruled(recipes, kept, applied)
+        last = edits.last_names(recipes.keys(), Report())
+        recipes = {last.get(name) or name: recipe for name, recipe in recipes.items()}
         self.values = {name: files for name, files in base.values.items() if name in kept}
         types = _types({*recipes, *kept}, recipes, edits.casts)
         self.tensors: dict[str, Content] = {
@@ -103,8 +114,14 @@ class EditedSource:
 
     def used(self) -> dict[str, StoredTensor]:
         """The tensors of the source that others are made of, by name."""
-        made = [tensor for tensor in self.tensors.values() if isinstance(tensor, MadeTensor)]
-        return {source.name: source for tensor in made for source in tensor.sources}
+        made: list[Content] = [
+            source
+            for tensor in self.tensors.values()
+            if not isinstance(tensor, StoredTensor)
+            for source in (tensor.sources if isinstance(tensor, MadeTensor) else [tensor])
+        ]
+        stored = itertools.chain.from_iterable(getattr(each, "sources", [each]) for each in made)
+        return {each.name: each for each in stored if isinstance(each, StoredTensor)}
 
     def same_layouts(self, strategy: Strategy) -> Strategy:
         """The source's strategy under the new names.
@@ -134,7 +151,7 @@ class EditedSource:
         return {**shapes, **{name: self.value(name, self.base.values[name][0]).shape for name in kept}}
 
     def _lists(self, recipe: _Recipe) -> list[list[Shape]]:
-        return lists_of(recipe.operations, [self.base.tensors[source].shape for source in recipe.sources])
+        return lists_of(recipe.operations, [self._originals[source].shape for source in recipe.sources])
 
     def _made(self, name: str, recipe: _Recipe, requested: Optional[str]) -> Content:
         """A tensor.
@@ -142,15 +159,13 @@ class EditedSource:
         Raises:
             CheckpointError: its elements cannot be cast, or have several types.
         """
-        sources = [
-            source for source in map(self.base.tensors.__getitem__, recipe.sources) if isinstance(source, StoredTensor)
-        ]
+        sources = [self._originals[source] for source in recipe.sources]
         lists = self._lists(recipe)
         used = [sources[number] for number in sorted(taken(recipe.operations, lists[0], recipe.number))]
         types = {source.dtype: source for source in used}
         cast = requested is not None and types.keys() != {requested} and any("Float" in dtype for dtype in types)
         if not recipe.operations and not cast:
-            return replace(sources[0], name=name)
+            return replace(sources[0], name=name)  # type: ignore[type-var]
         dtype, item_size = used[0].dtype, used[0].item_size
         if cast:
             assert requested is not None

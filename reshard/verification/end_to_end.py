@@ -1,4 +1,4 @@
-"""Verification from end to end: the choice of files to compare."""
+"""Verification from end to end: which files are compared with which."""
 
 from __future__ import annotations
 
@@ -136,6 +136,8 @@ def verify_conversion(
         read = reader_of(
             place, means.handles, report, target=target.strategy, ranks=target.ranks, filters=filters, edits=edits
         )
+    elif converted.adapter is None and not form_named(place.form).options.by_rank:
+        read = reader_of(place, means.handles, report, filters=filters, edits=edits)
     else:
         # The needed slices are known only after rules or an adapter are applied to all tensors.
         read = reader_of(place, means.handles, report)
@@ -159,9 +161,9 @@ def verify_conversion(
             edited.tensors = sums_of(edited.tensors, matrices, adapter.place.path, adapter.scale)
         laid_out = edited.same_layouts(target.strategy) if target.cut_as_source else target.strategy
         warn_of_unmatched(filters, (laid_out.parameters, edited.names), report)
-        disagreements = [*_untied(edited, means), *_disagreeing(edited, means)]
+        found = [*_untied(edited, means), *_disagreeing(edited, means)]
         renamed = target._replace(strategy=laid_out)
-        return [*disagreements, *_compared(edited, renamed, converted, filters.admit, means, report)]
+        return [*found, *_compared(edited, renamed, converted, filters.admit, means, report)]
 
     damaged = dict(known or {})
     if known is not None:
@@ -189,15 +191,16 @@ def _compared(
         return compare_ranks(
             source, target.files, target.strategy, means, ranks=target.ranks, admit=admit, recovered=recovered
         )
-    written, differences = read_written(target.directory, target.form, means.handles, [*target.files.values()] or None)
+    written, found = read_written(target.directory, target.form, means.handles, [*target.files.values()] or None)
     if written is None:
-        return differences
-    differences += compare_form(source, written, target.strategy, target.directory, means, admit)
+        return found
+    found += compare_form(source, written, target.strategy, target.directory, means, admit)
     if converted.beside:
-        cast = converted.edits is not None and bool(converted.edits.casts)
-        problems = form.check_beside(target.directory, written.checkpoint, source.checkpoint, cast, report)
-        differences += [Difference("file", None, (), text, (name,)) for name, text in problems]
-    return differences
+        edits = converted.edits
+        cast = edits is not None and (bool(edits.casts) or edits.quantisation is not None)
+        beside = form.check_beside(target.directory, written.checkpoint, source.checkpoint, cast, report)
+        found += [Difference("file", None, (), text, (name,)) for name, text in beside]
+    return found
 
 
 def _weights_of(target: ConvertedTarget, handles: FileHandles) -> set[str]:
@@ -240,7 +243,7 @@ def _without_rules(base: StoredSource, edits: Edits, written: Collection[str]) -
 
 def _untied(source: EditedSource, means: Means) -> list[Difference]:
     """Tied tensors of a source that differ from the one that was written instead."""
-    differences = []
+    found = []
     for one, other in source.tied:
         first, second = source.base.tensors[one], source.base.tensors[other]
         assert isinstance(second, StoredTensor)
@@ -253,8 +256,8 @@ def _untied(source: EditedSource, means: Means) -> list[Difference]:
             different = bool(compare(copies, means, counted=False).files)
         if different:
             detail = f"is tied to {quoted(one)}, which is written in its place, but their contents differ"
-            differences.append(Difference("content", other, (), detail))
-    return differences
+            found.append(Difference("content", other, (), detail))
+    return found
 
 
 def _disagreeing(source: EditedSource, means: Means) -> list[Difference]:
@@ -278,9 +281,9 @@ def recorded_step(src: str, form: str, step: Optional[str]) -> str:
         form: the source's form.
         step: the recorded step; None if there is none.
     """
-    source_form = form_named(form)
+    found = form_named(form)
     # The directory of a single iteration holds one step, and its name may lack the step's number.
-    several = source_form.options.steps and (source_form.options.by_rank or source_form.steps(src))
+    several = found.options.steps and (found.options.by_rank or found.steps(src))
     return step if step is not None and several else "latest"
 
 
@@ -313,18 +316,18 @@ def verify_replicas(
 
     def read(damaged: Mapping[str, str]) -> StoredSource:
         problems.clear()
-        files_source, contradicting = read_files_of_ranks(
+        found, contradicting = read_files_of_ranks(
             candidate.files, strategy, means.handles, Report(), damaged, filters.admit
         )
         problems.update(contradicting)
-        return files_source
+        return found
 
     held = read_sound(read, crcs, copies=True)
     warn_of_unmatched(filters, (strategy.parameters, held.names), report)
     _check_anything_left(held, filters, problems)
-    differences = compare_copies(held, means, filters.admit, problems)
+    found = compare_copies(held, means, filters.admit, problems)
     _note_not_held(held, strategy, filters, report)
-    return differences, _verdict(held, filters, report)
+    return found, _verdict(held, filters, report)
 
 
 def _check_anything_left(held: StoredSource, filters: Filters, problems: Mapping[str, InputError]) -> None:
@@ -361,12 +364,12 @@ def verify_copies(
     warn_of_unmatched(filters, (held.names,), report)
     _check_anything_left(held, filters, {})
     root = place.path if is_directory(place.path) else os.path.dirname(place.path)
-    differences = []
+    found = []
     for difference in compare_copies(held, means, filters.admit):
         files = tuple(os.path.relpath(held.checkpoint.files[number], root) for number in difference.ranks)
         detail = "differs from the copies in other files" if difference.kind == "replica" else difference.detail
-        differences.append(difference._replace(ranks=(), files=files, detail=detail))
-    return differences, _verdict(held, filters, report)
+        found.append(difference._replace(ranks=(), files=files, detail=detail))
+    return found, _verdict(held, filters, report)
 
 
 def _note_not_held(held: StoredSource, strategy: Strategy, filters: Filters, report: Report) -> None:
@@ -392,7 +395,7 @@ def recorded_plan(out: str, manifest: Optional[Manifest], report: Report) -> Opt
 
     Args:
         out: the directory.
-        manifest: its manifest, if any.
+        manifest: its manifest, where there is one.
         report: gets warnings about unreadable records.
 
     Returns:
@@ -429,7 +432,7 @@ def converted_files(
 
     Args:
         out: the directory.
-        manifest: its manifest, if any.
+        manifest: its manifest, where there is one.
         ranks: compared ranks; None for all.
 
     Raises:

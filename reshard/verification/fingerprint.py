@@ -29,7 +29,7 @@ SEVERAL = -1
 """The stage number for a sum over a whole parameter that no single stage has."""
 
 
-class Entry(NamedTuple):
+class FingerprintEntry(NamedTuple):
     """A line of the result; the fingerprint is None where slices are missing."""
 
     name: str
@@ -55,7 +55,7 @@ class ParameterSums:
     shape: tuple[int, ...]
     slices: Mapping[tuple[int, Box], int]
 
-    def entry(self) -> Entry:
+    def entry(self) -> FingerprintEntry:
         """The parameter's fingerprint.
 
         Raises:
@@ -75,7 +75,7 @@ class ParameterSums:
                 hint="`reshard verify --replicas` shows where copies differ",
             )
         made = fingerprint(self.name, self.dtype, self.shape, next(iter(whole.values()))) if whole else None
-        return Entry(self.name, self.dtype, self.shape, made)
+        return FingerprintEntry(self.name, self.dtype, self.shape, made)
 
     @property
     def _stages(self) -> set[int]:
@@ -155,12 +155,12 @@ class Fingerprints:
     read: dict[int, str] = field(default_factory=dict)
     _shared: SharedPlaces = field(default_factory=SharedPlaces, init=False, repr=False, compare=False)
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[FingerprintEntry]:
         """Every tensor by name, listed or not; for a value the lowest rank's copy."""
         entries = [parameter.entry() for parameter in self.parameters.values()]
         for name, copies in self.values.items():
             dtype, shape, total = copies[min(copies)]
-            entries.append(Entry(name, dtype, shape, fingerprint(name, dtype, shape, total)))
+            entries.append(FingerprintEntry(name, dtype, shape, fingerprint(name, dtype, shape, total)))
         return sorted(entries)
 
     @property
@@ -171,12 +171,12 @@ class Fingerprints:
     @property
     def unread(self) -> list[int]:
         """Files that were not read and may hold parameters that no read file holds."""
-        unread: list[int] = []
+        found: list[int] = []
         for start, stop in sorted(self.groups):
             here = range(start, stop)
             if len({self.read[file] for file in here if file in self.read}) != 1:
-                unread += (file for file in here if file not in self.read)
-        return unread
+                found += (file for file in here if file not in self.read)
+        return found
 
     @property
     def complete(self) -> bool:

@@ -8,11 +8,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
-from typing import Callable, NamedTuple, Protocol, TypeVar
+from typing import Any, Callable, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
 from reshard.checkpoints import CheckpointIndex, FileHandles
+from reshard.checkpoints.files import FileVersion
+from reshard.processes import WORTH_A_PROCESS, Crew, Tell, may_fork, private_bytes, worth_having
 from reshard.storage import storage_of
 from reshard.verification.boxes import Box, shape_of, volume_of, whole_box, within
 from reshard.verification.products import Sum
@@ -128,6 +130,21 @@ class Wrong:
         with self._lock:
             self.stages.add(name)
 
+    def take(self) -> tuple[dict[tuple[object, str], set[int]], set[str]]:
+        """What was found until now, which is forgotten here."""
+        found = dict(self.files), set(self.stages)
+        self.files.clear()
+        self.stages.clear()
+        return found
+
+    def add(self, found: tuple[dict[tuple[object, str], set[int]], set[str]]) -> None:
+        """What another has taken."""
+        files, stages = found
+        with self._lock:
+            for place, wrong in files.items():
+                self.files[place] |= wrong
+            self.stages |= stages
+
 
 class _Task(NamedTuple):
     """Work for one thread, and the bytes that it reads."""
@@ -145,7 +162,7 @@ def compare(comparisons: Iterable[Comparison], means: Means, counted: bool = Tru
         counted: whether to count bytes in the progress, which the caller begins and ends.
 
     Raises:
-        ReshardError: a file cannot be read, or became shorter.
+        ReshardError: a file cannot be read, or was cut short meanwhile.
     """
     wrong, rooms = Wrong(), Rooms()
 
@@ -157,7 +174,7 @@ def compare(comparisons: Iterable[Comparison], means: Means, counted: bool = Tru
                 for block in _blocks(one.content, region, means):
                     yield _task(one, block, means, rooms, wrong)
 
-    _in_threads(tasks(), means, counted=counted)
+    _carry_out(tasks(), means, wrong, counted=counted)
     return wrong
 
 
@@ -187,15 +204,15 @@ def _compare_block(
         same_nans(expected, content.dtype)
     for held, both, files in meeting:
         part = expected[within(both, block)]
-        copy = rooms.room("copy", shape_of(both), content.item_size)
+        found = rooms.room("copy", shape_of(both), content.item_size)
         for file in files:
-            read_box(one.indexes[file], name, held, both, copy, handles)
+            read_box(one.indexes[file], name, held, both, found, handles)
             if isinstance(content, Sum):
-                right = content.fits(part, copy, both, handles)
+                right = content.fits(part, found, both, handles)
             else:
                 if content.cast:
-                    same_nans(copy, content.dtype)
-                right = _same(part, copy)
+                    same_nans(found, content.dtype)
+                right = _same(part, found)
             if not right:
                 wrong.add_file(one.place, name, file)
 
@@ -223,7 +240,7 @@ def sums(parts: Iterable[tuple[_K, Content, Box]], means: Means) -> Iterator[tup
         The key of each part, and its sum, in order.
 
     Raises:
-        ReshardError: a file cannot be read, or became shorter.
+        ReshardError: a file cannot be read, or was cut short meanwhile.
     """
     parts = iter(parts)
     while some := [*itertools.islice(parts, MAX_SLICES)]:
@@ -231,8 +248,7 @@ def sums(parts: Iterable[tuple[_K, Content, Box]], means: Means) -> Iterator[tup
 
 
 def _sums(parts: Sequence[tuple[Content, Box]], means: Means) -> list[int]:
-    totals = [0] * len(parts)
-    lock, rooms = threading.Lock(), threading.local()
+    totals, rooms = _Totals(), threading.local()
 
     def add(number: int, content: Content, block: Box) -> None:
         if not hasattr(rooms, "space"):
@@ -245,9 +261,7 @@ def _sums(parts: Sequence[tuple[Content, Box]], means: Means) -> list[int]:
         def give(offset: int, out: memoryview) -> None:
             out[:] = held[offset : offset + len(out)]
 
-        total = rooms.space.sum(content.shape, content.item_size, block, give)
-        with lock:
-            totals[number] = (totals[number] + total) % PRIME
+        totals.add({number: rooms.space.sum(content.shape, content.item_size, block, give)})
 
     def tasks() -> Iterator[_Task]:
         for number, (content, box) in enumerate(parts):
@@ -256,8 +270,8 @@ def _sums(parts: Sequence[tuple[Content, Box]], means: Means) -> list[int]:
                 nbytes = volume_of(block) * content.item_size
                 yield _Task(nbytes, lambda number=number, content=content, block=block: add(number, content, block))  # type: ignore[misc]
 
-    _in_threads(tasks(), means, Workspace.LEAST_MEMORY)
-    return totals
+    _carry_out(tasks(), means, totals, Workspace.LEAST_MEMORY)
+    return [totals.sums[number] for number in range(len(parts))]
 
 
 def _threads(means: Means) -> int:
@@ -266,28 +280,99 @@ def _threads(means: Means) -> int:
     return max(1, min(means.jobs * storage.in_flight, means.max_memory // (_MIN_BLOCK * _COPIES)))
 
 
-def _in_threads(tasks: Iterator[_Task], means: Means, least: int = 1, counted: bool = True) -> None:
-    """Run tasks, evaluated as threads take them; each needs at least ``least`` bytes of memory."""
-    first = [*itertools.islice(tasks, _PEEKED)]
+class _Totals:
+    """Sums of parts by their numbers, modulo `PRIME`."""
+
+    def __init__(self) -> None:
+        self.sums: dict[int, int] = defaultdict(int)
+        self._lock = threading.Lock()
+
+    def take(self) -> dict[int, int]:
+        """The sums until now, which begin anew here."""
+        found, self.sums = self.sums, defaultdict(int)
+        return dict(found)
+
+    def add(self, sums: dict[int, int]) -> None:
+        """Sums that another has taken."""
+        with self._lock:
+            for number, total in sums.items():
+                self.sums[number] = (self.sums[number] + total) % PRIME
+
+
+class _Results(Protocol):
+    """What tasks find, in this process and in its copies."""
+
+    def take(self) -> Any:
+        """What was found until now, which is forgotten here."""
+
+    def add(self, found: Any) -> None:
+        """What another process has taken."""
+
+
+def _carry_out(tasks: Iterator[_Task], means: Means, results: _Results, least: int = 1, counted: bool = True) -> None:
+    """Run tasks, made as they are taken, in threads or in worker processes, which make the same tasks again.
+
+    Args:
+        tasks: the tasks.
+        means: files, CPUs and memory.
+        results: what the tasks find.
+        least: bytes of memory that each needs at least.
+        counted: whether what is read counts in the progress.
+    """
+    first, nbytes = [], 0
+    for task in itertools.islice(tasks, _PEEKED * max(1, means.jobs)):
+        first.append(task)
+        nbytes += task.nbytes
+        if len(first) >= _PEEKED and nbytes >= means.jobs * WORTH_A_PROCESS:
+            break
     if not first:
         return
-    threads = max(1, min(_threads(means), means.max_memory // least))
-    if len(first) < _PEEKED:
-        threads = min(threads, len(first))
-    remote = storage_of(next(iter(means.read), ".")).remote
-    if not remote and sum(task.nbytes for task in first) < len(first) * _TINY:
+    threads = max(1, min(_threads(means), means.max_memory // least, len(first)))
+    storage = storage_of(next(iter(means.read), "."))
+    if not storage.remote and nbytes < len(first) * _TINY:
         threads = 1
     tasks = itertools.chain(first, tasks)
-    lock, stop = threading.Lock(), threading.Event()
+    processes = 1
+    if threads > 1 and storage.mappable and may_fork():
+        processes = min(threads, worth_having(means.jobs, nbytes, means.max_memory, private_bytes()))
+    if processes < 2:
+        _take_turns(tasks, means, threads, lambda number, taken: [task.run() for task in taken], counted)
+        return
+    theirs, turn = tasks, itertools.count()
+
+    def serve(wanted: int, _: Sequence[int], tell: Tell) -> tuple[Any, dict[str, FileVersion]]:
+        known = means.handles.seen
+        taken = next(taken for taken in iter(lambda: [*_taken(theirs)], None) if next(turn) == wanted)
+        for task in taken:
+            task.run()
+        return results.take(), means.handles.seen_after(known)
+
+    def call(number: int, taken: Sequence[_Task]) -> None:
+        found, seen = crew.call(number)
+        results.add(found)
+        means.handles.see(seen)
+
+    with Crew(processes, 1, serve) as crew:
+        _take_turns(tasks, means, processes, call, counted)
+
+
+def _take_turns(
+    tasks: Iterator[_Task],
+    means: Means,
+    threads: int,
+    carry_out: Callable[[int, Sequence[_Task]], object],
+    counted: bool,
+) -> None:
+    """Have threads take some tasks at a time, by number, until there are no more."""
+    lock, stop, turn = threading.Lock(), threading.Event(), itertools.count()
 
     def work() -> None:
         while not stop.is_set():
             with lock:
-                taken = [*_taken(tasks)]
+                number, taken = next(turn), [*_taken(tasks)]
             if not taken:
                 return
-            for task in taken:
-                task.run()
+            carry_out(number, taken)
             if counted:
                 with lock:
                     means.progress.wrote(sum(task.nbytes for task in taken))

@@ -20,7 +20,7 @@ from reshard.names import SizedOperation
 from reshard.text.wording import quoted
 from reshard.verification.boxes import Box, Shape, shape_of, volume_of
 from reshard.verification.rounding import words_as
-from reshard.verification.stored import AS_RECORDED, Shards, StoredTensor, Words, words_of
+from reshard.verification.stored import AS_RECORDED, Content, Shards, Words, words_of
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class MadeTensor:
     dtype: str
     item_size: int
     shape: Shape
-    sources: tuple[StoredTensor, ...]
+    sources: tuple[Content, ...]
     operations: tuple[SizedOperation, ...]
     number: int
     cast: bool
@@ -123,7 +123,7 @@ def _inputs(operation: SizedOperation, count: int, number: int) -> Sequence[int]
 class _Leaf:
     """A tensor in files, in the requested type."""
 
-    def __init__(self, made: MadeTensor, source: StoredTensor, handles: FileHandles) -> None:
+    def __init__(self, made: MadeTensor, source: Content, handles: FileHandles) -> None:
         self.shape, self.words = source.shape, words_of(made.item_size)
         self._made, self._source, self._handles = made, source, handles
 

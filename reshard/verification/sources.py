@@ -84,7 +84,11 @@ def reader_of(
     listed = None if target.is_none else frozenset(target.parameters)
 
     def is_needed(name: str) -> bool:
-        return files is None and not incomplete and chosen.admit(name) and (listed is None or name in listed)
+        if files is not None or incomplete:
+            return False
+        if edits is not None:
+            return any(new is None or chosen.admit(new) for new in edits.possible_names(name))
+        return chosen.admit(name) and (listed is None or name in listed)
 
     reading = Reading(
         place.path,
@@ -186,7 +190,8 @@ class RecordedCrcs:
         Raises:
             ReshardError: a file cannot be read.
         """
-        new = [index for index in indexes if index.checkable and index.path not in self._checked]
+        checkable = {index.path: index for index in indexes if index.checkable or index.archived}
+        new = [index for path, index in checkable.items() if path not in self._checked]
         if not new:
             return {}
         means = self._means

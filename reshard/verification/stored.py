@@ -20,9 +20,10 @@ import numpy.typing as npt
 
 from reshard.checkpoints import CheckpointIndex, FileHandles, Tensor, reading_error
 from reshard.checkpoints.by_name import ByName
-from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor, Sharding
+from reshard.checkpoints.checkpoint import Checkpoint, FileSharding, GlobalTensor, Sharding
 from reshard.checkpoints.formats.dtypes import NO_ARRAYS
 from reshard.errors import CheckpointError, IncompleteSourceError
+from reshard.forms.chunks import ChunkedCheckpoint
 from reshard.forms.registry import form_named
 from reshard.storage import ReadableFile, fill, storage_of
 from reshard.strategies import Stage, Strategy
@@ -140,11 +141,16 @@ class Way:
     def intervals(self) -> tuple[tuple[list[int], list[tuple[int, int]]], ...]:
         """Per dimension the starts of the intervals of non-empty boxes, and the intervals, ascending."""
         boxes = [box for box in self.held if volume_of(box)]
-        intervals = [sorted({box[dimension] for box in boxes}) for dimension in range(len(boxes[0]) if boxes else 0)]
-        return tuple(([start for start, _ in each], each) for each in intervals)
+        found = [sorted({box[dimension] for box in boxes}) for dimension in range(len(boxes[0]) if boxes else 0)]
+        return tuple(([start for start, _ in each], each) for each in found)
 
     def meeting(self, box: Box) -> Iterator[tuple[Box, Box, tuple[int, ...]]]:
         """The slices in files that meet a box: slice, common part, files."""
+        if math.prod(len(each) for _, each in self.intervals) > self._filled:
+            # No grid, as in a brick wall.
+            every = ((held, common(held, box), files) for held, files in self.held.items())
+            yield from ((held, both, files) for held, both, files in every if both is not None and files)
+            return
         chosen = []
         for (starts, intervals), (start, stop) in zip(self.intervals, box):
             chosen.append(intervals[max(0, bisect_right(starts, start) - 1) : bisect_left(starts, stop)])
@@ -153,6 +159,11 @@ class Way:
             files = self.held.get(held, ())
             if both is not None and files:
                 yield held, both, files
+
+    @cached_property
+    def _filled(self) -> int:
+        """How many boxes have elements."""
+        return sum(1 for box in self.held if volume_of(box))
 
     def is_whole(self, shape: Shape) -> bool:
         """Whether every element is in some file."""
@@ -230,26 +241,26 @@ class StoredTensor:
         room: Callable[[str, Shape, int], Words] = new_room,
     ) -> Words:
         """Likewise, from some of the ways."""
-        elements = room("box", shape_of(box), self.item_size)
-        covered = None if len(ways) == 1 else np.zeros(elements.shape, bool)
+        found = room("box", shape_of(box), self.item_size)
+        covered = None if len(ways) == 1 else np.zeros(found.shape, bool)
         count = 0
         for way in ways:
             for held, both, files in way.meeting(box):
                 if both == box:
-                    read_box(self.indexes[files[0]], self.stored_name, held, both, elements, handles)
-                    return elements
+                    read_box(self.indexes[files[0]], self.stored_name, held, both, found, handles)
+                    return found
                 part = room("part", shape_of(both), self.item_size)
                 read_box(self.indexes[files[0]], self.stored_name, held, both, part, handles)
-                elements[within(both, box)] = part
+                found[within(both, box)] = part
                 count += part.size
                 if covered is not None:
                     covered[within(both, box)] = True
-        if not (count == elements.size if covered is None else covered.all()):
+        if not (count == found.size if covered is None else covered.all()):
             raise IncompleteSourceError(
                 f"{quoted(self.name)}: elements of {[list(interval) for interval in box]} are in no readable file",
                 parameter=self.name,
             )
-        return elements
+        return found
 
     def paths(self) -> set[str]:
         """The files that its elements are read from."""
@@ -387,13 +398,13 @@ class StoredSource:
             self.unread = frozenset()
         self.values = {name: self.held[name] for name in sorted(values)}
 
-    def check_read(self, requested: Callable[[str], bool]) -> None:
+    def check_read(self, wanted: Callable[[str], bool]) -> None:
         """Raise if an entry of the files is neither a tensor nor a value.
 
         Raises:
             CheckpointError: a requested entry is neither.
         """
-        unread = sorted(filter(requested, self.unread))
+        unread = sorted(filter(wanted, self.unread))
         if unread:
             raise CheckpointError(
                 f"{self.checkpoint.place}: the files contain unread entries: " + listing(unread), parameter=unread[0]
@@ -412,11 +423,11 @@ class StoredSource:
     def files_read(self) -> list[CheckpointIndex]:
         """The files whose contents are read if any replica suffices."""
         files = {numbers[0] for numbers in self.values.values()}
-        counted: set[int] = set()
+        known: set[int] = set()
         for tensor in self.tensors.values():
             assert isinstance(tensor, StoredTensor)
-            new = [way for way in tensor.ways if id(way) not in counted]
-            counted.update(map(id, new))
+            new = [way for way in tensor.ways if id(way) not in known]
+            known.update(map(id, new))
             files.update(held[0] for way in new for held in way.held.values() if held)
         return [self.indexes[file] for file in sorted(files)]
 
@@ -472,10 +483,10 @@ class _StoredTensors(ByName[Content]):
     def __getitem__(self, name: str) -> StoredTensor:
         if name not in self._set:
             raise KeyError(name)
-        tensor = self._made.get(name)
-        if tensor is None:
-            tensor = self._made[name] = self._stored(name)
-        return tensor
+        found = self._made.get(name)
+        if found is None:
+            found = self._made[name] = self._stored(name)
+        return found
 
     def _stored(self, name: str) -> StoredTensor:
         tensor = self._checkpoint.tensors[name]
@@ -564,19 +575,39 @@ class _StoredTensors(ByName[Content]):
                 self._known[key] = Way(number, {box: tuple(files) for box, files in held.items()})
                 self._kept[id(saved)] = saved
             return self._known[key]
+        if isinstance(self._checkpoint, ChunkedCheckpoint):
+            return self._of_chunks(tensor, self._checkpoint, number)
         key = (id(sharding), number)
         if key not in self._known:
             self._kept[id(sharding)] = sharding
             # Metadata lists the boxes one by one, in C order.
             edges = [list(zip(each, each[1:])) for each in sharding.grid.edges]
+            stored = sharding.parts_of if isinstance(sharding, FileSharding) else None
             self._known[key] = Way(
                 number,
                 {
                     tuple(box): tuple(file for file in sharding.holders(at) if file in self._indexes)
-                    for at, box in enumerate(itertools.product(*edges))
+                    for at, box in enumerate(itertools.product(*edges) if stored is None else stored)
                 },
             )
         return self._known[key]
+
+    def _of_chunks(self, tensor: GlobalTensor, checkpoint: ChunkedCheckpoint, number: int) -> Way:
+        """The boxes that metadata states one by one, each of the shape that the file has of it."""
+        chunks, holders = checkpoint.chunks[tensor.name].chunks, checkpoint.chunk_holders[tensor.name]
+        held: dict[Box, list[int]] = {}
+        for chunk, holder in zip(chunks, holders):
+            box = tuple((start, start + size) for start, size in zip(chunk.offsets, chunk.sizes))
+            if holder is None or holder not in self._indexes:
+                continue
+            if shape_of(box) != self._indexes[holder].tensors[tensor.name].shape:
+                raise CheckpointError(
+                    f"{self._indexes[holder].path}: {quoted(tensor.name)} is no chunk of shape {list(shape_of(box))}",
+                    file=self._indexes[holder].path,
+                    parameter=tensor.name,
+                )
+            held.setdefault(box, []).append(holder)
+        return Way(number, {box: tuple(sorted(files)) for box, files in held.items()})
 
 
 _WHOLE = Recorded((), ())

@@ -10,7 +10,7 @@ from reshard.strategies import Strategy
 from reshard.text.names import belongs_to_rank
 
 
-class CopiedValues:
+class ExpectedValues:
     """The values that a conversion copies: entries without a layout in the source.
 
     Args:
@@ -60,7 +60,7 @@ class CopiedValues:
         return {}
 
 
-class RecoveryValues(CopiedValues):
+class RecoveryValues(ExpectedValues):
     """The entries that a recovery copies.
 
     A complete file of the source is copied unchanged: with entries that other ranks lack, and without entries that they
@@ -76,7 +76,7 @@ class RecoveryValues(CopiedValues):
         return [*self._files, *sorted(set().union(*self._unlisted.values()))]
 
     def origins(self, name: str, rank: int) -> tuple[int, ...]:
-        """See `CopiedValues`."""
+        """See `ExpectedValues`."""
         own = self._holds(rank, name)
         stage = self._target.stage_of(rank)
         if name in self._files:
@@ -86,14 +86,14 @@ class RecoveryValues(CopiedValues):
         return (rank,) if own else tuple(other for other in stage.ranks if self._holds(other, name))
 
     def is_needed(self, name: str, rank: int) -> bool:
-        """See `CopiedValues`."""
+        """See `ExpectedValues`."""
         if rank in self._indexes:
             return self._holds(rank, name)
         ranks = self._target.stage_of(rank).ranks
         return name in self._files or all(self._holds(other, name) for other in ranks if other in self._indexes)
 
     def metadata(self, rank: int) -> Mapping[str, str]:
-        """See `CopiedValues`."""
+        """See `ExpectedValues`."""
         return self._indexes[rank].metadata if rank in self._indexes else {}
 
     def _holds(self, rank: int, name: str) -> bool:

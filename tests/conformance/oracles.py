@@ -63,6 +63,16 @@ def transformers(jobs: Sequence[Job]) -> list[Any]:
     return _ask(_python_of(_TRANSFORMERS_HOME), "transformers", jobs)
 
 
+def torch_checkpoints(jobs: Sequence[Job]) -> list[Any]:
+    """What PyTorch's distributed checkpoints made of these jobs."""
+    return _ask(_python_of(_TRANSFORMERS_HOME), "torch_checkpoints", jobs)
+
+
+def quantised(jobs: Sequence[Job]) -> list[Any]:
+    """What the libraries that define quantised weights made of these jobs."""
+    return _ask(_python_of(_TRANSFORMERS_HOME), "quantised", jobs)
+
+
 def done(answers: Sequence[Any]) -> list[Any]:
     """The answers to jobs that all have to succeed."""
     for answer in answers:

@@ -12,8 +12,7 @@ import pytest
 
 from reshard.checkpoints import FileHandles
 from reshard.errors import ReshardError
-from reshard.execute import ExecutionOptions, Progress, convert
-from reshard.execute import run as run_module
+from reshard.execute import ExecutionOptions, Progress, convert, part_writing
 from reshard.execute.writing import TargetWriter
 from reshard.plan.planner import make_plan
 from reshard.plan.request import Request
@@ -159,10 +158,10 @@ def test_threads_that_die_are_never_taken_for_success(world: World, jobs: int, m
     world.save(FULL)
 
     class NoMemory:
-        def __init__(self, memory: object) -> None:
+        def __init__(self, *_: object) -> None:
             raise MemoryError
 
-    monkeypatch.setattr(run_module, "PartBuffer", NoMemory)
+    monkeypatch.setattr(part_writing, "PartBuffer", NoMemory)
     with FileHandles() as handles, pytest.raises(MemoryError):
         plan = make_plan(requests(world), handles, Report())
         targets = plan.groups(plan.asked)

@@ -35,6 +35,9 @@ FORMS: dict[str, tuple[list[Argument], Optional[str]]] = {
     "checkpoint2": (["--dst-strategy", "same"], "latest_checkpointed_iteration.txt"),
     "unified": (["--max-shard-size", "200"], "param_name_map.json"),
     "huggingface": (["--max-shard-size", "200"], "model.safetensors.index.json"),
+    "hf-sharded": (["--shards", "4"], MANIFEST),
+    "dcp": (["--shards", "4"], ".metadata"),
+    "hyper-parallel": (["--shards", "4"], ".metadata"),
 }
 
 
@@ -125,7 +128,7 @@ def check_nothing_is_half_written(objects: Objects, job: Job, before: Optional[J
     found = {name: data for name, data in content.items() if name in job.whole and name != UNFINISHED}
     for name, data in found.items():
         assert data in (job.whole[name], *([before.whole[name]] if before and name in before.whole else ())), name
-    weights = {name for name in job.whole if name.endswith((".safetensors", ".ckpt"))}
+    weights = {name for name in job.whole if name.endswith((".safetensors", ".ckpt", ".distcp"))}
     if before is None and (MANIFEST in content or (job.mark or MANIFEST) in content):
         assert weights <= set(found)
     if before is None and job.mark is not None and weights & set(found) and not weights <= set(found):
@@ -182,7 +185,7 @@ def kill_and_go_on(killer: Killer, job: Job, preloaded: Preloaded, objects: Obje
     assert ended == (-signal.SIGKILL if killer.done else 0)
     check_nothing_is_half_written(objects, job)
     said = status(preloaded, dst)
-    weights = {name for name in job.whole if name.endswith((".safetensors", ".ckpt"))}
+    weights = {name for name in job.whole if name.endswith((".safetensors", ".ckpt", ".distcp"))}
     content = objects.content("out")
     assert (said is not None and said["complete"]) == (weights <= set(content) and MANIFEST in content)
     if said is not None:

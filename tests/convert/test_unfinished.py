@@ -22,6 +22,10 @@ FORMS: dict[str, tuple[list[Argument], str]] = {
     "checkpoint2": (["--dst-strategy", "same"], "latest_checkpointed_iteration.txt"),
     "unified": (["--max-shard-size", "200"], "param_name_map.json"),
     "huggingface": (["--max-shard-size", "200"], "model.safetensors.index.json"),
+    # Nothing but the marker tells its loaders that files are missing.
+    "hf-sharded": (["--shards", "4"], "reshard-manifest.json"),
+    "dcp": (["--shards", "4"], ".metadata"),
+    "hyper-parallel": (["--shards", "4"], ".metadata"),
 }
 UNFINISHED = "reshard-unfinished.safetensors"
 
@@ -32,7 +36,7 @@ def words(form: str, world: World, dst: Path) -> list[Argument]:
 
 def weights(root: Path) -> list[Path]:
     """What loaders find that look for nothing but weights, in the directory that has them."""
-    return sorted(root.rglob("*.safetensors"))
+    return sorted(path for path in root.rglob("*") if path.suffix in (".safetensors", ".distcp"))
 
 
 def contents(root: Path) -> dict[str, bytes]:
@@ -45,6 +49,8 @@ def all_can_be_read(paths: list[Path]) -> bool:
     """Whether a loader that opens every file comes through."""
     try:
         for path in paths:
+            if path.suffix == ".distcp":
+                continue
             with safe_open(str(path), "np"):
                 pass
     except SafetensorError:

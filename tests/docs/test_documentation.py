@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import re
-import tempfile
 import xml.etree.ElementTree
 from collections.abc import Iterator
 from importlib import metadata
@@ -16,17 +15,10 @@ from docs.tools import commands, pages, pictures
 from reshard.cli.main import cli
 from tests.conftest import LONG
 from tests.corpus import ROOT
-from tests.docs.forked import forked_command
 
 README = ROOT / "README.md"
 DOCS = ROOT / "docs"
 PAGES = [README, *sorted(DOCS.glob("*.md"))]
-
-
-@pytest.fixture(scope="module")
-def command() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory() as place, forked_command(Path(place), **pages.ENVIRONMENT) as directory:
-        yield directory
 
 
 @pytest.mark.parametrize("page", pages.pages(), ids=lambda page: page.name)

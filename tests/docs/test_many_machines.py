@@ -16,7 +16,7 @@ from docs.tools.pages import blocks
 from reshard import errors
 from reshard.cli.verify import DIFFERENT
 from tests.corpus import FIXTURES, ROOT
-from tests.running import done, install
+from tests.running import done
 
 PAGE = (ROOT / "docs" / "many-machines.md").read_text(encoding="utf-8")
 FILES = {block.value: block.text for block in blocks(PAGE) if block.mark == "file"}
@@ -26,9 +26,9 @@ SCRIPTS = [name for name in FILES if not name.endswith(".yaml")]
 class Machine:
     """A directory with the page's scripts in it, the fixtures, and stand-ins for what cannot be run here."""
 
-    def __init__(self, place: Path) -> None:
+    def __init__(self, place: Path, environment: dict[str, str]) -> None:
         self.place = place
-        self.environment = install(place / "bin")
+        self.environment = environment
         (place / "fixtures").symlink_to(FIXTURES)
         for name, text in FILES.items():
             (place / name).write_text(text)
@@ -55,8 +55,8 @@ class Machine:
 
 
 @pytest.fixture
-def machine(tmp_path: Path) -> Machine:
-    return Machine(tmp_path)
+def machine(tmp_path: Path, environment: dict[str, str]) -> Machine:
+    return Machine(tmp_path, environment)
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

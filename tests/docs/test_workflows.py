@@ -9,7 +9,6 @@ import pytest
 
 from tests import cases
 from tests.cases import Case
-from tests.running import install
 from tests.trees import (
     Value,
     cut_ranks,
@@ -29,9 +28,9 @@ OPTIMIZER = ("moment1.", "moment2.", "adam_m.", "adam_v.", "accu_grads.")
 class Shell:
     """A shell in a directory of its own, with `reshard` on its path."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, environment: dict[str, str]) -> None:
         self.directory = directory
-        self.environment = install(directory / "bin")
+        self.environment = environment
 
     def __call__(self, script: str) -> subprocess.CompletedProcess[str]:
         result = subprocess.run(
@@ -43,8 +42,8 @@ class Shell:
 
 
 @pytest.fixture
-def shell(tmp_path: Path) -> Shell:
-    return Shell(tmp_path)
+def shell(tmp_path: Path, environment: dict[str, str]) -> Shell:
+    return Shell(tmp_path, environment)
 
 
 def save(shell: Shell, case: Case) -> dict[str, Value]:

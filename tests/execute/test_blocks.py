@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,9 +15,9 @@ from hypothesis import strategies as st
 
 from reshard.checkpoints import FileHandles
 from reshard.errors import RetryableError
-from reshard.execute.filling import BlockFiller, boxes_of_range
+from reshard.execute.filling import BlockFiller, Run, put, runs_of_box
 from reshard.execute.reading import ByteReader, make_reader
-from reshard.layout import Box, intersection
+from reshard.layout import Box, boxes_of_range, intersection
 from reshard.plan.pieces import Piece, StoredSlice, TargetTensor
 from reshard.storage.costs import LOCAL, REMOTE, Storage, file_system_of
 
@@ -75,6 +76,37 @@ def tensors(draw: st.DrawFn, directory: Path) -> tuple[TargetTensor, npt.NDArray
             pieces.append(Piece(StoredSlice(str(path), 0, tuple(extents), cell), region))
     path.write_bytes(content + b"\xee")
     return TargetTensor("w", item_size, box, tuple(pieces)), full[tuple(slice(*interval) for interval in box)]
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_elements_are_put_in_their_places_whatever_lies_together_in_memory(data: st.DataObject) -> None:
+    shape = data.draw(st.lists(st.sampled_from([1, 2, 5, 17, 140, 300]), min_size=1, max_size=4), "shape")
+    while math.prod(shape) > 200_000:
+        shape[shape.index(max(shape))] = 2
+    words = data.draw(st.sampled_from([1, 2]), "words")
+    dtype = data.draw(st.sampled_from(["u1", "u2", "u8"]), "dtype")
+    stored = np.random.default_rng(0).integers(0, 250, (*shape, words)).astype(dtype)
+    places = data.draw(st.permutations(range(len(shape))), "places")
+    out = np.zeros((*(shape[axis] for axis in places), words), dtype)
+    view = out.transpose(*np.argsort(places), len(shape))
+    step = data.draw(st.sampled_from([1, 2]), "step")
+    put(stored[::step], view[::step])
+    np.testing.assert_array_equal(view[::step], stored[::step])
+    assert step == 1 or not view[1::step].any()
+
+
+def test_runs_are_copied_only_where_stored_bytes_are_those_of_the_target() -> None:
+    anything: Any = object()
+    box = ((0, 4), (0, 8))
+    stored = StoredSlice("a", 0, ((100, 64),), box)
+    plain = TargetTensor("w", 2, box, (Piece(stored, box),))
+    assert runs_of_box(plain, ((1, 3), (0, 8))) == [Run(0, stored, 16, 32)]
+    assert runs_of_box(plain, ((1, 3), (0, 4))) is None
+    for piece in (Piece(stored, box, dtype="Float32"), Piece(stored._replace(decoding=anything), box)):
+        assert runs_of_box(plain._replace(pieces=(piece,)), ((1, 3), (0, 8))) is None
+    for changed in (plain._replace(padded=True), plain._replace(added=anything)):
+        assert runs_of_box(changed, ((1, 3), (0, 8))) is None
 
 
 def reader(storage: Storage, mapped: bool, handles: FileHandles) -> ByteReader:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -233,3 +234,19 @@ def test_memory_of_an_adapter_of_many_ranks_stays_under_the_limit(place: Path) -
     merged = load_file(place / "dst" / "model.safetensors")
     assert merged.keys() == weights.keys()
     assert all(np.allclose(tensor, 1 + 1 / size, rtol=2**-10) for tensor in merged.values())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("jobs", "limit"), [(2, 64), (16, 64), (16, 128), (64, 512)])
+@pytest.mark.parametrize("kind", ["one file", "columns"])
+def test_memory_of_all_processes_together_stays_under_the_limit(kind: str, jobs: int, limit: int, place: Path) -> None:
+    model = Model(layers=8, matrices=4, rows=2304, columns=2304)
+    old, new = Scheme(), Scheme(model=8, cut=1) if kind == "columns" else Scheme()
+    write_checkpoint(place / "src", model, old, "safetensors")
+    write_strategy(place / "old", model, old)
+    write_strategy(place / "new", model, new)
+    code = "from reshard import processes; processes.WORTH_A_PROCESS = 1 << 20; from reshard.entry import main; main()"
+    options = ["--src-strategy", place / "old", "--dst-strategy", place / "new", "--max-memory", f"{limit}M"]
+    words = ["convert", place / "src", place / "dst", *options, "--jobs", jobs, "--quiet"]
+    assert run([sys.executable, "-c", code, *words]).anonymous < limit * MIB + 100 * MIB
+    assert wrong_slices(place / "dst", model, new, "safetensors") == 0

@@ -88,7 +88,7 @@ def test_layouts_are_those_of_the_stages_that_saved() -> None:
 
 
 def test_what_common_json_says_is_kept() -> None:
-    assert read(HERE / "a14_single" / "checkpoint").common["global_step"] == 10
+    assert read(HERE / "a14_single" / "checkpoint").training["global_step"] == 10
 
 
 def iterations(tmp_path: Path, *numbers: int, tracker: Optional[str] = None) -> Path:

@@ -313,7 +313,7 @@ def test_a_damaged_common_json_is_an_error(tmp_path: Path, text: str) -> None:
     with pytest.raises(CheckpointError, match=r"common.json is damaged"):
         read(iteration)
     (iteration / "common.json").unlink()
-    assert read(iteration).common == {}
+    assert read(iteration).training == {}
 
 
 def test_names_may_hold_anything(tmp_path: Path) -> None:

@@ -14,8 +14,11 @@ from typing import Any, Callable, NamedTuple
 import numpy as np
 
 from reshard.checkpoints import CheckpointIndex, Decryption, FileHandles, read_index
+from reshard.forms.form import Reading
 from reshard.forms.full import HUGGINGFACE_INDEX, UNIFIED_MAP, read_huggingface, read_unified
 from reshard.forms.ranks import find_checkpoints
+from reshard.forms.registry import form_named
+from reshard.storage import read_range
 from reshard.strategies import merge_pipeline, read_group_info, read_strategy
 from reshard.strategies.replicas import replicas_of_group_infos, replicas_of_strategy
 from reshard.text.report import Report
@@ -28,6 +31,7 @@ from tests.checkpoint_writing import (
     text,
     write_safetensors,
 )
+from tests.corpus import FIXTURES
 from tests.encryption import KEY, MODES, encrypted
 from tests.forms.test_hostile_checkpoint2 import SAVED, see_that_it_is_right
 from tests.strategy_writing import group_info, json_content, layout, protobuf
@@ -40,11 +44,13 @@ class Reader(NamedTuple):
         name: of the file to write; also the directory of `fixtures/hostile` for what was found.
         seeds: valid contents.
         read: reads the file, which lies in a directory of its own.
+        inputs: how many damaged ones the short test tries.
     """
 
     name: str
     seeds: list[bytes]
     read: Callable[[Path], None]
+    inputs: int = 800
 
 
 def read_checkpoint(path: Path) -> None:
@@ -142,6 +148,21 @@ def read_metadata(path: Path) -> None:
     see_that_it_is_right(iteration, _SAVED.tensors)
 
 
+def read_distributed(path: Path) -> None:
+    """The metadata of files beside it, or one of these files; what is read has to be right, or be refused."""
+    form = "dcp" if path.name in _DISTRIBUTED["dcp"] else "hyper-parallel"
+    for name, content in _DISTRIBUTED[form].items():
+        if not (path.parent / name).exists():
+            (path.parent / name).write_bytes(content)
+    with FileHandles() as handles:
+        found = form_named(form).read(Reading(str(path.parent), handles, Report()))
+        for index in found.indexes.values():
+            for tensor in index.tensors.values():
+                for start, size in tensor.extents:
+                    with handles.borrow(index.path) as file:
+                        assert len(read_range(file, start, min(size, 4096))) == min(size, 4096)
+
+
 def read_map(path: Path) -> None:
     """The file says which tensor is in which of the files beside it; what is read of them has to be right."""
     for file, tensors in _WEIGHTS.items():
@@ -185,6 +206,10 @@ def checkpoints() -> list[dict[str, Any]]:
     return [few, {"note": text("hello"), "w": np.arange(6, dtype="f4").reshape(2, 3)}]
 
 
+_DISTRIBUTED = {
+    form: {path.name: path.read_bytes() for path in (FIXTURES / "dcp" / case / "checkpoint").iterdir()}
+    for form, case in (("dcp", "w2_old_metadata"), ("hyper-parallel", "hyper_w4_2026_03_by_rank"))
+}
 _CKPT = [ckpt_bytes(tensors, limit, crc) for tensors in checkpoints() for limit, crc in ((None, False), (8, True))]
 _SAFETENSORS = [
     safetensors_bytes({name: tensor for name, tensor in tensors.items() if name != "note"}, metadata)
@@ -237,6 +262,12 @@ READERS = {
     "metadata": Reader("metadata.json", _METADATA, read_metadata),
     "weight-map": Reader(UNIFIED_MAP, [*_MAPS, json.dumps(_LISTED).encode()], read_map),
     "weight-index": Reader(HUGGINGFACE_INDEX, _MAPS, read_map),
+    "dcp-metadata": Reader(".metadata", [_DISTRIBUTED["dcp"][".metadata"]], read_distributed, 250),
+    "dcp-records": Reader("__0_0.distcp", [_DISTRIBUTED["dcp"]["__0_0.distcp"]], read_distributed, 250),
+    **{
+        f"hyper-{kind}": Reader(name, [_DISTRIBUTED["hyper-parallel"][name]], read_distributed, 250)
+        for kind, name in (("metadata", ".rank1_metadata"), ("records", "_rank1_.safetensors"))
+    },
 }
 if importlib.util.find_spec("cryptography") is not None:
     _ENCRYPTED = [encrypted(data, mode, block=block) for data in _CKPT[:2] for mode in MODES for block in (64, 1 << 20)]

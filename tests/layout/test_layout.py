@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
-from random import Random
 
 import numpy as np
 import pytest
@@ -13,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard.errors import LayoutError
-from reshard.layout import Box, Cell, Grid, Layout, Overlap, stand_in_shape, volume_of, whole_box
+from reshard.layout import Cell, Layout, Overlap, stand_in_shape
 from tests.reference import boxes
 
 MATRICES = st.lists(st.sampled_from([1, 2, 2, 3, 4]), max_size=4).filter(lambda sizes: math.prod(sizes) <= 48)
@@ -149,38 +147,3 @@ def test_an_expanded_map_is_regrouped_to_the_tensors_own_dimensions() -> None:
 def test_an_expanded_map_in_its_own_right_comes_first() -> None:
     flat = Layout((2, 2), ((1,), (0,)), recorded_shape=(2, 64), expandable=True)
     assert [layout.recorded_shape for layout in flat.regroupings()] == [(2, 64), (128,)]
-
-
-EDGES = st.lists(st.integers(0, 5), min_size=1, max_size=4)
-
-
-@given(st.lists(EDGES, max_size=3), st.randoms())
-def test_a_grid_is_found_from_its_boxes_in_any_order(sizes: list[list[int]], random: Random) -> None:
-    grid = Grid(tuple(tuple(itertools.accumulate(parts, initial=0)) for parts in sizes))
-    found = [grid.slice_box(number) for number in range(grid.slice_count)]
-    boxes_in_it = [box for box in found if volume_of(box)]
-    random.shuffle(boxes_in_it)
-    again = Grid.of_boxes(grid.shape, boxes_in_it or [whole_box(grid.shape)])
-    assert again.shape == grid.shape
-    filled = [again.slice_box(number) for number in range(again.slice_count)]
-    assert [box for box in filled if volume_of(box)] == [box for box in found if volume_of(box)]
-    assert all(again.number_of(box) == number for number, box in enumerate(filled))
-
-
-@pytest.mark.parametrize(
-    "boxes",
-    [
-        [((0, 2), (0, 4))],
-        [((0, 2), (0, 4)), ((1, 4), (0, 4))],
-        [((0, 2), (0, 2)), ((0, 2), (2, 4)), ((2, 4), (0, 4))],
-        [((0, 4), (0, 5))],
-        [((0, 4),)],
-        [((-1, 4), (0, 4))],
-        [((3, 4), (0, 4)), ((0, 2), (0, 4))],
-        [((0, 2), (0, 2)), ((2, 4), (2, 4))],
-        [],
-    ],
-)
-def test_boxes_that_are_no_grid_are_refused(boxes: list[Box]) -> None:
-    with pytest.raises(LayoutError):
-        Grid.of_boxes((4, 4), boxes)

@@ -11,6 +11,7 @@ import numpy as np
 
 from tests.model_weights import MODELS, weights
 from tests.packed_model import CONFIG, RULES, SHAPES
+from tests.quantised.models import SCHEMES, write_model
 from tests.reference import Strategy
 from tests.running import Argument
 from tests.small import COPIED, SOURCE, TARGET, tensors
@@ -149,6 +150,14 @@ def build(root: Path) -> Mapping[str, list[str]]:
     write_checkpoint(place / "model.safetensors", weights("qwen3"), metadata={"format": "pt"})
     (place / "config.json").write_text(json.dumps(MODELS["qwen3"][0]))
     made.plain("model", "--names", "qwen3", "--dst-strategy", "none", "--cast", "BFloat16", "--to", "ranks")
+
+    for scheme in SCHEMES:
+        name = scheme.replace(" ", "-").replace(",", "")
+        (root / name).mkdir()
+        coded = write_model(root / name / "src", scheme)
+        rows = {each.name: layout([2, 2], [*[-1] * (each.values.ndim - 2), 1, 0]) for each in coded}
+        strategy = write_strategy(root / name / "new", single(rows))
+        made.plain(name, "--dequantize", "BFloat16", "--dst-strategy", strategy)
 
     numbers = np.random.default_rng(3).standard_normal(96).astype("<f4").view("<u4")
     numbers[: len(_SPECIAL)] = _SPECIAL

@@ -16,6 +16,7 @@ from tests.trees import cut_ranks, layout, single, value, write_strategy, write_
 FULL = {name: value(name, (8, 4)) for name in ("net.a.w", "net.b.w", "adam_m.net.a.w")}
 ROWS = single(dict.fromkeys(FULL, layout([2], [0, -1])))
 FILES = [form for form in FORMS if form != "ranks"]
+CUT = ("checkpoint2", "hf-sharded", "dcp", "hyper-parallel")
 
 
 def source(root: Path) -> tuple[Path, Path]:
@@ -25,7 +26,9 @@ def source(root: Path) -> tuple[Path, Path]:
 
 def to(form: str, strategy: Path) -> list[Argument]:
     words: list[Argument] = ["--to", form, "--src-strategy", strategy]
-    return [*words, "--dst-strategy", strategy] if form == "checkpoint2" else [*words, "--max-shard-size", "200"]
+    if form in ("dcp", "hyper-parallel"):
+        words += ["--rename", "*=*"]
+    return [*words, *(["--dst-strategy", strategy] if form in CUT else ["--max-shard-size", "200"])]
 
 
 def contents(root: Path) -> dict[str, bytes]:
@@ -38,7 +41,7 @@ def test_every_file_that_plan_lists_can_be_made_alone(form: str, tmp_path: Path)
     words = to(form, strategy)
     done("convert", src, tmp_path / "whole", *words)
     files = [target["rank"] for target in done("plan", src, tmp_path / "x", *words, "--json").json["targets"]]
-    assert len(files) > 2
+    assert len(files) > 1
     random.Random(form).shuffle(files)
     for file in files:
         assert done("rank-list", file, "--src", src, *words).out.split()

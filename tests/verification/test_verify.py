@@ -13,10 +13,9 @@ import numpy as np
 import pytest
 
 from reshard.checkpoints import FileHandles, read_index
-from reshard.execute import filling
-from reshard.execute import run as run_module
-from reshard.execute.filling import boxes_of_range
+from reshard.execute import filling, part_writing
 from reshard.forms.cuts import Cut
+from reshard.layout import boxes_of_range
 from reshard.plan import plan
 from reshard.plan.pieces import TargetTensor
 from tests.mistakes import another_rank, off_by_one
@@ -323,7 +322,7 @@ def rows_swapped(patch: pytest.MonkeyPatch) -> None:
             found[0], found[1] = found[1], found[0]
         return iter(found)
 
-    patch.setattr(run_module, "boxes_of_range", boxes)
+    patch.setattr(part_writing, "boxes_of_range", boxes)
     patch.setattr(filling.BlockFiller, "most_shared_rows", lambda self, shared: 0)
 
 

@@ -104,6 +104,15 @@ SAFETENSORS_NAMES = {row.name: row.safetensors for row in _TABLE if row.safetens
 FROM_SAFETENSORS = {stored: dtype for dtype, stored in SAFETENSORS_NAMES.items() if dtype != INT4}
 """MindSpore's name of a safetensors type; an I8 tensor is Int4 where the metadata says so."""
 
+TORCH_NAMES = {row.name: f"torch.{row.extended or row.name.lower()}" for row in _TABLE if row.name != INT4}
+"""What torch calls a type."""
+
+FROM_TORCH = {stored: dtype for dtype, stored in TORCH_NAMES.items()}
+"""MindSpore's name of a type of torch."""
+
+ARCHIVES = "distcp"
+"""The format of files of archives, as torch DCP writes them."""
+
 # Real types of safetensors whose elements are not whole bytes, so that no byte range is a slice.
 SUB_BYTE_TYPES = frozenset({"F4", "F6_E2M3", "F6_E3M2"})
 
@@ -143,13 +152,15 @@ def can_hold(format: str, dtype: str) -> bool:
     since MindSpore has no `.ckpt` type for them. safetensors has a closed list and no text.
 
     Args:
-        format: ``"ckpt"``, ``"safetensors"`` or `MEMORY`.
+        format: ``"ckpt"``, ``"safetensors"``, `ARCHIVES` or `MEMORY`.
         dtype: MindSpore's name of the type, ``"str"`` for text, ``"MapTensor"`` for map tensors.
     """
     if dtype == MAP_TENSOR:
         return False
     if format == MEMORY:
         return True
+    if format == ARCHIVES:
+        return dtype in TORCH_NAMES
     if format == "ckpt":
         return dtype not in DTYPES or DTYPES[dtype].ckpt is not None
     return dtype in SAFETENSORS_NAMES

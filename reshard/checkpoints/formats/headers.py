@@ -10,6 +10,7 @@ from typing import Optional, Union
 from reshard.checkpoints.files import FileHandles, reading_error
 from reshard.checkpoints.formats.alike import KnownStructures
 from reshard.checkpoints.formats.ckpt_index import read_ckpt_index
+from reshard.checkpoints.formats.dtypes import ARCHIVES
 from reshard.checkpoints.formats.safetensors_index import read_safetensors_index
 from reshard.checkpoints.formats.tensors import CheckpointIndex
 from reshard.errors import CheckpointError, DamagedCheckpointError, RetryableError
@@ -79,6 +80,9 @@ _WANTED = "give a checkpoint that MindSpore saved: .ckpt or .safetensors"
 
 FORMATS = {".ckpt": "ckpt", ".safetensors": "safetensors"}
 """Format by the ending of a file's name."""
+
+ALL_FORMATS = (*FORMATS.values(), ARCHIVES)
+"""Formats of all files that are written; those of archives cannot be read without their metadata."""
 
 
 def format_of(path: str) -> str:

@@ -99,6 +99,7 @@ class CheckpointIndex:
         crc: the CRC that the file records, or None.
         metadata: the metadata of a safetensors file; empty for a `.ckpt`.
         cipher: how the file is encrypted, in MindSpore's words; None where it is not.
+        archived: its tensors are archives, each with a CRC of its own, which takes a pass over all contents to check.
     """
 
     path: str
@@ -108,6 +109,7 @@ class CheckpointIndex:
     crc: Optional[int] = None
     metadata: dict[str, str] = field(default_factory=dict)
     cipher: Optional[str] = None
+    archived: bool = False
 
     @property
     def checkable(self) -> bool:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Callable, NamedTuple, Optional
+from typing import Callable, NamedTuple, Optional
 
-from reshard.checkpoints.checkpoint import Equal, FileSharding, GlobalTensor, order_in_files
-from reshard.checkpoints.formats.tensors import CheckpointIndex
-from reshard.errors import IncompleteSourceError, InputError, one_error
+from reshard.checkpoints.checkpoint import Equal, FileSharding, GlobalTensor, RecordedCheckpoint
+from reshard.errors import IncompleteSourceError
 from reshard.forms.checkpoint2.placing import RankList, TensorPlacement, disjoint
 from reshard.layout import Grid, Layout
 from reshard.text.messages import Message, block, listing
@@ -34,72 +33,27 @@ class LostTensor(NamedTuple):
 
 
 @dataclass
-class Checkpoint2:
-    """An iteration; it is a `reshard.checkpoints.checkpoint.Checkpoint`.
+class Checkpoint2(RecordedCheckpoint):
+    """An iteration.
 
     Holder numbers count the files that are listed or there: model files first, then optimizer files, each
-    in the order of their names.
+    in the order of their names. A slice that is lost has no holders.
 
     Attributes:
-        step: the iteration's number; None where nothing tells.
-        label: how the iteration is called in messages.
-        place: its directory.
-        files: path of every file that can be read, by holder number.
-        indexes: what is in each of them.
-        tensors: what is laid out, by name; a slice that is lost has no holders.
-        plain: names that are not laid out.
-        unlaid: names of weights that ranks hold whole, without a layout.
         absent: why a listed file cannot be read, by its name.
         lost: tensors of which some slice is in no readable file, by name.
-        faults: tensors that cannot be read at all, and why, by name.
         unplaced: tensors in the files of which nobody recorded how they are cut, and why they are not read, by name.
-        common: what common.json says.
         placements: how tensors are laid out, by name.
         listed: names of the tensors that metadata.json describes; None where there is none.
         unlisted: tensors that it does not describe and that are taken as whole, with the files that hold them.
     """
 
-    step: Optional[str]
-    label: str
-    place: str
-    files: Mapping[int, str]
-    indexes: Mapping[int, CheckpointIndex]
-    tensors: Mapping[str, GlobalTensor]
-    plain: tuple[str, ...]
-    unlaid: tuple[str, ...]
-    absent: Mapping[str, str]
-    lost: Mapping[str, LostTensor]
-    faults: Mapping[str, InputError]
-    unplaced: Mapping[str, str]
-    common: Mapping[str, Any]
-    placements: Mapping[str, TensorPlacement]
+    absent: Mapping[str, str] = field(default_factory=dict)
+    lost: Mapping[str, LostTensor] = field(default_factory=dict)
+    unplaced: Mapping[str, str] = field(default_factory=dict)
+    placements: Mapping[str, TensorPlacement] = field(default_factory=dict)
     listed: Optional[frozenset[str]] = None
     unlisted: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    form: str = field(default="checkpoint2", init=False)
-
-    @property
-    def laid_out(self) -> Collection[str]:
-        """Names of all tensors."""
-        return self.tensors.keys()
-
-    @property
-    def unseen(self) -> Collection[str]:
-        """None: metadata says what there is."""
-        return ()
-
-    @property
-    def training(self) -> Mapping[str, Any]:
-        """What common.json says."""
-        return self.common
-
-    @property
-    def others(self) -> Sequence[str]:
-        """None."""
-        return ()
-
-    def order(self) -> list[str]:
-        """Names of all tensors, in the order in which files hold them."""
-        return order_in_files(self)
 
     def equal(self) -> Sequence[Equal]:
         """Unlisted tensors that are taken as whole: each file's copy by itself."""
@@ -118,34 +72,6 @@ class Checkpoint2:
         grid = Grid.whole(tensor.shape)
         first, *others = (tensor._replace(shardings=(FileSharding(grid, ((file,),)),)) for file in files)
         return first, tuple(others)
-
-    def names(self) -> set[str]:
-        """Names of all that is read."""
-        return {*self.tensors, *self.plain}
-
-    def values(self) -> Sequence[str]:
-        """Names that files hold and that are not laid out: scalars such as ``learning_rate``; sorted."""
-        return self.plain
-
-    def without_layout(self) -> Sequence[str]:
-        """Names of weights that ranks hold whole and that have no layout; sorted."""
-        return self.unlaid
-
-    def holders(self, name: str) -> list[int]:
-        """The files that hold an entry of this name, ascending."""
-        known: dict[int, bool] = {}
-        found = []
-        for file, index in self.indexes.items():
-            contents = id(index.tensors)
-            if contents not in known:
-                known[contents] = name in index.tensors
-            if known[contents]:
-                found.append(file)
-        return sorted(found)
-
-    def present(self, tensor: GlobalTensor) -> tuple[frozenset[int], ...]:
-        """The files that do hold a tensor, per way of holding it."""
-        return tuple(sharding.present for sharding in tensor.shardings if isinstance(sharding, FileSharding))
 
     def layouts(self) -> dict[RankList, dict[str, Layout]]:
         """How tensors are laid out over the ranks that the checkpoint was saved by.
@@ -177,9 +103,7 @@ class Checkpoint2:
             InputError: metadata and files contradict each other; all such tensors are named.
             IncompleteSourceError: slices are in no file that can be read; all such tensors and files are named.
         """
-        faults = [error for name, error in self.faults.items() if wanted is None or wanted(name)]
-        if faults:
-            raise one_error(faults, f"{self.label} in {self.place} contradicts itself")
+        super().check(wanted)
         lost = [item for item in self.lost.values() if wanted is None or wanted(item.name)]
         if lost:
             headline = f"{self.label} in {self.place} is not complete:"

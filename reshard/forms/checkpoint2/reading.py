@@ -80,19 +80,20 @@ def read_iteration(
     if step is None and isinstance(common.get("global_step"), int):
         step = common["global_step"]
     return Checkpoint2(
+        form="checkpoint2",
         step=None if step is None else str(step),
         label=iteration.label,
         place=iteration.path,
         files=files.paths,
         indexes=files.indexes,
         tensors=contents.tensors,
-        plain=tuple(sorted(contents.plain)),
-        unlaid=tuple(sorted(contents.unlaid)),
+        plain=contents.plain,
+        unlaid=contents.unlaid,
         absent=files.absent,
         lost=contents.lost,
         faults=contents.faults,
         unplaced=contents.unplaced,
-        common=common,
+        training=common,
         placements=contents.placements,
         listed=None if metadata is None else frozenset(metadata.tensors),
         unlisted=contents.unlisted,

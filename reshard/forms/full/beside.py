@@ -23,6 +23,9 @@ CONFIG = "config.json"
 TYPE_KEYS = ("dtype", "torch_dtype")
 """Keys of config.json for the type in which loaders hold the weights, the newer first."""
 
+QUANTISATION = frozenset(("quantization_config", "compression_config"))
+"""Keys of config.json that describe how weights are quantised."""
+
 _LARGEST_CONFIG = 1 << 22
 _PART = 1 << 20
 
@@ -46,7 +49,7 @@ def files_beside(checkpoint: Checkpoint, tensors: Mapping[str, GlobalTensor], wa
     copied = for_each(lambda path: _copied(path, handles), [*paths.values()])
     files = {name: file._replace(name=name) for name, file in zip(paths, copied)}
     if CONFIG in paths:
-        content = _of_other_types(paths[CONFIG], tensors, wanted.cast, report)
+        content = _of_other_types(paths[CONFIG], tensors, wanted, report)
         if content is not None:
             files[CONFIG] = files[CONFIG]._replace(make=lambda: [content], size=len(content))
     return [*files.values()]
@@ -80,13 +83,13 @@ def _copied(path: str, handles: FileHandles) -> FinishingFile:
     return FinishingFile(os.path.basename(path), parts, status.size, path)
 
 
-def _of_other_types(path: str, tensors: Mapping[str, GlobalTensor], cast: bool, report: Report) -> Optional[bytes]:
-    """A configuration of weights that were cast; None where it stays as it is, byte for byte.
+def _of_other_types(path: str, tensors: Mapping[str, GlobalTensor], wanted: Wanted, report: Report) -> Optional[bytes]:
+    """A configuration of weights that were cast or dequantised; None where it stays as it is, byte for byte.
 
     Args:
         path: the configuration.
         tensors: what is written.
-        cast: whether casts are asked for; only then the configuration is changed.
+        wanted: whether casts, or numbers for quantised weights, are asked for; only then the configuration is changed.
         report: told of another type than that of the weights.
 
     Raises:
@@ -99,6 +102,10 @@ def _of_other_types(path: str, tensors: Mapping[str, GlobalTensor], cast: bool, 
         return None
     except OSError as error:
         raise reading_error(path, error) from error
+    content = None
+    if wanted.dequantised and isinstance(config, dict) and not QUANTISATION.isdisjoint(config):
+        config = {key: value for key, value in config.items() if key not in QUANTISATION}
+        content = (json.dumps(config, indent=2) + "\n").encode()
     said = {key: config[key] for key in TYPE_KEYS if key in config} if isinstance(config, dict) else {}
     types = sorted(
         {
@@ -108,21 +115,23 @@ def _of_other_types(path: str, tensors: Mapping[str, GlobalTensor], cast: bool, 
         }
     )
     if not said or not types or all(types == [value] for value in said.values()):
-        return None
+        return content
     key, value = next(iter(said.items()))
-    if not cast:
+    if not wanted.cast and not wanted.dequantised:
         if value not in types:
             report.note(
                 f"{path} has {key} {quoted(str(value))}, and the weights are {' and '.join(types)}: loaders cast them; "
                 f"--cast DTYPE writes them in another type and corrects {CONFIG}"
             )
         return None
+    if len(types) > 1 and value in types and not wanted.cast:
+        return content
     if len(types) > 1:
         report.warn(
             f"{CONFIG} says {key} {quoted(str(value))} as before, for the weights are of several types "
             f"({', '.join(types)}): see that it is the one in which they are to be loaded"
         )
-        return None
+        return content
     report.note(f"{CONFIG} says {key} {types[0]} now, as the weights are, and no longer {quoted(str(value))}")
     return (json.dumps({**config, **dict.fromkeys(said, types[0])}, indent=2) + "\n").encode()
 
@@ -163,7 +172,7 @@ def _same(old: str, new: str) -> bool:
 
 
 def _same_but_type(old: str, new: str, written: Checkpoint) -> bool:
-    """Whether two configurations agree, the new one with the one type that all weights have after a cast.
+    """Whether two configurations agree, the new one of weights that were cast or dequantised.
 
     Raises:
         OSError: one cannot be read.
@@ -174,7 +183,10 @@ def _same_but_type(old: str, new: str, written: Checkpoint) -> bool:
         before, after = (parse_json(read_small(path, _LARGEST_CONFIG)) for path in (old, new))
     except (UnfitError, JsonError):
         return _same(old, new)
-    if not isinstance(before, dict) or len(types) != 1:
+    if not isinstance(before, dict) or not isinstance(after, dict):
         return bool(before == after)
+    plain = {key: value for key, value in before.items() if key in after or key not in QUANTISATION}
+    if after == plain or len(types) != 1:
+        return bool(after == plain)
     named = types.pop().lower()
-    return bool({key: named if key in TYPE_KEYS else value for key, value in before.items()} == after)
+    return bool({key: named if key in TYPE_KEYS else value for key, value in plain.items()} == after)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Optional
+from typing import Optional
 
 from reshard.checkpoints.by_name import ByName
-from reshard.checkpoints.checkpoint import Equal, FileSharding, GlobalTensor
+from reshard.checkpoints.checkpoint import FileSharding, GlobalTensor, RecordedCheckpoint
 from reshard.checkpoints.files import FileHandles
 from reshard.checkpoints.formats.alike import KnownStructures
 from reshard.checkpoints.formats.headers import read_headers
@@ -33,11 +33,12 @@ from reshard.forms.full.directory import (
     read_weight_map,
     say_unread,
 )
+from reshard.forms.hf_sharded.headers import INFO, entries_of
 from reshard.layout import Grid
 from reshard.storage import is_directory, is_regular_file, names_in
 from reshard.text.messages import listing
 from reshard.text.report import Report
-from reshard.text.wording import one_line, plural, quoted, some_names, step_words
+from reshard.text.wording import one_line, plural, quoted, some_names
 
 _ONE_SAVE = "the files and this list are not of one save: copy or download the directory again"
 
@@ -216,76 +217,26 @@ class WholeTensors(ByName[GlobalTensor]):
 
 
 @dataclass
-class FullWeights:
-    """A directory of full weights; see `reshard.checkpoints.checkpoint.Checkpoint`.
+class FullWeights(RecordedCheckpoint):
+    """A directory of full weights: ``unified`` or ``huggingface``.
+
+    Files are numbered in natural order. Tensors are in the order of the files, layers in natural order.
 
     Attributes:
-        form: ``unified`` or ``huggingface``.
-        place: the directory.
-        files: path of every file, by its number in natural order, from 0 on.
-        indexes: what is in each of them.
-        tensors: all tensors, in the order of the files, layers in natural order.
-        scalars: values that are no part of the model, and the file that holds each.
-        others: files beside the weights that belong to the model, such as its configuration and tokenizer,
-            relative to the directory; none for unified weights.
-        step: None; nothing tells it.
-        label: how the checkpoint is called in messages.
+        plain: values that are no part of the model, and the file that holds each.
     """
 
-    form: str
-    place: str
-    files: Mapping[int, str]
-    indexes: Mapping[int, CheckpointIndex]
-    tensors: Mapping[str, GlobalTensor]
-    scalars: Mapping[str, int] = field(default_factory=dict)
-    others: tuple[str, ...] = ()
-    step: Optional[str] = None
-    label: str = step_words(None)
-
-    @property
-    def laid_out(self) -> Collection[str]:
-        """Names of all tensors."""
-        return self.tensors.keys()
-
-    @property
-    def unseen(self) -> Collection[str]:
-        """None: a directory that lacks a file is refused."""
-        return ()
-
-    @property
-    def training(self) -> Mapping[str, Any]:
-        """Nothing."""
-        return {}
+    plain: Mapping[str, int] = field(default_factory=dict)
 
     def order(self) -> list[str]:
         """The names of all tensors in the order in which to write them."""
         return list(self.tensors)
 
-    def equal(self) -> Sequence[Equal]:
-        """None: every tensor stands for itself."""
-        return ()
-
-    def names(self) -> set[str]:
-        """Names of all that is read."""
-        return {*self.tensors, *self.scalars}
-
-    def values(self) -> Sequence[str]:
-        """Names of scalars that are no part of the model, sorted."""
-        return sorted(self.scalars)
-
-    def without_layout(self) -> Sequence[str]:
-        """None is: a target says what it takes of full weights."""
-        return ()
-
     def holders(self, name: str) -> list[int]:
         """The files that hold an entry of this name, ascending: one or none."""
         if name in self.tensors:
             return [number for held in self.present(self.tensors[name]) for number in held]
-        return [self.scalars[name]] if name in self.scalars else []
-
-    def present(self, tensor: GlobalTensor) -> tuple[frozenset[int], ...]:
-        """The files that do hold a tensor, per way of holding it: the one that is said to."""
-        return tuple(frozenset(sharding.holders(0)) for sharding in tensor.shardings)
+        return [self.plain[name]] if name in self.plain else []
 
 
 def read_unified(
@@ -355,11 +306,34 @@ def read_huggingface(
                 hint=f"give {index_path} or {os.path.join(directory, SINGLE)} as SRC",
             )
     contents = Contents.read(directory, files, handles, damaged)
+    _check_whole(contents)
     say_unread(directory, names, files, NUMBERED, index_path, report)
     contents.check(index_path or directory, weight_map, len(files), {}, report)
     tensors, values = contents.tensors(len(files))
     others = others_in(directory, names, files)
     return FullWeights(HUGGINGFACE, directory, contents.paths, contents.indexes, tensors, values, others)
+
+
+def _check_whole(contents: Contents) -> None:
+    """Refuse files of which some are parts of tensors, whatever they are called.
+
+    Raises:
+        CheckpointError: a header places its tensors in larger ones.
+    """
+    known: dict[str, bool] = {}
+    for index in contents.indexes.values():
+        text = index.metadata.get(INFO)
+        if text is None:
+            continue
+        if text not in known:
+            known[text] = all(entry.whole for entry, _ in entries_of(index))
+        if not known[text]:
+            raise CheckpointError(
+                f"{index.path}: holds parts of tensors, by {INFO} in its header",
+                file=index.path,
+                hint="give its files the names that torch gave them, shard-00001-model-00001-of-00001.safetensors and "
+                "so on, and the directory as SRC",
+            )
 
 
 def _scalars(index: CheckpointIndex, report: Report) -> list[str]:

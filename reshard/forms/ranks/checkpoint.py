@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Optional
 
 from reshard.checkpoints import CheckpointIndex, FileHandles, KnownStructures
-from reshard.checkpoints.checkpoint import Checkpoint, Equal, GlobalTensor, order_in_files
+from reshard.checkpoints.checkpoint import Checkpoint, Equal, GlobalTensor, StoredObject, order_in_files
 from reshard.checkpoints.edited import stored_checkpoint
 from reshard.checkpoints.formats.headers import read_headers
 from reshard.errors import DamagedCheckpointError
@@ -72,6 +72,11 @@ class RankCheckpoint:
     def others(self) -> Sequence[str]:
         """None."""
         return ()
+
+    @property
+    def objects(self) -> Mapping[str, StoredObject]:
+        """None."""
+        return {}
 
     def order(self) -> list[str]:
         """Names of all tensors, in the order in which files hold them."""

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Optional, cast
 
-from reshard.checkpoints import format_of
 from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.defaults import DEFAULT_PREFIX
 from reshard.errors import CheckpointError, InputError
@@ -132,7 +131,11 @@ def format_asked(format: str, checkpoint: Checkpoint, recover: bool = False) -> 
     """
     if format != "same":
         return format
-    formats = {format_of(path): path for path in checkpoint.files.values()}
+    # Archives of torch are no files of ranks.
+    formats = {
+        index.format if index.format in RanksForm.options.formats else "safetensors": index.path
+        for index in checkpoint.indexes.values()
+    }
     if len(formats) > 1:
         raise CheckpointError(
             f"source files have different formats: {' and '.join(sorted(formats.values()))}",

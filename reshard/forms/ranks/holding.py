@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple, cast
 
 from reshard.checkpoints.checkpoint import GlobalTensor
-from reshard.layout import Grid, Layout
+from reshard.layout import Box, Grid, Layout
 from reshard.strategies import Stage
 
 
@@ -46,6 +46,10 @@ class StageSharding(NamedTuple):
     def holders(self, slice_number: int) -> list[int]:
         """Global ranks that hold a slice, ascending."""
         return self.holding.ranks(slice_number)
+
+    def stored_box(self, slice_number: int) -> Box:
+        """The box that these ranks hold."""
+        return self.grid.slice_box(slice_number)
 
     def slice_of(self, rank: int) -> int:
         """The slice that a global rank of this stage holds."""

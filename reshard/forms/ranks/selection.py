@@ -107,6 +107,8 @@ class StepSelector:
         written: Optional[Callable[[Checkpoint], Written]] = None,
     ) -> None:
         self._made = written
+        # Why edits could not be tried on what is there of a step.
+        self._unfit: Optional[InputError] = None
         self._source = source
         self._target = target
         self._ranks = ranks
@@ -174,6 +176,9 @@ class StepSelector:
         hints = [cure(newest.lost)]
         if hints[0] is not None and self._ranks is not None:
             hints.append("`reshard rank-list` tells which ranks a target rank needs")
+        if self._unfit is not None and self._ranks is not None:
+            reason = self._unfit.message.splitlines()[0].rstrip(":")
+            hints.append(f"the new names need one file of every pipeline stage; with these files alone: {reason}")
         if len(steps) > len(passed):
             hints.append("without --no-fallback an older step may be taken")
         return IncompleteSourceError(block(headline, lines), hint="; ".join(filter(None, hints)) or None)
@@ -214,6 +219,7 @@ class StepSelector:
         try:
             return self._made(checkpoint)
         except InputError as error:
+            self._unfit = error
             raise _Unwritable from error
 
     def _lacks(self, checkpoint: RankCheckpoint, scope: Scope) -> Optional[Incomplete]:

@@ -1,4 +1,4 @@
-"""Objects while they are written: in parts, in any order, invisible until all parts are stored.
+"""Objects while they are written: in parts, in any order, which nobody sees before all of them are there.
 
 An object of one part is written with one request. A larger one is a multipart upload; see `s3/uploads.py`.
 """
@@ -19,7 +19,7 @@ from reshard.storage.s3.leases import Lease, knows_conditions
 from reshard.storage.s3.objects import Version, version_of
 from reshard.storage.s3.service import SentBytes, Service, field
 from reshard.storage.s3.uploads import abort_all, claim
-from reshard.storage.store import Expected, FileStatus, Sending
+from reshard.storage.store import Expected, FileStatus, NewFile, Sending
 
 # Services accept no smaller parts, except the last, and no more parts.
 LEAST_PART_BYTES = 5 << 20
@@ -41,10 +41,10 @@ class _Part:
         self.data: Union[bytearray, mmap.mmap] = bytearray(0 if size >= _MAPPED_BYTES else size)
         if size >= _MAPPED_BYTES:
             self.data = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self.missing = size
+        self.left = size
 
 
-class NewObject:
+class NewObject(NewFile):
     """An object that is being written; see `reshard.storage.store.NewFile`. Creating one makes no request.
 
     Args:
@@ -108,8 +108,8 @@ class NewObject:
             )
             done += count
             with self._lock:
-                part.missing -= count
-                full = part.missing == 0
+                part.left -= count
+                full = part.left == 0
                 if full and self._size > self._part_bytes:
                     del self._filling[number]
             if full and self._size > self._part_bytes:
@@ -174,9 +174,9 @@ class NewObject:
     def _given_up(self) -> OSError:
         return OSError(errno.ECANCELED, "was given up", self._path)
 
-    def _request(self, operation: str, **arguments: Any) -> Any:
+    def _request(self, operation: str, **wanted: Any) -> Any:
         bucket, key = Address.parse(self._path)
-        return self._service.request(self._path, operation, Bucket=bucket, Key=key, **arguments)
+        return self._service.request(self._path, operation, Bucket=bucket, Key=key, **wanted)
 
     def finish(self) -> FileStatus:
         """Wait until every part is stored, except for an object of one part."""
@@ -185,7 +185,7 @@ class NewObject:
         # Missing bytes show in the size, which the caller compares.
         size = self._uploaded
         if self._size <= self._part_bytes:
-            size = self._size - self._filling[0].missing
+            size = self._size - self._filling[0].left
         version = Version(Address.parse(self._path), self._path, size, "", self._modified)
         return version.status(self._service.name)
 
@@ -214,16 +214,16 @@ class NewObject:
                 if error.errno not in (errno.ESTALE, errno.ENOENT, errno.ENOTSUP):
                     raise
                 conditional = error.errno != errno.ENOTSUP
-        head = self._head()
-        if head is not None and self._is_ours(head):
+        there = self._head()
+        if there is not None and self._is_ours(there):
             return None
-        if not conditional and (head or {}).get("ETag", "") == expected.version:
+        if not conditional and (there or {}).get("ETag", "") == expected.version:
             self._publish()
             return None
-        if head is not None and head.get("Metadata", {}).get(RUN) == expected.run:
-            version = version_of(head, head.get("ContentLength"), Address.parse(self._path), self._path)
+        if there is not None and there.get("Metadata", {}).get(RUN) == expected.run:
+            version = version_of(there, there.get("ContentLength"), Address.parse(self._path), self._path)
             return version.status(self._service.name)
-        what = "removed" if head is None else "written"
+        what = "removed" if there is None else "written"
         raise OSError(errno.ESTALE, f"another program has {what} this object since the run began", self._path)
 
     def _publish(self, **condition: str) -> None:
@@ -236,10 +236,10 @@ class NewObject:
             self._request("complete_multipart_upload", UploadId=self._upload, MultipartUpload=parts, **condition)
         except FileNotFoundError:
             # It succeeded and the answer was lost, or another program aborted it, or removed the object to replace.
-            head = self._head()
-            if head is not None and self._is_ours(head):
+            there = self._head()
+            if there is not None and self._is_ours(there):
                 return
-            if condition and (head or {}).get("ETag") != condition.get("IfMatch"):
+            if condition and (there or {}).get("ETag") != condition.get("IfMatch"):
                 raise
             raise OSError(errno.ECANCELED, "another program aborted its upload", self._path) from None
 

@@ -43,6 +43,17 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "decoder_sparse_step": 1,
         },
     ),
+    "gpt_oss": (
+        "GptOss",
+        {
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "head_dim": 16,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 16,
+        },
+    ),
     # Its first layer is dense.
     "deepseek_v3": (
         "DeepseekV3",

@@ -1,0 +1,350 @@
+"""Zip archives that ``torch.save`` writes: where in one the elements of its tensors lie.
+
+``data.pkl`` says which tensors there are: per tensor a storage, where in it the first element is, a shape and
+strides. The storages are the entries ``data/0``, ``data/1`` and so on, stored and never compressed. An archive
+is a file, or a record within one. Nothing of it is run, and no entry but ``data.pkl`` is read to find this out.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any, Callable, NamedTuple, NoReturn, Optional
+
+from reshard.checkpoints.formats.dtypes import FROM_TORCH, ITEM_SIZES
+from reshard.checkpoints.formats.pickles import Global, PickledInstance, PickleError, among, read_pickle
+from reshard.errors import CheckpointError, DamagedCheckpointError
+from reshard.storage import ReadableFile, fill, read_range
+from reshard.text.wording import quoted
+
+MAX_PICKLE = 64 << 20
+"""Bytes of ``data.pkl``; it holds some hundred for every tensor."""
+
+_MAX_DIRECTORY = 64 << 20
+# Both ends of a small archive are read at once, and of a large one enough for its directory and its first entries.
+_NEAR_END = 4 << 10
+_LOCAL = struct.Struct("<4s5H3I2H")
+_ENTRY = struct.Struct("<4s6H3I5H2I")
+_END = struct.Struct("<4s4H2IH")
+_END_64 = struct.Struct("<4sQ2H2I4Q")
+_LOCATOR_64 = struct.Struct("<4sIQI")
+_UNKNOWN_32, _UNKNOWN_16 = 0xFFFFFFFF, 0xFFFF
+_ENCRYPTED = 1
+
+HEAD = b"PK\x03\x04"
+"""What an archive begins with."""
+
+STORAGES = {
+    "torch.BoolStorage": "Bool",
+    "torch.CharStorage": "Int8",
+    "torch.ByteStorage": "UInt8",
+    "torch.ShortStorage": "Int16",
+    "torch.IntStorage": "Int32",
+    "torch.LongStorage": "Int64",
+    "torch.HalfStorage": "Float16",
+    "torch.BFloat16Storage": "BFloat16",
+    "torch.FloatStorage": "Float32",
+    "torch.DoubleStorage": "Float64",
+    "torch.ComplexFloatStorage": "Complex64",
+    "torch.ComplexDoubleStorage": "Complex128",
+}
+"""The type of the elements of a storage; tensors of other types have untyped storages."""
+
+UNTYPED = "torch.storage.UntypedStorage"
+REBUILD, REBUILD_TYPED = "torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3"
+_PARAMETER = "torch._utils._rebuild_parameter"
+
+TENSOR_NAMES = frozenset({*FROM_TORCH, *STORAGES, UNTYPED, REBUILD, REBUILD_TYPED, _PARAMETER})
+"""What the pickle of a tensor names."""
+
+
+class ArchiveEntry(NamedTuple):
+    """An entry of an archive.
+
+    Attributes:
+        offset: where its bytes begin in the file.
+        size: how many there are.
+        crc: their CRC-32 as recorded; 0 where none is.
+    """
+
+    offset: int
+    size: int
+    crc: int
+
+
+class Elements(NamedTuple):
+    """Where the elements of a tensor lie in a file.
+
+    Attributes:
+        dtype: MindSpore's name of their type.
+        shape: elements per dimension.
+        strides: elements from one to the next, per dimension.
+        offset: where in the file the first element begins.
+        entry: the bytes around them that have a CRC.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    entry: ArchiveEntry
+
+    @property
+    def in_order(self) -> bool:
+        """Whether they lie in C order without gaps."""
+        expected = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.strides)):
+            if size != 1 and stride != expected:
+                return not math.prod(self.shape)
+            expected *= size
+        return True
+
+
+class Archive:
+    """An archive that lies in a file.
+
+    Args:
+        file: the file.
+        offset: where the archive begins.
+        length: its bytes.
+
+    Raises:
+        DamagedCheckpointError: it is no archive, or damaged.
+        CheckpointError: it is compressed or encrypted.
+        OSError: reading failed.
+    """
+
+    def __init__(self, file: ReadableFile, offset: int, length: int) -> None:
+        self._file = file
+        self._offset = offset
+        self._length = length
+        self._tail = read_range(file, offset + length - min(length, _NEAR_END), min(length, _NEAR_END))
+        self._entries = self._directory()
+
+    def _damaged(self, what: str) -> NoReturn:
+        path = self._file.path
+        where = f" (record at byte {self._offset})" if self._offset else ""
+        raise DamagedCheckpointError(f"{path}: is damaged{where}: {what}", file=path)
+
+    def _bytes(self, position: int, count: int) -> bytes:
+        """Bytes of the archive; of its end without reading again."""
+        if position < 0 or count < 0 or position + count > self._length:
+            self._damaged("its directory points outside of it")
+        begin = position - (self._length - len(self._tail))
+        if begin >= 0:
+            return self._tail[begin : begin + count]
+        return read_range(self._file, self._offset + position, count)
+
+    def _directory(self) -> dict[str, tuple[int, int, int]]:
+        """Per entry where its header begins in the archive, its bytes and its CRC."""
+        end = self._length - _END.size
+        if end < 0:
+            self._damaged("it is too short for an archive of torch.save")
+        signature, _, _, _, count, size, start, comment = _END.unpack(self._bytes(end, _END.size))
+        if signature != b"PK\x05\x06" or comment:
+            self._damaged("it does not end like an archive of torch.save")
+        if _UNKNOWN_32 in (size, start) or count == _UNKNOWN_16:
+            locator = end - _LOCATOR_64.size
+            signature, _, place, _ = _LOCATOR_64.unpack(self._bytes(locator, _LOCATOR_64.size))
+            if signature != b"PK\x06\x07":
+                self._damaged("the end of its directory is missing")
+            signature, _, _, _, _, _, _, count, size, start = _END_64.unpack(self._bytes(place, _END_64.size))
+            if signature != b"PK\x06\x06":
+                self._damaged("the end of its directory is missing")
+        if size > _MAX_DIRECTORY or count * _ENTRY.size > size:
+            self._damaged("its directory is larger than any")
+        return self._listed(self._bytes(start, size), count)
+
+    def _listed(self, directory: bytes, count: int) -> dict[str, tuple[int, int, int]]:
+        found: dict[str, tuple[int, int, int]] = {}
+        position = 0
+        for _ in range(count):
+            if position + _ENTRY.size > len(directory):
+                self._damaged("its directory ends early")
+            signature, _, _, flags, method, _, _, crc, packed, size, name_size, extra_size, comment, *_, header = (
+                _ENTRY.unpack_from(directory, position)
+            )
+            position += _ENTRY.size
+            if signature != b"PK\x01\x02":
+                self._damaged("its directory is no list of entries")
+            name = directory[position : position + name_size].decode("utf-8", "replace")
+            extra = directory[position + name_size : position + name_size + extra_size]
+            position += name_size + extra_size + comment
+            size, packed, header = self._large(extra, size, packed, header)
+            if flags & _ENCRYPTED or method or size != packed:
+                raise CheckpointError(
+                    f"{self._file.path}: {quoted(name)} in it is compressed or encrypted, which torch.save never does",
+                    file=self._file.path,
+                    hint="save the checkpoint again, without anything that packs its files",
+                )
+            # What is before the first slash is a name of the archive itself, the same for all.
+            inner = name.partition("/")[2]
+            if inner in found:
+                self._damaged(f"it has two entries called {quoted(name)}")
+            found[inner] = (header, size, crc)
+        return found
+
+    def _large(self, extra: bytes, *numbers: int) -> list[int]:
+        """Numbers of an entry, those of more than 32 bits from its extra field."""
+        result = list(numbers)
+        position = 0
+        while position + 4 <= len(extra) and _UNKNOWN_32 in result:
+            kind, size = struct.unpack_from("<2H", extra, position)
+            if kind == 1:
+                at = position + 4
+                for place, number in enumerate(result):
+                    if number == _UNKNOWN_32:
+                        if at + 8 > len(extra):
+                            self._damaged("a number of its directory is missing")
+                        (result[place],) = struct.unpack_from("<Q", extra, at)
+                        at += 8
+            position += 4 + size
+        return result
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._entries
+
+    def entry(self, name: str) -> ArchiveEntry:
+        """An entry, by its name within the archive such as ``data/0``.
+
+        Raises:
+            DamagedCheckpointError: there is none.
+            OSError: reading failed.
+        """
+        if name not in self._entries:
+            self._damaged(f"it has no entry {quoted(name)}")
+        header, size, crc = self._entries[name]
+        signature, *_, name_size, extra_size = _LOCAL.unpack(self._bytes(header, _LOCAL.size))
+        begin = header + _LOCAL.size + name_size + extra_size
+        if signature != HEAD or begin + size > self._length:
+            self._damaged(f"its entry {quoted(name)} does not lie in it")
+        return ArchiveEntry(self._offset + begin, size, crc)
+
+    def pickled(self, allowed: Callable[[str], bool]) -> Any:
+        """What ``data.pkl`` describes; tensors are instances of `REBUILD` and the like.
+
+        Args:
+            allowed: as for `read_pickle`.
+
+        Raises:
+            CheckpointError: it holds what is not read.
+            DamagedCheckpointError: it is damaged.
+        """
+        entry = self.entry("data.pkl")
+        if entry.size > MAX_PICKLE:
+            self._damaged(f"its data.pkl has {entry.size:,} bytes")
+        data = read_range(self._file, entry.offset, entry.size)
+        if entry.crc and zlib.crc32(data) != entry.crc:
+            self._damaged("the CRC-32 of its data.pkl is another one")
+        try:
+            return read_pickle(data, allowed, persistent=True)
+        except PickleError as error:
+            path = self._file.path
+            raise DamagedCheckpointError(f"{path}: its data.pkl {error}", file=path) from error
+
+    def tensor(self, value: Any) -> Elements:
+        """Where the elements of a tensor lie that ``data.pkl`` describes.
+
+        Raises:
+            CheckpointError: it is something else, or lies there in a way that is not read.
+        """
+        if isinstance(value, PickledInstance) and value.name == _PARAMETER and value.args:
+            value = value.args[0]
+        if not isinstance(value, PickledInstance) or value.name not in (REBUILD, REBUILD_TYPED) or len(value.args) < 6:
+            self._damaged(f"it holds {getattr(value, 'name', '') or 'something else'} where a tensor is expected")
+        storage, first, shape, strides, *_ = value.args
+        entry_name, dtype, count = self._storage(storage)
+        more = value.args[6:]
+        if value.name == REBUILD_TYPED:
+            named = more[0] if more else None
+            dtype = FROM_TORCH.get(named.name) if isinstance(named, Global) else None
+            more = more[1:]
+        if dtype is None:
+            self._damaged("the type of its elements is unknown")
+        if more and more[0]:
+            self._damaged("its tensor is a conjugate or negated view, which is not read")
+        if not (
+            _are_sizes([first, count]) and _are_sizes(shape) and _are_sizes(strides) and len(shape) == len(strides)
+        ):
+            self._damaged("the shape or strides of its tensor are none")
+        if "byteorder" in self and self._small("byteorder") != b"little":
+            self._damaged("its bytes are in big-endian order, which is not read")
+        item = ITEM_SIZES[dtype]
+        entry = self.entry(entry_name)
+        last = first + sum((size - 1) * stride for size, stride in zip(shape, strides)) if math.prod(shape) else -1
+        if (last + 1) * item > entry.size:
+            self._damaged(f"its tensor of shape {list(shape)} does not lie in the {entry.size} bytes of {entry_name}")
+        return Elements(dtype, tuple(shape), tuple(strides), entry.offset + first * item, entry)
+
+    def _small(self, name: str) -> bytes:
+        entry = self.entry(name)
+        return read_range(self._file, entry.offset, min(entry.size, 16))
+
+    def _storage(self, found: Any) -> tuple[str, Optional[str], int]:
+        """ArchiveEntry, type and size of a storage."""
+        known = found.args[0] if isinstance(found, PickledInstance) and not found.name and found.args else None
+        if not isinstance(known, tuple) or len(known) < 5 or known[0] != "storage" or not isinstance(known[1], Global):
+            self._damaged("the storage of its tensor is none")
+        _, kind, key, _, count, *_ = known
+        if (kind.name not in STORAGES and kind.name != UNTYPED) or not isinstance(key, str):
+            self._damaged(f"its tensor has a {kind.name}")
+        return f"data/{key}", STORAGES.get(kind.name), count
+
+
+def _are_sizes(found: Any) -> bool:
+    return isinstance(found, (tuple, list)) and all(type(each) is int and 0 <= each < 1 << 62 for each in found)
+
+
+def archived_tensor(file: ReadableFile, offset: int, length: int) -> Elements:
+    """Where the elements of a tensor lie that is an archive of its own.
+
+    Raises:
+        CheckpointError: it is no such archive, or damaged.
+        OSError: reading failed.
+    """
+    archive = Archive(file, offset, length)
+    return archive.tensor(archive.pickled(among(TENSOR_NAMES)))
+
+
+def archived_tensors(file: ReadableFile, names: Sequence[str]) -> Mapping[str, Elements]:
+    """Likewise of some tensors of a dictionary, which a file holds.
+
+    Raises:
+        CheckpointError: it is no such archive, or damaged, or has no such tensors.
+        OSError: reading failed.
+    """
+    archive = Archive(file, 0, file.size())
+    held = archive.pickled(among(TENSOR_NAMES))
+    missing = [name for name in names if not isinstance(held, dict) or name not in held]
+    if missing:
+        raise DamagedCheckpointError(
+            f"{file.path}: does not hold {quoted(missing[0])}", file=file.path, parameter=missing[0]
+        )
+    return {name: archive.tensor(held[name]) for name in names}
+
+
+def check_entry(file: ReadableFile, entry: ArchiveEntry, buffer: memoryview, on_block: Callable[[int], None]) -> bool:
+    """Whether the bytes of an entry are those that its CRC was made of; true where it has none.
+
+    Args:
+        file: the file.
+        entry: the entry.
+        buffer: filled again and again.
+        on_block: called with the bytes read since the last time.
+
+    Raises:
+        ReshardError: the file became shorter.
+        OSError: reading failed.
+    """
+    if not entry.crc:
+        return True
+    crc = done = 0
+    while done < entry.size:
+        block = buffer[: entry.size - done]
+        fill(file, entry.offset + done, block)
+        crc = zlib.crc32(block, crc)
+        on_block(len(block))
+        done += len(block)
+    return crc == entry.crc

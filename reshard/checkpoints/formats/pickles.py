@@ -1,0 +1,521 @@
+"""Pickles as data: a small machine of its own that reads them, imports nothing and calls nothing.
+
+It knows the opcodes that Python's picklers emit for protocols 2 to 5. A class or function is a `Global`, an
+allowed name and no more; what calls it becomes an `PickledInstance`, which holds the arguments and the state. So a
+pickle can only make numbers, text, lists, dictionaries, tuples and these two. Time and memory grow with the
+bytes that were given; nothing recurses.
+"""
+
+from __future__ import annotations
+
+import itertools
+import struct
+from collections.abc import Collection, Iterator
+from typing import Any, Callable, NamedTuple, Optional, Union
+
+MAX_OPERATIONS = 1 << 26
+"""Operations of one pickle. Metadata takes some 30 for each chunk of a tensor."""
+
+_MAX_INTEGER_BYTES = 64
+_MAX_NAME = 256
+# A key of a dictionary is hashed by Python, in C and as deep as tuples are nested.
+_MAX_KEY_DEPTH = 4
+
+# Pairs of a dictionary that are set at once.
+_BATCH = 1000
+
+_LATIN_BYTES = "_codecs.encode"
+_NO_BYTES = "__builtin__.bytes"
+_ORDERED = "collections.OrderedDict"
+_SIZE = "torch.Size"
+_INTERPRETED = frozenset({_LATIN_BYTES, _NO_BYTES, _ORDERED, _SIZE})
+
+
+class PickleError(ValueError):
+    """A pickle that is damaged, or holds what is not read; its text is the end of a sentence about the file."""
+
+
+class Global(NamedTuple):
+    """A class, a function or a constant of Python, by name only.
+
+    Attributes:
+        name: module and name, joined by a dot.
+    """
+
+    name: str
+
+
+class PickledInstance:
+    """What a call of a `Global` would have made.
+
+    Attributes:
+        name: the class or function, as `Global.name`; ``""`` for a persistent id, whose value is the only argument.
+        args: positional arguments.
+        state: what was to be set on it; None for nothing.
+        items: what was to be appended to it, or pairs to be set in it; None for nothing.
+        called: by a call, and not by ``__new__`` of a class; both are pickled, differently.
+    """
+
+    __slots__ = ("args", "called", "items", "name", "state")
+
+    def __init__(self, name: str, args: tuple[Any, ...] = (), state: Any = None, called: bool = False) -> None:
+        self.name = name
+        self.args = args
+        self.state = state
+        self.items: Optional[list[Any]] = None
+        self.called = called
+
+    def added(self) -> list[Any]:
+        """The list of its items, made where there is none."""
+        if self.items is None:
+            self.items = []
+        return self.items
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """Its state by name; empty where the state is something else."""
+        state = self.state
+        if isinstance(state, tuple) and len(state) == 2 and isinstance(state[1], dict):
+            state = {**(state[0] or {}), **state[1]} if state[0] is None or isinstance(state[0], dict) else None
+        return state if isinstance(state, dict) else {}
+
+
+def read_pickle(
+    data: bytes, allowed: Callable[[str], bool], persistent: bool = False, operations: int = MAX_OPERATIONS
+) -> Any:
+    """The object that a pickle describes.
+
+    Args:
+        data: the pickle, and nothing after it.
+        allowed: whether a class or function of this name, such as ``torch.Size``, may be named.
+        persistent: persistent ids may occur, as they do for the storages of tensors.
+        operations: more than so many are refused.
+
+    Returns:
+        Numbers, text, bytes, None, lists, tuples and dictionaries of these, `Global` and `PickledInstance`.
+        ``torch.Size`` is a tuple, an ordered dictionary is a dictionary. Lists and dictionaries may hold themselves.
+
+    Raises:
+        PickleError: it is damaged, or holds something else.
+    """
+    try:
+        return _Machine(data, allowed, persistent).run(operations)
+    except (IndexError, struct.error) as error:
+        raise PickleError("is a pickle that ends early, or is damaged") from error
+
+
+def among(names: Collection[str]) -> Callable[[str], bool]:
+    """Whether a name is one of these, or stands for plain values; for `read_pickle`."""
+    return frozenset({*names, *_INTERPRETED}).__contains__
+
+
+_Operation = Callable[["_Machine"], None]
+
+
+class _Machine:
+    def __init__(self, data: bytes, allowed: Callable[[str], bool], persistent: bool) -> None:
+        self._data = data
+        self._allowed = allowed
+        self._persistent = persistent
+        self._position = 0
+        self._stack: list[Any] = []
+        self._marks: list[int] = []
+        # Picklers count from 0; only a strange one leaves numbers out.
+        self._memo: list[Any] = []
+        self._sparse_memo: dict[int, Any] = {}
+        self._globals: dict[str, Global] = {}
+
+    def run(self, operations: int) -> Any:
+        data, size = self._data, len(self._data)
+        for _ in range(operations):
+            if self._position >= size:
+                raise PickleError("is a pickle that ends early")
+            code = data[self._position]
+            self._position += 1
+            if code == _STOP:
+                return self._pop()
+            operation = _OPERATIONS.get(code)
+            if operation is None:
+                raise PickleError(f"is a pickle with operation 0x{code:02x}, which is not read")
+            operation(self)
+        raise PickleError(f"is a pickle of more than {operations:,} operations")
+
+    # What operations are made of.
+
+    def _take(self, count: int) -> bytes:
+        start = self._position
+        if count > len(self._data) - start:
+            raise PickleError("is a pickle that ends early")
+        self._position = start + count
+        return self._data[start : self._position]
+
+    def _number(self, size: int) -> int:
+        return int.from_bytes(self._take(size), "little")
+
+    def _pop(self) -> Any:
+        if len(self._stack) <= (self._marks[-1] if self._marks else 0):
+            raise PickleError("is a damaged pickle: there is nothing on the stack")
+        return self._stack.pop()
+
+    def _top(self) -> Any:
+        if len(self._stack) <= (self._marks[-1] if self._marks else 0):
+            raise PickleError("is a damaged pickle: there is nothing on the stack")
+        return self._stack[-1]
+
+    def _since_mark(self) -> list[Any]:
+        if not self._marks:
+            raise PickleError("is a damaged pickle: a mark is missing")
+        start = self._marks.pop()
+        found = self._stack[start:]
+        del self._stack[start:]
+        return found
+
+    def _arguments(self) -> tuple[Any, ...]:
+        found = self._pop()
+        if not isinstance(found, tuple):
+            raise PickleError("is a damaged pickle: arguments are no tuple")
+        return found
+
+    def _named(self, module: Any, name: Any) -> None:
+        if not isinstance(module, str) or not isinstance(name, str) or len(module) + len(name) > _MAX_NAME:
+            raise PickleError("is a damaged pickle: a class has no name")
+        full = f"{module}.{name}"
+        found = self._globals.get(full)
+        if found is None:
+            if not self._allowed(full):
+                raise PickleError(f"names {full[:_MAX_NAME]!r}, which is not read: nothing of the file is run")
+            found = self._globals[full] = Global(full)
+        self._stack.append(found)
+
+    def _called(self, args: tuple[Any, ...], called: bool) -> Any:
+        what = self._pop()
+        if not isinstance(what, Global):
+            raise PickleError("is a damaged pickle: something is called that is no class")
+        if what.name in _INTERPRETED:
+            return _interpreted(what.name, args)
+        return PickledInstance(what.name, args, None, called)
+
+    def _set(self, pairs: list[Any]) -> None:
+        target = self._top()
+        if len(pairs) % 2 or not isinstance(target, (dict, PickledInstance)):
+            raise PickleError("is a damaged pickle: items are set in what holds none")
+        if isinstance(target, PickledInstance):
+            target.added().extend(zip(pairs[::2], pairs[1::2]))
+            return
+        for key, value in zip(pairs[::2], pairs[1::2]):
+            if not _is_key(key):
+                raise PickleError("is a pickle with a dictionary whose keys are not read")
+            target[key] = value
+
+    def _extend(self, values: list[Any]) -> None:
+        target = self._top()
+        if not isinstance(target, (list, PickledInstance)):
+            raise PickleError("is a damaged pickle: something is appended to what is no list")
+        (target if isinstance(target, list) else target.added()).extend(values)
+
+    def _get(self, place: int) -> None:
+        if place < len(self._memo):
+            self._stack.append(self._memo[place])
+        elif place in self._sparse_memo:
+            self._stack.append(self._sparse_memo[place])
+        else:
+            raise PickleError("is a damaged pickle: it refers to what is not there")
+
+    # Operations of more than one line.
+
+    def mark(self) -> None:
+        self._marks.append(len(self._stack))
+
+    def proto(self) -> None:
+        if not 2 <= self._number(1) <= 5:
+            raise PickleError("is a pickle of another protocol than 2 to 5")
+
+    def pop(self) -> None:
+        self._pop()
+
+    def pop_mark(self) -> None:
+        self._since_mark()
+
+    def frame(self) -> None:
+        # How much follows: for readers of streams.
+        self._take(8)
+
+    def integer(self) -> None:
+        self._stack.append(struct.unpack("<i", self._take(4))[0])
+
+    def long(self, size: int) -> None:
+        count = self._number(size)
+        if count > _MAX_INTEGER_BYTES:
+            raise PickleError(f"is a pickle with a number of {count:,} bytes")
+        self._stack.append(int.from_bytes(self._take(count), "little", signed=True))
+
+    def text(self, size: int) -> None:
+        try:
+            self._stack.append(self._take(self._number(size)).decode("utf-8", "surrogatepass"))
+        except UnicodeDecodeError as error:
+            raise PickleError("is a damaged pickle: a text is not UTF-8") from error
+
+    def named(self) -> None:
+        names = []
+        for _ in range(2):
+            end = self._data.find(b"\n", self._position, self._position + _MAX_NAME)
+            if end < 0:
+                raise PickleError("is a damaged pickle: a class has no name")
+            names.append(self._take(end - self._position).decode("utf-8", "replace"))
+            self._position += 1
+        self._named(*names)
+
+    def named_on_stack(self) -> None:
+        name = self._pop()
+        self._named(self._pop(), name)
+
+    def tuple_of(self, count: int) -> None:
+        values = [self._pop() for _ in range(count)]
+        self._stack.append(tuple(reversed(values)))
+
+    def set_item(self) -> None:
+        value = self._pop()
+        self._set([self._pop(), value])
+
+    def new_with_names(self) -> None:
+        names = self._pop()
+        if names != {}:
+            raise PickleError("is a pickle with arguments by name, which are not read")
+        self.new()
+
+    def new(self) -> None:
+        args = self._arguments()
+        self._stack.append(self._called(args, False))
+
+    def reduce(self) -> None:
+        args = self._arguments()
+        self._stack.append(self._called(args, True))
+
+    def build(self) -> None:
+        state = self._pop()
+        target = self._top()
+        if isinstance(target, PickledInstance):
+            target.state = state
+        elif not isinstance(target, dict):
+            # An ordered dictionary may have attributes, which are no part of its items.
+            raise PickleError("is a damaged pickle: a state is set on what has none")
+
+    def persistent_id(self) -> None:
+        if not self._persistent:
+            raise PickleError("is a pickle with persistent ids, which have no meaning here")
+        self._stack.append(PickledInstance("", (self._pop(),)))
+
+    def put(self, place: int) -> None:
+        if place == len(self._memo):
+            self._memo.append(self._top())
+        elif place < len(self._memo):
+            self._memo[place] = self._top()
+        else:
+            self._sparse_memo[place] = self._top()
+
+    def memoize(self) -> None:
+        self.put(len(self._memo) + len(self._sparse_memo))
+
+
+def _interpreted(name: str, args: tuple[Any, ...]) -> Any:
+    """What a call makes that stands for a plain value."""
+    if name == _ORDERED and not args:
+        return {}
+    if name == _SIZE and len(args) == 1 and isinstance(args[0], (tuple, list)):
+        return tuple(args[0])
+    if not args and name in (_SIZE, _NO_BYTES):
+        return () if name == _SIZE else b""
+    if name == _LATIN_BYTES and len(args) == 2 and isinstance(args[0], str) and args[1] == "latin1":
+        try:
+            return args[0].encode("latin1")
+        except UnicodeEncodeError:
+            pass
+    raise PickleError(f"is a pickle with other arguments for {name} than are read")
+
+
+def _is_key(key: Any, depth: int = _MAX_KEY_DEPTH) -> bool:
+    if type(key) is tuple:
+        return depth > 0 and len(key) < _MAX_NAME and all(_is_key(each, depth - 1) for each in key)
+    return key is None or isinstance(key, (str, int, float, bytes, Global, PickledInstance))
+
+
+_STOP = ord(".")
+_Push = Union[None, bool]
+
+
+def _push(value: _Push) -> _Operation:
+    return lambda machine: machine._stack.append(value)
+
+
+_OPERATIONS: dict[int, _Operation] = {
+    0x80: _Machine.proto,
+    0x95: _Machine.frame,
+    ord("("): _Machine.mark,
+    ord("0"): _Machine.pop,
+    ord("1"): _Machine.pop_mark,
+    ord("N"): _push(None),
+    0x88: _push(True),
+    0x89: _push(False),
+    ord("G"): lambda m: m._stack.append(struct.unpack(">d", m._take(8))[0]),
+    ord("J"): _Machine.integer,
+    ord("K"): lambda m: m._stack.append(m._number(1)),
+    ord("M"): lambda m: m._stack.append(m._number(2)),
+    0x8A: lambda m: m.long(1),
+    0x8B: lambda m: m.long(4),
+    0x8C: lambda m: m.text(1),
+    ord("X"): lambda m: m.text(4),
+    0x8D: lambda m: m.text(8),
+    ord("C"): lambda m: m._stack.append(m._take(m._number(1))),
+    ord("B"): lambda m: m._stack.append(m._take(m._number(4))),
+    0x8E: lambda m: m._stack.append(m._take(m._number(8))),
+    0x96: lambda m: m._stack.append(m._take(m._number(8))),
+    ord("]"): lambda m: m._stack.append([]),
+    ord("a"): lambda m: m._extend([m._pop()]),
+    ord("e"): lambda m: m._extend(m._since_mark()),
+    ord(")"): lambda m: m._stack.append(()),
+    ord("t"): lambda m: m._stack.append(tuple(m._since_mark())),
+    0x85: lambda m: m.tuple_of(1),
+    0x86: lambda m: m.tuple_of(2),
+    0x87: lambda m: m.tuple_of(3),
+    ord("}"): lambda m: m._stack.append({}),
+    ord("s"): _Machine.set_item,
+    ord("u"): lambda m: m._set(m._since_mark()),
+    ord("q"): lambda m: m.put(m._number(1)),
+    ord("r"): lambda m: m.put(m._number(4)),
+    0x94: _Machine.memoize,
+    ord("h"): lambda m: m._get(m._number(1)),
+    ord("j"): lambda m: m._get(m._number(4)),
+    ord("c"): _Machine.named,
+    0x93: _Machine.named_on_stack,
+    0x81: _Machine.new,
+    0x92: _Machine.new_with_names,
+    ord("R"): _Machine.reduce,
+    ord("b"): _Machine.build,
+    ord("Q"): _Machine.persistent_id,
+}
+
+
+class NotPlain(ValueError):
+    """A value that is more than numbers, text, lists and dictionaries."""
+
+
+def plain(value: Any, nodes: int = 1 << 16, depth: int = 64) -> Any:
+    """A value as JSON has it, for people: tuples are lists, bytes hexadecimal, types their names.
+
+    Args:
+        value: what `read_pickle` returned.
+        nodes: larger values are refused.
+        depth: likewise those of lists within lists.
+
+    Raises:
+        NotPlain: it holds something that is not plain, or too much.
+    """
+    left = [nodes]
+
+    def walk(value: Any, depth: int) -> Any:
+        left[0] -= 1
+        if left[0] < 0 or depth < 0:
+            raise NotPlain("it is too large to be shown")
+        if value is None or isinstance(value, (bool, int, float, str)):
+            return value
+        if isinstance(value, bytes):
+            return value.hex()
+        if isinstance(value, Global):
+            return value.name
+        if isinstance(value, (list, tuple)):
+            return [walk(each, depth - 1) for each in value]
+        if isinstance(value, PickledInstance) and value.name == NAMESPACE:
+            value = value.fields
+        if isinstance(value, dict):
+            if not all(isinstance(key, (str, int)) for key in value):
+                raise NotPlain("its keys are more than text and numbers")
+            return {str(key): walk(each, depth - 1) for key, each in value.items()}
+        raise NotPlain(f"it holds {getattr(value, 'name', '') or 'what is no plain value'}")
+
+    return walk(value, depth)
+
+
+NAMESPACE = "argparse.Namespace"
+
+
+# Writing.
+
+
+def pickled(value: Any) -> Iterator[bytes]:
+    """A pickle of protocol 2 in parts, of what `read_pickle` could have returned; ``{}`` stays a dictionary.
+
+    Dictionaries may be `Pairs`, so that a large pickle is never in memory.
+
+    Raises:
+        TypeError: it holds something else.
+    """
+    yield b"\x80\x02"
+    yield from _Emitter().value(value)
+    yield b"."
+
+
+class Pairs(NamedTuple):
+    """A dictionary to be pickled whose pairs are made one by one."""
+
+    pairs: Iterator[tuple[Any, Any]]
+
+
+class _Emitter:
+    def __init__(self) -> None:
+        self._memo: dict[Union[str, Global], int] = {}
+
+    def value(self, value: Any) -> Iterator[bytes]:
+        if value is None or value is True or value is False:
+            yield {None: b"N", True: b"\x88", False: b"\x89"}[value]
+        elif isinstance(value, (str, Global)):
+            yield self._remembered(value)
+        elif isinstance(value, int):
+            yield _integer(value)
+        elif isinstance(value, float):
+            yield b"G" + struct.pack(">d", value)
+        elif isinstance(value, tuple) and not isinstance(value, Pairs):
+            yield b"("
+            for each in value:
+                yield from self.value(each)
+            yield b"t"
+        elif isinstance(value, list):
+            yield b"](" + b"".join(part for each in value for part in self.value(each)) + b"e"
+        elif isinstance(value, (dict, Pairs)):
+            yield b"}"
+            pairs = iter(value.items()) if isinstance(value, dict) else value.pairs
+            # As Python does it, so that readers need little memory.
+            while batch := list(itertools.islice(pairs, _BATCH)):
+                yield b"("
+                for key, each in batch:
+                    yield from self.value(key)
+                    yield from self.value(each)
+                yield b"u"
+        elif isinstance(value, PickledInstance) and not value.name:
+            yield b"".join(self.value(value.args[0])) + b"Q"
+        elif isinstance(value, PickledInstance):
+            yield self._remembered(Global(value.name)) + b"".join(self.value(value.args))
+            yield b"R" if value.called else b"\x81"
+            if value.state is not None:
+                yield from self.value(value.state)
+                yield b"b"
+        else:
+            raise TypeError(f"{type(value).__name__} is not pickled")
+
+    def _remembered(self, value: Union[str, Global]) -> bytes:
+        place = self._memo.get(value)
+        if place is not None:
+            return b"j" + struct.pack("<I", place)
+        place = self._memo[value] = len(self._memo)
+        put = b"r" + struct.pack("<I", place)
+        if isinstance(value, Global):
+            module, _, name = value.name.rpartition(".")
+            return f"c{module}\n{name}\n".encode() + put
+        text = value.encode("utf-8", "surrogatepass")
+        return b"X" + struct.pack("<I", len(text)) + text + put
+
+
+def _integer(value: int) -> bytes:
+    if -(1 << 31) <= value < 1 << 31:
+        return b"J" + struct.pack("<i", value)
+    size = value.bit_length() // 8 + 1
+    return b"\x8a" + bytes([size]) + value.to_bytes(size, "little", signed=True)

@@ -1,0 +1,340 @@
+"""Files that are read as if every tensor lay at a place of its own in them, in C order.
+
+A distributed checkpoint of PyTorch records which tensors a file holds, and not where in it their bytes are: that
+is in the file, beside the bytes. So a plan takes the places that a `Placement` gives out, from metadata alone,
+and where the bytes really are is looked up when they are first read.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from array import array
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from typing import Any, Callable, NamedTuple, Optional
+
+import numpy as np
+import numpy.typing as npt
+
+from reshard.checkpoints.formats.archives import (
+    HEAD,
+    ArchiveEntry,
+    Elements,
+    archived_tensor,
+    archived_tensors,
+    check_entry,
+)
+from reshard.checkpoints.formats.dtypes import ITEM_SIZES
+from reshard.checkpoints.formats.safetensors_index import read_safetensors_index
+from reshard.checkpoints.formats.tensors import Tensor
+from reshard.errors import DamagedCheckpointError
+from reshard.storage import FileStatus, ReadableFile, fill
+from reshard.text.wording import quoted
+
+# Of elements that do not lie in C order so much is read at once, or so many times what is wanted of it.
+_SPAN_BYTES = 1 << 20
+_SPAN_FACTOR = 4
+_CHECK_BYTES = 4 << 20
+
+
+class Stored(NamedTuple):
+    """A tensor of a file, as metadata describes it.
+
+    Attributes:
+        name: its name, for messages.
+        dtype: MindSpore's name of its type.
+        shape: elements per dimension.
+        offset: where the record begins that holds it; 0 where the file has a header of its own.
+        length: bytes of that record; -1 likewise.
+        key: its name in the header of the file.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int = 0
+    length: int = -1
+    key: str = ""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        return math.prod(self.shape) * ITEM_SIZES[self.dtype]
+
+
+class Placement:
+    """Places of the tensors of a file, for any number of threads.
+
+    Args:
+        path: the file.
+        tensors: what it holds, records in the order of their offsets; either all of them are records or none.
+
+    Attributes:
+        size: the end of the last place.
+    """
+
+    def __init__(self, path: str, tensors: Sequence[Stored]) -> None:
+        self.size = 0
+        self._path = path
+        self._tensors = tensors
+        self._starts = array("Q")
+        self._found: dict[int, Elements] = {}
+        self._reading = threading.Lock()
+        for stored in tensors:
+            # So far apart as the records are, windows of the file are windows of these places.
+            self._starts.append(self.size)
+            self.size += max(stored.nbytes, stored.length)
+
+    def tensors(self) -> Iterator[Tensor]:
+        """The tensors with their places, in order."""
+        for stored, start in zip(self._tensors, self._starts):
+            nbytes = stored.nbytes
+            extents = ((start, nbytes),) if nbytes else ()
+            yield Tensor(stored.name, stored.dtype, stored.shape, stored.shape, extents, nbytes)
+
+    def within(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """Per tensor in a range of places its number, its first place and its bytes."""
+        for number in range(max(0, bisect_right(self._starts, start) - 1), len(self._starts)):
+            if self._starts[number] >= stop:
+                return
+            yield number, self._starts[number], self._tensors[number].nbytes
+
+    def around(self, first: int, last: int) -> Optional[tuple[int, int]]:
+        """From where to where the records of some tensors lie; None where they are no records."""
+        begin, end = self._tensors[first], self._tensors[last]
+        return None if begin.length < 0 else (begin.offset, end.offset + end.length)
+
+    def locate(self, file: ReadableFile, number: int) -> Elements:
+        """Where the elements of a tensor are.
+
+        Args:
+            file: the file, or a part of it that was read already.
+            number: counts the tensors.
+
+        Raises:
+            CheckpointError: nothing there is such a tensor.
+            OSError: reading failed.
+        """
+        found = self._found.get(number)
+        if found is None:
+            stored = self._tensors[number]
+            if stored.length >= 0:
+                found = archived_tensor(file, stored.offset, stored.length)
+                self._check(stored, found)
+                self._found[number] = found
+            else:
+                with self._reading:
+                    if number not in self._found:
+                        self._found.update(enumerate(self._by_header(file)))
+                found = self._found[number]
+        return found
+
+    def _by_header(self, file: ReadableFile) -> list[Elements]:
+        """Where the elements of all tensors are, in a file with one header, whatever its name ends in."""
+        keys = [stored.key for stored in self._tensors]
+        if file.read(0, len(HEAD)) == HEAD:
+            held = archived_tensors(file, keys)
+            found = [held[key] for key in keys]
+        else:
+            tensors = read_safetensors_index(file, file.size()).tensors
+            found = [self._in_safetensors(tensors.get(key), key) for key in keys]
+        for stored, elements in zip(self._tensors, found):
+            self._check(stored, elements)
+        return found
+
+    def _in_safetensors(self, tensor: Optional[Tensor], key: str) -> Elements:
+        if tensor is None:
+            raise DamagedCheckpointError(f"{self._path}: does not hold {quoted(key)}", file=self._path, parameter=key)
+        offset = tensor.extents[0][0] if tensor.extents else 0
+        strides = [math.prod(tensor.shape[dimension + 1 :]) for dimension in range(len(tensor.shape))]
+        return Elements(tensor.dtype, tensor.shape, tuple(strides), offset, ArchiveEntry(offset, tensor.nbytes, 0))
+
+    def _check(self, tensor: Stored, found: Elements) -> None:
+        # Megatron's local tensors have fewer dimensions than their boxes, which begin with ones.
+        shapes = [[size for size in shape if size != 1] for shape in (tensor.shape, found.shape)]
+        if tensor.dtype != found.dtype or shapes[0] != shapes[1]:
+            raise DamagedCheckpointError(
+                f"{self._path}: {quoted(tensor.name)} is {found.dtype} {list(found.shape)} in the file, and "
+                f"{tensor.dtype} {list(tensor.shape)} by the metadata",
+                file=self._path,
+                parameter=tensor.name,
+                hint="the files and the metadata are not of one save: copy the checkpoint again",
+            )
+
+    def check(self, file: ReadableFile, on_block: Callable[[int], None]) -> bool:
+        """Compare the bytes of all tensors with the CRCs beside them.
+
+        Args:
+            file: the file.
+            on_block: called with the bytes read since the last time.
+
+        Returns:
+            Whether there are any CRCs.
+
+        Raises:
+            DamagedCheckpointError: one is another; or what `locate` raises.
+            OSError: reading failed.
+        """
+        buffer = memoryview(bytearray(_CHECK_BYTES))
+        checked: set[ArchiveEntry] = set()
+        for number, (name, *_) in enumerate(self._tensors):
+            entry = self.locate(file, number).entry
+            # Tensors may share a storage.
+            if entry not in checked and not check_entry(file, entry, buffer, on_block):
+                raise DamagedCheckpointError(
+                    f"{self._path}: is damaged: the CRC-32 of {quoted(name)} is another one than its archive records",
+                    file=self._path,
+                    parameter=name,
+                )
+            checked.add(entry)
+        return any(entry.crc for entry in checked)
+
+
+class PlacedFile:
+    """A file, read by the places of its tensors; zeros between them.
+
+    Args:
+        file: the file.
+        placement: what lies in it.
+    """
+
+    descriptor: Optional[int] = None
+    cipher: Optional[str] = None
+
+    def __init__(self, file: ReadableFile, placement: Placement) -> None:
+        self.path = file.path
+        self._file = file
+        self._placement = placement
+
+    def size(self) -> int:
+        """The end of the last place."""
+        return self._placement.size
+
+    def status(self) -> FileStatus:
+        """What the store has of the file."""
+        return self._file.status()
+
+    def read(self, offset: int, count: int) -> bytes:
+        """Bytes from a place on; fewer at the end."""
+        out = memoryview(bytearray(max(0, min(count, self._placement.size - offset))))
+        self.read_into(offset, out)
+        return bytes(out)
+
+    def read_into(self, offset: int, out: memoryview) -> int:
+        """Likewise into ``out``, from its beginning; how many."""
+        stop = min(offset + len(out), self._placement.size)
+        parts = list(self._placement.within(offset, stop))
+        file = self._near(parts, stop - offset) if len(parts) > 1 else self._file
+        position = offset
+        for number, start, nbytes in parts:
+            begin, end = max(start, offset), min(start + nbytes, stop)
+            if begin >= end:
+                continue
+            out[position - offset : begin - offset] = bytes(begin - position)
+            self._copy(file, number, begin - start, out[begin - offset : end - offset])
+            position = end
+        out[position - offset : stop - offset] = bytes(stop - position)
+        return stop - offset
+
+    def _near(self, parts: Sequence[tuple[int, int, int]], count: int) -> ReadableFile:
+        """The file, with several small records of it read at once."""
+        span = self._placement.around(parts[0][0], parts[-1][0])
+        if span is None or not 0 < span[1] - span[0] <= max(_SPAN_BYTES, _SPAN_FACTOR * count):
+            return self._file
+        return _Ahead(self._file, *span)
+
+    def _copy(self, file: ReadableFile, number: int, inside: int, out: memoryview) -> None:
+        """Fill ``out`` with bytes of a tensor, from one of them on."""
+        elements = self._placement.locate(file, number)
+        if elements.in_order:
+            fill(file, elements.offset + inside, out)
+            return
+        # Whole elements, of which the first and the last may stand out.
+        item = ITEM_SIZES[elements.dtype]
+        first, last = inside // item, -(-(inside + len(out)) // item)
+        data = b"".join(_box(file, elements, box, item).tobytes() for box in _boxes(elements.shape, first, last))
+        out[:] = data[inside - first * item : inside - first * item + len(out)]
+
+    def locate_all(self) -> None:
+        """Find the elements of every tensor; see `Placement.locate`."""
+        for number, _, _ in self._placement.within(0, self._placement.size + 1):
+            self._placement.locate(self._file, number)
+
+    def check(self, on_block: Callable[[int], None]) -> bool:
+        """Compare the bytes of all tensors with the CRCs beside them; see `Placement.check`."""
+        return self._placement.check(self._file, on_block)
+
+
+class _Ahead:
+    """A file of which some bytes were read already."""
+
+    descriptor: Optional[int] = None
+    cipher: Optional[str] = None
+
+    def __init__(self, file: ReadableFile, start: int, stop: int) -> None:
+        self.path = file.path
+        self._file = file
+        self._start = start
+        self._data = memoryview(bytearray(stop - start))
+        fill(file, start, self._data)
+
+    def size(self) -> int:
+        return self._file.size()
+
+    def status(self) -> FileStatus:
+        return self._file.status()
+
+    def read(self, offset: int, count: int) -> bytes:
+        inside = offset - self._start
+        if inside >= 0 and inside + count <= len(self._data):
+            return bytes(self._data[inside : inside + count])
+        return self._file.read(offset, count)
+
+    def read_into(self, offset: int, out: memoryview) -> int:
+        inside = offset - self._start
+        if inside >= 0 and inside + len(out) <= len(self._data):
+            out[:] = self._data[inside : inside + len(out)]
+            return len(out)
+        return self._file.read_into(offset, out)
+
+
+_Box = tuple[tuple[int, int], ...]
+
+
+def _boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[_Box]:
+    """The boxes that elements are, in C order from one to before another."""
+    if not shape:
+        yield ()
+        return
+    inner = math.prod(shape[1:])
+    whole = tuple((0, size) for size in shape[1:])
+    first, last = -(-start // inner), stop // inner
+    if first > last or (start < first * inner and stop < first * inner):
+        row = start // inner
+        yield from (((row, row + 1), *box) for box in _boxes(shape[1:], start - row * inner, stop - row * inner))
+        return
+    if start < first * inner:
+        row = first - 1
+        yield from (((row, row + 1), *box) for box in _boxes(shape[1:], start - row * inner, inner))
+    if first < last:
+        yield ((first, last), *whole)
+    if last * inner < stop:
+        yield from (((last, last + 1), *box) for box in _boxes(shape[1:], 0, stop - last * inner))
+
+
+def _box(file: ReadableFile, elements: Elements, box: _Box, item: int) -> npt.NDArray[Any]:
+    """The elements of a box, each as bytes along a last dimension, in the shape of the box."""
+    shape = [stop - start for start, stop in box]
+    strides = [0 if size == 1 else stride for size, stride in zip(shape, elements.strides)]
+    span = (1 + sum((size - 1) * stride for size, stride in zip(shape, strides))) * item
+    if span > max(_SPAN_BYTES, _SPAN_FACTOR * math.prod(shape) * item):
+        widest = max(range(len(shape)), key=lambda dimension: strides[dimension])
+        start, stop = box[widest]
+        middle = (start + stop) // 2
+        halves = ((*box[:widest], part, *box[widest + 1 :]) for part in ((start, middle), (middle, stop)))
+        return np.concatenate([_box(file, elements, half, item) for half in halves], widest)
+    first = sum(start * stride for (start, _), stride in zip(box, elements.strides))
+    data = np.empty(span, np.uint8)
+    fill(file, elements.offset + first * item, data.data)
+    return np.lib.stride_tricks.as_strided(data, (*shape, item), (*(stride * item for stride in strides), 1))

@@ -1,0 +1,150 @@
+"""Writing a part of the files of a group: block by block through a buffer per file, in one thread.
+
+Long runs of bytes that lie in a source file as they will in the target are copied by the file system where it can do
+that by itself: a server copies them without sending them here, or both files share what is on disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Callable, Union
+
+from reshard.checkpoints import Data, FileHandles, Literal
+from reshard.checkpoints.formats.tensors import file_ranges
+from reshard.execute.filling import Run, runs_of_box
+from reshard.execute.parts import FilesPart, SharedRows
+from reshard.execute.reader import Worker
+from reshard.execute.writing import PartBuffer, TargetWriter
+from reshard.layout import boxes_of_range, volume_of
+from reshard.plan.pieces import TargetTensor
+
+# Bytes of a run: shorter ones are as quick by way of memory, many together.
+_WORTH_COPYING = 1 << 20
+
+
+class PartWriter:
+    """Writes parts.
+
+    Args:
+        worker: reads what they are made of.
+        handles: open source files.
+        stopped: whether to end in the middle of a part, which is then not written.
+        wrote: told how many bytes of tensors are done.
+        copied: told how many of these the file system has copied.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        handles: FileHandles,
+        stopped: Callable[[], bool],
+        wrote: Callable[[int], None],
+        copied: Callable[[int], None],
+    ) -> None:
+        self._filler = worker.filler
+        self._block = worker.block
+        self._handles = handles
+        self._stopped = stopped
+        self._wrote = wrote
+        self._copied = copied
+
+    def write(self, part: FilesPart, writers: Sequence[TargetWriter]) -> None:
+        """Write a part, given a writer per file.
+
+        Raises:
+            UnwritableError: a file cannot be written, and no other could.
+            ReshardError: a source file cannot be read.
+        """
+        share = len(self._block) // len(writers)
+        buffers = [
+            PartBuffer(self._block[number * share : (number + 1) * share], writer, offset)
+            for number, (writer, offset) in enumerate(zip(writers, part.offsets))
+        ]
+        for stretch in part.stretches:
+            if stretch.shared is None:
+                for buffer, writer, segments in zip(buffers, writers, stretch.segments):
+                    self._write_alone(segments, writer.target.tensors, buffer)
+            else:
+                for buffer, segments in zip(buffers, stretch.segments):
+                    for segment in segments:
+                        buffer.expect(segment.offset)
+                        if isinstance(segment, Literal):
+                            buffer.put(segment.data)
+                self._write_shared(stretch.shared, buffers)
+            if self._stopped():
+                return
+        for buffer in buffers:
+            buffer.flush()
+
+    def _write_alone(
+        self, segments: Sequence[Union[Literal, Data]], tensors: Sequence[TargetTensor], buffer: PartBuffer
+    ) -> None:
+        for segment in segments:
+            buffer.expect(segment.offset)
+            if isinstance(segment, Literal):
+                buffer.put(segment.data)
+                continue
+            tensor = tensors[segment.tensor]
+            first, last = segment.start // tensor.item_size, segment.stop // tensor.item_size
+            if buffer.writer.copies:
+                first += self._copy(tensor, first, last, buffer)
+            most = max(1, buffer.size // tensor.item_size)
+            for box in boxes_of_range(tensor.shape, first, last, most):
+                if self._stopped():
+                    return
+                count = volume_of(box) * tensor.item_size
+                self._filler.fill(tensor, box, buffer.reserve(count))
+                self._wrote(count)
+
+    def _copy(self, tensor: TargetTensor, first: int, last: int, buffer: PartBuffer) -> int:
+        """Have the file system copy elements of a tensor from the first one on, as far as it can; how many."""
+        done = 0
+        for box in boxes_of_range(tensor.shape, first, last, last - first):
+            runs = runs_of_box(tensor, box)
+            count = volume_of(box) * tensor.item_size
+            if runs is None or min(run.length for run in runs) < _WORTH_COPYING:
+                break
+            buffer.flush()
+            if not all(self._copy_run(run, buffer) for run in runs):
+                # By way of memory then, all of the box; the rest of the file, too.
+                buffer.writer.copies = False
+                break
+            buffer.skip(count)
+            self._wrote(count)
+            self._copied(count)
+            done += volume_of(box)
+        return done
+
+    def _copy_run(self, run: Run, buffer: PartBuffer) -> bool:
+        """Have the file system copy a run; False where it cannot, for whatever reason: a read and a write will tell."""
+        place = buffer.position + run.offset
+        try:
+            for offset, length in file_ranges(run.source.extents, run.start, run.length):
+                with self._handles.borrow(run.source.path) as file:
+                    if file.descriptor is None or file.cipher is not None:
+                        return False
+                    if not buffer.writer.copy(file.descriptor, offset, place, length):
+                        return False
+                place += length
+        except OSError:
+            return False
+        return True
+
+    def _write_shared(self, shared: SharedRows, buffers: Sequence[PartBuffer]) -> None:
+        most = min(
+            self._filler.most_shared_rows(shared),
+            *(buffer.size // row for buffer, row in zip(buffers, shared.row_bytes)),
+        )
+        if most < 1:
+            # Not even a row fits for everyone at once: each member by itself.
+            for tensor, row, buffer in zip(shared.tensors, shared.row_bytes, buffers):
+                data = Data(buffer.position, 0, shared.first * row, shared.last * row)
+                self._write_alone([data], (tensor,), buffer)
+            return
+        for rows in boxes_of_range(shared.outer_shape, shared.first, shared.last, most):
+            if self._stopped():
+                return
+            count = volume_of(rows)
+            rooms = [buffer.reserve(count * row) for buffer, row in zip(buffers, shared.row_bytes)]
+            self._filler.fill_shared(shared, rows, rooms)
+            self._wrote(sum(len(room) for room in rooms))

@@ -1,0 +1,162 @@
+"""Checkpoints of chunks to be written: which chunk goes into which file.
+
+Every chunk is written once. Of the ranks that hold the same one, that is taken which has fewest bytes so far.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Callable, NamedTuple, Optional
+
+import numpy as np
+import numpy.typing as npt
+
+from reshard.checkpoints.checkpoint import GlobalTensor
+from reshard.checkpoints.formats.output import OutputLayout
+from reshard.errors import InputError
+from reshard.forms.ranks import FileNames
+from reshard.forms.ranks.naming import NamedFile
+from reshard.forms.ranks.rank_files import stage_sections
+from reshard.forms.target import Section, TargetForm, layout_in
+from reshard.forms.writing import Selected
+from reshard.layout import Box, Layout, volume_of
+from reshard.strategies import Stage, Strategy
+
+
+class WrittenChunk(NamedTuple):
+    """A chunk of a target file.
+
+    Attributes:
+        file: number of the file.
+        box: which elements of the tensor it is; without any where a rank has no rows.
+    """
+
+    file: int
+    box: Box
+
+
+class _File(NamedTuple):
+    """A file: of which rank, which device of its stage that is, and the tensors of which it holds a chunk."""
+
+    rank: int
+    device: int
+    names: frozenset[str]
+
+
+class ChunkFiles(TargetForm):
+    """A file for every rank that writes a chunk; see `TargetForm`.
+
+    Args:
+        strategy: how tensors are laid out.
+        chosen: what is written.
+        name_of: what the file of a rank is called, without its ending.
+    """
+
+    by_rank = False
+    boxed = True
+    holds_empty = True
+    """Ranks without rows of a tensor have an empty chunk of it; only metadata outside of the files can do without."""
+    metadata: Optional[Mapping[str, str]] = None
+
+    def __init__(self, strategy: Strategy, chosen: Selected, name_of: Callable[[int], str]) -> None:
+        self.takes_everything = strategy.is_none
+        self.tensors = chosen.tensors
+        self._values = frozenset(chosen.values)
+        # By name: number of the section, and how the tensor is cut.
+        self._layouts: dict[str, tuple[int, Layout]] = {}
+        self._files: list[_File] = []
+        self.sections: list[Section] = []
+        self._layout_of: Optional[Callable[[int], OutputLayout]] = None
+        for stage, section in zip(strategy.stages, stage_sections(strategy, chosen.tensors)):
+            own = [
+                tensor
+                for name, tensor in chosen.tensors.items()
+                if name in section.layouts and name not in self._layouts
+            ]
+            self._add_files(stage, section, own, len(chosen.values) and not self._files)
+        names = tuple(NamedFile(number, name_of(file.rank)) for number, file in enumerate(self._files))
+        self.names = FileNames("file{rank}", names)
+        self._section_numbers = [section.number for section in self.sections for _ in section.files]
+
+    def _add_files(self, stage: Stage, section: Section, tensors: Sequence[GlobalTensor], with_values: object) -> None:
+        """Share out the chunks of some tensors of a stage among its ranks."""
+        loads = np.zeros(stage.device_count, dtype=np.int64)
+        names: dict[int, list[str]] = {0: []} if with_values else {}
+        holders: dict[Layout, npt.NDArray[np.int64]] = {}
+        for tensor in sorted(tensors, key=lambda tensor: (-_size(tensor), tensor.name)):
+            fits = True
+            try:
+                layout = layout_in(tensor, section.layouts[tensor.name], section.in_pipeline)
+            except InputError:
+                # Refused with all other problems when the plan is checked.
+                layout, fits = section.layouts[tensor.name], False
+            self._layouts[tensor.name] = len(self.sections), layout
+            if layout not in holders:
+                order = np.argsort(layout.slice_of_rank, kind="stable")
+                holders[layout] = order.reshape(layout.slice_count, layout.copies)
+            ranks = holders[layout]
+            place = int(loads[ranks].max(axis=0).argmin())
+            loads[ranks[:, place]] += _size(tensor) // layout.slice_count
+            devices: list[int] = ranks[:, place].tolist()
+            if fits and not self.holds_empty:
+                boxes = [layout.slice_box(tensor.shape, int(layout.slice_of_rank[device])) for device in devices]
+                # A tensor without elements still has a chunk.
+                devices = [device for device, box in zip(devices, boxes) if volume_of(box)] or devices[:1]
+            for device in devices:
+                names.setdefault(device, []).append(tensor.name)
+        if not names:
+            return
+        # Files of the same names share them.
+        known: dict[frozenset[str], frozenset[str]] = {}
+        first, devices = len(self._files), sorted(names)
+        for device in devices:
+            held = frozenset(names[device])
+            self._files.append(_File(stage.first_rank + device, device, known.setdefault(held, held)))
+        layouts = {name: section.layouts[name] for name in sorted(tensor.name for tensor in tensors)}
+        files = range(first, len(self._files))
+        self.sections.append(
+            Section(len(self.sections), files, layouts, section.in_pipeline, section.label, tuple(devices))
+        )
+
+    @property
+    def count(self) -> int:
+        """Files of tensors."""
+        return len(self._files)
+
+    def section_of(self, file: int) -> Section:
+        """The files of a stage."""
+        return self.sections[self._section_numbers[file]]
+
+    def names_in(self, file: int) -> Optional[frozenset[str]]:
+        """The tensors of which a file holds a chunk."""
+        return self._files[file].names
+
+    def takes_value(self, name: str, file: int) -> bool:
+        """The first file has all values."""
+        return file == 0 and name in self._values
+
+    def planned(self, layout_of: Callable[[int], OutputLayout]) -> None:
+        """Keep the layouts of files for what finishes the directory."""
+        self._layout_of = layout_of
+
+    def layout_of(self, file: int) -> OutputLayout:
+        """How a file is laid out."""
+        assert self._layout_of is not None
+        return self._layout_of(file)
+
+    def file_name(self, file: int) -> str:
+        """What a file is called, relative to the directory."""
+        return f"{self.names.of(file)}.{self.format}"
+
+    def chunks(self) -> Iterator[tuple[GlobalTensor, list[WrittenChunk]]]:
+        """Every tensor and its chunks, the values apart."""
+        for name, (number, layout) in self._layouts.items():
+            tensor, section = self.tensors[name], self.sections[number]
+            files = [file for file in section.files if name in self._files[file].names]
+            slices = [int(layout.slice_of_rank[section.position(file)]) for file in files]
+            yield tensor, [WrittenChunk(file, layout.slice_box(tensor.shape, at)) for file, at in zip(files, slices)]
+
+
+def _size(tensor: GlobalTensor) -> int:
+    return math.prod(tensor.shape) * tensor.item_size

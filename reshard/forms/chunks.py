@@ -1,0 +1,278 @@
+"""Checkpoints whose metadata states for every stored tensor which box of a larger one it is.
+
+Such metadata speaks of chunks: offsets, sizes, and where the bytes are. They may be slices of a grid, or any boxes.
+A file may hold several chunks of one tensor, so what it holds is shared out over several holder numbers, each with one
+chunk of a name: files have the first numbers, and what is shared out the numbers after them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Optional
+
+import numpy as np
+
+from reshard.checkpoints.checkpoint import FileSharding, GlobalTensor, RecordedCheckpoint
+from reshard.checkpoints.formats.dtypes import ITEM_SIZES
+from reshard.checkpoints.formats.tensors import CheckpointIndex, Tensor, check_shape
+from reshard.errors import CheckpointError, InputError, LayoutError, one_error
+from reshard.forms.form import Description
+from reshard.layout import Covering, Grid, Layout, covering
+from reshard.strategies import SAME, Stage, Strategy
+from reshard.text.messages import listing
+from reshard.text.names import as_pattern, is_value
+from reshard.text.wording import plural, quoted
+
+
+class Chunk(NamedTuple):
+    """A box of a tensor, and where it is stored.
+
+    Attributes:
+        offsets: first element per dimension.
+        sizes: elements per dimension.
+        file: number of the file.
+        stored: the entry of the file, of these sizes; None where the file's index has it under the tensor's name.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: int
+    stored: Optional[Tensor] = None
+
+
+class ChunkedTensor(NamedTuple):
+    """A tensor as metadata describes it.
+
+    Attributes:
+        name: its name.
+        dtype: MindSpore's name of its element type.
+        shape: of the full tensor.
+        chunks: what is stored of it; equal boxes are replicas.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: Sequence[Chunk]
+
+
+@dataclass
+class ChunkedCheckpoint(RecordedCheckpoint):
+    """A checkpoint of chunks.
+
+    Attributes:
+        file_count: files; several holder numbers may be of one file.
+        chunks: what metadata says, by name of the tensor.
+        chunk_holders: per tensor the holder number of each chunk; None for chunks without elements of others.
+        nested: keys of the nested dictionaries that names were made of, where that is recorded.
+    """
+
+    file_count: int = 0
+    chunks: Mapping[str, ChunkedTensor] = field(default_factory=dict)
+    chunk_holders: Mapping[str, Sequence[Optional[int]]] = field(default_factory=dict)
+    nested: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+
+
+def chunked_checkpoint(
+    form: str,
+    place: str,
+    files: Sequence[CheckpointIndex],
+    tensors: Iterable[ChunkedTensor],
+    faults: Mapping[str, InputError],
+    hint: str,
+) -> ChunkedCheckpoint:
+    """The checkpoint that chunks make. Coverage is exact: a tensor whose chunks are not all of it is a fault.
+
+    Args:
+        form: the name of the form.
+        place: the directory.
+        files: what is in the files, by number; a file whose entries are all given with the chunks has none.
+        tensors: what metadata says, each name once.
+        faults: tensors that are known to be unreadable.
+        hint: what to do about elements that no file holds.
+    """
+    made = _Making(place, files, hint)
+    found: dict[str, GlobalTensor] = {}
+    known: dict[str, ChunkedTensor] = {}
+    refused = dict(faults)
+    for tensor in tensors:
+        if tensor.name in refused:
+            continue
+        try:
+            found[tensor.name] = made.tensor(tensor)
+            known[tensor.name] = tensor
+        except InputError as error:
+            refused[tensor.name] = error
+    plain = {name for name, tensor in found.items() if math.prod(tensor.shape) == 1 and is_value(name, 1)}
+    return ChunkedCheckpoint(
+        form,
+        place,
+        {number: index.path for number, index in made.indexes.items()},
+        made.indexes,
+        {name: tensor for name, tensor in found.items() if name not in plain},
+        plain,
+        faults=refused,
+        file_count=len(files),
+        chunks=known,
+        chunk_holders=made.holders,
+    )
+
+
+def described(checkpoint: ChunkedCheckpoint) -> Description:
+    """What inspection shows of a checkpoint of chunks: why it is not complete, if so."""
+    incomplete = None
+    if checkpoint.faults:
+        incomplete = one_error([*checkpoint.faults.values()], f"{checkpoint.place} is not complete")
+    return Description(incomplete=incomplete)
+
+
+def strategy_of(checkpoint: ChunkedCheckpoint) -> Strategy:
+    """The strategy that cuts every tensor as the checkpoint does: rank ``r`` gets chunk ``r`` of each.
+
+    Raises:
+        CheckpointError: no strategy cuts some tensor so.
+    """
+    grids = {name: tensor.shardings[0] for name, tensor in checkpoint.tensors.items()}
+    count = max((sharding.grid.slice_count for sharding in grids.values()), default=1)
+    layouts: dict[str, Layout] = {}
+    odd: list[str] = []
+    for name, sharding in grids.items():
+        layout = _layout_of(sharding.grid, count) if getattr(sharding, "parts_of", None) is None else None
+        if layout is None:
+            odd.append(name)
+        else:
+            layouts[name] = layout
+    if odd:
+        raise CheckpointError(
+            f"{checkpoint.place}: no strategy over {plural(count, 'rank')} cuts tensors as it does: " + listing(odd),
+            file=checkpoint.place,
+            parameter=odd[0],
+            hint="cut rows with --shards N, or name a strategy: --dst-strategy FILE or DIR",
+        )
+    return Strategy((Stage(0, 0, count, layouts, (checkpoint.place,)),), SAME)
+
+
+def _layout_of(grid: Grid, count: int) -> Optional[Layout]:
+    """A layout over so many ranks whose slices are those of a grid; None where there is none."""
+    cuts, rows = grid.cuts, grid.edges[:1]
+    if all(cut == 1 for cut in cuts[1:]) and cuts and cuts[0] > 1:
+        sizes = [b - a for a, b in zip(rows[0], rows[0][1:])]
+        sizes += [0] * (count - len(sizes))
+        return Layout((count,), ((0,), *((),) * (len(cuts) - 1)), uneven=tuple(sizes))
+    even = all(len({b - a for a, b in zip(edges, edges[1:])}) == 1 for edges in grid.edges)
+    if not even or count % grid.slice_count:
+        return None
+    # The last axes of the matrix cut, in the order of the dimensions; the first counts replicas.
+    matrix = (count // grid.slice_count, *cuts)
+    return Layout(matrix, tuple(() if cut == 1 else (len(cuts) - 1 - at,) for at, cut in enumerate(cuts)))
+
+
+class _Making:
+    """Lays chunks out, those of tensors that are cut and held alike once.
+
+    Attributes:
+        indexes: what is in the files, by holder number.
+        holders: per tensor the holder number of each chunk that is of use.
+    """
+
+    def __init__(self, place: str, files: Sequence[CheckpointIndex], hint: str) -> None:
+        self.indexes: dict[int, CheckpointIndex] = dict(enumerate(files))
+        self.holders: dict[str, list[Optional[int]]] = {}
+        self._place = place
+        self._files = files
+        self._hint = hint
+        # Holder numbers of a file, and the entries of each that are given with chunks.
+        self._numbers: list[list[int]] = [[] for _ in files]
+        self._met: dict[tuple[int, str], int] = {}
+        self._entries: dict[int, dict[str, Tensor]] = {}
+        self._coverings: dict[object, Covering] = {}
+        self._shardings: dict[object, tuple[FileSharding]] = {}
+
+    def tensor(self, tensor: ChunkedTensor) -> GlobalTensor:
+        """A tensor as its chunks make it.
+
+        Raises:
+            CheckpointError: they do not.
+        """
+        name, dtype, shape, chunks = tensor
+        check_shape(self._place, name, shape)
+        boxes = [(len(chunk.offsets), len(chunk.sizes)) for chunk in chunks]
+        if any(lengths != (len(shape), len(shape)) for lengths in boxes):
+            raise self._fault(name, f"has {len(shape)} dimensions, and chunks of other numbers of dimensions")
+        if not chunks:
+            raise self._fault(name, "has no chunk")
+        for chunk in chunks:
+            stored = chunk.stored
+            if stored is not None and (stored.shape != chunk.sizes or stored.dtype != dtype):
+                raise self._fault(
+                    name,
+                    f"has a chunk of shape {list(chunk.sizes)} and type {dtype} by its metadata, and of shape "
+                    f"{list(stored.shape)} and type {stored.dtype} in {self._files[chunk.file].path}",
+                )
+        item_size = ITEM_SIZES.get(dtype)
+        if item_size is None:
+            raise self._fault(name, f"is {dtype}, which reshard does not know")
+        try:
+            starts = np.array([chunk.offsets for chunk in chunks], np.int64).reshape(len(chunks), len(shape))
+            sizes = np.array([chunk.sizes for chunk in chunks], np.int64).reshape(len(chunks), len(shape))
+        except OverflowError:
+            raise self._fault(name, "has a chunk that begins or ends beyond 64 bits") from None
+        key = (shape, len(chunks), starts.tobytes(), sizes.tobytes())
+        try:
+            covered = self._coverings.get(key)
+            if covered is None:
+                covered = self._coverings[key] = covering(shape, starts, sizes)
+        except LayoutError as error:
+            raise self._fault(name, f"of shape {list(shape)}: {error.message}") from error
+        taken = {number for members in covered.members for number in members}
+        # An entry without elements is of no use to anybody.
+        holders = {number: self._holder(name, chunk) for number, chunk in enumerate(chunks) if number in taken}
+        self.holders[name] = [holders.get(number) for number in range(len(chunks))]
+        return GlobalTensor(name, dtype, item_size, shape, self._sharding(key, covered, holders))
+
+    def _sharding(self, key: object, covered: Covering, holders: Mapping[int, int]) -> tuple[FileSharding]:
+        held = tuple(tuple(sorted(holders[number] for number in members)) for members in covered.members)
+        found = self._shardings.get((key, held))
+        if found is None:
+            if covered.box_of_slice is None:
+                sharding = FileSharding(covered.grid, held)
+            else:
+                of = covered.box_of_slice.tolist()
+                boxes = tuple(covered.boxes[number] for number in of)
+                sharding = FileSharding(covered.grid, tuple(held[number] for number in of), boxes)
+            found = self._shardings[key, held] = (sharding,)
+        return found
+
+    def _holder(self, name: str, chunk: Chunk) -> int:
+        """The holder number under which a chunk is found."""
+        stored = chunk.stored
+        if stored is None:
+            return chunk.file
+        numbers = self._numbers[chunk.file]
+        place = self._met.get((chunk.file, name), 0)
+        self._met[chunk.file, name] = place + 1
+        number = numbers[place] if place < len(numbers) else self._new(chunk.file)
+        self._entries[number][name] = stored if stored.name == name else stored._replace(name=name)
+        return number
+
+    def _new(self, file: int) -> int:
+        index = self._files[file]
+        entries: dict[str, Tensor] = {}
+        first = not index.tensors and not self._numbers[file]
+        number = file if first else len(self.indexes)
+        self._numbers[file].append(number)
+        self._entries[number] = entries
+        # The checksum of a file is that of all of its numbers together, so the first one alone has it.
+        crc = index.crc if first else None
+        self.indexes[number] = replace(index, tensors=entries, crc=crc)
+        return number
+
+    def _fault(self, name: str, what: str) -> CheckpointError:
+        return CheckpointError(
+            f"{self._place}: {quoted(name)} {what}",
+            file=self._place,
+            parameter=name,
+            hint=f"{self._hint}, or leave it out with --exclude {as_pattern(name)}",
+        )

@@ -1,0 +1,284 @@
+"""What the metadata of a distributed checkpoint describes: tensors, their chunks, objects, and where each is stored."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple, NoReturn, Optional
+
+from reshard.checkpoints.files import reading_error
+from reshard.checkpoints.formats.dtypes import FROM_TORCH, dtype_named
+from reshard.checkpoints.formats.pickles import Global, PickledInstance, PickleError, among, read_pickle
+from reshard.errors import CheckpointError, InputError
+from reshard.storage import UnfitError, read_small
+from reshard.text.names import as_pattern
+from reshard.text.wording import quoted
+
+METADATA = ".metadata"
+"""Metadata of all ranks, which is written last."""
+
+MAX_METADATA = 1 << 29
+"""Bytes of one file of metadata; it takes some 200 for each chunk of a tensor."""
+
+TORCH = "torch.distributed.checkpoint."
+_SHARDED = "torch.distributed._shard.sharded_tensor.metadata."
+_MEGATRON = "megatron.core.dist_checkpointing.strategies.torch."
+_HYPER_NOW, _HYPER_BEFORE = "hyper_parallel.core.distributed_checkpoint.", "hyper_parallel.core.checkpoint."
+HYPER = _HYPER_NOW
+
+_DESCRIBING = (
+    "Metadata",
+    "TensorStorageMetadata",
+    "BytesStorageMetadata",
+    "ChunkStorageMetadata",
+    "MetadataIndex",
+    "TensorProperties",
+)
+# Names of classes of which instances are taken as data. Those of plans are passed over.
+NAMES = frozenset(
+    {
+        *(f"{TORCH}metadata.{name}" for name in (*_DESCRIBING, "StorageMeta", "_MEM_FORMAT_ENCODING")),
+        f"{TORCH}filesystem._StorageInfo",
+        *(
+            f"{TORCH}planner.{name}"
+            for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")
+        ),
+        f"{_SHARDED}TensorProperties",
+        f"{_SHARDED}MEM_FORMAT_ENCODING",
+        f"{_MEGATRON}MCoreMetadata",
+        f"{_MEGATRON}MCoreSavePlan",
+        *(f"{room}metadata.{name}" for room in (_HYPER_NOW, _HYPER_BEFORE) for name in _DESCRIBING),
+        *(f"{room}storage.StorageInfo" for room in (_HYPER_NOW, _HYPER_BEFORE)),
+        *FROM_TORCH,
+        "torch.serialization._get_layout",
+        *(
+            f"{module}.{name}"
+            for module in ("pathlib", "pathlib._local")
+            for name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
+        ),
+    }
+)
+_ABSOLUTE = re.compile(r"/|\\|[A-Za-z][A-Za-z0-9+.-]*:")
+_HINT = "copy or save the checkpoint again"
+
+
+class Record(NamedTuple):
+    """Where a chunk or an object is stored.
+
+    Attributes:
+        file: relative to the directory.
+        offset: first byte; 0 where the file has a header of its own.
+        length: bytes; -1 likewise.
+        key: the name in that header.
+    """
+
+    file: str
+    offset: int
+    length: int
+    key: str
+
+
+class DescribedChunk(NamedTuple):
+    """A box of a tensor and its record."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    record: Record
+
+
+class DescribedTensor(NamedTuple):
+    """A tensor; ``dtype`` is MindSpore's name, ``shape`` that of the whole."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: list[DescribedChunk]
+
+
+class ReadMetadata(NamedTuple):
+    """What metadata describes.
+
+    Attributes:
+        tensors: by name.
+        objects: what is no tensor, by name.
+        nested: per name the keys of nested dictionaries that it was made of, where that is recorded.
+        faults: tensors that cannot be read, and why, by name.
+    """
+
+    tensors: dict[str, DescribedTensor]
+    objects: dict[str, Record]
+    nested: dict[str, tuple[Any, ...]]
+    faults: dict[str, InputError]
+
+
+def read_metadata(paths: Iterable[str]) -> ReadMetadata:
+    """Read metadata: one file of all ranks, or one for each rank.
+
+    Raises:
+        CheckpointError: a file is damaged, or no metadata.
+        RetryableError: reading failed in a way that may pass.
+    """
+    found = ReadMetadata({}, {}, {}, {})
+    for path in paths:
+        try:
+            data = read_small(path, MAX_METADATA)
+        except UnfitError as error:
+            raise CheckpointError(f"{path}: {error}", file=path) from error
+        except OSError as error:
+            raise reading_error(path, error) from error
+        try:
+            held = read_pickle(data, among(NAMES))
+        except PickleError as error:
+            raise CheckpointError(f"{path}: {error}", file=path, hint=_HINT) from error
+        except MemoryError as error:
+            raise CheckpointError(f"{path}: does not fit into memory", file=path) from error
+        _Reader(path, found).add(held)
+    return found
+
+
+class _Reader:
+    """Adds what one file of metadata describes."""
+
+    def __init__(self, path: str, found: ReadMetadata) -> None:
+        self._path = path
+        self._found = found
+
+    def add(self, held: Any) -> None:
+        if not isinstance(held, PickledInstance) or held.name.rpartition(".")[2] not in ("Metadata", "MCoreMetadata"):
+            self._wrong("holds no metadata of a distributed checkpoint")
+        fields = held.fields
+        described, stored = fields.get("state_dict_metadata"), fields.get("storage_data")
+        if not isinstance(described, dict) or not isinstance(stored, dict):
+            self._wrong("lists no tensors")
+        records = self._records(stored)
+        for name, value in described.items():
+            if not isinstance(name, str) or not isinstance(value, PickledInstance):
+                self._wrong("lists what is neither a tensor nor an object")
+            if value.name.endswith(".BytesStorageMetadata"):
+                self._add_object(name, records)
+            else:
+                self._add_tensor(name, value, records)
+        if records:
+            name, offset = next(iter(records))
+            where = "" if offset is None else f" at {list(offset)}"
+            self._wrong(f"has a record of {quoted(name)}{where} that belongs to no tensor")
+        nested = fields.get("planner_data")
+        if isinstance(nested, dict):
+            for name, keys in nested.items():
+                if isinstance(name, str) and isinstance(keys, tuple) and all(type(k) in (str, int) for k in keys):
+                    self._found.nested.setdefault(name, keys)
+        reshaped = fields.get("mcore_data")
+        for name in reshaped if isinstance(reshaped, dict) else ():
+            if name in self._found.tensors:
+                self._fault(str(name), "is flattened optimizer state of Megatron, which is not read")
+
+    def _records(self, stored: Mapping[Any, Any]) -> dict[tuple[str, Optional[tuple[int, ...]]], Record]:
+        """Where everything is, by name and offsets; None for an object."""
+        found: dict[tuple[str, Optional[tuple[int, ...]]], Record] = {}
+        for index, info in stored.items():
+            if not isinstance(index, PickledInstance) or not isinstance(info, PickledInstance):
+                self._wrong("its list of records is none")
+            name, starts = index.fields.get("fqn"), index.fields.get("offset")
+            offset = _sizes(starts)
+            if not isinstance(name, str) or (starts is not None and offset is None):
+                self._wrong("has a record of no tensor")
+            where = info.fields
+            file, first, length = where.get("relative_path"), where.get("offset"), where.get("length")
+            in_file = _sizes((first, 0 if length == -1 else length))
+            if not isinstance(file, str) or in_file is None:
+                self._wrong(f"does not record where {quoted(name)} is stored")
+            if not file or "\0" in file or _ABSOLUTE.match(file) or ".." in re.split(r"[/\\]", file):
+                self._wrong(f"names the file {quoted(file)}, which does not lie in its directory")
+            if where.get("transform_descriptors"):
+                self._fault(name, f"is stored through extensions of torch ({_named(where)}), which are not read")
+            key = where.get("tensor_key")
+            place = (name, offset)
+            count = -1 if length == -1 else in_file[1]
+            record = Record(file, in_file[0], count, key if isinstance(key, str) else name)
+            if found.setdefault(place, record) != record:
+                self._wrong(f"has two records of {quoted(name)} for the same elements")
+        return found
+
+    def _add_object(self, name: str, records: dict[tuple[str, Optional[tuple[int, ...]]], Record]) -> None:
+        record = records.pop((name, None), None) or records.pop((name, ()), None)
+        if record is None:
+            self._wrong(f"does not record where the object {quoted(name)} is stored")
+        if name in self._found.tensors:
+            self._fault(name, "is a tensor for one rank and an object for another")
+        self._found.objects.setdefault(name, record)
+
+    def _add_tensor(
+        self, name: str, value: PickledInstance, records: dict[tuple[str, Optional[tuple[int, ...]]], Record]
+    ) -> None:
+        fields = value.fields
+        shape, chunks = _sizes(fields.get("size")), fields.get("chunks")
+        dtype = _dtype(fields.get("properties"))
+        if shape is None or not isinstance(chunks, (list, tuple)):
+            self._wrong(f"does not record shape and chunks of {quoted(name)}")
+        found: list[DescribedChunk] = []
+        met: set[tuple[int, ...]] = set()
+        for chunk in chunks:
+            box = chunk.fields if isinstance(chunk, PickledInstance) else {}
+            offsets, sizes = _sizes(box.get("offsets")), _sizes(box.get("sizes"))
+            if offsets is None or sizes is None:
+                self._wrong(f"has a chunk of {quoted(name)} without offsets or sizes")
+            # Megatron's sizes lack the dimensions that it puts before those of a layer.
+            sizes = (*(1,) * (len(offsets) - len(sizes)), *sizes)
+            if offsets in met:
+                continue
+            met.add(offsets)
+            record = records.pop((name, offsets), None)
+            if record is None:
+                self._fault(name, f"has a chunk at {list(offsets)} without a record of where it is stored")
+                continue
+            found.append(DescribedChunk(offsets, sizes, record))
+        if dtype is None:
+            self._fault(name, "has elements of a type that reshard does not know")
+            return
+        known = self._found.tensors.setdefault(name, DescribedTensor(dtype, shape, []))
+        if known.dtype != dtype or known.shape != shape or name in self._found.objects:
+            self._fault(name, "has another type or shape for one rank than for another")
+            return
+        known.chunks.extend(found)
+
+    def _wrong(self, what: str) -> NoReturn:
+        raise CheckpointError(f"{self._path}: {what}", file=self._path, hint=_HINT)
+
+    def _fault(self, name: str, what: str) -> None:
+        self._found.faults.setdefault(
+            name,
+            CheckpointError(
+                f"{self._path}: {quoted(name)} {what}",
+                file=self._path,
+                parameter=name,
+                hint=f"leave it out with --exclude {as_pattern(name)}",
+            ),
+        )
+
+
+def _named(where: Mapping[str, Any]) -> str:
+    found = where.get("transform_descriptors")
+    return ", ".join(_words(found)) or "unnamed"
+
+
+def _words(found: Any) -> Iterator[str]:
+    for each in found if isinstance(found, (list, tuple)) else [found]:
+        if isinstance(each, str):
+            yield quoted(each)
+
+
+def _sizes(found: Any) -> Optional[tuple[int, ...]]:
+    """Numbers of elements or bytes; None for anything else."""
+    if isinstance(found, (tuple, list)) and all(type(each) is int and 0 <= each < 1 << 62 for each in found):
+        return tuple(found)
+    return None
+
+
+def _dtype(properties: Any) -> Optional[str]:
+    """MindSpore's name of the type that a tensor's properties record."""
+    if not isinstance(properties, PickledInstance):
+        return None
+    state = properties.state
+    named = state[0] if isinstance(state, tuple) and state else properties.fields.get("dtype")
+    if isinstance(named, Global):
+        return FROM_TORCH.get(named.name)
+    return (FROM_TORCH.get(named) or dtype_named(named)) if isinstance(named, str) else None

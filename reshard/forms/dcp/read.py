@@ -1,0 +1,345 @@
+"""Reading distributed checkpoints of PyTorch from their metadata alone, however many ranks there are."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple, Optional
+
+from reshard.checkpoints.checkpoint import StoredObject
+from reshard.checkpoints.formats.dtypes import ARCHIVES
+from reshard.checkpoints.formats.tensors import CheckpointIndex, Tensor, check_shape
+from reshard.checkpoints.name_order import natural_order
+from reshard.checkpoints.placed import Placement, Stored
+from reshard.errors import CheckpointError, DamagedCheckpointError, InputError, UsageError, one_error
+from reshard.forms.chunks import Chunk, ChunkedCheckpoint, ChunkedTensor, chunked_checkpoint
+from reshard.forms.dcp.metadata import METADATA, ReadMetadata, Record, read_metadata
+from reshard.forms.form import Reading, SavedStep
+from reshard.storage import UnfitError, names_in, read_small, status_of_each
+from reshard.text.report import Report
+from reshard.text.wording import plural, quoted, some_names, step_words
+
+TRACKER = "latest_checkpointed_iteration.txt"
+"""Megatron's file that names the last finished iteration."""
+
+COMMON = "common.pt"
+"""Megatron's file of what is no tensor."""
+
+BACKEND = "metadata.json"
+"""Megatron's file that names the library that it was saved with."""
+
+ENDING = f".{ARCHIVES}"
+
+
+DCP, HYPER_PARALLEL = "dcp", "hyper-parallel"
+"""The names of the forms."""
+
+_ITERATION = re.compile(r"iter_([0-9]{7,18})")
+# Metadata of one rank: torch's, and hyper-parallel's of two generations.
+_OF_RANK = re.compile(r"__([0-9]{1,7})\.metadata")
+_OF_HYPER_RANK = re.compile(r"\.rank([0-9]{1,7})_metadata|([0-9]{1,7})\.metadata")
+_OF_HYPER = re.compile(r"_rank[0-9]{1,7}_\.(safetensors|bytes)|.*_rank[0-9]{1,7}\.bytes")
+_MAX_TRACKER = 256
+_HINT = "copy the checkpoint again, or take another step"
+
+
+class Place(NamedTuple):
+    """A directory of one checkpoint.
+
+    Attributes:
+        path: the directory.
+        step: its iteration, where a root of several holds it.
+        names: what is in it.
+    """
+
+    path: str
+    step: Optional[int] = None
+    names: Sequence[str] = ()
+
+    @property
+    def label(self) -> str:
+        """What it is called in messages."""
+        return step_words(None) if self.step is None else f"iteration {self.step}"
+
+
+def kind_of_directory(names: Sequence[str]) -> Optional[str]:
+    """Which form a directory of one checkpoint has, by the names in it; None where it has neither."""
+    if any(_OF_HYPER_RANK.fullmatch(name) or _OF_HYPER.fullmatch(name) for name in names):
+        return HYPER_PARALLEL
+    if METADATA in names or any(name.endswith(ENDING) or _OF_RANK.fullmatch(name) for name in names):
+        return DCP
+    return None
+
+
+def iterations(directory: str, names: Sequence[str]) -> Iterator[Place]:
+    """The iterations that a root of Megatron holds, oldest first."""
+    numbered = [(int(match[1]), name) for name in names for match in [_ITERATION.fullmatch(name)] if match]
+    for number, name in sorted(numbered):
+        path = os.path.join(directory, name)
+        held = names_in(path)
+        if kind_of_directory(held) == DCP:
+            yield Place(path, number, held)
+
+
+def saved_steps(root: str) -> list[SavedStep]:
+    """All iterations of a root, oldest first."""
+    try:
+        tracked = _tracked(root)
+    except InputError:
+        tracked = None
+    return [
+        SavedStep(
+            place.step or 0,
+            place.path,
+            None if tracked is None else (place.step or 0) <= tracked,
+            place.step == tracked,
+        )
+        for place in iterations(root, names_in(root))
+    ]
+
+
+def choose(src: str, step: str, report: Report) -> Place:
+    """The directory that is meant.
+
+    Args:
+        src: that directory, or a root with an iteration in each of several.
+        step: ``latest``, or the number of an iteration.
+        report: told of iterations that are passed over.
+
+    Raises:
+        UsageError: the directory has no steps, or ``step`` is no number.
+        CheckpointError: there is no such iteration, or nothing records which is the last.
+    """
+    names = names_in(src)
+    if kind_of_directory(names) is not None:
+        number = _ITERATION.fullmatch(os.path.basename(os.path.normpath(src)))
+        if step not in ("latest", str(int(number[1])) if number else "latest"):
+            raise UsageError(f"{src}: is one checkpoint, and holds no steps", hint="leave out --step")
+        return Place(src, int(number[1]) if number else None, names)
+    if step != "latest" and not (step.isascii() and step.isdigit() and len(step) <= 18):
+        raise UsageError(f"--step {step}: is not the number of an iteration")
+    found = {place.step: place for place in iterations(src, names)}
+    tracked = _tracked(src)
+    number_wanted = tracked if step == "latest" else int(step)
+    if number_wanted is None:
+        if len(found) == 1:
+            return next(iter(found.values()))
+        raise CheckpointError(
+            f"{src}: {TRACKER} names no iteration, and there are {len(found)}",
+            file=src,
+            hint="name one with --step, or give its directory",
+        )
+    if number_wanted not in found:
+        told = f"{TRACKER} names iteration {tracked}, and" if step == "latest" else f"--step {step}:"
+        raise CheckpointError(
+            f"{src}: {told} there is no checkpoint in iter_{number_wanted:07d}",
+            file=src,
+            hint="it has: " + (some_names([str(number) for number in found]) or "none"),
+        )
+    newer = [str(number) for number in found if tracked is not None and (number or 0) > tracked]
+    if newer and step == "latest":
+        report.warn(
+            f"{src}: skipped {some_names(newer)}: newer than the last finished iteration, {tracked} ({TRACKER})"
+        )
+    return found[number_wanted]
+
+
+def _tracked(root: str) -> Optional[int]:
+    path = os.path.join(root, TRACKER)
+    try:
+        text = read_small(path, _MAX_TRACKER).decode("ascii").strip()
+    except FileNotFoundError:
+        return None
+    except (OSError, UnfitError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}", file=path) from error
+    if not text.isdigit() or len(text) > 18:
+        raise CheckpointError(
+            f"{path}: names {quoted(text)}, which is no iteration", file=path, hint="give the directory of one"
+        )
+    return int(text)
+
+
+def read_distributed(form: str, reading: Reading) -> ChunkedCheckpoint:
+    """Read a checkpoint of either form.
+
+    Raises:
+        UsageError: there is no such step.
+        CheckpointError: it is not complete, damaged, or not readable as data.
+        RetryableError: reading failed in a way that may pass.
+    """
+    place = choose(reading.path, reading.step, reading.report)
+    directory = place.path
+    names = place.names
+    found = read_metadata(_metadata_of(form, directory, names))
+    made = _Files(directory, found, reading)
+    checkpoint = chunked_checkpoint(
+        form, directory, made.indexes, made.tensors(), {**found.faults, **made.faults}, _HINT
+    )
+    checkpoint.objects = {**made.objects(), **_common(directory, names)}
+    checkpoint.nested = found.nested
+    checkpoint.step = None if place.step is None else str(place.step)
+    checkpoint.label = place.label
+    if reading.complete:
+        checkpoint.check(reading.wanted)
+    return checkpoint
+
+
+def _common(directory: str, names: Sequence[str]) -> dict[str, StoredObject]:
+    """Megatron's file of what is no tensor, as one object more."""
+    if COMMON not in names:
+        return {}
+    path = os.path.join(directory, COMMON)
+    (status,) = status_of_each([path])
+    return {} if status is None else {COMMON: StoredObject(path, 0, status.size, True)}
+
+
+def _metadata_of(form: str, directory: str, names: Sequence[str]) -> list[str]:
+    """The files of metadata.
+
+    Raises:
+        CheckpointError: they are not there.
+    """
+    if METADATA in names:
+        return [os.path.join(directory, METADATA)]
+    pattern = _OF_RANK if form == DCP else _OF_HYPER_RANK
+    numbered: dict[int, str] = {}
+    for name in names:
+        match = pattern.fullmatch(name)
+        if match:
+            numbered[int(next(filter(None, match.groups())))] = name
+    missing = [str(rank) for rank in range(max(numbered, default=-1) + 1) if rank not in numbered][:8]
+    if not numbered or missing:
+        what = (
+            f"the metadata of ranks {some_names(missing)} is" if numbered else f"{METADATA}, which is written last, is"
+        )
+        raise CheckpointError(
+            f"{directory}: is not complete: {what} missing",
+            file=os.path.join(directory, METADATA),
+            hint="wait until the save is finished, or take another checkpoint",
+        )
+    return [os.path.join(directory, numbered[rank]) for rank in sorted(numbered)]
+
+
+class _Files:
+    """The files that metadata names.
+
+    Attributes:
+        indexes: what is known of each, by number.
+        faults: tensors that cannot be read, and why, by name.
+    """
+
+    def __init__(self, directory: str, described: ReadMetadata, reading: Reading) -> None:
+        self.faults: dict[str, InputError] = {}
+        self._described = described
+        held: dict[str, list[tuple[Record, Stored, tuple[int, ...]]]] = {}
+        for name, tensor in described.tensors.items():
+            if name in described.faults:
+                continue
+            try:
+                self._check_shapes(directory, name, tensor.chunks)
+            except InputError as error:
+                self.faults[name] = error
+                continue
+            for offsets, sizes, record in tensor.chunks:
+                stored = Stored(name, tensor.dtype, sizes, record.offset, record.length, record.key)
+                held.setdefault(record.file, []).append((record, stored, offsets))
+        self._names = natural_order(held)
+        paths = [os.path.join(directory, name) for name in self._names]
+        alone = {os.path.join(directory, record.file) for record in described.objects.values()}.difference(paths)
+        self._sizes = self._sizes_of(directory, [*paths, *sorted(alone)], reading)
+        self._directory = directory
+        self._numbers = {name: number for number, name in enumerate(self._names)}
+        self.indexes = [CheckpointIndex(path, ARCHIVES, self._sizes[path], {}, archived=True) for path in paths]
+        self._tensors: dict[tuple[str, tuple[int, ...], str], Tensor] = {}
+        problems: list[InputError] = []
+        for name, path in zip(self._names, paths):
+            problem = self._place(path, held[name], reading)
+            if problem is not None:
+                problems.append(problem)
+        for record in described.objects.values():
+            if record.offset + max(0, record.length) > self._sizes[os.path.join(directory, record.file)]:
+                problems.append(self._short(os.path.join(directory, record.file), record))
+        if problems:
+            raise one_error(problems, f"{directory} is not complete")
+
+    @staticmethod
+    def _check_shapes(
+        directory: str, name: str, chunks: Sequence[tuple[tuple[int, ...], tuple[int, ...], Record]]
+    ) -> None:
+        for _, sizes, _ in chunks:
+            check_shape(directory, name, sizes)
+
+    @staticmethod
+    def _sizes_of(directory: str, paths: Sequence[str], reading: Reading) -> dict[str, int]:
+        sizes: dict[str, int] = {}
+        problems: list[InputError] = []
+        missing: list[str] = []
+        for path, status in zip(paths, status_of_each(paths)):
+            if status is None or not status.regular:
+                missing.append(os.path.relpath(path, directory))
+            elif path in reading.damaged:
+                problems.append(DamagedCheckpointError(reading.damaged[path], file=path, hint=_HINT))
+            else:
+                sizes[path] = status.size
+        if missing:
+            problems.append(
+                CheckpointError(
+                    f"{directory}: {plural(len(missing), 'file')} of {len(paths)} missing: {some_names(missing)}",
+                    file=os.path.join(directory, missing[0]),
+                    hint=_HINT,
+                )
+            )
+        if problems:
+            raise one_error(problems, f"{directory} is not complete")
+        return sizes
+
+    def _place(
+        self, path: str, held: Sequence[tuple[Record, Stored, tuple[int, ...]]], reading: Reading
+    ) -> Optional[InputError]:
+        """Give the tensors of a file their places; an error where the file is too short for them."""
+        if not held:
+            return None
+        held = sorted(held, key=lambda each: (each[0].offset, each[0].length))
+        records = {record.length >= 0 for record, _, _ in held}
+        if len(records) > 1:
+            return CheckpointError(f"{path}: holds records and a header by its metadata", file=path, hint=_HINT)
+        last = max((record for record, _, _ in held), key=lambda record: record.offset + record.length)
+        if last.length >= 0 and last.offset + last.length > self._sizes[path]:
+            return self._short(path, last)
+        placement = Placement(path, [stored for _, stored, _ in held])
+        for (record, stored, offsets), tensor in zip(held, placement.tensors()):
+            self._tensors[stored.name, offsets, record.file] = tensor
+        reading.handles.place(path, placement)
+        return None
+
+    def _short(self, path: str, record: Record) -> InputError:
+        return DamagedCheckpointError(
+            f"{path}: has {self._sizes[path]} bytes, and {record.offset + record.length} by the metadata",
+            file=path,
+            hint=_HINT,
+        )
+
+    def tensors(self) -> Iterator[ChunkedTensor]:
+        """The tensors, with the places of their chunks."""
+        for name, (dtype, shape, chunks) in self._described.tensors.items():
+            if name in self._described.faults or name in self.faults:
+                continue
+            yield ChunkedTensor(
+                name,
+                dtype,
+                shape,
+                [
+                    Chunk(offsets, sizes, self._numbers[record.file], self._tensors[name, offsets, record.file])
+                    for offsets, sizes, record in chunks
+                ],
+            )
+
+    def objects(self) -> Mapping[str, StoredObject]:
+        """What is no tensor."""
+        found = {}
+        for name, (file, offset, length, _) in self._described.objects.items():
+            path = os.path.join(self._directory, file)
+            size = self._sizes[path] - offset if length < 0 else length
+            found[name] = StoredObject(path, offset, size, file.endswith(ENDING))
+        return found

@@ -1,0 +1,339 @@
+"""Distributed checkpoints of PyTorch to be written: a file for each rank, objects, and metadata, which comes last."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Optional
+
+from reshard.checkpoints import reading_error
+from reshard.checkpoints.checkpoint import Checkpoint, StoredObject
+from reshard.checkpoints.formats.archive_output import ArchiveLayout, archive_of_pickle, lay_out_archives
+from reshard.checkpoints.formats.archives import Archive
+from reshard.checkpoints.formats.dtypes import ARCHIVES, TORCH_NAMES
+from reshard.checkpoints.formats.output import OutputLayout, OutputTensor, lay_out_safetensors
+from reshard.checkpoints.formats.pickles import Global, Pairs, PickledInstance, pickled
+from reshard.errors import CheckpointError
+from reshard.forms.chunk_files import ChunkFiles
+from reshard.forms.dcp.metadata import HYPER, METADATA, TORCH
+from reshard.forms.dcp.read import BACKEND, COMMON, DCP, HYPER_PARALLEL
+from reshard.forms.form import Wanted
+from reshard.forms.target import FinishingFile
+from reshard.forms.writing import Selected
+from reshard.layout import Box, shape_of, volume_of
+from reshard.storage import read_range, status_at
+from reshard.text.names import as_pattern
+from reshard.text.wording import quoted
+
+_PART = 1 << 16
+_MAX_OBJECT = 1 << 30
+
+
+class _Chunk(NamedTuple):
+    """A chunk, for the metadata: which file holds it, and where in the file, if it is a record."""
+
+    starts: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    offset: int
+    length: int
+
+
+class _Tensor(NamedTuple):
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: list[_Chunk]
+
+
+class _DistributedFiles(ChunkFiles):
+    """What both forms have in common.
+
+    Args:
+        checkpoint: what is written.
+        chosen: what of it.
+        wanted: what is asked for.
+        name_of: what the file of a rank is called, without its ending.
+    """
+
+    holds_empty = False
+
+    def __init__(self, checkpoint: Checkpoint, chosen: Selected, wanted: Wanted, name_of: Any) -> None:
+        super().__init__(wanted.target, chosen, name_of)
+        self._nested: Mapping[str, tuple[Any, ...]] = getattr(checkpoint, "nested", {})
+        self._objects = {name: held for name, held in checkpoint.objects.items() if wanted.admit(name)}
+        self._handles = wanted.handles
+
+    def described(self) -> Iterator[tuple[str, _Tensor]]:
+        """Every tensor with its chunks."""
+        held: dict[str, dict[int, tuple[int, int]]] = defaultdict(dict)
+        values: list[OutputTensor] = []
+        for file in range(self.count):
+            for written, offset, length in self._places(self.layout_of(file)):
+                held[written.name][file] = offset, length
+                if written.name not in self.tensors:
+                    values.append(written)
+        for tensor, chunks in self.chunks():
+            found = [
+                _Chunk(tuple(start for start, _ in box), shape_of(box), self.file_name(file), *held[tensor.name][file])
+                for file, box in chunks
+            ]
+            if not volume_of(chunks[0].box):
+                # It has no elements: all of it is what metadata lists.
+                found = [found[0]._replace(starts=(0,) * len(tensor.shape), sizes=tensor.shape)]
+            yield tensor.name, _Tensor(tensor.dtype, tensor.shape, found)
+        for value in values:
+            (file, place) = next(iter(held[value.name].items()))
+            chunk = _Chunk((0,) * len(value.dims), value.dims, self.file_name(file), *place)
+            yield value.name, _Tensor(value.dtype, value.dims, [chunk])
+
+    def _places(self, layout: OutputLayout) -> Iterable[tuple[OutputTensor, int, int]]:
+        """Per tensor of a file where its record begins, and its bytes."""
+        raise NotImplementedError
+
+    @functools.cached_property
+    def _contents(self) -> Mapping[str, bytes]:
+        """The objects as this form holds them."""
+        return {name: self._content(name, held) for name, held in self._objects.items()}
+
+    def _content(self, name: str, held: StoredObject) -> bytes:
+        raise NotImplementedError
+
+    def _read(self, held: StoredObject) -> bytes:
+        if held.length > _MAX_OBJECT:
+            raise CheckpointError(f"{held.path}: holds an object of {held.length:,} bytes", file=held.path)
+        try:
+            with contextlib.closing(self._handles.open_file(held.path)) as file:
+                return read_range(file, held.offset, held.length)
+        except OSError as error:
+            raise reading_error(held.path, error) from error
+
+    def _object_places(self) -> Iterator[tuple[str, int, int]]:
+        """Per object where it begins in their file, and its bytes."""
+        offset = 0
+        for name, data in self._contents.items():
+            yield name, offset, len(data)
+            offset += len(data)
+
+    def _finishing(self, objects: str, metadata: Any) -> list[FinishingFile]:
+        files = [FinishingFile(objects, lambda: list(self._contents.values()))] if self._objects else []
+        return [*files, FinishingFile(METADATA, lambda: _joined(pickled(metadata())))]
+
+
+class DcpFiles(_DistributedFiles):
+    """Files of torch DCP, as `torch.distributed.checkpoint.load` reads them; see `ChunkFiles`."""
+
+    name = DCP
+    format = ARCHIVES
+
+    def __init__(self, checkpoint: Checkpoint, chosen: Selected, wanted: Wanted) -> None:
+        super().__init__(checkpoint, chosen, wanted, lambda rank: f"__{rank}_0")
+        # Megatron looks for these by their names.
+        self._common = self._objects.pop(COMMON, None)
+        self._beside: Optional[StoredObject] = None
+        if self._common is not None:
+            path = os.path.join(os.path.dirname(self._common.path), BACKEND)
+            status = status_at(path)
+            self._beside = None if status is None else StoredObject(path, 0, status.size, False)
+
+    def lay_out(self, tensors: Sequence[OutputTensor], boxes: Sequence[Box]) -> OutputLayout:
+        """An archive for every tensor."""
+        return lay_out_archives(tensors, [tuple(start for start, _ in box) for box in boxes])
+
+    def _places(self, layout: OutputLayout) -> Iterable[tuple[OutputTensor, int, int]]:
+        assert isinstance(layout, ArchiveLayout)
+        return ((record.tensor, record.offset, record.length) for record in layout.records)
+
+    def _content(self, name: str, held: StoredObject) -> bytes:
+        data = self._read(held)
+        return data if held.archived else archive_of_pickle(data)
+
+    def finishing(self) -> Sequence[FinishingFile]:
+        """Objects, and the metadata, which makes the directory complete."""
+        objects = "__0_1.distcp"
+
+        def metadata() -> PickledInstance:
+            tensors = dict(self.described())
+            names = [*tensors, *self._contents]
+            return _instance(
+                "metadata.Metadata",
+                state_dict_metadata=Pairs(
+                    iter(
+                        [
+                            *((name, _torch_tensor(tensor)) for name, tensor in tensors.items()),
+                            *((name, _instance("metadata.BytesStorageMetadata")) for name in self._contents),
+                        ]
+                    )
+                ),
+                planner_data={name: self._nested.get(name, (name,)) for name in names},
+                storage_data=Pairs(
+                    iter(
+                        [
+                            *_torch_records(tensors),
+                            *(
+                                (_torch_index(name, None, None), _torch_place(objects, offset, length))
+                                for name, offset, length in self._object_places()
+                            ),
+                        ]
+                    )
+                ),
+                storage_meta=_instance(
+                    "metadata.StorageMeta", checkpoint_id=None, save_id=None, load_id=None, modules=[]
+                ),
+                version="1.0.0",
+            )
+
+        common, beside = self._common, self._beside
+        files = [] if common is None else [FinishingFile(COMMON, lambda: [self._read(common)])]
+        if beside is not None:
+            files.append(FinishingFile(BACKEND, lambda: [self._read(beside)]))
+        return [*files, *self._finishing(objects, metadata)]
+
+
+def _instance(kind: str, room: str = TORCH, **fields: Any) -> PickledInstance:
+    """An instance of a class whose fields are set by name."""
+    return PickledInstance(room + kind, (), fields)
+
+
+def _size(sizes: Sequence[int]) -> PickledInstance:
+    return PickledInstance("torch.Size", (tuple(sizes),), None, True)
+
+
+def _torch_tensor(tensor: _Tensor) -> PickledInstance:
+    layout = PickledInstance("torch.serialization._get_layout", ("torch.strided",), None, True)
+    contiguous = PickledInstance(f"{TORCH}metadata._MEM_FORMAT_ENCODING", (0,), None, True)
+    properties = PickledInstance(
+        f"{TORCH}metadata.TensorProperties", (), (Global(TORCH_NAMES[tensor.dtype]), layout, False, contiguous, False)
+    )
+    chunks = [
+        _instance("metadata.ChunkStorageMetadata", offsets=_size(chunk.starts), sizes=_size(chunk.sizes))
+        for chunk in tensor.chunks
+    ]
+    return _instance("metadata.TensorStorageMetadata", properties=properties, size=_size(tensor.shape), chunks=chunks)
+
+
+def _torch_index(name: str, starts: Optional[Sequence[int]], number: Optional[int]) -> PickledInstance:
+    return _instance("metadata.MetadataIndex", fqn=name, offset=None if starts is None else _size(starts), index=number)
+
+
+def _torch_place(file: str, offset: int, length: int) -> PickledInstance:
+    return _instance("filesystem._StorageInfo", relative_path=file, offset=offset, length=length)
+
+
+def _torch_records(tensors: Mapping[str, _Tensor]) -> Iterator[tuple[PickledInstance, PickledInstance]]:
+    for name, tensor in tensors.items():
+        for number, chunk in enumerate(tensor.chunks):
+            yield _torch_index(name, chunk.starts, number), _torch_place(chunk.file, chunk.offset, chunk.length)
+
+
+class HyperParallelFiles(_DistributedFiles):
+    """Files of hyper-parallel; see `ChunkFiles`."""
+
+    name = HYPER_PARALLEL
+    format = "safetensors"
+
+    def __init__(self, checkpoint: Checkpoint, chosen: Selected, wanted: Wanted) -> None:
+        super().__init__(checkpoint, chosen, wanted, lambda rank: f"_rank{rank}_")
+
+    def lay_out(self, tensors: Sequence[OutputTensor], boxes: Sequence[Box]) -> OutputLayout:
+        """A safetensors file, which keeps what it holds."""
+        return _HeldLayout(lay_out_safetensors(tensors, {"format": "pt"}), tensors)
+
+    def _places(self, layout: OutputLayout) -> Iterable[tuple[OutputTensor, int, int]]:
+        assert isinstance(layout, _HeldLayout)
+        return ((tensor, 0, -1) for tensor in layout.held)
+
+    def _content(self, name: str, held: StoredObject) -> bytes:
+        if not held.archived:
+            return self._read(held)
+        try:
+            with contextlib.closing(self._handles.open_file(held.path)) as file:
+                archive = Archive(file, held.offset, held.length)
+                if "data/0" in archive:
+                    raise CheckpointError(
+                        f"{held.path}: the object {quoted(name)} holds tensors, which {HYPER_PARALLEL} cannot hold",
+                        file=held.path,
+                        parameter=name,
+                        hint=f"leave it out with --exclude {as_pattern(name)}",
+                    )
+                entry = archive.entry("data.pkl")
+                return read_range(file, entry.offset, entry.size)
+        except OSError as error:
+            raise reading_error(held.path, error) from error
+
+    def finishing(self) -> Sequence[FinishingFile]:
+        """Objects, and the metadata, which makes the directory complete."""
+        objects = "_rank0_.bytes"
+
+        def index(name: str, starts: tuple[int, ...], number: Optional[int]) -> PickledInstance:
+            return _instance("metadata.MetadataIndex", HYPER, fqn=name, offset=starts, index=number)
+
+        def place(file: str, offset: int, length: int, key: Optional[str]) -> PickledInstance:
+            return _instance(
+                "storage.StorageInfo", HYPER, relative_path=file, offset=offset, length=length, tensor_key=key
+            )
+
+        def metadata() -> PickledInstance:
+            tensors = dict(self.described())
+            described = [
+                *((name, _hyper_tensor(tensor)) for name, tensor in tensors.items()),
+                *((name, _instance("metadata.BytesStorageMetadata", HYPER)) for name in self._contents),
+            ]
+            stored = [
+                *(
+                    (index(name, chunk.starts, number), place(chunk.file, 0, -1, name))
+                    for name, tensor in tensors.items()
+                    for number, chunk in enumerate(tensor.chunks)
+                ),
+                *(
+                    (index(name, (), None), place(objects, offset, length, None))
+                    for name, offset, length in self._object_places()
+                ),
+            ]
+            return _instance(
+                "metadata.Metadata",
+                HYPER,
+                state_dict_metadata=Pairs(iter(described)),
+                planner_data=None,
+                storage_data=Pairs(iter(stored)),
+                version="1.0",
+            )
+
+        return self._finishing(objects, metadata)
+
+
+class _HeldLayout(OutputLayout):
+    """A layout that keeps the tensors it is of."""
+
+    def __init__(self, layout: OutputLayout, held: Sequence[OutputTensor]) -> None:
+        self.__dict__.update(layout.__dict__)
+        self.held = held
+
+
+def _hyper_tensor(tensor: _Tensor) -> PickledInstance:
+    chunks = [
+        _instance("metadata.ChunkStorageMetadata", HYPER, offsets=chunk.starts, sizes=chunk.sizes)
+        for chunk in tensor.chunks
+    ]
+    properties = _instance(
+        "metadata.TensorProperties",
+        HYPER,
+        dtype=TORCH_NAMES.get(tensor.dtype, tensor.dtype),
+        requires_grad=False,
+        memory_format=None,
+    )
+    return _instance("metadata.TensorStorageMetadata", HYPER, properties=properties, size=tensor.shape, chunks=chunks)
+
+
+def _joined(parts: Iterable[bytes]) -> Iterator[bytes]:
+    """The same bytes in larger parts."""
+    held = bytearray()
+    for part in parts:
+        held += part
+        if len(held) >= _PART:
+            yield bytes(held)
+            held.clear()
+    if held:
+        yield bytes(held)

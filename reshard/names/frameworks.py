@@ -1,0 +1,131 @@
+"""What PyTorch's trainers put before and around the names of a model's tensors, and taking it off.
+
+| in a trainer's state | in a model, and in MindSpore's checkpoints |
+| --- | --- |
+| ``model.NAME`` | ``NAME`` |
+| ``optimizer.state.NAME.exp_avg``, ``optimizer.state.exp_avg.NAME`` | ``adam_m.NAME`` |
+| ``optimizer.state.NAME.exp_avg_sq``, ``optimizer.state.exp_avg_sq.NAME`` | ``adam_v.NAME`` |
+| ``optimizer.state.fp32_param.NAME`` | ``main_param.NAME`` |
+
+Other optimizer state has no place outside of a trainer's state, such as a step for each parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple, Optional
+
+from reshard.text.names import is_weight
+
+MODEL = "model."
+_STATES = {"exp_avg": "adam_m.", "exp_avg_sq": "adam_v.", "fp32_param": "main_param."}
+_OPTIMIZERS = ("optimizer.", "optim.")
+# Between these and the names of parameters.
+_INNER = ("optim.", "state.")
+# Modules around others, of torch.compile, FSDP and activation checkpointing.
+_WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+# What a causal language model of Hugging Face has beside its own ``model.``.
+_CAUSAL = ("model.model.", "model.lm_head.")
+
+
+class PlainNames(NamedTuple):
+    """Names without what a trainer adds.
+
+    Attributes:
+        names: the new name of every tensor; None for what is left out.
+        rooted: names began with ``model.``, which is taken off.
+        left_out: optimizer state that has no other name.
+    """
+
+    names: dict[str, Optional[str]]
+    rooted: bool
+    left_out: list[str]
+
+
+def plain_names(
+    names: Collection[str], objects: Collection[str], keys: Mapping[str, Sequence[Any]], optimizer: bool
+) -> PlainNames:
+    """The names of tensors of a trainer's state as a model has them.
+
+    ``model.`` is taken off where the keys of nested dictionaries are recorded and it is one. Else it is taken off
+    where every weight has it and something shows that it is a trainer's: optimizer state beside the weights, or a
+    second ``model.`` or ``lm_head.`` behind it.
+
+    Args:
+        names: of all tensors.
+        objects: names of what is no tensor.
+        keys: by name, where it is recorded, the keys of the nested dictionaries that it was made of.
+        optimizer: optimizer state is kept, under MindSpore's names.
+    """
+    weights = [name for name in names if not name.startswith(_OPTIMIZERS)]
+    unrecorded = [name for name in weights if name not in keys]
+    rooted = {name for name in weights if name in keys and len(keys[name]) > 1 and keys[name][0] == MODEL[:-1]}
+    if unrecorded and all(name.startswith(MODEL) for name in unrecorded):
+        beside = any(name.startswith(_OPTIMIZERS) for name in (*names, *objects))
+        if beside or any(name.startswith(_CAUSAL) for name in unrecorded):
+            rooted.update(unrecorded)
+    found: dict[str, Optional[str]] = {}
+    left_out: list[str] = []
+    for name in names:
+        if name.startswith(_OPTIMIZERS):
+            found[name] = _state_name(name) if optimizer else None
+            if found[name] is None:
+                left_out.append(name)
+        else:
+            found[name] = _unwrapped(name[len(MODEL) :] if name in rooted else name)
+    return PlainNames(found, bool(rooted), left_out)
+
+
+def possible_plain_names(name: str, optimizer: bool) -> list[str]:
+    """The names that `plain_names` may give a tensor, whatever the others are; none where it is left out."""
+    if name.startswith(_OPTIMIZERS):
+        state = _state_name(name) if optimizer else None
+        return [] if state is None else [state]
+    unrooted = [name[len(MODEL) :]] if name.startswith(MODEL) else []
+    return [_unwrapped(each) for each in (name, *unrooted)]
+
+
+def _state_name(name: str) -> Optional[str]:
+    """MindSpore's name of optimizer state; None where it has none."""
+    rest = name.partition(".")[2]
+    for inner in _INNER:
+        rest = rest[len(inner) :] if rest.startswith(inner) else rest
+    first, _, behind = rest.partition(".")
+    before, _, last = rest.rpartition(".")
+    state, parameter = (first, behind) if first in _STATES else (last, before)
+    # A number counts parameters, and nothing says which one it is.
+    if state not in _STATES or not parameter or parameter.isdigit():
+        return None
+    return _STATES[state] + _unwrapped(parameter)
+
+
+def _unwrapped(name: str) -> str:
+    for wrapper in _WRAPPERS:
+        if name.startswith(wrapper) or "." + wrapper in name:
+            name = name.replace(wrapper, "")
+    return name
+
+
+def trainer_keys(name: str) -> tuple[str, ...]:
+    """The keys of the nested dictionaries of a trainer's state for a name that `trainer_names` made."""
+    root, _, rest = name.partition(".")
+    if root + "." == MODEL:
+        return root, rest
+    inner, _, last = rest.rpartition(".")
+    if root + "." in _OPTIMIZERS and inner.startswith("state."):
+        return root, "state", inner[len("state.") :], last
+    return (name,)
+
+
+def trainer_names(names: Collection[str]) -> dict[str, Optional[str]]:
+    """The names of tensors of a model, and of MindSpore's optimizer state, as a trainer's state has them."""
+    known = frozenset(names)
+    states = {prefix: state for state, prefix in _STATES.items()}
+    found: dict[str, Optional[str]] = {}
+    for name in names:
+        word, dot, parameter = name.partition(".")
+        if word + dot in states and parameter in known:
+            found[name] = f"optimizer.state.{parameter}.{states[word + dot]}"
+        else:
+            found[name] = MODEL + name if is_weight(name, known) else name
+    return found

@@ -1,0 +1,18 @@
+"""Quantised weights: how they are recognised, and what their codes and scales stand for.
+
+The room knows checkpoints and the algebra of boxes, nothing of targets. `dequantised` gives a checkpoint of numbers;
+whoever reads bytes finds in it how they are decoded.
+"""
+
+from reshard.quantised.decoding import Quantisation, dequantised, quantisation_of, stored_tensors
+from reshard.quantised.schemes import describe, looks_quantised, recognise
+
+__all__ = [
+    "Quantisation",
+    "dequantised",
+    "describe",
+    "looks_quantised",
+    "quantisation_of",
+    "recognise",
+    "stored_tensors",
+]

@@ -1,0 +1,365 @@
+"""A checkpoint whose quantised tensors are the numbers that their codes and scales stand for.
+
+It stands between the files and everything that cuts, renames, packs or casts tensors: these see elements of a floating
+point type. Only readers of bytes see codes. A slice is decoded where it is read, with the few scales that it needs, so
+that neither codes nor scales of whole tensors are ever in memory.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Optional
+
+import numpy as np
+
+from reshard.checkpoints import reading_error
+from reshard.checkpoints.by_name import ByName
+from reshard.checkpoints.checkpoint import (
+    CastWords,
+    Checkpoint,
+    GlobalTensor,
+    ReadBytes,
+    Sharding,
+    StoredSlice,
+)
+from reshard.checkpoints.edited import EditedCheckpoint, Recipe
+from reshard.checkpoints.formats.dtypes import ITEM_SIZES
+from reshard.errors import CheckpointError
+from reshard.layout import Box, Grid, boxes_of_range, inside, intersection, shape_of, volume_of, whole_box
+from reshard.quantised.schemes import Quantised, Recognised, TypedShape, recognise
+from reshard.quantised.values import E2M1, Floats, decode_scales, dequantise, scale_box
+from reshard.storage import UnfitError, is_regular_file, read_small
+from reshard.storage.json_text import JsonError, parse_json
+from reshard.text.wording import quoted
+
+_CONFIG = "config.json"
+_MAX_CONFIG = 1 << 22
+# Of msmodelslim; it lists every tensor.
+_DESCRIPTION = "quant_model_description.json"
+_MAX_DESCRIPTION = 1 << 28
+# Elements that are decoded at a time: buffers for codes and scales stay below a MiB.
+_MOST = 1 << 18
+
+
+@dataclass(frozen=True)
+class _Scales:
+    """Scales, or zero points, of one tensor.
+
+    Attributes:
+        name: of the tensor that holds them.
+        dtype: their type.
+        shape: scales per dimension, with dimensions of one that the stored tensor may lack.
+        slices: where they lie; together all of them.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    slices: tuple[StoredSlice, ...]
+
+    def read(self, read: ReadBytes, box: Box) -> Floats:
+        """Some of them.
+
+        Raises:
+            ReshardError: they cannot be read.
+        """
+        item_size = ITEM_SIZES[self.dtype]
+        words = np.empty(shape_of(box), f"u{item_size}")
+        for source in self.slices:
+            common = intersection(source.box, box)
+            if common is None:
+                continue
+            # Whole rows of the slice, of which columns are taken afterwards: there are few scales.
+            row_shape = shape_of(source.box)[1:]
+            (first, last), origin = common[0], source.box[0][0]
+            row_bytes = math.prod(row_shape) * item_size
+            rows = np.empty((last - first, *row_shape), words.dtype)
+            read(source, (first - origin) * row_bytes, rows.data.cast("B"))
+            around = ((first, last), *source.box[1:])
+            words[inside(common, box)] = rows[inside(common, around)]
+        return decode_scales(words, self.dtype)
+
+
+class ScaledCodes:
+    """How the codes of one tensor become elements; see `checkpoint.Decoding`."""
+
+    def __init__(self, tensor: Quantised, dtype: str, scales: _Scales, offsets: Optional[_Scales]) -> None:
+        self.name = tensor.name
+        self.stored = tensor.codes
+        self.dtype = dtype
+        self._tensor = tensor
+        self._scales = scales
+        self._offsets = offsets
+        self._per_byte = 2 if tensor.code == E2M1 else 1
+
+    def stored_bytes(self, elements: int) -> int:
+        """Bytes in the files of so many elements."""
+        return -(-elements // self._per_byte)
+
+    def read_into(self, read: ReadBytes, source: StoredSlice, start: int, out: memoryview, cast: CastWords) -> None:
+        """Fill ``out`` with elements of a slice."""
+        item_size = ITEM_SIZES[self.dtype]
+        words = np.frombuffer(out, f"u{item_size}")
+        first = start // item_size
+        last = first + len(words)
+        # A byte of two codes is decoded whole.
+        low = first - first % self._per_byte
+        high = last + -last % self._per_byte
+        shape = shape_of(source.box)
+        for box in boxes_of_range(shape, low, high, _MOST):
+            count = volume_of(box)
+            codes = np.empty(count // self._per_byte, "u1")
+            read(source, low // self._per_byte, codes.data)
+            placed = tuple((at + begin, at + end) for (at, _), (begin, end) in zip(source.box, box))
+            needed = scale_box(placed, self._tensor.block)
+            scales = self._checked(self._scales.read(read, needed), needed)
+            offsets = None if self._offsets is None else self._offsets.read(read, needed)
+            whole = first <= low and low + count <= last
+            room = words[low - first : low - first + count] if whole else np.empty(count, words.dtype)
+            form = (*shape_of(box)[:-1], shape_of(box)[-1] // self._per_byte)
+            dequantise(
+                codes.reshape(form),
+                self._tensor.code,
+                scales,
+                self._tensor.block,
+                placed,
+                room.reshape(shape_of(box)),
+                cast,
+                offsets,
+            )
+            if not whole:
+                begin, end = max(low, first), min(low + count, last)
+                words[begin - first : end - first] = room[begin - low : end - low]
+            low += count
+
+    def _checked(self, scales: Floats, box: Box) -> Floats:
+        """The scales, all of which are positive numbers.
+
+        Raises:
+            CheckpointError: one is not.
+        """
+        good = (scales > 0) & (scales < np.inf)
+        if not good.all():
+            place = [at + low for at, (low, _) in zip(np.argwhere(~good)[0].tolist(), box)]
+            value = scales[tuple(np.argwhere(~good)[0])]
+            raise CheckpointError(
+                f"{quoted(self._scales.name)}: the scale at {place} is {value}, so {quoted(self._tensor.name)} has no "
+                "values there",
+                parameter=self._tensor.name,
+                hint="the checkpoint is damaged, or was quantised wrongly; without --dequantize it is copied as it is",
+            )
+        return scales
+
+
+class DequantisedCheckpoint(EditedCheckpoint):
+    """A checkpoint whose quantised tensors have been given the type and shape of the numbers that they stand for.
+
+    Args:
+        base: the checkpoint as it is stored.
+        recognised: what of it is quantised.
+        dtype: type that the numbers get, one of `dtypes.CAST_TO`.
+    """
+
+    def __init__(self, base: Checkpoint, recognised: Recognised, dtype: str) -> None:
+        gone = {source for each in recognised.tensors.values() for source in each.sources}.union(recognised.left_out)
+        written = {each.codes: name for name, each in recognised.tensors.items()}
+        stored = [name for name in base.tensors if name in written or name not in gone]
+        made = {written.get(name, name): Recipe((name,)) for name in stored}
+        kept = {*base.values(), *base.without_layout()} - gone
+        super().__init__(base, made, kept, "", (), {name: name for name in base.unseen})
+        self.tensors = _Tensors(base, recognised, dtype, made.keys())
+        self._written = recognised.tensors
+
+    def present(self, tensor: GlobalTensor) -> tuple[frozenset[int], ...]:
+        """The files that do hold a tensor, or its codes, per way of holding it."""
+        quantised = self._written.get(tensor.name)
+        return self.base.present(tensor if quantised is None else self.base.tensors[quantised.codes])
+
+
+class _Tensors(ByName[GlobalTensor]):
+    """Tensors by name, those of quantised ones made when they are asked for."""
+
+    def __init__(self, base: Checkpoint, recognised: Recognised, dtype: str, names: Collection[str]) -> None:
+        super().__init__(names)
+        self._base = base
+        self._quantised = recognised.tensors
+        self._dtype = dtype
+        self._known: dict[str, GlobalTensor] = {}
+
+    def __getitem__(self, name: str) -> GlobalTensor:
+        if name not in self._names:
+            raise KeyError(name)
+        tensor = self._quantised.get(name)
+        if tensor is None:
+            return self._base.tensors[name]
+        found = self._known.get(name)
+        if found is None:
+            codes = self._base.tensors[tensor.codes]
+            scales = _scales(self._base, tensor.scales, tensor)
+            offsets = None if tensor.offsets is None else _scales(self._base, tensor.offsets, tensor)
+            found = self._known[name] = GlobalTensor(
+                name,
+                self._dtype,
+                ITEM_SIZES[self._dtype],
+                tensor.shape,
+                tuple(_unpacked(sharding, tensor, codes) for sharding in codes.shardings),
+                codes.shards,
+                decoding=ScaledCodes(tensor, self._dtype, scales, offsets),
+            )
+        return found
+
+
+@dataclass(frozen=True)
+class _Unpacked:
+    """A sharding of codes, in elements."""
+
+    grid: Grid
+    base: Sharding
+
+    def holders(self, slice_number: int) -> Sequence[int]:
+        """The files that are said to hold a box of the grid, ascending."""
+        return self.base.holders(slice_number)
+
+    def stored_box(self, slice_number: int) -> Box:
+        """The box that these files hold."""
+        return self.grid.slice_box(slice_number)
+
+
+def _unpacked(sharding: Sharding, tensor: Quantised, codes: GlobalTensor) -> Sharding:
+    """A sharding of codes, in elements.
+
+    Raises:
+        CheckpointError: it cuts groups that share a scale and lie in a dimension of their own.
+    """
+    if tensor.shape == codes.shape:
+        return sharding
+    edges = sharding.grid.edges
+    if any(sharding.stored_box(at) != sharding.grid.slice_box(at) for at in range(sharding.grid.slice_count)):
+        raise CheckpointError(f"{quoted(tensor.codes)} is stored in boxes that are no grid", parameter=tensor.codes)
+    if len(codes.shape) > len(tensor.shape):
+        if len(edges[-1]) > 2:
+            raise CheckpointError(f"{quoted(tensor.codes)} is cut within groups of codes", parameter=tensor.codes)
+        edges = (*edges[:-2], tuple(edge * codes.shape[-1] for edge in edges[-2]))
+    return _Unpacked(Grid((*edges[:-1], tuple(edge * 2 for edge in edges[-1]))), sharding)
+
+
+def _scales(base: Checkpoint, name: str, tensor: Quantised) -> _Scales:
+    """Where scales lie.
+
+    Raises:
+        CheckpointError: some are in no file that can be read.
+    """
+    shape = tensor.scale_shape or (1,)
+    stored = base.tensors.get(name)
+    slices: Optional[list[StoredSlice]] = None
+    if stored is None:
+        holder = base.holders(name)[0]
+        entry = base.indexes[holder].tensors[name]
+        return _Scales(
+            name, entry.dtype, shape, (StoredSlice(base.files[holder], holder, entry.extents, whole_box(shape)),)
+        )
+    for sharding, present in zip(stored.shardings, base.present(stored)):
+        slices = []
+        for number in range(sharding.grid.slice_count):
+            holders = [holder for holder in sharding.holders(number) if holder in present]
+            box = sharding.stored_box(number)
+            if not holders and volume_of(box):
+                break
+            if holders:
+                extents = base.indexes[holders[0]].tensors[name].extents
+                stored_slice = StoredSlice(base.files[holders[0]], holders[0], extents, _lengthened(box, shape))
+                # Of boxes that are no grid several slices may lie in one.
+                if stored_slice not in slices:
+                    slices.append(stored_slice)
+        else:
+            return _Scales(name, stored.dtype, shape, tuple(slices))
+    raise CheckpointError(
+        f"a slice of the scales {quoted(name)} is in no readable file, and {quoted(tensor.name)} has no values without",
+        parameter=tensor.name,
+    )
+
+
+def _lengthened(box: Box, shape: Sequence[int]) -> Box:
+    """A box of scales with the dimensions of one that the stored tensor lacks."""
+    return (*box, *((0, size) for size in shape[len(box) :])) if len(box) <= len(shape) else box[: len(shape)]
+
+
+class Quantisation(NamedTuple):
+    """What is needed to recognise quantised tensors, and the type that they get.
+
+    Attributes:
+        dtype: one of `dtypes.CAST_TO`.
+        config: config.json of the model; None where there is none.
+        description: quant_model_description.json of msmodelslim; None where there is none.
+        place: the file of ``config``, for messages.
+    """
+
+    dtype: str
+    config: Optional[Mapping[str, Any]] = None
+    description: Optional[Mapping[str, Any]] = None
+    place: str = "config.json"
+
+    @property
+    def identity(self) -> str:
+        """A text, the same for what gives the same tensors."""
+        settings = None if self.config is None else self.config.get("quantization_config")
+        return repr((self.dtype, json.dumps([settings, self.description], sort_keys=True)))
+
+
+def quantisation_of(directory: str, dtype: str, config: Optional[Mapping[str, Any]] = None) -> Quantisation:
+    """How the tensors of a directory are quantised, from what lies beside them.
+
+    Args:
+        directory: the checkpoint.
+        dtype: type that the numbers get, one of `dtypes.CAST_TO`.
+        config: in place of config.json in the directory.
+
+    Raises:
+        CheckpointError: a file is no JSON object.
+        ReshardError: a file cannot be read.
+    """
+    place = getattr(config, "path", os.path.join(directory, _CONFIG))
+    if config is None:
+        config = _json_object(place, _MAX_CONFIG)
+    return Quantisation(dtype, config, _json_object(os.path.join(directory, _DESCRIPTION), _MAX_DESCRIPTION), place)
+
+
+def _json_object(path: str, most: int) -> Optional[Mapping[str, Any]]:
+    """A small JSON file; None where there is none."""
+    if not is_regular_file(path):
+        return None
+    try:
+        found = parse_json(read_small(path, most))
+    except (UnfitError, JsonError) as error:
+        raise CheckpointError(f"{path} {error}", file=path) from error
+    except OSError as error:
+        raise reading_error(path, error) from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path}: is not a JSON object", file=path)
+    return found
+
+
+def dequantised(checkpoint: Checkpoint, quantisation: Quantisation) -> tuple[Checkpoint, Recognised]:
+    """A checkpoint with numbers in place of codes and scales; the checkpoint itself where nothing is quantised.
+
+    Raises:
+        CheckpointError: something is quantised in a way that is not known, or does not fit together.
+    """
+    tensors = stored_tensors(checkpoint)
+    recognised = recognise(tensors, quantisation.config, quantisation.description, quantisation.place)
+    if not recognised.tensors:
+        return checkpoint, recognised
+    return DequantisedCheckpoint(checkpoint, recognised, quantisation.dtype), recognised
+
+
+def stored_tensors(checkpoint: Checkpoint) -> dict[str, TypedShape]:
+    """Types and shapes of all tensors and values of a checkpoint."""
+    found = {name: TypedShape(tensor.dtype, tensor.shape) for name, tensor in checkpoint.tensors.items()}
+    for name in (*checkpoint.values(), *checkpoint.without_layout()):
+        entry = checkpoint.indexes[checkpoint.holders(name)[0]].tensors[name]
+        found[name] = TypedShape(entry.dtype, entry.shape)
+    return found

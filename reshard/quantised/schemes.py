@@ -1,0 +1,386 @@
+"""Which tensors of a checkpoint are quantised, and how: from names, types, shapes and `quantization_config`.
+
+Nothing is assumed. A tensor is quantised where a tensor of scales stands beside it, a scheme that is known here has
+scales of that name, and their shape is exactly that of the blocks. Whatever looks like a scale and fits nothing is an
+error: without its scale a weight is garbage that no loader notices.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Optional
+
+from reshard.errors import CheckpointError
+from reshard.quantised.values import E2M1, SCALE_TYPES, scale_box
+from reshard.text.wording import quoted
+
+Shape = tuple[int, ...]
+
+FP8 = ("Float8E4M3FN", "Float8E5M2")
+_PACKED = ("Int8", "UInt8")
+# Elements per scale of the MX formats, which their definition fixes.
+_MX = 32
+
+# What stands at the end of a scale's name, and in its place at the end of its weight's; the first that exists counts.
+_SCALES = (
+    (".weight_scale_inv", ".weight"),
+    (".weight_scale", ".weight"),
+    (".scale", ".weight"),
+    ("_scale_inv", ""),
+    ("_scales", "_blocks"),
+)
+# Zero points, named as the scale of the same weight is.
+_OFFSETS = (".weight_offset", ".weight_zero_point")
+# Scales of activations and of the cache of keys and values: a model without quantisation has no use for them.
+_OF_ACTIVATIONS = (
+    ".input_scale",
+    ".input_zero_point",
+    ".output_scale",
+    ".output_zero_point",
+    ".q_scale",
+    ".k_scale",
+    ".v_scale",
+    ".activation_scale",
+    ".input_offset",
+    ".deq_scale",
+    ".quant_bias",
+)
+# Ends of the names of what belongs to schemes that are not known here.
+_OTHER_SCHEMES = {
+    ".weight_packed": "weights packed into words (compressed-tensors pack-quantized or nvfp4)",
+    ".weight_global_scale": "two levels of scales (nvfp4)",
+    ".weight_shape": "weights packed into words (compressed-tensors pack-quantized)",
+    ".weight_g_idx": "groups in the order of activations",
+    ".qweight": "GPTQ or AWQ",
+    ".qzeros": "GPTQ or AWQ",
+    ".scales": "GPTQ or AWQ",
+    ".g_idx": "GPTQ",
+    ".absmax": "bitsandbytes",
+    ".quant_map": "bitsandbytes",
+    ".SCB": "bitsandbytes",
+    ".weight_scale_second": "two levels of scales (W4A8)",
+    ".scale_second": "two levels of scales (W4A8)",
+}
+# Ends of names that no unquantised model has. Others, such as logit_scale, may be parameters.
+_ONLY_QUANTISED = (".weight_scale", ".weight_scale_inv", "_scale_inv", "_blocks", *_OFFSETS)
+
+METHODS = ("fp8", "compressed-tensors", "mxfp4")
+"""Methods of `quantization_config` whose weights are known here."""
+
+
+class TypedShape(NamedTuple):
+    """Of a tensor in the files what a scheme is recognised by."""
+
+    dtype: str
+    shape: Shape
+
+
+@dataclass(frozen=True)
+class Quantised:
+    """How one tensor is quantised.
+
+    Attributes:
+        name: of the dequantised tensor.
+        codes: the stored tensor with the elements.
+        code: what its bytes mean, one of `values.CODES`.
+        scales: the stored tensor with the scales.
+        offsets: the one with zero points; None where there are none.
+        shape: of the dequantised tensor.
+        block: elements per scale, per dimension.
+        scheme: what it is called.
+        swapped: whether the model has its last two dimensions the other way round than they are stored.
+    """
+
+    name: str
+    codes: str
+    code: str
+    scales: str
+    offsets: Optional[str]
+    shape: Shape
+    block: Shape
+    scheme: str
+    swapped: bool = False
+
+    @property
+    def scale_shape(self) -> Shape:
+        """Scales per dimension; the stored ones may lack dimensions of one."""
+        return tuple(high for _, high in scale_box(tuple((0, size) for size in self.shape), self.block))
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The stored tensors that it is made of."""
+        return tuple(name for name in (self.codes, self.scales, self.offsets) if name is not None)
+
+
+class Recognised(NamedTuple):
+    """What of a checkpoint is quantised.
+
+    Attributes:
+        tensors: by the names of the dequantised tensors.
+        left_out: stored tensors that mean nothing once weights are dequantised: scales of activations.
+    """
+
+    tensors: Mapping[str, Quantised]
+    left_out: Sequence[str]
+
+
+def recognise(
+    stored: Mapping[str, TypedShape],
+    config: Optional[Mapping[str, Any]],
+    description: Optional[Mapping[str, Any]] = None,
+    place: str = "config.json",
+) -> Recognised:
+    """Find the quantised tensors of a checkpoint.
+
+    Args:
+        stored: all tensors, by name.
+        config: config.json; None where there is none.
+        description: quant_model_description.json of msmodelslim; None where there is none.
+        place: the file of ``config``, for messages.
+
+    Raises:
+        CheckpointError: something is quantised in a way that is not known here, a scale is missing or belongs to
+            nothing, or its shape does not fit.
+    """
+    settings = _settings(config, place)
+    found: dict[str, Quantised] = {}
+    used: set[str] = set()
+    for name, tensor in stored.items():
+        pair = _scale_of(name, stored)
+        if pair is None:
+            continue
+        scales, written = pair
+        offsets = _offsets_of(name, scales, stored)
+        if settings is None and description is None:
+            raise CheckpointError(
+                f"{quoted(scales)} is a scale of {quoted(name)}, but {place} has no quantization_config",
+                parameter=name,
+                hint="name the model's own config.json with --config",
+            )
+        found[written] = _quantised(name, tensor, scales, offsets, written, stored, settings or {}, description)
+        used.update(found[written].sources)
+    left_out = [name for name in stored if name not in used and name.endswith(_OF_ACTIVATIONS)]
+    used.update(left_out)
+    _check_rest(stored, used, found, settings, description)
+    return Recognised(found, left_out)
+
+
+def describe(recognised: Recognised) -> dict[str, int]:
+    """How many tensors each scheme has."""
+    counts: dict[str, int] = {}
+    for each in recognised.tensors.values():
+        counts[each.scheme] = counts.get(each.scheme, 0) + 1
+    return counts
+
+
+def looks_quantised(stored: Mapping[str, TypedShape]) -> bool:
+    """Whether any weight of a checkpoint has a scale beside it."""
+    return any(_scale_of(name, stored) is not None for name in stored)
+
+
+def _settings(config: Optional[Mapping[str, Any]], place: str) -> Optional[Mapping[str, Any]]:
+    """`quantization_config`, checked.
+
+    Raises:
+        CheckpointError: the method is not known here.
+    """
+    found = None if config is None else config.get("quantization_config", config.get("compression_config"))
+    if found is None:
+        return None
+    if not isinstance(found, dict) or found.get("quant_method") not in METHODS:
+        method = found.get("quant_method") if isinstance(found, dict) else found
+        raise CheckpointError(
+            f"{place}: quantization_config has quant_method {method!r}, which reshard cannot dequantise",
+            file=place,
+            hint=f"it dequantises {', '.join(METHODS)}, and W8A8_DYNAMIC of msmodelslim",
+        )
+    return found
+
+
+def _scale_of(name: str, stored: Mapping[str, TypedShape]) -> Optional[tuple[str, str]]:
+    """The scales of a tensor of codes, and the name that the dequantised tensor gets."""
+    for scale, weight in _SCALES:
+        if not name.endswith(weight):
+            continue
+        stem = name[: len(name) - len(weight)]
+        if stem + scale in stored:
+            return stem + scale, stem if weight == "_blocks" else name
+    return None
+
+
+def _offsets_of(name: str, scales: str, stored: Mapping[str, TypedShape]) -> Optional[str]:
+    stem = name[: -len(".weight")]
+    return next((stem + end for end in _OFFSETS if name.endswith(".weight") and stem + end in stored), None)
+
+
+def _quantised(
+    name: str,
+    tensor: TypedShape,
+    scales: str,
+    offsets: Optional[str],
+    written: str,
+    stored: Mapping[str, TypedShape],
+    settings: Mapping[str, Any],
+    description: Optional[Mapping[str, Any]],
+) -> Quantised:
+    """How a tensor with scales is quantised.
+
+    Raises:
+        CheckpointError: in no way that is known here, or the scales do not fit.
+    """
+    scale = stored[scales]
+    if scale.dtype not in SCALE_TYPES:
+        raise _unknown(name, scales, f"scales of type {scale.dtype}")
+    code, shape = tensor.dtype, tensor.shape
+    if scales.endswith("_scales"):
+        if code != "UInt8" or len(shape) < 2 or shape[-1] * 2 != _MX or scale.dtype != "UInt8":
+            raise _unknown(name, scales, f"blocks of type {code} and shape {list(shape)}")
+        code, shape = E2M1, (*shape[:-2], shape[-2] * _MX)
+        schemes = [("MXFP4", (*(1,) * (len(shape) - 1), _MX))]
+    elif code in _PACKED and scale.dtype == "Float8E8M0":
+        code, shape = E2M1, (*shape[:-1], shape[-1] * 2)
+        schemes = [("MXFP4", (*(1,) * (len(shape) - 1), _MX))]
+    elif code == "Int8" or code in FP8:
+        title = "Int8" if code == "Int8" else f"FP8 ({'E4M3' if code == FP8[0] else 'E5M2'})"
+        schemes = [(f"{title} {how}", block) for how, block in _blocks(name, shape, settings, description)]
+    else:
+        raise _unknown(name, scales, f"elements of type {code}")
+    # gpt-oss stores [experts, out, in] in blocks, and its unquantised weights are [experts, in, out].
+    swapped = scales.endswith("_scales") and len(shape) > 2
+    candidates = [
+        Quantised(written, name, code, scales, offsets, shape, block, scheme, swapped) for scheme, block in schemes
+    ]
+    fitting = [each for each in candidates if _fits(scale.shape, each)]
+    if not fitting:
+        needed = " or ".join(f"{list(each.scale_shape)} ({each.scheme})" for each in candidates) or "no scales"
+        raise CheckpointError(
+            f"{quoted(scales)} has the shape {list(scale.shape)}; {quoted(name)} of shape {list(shape)} needs {needed}",
+            parameter=name,
+            hint="the scales or quantization_config of config.json belong to another checkpoint",
+        )
+    # Blocks of 100 and of 128 both cut 200 columns in two.
+    if len({tuple(map(min, each.block, shape)) for each in fitting}) > 1:
+        schemes_text = " and ".join(each.scheme for each in fitting)
+        raise CheckpointError(
+            f"{quoted(name)}: its scales fit two schemes of config.json: {schemes_text}", parameter=name
+        )
+    if offsets is not None and stored[offsets].shape != scale.shape:
+        raise CheckpointError(
+            f"{quoted(offsets)} has the shape {list(stored[offsets].shape)}, the scales {quoted(scales)} of the same "
+            f"weight have {list(scale.shape)}",
+            parameter=name,
+        )
+    return fitting[0]
+
+
+def _fits(shape: Shape, candidate: Quantised) -> bool:
+    """Whether stored scales are those of a scheme; only dimensions of one scale may be absent."""
+    needed = candidate.scale_shape
+    if math.prod(needed) == 1:
+        return math.prod(shape) == 1
+    return shape == needed or (candidate.scheme.endswith("per channel") and needed[-1] == 1 and shape == needed[:-1])
+
+
+def _blocks(
+    name: str, shape: Shape, settings: Mapping[str, Any], description: Optional[Mapping[str, Any]]
+) -> Iterator[tuple[str, Shape]]:
+    """The blocks that a weight of FP8 or Int8 may have by its configuration, each with its name."""
+    rank = len(shape)
+    per_tensor, per_channel = ("per tensor", shape), ("per channel", (*(1,) * (rank - 1), *shape[-1:]))
+    if description is not None and settings == {}:
+        kind = description.get(name)
+        if kind != "W8A8_DYNAMIC":
+            raise CheckpointError(
+                f"{quoted(name)} is quantised as {kind}, which reshard cannot dequantise",
+                parameter=name,
+                hint="of msmodelslim's schemes it dequantises W8A8_DYNAMIC",
+            )
+        yield per_channel
+    elif settings["quant_method"] == "fp8":
+        sizes = settings.get("weight_block_size")
+        if sizes is None:
+            yield per_tensor
+            yield per_channel
+        else:
+            yield _in_blocks(name, sizes, rank, "weight_block_size")
+    else:
+        weights = [
+            group["weights"]
+            for group in (settings.get("config_groups") or {}).values()
+            if isinstance(group, dict) and isinstance(group.get("weights"), dict)
+        ]
+        for each in weights:
+            strategy = each.get("strategy")
+            if strategy == "tensor":
+                yield per_tensor
+            elif strategy == "channel":
+                yield per_channel
+            elif strategy == "group" and isinstance(each.get("group_size"), int) and each["group_size"] > 0:
+                size = each["group_size"]
+                yield f"in groups of {size}", (*(1,) * (rank - 1), size)
+            elif strategy == "block":
+                yield _in_blocks(name, each.get("block_structure"), rank, "block_structure")
+
+
+def _in_blocks(name: str, sizes: object, rank: int, key: str) -> tuple[str, Shape]:
+    """Blocks of the last two dimensions.
+
+    Raises:
+        CheckpointError: the configuration does not give two sizes.
+    """
+    if not isinstance(sizes, list) or len(sizes) != 2 or not all(type(size) is int and size > 0 for size in sizes):
+        raise CheckpointError(f"config.json: quantization_config: {key} is {sizes!r}, not two sizes", parameter=name)
+    if rank < 2:
+        raise CheckpointError(
+            f"{quoted(name)} has {rank} dimensions, and blocks of {sizes[0]} x {sizes[1]} need two", parameter=name
+        )
+    return f"in blocks of {sizes[0]} x {sizes[1]}", (*(1,) * (rank - 2), *sizes)
+
+
+def _check_rest(
+    stored: Mapping[str, TypedShape],
+    used: set[str],
+    found: Mapping[str, Quantised],
+    settings: Optional[Mapping[str, Any]],
+    description: Optional[Mapping[str, Any]],
+) -> None:
+    """Refuse what looks quantised and was not recognised.
+
+    Raises:
+        CheckpointError: there is something.
+    """
+    for name, tensor in stored.items():
+        if name in used:
+            continue
+        other = next((what for end, what in _OTHER_SCHEMES.items() if name.endswith(end)), None)
+        if other is not None:
+            raise _unknown(name, name, other)
+        if name.endswith(_ONLY_QUANTISED) or (name.endswith(".scale") and tensor.dtype == "Float8E8M0"):
+            raise CheckpointError(
+                f"{quoted(name)} belongs to a quantised weight that is not in the checkpoint",
+                parameter=name,
+                hint=f"if nothing is missing, leave it out with --exclude '{name}'",
+            )
+        coded = tensor.dtype in FP8 or (tensor.dtype in _PACKED and name.endswith(".weight"))
+        if coded and (settings is not None or found):
+            raise CheckpointError(
+                f"{quoted(name)} is {tensor.dtype}, but no tensor holds its scales",
+                parameter=name,
+                hint="the checkpoint is incomplete, or the weight was saved without its scales",
+            )
+        kind = None if description is None else description.get(name)
+        if isinstance(kind, str) and kind != "FLOAT":
+            raise CheckpointError(
+                f"{quoted(name)} is quantised as {kind}, but no tensor holds its scales", parameter=name
+            )
+
+
+def _unknown(name: str, scales: str, what: str) -> CheckpointError:
+    beside = "" if scales == name else f" beside {quoted(scales)}"
+    return CheckpointError(
+        f"{quoted(name)}{beside}: {what}: reshard cannot dequantise this scheme",
+        parameter=name,
+        hint="without --dequantize, codes and scales are copied as they are",
+    )

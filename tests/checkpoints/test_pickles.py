@@ -1,0 +1,236 @@
+"""Pickles are read as data: plain values come out, and what would run, fill memory or recurse is refused."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import struct
+import time
+import tracemalloc
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from reshard.checkpoints.formats.pickles import (
+    Global,
+    NotPlain,
+    Pairs,
+    PickledInstance,
+    PickleError,
+    among,
+    pickled,
+    plain,
+    read_pickle,
+)
+
+NOTHING = among([])
+SCALARS = st.none() | st.booleans() | st.integers(-(1 << 100), 1 << 100) | st.floats(allow_nan=False) | st.text()
+KEYS = st.text() | st.integers(-5, 5) | st.tuples(st.text(), st.integers())
+VALUES = st.recursive(
+    SCALARS | st.binary(),
+    lambda inner: st.lists(inner) | st.dictionaries(KEYS, inner) | st.tuples(inner, inner) | st.tuples(),
+)
+
+
+class _Runs:
+    """Pickled, it is a call."""
+
+    def __init__(self, function: Any, *args: Any) -> None:
+        self._call = function, args
+
+    def __reduce__(self) -> Any:
+        return self._call
+
+
+@given(VALUES, st.integers(2, 5))
+def test_what_python_pickles_of_plain_values_is_read(value: Any, protocol: int) -> None:
+    assert read_pickle(pickle.dumps(value, protocol), NOTHING) == value
+
+
+@given(VALUES)
+def test_what_is_written_is_read_by_python_and_here(value: Any) -> None:
+    # Bytes are written only where they came in a pickle of their own.
+    assumed = _without_bytes(value)
+    data = b"".join(pickled(assumed))
+    assert pickle.loads(data) == assumed
+    assert read_pickle(data, NOTHING) == assumed
+
+
+def _without_bytes(value: Any) -> Any:
+    if isinstance(value, bytes):
+        return value.hex()
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_without_bytes, value))
+    if isinstance(value, dict):
+        return {key: _without_bytes(each) for key, each in value.items()}
+    return value
+
+
+def test_a_dictionary_of_many_pairs_is_written_piece_by_piece() -> None:
+    count = 2500
+    data = b"".join(pickled(Pairs((str(number), [number]) for number in range(count))))
+    assert pickle.loads(data) == {str(number): [number] for number in range(count)}
+
+
+def test_an_ordered_dictionary_with_attributes_is_a_dictionary() -> None:
+    value: OrderedDict[str, int] = OrderedDict(a=1, b=2)
+    value.extra = 5  # type: ignore[attr-defined]
+    for protocol in range(2, 6):
+        assert read_pickle(pickle.dumps(value, protocol), NOTHING) == {"a": 1, "b": 2}
+
+
+def test_allowed_classes_become_instances_and_are_not_imported() -> None:
+    data = b"\x80\x02cno.such.module\nThing\n)\x81}X\x01\x00\x00\x00aK\x05sb."
+    found = read_pickle(data, among(["no.such.module.Thing"]))
+    assert isinstance(found, PickledInstance)
+    assert (found.name, found.args, found.fields) == ("no.such.module.Thing", (), {"a": 5})
+
+
+def _text(text: str) -> bytes:
+    data = text.encode()
+    return b"\x8c" + bytes([len(data)]) + data
+
+
+TUPLE_OF_ECHO = b"(" + _text("touch EXECUTED") + b"t"
+ATTACKS = {
+    "os.system by GLOBAL": b"\x80\x02cos\nsystem\n" + TUPLE_OF_ECHO + b"R.",
+    "os.system by STACK_GLOBAL": b"\x80\x04" + _text("os") + _text("system") + b"\x93" + TUPLE_OF_ECHO + b"R.",
+    "names glued on the stack": b"\x80\x04" + _text("torch._utils") + _text("os.system") + b"\x93.",
+    "a name that is no text": b"\x80\x04K\x01K\x02\x93.",
+    "INST": b"(S'touch EXECUTED'\nios\nsystem\n.",
+    "INST in protocol 2": b"\x80\x02(ios\nsystem\n.",
+    "OBJ": b"\x80\x02(cos\nsystem\n" + _text("touch EXECUTED") + b"o.",
+    "eval": pickle.dumps(_Runs(eval, "open('EXECUTED', 'w')")),
+    "getattr": pickle.dumps(_Runs(getattr, "x", "upper")),
+    "protocol 0": pickle.dumps(_Runs(os.system, "touch EXECUTED"), 0),
+    "NEWOBJ of a class that is not allowed": b"\x80\x02csubprocess\nPopen\n" + TUPLE_OF_ECHO + b"\x81.",
+    "a number is called": b"\x80\x02K\x05)R.",
+    "a text is called": b"\x80\x02X\x02\x00\x00\x00os)R.",
+    "BUILD on a number": b"\x80\x02K\x05}b.",
+    "BUILD on a list": b"\x80\x02]}b.",
+    "BUILD on a global": b"\x80\x02ctorch\nSize\n}b.",
+    "EXT1": b"\x80\x02\x82\x01.",
+    "EXT4": b"\x80\x02\x84\x01\x00\x00\x00.",
+    "PERSID": b"\x80\x02Pnumber\n.",
+    "BINPERSID": b"\x80\x02K\x05Q.",
+    "NEXT_BUFFER": b"\x80\x05\x97.",
+    "DUP": b"\x80\x02]2.",
+    "LONG4 of gigabytes": b"\x80\x02\x8b" + struct.pack("<i", 1 << 30) + b"x.",
+    "LONG4 of a negative size": b"\x80\x02\x8b" + struct.pack("<i", -1) + b".",
+    "LONG4 that is there": b"\x80\x02\x8b" + struct.pack("<i", 1 << 20) + b"\x01" * (1 << 20) + b".",
+    "BINUNICODE8 of exabytes": b"\x80\x04\x8d" + struct.pack("<Q", 1 << 62) + b"x.",
+    "BINBYTES8 of all": b"\x80\x04\x8e" + b"\xff" * 8 + b".",
+    "BYTEARRAY8 of exabytes": b"\x80\x05\x96" + struct.pack("<Q", 1 << 60) + b".",
+    "a reference to nothing": b"\x80\x02h\x07.",
+    "no mark": b"\x80\x02K\x01t.",
+    "nothing on the stack": b"\x80\x02.",
+    "POP below a mark": b"\x80\x02K\x01(0.",
+    "an odd number of items": b"\x80\x02}(K\x01u.",
+    "items of a number": b"\x80\x02K\x01(K\x01K\x02u.",
+    "a list as a key": b"\x80\x02}]K\x01s.",
+    "a list in a tuple as a key": b"\x80\x02}]\x85K\x01s.",
+    "arguments by name": b"\x80\x04ctorch\nSize\n)}X\x01\x00\x00\x00aK\x01s\x92.",
+    "text that is not UTF-8": b"\x80\x02X\x02\x00\x00\x00\xff\xff.",
+    "sizes of a text": b"\x80\x02ctorch\nSize\nX\x01\x00\x00\x00a\x85R.",
+    "no end": b"\x80\x02K\x01",
+    "nothing": b"",
+    "a name without an end": b"\x80\x02c" + b"a" * 1000,
+    "another protocol": b"\x80\x09K\x01.",
+}
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_attacks_are_refused_and_nothing_runs(attack: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    tracemalloc.start()
+    try:
+        with pytest.raises(PickleError):
+            read_pickle(ATTACKS[attack], NOTHING)
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    finally:
+        tracemalloc.stop()
+    assert not list(tmp_path.iterdir())
+
+
+DEPTH = 300_000
+
+
+@pytest.mark.parametrize("opening", [b"]", b"(", b"}X\x01\x00\x00\x00a"])
+def test_deep_nests_neither_recurse_nor_take_long(opening: bytes) -> None:
+    closing = {b"]": b"a", b"(": b"t", b"}X\x01\x00\x00\x00a": b"s"}[opening]
+    data = b"\x80\x02" + opening * DEPTH + b"N" + closing * DEPTH + b"."
+    began = time.monotonic()
+    value = read_pickle(data, NOTHING)
+    with pytest.raises(NotPlain):
+        plain(value)
+    del value
+    assert time.monotonic() - began < 30
+
+
+def test_deep_tuples_are_no_keys() -> None:
+    deep = b"\x80\x02}N" + b"\x85" * DEPTH + b"K\x01s."
+    with pytest.raises(PickleError):
+        read_pickle(deep, NOTHING)
+
+
+def test_lists_that_hold_each_other_many_times_take_no_memory_and_are_not_shown() -> None:
+    # Each level holds the one before twice: 2 ** 60 leaves in some hundred bytes.
+    data = b"\x80\x02]q\x00" + b"".join(
+        b"](h" + bytes([level]) + b"h" + bytes([level]) + b"eq" + bytes([level + 1]) for level in range(60)
+    )
+    value = read_pickle(data + b".", NOTHING)
+    with pytest.raises(NotPlain):
+        plain(value)
+
+
+def test_a_list_that_holds_itself_is_not_shown() -> None:
+    value: list[Any] = []
+    value.append(value)
+    found = read_pickle(pickle.dumps(value, 4), NOTHING)
+    assert found[0] is found
+    with pytest.raises(NotPlain):
+        plain(found)
+
+
+def test_memory_grows_with_the_bytes_alone() -> None:
+    count = 100_000
+    # A number is put under 100,000 names; empty lists are the most that a byte makes.
+    for data in (b"N" + b"\x94" * count, b"]" * count, b"(" * count, b"}" * count):
+        tracemalloc.start()
+        try:
+            with pytest.raises(PickleError):
+                read_pickle(b"\x80\x04" + data, NOTHING)
+            assert tracemalloc.get_traced_memory()[1] < 200 * count
+        finally:
+            tracemalloc.stop()
+
+
+def test_many_items_of_an_instance_take_no_longer_than_those_of_a_list() -> None:
+    count = 200_000
+    data = b"\x80\x02cno.such\nThing\n)\x81" + b"K\x01a" * count + b"K\x01K\x02s" * count + b"."
+    began = time.monotonic()
+    found = read_pickle(data, among(["no.such.Thing"]))
+    assert len(found.items) == 2 * count
+    assert time.monotonic() - began < 30
+
+
+def test_memo_numbers_may_be_left_out() -> None:
+    assert read_pickle(b"\x80\x02K\x07r\xff\xff\xff\xff0j\xff\xff\xff\xff.", NOTHING) == 7
+    assert read_pickle(b"\x80\x04K\x01q\x05\x94K\x02\x94h\x05\x86.", NOTHING) == (2, 1)
+
+
+def test_operations_are_counted() -> None:
+    with pytest.raises(PickleError, match="more than 10 operations"):
+        read_pickle(b"\x80\x02" + b"N0" * 100 + b"N.", NOTHING, operations=10)
+
+
+def test_plain_values_are_shown_as_json_has_them() -> None:
+    namespace = PickledInstance("argparse.Namespace", (), {"layers": 2})
+    value = {"a": (1, 2.5, None, True), "b": [b"\x01\xff"], "args": namespace, "type": Global("torch.float32")}
+    shown = {"a": [1, 2.5, None, True], "b": ["01ff"], "args": {"layers": 2}, "type": "torch.float32"}
+    assert plain(value) == shown
+    with pytest.raises(NotPlain):
+        plain(PickledInstance("torch.Generator"))

@@ -1,0 +1,50 @@
+"""What a command answers to common slips."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from tests.running import Argument, done, fails
+from tests.small import World, tensors
+
+FULL = tensors()
+
+
+def test_a_type_given_as_a_form_names_cast(world: World) -> None:
+    fails(2, *world.words("--to", "bf16"), says=["--cast bf16"])
+
+
+def test_another_conversion_names_the_options_that_differ_and_no_digests(world: World) -> None:
+    world.save(FULL)
+    world.convert("--cast", "w=BFloat16")
+    told = fails(3, *world.words(), says=["--cast (w=BFloat16 there, none here)"])
+    assert "edits" not in told.err
+
+
+def test_another_size_of_files_is_named_once(world: World) -> None:
+    world.save(FULL)
+    words: list[Argument] = ["convert", world.src, world.dst, "--src-strategy", world.old, "--to", "huggingface"]
+    done(*words, "--max-shard-size", "100")
+    told = fails(3, *words, "--max-shard-size", "1000", says=["--max-shard-size (100 there, 1000 here)"])
+    assert "names of the files" not in told.err
+
+
+def test_exchanged_arguments_of_merge_lora_are_recognised(world: World) -> None:
+    world.save(FULL)
+    adapter = world.root / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_model.safetensors").write_bytes(b"")
+    fails(2, "merge-lora", adapter, world.src, world.dst, says=[f"reshard merge-lora {world.src} {adapter}"])
+
+
+def test_help_of_a_command_with_forms_loads_no_arrays() -> None:
+    script = (
+        "import sys; from reshard.cli.main import main\n"
+        "try: main()\n"
+        "except SystemExit: pass\n"
+        "print(sorted({'numpy', 'google.protobuf', 'reshard.forms.registry'} & sys.modules.keys()))"
+    )
+    words = [sys.executable, "-c", script, "rank-list", "--help"]
+    process = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert process.stdout.splitlines()[-1] == "[]"

@@ -1,0 +1,95 @@
+"""Quantised models become what the libraries that define them make of them, bit for bit.
+
+`make conformance-transformers` runs these tests.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conformance import oracles
+from tests.conformance.workers.protocol import described
+from tests.running import done
+from tests.trees import read_checkpoint
+
+pytestmark = pytest.mark.filterwarnings("default")
+
+FAMILIES = {
+    "deepseek_v3": ("fp8", {"hidden_size": 160, "intermediate_size": 264, "kv_lora_rank": 140}),
+    "qwen3": ("fp8", {"hidden_size": 256, "intermediate_size": 384}),
+    "gpt_oss": ("mxfp4", {}),
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Per family a directory with the model quantised (``coded``) and by the library's own numbers (``plain``)."""
+    root = tmp_path_factory.mktemp("quantised")
+    save = [
+        {"do": "save", "directory": str(root / family / "saved"), "family": family, "dtype": "bfloat16"}
+        | {"max_shard_size": "1GB", "seed": 3, "config": config}
+        for family, (_, config) in FAMILIES.items()
+    ]
+    oracles.done(oracles.transformers(save))
+    quantise = [
+        {"do": "quantise", "source": str(root / family / "saved"), "to": str(root / family / "coded")}
+        | {"plain": str(root / family / "plain"), "scheme": scheme, "seed": 5}
+        for family, (scheme, _) in FAMILIES.items()
+    ]
+    assert all(oracles.done(oracles.quantised(quantise))), "nothing was quantised"
+    return {family: root / family for family in FAMILIES}
+
+
+def converted(model: Path, tmp_path: Path, dtype: str = "BFloat16") -> Path:
+    done("convert", model / "coded", tmp_path / "out", "--to", "huggingface", "--dequantize", dtype)
+    return tmp_path / "out"
+
+
+def contents(directory: Path) -> dict[str, Any]:
+    return {name: value for path in directory.glob("*.safetensors") for name, value in read_checkpoint(path).items()}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_model_has_the_logits_of_the_library_s_own_numbers(
+    models: dict[str, Path], family: str, tmp_path: Path
+) -> None:
+    written = converted(models[family], tmp_path)
+
+    mine, theirs = oracles.done(
+        oracles.transformers([{"do": "load", "directory": str(path)} for path in (written, models[family] / "plain")])
+    )
+
+    assert (mine["missing"], mine["unknown"], mine["dtypes"]) == ([], [], theirs["dtypes"])
+    assert mine["logits"] == theirs["logits"]
+    found, wanted = contents(written), contents(models[family] / "plain")
+    assert found.keys() == wanted.keys()
+    assert all(found[name].same(wanted[name]) for name in wanted)
+
+
+# transformers takes a block for a part of equal size, so that it fails for partial blocks, or is wrong.
+DEFINED = {
+    "deepseek_v3": {"torch": True, "compressed-tensors": True, "transformers": False},
+    "qwen3": {"torch": True, "compressed-tensors": True, "transformers": True},
+}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("family", DEFINED)
+def test_weights_are_those_of_every_library_that_defines_them(
+    models: dict[str, Path], family: str, dtype: str, tmp_path: Path
+) -> None:
+    written = contents(converted(models[family], tmp_path, {"bfloat16": "BFloat16", "float32": "Float32"}[dtype]))
+    jobs = [
+        {"do": "dequantise", "by": library, "directory": str(models[family] / "coded"), "dtype": dtype}
+        for library in DEFINED[family]
+    ]
+
+    answers = oracles.done(oracles.quantised(jobs))
+
+    for (library, agrees), answer in zip(DEFINED[family].items(), answers):
+        hashes = {name: described(written[name].array.view("u1"))["sha256"] for name in answer}
+        same = [isinstance(answer[name], dict) and answer[name]["sha256"] == hashes[name] for name in answer]
+        assert all(same) == agrees, f"{library}: {[name for name, equal in zip(answer, same) if not equal]}"

@@ -1,0 +1,121 @@
+"""Quantised weights by the libraries that define them: torch, transformers and compressed-tensors.
+
+Jobs:
+
+* ``{"do": "quantise", "source", "to", "plain", "scheme", "seed"}``: the weights of linear layers of a saved model in
+  another directory, as ``fp8`` (blocks of 128 x 128, scales in another file) or, of gpt-oss' experts, as ``mxfp4``.
+  In ``plain`` the same model with the numbers that codes and scales stand for by the library's own arithmetic.
+* ``{"do": "dequantise", "by", "directory", "dtype"}``: hashes of all weights as ``torch``, ``compressed-tensors`` or
+  ``transformers`` dequantise them, by name; text where a library fails for one.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.conformance.workers.protocol import Job, described, serve
+
+BLOCK = 128
+Tensors = dict[str, torch.Tensor]
+
+
+def quantise(job: Job) -> list[str]:
+    torch.manual_seed(job["seed"])
+    stored = _read(Path(job["source"]))
+    coded, plain, config = (_fp8 if job["scheme"] == "fp8" else _mxfp4)(stored)
+    for directory, tensors, settings in ((job["to"], coded, config), (job["plain"], plain, None)):
+        shutil.copytree(job["source"], directory, ignore=shutil.ignore_patterns("*.safetensors*"))
+        path = Path(directory, "config.json")
+        model = json.loads(path.read_text())
+        path.write_text(json.dumps({**model, **({} if settings is None else {"quantization_config": settings})}))
+        scales = {name: tensor for name, tensor in tensors.items() if name.endswith(("_inv", "_scales"))}
+        files = {"model-00001-of-00002.safetensors": scales} if scales else {}
+        files["model-00002-of-00002.safetensors"] = {n: t for n, t in tensors.items() if n not in scales}
+        for name, part in files.items():
+            save_file({key: value.contiguous() for key, value in part.items()}, Path(directory, name), {"format": "pt"})
+        index = {name: file for file, part in files.items() for name in part}
+        Path(directory, "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    return sorted(set(coded) - set(stored))
+
+
+def _fp8(stored: Tensors) -> tuple[Tensors, Tensors, dict[str, Any]]:
+    coded, plain = dict(stored), dict(stored)
+    for name, weight in stored.items():
+        if weight.dim() != 2 or any(part in name for part in ("embed", "lm_head", "norm", "mlp.gate.weight")):
+            continue
+        counts = [-(-size // BLOCK) for size in weight.shape]
+        scale = (torch.rand(counts) + 0.5) * 0.01
+        spread = scale.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)[: weight.shape[0], : weight.shape[1]]
+        coded[name] = (weight.float() / spread).clamp(-448, 448).to(torch.float8_e4m3fn)
+        coded[f"{name}_scale_inv"] = scale
+        plain[name] = (coded[name].float() * spread).to(torch.bfloat16)
+    config = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
+    return coded, plain, config
+
+
+def _mxfp4(stored: Tensors) -> tuple[Tensors, Tensors, dict[str, Any]]:
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    coded, plain = dict(stored), dict(stored)
+    for name, weight in stored.items():
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            continue
+        experts, inputs, outputs = weight.shape
+        blocks = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
+        scales = torch.randint(118, 124, (experts, outputs, inputs // 32), dtype=torch.uint8)
+        del coded[name]
+        coded[f"{name}_blocks"], coded[f"{name}_scales"] = blocks, scales
+        plain[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.bfloat16).contiguous()
+    return coded, plain, {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+
+
+def dequantise(job: Job) -> dict[str, Any]:
+    directory, dtype = Path(job["directory"]), getattr(torch, job["dtype"])
+    stored = _read(directory)
+    weights = [name for name in stored if f"{name}_scale_inv" in stored]
+    found: dict[str, Any] = {}
+    if job["by"] == "torch":
+        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.quantized_hf_storage import QuantizedHuggingFaceStorageReader
+
+        state = {name: torch.empty(stored[name].shape, dtype=dtype) for name in weights}
+        reader = QuantizedHuggingFaceStorageReader(str(directory), target_dtype=dtype, block_size=BLOCK)
+        dcp.load(state, storage_reader=reader, no_dist=True)
+        return {name: _hash(tensor) for name, tensor in state.items()}
+    for name in weights:
+        try:
+            found[name] = _hash(_by(job["by"], stored[name], stored[f"{name}_scale_inv"], dtype))
+        except ValueError as error:
+            found[name] = str(error)
+    return found
+
+
+def _by(library: str, weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if library == "compressed-tensors":
+        from compressed_tensors.entrypoints.convert import FP8BlockDequantizer
+
+        one = FP8BlockDequantizer(weight_block_size=(BLOCK, BLOCK), dtype=dtype)
+        return one._create_dequantized_weight(weight, scale)
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    return Fp8Dequantize(None)._dequantize_one(weight, scale, dtype)
+
+
+def _read(directory: Path) -> Tensors:
+    return {
+        name: tensor for path in sorted(directory.glob("*.safetensors")) for name, tensor in load_file(path).items()
+    }
+
+
+def _hash(tensor: torch.Tensor) -> Any:
+    return described(tensor.contiguous().view(torch.uint8).numpy())
+
+
+if __name__ == "__main__":
+    serve(lambda job: {"quantise": quantise, "dequantise": dequantise}[job["do"]](job))

@@ -1,0 +1,75 @@
+"""Distributed checkpoints that libraries of PyTorch's side wrote, with the answers."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tests.corpus import FIXTURES, ROOT
+
+CORPUS_DCP = ROOT.parent / "shared" / "corpus_dcp"
+"""The whole collection; it lies beside the repository where the project is developed."""
+
+_FORMS = ("dcp_", "bad_", "hyper_", "mcore_")
+
+
+class Case(NamedTuple):
+    """A checkpoint.
+
+    Attributes:
+        name: of the case.
+        path: its directory.
+        tensors: per name type, shape and SHA-256 of the bytes of the whole tensor.
+        objects: per name the value of what is no tensor.
+        refused: it must be refused.
+        may_refuse: it may be.
+    """
+
+    name: str
+    path: Path
+    tensors: dict[str, tuple[str, tuple[int, ...], str]]
+    objects: dict[str, Any]
+    refused: bool = False
+    may_refuse: bool = False
+
+
+def fixtures() -> list[Case]:
+    """The cases that are always there."""
+    found = []
+    for place in sorted((FIXTURES / "dcp").iterdir()):
+        answer = json.loads((place / "expected.json").read_text())
+        tensors = {name: (dtype, tuple(shape), digest) for name, (dtype, shape, digest) in answer["tensors"].items()}
+        found.append(Case(place.name, place / "checkpoint", tensors, answer["objects"]))
+    return found
+
+
+def corpus() -> list[Case]:
+    """All cases of the collection; none where it is not there."""
+    found = []
+    for place in sorted(CORPUS_DCP.iterdir()) if CORPUS_DCP.is_dir() else ():
+        if place.name.startswith(_FORMS):
+            answer = json.loads((place / "expected.json").read_text())
+            tensors = {
+                name: (held["dtype"], tuple(held["shape"]), held["sha256"]) for name, held in answer["tensors"].items()
+            }
+            refused = answer.get("expect") == "refuse"
+            may = bool(answer.get("may_refuse") or answer.get("may_convert"))
+            found.append(Case(place.name, place / "checkpoint", tensors, answer.get("objects", {}), refused, may))
+    return found
+
+
+def held_in(directory: Path) -> dict[str, tuple[str, tuple[int, ...], str]]:
+    """What the safetensors files of a directory hold, as `Case.tensors` has it; read by nothing of the package."""
+    found: dict[str, tuple[str, tuple[int, ...], str]] = {}
+    for path in sorted(directory.glob("*.safetensors")):
+        data = path.read_bytes()
+        start = 8 + int.from_bytes(data[:8], "little")
+        for name, entry in json.loads(data[8:start]).items():
+            if name != "__metadata__":
+                assert name not in found
+                begin, end = entry["data_offsets"]
+                digest = hashlib.sha256(data[start + begin : start + end]).hexdigest()
+                found[name] = entry["dtype"], tuple(entry["shape"]), digest
+    return found

@@ -1,0 +1,417 @@
+"""Worker processes: the same bytes, whoever dies; and nothing left behind but what the next run removes."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Optional
+
+import pytest
+
+from benchmarks.synthetic import Model, Scheme, write_checkpoint, write_strategy
+from reshard import processes
+from reshard.errors import CheckpointError, RetryableError
+from reshard.execute import part_writing, parts, run
+from reshard.numbers import sweep
+from reshard.processes import OWN_THREAD, Crew, LostWorkerError, Tell, may_fork
+from reshard.storage.new_local_file import NewLocalFile, WrittenFile
+from reshard.verification import reading
+from tests.conftest import LONG
+from tests.corpus import ROOT
+from tests.dask_cluster import until
+from tests.execute.test_changing_sources import in_place
+from tests.running import Argument, done, fails
+from tests.sampling import some_of
+from tests.small import World, tensors
+from tests.trees import same_ranks, tree_bytes
+
+FULL = tensors()
+
+# Small work is done by worker processes, too, and small files are cut into many parts.
+FORCED = """
+import os, signal, sys, time
+from reshard import processes
+from reshard.execute import parts
+processes.WORTH_A_PROCESS = 1
+parts.LEAST_PART_BYTES = parts.MOST_PART_BYTES = 20000
+from reshard.storage.new_local_file import WrittenFile
+write, window, parent, calls = WrittenFile.write, WrittenFile.window, os.getpid(), 0
+def each(at):
+    global calls
+    if os.getpid() != parent:
+        calls += 1
+        if at == calls:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if not at:
+            time.sleep(0.05)
+at = int(sys.argv.pop(1))
+if at >= 0:
+    WrittenFile.write = lambda self, offset, data: (each(at), write(self, offset, data))[1]
+    WrittenFile.window = lambda self, offset, count: (each(at), window(self, offset, count))[1]
+from reshard.entry import main
+main()
+"""
+
+MODEL = Model(layers=3, matrices=2, rows=96, columns=128)
+KINDS = {
+    "rows": (Scheme(data=2, model=4, sharded=True), Scheme(model=6)),
+    "columns of the same rows": (Scheme(model=2), Scheme(model=8, cut=1)),
+    "one file": (Scheme(model=4, cut=1), Scheme()),
+}
+
+
+@pytest.fixture
+def crews(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Has the smallest work done by worker processes; how many of them were made, time after time."""
+    made: list[int] = []
+
+    class Counted(Crew):
+        def __init__(self, count: int, *others: Any) -> None:
+            made.append(count)
+            super().__init__(count, *others)
+
+    for module in (run, reading, sweep):
+        monkeypatch.setattr(module, "Crew", Counted)
+        monkeypatch.setattr(module, "private_bytes", lambda: 1 << 20)
+    monkeypatch.setattr(processes, "WORTH_A_PROCESS", 1)
+    return made
+
+
+def prepared(place: Path, kind: str) -> list[str]:
+    old, new = KINDS[kind]
+    write_checkpoint(place / "src", MODEL, old)
+    write_strategy(place / "old", MODEL, old)
+    write_strategy(place / "new", MODEL, new)
+    words = ["convert", place / "src", place / "dst", "--src-strategy", place / "old", "--dst-strategy", place / "new"]
+    return [str(word) for word in words]
+
+
+def start(words: Sequence[str], at: int) -> subprocess.Popen[str]:
+    """Start a run whose workers die at their ``at``-th write, are slow (0), or as they are (-1)."""
+    command = [sys.executable, "-c", FORCED, str(at), *words]
+    return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+
+
+def workers_of(process: subprocess.Popen[str]) -> list[int]:
+    try:
+        return list(map(int, Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()))
+    except FileNotFoundError:
+        return []
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+def temporary_files(place: Path) -> list[Path]:
+    return list(place.rglob(".reshard-tmp-*"))
+
+
+@pytest.mark.parametrize("checksum", ["none", "crc32"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_whoever_writes_them_files_are_the_same(
+    kind: str, checksum: str, tmp_path: Path, crews: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = prepared(tmp_path, kind)
+    done(*words, "--jobs", 1, "--checksum", checksum)
+    assert not crews
+    expected = tree_bytes(tmp_path / "dst")
+    for jobs in (2, 5, 16):
+        for part_bytes in (64 << 20, 5000):
+            monkeypatch.setattr(parts, "MOST_PART_BYTES", part_bytes)
+            monkeypatch.setattr(parts, "LEAST_PART_BYTES", part_bytes)
+            words[2] = str(tmp_path / f"dst{jobs}-{part_bytes}")
+            done(*words, "--jobs", jobs, "--checksum", checksum)
+            found = tree_bytes(Path(words[2]))
+            assert {path: data for path, data in found.items() if "rank_" in str(path)} == {
+                path: data for path, data in expected.items() if "rank_" in str(path)
+            }
+            done("verify", words[2], "--src", words[1], *words[3:], "--jobs", 1)
+    assert crews == [2, 2, 5, 5, 16, 16]
+
+
+@pytest.fixture
+def small_steps(crews: list[int], monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Likewise, and whoever reads takes little at a time."""
+    monkeypatch.setattr(reading, "_MIN_BLOCK", 512)
+    monkeypatch.setattr(reading, "_MAX_BLOCK", 512)
+    monkeypatch.setattr(reading, "_TINY", 0)
+    monkeypatch.setattr(reading, "_TAKEN_BLOCKS", 3)
+    monkeypatch.setattr(sweep, "CHUNK_ELEMENTS", 700)
+    return crews
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_whoever_reads_them_tensors_are_found_the_same(kind: str, tmp_path: Path, small_steps: list[int]) -> None:
+    words = prepared(tmp_path, kind)
+    done(*words, "--jobs", 1)
+    strategy: list[Argument] = ["--strategy", tmp_path / "new"]
+    made: list[Argument] = [tmp_path / "dst", "--src-strategy", tmp_path / "new"]
+    commands: list[list[Argument]] = [
+        ["verify", words[2], "--src", *words[1:2], *words[3:], "--json"],
+        ["fingerprint", tmp_path / "dst", *strategy, "--json"],
+        ["stats", *made, "--json"],
+    ]
+    for command in commands:
+        small_steps.clear()
+        alone = done(*command, "--jobs", 1).out
+        assert not small_steps
+        assert done(*command, "--jobs", 3).out == alone
+        assert small_steps and set(small_steps) == {3}, command[0]
+
+
+def test_a_difference_that_a_worker_finds_is_told(tmp_path: Path, small_steps: list[int]) -> None:
+    words = prepared(tmp_path, "columns of the same rows")
+    done(*words, "--jobs", 1)
+    path = tmp_path / "dst" / "rank_5" / "checkpoint_5.ckpt"
+    content = bytearray(path.read_bytes())
+    content[-100] ^= 1
+    path.write_bytes(content)
+    result = fails(4, "verify", words[2], "--src", words[1], *words[3:], "--jobs", 3)
+    assert small_steps == [3] and "on rank 5: differs" in result.out and result.out.count("differs") == 1
+
+
+def test_a_file_that_many_write_is_written_through_maps(
+    tmp_path: Path, crews: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = prepared(tmp_path, "one file")
+    allocated: list[bool] = []
+    allocate = NewLocalFile.allocate
+
+    def counted(self: NewLocalFile, size: int) -> bool:
+        allocated.append(allocate(self, size))
+        return allocated[-1]
+
+    monkeypatch.setattr(NewLocalFile, "allocate", counted)
+    monkeypatch.setattr("reshard.storage.new_local_file.file_system_of", lambda path: "ext4")
+
+    def refused(self: WrittenFile, offset: int, data: memoryview) -> None:
+        raise AssertionError("written without a map")
+
+    monkeypatch.setattr(WrittenFile, "write", refused)
+    done(*words, "--jobs", 4)
+    assert allocated == [True]
+    done("verify", words[2], "--src", words[1], *words[3:])
+
+
+@pytest.mark.parametrize("jobs", [1, 3])
+@pytest.mark.parametrize(("checksum", "fails_at"), [("none", None), ("none", 0), ("none", 40), ("crc32", None)])
+def test_long_runs_are_copied_by_a_file_system_that_can(
+    jobs: int, checksum: str, fails_at: Optional[int], tmp_path: Path, crews: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = prepared(tmp_path, "rows")
+    monkeypatch.setattr("reshard.storage.new_local_file.file_system_of", lambda path: "xfs")
+    monkeypatch.setattr(part_writing, "_WORTH_COPYING", 1000)
+    copy, calls = os.copy_file_range, 0
+
+    def copied(source: int, target: int, count: int, *places: int) -> int:
+        nonlocal calls
+        calls += 1
+        if fails_at is not None and calls > fails_at:
+            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+        return copy(source, target, min(count, 700), *places)
+
+    monkeypatch.setattr(os, "copy_file_range", copied)
+    told = done(*words, "--jobs", jobs, "--checksum", checksum, "-v").err
+    assert ("copied by the file system" in told) == (checksum == "none" and fails_at != 0), told
+    done("verify", words[2], "--src", words[1], *words[3:], "--jobs", 1)
+
+
+def test_a_disk_that_is_too_full_for_a_mapped_file_is_an_error_before_the_first_byte(
+    tmp_path: Path, crews: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = prepared(tmp_path, "one file")
+    monkeypatch.setattr("reshard.storage.new_local_file.file_system_of", lambda path: "ext4")
+
+    def full(fd: int, offset: int, size: int) -> None:
+        raise OSError(28, os.strerror(28))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    fails(1, *words, "--jobs", 4, says=["no space is left", "checkpoint_0.ckpt"])
+    assert crews and not temporary_files(tmp_path)
+
+
+def test_sources_that_change_while_workers_read_them_are_an_error(world: World, crews: list[int]) -> None:
+    world.save(FULL)
+    path = world.src / "rank_1" / "net-1_10.ckpt"
+    other = path.read_bytes()
+    world.save(tensors("other"))
+    write = WrittenFile.write
+
+    def changing(self: WrittenFile, offset: int, data: memoryview) -> None:
+        in_place(path, other)
+        write(self, offset, data)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(WrittenFile, "write", changing)
+        fails(1, *world.words("--jobs", "2"), says=[path])
+    assert crews and not list(world.dst.glob("rank_*/*"))
+
+
+def test_a_write_that_fails_in_a_worker_is_an_error_that_names_the_file(world: World, crews: list[int]) -> None:
+    world.save(FULL)
+
+    def failing(self: WrittenFile, offset: int, data: memoryview) -> None:
+        raise OSError(5, os.strerror(5))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(WrittenFile, "write", failing)
+        fails(1, *world.words("--jobs", "2"), says=[world.dst / "rank_0" / "checkpoint_0.ckpt", "1 more file"])
+    assert crews and not temporary_files(world.root)
+    world.convert()
+    same_ranks(world.found(), world.expected(FULL))
+
+
+@pytest.mark.parametrize("at", [1, 2, 3, *(range(4, 20) if LONG else ())])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_worker_that_is_killed_ends_the_run_and_the_next_one_goes_on(kind: str, at: int, tmp_path: Path) -> None:
+    words = prepared(tmp_path, kind)
+    process = start([*words, "--jobs", "3"], at)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 1 or (at > 3 and not process.returncode), said
+    if process.returncode:
+        assert "Traceback" not in said
+        assert "checkpoint_" in said and "killed by signal 9" in said, said
+    assert not temporary_files(tmp_path)
+    done(*words)
+    done("verify", words[2], "--src", words[1], *words[3:])
+
+
+@pytest.mark.parametrize(("sent", "status"), [(signal.SIGKILL, -9), (signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize("kind", some_of(list(KINDS), 1))
+def test_workers_end_with_the_process_that_made_them(
+    kind: str, sent: signal.Signals, status: int, tmp_path: Path
+) -> None:
+    words = prepared(tmp_path, kind)
+    for _ in range(10 if LONG else 2):
+        process = start([*words, "--jobs", "3"], 0)
+        until(lambda process=process: len(workers_of(process)) == 3)  # type: ignore[misc]
+        workers = workers_of(process)
+        time.sleep(random.uniform(0, 0.1))
+        process.send_signal(sent)
+        _, said = process.communicate(timeout=60)
+        assert process.returncode == status and "Traceback" not in said, said
+        until(lambda workers=workers: not any(map(is_alive, workers)))  # type: ignore[misc]
+        if sent != signal.SIGKILL:
+            assert not temporary_files(tmp_path)
+    done(*words)
+    assert not temporary_files(tmp_path)
+    done("verify", words[2], "--src", words[1], *words[3:])
+
+
+def test_a_process_with_threads_of_others_is_not_copied(world: World, crews: list[int]) -> None:
+    world.save(FULL)
+    ended = threading.Event()
+    for name, copied in ((f"{OWN_THREAD}-one", True), ("another's", False)):
+        ended.clear()
+        thread = threading.Thread(target=ended.wait, name=name)
+        thread.start()
+        try:
+            assert may_fork() == copied
+            world.convert("--overwrite", "--jobs", "2")
+        finally:
+            ended.set()
+            thread.join()
+        assert crews == [2]
+
+
+def serve(request: Any, descriptors: Sequence[int], tell: Tell) -> Any:
+    for descriptor in descriptors:
+        os.write(descriptor, str(request).encode())
+        os.close(descriptor)
+    if request == "unknown":
+        raise CheckpointError("damaged", file="a", rank=3, hint="b")
+    if request == "local":
+
+        class OwnError(Exception):
+            pass
+
+        raise OwnError("said")
+    if request == "die":
+        os._exit(7)
+    tell(("half", request))
+    return request, os.getpid()
+
+
+@pytest.fixture(scope="module")
+def crew() -> Iterator[Crew]:
+    with Crew(2, 1, serve) as made:
+        yield made
+
+
+def test_a_worker_answers_and_tells(crew: Crew) -> None:
+    told: list[Any] = []
+    large = "x" * 3_000_000
+    assert crew.call(large, told=told.append)[0] == large
+    assert told == [("half", large)]
+    pids = {crew.call(number)[1] for number in range(4)}
+    assert len(pids) == 2 and os.getpid() not in pids
+
+
+def test_a_worker_writes_to_files_that_are_open_here(crew: Crew, tmp_path: Path) -> None:
+    with open(tmp_path / "a", "wb") as one, open(tmp_path / "b", "wb") as other:
+        crew.call("said", [one.fileno(), other.fileno()])
+    assert [path.read_text() for path in sorted(tmp_path.iterdir())] == ["said", "said"]
+
+
+def test_an_error_comes_as_it_was_raised(crew: Crew) -> None:
+    with pytest.raises(CheckpointError, match="damaged") as caught:
+        crew.call("unknown")
+    assert (caught.value.file, caught.value.rank, caught.value.hint) == ("a", 3, "b")
+    with pytest.raises(RuntimeError, match="said"):
+        crew.call("local")
+    assert crew.call("on")[0] == "on"
+
+
+def test_a_worker_that_dies_is_an_error_for_whoever_waits() -> None:
+    with Crew(1, 1, serve) as crew:
+        for _ in range(2):
+            with pytest.raises(LostWorkerError, match="ended with status 7"):
+                crew.call("die")
+
+
+def test_who_fails_to_hear_a_worker_out_leaves_no_answer_to_the_next() -> None:
+    def failing(message: Any) -> None:
+        raise ValueError(message)
+
+    with Crew(1, 1, serve) as crew:
+        with pytest.raises(ValueError, match="first"):
+            crew.call("first", told=failing)
+        with pytest.raises(LostWorkerError):
+            crew.call("second")
+
+
+def test_where_there_can_be_few_processes_few_do_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    fork, left = os.fork, [1, 0]
+
+    def limited() -> int:
+        if not left.pop(0):
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        return fork()
+
+    monkeypatch.setattr(os, "fork", limited)
+    with Crew(3, 1, serve) as crew:
+        assert len({crew.call(number)[1] for number in range(3)}) == 1
+    left.append(0)
+    with pytest.raises(RetryableError, match="no worker process"):
+        Crew(3, 1, serve)
+
+
+def test_a_crew_leaves_no_process() -> None:
+    with Crew(3, 2, serve) as crew:
+        pids = {crew.call(number)[1] for number in range(6)}
+        assert len(pids) == 3
+    for pid in pids:
+        with pytest.raises(ChildProcessError):
+            os.waitpid(pid, os.WNOHANG)

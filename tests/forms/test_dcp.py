@@ -1,0 +1,417 @@
+"""Distributed checkpoints of PyTorch's side: what libraries wrote comes out right or is refused, both ways."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import pickle
+import shutil
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from reshard.checkpoints import FileHandles
+from reshard.checkpoints.formats.archives import Archive, archived_tensor
+from reshard.checkpoints.formats.pickles import PickledInstance, pickled, plain, read_pickle
+from reshard.checkpoints.placed import PlacedFile, Placement, Stored
+from reshard.errors import CheckpointError
+from reshard.forms.chunks import ChunkedCheckpoint
+from reshard.forms.form import Reading
+from reshard.forms.registry import form_named, form_of
+from reshard.text.report import Report
+from tests.checkpoint_writing import write_safetensors
+from tests.corpus_dcp import Case, corpus, fixtures, held_in
+from tests.running import done, reshard
+from tests.sampling import some_of
+
+CASES = fixtures()
+WRITTEN = ("dcp", "hyper-parallel")
+
+
+# Whole tensors in safetensors, under the names that they have.
+WHOLE = ("--to", "hf-sharded", "--shards", "1")
+
+
+def named(case: Case) -> str:
+    return case.name
+
+
+def read(path: Path, handles: FileHandles) -> ChunkedCheckpoint:
+    found = form_named(form_of(str(path))).read(Reading(str(path), handles, Report()))
+    assert isinstance(found, ChunkedCheckpoint)
+    return found
+
+
+def objects_in(path: Path) -> dict[str, Any]:
+    """The objects of a checkpoint, as JSON has them."""
+    found = {}
+    with FileHandles() as handles:
+        for name, held in read(path, handles).objects.items():
+            data = Path(held.path).read_bytes()[held.offset : held.offset + held.length]
+            if held.archived:
+                with zipfile.ZipFile(io.BytesIO(data)) as archive:
+                    data = archive.read(next(each for each in archive.namelist() if each.endswith("/data.pkl")))
+            found[name] = plain(read_pickle(data, lambda name: False))
+    return found
+
+
+@pytest.mark.parametrize("case", [*CASES, *corpus()], ids=named)
+def test_cases_of_libraries_come_out_right_or_are_refused(case: Case, tmp_path: Path) -> None:
+    result = reshard("convert", case.path, tmp_path / "out", *WHOLE, "--verify")
+    if case.refused or (case.may_refuse and result.status):
+        assert result.status == 3
+        assert not held_in(tmp_path / "out")
+        assert not list(tmp_path.rglob("EXECUTED*"))
+        return
+    assert result.status == 0, result.err
+    assert held_in(tmp_path / "out") == case.tensors
+
+
+@pytest.mark.parametrize("form", [*WRITTEN, "hf-sharded"])
+@pytest.mark.parametrize("case", CASES, ids=named)
+def test_what_is_written_comes_back(case: Case, form: str, tmp_path: Path) -> None:
+    done("convert", case.path, tmp_path / "there", "--to", form, "--shards", 3, "--verify")
+    assert form_of(str(tmp_path / "there")) == form
+    done("convert", tmp_path / "there", tmp_path / "back", *WHOLE, "--verify")
+    assert held_in(tmp_path / "back") == case.tensors
+    if form in WRITTEN:
+        assert objects_in(tmp_path / "there") == case.objects
+
+
+@pytest.mark.parametrize("case", some_of([(case,) for case in corpus() if not case.refused], 8), ids=named)
+@pytest.mark.parametrize("through", ["dcp", "hyper-parallel", "hf-sharded", "same"])
+def test_cases_survive_every_other_form(case: Case, through: str, tmp_path: Path) -> None:
+    words = ["dcp", "--dst-strategy", "same"] if through == "same" else [through]
+    shards = [] if through == "same" else ["--shards", "5"]
+    result = reshard("convert", case.path, tmp_path / "there", "--to", *words, *shards, "--verify")
+    if result.status and (case.may_refuse or through == "same"):
+        assert result.status == 3
+        return
+    held = case.tensors
+    if result.status == 3 and "cannot hold" in result.err:
+        held = {name: found for name, found in held.items() if f"'{name}'" not in result.err}
+        left = [word for name in case.tensors.keys() - held.keys() for word in ("--exclude", name)]
+        assert left
+        result = reshard("convert", case.path, tmp_path / "there", "--to", *words, *shards, "--verify", *left)
+    assert result.status == 0, result.err
+    done("convert", tmp_path / "there", tmp_path / "back", *WHOLE, "--verify")
+    assert held_in(tmp_path / "back") == held
+
+
+def test_records_can_be_read_by_anybody(tmp_path: Path) -> None:
+    """Records are zip archives whose elements are aligned, and the directory is a pickle of the classes of torch."""
+    values: dict[str, npt.NDArray[Any]] = {
+        "w": np.arange(20, dtype="f4").reshape(5, 4),
+        "v.s": np.array(7, "f4"),
+        "v.e": np.empty((0, 3), "f4"),
+    }
+    write_safetensors(tmp_path / "src" / "model.safetensors", values)
+    done("convert", tmp_path / "src", tmp_path / "out", "--to", "dcp", "--shards", 2, "--rename", "*=*")
+    held = read_pickle((tmp_path / "out" / ".metadata").read_bytes(), lambda name: name.startswith("torch.")).fields
+    seen = {}
+    for index, info in held["storage_data"].items():
+        record = info.fields
+        data = (tmp_path / "out" / record["relative_path"]).read_bytes()
+        data = data[record["offset"] : record["offset"] + record["length"]]
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            entry = archive.getinfo("archive/data/0")
+            names = int.from_bytes(data[entry.header_offset + 26 : entry.header_offset + 28], "little")
+            extra = int.from_bytes(data[entry.header_offset + 28 : entry.header_offset + 30], "little")
+            start = entry.header_offset + 30 + names + extra
+            assert start % 64 == 0
+            seen[index.fields["fqn"], index.fields["offset"]] = data[start : start + entry.file_size]
+            assert archive.read("archive/version") == b"3\n"
+            assert archive.read("archive/byteorder") == b"little"
+    rows = values["w"]
+    assert seen == {
+        ("w", (0, 0)): rows[:3].tobytes(),
+        ("w", (3, 0)): rows[3:].tobytes(),
+        ("v.s", ()): values["v.s"].tobytes(),
+        ("v.e", (0, 0)): b"",
+    }
+
+
+def test_planning_opens_no_file_of_tensors(tmp_path: Path) -> None:
+    for case in CASES:
+        with FileHandles() as handles:
+            read(case.path, handles)
+            assert handles.opened == 0
+
+
+def test_a_flipped_bit_is_found_with_verify_before_anything_is_written(tmp_path: Path) -> None:
+    (case,) = [case for case in CASES if case.name == "w2_old_metadata"]
+    shutil.copytree(case.path, tmp_path / "src")
+    path = tmp_path / "src" / "__0_0.distcp"
+    data = bytearray(path.read_bytes())
+    with FileHandles() as handles, handles.borrow(str(path)) as file:
+        begin = Archive(file, 0, 1577).entry("data/0").offset
+    data[begin + 3] ^= 1
+    path.write_bytes(data)
+    result = reshard("convert", tmp_path / "src", tmp_path / "out", *WHOLE, "--verify")
+    assert result.status == 3 and "CRC-32" in result.err and "'a'" in result.err
+    assert not held_in(tmp_path / "out")
+    done("convert", tmp_path / "src", tmp_path / "unseen", *WHOLE)
+    assert reshard("verify", tmp_path / "unseen", "--src", tmp_path / "src").status == 3
+
+
+def instance(kind: str, **fields: Any) -> PickledInstance:
+    return PickledInstance(f"torch.distributed.checkpoint.{kind}", (), fields)
+
+
+class Saved:
+    """A checkpoint of one tensor of 4 x 3 in two chunks of two rows, whose metadata can be made wrong."""
+
+    def __init__(self, directory: Path) -> None:
+        self.path = directory
+        self.values = np.arange(12, dtype="f4").reshape(4, 3)
+        whole = directory.with_name("whole")
+        write_safetensors(whole / "model.safetensors", {"x.w": self.values})
+        done("convert", whole, directory, "--to", "dcp", "--shards", 2, "--rename", "*=*")
+        self.metadata = read_pickle((directory / ".metadata").read_bytes(), lambda name: True)
+        self.fields = self.metadata.fields
+        self.tensor = self.fields["state_dict_metadata"]["x.w"]
+        self.stored = self.fields["storage_data"]
+        self.records = {index.fields["offset"]: info.fields for index, info in self.stored.items()}
+
+    def write(self) -> None:
+        (self.path / ".metadata").write_bytes(b"".join(pickled(self.metadata)))
+
+    def refused(self, *words: str) -> None:
+        self.write()
+        result = reshard("convert", self.path, self.path.with_name("out"), *WHOLE)
+        assert result.status == 3, result.err
+        assert all(word in result.err for word in words), result.err
+        assert not held_in(self.path.with_name("out"))
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Iterator[Saved]:
+    yield Saved(tmp_path / "src")
+
+
+def test_metadata_that_is_right_is_taken(saved: Saved, tmp_path: Path) -> None:
+    saved.write()
+    done("convert", saved.path, tmp_path / "out", *WHOLE)
+    assert held_in(tmp_path / "out") == held_in(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("path", ["../src/__0_0.distcp", "/etc/passwd", "a/../../b", "s3://b/k", "", "a\0b", "c:\\x"])
+def test_files_outside_the_directory_are_refused(path: str, saved: Saved) -> None:
+    saved.records[0, 0]["relative_path"] = path
+    saved.refused("does not lie in its directory")
+
+
+def test_a_hole_is_refused(saved: Saved) -> None:
+    saved.tensor.fields["chunks"].pop()
+    for index in [index for index in saved.stored if index.fields["offset"] == (2, 0)]:
+        del saved.stored[index]
+    saved.refused("'x.w'", "rows 2 to 3")
+
+
+def test_an_overlap_is_refused(saved: Saved) -> None:
+    first = saved.tensor.fields["chunks"][0]
+    first.fields["sizes"] = (3, 3)
+    saved.refused("'x.w'", "overlap")
+
+
+def test_a_chunk_outside_of_the_tensor_is_refused(saved: Saved) -> None:
+    saved.tensor.fields["size"] = (3, 3)
+    saved.refused("'x.w'")
+
+
+def test_a_tensor_that_another_save_made_larger_is_refused(saved: Saved) -> None:
+    saved.tensor.fields["size"] = (5, 3)
+    saved.refused("'x.w'", "row 4")
+
+
+def test_a_record_that_no_tensor_has_is_refused(saved: Saved) -> None:
+    index = instance("metadata.MetadataIndex", fqn="other", offset=(0,), index=0)
+    saved.stored[index] = next(iter(saved.stored.values()))
+    saved.refused("'other'")
+
+
+def test_a_chunk_without_a_record_is_refused(saved: Saved) -> None:
+    del saved.stored[next(iter(saved.stored))]
+    saved.refused("'x.w'", "without a record")
+
+
+def test_records_of_another_shape_are_refused(saved: Saved) -> None:
+    """The records of the two chunks are of one shape, and so is half of either: the archive tells."""
+    for chunk in saved.tensor.fields["chunks"]:
+        chunk.fields["sizes"] = (3, 2)
+        chunk.fields["offsets"] = tuple(reversed(chunk.fields["offsets"]))
+    saved.tensor.fields["size"] = (3, 4)
+    for index in saved.stored:
+        index.fields["offset"] = tuple(reversed(index.fields["offset"]))
+    saved.refused("[2, 3] in the file")
+
+
+def test_records_beyond_the_end_of_a_file_are_refused(saved: Saved) -> None:
+    saved.records[2, 0]["length"] += 1
+    saved.refused("by the metadata")
+
+
+def test_extensions_are_refused_by_name_and_can_be_left_out(saved: Saved, tmp_path: Path) -> None:
+    saved.records[2, 0]["transform_descriptors"] = ["stream.zstd/1"]
+    saved.refused("'x.w'", "stream.zstd/1", "--exclude")
+
+
+def test_compressed_archives_are_refused_by_name(saved: Saved) -> None:
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/data.pkl", b"x" * 100)
+    path = saved.path / "__0_0.distcp"
+    path.write_bytes(packed.getvalue() + path.read_bytes())
+    saved.records[0, 0]["length"] = len(packed.getvalue())
+    saved.refused("compressed or encrypted")
+
+
+def test_a_missing_file_is_named(saved: Saved) -> None:
+    (saved.path / "__1_0.distcp").unlink()
+    saved.refused("__1_0.distcp", "missing")
+
+
+def test_metadata_of_another_kind_is_refused(saved: Saved) -> None:
+    for content in (b"", b"{}", pickle.dumps({"a": 1}), pickle.dumps([1, 2])):
+        (saved.path / ".metadata").write_bytes(content)
+        result = reshard("inspect", saved.path)
+        assert result.status == 3 and ".metadata" in result.err
+
+
+def megatron(root: Path, *steps: int) -> Path:
+    """A root as Megatron makes it, with an iteration for each step; the same tensors in all."""
+    for step in steps:
+        place = root / f"iter_{step:07d}"
+        shutil.copytree(Saved(root.with_name(f"step-{step}") / "src").path, place)
+        shutil.rmtree(place / ".reshard")
+        (place / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist"}))
+    return root
+
+
+def test_the_tracker_names_the_iteration_that_is_read(tmp_path: Path) -> None:
+    root = megatron(tmp_path / "root", 10, 20, 30)
+    (root / "latest_checkpointed_iteration.txt").write_text("20")
+    assert form_of(str(root)) == "dcp"
+    result = done("inspect", root, "--json")
+    assert "20" in json.dumps(result.json)
+    done("convert", root, tmp_path / "out", *WHOLE, "--step", 10)
+    assert held_in(tmp_path / "out") == held_in(tmp_path / "step-10" / "whole")
+    wrong = reshard("convert", root, tmp_path / "none", *WHOLE, "--step", 40)
+    assert wrong.status == 3 and "iter_0000040" in wrong.err
+    (root / "latest_checkpointed_iteration.txt").unlink()
+    untold = reshard("convert", root, tmp_path / "none", *WHOLE)
+    assert untold.status == 3 and "--step" in untold.err
+
+
+def test_objects_that_hold_tensors_have_no_place_in_hyper_parallel(saved: Saved, tmp_path: Path) -> None:
+    """The object is the archive of a tensor."""
+    index = instance("metadata.MetadataIndex", fqn="rng", offset=None, index=None)
+    saved.stored[index] = next(iter(saved.stored.values()))
+    saved.fields["state_dict_metadata"]["rng"] = instance("metadata.BytesStorageMetadata")
+    saved.write()
+    result = reshard("convert", saved.path, tmp_path / "out", "--to", "hyper-parallel", "--shards", 2)
+    assert result.status == 3 and "'rng'" in result.err and "--exclude" in result.err
+    done("convert", saved.path, tmp_path / "dcp", "--to", "dcp", "--shards", 2)
+
+
+def test_runs_by_file_make_what_one_run_makes(saved: Saved, tmp_path: Path) -> None:
+    for form in WRITTEN:
+        done("convert", saved.path, tmp_path / form, "--to", form, "--shards", 4)
+        for file in (2, 0, 3, 1):
+            done("by-rank", file, saved.path, tmp_path / f"{form}-files", "--to", form, "--shards", 4)
+        whole, made = (
+            {path.name: path.read_bytes() for path in place.iterdir() if path.is_file() and "manifest" not in path.name}
+            for place in (tmp_path / form, tmp_path / f"{form}-files")
+        )
+        assert made == whole
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_strides_and_windows_read_every_element(seed: int, tmp_path: Path) -> None:
+    """Elements in any order in the record, read in ranges of any size."""
+    random = np.random.default_rng(seed)
+    shape = tuple(int(size) for size in random.integers(1, 7, random.integers(1, 5)))
+    order = random.permutation(len(shape))
+    values = random.integers(0, 1 << 30, [shape[axis] for axis in order]).astype("<i4")
+    strides = dict(zip(order.tolist(), [stride // 4 for stride in values.strides]))
+    wanted = np.ascontiguousarray(values.transpose(np.argsort(order)))
+    records, tensors, offset = b"", [], 0
+    for number in range(3):
+        archive = record_of(values.tobytes(), shape, [strides[axis] for axis in range(len(shape))])
+        tensors.append(Stored(f"t{number}", "Int32", shape, offset, len(archive)))
+        records += archive
+        offset += len(archive)
+    path = tmp_path / "__0_0.distcp"
+    path.write_bytes(records)
+    with FileHandles() as handles:
+        placement = Placement(str(path), tensors)
+        handles.place(str(path), placement)
+        places = [tensor.extents[0] for tensor in placement.tensors()]
+        expected = bytearray(placement.size)
+        for start, size in places:
+            expected[start : start + size] = wanted.tobytes()
+        with handles.borrow(str(path)) as file:
+            assert isinstance(file, PlacedFile)
+            assert file.read(0, placement.size + 10) == expected
+            for _ in range(50):
+                begin = int(random.integers(0, placement.size))
+                count = int(random.integers(0, placement.size))
+                assert file.read(begin, count) == expected[begin : begin + count]
+
+
+def record_of(data: bytes, shape: tuple[int, ...], strides: list[int]) -> bytes:
+    """An archive of ``torch.save`` as an older torch writes it, made by the library of Python."""
+    text = b"".join(
+        [
+            b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n((X\x07\x00\x00\x00storagectorch\nIntStorage\n",
+            b"X\x01\x00\x00\x000X\x03\x00\x00\x00cpu",
+            b"J" + (len(data) // 4).to_bytes(4, "little") + b"tQK\x00",
+            b"(" + b"".join(b"J" + size.to_bytes(4, "little") for size in shape) + b"t",
+            b"(" + b"".join(b"J" + stride.to_bytes(4, "little") for stride in strides) + b"t",
+            b"\x89ccollections\nOrderedDict\n)RtR.",
+        ]
+    )
+    held = io.BytesIO()
+    with zipfile.ZipFile(held, "w") as archive:
+        archive.writestr("archive/data.pkl", text)
+        archive.writestr("archive/data/0", data)
+        archive.writestr("archive/version", "3\n")
+    return held.getvalue()
+
+
+def test_a_big_transposed_record_is_read_in_bounded_memory(tmp_path: Path) -> None:
+    values = np.arange(1 << 20, dtype="<i4").reshape(1024, 1024)
+    archive = record_of(values.T.copy().tobytes(), (1024, 1024), [1, 1024])
+    path = tmp_path / "__0_0.distcp"
+    path.write_bytes(archive)
+    with FileHandles() as handles:
+        handles.place(str(path), Placement(str(path), [Stored("t", "Int32", (1024, 1024), 0, len(archive))]))
+        with handles.borrow(str(path)) as file:
+            for start in range(0, 4 << 20, 8192):
+                got = np.frombuffer(file.read(start, 8192), "<i4")
+                assert got[0] == start // 4 and (np.diff(got) == 1).all()
+
+
+def test_archives_that_claim_too_much_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    good = record_of(bytes(64), (16,), [1])
+    for data in (good[:-1], good[: len(good) // 2], b"", bytes(200), good[:-12] + b"\xff" * 8 + good[-4:]):
+        path.write_bytes(data)
+        with FileHandles() as handles, handles.borrow(str(path)) as file, pytest.raises(CheckpointError):
+            Archive(file, 0, len(data)).entry("data/0")
+    for shape, strides in (((17,), [1]), ((4, 4), [4, 2]), ((2,), [15]), ((1 << 40,), [1 << 20])):
+        text = record_of(bytes(64), tuple(min(size, 1 << 30) for size in shape), [min(s, 1 << 30) for s in strides])
+        path.write_bytes(text)
+        reaches = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides))
+        with FileHandles() as handles, handles.borrow(str(path)) as file:
+            if reaches <= 16:
+                assert math.prod(archived_tensor(file, 0, len(text)).shape)
+            else:
+                with pytest.raises(CheckpointError):
+                    archived_tensor(file, 0, len(text))

@@ -1,0 +1,292 @@
+"""Sharded safetensors of torch: any boxes come out whole, and what is not all of a tensor is refused by name."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import struct
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from tests.corpus_dcp import CORPUS_DCP, held_in
+from tests.running import done, fails, reshard
+from tests.trees import Value, read_checkpoint, safetensors_metadata, same_checkpoints, value, write_checkpoint
+
+Box = tuple[tuple[int, int], ...]
+
+
+class Chunk(NamedTuple):
+    """A box of a tensor, and the shard that holds it."""
+
+    name: str
+    box: Box
+    shard: int
+
+
+@contextlib.contextmanager
+def small_directory() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as directory:
+        yield Path(directory)
+
+
+def within(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(start, stop) for start, stop in box)
+
+
+def write_shards(root: Path, tensors: Mapping[str, Value], chunks: Sequence[Chunk], shapes: bool = False) -> Path:
+    """Write files as torch does, or with full shapes as its newer versions do; an entry has the name of its tensor.
+
+    Where a shard has several chunks of one tensor, the others get names of their own.
+    """
+    held: dict[int, dict[str, Value]] = {}
+    info: dict[int, dict[str, dict[str, Any]]] = {}
+    for name, box, shard in chunks:
+        entries, said = held.setdefault(shard, {}), info.setdefault(shard, {})
+        key = name if name not in entries else f"{name}.{len(entries)}"
+        entries[key] = Value(tensors[name].dtype, tensors[name].array[within(box)].copy())
+        said[key] = {"saved_offsets": [start for start, _ in box]}
+        if shapes:
+            said[key]["global_shape"] = list(tensors[name].array.shape)
+        if key != name:
+            said[key]["fqn"] = name
+    for shard, entries in held.items():
+        metadata = {"DCP_SHARDING_INFO": json.dumps(info[shard]), "DCP_VERSION": "1.0", "format": "pt"}
+        write_checkpoint(root / f"shard-{shard:05d}-model-00001-of-00001.safetensors", entries, metadata=metadata)
+    return root
+
+
+def read_shards(root: Path) -> dict[str, Value]:
+    """What files written by reshard hold, put together as their headers say."""
+    found: dict[str, Value] = {}
+    for path in sorted(root.glob("shard-*.safetensors")):
+        metadata = safetensors_metadata(path)
+        assert metadata["format"] == "pt" and metadata["DCP_VERSION"] == "1.0"
+        info = json.loads(metadata["DCP_SHARDING_INFO"])
+        held = read_checkpoint(path)
+        assert held.keys() == info.keys()
+        for name, (dtype, array) in held.items():
+            shape = tuple(info[name]["global_shape"])
+            if name not in found:
+                found[name] = Value(dtype, np.zeros(shape, array.dtype))
+            box = tuple((start, start + size) for start, size in zip(info[name]["saved_offsets"], array.shape))
+            found[name].array[within(box)] = array
+    return found
+
+
+def rows(name: str, full: Value, shards: int) -> list[Chunk]:
+    """Rows as FSDP cuts them."""
+    shape = full.array.shape
+    part = -(-shape[0] // shards)
+    edges = [min(shape[0], part * shard) for shard in range(shards + 1)]
+    inner = tuple((0, size) for size in shape[1:])
+    return [Chunk(name, (pair, *inner), shard) for shard, pair in enumerate(zip(edges, edges[1:]), 1)]
+
+
+FULL = {"a.weight": value("a", (7, 6)), "b.weight": value("b", (5, 2, 3), "BFloat16"), "norm": value("n", (3,))}
+CHUNKS = [chunk for name, full in FULL.items() for chunk in rows(name, full, 4)]
+
+
+def converted(src: Path, out: Path) -> dict[str, Value]:
+    done("convert", src, out, "--to", "huggingface", "--verify")
+    return read_checkpoint(out / "model.safetensors")
+
+
+@st.composite
+def cut_tensors(draw: st.DrawFn) -> tuple[dict[str, Value], list[Chunk]]:
+    """Tensors cut into boxes again and again, some of them held several times."""
+    tensors, chunks = {}, []
+    for name in draw(st.sampled_from([["a"], ["a", "b.c"]])):
+        shape = tuple(draw(st.lists(st.integers(0, 5), max_size=3)))
+        tensors[name] = value(name + str(shape), shape, draw(st.sampled_from(["Float32", "BFloat16", "Int8"])))
+        boxes: list[Box] = [tuple((0, size) for size in shape)]
+        for _ in range(draw(st.integers(0, 4)) if shape else 0):
+            box = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
+            at = draw(st.integers(0, len(shape) - 1))
+            middle = draw(st.integers(*box[at]))
+            boxes += [(*box[:at], part, *box[at + 1 :]) for part in ((box[at][0], middle), (middle, box[at][1]))]
+        boxes += draw(st.lists(st.sampled_from(boxes), max_size=2))
+        chunks += [Chunk(name, box, draw(st.integers(1, 3))) for box in boxes]
+    return tensors, chunks
+
+
+@given(cut_tensors(), st.booleans(), st.integers(1, 5))
+def test_any_boxes_come_out_whole_and_go_back_as_rows(
+    cut: tuple[dict[str, Value], list[Chunk]], shapes: bool, shards: int
+) -> None:
+    tensors, chunks = cut
+    with small_directory() as root:
+        src = write_shards(root / "src", tensors, chunks, shapes)
+        same_checkpoints(converted(src, root / "whole"), tensors)
+        done("convert", src, root / "shards", "--to", "hf-sharded", "--shards", shards, "--verify")
+        same_checkpoints(read_shards(root / "shards"), tensors)
+        # Tensors cut by rows have a chunk in every file, be it without rows.
+        laid_out = {name for name, full in tensors.items() if full.array.ndim}
+        for path in (root / "shards").glob("shard-*.safetensors"):
+            assert laid_out - {"a"} <= read_checkpoint(path).keys()
+        done("convert", root / "shards", root / "same", "--to", "hf-sharded", "--dst-strategy", "same", "--verify")
+        same_checkpoints(read_shards(root / "same"), tensors)
+
+
+@given(cut_tensors(), st.data())
+def test_a_lost_chunk_is_refused_by_name(cut: tuple[dict[str, Value], list[Chunk]], data: st.DataObject) -> None:
+    tensors, chunks = cut
+    lost = data.draw(st.sampled_from(chunks))
+    left = [chunk for chunk in chunks if (chunk.name, chunk.box) != (lost.name, lost.box)]
+    assume(all(start < stop for start, stop in lost.box) and any(chunk.name == lost.name for chunk in left))
+    with small_directory() as root:
+        src = write_shards(root / "src", tensors, left, shapes=True)
+        fails(3, "convert", src, root / "out", "--to", "huggingface", says=[f"'{lost.name}'", "no chunk holds"])
+        assert not (root / "out" / "model.safetensors").exists()
+
+
+def change(path: Path, edit: Any) -> None:
+    """Write what a header records of its entries anew."""
+    data = path.read_bytes()
+    (length,) = struct.unpack("<Q", data[:8])
+    header = json.loads(data[8 : 8 + length])
+    info = json.loads(header["__metadata__"]["DCP_SHARDING_INFO"])
+    found = edit(info)
+    header["__metadata__"]["DCP_SHARDING_INFO"] = found if isinstance(found, str) else json.dumps(info)
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + length :])
+
+
+@pytest.mark.parametrize(
+    ("edit", "says"),
+    [
+        (lambda info: info.pop("norm"), "'norm' has no saved_offsets"),
+        (lambda info: info["norm"].clear(), "'norm' has no saved_offsets"),
+        (lambda info: info.update(more={"saved_offsets": [0]}), "'more' is in DCP_SHARDING_INFO"),
+        (lambda info: info["norm"].update(saved_offsets=[0, 0]), "has saved_offsets [0, 0]"),
+        (lambda info: info["norm"].update(saved_offsets=[-1]), "has saved_offsets [-1]"),
+        (lambda info: info["norm"].update(saved_offsets=[True]), "has saved_offsets [True]"),
+        (lambda info: info["norm"].update(saved_offsets=[2**63]), "has saved_offsets"),
+        (lambda info: info["norm"].update(saved_offsets=[2**70]), "DCP_SHARDING_INFO is damaged"),
+        (lambda info: info["norm"].update(saved_offsets="0"), "has saved_offsets 0"),
+        (lambda info: info["norm"].update(global_shape=[2]), "does not lie in a tensor of shape [2]"),
+        (lambda info: info["norm"].update(global_shape=[9]), "no chunk holds rows 3 to 8"),
+        (lambda info: info["norm"].update(global_shape=[2**45]), "reshard supports"),
+        (lambda info: info["norm"].update(stride=[2]), "'stride'"),
+        (lambda info: info["norm"].update(fqn=3), "has no one name"),
+        (lambda info: info["norm"].update(fqn="a.weight"), "'a.weight' has different"),
+        (lambda info: "[", "DCP_SHARDING_INFO is damaged"),
+        (lambda info: "[]", "DCP_SHARDING_INFO is no object"),
+        (lambda info: "[" * 100_000, "DCP_SHARDING_INFO is damaged"),
+    ],
+)
+def test_headers_that_say_no_place_are_refused(edit: Any, says: str, tmp_path: Path) -> None:
+    src = write_shards(tmp_path / "src", FULL, CHUNKS)
+    change(src / "shard-00002-model-00001-of-00001.safetensors", edit)
+    fails(3, "convert", src, tmp_path / "out", "--to", "huggingface", says=[says])
+
+
+def test_files_of_another_save_are_refused(tmp_path: Path) -> None:
+    src = write_shards(tmp_path / "src", FULL, CHUNKS, shapes=True)
+    other = {**FULL, "a.weight": value("a", (8, 6))}
+    chunks = [chunk for name, full in other.items() for chunk in rows(name, full, 4)]
+    write_shards(tmp_path / "other", other, chunks, shapes=True)
+    name = "shard-00003-model-00001-of-00001.safetensors"
+    shutil.copy(tmp_path / "other" / name, src / name)
+    says = ["'a.weight' has different shapes", "[7, 6] and [8, 6]"]
+    fails(3, "convert", src, tmp_path / "out", "--to", "huggingface", says=says)
+    done("convert", src, tmp_path / "out", "--to", "huggingface", "--exclude", "a.weight", "--verify")
+
+
+def test_a_tensor_with_a_hole_can_be_left_out(tmp_path: Path) -> None:
+    src = write_shards(tmp_path / "src", FULL, CHUNKS)
+    (src / "shard-00002-model-00001-of-00001.safetensors").unlink()
+    fails(3, "convert", src, tmp_path / "out", "--to", "unified", says=["bring the files of shard 2", "rows 2 to 3"])
+    found = done("inspect", src, "--json").json
+    assert not found["complete"]
+
+
+def test_shards_beside_consolidated_files_are_not_read_twice(tmp_path: Path) -> None:
+    write_shards(tmp_path / "src" / "sharded", FULL, CHUNKS)
+    same_checkpoints(converted(tmp_path / "src", tmp_path / "one"), FULL)
+    write_checkpoint(tmp_path / "src" / "model.safetensors", FULL, metadata={"format": "pt"})
+    assert done("inspect", tmp_path / "src", "--json").json["form"] == "huggingface"
+    same_checkpoints(converted(tmp_path / "src", tmp_path / "two"), FULL)
+
+
+def test_parts_under_the_names_of_a_model_are_refused(tmp_path: Path) -> None:
+    src = write_shards(tmp_path / "src", FULL, CHUNKS)
+    for place, path in enumerate(sorted(src.iterdir()), 1):
+        path.rename(src / f"model-{place:05d}-of-00004.safetensors")
+    fails(3, "convert", src, tmp_path / "out", "--to", "unified", says=["holds parts of tensors"])
+    (tmp_path / "one").mkdir()
+    shutil.copy(src / "model-00002-of-00004.safetensors", tmp_path / "one" / "model.safetensors")
+    fails(3, "convert", tmp_path / "one", tmp_path / "out", "--to", "unified", says=["holds parts of tensors"])
+
+
+def test_a_single_shard_is_no_checkpoint(tmp_path: Path) -> None:
+    src = write_shards(tmp_path / "src", FULL, CHUNKS)
+    one = src / "shard-00002-model-00001-of-00001.safetensors"
+    fails(3, "convert", one, tmp_path / "out", "--to", "unified", says=["one file of a sharded checkpoint", src])
+
+
+@pytest.mark.parametrize("shards", [1, 3, 8])
+def test_rows_are_cut_as_fsdp_cuts_them(shards: int, tmp_path: Path) -> None:
+    src = write_shards(tmp_path / "src", FULL, CHUNKS)
+    done("convert", src, tmp_path / "out", "--to", "hf-sharded", "--shards", shards)
+    expected = [chunk for name, full in FULL.items() for chunk in rows(name, full, shards)]
+    for shard in range(1, shards + 1):
+        held = read_checkpoint(tmp_path / "out" / f"shard-{shard:05d}-model-00001-of-00001.safetensors")
+        same_checkpoints(
+            held,
+            {
+                chunk.name: Value(FULL[chunk.name].dtype, FULL[chunk.name].array[within(chunk.box)])
+                for chunk in expected
+                if chunk.shard == shard
+            },
+        )
+
+
+def test_a_target_is_cut_in_one_way(tmp_path: Path) -> None:
+    src = write_shards(tmp_path / "src", FULL, CHUNKS)
+    out = tmp_path / "out"
+    to: list[Any] = ["--to", "hf-sharded"]
+    fails(2, "convert", src, out, *to, says=["--shards N"])
+    fails(2, "convert", src, out, *to, "--shards", 2, "--dst-strategy", "same", says=["leave out one"])
+    fails(2, "convert", src, out, *to, "--shards", 0, says=["--shards"])
+    fails(2, "convert", src, out, *to, "--dst-strategy", "shards:x", says=["no number of shards"])
+    fails(2, "convert", src, out, "--to", "checkpoint2", "--shards", 2, says=["--shards goes with"])
+    fails(2, "convert", src, out, *to, "--shards", 2, "--src-strategy", "none", says=["leave out --src-strategy"])
+
+
+def test_an_uneven_cut_goes_on_and_is_verified_afterwards(tmp_path: Path) -> None:
+    src = write_shards(tmp_path / "src", FULL, CHUNKS)
+    out = tmp_path / "out"
+    words: list[Any] = [src, out, "--to", "hf-sharded", "--shards", 3]
+    done("by-rank", 1, *words)
+    assert not done("status", out, "--json").json["complete"]
+    done("resume", out)
+    done("verify", out, "--src", src)
+    assert "already complete" in done("convert", *words).err
+    fails(3, "convert", src, out, "--to", "hf-sharded", "--shards", 2)
+    same_checkpoints(read_shards(out), FULL)
+
+
+CORPUS = sorted(CORPUS_DCP.glob("hf_*")) if CORPUS_DCP.is_dir() else []
+
+
+@pytest.mark.parametrize("case", CORPUS, ids=lambda case: case.name)
+def test_cases_that_torch_wrote_come_out_right_or_are_refused(case: Path, tmp_path: Path) -> None:
+    answer = json.loads((case / "expected.json").read_text())
+    result = reshard("convert", case / "checkpoint", tmp_path / "out", "--to", "huggingface", "--verify")
+    if answer["expect"] == "refuse":
+        assert result.status == 3
+        return
+    assert result.status == 0, result.err
+    expected = {name: (held["dtype"], tuple(held["shape"]), held["sha256"]) for name, held in answer["tensors"].items()}
+    assert held_in(tmp_path / "out") == expected
+    done("convert", case / "checkpoint", tmp_path / "there", "--to", "hf-sharded", "--shards", 3, "--verify")
+    done("convert", tmp_path / "there", tmp_path / "back", "--to", "huggingface", "--verify")
+    assert held_in(tmp_path / "back") == expected

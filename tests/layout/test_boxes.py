@@ -1,0 +1,145 @@
+"""Stored boxes of a tensor: exactly all of it, or refused with what is wrong."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from reshard.errors import LayoutError
+from reshard.layout import Box, Covering, Grid, covering, shape_of, volume_of
+from reshard.layout.boxes import elements_of
+
+
+def covered_by(shape: tuple[int, ...], boxes: list[Box]) -> Covering:
+    starts = np.array([[start for start, _ in box] for box in boxes], np.int64).reshape(len(boxes), len(shape))
+    sizes = np.array([shape_of(box) for box in boxes], np.int64).reshape(len(boxes), len(shape))
+    return covering(shape, starts, sizes)
+
+
+def elements_in(box: Box) -> list[tuple[int, ...]]:
+    return list(itertools.product(*(range(start, stop) for start, stop in box)))
+
+
+@st.composite
+def partitions(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box]]:
+    """A tensor cut into boxes, each cut again along some dimension: mostly no grid."""
+    shape = tuple(draw(st.lists(st.integers(0, 6), max_size=3)))
+    boxes: list[Box] = [tuple((0, size) for size in shape)]
+    for _ in range(draw(st.integers(0, 5)) if shape else 0):
+        box = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
+        dimension = draw(st.integers(0, len(shape) - 1))
+        start, stop = box[dimension]
+        at = draw(st.integers(start, stop))
+        for low, high in ((start, at), (at, stop)):
+            boxes.append((*box[:dimension], (low, high), *box[dimension + 1 :]))
+    return shape, draw(st.permutations(boxes))
+
+
+@given(partitions(), st.data())
+def test_every_element_is_found_in_the_box_that_holds_it(
+    cut: tuple[tuple[int, ...], list[Box]], data: st.DataObject
+) -> None:
+    shape, boxes = cut
+    boxes += data.draw(st.lists(st.sampled_from(boxes), max_size=3))
+    found = covered_by(shape, boxes)
+    assert found.grid.shape == shape
+    for number in range(found.grid.slice_count):
+        part = found.grid.slice_box(number)
+        box = found.boxes[number if found.box_of_slice is None else int(found.box_of_slice[number])]
+        assert all(low <= a <= b <= high for (a, b), (low, high) in zip(part, box))
+    for box, members in zip(found.boxes, found.members):
+        equal = [number for number, each in enumerate(boxes) if each == box]
+        assert list(members) == (equal if volume_of(box) else list(range(len(boxes))))
+    if found.box_of_slice is None:
+        assert [found.grid.slice_box(number) for number in range(found.grid.slice_count)] == list(found.boxes)
+
+
+@given(partitions(), st.data())
+def test_what_is_not_all_of_a_tensor_or_more_is_refused(
+    cut: tuple[tuple[int, ...], list[Box]], data: st.DataObject
+) -> None:
+    shape, boxes = cut
+    for _ in range(data.draw(st.integers(1, 2))):
+        number = data.draw(st.integers(0, len(boxes) - 1))
+        if not shape or data.draw(st.booleans()):
+            del boxes[number]
+            if not boxes:
+                break
+            continue
+        dimension = data.draw(st.integers(0, len(shape) - 1))
+        moved = tuple(sorted(data.draw(st.tuples(*2 * [st.integers(0, shape[dimension])]))))
+        boxes[number] = (*boxes[number][:dimension], moved, *boxes[number][dimension + 1 :])
+    whole = [tuple((0, size) for size in shape)]
+    times = Counter(itertools.chain.from_iterable(map(elements_in, set(boxes))))
+    if times == Counter(elements_in(whole[0])):
+        covered_by(shape, boxes)
+        return
+    with pytest.raises(LayoutError) as refused:
+        covered_by(shape, boxes)
+    assert "no chunk holds" in refused.value.message or "overlap" in refused.value.message
+
+
+@pytest.mark.parametrize(
+    ("boxes", "says"),
+    [
+        ([((0, 5), (0, 6))], "no chunk holds rows 5 to 8"),
+        ([((0, 5), (0, 6)), ((6, 9), (0, 6))], "no chunk holds row 5"),
+        ([((0, 9), (0, 4))], r"no chunk holds elements \[0:9, 4:6\]"),
+        ([((0, 5), (0, 6)), ((4, 9), (0, 6))], "rows 4 to 8 and rows 0 to 4 overlap"),
+        ([((0, 9), (0, 6)), ((3, 4), (2, 3))], "overlap"),
+        ([((0, 9), (0, 7))], r"shape \[9, 7\] at \[0, 0\] does not lie in a tensor of shape \[9, 6\]"),
+        ([((0, 0), (0, 6))], "no chunk holds rows 0 to 8"),
+    ],
+)
+def test_the_elements_that_are_wrong_are_named(boxes: list[Box], says: str) -> None:
+    with pytest.raises(LayoutError, match=says):
+        covered_by((9, 6), boxes)
+
+
+def test_boxes_whose_ends_do_not_fit_64_bits_are_refused() -> None:
+    with pytest.raises(LayoutError, match="does not lie"):
+        covering((4,), np.array([[2**63 - 1]]), np.array([[2**63 - 1]]))
+
+
+def test_a_pinwheel_is_read_from_its_five_boxes() -> None:
+    pinwheel: list[Box] = [((0, 1), (0, 2)), ((0, 2), (2, 3)), ((2, 3), (1, 3)), ((1, 3), (0, 1)), ((1, 2), (1, 2))]
+    found = covered_by((3, 3), pinwheel)
+    assert found.grid == Grid(((0, 1, 2, 3), (0, 1, 2, 3)))
+    assert set(found.boxes) == set(pinwheel)
+
+
+@pytest.mark.parametrize("grid", [True, False])
+def test_a_hundred_thousand_boxes_take_seconds(grid: bool) -> None:
+    rows, columns = 100, 1000
+    boxes: list[Box] = []
+    for row in range(rows):
+        shift = 0 if grid else row % 2
+        edges = sorted({0, 2 * columns, *(2 * column + shift for column in range(columns))})
+        boxes += (((row, row + 1), pair) for pair in zip(edges, edges[1:]))
+    begun = time.monotonic()
+    found = covered_by((rows, 2 * columns), boxes)
+    assert time.monotonic() - begun < 20
+    assert len(found.boxes) == len(boxes) and (found.box_of_slice is None) is grid
+
+
+def test_boxes_that_cut_each_other_into_too_many_parts_are_refused() -> None:
+    count = 1100
+    # A staircase: every step has edges of its own in both dimensions.
+    boxes: list[Box] = []
+    for at in range(count):
+        boxes.append(((at, at + 1), (0, at + 1)))
+        boxes.append(((at, at + 1), (at + 1, count + 1)))
+    with pytest.raises(LayoutError, match="2200 chunks lie in no grid"):
+        covered_by((count, count + 1), boxes)
+
+
+def test_rows_are_named_as_rows() -> None:
+    assert elements_of(((3, 4), (0, 5)), (9, 5)) == "row 3"
+    assert elements_of(((3, 6),), (9,)) == "rows 3 to 5"
+    assert elements_of(((0, 9), (1, 2)), (9, 5)) == "elements [0:9, 1:2]"

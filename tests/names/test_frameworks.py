@@ -1,0 +1,113 @@
+"""Names of trainers' states: what PyTorch's trainers put around a model's names comes off, and goes back on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from reshard.names import plain_names, possible_plain_names, trainer_keys, trainer_names
+from tests.forms.test_hf_sharded import CHUNKS, FULL, Chunk, converted, rows, write_shards
+from tests.running import done, fails
+from tests.trees import Value, read_checkpoint, value
+
+MODEL = ["model.embed.weight", "model.layers.0.up.weight"]
+STATE = "optimizer.state.layers.0.up.weight.exp_avg"
+
+
+def plain(names: list[str], objects: tuple[str, ...] = (), keys: Any = None, optimizer: bool = True) -> dict[str, Any]:
+    return plain_names(names, objects, keys or {}, optimizer).names
+
+
+def test_a_trainers_prefix_comes_off_where_something_shows_that_it_is_one() -> None:
+    kept, bare = dict(zip(MODEL, MODEL)), dict(zip(MODEL, ["embed.weight", "layers.0.up.weight"]))
+    # A model of Hugging Face with tied embeddings has such names of its own.
+    assert plain(MODEL) == kept
+    assert plain(MODEL, objects=("optimizer.param_groups.0.lr",)) == bare
+    assert plain([*MODEL, STATE]) == {**bare, STATE: "adam_m.layers.0.up.weight"}
+    assert plain(MODEL, keys={name: ("model", name[6:]) for name in MODEL}) == bare
+    assert plain(MODEL, keys={name: (name,) for name in MODEL}) == kept
+    assert plain([*MODEL, "head.weight"], objects=("optimizer.x",)) == {**kept, "head.weight": "head.weight"}
+    causal = ["model.model.embed.weight", "model.lm_head.weight"]
+    assert plain(causal) == dict(zip(causal, ["model.embed.weight", "lm_head.weight"]))
+
+
+@pytest.mark.parametrize(
+    ("name", "new"),
+    [
+        ("optimizer.state.a.weight.exp_avg", "adam_m.a.weight"),
+        ("optimizer.state.a.weight.exp_avg_sq", "adam_v.a.weight"),
+        ("optimizer.state.exp_avg_sq.a.weight", "adam_v.a.weight"),
+        ("optimizer.state.fp32_param.a.weight", "main_param.a.weight"),
+        ("optimizer.optim.state.a.weight.exp_avg", "adam_m.a.weight"),
+        ("optim.state.a._orig_mod.weight.exp_avg", "adam_m.a.weight"),
+        ("optimizer.state.a.weight.step", None),
+        ("optimizer.state.0.exp_avg", None),
+        ("optimizer.state.a.weight.momentum_buffer", None),
+        ("a._fsdp_wrapped_module._checkpoint_wrapped_module.weight", "a.weight"),
+        ("_orig_mod.a.weight", "a.weight"),
+        ("my_orig_mod.a.weight", "my_orig_mod.a.weight"),
+    ],
+)
+def test_what_frameworks_put_around_names(name: str, new: Any) -> None:
+    found = plain([name])
+    assert found == {name: new}
+    assert new is None or new in possible_plain_names(name, True)
+    assert plain([name], optimizer=False) == {name: None if name.startswith("opti") else new}
+
+
+def test_names_go_back_as_a_trainers() -> None:
+    names = ["a.weight", "adam_m.a.weight", "adam_v.a.weight", "adam_m.other", "global_step", "model.b.weight"]
+    found = trainer_names(names)
+    assert found["a.weight"] == "model.a.weight" and found["model.b.weight"] == "model.model.b.weight"
+    assert found["adam_m.a.weight"] == "optimizer.state.a.weight.exp_avg"
+    assert found["adam_v.a.weight"] == "optimizer.state.a.weight.exp_avg_sq"
+    assert (found["adam_m.other"], found["global_step"]) == ("adam_m.other", "global_step")
+    assert trainer_keys("model.a.weight") == ("model", "a.weight")
+    assert trainer_keys("optimizer.state.a.weight.exp_avg") == ("optimizer", "state", "a.weight", "exp_avg")
+    assert trainer_keys("global_step") == ("global_step",)
+    made = [new or "" for new in found.values()]
+    again = plain_names(made, (), {name: trainer_keys(name) for name in made}, True).names
+    assert (again["adam_m.other"], again["model.model.b.weight"]) == ("adam_m.other", "model.b.weight")
+    assert again["model.a.weight"] == "a.weight"
+    assert again["optimizer.state.a.weight.exp_avg_sq"] == "adam_v.a.weight"
+
+
+def test_moments_of_a_trainer_reach_mindspore_and_no_model(tmp_path: Path) -> None:
+    moments = {"exp_avg": value("m", (7, 6)), "exp_avg_sq": value("v", (7, 6))}
+    state = {f"optimizer.state.a.weight.{name}": held for name, held in moments.items()}
+    step = {"optimizer.state.a.weight.step": Value("Float32", np.array(3, "<u4"))}
+    tensors = {**{f"model.{name}": held for name, held in FULL.items()}, **state, **step}
+    chunks = [chunk._replace(name=f"model.{chunk.name}") for chunk in CHUNKS]
+    chunks += [chunk for name, held in state.items() for chunk in rows(name, held, 4)]
+    src = write_shards(tmp_path / "src", tensors, [*chunks, Chunk(next(iter(step)), (), 1)])
+    said = done("convert", src, tmp_path / "hf", "--to", "huggingface", "--verify").err
+    assert "3 tensors of the optimizer left out" in said and "'model.' is taken off" in said
+    assert read_checkpoint(tmp_path / "hf" / "model.safetensors").keys() == FULL.keys()
+    said = done("convert", src, tmp_path / "ms", "--to", "unified", "--verify").err
+    assert "1 tensor of the optimizer left out: 'optimizer.state.a.weight.step'" in said
+    held = read_checkpoint(tmp_path / "ms" / "part0.safetensors")
+    assert held["adam_m.a.weight"].same(moments["exp_avg"]) and held["adam_v.a.weight"].same(moments["exp_avg_sq"])
+    done("convert", tmp_path / "ms", tmp_path / "back", "--to", "dcp", "--shards", 2, "--verify")
+    done("convert", tmp_path / "back", tmp_path / "again", "--to", "unified", "--verify")
+    again = read_checkpoint(tmp_path / "again" / "part0.safetensors")
+    assert again.keys() == held.keys() and all(again[name].same(each) for name, each in held.items())
+    kept = done("convert", src, tmp_path / "kept", "--to", "huggingface", "--rename", "*=*", "--verify").err
+    assert "left out" not in kept
+    assert read_checkpoint(tmp_path / "kept" / "model.safetensors").keys() == tensors.keys()
+
+
+def test_two_tensors_that_would_get_one_name_are_refused(tmp_path: Path) -> None:
+    tensors = {"a.weight": value("a", (4,)), "_orig_mod.a.weight": value("b", (4,))}
+    chunks = [Chunk(name, ((0, 4),), 1) for name in tensors]
+    src = write_shards(tmp_path / "src", tensors, chunks)
+    fails(3, "convert", src, tmp_path / "out", "--to", "huggingface", says=["'a.weight'", "name of its own"])
+
+
+def test_names_stay_between_forms_of_torch(tmp_path: Path) -> None:
+    src = write_shards(tmp_path / "src", FULL, CHUNKS)
+    done("convert", src, tmp_path / "dcp", "--to", "dcp", "--shards", 2, "--verify")
+    done("convert", tmp_path / "dcp", tmp_path / "shards", "--to", "hf-sharded", "--shards", 3, "--verify")
+    assert converted(tmp_path / "shards", tmp_path / "out").keys() == FULL.keys()

@@ -1,0 +1,221 @@
+"""--dequantize: quantised weights are written as numbers, whatever they are cut into."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import reshard as package
+from reshard.quantised import values
+from tests.layouts import examples, strategies
+from tests.quantised.models import SCHEMES, Coded, others, write_model
+from tests.reference import slices
+from tests.running import done, fails, reshard, warns
+from tests.trees import Value, arrays, layout, read_checkpoint, read_tree, same_checkpoints, same_ranks, write_strategy
+
+
+def expected(quantised: list[Coded], dtype: str = "BFloat16") -> dict[str, Value]:
+    """What a model stands for, with what is not quantised as it is."""
+    plain = {
+        name: Value(kept, np.frombuffer(content, f"u{len(content) // shape[0]}").reshape(shape))
+        for name, (kept, shape, content) in others().items()
+    }
+    return {**plain, **{each.name: each.as_type(dtype) for each in quantised}}
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("dtype", ["BFloat16", "Float16", "Float32"])
+def test_a_directory_becomes_one_of_the_type_asked_for(tmp_path: Path, scheme: str, dtype: str) -> None:
+    quantised = write_model(tmp_path / "src", scheme)
+
+    done("convert", tmp_path / "src", tmp_path / "out", "--dequantize", dtype, "--verify")
+
+    (written,) = (tmp_path / "out").glob("*.safetensors")
+    same_checkpoints(read_checkpoint(written), expected(quantised, dtype))
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert "quantization_config" not in config
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@given(data=st.data())
+@examples(30)
+def test_every_rank_of_any_layout_gets_its_slices(scheme: str, data: st.DataObject) -> None:
+    with TemporaryDirectory() as directory:
+        tmp_path = Path(directory)
+        whole = expected(write_model(tmp_path / "src", scheme, data.draw(st.booleans())))
+        strategy = data.draw(strategies(whole))
+        path = write_strategy(tmp_path / "strategy", strategy, {name: each.array.shape for name, each in whole.items()})
+        memory = data.draw(st.sampled_from(["1MiB", "64MiB"]))
+
+        done(
+            "convert",
+            tmp_path / "src",
+            tmp_path / "out",
+            "--dst-strategy",
+            path,
+            "--dequantize",
+            "bf16",
+            "--max-memory",
+            memory,
+        )
+
+        parts = slices(strategy, arrays(whole))
+        cut = {
+            rank: {name: Value(whole[name].dtype, part) for name, part in held.items()} for rank, held in parts.items()
+        }
+        same_ranks(read_tree(tmp_path / "out"), cut)
+
+
+def test_codes_and_scales_that_are_cut_are_dequantised_too(tmp_path: Path) -> None:
+    quantised = write_model(tmp_path / "src", "fp8 blocks")
+    stored = {name: parts for each in quantised for name, parts in each.stored.items()}
+    layouts = {
+        name: layout([2], [-1 if parts[1][0] % 2 else 0, *[-1] * (len(parts[1]) - 1)])
+        for name, parts in {**stored, **others()}.items()
+    }
+    path = write_strategy(tmp_path / "strategy", [{"devices": 2, "layouts": layouts}])
+    ranks = tmp_path / "ranks"
+    done("convert", tmp_path / "src", ranks, "--dst-strategy", path, "--format", "safetensors")
+
+    done(
+        "convert",
+        ranks,
+        tmp_path / "out",
+        "--src-strategy",
+        path,
+        "--to",
+        "huggingface",
+        "--dequantize",
+        "bf16",
+        "--config",
+        tmp_path / "src",
+    )
+
+    (written,) = (tmp_path / "out").glob("*.safetensors")
+    same_checkpoints(read_checkpoint(written), expected(quantised))
+
+
+def test_open_gives_numbers(tmp_path: Path) -> None:
+    quantised = write_model(tmp_path / "src", "fp8 blocks")
+
+    with package.open(tmp_path / "src", dequantize="Float32") as checkpoint:
+        assert set(checkpoint) == expected(quantised).keys()
+        for each in quantised:
+            np.testing.assert_array_equal(np.asarray(checkpoint[each.name]), each.values)
+            np.testing.assert_array_equal(checkpoint[each.name][1:3, 2:5], each.values[1:3, 2:5])
+
+
+@pytest.mark.parametrize(
+    ("scale", "says"), [(0.0, "is 0.0"), (float("nan"), "is nan"), (float("inf"), "is inf"), (-1.0, "is -1.0")]
+)
+def test_a_scale_that_is_no_positive_number_is_an_error(tmp_path: Path, scale: float, says: str) -> None:
+    write_model(tmp_path / "src", "fp8 blocks")
+    path = tmp_path / "src" / "model-00002-of-00002.safetensors"
+    data = bytearray(path.read_bytes())
+    length = int.from_bytes(data[:8], "little")
+    begin, _ = json.loads(data[8 : 8 + length])["a.weight_scale_inv"]["data_offsets"]
+    at = 8 + length + begin + 4 * 4
+    data[at : at + 4] = np.float32(scale).tobytes()
+    path.write_bytes(data)
+
+    fails(
+        3,
+        "convert",
+        tmp_path / "src",
+        tmp_path / "out",
+        "--to",
+        "huggingface",
+        "--dequantize",
+        "bf16",
+        says=["a.weight_scale_inv", "[1, 1]", says],
+    )
+
+
+def test_without_the_option_codes_and_scales_are_copied(tmp_path: Path) -> None:
+    quantised = write_model(tmp_path / "src", "fp8 blocks")
+
+    done("convert", tmp_path / "src", tmp_path / "out", "--to", "huggingface")
+
+    assert "quantization_config" in json.loads((tmp_path / "out" / "config.json").read_text())
+    with package.open(tmp_path / "out") as copied:
+        assert {name for each in quantised for name in each.stored} <= set(copied)
+
+
+def test_tables_of_names_name_the_option_that_is_missing(tmp_path: Path) -> None:
+    write_model(tmp_path / "src", "fp8 blocks")
+
+    fails(
+        3,
+        "convert",
+        tmp_path / "src",
+        tmp_path / "out",
+        "--to",
+        "huggingface",
+        "--names",
+        "qwen3",
+        says=["--dequantize BFloat16"],
+    )
+
+
+def test_a_source_without_quantised_tensors_is_a_warning(tmp_path: Path) -> None:
+    write_model(tmp_path / "src", "fp8 blocks")
+    done("convert", tmp_path / "src", tmp_path / "plain", "--to", "huggingface", "--dequantize", "bf16")
+
+    warns(
+        done("convert", tmp_path / "plain", tmp_path / "out", "--to", "huggingface", "--dequantize", "bf16"),
+        "no tensor of the source is quantised",
+    )
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_every_command_that_reads_tensors_sees_the_same_numbers(tmp_path: Path, scheme: str) -> None:
+    quantised = write_model(tmp_path / "src", scheme)
+    edits = ("--dequantize", "BFloat16")
+    done("by-rank", "0", tmp_path / "src", tmp_path / "out", "--to", "huggingface", *edits)
+
+    done("diff", tmp_path / "src", tmp_path / "out", *edits)
+    warns(done("verify", tmp_path / "out", "--src", tmp_path / "src"), "no differences")
+    prints = [
+        done("fingerprint", tmp_path / path, "--json", *words).json["fingerprint"]
+        for path, words in (("src", edits), ("out", ()))
+    ]
+    assert prints[0] == prints[1]
+    rows = done("stats", tmp_path / "src", "--json", *edits).json["tensors"]
+    assert {each.name for each in quantised} <= {row["name"] for row in rows}
+    planned = done("plan", tmp_path / "src", tmp_path / "other", "--to", "huggingface", "--json", *edits).json
+    sizes = {
+        path: sum(file.stat().st_size for file in (tmp_path / path).glob("*.safetensors")) for path in ("src", "out")
+    }
+    assert planned["bytes_written"] == sizes["out"]
+    assert 0 < planned["bytes_read"] < sizes["src"]
+    assert sum(done("inspect", tmp_path / "src", "--json").json["quantised"].values()) == len(quantised)
+
+
+MISTAKES: dict[str, tuple[str, object]] = {
+    "numbers twice as large": ("_E4M3_FACTOR", np.float32(2.0**121)),
+    "the high bits first": ("_E2M1_PAIRS", np.rot90(values._E2M1_PAIRS.reshape(16, 16)).copy().reshape(-1)),
+}
+
+
+@pytest.mark.parametrize(
+    ("scheme", "mistake"), [("fp8 blocks", "numbers twice as large"), ("mxfp4", "the high bits first")]
+)
+def test_a_mistake_in_the_arithmetic_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: str, mistake: str
+) -> None:
+    write_model(tmp_path / "src", scheme)
+    name, wrong = MISTAKES[mistake]
+    monkeypatch.setattr(values, name, wrong)
+
+    result = reshard(
+        "convert", tmp_path / "src", tmp_path / "out", "--to", "huggingface", "--dequantize", "bf16", "--verify"
+    )
+
+    assert result.status == 4
+    warns(result, "must not be used")
