@@ -454,7 +454,7 @@ class Prepared:
             place = request.src if isinstance(request.src, str) else checkpoint.place
             raise comparison.error(request.source.path, place, checkpoint.step, request.file_suffix)
         if comparison.gradients:
-            self._report.warn(comparison.said_of_gradients())
+            self._report.warn(comparison.gradient_warning())
         if plan.form.by_rank and request.edits.is_empty:
             preparation.swap_test.check(checkpoint.source, tensors, comparison.check.tested, self._report)
         return comparison.check

@@ -60,7 +60,7 @@ class Means:
         jobs: CPUs to keep busy.
         max_memory: bytes for all buffers together.
         progress: counts the bytes that are read.
-        read: files of which contents were read so far.
+        read: files whose contents were read so far.
     """
 
     handles: FileHandles
@@ -70,7 +70,7 @@ class Means:
     read: set[str] = field(default_factory=set)
 
     def check_unchanged(self) -> None:
-        """Insist that files did not change since their contents were read: one version of each was compared.
+        """Raise if a file changed after its contents were read: only one version of each may be compared.
 
         Raises:
             RetryableError: a file changed.
@@ -108,11 +108,11 @@ class Comparison(NamedTuple):
 
 
 class Wrong:
-    """The differences that comparisons found.
+    """The differences of comparisons.
 
     Attributes:
-        files: per place and name of a tensor the files whose copy is wrong.
-        stages: names of tensors of which the source's pipeline stages hold different values.
+        files: per place and name of a tensor, the files with wrong copies.
+        stages: names of tensors with different values in the source's pipeline stages.
     """
 
     def __init__(self) -> None:
@@ -121,12 +121,12 @@ class Wrong:
         self._lock = threading.Lock()
 
     def add_file(self, place: object, name: str, file: int) -> None:
-        """A copy that is wrong."""
+        """Add a wrong copy."""
         with self._lock:
             self.files[place, name].add(file)
 
     def add_stages(self, name: str) -> None:
-        """A tensor of which stages hold different values."""
+        """Add a tensor with different values in stages."""
         with self._lock:
             self.stages.add(name)
 
@@ -157,9 +157,9 @@ def compare(comparisons: Iterable[Comparison], means: Means, counted: bool = Tru
     """Compare copies with their tensors, byte by byte.
 
     Args:
-        comparisons: made one by one, as threads take them.
+        comparisons: the comparisons; evaluated as threads take them.
         means: files, threads and memory.
-        counted: whether what is read counts in the progress, which the caller begins and ends.
+        counted: whether to count bytes in the progress, which the caller begins and ends.
 
     Raises:
         ReshardError: a file cannot be read, or was cut short meanwhile.
@@ -230,14 +230,14 @@ def _same(one: Words, other: Words) -> bool:
 
 
 def sums(parts: Iterable[tuple[_K, Content, Box]], means: Means) -> Iterator[tuple[_K, int]]:
-    """Sum boxes of tensors (see `sums`), as many at a time as may be held.
+    """Sum boxes of tensors (see `sums`), several at a time.
 
     Args:
-        parts: what stands for each part, the tensor and the box; made as threads take them.
+        parts: per part a key, the tensor and the box; evaluated as threads take them.
         means: files, threads and memory; the caller begins and ends the progress.
 
     Yields:
-        What stands for each part, and its sum, in order.
+        The key of each part, and its sum, in order.
 
     Raises:
         ReshardError: a file cannot be read, or was cut short meanwhile.
@@ -275,7 +275,7 @@ def _sums(parts: Sequence[tuple[Content, Box]], means: Means) -> list[int]:
 
 
 def _threads(means: Means) -> int:
-    """How many threads may read at a time."""
+    """Number of threads that may read at a time."""
     storage = storage_of(next(iter(means.read), "."))
     return max(1, min(means.jobs * storage.in_flight, means.max_memory // (_MIN_BLOCK * _COPIES)))
 

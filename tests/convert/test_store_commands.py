@@ -286,7 +286,7 @@ def test_a_run_that_was_taken_for_dead_writes_no_more(
                     objects.client.delete_object(Bucket=objects.bucket, Key=key)
 
     objects.faults.choose = choose
-    fails(1, "convert", saved.src, objects.path("out"), *cuts(saved), "--jobs", 1, says=["taken this one for dead"])
+    fails(1, "convert", saved.src, objects.path("out"), *cuts(saved), "--jobs", 1, says=["another run removed"])
     assert not objects.uploads()
     slept[0] = 0.0
     objects.faults.choose = lambda *_: None

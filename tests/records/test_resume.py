@@ -263,7 +263,7 @@ def test_two_processes_that_convert_the_same_end_in_one_checkpoint(world: World)
 def test_a_live_run_keeps_its_directory_from_another_conversion(world: World) -> None:
     world.save(FULL)
     with live_run(world.words()):
-        fails(3, *world.words("--prefix", "net", "--overwrite"), says=["at this moment"])
+        fails(3, *world.words("--prefix", "net", "--overwrite"), says=["another conversion is writing"])
     done(*world.words("--prefix", "net"))
     assert not [path for path in world.dst.glob("rank_*/.*")]
 
