@@ -103,7 +103,7 @@ def test_without_a_sound_replica_it_is_an_error_that_names_the_files(joined: Wor
     for path in saved(joined, 1, 3):
         damage(path)
     for step in ("latest", "1_10"):
-        says: list[Argument] = [*saved(joined, 1, 3), "its CRC is", "bring back one of ranks 1,3", "--crc never"]
+        says: list[Argument] = [*saved(joined, 1, 3), "its CRC is", "restore one of ranks 1,3", "--crc never"]
         joined.refuses(3, *says, options=("--step", step))
     assert not joined.dst.exists()
     joined.convert("--crc", "never", "--check-replicas", "never")

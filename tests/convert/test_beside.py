@@ -17,9 +17,7 @@ def test_a_rank_that_the_target_strategy_does_not_have_is_named(world: World) ->
     stray.write_bytes(b"of another job")
     assert done("status", world.dst, "--json").json["beside"] == ["rank_7/checkpoint_7.ckpt"]
     said = done("status", world.dst).out
-    assert "complete" in said and "not of this conversion: rank_7/checkpoint_7.ckpt; remove it" in " ".join(
-        said.split()
-    )
+    assert "complete" in said and "files of other origin: rank_7/checkpoint_7.ckpt; remove it" in " ".join(said.split())
     # It is what a conversion would refuse.
     fails(3, *world.words(), says=["rank_7/checkpoint_7.ckpt"])
 

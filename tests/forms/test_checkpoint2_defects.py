@@ -69,7 +69,7 @@ def test_what_is_lost_is_told_all_at_once(tmp_path: Path) -> None:
     with pytest.raises(IncompleteSourceError) as caught:
         read(iteration)
     said = str(caught.value)
-    for word in ("iteration 10", "is not complete", *gone, "'first.weight'", "is not there", "bring the files back"):
+    for word in ("iteration 10", "is not complete", *gone, "'first.weight'", "does not exist", "bring the files back"):
         assert word in said
     with pytest.raises(IncompleteSourceError):
         read(iteration, wanted=lambda name: name == "first.weight")
@@ -300,7 +300,7 @@ def test_a_name_in_two_files_of_one_rank_is_an_error(tmp_path: Path) -> None:
 def test_an_iteration_that_lacks_its_metadata_is_an_error(tmp_path: Path) -> None:
     iteration = saving().write(tmp_path / ITERATION)
     (iteration / "metadata.json").unlink()
-    with pytest.raises(CheckpointError, match=r"metadata.json is not there, .* 8 ranks"):
+    with pytest.raises(CheckpointError, match=r"metadata.json is missing, .* 8 ranks"):
         read(iteration)
 
 

@@ -104,7 +104,7 @@ def test_hyper_parameters_without_a_scalar_are_no_tensors(tmp_path: Path) -> Non
     report = Report()
     found = read(tmp_path, report)
     assert found.order() == ["w"] and found.holders("w") == [0] and not found.values()
-    assert len(report.warnings) == 1 and "left out" in report.warnings[0]
+    assert len(report.warnings) == 1 and "skipped" in report.warnings[0]
 
 
 def test_files_and_layers_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
@@ -190,7 +190,10 @@ def test_a_pointer_of_git_lfs_is_called_so(tmp_path: Path) -> None:
 def test_an_index_that_names_another_file_than_the_one_that_holds_a_tensor(tmp_path: Path) -> None:
     directory = saved(tmp_path, {ONE: {"a": W}, TWO: {"b": V}}, {"a": TWO, "b": TWO, "c": ONE})
     refused(
-        directory, f"'a' in {ONE}", "names another file", "lists 1 tensor that its files do not hold: 'c' (in " + ONE
+        directory,
+        f"'a' in {ONE}",
+        "names another file",
+        "lists 1 tensor that its files do not hold: 'c' (listed for " + ONE,
     )
 
 

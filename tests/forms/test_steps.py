@@ -575,9 +575,9 @@ def assert_same(world: World, full: Checkpoint) -> None:
 
 def test_every_rank_is_named_whose_slices_nobody_else_has(world: World) -> None:
     world.save(NEW, ranks=[0, 2])
-    world.refuses(3, "that ranks 1,3 should", "bring back ranks 1,3")
+    world.refuses(3, "which ranks 1,3 should", "restore ranks 1,3")
 
 
 def test_of_replicas_one_has_to_be_brought_back(plain: World) -> None:
     plain.save(NEW, ranks=[1, 3])
-    plain.refuses(3, "that one of ranks 0,2 should", "bring back one of ranks 0,2")
+    plain.refuses(3, "which one of ranks 0,2 should", "restore one of ranks 0,2")

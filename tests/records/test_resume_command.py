@@ -133,7 +133,7 @@ def test_all_ranks_that_any_command_asked_for_are_gone_on_with(tmp_path: Path) -
     lose(world, 0, 3)
     assert resume(world)["ranks"] == [0, 3]
     said = done("resume", world.dst).err
-    assert "nothing to do: 3 ranks (0-1,3) are there; nobody asked for ranks 2,4-5" in said
+    assert "nothing to do: 3 ranks (0-1,3) are written; ranks 2,4-5 were not requested" in said
     world.by_rank(5)
     assert resume(world)["ranks"] == [2, 4]
 
@@ -218,7 +218,7 @@ def test_a_strategy_that_says_something_else_now_is_named(world: World) -> None:
     world.save(FULL)
     world.by_rank(0)
     shutil.copy(world.old, world.new)
-    fails(3, "resume", world.dst, says=[f"{world.new}: says something else"])
+    fails(3, "resume", world.dst, says=[f"{world.new}: differs from the strategy"])
 
 
 def test_a_source_that_has_changed_is_refused(world: World) -> None:
@@ -287,7 +287,7 @@ def stop_after_one(words: list[Argument], monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_run_that_was_interrupted_is_gone_on_with(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     world.save(FULL)
     stop_after_one(world.words("--jobs", 1), monkeypatch)
-    assert "`reshard resume" in done("status", world.dst).out
+    assert "run: reshard resume" in done("status", world.dst).out
     done("resume", world.dst, "--jobs", 1, "--max-memory", "8M", "--io", "pread")
     same_ranks(world.found(), world.expected(FULL))
 
@@ -297,7 +297,7 @@ def test_a_dry_run_shows_what_would_be_done(world: World) -> None:
     world.by_rank(0)
     before = tree_bytes(world.dst)
     shown = done("resume", world.dst, "-n")
-    assert "goes on with reshard convert" in shown.err and "1 file" in shown.out
+    assert "resumes reshard convert" in shown.err and "1 file" in shown.out
     assert tree_bytes(world.dst) == before
     assert "goes on" not in done("-q", "resume", world.dst, "-n").err
 

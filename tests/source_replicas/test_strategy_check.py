@@ -241,7 +241,7 @@ def test_many_different_misfits_are_counted(tmp_path: Path) -> None:
     strategy = write_strategy(tmp_path / "true", true)
     result = found(strategy, tmp_path / "src", status=4)
     assert len(result["misfits"]) == 8 and result["parameters"] == ["w8"]
-    assert "4 more parameters likewise: -v lists all" in check(strategy, tmp_path / "src", status=4).out
+    assert "4 more parameters with other shapes: -v lists all" in check(strategy, tmp_path / "src", status=4).out
     assert "    w7\n" in check(strategy, tmp_path / "src", "-v", status=4).out
 
 

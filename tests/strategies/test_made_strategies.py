@@ -203,7 +203,7 @@ def test_parameters_without_a_rule_are_grouped_and_the_lines_that_settle_it_do(t
         ('[[parameter]]\nmatch = "*"\nmpa = ["mp", "None"]\n', "mp=4", "'mpa' is unknown. Did you mean map?"),
         ('[[parameter]]\nmap = ["mp", "None"]\n', "mp=4", "match is missing"),
         ("[[parameter]\n", "mp=4", "is not TOML"),
-        ('[[parameter]]\nmatch = "*"\nmap = ["mp+cp", "None"]\n', "mp=4", "is no product of sizes"),
+        ('[[parameter]]\nmatch = "*"\nmap = ["mp+cp", "None"]\n', "mp=4", "is not a product of sizes"),
     ],
 )
 def test_what_does_not_follow_or_would_not_compile_is_refused(

@@ -167,7 +167,7 @@ def test_a_part_that_no_stage_has_is_lost_and_its_ranks_are_named(tmp_path: Path
     world.save(full)
     converted(world, world.target, {name: full[name] for name in ("w", "own0")})
     lose(world, [0, 2])
-    lost = "a slice on no readable rank, that one of ranks 0,2 should: 'w'"
+    lost = "a missing slice, which one of ranks 0,2 should hold: 'w'"
     fails(3, "fingerprint", world.src, "--strategy", world.old, says=[lost])
     result = verify(world)
     assert result.status == 3

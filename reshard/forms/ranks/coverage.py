@@ -101,7 +101,7 @@ def explain(lost: Sequence[LostParameter], most: int) -> list[Message]:
     for parameter, groups in lost:
         by_groups.setdefault(groups, []).append(parameter)
     return [
-        f"{plural(len(names), 'parameter')} without a slice that {_in_words(groups)} should "
+        f"{plural(len(names), 'parameter')} with a missing slice, which {_in_words(groups)} should "
         "hold: " + listing(names, most)
         for groups, names in sorted(by_groups.items(), key=lambda item: sorted(map(sorted, item[0])))
     ]
