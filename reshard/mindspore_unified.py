@@ -12,7 +12,7 @@ from reshard.forms.full import UNIFIED
 from reshard.forms.registry import form_named, form_of
 from reshard.forms.target import FileId
 from reshard.mindspore_api import LOG, checked_format, path_of
-from reshard.plan.edits import Edits
+from reshard.plan.edits import NO_EDITS, Edits
 from reshard.plan.request import Request
 from reshard.storage import real
 from reshard.strategies import Strategy, read_strategy
@@ -63,7 +63,7 @@ def unified_safetensors(
         file_suffix=file_suffix,
         # As options of the command line where possible, so that `reshard resume` works.
         filters=Filters(exclude=() if renamed else tuple(map(pattern_of, dropped))),
-        edits=Edits(exactly=tuple(names.items()), words=None) if renamed else None,
+        edits=Edits(exactly=tuple(names.items()), words=None) if renamed else NO_EDITS,
         to=UNIFIED,
     )
     jobs = max(1, min(max_process_num, usable_cpus()))
@@ -195,10 +195,10 @@ def _chosen(source: Strategy, choice: Optional[Callable[[str], Union[bool, str]]
     return names
 
 
-def _in_network(name_map: Optional[Mapping[str, str]]) -> Optional[Edits]:
+def _in_network(name_map: Optional[Mapping[str, str]]) -> Edits:
     """The renaming from names in files to names in the network."""
     if not name_map:
-        return None
+        return NO_EDITS
     names: dict[str, Optional[str]] = {}
     for new, name in name_map.items():
         if names.setdefault(name, new) != new:

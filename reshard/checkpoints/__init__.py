@@ -1,7 +1,7 @@
 """Checkpoint files: per name the type, the shape and the byte ranges, and how files are laid out.
 
-Reading: `read_index` tells what one file holds, from headers alone. Writing: `lay_out_ckpt` and
-`lay_out_safetensors` say where every byte of a new file goes, before a tensor is at hand. Nothing here knows
+Reading: `read_index` reads the headers of one file. Writing: `lay_out_ckpt` and
+`lay_out_safetensors` place every byte of a new file before a tensor is read. Nothing here knows
 of strategies or forms, and nothing holds a tensor in memory.
 """
 

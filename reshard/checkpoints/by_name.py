@@ -1,4 +1,4 @@
-"""Mappings of very many names to what is made when it is asked for."""
+"""Mappings with very many names, whose values are made on demand."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class Sharding(Protocol):
         """How the tensor is cut."""
 
     def holders(self, slice_number: int) -> Sequence[int]:
-        """The files that are said to hold a box of the grid, ascending."""
+        """The recorded files of a box of the grid, ascending."""
 
     def stored_box(self, slice_number: int) -> Box:
         """The box that these files hold: this one, or a larger one that it is part of."""
@@ -66,13 +66,12 @@ class FileSharding:
 
 
 class ShardReading(NamedTuple):
-    """What files tell of the optimizer shards that a strategy records for accumulated gradients.
+    """Evidence in files about optimizer shards that a strategy records for accumulated gradients.
 
     Attributes:
         plain: recorded shards are not made.
         unsharded: no shard is recorded.
-        undecided: the files that would tell whether the recorded shard is made, where none of those read
-            does; empty where that is known.
+        undecided: unread files that would show whether the recorded shard exists; empty if it is decided.
     """
 
     plain: bool = False
@@ -81,7 +80,7 @@ class ShardReading(NamedTuple):
 
     @classmethod
     def of_all(cls, readings: Sequence[ShardReading]) -> ShardReading:
-        """What is told of a tensor that is made of several."""
+        """The evidence for a tensor made of several."""
         told = [each for each in readings if not each.unsharded and not each.undecided]
         undecided = () if told else tuple(sorted({file for each in readings for file in each.undecided}))
         return cls(any(each.plain for each in told), not told and not undecided, undecided)
@@ -92,7 +91,7 @@ AS_RECORDED = ShardReading()
 
 
 class Addition(Protocol):
-    """What is added to the elements of a tensor when it is written.
+    """An addition to the elements of a tensor.
 
     Attributes:
         paths: the files that it is read from.
@@ -111,7 +110,7 @@ class Addition(Protocol):
 
 
 class StoredSlice(NamedTuple):
-    """A slice as it lies in a source file.
+    """A slice in a source file.
 
     Attributes:
         path: the file.
@@ -176,10 +175,10 @@ class GlobalTensor(NamedTuple):
         shape: shape of the full tensor.
         shardings: the ways in which files hold it, at least one; any of them will do.
         shards: of accumulated gradients, whether recorded optimizer shards are made.
-        stored: the tensors in the files that it is made of, where it is not one itself; the shardings are then
+        stored: its source tensors in the files, if it is not one itself; the shardings are then
             theirs, one after the other. Types may differ from its own: its elements are cast.
-        view: which elements of them it is made of; None where it is all of the only one.
-        added: what is added to its elements; None where nothing is.
+        view: its elements of them; None for all of a single one.
+        added: the addition to its elements; None without one.
         decoding: how bytes in the files become its elements; None where they are elements.
     """
 
@@ -196,7 +195,7 @@ class GlobalTensor(NamedTuple):
 
     @property
     def sources(self) -> tuple[GlobalTensor, ...]:
-        """The tensors in the files: what it is made of, or it alone."""
+        """The tensors in the files: its sources, or itself."""
         return self.stored or (self,)
 
 
@@ -205,7 +204,7 @@ class TensorsInOrder(ByName[GlobalTensor]):
 
     Args:
         tensors: all tensors.
-        names: those that are meant, in order.
+        names: the names, in order.
     """
 
     def __init__(self, tensors: Mapping[str, GlobalTensor], names: Iterable[str]) -> None:
@@ -219,13 +218,13 @@ class TensorsInOrder(ByName[GlobalTensor]):
 
 
 class Equal(NamedTuple):
-    """Tensors of which only one is read, because they should be equal: whoever reads it compares them first.
+    """Tied tensors, of which only one is read. Readers compare them first.
 
     Attributes:
         taken: the one that is read.
-        others: those that it stands for.
-        reason: what follows if they differ, to go on after ``... differ:``.
-        hint: what to do then.
+        others: the tensors equal to it.
+        reason: the consequence of a difference, to follow ``... differ:``.
+        hint: the hint of that error.
     """
 
     taken: GlobalTensor
@@ -251,19 +250,19 @@ class StoredObject(NamedTuple):
 
 
 class Checkpoint(Protocol):
-    """One step of a source, as its headers and its metadata tell.
+    """One step of a source, from its headers and metadata.
 
     Attributes:
         form: the name of its form, as `forms.registry` lists them.
-        step: the step in words of its form, such as ``3_10`` or ``20``; None where nothing tells.
+        step: the step in the notation of its form, such as ``3_10`` or ``20``; None if unknown.
         label: how the step is called in messages.
-        place: the directory that all of its files lie below.
+        place: the common directory of its files.
         files: path of every file that counts, by holder number.
-        indexes: what is in each of them.
-        tensors: what is laid out, by name.
-        laid_out: names whose layout is known, whether files hold them or not.
-        unseen: those of them that may be in files that are not there.
-        training: what metadata tells of the training that saved it, as common.json of Checkpoint 2.0 does.
+        indexes: their headers.
+        tensors: tensors with a layout, by name.
+        laid_out: names with a known layout, in files or not.
+        unseen: those that may be in missing files.
+        training: metadata of the training, as in common.json of Checkpoint 2.0.
         others: files beside the weights that belong to the model, relative to the directory.
         objects: what is no tensor, by name.
     """
@@ -282,7 +281,7 @@ class Checkpoint(Protocol):
 
     @property
     def place(self) -> str:
-        """The directory that all of its files lie below."""
+        """The common directory of its files."""
 
     @property
     def files(self) -> Mapping[int, str]:
@@ -290,23 +289,23 @@ class Checkpoint(Protocol):
 
     @property
     def indexes(self) -> Mapping[int, CheckpointIndex]:
-        """What is in each of them."""
+        """Their headers."""
 
     @property
     def tensors(self) -> Mapping[str, GlobalTensor]:
-        """What is laid out, by name."""
+        """Tensors with a layout, by name."""
 
     @property
     def laid_out(self) -> Collection[str]:
-        """Names whose layout is known, whether files hold them or not."""
+        """Names with a known layout, in files or not."""
 
     @property
     def unseen(self) -> Collection[str]:
-        """Those of them that may be in files that are not there."""
+        """Names that may be in missing files."""
 
     @property
     def training(self) -> Mapping[str, Any]:
-        """What metadata tells of the training that saved it."""
+        """Metadata of the training."""
 
     @property
     def others(self) -> Sequence[str]:
@@ -320,7 +319,7 @@ class Checkpoint(Protocol):
         """Names of all tensors, in the order in which files hold them."""
 
     def equal(self) -> Sequence[Equal]:
-        """Tensors that stand for others; headers do not show that these are equal."""
+        """Tied tensors; headers do not show that they are equal."""
 
     def names(self) -> set[str]:
         """Names of all entries of all files."""

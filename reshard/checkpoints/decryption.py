@@ -28,11 +28,11 @@ _CONTENT = "it is to hold the bytes of MindSpore's enc_key as they are, neither 
 class Decryption:
     """A key, and the mode that files must be encrypted in.
 
-    Pickled, it is the name of the key's file; whoever unpickles it reads the key there.
+    Pickled, it is the name of the key's file; unpickling reads the key from that file.
 
     Attributes:
         key_file: where the key came from; `STANDARD_INPUT` or a file.
-        mode: MindSpore's name of it; None for whatever each file says.
+        mode: MindSpore's name of it; None for the mode of each file.
         key: 16, 24 or 32 bytes.
     """
 
@@ -44,7 +44,7 @@ class Decryption:
             mode: ``AES-GCM``, ``AES-CBC`` or ``SM4-CBC``, or None.
 
         Raises:
-            InputError: there is no key.
+            InputError: the key is missing.
         """
         self.key_file = key_file
         self.mode = mode
@@ -61,26 +61,26 @@ class Decryption:
         """Absolute path of the key's file, for other processes, which do not get the key.
 
         Raises:
-            UsageError: there is no file.
+            UsageError: the file is missing.
         """
         if self.key_file == STANDARD_INPUT:
             raise UsageError(
                 f"{_OPTION} - and --scheduler exclude each other: the key is not sent to Dask's workers",
-                hint="name a file with the key that is there under the same path on all workers",
+                hint="pass a file with the key that has the same path on all workers",
             )
         return os.path.join(os.getcwd(), self.key_file)
 
 
 def _read_key(key_file: str) -> bytes:
-    # Whoever passes the key in place of its file is not to find it in a log: what was given is never repeated.
+    # A key passed instead of its file must not appear in a log: the value is never repeated.
     try:
         with contextlib.ExitStack() as stack:
-            # A pipe, such as the shell's <(...), is a good place for a key.
+            # Pipes such as the shell's <(...) are allowed.
             file = sys.stdin.buffer if key_file == STANDARD_INPUT else stack.enter_context(open(key_file, "rb"))
             data = file.read(_LONGEST_KEY + len(_LINE_ENDS[0]) + 1)
     except FileNotFoundError as error:
         hint = "the option takes the name of a file that holds the key, not the key"
-        raise InputError(f"{_OPTION}: there is no such file", hint=hint) from error
+        raise InputError(f"{_OPTION}: the file does not exist", hint=hint) from error
     except OSError as error:
         raise InputError(f"{_OPTION}: the file cannot be read: {error.strerror or error}") from error
     sizes = _KEY_SIZES["AES-GCM"]
@@ -93,7 +93,7 @@ def _read_key(key_file: str) -> bytes:
 
 
 class DecryptedFiles:
-    """Opens files so that encrypted ones are read as what was encrypted; for any number of threads.
+    """Opens files and decrypts encrypted ones on reading; thread-safe.
 
     What is known of a file is kept for when it is opened again, which its user sees to be the same file.
 
@@ -132,7 +132,7 @@ class DecryptedFiles:
             raise EncryptedCheckpointError(
                 f"{file.path}: is encrypted with {mode}, not with {wanted}",
                 file=file.path,
-                hint="leave out --decrypt-mode to take whatever each file says",
+                hint="remove --decrypt-mode to use the mode of each file",
             )
         if len(key) not in _KEY_SIZES[mode]:
             raise EncryptedCheckpointError(

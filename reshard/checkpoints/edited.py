@@ -1,7 +1,7 @@
 """A checkpoint whose tensors are made of another's: under other names, packed otherwise, of other types.
 
-Nothing of it is stored. It stands between a source and the plan: who cuts, counts or checks tensors sees those
-that are to be written, and only what reads bytes asks for the tensors in the files.
+It is not stored. Plans and checks use its tensors, which will be written; only readers of bytes use the
+tensors in the files.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from reshard.layout import View
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a tensor is made of.
+    """The parts of a tensor.
 
     Attributes:
         sources: names of tensors of the source, numbered as in the view.
-        view: which elements of them; None where it is the only source as it is.
+        view: its elements of them; None for a single unchanged source.
         dtype: element type that it gets; None for that of its sources.
-        added: what is added to its elements; None where nothing is.
+        added: the addition to its elements; None without one.
     """
 
     sources: tuple[str, ...]
@@ -37,11 +37,11 @@ class Recipe:
 
 
 class MadeTensors(ByName[GlobalTensor]):
-    """Tensors by name, each made of others; one is made as an object when it is asked for first.
+    """Tensors by name, each made of others, as objects on demand.
 
     Args:
         base: the tensors that they are made of.
-        made: of what, by name, in order.
+        made: their parts, by name, in order.
     """
 
     def __init__(self, base: Mapping[str, GlobalTensor], made: Mapping[str, Recipe]) -> None:
@@ -72,14 +72,14 @@ class MadeTensors(ByName[GlobalTensor]):
 
 
 class EditedCheckpoint:
-    """A checkpoint made of another; see `checkpoint.Checkpoint`. Files, and what is in them, are the other's.
+    """A checkpoint made of another, the base; see `checkpoint.Checkpoint`. Files are the base's.
 
     Args:
         base: the other.
-        made: what its tensors are made of, by name, in order.
-        kept: names of the other's values that it has as well.
-        identity: a text, the same for what was made in the same way.
-        tied: tensors of the other that stand for further ones, beside those that do so there.
+        made: the parts of its tensors, by name, in order.
+        kept: names of the base's values that it keeps.
+        identity: a text; equal edits have equal texts.
+        tied: further tied tensors of the base.
         nested: by name the keys of the nested dictionaries that a trainer's state has it in; those of the base where
             None.
         unseen: per parameter that the base's strategy lists and no file holds, the name that it would get; None where
@@ -156,12 +156,12 @@ class EditedCheckpoint:
         return self.base.objects
 
     def order(self) -> list[str]:
-        """As the first of what each is made of stands in the base."""
+        """The order of each tensor's first source in the base."""
         places = {name: place for place, name in enumerate(self.base.order())}
         return sorted(self.made, key=lambda name: places[self.made[name].sources[0]])
 
     def equal(self) -> Sequence[Equal]:
-        """Those of the base, and those that rules take for one."""
+        """Those of the base, and those tied by rules."""
         return (*self.base.equal(), *self._tied)
 
     def names(self) -> set[str]:
@@ -183,12 +183,12 @@ class EditedCheckpoint:
         return sorted(frozenset().union(*self.present(self.tensors[name])))
 
     def present(self, tensor: GlobalTensor) -> tuple[frozenset[int], ...]:
-        """The files that do hold what a tensor is made of, per way of holding each of its sources."""
+        """The files that hold a tensor's sources, per sharding of each."""
         return tuple(itertools.chain.from_iterable(map(self.base.present, tensor.stored)))
 
 
 def stored_checkpoint(checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint as it lies in its files."""
+    """The checkpoint in the files."""
     while isinstance(checkpoint, EditedCheckpoint):
         checkpoint = checkpoint.base
     return checkpoint

@@ -5,7 +5,7 @@ MindSpore encrypts a `.ckpt` in blocks, 64 MiB of it each, and writes these one 
     mark (4 bytes, of the mode), with AES-GCM a tag (16), length of all that follows (4),
     length of the IV (4), IV (16), length of the cipher text (4), cipher text
 
-Numbers are little-endian. A CRC of zero may follow the last block; it says nothing.
+Numbers are little-endian. A CRC of zero may follow the last block, without meaning.
 
 * AES-GCM takes the first 12 bytes of the IV. Its cipher text is that of counter mode, so any range can be decrypted
   by itself, but a tag is of a whole block. So a block is read once to compare its tag, before anything of it is used.
@@ -29,7 +29,7 @@ from reshard.storage.other_files import CIPHERS, GCM, is_ckpt
 
 SM4 = "SM4-CBC"
 
-# Bytes decrypted at a time, of which each thread has two buffers.
+# Bytes decrypted at a time; each thread has two buffers.
 _CHUNK = 256 << 10
 _UNIT = 16
 _IV_SIZE = 16
@@ -51,7 +51,7 @@ class CipherKey:
     Args:
         mode: MindSpore's name of it.
         key: as many bytes as the mode takes.
-        path: the file that it is wanted for, for messages.
+        path: the file, for messages.
 
     Raises:
         InputError: a package is missing, or cannot do this.
@@ -72,7 +72,7 @@ class CipherKey:
         self._cipher: Callable[..., Any] = Cipher
         self._wrong_tag = InvalidTag
         try:
-            # Versions before 35 do not know SM4 by name.
+            # Versions before 35 have no SM4 name.
             self._algorithm = (algorithms.SM4 if mode == SM4 else algorithms.AES)(key)
             self.cbc(bytes(_IV_SIZE))
         except (AttributeError, UnsupportedAlgorithm) as error:
@@ -85,11 +85,11 @@ class CipherKey:
         self._rooms: list[tuple[memoryview, memoryview]] = []
 
     def cbc(self, iv: bytes) -> Any:
-        """What decrypts whole units of 16 bytes after ``iv``, the unit before them."""
+        """A decryptor of whole units of 16 bytes after ``iv``, the unit before them."""
         return self._cipher(self._algorithm, self._modes.CBC(iv)).decryptor()
 
     def counter(self, iv: bytes, unit: int) -> Any:
-        """What decrypts AES-GCM's cipher text from a unit of 16 bytes on, whatever its tag."""
+        """A decryptor of AES-GCM's cipher text from a unit of 16 bytes on, without its tag."""
         start = iv[:_NONCE_SIZE] + (_FIRST_COUNTER + unit).to_bytes(_UNIT - _NONCE_SIZE, "big")
         return self._cipher(self._algorithm, self._modes.CTR(start)).decryptor()
 
@@ -105,7 +105,7 @@ class CipherKey:
         return True
 
     def plain(self, decryptor: Any, file: ReadableFile, offset: int, size: int) -> Iterator[memoryview]:
-        """What a range of a file says, in pieces that are gone when the next one is asked for.
+        """The plain text of a range of a file, in pieces that are valid until the next one.
 
         Args:
             decryptor: of `cbc`, then for a range of whole units; of `counter` or for a tag.
@@ -116,7 +116,7 @@ class CipherKey:
         try:
             room = self._rooms.pop()
         except IndexError:
-            # The package wants to see more room than it fills.
+            # The package requires a buffer larger than its output.
             room = memoryview(bytearray(_CHUNK)), memoryview(bytearray(_CHUNK + _UNIT))
         cipher_text, plain = room
         try:
@@ -130,7 +130,7 @@ class CipherKey:
 
 
 class EncryptedBlocks:
-    """Where the blocks of a file lie, and which tags were compared; for any number of threads.
+    """The places of a file's blocks, and the compared tags; thread-safe.
 
     Attributes:
         size: bytes that were encrypted.
@@ -160,9 +160,9 @@ class EncryptedBlocks:
         self._sound = bytearray(len(self._starts))
         self._lock = threading.Lock()
         self._turns: dict[int, threading.Lock] = {}
-        # The tags will tell of AES-GCM; of others this is all that there is.
+        # AES-GCM has tags; for other modes this is the only check.
         if self.mode != GCM and not self._begins_well(file):
-            raise self._failed(file, "what it is then is no checkpoint")
+            raise self._failed(file, "the result is not a checkpoint")
 
     def _find(self, file: ReadableFile) -> None:
         size = file.size()
@@ -205,7 +205,7 @@ class EncryptedBlocks:
 
         Raises:
             DamagedCheckpointError: a tag is another one.
-            EncryptedCheckpointError: likewise, and the key seems to be another one.
+            EncryptedCheckpointError: the same, and the key seems wrong.
             RetryableError: the file became shorter.
             OSError: reading failed.
         """
@@ -240,7 +240,7 @@ class EncryptedBlocks:
             skip = 0
 
     def _units(self, file: ReadableFile, number: int, inside: int, size: int) -> Iterator[memoryview]:
-        """What a range of a block's cipher text says that begins with a unit, and in CBC ends with one."""
+        """The plain text of a block's range that begins at a unit, and in CBC ends at one."""
         iv = bytes(self._ivs[number * _IV_SIZE : (number + 1) * _IV_SIZE])
         place = self._places[number] + inside
         if self.mode == GCM:
@@ -285,20 +285,20 @@ class EncryptedBlocks:
             self._turns.pop(number, None)
 
     def _begins_well(self, file: ReadableFile) -> bool:
-        """Whether it is a checkpoint by its first bytes, which are used for nothing else; so a key can be told."""
+        """Whether its first bytes are a checkpoint's, which checks the key."""
         size = min(_UNIT, self._length(0)) if self.mode == GCM else _UNIT
         return is_ckpt(self._some(file, 0, 0, size))
 
     def _failed(self, file: ReadableFile, how: str) -> CheckpointError:
-        """The error for what cannot be decrypted: the file is damaged if the key is the right one."""
+        """The error of a failed decryption: wrong key, or damaged file."""
         if self._begins_well(file):
             return self._damaged(f"{how} ({self.mode})")
         return EncryptedCheckpointError(
             f"{self._path}: cannot be decrypted with {self.mode}: {how}; the key is not the one that it was encrypted "
             "with, or the file is damaged",
             file=self._path,
-            hint="see what --decrypt-key-file names; if that is the key, take the file from a copy, or move it away, "
-            "so that it counts as absent",
+            hint="check the file of --decrypt-key-file; if the key is right, restore the checkpoint from a copy, or "
+            "move it away to count as absent",
         )
 
     def _damaged(self, what: str) -> DamagedCheckpointError:
@@ -306,7 +306,7 @@ class EncryptedBlocks:
 
 
 class DecryptedFile:
-    """What an encrypted file says, read as if it lay in a file.
+    """The plain text of an encrypted file, read like a file.
 
     Args:
         file: the encrypted file.
@@ -326,7 +326,7 @@ class DecryptedFile:
         return self._blocks.size
 
     def status(self) -> FileStatus:
-        """What its store says of the encrypted file."""
+        """The encrypted file's status in its store."""
         return self._file.status()
 
     def read(self, offset: int, count: int) -> bytes:

@@ -17,7 +17,7 @@ from reshard.checkpoints.placed import PlacedFile, Placement
 from reshard.errors import CheckpointError, ReshardError, RetryableError
 from reshard.storage import FileStatus, OpenFile, ReadableFile, store_of, too_long
 
-# Half of what the process may open: the rest is for outputs, pipes and whatever else is loaded.
+# Half of the process's limit: the rest is for outputs, pipes and libraries.
 _SHARE_OF_LIMIT = 2
 _MOST_HANDLES = 1024
 
@@ -39,7 +39,7 @@ _LASTING = {
 
 
 def changed_meanwhile(path: str, how: str) -> RetryableError:
-    """The error to show for a file that is no longer what was read of it."""
+    """The error for a file that changed after it was read."""
     return RetryableError(
         f"{path}: {how}",
         file=path,
@@ -60,16 +60,16 @@ def reading_error(path: str, error: OSError) -> ReshardError:
 
 
 class FileVersion(NamedTuple):
-    """What tells a file from another that was put in its place, and from itself before it was written to.
+    """The identity of a file's version, which differs after a replacement or a write.
 
     A writer can set the time of last modification, but not that of last change.
 
     Attributes:
-        device: what it lies on, as this machine numbers it.
-        inode: its number there.
+        device: the device's number on this machine.
+        inode: its number on the device.
         size: bytes.
         modified: time of last modification, in nanoseconds.
-        changed: what becomes another with every change, see `FileStatus`.
+        changed: differs after every change, see `FileStatus`.
     """
 
     device: int
@@ -85,7 +85,7 @@ class FileVersion(NamedTuple):
 
 
 class _Handle:
-    """An open file, what is read through it, the threads that use it, and the lock under which it is opened."""
+    """An open file with its reader, the threads that use it, and the lock for opening it."""
 
     def __init__(self) -> None:
         self.opened: Optional[OpenFile] = None
@@ -109,7 +109,7 @@ class FileHandles:
         """Prepare.
 
         Args:
-            limit: most files kept open; by default a share of what the process may open.
+            limit: maximum of open files; by default a share of the process's limit.
             decryption: the key of encrypted files.
         """
         self.limit = default_limit() if limit is None else max(1, limit)
@@ -120,7 +120,7 @@ class FileHandles:
         self._placements: dict[str, Placement] = {}
         # Of every file when it was first opened.
         self._first_seen: dict[str, FileVersion] = {}
-        # Files of which every read insists on the version that was opened.
+        # Files whose reads all check the opened version.
         self._pinned: set[str] = set()
 
     @contextlib.contextmanager
@@ -128,7 +128,7 @@ class FileHandles:
         """The file ``path``, open for reading while the block runs.
 
         Raises:
-            CheckpointError: it is encrypted, and cannot be decrypted with the key that there is.
+            CheckpointError: it is encrypted, and the key does not decrypt it.
             OSError: the file cannot be opened, or is another one than when it was opened before; see
                 `reading_error`.
         """
@@ -180,12 +180,12 @@ class FileHandles:
         except OSError as error:
             if error.errno not in (errno.EMFILE, errno.ENFILE):
                 raise
-            # Somebody else took the descriptors that we counted on: make room and try once more.
+            # Other code used up the descriptors: close some and try once more.
             self.close()
             return store.open(path)
 
     def open_file(self, path: str) -> OpenFile:
-        """Open a file that is not open yet, as `borrow` does for all who read; who counts what is opened looks here.
+        """Open a file for `borrow`; the only place that opens source files.
 
         Raises:
             OSError: it cannot be opened, or is another one than when it was opened before.
@@ -205,7 +205,7 @@ class FileHandles:
         return file
 
     def _check_unchanged(self, path: str, status: FileStatus) -> None:
-        """Refuse a file of which the header, or a part of the contents, was read when it was another one."""
+        """Refuse a file that changed since its header or a part of it was read."""
         seen = FileVersion.of(status)
         with self._lock:
             first_seen = self._first_seen.setdefault(path, seen)
@@ -234,9 +234,9 @@ class FileHandles:
             raise changed_meanwhile(path, _CHANGED)
 
     def check_unchanged(self, paths: Iterable[str]) -> None:
-        """Insist that files are still what they were when they were first opened, by name and where they are open.
+        """Check that files are unchanged since they were first opened, by name and by open handle.
 
-        What was read of them till now is then of one version.
+        All reads so far are then of one version.
 
         Raises:
             ReshardError: a file was written to, replaced or removed meanwhile, or cannot be looked at.
@@ -246,7 +246,7 @@ class FileHandles:
             if first_seen is None or path in self._pinned:
                 continue
             try:
-                # NFS may tell of a file what it was a minute ago, but asks the server when it is opened.
+                # NFS caches attributes for up to a minute, but asks the server on open.
                 file = self._anew(path)
                 try:
                     versions = [FileVersion.of(file.status())]
@@ -262,7 +262,7 @@ class FileHandles:
                 raise changed_meanwhile(path, _CHANGED)
 
     def _close_idle(self, keep: int) -> None:
-        """Close the longest unused files until ``keep`` are left, as far as they are idle."""
+        """Close the longest unused idle files until ``keep`` are left."""
         surplus = len(self._handles) - keep
         if surplus <= 0:
             return
@@ -274,7 +274,7 @@ class FileHandles:
 
 
 def default_limit() -> int:
-    """How many files are kept open where nobody says how many: a share of what the process may open."""
+    """The default limit of open files: a share of the process's limit."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return _MOST_HANDLES

@@ -8,12 +8,12 @@ from collections.abc import Iterable
 _PIECES = re.compile(r"[0-9]+|[^0-9]+")
 # A longer one is no number of a layer, and would take long to convert.
 _MOST_DIGITS = 18
-# Stands for a number; no piece of a name that is none holds a digit.
+# Replaces a number; other pieces of a name contain no digit.
 _NUMBER = "0"
 
 
 def natural_order(names: Iterable[str]) -> list[str]:
-    """Names sorted so that ``part10`` comes after ``part9``."""
+    """Names in natural order: ``part10`` after ``part9``."""
     return sorted(names, key=lambda name: (_natural_key(name), name))
 
 

@@ -1,4 +1,4 @@
-"""Names that were typed and do not exist: what is meant by them, or is spelled nearly so."""
+"""Advice on mistyped names: replacements and similar names."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Optional
 
 from reshard.text.near_names import near_names
 
-# How MindSpore and MindFormers spell what is here, too.
+# Options of MindSpore and MindFormers with a counterpart here.
 SPELLINGS = {
     "src-checkpoint": "src",
     "src-checkpoint-dir": "src",
@@ -24,32 +24,32 @@ SPELLINGS = {
 
 # Options of their scripts that mean something else than any option here.
 _ELSEWHERE = {
-    "--world-size": "Not needed: the strategies say how many ranks there are.",
-    "--device-num": "Not needed: the strategies say how many ranks there are.",
+    "--world-size": "Not needed: strategies contain the number of ranks.",
+    "--device-num": "Not needed: strategies contain the number of ranks.",
     "--npu-num-per-node": "Not needed: which machine writes which ranks is free; see convert --shard I/N.",
     "--rank-id": (
         "The I-th of N processes takes its part of the target ranks with convert --shard I/N; "
         "by-rank RANK converts one target rank."
     ),
     "--transform-process-num": (
-        "One process keeps all CPUs busy (--jobs N says how many); "
+        "One process uses all CPUs (limit: --jobs N); "
         "several processes, on one machine or many, divide the work with convert --shard I/N."
     ),
-    "--transform-by-rank": "For one target rank there is the command by-rank.",
-    "--process-num": "--jobs N says how many CPUs are kept busy.",
-    "--max-process-num": "--jobs N says how many CPUs are kept busy.",
+    "--transform-by-rank": "For one target rank use the command by-rank.",
+    "--process-num": "Use --jobs N for the number of CPUs.",
+    "--max-process-num": "Use --jobs N for the number of CPUs.",
     "--ckpt-prefix": "It is --prefix here.",
     "--output-format": "It is --format here.",
 }
 
-# What a command does not do beside what it does.
+# Options that a command deliberately lacks.
 _BESIDE = {
     ("merge-lora", "--cast"): "Merge first, then cast: convert OUT OTHER --cast DTYPE.",
     ("merge-lora", "--names"): "Merge first, then give other names: convert OUT OTHER --names TABLE.",
     ("merge-lora", "--rename"): "Merge first, then give other names: convert OUT OTHER --rename OLD=NEW.",
 }
 
-# What somebody may look for under another name.
+# Commands under other names.
 _COMMANDS = {
     "transform": "convert",
     "merge": "merge-pipeline",
@@ -66,23 +66,23 @@ def spelling(name: str) -> str:
 
 
 def nearest(typed: str, names: Iterable[str]) -> str:
-    """`` Did you mean ...?`` with those of the names that are spelled nearly so, or nothing."""
+    """`` Did you mean ...?`` with similar names, or an empty text."""
     found = near_names(typed, names)
     return f" Did you mean {' or '.join(found)}?" if found else ""
 
 
 def on_command(typed: str, names: Iterable[str]) -> str:
-    """Which command is meant by one that does not exist, if that can be guessed."""
+    """The probable command for one that does not exist; None without a guess."""
     return f" Did you mean {_COMMANDS[typed]}?" if typed in _COMMANDS else nearest(typed, names)
 
 
 def on_option(command: Optional[str], typed: str, there: Sequence[str], others: Sequence[str]) -> str:
-    """What to do instead of typing an option.
+    """The replacement of an unknown option.
 
     Args:
         command: the command.
         typed: the option, in this project's spelling.
-        there: the options of the command.
+        there: the command's options.
         others: the commands that have it.
     """
     if command is not None and (command, typed) in _BESIDE:

@@ -1,4 +1,4 @@
-"""The progress bar of a terminal; loaded only where there is one."""
+"""The progress bar; loaded only on a terminal."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Bar(_Tqdm):
             total=total,
             bar_format=_NARROW_BAR if narrow else _WIDE_BAR,
             dynamic_ncols=True,
-            # The first frame comes below, and tells how fast it went until now.
+            # The first frame below shows the rate so far.
             delay=1e-9,
             file=sys.stderr,
             smoothing=0.1,
@@ -53,7 +53,7 @@ class Bar(_Tqdm):
 
     @property
     def format_dict(self) -> MutableMapping[str, Any]:
-        """What a bar is made of."""
+        """The texts of a bar."""
         found = super().format_dict
         rate = found["rate"] or (found["n"] / found["elapsed"] if found["elapsed"] else 0)
         speed = f"{byte_size(int(rate))}/s"

@@ -1,4 +1,4 @@
-"""What all commands have in common: help in groups with examples, arguments as options, advice on what was mistyped."""
+"""The base of all commands: help in groups with examples, arguments as options, advice on typing errors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MOST_COLUMNS = 32
 
 
 class GroupedOption(click.Option):
-    """An option that stands in a group of the help, one of those above."""
+    """An option in one of the help groups above."""
 
     def __init__(self, *names: Any, group: str, **attributes: Any) -> None:
         super().__init__(*names, **attributes)
@@ -50,7 +50,7 @@ class Argument(click.Argument):
         return f"--{self.name}"
 
     def as_option(self) -> click.Option:
-        """The option that stands in for the argument."""
+        """The option form of the argument."""
         return click.Option(
             [self.option_name, str(self.name)],
             required=self.required,
@@ -71,7 +71,7 @@ class Command(click.Command):
         """Parse, with advice on options that do not exist and arguments given twice."""
         ctx.meta[_TYPED] = {_spelled(ctx, word) for word in args[: args.index("--") if "--" in args else None]}
         if ctx.resilient_parsing and args and self._takes_value(_spelled(ctx, args[-1])):
-            # The value is what a shell completes; without it, nothing that stands before would be parsed.
+            # Shell completion needs a value here, or it parses nothing before.
             args = args[:-1]
         flags = {name for param in self.params for name in param.opts}
         args = [*flags.intersection(ctx.meta.get(_PASSED_ON, ())), *args]
@@ -118,7 +118,7 @@ class Command(click.Command):
                     formatter.write_dl([(names.ljust(width), text) for names, text in rows], _MOST_COLUMNS)
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the examples as they are, so that they can be copied."""
+        """Write the examples unwrapped, for copying."""
         if self.epilog:
             with formatter.section("Examples"):
                 for line in self.epilog.strip("\n").split("\n"):
@@ -126,7 +126,7 @@ class Command(click.Command):
 
 
 def passed_on(ctx: click.Context, param: click.Parameter, value: bool) -> bool:
-    """Callback of a flag before the command: as if it stood behind, where the command has such a flag."""
+    """Callback of a flag before the command, which passes it on to the command."""
     if value:
         ctx.meta.setdefault(_PASSED_ON, []).append(param.opts[-1])
     return value
@@ -138,7 +138,7 @@ def command(name: str, examples: str) -> Callable[[Callable[..., Any]], Command]
 
 
 class Group(click.Group):
-    """A group of such commands, with advice on what was mistyped."""
+    """A group of these commands, with advice on typing errors."""
 
     command_class = Command
 
@@ -153,7 +153,7 @@ class Group(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[Optional[str], Optional[click.Command], list[str]]:
-        """Find the command, or name those that are spelled nearly so."""
+        """Find the command, or suggest similar ones."""
         name = args[0]
         known = any(self.get_command(ctx, spelled) for spelled in (name, _spelled(ctx, name)))
         if not known and not name.startswith("-") and not ctx.resilient_parsing:
@@ -166,7 +166,7 @@ class Group(click.Group):
 
 
 class Choice(click.Choice):  # type: ignore[type-arg, unused-ignore]
-    """One of a few words; of what is none of them, the nearest is named."""
+    """One of a few words; an error suggests the nearest."""
 
     def convert(self, value: Any, param: Optional[click.Parameter], ctx: Optional[click.Context]) -> Any:
         """The word."""
@@ -201,7 +201,7 @@ def _unknown_option(ctx: click.Context, error: click.NoSuchOption, args: Iterabl
 
 
 def _commands(ctx: click.Context, command: click.Command, path: tuple[str, ...]) -> Iterable[tuple[str, click.Command]]:
-    """Every command, with what is typed for it."""
+    """Every command, with its words."""
     if not isinstance(command, click.Group):
         yield " ".join(path), command
         return

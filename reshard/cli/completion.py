@@ -1,4 +1,4 @@
-"""What a shell may offer at the tab key, where click does not know it by itself."""
+"""Shell completion of values beyond click's own."""
 
 from __future__ import annotations
 
@@ -47,20 +47,20 @@ def steps(ctx: click.Context, _: click.Parameter, typed: str) -> list[Completion
 
     found = ["latest"]
     path = ctx.params.get("src") or ctx.params.get("out") or ctx.params.get("path")
-    # What cannot be read is told of when the command is run.
+    # The command reports unreadable files later.
     with contextlib.suppress(OSError, ReshardError):
         found += [str(step) for step in find_checkpoints(path).steps if step] if path else []
     return [CompletionItem(step) for step in found if step.startswith(typed)]
 
 
 def parameters(ctx: click.Context, _: click.Parameter, typed: str) -> list[CompletionItem]:
-    """The parameters of the strategy that was typed: those that begin so, or else hold it."""
+    """Parameters of the typed strategy that begin with the text, or else contain it."""
     from reshard.errors import ReshardError
     from reshard.strategies import read_strategy
 
     names: tuple[str, ...] = ()
     path = ctx.params.get("path")
-    # What cannot be read is told of when the command is run.
+    # The command reports unreadable files later.
     with contextlib.suppress(OSError, ReshardError):
         names = read_strategy(path).parameters if path else ()
     begin = [name for name in names if name.startswith(typed)]
@@ -68,12 +68,12 @@ def parameters(ctx: click.Context, _: click.Parameter, typed: str) -> list[Compl
 
 
 def tensors(ctx: click.Context, _: click.Parameter, typed: str) -> list[CompletionItem]:
-    """The tensors of the checkpoint that was typed, else of a rank: those that begin so, or else hold it."""
+    """Tensors of the typed checkpoint, or of one rank, that begin with the text, or else contain it."""
     from reshard.errors import ReshardError
 
     names: list[str] = []
     src, strategy = ctx.params.get("src"), ctx.params.get("strategy")
-    # What cannot be read is told of when the command is run; a store may take too long to answer.
+    # The command reports unreadable files later; an object store may be too slow for completion.
     with contextlib.suppress(OSError, ReshardError):
         names = _names_in(src, strategy) if src and "://" not in src else []
     begin = [name for name in names if name.startswith(typed)]
@@ -96,7 +96,7 @@ def _names_in(src: str, strategy: Optional[str]) -> list[str]:
 
 
 def types(_: click.Context, __: click.Parameter, typed: str) -> list[CompletionItem]:
-    """What elements can be cast to."""
+    """Types for casts."""
     from reshard.checkpoints.formats.dtypes import CAST_TO
 
     return [CompletionItem(name) for name in CAST_TO if name.lower().startswith(typed.lower())]

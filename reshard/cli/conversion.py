@@ -24,13 +24,13 @@ MIN_SHOWN = 0.1
 
 def summary_json(summary: Summary) -> dict[str, Any]:
     """A summary as `--json` prints it."""
-    said = {**dataclasses.asdict(summary), "kinds": totals_json(summary.kinds)}
-    del said["target_files"], said["known"]
-    return said
+    fields = {**dataclasses.asdict(summary), "kinds": totals_json(summary.kinds)}
+    del fields["target_files"], fields["known"]
+    return fields
 
 
 def contents_words(summary: Summary) -> str:
-    """What the targets hold, by kind, and how many parameters of each kind they lack."""
+    """Totals of the targets by kind, and missing parameters by kind."""
     words = [totals_words(summary.kinds) or "no tensors"]
     for names, where in (
         (summary.left_out, "not in the target strategy, left out"),
@@ -43,7 +43,7 @@ def contents_words(summary: Summary) -> str:
 
 
 def detail_lines(summary: Summary, request: Request, verifying: float = 0.0) -> list[str]:
-    """What -v adds to a summary: where the time went, what was read, and every name that was not converted.
+    """The part of a summary for -v: times, source files, and all names not converted.
 
     Args:
         summary: of a conversion.
@@ -83,7 +83,7 @@ def cluster_of(
         scheduler: as typed.
         how: how the conversion is carried out.
         jobs: CPUs of a work item, if typed.
-        report: told what is found on the way.
+        report: gets warnings and notes.
 
     Raises:
         UsageError: it is neither, Dask is not installed, this is already one of several runs, or the workers could not
@@ -106,7 +106,7 @@ def cluster_of(
             f"--scheduler needs Dask, which is not installed ({error})",
             hint="in the clone of reshard: pip install '.[dask]'",
         ) from error
-    # Dask logs with tracebacks what is said here in words.
+    # Dask logs the same errors with tracebacks.
     for name in ("distributed", "distributed.client", "tornado.application", "asyncio"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     return Cluster(scheduler_address(scheduler), how, jobs, report)

@@ -115,15 +115,15 @@ def carry_out(
     scheduler: Optional[str] = None,
     adapter: Optional[Adapter] = None,
 ) -> None:
-    """Convert, or say what would be done, and tell.
+    """Convert, or dry-run, and print the result.
 
     Args:
         request: what is asked for.
-        report: told of warnings and notes.
+        report: gets warnings and notes.
         typed: the options of `options.output`, and ``jobs``.
         how: how it is done.
         scheduler: the Dask cluster whose workers do it; None for this process.
-        adapter: what is added, as verification reads it.
+        adapter: the added adapter, for verification.
 
     Raises:
         ReshardError: it cannot be done, or failed.
@@ -164,14 +164,14 @@ def carry_out(
 def _tell(
     summary: Summary, request: Request, verbose: bool, verifying: float, share: Optional[tuple[int, int]]
 ) -> None:
-    """Print a line on what was written and one on what it holds; with -v everything else.
+    """Print the written files and their contents in a line each; the rest with -v.
 
     Args:
         summary: of the conversion.
         request: what was asked for.
         verbose: -v was given.
         verifying: seconds that were spent on verification afterwards.
-        share: the share of the files that this run writes; None for all that were asked for.
+        share: this run's share of the files; None for all requested ones.
     """
     files = counted_as(request.to)
     done = counted_ranks(summary.done_before, files)
@@ -186,7 +186,7 @@ def _tell(
         first = f"nothing to write: {done} already complete in {request.dst}"
     else:
         number, runs = share or (0, 1)
-        first = f"nothing to write: share {number}/{runs} is empty, because there are fewer {files}s than shares"
+        first = f"nothing to write: share {number}/{runs} is empty: fewer {files}s than shares"
     lines = [first]
     if summary.target_files:
         lines.append(f"{step_words(summary.step)}: {contents_words(summary)}")
@@ -194,5 +194,5 @@ def _tell(
         lines += detail_lines(summary, request, verifying)
     elif summary.manifest and (request.files is not None or share is not None):
         # Other runs wrote the rest.
-        lines.append(f"all {files}s are there: {summary.manifest}")
+        lines.append(f"complete, all {files}s written: {summary.manifest}")
     say("\n".join(lines), to_standard_error=True)

@@ -1,4 +1,4 @@
-"""diff: what two checkpoints have not in common."""
+"""diff: differences between two checkpoints."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from reshard.cli.tables import table
 from reshard.forms.registry import form_named, form_of
 from reshard.numbers.difference import Differences, TensorPair, differences
 from reshard.opened import OpenedCheckpoint
-from reshard.plan.edits import Edits, edits_of
+from reshard.plan.edits import NO_EDITS, Edits, edits_of
 from reshard.text.messages import full_text, listing
 from reshard.text.report import Report
 from reshard.text.wording import one_line, plural, printable
@@ -68,7 +68,7 @@ def diff(
     only one of them has, tensors of different shapes, and for each tensor that differs the number of different
     elements and the largest absolute and relative difference. NaN equals NaN. A tensor of another type or with
     other bits counts as different even if all values are equal. The exit status is 0, or with --exit-code 4 if
-    anything differs. --names, --rename and --cast apply to A, so that B can be compared with its source.
+    anything differs. --names, --rename and --cast apply to A: use them to compare B with its source A.
     `reshard strategy diff` compares strategies.
     """
     quiet = typed["quiet"]
@@ -97,9 +97,9 @@ def _print(found: Differences, verbose: bool) -> None:
         _print_bad(bad, verbose)
         table(title, _COLUMNS, [_cells(pair) for pair in ordered], _SPARE, range(len(bad)))
     elif found.equal:
-        say(f"{plural(len(found.pairs), 'tensor')}, all the same in every byte")
+        say(f"{plural(len(found.pairs), 'tensor')}, all equal in every byte")
     else:
-        say(f"{plural(len(found.pairs), 'tensor')} in both with the same shape, all the same in every byte")
+        say(f"{plural(len(found.pairs), 'tensor')} in both with the same shape, all equal in every byte")
 
 
 def _heads(found: Differences, verbose: bool) -> Iterator[str]:
@@ -111,7 +111,7 @@ def _heads(found: Differences, verbose: bool) -> Iterator[str]:
         yield f"{name}: {shape_words(one)} in A, {shape_words(other)} in B"
 
 
-# Tensors that are told of in a line each.
+# Tensors with a line of their own.
 _MAX_BAD = 20
 _SPARE = ("type", "relative", "shape")
 _COLUMNS = ["parameter", "type", "shape", "differing", "NaN", "difference", "relative", "at"]
@@ -182,9 +182,9 @@ def _opened(
     step: Optional[str],
     typed: dict[str, Any],
     report: Report,
-    edits: Optional[Edits] = None,
+    edits: Edits = NO_EDITS,
 ) -> OpenedCheckpoint:
-    """One of the two; what is said of both does not count for a form that has no such thing."""
+    """One of the two; an option of both is ignored by a form without it."""
     form = form_named(form_of(src))
     if not form.options.by_rank:
         typed = {**typed, "file_suffix": None}

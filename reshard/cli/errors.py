@@ -17,7 +17,7 @@ from reshard.storage import is_read_only
 from reshard.text.messages import is_shortened
 from reshard.text.wording import printable
 
-# Below the first line of an error; of more the first line is said again at the end.
+# Longer errors repeat their first line at the end.
 _MANY_LINES = 8
 
 
@@ -25,7 +25,7 @@ class ReshardGroup(Group):
     """A group whose commands end with the documented exit statuses, and never with a traceback."""
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command and turn what it raises into an exit status."""
+        """Run the command and turn exceptions into an exit status."""
         try:
             return super().invoke(ctx)
         except ReshardError as error:
@@ -80,13 +80,13 @@ def _finish(ctx: click.Context, text: str, status: int) -> NoReturn:
     for line in rest:
         click.echo(f"  {line}", err=True)
     if len(rest) > _MANY_LINES:
-        # Whoever sees the end alone has to see what happened.
+        # Logs often show only the end of the output.
         click.echo(alarming(f"reshard: error: {headline.rstrip(':')}"), err=True)
     ctx.exit(status)
 
 
 def _said(ctx: click.Context, error: ReshardError) -> str:
-    """The error as it is shown: with every parameter's name if that is asked for, else with word of how to ask."""
+    """The error as shown: with all parameter names for -v, else with a hint to use -v."""
     if ctx.find_root().meta.get("reshard.verbose"):
         return error.full
     return f"{error}\n-v names every parameter" if is_shortened(error.message) else str(error)

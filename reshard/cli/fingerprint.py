@@ -1,4 +1,4 @@
-"""fingerprint: what every parameter is, whatever its layout, format or step."""
+"""fingerprint: a checksum of every parameter, independent of layout, format and step."""
 
 from __future__ import annotations
 
@@ -105,13 +105,13 @@ def fingerprint(
             if by_rank and ranks is not None:
                 source = _some_ranks(place, ranks, filters, handles, crcs, report)
             else:
-                # What is needed is known only when it is known what is made of it.
+                # Rules decide which source tensors are needed.
                 wanted = Filters() if edited else filters
                 source = read_sound(reader_of(place, handles, report, filters=wanted, files=ranks), crcs)
                 _check_files(source, ranks, place)
                 if not by_rank:
                     _check_equal(source.checkpoint, [name for name in source.tensors if filters.admit(name)], means)
-            written = source if edits is None else EditedSource(source, edits, report)
+            written = source if edits.is_empty else EditedSource(source, edits, report)
             known = () if edited else place.strategy.parameters
             warn_of_unmatched(filters, (known, written.names), report)
             result = fingerprints(written, means, filters.admit)
@@ -120,7 +120,7 @@ def fingerprint(
             else:
                 result.groups = {(file, file + 1) for file in source.checkpoint.files}
             if ranks is None:
-                # All of it was found complete, whichever files are there.
+                # Completeness was checked before.
                 result.read = {file: "" for start, stop in result.groups for file in range(start, stop)}
             elif by_rank:
                 # Damaged files count as absent.
@@ -132,7 +132,7 @@ def fingerprint(
     elif not merge:
         raise UsageError("SRC is missing", hint="name a checkpoint, or results of other runs with --merge FILE")
     elif ranks is not None or strategy is not None:
-        raise UsageError("--ranks and --strategy go with SRC, which is missing", hint="name the checkpoint")
+        raise UsageError("SRC is missing: --ranks and --strategy need it", hint="pass the checkpoint")
     for path in merge:
         result.merge(read_fingerprints(path))
     for name in result.differing:
@@ -144,7 +144,7 @@ def fingerprint(
 
 
 def _place(src: str, strategy: Optional[str], typed: Mapping[str, Any], report: Report) -> CheckpointPlace:
-    """What is read.
+    """The source to read.
 
     Raises:
         UsageError: rank directories need a strategy, other forms have none.
@@ -163,7 +163,7 @@ def _place(src: str, strategy: Optional[str], typed: Mapping[str, Any], report: 
     if strategy not in (None, NONE, "None"):
         raise UsageError(f"{src}: is of the form {form}, which needs no strategy", hint="leave out --strategy")
     if suffix is not None:
-        raise UsageError("--file-suffix goes with files of ranks", hint="leave it out")
+        raise UsageError("--file-suffix is for rank files", hint="remove --file-suffix")
     return CheckpointPlace(src, form, Strategy.none(), step)
 
 
@@ -178,7 +178,7 @@ def _some_ranks(
     """The files of some ranks, whatever they lack.
 
     Raises:
-        InputError: one is not there, or contradicts the strategy.
+        InputError: a file is missing, or contradicts the strategy.
     """
     found = find_checkpoints(place.path, place.file_suffix)
     check_ranks(found, place.strategy, handles)
@@ -201,7 +201,7 @@ def _check_files(source: StoredSource, files: Optional[tuple[int, ...]], place: 
     """Refuse numbers that no file has.
 
     Raises:
-        UsageError: there is no file of a number.
+        UsageError: a number has no file.
     """
     there = sorted(source.checkpoint.files)
     beyond = sorted(set(files or ()).difference(there))
@@ -213,7 +213,7 @@ def _check_files(source: StoredSource, files: Optional[tuple[int, ...]], place: 
 
 
 def _check_equal(checkpoint: Checkpoint, names: Sequence[str], means: Means) -> None:
-    """Compare what stands for other tensors with them.
+    """Compare tied tensors.
 
     Raises:
         CheckpointError: they differ.
@@ -236,7 +236,7 @@ def _files(
     step: str,
     report: Report,
 ) -> dict[int, str]:
-    """The files of the newest step that all ranks asked for have."""
+    """The files of the newest step that all requested ranks have."""
     beyond = [rank for rank in ranks if rank >= source.device_count]
     if beyond:
         raise UsageError(
@@ -249,9 +249,9 @@ def _files(
         if not absent:
             report.note(f"{label} is read")
             return {rank: candidate.files[rank] for rank in ranks}
-        report.note(f"{label} has no file of {rank_ranges(absent)} and is passed over")
+        report.note(f"{label} has no file of {rank_ranges(absent)} and is skipped")
     raise IncompleteSourceError(
-        f"{tree.root}: no step has files of all of {rank_ranges(ranks)}", hint="name ranks that are there with --ranks"
+        f"{tree.root}: no step has files of all of {rank_ranges(ranks)}", hint="pass existing ranks with --ranks"
     )
 
 

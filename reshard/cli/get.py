@@ -79,7 +79,7 @@ reshard get iterations/ lm_head.weight -o head.npy
 @options.edits
 @options.effort
 @options.json_output
-@options.verbose("Print every element, however many there are.")
+@options.verbose("Print all elements.")
 @options.common
 def get(
     src: str,
@@ -124,7 +124,7 @@ def get(
 
 
 def _index(text: Optional[str]) -> Any:
-    """What --slice says, as an index.
+    """The index of --slice.
 
     Raises:
         UsageError: it is none.
@@ -154,7 +154,7 @@ def _names(checkpoint: OpenedCheckpoint, typed: str) -> list[str]:
     """The tensors of a name or pattern.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: it does not exist.
     """
     if typed in checkpoint:
         return [typed]
@@ -163,7 +163,7 @@ def _names(checkpoint: OpenedCheckpoint, typed: str) -> list[str]:
     if not found:
         near = near_names(typed, checkpoint)
         raise CheckpointError(
-            f"there is no tensor {quoted(typed)}",
+            f"no tensor {quoted(typed)}",
             parameter=typed,
             hint=f"did you mean {' or '.join(map(quoted, near))}?" if near else "`reshard inspect SRC` lists them",
         )
@@ -171,7 +171,7 @@ def _names(checkpoint: OpenedCheckpoint, typed: str) -> list[str]:
 
 
 def _shape(tensor: LazyTensor, chosen: Any, text: Optional[str]) -> tuple[int, ...]:
-    """The shape of what is asked for.
+    """The shape of the requested elements.
 
     Raises:
         UsageError: the tensor has no such slice, or it is empty although the tensor is not.
@@ -188,7 +188,7 @@ def _shape(tensor: LazyTensor, chosen: Any, text: Optional[str]) -> tuple[int, .
 
 
 def _blocks(tensor: LazyTensor, chosen: Any, raw: bool) -> Iterator[Array]:
-    """The elements in C order, as NumPy knows them."""
+    """The elements in C order, as a NumPy type."""
     bits = np.dtype(stand_in(tensor.dtype_name, tensor.itemsize).str)
     lacking = tensor.dtype.metadata is not None or tensor.dtype.isbuiltin == 2
     for block in tensor.blocks(chosen):
@@ -201,10 +201,10 @@ def _blocks(tensor: LazyTensor, chosen: Any, raw: bool) -> Iterator[Array]:
 
 
 def _array(tensor: LazyTensor, chosen: Any, text: Optional[str], raw: bool) -> Array:
-    """All that is asked for, to be printed.
+    """All requested elements, for printing.
 
     Raises:
-        UsageError: it is more than anybody would read.
+        UsageError: too many elements to print.
     """
     shape = _shape(tensor, chosen, text)
     if math.prod(shape) > _MOST_PRINTED:
@@ -226,7 +226,7 @@ def _write(
     path: str,
     report: Report,
 ) -> None:
-    """Write a .npy file, which is whole and of one version of the source, or not there.
+    """Write a .npy file atomically, from one version of the source.
 
     Raises:
         ReshardError: it cannot be written, or the source cannot be read or was written to meanwhile.

@@ -1,4 +1,4 @@
-"""help: what `--help` prints, as a command."""
+"""help: `--help` as a command."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from reshard.cli.command import command
 
 
 def _names(ctx: click.Context, _: click.Parameter, typed: str) -> list[CompletionItem]:
-    """Commands below those that were typed."""
+    """Subcommands of the typed commands."""
     found, _context = _find(ctx.find_root(), tuple(ctx.params.get("names") or ()))
     if not isinstance(found, click.Group):
         return []
@@ -29,7 +29,7 @@ def _find(root: click.Context, names: tuple[str, ...]) -> tuple[click.Command, c
     """The command of these names, and a context that its help is written in.
 
     Raises:
-        click.UsageError: there is none.
+        click.UsageError: none matches.
     """
     context = root
     for name in names:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from reshard.inspection.tree import InspectedStep, InspectedTree
 
 
-# What fits a screen of 50 lines, with the lines around it.
+# Rows for a screen of 50 lines.
 _MOST_ROWS = 20
 _MOST_FINDINGS = 12
 _LONGEST = 300
@@ -60,7 +60,7 @@ def inspect(
     as_json: bool,
     verbose: bool,
 ) -> None:
-    """Show what is in a checkpoint file, a rank directory, a rank tree or another form at PATH.
+    """Show the contents of a checkpoint file, a rank directory, a rank tree or another form at PATH.
 
     Only names, sizes and headers are read: of a rank tree, the headers of the newest step or of --step. With
     --strategy, steps are checked as a conversion checks them, from the newest to the first complete one, and
@@ -75,7 +75,8 @@ def inspect(
     if not form_named(form).options.by_rank:
         if strategy is not None or file_suffix is not None:
             raise UsageError(
-                f"{path} is of the form {form}; --strategy and --file-suffix go with a rank tree", hint="leave them out"
+                f"{path} is of the form {form}; --strategy and --file-suffix are for rank trees",
+                hint="remove both options",
             )
         from reshard.inspection.form import inspect_form
 
@@ -100,7 +101,7 @@ def inspect(
         return
     if strategy is not None or step != "latest" or file_suffix is not None:
         raise UsageError(
-            f"{path} is one file; --strategy, --step and --file-suffix go with a rank tree",
+            f"{path} is one file; --strategy, --step and --file-suffix are for rank trees",
             hint="name the directory that holds rank_0/, rank_1/ ...",
         )
     from reshard.inspection.contents import inspect_file
@@ -251,7 +252,7 @@ def _show_tensors(contents: InspectedContents, verbose: bool, per_file: bool = F
     cells = []
     for name, count, item in shown:
         number = [] if plain else [str(count)]
-        # Slices of one shape are of one size; of several there is only a mean.
+        # With several shapes only a mean size exists.
         size = ("about " if len(item.shapes) > 1 else "") + byte_size(item.nbytes // item.files)
         files = [] if per_file else [str(item.files)]
         cells.append([name, *number, ",".join(item.dtypes), _shapes(item.shapes), size, *files])
@@ -274,11 +275,11 @@ def _show_tree(tree: InspectedTree, step: str, verbose: bool) -> None:
     shown = tree.steps if verbose else tree.steps[:_MOST_ROWS]
     rows = []
     for item in shown:
-        told = [item.step or "-", stepped_ranges(item.ranks), str(len(item.files)), byte_size(item.nbytes)]
-        rows.append([*told, _state(item, judged)])
+        cells = [item.step or "-", stepped_ranges(item.ranks), str(len(item.files)), byte_size(item.nbytes)]
+        rows.append([*cells, _state(item, judged)])
     heads = ["step", "ranks", "files", "size", "complete" if judged else "complete?"]
     if tree.one_rank:
-        # Of whole steps one rank tells nothing.
+        # One rank does not show whether steps are complete.
         heads, rows = heads[:-1], [row[:-1] for row in rows]
     table("", heads, rows)
     if len(shown) < len(tree.steps):
@@ -288,14 +289,14 @@ def _show_tree(tree: InspectedTree, step: str, verbose: bool) -> None:
             say(f"{_label(item)} is not complete:")
             _show_lines(item.missing, verbose)
     if judged and step == "latest":
-        say("latest finds no step to take" if tree.latest is None else f"latest takes {_label(tree.latest)}")
+        say("latest: no complete step" if tree.latest is None else f"latest takes {_label(tree.latest)}")
     elif tree.one_rank:
         whole = shlex.quote(os.path.dirname(absolute(tree.path)))
         say(f"the directory of one rank; `reshard inspect {whole}` shows all ranks and which steps are complete")
     elif not judged:
         say("to check which steps are complete: add --strategy FILE, DIR or none")
     show_findings(tree.findings, verbose)
-    # The step that is taken says most; without one, the newest that was read.
+    # The chosen step; without one, the newest that was read.
     read = [item for item in tree.steps if item.contents is not None]
     for item in read if verbose else [tree.latest or read[0]] if read else []:
         _show_contents(item, verbose)
@@ -328,7 +329,7 @@ def _state(step: InspectedStep, judged: bool) -> str:
     if step.one_per_group and step.complete is not False:
         words.append("one rank of each replica group, as at an end of life")
     elif step.absent and step.complete:
-        words.append(f"without {stepped_rank_ranges(step.absent)}, whose replicas are there")
+        words.append(f"without {stepped_rank_ranges(step.absent)}, but with their replicas")
     if step.damaged:
         words.append(f"{plural(len(step.damaged), 'file')} damaged")
     if step.saved_at is not None:
@@ -337,7 +338,7 @@ def _state(step: InspectedStep, judged: bool) -> str:
 
 
 def show_findings(findings: Sequence[Finding], verbose: bool) -> None:
-    """Findings as lines, those that make a conversion refuse named so."""
+    """Findings as lines; errors of a conversion are marked."""
     shown = findings if verbose else findings[:_MOST_FINDINGS]
     for finding in shown:
         first, *rest = (full_text(finding.text) if verbose else finding.text).split("\n")
@@ -350,7 +351,7 @@ def show_findings(findings: Sequence[Finding], verbose: bool) -> None:
 
 
 def _show_lines(lines: Sequence[str], verbose: bool, before: str = "  ") -> None:
-    """Lines that may be many, and name hundreds of parameters, as far as a screen has room."""
+    """Lines, limited to a screen."""
     for line in map(full_text, lines) if verbose else lines[:_MOST_FINDINGS]:
         say(before + (line if verbose or len(line) <= _LONGEST else f"{line[:_LONGEST]} ... (-v shows all)"))
     if not verbose and len(lines) > _MOST_FINDINGS:
@@ -365,8 +366,8 @@ def _show_contents(step: InspectedStep, verbose: bool) -> None:
         return
     files = sum(len(ranks) for ranks, _ in contents.sets)
     whole = "" if step.full_bytes is None else f"; its parameters whole are {byte_size(step.full_bytes)}"
-    told = [plural(files, "file"), *contents.formats, f"{contents.with_crc} with CRC"]
-    say(f"\nheaders of {_label(step)}: {', '.join(told)}, {plural(len(contents.stored), 'name')}{whole}")
+    counts = [plural(files, "file"), *contents.formats, f"{contents.with_crc} with CRC"]
+    say(f"\nheaders of {_label(step)}: {', '.join(counts)}, {plural(len(contents.stored), 'name')}{whole}")
     _show_totals(contents)
     sets = contents.sets
     if len(sets) == 1:
@@ -420,7 +421,7 @@ def show_form(found: InspectedForm, verbose: bool) -> None:
     """For people.
 
     Args:
-        found: what to show.
+        found: the contents.
         verbose: every iteration, file, name and finding.
     """
     what = found.form if found.step is None else f"{found.form}, iteration {found.step}"
@@ -448,7 +449,7 @@ def _show_iterations(found: InspectedForm, verbose: bool) -> None:
     if not found.iterations:
         return
     iterations = found.iterations if verbose else found.iterations[-_MOST_ROWS:]
-    states = {None: "nothing tells whether it is finished", False: "newer than the last finished one", True: "finished"}
+    states = {None: "unknown whether finished", False: "newer than the last finished iteration", True: "finished"}
     table(
         "",
         ["iteration", "state"],

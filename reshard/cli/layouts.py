@@ -1,4 +1,4 @@
-"""Strategies, stages and layouts as commands tell them: in words, and as JSON."""
+"""Strategies, stages and layouts in the output of commands: as text and as JSON."""
 
 from __future__ import annotations
 

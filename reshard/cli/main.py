@@ -1,4 +1,4 @@
-"""The command group. Commands are imported when they are run, so that --help stays quick."""
+"""The command group. Commands are imported when they are run, which keeps --help fast."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ _COMMANDS = {
     "convert": ("convert", "convert", "Convert a checkpoint to another layout or another form."),
     "by-rank": ("convert", "by_rank", "Convert a checkpoint for one target rank, for shell loops."),
     "merge-lora": ("merge_lora", "merge_lora", "Merge a LoRA adapter into the weights that it was trained on."),
-    "plan": ("plan", "plan", "Print what convert would do: ranks, files, bytes, memory."),
+    "plan": ("plan", "plan", "Print the plan of a conversion: ranks, files, bytes, memory."),
     "rank-list": ("rank_list", "rank_list", "Print the source ranks that a target rank needs."),
     "merge-pipeline": ("strategy", "merge_pipeline", "Merge the pipeline stages' strategy files into one."),
     "group-info": ("strategy", "group_info", "Read group_info files."),
-    "inspect": ("inspect", "inspect", "Show what is in a checkpoint file or rank tree."),
+    "inspect": ("inspect", "inspect", "Show the contents of a checkpoint file or rank tree."),
+    "view": ("view", "view", "Write an HTML page that shows a checkpoint and a conversion."),
     "status": ("status", "status", "Print which targets of a conversion are done and which are missing."),
     "resume": ("resume", "resume", "Resume a conversion or recovery."),
     "verify": ("verify", "verify", "Prove that a converted checkpoint is right, or that copies agree."),
@@ -40,7 +41,7 @@ _ALIASES = {"transform-dir": "convert", "transform-all": "convert", "transform-b
 
 
 class LazyGroup(ReshardGroup):
-    """A group that imports a command's module when the command is asked for."""
+    """A group that imports a command's module on first use."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Command names in the order of the work, aliases left out."""

@@ -93,7 +93,9 @@ def merge_lora(
         typed["to"] = form if typed["dst_strategy"] is None else FORMS[0].name
     if form_named(typed["to"]).options.cut and typed["dst_strategy"] is None:
         if not form_named(form).options.cut:
-            raise UsageError(f"--to {typed['to']}: --dst-strategy is missing", hint="name a strategy, or pass none")
+            raise UsageError(
+                f"--to {typed['to']}: --dst-strategy is missing", hint="pass a strategy file, a directory, or none"
+            )
         typed["dst_strategy"] = SAME
     # NaN is between no numbers.
     if alpha is not None and not MIN_ALPHA <= alpha <= MAX_ALPHA:
@@ -112,7 +114,7 @@ def merge_lora(
     decryption = options.decryption_of(typed["decrypt_key_file"], typed["decrypt_mode"])
     with open_requested(reading, effort_of(typed, 4), decryption, report) as tensors:
         additions = read_adapter(tensors, adapter, scale, overflowed)
-        # A wrong one shows in nothing but what the model says.
+        # A wrong alpha gives valid files and a model that computes nonsense.
         report.note(f"alpha is {scale.alpha:g}, {'as typed' if alpha is not None else f'of {scale.path}'}")
         for other, modules in additions.other_alphas().items():
             report.note(f"alpha is {other:g} by alpha_pattern of {scale.path}: " + listing(modules))
@@ -147,7 +149,7 @@ def _is_peft(directory: str) -> bool:
 
 
 def _place_of(adapter: str, strategy: Optional[str]) -> tuple[str, Optional[str]]:
-    """Where an adapter's matrices are, and their strategy: PEFT's directories have one file, which nobody has cut."""
+    """The place of an adapter's matrices, and their strategy: PEFT's directories have one whole file."""
     place = os.path.join(adapter, _PEFT) if _is_peft(adapter) else adapter
     return place, NONE if strategy is None and is_regular_file(place) else strategy
 

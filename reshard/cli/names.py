@@ -1,4 +1,4 @@
-"""The names group: rules that make the tensors of one naming those of another."""
+"""The names group: rules between the names of two model codes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What commands that look into checkpoints have in common: opening what was typed, and numbers in JSON."""
+"""Shared parts of commands that read checkpoints: opening, and numbers in JSON."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from reshard.cli import options
 from reshard.defaults import usable_cpus
 from reshard.numbers.sweep import Location
 from reshard.opened import OpenedCheckpoint, ReadingEffort, open_requested, reading_request
-from reshard.plan.edits import Edits
+from reshard.plan.edits import NO_EDITS, Edits
 from reshard.text.name_filters import Filters
 from reshard.text.report import Report
 from reshard.text.wording import rank_ranges
@@ -23,21 +23,21 @@ def opened(
     report: Report,
     step: Optional[str] = None,
     share: int = 1,
-    edits: Optional[Edits] = None,
+    edits: Edits = NO_EDITS,
 ) -> OpenedCheckpoint:
     """Open a checkpoint by the options of `options.source`, `selection` and `effort`; full tensors.
 
     Args:
         src: the checkpoint.
-        strategy: what was typed as its strategy.
+        strategy: its strategy, as typed.
         typed: the options.
-        report: told of warnings and notes.
+        report: gets warnings and notes.
         step: which step, if not that of the options.
         share: how many share the memory.
-        edits: names and types that are asked for.
+        edits: names and types.
 
     Raises:
-        ReshardError: options do not go together, or there is nothing to open.
+        ReshardError: options contradict each other, or the checkpoint is missing.
     """
     filters = Filters(typed.get("include", ()), typed.get("exclude", ()))
     request = reading_request(
@@ -48,19 +48,19 @@ def opened(
 
 
 def effort_of(typed: Mapping[str, Any], share: int = 1) -> ReadingEffort:
-    """What --jobs and --max-memory allow."""
+    """Limits of --jobs and --max-memory."""
     return ReadingEffort(typed["jobs"] or usable_cpus(), typed["max_memory"] // share)
 
 
 def number_json(number: Optional[Union[int, float]]) -> Optional[Union[int, float, str]]:
-    """A number as JSON has it: what it lacks is ``"NaN"``, ``"Infinity"`` or ``"-Infinity"``."""
+    """A number for JSON; ``"NaN"``, ``"Infinity"`` and ``"-Infinity"`` as text."""
     if number is None or isinstance(number, int) or math.isfinite(number):
         return number
     return "NaN" if math.isnan(number) else "Infinity" if number > 0 else "-Infinity"
 
 
 def number_words(number: Optional[Union[int, float]]) -> str:
-    """A number in a table; ``-`` where there is none."""
+    """A number in a table; ``-`` without one."""
     if number is None:
         return "-"
     return str(number) if isinstance(number, int) else f"{number:.4g}"

@@ -112,7 +112,7 @@ def _svg_path(_: click.Context, __: click.Parameter, value: Optional[str]) -> Op
 
 
 def choice(group: str, name: str, text: str) -> Callable[[F], F]:
-    """An option that takes one of a few words, of which the first is the default."""
+    """An option with a few choices; the first is the default."""
     words = CHOICES[name]
     flag = "--" + name.replace("_", "-")
     return option(group, flag, name, type=Choice(words), default=words[0], show_default=True, help=text)
@@ -206,7 +206,7 @@ def crc(text: str) -> Callable[[F], F]:
 
 
 def proof(text: str) -> Callable[[F], F]:
-    """--verify, of commands that verify what they wrote."""
+    """--verify of commands that write."""
     return flag("Checks", "--verify", text=text)
 
 
@@ -263,7 +263,7 @@ output = together(
     verbose("Print details: phases, checks, and the name of every parameter."),
     _service_and_debug,
 )
-"""What is printed, of commands that take a while."""
+"""Options of output for long-running commands."""
 
 decryption = together(
     option(
@@ -288,8 +288,8 @@ def decryption_of(key_file: Optional[str], mode: Optional[str]) -> Optional[Decr
     """How encrypted source files are read, by the values of these options; None where they are not.
 
     Raises:
-        UsageError: there is a mode without a key.
-        InputError: there is no key where it should be.
+        UsageError: a mode without a key.
+        InputError: the key's file has no key.
     """
     # Help and the commands that read no checkpoint do without.
     from reshard.checkpoints import decryption
@@ -360,7 +360,7 @@ edits = together(
         metavar="FILE|DIR",
         shell_complete=completion.paths,
         show_default="config.json in SRC",
-        help="File with the sizes that the table needs, such as heads and experts.",
+        help="File with the model's sizes for the table, such as heads and experts.",
     ),
     option(
         "Names and types",
@@ -452,7 +452,7 @@ writing = together(
         "Compare replicas on the source ranks before writing: auto compares samples.",
     ),
     choice("Checks", "checksum", "Record checksums in the manifest for `reshard verify DST`."),
-    flag("Target", "--overwrite", text="Replace existing targets, also those of another conversion."),
+    flag("Target", "--overwrite", text="Replace existing targets, including those of another conversion."),
     accept_changed_source,
     dry_run,
 )

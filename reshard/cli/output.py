@@ -1,4 +1,4 @@
-"""What people and scripts get to see: progress, messages, JSON."""
+"""Output for people and scripts: progress, messages, JSON."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from reshard.text.wording import byte_size, printable
 
 
 def echo_json(value: object) -> None:
-    """Print JSON to standard output, alone there; valid UTF-8 whatever the terminal's encoding.
+    """Print JSON to standard output; valid UTF-8 in any terminal encoding.
 
-    A path that is no UTF-8 is escaped as JSON can: Python's ``os.fsencode`` makes its bytes of what was loaded. So
+    A path that is not UTF-8 is escaped in JSON: Python's ``os.fsencode`` restores its bytes. So
     are characters that a terminal would take for commands.
     """
     text = json.dumps(value, ensure_ascii=False)
@@ -46,7 +46,7 @@ def totals_words(totals: Mapping[str, Total]) -> str:
 
 def listener() -> Callable[[str, str], None]:
     """Shows warnings always and notes unless -q was given, on standard error; -v names every parameter in them."""
-    # Asked here, because threads that have something to tell know no context.
+    # Read here: other threads have no click context.
     quiet, verbose = is_quiet(), is_verbose()
 
     def show(kind: str, text: str) -> None:
@@ -72,7 +72,7 @@ def is_quiet() -> bool:
 
 
 def show_notes(notes: Iterable[str]) -> None:
-    """Show what was noted, on standard error, unless -q was given."""
+    """Show notes on standard error, unless -q was given."""
     show = listener()
     for note in notes:
         show("note", note)
@@ -84,7 +84,7 @@ def say(text: str, to_standard_error: bool = False) -> None:
 
 
 def _echo_aside(line: str) -> None:
-    """Print a line to standard error; a progress bar, if there is one, makes room for it."""
+    """Print a line to standard error, above a progress bar."""
     tqdm = sys.modules.get("tqdm")
     with tqdm.tqdm.external_write_mode(file=sys.stderr) if tqdm else contextlib.nullcontext():
         click.echo(line, err=True)
@@ -103,12 +103,12 @@ def _styled(text: str, colour: str) -> str:
 
 
 def paint(text: str, colour: int) -> str:
-    """Text in one of a few colours that are told apart, and legible on black and on white."""
+    """Text in one of a few distinct colours, legible on black and on white."""
     return _styled(text, ("cyan", "magenta", "green", "red")[colour % 4])
 
 
 def terminal_width() -> int:
-    """Columns to write for: those of the terminal, many where the output goes elsewhere."""
+    """Width in columns: the terminal's, or a large one for files and pipes."""
     if not on_terminal():
         return 160
     from shutil import get_terminal_size
@@ -116,8 +116,13 @@ def terminal_width() -> int:
     return get_terminal_size().columns
 
 
-def write_picture(path: str, picture: bytes) -> None:
-    """Write an SVG file whole, in place of an older one, and say so unless -q was given; makes its directory.
+def write_file(path: str, content: bytes, verb: str) -> None:
+    """Write a file atomically, with its directory; reports it unless -q was given.
+
+    Args:
+        path: the file.
+        content: all of it.
+        verb: what was done, for the note.
 
     Raises:
         ReshardError: it cannot be written.
@@ -125,10 +130,19 @@ def write_picture(path: str, picture: bytes) -> None:
     from reshard.storage import unlinked, write_parts, writing_error
 
     try:
-        write_parts(os.path.join(unlinked(os.path.dirname(path)), os.path.basename(path)), len(picture), [picture])
+        write_parts(os.path.join(unlinked(os.path.dirname(path)), os.path.basename(path)), len(content), [content])
     except OSError as error:
         raise writing_error(path, error) from error
-    listener()("note", f"drew {path}")
+    listener()("note", f"{verb} {path}")
+
+
+def write_picture(path: str, picture: bytes) -> None:
+    """Write an SVG file as `write_file` does.
+
+    Raises:
+        ReshardError: it cannot be written.
+    """
+    write_file(path, picture, "drew")
 
 
 def on_terminal() -> bool:

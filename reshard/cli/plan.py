@@ -1,4 +1,4 @@
-"""plan: what a conversion would do, from the code that does it."""
+"""plan: the plan of a conversion, from the same code."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def plan(
     svg: Optional[str],
     **typed: Any,
 ) -> None:
-    """Print what convert would do with the same arguments and options; DST is not changed.
+    """Print the plan of convert with the same arguments and options; DST is not changed.
 
     The plan lists the step, ranks, files and bytes that are read and written, memory, free space, replicas
     of lost ranks, and parameters that are left out or missing. It runs the checks of a conversion. Use
@@ -76,7 +76,7 @@ def tell_plan(
     verbose: bool,
     svg: Optional[str] = None,
 ) -> None:
-    """Print what is planned, as text or JSON, and draw it to a file if one is named."""
+    """Print a plan as text or JSON, and draw it to the file of --svg."""
     moved = transfers_of(prepared.plan, prepared.state.work, prepared.state.execution)
     if svg is not None:
         _draw(prepared, moved, svg)
@@ -149,13 +149,13 @@ def _lines(prepared: Prepared, summary: Summary, moved: Transfers, verbose: bool
             *(_room(space, several=len(spaces) > 1) for space in spaces),
         ]
     else:
-        lines.append("  write    nothing: all targets asked for are there")
+        lines.append("  write    nothing: all requested targets are written")
     if summary.done_before:
         done, left = counted_ranks(summary.done_before, files), left_alone(summary.done_before)
         lines.append(f"  done     {done} by the same conversion before; {left}")
     absent = _absent(prepared)
     if absent:
-        lines.append(f"  replicas stand in for source {rank_ranges(absent, source_files)}, which left no sound file")
+        lines.append(f"  replicas replace source {rank_ranges(absent, source_files)}, which have no intact file")
     unread = sorted(plan.checkpoint.indexes.keys() - moved.read)
     if unread and summary.ranks and len(summary.ranks) == plan.form.count:
         lines.append(f"  unread   source {rank_ranges(unread, source_files)}: the others hold all that is written")
@@ -166,7 +166,7 @@ def _lines(prepared: Prepared, summary: Summary, moved: Transfers, verbose: bool
 
 
 def _print_targets(prepared: Prepared, moved: Transfers, verbose: bool) -> None:
-    """A row per target file, of the first ones where there are many."""
+    """A row per target file, limited to the first ones."""
     state, request = prepared.state, prepared.plan.request
     target, source = counted_as(request.to), counted_as(request.form)
     given = _given(moved)
@@ -177,7 +177,7 @@ def _print_targets(prepared: Prepared, moved: Transfers, verbose: bool) -> None:
     if rows:
         table("", [f"target {target}", "size", "files read", f"of source {source}s"], rows)
     if len(ranks) < len(state.work):
-        say(f"and {plural(len(state.work) - len(ranks), f'target {target}')} more: --json lists all")
+        say(f"and {plural(len(state.work) - len(ranks), f'target {target}')} more; --json lists all")
 
 
 def _given(moved: Transfers) -> dict[int, dict[int, int]]:
@@ -206,12 +206,12 @@ def _over_read(moved: Transfers) -> str:
     times = 1 + moved.over_read
     if times < 1.005:
         return ""
-    return f"; {moved.over_read:.0%} more than is needed" if times < 2 else f"; {times:.1f} times what is needed"
+    return f"; {moved.over_read:.0%} more than needed" if times < 2 else f"; {times:.1f} times the needed bytes"
 
 
 def _room(space: Space, several: bool) -> str:
-    """What is needed on a file system and what is free, as a line; its place where there are several."""
-    free = "how much is free cannot be told" if space.free is None else f"{byte_size(space.free)} free"
+    """A line of needed and free bytes on a file system; with its path if there are several."""
+    free = "free space unknown" if space.free is None else f"{byte_size(space.free)} free"
     return f"  space    {byte_size(space.needed)} needed, {free}" + (f", below {space.place}" if several else "")
 
 
@@ -228,13 +228,13 @@ def _requests_json(execution: ExecutionOptions) -> Optional[dict[str, Any]]:
 
 
 def _requests(execution: ExecutionOptions) -> list[str]:
-    """How a source is asked for that takes a round trip for each request, as a line; none where it is local."""
+    """A line about requests to a store with round trips; none for local files."""
     storage = execution.storage
     if not storage.remote:
         return []
     line = f"  requests {execution.threads} at a time, of up to {byte_size(execution.block_bytes)}"
     if storage.round_trip is None:
-        return [f"{line}, as usual: no round trip was seen, as what was asked for so far came at once"]
+        return [f"{line}, by default: no round trip measured yet"]
     return [f"{line}, of which one took {1000 * storage.round_trip:.1f} ms so far"]
 
 

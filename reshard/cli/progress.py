@@ -1,4 +1,4 @@
-"""Progress by bytes: a bar on a terminal, a line now and then elsewhere if it is asked for."""
+"""Progress by bytes: a bar on a terminal, or lines for --progress."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from reshard.text.wording import byte_size
 if TYPE_CHECKING:
     from reshard.cli.bar import Bar
 
-# Seconds between two lines, where there is no terminal.
+# Interval of progress lines without a terminal, in seconds.
 BETWEEN_LINES = 30.0
-# What takes less needs no bar.
+# Shorter transfers show no bar.
 _BEFORE_BAR = 0.5
 
 
@@ -24,8 +24,8 @@ def progress_of(quiet: bool, asked: Optional[bool]) -> Progress:
     """Who shows progress.
 
     Args:
-        quiet: whether nothing but warnings and errors is to be said; what is asked for is shown all the same.
-        asked: what --progress or --no-progress says; None for a bar on a terminal and nothing elsewhere.
+        quiet: only warnings and errors; --progress overrides it.
+        asked: --progress or --no-progress; None for a bar on a terminal only.
     """
     on_terminal = sys.stderr is not None and sys.stderr.isatty()
     shown = on_terminal and not quiet if asked is None else asked

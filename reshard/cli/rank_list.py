@@ -1,4 +1,4 @@
-"""rank-list: what of a source a target rank, or a target file, is made of."""
+"""rank-list: the source files that a target rank or file needs."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def rank_list(
             raise UsageError(f"{option} is given without the checkpoint", hint="name it: --src SRC")
         ranks = _of_strategies(rank, src_strategy, dst_strategy, available)
     elif available is not None:
-        raise UsageError("--available goes with strategies alone; with --src, what is there counts")
+        raise UsageError("--available is for strategies alone; --src uses the existing files")
     else:
         ranks = _of_checkpoint(rank, src, {**typed, "src_strategy": src_strategy, "dst_strategy": dst_strategy})
     if as_json:
@@ -82,10 +82,10 @@ def rank_list(
 def _of_strategies(
     rank: int, src_strategy: Optional[str], dst_strategy: Optional[str], available: Optional[tuple[int, ...]]
 ) -> Sequence[int]:
-    """What strategies alone tell.
+    """The answer from strategies alone.
 
     Raises:
-        ReshardError: they cannot be read, have no such rank, or something is on no available rank.
+        ReshardError: they cannot be read, lack the rank, or a slice is on no available rank.
     """
     # Loaded only here: --help needs neither NumPy nor protobuf.
     from reshard.plan.replicas import ReplicaChoice
@@ -109,7 +109,7 @@ def _of_strategies(
 
 
 def _of_checkpoint(rank: int, src: str, typed: dict[str, Any]) -> Sequence[int]:
-    """What a conversion reads for one target file.
+    """The source files of one target file.
 
     Raises:
         ReshardError: the conversion cannot be made.

@@ -47,7 +47,7 @@ def recover(src: str, dst: str, strategy: Optional[str], ranks: Optional[tuple[i
     all. Intact files are copied unchanged, so DST is the whole tree. If no rank holds a slice any more,
     nothing is written, and the error lists these slices by parameter and rank.
 
-    Files are named as in SRC (rank_3/llama_rank_3-1_200.ckpt), so that the files of --lost-only can be
+    Files are named as in SRC (rank_3/llama_rank_3-1_200.ckpt): the files of --lost-only can be
     copied back into SRC; with --prefix they are named as in a conversion.
     """
     form = form_of(src)
@@ -86,9 +86,9 @@ def recover(src: str, dst: str, strategy: Optional[str], ranks: Optional[tuple[i
     made = [rank for rank in summary.recovered if rank in summary.ranks]
     lines = [first]
     if summary.ranks:
-        lines.append(f"{rank_ranges(made)} made from replicas" if made else "no rank had to be made from replicas")
+        lines.append(f"{rank_ranges(made)} made from replicas" if made else "no rank was missing or damaged")
     if typed["verbose"]:
         lines += [f"{step_words(summary.step)}: {contents_words(summary)}", *detail_lines(summary, request)]
     if typed["lost_only"] and summary.ranks and not summary.manifest and request.prefix is None:
-        lines.append(f"named as in {src}, so that they can be copied back into it")
+        lines.append(f"file names are those of {src}: copy them back into it")
     say("\n".join(lines), to_standard_error=True)

@@ -1,4 +1,4 @@
-"""resume: go on with what the records in DST say was begun."""
+"""resume: continue the conversion that the records in DST describe."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def resume(ctx: click.Context, /, dst: str, as_json: bool, quiet: bool, **_: Any
     """Resume the conversion or recovery in DST.
 
     The records in DST contain source, strategies, step and options. The missing ones of all target ranks that
-    were asked for so far are written; after by-rank and --shard, the missing ones of the whole target.
+    were requested so far are written; after by-rank and --shard, the missing ones of the whole target.
     """
     found = status_of(dst)
     ledger = Ledger(dst, found.plan)
@@ -66,40 +66,40 @@ def resume(ctx: click.Context, /, dst: str, as_json: bool, quiet: bool, **_: Any
         return
     if given is None:
         raise TargetError(
-            f"{dst}: its records do not say with which command it was begun",
+            f"{dst}: its records contain no command line",
             file=dst,
-            hint="give that command again: it goes on with what is missing",
+            hint="run the original command again: it writes the missing files",
         )
     words = _words(given, dst)
     if ledger.is_replacing():
         words.append("--overwrite")
-        once_more = "give its command again, by-rank or --shard, with --overwrite, or replace all ranks"
+        once_more = "run its by-rank or --shard command again with --overwrite, or replace all ranks"
         if not ledger.is_replacing(given.rank_numbers or range(found.plan.ranks)):
             raise TargetError(
-                f"{dst}: one of several runs that replace targets was stopped, and the records do not say which",
+                f"{dst}: one of several runs that replace targets was stopped, and the records do not contain which",
                 file=dst,
                 hint=f"{once_more}:\n{_shown(words)}",
             )
     _check_paths(given, found, dst, words)
-    listener()("note", f"goes on with {_shown(words)}")
+    listener()("note", f"resumes {_shown(words)}")
     _run(ctx, words)
 
 
 def _together(commands: Sequence[Given], dst: str) -> Given:
-    """What all runs were given: the last of those whose paths are here, for every rank that any was asked for.
+    """The combined command of all runs: the last one whose paths exist, with all requested ranks.
 
     Raises:
-        TargetError: they were given sources that are not the same.
+        TargetError: runs had different sources.
     """
     here = [given for given in commands if all(map(_exists, given.paths))]
     sources = {real(given.src): given.src for given in here}
     if len(sources) > 1:
         listed = "\n".join(f"  {src}" for src in sorted(sources.values()))
         raise TargetError(
-            f"{dst}: runs were given different sources:\n{listed}",
+            f"{dst}: the runs had different sources:\n{listed}",
             file=dst,
-            hint=f"give the whole command for what is missing (`reshard status {shlex.quote(dst)}`) with the source "
-            "that has it",
+            hint=f"run the whole command for the missing files (`reshard status {shlex.quote(dst)}`) with the right "
+            "source",
         )
     asked = asked_ranks(commands)
     return dataclasses.replace(
@@ -115,26 +115,26 @@ def _exists(path: str) -> bool:
 
 
 def _is_done(found: Status, given: Optional[Given]) -> bool:
-    """Whether nothing at all is left to do."""
+    """Whether no work is left."""
     if given is not None and given.verify:
-        # Nobody knows whether it was.
+        # The records do not show whether verification ran.
         return False
     if found.complete or given is None or given.lost_only:
         return found.complete
     asked = given.rank_numbers
-    # Where all ranks are there, the manifest is what is missing.
+    # With all ranks written, only the manifest is missing.
     return asked is not None and set(found.done).issuperset(asked) and len(found.done) < found.plan.ranks
 
 
 def _done_words(found: Status, dst: str) -> str:
     if found.complete:
-        return f"nothing is left to do: {dst} is complete: {found.manifest or 'all lost ranks are there'}"
+        return f"nothing to do: {dst} is complete: {found.manifest or 'all lost ranks are written'}"
     left = set(range(found.plan.ranks)).difference(found.done)
     noun = counted_as(found.plan.form)
     done = counted_ranks(found.done, noun)
     return (
-        f"nothing is left to do: {done} are there; nobody asked for {rank_ranges(left, noun)}\n"
-        "the whole command with --ranks, or without, adds them"
+        f"nothing to do: {done} are written; {rank_ranges(left, noun)} were not requested\n"
+        "to add them, run the whole command with --ranks, or without"
     )
 
 
@@ -169,18 +169,18 @@ def _nothing_done(found: Status) -> dict[str, Any]:
 
 
 def _check_paths(given: Given, found: Status, dst: str, words: Sequence[str]) -> None:
-    """See that source and strategies are where they were, and that the strategies say what they said.
+    """Check that source and strategies exist, and that the strategies are unchanged.
 
     Raises:
-        InputError: one is not.
+        InputError: one is missing or changed.
     """
     for path in given.paths:
         if not _exists(path):
             where = "any more" if given.host == socket.gethostname() else f"here, as it did on {given.host}"
             raise InputError(
-                f"{path}: does not exist {where}; what is in {dst} was begun with it",
+                f"{path}: does not exist {where}; the conversion in {dst} was begun with it",
                 file=path,
-                hint=f"if it lies elsewhere, give the whole command with its path:\n{_shown(words)}",
+                hint=f"if it was moved, run the whole command with its new path:\n{_shown(words)}",
             )
     strategies = (
         (given.source_strategy, found.plan.source_strategy),
@@ -189,9 +189,9 @@ def _check_paths(given: Given, found: Status, dst: str, words: Sequence[str]) ->
     for path, digest in dict(strategies).items():
         if names_files(path) and strategy_digest(read_strategy(path)) != digest:
             raise InputError(
-                f"{path}: says something else than the strategy that what is in {dst} was begun with",
+                f"{path}: differs from the strategy with which the conversion in {dst} was begun",
                 file=path,
-                hint=f"if that lies elsewhere, give the whole command with its path:\n{_shown(words)}",
+                hint=f"if the original was moved, run the whole command with its path:\n{_shown(words)}",
             )
 
 
@@ -256,6 +256,6 @@ def _typed(ctx: click.Context) -> list[str]:
             if param.is_flag:
                 words += (param.opts if value else param.secondary_opts)[:1]
             else:
-                said = f"{value.number}/{value.runs}" if isinstance(value, Share) else value
-                words.append(f"{param.opts[0]}={said}")
+                text = f"{value.number}/{value.runs}" if isinstance(value, Share) else value
+                words.append(f"{param.opts[0]}={text}")
     return words

@@ -1,4 +1,4 @@
-"""--shard: which share of the work this run takes, as typed or as its launcher says."""
+"""--shard: this run's share of the work, as typed or from its launcher."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Optional
 
 import click
 
-# Launchers, by the variables in which they tell index and count.
+# Launchers, by their variables of index and count.
 _LAUNCHERS = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
     ("PMI_RANK", "PMI_SIZE"),
@@ -17,7 +17,7 @@ _LAUNCHERS = (
     ("SLURM_PROCID", "SLURM_NTASKS"),
     ("JOB_COMPLETION_INDEX", "JOB_COMPLETIONS"),
 )
-# Variables that training programs and containers know: of torchrun, of platforms for Ascend, and of MindSpore's
+# Variables of training programs and containers: of torchrun, of platforms for Ascend, and of MindSpore's
 # dynamic cluster, where the ids of nodes may be any text.
 _RANKS = (
     ("RANK", "WORLD_SIZE"),
@@ -31,14 +31,14 @@ _MOST = 1 << 20
 
 
 class Share(NamedTuple):
-    """One of several runs: its number, from 0, and how many there are."""
+    """One of several runs: its number, from 0, and their count."""
 
     number: int
     runs: int
 
 
 class ShardType(click.ParamType):  # type: ignore[type-arg, unused-ignore]
-    """``I/N``, or ``auto`` for what a launcher says."""
+    """``I/N``, or ``auto`` for the launcher's variables."""
 
     name = "shard"
 
@@ -61,35 +61,35 @@ def launched_as(environment: Mapping[str, str]) -> Share:
     """The share that a launcher gave to this process.
 
     A task of a Slurm array comes first, then MPI launchers, `srun`, and Kubernetes Indexed Jobs, which
-    tell the index only: the count is expected in ``JOB_COMPLETIONS``. One starts the other, so the first
-    of them holds. What other programs set, too, counts only where nothing contradicts it.
+    set the index only: the count is expected in ``JOB_COMPLETIONS``. One starts the other, so the first
+    match wins. Variables of other programs count only without a contradiction.
 
     Raises:
-        ValueError: nothing tells, what tells makes no sense, or says different things.
+        ValueError: variables are missing, invalid or contradictory.
     """
-    claims = [*_launched(environment), *_told(environment)]
+    claims = [*_launched(environment), *_set_elsewhere(environment)]
     if not claims:
         halves = [name for pair in _RANKS for name in pair if environment.get(name)]
-        lone = f" (of {' and '.join(halves)} alone it cannot be told)" if halves else ""
+        lone = f" ({' and '.join(halves)} alone is not enough)" if halves else ""
         raise ValueError(
             "auto finds no variables of a Slurm array or step, an MPI launcher, a Kubernetes Indexed Job, torchrun or "
             f"a worker of MindSpore's dynamic cluster{lone}; pass --shard I/N"
         )
     if len({claim.share for claim in claims}) > 1:
-        said = " but ".join(f"{claim.share.number}/{claim.share.runs} by {claim.names}" for claim in claims)
-        raise ValueError(f"auto finds {said}; pass --shard I/N")
+        shares = " but ".join(f"{claim.share.number}/{claim.share.runs} by {claim.names}" for claim in claims)
+        raise ValueError(f"auto finds {shares}; pass --shard I/N")
     return claims[0].share
 
 
 class _Claim(NamedTuple):
-    """A share, and the variables that say so."""
+    """A share and its variables."""
 
     share: Share
     names: str
 
 
 def _launched(environment: Mapping[str, str]) -> Iterator[_Claim]:
-    """What the first launcher says that has set a variable which nothing else sets."""
+    """The share of the first launcher with a variable of its own."""
     if "SLURM_ARRAY_TASK_ID" in environment:
         names = ("SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_TASK_MIN", "SLURM_ARRAY_TASK_MAX", "SLURM_ARRAY_TASK_COUNT")
         task, first, last, count = (_number(environment, name) for name in names)
@@ -105,8 +105,8 @@ def _launched(environment: Mapping[str, str]) -> Iterator[_Claim]:
             return
 
 
-def _told(environment: Mapping[str, str]) -> Iterator[_Claim]:
-    """What pairs of variables say that many programs set: each only where it is whole."""
+def _set_elsewhere(environment: Mapping[str, str]) -> Iterator[_Claim]:
+    """Shares of pairs of variables that many programs set; only complete pairs."""
     for index, count_name in _RANKS:
         numbers = [environment.get(name, "") for name in (index, count_name)]
         other_role = index == "MS_NODE_ID" and environment.get("MS_ROLE", _WORKER) != _WORKER

@@ -1,6 +1,6 @@
 """The terminal's picture of one parameter: device matrix, and slices with the ranks that hold them.
 
-Colours only repeat what the text says, so that the picture is whole without them.
+Colours only repeat the text, so the picture is complete without them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def picture_lines(arrangement: Arrangement, width: int, paint: Paint) -> list[st
     layout = arrangement.layout
     drawn, slices = arrangement, _grid(arrangement, width, paint)
     if slices is None and layout.shards > 1 and layout.slice_count > _MOST_ROWS:
-        # Every row then tells of many ranks, but all of them are told.
+        # A row then covers many ranks, and all ranks are shown.
         drawn = arrangement.without_shards
         slices = _grid(drawn, width, paint)
     does = (*arrangement.axis_lines(), *arrangement.dimension_lines())
@@ -95,7 +95,7 @@ def _matrix(arrangement: Arrangement, drawn: Arrangement, width: int, paint: Pai
 
 
 def _grid(arrangement: Arrangement, width: int, paint: Paint) -> Optional[list[str]]:
-    """Two cut dimensions as rows and columns; None where there are more or fewer, or no room."""
+    """Two cut dimensions as rows and columns; None for other numbers, or without room."""
     cut = arrangement.cut_dimensions
     if len(cut) != 2 or arrangement.layout.cuts[cut[1]] > width:
         return None
@@ -155,7 +155,7 @@ def _holders(arrangement: Arrangement, found: Slice) -> _Cell:
 
 
 def _place(arrangement: Arrangement, dimension: int, position: int) -> str:
-    """Where a slice lies along a dimension, and which optimizer shard it is."""
+    """The place of a slice along a dimension, and its optimizer shard."""
     return arrangement.interval(dimension, position) + ("" if dimension else arrangement.shard_text(position))
 
 

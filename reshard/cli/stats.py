@@ -1,4 +1,4 @@
-"""stats: what numbers every tensor of a checkpoint holds."""
+"""stats: statistics of the numbers in every tensor."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from reshard.text.report import Report
 from reshard.text.wording import one_line, plural, printable
 
 FOUND = 4
-"""Exit status where there is what --fail-on names."""
+"""Exit status if a tensor has numbers of --fail-on."""
 
 _KINDS = {"nan": "NaN", "inf": "Inf"}
 
@@ -71,7 +71,7 @@ def stats(src: str, strategy: Optional[str], fail_on: tuple[str, ...], svg: Opti
         found = statistics_of(checkpoint, typed["max_memory"] // 2, progress, magnitudes=svg is not None)
         step, form = checkpoint.step, checkpoint.form
     if typed["as_json"]:
-        echo_json({"form": form, "step": step, "tensors": [_row(tensor) for tensor in found]})
+        echo_json({"form": form, "step": step, "tensors": [statistics_json(tensor) for tensor in found]})
     else:
         ordered = sorted(found, key=lambda tensor: tensor.first_nonfinite is None)
         bad = [tensor for tensor in ordered if tensor.first_nonfinite is not None]
@@ -89,7 +89,7 @@ def stats(src: str, strategy: Optional[str], fail_on: tuple[str, ...], svg: Opti
         click.get_current_context().exit(FOUND)
 
 
-# Tensors that are told of in a line each.
+# Tensors with a line of their own.
 _MAX_BAD = 20
 _SPARE = ("norm", "zeros", "mean")
 _COLUMNS = ["parameter", "type", "shape", "NaN", "Inf", "zeros", "min", "max", "mean", "norm"]
@@ -124,7 +124,7 @@ def _summary(found: Sequence[TensorStatistics]) -> str:
 
 
 def _found(kind: str, found: Sequence[TensorStatistics], verbose: bool) -> list[str]:
-    """A line that names the tensors with elements of a kind, if there are any."""
+    """A line with the tensors that have elements of a kind; none without such tensors."""
     names = [tensor.name for tensor in found if getattr(tensor, kind)]
     if not names:
         return []
@@ -132,7 +132,8 @@ def _found(kind: str, found: Sequence[TensorStatistics], verbose: bool) -> list[
     return [f"reshard: {_KINDS[kind]} in {plural(len(names), 'tensor')}: {full_text(listed) if verbose else listed}"]
 
 
-def _row(tensor: TensorStatistics) -> dict[str, Any]:
+def statistics_json(tensor: TensorStatistics) -> dict[str, Any]:
+    """Statistics as `--json` prints them."""
     return {
         "name": tensor.name,
         "dtype": tensor.dtype,

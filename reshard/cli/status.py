@@ -1,4 +1,4 @@
-"""status: what of a conversion is done and what is missing."""
+"""status: finished and missing files of a conversion."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def status(dst: str, as_json: bool) -> None:
     if others:
         them = "it" if len(others) == 1 else "them"
         lines.append(
-            f"beside it, not of this conversion: {some_names(others)}; remove {them}, or loaders may take {them} for "
-            "a part of the checkpoint, and conversions into the directory are refused"
+            f"files of other origin: {some_names(others)}; remove {them}: loaders may read {them} as part of the "
+            "checkpoint, and conversions into the directory are refused"
         )
     say("\n".join(lines))
 
@@ -63,7 +63,7 @@ def _lines(dst: str, found: Status) -> list[str]:
     if not form_named(found.plan.form).options.by_rank:
         what += f" of the form {found.plan.form}"
     if found.lost_only:
-        what += f", of which only the lost {counted_ranks(found.wanted)} are wanted"
+        what += f", only the lost {counted_ranks(found.wanted)}"
     lines = [f"{what} ({found.plan.format})"]
     for ranks, words in (
         (found.done, f"done, {byte_size(found.bytes_done)}"),
@@ -73,18 +73,18 @@ def _lines(dst: str, found: Status) -> list[str]:
         if ranks:
             lines.append(f"{plural(len(ranks), noun)} {words}: {number_ranges(ranks)}")
     if found.complete:
-        lines.append(f"complete: {found.manifest or 'all lost ranks that are wanted are there'}")
+        lines.append(f"complete: {found.manifest or 'all lost ranks are written'}")
     elif found.writing:
         lines.append("a run is writing at this moment")
     else:
         left = set(found.missing) if found.asked is None else set(found.missing).intersection(found.asked)
         unasked = set(found.missing).difference(left)
         if unasked:
-            lines.append(f"not complete: nobody asked for {rank_ranges(unasked, noun)} so far")
+            lines.append(f"not complete: {rank_ranges(unasked, noun)} not requested yet")
         if left and found.resumable:
-            lines.append(f"not complete: `reshard resume {shlex.quote(dst)}` goes on with {rank_ranges(left, noun)}")
+            lines.append(f"not complete: for {rank_ranges(left, noun)}, run: reshard resume {shlex.quote(dst)}")
         elif not unasked:
-            lines.append(f"not complete: the command that fills {dst} goes on with what is missing")
+            lines.append(f"not complete: run the original command for {dst} again to write the missing files")
         if found.changed:
             changed = rank_ranges(found.changed, noun)
             cure = "remove the files, and run the command again" if recovery else "reshard by-rank RANK ... --overwrite"

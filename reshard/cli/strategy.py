@@ -94,7 +94,7 @@ def replicas(strategy: Optional[str], group_info: tuple[str, ...], more: tuple[s
     if more and not group_info:
         raise UsageError(f"{more[0]}: name a strategy with --strategy, or group_info files with --group-info")
     if (strategy is None) == (not group_info):
-        raise UsageError("pass either --strategy or --group-info", hint="the strategy tells more, where there is one")
+        raise UsageError("pass either --strategy or --group-info", hint="prefer --strategy, if a strategy file exists")
     if strategy is not None:
         found = replicas_of_strategy(read_strategy(strategy))
     else:

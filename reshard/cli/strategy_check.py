@@ -28,7 +28,7 @@ from reshard.text.report import Report
 from reshard.text.wording import number_ranges, one_line, plural, quoted, rank_ranges, step_words
 
 DOES_NOT_FIT = 4
-"""Exit status where something speaks against the strategy."""
+"""Exit status of a strategy that does not fit."""
 
 _MOST_PATTERNS = 6
 _MOST_MISFITS = 4
@@ -40,7 +40,7 @@ _MOST_GROUPS = 8
     """
 reshard strategy check src_strategy.ckpt ckpt/
 
-Every byte of what ranks should hold alike:
+Every byte of all replicas:
 reshard strategy check output/strategy ckpt/ --all
 """,
 )
@@ -93,40 +93,40 @@ def _lines(found: StrategyCheck, strategy: Strategy, path: str, verbose: bool) -
         beyond = rank_ranges(found.beyond_ranks)
         yield f"{beyond} have files, but the strategy has {devices}: is a stage's file missing?"
     if found.parameters:
-        yield f"{plural(len(found.parameters), 'parameter')}: slices of the shapes that the strategy says"
+        yield f"{plural(len(found.parameters), 'parameter')}: slices have the shapes of the strategy"
     for misfit in found.misfits[: len(found.misfits) if verbose else _MOST_MISFITS]:
-        yield f"{plural(len(misfit.parameters), 'parameter')}: slices of other shapes than the strategy says"
+        yield f"{plural(len(misfit.parameters), 'parameter')}: slices have other shapes than in the strategy"
         yield from names(misfit.parameters)
         yield f"  {misfit.detail}"
     left = sum(len(misfit.parameters) for misfit in found.misfits[_MOST_MISFITS:])
     if left and not verbose:
-        yield f"{plural(left, 'more parameter')} likewise: -v lists all"
+        yield f"{plural(left, 'more parameter')} with other shapes: -v lists all"
     comparison = found.comparison
     if comparison.differing:
         count = f"{len(comparison.differing)} of {plural(comparison.check.parameters, 'parameter')} compared"
-        yield f"{count} differ between ranks that the strategy says hold the same slice"
+        yield f"{count} differ between ranks that are replicas in the strategy"
         yield from (f"  {full_text(line) if verbose else line}" for line in comparison.lines())
     else:
         yield str(comparison.check)
     if found.same_slices:
         count = plural(len(found.same_slices), "parameter")
-        yield f"{count}: ranks hold the same bytes where the strategy says that they hold different slices"
+        yield f"{count}: ranks hold equal bytes, but different slices in the strategy"
         yield from names([item.parameter for item in found.same_slices])
     if found.misplaced:
         count = plural(len(found.misplaced), "parameter")
-        yield f"{count}: ranks hold them, and the strategy lists them for other pipeline stages only"
+        yield f"{count}: held by ranks of a stage for which the strategy does not list them"
         yield from names(found.misplaced)
     if comparison.gradients:
         yield comparison.said_of_gradients()
     if found.alike is not None:
         groups = _groups(found.alike.groups)
-        yield f"by their contents, ranks that hold the same of {quoted(found.alike.parameter)}: {groups}"
+        yield f"ranks with equal contents of {quoted(found.alike.parameter)}: {groups}"
     for names_of, what in (
         (
             found.not_described,
-            "not listed by the strategy, though ranks hold different ones: how they are cut is unknown",
+            "not in the strategy, and different on ranks: their layout is unknown",
         ),
-        (found.not_listed, "not listed by the strategy: copied as they are"),
+        (found.not_listed, "not in the strategy: copied unchanged"),
         (found.not_held, f"listed, but in no file{_weights(found.not_held, known)}"),
     ):
         if names_of:
@@ -137,7 +137,7 @@ def _lines(found: StrategyCheck, strategy: Strategy, path: str, verbose: bool) -
 
 
 def _weights(names: Sequence[str], known: Container[str]) -> str:
-    """How many of these are weights, which seldom are not saved."""
+    """The number of weights among them, which are almost always saved."""
     weights = sum(is_weight(name, known) for name in names)
     return f" ({plural(weights, 'weight')} among them: is it the strategy of this model?)" if weights else ""
 
@@ -153,10 +153,10 @@ def _verdict(found: StrategyCheck) -> str:
     if not found.fits:
         by_shapes = not found.misfits and not found.beyond_ranks and not found.not_described
         if by_shapes and found.comparison.differing and found.comparison.likely == "replicas":
-            return "does not fit: the strategy is another one, or replicas have diverged"
+            return "does not fit: another strategy was used, or replicas have diverged"
         return "does not fit: pass the strategy that this checkpoint was saved with"
     if not found.comparison.check.tested:
-        return "fits, as far as shapes tell"
+        return "fits by shapes; no replicas were compared"
     return "fits"
 
 

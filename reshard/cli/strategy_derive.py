@@ -1,4 +1,4 @@
-"""strategy rules and strategy derive: what strategies show of a model, as rules or as the strategy of another run."""
+"""strategy rules and strategy derive: rules from strategies, and strategies of other runs."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ A larger mp, where another strategy shows that cuts grow:
 reshard strategy derive src.json dst.ckpt --src-sizes dp=4,mp=2 \\
     --also wide.json --also-sizes mp=8 --dst-sizes dp=2,mp=8
 
-With shapes of a model that lies under Hugging Face's names:
+With shapes of a model with Hugging Face's names:
 reshard strategy derive src.ckpt dst.ckpt --shapes qwen3-hf/ --names qwen3 \\
     --src-sizes dp=4,mp=2 --dst-sizes mp=2 --weights-only
 """,
@@ -69,15 +69,15 @@ reshard strategy derive src.ckpt dst.ckpt --shapes qwen3-hf/ --names qwen3 \\
     "stated",
     metavar="FILE",
     shell_complete=completion.paths,
-    help="Rules that state what the strategies do not show.",
+    help="Rules for parameters that the strategies leave open.",
 )
 @option(
     "Parameters",
     "--assume",
     multiple=True,
     type=Choice(["growth", "dp-outermost"]),
-    help="growth: cuts by mp grow beyond what was shown. dp-outermost: data parallel is outermost in the device "
-    "matrix; where it is not, ranks silently get slices that are others'.",
+    help="growth: cuts by mp grow beyond the shown sizes. dp-outermost: data parallel is outermost in the device "
+    "matrix; if that is wrong, ranks silently get the slices of other ranks.",
 )
 @option("Target", "--dst-sizes", type=SizesType(), metavar=SIZES, help="Devices of OUT's run.")
 @making
@@ -97,8 +97,8 @@ def strategy_derive(
 ) -> None:
     """Derive the strategy of another run from that of one at hand.
 
-    SRC is the strategy of a run whose sizes are said; OUT is what a compile with other sizes would write,
-    as with make. Only what SRC, and the strategies of --also, show is taken for true: whatever they leave open
+    SRC is the strategy of a run with --src-sizes; OUT is what a compile with other sizes would write,
+    as with make. Only facts shown by SRC, and the strategies of --also, are used: everything they leave open
     is an error that prints the lines that would settle it, for a file that --rules names.
     """
     from dataclasses import replace
@@ -111,18 +111,16 @@ def strategy_derive(
     sources = _sources(src, src_sizes, also, also_sizes, missing)
     if typed["optimizer_shards"] is None and not typed["weights_only"] and any(source.has_shards for source in sources):
         raise UsageError(
-            "--optimizer-shards is missing: a source's optimizer shards, and whether the target's does is not known",
-            hint="say off, -1 for all replicas, or N",
+            "--optimizer-shards is missing: the source has optimizer shards, the target may have others",
+            hint="pass --optimizer-shards off, -1 for all replicas, or N",
         )
     said = read_rules(stated, partial=True) if stated is not None else None
     if shapes is None and (names is not None or config is not None):
-        raise UsageError(
-            "--shapes is missing", hint="--names and --config say what is made of the tensors that it tells"
-        )
+        raise UsageError("--shapes is missing", hint="--names and --config apply to the tensors of --shapes")
     known = _shapes(sources, shapes, typed)
     if known is None:
         raise UsageError(
-            f"--shapes is missing: {src} does not say how large the tensors are",
+            f"--shapes is missing: {src} does not contain tensor shapes",
             hint="pass the checkpoint that was saved with it, or an index of full weights",
         )
     from reshard.strategies.rules.shown import model_of
@@ -133,7 +131,7 @@ def strategy_derive(
     rules = learned.rules
     if said is not None:
         pipeline = said.pipeline
-        # What is stated takes the place of what is shown, for each weight.
+        # Rules of --rules replace derived rules, per weight.
         first, last = (*pipeline.first, *pipeline.last), rules.pipeline
         rules = replace(
             rules,
@@ -151,7 +149,7 @@ def strategy_derive(
     if target.sizes.stages > 1 and target.layers_per_stage is None:
         uneven = uneven_source(sources, layer_numbers(model.weights, rules.pipeline, rules.path))
         if uneven is not None:
-            raise UsageError(f"{uneven}, so even ones are not taken for granted", hint="say --layers-per-stage N,N")
+            raise UsageError(f"{uneven}, so even stages are not assumed", hint="pass --layers-per-stage N,N")
     where = stated if stated is not None else "a file, which --rules names"
     stages = make_strategy(rules, model, target, where)
     more = {
@@ -189,10 +187,10 @@ def strategy_rules(
     listed: bool,
     **typed: Any,
 ) -> None:
-    """Print what strategies show of a model as rules for make.
+    """Print rules for make, as shown by strategies.
 
-    SRC is a strategy whose run's sizes are said. What it does not show is marked: "?" where nothing is known,
-    "None|mp?" where one of several cuts is meant, and shown_for tells up to which sizes anything is. NAME, of
+    SRC is the strategy of a run with --sizes. Open facts are marked: "?" is unknown, "None|mp?" is one of
+    several cuts, and shown_for lists the sizes up to which a fact is shown. NAME, of
     built-in rules, prints these.
     """
     from reshard.strategies.rules.learn import learn, rules_text
@@ -228,7 +226,7 @@ def _sources(
     """The strategies with their sizes.
 
     Raises:
-        UsageError: sizes were not said.
+        UsageError: sizes are missing.
     """
     from reshard.strategies.read import read_recorded
     from reshard.strategies.rules.shown import SourceRun
@@ -238,7 +236,7 @@ def _sources(
     if missing:
         raise UsageError(
             f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing",
-            hint="device counts do not tell data from model parallelism; say the sizes of each run: dp=4,mp=2",
+            hint="device counts do not separate data from model parallelism; pass the sizes of each run: dp=4,mp=2",
         )
     found = []
     for path, of_run in zip((src, *also), (sizes, *also_sizes)):
@@ -249,7 +247,7 @@ def _sources(
 
 
 def _shapes(sources: Sequence[SourceRun], path: Optional[str], typed: dict[str, Any]) -> Optional[ModelTensors]:
-    """Full shapes, from where they are said, or from the strategies; None where nothing tells them."""
+    """Full shapes of --shapes or of the strategies; None if unknown."""
     from reshard.forms.model_shapes import strategy_shapes
 
     if path is not None:

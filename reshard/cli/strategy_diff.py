@@ -1,4 +1,4 @@
-"""strategy diff: what changes between two strategies, and how slices move."""
+"""strategy diff: differences between two strategies, and how slices move."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ reshard strategy diff compiled/ made.ckpt --exit-code
 @options.verbose("Name every parameter in the summary.")
 @options.common
 def strategy_diff(source: str, target: str, exit_code: bool, as_json: bool, verbose: bool) -> None:
-    """Show what changes from strategy A to strategy B.
+    """Show the differences from strategy A to strategy B.
 
     A and B are files, directories, or none. The summary counts the parameters that are unchanged, move to
     other ranks, are cut differently, or are in one strategy only. Then parameters that change in the same way
@@ -158,7 +158,7 @@ def _change_lines(alike: Sequence[Change]) -> Iterator[str]:
         yield f"{count}: unchanged"
     else:
         said = [*_stage_changes(alike), *_differences(change)]
-        yield f"{count}: {'; '.join(said) or 'other ranks hold the slices'}"
+        yield f"{count}: {'; '.join(said) or 'slices on other ranks'}"
     if len(alike) > 1:
         pairs = [("A", [change.sources[0] for change in alike]), ("B", [change.targets[0] for change in alike])]
         for letter, holdings in pairs[:1] if change.unchanged else pairs:
@@ -192,7 +192,7 @@ def _stage_changes(alike: Sequence[Change]) -> list[str]:
 
 
 def _differences(change: Change) -> list[str]:
-    """What is different in each target stage, said once where it is the same in all."""
+    """Differences per target stage; once if equal in all."""
     said: dict[str, None] = {}
     for move in change.moves:
         before, after = move.source.layout, move.target.layout

@@ -1,4 +1,4 @@
-"""The strategy group: seeing what strategies say, and making those that nobody has compiled."""
+"""The strategy group: show, compare, check and make strategies."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from reshard.cli.strategy_show import strategy_show
 
 @click.group("strategy", cls=Group)
 def strategy() -> None:
-    """Show what strategy files say, check them against a checkpoint, and make new ones."""
+    """Show strategy files, check them against a checkpoint, and make new ones."""
 
 
 strategy.add_command(strategy_show)

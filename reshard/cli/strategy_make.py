@@ -24,7 +24,7 @@ Sizes of another run, with its optimizer; a file per pipeline stage:
 reshard strategy make model.toml target/ --shapes ckpt/ \\
     --src-strategy src.ckpt --sizes dp=4,mp=4,pp=2 --optimizer-shards -1
 
-For a model that lies under Hugging Face's names:
+For a model with Hugging Face's names:
 reshard strategy make mcore target.ckpt --shapes qwen3-hf/ --names qwen3 \\
     --set vocab_emb_dp=false --sizes mp=2,pp=2 --weights-only
 """,
@@ -61,12 +61,12 @@ def strategy_make(
     sizes: Any,
     **typed: Any,
 ) -> None:
-    """Make the strategy of a cluster that is not there.
+    """Make the strategy of a cluster from rules, without the cluster.
 
     RULES is a TOML file or the name of built-in rules: how parameters are cut, in named axes. OUT is what
-    a compile on such a cluster would write: a file, .ckpt or .json, of all stages, a path with {rank} in
-    it, or a directory for a file per stage. What does not follow from RULES is an error that prints the
-    lines that would settle it. OUT.made says how OUT was made.
+    a compile on that cluster would write: a file, .ckpt or .json, of all stages, a path with {rank} in
+    it, or a directory for a file per stage. If RULES are incomplete, an error prints the missing lines.
+    OUT.made records how OUT was made.
     """
     from reshard.strategies import read_strategy
     from reshard.strategies.rules import make_strategy
@@ -76,7 +76,7 @@ def strategy_make(
     if missing or shapes is None:
         raise UsageError(
             f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing",
-            hint="--shapes tells the tensors' full shapes, --sizes the devices: --sizes dp=2,mp=4",
+            hint="pass the tensors' full shapes with --shapes, and the devices with --sizes: --sizes dp=2,mp=4",
         )
     switches = dict(_switch(text) for text in stated)
     found = rules_named(rules).with_switches(switches)
@@ -99,5 +99,5 @@ def strategy_make(
 def _switch(text: str) -> tuple[str, str]:
     name, _, value = text.partition("=")
     if not name or not value:
-        raise UsageError(f"--set {text}: is not NAME=VALUE, such as vocab_emb_dp=false")
+        raise UsageError(f"--set {text}: is not NAME=VALUE, for example vocab_emb_dp=false")
     return name, value

@@ -1,4 +1,4 @@
-"""What `strategy make`, `derive` and `rules` have in common: sizes, the target's options, how the result is told."""
+"""Shared parts of `strategy make`, `derive` and `rules`: sizes, the target's options, output."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class _LayersType(click.ParamType):  # type: ignore[type-arg, unused-ignore]
         if isinstance(value, tuple):
             return value
         if not re.fullmatch(r"\s*[0-9]{1,6}(\s*,\s*[0-9]{1,6})*\s*", str(value)):
-            self.fail(f"{value!r} are no numbers of layers such as 8,8", param, ctx)
+            self.fail(f"{value!r} is not a list of layer counts such as 8,8", param, ctx)
         return tuple(int(number) for number in str(value).split(","))
 
 
@@ -70,7 +70,7 @@ class _ShardsType(click.ParamType):  # type: ignore[type-arg, unused-ignore]
 
 
 def making(command: F) -> F:
-    """What is said of the target."""
+    """The options of the target."""
     for decorator in reversed(
         [
             option(
@@ -145,7 +145,7 @@ def finish(
     made_of: Sequence[Optional[str]],
     typed: dict[str, Any],
 ) -> None:
-    """Write a made strategy with the record of how it was made, and say so; not over what it was made of."""
+    """Write a strategy and its record; refuses to overwrite its own input."""
     from reshard.strategies.one_file import record_path
     from reshard.strategies.rules import write_strategy
 
@@ -205,7 +205,7 @@ def finish(
             + (f", {sharded} with optimizer shards" if sharded else "")
         )
     lines.append(f"optimizer shards: {_shards_in_words(target)}")
-    lines += [f"assumed: {said}" for said in assumed]
+    lines += [f"assumed: {assumption}" for assumption in assumed]
     lines.append(f"how it was made: {record_path(out)}")
     say("\n".join(lines))
 

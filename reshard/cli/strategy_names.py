@@ -1,4 +1,4 @@
-"""--names of strategy make and derive: shapes under other names than the checkpoint's that tells them."""
+"""--names of strategy make and derive: shapes of a checkpoint under other names."""
 
 from __future__ import annotations
 
@@ -54,15 +54,15 @@ def under_names(tensors: ModelTensors, table: Optional[str], config: Optional[st
     """
     if table is None:
         if config is not None:
-            raise UsageError("--config goes with --names", hint="name a table: `reshard names list`")
+            raise UsageError("--config needs --names", hint="name a table: `reshard names list`")
         return tensors
     # Loaded only here: most strategies are made for names as they are.
     from reshard.names import apply_rules, rules_named
     from reshard.strategies.rules import FullTensor, model_tensors
 
-    told = _configuration(tensors, config)
+    sizes = _configuration(tensors, config)
     shapes = {name: tensor.shape for name, tensor in tensors.weights.items()}
-    applied = apply_rules(rules_named(table), shapes, told)
+    applied = apply_rules(rules_named(table), shapes, sizes)
     found = []
     for name, made in applied.made.items():
         (dtype, *others) = {tensors.weights[source].dtype for source in made.sources}
@@ -71,7 +71,7 @@ def under_names(tensors: ModelTensors, table: Optional[str], config: Optional[st
 
 
 def _configuration(tensors: ModelTensors, config: Optional[str]) -> Optional[Configuration]:
-    """What --config says, or the config.json beside the tensors."""
+    """The file of --config, or the config.json of the checkpoint's directory."""
     from reshard.names import config_beside, read_config
 
     place = tensors.path if is_directory(tensors.path) else os.path.dirname(tensors.path)
@@ -95,8 +95,8 @@ def check_named(rules: LayoutRules, tensors: ModelTensors, config: Optional[str]
             if not _without_rule(rules, under_names(tensors, table, config)):
                 fitting.append(table)
     if fitting:
-        told = _configuration(tensors, config)
-        model_type = None if told is None else told.get("model_type")
+        sizes = _configuration(tensors, config)
+        model_type = None if sizes is None else sizes.get("model_type")
         options = [f"--names {table}" for table in fitting if table == model_type or model_type not in fitting]
         raise StrategyError(
             f"{rules.path}: no rule fits {len(without)} of {plural(len(tensors.weights), 'parameter')} of "

@@ -26,7 +26,7 @@ from reshard.text.names import ACCUMULATED_GRADIENTS
 from reshard.text.wording import one_line, plural, quoted, some_numbers
 
 AxisNames = Callable[[str, tuple[int, ...]], tuple[str, ...]]
-"""As in `reshard.strategies.rules.shown`, which is imported only where there are names."""
+"""As in `reshard.strategies.rules.shown`, which is imported only when names exist."""
 
 _MOST_PATTERNS = 40
 # So many are listed one by one.
@@ -86,7 +86,7 @@ def strategy_show(
         return
     say(strategy_words(found))
     if parameter is not None:
-        say(f"{len(chosen)} parameters fit {quoted(parameter)}")
+        say(f"{len(chosen)} parameters match {quoted(parameter)}")
     for stage in stages:
         if parameter is not None and not stage.layouts:
             continue
@@ -97,10 +97,10 @@ def strategy_show(
 
 
 def _chosen(strategy: Strategy, typed: str) -> Sequence[str]:
-    """The parameter of a name, or those that fit a pattern, in the order of the strategy.
+    """The parameters that match a name or pattern, in the order of the strategy.
 
     Raises:
-        UsageError: there is none.
+        UsageError: none matches.
     """
     if any(typed in stage.layouts for stage in strategy.stages):
         return [typed]
@@ -178,7 +178,7 @@ def _layout_row(layout: Layout, axes: tuple[str, ...]) -> dict[str, object]:
 
 
 def _axis_names(path: str, sizes: Any) -> AxisNames:
-    """Names of axes: by sizes that are said, or as they are recorded of a strategy that was made."""
+    """Names of axes: from --sizes, or from the record of a made strategy."""
     if sizes is not None:
         from reshard.strategies.read import read_recorded
         from reshard.strategies.rules.shown import SourceRun, names_by_sizes
@@ -233,7 +233,7 @@ def _unknown(strategy: Strategy, name: str) -> UsageError:
         return UsageError(
             f"{strategy.path} lists no parameter {quoted(name)}; names that hold this:",
             parameter=name,
-            hint="\n".join([*lines, "name one of them, or several with a pattern such as '*.weight'"]),
+            hint="\n".join([*lines, "pass one of these names, or a pattern such as '*.weight'"]),
         )
     meant = f" Did you mean {quoted(holding[0])}?" if holding else advice.nearest(name, strategy.parameters)
     return UsageError(

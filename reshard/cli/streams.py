@@ -1,8 +1,8 @@
-"""Standard output and standard error that never stop the work: whoever listens, and in whatever encoding.
+"""Standard output and standard error that never stop the work: for any reader and encoding.
 
 The exit status is that of the work. A reader that has enough, as in `reshard inspect FILE | head`, changes
-nothing; output that is lost for another reason, such as a full disk, makes a success a failure in the end.
-Characters that an encoding lacks are escaped; lines of drawings are drawn with what there is.
+nothing; output lost for another reason, such as a full disk, makes the exit status an error.
+Characters that an encoding lacks are escaped; drawings use plain ASCII instead.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Lasting(io.RawIOBase):
 
     Attributes:
         name: of the stream.
-        error: why something could not be written; None where nobody listens any more.
+        error: why a write failed; None for a closed pipe.
     """
 
     def __init__(self, fd: int, name: str) -> None:
@@ -67,7 +67,7 @@ class Lasting(io.RawIOBase):
         return len(data)
 
     def _wait(self) -> None:
-        """Wait for whoever reads: another process may have made the descriptor one that does not block."""
+        """Wait for the reader: another process may have made the descriptor non-blocking."""
         import select
 
         poll = select.poll()
@@ -76,10 +76,10 @@ class Lasting(io.RawIOBase):
 
 
 def install() -> None:
-    """Put such streams in the place of Python's.
+    """Replace Python's streams.
 
-    Those that were closed, as by `>&-`, go to the null device: else the first file to be opened would get
-    the number of the stream, and what some library prints.
+    Closed streams, as by `>&-`, go to the null device: otherwise the first opened file would get the
+    number of the stream, and the output of libraries.
     """
     codecs.register(_codec)
     codecs.register_error("reshard", _instead)
@@ -106,7 +106,7 @@ def _lasting(stream: Optional[TextIO], name: str) -> io.TextIOWrapper:
 
 
 def _instead(error: UnicodeError) -> tuple[str, int]:
-    """What is written in place of characters that an encoding lacks, and where to go on."""
+    """The replacement of characters that an encoding lacks, and the position after them."""
     assert isinstance(error, UnicodeEncodeError)
     lacking = error.object[error.start : error.end]
     return "".join(_LINES.get(c) or c.encode("ascii", "backslashreplace").decode() for c in lacking), error.end

@@ -14,7 +14,7 @@ from reshard.text.wording import one_line
 
 # Rich draws so many rows in well below a second.
 _MAX_DRAWN = 1000
-# Columns where there is no terminal; the longest names that MindSpore makes have about 120.
+# Columns without a terminal; MindSpore's longest names have about 120 characters.
 _MAX_WIDTH = 400
 # Texts are shortened to so much before a column is left out, and to so little where that is not enough.
 _FAIR_TEXT = 32
@@ -33,10 +33,10 @@ def table(
     """Print a table to standard output.
 
     On a terminal that is too narrow, texts are shortened in the middle. With -v, and where the output goes elsewhere,
-    every row becomes several lines instead, so that names can be copied.
+    every row becomes several lines instead, and names can be copied.
 
     Args:
-        title: its headline; none where it is empty.
+        title: its headline; none if empty.
         columns: the heads.
         rows: a text for each column.
         spare: columns to leave out on a narrow terminal, the first one first.
@@ -76,7 +76,7 @@ def _padded(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 def _draw(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], coloured: Collection[int]) -> None:
     lines = _padded(columns, rows)
-    # A blank line stands in the place of a title, and behind every table.
+    # A blank line replaces a title, and follows every table.
     click.echo(title)
     if len(rows) > _MAX_DRAWN:
         head, *body = lines
@@ -118,7 +118,7 @@ def _needed(widths: Sequence[int]) -> int:
 
 
 def _shortened(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> list[list[str]]:
-    """Rows whose widest texts are shortened until they fit, as far as they may be."""
+    """Rows with the widest texts shortened to fit, down to a minimum."""
     widths, least = _widths(columns, rows), _widths(columns, rows, _MIN_TEXT)
     while _needed(widths) > width:
         spare = [size - low for size, low in zip(widths, least)]
@@ -130,7 +130,7 @@ def _shortened(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int
 
 
 def _middle_out(text: str, most: int) -> str:
-    """A text without a part of its middle, where it is longer than ``most``; numbers of layers stay if they can."""
+    """A text of at most ``most`` characters, shortened in the middle; keeps layer numbers if possible."""
     if len(text) <= most:
         return text
     mark = _cell("…")
@@ -147,9 +147,9 @@ def _listed(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterable[s
     width = terminal_width() - 4
     for first, *others in rows:
         yield first
-        told = (f"{head} {text}" for head, text in zip(columns[1:], others))
+        cells = (f"{head} {text}" for head, text in zip(columns[1:], others))
         yield textwrap.fill(
-            ", ".join(told), width, initial_indent="    ", subsequent_indent="    ", break_long_words=False
+            ", ".join(cells), width, initial_indent="    ", subsequent_indent="    ", break_long_words=False
         )
 
 

@@ -1,4 +1,4 @@
-"""verify: prove that a checkpoint is what it should be."""
+"""verify: prove that a checkpoint is right."""
 
 from __future__ import annotations
 
@@ -90,14 +90,14 @@ def verify(
     is given.
 
     With --src, every tensor is computed again from SRC by independent code and compared byte by byte.
-    Strategies, step, names and casts are those that the records in OUT contain; options override them.
+    Strategies, step, names and casts come from the records in OUT; options override them.
     Recorded rules are left out where SRC has OUT's names already. OUT and SRC may be of any form. An index or
     other metadata in OUT must agree with its files.
 
     With --replicas, ranks of OUT that should hold the same slices are compared with each other.
     """
     if headers_only and (replicas or src is not None):
-        raise UsageError("--headers-only goes with OUT alone", hint="--src and --replicas compare contents")
+        raise UsageError("--headers-only is for OUT alone", hint="--src and --replicas compare contents")
     report = Report(listener())
     filters = Filters(typed["include"], typed["exclude"])
     decryption = options.decryption_of(typed["decrypt_key_file"], typed["decrypt_mode"])
@@ -112,7 +112,7 @@ def verify(
         if replicas and not form_named(form_of(out)).options.by_rank:
             if strategy is not None or typed["file_suffix"] is not None:
                 raise UsageError(
-                    f"{out}: is of the form {form_of(out)}; --strategy and --file-suffix go with a rank tree",
+                    f"{out}: is of the form {form_of(out)}; --strategy and --file-suffix are for rank trees",
                     hint="leave them out",
                 )
             whole = CheckpointPlace(out, form_of(out), Strategy.none(), typed["step"])
@@ -127,7 +127,7 @@ def verify(
             found += differing
         elif strategy is not None:
             raise UsageError(
-                "--strategy goes with --replicas",
+                "--strategy needs --replicas",
                 hint="to compare with the source, pass --src SRC with --src-strategy and --dst-strategy",
             )
         if src is not None:
@@ -135,13 +135,13 @@ def verify(
             found += verify_with_source(out, src, {**typed, **strategies}, ranks, filters, means, report, crcs)
             verdict = f"verified: no differences from {src}"
         elif any(typed[name] for name in EDITS):
-            raise UsageError("--src is missing", hint="names and types are of a comparison with --src SRC")
+            raise UsageError("--src is missing", hint="options of names and types need --src SRC")
         elif src_strategy is not None or dst_strategy is not None:
-            raise UsageError("--src is missing", hint="--src-strategy and --dst-strategy go with --src SRC")
+            raise UsageError("--src is missing", hint="--src-strategy and --dst-strategy need --src SRC")
         elif not replicas:
             if filters.include or filters.exclude:
                 raise UsageError(
-                    "--include and --exclude go with --src or --replicas",
+                    "--include and --exclude need --src or --replicas",
                     hint="OUT alone is compared with its manifest, file by file",
                 )
             manifest = of_ranks(read_manifest(out), ranks)
@@ -161,7 +161,7 @@ def verify(
     if typed["as_json"]:
         echo_json({"differences": [difference._asdict() for difference in found], "unchecked_ranks": unchecked})
     if unchecked and not found and not headers_only:
-        # Whoever removes the source after this must not take a look at headers for one at contents.
+        # Users may delete the source after this output: it must not look like a check of contents.
         with_source = f"reshard verify {shlex.quote(out)} --src SRC"
         raise UsageError(
             f"{out}: contents of {rank_ranges(unchecked, noun)} were not compared: the manifest has no checksums of "
@@ -182,9 +182,9 @@ def tell_differences(
 
     Args:
         found: the differences.
-        quiet: say nothing where there are none.
+        quiet: print nothing without differences.
         to_standard_output: where the differences go; the rest goes to standard error.
-        verdict: what is said where there are none; nothing if it is empty.
+        verdict: the line without differences; none if empty.
     """
     for line in map(str, found) if is_verbose() else _folded(found):
         click.echo(printable(line), err=not to_standard_output)
@@ -214,7 +214,7 @@ def _folded(found: Sequence[Difference]) -> list[str]:
 
 
 def _warn_of_changed(out: str, unchecked: Sequence[int], noun: str, report: Report) -> None:
-    """Say which files may have been changed, of ranks whose contents are not compared."""
+    """Warn of files that may have changed, of ranks whose contents are not compared."""
     with contextlib.suppress(TargetError):
         changed = sorted(set(status_of(out).changed) & set(unchecked))
         if changed:

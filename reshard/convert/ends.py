@@ -22,7 +22,7 @@ from reshard.forms.registry import (
     strategy_of,
 )
 from reshard.forms.target import FileId
-from reshard.plan.edits import Edits, edits_of
+from reshard.plan.edits import NO_EDITS, Edits, edits_of
 from reshard.plan.request import Request
 from reshard.storage import asks_once
 from reshard.strategies import NONE, SAME, Strategy, read_strategy, required_strategies, shards_of
@@ -31,13 +31,13 @@ from reshard.text.report import Report
 
 
 class Ends(NamedTuple):
-    """Where a conversion begins and where it ends.
+    """The source and target of a conversion, and their strategies.
 
     Attributes:
         form: of the source.
-        source: its strategy; `none` where its form tells the layouts.
+        source: its strategy; `none` where the checkpoint records its layouts.
         to: form of the target.
-        target: its strategy; `none` where it is written in full, `same` where it is told when the source is read.
+        target: its strategy; `none` where it is written in full, `same` until the source is read.
     """
 
     form: str
@@ -93,15 +93,15 @@ def read_ends(src: str, typed: Mapping[str, Any], report: Report) -> Ends:
 
 
 def told_by(src: str, ends: Ends, step: str) -> Ends:
-    """The same with the target's strategy as the source tells it.
+    """The same with the target strategy that the source records.
 
     Args:
         src: the source.
-        ends: what was typed.
+        ends: as typed.
         step: that is read.
 
     Raises:
-        ReshardError: the source cannot be read, or does not tell.
+        ReshardError: the source cannot be read, or records no strategy.
     """
     if not ends.target.is_untold:
         return ends
@@ -109,7 +109,7 @@ def told_by(src: str, ends: Ends, step: str) -> Ends:
         # Rows of everything are cut, and which shapes they have only the conversion has to know.
         return ends._replace(target=Strategy.none())
     with FileHandles() as handles:
-        # What has to be told of it is told by whoever reads it for its tensors.
+        # Reading the tensors later prints the warnings.
         checkpoint = read_checkpoint(ends.form, src, step, handles, Report(), {}, lambda name: False)
         return ends._replace(target=strategy_of(checkpoint))
 
@@ -119,17 +119,17 @@ def _check(src: str, form: Form, to: Form, typed: Mapping[str, Any]) -> None:
     source, target = typed["src_strategy"], typed["dst_strategy"]
     if form.options.layouts is Layouts.RECORDED and source is not None:
         raise UsageError(
-            f"{src}: is {form.options.title}, whose metadata says the layouts", hint="leave out --src-strategy"
+            f"{src}: is {form.options.title}, whose metadata contains the layouts", hint="leave out --src-strategy"
         )
     if not form.options.cut and source not in (None, NONE, "None"):
         raise UsageError(f"{src}: holds full weights, which have no strategy", hint="leave out --src-strategy")
     if not form.options.by_rank and typed["file_suffix"] is not None:
-        raise UsageError("--file-suffix goes with files of ranks", hint="leave it out")
+        raise UsageError("--file-suffix is for rank files", hint="remove --file-suffix")
     if not to.options.cut and target not in (None, NONE, "None"):
         raise UsageError(f"--to {to.name} writes full weights, which have no strategy", hint="leave out --dst-strategy")
     if target == SAME and not form.options.cut:
         raise UsageError(
-            f"{src}: holds full weights, so there is no strategy to take for the target",
+            f"{src}: holds full weights and no strategy, so --dst-strategy same has none to use",
             hint="name one: --dst-strategy FILE or DIR",
         )
     if not to.options.shards and target is not None and shards_of(target) is not None:
@@ -139,11 +139,11 @@ def _check(src: str, form: Form, to: Form, typed: Mapping[str, Any]) -> None:
         raise UsageError(f"--to {to.name} writes .{to.options.formats[0]} files", hint="leave out --format")
     if not to.options.shard_size and typed["max_shard_size"] is not None:
         sized = " and ".join(f"--to {each.name}" for each in FORMS if each.options.shard_size)
-        raise UsageError(f"--max-shard-size goes with {sized}", hint="leave it out")
+        raise UsageError(f"--max-shard-size is for {sized}", hint="remove --max-shard-size")
 
 
 def typed_strategy(path: str, report: Report) -> Strategy:
-    """The strategy that a path names; what was noted of it is told.
+    """The strategy at a path; its notes go to the report.
 
     Raises:
         ReshardError: it cannot be read.
@@ -158,16 +158,17 @@ def check_verifiable(request: Request, options: Options) -> None:
     """Refuse to verify a part of the files of full weights: they are compared with the source together.
 
     Raises:
-        UsageError: it is asked for.
+        UsageError: it is requested.
     """
     in_part = request.files is not None or options.share is not None
     if options.verify and in_part and not form_named(request.to).options.by_rank:
         raise UsageError(
-            f"--verify goes with all files of {request.to}, which are verified together",
-            hint="leave it out, and give `reshard verify DST --src SRC` when all files are there",
+            f"--verify needs all files of {request.to}: they are verified together",
+            hint="remove --verify; when all files are written: reshard verify DST --src SRC",
         )
 
 
+@asks_once
 def request_between(
     src: str, dst: str, ranks: Optional[Sequence[int]], typed: Mapping[str, Any], report: Report
 ) -> Request:
@@ -193,10 +194,10 @@ def request_of(
     ranks: Optional[Sequence[int]],
     typed: Mapping[str, Any],
     ends: Ends,
-    edits: Optional[Edits] = None,
+    edits: Edits = NO_EDITS,
     recover: bool = False,
 ) -> Request:
-    """The same with forms and strategies that are known; a recovery has only some of the parameters."""
+    """The request for known forms and strategies; a recovery has only some of the parameters."""
     return Request(
         src=src,
         dst=dst,
@@ -222,7 +223,7 @@ def options_of(typed: Mapping[str, Any], **others: Any) -> Options:
     """How a conversion is carried out, by its parameters; ``others`` are attributes of `Options` that are none.
 
     Raises:
-        UsageError: there is a mode of decryption without a key.
+        UsageError: a decryption mode without a key.
         InputError: the key cannot be read.
     """
     return Options(

@@ -1,11 +1,10 @@
-"""What a run was given, as its target directory records it."""
+"""The command line of a run, as its target directory records it."""
 
 from __future__ import annotations
 
 from typing import Optional
 
 from reshard.convert.options import Options
-from reshard.plan.edits import Words
 from reshard.plan.plan import Plan
 from reshard.records.given import Given
 from reshard.storage import absolute
@@ -45,7 +44,7 @@ NOT_RECORDED_OF_OPTIONS = (
 
 
 def given_command(plan: Plan, options: Options) -> Optional[Given]:
-    """What a run was given, paths made absolute; None where that cannot be typed again.
+    """The command line of a run with absolute paths; None for a run that no command line repeats.
 
     Args:
         plan: with the step and format that were chosen.
@@ -54,10 +53,10 @@ def given_command(plan: Plan, options: Options) -> Optional[Given]:
     request = plan.request
     if not isinstance(request.src, str) or options.part is not None:
         return None
-    words = Words() if request.edits is None else request.edits.words
+    words = request.edits.words
     if words is None:
         return None
-    # One of several runs is gone on with by going on with all of them.
+    # To resume one of several runs is to resume all of them.
     several = options.adding or options.share is not None
     try:
         src, source, target = absolute(request.src), _path(request.source), _path(request.target)

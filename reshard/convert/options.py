@@ -10,7 +10,7 @@ from reshard.defaults import MAX_MEMORY, usable_cpus
 
 
 class Part(NamedTuple):
-    """What another run leaves to this one.
+    """The share of another run that this run does.
 
     Attributes:
         ranks: target ranks.
@@ -30,7 +30,7 @@ class Options:
         max_memory: bytes for all buffers together.
         io: ``auto``, which reads explicitly, ``mmap`` or ``pread``.
         crc: ``auto`` checks a source file's CRC where the whole file is read; ``never`` does not.
-        check_replicas: ``auto`` compares samples of what the source strategy says are replicas, more of them with
+        check_replicas: ``auto`` compares samples of the source strategy's replicas, more of them with
             ``verify``; ``all`` compares everything, ``never`` nothing.
         checksum: ``crc32`` computes a checksum of every target file, ``none`` does not.
         overwrite: replace existing targets.
@@ -41,8 +41,8 @@ class Options:
         part: only some of the target ranks asked for, on behalf of a run that has begun; everything is
             planned as for all of them.
         lost_only: when recovering, write only ranks that are lost or damaged.
-        accept_changed_source: go on though existing targets were made of other source files.
-        verify: whoever asks for the conversion compares the result with the source afterwards; it is recorded.
+        accept_changed_source: continue although existing targets were made from other source files.
+        verify: the caller verifies the result afterwards; it is recorded.
         decryption: the key of encrypted source files; never recorded.
     """
 

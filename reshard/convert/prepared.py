@@ -37,7 +37,7 @@ from reshard.storage.costs import LOCAL
 from reshard.text.report import Report
 from reshard.text.wording import plural, rank_ranges
 
-# Groups of target files that are worth writing at a time, where what a store holds of them takes the memory.
+# Groups of target files written at a time where the store's upload buffers limit memory.
 _GROUPS = 8
 
 
@@ -51,14 +51,14 @@ def transform(
     """Convert a checkpoint.
 
     Args:
-        request: what to convert to what.
+        request: source, target and selection.
         options: how.
-        report: told of warnings and notes as they come.
-        progress: told of bytes as they are written.
-        workers: who writes the targets, if not this process.
+        report: gets warnings and notes as they come.
+        progress: counts bytes as they are written.
+        workers: the processes that write the targets; None for this one.
 
     Raises:
-        ReshardError: the conversion cannot be made, or failed; nothing half-written is left.
+        ReshardError: the conversion is impossible, or failed; no partial file is left.
     """
     with prepare(request, options, report, progress) as prepared:
         return prepared.carry_out(progress, workers)
@@ -71,13 +71,13 @@ def prepare(
     """Plan and check a conversion; its source files stay open until the end of the ``with`` block.
 
     Args:
-        request: what to convert to what.
+        request: source, target and selection.
         options: how.
-        report: told of warnings and notes as they come.
-        progress: told of bytes that are read to find out what is damaged.
+        report: gets warnings and notes as they come.
+        progress: counts bytes that are read for CRCs.
 
     Raises:
-        ReshardError: the conversion cannot be made; nothing has been written.
+        ReshardError: the conversion is impossible; nothing has been written.
     """
     if form_named(request.to).options.by_rank and not request.target.is_untold:
         check_target_ranks(request)
@@ -86,21 +86,21 @@ def prepare(
     check_bucket(request.dst)
     if isinstance(request.src, str):
         check_disjoint(request.src, (), request.dst)
-    additions = None if request.edits is None else request.edits.additions
+    additions = request.edits.additions
     with FileHandles(decryption=options.decryption) if additions is None else additions.handles as handles:
         preparation = _Preparation(request, options, handles, report or Report(), progress or Progress())
         yield Prepared(preparation, preparation.state())
 
 
 class State:
-    """What is planned, and what of it is still to be done; made anew when source files turn out to be damaged.
+    """The plan and its remaining work; made again if source files turn out to be damaged.
 
     Attributes:
         plan: the plan.
-        execution: how bytes will be moved.
-        asked: this run's share of the target files that were asked for, ascending.
-        work: those of them that are still to be written.
-        directory: where targets are recorded; None where nothing is.
+        execution: options of the byte transfer.
+        asked: this run's share of the requested target files, ascending.
+        work: the ones that are not written yet.
+        directory: the records of targets; None without records.
         sizes: size of each of ``work``, in bytes.
     """
 
@@ -121,7 +121,7 @@ class State:
 
     @property
     def space(self) -> list[Space]:
-        """What the files to be written need on every file system below the target directory, and what is free."""
+        """Needed and free bytes on every file system below the target directory."""
         needed = [(os.path.dirname(self.plan.path(file)), size) for file, size in self.sizes.items()]
         if self.work and self.directory is not None:
             needed += [(self.plan.request.dst, file.size or 0) for file in self.plan.form.finishing()]
@@ -129,7 +129,7 @@ class State:
 
 
 class _Preparation:
-    """Plans, with the source files that are not known to be damaged, and looks at the target directory."""
+    """Plans without damaged source files, and compares with the target directory."""
 
     def __init__(
         self, request: Request, options: Options, handles: FileHandles, report: Report, progress: Progress
@@ -144,10 +144,10 @@ class _Preparation:
         self.crcs = SourceCrcs(request.damaged, report, self._sampler)
         self.swap_test = SwapTest(request.source, request.target, handles)
 
-    def told_if_swapped(self) -> contextlib.AbstractContextManager[None]:
-        """Errors in this block say so if the two strategies are swapped."""
+    def swap_reported(self) -> contextlib.AbstractContextManager[None]:
+        """Errors in this block mention swapped strategies, if the files show it."""
         by_rank = all(form_named(form).options.by_rank for form in (self.request.form, self.request.to))
-        if not by_rank or self.request.edits is not None:
+        if not by_rank or not self.request.edits.is_empty:
             return contextlib.nullcontext()
         return self.swap_test.told(self.request.src, self.request.step, self.request.file_suffix)
 
@@ -155,9 +155,9 @@ class _Preparation:
         """Plan.
 
         Raises:
-            ReshardError: the conversion cannot be made.
+            ReshardError: the conversion is impossible.
         """
-        with self.told_if_swapped():
+        with self.swap_reported():
             return self._state()
 
     def _state(self) -> State:
@@ -180,14 +180,14 @@ class _Preparation:
                 break
         if directory is not None and options.part is not None and options.part.sources != directory.sources:
             raise RetryableError(
-                f"{request.src}: source files are not as they were when the conversion was begun",
-                hint="wait until nothing writes the source any more, then give the same command again",
+                f"{request.src}: source files have changed since the conversion was begun",
+                hint="wait until the source is written completely, then run the same command again",
             )
         work = asked if directory is None else tuple(directory.survey())
         return State(plan, self._writing(plan, work), asked, work, directory)
 
     def _plan(self) -> Plan:
-        """The plan; that of a recovery is made of files that are sound, as far as they record a CRC."""
+        """The plan; a recovery uses only files whose CRC is right, where they record one."""
         options = self.options
         while True:
             request = replace(self.request, damaged=dict(self.crcs.damaged))
@@ -195,16 +195,16 @@ class _Preparation:
                 plan = make_plan(request, self.handles, self.report)
             except IncompleteSourceError as error:
                 if self.crcs.damaged:
-                    error.hint = "; ".join(filter(None, [error.hint, "with --crc never CRCs are not checked"]))
+                    error.hint = "; ".join(filter(None, [error.hint, "to skip CRC checks: --crc never"]))
                 raise
             if not request.recover or options.crc == "never" or options.dry_run:
                 return plan
-            # What is lost, and so what is asked for, depends on it.
+            # Damaged files count as lost, which changes the requested ranks.
             if not self.crcs.find(plan.checkpoint, plan.checkpoint.indexes.values(), self.check(plan, self._progress)):
                 return plan
 
     def _share(self, plan: Plan) -> tuple[int, ...]:
-        """Of the target files that are asked for those that are this run's."""
+        """The requested target files that this run writes."""
         options = self.options
         asked: tuple[int, ...] = plan.asked
         if options.lost_only:
@@ -232,22 +232,22 @@ class _Preparation:
             accept_changed_source=options.accept_changed_source,
             given=given_command(plan, options),
             lost_only=options.lost_only,
-            # Whether this run is to write all that the target directory is to hold.
+            # This run writes every file of the target directory.
             whole=plan.request.files is None if options.lost_only else len(asked) == plan.form.count,
         )
 
     def execution(self, plan: Plan) -> ExecutionOptions:
-        """How bytes are moved."""
+        """Options of the byte transfer."""
         options = self.options
         example = next(iter(plan.checkpoint.files.values()), None)
         storage = storage_of(example) if example is not None else LOCAL
         return ExecutionOptions(options.jobs, options.max_memory, options.io, storage, options.checksum == "crc32")
 
     def _writing(self, plan: Plan, work: Sequence[int]) -> ExecutionOptions:
-        """How the bytes of some target files are moved.
+        """Options of the byte transfer for some target files.
 
         Raises:
-            UsageError: memory does not suffice for what the target's store holds.
+            UsageError: the memory is too small for the store's upload buffers.
         """
         store = store_of(plan.request.dst)
         execution = replace(self.execution(plan), target=store.costs(plan.request.dst))
@@ -257,7 +257,7 @@ class _Preparation:
             together = max(1, min(MOST_MEMBERS, execution.max_memory // (_GROUPS * 2 * part)))
             together = max(map(len, plan.reading_groups(work, together)))
         else:
-            # Every thread may have a whole group of targets open, beside its sources, as long as there are targets.
+            # Each thread may open a whole group of targets and its sources: keep below the limit of open files.
             limit = self.handles.limit // 4
             together = MOST_MEMBERS if len(work) <= limit else limit // execution.threads
             together = max(1, min(MOST_MEMBERS, together))
@@ -265,14 +265,14 @@ class _Preparation:
         if part and found.max_memory < found.least_memory:
             needed = -(-found.least_memory // (1 << 20))
             raise UsageError(
-                f"--max-memory {found.max_memory:,} bytes: the object store takes parts of {part:,} bytes, which "
-                "are held until they are uploaded",
-                hint=f"give at least --max-memory {needed}M; some hundred MB are quicker",
+                f"--max-memory {found.max_memory:,} bytes: too small for the object store's parts of {part:,} bytes, "
+                "which stay in memory until uploaded",
+                hint=f"pass at least --max-memory {needed}M; some hundred MB are faster",
             )
         return found
 
     def check(self, plan: Plan, progress: Progress, workers: Optional[Workers] = None) -> Check:
-        """What checks CRCs: this process, or those that write the targets; they know no places of archives."""
+        """The function that checks CRCs: of the workers, or of this process, which workers need for archives."""
         if workers is not None and not any(index.archived for index in plan.checkpoint.indexes.values()):
             return workers.check_crcs
         execution = self.execution(plan)
@@ -280,10 +280,10 @@ class _Preparation:
 
 
 class Prepared:
-    """A conversion that is planned, and checked against what is in the target directory.
+    """A planned conversion, compared with the target directory.
 
     Attributes:
-        state: what is planned, and what of it is still to be done.
+        state: the plan and its remaining work.
     """
 
     def __init__(self, preparation: _Preparation, state: State) -> None:
@@ -299,14 +299,14 @@ class Prepared:
         return self.state.plan
 
     def carry_out(self, progress: Optional[Progress] = None, workers: Optional[Workers] = None) -> Summary:
-        """Write what is left to write, unless it is a dry run.
+        """Write the remaining files, unless it is a dry run.
 
         Args:
-            progress: told of bytes as they are written.
-            workers: who writes the targets, if not this process.
+            progress: counts bytes as they are written.
+            workers: the processes that write the targets; None for this one.
 
         Raises:
-            ReshardError: it failed; nothing half-written is left.
+            ReshardError: it failed; no partial file is left.
         """
         progress = progress or Progress()
         manifest = None
@@ -318,8 +318,8 @@ class Prepared:
                     self._report.warn(f"{space.problem}: the conversion would be refused")
         else:
             self._settle(progress, workers)
-        # After CRCs: damage that they tell of does not speak against the strategy.
-        with self._preparation.told_if_swapped():
+        # After the CRC checks: a damaged file is no evidence against the strategy.
+        with self._preparation.swap_reported():
             replicas = self._check_replicas(progress, workers)
         self._check_equal(progress)
         state, plan = self.state, self.plan
@@ -375,10 +375,10 @@ class Prepared:
         )
 
     def _settle(self, progress: Progress, workers: Optional[Workers]) -> None:
-        """Check what can be checked before writing; source files that are damaged are planned without.
+        """Check before writing; damaged source files are planned without.
 
         Raises:
-            ReshardError: it cannot be written, or not be made of sound files.
+            ReshardError: the target is not writable, or intact source files are missing.
         """
         preparation = self._preparation
         while True:
@@ -387,7 +387,7 @@ class Prepared:
                 workers.check(plan)
             check_space(self.state.space)
             if self._options.crc == "never" or plan.request.recover or not work:
-                # Those that a recovery is made of were checked before it was planned.
+                # The planning of a recovery has checked its files already.
                 return
             check = preparation.check(plan, progress, workers)
             read = plan.files_read(work)
@@ -397,38 +397,37 @@ class Prepared:
                 if read.get(index.path) or (index.archived and self._options.verify)
             ]
             if not preparation.crcs.find(plan.checkpoint, wholly_read, check):
-                # Tags are compared before anything is used, CRCs are not.
+                # Encryption tags are always checked before use, CRCs are not.
                 crcs = {index.path for index in plan.checkpoint.indexes.values() if index.crc is not None}
                 preparation.crcs.note_unchecked(path for path, whole in read.items() if path in crcs and not whole)
                 return
             self._plan_again()
 
     def _plan_again(self) -> None:
-        """Plan without files that turned out to be damaged.
+        """Plan again without damaged files.
 
         Raises:
-            IncompleteSourceError: an older step would be taken, by some of the target ranks only.
+            IncompleteSourceError: only some of the target ranks would use an older step.
         """
         before = self.plan.checkpoint
         self.state = self._preparation.state()
         request, after = self.plan.request, self.plan.checkpoint
         if request.files is None or request.step != "latest" or before.step == after.step:
             return
-        # Other runs read other source files, and cannot know that one is damaged.
+        # Other runs read other source files and do not detect this damage.
         counted = counted_as(request.to)
         raise IncompleteSourceError(
-            f"{before.label} is damaged in what {rank_ranges(request.files, counted)} would be made of, and "
-            f"{after.label} would be taken; other target {counted}s are made of other source files, and may take "
+            f"{before.label} is damaged where {rank_ranges(request.files, counted)} would read, and "
+            f"{after.label} would be used instead; other target {counted}s read other source files and may use "
             f"{before.label}",
-            hint=f"give every {counted} --step {after.step}, so that all of them take the same; with --crc never CRCs "
-            "are not checked",
+            hint=f"pass --step {after.step} for every {counted}; to skip CRC checks: --crc never",
         )
 
     def _check_replicas(self, progress: Progress, workers: Optional[Workers]) -> Optional[ReplicaCheck]:
-        """Compare what ranks of the source should hold alike, unless another run has done so.
+        """Compare replicas of the source, unless another run has done so.
 
         Raises:
-            CheckpointError: they do not.
+            CheckpointError: replicas differ.
         """
         preparation, options, plan = self._preparation, self._options, self.plan
         request, checkpoint = plan.request, rank_checkpoint_of(plan.checkpoint)
@@ -444,7 +443,7 @@ class Prepared:
             tensors, checkpoint.source, preparation.handles, self.state.execution, progress, effort
         )
         if comparison.differing:
-            # Of files that are read in part no CRC was checked.
+            # Partially read files have no CRC check yet.
             doubtful = [checkpoint.indexes[rank] for rank in sorted(comparison.always)]
             check = preparation.check(plan, progress, workers)
             if options.crc != "never" and preparation.crcs.find(checkpoint, doubtful, check):
@@ -456,12 +455,12 @@ class Prepared:
             raise comparison.error(request.source.path, place, checkpoint.step, request.file_suffix)
         if comparison.gradients:
             self._report.warn(comparison.said_of_gradients())
-        if plan.form.by_rank and request.edits is None:
+        if plan.form.by_rank and request.edits.is_empty:
             preparation.swap_test.check(checkpoint.source, tensors, comparison.check.tested, self._report)
         return comparison.check
 
     def _check_equal(self, progress: Progress) -> None:
-        """Compare tensors of which only one is written; a dry run compares their beginnings.
+        """Compare tied tensors, of which one is written; a dry run compares only their first bytes.
 
         Raises:
             CheckpointError: they differ.
@@ -480,12 +479,11 @@ class Prepared:
             reader.close()
 
     def _compared(self, checkpoint: RankCheckpoint, effort: str) -> list[GlobalTensor]:
-        """The tensors that are compared.
+        """The tensors to compare.
 
-        Samples are of what all target ranks get, so that a run for some of them judges the source strategy as one
-        for all of them does.
+        The samples do not depend on the requested target ranks: every run judges the source strategy alike.
         """
-        if effort == "all" or self.plan.request.edits is not None:
+        if effort == "all" or not self.plan.request.edits.is_empty:
             made = self.plan.checkpoint.tensors
             stored = {source.name for name in self.plan.sorted.resharded for source in made[name].sources}
             return [checkpoint.tensors[name] for name in sorted(stored)]
@@ -497,7 +495,7 @@ class Prepared:
 
 
 def check_target_ranks(request: Request) -> None:
-    """Refuse target ranks that the target strategy does not have.
+    """Refuse target ranks beyond the target strategy.
 
     Raises:
         UsageError: a rank is out of range.

@@ -26,26 +26,28 @@ _OPTIONS = "--names, --reverse, --config, --optimizer, --rename, --cast, --dequa
 
 def edits_of_target(
     out: str, src: str, typed: Mapping[str, Any], plan: Optional[Identity], report: Report
-) -> tuple[Optional[Edits], bool]:
+) -> tuple[Edits, bool]:
     """The names and types that a converted checkpoint was given.
 
     Args:
         out: its directory.
         src: the source.
         typed: the options' values.
-        plan: what the directory says of itself, if it does.
-        report: told where they come from.
+        plan: the directory's recorded identity; None without records.
+        report: gets a note about their origin.
 
     Returns:
         These, and whether they are recorded.
 
     Raises:
-        UsageError: the directory was written with other names or types, and nothing says with which.
-        ReshardError: what is typed cannot be read.
+        UsageError: the directory has other names or types, and its records do not list them.
+        ReshardError: a file of the options cannot be read.
     """
     edits = edits_of(src, typed, None if plan is None else plan.form)
-    stated = any(typed[name] for name in EDITS)
-    if not stated and plan is not None and plan.edits:
+    if not any(typed[name] for name in EDITS) and plan is not None and plan.edits:
+        # Between some forms names change without an option.
+        if not edits.is_empty and plan.edits == short_digest(edits.identity().encode()):
+            return edits, False
         return _recorded(out, src, plan, report), True
     return edits, False
 
@@ -60,11 +62,11 @@ def strategies_of_target(
         src: the source.
         to: the form of `out`.
         typed: ``src_strategy`` and ``dst_strategy``.
-        plan: what the directory says of itself, if it does.
-        report: told what the records name.
+        plan: the directory's recorded identity; None without records.
+        report: gets notes about recorded options.
 
     Raises:
-        UsageError: a strategy that they name is not there any more, or was changed.
+        UsageError: a recorded strategy is missing or was changed.
     """
     needed = {
         "src_strategy": form_named(form_of(src)).options.needs_strategy,
@@ -97,7 +99,7 @@ def strategies_of_target(
                 )
         found[name] = path
     said = " ".join(f"--{name.replace('_', '-')} {found[name]}" for name in missing)
-    report.note(f"compared with the strategies that are recorded: {said}")
+    report.note(f"compared with the recorded strategies: {said}")
     return found
 
 
@@ -117,14 +119,13 @@ def _recorded(out: str, src: str, plan: Identity, report: Report) -> Edits:
         said = " ".join(_words(given))
         try:
             edits = edits_of(src, _typed(given), plan.form)
-            identities = () if edits is None else edits.possible_identities()
-            digests = {short_digest(identity.encode()) for identity in identities}
+            digests = {short_digest(identity.encode()) for identity in edits.possible_identities()}
         except ReshardError as error:
             problem = f"its options were {said}: {error.message}"
             continue
-        if edits is not None and plan.edits in digests:
+        if not edits.is_empty and plan.edits in digests:
             if said:
-                report.note(f"compared with the names and types that are recorded: {said}")
+                report.note(f"compared with the recorded names and types: {said}")
             return edits
         problem = f"its options were {said}, and these rules have changed since"
     raise UsageError(
@@ -140,7 +141,16 @@ def was_merged(out: str, plan: Identity) -> bool:
         return False
     with contextlib.suppress(TargetError):
         ledgers = [ledger for ledger in ledgers_in(out) if ledger.identity == plan]
-        return bool(ledgers) and not any(_words(given) for ledger in ledgers for given in ledger.given())
+        commands = [given for ledger in ledgers for given in ledger.given()]
+        return bool(ledgers) and not any(_words(given) or _names_by_form(given, plan) for given in commands)
+    return False
+
+
+def _names_by_form(given: Given, plan: Identity) -> bool:
+    """Whether names changed without an option, as between a trainer's state and a model."""
+    with contextlib.suppress(ReshardError):
+        edits = edits_of(given.src, _typed(given), plan.form)
+        return not edits.is_empty and plan.edits == short_digest(edits.identity().encode())
     return False
 
 
@@ -153,7 +163,7 @@ def merge_hint(out: str) -> str:
 
 
 def _typed(given: Given) -> dict[str, Any]:
-    """What was given as values of options."""
+    """Recorded options as click's values."""
     return {
         "names": given.names,
         "rename": given.rename,

@@ -1,4 +1,4 @@
-"""What source files record of their contents, CRCs or tags, checked before anything is made of them."""
+"""CRCs or encryption tags of source files, checked before the contents are used."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from reshard.text.report import Report
 from reshard.text.wording import plural, some_names
 
 Check = Callable[[Sequence[CheckpointIndex]], Mapping[str, DamagedCheckpointError]]
-"""Checks files; gives the errors of those that are damaged, by path."""
+"""Checks files; returns the errors of damaged files, by path."""
 
 
 class SourceCrcs:
     """Which source files are damaged by the CRCs that they record; each is checked once.
 
     Args:
-        damaged: what is known to be damaged, and why, by path.
-        report: warned of damaged files, and told of those that are not checked.
-        sampler: looks at files that are damaged, so that another run knows them.
+        damaged: damaged files with the reason, by path.
+        report: gets warnings of damaged files and a note of unchecked ones.
+        sampler: takes samples of damaged files, by which another run recognises them.
 
     Attributes:
         damaged: why files count as absent, by path.
-        files: those that were found damaged here, as they were found.
+        files: the files found damaged here, with their samples.
     """
 
     def __init__(self, damaged: Mapping[str, str], report: Report, sampler: SourceSampler) -> None:
@@ -55,7 +55,7 @@ class SourceCrcs:
         return bool(found)
 
     def note_unchecked(self, paths: Iterable[str]) -> None:
-        """Say which files are not checked, of those of which only a part is read."""
+        """Note partially read files, whose CRC is not checked."""
         unchecked = [path for path in paths if path not in self._checked]
         if unchecked:
             self._report.note(
@@ -71,7 +71,7 @@ def damaged_files(
     report: Report,
     progress: Progress,
 ) -> Mapping[str, DamagedCheckpointError]:
-    """Files whose bytes are not those their CRC was made of, with the error of each, by path."""
+    """Files whose bytes do not match their CRC, with the error of each, by path."""
     progress.begin(sum(index.size for index in indexes), "checking CRCs")
     try:
         checks = check_crcs(handles, indexes, execution.threads, execution.block_bytes, progress.wrote)

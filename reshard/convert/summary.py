@@ -20,7 +20,7 @@ class Phases:
     Attributes:
         planning: reading headers, working out the plan, looking at the target directory.
         checking: checking space, the CRCs that source files record, and replicas.
-        writing: moving bytes, and recording what is done.
+        writing: transfer of bytes and records.
     """
 
     planning: float
@@ -30,30 +30,30 @@ class Phases:
 
 @dataclass
 class Summary:
-    """What a conversion did.
+    """The result of a conversion.
 
     Attributes:
-        step: the step that was converted, such as ``3_10``; None where file names tell none.
+        step: the step that was converted, such as ``3_10``; None for file names without a step.
         ranks: target ranks written.
         files: their files, in the order of ``ranks``.
-        target_files: file of every rank asked for, whenever it was written.
-        done_before: target ranks, of those asked for, that an earlier run of the same conversion wrote.
-        manifest: the manifest, if every rank of the target strategy is there now.
+        target_files: file of every requested rank, of this or an earlier run.
+        done_before: requested target ranks that an earlier run of the same conversion wrote.
+        manifest: the manifest, if every rank of the target strategy is written.
         bytes_written: size of these files together.
         source_ranks: source ranks whose headers were read.
         recovered: ranks that were lost or damaged, when recovering.
         parameters: how many parameters were resharded.
-        kinds: what the files of all ranks asked for hold, whenever they were written, by kind: weights, optimizer
+        kinds: totals of the files of all requested ranks, by kind: weights, optimizer
             state, accumulated gradients, other values.
         copied: names of values copied as they are.
         excluded: parameters of the source that --include and --exclude leave out.
-        known: names that decide of which kind a name is: those of the checkpoint and of the target strategy.
+        known: names of the checkpoint and of the target strategy, from which kinds are derived.
         left_out: others of the source that the target strategy does not have.
         missing: parameters of the target strategy that no source file holds.
         unholdable: values that the target format cannot hold.
-        replicas: how well the source strategy was tested; None where it says nothing, or nothing was left to do.
-        warnings: what was warned of.
-        notes: what was decided.
+        replicas: the test of the source strategy; None without strategy or without work.
+        warnings: the warnings.
+        notes: the decisions.
         phases: where the time went.
         seconds: time it took.
         dry_run: nothing was written.
@@ -105,7 +105,7 @@ class _Held(NamedTuple):
 
 
 def _held(plan: Plan, files: Collection[int]) -> Iterator[_Held]:
-    """What the files hold; the bytes are those of one file or several."""
+    """Totals of the files."""
     taken_over = {file: plan.form.taken_over(file) for file in files}
     copies = [plan.checkpoint.indexes[holder] for holder in taken_over.values() if holder is not None]
     made = sorted(file for file, holder in taken_over.items() if holder is None)

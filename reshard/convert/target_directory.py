@@ -1,10 +1,10 @@
-"""A target directory while a conversion fills it: what is done already, what is next, what is complete.
+"""A target directory during a conversion: finished files, remaining files, completion.
 
-1. `survey` compares the directory with its records and tells which ranks are still to be written; it
-   refuses what is not ours. Nothing is changed.
-2. `begin` says that this run is writing, and looks once more, while no other run may begin or end.
+1. `survey` compares the directory with its records and returns the remaining ranks. It refuses
+   foreign files and changes nothing.
+2. `begin` records that this run writes, and surveys again under the lock.
 3. `finished` records a target.
-4. `complete` writes the manifest when every rank of the target strategy is there.
+4. `complete` writes the manifest once every rank of the target strategy is written.
 """
 
 from __future__ import annotations
@@ -64,18 +64,18 @@ from reshard.strategies import SAME
 from reshard.text.report import Report
 from reshard.text.wording import rank_ranges
 
-# Seconds for which a look at the directory counts, where each costs a round trip.
+# Lifetime in seconds of a check of the directory, which costs a round trip.
 _FRESH = 5.0
 
 
 class _Seen(NamedTuple):
-    """What is in a target directory.
+    """The contents of a target directory.
 
     Attributes:
-        present: checkpoints, by name relative to it.
+        present: names of checkpoint files, relative to the directory.
         others: the records of other conversions, current or being replaced.
         against: other conversions that are current.
-        going_on: this conversion was begun before, and is the current one.
+        going_on: the current conversion is this one, from an earlier run.
     """
 
     present: set[str]
@@ -88,19 +88,19 @@ class TargetDirectory:
     """The target directory of a conversion.
 
     Args:
-        plan: what is written.
-        asked: this run's target files, of those that were asked for, ascending.
-        sampler: looks at source files.
-        report: told what was found.
+        plan: the plan.
+        asked: the requested target files that this run writes, ascending.
+        sampler: takes samples of source files.
+        report: gets warnings and notes.
         overwrite: existing targets may be replaced.
-        adding: other ranks of the same conversion may stay beside what is replaced.
-        checksum: the manifest shall have a checksum of every file, as it has where any other run asked for them.
-        part: on behalf of a run that has begun, that has said what is replaced, and that completes it.
+        adding: other ranks of the same conversion may stay.
+        checksum: the manifest gets a checksum of every file, as if any other run had requested it.
+        part: on behalf of a run that has recorded what it replaces, and that completes the directory.
         damaged: source files that count as absent, because their contents are damaged.
-        accept_changed_source: go on though what is there was made of other source files.
-        given: what was typed, to be recorded.
-        lost_only: a recovery of lost ranks alone: the directory is complete when these are there.
-        whole: all that the directory is to hold is asked for.
+        accept_changed_source: continue although finished targets were made from other source files.
+        given: the command line to record.
+        lost_only: a recovery of lost ranks only, which make the directory complete.
+        whole: every file of the directory is requested.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class TargetDirectory:
     ) -> None:
         self._accept_changed_source = accept_changed_source
         self._given = given
-        # Other ranks of the same recovery are no less right for being recovered before.
+        # Ranks from an earlier run of the same recovery stay valid.
         self._adding = adding or lost_only
         self._part = part
         self._lost_only = lost_only
@@ -138,10 +138,9 @@ class TargetDirectory:
         self._asked = asked
         self._sources = sampler.look_at(plan.checkpoint.indexes)
         made = plan.checkpoint
-        # With other names, the strategy that "same" stands for also lists what only absent ranks may hold. So it
-        # differs between runs that have different source ranks, although they write the same. It is not the source's
-        # either, which has the old names.
-        same = form_named(request.form).options.by_rank and request.target.path == SAME and request.edits is not None
+        # With other names, the strategy of "same" also lists parameters of absent ranks. It differs between runs
+        # with different source ranks that write equal files, and from the source's strategy by its names.
+        same = form_named(request.form).options.by_rank and request.target.path == SAME and not request.edits.is_empty
         identity = Identity(
             source_strategy=strategy_digest(request.source),
             target_strategy=SAME if same else strategy_digest(request.target),
@@ -162,40 +161,40 @@ class TargetDirectory:
         self._unfinished = _unfinished(self._root, identity)
         self._overwritten: set[int] = set()
         self._looked = 0.0
-        # Of the targets that stood there when this run began, by name.
+        # Versions of the existing targets when this run began, by name.
         self._versions: dict[str, str] = {}
         self._run = short_digest(f"{identity.digest} {self.sources}".encode())
         self._last_headers: tuple[object, Optional[str]] = (None, None)
 
     @asks_once
     def survey(self, guarded: bool = False) -> list[int]:
-        """Target ranks, of those asked for, that are still to be written, ascending.
+        """The requested target ranks that are not written yet, ascending.
 
         Args:
-            guarded: no other run can begin or end meanwhile.
+            guarded: this run holds the lock: no other run can begin or end.
 
         Raises:
-            TargetError: the directory holds another conversion, foreign checkpoints, or targets that
-                may not be replaced.
+            TargetError: the directory contains another conversion, foreign checkpoints, or targets
+                without permission to overwrite.
         """
         seen = self._look()
         writing = {self._name(rank) for rank in self._asked}
         recorded = self._recorded_by(seen.others) - writing
         own = writing
         if not (seen.present | recorded) <= writing:
-            # One of many by-rank runs seldom needs to know what the others write.
+            # For by-rank, the files of all other ranks are seldom needed.
             own = {self._name(rank) for rank in self._everything}
         beside = sorted(seen.present & own - writing)
         if seen.going_on and self._overwrite and beside and not self._adding:
             raise self._refusals.beside(beside)
-        # What works for a run that has begun finds no other one, unless it is late.
+        # The part of a run finds another conversion only if that began later.
         if seen.against and seen.present and (self._part or not self._overwrite):
             of_others = {ledger.identity: ledger.given() for ledger in seen.others}
             commands = [of_others.get(identity, ()) for identity in seen.against]
             unrecorded = sorted(seen.present - own - recorded)
             raise self._refusals.another_conversion(seen.against, commands, self._given, unrecorded)
         allowed = own if seen.going_on and (self._adding or not self._overwrite) else writing
-        # What is left of a conversion whose replacement was not finished may lie where this run does not look.
+        # Remains of a half-replaced conversion may be in directories that this run does not list.
         foreign = (seen.present | recorded) - allowed
         if self._replacing:
             foreign -= recorded
@@ -219,7 +218,7 @@ class TargetDirectory:
         return left
 
     def _check_other_forms(self, others: Sequence[Ledger]) -> None:
-        """Insist that no checkpoint of another form, which no record knows, stays beside this one."""
+        """Refuse unrecorded checkpoints of another form in this directory."""
         names = names_in(self._root)
         if not forms_among(self._root, names) - {self._ledger.identity.form}:
             return
@@ -233,14 +232,14 @@ class TargetDirectory:
             raise self._refusals.another_form(sorted(forms - {self._ledger.identity.form}))
 
     def _look(self) -> _Seen:
-        """What is in the directory at one moment."""
+        """The contents of the directory at one moment."""
         while True:
             ledgers = ledgers_in(self._root)
             mine = self._ledger.identity
             others = [ledger for ledger in ledgers if ledger.identity != mine]
             against = [ledger.identity for ledger in current(ledgers) if ledger.identity != mine]
             going_on = len(ledgers) > len(others) and not against
-            # One of many by-rank runs looks after its own directory; the first one looks everywhere.
+            # By-rank runs check their own directory only; the first one checks all.
             everywhere = not (going_on and self._adding)
             places = self._directories(self._everything if everywhere else self._asked)
             places.update(os.path.dirname(other.identity.file_of(rank)) for other in others for rank in other.done())
@@ -250,11 +249,11 @@ class TargetDirectory:
 
     @property
     def _replacing(self) -> bool:
-        """Whether targets of other conversions may go: everything is replaced, by this run or one it works for."""
+        """Whether targets of other conversions may be removed: this run, or its main run, replaces everything."""
         return self._overwrite and (self._whole or self._part)
 
     def _recorded_by(self, others: Iterable[Ledger]) -> set[str]:
-        """Targets of other conversions, by name, that are there as they were recorded."""
+        """Names of unmodified targets of other conversions."""
         return {name for other in others for name, _ in self._targets_of(other)}
 
     def _targets_of(self, other: Ledger) -> Iterator[tuple[str, DoneRecord]]:
@@ -267,10 +266,10 @@ class TargetDirectory:
                 yield name, record
 
     def begin(self) -> list[int]:
-        """Say that this run writes, until `end`; the ranks that are still to be written, looked at once more.
+        """Record that this run writes, until `end`; returns the remaining ranks of a second survey.
 
         Raises:
-            TargetError: as `survey`, or another conversion is writing here at this moment.
+            TargetError: as `survey`, or another conversion is writing here.
             RetryableError: the directory cannot be written.
         """
         with self._ledger.guarded() as check:
@@ -298,20 +297,20 @@ class TargetDirectory:
         return left
 
     def suspects(self) -> list[int]:
-        """Source ranks whose files an earlier run into this directory found damaged; they may be sound by now.
+        """Source ranks whose files were damaged in an earlier run into this directory.
 
-        Runs that read only parts of them, and so would not check them, are to agree with that run.
+        Runs that read only parts of them have to come to the same result as that run.
         """
         damaged = {(found.rank, found.content) for found in self._ledger.damaged()}
         return [source.rank for source in self._sources if (source.rank, source.content) in damaged]
 
     def tidy(self) -> None:
-        """Remove what killed runs left of new files in the directories of the ranks asked for."""
+        """Remove temporary files of killed runs in the directories of the requested ranks."""
         self._destination.remove_dead_temporaries(self._directories(self._asked))
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing at all is left to do, where no rank that was asked for is left to write."""
+        """Whether the directory is complete, once all requested ranks are written."""
         if self._lost_only:
             return not (self._overwrite and self._asked)
         found = self._all_done() if self.manifest is not None else None
@@ -323,26 +322,26 @@ class TargetDirectory:
         return len(self._there(names)) == len(names)
 
     def _there(self, names: Sequence[str]) -> set[str]:
-        """Those of some names, relative to the directory, where something stands."""
+        """The existing ones of some names relative to the directory."""
         found = status_of_each([os.path.join(self._root, name) for name in names], through_links=False)
         return {name for name, status in zip(names, found) if status is not None}
 
     @property
     def manifest(self) -> Optional[str]:
-        """The manifest's path, if it is there."""
+        """The manifest's path; None without a manifest."""
         path = os.path.join(self._root, MANIFEST_NAME)
         return path if is_regular_file(path) else None
 
     @property
     def sources(self) -> str:
-        """A digest of the source files, as they were when this was made."""
+        """A digest of the source files at the begin of this run."""
         # Not every machine sees fractions of seconds.
         found = [(*source.content, source.modified // 10**9) for source in self._sources]
         return short_digest(repr(found).encode())
 
     @contextlib.contextmanager
     def sign_of_life(self) -> Iterator[str]:
-        """A file that is there while this block runs; its absolute path. To be used between `begin` and `end`."""
+        """The absolute path of a file that exists during this block; use it between `begin` and `end`."""
         with self._ledger.sign_of_life() as path:
             # By the name that was typed: other machines may have other links.
             yield absolute(self._plan.request.dst + path[len(self._root) :])
@@ -355,22 +354,22 @@ class TargetDirectory:
         """Groups without the targets that other runs have finished meanwhile."""
         far = store_of(self._root).costs(self._root).remote
         for group in groups:
-            # Where a look is a round trip, that of a moment ago will do: what another run writes now is not replaced.
+            # In an object store a recent check is enough: conditional writes replace no file of another run.
             fresh = far and time.monotonic() < self._looked + _FRESH
             left = [target for target in group if fresh or not self._finished_meanwhile(target)]
             if left:
                 yield left
 
     def expected(self, target: TargetFile) -> Expected:
-        """What stood in a target's place when this run began."""
+        """The version of a target when this run began."""
         return Expected(self._versions.get(self._name(target.rank), ""), self._run)
 
     def finished(self, target: TargetFile, status: FileStatus, crc: Optional[int], named: bool) -> None:
         """Record a target whose bytes are on disk.
 
-        A new target is recorded before it gets its name, so that it never stands there without a
-        record. One that replaces another is recorded after, so that the record never stands for the
-        old one; without it the run that goes on writes it once more.
+        A new target is recorded before it gets its name, so it never exists without a record. A
+        replacement is recorded afterwards, so the record never describes the old file. If that
+        record is missing, a resumed run writes the target again.
 
         Args:
             target: the target.
@@ -379,12 +378,12 @@ class TargetDirectory:
             named: whether it has its name by now.
 
         Raises:
-            TargetError: something stands in its place.
+            TargetError: another file has its name.
             RetryableError: it cannot be recorded.
         """
         if not named:
             self._ledger.insist()
-        # What has come there since this run began is not replaced in a store with conditional writes.
+        # A store with conditional writes keeps a file that appeared after this run began.
         conditional = store_of(target.path).conditional
         there = self._name(target.rank) in self._versions if conditional else exists(target.path)
         if not named and there:
@@ -403,25 +402,25 @@ class TargetDirectory:
             self._mark_unfinished()
 
     def _mark_unfinished(self) -> None:
-        """See that no loader takes the directory for a complete one, before a target gets its name there."""
+        """Mark the directory as incomplete for loaders, before a target gets its name there."""
         path = self._unfinished
         if path is None or exists(path):
             return
         try:
             write_whole(path, UNFINISHED_CONTENT)
         except FileNotFoundError:
-            # Its directory is not there, and nothing in it that could be taken for complete.
+            # Without the directory, no loader can take it for complete.
             return
         except OSError as error:
             raise writing_error(path, error) from error
 
     def complete(self) -> Optional[str]:
-        """Write the manifest if every rank is there; returns its path.
+        """Write the manifest if every rank is written; returns its path.
 
         Raises:
             TargetError: a target of another conversion was changed while it was being replaced.
-            RetryableError: something cannot be written, or removed, or targets that were asked for are not
-                there as they were written.
+            RetryableError: a file cannot be written or removed, or a requested target was removed or
+                modified.
         """
         if self._part:
             return None
@@ -432,7 +431,7 @@ class TargetDirectory:
                 self._remove_replaced(check)
         if self._overwrite:
             self._ledger.end_replacing(self._asked)
-        # A look that costs little first, for one of many by-rank runs.
+        # A cheap check first: by-rank runs come here once per rank.
         if len(self._asked) < len(self._everything) > len(self._ledger.done()):
             return None
         computed: dict[DoneRecord, int] = {}
@@ -441,7 +440,7 @@ class TargetDirectory:
                 found = self._all_done()
                 check()
                 if found is None:
-                    # Of another rank, which somebody has removed.
+                    # Another rank's target was removed.
                     self._unfinish([self._ledger.identity])
                     break
                 if self._lacking(found).issubset(computed):
@@ -449,34 +448,34 @@ class TargetDirectory:
                     break
             computed.update(self._missing_checksums(found, computed))
         if found is None:
-            # Checksums take long, and the targets were there before.
+            # Checksums take long: targets may have been removed meanwhile.
             self._insist_on_targets()
             return None
-        # Also of machines that have got another name since, as pods do.
+        # Including those of other host names: a pod changes its name.
         self._destination.remove_dead_temporaries(self._directories(self._everything), complete=True)
         return manifest
 
     def _insist_on_targets(self) -> None:
-        """Insist that what was asked for is there as it was written.
+        """Refuse if requested targets were removed or modified.
 
         Raises:
-            RetryableError: something is not.
+            RetryableError: a target is missing or modified.
         """
         lost = set(self._asked) - self.recorded(self._asked)
         if lost:
             raise RetryableError(
-                f"{self._root}: the targets of {rank_ranges(lost)}, or their records, were removed or changed by "
-                "somebody else while this ran",
+                f"{self._root}: targets of {rank_ranges(lost)}, or their records, were removed or modified by "
+                "another process during this run",
                 file=self._root,
                 rank=min(lost),
-                hint="the same command writes again what is missing; what was changed is replaced with --overwrite",
+                hint="run the same command again to write missing targets; to rewrite modified ones add --overwrite",
             )
 
     def _remove_replaced(self, check: Callable[[], None]) -> None:
-        """Remove the other conversions' targets that this one has not overwritten, and then their records.
+        """Remove the remaining targets of replaced conversions, then their records.
 
         Args:
-            check: insists that no other run can begin or end.
+            check: fails if the lock was lost.
         """
         others = [other for other in self._ledger.others() if other.replaced]
         own = {self._name(rank) for rank in self._asked}
@@ -495,15 +494,15 @@ class TargetDirectory:
             other.remove()
 
     def _unfinish(self, identities: Iterable[Identity]) -> None:
-        """Take away what says that conversions are complete, the last that was written first."""
+        """Remove the files that mark conversions as complete, in reverse order of writing."""
         complete = self.manifest is not None
         for identity in identities:
-            # Every rank may have a mark: one of many runs does not look for all of them where there are none.
+            # By-rank runs skip this: every rank may have a mark, and without a manifest none exists.
             if complete or not form_named(identity.form).options.by_rank:
                 marks = [os.path.join(self._root, name) for name in reversed(_marks(identity))]
                 there = status_of_each(marks, through_links=False)
                 if identity == self._ledger.identity and any(there):
-                    # Some file may be gone: what is left shall not be taken for all there was.
+                    # A target may be missing: loaders must not take the rest for a complete checkpoint.
                     self._mark_unfinished()
                 for mark, status in zip(marks, there):
                     if status is not None:
@@ -511,13 +510,13 @@ class TargetDirectory:
         Manifest.remove(self._root)
 
     def _finish(self) -> tuple[tuple[FinishingRecord, ...], tuple[str, ...]]:
-        """Write what makes the directory a checkpoint of its form, in order; each whole or not at all.
+        """Write the files that complete the form, in order, each atomically.
 
         Returns:
-            The records of these files, and the names of others that belong to the model; none in rank directories.
+            The records of these files, and the names of further model files; none in rank directories.
 
         Raises:
-            RetryableError: something cannot be written.
+            RetryableError: a file cannot be written.
         """
         marks = _marks(self._ledger.identity)
         written: list[FinishingRecord] = []
@@ -529,16 +528,17 @@ class TargetDirectory:
             try:
                 size = sum(map(len, file.make())) if file.size is None else file.size
                 if file.name not in marks and exists(path) and not self._overwrite:
-                    # Of what only goes with the weights, somebody's own stays.
+                    # An existing configuration or tokenizer is kept.
                     if not _holds(path, size, file.make()):
                         self._report.warn(
-                            f"{path}: was there already and is kept; the source's is another (--overwrite takes that)"
+                            f"{path}: existing file kept, although the source has another one (to replace it: "
+                            "--overwrite)"
                         )
                     continue
                 crc = write_parts(path, size, file.make())
             except OSError as error:
                 raise writing_error(path, error) from error
-            # Trainings go on writing in rank directories.
+            # Rank directories are not recorded: trainings write there later.
             if file.name in marks and not self._plan.form.by_rank:
                 written.append(FinishingRecord(file.name, size, f"{crc:08x}"))
         return tuple(written), tuple(beside)
@@ -552,23 +552,20 @@ class TargetDirectory:
             crc = None if record.crc is None else f"{record.crc:08x}"
             files.append(ManifestFile(rank, self._name(rank), record.size, record.headers, crc))
         finishing, beside = self._finish()
-        # Loaders have what they go by now. One of another form may be left of a conversion that was given up here.
+        # The directory is complete for loaders. An abandoned conversion to another form may have left a second mark.
         for path in {os.path.join(self._root, UNFINISHED), self._unfinished}:
             _remove(path)
         return Manifest(self._ledger.identity, tuple(files), finishing, beside).write(self._root)
 
     def _lacking(self, found: Mapping[int, DoneRecord]) -> set[DoneRecord]:
-        """Targets without a checksum, where this run or any that wrote a target asked for them.
-
-        So it does not matter in which order runs with and without them ended.
-        """
+        """Targets without a checksum, if any run requested checksums, in whatever order the runs end."""
         lacking = {record for record in found.values() if record.crc is None}
         return lacking if self._checksum or len(lacking) < len(found) else set()
 
     def _missing_checksums(
         self, found: Mapping[int, DoneRecord], computed: Collection[DoneRecord]
     ) -> dict[DoneRecord, int]:
-        """Checksums that are asked for and not computed yet, of targets that were written without."""
+        """Missing checksums of targets that were written without."""
         lacking = self._lacking(found)
         return {
             record: crc_of_file(self._plan.path(rank))
@@ -577,7 +574,7 @@ class TargetDirectory:
         }
 
     def _all_done(self) -> Optional[dict[int, DoneRecord]]:
-        """The record of every rank of the target strategy, or None where some target is not there."""
+        """The record of every rank of the target strategy; None if a target is missing."""
         statuses = self._statuses(self._everything)
         records = self._ledger.done()
         found = {}
@@ -585,7 +582,7 @@ class TargetDirectory:
             matching = [record for record in records.get(rank, []) if record.matches(status)]
             if not matching:
                 return None
-            # Several runs may have made the same file; a checksum that any of them computed holds.
+            # Several runs may have written equal files; a checksum of any of them is right.
             found[rank] = next((record for record in matching if record.crc is not None), matching[0])
         return found
 
@@ -594,13 +591,13 @@ class TargetDirectory:
         return self._ledger.identity.file_of(rank)
 
     def _directories(self, ranks: Iterable[int]) -> set[str]:
-        """Where the files of some ranks lie, relative to the directory."""
+        """The directories of some ranks' files, relative to the root."""
         return {os.path.dirname(self._name(rank)) for rank in ranks}
 
     @property
     def _anew(self) -> bool:
-        """Whether this run replaces targets, and does not go on with replacing them."""
-        # Done twice, a part must not forget what was done, which the whole run relies on.
+        """Whether this run starts to replace targets, and does not resume that."""
+        # A repeated part must keep the records, which the whole run needs.
         return self._overwrite and not self._part and not self._ledger.replacing(self._asked, self._sources)
 
     def _status(self, rank: int) -> Optional[FileStatus]:
@@ -611,12 +608,12 @@ class TargetDirectory:
         return dict(zip(wanted, status_of_each([self._plan.path(rank) for rank in wanted])))
 
     def _done(self) -> set[int]:
-        """Ranks asked for whose targets are there as this conversion recorded them."""
+        """Requested ranks with a recorded, unmodified target."""
         return set() if self._anew else self.recorded(self._asked)
 
     def recorded(self, ranks: Sequence[int]) -> set[int]:
-        """Those of these ranks whose targets are there as this conversion recorded them."""
-        # Targets first: another run that finishes one meanwhile has recorded it before it was there.
+        """The ranks with a recorded, unmodified target."""
+        # Targets before records: a target that another run finishes in between has its record already.
         statuses = self._statuses(ranks)
         records = self._ledger.done(frozenset(ranks))
         return {rank for rank, found in records.items() if any(record.matches(statuses[rank]) for record in found)}
@@ -633,8 +630,7 @@ class TargetDirectory:
         return self._refusals.existing(ranks, recorded=recorded, going_on=self._ledger.exists)
 
     def _check_sources(self, guarded: bool) -> None:
-        # Sources of runs that ended before they had finished anything do not bind, and neither do
-        # those of targets that are all replaced now; those of a run that is alive always do.
+        # Only runs with a finished target that stays, and live runs, fix the source files.
         bound = self._ledger.done().keys() - (set(self._asked) if self._anew else set())
         live = guarded and self._ledger.in_use
         if not bound and not live:
@@ -646,13 +642,13 @@ class TargetDirectory:
         if changes.content and not self._accept_changed_source:
             raise self._refusals.other_source(changes.content)
         if changes.values and not self._accept_changed_source:
-            how = "values that ranks have alike, such as global_step, are not those of the files read before"
+            how = "shared values such as global_step differ from the files read before"
             raise self._refusals.other_source(changes.values, how)
         others = sorted([*changes.content, *changes.values])
         if others:
             self._report.warn(
-                f"the source files of {rank_ranges(others)} are not those that the conversion in {self._root} "
-                "was begun with; targets of both stand beside each other"
+                f"the source files of {rank_ranges(others)} differ from those at the begin of the conversion in "
+                f"{self._root}; it now has targets of both"
             )
         for ranks, what in ((changes.time, "have another time"), (changes.place, "were replaced or touched")):
             if ranks:
@@ -670,14 +666,14 @@ def _marks(identity: Identity) -> list[str]:
 
 
 def _unfinished(root: str, identity: Identity) -> Optional[str]:
-    """The path of what tells loaders that a conversion's directory is not complete; None where each rank has a file."""
+    """The path of the mark of an incomplete directory; None for rank files, which need none."""
     if form_named(identity.form).options.by_rank:
         return None
     return os.path.join(root, os.path.dirname(identity.file_of(0)), UNFINISHED)
 
 
 def _remove(path: Optional[str]) -> None:
-    """Remove a small file of ours, if it is there."""
+    """Remove a small file of ours, if it exists."""
     if path is not None:
         remove_file(path)
 
@@ -697,22 +693,22 @@ def _holds(path: str, size: int, parts: Iterable[bytes]) -> bool:
 
 
 def _division(form: TargetForm) -> str:
-    """Which tensors are in which file of a form, in a few characters."""
+    """A digest of which tensors are in which file of a form."""
     if form.by_rank:
         return ""
-    told = []
+    digests = []
     for file in range(form.count):
         names = form.names_in(file)
-        told.append(repr(sorted(form.section_of(file).layouts if names is None else names)).encode())
-    return short_digest(*told)
+        digests.append(repr(sorted(form.section_of(file).layouts if names is None else names)).encode())
+    return short_digest(*digests)
 
 
 def beside(directory: str, identity: Identity) -> list[str]:
-    """Checkpoint files that the conversion did not write and that readers may take for its own, sorted.
+    """Checkpoint files of other origin that readers may mix with the conversion's, sorted.
 
     Args:
         directory: the target directory; the names are relative to it.
-        identity: which conversion.
+        identity: the conversion.
 
     Raises:
         ReshardError: it cannot be read.

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from reshard.checkpoints import Data
 from reshard.execute import ExecutionOptions
@@ -31,11 +32,16 @@ class Transfers:
         copied: of these, the bytes of values that are copied as they are.
         read: bytes that requests to a source rank's file cover, by source rank; approximate where
             they skip over what is not needed.
+        requests: ranges of a source rank's file that hold what a target rank's file takes, by (source, target). Targets
+            that are written together read a common range once.
+        value_requests: of these, the ranges of values that are copied as they are.
     """
 
     taken: Counter[tuple[int, int]] = field(default_factory=Counter)
     copied: Counter[tuple[int, int]] = field(default_factory=Counter)
     read: Counter[int] = field(default_factory=Counter)
+    requests: Counter[tuple[int, int]] = field(default_factory=Counter)
+    value_requests: Counter[tuple[int, int]] = field(default_factory=Counter)
 
     @property
     def over_read(self) -> float:
@@ -56,6 +62,7 @@ def transfers_of(plan: Plan, work: Sequence[int], execution: ExecutionOptions) -
         size = plan.checkpoint.indexes[holder].size
         found.taken[holder, file] += size
         found.read[holder] += size
+        found.requests[holder, file] += 1
     # Files of which each holds other tensors are walked through whole; of the others one tensor of each kind is.
     alone = [file for file in made if plan.form.names_in(file) is not None]
     together = [file for file in made if plan.form.names_in(file) is None]
@@ -72,6 +79,8 @@ def transfers_of(plan: Plan, work: Sequence[int], execution: ExecutionOptions) -
             found.taken[value.holder, file] += value.tensor.nbytes
             found.copied[value.holder, file] += value.tensor.nbytes
             found.read[value.holder] += value.tensor.nbytes
+            found.requests[value.holder, file] += 1
+            found.value_requests[value.holder, file] += 1
     return found
 
 
@@ -88,7 +97,9 @@ def _add_group(
             for piece in tensor.pieces:
                 stored = piece.stored_size(tensor.item_size)
                 count = _stored_bytes(piece.source, piece.volume * stored, stored)
-                found.taken[piece.source.rank, target.rank] += count * alike[tensor.name]
+                pair = piece.source.rank, target.rank
+                found.taken[pair] += count * alike[tensor.name]
+                found.requests[pair] += _covered(piece, tensor, execution).ranges * alike[tensor.name]
     for part in parts_of(group, execution.threads):
         for stretch in part.stretches:
             if stretch.shared is not None:
@@ -102,7 +113,9 @@ def _add_group(
                         tensor = target.tensors[segment.tensor]
                         for piece in tensor.pieces:
                             covered = _stored_bytes(
-                                piece.source, _covered(piece, tensor, execution), piece.stored_size(tensor.item_size)
+                                piece.source,
+                                _covered(piece, tensor, execution).nbytes,
+                                piece.stored_size(tensor.item_size),
                             )
                             found.read[piece.source.rank] += covered * alike[tensor.name]
 
@@ -117,8 +130,15 @@ def _add_shared(found: Transfers, shared: SharedRows, alike: int) -> None:
             found.read[source.rank] += _stored_bytes(source, elements * shared.stored_size, shared.stored_size) * alike
 
 
-def _covered(piece: Piece, tensor: TargetTensor, execution: ExecutionOptions) -> int:
-    """Bytes of the source that are read for a piece, or lie in the pages that are looked at."""
+class _Covered(NamedTuple):
+    """Bytes of a source that are read, or lie in the pages that are looked at, and in how many ranges."""
+
+    nbytes: int
+    ranges: int
+
+
+def _covered(piece: Piece, tensor: TargetTensor, execution: ExecutionOptions) -> _Covered:
+    """What is read of the source for a piece."""
     item_size = piece.stored_size(tensor.item_size)
     counts: Sequence[int] = shape_of(piece.box)
     strides = byte_strides(shape_of(piece.source.box), item_size)
@@ -127,11 +147,11 @@ def _covered(piece: Piece, tensor: TargetTensor, execution: ExecutionOptions) ->
     needed = piece.volume * item_size
     number = runs(counts, strides, item_size)
     if number < 2:
-        return needed
+        return _Covered(needed, 1 if needed else 0)
     span = span_of(counts, strides, item_size)
     gap = (span - needed) // (number - 1)
     if gap <= (_PAGE if execution.mapped else execution.storage.worth_skipping):
-        return span
+        return _Covered(span, 1)
     if not execution.mapped:
-        return needed
-    return min(span, number * (-(-needed // number // _PAGE) + 1) * _PAGE)
+        return _Covered(needed, number)
+    return _Covered(min(span, number * (-(-needed // number // _PAGE) + 1) * _PAGE), number)

@@ -134,7 +134,7 @@ def verify_with_source(
         files = {} if manifest is None else {file.rank: file.file for file in manifest.files}
     edits, recorded = edits_of_target(out, src, typed, plan, report)
     told = SwapTest(ends.source, ends.target, means.handles).told(src, step, typed["file_suffix"])
-    between_ranks = by_rank and form_named(ends.form).options.by_rank and edits is None
+    between_ranks = by_rank and form_named(ends.form).options.by_rank and edits.is_empty
     with told if between_ranks else contextlib.nullcontext():
         found += verify_conversion(
             Converted(CheckpointPlace(src, ends.form, ends.source, step, typed["file_suffix"]), edits, recorded),

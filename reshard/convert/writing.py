@@ -109,8 +109,8 @@ class Writing:
             self.work = tuple(self._directory.begin())
             written = self._write(self._write_here if self._workers is None else self._write_elsewhere)
             # Targets were made one after the other: that none of their sources changed meanwhile is seen at the end.
-            edits = self._plan.request.edits
-            added = () if edits is None or edits.additions is None else edits.additions.paths
+            additions = self._plan.request.edits.additions
+            added = () if additions is None else additions.paths
             sources = [index.path for index in self._plan.checkpoint.indexes.values()]
             sources += [file.source for file in self._plan.form.finishing() if file.source is not None]
             self._handles.check_unchanged([*sources, *added])

@@ -1,7 +1,7 @@
 """Casting floating point elements from one type to another, block by block in cache.
 
 Rounding is to the nearest, ties to even, and once: from Float64 to BFloat16 there is no stop at Float32 that
-rounds first. What is no number stays none. What is too large becomes infinite and is counted.
+rounds first. NaN stays NaN. Values too large become infinite and are counted.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ROOMS = threading.local()
 
 
 Overflowed = Callable[[str, int], None]
-"""Told of elements of a tensor, by its name, that became infinite."""
+"""Counts elements of a tensor, by its name, that became infinite."""
 
 
 class Cast:
@@ -32,7 +32,7 @@ class Cast:
         stored: their type in the source, one of `dtypes.CASTABLE`.
         dtype: the type that they get, another, one of `dtypes.CAST_TO`.
         name: of the tensor.
-        overflowed: told of elements that become infinite.
+        overflowed: called with the number of elements that become infinite.
     """
 
     def __init__(self, stored: str, dtype: str, name: str, overflowed: Overflowed) -> None:
@@ -50,7 +50,7 @@ class Cast:
         """Cast elements of one word each.
 
         Args:
-            source: words of the stored type, however they lie in memory.
+            source: words of the stored type, in any memory layout.
             out: words of the type that they get, in as many dimensions.
         """
         overflowed = 0
@@ -92,7 +92,7 @@ class Cast:
 def _narrow_ordinary(bits: Words, out: Words) -> bool:
     """Cast Float32 to BFloat16 where nothing is infinite, none or becomes so; whether that is true.
 
-    What most models consist of, in few steps over memory that stays in the cache.
+    The common case, in few steps over memory that stays in the cache.
     """
     if len(bits) > _BLOCK:
         return False
@@ -130,7 +130,7 @@ def cast_words(source: Words, stored: str, dtype: str) -> Words:
 
 
 def _floats(source: Words, stored: str) -> Words:
-    """Words as numbers; those of BFloat16 as Float32, which holds them all."""
+    """Words as numbers; BFloat16 as Float32, which represents all of its values."""
     if stored == "BFloat16":
         wide: Words = source.astype("u4")
         wide <<= 16
@@ -145,20 +145,20 @@ def _to_bfloat16(bits: Words) -> Words:
     rounded: Words = ((bits + (0x7FFF + (upper & 1))) >> 16).astype("u2")
     none = (bits & 0x7FFFFFFF) > 0x7F800000
     if none.any():
-        # Of what is no number, rounding could make infinity; the quiet bit says that it is none.
+        # Rounding could turn NaN into infinity; the quiet bit keeps it NaN.
         rounded[none] = (upper[none] | 0x40).astype("u2")
     return rounded
 
 
 def _narrowed_to_odd(source: Words) -> Words:
-    """Float64 as Float32 whose last bit is set where anything was lost, so that rounding again rounds once."""
+    """Float64 as Float32 with a sticky last bit, so that a second rounding is right."""
     wide = source.view("f8")
     with np.errstate(over="ignore", invalid="ignore"):
         narrow = wide.astype("f4")
         back = narrow.astype("f8")
     bits = narrow.view("u4").copy()
     inexact = (back != wide) & ~np.isnan(wide)
-    # Towards zero first: what was rounded away from it goes back by one; then the last bit says that more follows.
+    # Truncate first: values rounded away from zero go back by one. Then the last bit records lost bits.
     away = inexact & (np.abs(back) > np.abs(wide))
     bits[away] -= 1
     bits[inexact] |= 1

@@ -1,4 +1,4 @@
-"""Forms of checkpoints: what each is, how it is recognised, read, written and described; a folder per form."""
+"""Forms of checkpoints, a folder each: recognised, read, written and described."""
 
 FORM_CLASSES = {
     "ranks": "ranks.form:RanksForm",

@@ -1,7 +1,7 @@
-"""How the tensors of the source are cut for the target; one `Overlap` per kind of tensor.
+"""Cuts of source tensors for the target; one `Overlap` per kind of tensor.
 
 A model has thousands of tensors but tens of kinds: combinations of full shape, source grids and target
-layout. Everything that depends on the kind alone is worked out once.
+layout. Everything that depends on the kind alone is computed once.
 """
 
 from __future__ import annotations
@@ -19,14 +19,13 @@ from reshard.text.wording import quoted
 
 @dataclass(frozen=True)
 class Cut:
-    """How tensors of one kind are cut for the files of one section of the target.
+    """The cut of tensors of one kind for one section of the target.
 
     Attributes:
         number: numbers the kinds in the order they were met.
         overlap: the cells of every target slice.
         target: the target layout.
-        shardings: the ways in which the source holds such tensors, or what they are made of, one source of theirs
-            after the other.
+        shardings: the source's shardings of these tensors, or of their sources one after the other.
         firsts: the number of the first sharding of each of these sources.
     """
 
@@ -42,12 +41,12 @@ class Cut:
 
 
 class Cuts:
-    """Looks up, and makes where it is new, the cut of a tensor for a section."""
+    """Cache of the cuts of tensors for sections."""
 
     def __init__(self) -> None:
         self._cuts: dict[object, Cut] = {}
-        # By what decides it. Tensors that are read alike share layout and shardings, so these are told apart by
-        # identity, and kept, so that nothing else gets theirs.
+        # Cache by identity: equal tensors share layout and shardings. References are kept, or a new object
+        # could get the same id.
         self._by_reading: dict[tuple[object, ...], tuple[Cut, Layout, tuple[Sharding, ...]]] = {}
 
     def of(self, tensor: GlobalTensor, section: Section) -> Cut:
@@ -67,7 +66,7 @@ class Cuts:
     def _make(self, tensor: GlobalTensor, section: Section) -> Cut:
         try:
             layout = layout_in(tensor, section.layouts[tensor.name], section.in_pipeline)
-            # Told apart by identity, and kept, likewise.
+            # By identity, with references kept, as above.
             counts = [len(each.shardings) for each in tensor.sources]
             key = (section.number, tensor.shape, *map(id, tensor.shardings), layout, tensor.view, *counts)
             if key not in self._cuts:

@@ -1,6 +1,6 @@
-"""What a form of checkpoint is: a `Form` recognises, reads, writes and describes; `FormOptions` say what goes with it.
+"""Interface of forms of checkpoints: a `Form` recognises, reads, writes and describes; `FormOptions` list its options.
 
-Nothing outside of this room compares the name of a form or asks of which class a checkpoint is: it goes through
+No code outside of this room compares the name of a form or the class of a checkpoint: it uses
 `registry.form_named`, the options of the form and its methods.
 """
 
@@ -22,7 +22,7 @@ from reshard.text.report import Report
 
 
 class Layouts(Enum):
-    """Where it is recorded how the tensors of a form are cut."""
+    """The place where a form's layouts are recorded."""
 
     GIVEN = "in a strategy, which the user names"
     RECORDED = "in the checkpoint itself"
@@ -38,12 +38,12 @@ class Names(Enum):
 
 
 class FormOptions(NamedTuple):
-    """Which options go with a form, and its words in messages.
+    """The options of a form, and its words in messages.
 
     Attributes:
         unit: what numbers of files count, ``rank`` or ``file``; ranks load their files by themselves.
-        title: what the form is called in sentences.
-        layouts: where it is recorded how tensors are cut.
+        title: the form's name in sentences.
+        layouts: where layouts are recorded.
         steps: a source may hold several steps, for --step.
         formats: formats of its files, for --format.
         shard_size: the size of target files can be chosen, with --max-shard-size.
@@ -66,12 +66,12 @@ class FormOptions(NamedTuple):
 
     @property
     def by_rank(self) -> bool:
-        """Whether every rank has a file of its own, whose number is the rank."""
+        """Whether every rank has its own file, whose number is the rank."""
         return self.unit == "rank"
 
     @property
     def needs_strategy(self) -> bool:
-        """Whether a source can be read only with the strategy that it was saved with."""
+        """Whether reading needs the strategy of the save."""
         return self.layouts is Layouts.GIVEN
 
     @property
@@ -81,11 +81,11 @@ class FormOptions(NamedTuple):
 
 
 class Written(NamedTuple):
-    """What a conversion would write of a step.
+    """The result that a conversion would write from a step.
 
     Attributes:
-        tensors: by the names that are written.
-        target: how these are laid out.
+        tensors: by target name.
+        target: their strategy.
         unseen: per parameter that the strategy lists and no file holds, the name that it would get; None where that is
             unknown.
     """
@@ -101,24 +101,24 @@ def _all(name: str) -> bool:
 
 @dataclass(frozen=True)
 class Reading:
-    """What is to be read. Only the first three have to be said; a form takes of the others what concerns it.
+    """A request to read a checkpoint. Forms ignore attributes that do not concern them.
 
     Attributes:
         src: the source, or the file of each rank.
         handles: open files.
-        report: told of what is passed over.
-        step: ``latest``, or a step in words of the form.
+        report: gets notes on skipped parts.
+        step: ``latest``, or a step in the notation of the form.
         damaged: files that count as absent, and why, by path.
-        wanted: whether the tensor of a name has to be there whole.
-        complete: what is not complete is refused.
+        wanted: whether a tensor has to be complete.
+        complete: refuse an incomplete step.
         source: the strategy that it was saved with, where the form needs one.
         target: the strategy that it is converted to.
-        ranks: the target ranks asked for; None for all.
-        filters: which names will be written.
+        ranks: the requested target ranks; None for all.
+        filters: the selection of names.
         file_suffix: only files whose stem ends so.
-        fallback: whether ``latest`` may be an older step than the newest, where that is not complete.
-        written: what edits make of a checkpoint, complete or not; raises an InputError where they do not fit. None
-            where names and types stay.
+        fallback: whether ``latest`` may be an older step, if the newest is incomplete.
+        written: edits a checkpoint, complete or not; raises an InputError if the edits do not fit. None without
+            edits.
     """
 
     src: Union[str, Mapping[int, str]]
@@ -144,21 +144,21 @@ class Reading:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is to be written. A form takes of it what concerns it.
+    """A request to write a checkpoint. Forms ignore attributes that do not concern them.
 
     Attributes:
         dst: the target directory, or the exact file.
         source: the strategy of the source.
         target: the strategy of the target; `none` where tensors are whole.
         handles: open source files.
-        report: told of what the user should know.
+        report: gets warnings and notes.
         admit: whether a name is written.
         format: of the files, or ``same``.
         prefix: target file names begin so; None for the names of the source's files.
-        max_shard_size: bytes of tensors in a file; None for what is usual.
+        max_shard_size: bytes of tensors in a file; None for the default.
         on_disk: a directory is written, not one exact file or none.
-        config: the file that told the sizes of the model, where one did.
-        cast: casts were asked for.
+        config: the configuration with the model's sizes; None if none was read.
+        cast: casts were requested.
         dequantised: quantised weights are written as numbers.
     """
 
@@ -183,7 +183,7 @@ class SavedStep(NamedTuple):
     Attributes:
         number: its number.
         path: its directory.
-        finished: whether it is not newer than the last finished one; None where nothing tells which that is.
+        finished: whether it is not newer than the last finished one; None if unknown.
         latest: whether it is the last finished one.
     """
 
@@ -194,13 +194,13 @@ class SavedStep(NamedTuple):
 
 
 class Description(NamedTuple):
-    """What a form tells of a checkpoint beside what every checkpoint does.
+    """Properties of a checkpoint that only some forms have.
 
     Attributes:
-        ranks: over how many ranks each tensor is laid out, where that is known.
-        lost: how many slices of a tensor are in no readable file, where some are.
-        incomplete: why it is not complete, if so.
-        unplaced: a sentence on tensors that are left out, if there are any.
+        ranks: the number of ranks that each tensor is laid out over, if known.
+        lost: the number of slices of a tensor that are in no readable file.
+        incomplete: the reason if it is not complete.
+        unplaced: a sentence on skipped tensors, if any.
     """
 
     ranks: Mapping[str, int] = {}
@@ -236,7 +236,7 @@ class Form(Protocol):
 
     Attributes:
         name: as --to names it.
-        options: which options go with it.
+        options: its options.
     """
 
     name: str
@@ -247,10 +247,10 @@ class Form(Protocol):
 
         Args:
             src: a directory, a file, or a path with ``{rank}`` in it.
-            names: what of the contents of a directory counts; by default everything.
+            names: the relevant names of the directory; by default all.
 
         Raises:
-            ReshardError: nobody can tell what is there.
+            ReshardError: the path cannot be listed.
         """
 
     def read(self, reading: Reading) -> Checkpoint:
@@ -263,37 +263,37 @@ class Form(Protocol):
         """
 
     def strategy_of(self, checkpoint: Checkpoint) -> Strategy:
-        """The strategy that a checkpoint was saved with, where it is recorded in it.
+        """The strategy that a checkpoint records.
 
         Raises:
-            InputError: it is not, or not of every tensor.
+            InputError: it records none, or not for every tensor.
         """
-        raise CheckpointError(f"{checkpoint.place}: does not say how its tensors were laid out", file=checkpoint.place)
+        raise CheckpointError(f"{checkpoint.place}: does not record the layouts of its tensors", file=checkpoint.place)
 
     def saved_cut(self, checkpoint: Checkpoint, name: str) -> Optional[SavedCut]:
-        """How metadata records that a tensor is cut; None where it does not list the tensor."""
+        """The layout of a tensor in metadata; None if metadata does not list it."""
         return None
 
     def problems(self, checkpoint: Checkpoint, source: Strategy, strict: bool, report: Report) -> list[InputError]:
-        """What a source's files contradict in its strategy without being refused for it.
+        """Contradictions between a source's files and its strategy that are no errors of reading.
 
         Args:
             checkpoint: the source.
             source: its strategy.
-            strict: what is a warning otherwise is an error.
-            report: told of what is no error.
+            strict: make warnings errors.
+            report: gets warnings.
         """
         return []
 
     def target(self, checkpoint: Checkpoint, wanted: Wanted) -> TargetForm:
-        """What is to be written of a checkpoint of any form.
+        """The target files for a checkpoint of any form.
 
         Raises:
-            ReshardError: it cannot be told, or not be read what it has to say.
+            ReshardError: the form cannot hold the checkpoint, or a file cannot be read.
         """
 
     def marks(self, files: Sequence[str]) -> list[str]:
-        """Small files that make a complete directory what it is, in the order in which they are written.
+        """Small files that mark a complete directory, in the order of writing.
 
         Args:
             files: names of its files of tensors, relative to the directory.
@@ -301,23 +301,23 @@ class Form(Protocol):
         return []
 
     def check_written(self, directory: str, checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
-        """What in a directory that was written here the reader of the form had to forgive.
+        """Defects of a written directory that the reader of the form tolerates.
 
         Yields:
-            The name of a file relative to the directory, and what is wrong with it.
+            The name of a file relative to the directory, and the defect.
         """
         return iter(())
 
     def check_beside(
         self, directory: str, written: Checkpoint, source: Checkpoint, cast: bool, report: Report
     ) -> Iterator[tuple[str, str]]:
-        """Compare what lies beside the weights of a source with what was written beside them.
+        """Compare the further files of a source with those of the target.
 
         Args:
             directory: the target directory.
             written: the checkpoint in it.
             source: the checkpoint that was converted.
-            cast: whether weights were cast, so that a configuration may name another type.
+            cast: whether weights were cast; then a configuration may name another type.
             report: warned of files that differ.
 
         Yields:
@@ -329,11 +329,11 @@ class Form(Protocol):
         return iter(())
 
     def check_step(self, src: str, step: str) -> None:
-        """Refuse a step that is asked for and that a source does not have, before anything is read.
+        """Refuse a missing step before anything is read.
 
         Raises:
-            UsageError: there are no steps of such words.
-            InputError: there is no such step.
+            UsageError: the text is not a step of this form.
+            InputError: the source has no such step.
         """
         return
 
@@ -342,5 +342,5 @@ class Form(Protocol):
         return []
 
     def describe(self, checkpoint: Checkpoint) -> Description:
-        """What inspection shows of a checkpoint of this form."""
+        """Properties for inspection."""
         return Description()

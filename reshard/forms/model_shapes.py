@@ -1,4 +1,4 @@
-"""The full shapes of a model's tensors, from whatever tells them: checkpoints, indexes of them, JSON strategies."""
+"""The full shapes of a model's tensors, from checkpoints, their indexes, or JSON strategies."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def read_shapes(path: str, strategy: Optional[Strategy], handles: FileHandles, r
             strategy; or rank directories.
         strategy: the strategy that rank directories were saved with.
         handles: where files are borrowed from.
-        report: told of what is passed over.
+        report: gets notes on skipped parts.
 
     Raises:
-        ReshardError: nothing there, or nothing that tells full shapes.
+        ReshardError: the path is missing, or contains no full shapes.
     """
     form = form_of(path)
     if not form_named(form).options.needs_strategy:
@@ -101,7 +101,7 @@ def _of_strategy(strategy: Strategy) -> Iterator[FullTensor]:
 
 
 def _of_ranks(path: str, strategy: Optional[Strategy], handles: FileHandles) -> Iterator[FullTensor]:
-    """The full tensors of which ranks hold slices; every stage's files are read until all its parameters are found."""
+    """The full tensors of ranks' slices; reads each stage's files until all its parameters are found."""
     if strategy is None:
         raise CheckpointError(
             f"{path}: no file of full tensors, and ranks hold slices",
@@ -120,7 +120,7 @@ def _of_ranks(path: str, strategy: Optional[Strategy], handles: FileHandles) -> 
             directory = os.path.basename(os.path.dirname(file))
             pattern = os.path.join(path, re.sub("0$", RANK, directory), "*")
             raise CheckpointError(
-                f"{path}: there is rank 0 only, of {strategy.device_count} in {strategy.path}: its file may hold "
+                f"{path}: only rank 0 exists, of {strategy.device_count} in {strategy.path}: its file may hold "
                 "slices, or full tensors as an unsharded checkpoint does",
                 file=file,
                 rank=0,

@@ -1,4 +1,4 @@
-"""All forms of checkpoints, and finding the one that is meant."""
+"""All forms of checkpoints, and the form of a source."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ FORMS: list[Form] = [_made(place) for place in FORM_CLASSES.values()]
 
 
 def form_named(name: str) -> Form:
-    """The form of a name, which is known to be one."""
+    """The form of a valid name."""
     return next(form for form in FORMS if form.name == name)
 
 
 def counted_as(form: str) -> str:
-    """What the numbers of a form's files count, in messages: ``rank`` or ``file``."""
+    """The unit of a form's file numbers in messages: ``rank`` or ``file``."""
     return form_named(form).options.unit
 
 
 @asks_once
 def form_of(src: str) -> str:
-    """The form of a source, by names alone; what is no other form is the first, be it there or not.
+    """The form of a source, by names alone; the first form is the default, even for a missing source.
 
     Args:
         src: a directory, a file, or a path with ``{rank}`` in it.
 
     Raises:
-        ReshardError: nobody can tell what is there.
+        ReshardError: the path cannot be listed.
     """
     return next((form for form in FORMS if form.recognise(src)), FORMS[0]).name
 
@@ -66,10 +66,10 @@ def check_there(src: str) -> None:
 
 
 def check_holds_ranks(src: str) -> None:
-    """Refuse a source without rank files, before a strategy is asked for that only rank files need.
+    """Refuse a source without rank files, before a missing strategy is an error.
 
     Raises:
-        CheckpointError: it is not there, or holds no checkpoint.
+        CheckpointError: it is missing, or holds no checkpoint.
     """
     check_there(src)
     find_checkpoints(src)
@@ -79,7 +79,7 @@ def forms_among(directory: str, names: Sequence[str]) -> set[str]:
     """The forms, rank directories apart, that these entries of a directory are taken for by one reader or another.
 
     Raises:
-        ReshardError: nobody can tell what is there.
+        ReshardError: the path cannot be listed.
     """
     return {form.name for form in FORMS[1:] if names and form.recognise(directory, names)}
 
@@ -99,9 +99,9 @@ def read_checkpoint(
 
 
 def strategy_of(checkpoint: Checkpoint) -> Strategy:
-    """The strategy that a source was saved with, where it tells.
+    """The strategy that a source records.
 
     Raises:
-        InputError: it does not, or not of every tensor.
+        InputError: it records none, or not for every tensor.
     """
     return form_named(checkpoint.form).strategy_of(checkpoint)

@@ -1,4 +1,4 @@
-"""What a conversion writes, as the plan sees it: numbered files, in sections whose tensors are cut alike."""
+"""The target of a plan: numbered files, in sections with the same layouts."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class Section:
     Attributes:
         number: numbers the sections of a form.
         files: its files' numbers.
-        layouts: layout by name of what these files are to hold, as recorded or whole.
+        layouts: layouts of these files by name, as recorded or whole.
         in_pipeline: whether it is one of several stages.
-        label: what it is, in messages.
+        label: its name in messages.
         devices: which device of the layouts each of its files is; None where they count alike.
     """
 
@@ -46,13 +46,13 @@ class Section:
 
 
 class FinishingFile(NamedTuple):
-    """A file that makes a complete directory what it is.
+    """A file that completes a directory.
 
     Attributes:
         name: relative to the target directory.
-        make: its content in parts, once all other files are there; the same each time.
+        make: its content in parts, once all other files are written; the same each time.
         size: bytes of all parts; None where they have to be counted.
-        source: the source file that it is made from, if there is one; errors of reading it come from the parts.
+        source: its source file, if any; reading errors come from the parts.
     """
 
     name: str
@@ -67,13 +67,13 @@ class TargetForm(Protocol):
     Attributes:
         name: that of the form, as `forms.registry` lists them.
         by_rank: a file's number is the rank that will read it, and all that rank reads.
-        takes_everything: it takes whatever the source holds, and asks for nothing else.
+        takes_everything: it contains everything of the source, and needs nothing else.
         format: ``ckpt`` or ``safetensors``.
-        names: what the files are called, by number.
+        names: the files' names, by number.
         sections: all sections, in the order of their files; every file is in one.
         metadata: of every safetensors file, instead of the usual.
         boxed: files record which boxes their tensors are, so that slices of one shape are laid out differently.
-        limits_layouts: not every layout can be recorded, so that `check_layout` has to be asked.
+        limits_layouts: some layouts cannot be recorded; `check_layout` decides.
     """
 
     name: str
@@ -112,7 +112,7 @@ class TargetForm(Protocol):
         """Refuse a layout of a tensor that the form cannot record.
 
         Raises:
-            InputError: it is such a one.
+            InputError: it cannot be recorded.
         """
         return
 
@@ -131,11 +131,11 @@ class TargetForm(Protocol):
         """Whether a file gets a value that is copied as it is, where the section's layouts do not forbid it."""
 
     def taken_over(self, file: int) -> Optional[int]:
-        """The number of the source file that a file is a copy of, byte for byte; None where it is made anew."""
+        """The number of the source file that a file copies byte for byte; None if it is written anew."""
         return None
 
     def finishing(self) -> Sequence[FinishingFile]:
-        """What is written when all files are there, in this order: what makes the directory complete comes last."""
+        """Files to write after all others, in this order; the last one completes the directory."""
 
 
 class WholeLayouts(ByName[Layout]):
@@ -165,17 +165,17 @@ def layout_in(tensor: GlobalTensor, recorded: Layout, in_pipeline: bool) -> Layo
 
     Args:
         tensor: the tensor.
-        recorded: what the target's strategy says.
+        recorded: the layout in the target's strategy.
         in_pipeline: the target has several pipeline stages.
 
     Raises:
         LayoutError: the recorded layout does not fit the tensor.
-        IncompleteSourceError: what decides it is in files that were not read.
+        IncompleteSourceError: files that decide it were not read.
     """
     plain, unsharded, undecided = tensor.shards
     if undecided and recorded.shards > 1:
         raise IncompleteSourceError(
-            f"{quoted(tensor.name)}: whether its optimizer shards are made is told by the files of "
+            f"{quoted(tensor.name)}: whether it has optimizer shards depends on the files of "
             f"{rank_ranges(undecided)} only",
             rank=undecided[0],
             parameter=tensor.name,
@@ -189,9 +189,9 @@ def layout_in(tensor: GlobalTensor, recorded: Layout, in_pipeline: bool) -> Layo
         if len(layout.cuts) == len(tensor.shape) and layout.recorded_shape in (None, tensor.shape)
     ]
     if not fitting:
-        told = f" of a tensor of shape {list(recorded.recorded_shape)}" if recorded.recorded_shape else ""
+        of_shape = f" of a tensor of shape {list(recorded.recorded_shape)}" if recorded.recorded_shape else ""
         raise LayoutError(
-            f"tensor map {recorded.map_text}{told} does not lay out the checkpoint's tensor of shape "
+            f"tensor map {recorded.map_text}{of_shape} does not lay out the checkpoint's tensor of shape "
             f"{list(tensor.shape)}"
         )
     for dimension, size in enumerate(tensor.shape):
@@ -202,5 +202,5 @@ def layout_in(tensor: GlobalTensor, recorded: Layout, in_pipeline: bool) -> Layo
 UNFINISHED = "reshard-unfinished.safetensors"
 """The file that makes loaders fail while others are missing."""
 
-UNFINISHED_CONTENT = b"This checkpoint is not complete: reshard status tells what is missing, reshard resume goes on.\n"
-"""What it holds: nothing that a loader takes for the header of a safetensors file, or a person for a checkpoint."""
+UNFINISHED_CONTENT = b"This checkpoint is not complete. Missing files: reshard status. To continue: reshard resume.\n"
+"""Its content, which no loader accepts as a safetensors header."""

@@ -1,4 +1,4 @@
-"""What all forms of target select of a checkpoint."""
+"""The selection from a checkpoint, for all target forms."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from reshard.text.wording import plural
 
 
 class Selected(NamedTuple):
-    """What of a checkpoint is written.
+    """The selected part of a checkpoint.
 
     Attributes:
         tensors: by name, layers in natural order.
@@ -29,16 +29,16 @@ class Selected(NamedTuple):
 
 
 def selected(checkpoint: Checkpoint, wanted: Wanted) -> Selected:
-    """What of a checkpoint is asked for."""
+    """The requested part of a checkpoint."""
     names = [name for name in checkpoint.order() if wanted.admit(name)]
     values = _sizes_of_values(checkpoint, [name for name in checkpoint.values() if wanted.admit(name)])
     return Selected(TensorsInOrder(checkpoint.tensors, layers_in_order(names)), values, names)
 
 
 def note_left_beside(checkpoint: Checkpoint, report: Report) -> None:
-    """Name files beside the weights that the target has no place for."""
+    """Note further files of the source that the target form does not contain."""
     if checkpoint.others:
-        report.note("files beside the weights are not taken over: " + ", ".join(checkpoint.others[:8]))
+        report.note("files other than weights are not copied: " + ", ".join(checkpoint.others[:8]))
 
 
 def note_objects_left(checkpoint: Checkpoint, admit: Callable[[str], bool], report: Report) -> None:

@@ -80,6 +80,7 @@ class InspectedForm:
         others: files beside the weights that belong to the model.
         quantised: how many tensors are quantised, by scheme.
         findings: notes and problems.
+        checkpoint: its tensors and the files that hold them; None where it cannot be read.
     """
 
     path: str
@@ -96,6 +97,7 @@ class InspectedForm:
     others: tuple[str, ...] = ()
     quantised: dict[str, int] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
+    checkpoint: Optional[Checkpoint] = None
 
     @property
     def nbytes(self) -> int:
@@ -140,6 +142,7 @@ def inspect_form(path: str, form: str, step: str = "latest") -> InspectedForm:
 
 
 def _describe(found: InspectedForm, checkpoint: Checkpoint, told: Description) -> None:
+    found.checkpoint = checkpoint
     found.step = checkpoint.step
     found.complete = True
     listed: dict[str, FormFile] = {}

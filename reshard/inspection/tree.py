@@ -65,6 +65,7 @@ class InspectedStep:
         lost: parameters of which a slice is in no file.
         not_saved: parameters of the strategy that no file holds.
         full_bytes: size of all parameters together, each whole and once; None where not known.
+        checkpoint: its tensors and who holds them, complete or not, where a strategy was named and fits.
     """
 
     step: Optional[str]
@@ -80,6 +81,7 @@ class InspectedStep:
     lost: Sequence[LostParameter] = ()
     not_saved: Sequence[str] = ()
     full_bytes: Optional[int] = None
+    checkpoint: Optional[RankCheckpoint] = None
 
     @property
     def ranks(self) -> list[int]:
@@ -252,7 +254,7 @@ class _Inspection:
                 f"{tree.root}: was written by reshard",
                 hint=f"`reshard status {shlex.quote(tree.root)}` shows what is done and what is missing",
             )
-        unfinished, saves = passed_over(tree.root)
+        unfinished, saves = ([], []) if tree.single_file else passed_over(tree.root)
         for path in unfinished:
             self._say("unfinished", f"{path}: was never finished (its name ends in _tmp) and is passed over")
         for path in saves:
@@ -349,6 +351,7 @@ class _Inspection:
 
 def _note_verdict(step: InspectedStep, checkpoint: RankCheckpoint, missing: Optional[Incomplete]) -> None:
     step.complete = missing is None
+    step.checkpoint = checkpoint
     if missing is not None:
         step.missing, step.lost = missing.lines(_MOST_PATTERNS), missing.lost
     found = checkpoint.tensors

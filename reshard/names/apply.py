@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import NamedTuple, Optional
 
 from reshard.layout.views import ZEROS, View
-from reshard.names.matching import Instance, InstanceKey, Side, SidedRule
+from reshard.names.matching import Instance, InstanceKey, NameMatch, Side, SidedRule
 from reshard.names.misfits import Misfits, check_complete
 from reshard.names.model import NameRules
 from reshard.names.operations import TAKE, Shape, SizedOperation
 from reshard.names.options import Settled, settle, side_of
-from reshard.names.pattern import SizedPattern
+from reshard.names.pattern import Pattern, SizedPattern
 from reshard.names.views import views_of
 from reshard.text.messages import listing
-from reshard.text.names import OTHER, WEIGHTS, kind_of, state_prefix
+from reshard.text.names import OTHER, WEIGHTS, is_value, kind_of, state_prefix
 from reshard.text.products import SizeError
+from reshard.text.wording import plural
 
 
 class MadeView(NamedTuple):
@@ -83,6 +85,7 @@ def apply_rules(
     config: Optional[Mapping[str, object]] = None,
     reverse: Optional[bool] = None,
     optimizer: bool = False,
+    values: AbstractSet[str] = frozenset(),
 ) -> Applied:
     """Apply rules to the names and shapes of a checkpoint.
 
@@ -93,13 +96,14 @@ def apply_rules(
         reverse: whether the source is on the right side; None: the side that fits.
         optimizer: whether optimizer state and gradients follow their weights. They always do in a table that keeps
             names without a rule.
+        values: names without a layout. Counters and the like among them match no name with a star.
 
     Raises:
         NamesError: rules and source do not fit, a size is missing or contradicts a shape.
     """
     settled = settle(rules, config, shapes)
     side = side_of(rules, settled, shapes, reverse)
-    run = _Application(rules, side, shapes, optimizer, settled)
+    run = _Application(rules, side, shapes, optimizer, settled, values)
     run.sort()
     check_complete(side, run.instances, run.problems, rules.keeps_others)
     run.check_used()
@@ -148,9 +152,11 @@ class _Application:
     shapes: Mapping[str, Shape]
     optimizer: bool
     settled: Settled
+    values: AbstractSet[str]
     problems: Misfits = field(init=False)
     instances: dict[InstanceKey, Instance] = field(default_factory=dict)
     kept: list[str] = field(default_factory=list)
+    fixed: list[str] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
     unspoken: list[str] = field(default_factory=list)
     steps: list[AppliedStep] = field(default_factory=list)
@@ -196,11 +202,14 @@ class _Application:
     def _matched(self, name: str, fitting: str, prefix: str) -> bool:
         """Assign a name to the rule that it matches; False if it matches none. Several rules are a misfit."""
         matches = self.side.matches(fitting, prefix)
+        if matches and name in self.values and is_value(name, math.prod(self.shapes[name])):
+            matches = [match for match in matches if not self._source_of(match).stars]
+            if not matches:
+                self.fixed.append(name)
         if not matches:
             return False
         if len(matches) > 1:
-            sided = self.side.sided
-            texts = [sided[match.key.rule].sources[match.column].pattern.text for match in matches]
+            texts = [self._source_of(match).text for match in matches]
             self.problems.ambiguous[name] = tuple(dict.fromkeys(texts))
             return True
         match = matches[0]
@@ -212,6 +221,9 @@ class _Application:
             self.problems.other_shapes.append(name)
         self.instances.setdefault(match.key, Instance()).names[match.column, match.value] = name
         return True
+
+    def _source_of(self, match: NameMatch) -> Pattern:
+        return self.side.sided[match.key.rule].sources[match.column].pattern
 
     def make(self) -> None:
         """Make all targets whose sources are complete."""
@@ -341,6 +353,11 @@ class _Application:
     def applied(self) -> Applied:
         """The result."""
         notes: list[str] = [listing(names) + f": {note}" for note, names in self.notes.items()]
+        if self.fixed:
+            notes.append(
+                f"{plural(len(self.fixed), 'value')} not renamed, because * matches tensors only: "
+                + listing(sorted(self.fixed))
+            )
         notes += [
             f"the number of {number}s is taken from the names: no configuration gives it"
             for number, count in self.side.counts.items()

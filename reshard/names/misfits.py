@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Optional
@@ -75,7 +76,9 @@ class Misfits:
         ]
         for said, near in self.unused.items():
             meant = f"; did you mean {quoted(near[0])}?" if near else ""
-            lines.append(Message(f"no name matches {quoted(said)}{meant}"))
+            number = re.search(r"\{.*?\}", said)
+            digits = f"; {number.group()} matches digits only, * matches any text" if number else ""
+            lines.append(Message(f"no name matches {quoted(said)}{meant}{digits}"))
         if self.other_shapes:
             lines.append("state of another shape than its weight cannot follow it: " + listing(self.other_shapes))
         if lines:

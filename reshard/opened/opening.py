@@ -16,7 +16,7 @@ from reshard.forms.form import Layouts, Reading
 from reshard.forms.registry import FORMS, check_holds_ranks, check_there, form_named, form_of
 from reshard.forms.target import FileId
 from reshard.opened.checkpoint import OpenedCheckpoint, ReadingEffort
-from reshard.plan.edits import Edits, typed_edits
+from reshard.plan.edits import NO_EDITS, Edits, typed_edits
 from reshard.plan.request import Request
 from reshard.storage import asks_once
 from reshard.strategies import NONE, SAME, Strategy, read_strategy
@@ -126,7 +126,7 @@ def reading_request(
     file_suffix: Optional[str],
     filters: Filters,
     report: Report,
-    edits: Optional[Edits] = None,
+    edits: Edits = NO_EDITS,
     option: str = "src_strategy=",
 ) -> Request:
     """What would be converted to get what is to be read: one file, which is never written.

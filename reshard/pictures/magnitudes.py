@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from reshard.numbers.statistics import TensorStatistics
-from reshard.numbers.widening import ONE
+from reshard.numbers.widening import EXPONENTS, ONE
 from reshard.pictures.svg import CHARACTER_WIDTH, LINE_HEIGHT, document, paragraph, rectangle, text
-from reshard.text.wording import one_line, plural
+from reshard.text.names import is_value
+from reshard.text.wording import one_line, plural, some_names
 
 Counts = npt.NDArray[np.int64]
 
@@ -28,6 +29,7 @@ _NUMBER = re.compile(r"[0-9]+")
 _COLOURS = {
     "bar": ("fill", "#2f6fd0", "#5b9bff"),
     "half": ("fill", "#d97706", "#f0a030"),
+    "bad": ("fill", "#b42318", "#ff938a"),
 }
 # Powers of two that are normal numbers of Float16.
 _HALF = (-14, 15)
@@ -43,13 +45,14 @@ def magnitudes_picture(title: str, found: Sequence[TensorStatistics]) -> bytes:
     Returns:
         SVG.
     """
-    rows = _rows(found)
-    total: Counts = sum((counts for _, counts in rows), np.zeros(1, np.int64))
-    there = np.flatnonzero(total)
-    low, high = (int(there[0]), int(there[-1])) if len(there) else (ONE, ONE)
+    values = [tensor for tensor in found if is_value(tensor.name, tensor.count)]
+    rows = _rows([tensor for tensor in found if tensor not in values])
+    total: Counts = sum((row.counts for row in rows), np.zeros(EXPONENTS, np.int64))
+    present = np.flatnonzero(total)
+    low, high = (int(present[0]), int(present[-1])) if len(present) else (ONE, ONE)
     low, high = min(low, high - _LEAST + 1), high
     shown = rows[:_MOST_ROWS]
-    label = max([len(name) for name, _ in shown], default=0) * CHARACTER_WIDTH + _MARGIN
+    label = max([len(row.label) for row in shown], default=0) * CHARACTER_WIDTH + _MARGIN
     left, bar = _MARGIN + label, _PLOT / (high - low + 1)
     body, y = paragraph(_MARGIN, _MARGIN + LINE_HEIGHT, _heading(title, found), left + _PLOT, font_weight="bold")
     y += LINE_HEIGHT / 2
@@ -57,28 +60,67 @@ def magnitudes_picture(title: str, found: Sequence[TensorStatistics]) -> bytes:
     y += _HEIGHT
     body += _axis(low, high, left, y, bar)
     y += 2.5 * LINE_HEIGHT
-    for name, counts in shown:
-        body.append(text(_MARGIN, y + _ROW - 4, name))
-        body += _shades(counts, low, high, left, y, bar)
+    for row in shown:
+        body.append(text(_MARGIN, y + _ROW - 4, row.label, "bad" if row.bad else "ink"))
+        body += _shades(row.counts, low, high, left, y, bar)
         y += _ROW
     if len(rows) > len(shown):
         y += LINE_HEIGHT
         body.append(text(_MARGIN, y, f"and {len(rows) - len(shown)} more kinds of parameters", "soft"))
     y += LINE_HEIGHT
-    words = "Powers of two below 1/16384 lose precision in Float16, and numbers from 65520 on are infinite there."
-    notes, y = paragraph(_MARGIN, y + LINE_HEIGHT, words, left + _PLOT, "soft")
-    return document(left + _PLOT + _MARGIN, y, f"magnitudes of {title}", [*body, *notes], _COLOURS)
+    for words in _legend(values):
+        lines, y = paragraph(_MARGIN, y + LINE_HEIGHT, words, left + _PLOT, "soft")
+        body += lines
+        y -= LINE_HEIGHT
+    y += LINE_HEIGHT
+    return document(left + _PLOT + _MARGIN, y, f"magnitudes of {title}", body, _COLOURS)
 
 
-def _rows(found: Sequence[TensorStatistics]) -> list[tuple[str, Counts]]:
-    """Counts by name, those of all layers together, in the order of the names."""
-    kinds: dict[str, Any] = {}
+class _Row(NamedTuple):
+    """Parameters of one name but for its numbers.
+
+    Attributes:
+        label: the name; with the numbers of NaN and infinite elements, if there are any.
+        counts: elements by exponent.
+        bad: whether there are any.
+    """
+
+    label: str
+    counts: Counts
+    bad: bool
+
+
+def _rows(found: Sequence[TensorStatistics]) -> list[_Row]:
+    """Counts by name, those of all layers together: first where NaN or Inf is, then in the order of the names."""
+    kinds: dict[str, list[TensorStatistics]] = {}
     for tensor in found:
         name = one_line(_NUMBER.sub("*", tensor.name))
         shown = name if len(name) <= _LONGEST else f"{name[: _LONGEST // 2]}...{name[-_LONGEST // 2 + 3 :]}"
-        if tensor.magnitudes is not None and tensor.magnitudes.any():
-            kinds[shown] = kinds.get(shown, 0) + tensor.magnitudes
-    return list(kinds.items())
+        kinds.setdefault(shown, []).append(tensor)
+    rows = []
+    for name, tensors in kinds.items():
+        counts = np.sum([each.magnitudes for each in tensors if each.magnitudes is not None], axis=0, dtype=np.int64)
+        nan, inf = sum(each.nan for each in tensors), sum(each.inf for each in tensors)
+        marks = [f"{count} {what}" for count, what in ((nan, "NaN"), (inf, "Inf")) if count]
+        if marks or np.any(counts):
+            rows.append(_Row(f"{name}: {', '.join(marks)}" if marks else name, np.atleast_1d(counts), bool(marks)))
+    return sorted(rows, key=lambda row: not row.bad)
+
+
+def _legend(values: Sequence[TensorStatistics]) -> list[str]:
+    """What the marks mean, and what is not drawn."""
+    lines = [
+        "Bars: all elements, by powers of two. Rows: the elements of one kind of parameter, all layers together; the "
+        "darkest field has the most of its row. Zeros, NaN and infinite elements are not in bars and rows.",
+        "Red names: there are NaN or infinite elements.",
+        "Orange line: normal numbers of Float16. Powers of two below 1/16384 lose precision there, and numbers from "
+        "65520 on are infinite.",
+    ]
+    if values:
+        lines.append(
+            f"Not drawn, because these are counters and settings: {some_names([one_line(v.name) for v in values])}"
+        )
+    return lines
 
 
 def _heading(title: str, found: Sequence[TensorStatistics]) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import colorsys
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Optional
@@ -22,8 +24,46 @@ _SMALL = 10
 _HIGHEST = 700.0
 _SMALLEST_STRIPE = 2.0
 
-_FILLS = [("#cfe3fb", "#123f6d"), ("#d3efd8", "#17522c"), ("#fde2c2", "#6b3d12"), ("#e6dcfb", "#44307a")]
-_COLOURS = {f"slice{number}": ("fill", light, dark) for number, (light, dark) in enumerate(_FILLS)}
+# Degrees between neighbouring hues: the golden angle, so that few hues are far apart, whatever their number.
+_TURN = 137.50776
+# Lightness and saturation on light and on dark pages; each is changed a little from one round of hues to the next.
+_ON_LIGHT, _ON_DARK = (0.83, 0.75), (0.26, 0.45)
+_ROUND = 10
+
+
+class _Colours:
+    """A colour for every different slice that is drawn.
+
+    Attributes:
+        used: as `svg.document` takes them.
+    """
+
+    def __init__(self) -> None:
+        self.used: dict[str, tuple[str, str, str]] = {}
+        self._classes: dict[object, str] = {}
+        self._taken: set[str] = set()
+        self._hues = itertools.count()
+
+    def of(self, drawn: Arrangement, index: Sequence[int]) -> str:
+        """The class of the slice at a position; slices of several stages are equal if their boxes are."""
+        key = tuple(drawn.interval(dimension, at) for dimension, at in enumerate(index))
+        if key not in self._classes:
+            name = f"slice{len(self._classes)}"
+            light, dark = next(pair for pair in map(_pair, self._hues) if self._taken.isdisjoint(pair))
+            self._taken.update((light, dark))
+            self._classes[key] = name
+            self.used[name] = ("fill", light, dark)
+        return self._classes[key]
+
+
+def _pair(number: int) -> tuple[str, str]:
+    """The colour of a number on light and on dark pages."""
+    hue, darker = number * _TURN % 360 / 360, number // _ROUND % 5 * 0.03
+    return _hex(hue, _ON_LIGHT[0] - darker, _ON_LIGHT[1]), _hex(hue, _ON_DARK[0] + darker, _ON_DARK[1])
+
+
+def _hex(hue: float, lightness: float, saturation: float) -> str:
+    return "#" + "".join(f"{round(255 * part):02x}" for part in colorsys.hls_to_rgb(hue, lightness, saturation))
 
 
 class _Band(NamedTuple):
@@ -45,13 +85,14 @@ def parameter_picture(name: str, arrangements: Sequence[Arrangement]) -> bytes:
         The SVG file's content.
     """
     body, line = svg.paragraph(_MARGIN, 26, name, _WIDTH - 2 * _MARGIN, style="font-weight:600")
+    colours = _Colours()
     for arrangement in arrangements:
-        parts, line = _stage(arrangement, line + 8)
+        parts, line = _stage(arrangement, colours, line + 8)
         body += parts
-    return svg.document(_WIDTH, line, name, body, _COLOURS)
+    return svg.document(_WIDTH, line, name, body, colours.used)
 
 
-def _stage(arrangement: Arrangement, line: float) -> tuple[list[str], float]:
+def _stage(arrangement: Arrangement, colours: _Colours, line: float) -> tuple[list[str], float]:
     layout = arrangement.layout
     room = _WIDTH - 2 * _MARGIN
     said = [
@@ -65,22 +106,20 @@ def _stage(arrangement: Arrangement, line: float) -> tuple[list[str], float]:
         body += parts
     told_apart = layout.shards == 1 or layout.cuts[0] <= _MOST_ROWS
     drawn = arrangement if told_apart else arrangement.without_shards
-    parts, line = _matrix(arrangement, drawn, line + 12)
+    parts, line = _matrix(arrangement, drawn, colours, line + 12)
     body += parts
     notes = [*arrangement.readings, arrangement.summary()]
     if not told_apart:
         notes.append(str(arrangement.shard_order()))
-    notes.append(
-        "Ranks in the same box have its colour above, too. Colours repeat, though never in boxes side by side."
-    )
+    notes.append("A rank has the colour of the box that it holds; every other box has another colour.")
     for words in notes:
         parts, line = svg.paragraph(_MARGIN, line, words, room)
         body += parts
-    parts, line = _tensor(arrangement, drawn, line + 10)
+    parts, line = _tensor(arrangement, drawn, colours, line + 10)
     return [*body, *parts], line
 
 
-def _matrix(arrangement: Arrangement, drawn: Arrangement, top: float) -> tuple[list[str], float]:
+def _matrix(arrangement: Arrangement, drawn: Arrangement, colours: _Colours, top: float) -> tuple[list[str], float]:
     sizes = arrangement.layout.device_matrix or (1,)
     columns, rows = sizes[-1], math.prod(sizes[:-1])
     last = arrangement.layout.device_count - 1
@@ -110,7 +149,7 @@ def _matrix(arrangement: Arrangement, drawn: Arrangement, top: float) -> tuple[l
         for place, column in enumerate(across):
             if column is not None:
                 local = row * columns + column
-                fill = f"slice{drawn.colour_of_rank(local)}"
+                fill = colours.of(drawn, drawn.layout.slice_index(int(drawn.layout.slice_of_rank[local])))
                 x = left + place * width
                 body.append(svg.rectangle(x, line, width - 2, _ROW - 2, fill))
                 label = arrangement.rank_label(local)
@@ -123,7 +162,7 @@ def _matrix(arrangement: Arrangement, drawn: Arrangement, top: float) -> tuple[l
     return body, line + 24
 
 
-def _tensor(arrangement: Arrangement, drawn: Arrangement, top: float) -> tuple[list[str], float]:
+def _tensor(arrangement: Arrangement, drawn: Arrangement, colours: _Colours, top: float) -> tuple[list[str], float]:
     """The tensor, or a panel per slice of the dimensions that a picture has no direction for."""
     stripes = arrangement.layout.shards // drawn.layout.shards
     cuts = drawn.layout.cuts
@@ -151,13 +190,19 @@ def _tensor(arrangement: Arrangement, drawn: Arrangement, top: float) -> tuple[l
             where = ", ".join(f"dimension {d} at {drawn.interval(d, place[d])}" for d in further)
             body.append(svg.text(_MARGIN, line + 12, where))
             line += svg.LINE_HEIGHT + 4
-        parts, line = _panel(drawn, place, down, across, stripes, line)
+        parts, line = _panel(drawn, colours, place, down, across, stripes, line)
         body += parts
     return body, line
 
 
 def _panel(
-    drawn: Arrangement, place: list[int], down: Optional[int], across: Optional[int], stripes: int, top: float
+    drawn: Arrangement,
+    colours: _Colours,
+    place: list[int],
+    down: Optional[int],
+    across: Optional[int],
+    stripes: int,
+    top: float,
 ) -> tuple[list[str], float]:
     rows = 1 if down is None else drawn.layout.cuts[down]
     labels = [] if down is None else [drawn.interval(down, at) for at in (0, rows - 1)]
@@ -189,7 +234,7 @@ def _panel(
                 place[down] = row.position
             if across is not None:
                 place[across] = column.position
-            body += _box(drawn, drawn.at(place), stripes, column.start, row.start, column.size, row.size)
+            body += _box(drawn, colours, drawn.at(place), stripes, column.start, row.start, column.size, row.size)
     body += list(_left_out(drawn, down, across, left, top + height + 14))
     return body, top + height + 30
 
@@ -231,7 +276,14 @@ def _left_out(
 
 
 def _box(
-    drawn: Arrangement, found: Slice, stripes: int, x: float, y: float, width: float, height: float
+    drawn: Arrangement,
+    colours: _Colours,
+    found: Slice,
+    stripes: int,
+    x: float,
+    y: float,
+    width: float,
+    height: float,
 ) -> Iterator[str]:
     """A slice with its ranks; where they do not fit, a pointer that rests on it shows them."""
     held = drawn.holders_text(found)
@@ -239,11 +291,9 @@ def _box(
     shard = drawn.shard_text(found.place[0]) if found.place else ""
     # The shards of a slice lie close together, slices apart.
     height -= 3 if shards > 1 and (found.place[0] + 1) % shards == 0 else 0
-    colour = drawn.colour(found.place)
+    class_ = colours.of(drawn, found.place)
     where = ", ".join(f"dimension {d} {drawn.interval(d, at)}" for d, at in enumerate(found.place))
-    yield svg.rectangle(
-        x + 0.5, y + 0.5, max(0.5, width - 1), max(0.5, height - 1), f"slice{colour}", f"{where}: {held}{shard}"
-    )
+    yield svg.rectangle(x + 0.5, y + 0.5, max(0.5, width - 1), max(0.5, height - 1), class_, f"{where}: {held}{shard}")
     if stripes > 1 and height / stripes >= _SMALLEST_STRIPE:
         lines = "".join(f"M{x:g} {y + height * at / stripes:.6g}h{width:g}" for at in range(1, stripes))
         yield svg.element("path", d=lines, class_="line", stroke_width=0.5)

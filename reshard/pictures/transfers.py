@@ -109,10 +109,10 @@ def transfer_map(
         line += 44
     if only_values:
         body.append(svg.rectangle(left, line - 12, 20, 12, "copied"))
-        body.append(
-            svg.text(left + 28, line - 1, "nothing but values that are copied as they are, such as global_step", "soft")
-        )
-        line += 24
+        words = "nothing but values that are copied as they are, such as global_step"
+        lines, line = svg.paragraph(left + 28, line - 1, words, width - left - 44, "soft")
+        body += lines
+        line += 8
     for words in _summary(moved, sum((copied or {}).values()), heat, down, across):
         lines, line = svg.paragraph(16, line, words, width - 32, "soft")
         body += lines

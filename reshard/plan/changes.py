@@ -1,7 +1,7 @@
-"""What changes between two strategies, from strategies alone.
+"""Differences between two strategies, without checkpoints.
 
 Parameters that are cut alike in the source and alike in the target change alike: a model has tens of
-such kinds. How the slices of a kind move follows from the overlap of its layouts.
+kinds. The overlap of its layouts determines how the slices of a kind move.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Move:
         joined: per dimension, source slices that a target slice takes from.
         divided: per dimension, target slices that a source slice gives to.
         ranks_read: source ranks that a target rank reads for one parameter; of slices spread evenly, where
-            several source stages hold it and there are very many.
+            several source stages hold it and they are very many.
         kept: every rank has the slice already that it gets.
     """
 
@@ -63,7 +63,7 @@ class Change:
     Attributes:
         sources: the stages that hold them in the source.
         targets: the stages that hold them in the target.
-        moves: one per target stage; none where there is a problem.
+        moves: one per target stage; none if a problem exists.
         problem: why the layouts cannot be of one tensor.
         names: the parameters.
     """
@@ -85,7 +85,7 @@ class Change:
 
     @property
     def effect(self) -> str:
-        """What becomes of the slices: one of `EFFECTS`."""
+        """The effect on the slices: one of `EFFECTS`."""
         if self.problem is not None:
             return CONTRADICTING
         if self.unchanged:
@@ -96,7 +96,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Changes:
-    """Everything that differs between two strategies, and what stays.
+    """Differences and equal parts of two strategies.
 
     Attributes:
         changes: kinds of parameters in both, those with most parameters first, unchanged ones last.
@@ -109,7 +109,7 @@ class Changes:
     missing: list[str]
 
     def by_effect(self) -> dict[str, list[str]]:
-        """Parameters in both, by what becomes of their slices."""
+        """Parameters in both, by the effect on their slices."""
         return {
             effect: [name for change in self.changes if change.effect == effect for name in change.names]
             for effect in EFFECTS
@@ -123,7 +123,7 @@ def changes_between(source: Strategy, target: Strategy) -> Changes:
         before = {name: () for name in after}
     if target.is_none:
         after = {name: () for name in before}
-    # Holdings tell layouts apart that the same cuts make alike, so a kind may be met several times.
+    # Holdings distinguish layouts with equal cuts, so a kind may occur several times.
     met: dict[object, Change] = {}
     kinds: dict[object, Change] = {}
     for name, held in before.items():
@@ -170,8 +170,8 @@ def _change(source: Strategy, target: Strategy, before: _Held, after: _Held) -> 
     except LayoutError as error:
         recorded = (holding.layout.recorded_shape for holding in (*sources, *targets))
         shapes = sorted({str(list(shape)) for shape in recorded if shape is not None})
-        told = f" of shape {' or '.join(shapes)}" if shapes else ""
-        return Change(sources, targets, problem=error.message + told)
+        of_shape = f" of shape {' or '.join(shapes)}" if shapes else ""
+        return Change(sources, targets, problem=error.message + of_shape)
     if not sources:
         sources = (moves[0].source,)
     # As they were regrouped for the first target, in words as in numbers.
@@ -179,14 +179,14 @@ def _change(source: Strategy, target: Strategy, before: _Held, after: _Held) -> 
 
 
 class _Overlapping(NamedTuple):
-    """What of a move depends on layouts alone, so that stages which are cut alike share it.
+    """The part of a move that depends on layouts alone; stages with equal cuts share it.
 
     Attributes:
         held: the sources' layouts, regrouped.
         goal: the target's layout, regrouped.
         joined: per source layout, for each dimension, slices of it that a target slice takes from.
         ranks_read: source ranks that a target rank reads.
-        shape: of a tensor that stands for all that can be cut so.
+        shape: of an example tensor with these cuts.
     """
 
     held: tuple[Layout, ...]

@@ -19,13 +19,13 @@ from reshard.text.wording import plural, quoted
 
 
 def check(plan: Plan, values: CopiedValues, found: Sequence[InputError], report: Report) -> None:
-    """Find every problem there is before anything is written.
+    """Find all problems before anything is written.
 
     Args:
         plan: the plan.
-        values: what is copied as it is.
-        found: problems that are known already.
-        report: told of what may be wrong and is no error.
+        values: the copied values.
+        found: earlier problems.
+        report: gets warnings.
 
     Raises:
         InputError: all problems in one.
@@ -33,7 +33,7 @@ def check(plan: Plan, values: CopiedValues, found: Sequence[InputError], report:
     problems: list[InputError] = []
     request = plan.request
     # Where tensors get other names, patterns are of these.
-    source = request.source.parameters if request.edits is None else ()
+    source = request.source.parameters if request.edits.is_empty else ()
     warn_of_unmatched(request.filters, (plan.checkpoint.names(), source, request.target.parameters), report)
     _check_anything(plan, values)
     for section in plan.sections:
@@ -77,11 +77,11 @@ def check(plan: Plan, values: CopiedValues, found: Sequence[InputError], report:
 
 
 def _check_anything(plan: Plan, values: CopiedValues) -> None:
-    """Refuse a conversion that would write empty files, or only what is copied."""
+    """Refuse a conversion that would write empty files, or only copied values."""
     tensors = plan.checkpoint.tensors
     everywhere = set().union(*(section.layouts.keys() for section in plan.form.sections))
     admit = plan.request.filters.admit
-    # A form may list what is asked for alone.
+    # Some forms list only the requested files.
     asked = any(map(admit, tensors)) or plan.form.by_rank
     if tensors and asked and not plan.form.takes_everything and everywhere.isdisjoint(tensors):
         raise CheckpointError(
@@ -90,23 +90,23 @@ def _check_anything(plan: Plan, values: CopiedValues) -> None:
             hint="pass the target strategy of the same model; where only the names differ, as between Hugging Face's "
             "and MindFormers', --names gives the others (`reshard names list`)",
         )
-    # By all target files: where only some are asked for, one that gets nothing is written empty.
+    # Judged over all target files: a single requested file may be empty.
     resharded = any(admit(name) and name in everywhere for name in tensors)
     if not resharded and not plan.sorted.copied:
         raise CheckpointError(
-            "nothing would be written: no parameter of the checkpoint is asked for",
+            "nothing would be written: the options select no parameter of the checkpoint",
             hint="check --include and --exclude, and that both strategies are of the same model",
         )
     if not plan.form.count:
         raise CheckpointError(
-            f"nothing would be written: there are only values such as {quoted(min(plan.sorted.copied))}, which "
-            f"{plan.form.name} has no files for without a parameter",
+            f"nothing would be written: the selection contains only values such as {quoted(min(plan.sorted.copied))}; "
+            f"without a parameter, {plan.form.name} has no file for them",
             hint="write another form, or check --include and --exclude",
         )
 
 
 def _warn_of_weights(plan: Plan, report: Report) -> None:
-    """Say loudly that weights are not in both strategies: optimizer state often is not, weights seldom."""
+    """Warn of weights in one strategy only, a sign of different models; for optimizer state it is normal."""
     known = plan.known_names()
     for names, what in (
         (plan.sorted.left_out, "the checkpoint holds and the target strategy does not list (left out)"),
@@ -127,7 +127,7 @@ def _plain(plan: Plan, name: str, section: Section) -> bool:
 
 
 def problems_of_form(plan: Plan) -> list[InputError]:
-    """Tensors that the target form cannot say."""
+    """Problems of tensors that the target form cannot record."""
     if not plan.form.limits_layouts:
         return []
     problems: list[InputError] = []
@@ -141,7 +141,7 @@ def problems_of_form(plan: Plan) -> list[InputError]:
 
 
 def _warn_of_types(plan: Plan, report: Report) -> None:
-    """Say which files MindSpore, and MindFormers with it, will not read, whatever it wants of them."""
+    """Warn of files that MindSpore and MindFormers refuse to load."""
     if plan.form.format != "safetensors" or not form_named(plan.form.name).options.mindspore:
         return
     tensors = plan.checkpoint.tensors
@@ -149,7 +149,7 @@ def _warn_of_types(plan: Plan, report: Report) -> None:
     if unread:
         types = " or ".join(sorted({tensors[name].dtype for name in unread}))
         report.warn(
-            f"MindSpore and MindFormers read no .safetensors file that holds {types}: they will not load those with "
+            f"MindSpore and MindFormers load no .safetensors file that contains {types}: here the files with "
             + listing(unread)
         )
 

@@ -1,4 +1,4 @@
-"""What is asked of names, packing and types, and the checkpoint that it makes of a source."""
+"""Edits of names, packing and types, and the checkpoint that they make of a source."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ if TYPE_CHECKING:
 
 
 PLAIN_WEIGHTS, PLAIN_ALL = "weights", "all"
-"""Of a trainer's state, what is taken under the names of a model."""
+"""The part of a trainer's state that gets the names of a model."""
 
 _STATE = "left out: optimizer state follows its weights with --optimizer keep"
 
 
 @dataclass(frozen=True)
 class Words:
-    """The words in which edits were asked for, so that they can be typed again.
+    """The options of edits as typed, for records and resume.
 
     Attributes:
         names: the table of rules, a built-in one's name or a path.
         rename: other names.
         config: the file with the model's sizes.
-        reverse: whether the table was to be read from right to left.
-        optimizer: whether optimizer state was to be kept.
+        reverse: --reverse.
+        optimizer: --optimizer keep.
         cast: types.
         dequantize: the type that quantised tensors get.
     """
@@ -60,13 +60,12 @@ class Words:
 
 
 class Additions(Protocol):
-    """What is added to tensors of a checkpoint.
+    """Additions to tensors of a checkpoint, such as an adapter.
 
     Attributes:
-        identity: a text, the same for what adds the same.
-        paths: the files that it is read from.
-        handles: those through which they are read, and through which the source is to be read, too: files that
-            changed since they were first opened are then known, whoever opened them.
+        identity: a text; equal additions have equal texts.
+        paths: its files.
+        handles: the open files of additions and source; one cache detects every file that changes meanwhile.
     """
 
     identity: str
@@ -74,35 +73,35 @@ class Additions(Protocol):
     handles: FileHandles
 
     def fit(self, tensors: Mapping[str, GlobalTensor]) -> Mapping[str, Addition]:
-        """What is added to each tensor that gets anything.
+        """The addition of each tensor that has one.
 
         Raises:
-            CheckpointError: it does not fit these tensors.
+            CheckpointError: the additions do not fit these tensors.
         """
 
     def is_part(self, name: str) -> bool:
-        """Whether a tensor is part of what is added, so that it is not written itself."""
+        """Whether a tensor belongs to the additions and is not written itself."""
 
 
 @dataclass(frozen=True)
 class Edits:
-    """What is asked of names, packing and types.
+    """Other names, packing and types.
 
     Attributes:
         table: rules of names and packing.
         renames: rules that give other names, after the table.
-        config: what tells the sizes of the model that rules need.
-        reverse: whether the table is read from right to left; None: the way that fits.
-        optimizer: whether the table's rules hold for optimizer state, too.
-        casts: types that are asked for; of those that concern a tensor the last holds.
-        additions: what is added to tensors before they get other names; they are not cast then.
-        plain: names of a trainer's state are first made those of a model: ``weights`` leaves optimizer state out,
-            ``all`` gives it MindSpore's names; None where names stay.
-        trainer: names are last made those of a trainer's state.
-        exactly: other names of single tensors, after the rules; None for those that are left out.
-        quantisation: how quantised tensors are recognised, and the type that they get before anything else is done to
-            them; None where codes and scales are copied as they are.
-        words: how it was typed; None where it is not typed with the options of a conversion.
+        config: the model's sizes for the rules.
+        reverse: whether the table is read from right to left; None: the direction that fits.
+        optimizer: whether the table's rules apply to optimizer state, too.
+        casts: requested types; the last match wins.
+        additions: additions to tensors under their old names; they exclude casts.
+        plain: first change names of a trainer's state to those of a model: ``weights`` skips optimizer state, ``all``
+            gives it MindSpore's names; None to keep names.
+        trainer: last, change names to those of a trainer's state.
+        exactly: other names of single tensors, after the rules; None for skipped ones.
+        quantisation: how quantised tensors are recognised, and the type that they get first; None to copy codes and
+            scales unchanged.
+        words: the options as typed; None for edits without options of a conversion.
     """
 
     table: Optional[NameRules] = None
@@ -120,18 +119,23 @@ class Edits:
 
     def __post_init__(self) -> None:
         if self.additions is not None and (self.table is not None or self.casts):
-            raise UsageError("what is added to tensors goes with neither rules of names nor casts")
+            raise UsageError("additions to tensors exclude rules of names and casts")
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether all names, packing and types stay as they are."""
+        return self == NO_EDITS
 
     def identity(self, options: Optional[Mapping[str, str]] = None, reverse: bool = False) -> str:
-        """All of it as a text, the same for what gives the same tensors.
+        """A text; edits that make equal tensors have equal texts.
 
         Args:
-            options: those of the table, whether they were stated or assumed.
-            reverse: whether the table is read from right to left, whether that was stated or not.
+            options: the table's options, stated or default.
+            reverse: whether the table is read from right to left.
         """
         table = None
         if self.table is not None:
-            # Of a configuration only what the table reads: anything else may be changed between two runs.
+            # Only the sizes that the table reads: the rest of a configuration may change between two runs.
             sizes = json.dumps(self.table.size_values(self.config), sort_keys=True)
             table = (self.table.text, sorted((options or {}).items()), reverse, self.optimizer, sizes)
         renames = () if self.renames is None else tuple(rule.where for rule in self.renames.rules)
@@ -140,7 +144,7 @@ class Edits:
         return repr((table, renames, self.casts, additions, self.exactly, self.plain, self.trainer, quantisation))
 
     def possible_names(self, name: str) -> Iterator[Optional[str]]:
-        """The names that a tensor may get, whatever the others are; None for one that only the others decide."""
+        """The possible names of a tensor; None for a name that depends on other tensors."""
         others = (self.table, self.renames, self.additions, self.quantisation)
         if self.exactly or any(each is not None for each in others):
             yield None
@@ -152,11 +156,11 @@ class Edits:
             yield from possible_plain_names(name, self.plain == PLAIN_ALL)
 
     def first_names(self, checkpoint: Checkpoint, report: Report) -> dict[str, Optional[str]]:
-        """The names that tensors have before anything else: new names by old ones, None for those left out.
+        """The first renaming: new names by old ones, None for skipped tensors.
 
         Args:
             checkpoint: the source.
-            report: told what is left out.
+            report: gets notes on skipped tensors.
         """
         if self.plain is None:
             return {}
@@ -165,7 +169,7 @@ class Edits:
         keys = getattr(checkpoint, "nested", {})
         found = plain_names(checkpoint.tensors, checkpoint.objects, keys, self.plain == PLAIN_ALL)
         if found.rooted:
-            report.note("names: 'model.' is taken off, which the trainer put before them")
+            report.note("names: the trainer's prefix 'model.' is removed")
         if found.left_out:
             report.note(
                 f"{plural(len(found.left_out), 'tensor')} of the optimizer left out: " + listing(found.left_out)
@@ -173,7 +177,7 @@ class Edits:
         return found.names
 
     def nested(self, names: Collection[str]) -> Optional[Mapping[str, tuple[str, ...]]]:
-        """The keys of a trainer's state by the names of its tensors; None where they are the source's."""
+        """The keys of a trainer's state by the names of its tensors; None to keep the source's."""
         if not self.trainer:
             return None
         from reshard.names import trainer_keys
@@ -181,18 +185,18 @@ class Edits:
         return {name: trainer_keys(name) for name in names}
 
     def last_names(self, names: Collection[str], report: Report) -> dict[str, Optional[str]]:
-        """The names that tensors have at the end, likewise.
+        """The last renaming: new names by old ones.
 
         Args:
-            names: those that they have before.
-            report: told of them.
+            names: the names before it.
+            report: gets notes on the names.
         """
         if not self.trainer:
             return {}
         from reshard.names import trainer_names
 
         found = trainer_names(names)
-        report.note("names: 'model.' is put before those of weights, as in a trainer's state")
+        report.note("names: weights get the prefix 'model.', as in a trainer's state")
         if any(new is not None and new.startswith("optimizer.") for new in found.values()):
             report.note(
                 "optimizer.state has no step for each parameter, which MindSpore does not save: torch loads it with "
@@ -201,10 +205,10 @@ class Edits:
         return found
 
     def possible_identities(self) -> Iterator[str]:
-        """The identities that it may have, whatever the checkpoint's names tell of options and direction.
+        """All possible identities, since names decide options and direction.
 
         Raises:
-            NamesError: an option has to be stated.
+            NamesError: an option is missing.
         """
         if self.table is None:
             yield self.identity()
@@ -216,18 +220,22 @@ class Edits:
                 yield self.identity(options, reverse)
 
     def written(self, target: Strategy) -> Callable[[Checkpoint], Written]:
-        """What they make of a checkpoint, complete or not; see `forms.form.Reading`.
+        """A function that edits a checkpoint, complete or not; see `forms.form.Reading`.
 
         Args:
             target: the strategy of the target, which may be `same`.
         """
 
         def written(checkpoint: Checkpoint) -> Written:
-            # What is to be told of edits is told when they are made of the step that is taken.
+            # The notes are printed when the chosen step is edited.
             made = edited(checkpoint, self, Report(), complete=False)
             return Written(made.tensors, same_layouts(target, made) if target.path == SAME else target, made.unseen)
 
         return written
+
+
+NO_EDITS = Edits()
+"""All names, packing and types stay as they are."""
 
 
 def edited(checkpoint: Checkpoint, edits: Edits, report: Report, complete: bool = True) -> EditedCheckpoint:
@@ -235,9 +243,9 @@ def edited(checkpoint: Checkpoint, edits: Edits, report: Report, complete: bool 
 
     Args:
         checkpoint: the source.
-        edits: what is asked.
-        report: told what is left out.
-        complete: whether all slices of the source are there.
+        edits: names, packing and types.
+        report: gets notes on skipped tensors.
+        complete: whether no slice of the source is missing.
 
     Raises:
         InputError: they do not fit the source.
@@ -272,7 +280,7 @@ def edited(checkpoint: Checkpoint, edits: Edits, report: Report, complete: bool 
         if applied.tied and not complete:
             one, other = applied.tied[0]
             raise CheckpointError(
-                f"whether {quoted(one)} and {quoted(other)} are equal cannot be told without the whole source",
+                f"{quoted(one)} and {quoted(other)} cannot be compared without the whole source",
                 parameter=other,
             )
         tied = _tied(checkpoint, applied)
@@ -282,7 +290,7 @@ def edited(checkpoint: Checkpoint, edits: Edits, report: Report, complete: bool 
         shapes = _shapes(checkpoint, made, kept)
         # New names do not depend on shapes. A rule that fits a parameter of an absent rank is used.
         shapes.update((name, ()) for name in unseen.values() if name is not None)
-        applied = apply_rules(edits.renames, shapes, optimizer=True)
+        applied = apply_rules(edits.renames, shapes, optimizer=True, values=kept.intersection(checkpoint.values()))
         renamed = {each.sources[0]: name for name, each in applied.made.items()}
         unseen = {name: None if old is None else renamed.get(old) for name, old in unseen.items()}
         seen = {name: each for name, each in applied.made.items() if name not in unseen.values()}
@@ -302,31 +310,31 @@ def edited(checkpoint: Checkpoint, edits: Edits, report: Report, complete: bool 
     return EditedCheckpoint(checkpoint, made, kept, identity, tied, unseen, edits.nested(made))
 
 
-def between_forms(edits: Optional[Edits], form: str, to: str) -> Optional[Edits]:
-    """What is asked, and the names that a conversion between two forms gives by itself.
+def between_forms(edits: Edits, form: str, to: str) -> Edits:
+    """The edits with the names that a conversion between two forms gives by itself.
 
     A trainer's names become those of a model where the target has no others, and a model's names those of a trainer's
     state where the target's trainers expect them. With --rename all names are as typed.
 
     Args:
-        edits: what is asked.
+        edits: the requested edits.
         form: of the source.
         to: of the target.
     """
     source, target = form_named(form).options, form_named(to).options
-    if edits is not None and edits.renames is not None:
+    if edits.renames is not None:
         return edits
     plain = None
     if source.names is not Names.MODEL and target.names is Names.MODEL:
         plain = PLAIN_ALL if target.mindspore else PLAIN_WEIGHTS
     trainer = source.names is Names.MODEL and target.names is Names.TRAINER
-    return replace(edits or Edits(), plain=plain, trainer=trainer) if plain or trainer else edits
+    return replace(edits, plain=plain, trainer=trainer) if plain or trainer else edits
 
 
 def _dequantised(
     checkpoint: Checkpoint, quantisation: Quantisation, report: Report
 ) -> tuple[Checkpoint, dict[str, View]]:
-    """The source with numbers in place of codes and scales, and views of the tensors whose dimensions are swapped."""
+    """The dequantised source, and views of tensors whose dimensions are swapped."""
     # Loaded only here: most conversions have nothing quantised.
     from reshard.layout import View
     from reshard.quantised import dequantised, describe
@@ -347,41 +355,41 @@ def _dequantised(
 
 
 def _check_not_quantised(checkpoint: Checkpoint) -> None:
-    """Refuse weights of which scales are part: rules of names would move one without the other.
+    """Refuse quantised weights: rules of names would separate codes and scales.
 
     Raises:
-        CheckpointError: there are such weights.
+        CheckpointError: a weight is quantised.
     """
     from reshard.quantised import looks_quantised, stored_tensors
 
     if looks_quantised(stored_tensors(checkpoint)):
         raise CheckpointError(
-            f"{checkpoint.place}: holds quantised weights, which rules of names cannot convert",
+            f"{checkpoint.place}: rules of names cannot convert quantised weights",
             file=checkpoint.place,
             hint="add --dequantize BFloat16",
         )
 
 
 def same_layouts(strategy: Strategy, checkpoint: EditedCheckpoint) -> Strategy:
-    """The strategy that cuts what was made as that was cut which it is made of.
+    """The source's strategy under the new names.
 
     Args:
-        strategy: of what it is made of.
-        checkpoint: what was made.
+        strategy: the source's strategy.
+        checkpoint: the edited checkpoint.
 
     Raises:
-        CheckpointError: tensors are packed otherwise, so that the strategy does not say how they are cut.
+        CheckpointError: packed tensors have other layouts.
     """
     packed = [name for name, made in checkpoint.made.items() if made.view is not None]
     if packed:
         raise CheckpointError(
-            "how the source is cut does not say how to cut what is packed otherwise: " + listing(packed),
+            "the source's strategy has no layouts for packed tensors: " + listing(packed),
             parameter=packed[0],
-            hint="name the target's strategy with --dst-strategy; `reshard strategy make` writes one from rules",
+            hint="pass the target's strategy with --dst-strategy; `reshard strategy make` writes one from rules",
         )
     names = {name: made.sources[0] for name, made in checkpoint.made.items()}
     names.update((name, name) for name in checkpoint.values())
-    # Runs that have the files of other ranks have to find the same strategy.
+    # Runs with other ranks' files have to get the same strategy.
     names.update((new, name) for name, new in checkpoint.unseen.items() if new is not None)
     stages = (
         replace(stage, layouts={name: stage.layouts[old] for name, old in names.items() if old in stage.layouts})
@@ -398,10 +406,10 @@ def _ruled(
     rules: NameRules,
     report: Report,
 ) -> tuple[dict[str, Recipe], set[str]]:
-    """What rules make of tensors and values.
+    """Tensors and values after rules.
 
     Raises:
-        CheckpointError: they move what nothing lays out.
+        CheckpointError: a rule takes an entry without a layout.
     """
     from reshard.names import warning_of
 
@@ -414,21 +422,21 @@ def _ruled(
                 continue
             loose = next(source for source in sources if source not in made)
             raise CheckpointError(
-                f"{quoted(name)} is to be made of {quoted(loose)}, but nothing says how that is laid out",
+                f"{quoted(name)} would be made of {quoted(loose)}, whose layout is unknown",
                 parameter=loose,
-                hint=f"values keep their names: let no OLD of --rename and no rule but one that drops it fit {loose}",
+                hint=f"values keep their names: remove the rule or --rename that matches {loose}, or drop it by a rule",
             )
         if len(sources) == 1 and view.is_all_of(_shape(checkpoint, made[sources[0]])):
             found[name] = made[sources[0]]
         elif any(made[source].view is not None for source in sources):
             swapped = next(source for source in sources if made[source].view is not None)
             raise CheckpointError(
-                f"{quoted(name)}: rules of packing cannot be applied to {quoted(swapped)}, which is swapped",
+                f"{quoted(name)}: rules of packing cannot use {quoted(swapped)}, whose dimensions are swapped",
                 parameter=swapped,
-                hint="convert with --dequantize first, and with --names after that",
+                hint="convert in two steps: first --dequantize, then --names",
             )
         else:
-            # Only the first table packs; what follows it gives other names.
+            # Only the first table packs; the renames after it do not.
             found[name] = Recipe(tuple(made[source].sources[0] for source in sources), view)
     for names, why in ((applied.dropped, "dropped by a rule"), (applied.unspoken, _STATE)):
         if names:
@@ -442,15 +450,15 @@ def _ruled(
 
 
 def _tied(checkpoint: Checkpoint, applied: Applied) -> list[Equal]:
-    """The tensors of which rules take one for several; values among them are refused with all rules that move them."""
+    """Tied tensors, of which rules use one. Rules that move values are refused elsewhere."""
     tensors = checkpoint.tensors
     return [
         Equal(
             tensors[one],
             (tensors[other],),
-            "the rules write only one of them, as of a tied model",
-            "if the model does not tie them, say so in config.json (tie_word_embeddings); options of built-in rules: "
-            "reshard names show TABLE",
+            "the rules write only the first, as for a tied model",
+            "if the model does not tie them, set tie_word_embeddings to false in config.json; options of built-in "
+            "rules: reshard names show TABLE",
         )
         for one, other in applied.tied
         if one in tensors and other in tensors
@@ -460,10 +468,10 @@ def _tied(checkpoint: Checkpoint, applied: Applied) -> list[Equal]:
 def _exactly(
     made: Mapping[str, Recipe], kept: AbstractSet[str], names: Mapping[str, Optional[str]]
 ) -> tuple[dict[str, Recipe], set[str]]:
-    """The same under other names.
+    """Tensors and values under other names.
 
     Raises:
-        CheckpointError: two tensors would have the same name, or a value would have another.
+        CheckpointError: two tensors would get one name, or a value another.
     """
     still = {name for name in kept if names.get(name, name) is not None}
     found: dict[str, Recipe] = {}
@@ -473,23 +481,23 @@ def _exactly(
             continue
         if new in found or new in still:
             raise CheckpointError(
-                f"{quoted(name)}: something else would have the name {quoted(new)}, too",
+                f"{quoted(name)}: another tensor would also get the name {quoted(new)}",
                 parameter=name,
-                hint="every tensor needs a name of its own",
+                hint="give every tensor its own name",
             )
         found[new] = tensor
     renamed = [name for name in sorted(still) if names.get(name, name) != name]
     if renamed:
         raise CheckpointError(
-            f"{quoted(renamed[0])}: nothing says how it is laid out; such values keep their names",
+            f"{quoted(renamed[0])}: its layout is unknown; values without a layout keep their names",
             parameter=renamed[0],
-            hint="leave its name as it is",
+            hint="keep its name",
         )
     return found, still
 
 
 def _shapes(checkpoint: Checkpoint, made: Mapping[str, Recipe], kept: AbstractSet[str]) -> dict[str, tuple[int, ...]]:
-    """Of tensors and values."""
+    """The shapes of tensors and values."""
     shapes = {name: _shape(checkpoint, tensor) for name, tensor in made.items()}
     shapes.update((name, _stored(checkpoint, name).shape) for name in kept)
     return shapes
@@ -500,15 +508,15 @@ def _shape(checkpoint: Checkpoint, made: Recipe) -> tuple[int, ...]:
 
 
 def _stored(checkpoint: Checkpoint, name: str) -> Tensor:
-    """A value in the lowest file that has it."""
+    """The header of a value, from the first file that holds it."""
     return checkpoint.indexes[checkpoint.holders(name)[0]].tensors[name]
 
 
 def _check_types(checkpoint: Checkpoint, made: Mapping[str, Recipe]) -> None:
-    """Refuse tensors that would be made of elements of several types, or of parts of bytes.
+    """Refuse tensors that would mix types, or divide bytes.
 
     Raises:
-        CheckpointError: there is one.
+        CheckpointError: a tensor would.
     """
     for name, tensor in made.items():
         if tensor.view is not None:
@@ -516,19 +524,19 @@ def _check_types(checkpoint: Checkpoint, made: Mapping[str, Recipe]) -> None:
         if tensor.dtype is None and len(tensor.sources) > 1:
             types = {checkpoint.tensors[source].dtype: source for source in tensor.sources}
             if len(types) > 1:
-                told = " and ".join(f"{quoted(source)}, which is {dtype}" for dtype, source in types.items())
+                parts = " and ".join(f"{quoted(source)}, which is {dtype}" for dtype, source in types.items())
                 raise CheckpointError(
-                    f"{quoted(name)} would be made of {told}",
+                    f"{quoted(name)} would be made of {parts}",
                     parameter=name,
                     hint=f"choose a type with --cast {as_pattern(name)}=DTYPE",
                 )
 
 
 def _check_packed(name: str, sources: Sequence[GlobalTensor], view: View) -> None:
-    """Refuse to move single elements of Int4: a byte holds two that are neighbours in the last dimension.
+    """Refuse views that separate the two Int4 elements of a byte.
 
     Raises:
-        CheckpointError: the view does so.
+        CheckpointError: the view separates them.
     """
     packed = next((source for source in sources if source.dtype == INT4), None)
     if packed is not None and not view.keeps_rows([source.shape for source in sources]):
@@ -536,7 +544,7 @@ def _check_packed(name: str, sources: Sequence[GlobalTensor], view: View) -> Non
             f"{quoted(name)} would be made of single elements of {quoted(packed.name)}, which is Int4: a byte holds "
             "two neighbours in the last dimension, and reshard does not unpack them",
             parameter=packed.name,
-            hint='leave it out: give it a rule of its own in a copy of the table, with do = "drop"',
+            hint='skip it: in a copy of the table, add a rule for it with do = "drop"',
         )
 
 
@@ -552,30 +560,30 @@ def typed_edits(
     optimizer: bool = False,
     cast: Sequence[str] = (),
     dequantize: Optional[str] = None,
-) -> Optional[Edits]:
-    """What words ask for; None where names and types stay as they are.
+) -> Edits:
+    """The edits of options, empty where names and types stay as they are.
 
     Args:
-        src: the source; its config.json is taken where none is named.
+        src: the source; its config.json is the default.
         names: a built-in table of rules, or the file of one.
         rename: other names, ``OLD=NEW``.
-        config: what tells the sizes that the table needs.
+        config: the file with the sizes that the table needs.
         reverse: read the table from right to left.
         optimizer: apply it to optimizer state as well.
         cast: ``DTYPE`` or ``GLOB=DTYPE``.
-        dequantize: type that quantised tensors get; None where they stay as they are.
+        dequantize: type for quantised tensors; None to copy them unchanged.
 
     Raises:
-        UsageError: they do not go together, or ask for what there is not.
+        UsageError: options contradict each other, or name an unknown type.
         ReshardError: a table cannot be read.
     """
     for option, given in (("reverse", reverse), ("optimizer", optimizer)):
         if given and names is None:
-            raise UsageError(f"--{option} goes with --names", hint="name a table: `reshard names list`")
+            raise UsageError(f"--{option} needs --names", hint="name a table: `reshard names list`")
     if config is not None and names is None and dequantize is None:
-        raise UsageError("--config goes with --names or --dequantize", hint="name a table: `reshard names list`")
+        raise UsageError("--config needs --names or --dequantize", hint="name a table: `reshard names list`")
     if names is None and not rename and not cast and dequantize is None:
-        return None
+        return NO_EDITS
     if names is not None and config is None and is_regular_file(os.path.join(src, _CONFIG)):
         config = os.path.join(src, _CONFIG)
     # Loaded only here: most conversions have no rules.
@@ -598,10 +606,10 @@ def typed_edits(
 
 
 def _quantisation(dequantize: str, src: str, config: Optional[Mapping[str, object]]) -> Quantisation:
-    """How quantised tensors are recognised, from the files beside them.
+    """How quantised tensors are recognised, from the source's other files.
 
     Raises:
-        UsageError: the type is none that they can get.
+        UsageError: the type is not floating point.
         ReshardError: a file cannot be read.
     """
     from reshard.quantised import quantisation_of
@@ -612,16 +620,16 @@ def _quantisation(dequantize: str, src: str, config: Optional[Mapping[str, objec
     return quantisation_of(src, dtype, config)
 
 
-def edits_of(src: str, typed: Mapping[str, Any], to: Optional[str] = None) -> Optional[Edits]:
-    """What the options of names and types ask for; None where names and types stay as they are.
+def edits_of(src: str, typed: Mapping[str, Any], to: Optional[str] = None) -> Edits:
+    """The edits of options as click names them; see `typed_edits`.
 
     Args:
-        src: the source; its config.json is taken where none is named.
+        src: the source; its config.json is the default.
         typed: the options' values.
-        to: the form that is written, whose names may be others than the source's; None where nothing is.
+        to: the form of the target, which may have other names; None if nothing is written.
 
     Raises:
-        UsageError: they do not go together, or ask for what there is not.
+        UsageError: options contradict each other, or name an unknown type.
         ReshardError: a table cannot be read.
     """
     edits = typed_edits(

@@ -2,7 +2,7 @@
 
 Where the target cuts a tensor's inner dimensions more finely than the source, several target files
 take columns of the same rows. Written one by one, each would read all of these rows; together they
-are read once. Files are linked that share the rows of some tensor so; groups are what is linked,
+are read once. Files that share rows of a tensor are linked; groups are the linked files,
 in pieces of bounded size.
 """
 
@@ -56,7 +56,7 @@ def reading_groups(
 def _splits_rows(cut: Cut) -> bool:
     """Whether some part of the source's inner dimensions goes to several target slices."""
     if not isinstance(cut.overlap, Overlap):
-        # What is packed otherwise lies in rows of other lengths.
+        # Packed tensors have rows of other lengths.
         return False
     for dimension in range(1, len(cut.target.cuts)):
         met = [cut.overlap.intervals(dimension, position) for position in range(cut.target.cuts[dimension])]
@@ -66,7 +66,7 @@ def _splits_rows(cut: Cut) -> bool:
 
 
 def _rows_of(cut: Cut, position: int) -> object:
-    """What targets must have in common to take parts of the same rows of the same source slices."""
+    """The key of targets that take parts of the same rows of the same source slices."""
     assert isinstance(cut.overlap, Overlap)
     index = cut.target.slice_index(cut.slice_of(position))
     inner = (cut.overlap.intervals(dimension, index[dimension]) for dimension in range(1, len(index)))
@@ -82,13 +82,13 @@ def share_of(sizes: Mapping[int, int], index: int, count: int) -> tuple[int, ...
     Args:
         sizes: bytes of every rank's file.
         index: which run, from 0.
-        count: how many there are.
+        count: their number.
     """
     total = sum(sizes.values())
     chosen = []
     before = 0
     for rank, size in sorted(sizes.items()):
-        # A rank goes to the share in which its middle lies.
+        # The middle of a rank's bytes decides its share.
         middle = 2 * before + size
         if total:
             if min(count - 1, middle * count // (2 * total)) == index:
@@ -102,13 +102,13 @@ def share_of(sizes: Mapping[int, int], index: int, count: int) -> tuple[int, ...
 def bundles(groups: Iterable[tuple[int, ...]], sizes: Mapping[int, int], count: int) -> Iterator[tuple[int, ...]]:
     """Groups of ranks put together, in their order, into bundles of about a ``count``-th of all bytes.
 
-    No group is divided. A bundle holds more than that only where a single group does, and there are
+    No group is divided. Only a single group makes a bundle larger than that, and there are
     fewer than two bundles for each of ``count``.
 
     Args:
         groups: ranks that stay together; at least one in each.
         sizes: bytes of every rank's file.
-        count: how many bundles there should be.
+        count: the number of bundles.
     """
     fair = sum(sizes.values()) / count
     bundle: list[int] = []

@@ -1,4 +1,4 @@
-"""Where the tensors of a target file stand, and how such a file is laid out; files of the same tensors share it."""
+"""The order of tensors in target files and the files' layout; files of the same tensors share both."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Orders:
             if names is None or tensor.name in names
         ]
         entries += ((stored.name, len(kinds) + number) for number, stored in enumerate(values))
-        # Names decide the order, so that it does not depend on which source files are read; within
+        # The order depends on names, not on the choice of source files; within
         # .safetensors wider elements come first, which keeps every tensor aligned.
         if self._format not in ("ckpt", MEMORY):
             widths = [kind.item_size if math.prod(shape) else 0 for kind, shape in zip(kinds, shapes)]

@@ -1,7 +1,7 @@
-"""The plan's words for bytes: which boxes of which stored tensors make which target tensor.
+"""Types of the plan: boxes of stored tensors that make a target tensor.
 
 All boxes are in elements of the full logical tensor, so that source and target need no common
-origin. The executor knows these words and nothing of layouts.
+origin. The executor uses these types and no layouts.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class Piece(NamedTuple):
     Attributes:
         source: the slice.
         box: a box around the part.
-        region: which elements of the box it is, and of the tensor that the slice is of; None where it is all of the
-            box, which lies in that tensor likewise.
+        region: its elements of the box, and of the slice's tensor; None for the whole box, at the same place in
+            that tensor.
         dtype: type of the stored elements, where they are cast; None where they are copied.
     """
 
@@ -58,10 +58,10 @@ class TargetTensor(NamedTuple):
         name: its name in the file.
         item_size: bytes of an element.
         box: the box.
-        pieces: what it is made of, none of which overlap.
+        pieces: its pieces, without overlaps.
         dtype: its type, where elements are cast; None where all are copied.
         padded: whether pieces leave elements out.
-        added: what is added to the elements, once they are there.
+        added: the addition to the elements.
     """
 
     name: str
@@ -85,13 +85,13 @@ class TargetTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class TargetFile:
-    """A file to be written: where its bytes lie and where they come from.
+    """A target file: its layout and the sources of its bytes.
 
     Attributes:
         rank: target rank.
         path: final name.
         layout: literal bytes and tensor data in file order.
-        tensors: what the data is made of, numbered as in ``layout``.
+        tensors: the tensors, numbered as in ``layout``.
         source_paths: the source files that its bytes come from.
     """
 

@@ -1,4 +1,4 @@
-"""The plan of a conversion: what each target file is made of.
+"""The plan of a conversion: the parts of each target file.
 
 It is made by `planner.make_plan`, which finds every problem before anything is written, and never changed.
 Which of its files are written, by whom and when, is not its concern: they are handed in. The plan of
@@ -34,13 +34,13 @@ from reshard.text.wording import quoted
 
 @dataclass(frozen=True)
 class Sorted:
-    """The source's tensors by what becomes of them, each sorted by name.
+    """The source's tensors by their treatment, each list sorted by name.
 
     Attributes:
         resharded: in source and target.
         excluded: in the source, and left out by the filters.
         left_out: only in the source.
-        missing: wanted by the target, but nowhere in the source files.
+        missing: in the target strategy, but in no source file.
         copied: not laid out; copied as they are.
         unholdable: in the files, but the target format cannot hold them (text in safetensors).
     """
@@ -57,23 +57,23 @@ class ValuesOfFiles(Protocol):
     """Which values are copied as they are."""
 
     def of(self, file: int) -> list[CopiedValue]:
-        """What one target file gets."""
+        """The values of one target file."""
 
 
 class Plan:
     """A planned conversion.
 
     Args:
-        request: what was asked for.
+        request: the request.
         checkpoint: the source.
-        form: what is written.
+        form: the target files.
         values: which values are copied to which file.
-        sorted: the source's tensors by what becomes of them.
+        sorted: the source's tensors by their treatment.
         cuts: how tensors are cut.
         choice: which replicas are read; None where strategies do not decide it.
 
     Attributes:
-        asked: target files that were asked for, ascending.
+        asked: requested target files, ascending.
         sections: the sections that these are in.
     """
 
@@ -100,7 +100,7 @@ class Plan:
         self._needs: dict[int, tuple[int, ...]] = {}
         self._orders = Orders(form)
         self._unholdable = frozenset(sorted.unholdable)
-        self._edited = request.edits is not None
+        self._edited = not request.edits.is_empty
         form.planned(self.layout_of)
 
     def path(self, file: int) -> str:
@@ -117,7 +117,7 @@ class Plan:
         return unlinked(self.request.dst)
 
     def known_names(self) -> frozenset[str]:
-        """Names of parameters, beside which names of optimizer state are told from weights."""
+        """Names of parameters, which distinguish optimizer state from weights."""
         return frozenset(self.checkpoint.names()).union(self.request.target.parameters)
 
     def groups(
@@ -152,7 +152,7 @@ class Plan:
         resharded = self.sorted.resharded
         if len(section.layouts) >= len(resharded):
             return [name for name in resharded if name in section.layouts]
-        # Of full weights there may be hundreds of sections, each with some of a hundred thousand tensors.
+        # Full weights may have hundreds of sections, each with some of a hundred thousand tensors.
         return sorted(name for name in section.layouts if _holds(resharded, name))
 
     def cut_of(self, name: str, section: Section) -> Cut:
@@ -176,7 +176,7 @@ class Plan:
         return self._kinds[section.number]
 
     def values_of(self, file: int) -> list[CopiedValue]:
-        """What a target file gets as it is, as far as its format can hold it."""
+        """The copied values of a target file, except types that its format lacks."""
         return [value for value in self._values.of(file) if value.name not in self._unholdable]
 
     def data_bytes(self, files: Iterable[int]) -> dict[int, int]:
@@ -235,7 +235,7 @@ class Plan:
         return found
 
     def target_file(self, file: int, names: Optional[Collection[str]] = None) -> TargetFile:
-        """What one target file is made of.
+        """The parts of one target file.
 
         Args:
             file: its number.
@@ -285,8 +285,8 @@ class Plan:
         return self._orders.of(section.number, kinds, boxes, [value.tensor for value in values], inside)
 
     def _paths_of_added(self, names: Iterable[str]) -> frozenset[str]:
-        """The files of what is added to tensors."""
-        if self.request.edits is None or self.request.edits.additions is None:
+        """The files of additions to tensors."""
+        if self.request.edits.additions is None:
             return frozenset()
         tensors = self.checkpoint.tensors
         added = (tensors[name].added for name in names if name in tensors)
@@ -335,12 +335,12 @@ class Plan:
         return {file: members[0] for members in self.reading_groups(made) for file in members}
 
     def _base(self, file: int) -> tuple[int, ...]:
-        """The source files that a target file reads wherever they have what it needs."""
+        """The source files that a target file prefers."""
         if self._choice is not None:
             try:
                 return self._choice.ranks(file, self.checkpoint.indexes)
             except IncompleteSourceError:
-                # Something that the strategies list is not there; what the files hold was found complete.
+                # A listed parameter may be in no file; all parameters in the files are complete.
                 return ()
         found = self._needs.get(file)
         if found is None:
@@ -357,7 +357,7 @@ class Plan:
         return found
 
     def _turn(self, file: int) -> int:
-        """A file's place among those that have the same needs."""
+        """A file's place among the files with the same needs."""
         if self._choice is not None:
             return self._choice.turn(file)
         return self.form.section_of(file).position(file)
@@ -398,7 +398,7 @@ class Plan:
 
     @property
     def _added(self) -> Optional[Callable[[str], Optional[Addition]]]:
-        """What is added to tensors by name; None where nothing is."""
+        """The addition to a tensor by name; None without one."""
         return (lambda name: self.checkpoint.tensors[name].added) if self._edited else None
 
     def _stored(self, name: str, source: int, holder: int, box: Box) -> StoredSlice:
@@ -410,7 +410,7 @@ class Plan:
 
 
 def asked_files(request: Request, form: TargetForm) -> tuple[FileId, ...]:
-    """Target files that a request asks for, ascending."""
+    """The requested target files, ascending."""
     return tuple(map(FileId, range(form.count))) if request.files is None else request.files
 
 
@@ -420,18 +420,18 @@ def sections_of(form: TargetForm, files: Sequence[int]) -> list[Section]:
 
 
 def in_section(section: Section, files: Sequence[int]) -> Sequence[int]:
-    """Those of some files that are in a section."""
+    """The files that are in a section."""
     return [file for file in files if file in section.files]
 
 
 def _holds(ascending: Sequence[str], name: str) -> bool:
-    """Whether a name is among those of a sorted list."""
+    """Whether a sorted list contains a name."""
     place = bisect.bisect_left(ascending, name)
     return place < len(ascending) and ascending[place] == name
 
 
 def _both(one: Optional[frozenset[str]], other: Optional[Collection[str]]) -> Optional[Collection[str]]:
-    """What is in two collections, of which None is everything."""
+    """The intersection of two collections; None is everything."""
     if one is None:
         return other
     return one if other is None else one.intersection(other)

@@ -1,4 +1,4 @@
-"""Making a plan: the step to convert, what is written, what becomes of every tensor, and every problem there is."""
+"""Making a plan: source step, target files, treatment of every tensor, and all problems."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def make_plan(request: Request, handles: FileHandles, report: Report) -> Plan:
     shards = shards_of(request.target.path)
     if request.target.is_untold and shards is None:
         request = replace(request, target=source.strategy_of(base))
-    if request.edits is not None:
+    if not request.edits.is_empty:
         checkpoint = made = edited(base, request.edits, report)
         if request.target.path == SAME:
             request = replace(request, target=same_layouts(request.target, made))
@@ -58,12 +58,12 @@ def make_plan(request: Request, handles: FileHandles, report: Report) -> Plan:
             note_objects_left(checkpoint, request.filters.admit, report)
     values = CopiedValues(checkpoint, form, request.filters, request.source.device_count > 1, handles)
     copied = values if recovery is None else ValuesOfRecovery(values, recovery)
-    between_ranks = source.options.by_rank and form.by_rank and request.edits is None
+    between_ranks = source.options.by_rank and form.by_rank and request.edits.is_empty
     choice = ReplicaChoice(request.source, request.target) if between_ranks else None
     plan = _plan(request, checkpoint, form, values, copied, choice, report)
     if recovery is not None:
         problems = recovery.problems(plan.asked)
-    elif request.edits is None:
+    elif request.edits.is_empty:
         problems = source.problems(base, request.source, request.strict, report) + problems_of_form(plan)
     else:
         problems = problems_of_form(plan)
@@ -74,7 +74,7 @@ def make_plan(request: Request, handles: FileHandles, report: Report) -> Plan:
 
 
 def _reading(request: Request, handles: FileHandles, report: Report) -> Reading:
-    """What is to be read for a request."""
+    """The source of a request, to be read."""
     return Reading(
         request.src,
         handles,
@@ -89,12 +89,12 @@ def _reading(request: Request, handles: FileHandles, report: Report) -> Reading:
         filters=request.filters,
         file_suffix=request.file_suffix,
         fallback=request.fallback,
-        written=None if request.edits is None else request.edits.written(request.target),
+        written=None if request.edits.is_empty else request.edits.written(request.target),
     )
 
 
 def _wanted(request: Request, handles: FileHandles, report: Report) -> Wanted:
-    """What is to be written for a request."""
+    """The target of a request."""
     edits = request.edits
     return Wanted(
         request.dst,
@@ -107,9 +107,9 @@ def _wanted(request: Request, handles: FileHandles, report: Report) -> Wanted:
         request.prefix,
         request.max_shard_size,
         not (request.exact_file or request.format == MEMORY),
-        None if edits is None else getattr(edits.config, "path", None),
-        edits is not None and bool(edits.casts),
-        edits is not None and edits.quantisation is not None,
+        getattr(edits.config, "path", None),
+        bool(edits.casts),
+        edits.quantisation is not None,
     )
 
 
@@ -137,7 +137,7 @@ def _plan(
 def _wanted_by(request: Request) -> Callable[[str], bool]:
     """Whether a tensor is written at all."""
     edits, admit = request.edits, request.filters.admit
-    if edits is not None:
+    if not edits.is_empty:
         # What may be written under some name has to be there.
         return lambda name: any(new is None or admit(new) for new in edits.possible_names(name))
     listed = set(request.target.parameters)
@@ -150,13 +150,13 @@ def _wanted_by(request: Request) -> Callable[[str], bool]:
 
 
 def sort(request: Request, checkpoint: Checkpoint, form: TargetForm, values: CopiedValues) -> Sorted:
-    """What becomes of every tensor.
+    """The treatment of every tensor.
 
     Args:
-        request: what was asked for.
+        request: the request.
         checkpoint: the source.
-        form: what is written.
-        values: what is copied as it is.
+        form: the target files.
+        values: the copied values.
     """
     admit = request.filters.admit
     sections = sections_of(form, asked_files(request, form))

@@ -1,4 +1,4 @@
-"""The plan of a recovery: the same layout again, with what is lost made from replicas.
+"""The plan of a recovery: the same layout, with lost slices from replicas.
 
 A rank whose file holds everything that its stage has at this step keeps that file, byte for byte,
 whatever else it holds. Any other rank gets the file that a conversion to the same strategy would
@@ -6,7 +6,7 @@ write, parameter by parameter from whichever ranks have its slices; and what ran
 although only another stage's strategy lists it (tied embeddings): its own, where its file has it, or
 that of a rank that is known to hold the same.
 
-Files are named as in the source, so that they can be put back into it.
+Files are named as in the source, to be copied back into it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from reshard.text.wording import rank_ranges
 
 
 class Recovery:
-    """Which ranks' files are intact, and what the others held.
+    """Intact files of ranks, and the contents of the others.
 
     Args:
         request: what was asked for; source and target strategy are the same.
@@ -69,18 +69,18 @@ class Recovery:
             wanted = {name for name in stage.layouts if name in self._checkpoint.tensors and self._admit(name)}
             wanted.update(name for name, count in counts.items() if ranks > 2 and count == ranks - 1)
             self._lacked[key] = sorted(wanted - index.tensors.keys())
-        # What has no elements is left out of most .ckpt files.
+        # Most .ckpt files leave out tensors without elements.
         return all(self._is_empty(name, rank, stage) for name in self._lacked[key])
 
     def _is_empty(self, name: str, rank: int, stage: Stage) -> bool:
-        """Whether a rank's slice of what its stage lists has no elements."""
+        """Whether a rank's slice of a listed parameter has no elements."""
         layout = stage.layouts.get(name)
         if layout is None or name not in self._checkpoint.tensors:
             return False
         return 0 in self._checkpoint.tensors[name].shape or layout.is_empty_by_hand(rank - stage.first_rank)
 
     def problems(self, ranks: Sequence[int]) -> list[InputError]:
-        """Unlisted parameters of lost ranks that nobody can be known to hold as they did."""
+        """Unlisted parameters of lost ranks without a certain replica."""
         nowhere: dict[int, list[str]] = {}
         for rank in ranks:
             if not self.intact(rank):
@@ -101,7 +101,7 @@ class Recovery:
         ]
 
     def tell(self, ranks: Sequence[int], form: TargetForm, values: CopiedValues, report: Report) -> None:
-        """Say how lost ranks' files are named, and what only the lost ranks knew."""
+        """Note the names of lost files and the contents that only lost ranks had."""
         lost = [rank for rank in ranks if not self.intact(rank)]
         unnamed = [rank for rank in lost if rank not in self._step.found.files]
         if form.names.own and unnamed:
@@ -118,7 +118,7 @@ class Recovery:
         for stage in self._strategy.stages:
             if self._step.loaded(stage) or not set(lost).intersection(stage.ranks):
                 continue
-            # Of other stages' parameters a stage holds copies, unlisted, of those that are tied.
+            # A stage holds unlisted copies of other stages' tied parameters.
             listed = {name for other in self._strategy.stages for name in other.layouts}
             unknown = sorted(name for name in listed - stage.layouts.keys() if self._admit(name))
             if unknown:
@@ -129,7 +129,7 @@ class Recovery:
                 )
 
     def values_of(self, rank: int, values: list[CopiedValue]) -> list[CopiedValue]:
-        """What a lost rank gets as it is: what no strategy lists, given, and what only another stage's does."""
+        """Copied entries of a lost rank: given values, and parameters that only another stage's strategy lists."""
         index = self._step.indexes.get(rank)
         if index is not None:
             # Its own file lacks something else.
@@ -145,7 +145,7 @@ class Recovery:
         return values + found
 
     def _held_in(self, stage: Stage) -> tuple[Counter[str], int]:
-        """How many files of a stage hold each name, and how many files there are."""
+        """Per name the number of a stage's files that hold it, and the number of files."""
         if stage.number not in self._held:
             loaded = self._step.loaded(stage)
             alike = Counter(id(self._step.indexes[rank].tensors) for rank in loaded)
@@ -157,18 +157,18 @@ class Recovery:
         return self._held[stage.number]
 
     def _unlisted(self, rank: int) -> dict[str, Optional[int]]:
-        """What ranks of a lost rank's stage hold and only another stage's strategy lists: whose copy it gets."""
+        """The rank whose copy a lost rank gets, per parameter that only another stage's strategy lists."""
         strategy = self._strategy
         stage = strategy.stage_of(rank)
         counts, ranks = self._held_in(stage)
         listed = {name for other in strategy.stages if other is not stage for name in other.layouts}
-        # What not all the others hold need not have been on the lost one, unless no rank holds all it had.
+        # A parameter that some of the others lack may have been missing on the lost rank, too.
         least = 1 if self._step.deduplicated(stage) else max(1, ranks - 1)
         names = sorted(name for name in listed - stage.layouts.keys() if counts[name] >= least)
         return {name: self._unlisted_holder(name, rank, stage) for name in names}
 
     def _unlisted_holder(self, name: str, rank: int, stage: Stage) -> Optional[int]:
-        """The rank whose tensor is what a rank must have held, itself first; None where none is known to be."""
+        """The rank with a certain replica of a rank's tensor, itself first; None without one."""
         own = self._step.indexes.get(rank)
         if own is not None and name in own.tensors:
             return rank
@@ -178,7 +178,7 @@ class Recovery:
         return self._holders[key].get(rank)
 
     def _holders_of(self, name: str, stage: Stage) -> dict[int, int]:
-        """Per rank of a stage a rank whose tensor it must hold too, as far as that is known for certain.
+        """Per rank of a stage a rank with a certain replica.
 
         Nothing records how the tensor is cut; that some ranks agree proves nothing. But its slices follow
         some layout: where all layouts that what is left allows give a rank the slice of the same
@@ -222,23 +222,23 @@ class Recovery:
 
 
 class RecoveredFiles(RankFiles):
-    """The files of all ranks, of which intact ones are taken over; see `TargetForm`.
+    """The files of all ranks; intact ones are copied. See `TargetForm`.
 
     Args:
-        request: what was asked for.
+        request: the request.
         checkpoint: the files that are left.
         recovery: which of them are intact.
     """
 
     def __init__(self, request: Request, checkpoint: RankCheckpoint, recovery: Recovery) -> None:
-        # Named as in the source, unless another prefix was asked for.
+        # Named as in the source, unless --prefix is given.
         names = checkpoint.source.found.names if request.prefix is None else None
         names = rank_names(request.prefix, checkpoint) if names is None else names
         super().__init__(request.target, checkpoint.tensors, recovery.format, names)
         self._recovery = recovery
 
     def taken_over(self, file: int) -> Optional[int]:
-        """A rank's own file where it is intact."""
+        """The rank's own file, if it is intact."""
         return file if self._recovery.intact(file) else None
 
 
@@ -246,8 +246,8 @@ class ValuesOfRecovery:
     """Values of a recovery; see `plan.ValuesOfFiles`.
 
     Args:
-        values: those that every rank gets.
-        recovery: what lost ranks held besides.
+        values: the values that every rank gets.
+        recovery: the further contents of lost ranks.
     """
 
     def __init__(self, values: CopiedValues, recovery: Recovery) -> None:
@@ -255,7 +255,7 @@ class ValuesOfRecovery:
         self._recovery = recovery
 
     def of(self, file: int) -> list[CopiedValue]:
-        """What one rank gets."""
+        """The values of one rank."""
         values = self._values.of(file)
         return values if self._recovery.intact(file) else self._recovery.values_of(file, values)
 

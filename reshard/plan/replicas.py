@@ -1,7 +1,7 @@
 """Which replica of each slice a target rank reads.
 
-Any rank that holds a slice will do. The choice depends on strategies alone, so that `rank-list` can
-be asked before any checkpoint exists and is then right for `by-rank`:
+Any rank that holds a slice will do. The choice depends on strategies alone, so `rank-list` works
+before any checkpoint exists and is right for `by-rank`:
 
 1. A target rank has *needs*: source slices, each with the source ranks that hold it.
 2. Ranks without alternative are taken first; then, until every need is met, the rank that meets
@@ -30,7 +30,7 @@ from reshard.text.wording import quoted, rank_ranges
 
 
 class Need(NamedTuple):
-    """A part of a tensor that a target rank needs, and where it can be read.
+    """A part of a tensor that a target rank needs, and the ranks that hold it.
 
     Attributes:
         parameter: one parameter that has this need, for messages.
@@ -42,9 +42,9 @@ class Need(NamedTuple):
 
 
 def common_dimensions(sources: Sequence[Layout], target: Optional[Layout]) -> tuple[list[Layout], Layout]:
-    """Regroup layouts in the JSON writer's expanded form so that all have equally many dimensions.
+    """Regroup layouts of the JSON writer's expanded form to the same number of dimensions.
 
-    Without a file, only another strategy can tell a tensor's own number of dimensions. Every
+    Without a file, only another strategy shows a tensor's own number of dimensions. Every
     grouping that fits all layouts names the same bytes, so the one with most dimensions will do.
 
     Args:
@@ -105,7 +105,7 @@ class ReplicaChoice:
             available: ranks that can be read; all of them where None.
 
         Raises:
-            IncompleteSourceError: a slice is on no available rank; names all such parameters.
+            IncompleteSourceError: a slice is on no available rank; lists all parameters concerned.
         """
         needs = self.needs(target_rank)
         self._check_common()
@@ -129,7 +129,7 @@ class ReplicaChoice:
             )
 
     def needs(self, target_rank: int) -> list[Need]:
-        """What a target rank needs; equal needs of several parameters appear once."""
+        """The needs of a target rank; equal needs of several parameters appear once."""
         if self.source.is_none:
             return [Need("every parameter", (0,))]
         stage = self.target.stage_of(target_rank)
@@ -170,7 +170,7 @@ class ReplicaChoice:
                     for position in range(layout.cuts[dimension])
                 ]
                 alike = alike * len(met) + np.asarray(codes, dtype=np.int64)[positions]
-                # Renumber at once, so that the codes never outgrow 64 bits.
+                # Renumber at once to keep the codes below 64 bits.
                 alike = np.unique(alike, return_inverse=True)[1].reshape(-1).astype(np.int64)
         order = np.argsort(alike, kind="stable")
         starts = np.concatenate(([0], np.cumsum(np.bincount(alike))[:-1]))
@@ -238,7 +238,7 @@ def _unavailable(target_rank: int, lost: Sequence[Need]) -> IncompleteSourceErro
         for ranks, names in sorted(by_ranks.items())
     ]
     return IncompleteSourceError(
-        block(f"target rank {target_rank} needs what is on no rank that is available:", lines),
+        block(f"target rank {target_rank} needs slices that no available rank has:", lines),
         rank=target_rank,
         parameter=lost[0].parameter,
         hint="make one rank of each line available",
@@ -248,10 +248,10 @@ def _unavailable(target_rank: int, lost: Sequence[Need]) -> IncompleteSourceErro
 def readings(
     name: str, sources: Sequence[Layout], target: Optional[Layout]
 ) -> list[tuple[list[Layout], Optional[Layout]]]:
-    """The ways in which a parameter's layouts can be meant.
+    """The possible readings of a parameter's layouts.
 
     Accumulated gradients are often stored without the optimizer shard that their layout records;
-    only the files can tell, so without files both readings count.
+    only the files decide, so without files both readings count.
     """
     result = [(list(sources), target)]
     if name.startswith(ACCUMULATED_GRADIENTS):
@@ -263,7 +263,7 @@ def readings(
 
 
 def _told_by(name: str, holdings: Sequence[Holding], target: Optional[Layout]) -> tuple[int, ...]:
-    """The ranks of which one file must be read to tell whether recorded optimizer shards are made, ascending.
+    """Ranks, ascending; one of their files shows whether recorded optimizer shards are made.
 
     None where the target records none, and where every stage that holds the parameter records some, so
     that any file tells.
@@ -277,7 +277,7 @@ def _told_by(name: str, holdings: Sequence[Holding], target: Optional[Layout]) -
 
 
 def choose(needs: Sequence[Sequence[int]], turn: int) -> tuple[int, ...]:
-    """A small set of ranks that meets every need, and of which none could be left out.
+    """A small set of ranks that meets every need, without a superfluous rank.
 
     Args:
         needs: per need the ranks that meet it, ascending, at least one.
@@ -299,7 +299,7 @@ def choose(needs: Sequence[Sequence[int]], turn: int) -> tuple[int, ...]:
 
 
 def _greedy(needs: Sequence[Sequence[int]], turn: int) -> Iterator[int]:
-    """Ranks, each of which meets most of the needs that are open when it is taken.
+    """Ranks by greedy choice: each meets most of the needs still open.
 
     Needs are looked at once for each rank that meets them, however many ranks are taken.
     """
@@ -313,7 +313,7 @@ def _greedy(needs: Sequence[Sequence[int]], turn: int) -> Iterator[int]:
         meeting.setdefault(count, set()).add(rank)
     met = [False] * len(needs)
     for most in range(max(meeting, default=0), 0, -1):
-        # Nothing gets more open needs, so of the ranks that meet so many there are only fewer and fewer.
+        # Open needs only decrease, and so does the number of ranks that meet this many.
         equals = _Ordered(meeting.pop(most, ()))
         while len(equals):
             pick = equals[turn % len(equals)]
@@ -350,7 +350,7 @@ class _Ordered:
         return self._left
 
     def __getitem__(self, index: int) -> int:
-        """One of those left."""
+        """Any remaining element."""
         place, step = 0, 1 << len(self._numbers).bit_length()
         while step:
             if place + step < len(self._counts) and self._counts[place + step] <= index:
@@ -360,7 +360,7 @@ class _Ordered:
         return self._numbers[place]
 
     def remove(self, number: int) -> None:
-        """Remove one of those left."""
+        """Remove a remaining element."""
         place = bisect_left(self._numbers, number) + 1
         while place < len(self._counts):
             self._counts[place] -= 1

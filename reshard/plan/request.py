@@ -1,4 +1,4 @@
-"""What is asked of a conversion."""
+"""The request of a conversion."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import Optional, Union
 from reshard.defaults import DEFAULT_PREFIX
 from reshard.forms.registry import form_named
 from reshard.forms.target import FileId
-from reshard.plan.edits import Edits
+from reshard.plan.edits import NO_EDITS, Edits
 from reshard.strategies import Strategy
 from reshard.text.name_filters import Filters
 
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked for.
+    """A conversion as requested.
 
     Attributes:
         src: source tree, file or `{rank}` path, or the file of each rank.
-        dst: target directory, or the exact file to write for the one rank asked for.
-        source: strategy the checkpoint was saved with; `none` where its form tells the layouts.
-        target: strategy it is converted to; `none` where it is written in full, `same` where the source tells it.
-        files: target files asked for, ascending; None for all.
+        dst: target directory, or the exact file of the one requested rank.
+        source: strategy the checkpoint was saved with; `none` where the checkpoint records its layouts.
+        target: strategy it is converted to; `none` for full tensors, `same` for the source's own.
+        files: requested target files, ascending; None for all.
         prefix: target file names begin so; None for the names of the source's files, where ranks stay the same.
         format: ``same``, ``ckpt`` or ``safetensors``; `formats.dtypes.MEMORY` where nothing is written.
         step: ``latest`` or ``<epoch>_<step>``.
@@ -32,12 +32,12 @@ class Request:
         filters: which parameters are written.
         strict: missing parameters and unlisted tied ones are errors.
         exact_file: ``dst`` is the file itself.
-        damaged: source files that count as absent whatever their headers say, and why, by path.
+        damaged: source files that count as absent, with the reason, by path.
         recover: source and target are the same strategy, and intact files stay as they are.
         form: of the source; see `forms.registry`.
         to: form that is written.
-        max_shard_size: bytes of tensors in a file of full weights; None for what is usual.
-        edits: what is asked of names and types; None where they stay as they are.
+        max_shard_size: bytes of tensors in a file of full weights; None for the default.
+        edits: other names, packing and types.
     """
 
     src: Union[str, Mapping[int, str]]
@@ -58,9 +58,9 @@ class Request:
     form: str = "ranks"
     to: str = "ranks"
     max_shard_size: Optional[int] = None
-    edits: Optional[Edits] = None
+    edits: Edits = NO_EDITS
 
     @property
     def target_ranks(self) -> Optional[tuple[int, ...]]:
-        """The target ranks asked for, ascending; None for all, and where target files are no ranks."""
+        """The requested target ranks, ascending; None for all, and for forms without rank files."""
         return self.files if form_named(self.to).options.by_rank else None

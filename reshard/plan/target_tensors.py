@@ -1,7 +1,7 @@
-"""The tensors of a target file, in columns: one is made as an object when it is asked for.
+"""The tensors of a target file, in columns; objects are made on demand.
 
-A file may have hundreds of thousands, and a group of files is written at a time. What differs between
-tensors of one kind is the name and where their slices lie in the source files; all else is kept once.
+A file may have hundreds of thousands, and a group of files is written at a time. Tensors of one kind differ in
+their names and the places of their slices; everything else is shared.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from reshard.layout import Box, Cell, Region
 from reshard.plan.pieces import Piece, StoredSlice, TargetTensor
 
 StoredAt = Callable[[str, int, int, Box], StoredSlice]
-"""The stored slice of what a parameter is made of, by the parameter's name, the number of its source, rank and box."""
+"""The stored slice for a parameter's name, the number of its source tensor, a rank and a box."""
 
 
 class CellSource(NamedTuple):
@@ -27,7 +27,7 @@ class CellSource(NamedTuple):
         box: the cell.
         rank: the source rank.
         source_box: the slice.
-        region: which elements of the cell, and of the slice; None where it is all of the cell.
+        region: elements of the cell and of the slice; None for the whole cell.
         dtype: type of the stored elements, where they are cast.
     """
 
@@ -44,7 +44,7 @@ class Alike(NamedTuple):
     Attributes:
         item_size: bytes of an element.
         box: the slice of each of them.
-        takes: what it is made of.
+        takes: its parts.
         dtype: their type, where elements are cast.
         padded: whether some elements are in no source.
     """
@@ -57,11 +57,11 @@ class Alike(NamedTuple):
 
 
 class FileOrder:
-    """Which tensor stands where in files of the same tensors, and how such a file is laid out.
+    """The order and layout of files with the same tensors.
 
     Args:
         names: the names, in the order of the file.
-        numbers: what each of them is, by numbers that the user of the order knows.
+        numbers: the caller's number of each tensor.
         layout: the layout.
     """
 
@@ -75,11 +75,11 @@ class TargetTensors(Sequence[TargetTensor]):
     """The tensors of one file.
 
     Args:
-        order: which stands where. Its numbers count ``alike``, then ``single``.
+        order: the order; its numbers count ``alike``, then ``single``.
         alike: the kinds of parameters.
         single: tensors that are of no kind.
-        stored_at: where slices lie.
-        added: what is added to the elements of tensors, by name; None where nothing is.
+        stored_at: the places of slices.
+        added: the addition to a tensor, by name; None without one.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class TargetTensors(Sequence[TargetTensor]):
         self._single = single
         self._stored_at = stored_at
         self._added = added
-        # Whoever writes a tensor asks for it a few times.
+        # A writer needs each tensor a few times.
         self._last: Optional[tuple[int, TargetTensor]] = None
 
     @property
@@ -148,7 +148,7 @@ class Kind(NamedTuple):
         cut: how they are cut.
         present: the files that hold them, per sharding of the cut.
         item_size: bytes of an element.
-        tensors: the tensors, sorted by name, at least one; what they are made of is of the same types.
+        tensors: the tensors, sorted by name, at least one; their sources have the same types.
     """
 
     cut: Cut
@@ -157,7 +157,7 @@ class Kind(NamedTuple):
     tensors: list[GlobalTensor]
 
     def box_of(self, position: int) -> Box:
-        """The slice of such a tensor that a file of the section gets."""
+        """The slice of a file of the section."""
         return self.cut.overlap.target.slice_box(self.cut.slice_of(position))
 
     def count(self, names: Optional[Collection[str]]) -> int:
@@ -165,7 +165,7 @@ class Kind(NamedTuple):
         return len(self.tensors) if names is None else sum(tensor.name in names for tensor in self.tensors)
 
     def holders(self, cell: Cell) -> list[tuple[int, int]]:
-        """Who holds a cell: files, and of which sharding; nobody where no source has its elements."""
+        """The files that hold a cell, and their sharding; none for elements without a source."""
         first = 0 if cell.region is None else self.cut.firsts[cell.region.source] if cell.slices else 0
         found: list[tuple[int, int]] = []
         for index, number in enumerate(cell.slices, first):

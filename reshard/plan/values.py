@@ -2,8 +2,8 @@
 
 `global_step`, `learning_rate`, text and the like are usually the same in every file. They come from
 the lowest source rank that has them; where copies differ, a warning names them. A few belong to a
-rank by nature (`cur_rank`, the state of random generators): a target rank gets those of the source rank
-with its own number, where there is one.
+rank by nature (`cur_rank`, the state of random generators): a target rank gets the values of the source
+rank with its own number, if that exists.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class CopiedValues:
 
     Args:
         source: the checkpoint.
-        form: what is written.
+        form: the target files.
         filters: which names are.
-        sliced: whether the source's files may hold slices of what nothing lays out.
+        sliced: whether tensors without a layout may be slices.
         handles: open source files.
 
     Attributes:
@@ -72,7 +72,7 @@ class CopiedValues:
             yield name, self._source.indexes[self._source.holders(name)[0]].tensors[name]
 
     def of(self, file: int) -> list[CopiedValue]:
-        """What one target file gets."""
+        """The values of one target file."""
         section = self._form.section_of(file).number
         values = []
         for name in self.names:
@@ -87,7 +87,7 @@ class CopiedValues:
         return values
 
     def problems(self) -> Iterator[InputError]:
-        """Values that the target wants cut although nothing tells how they are cut now."""
+        """Values with a target layout and no source layout."""
         for name in self.names:
             holder = self._source.holders(name)[0]
             tensor = self._source.indexes[holder].tensors[name]
@@ -95,7 +95,7 @@ class CopiedValues:
                 layout = section.layouts.get(name)
                 if layout is None:
                     continue
-                # What several files hold may be slices, however alike they look; one element may not.
+                # Entries of several files may be slices, even if equal; a single element cannot.
                 sliced = self._sliced and tensor.nbytes > tensor.item_size
                 told = layout.recorded_shape not in (None, tensor.shape)
                 if layout.slice_count > 1 or sliced or name in self.differing or told:
@@ -120,7 +120,7 @@ class CopiedValues:
         )
 
     def warn_of_differing(self, report: Report) -> None:
-        """Name values whose copies differ, those that do in the same files together."""
+        """Name values whose copies differ, grouped by files."""
         alike: dict[tuple[int, tuple[int, ...]], list[str]] = {}
         for name, ranks in self.differing.items():
             alike.setdefault((self._source.holders(name)[0], ranks), []).append(name)

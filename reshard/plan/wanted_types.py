@@ -1,4 +1,4 @@
-"""Types that are asked for, and which tensors get them."""
+"""Requested types, and the tensors that get them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from reshard.text.wording import quoted
 
 
 class CastAsked(NamedTuple):
-    """A type that is asked for.
+    """A requested type.
 
     Attributes:
         pattern: of the names, as they are written, of the tensors that get it; None for all weights.
@@ -33,7 +33,7 @@ class CastAsked(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> CastAsked:
-        """What ``DTYPE`` or ``GLOB=DTYPE`` asks for.
+        """The request in ``DTYPE`` or ``GLOB=DTYPE``.
 
         Raises:
             UsageError: it names no type that elements can be cast to.
@@ -43,7 +43,7 @@ class CastAsked(NamedTuple):
         found = dtype_named(dtype)
         if equals and not pattern:
             raise UsageError(
-                f"--cast {text}: there is no pattern of names before the =", hint=f"--cast {dtype} is all weights"
+                f"--cast {text}: the pattern of names before = is missing", hint=f"for all weights: --cast {dtype}"
             )
         if found is None or found not in CAST_TO:
             raise UsageError(
@@ -60,14 +60,14 @@ def cast(
     unseen: AbstractSet[str],
     casts: Sequence[CastAsked],
 ) -> dict[str, Recipe]:
-    """The same tensors with the types that are asked for.
+    """The same tensors with the requested types.
 
     Args:
         checkpoint: the source.
-        made: what is made of it.
-        kept: names of what is copied as it is.
+        made: recipes of its tensors.
+        kept: names of copied values.
         unseen: names of parameters that only absent ranks hold.
-        casts: what is asked.
+        casts: the requested types.
 
     Raises:
         CheckpointError: a pattern fits no tensor, or the elements of one cannot be cast.
@@ -94,21 +94,21 @@ def cast(
         raise CheckpointError(
             listing(names) + f": elements of type {stored} cannot be cast to {dtype}",
             parameter=names[0],
-            hint="name those that are to be cast with --cast 'GLOB=DTYPE'; the others stay as they are",
+            hint="select the tensors to cast: --cast 'GLOB=DTYPE'",
         )
     wanted.check(found)
     return found
 
 
 def tell_casts(checkpoint: Checkpoint, made: Mapping[str, Recipe], report: Report) -> None:
-    """Say how many tensors get which other type."""
+    """Note the number of tensors per pair of types."""
     counts = Counter(
         (checkpoint.tensors[tensor.sources[0]].dtype, tensor.dtype)
         for tensor in made.values()
         if tensor.dtype is not None
     )
     said = [f"{count} from {stored} to {dtype}" for (stored, dtype), count in sorted(counts.items())]
-    report.note("cast: " + (", ".join(said) if said else "nothing, all have the types that were asked for"))
+    report.note("cast: " + (", ".join(said) if said else "nothing, all tensors have the requested types"))
 
 
 class _Wanted:
@@ -120,7 +120,7 @@ class _Wanted:
         self._met = [False] * len(casts)
 
     def of(self, name: str, floating: bool = True) -> Optional[str]:
-        """The type for a tensor of this name; None where none is asked for. What is not floating meets no pattern."""
+        """The requested type for a tensor; None without one. Patterns match floating tensors only."""
         found = None
         for number, (glob, dtype) in enumerate(self._casts):
             if is_weight(name, self._known) if glob is None else glob.matches(name):
@@ -129,7 +129,7 @@ class _Wanted:
         return found
 
     def check(self, names: Mapping[str, object]) -> None:
-        """Refuse patterns that no name fitted: what was meant would silently keep another type.
+        """Refuse patterns that match nothing: tensors would silently keep their types.
 
         Raises:
             CheckpointError: there is one.
@@ -146,7 +146,7 @@ class _Wanted:
                     )
                 near = near_names(glob.pattern, names)
                 raise CheckpointError(
-                    f"--cast {glob.pattern}={dtype}: no tensor that is written has such a name",
+                    f"--cast {glob.pattern}={dtype}: matches no tensor of the target",
                     hint=f"did you mean {' or '.join(map(quoted, near))}?" if near else None,
                 )
 
@@ -162,7 +162,7 @@ def warn_of_uncast(
     casts: Sequence[CastAsked],
     report: Report,
 ) -> None:
-    """Say which weights keep their type because they are copied as they are."""
+    """Warn of weights that are copied and keep their type."""
     known = made.keys() | kept
     wanted = _Wanted(casts, known)
     uncast = []
@@ -172,7 +172,4 @@ def warn_of_uncast(
         if dtype is not None and stored.dtype in CASTABLE and stored.dtype != dtype:
             uncast.append(name)
     if uncast:
-        report.warn(
-            "not cast, because nothing says how they are laid out, so that they are copied as they are: "
-            + listing(uncast)
-        )
+        report.warn("copied without cast, because their layout is unknown: " + listing(uncast))

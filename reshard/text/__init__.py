@@ -1,1 +1,1 @@
-"""Words: names of parameters and patterns of them, messages, and what is told to people."""
+"""Names of parameters, patterns of names, and messages."""

@@ -1,8 +1,8 @@
-"""What is meant by a pattern of --include or --exclude that matches nothing.
+"""Advice on a pattern of --include or --exclude that matches nothing.
 
 People type regular expressions (``adam.*``), braces as in a shell (``{adam_m,adam_v}.*``), lists, a name's beginning
 without a star (``adam``), other separators (``adam_m_*``), other capitals, another optimizer's names, and they mistype.
-Each of these habits makes other patterns of what was typed, and the first that matches something is told.
+Each of these habits gives other patterns; the first match becomes the advice.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from reshard.text.report import Report
 from reshard.text.wording import plural, quoted
 
 _SEPARATORS = "._/:-"
-# Patterns that one stands for at the most, as by braces.
+# Limit of patterns from one, as by braces.
 _MOST_PATTERNS = 6
 _MOST_BEGINNINGS = 6
 _MOST_STARS = 4
-# Patterns that match nothing of which each gets its own advice.
+# Limit of patterns with their own advice.
 _MOST_ADVISED = 8
 # Names that a pattern for optimizer state is tried with.
 _MOST_EXAMPLES = 500
@@ -42,15 +42,15 @@ _LONGEST_NAME = 300
 _LONGEST_WORD = 60
 _MOST_WORDS = 5000
 _ANY_OPTIMIZER = re.compile(r"\W*(opt|optim|optimi[sz]ers?|moments?|momentum|states?)\W*", re.IGNORECASE)
-# What a pattern becomes, without what makes it stand for a whole name.
+# Translated patterns, without anchors.
 _TRANSLATED = re.compile(r"\(\?s:(.*)\)\\[zZ]", re.DOTALL)
-_STATE = "the optimizer state that is there"
+_STATE = "the checkpoint's optimizer state"
 
 _Patterns = tuple[str, ...]
 
 
 class Meant(NamedTuple):
-    """Patterns that match something, and probably are what was meant.
+    """Patterns that match, and probably the intended ones.
 
     Attributes:
         patterns: the patterns.
@@ -64,12 +64,12 @@ class Meant(NamedTuple):
 
 
 def warn_of_unmatched(filters: Filters, names: Iterable[Iterable[str]], report: Report) -> None:
-    """Warn of every pattern that matches nothing, and say which one would.
+    """Warn of every pattern that matches nothing, with a pattern that does.
 
     Args:
-        filters: what was typed.
+        filters: the patterns.
         names: everything that a pattern may match, from several places.
-        report: told.
+        report: gets the warnings.
     """
     if not filters.include and not filters.exclude:
         return
@@ -84,7 +84,7 @@ def warn_of_unmatched(filters: Filters, names: Iterable[Iterable[str]], report: 
                 + (" ..." if len(more) > _MOST_ADVISED else "")
             )
         for pattern in unmatched[:_MOST_ADVISED]:
-            # A checkpoint without optimizer state is what --exclude 'adam_*' is for.
+            # No warning of --exclude 'adam_*' for a checkpoint without optimizer state.
             if option == "--include" or not _is_for_absent_kind(pattern, known):
                 advice = _advice(option, pattern, known)
                 report.warn(f"{option} {quoted(pattern)} matches no parameter or value of the checkpoint; {advice}")
@@ -125,11 +125,11 @@ def _advice(option: str, pattern: str, known: Iterable[str]) -> str:
         for beginning, count in beginnings.most_common(_MOST_BEGINNINGS)
     ]
     more = len(beginnings) - len(said)
-    return f"names there begin with {', '.join(said)}" + (f" and {plural(more, 'other')}" if more else "")
+    return f"the checkpoint's names begin with {', '.join(said)}" + (f" and {plural(more, 'other')}" if more else "")
 
 
 def meant_by(pattern: str, names: Collection[str]) -> Optional[Meant]:
-    """What a pattern that matches none of the names was probably meant to be; None where nothing is near."""
+    """The probable intention of a pattern that matches no name; None without a guess."""
     known = frozenset(names)
     state = tuple(
         sorted({f"{state_prefix(name, known)}*" for name in names if kind_of(name, 2, known) == OPTIMIZER_STATE})
@@ -147,7 +147,7 @@ def meant_by(pattern: str, names: Collection[str]) -> Optional[Meant]:
 
 
 def _readings(pattern: str) -> Iterator[tuple[_Patterns, str]]:
-    """What was typed, and what it says to those who take it for something else than a pattern of a shell."""
+    """The pattern as typed, and its other readings, such as a regular expression."""
     unquoted = pattern.strip("'\" ")
     listed = tuple(part for part in re.split(r"[,;\s]+", unquoted) if part)
     if "{" in pattern:
@@ -155,12 +155,12 @@ def _readings(pattern: str) -> Iterator[tuple[_Patterns, str]]:
     elif 1 < len(listed) <= _MOST_PATTERNS:
         yield listed, "one pattern for each option"
     expression = (_from_expression(unquoted), "patterns are as in a shell, no regular expressions")
-    # A point and a star may well be meant as they stand.
+    # A point and a star may be literal.
     yield from (expression, ((unquoted,), "")) if re.search(r"[\\^$|()]", unquoted) else (((unquoted,), ""), expression)
 
 
 def _without_braces(pattern: str) -> _Patterns:
-    """``{a,b}.{0-3}`` as ``a.*`` and ``b.*``; the tool's own messages have such patterns."""
+    """``{a,b}.{0-3}`` as ``a.*`` and ``b.*``, as in the tool's own messages."""
     parts = re.split(r"\{([^{}]*)\}", pattern)
     choices = [
         [part] if at % 2 == 0 else ["*"] if re.fullmatch(r"[0-9][^,]*(,[0-9].*)?", part) else part.split(",")
@@ -170,7 +170,7 @@ def _without_braces(pattern: str) -> _Patterns:
 
 
 def _from_expression(pattern: str) -> _Patterns:
-    """A regular expression as patterns; only what people type to choose names."""
+    """A regular expression as patterns; only the usual syntax for names."""
     if not re.search(r"\.[*+]|\\|^\^|\$$|[|()]|\]\+", pattern):
         return (pattern,)
     made: list[str] = []
@@ -236,7 +236,7 @@ def _loosely(patterns: _Patterns, names: Collection[str]) -> _Patterns:
 
 
 def _loose_expression(pattern: str) -> tuple[list[str], re.Pattern[str]]:
-    """A pattern cut in what is written out and what is not, and an expression with a group for each of the former."""
+    """The literal and wildcard parts of a pattern, and an expression with a group for each literal part."""
     parts = re.split(r"([*?]|\[[^]]*\])", pattern)
     said = []
     for at, part in enumerate(parts):
@@ -252,7 +252,7 @@ def _filled(parts: Sequence[str], texts: Sequence[str]) -> str:
 
 
 def _spelled(patterns: _Patterns, names: Collection[str]) -> _Patterns:
-    """Patterns like these whose words are those of the names that are spelled nearly so."""
+    """Similar patterns with words from the names."""
     # Loaded only here: needed only where something is wrong.
     from difflib import get_close_matches
 

@@ -1,4 +1,4 @@
-"""Patterns as in a shell, matched in a time that grows with pattern and text, whatever stands in them.
+"""Patterns as in a shell, matched in linear time for any pattern and text.
 
 ``*`` is anything, ``?`` one character, ``[a-c]`` one of a set, ``[!a-c]`` or ``[^a-c]`` one that is not. A
 regular expression with many stars can take longer than the universe is old; here the pieces between
@@ -21,7 +21,7 @@ def pattern_of(text: str) -> str:
 
 
 class _Piece(NamedTuple):
-    """What stands between two stars: its characters where it is no more than that, and its expression."""
+    """The part between two stars: its characters if literal, and its expression."""
 
     literal: Optional[str]
     expression: str
@@ -32,12 +32,12 @@ class Glob:
 
     Args:
         pattern: the pattern.
-        number: a text in it that stands for a whole number of digits; none if empty.
+        number: a placeholder for a whole number; none if empty.
 
     Attributes:
         pattern: as it was given.
         head: the characters that it begins with, up to the first wildcard.
-        literal: whether there is no wildcard.
+        literal: whether it has no wildcard.
     """
 
     def __init__(self, pattern: str, number: str = "") -> None:
@@ -55,7 +55,7 @@ class Glob:
         first, last = self._pieces[0], self._pieces[-1]
         if len(self._pieces) == 1:
             return text == first.literal if first.literal is not None else self._last.match(text) is not None
-        # What most patterns have at their ends costs next to nothing to compare.
+        # Most patterns have literal ends, which are fast to compare.
         if last.literal is not None and not text.endswith(last.literal):
             return False
         if first.literal is not None and not text.startswith(first.literal):
@@ -63,7 +63,7 @@ class Glob:
         return self.numbers(text) is not None
 
     def numbers(self, text: str) -> Optional[list[tuple[int, int]]]:
-        """Where the numbers stand in the text, in order; None where the text does not fit.
+        """The positions of the numbers in a text, in order; None if it does not match.
 
         Of several ways to fit, every star takes as much as it can, the first one first.
         """
@@ -77,7 +77,7 @@ class Glob:
             return None
         taken = [found]
         for piece, expression in zip(self._pieces[-2:0:-1], self._expressions[-2:0:-1]):
-            # The rest has most room where every piece lies as far behind as it can.
+            # Pieces as far right as possible leave most room for the rest.
             before = _rightmost(piece, expression, text, first.end(), taken[-1].start())
             if before is None:
                 return None
@@ -86,7 +86,7 @@ class Glob:
 
 
 class Globs:
-    """Several patterns, of which a text may fit any; those that begin with other characters cost nothing.
+    """Several patterns, of which a text may match any; an index by first character skips most.
 
     Args:
         patterns: the patterns.
@@ -167,7 +167,7 @@ def _pieces(pattern: str, number: str) -> list[_Piece]:
 
 
 def _set(inside: str) -> str:
-    """The regular expression of what stands between brackets."""
+    """The regular expression of a bracket expression."""
     negated = inside[0] in "!^"
     members = []
     position = int(negated)
@@ -177,7 +177,7 @@ def _set(inside: str) -> str:
             last = inside[position + 2]
             position += 2
         position += 1
-        # A range such as z-a holds nothing, as in a shell.
+        # A range such as z-a is empty, as in a shell.
         if first <= last:
             members.append(f"{re.escape(first)}-{re.escape(last)}")
     if not members:

@@ -1,4 +1,4 @@
-"""Messages that name parameters: hundreds of them in a few patterns, and each of them where all is asked for."""
+"""Messages that name parameters: many as a few patterns, and all of them on request."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from reshard.text.wording import one_line, quoted
 
 #: Lines of a list in a message.
 MOST_LINES = 12
-# So many names are shorter than what stands for them.
+# Lists up to this length are printed in full.
 _FEW = 3
 
 
 class Message(str):
     """A text in which lists of names are folded; text may be put before and after it with ``+``.
 
-    It is a `str`, so that it goes wherever text goes.
+    It is a `str` and works wherever text does.
 
     Attributes:
         full: the text with every name.

@@ -1,6 +1,6 @@
 """Many parameter names in few lines: layers and optimizer states that differ in a number or prefix.
 
-`{,adam_m.,adam_v.}blocks.{0-30}.dense{1-3}.weight` stands for 279 names. A pattern is exact: each of
+`{,adam_m.,adam_v.}blocks.{0-30}.dense{1-3}.weight` means 279 names. A pattern is exact: each of
 its combinations is one of the names.
 """
 
@@ -13,7 +13,7 @@ from typing import NamedTuple, Union
 from reshard.text.names import state_prefix
 from reshard.text.wording import one_line, plural, stepped_ranges
 
-# Numbers that are written as str(int) writes them, so that a range tells their text.
+# Only numbers in the form of str(int): a range determines their text.
 _NUMBER = re.compile(r"(?<![0-9])(0|[1-9][0-9]{0,8})(?![0-9])")
 
 
@@ -25,11 +25,11 @@ class NamePattern(NamedTuple):
 
 
 def name_patterns(names: Iterable[str], known: Container[str] = ()) -> list[NamePattern]:
-    """Patterns that together stand for each of the names once, in the order of their text.
+    """Patterns that together match each of the names once, sorted by text.
 
     Args:
         names: the names, each once.
-        known: all parameters; what stands before one of these and a dot marks its optimizer state, whatever it is.
+        known: all parameters; a prefix and a dot before one of them marks its optimizer state.
     """
     alike: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
     for name in names:
@@ -53,7 +53,7 @@ def name_patterns(names: Iterable[str], known: Container[str] = ()) -> list[Name
 
 
 def _merged(rows: list[tuple[str, ...]]) -> list[tuple[frozenset[str], ...]]:
-    """Rows as products of sets: place by place, those equal in all other places become one."""
+    """Rows as products of sets: place by place, rows that are equal elsewhere are merged."""
     found: list[tuple[Union[str, frozenset[str]], ...]] = [*rows]
     for place in range(len(rows[0])):
         values: dict[tuple[Union[str, frozenset[str]], ...], list[str]] = {}

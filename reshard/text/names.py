@@ -1,4 +1,4 @@
-"""What parameter names in MindSpore's checkpoints say by themselves."""
+"""Kinds of parameters by their names in MindSpore's checkpoints."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def belongs_to_rank(name: str) -> bool:
 
 
 def as_pattern(name: str) -> str:
-    """The pattern of --include and --exclude that a parameter of this name fits, as it is typed into a shell."""
-    # What stands for itself in a pattern, and one of anything for what a shell cannot be given.
+    """The pattern of --include and --exclude for a parameter, quoted for a shell."""
+    # Special characters in brackets; ? for characters that a shell cannot pass.
     pattern = "".join(f"[{c}]" if c in "*?[" else c if c.isprintable() and c != "'" else "?" for c in name)
     return f"'{pattern}'"
 
@@ -39,7 +39,7 @@ class Total(NamedTuple):
     nbytes: int
 
 
-# What optimizers of MindSpore and MindFormers put before the name of a parameter, in words that no module is called.
+# Prefixes of MindSpore's and MindFormers' optimizers that are no names of modules.
 _OPTIMIZER_WORDS = (
     *("adam_m.", "adam_v.", "exp_avg.", "exp_avg_sq.", "exp_avg_sq_col.", "exp_avg_sq_row.", "lamb_m.", "lamb_v."),
     *("main_param.", "max_exp_avg_sq.", "max_exp_avg_sq_col.", "max_exp_avg_sq_row.", "moment1.", "moment2."),
@@ -50,7 +50,7 @@ STATE_PREFIXES = (
     *("accum.", "accum_update.", "delta.", "exp_inf.", "linear.", "mean_grad.", "mean_square.", "moments.", "prev."),
     *("rms.", "square_average.", "stat.", "vhat."),
 )
-"""What optimizers put before the name of the parameter that their state belongs to."""
+"""Prefixes of optimizer state before the name of its parameter."""
 
 _OTHER = re.compile(
     r"(global_step|current_iterator_step|last_overflow_iterator_step|epoch_num|step_num|learning_rate|"
@@ -61,7 +61,7 @@ _OTHER = re.compile(
 def state_prefix(name: str, known: Container[str]) -> str:
     """``adam_m.`` of ``adam_m.w``: the mark of optimizer state and accumulated gradients; empty for other names.
 
-    A module may be called ``linear`` or ``stat``: such a word marks state only before the name of a parameter.
+    Modules may be called ``linear`` or ``stat``: these words mark state only before the name of a parameter.
 
     Args:
         name: a name.

@@ -1,4 +1,4 @@
-"""What somebody may have meant by a name that does not exist: names and paths that are spelled nearly so."""
+"""Names and paths that are similar to a missing one, for advice."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _MOST = 5000
 _MOST_TOLD = 3
 # Shorter, it begins too much.
 _LEAST = 3
-# Marks of {rank} and of wildcards: what they stand for is no name that could be mistyped.
+# Marks of {rank} and of wildcards, which match no mistyped name.
 _WILD = frozenset("*?[{")
 
 
 def near_names(typed: str, names: Iterable[str]) -> list[str]:
-    """Those of the names that are spelled nearly like one, whatever their capitals: a few, the nearest first."""
+    """A few similar names, nearest first, ignoring case."""
     # Loaded only here: needed only where something is wrong.
     from difflib import get_close_matches
 
@@ -28,7 +28,7 @@ def near_names(typed: str, names: Iterable[str]) -> list[str]:
         spelled.setdefault(name.lower(), name)
         if len(spelled) >= _MOST:
             break
-    # Where only an ending was left out, others that are merely alike are not meant.
+    # If only an ending is missing, other similar names are unlikely.
     longer = sorted((name for name in spelled if name.startswith(typed.lower())), key=len)[:_MOST_TOLD]
     near = longer if longer and len(typed) >= _LEAST else get_close_matches(typed.lower(), spelled, _MOST_TOLD)
     return [spelled[name] for name in near]
@@ -42,7 +42,7 @@ def path_meant(path: str) -> Optional[str]:
 
 def _near_paths(path: str) -> list[str]:
     if "://" in path:
-        # In a store, which is not asked for what may have been meant.
+        # An object store is not searched for similar names.
         return []
     parent, name, rest = _missing_part(path)
     if not name or _WILD.intersection(name):
@@ -55,7 +55,7 @@ def _near_paths(path: str) -> list[str]:
     found = [os.path.join(parent, near) for near in near_names(name, names)]
     if not rest:
         return found
-    # What lies below the mistyped part may be right, or mistyped as well.
+    # Parts below the mistyped one may be right, or mistyped as well.
     found = [near for near in found if os.path.isdir(near)]
     whole = [os.path.join(near, rest) for near in found]
     there = [near for near in whole if _WILD.intersection(rest) or os.path.lexists(near)]
@@ -63,7 +63,7 @@ def _near_paths(path: str) -> list[str]:
 
 
 def _missing_part(path: str) -> tuple[str, str, str]:
-    """The part of a path that exists, the first name below it that does not, and what follows."""
+    """The existing part of a path, the first missing name, and the rest."""
     rest = ""
     parent, name = os.path.split(path.rstrip(os.sep))
     while parent and not os.path.lexists(parent):

@@ -14,11 +14,11 @@ class ExpressionError(ValueError):
 
 
 class SizeError(ExpressionError):
-    """A size that is not told, or that contradicts another or a shape, or a product that is no whole number."""
+    """A size is missing or contradicts another one or a shape, or a product is not a whole number."""
 
 
 class SizeLookup(Protocol):
-    """What tells the size of a name; its errors go through."""
+    """A function from a name to its size; its errors go through."""
 
     def __getitem__(self, name: str, /) -> int:
         """The size."""
@@ -30,7 +30,7 @@ class Product:
 
     Attributes:
         number: the numbers in it.
-        powers: the sizes in it and how often; negative where it is divided by.
+        powers: the exponent of each size; negative for divisors.
     """
 
     number: Fraction
@@ -53,7 +53,7 @@ class Product:
         return "*".join(above) + "".join(below)
 
     def value(self, sizes: SizeLookup) -> Fraction:
-        """What it is for some sizes.
+        """Its value for some sizes.
 
         Raises:
             SizeError: it divides by nothing.
@@ -83,9 +83,9 @@ def read_product(text: str, name: re.Pattern[str], number: re.Pattern[str], exam
 
     Args:
         text: as it is written, with blanks around names and numbers or without.
-        name: what names look like.
-        number: what numbers do.
-        example: of such a product, for messages.
+        name: expression that names match.
+        number: expression that numbers match.
+        example: an example product for messages.
 
     Raises:
         ExpressionError: the text is none.
@@ -102,5 +102,5 @@ def read_product(text: str, name: re.Pattern[str], number: re.Pattern[str], exam
         elif number.fullmatch(part) and (power > 0 or int(part)):
             multiplied *= Fraction(int(part)) ** power
         else:
-            raise ExpressionError(f"{text!r} is no product of sizes such as {example}")
+            raise ExpressionError(f"{text!r} is not a product of sizes such as {example}")
     return Product(multiplied, tuple((each, count) for each, count in powers.items() if count))

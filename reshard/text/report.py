@@ -1,4 +1,4 @@
-"""What the rooms have to tell people while they work, without knowing how it is shown."""
+"""Warnings and notes of all rooms, for whatever output shows them."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from reshard.text.messages import full_text
 
 
 class Report:
-    """Collects warnings and notes, each said once, and passes them on as they come.
+    """Collects warnings and notes without repetition, and passes them on as they come.
 
     Attributes:
-        warnings: what may be wrong with the result, with the name of every parameter.
-        notes: what was decided, likewise.
+        warnings: possible problems of the result, with the name of every parameter.
+        notes: decisions, in the same form.
     """
 
     def __init__(self, listener: Optional[Callable[[str, str], None]] = None) -> None:
-        """Args: listener: called with ``"warning"`` or ``"note"`` and the text, as it is said."""
+        """Args: listener: called with ``"warning"`` or ``"note"`` and the text."""
         self.warnings: list[str] = []
         self.notes: list[str] = []
         self._listener = listener
 
     def warn(self, text: str) -> None:
-        """Say what may be wrong with the result."""
+        """Warn of a possible problem of the result."""
         self._say("warning", self.warnings, text)
 
     def note(self, text: str) -> None:
-        """Say what was decided."""
+        """Note a decision."""
         self._say("note", self.notes, text)
 
     def _say(self, kind: str, said: list[str], text: str) -> None:
@@ -38,10 +38,10 @@ class Report:
 
 
 def logged(words: Callable[[str], str] = str) -> Report:
-    """A report to the logger ``reshard``; Python shows its warnings unless told otherwise.
+    """A report to the logger ``reshard``; Python shows its warnings by default.
 
     Args:
-        words: gives texts the words that the caller knows.
+        words: translates texts to the caller's terms.
     """
     import logging
 

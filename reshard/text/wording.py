@@ -17,7 +17,7 @@ def number_ranges(numbers: Iterable[int]) -> str:
 def stepped_ranges(numbers: Iterable[int], most: int = 12) -> str:
     """Ascending numbers with regular gaps written short: ``0-504 step 8``, ``0-3..504-507 step 8``.
 
-    For people: what takes more than ``most`` such ranges ends in how many numbers are left out.
+    For people: after ``most`` ranges, only the number of the others.
     """
     runs = _runs(numbers)
     said: list[str] = []
@@ -52,7 +52,7 @@ def _runs(numbers: Iterable[int]) -> list[tuple[int, int]]:
 
 
 def rank_ranges(ranks: Iterable[int], noun: str = "rank") -> str:
-    """``rank 3`` or ``ranks 0-3,7``; ``noun`` is what the numbers count."""
+    """``rank 3`` or ``ranks 0-3,7``; ``noun``: the unit of the numbers."""
     numbers = sorted(set(ranks))
     return f"{noun if len(numbers) == 1 else noun + 's'} {number_ranges(numbers)}"
 
@@ -64,7 +64,7 @@ def stepped_rank_ranges(ranks: Iterable[int]) -> str:
 
 
 def counted_ranks(ranks: Collection[int], noun: str = "rank") -> str:
-    """``2 ranks (0-1)``; ``noun`` is what the numbers count."""
+    """``2 ranks (0-1)``; ``noun``: the unit of the numbers."""
     return f"{plural(len(ranks), noun)} ({number_ranges(ranks)})"
 
 
@@ -74,17 +74,17 @@ def left_alone(ranks: Collection[int]) -> str:
 
 
 def step_words(step: Optional[object]) -> str:
-    """``step 3_10``, or ``the checkpoint`` where names tell no step."""
+    """``step 3_10``, or ``the checkpoint`` for names without a step."""
     return "the checkpoint" if step is None else f"step {step}"
 
 
 def some_numbers(numbers: Sequence[int], most: int = 16) -> str:
-    """The first numbers of a list and how many more there are."""
+    """The first numbers of a list and the count of the others."""
     return some_names([str(number) for number in numbers], most)
 
 
 def some_names(names: Sequence[str], most: int = 5) -> str:
-    """The first names of a list and how many more there are."""
+    """The first names of a list and the count of the others."""
     shown = ", ".join(names[:most])
     return f"{shown} and {len(names) - most} more" if len(names) > most else shown
 
@@ -117,7 +117,7 @@ def one_line(text: str) -> str:
 
 
 def quoted(name: str) -> str:
-    """A parameter's name in a message: in quotes, on one line, without its middle where it is absurdly long."""
+    """A parameter's name in a message: in quotes, on one line, shortened in the middle if very long."""
     shown = one_line(name)
     if len(shown) > _LONGEST_SHOWN:
         shown = f"{shown[: _LONGEST_SHOWN // 2]}...{shown[-_LONGEST_SHOWN // 4 :]}"

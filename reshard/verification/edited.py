@@ -92,7 +92,8 @@ class EditedSource:
                 if names:
                     report.note(f"not compared, {why}: " + listing(sorted(names)))
         if edits.renames is not None:
-            applied = apply_rules(edits.renames, self._shapes(recipes, kept), optimizer=True)
+            values = kept - set(base.checkpoint.without_layout())
+            applied = apply_rules(edits.renames, self._shapes(recipes, kept), optimizer=True, values=values)
             recipes, kept = _ruled(recipes, kept, applied)
         last = edits.last_names(recipes.keys(), Report())
         recipes = {last.get(name) or name: recipe for name, recipe in recipes.items()}

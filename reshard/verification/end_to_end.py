@@ -52,14 +52,14 @@ class Converted(NamedTuple):
 
     Attributes:
         place: where it is.
-        edits: the names, packing and types that it got; None where they stayed.
+        edits: the names, packing and types that it got.
         recorded: whether the edits come from the target's records, perhaps of another source.
         beside: whether files beside its weights, such as a tokenizer, have to lie beside the target's.
         adapter: the adapter that was added to its weights; None where none was.
     """
 
     place: CheckpointPlace
-    edits: Optional[Edits] = None
+    edits: Edits
     recorded: bool = False
     beside: bool = True
     adapter: Optional[Adapter] = None
@@ -130,7 +130,8 @@ def verify_conversion(
     """
     place, edits = converted.place, converted.edits
     by_rank = form_named(place.form).options.by_rank and form_named(target.form).options.by_rank
-    if edits is None:
+    unchanged = edits.is_empty and converted.adapter is None
+    if unchanged:
         read = reader_of(place, means.handles, report, target=target.strategy, ranks=target.ranks, filters=filters)
     elif by_rank and converted.adapter is None:
         read = reader_of(
@@ -143,7 +144,7 @@ def verify_conversion(
         read = reader_of(place, means.handles, report)
 
     def differences(source: StoredSource) -> list[Difference]:
-        if edits is None:
+        if unchanged:
             warn_of_unmatched(filters, (place.strategy.parameters, target.strategy.parameters, source.names), report)
             return _compared(source, target, converted, filters.admit, means, report, recovered)
         if converted.recorded and _without_rules(source, edits, _weights_of(target, means.handles)):
@@ -151,7 +152,7 @@ def verify_conversion(
                 f"{target.directory} has the names of {place.path}, to which the recorded rules would give others: "
                 "compared without them; for another comparison add --names or --rename"
             )
-            casts = replace(edits, table=None, renames=None) if edits.casts else None
+            casts = replace(edits, table=None, renames=None)
             plain = converted._replace(edits=casts, recorded=False, beside=False)
             return verify_conversion(plain, target, filters=filters, means=means, report=report, crcs=crcs, known=known)
         edited = EditedSource(source, edits, report)
@@ -197,7 +198,7 @@ def _compared(
     found += compare_form(source, written, target.strategy, target.directory, means, admit)
     if converted.beside:
         edits = converted.edits
-        cast = edits is not None and (bool(edits.casts) or edits.quantisation is not None)
+        cast = bool(edits.casts) or edits.quantisation is not None
         beside = form.check_beside(target.directory, written.checkpoint, source.checkpoint, cast, report)
         found += [Difference("file", None, (), text, (name,)) for name, text in beside]
     return found

@@ -94,5 +94,5 @@ def test_the_number_of_an_iteration_is_a_step(step: Union[str, int], plain: Worl
 
 def test_a_number_that_is_no_step_of_a_rank_tree_is_an_error_with_a_cure(plain: World) -> None:
     plain.save(tensors())
-    with pytest.raises(reshard.errors.UsageError, match="is no step\nname epoch and step"):
+    with pytest.raises(reshard.errors.UsageError, match="is not a step\npass epoch and step"):
         len(reshard.open(plain.src, src_strategy=plain.old, step=10))

@@ -98,7 +98,7 @@ def test_a_part_of_names_is_answered_with_the_names_that_hold_it(world: World) -
 
 def test_a_pattern_shows_the_layouts_of_what_fits(world: World) -> None:
     shown = done("strategy", "show", world.old, "*w").out
-    assert "2 parameters fit '*w'" in shown
+    assert "2 parameters match '*w'" in shown
     assert [line.split()[0] for line in shown.splitlines() if "[2, 2]" in line] == ["w", "m.w"]
     rows = done("strategy", "show", world.old, "*w", "--json").json
     assert [row["parameter"] for row in rows] == ["w", "m.w"]

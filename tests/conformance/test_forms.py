@@ -312,7 +312,7 @@ def test_mindspore_loads_no_file_with_the_types_that_convert_warns_of(version: s
         held = {"w": value("w", (8, 6)), "other": value("other", (8, 6), dtype)}
         write_checkpoint(tmp_path / dtype / "src" / "model.safetensors", held)
         result = done("convert", tmp_path / dtype / "src", tmp_path / dtype / "unified", "--to", "unified")
-        assert "MindSpore and MindFormers read no .safetensors file" in result.err
+        assert "MindSpore and MindFormers load no .safetensors file" in result.err
         only = single({"w": layout([2], [0, -1])})
         where = {"unified": str(tmp_path / dtype / "unified"), "dst": str(tmp_path / dtype / "dst")}
         strategy = str(write_strategy(tmp_path / dtype / "new", only))

@@ -166,7 +166,7 @@ def test_renamed_tensors_are_cut_as_they_were(data: st.DataObject) -> None:
         same_ranks(read_tree(root / "dst"), cut_ranks(layouts, renamed))
         # The source's strategy does not know the new names.
         beside = root / "dst" / "reshard-strategy.json"
-        warns(told, f"the strategy of these ranks is written beside them: {beside}")
+        warns(told, f"the strategy of these ranks is written to {beside}")
         again: list[Argument] = ["--src-strategy", beside, "--dst-strategy", "same", "--rename", "new.*=old.*"]
         done("convert", root / "dst", root / "once more", *again, "--format", "ckpt", "--verify")
         same_ranks(read_tree(root / "once more"), cut_ranks(strategy, full))
@@ -293,8 +293,8 @@ def test_a_pattern_that_fits_only_what_cannot_be_cast_is_refused(tmp_path: Path,
     ("status", "cast", "says"),
     [
         (3, "steps=Float32", ["only floating numbers are cast", "'steps'"]),
-        (3, "step=Float32", ["no tensor that is written has such a name", "did you mean 'steps'?"]),
-        (2, "=Float32", ["no pattern of names before the ="]),
+        (3, "step=Float32", ["matches no tensor of the target", "did you mean 'steps'?"]),
+        (2, "=Float32", ["the pattern of names before = is missing"]),
         (2, "Float32=", ["no type to cast to"]),
         (2, "w=Float33", ["use Float32, Float16 or BFloat16"]),
     ],
@@ -352,6 +352,25 @@ def test_ranks_of_one_conversion_may_be_written_from_different_parts_of_the_sour
     done("by-rank", 1, tmp_path / "src", tmp_path / "out", *words)
     assert done("status", tmp_path / "out", "--json").json["complete"]
     done("verify", tmp_path / "out", "--src", tmp_path / "src")
+
+
+def test_a_star_renames_tensors_and_no_counters(tmp_path: Path) -> None:
+    full = {"a.weight": value("a", (8, 4)), "b.weight": value("b", (8, 4))}
+    layouts = {"a.weight": layout([2], [0, -1]), "b.weight": layout([2], [-1, 0])}
+    step = {"global_step": Value("Int32", np.array([7], "<i4"))}
+    ranks = {rank: {**tensors, **step} for rank, tensors in cut_ranks(single(layouts), full).items()}
+    write_tree(tmp_path / "src", ranks, "rank_{rank}/net.ckpt")
+    source = write_strategy(tmp_path / "s", single(layouts), shapes_of(full), "merged")
+    shutil.copytree(tmp_path / "src" / "rank_0", tmp_path / "part" / "rank_0")
+    words: list[Argument] = ["--src-strategy", source, "--dst-strategy", "same", "--rename", "*=model.*"]
+    first = done("by-rank", 0, tmp_path / "part", tmp_path / "out", *words)
+    assert "1 value not renamed, because * matches tensors only: 'global_step'" in first.err
+    done("by-rank", 1, tmp_path / "src", tmp_path / "out", *words, "--verify")
+    done("verify", tmp_path / "out", "--src", tmp_path / "src")
+    renamed = {rank: {f"model.{name}": one for name, one in tensors.items()} for rank, tensors in ranks.items()}
+    for tensors in renamed.values():
+        tensors["global_step"] = tensors.pop("model.global_step")
+    same_ranks(read_tree(tmp_path / "out"), renamed)
 
 
 def test_the_layout_of_the_source_is_another_conversion_than_a_strategy_of_the_old_names(tmp_path: Path) -> None:

@@ -166,7 +166,7 @@ def test_files_beside_weights_are_copied_and_replace_nothing(world: World) -> No
     (two / "config.json").write_text('{"mine": 1}')
     told = done("convert", one, two, "--to", "huggingface")
     assert (two / "config.json").read_text() == '{"mine": 1}' and (two / "tokenizer.json").read_text() == "[]"
-    assert f"{two / 'config.json'}: was there already and is kept" in told.err and "tokenizer.json" not in told.err
+    assert f"{two / 'config.json'}: existing file kept" in told.err and "tokenizer.json" not in told.err
 
 
 def test_files_beside_weights_that_are_replaced_are_those_of_the_new_ones(world: World) -> None:
@@ -225,7 +225,7 @@ def test_types_that_mindspore_does_not_read_are_named(form: str, tmp_path: Path)
     if form == "huggingface":
         assert "MindSpore" not in result.err
     else:
-        warns(result, "read no .safetensors file that holds Float8E4M3FN", "'q.weight'")
+        warns(result, "load no .safetensors file that contains Float8E4M3FN", "'q.weight'")
     assert "MindSpore and" not in done("convert", world.src, tmp_path / "w", *to(form, world), "--include", "w").err
 
 

@@ -236,7 +236,7 @@ def test_the_configuration_that_was_named_lies_beside_the_weights(tmp_path: Path
     # Somebody's own stays, as that of a Hugging Face source does.
     (back / "config.json").write_text("{}")
     (back / "model.safetensors.index.json").unlink()
-    warns(world.told_back(tmp_path / "ranks", "--src-strategy", world.d), "config.json: was there already and is kept")
+    warns(world.told_back(tmp_path / "ranks", "--src-strategy", world.d), "config.json: existing file kept")
     assert (back / "config.json").read_text() == "{}"
 
 
@@ -249,7 +249,7 @@ def test_the_configuration_names_the_type_that_weights_were_cast_to(tmp_path: Pa
     done("convert", *world.convert)
     words: list[Argument] = ["--src-strategy", world.d, "--cast", "BFloat16"]
     told = world.told_back(tmp_path / "ranks", *words, "--shard", "1/2")
-    warns(told, f"config.json says {key} bfloat16 now")
+    warns(told, f"config.json: {key} changed from 'float32' to bfloat16")
     back = world.back(tmp_path / "ranks", *words)
     written = (back / "config.json").read_bytes()
     assert json.loads(written) == {**said, key: "bfloat16"} and [*json.loads(written)] == [*said]
@@ -273,7 +273,7 @@ def test_a_configuration_of_weights_of_several_types_stays_as_it_is(tmp_path: Pa
         out = tmp_path / str(len(config))
         told = done("convert", world.hf, out, "--to", "huggingface", "--cast", "BFloat16", "--cast", "*norm*=Float32")
         assert (out / "config.json").read_text() == config
-        assert ("of several types (bfloat16, float32)" in flat(told.err)) == ("dtype" in config)
+        assert ("have several types (bfloat16, float32)" in flat(told.err)) == ("dtype" in config)
         assert ("is taken over as it is" in flat(told.err)) == (config == "no configuration")
 
 

@@ -187,9 +187,10 @@ def test_a_directory_is_listed_once_to_know_its_form_and_once_to_read_it(
     assert listed.pop("ckpt/") == 2
     # Directories of ranks, and of the iteration.
     assert set(listed.values()) <= {1}
-    # That files are there is known from the lists; `inspect` tells their sizes, too.
+    # That files are there is known from the lists; `inspect` tells their sizes, too, and metadata of archives is
+    # compared with them.
     looked_at = [path for method, path in objects.faults.asked if method == "HEAD" and not path.endswith("/ckpt")]
-    assert command == "inspect" or not looked_at
+    assert command == "inspect" or "dcp/" in str(kind.source) or not looked_at
 
 
 @pytest.mark.parametrize("cut, at_a_time", [([0, -1], 4), ([-1, -1], 3)])

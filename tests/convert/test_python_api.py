@@ -95,7 +95,7 @@ def test_verification_takes_what_is_recorded_and_raises_what_differs(tmp_path: P
     [
         ({}, UsageError, "src_strategy and dst_strategy are missing.*src_strategy=FILE"),
         ({**STRATEGIES, "to": "torch"}, UsageError, "to='torch' is none of 'ranks'"),
-        ({**STRATEGIES, "reverse": True}, UsageError, "reverse=True goes with names"),
+        ({**STRATEGIES, "reverse": True}, UsageError, "reverse=True needs names"),
         ({**STRATEGIES, "shard": (4, 4)}, UsageError, "shard"),
         ({**STRATEGIES, "decrypt_mode": "AES-GCM"}, UsageError, "decrypt_key_file=FILE"),
         ({**STRATEGIES, "step": "9_9"}, CheckpointError, "no files of step 9_9"),

@@ -123,7 +123,7 @@ def test_variables_that_contradict_each_other_are_named(environment: dict[str, s
 
 
 def test_the_half_of_a_pair_is_named_where_nothing_else_tells() -> None:
-    with pytest.raises(ValueError, match=r"auto finds no variables .*of RANK alone it cannot be told"):
+    with pytest.raises(ValueError, match=r"auto finds no variables .*RANK alone is not enough"):
         launched_as({"RANK": "0"})
 
 

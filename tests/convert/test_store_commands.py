@@ -151,9 +151,9 @@ def test_where_one_may_not_write_it_is_one_line(objects: Objects, saved: World) 
 def test_memory_that_does_not_hold_a_part_is_refused_with_what_suffices(objects: Objects, tmp_path: Path) -> None:
     wanted = job("parts", tmp_path)
     dst = objects.path("out")
-    result = fails(2, *wanted.into(dst, "--max-memory", "8M"), says=["takes parts of 5,242,880 bytes", "give at least"])
+    result = fails(2, *wanted.into(dst, "--max-memory", "8M"), says=["'s parts of 5,242,880 bytes", "pass at least"])
     assert not objects.content()
-    least = result.err.partition("give at least --max-memory ")[2].split(";")[0]
+    least = result.err.partition("pass at least --max-memory ")[2].split(";")[0]
     done(*wanted.into(dst, "--max-memory", least))
     assert written(objects) == wanted.whole
 

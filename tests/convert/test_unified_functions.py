@@ -83,7 +83,7 @@ def test_optimizer_state_keeps_its_name_unless_it_is_given_another(tmp_path: Pat
 
 @pytest.mark.parametrize("name", ["v", "global_step"])
 def test_a_name_that_something_else_has_is_refused(name: str, world: World) -> None:
-    with pytest.raises(ReshardError, match="something else would have the name"):
+    with pytest.raises(ReshardError, match="would also get the name"):
         unify(world, choice_func=lambda asked: name if asked == "w" else True)
     assert not list(world.dst.glob("*.safetensors"))
 

@@ -246,7 +246,7 @@ def test_targets_of_two_sources_never_stand_beside_each_other_unasked(
     refused = convert(1)
     assert refused.status == 3 and "--accept-changed-source" in " ".join(refused.err.split())
     assert not (world.dst / "rank_1").exists()
-    warns(convert(1, "--accept-changed-source"), "targets of both stand beside each other")
+    warns(convert(1, "--accept-changed-source"), "it now has targets of both")
     assert [world.found()[rank]["w"].same(full["w"]) for rank, full in enumerate(expected(world))] == [True, True]
     world.src = first
     assert convert(1).status == 3, "the first source is now the other one"
@@ -289,7 +289,7 @@ def test_machines_that_have_no_source_file_in_common_are_told_apart_by_such_valu
     assert (world.dst / "reshard-manifest.json").exists()
     shutil.rmtree(world.dst)
     assert convert(0, 100).status == 0
-    warns(convert(1, 101, "--accept-changed-source"), "targets of both stand beside each other")
+    warns(convert(1, 101, "--accept-changed-source"), "it now has targets of both")
 
 
 def test_a_copy_of_the_source_goes_on_with_a_warning(world: World) -> None:

@@ -115,7 +115,7 @@ def test_an_iteration_can_be_named(tmp_path: Path) -> None:
     assert not report.warnings
     assert read(root, "20", report).step == "20"
     assert "cut short" in report.warnings[0]
-    with pytest.raises(CheckpointError, match=r"holds no iteration_00000003[^;]*\n.*there are iterations 20, 10, 2"):
+    with pytest.raises(CheckpointError, match=r"holds no iteration_00000003[^;]*\n.*its iterations: 20, 10, 2"):
         read(root, "3")
     for wrong in ("3_10", "-1", "x", ""):
         with pytest.raises(UsageError, match="no iteration"):
@@ -130,8 +130,8 @@ def test_without_a_tracker_the_newest_complete_iteration_is_taken(tmp_path: Path
     report = Report()
     assert recognise(str(root))
     assert read(root, report=report).step == "10"
-    assert "nothing tells which iterations are finished" in report.warnings[0]
-    assert any("iteration 20 is not complete and is passed over" in warning for warning in report.warnings)
+    assert "it is unknown which iterations are finished" in report.warnings[0]
+    assert any("iteration 20 is not complete and is skipped" in warning for warning in report.warnings)
 
 
 @pytest.mark.parametrize("text", ["", "ten", "1" * 300, "release", "-1", "\0"])

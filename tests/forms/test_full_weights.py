@@ -262,11 +262,11 @@ def test_files_without_an_index(tmp_path: Path) -> None:
     assert read(one).order() == ["a", "b"] and read(one).others == ("config.json",)
     several = tmp_path / "several"
     write_safetensors(several / ONE, {"a": W})
-    refused(several, "has 1 file of the 2 that their names speak of", "no model.safetensors.index.json")
+    refused(several, "has 1 file of the 2 in their names", "no model.safetensors.index.json")
     write_safetensors(several / TWO, {"b": V})
     report = Report()
     assert read(several, report).order() == ["a", "b"]
-    assert "its 2 files are read, which are all there" in report.notes[0]
+    assert "its 2 files are read; none is missing" in report.notes[0]
     write_safetensors(several / "model-00001-of-999999999.safetensors", {"c": V})
     refused(several, "its files may be of several models")
     (several / "model-00001-of-999999999.safetensors").unlink()

@@ -48,7 +48,7 @@ def test_rank_0_alone_is_neither_taken_for_slices_nor_for_a_full_checkpoint(dire
     make: list[Argument] = ["--shapes", tree, "--src-strategy", old]
     (tmp_path / "rules.toml").write_text(RULES)
     said: list[Argument] = [tmp_path / "rules.toml", tmp_path / "out.ckpt", *make, "--sizes", "mp=2", "--weights-only"]
-    result = fails(3, "strategy", "make", *said, says=["there is rank 0 only, of 4"])
+    result = fails(3, "strategy", "make", *said, says=["only rank 0 exists, of 4"])
     derive: list[Argument] = [
         old,
         tmp_path / "out.ckpt",
@@ -58,7 +58,7 @@ def test_rank_0_alone_is_neither_taken_for_slices_nor_for_a_full_checkpoint(dire
         "mp=2",
         "--weights-only",
     ]
-    fails(3, "strategy", "derive", *derive, "--shapes", tree, says=["there is rank 0 only, of 4"])
+    fails(3, "strategy", "derive", *derive, "--shapes", tree, says=["only rank 0 exists, of 4"])
 
     typed = re.search(r"for full tensors, type (.*); for slices, (--shapes .*)", result.err)
     assert typed is not None

@@ -93,7 +93,7 @@ def test_one_step_can_be_asked_for(tmp_path: Path) -> None:
     tree = find_checkpoints(str(plant(tmp_path, [f"rank_{r}/a-1_{s}.ckpt" for r in (0, 1) for s in (1, 2)])))
     assert steps_of(tree, "1_1") == {"1_1": ["rank_0/a-1_1.ckpt", "rank_1/a-1_1.ckpt"]}
     assert steps_of(tree, "latest") == steps_of(tree)
-    with pytest.raises(CheckpointError, match=r"no files of step 1_3; the steps there: 1_2, 1_1"):
+    with pytest.raises(CheckpointError, match=r"no files of step 1_3; its steps: 1_2, 1_1"):
         list(tree.candidates("1_3"))
     for wrong in ("newest", "3", "1-2", "1_2_3", ""):
         with pytest.raises(UsageError, match="3_10"):

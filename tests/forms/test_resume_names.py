@@ -44,13 +44,13 @@ def test_a_step_that_nothing_tells_is_asked_for() -> None:
 
 @pytest.mark.parametrize("prefix", ["{", "a}", "{ranks}", "{epoch", "{rank:3}", "{{rank}", "{}", "{0}", "{rank!r}"])
 def test_braces_that_say_nothing_are_wrong_usage(prefix: str) -> None:
-    with pytest.raises(UsageError, match="a brace that says nothing"):
+    with pytest.raises(UsageError, match="an unknown field"):
         FileNames.of_prefix(prefix, Step(3, 10))
 
 
 @pytest.mark.parametrize("prefix", ["net-1_", "net-1_{rank}", "net-{rank}_{step}", "{rank}-{epoch}_{rank}"])
 def test_a_rank_in_the_place_of_a_step_is_wrong_usage(prefix: str) -> None:
-    with pytest.raises(UsageError, match="the rank's number stands where a step is looked for"):
+    with pytest.raises(UsageError, match="the rank's number in the place of a step"):
         FileNames.of_prefix(prefix, Step(3, 10))
 
 
@@ -108,8 +108,10 @@ def test_a_rank_alone_and_a_recovery_are_named_so_too(plain: World) -> None:
 
 def test_names_without_a_step_are_asked_for(world: World) -> None:
     world.save(FULL, "rank_{rank}/net.ckpt")
-    world.refuses(3, "no name in the source tells them", "type the numbers", options=("--prefix", "n-{epoch}_{step}"))
-    world.refuses(2, "a brace that says nothing", options=("--prefix", "{ranks}"))
+    world.refuses(
+        3, "no name in the source contains them", "type the numbers", options=("--prefix", "n-{epoch}_{step}")
+    )
+    world.refuses(2, "an unknown field", options=("--prefix", "{ranks}"))
     world.convert("--prefix", "net_{rank}-7_8")
     assert (world.dst / "rank_1" / "net_1-7_8.ckpt").is_file()
 

@@ -51,7 +51,7 @@ def test_a_configuration_of_another_type_than_the_weights_is_told_of(said: str, 
 def test_values_alone_are_no_unified_directory(tmp_path: Path) -> None:
     source = huggingface(tmp_path / "src")
     words: list[Argument] = ["convert", source, tmp_path / "out", "--to", "unified"]
-    fails(3, *words, "--include", "global_step", says=["there are only values such as 'global_step'"])
+    fails(3, *words, "--include", "global_step", says=["the selection contains only values such as 'global_step'"])
     assert not list(tmp_path.glob("out/*.safetensors"))
 
 

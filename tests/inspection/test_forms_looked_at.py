@@ -42,7 +42,7 @@ def test_numbers_of_files_are_called_files(form: str, world: World) -> None:
     picture = world.root / "picture.svg"
     back = world.root / "back"
     planned = done("plan", out, back, "--dst-strategy", world.new, "--format", "ckpt", "--svg", picture).out
-    assert "of source files" in planned and "target rank " in planned and "replicas stand in" not in planned
+    assert "of source files" in planned and "target rank " in planned and "replicas replace" not in planned
     assert "source file" in picture.read_text() and "target rank" in picture.read_text()
     said = done("convert", out, back, "--dst-strategy", world.new, "--format", "ckpt", "-v").err
     assert "headers read: source files 0-" in said
@@ -107,5 +107,5 @@ def test_inspect_tells_which_iteration_is_the_last_finished_one(world: World) ->
     ]
     assert found["step"] == "41"
     assert done("inspect", made, "--step", 50, "--json").json["step"] == "50"
-    assert "newer than the last finished one" in done("inspect", made).out
+    assert "newer than the last finished iteration" in done("inspect", made).out
     fails(3, "inspect", made, "--step", 60, says=["60"])

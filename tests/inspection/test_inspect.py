@@ -324,7 +324,7 @@ def test_what_is_missing_is_named(plain: World) -> None:
     assert torn["lost"] == [{"parameters": ["w"], "ranks": [0, 2]}]
     assert steps(found)["1_10"]["complete"] is True and found["latest"] == {"found": True, "step": "1_10"}
     shown = done("inspect", plain.src, "--strategy", plain.old).out
-    for said in ("step 1_12 is not complete", "ranks 0,2 would have held: 'w'", "latest takes step 1_10"):
+    for said in ("step 1_12 is not complete", "ranks 0,2 should hold: 'w'", "latest takes step 1_10"):
         assert said in shown
 
 

@@ -84,7 +84,7 @@ def test_moments_of_a_trainer_reach_mindspore_and_no_model(tmp_path: Path) -> No
     chunks += [chunk for name, held in state.items() for chunk in rows(name, held, 4)]
     src = write_shards(tmp_path / "src", tensors, [*chunks, Chunk(next(iter(step)), (), 1)])
     said = done("convert", src, tmp_path / "hf", "--to", "huggingface", "--verify").err
-    assert "3 tensors of the optimizer left out" in said and "'model.' is taken off" in said
+    assert "3 tensors of the optimizer left out" in said and "the trainer's prefix 'model.' is removed" in said
     assert read_checkpoint(tmp_path / "hf" / "model.safetensors").keys() == FULL.keys()
     said = done("convert", src, tmp_path / "ms", "--to", "unified", "--verify").err
     assert "1 tensor of the optimizer left out: 'optimizer.state.a.weight.step'" in said
@@ -103,7 +103,7 @@ def test_two_tensors_that_would_get_one_name_are_refused(tmp_path: Path) -> None
     tensors = {"a.weight": value("a", (4,)), "_orig_mod.a.weight": value("b", (4,))}
     chunks = [Chunk(name, ((0, 4),), 1) for name in tensors]
     src = write_shards(tmp_path / "src", tensors, chunks)
-    fails(3, "convert", src, tmp_path / "out", "--to", "huggingface", says=["'a.weight'", "name of its own"])
+    fails(3, "convert", src, tmp_path / "out", "--to", "huggingface", says=["'a.weight'", "its own name"])
 
 
 def test_names_stay_between_forms_of_torch(tmp_path: Path) -> None:

@@ -216,12 +216,36 @@ def test_two_tensors_of_one_name_are_an_error() -> None:
 
 def test_a_rename_that_fits_nothing_is_an_error() -> None:
     refused(parse_renames(["a.ww=b"]), {"a.w": (1, 2)}, None, ["no name matches 'a.ww'; did you mean 'a.w'?"])
+    refused(
+        parse_renames(["a.{x}=b.{x}"]),
+        {"a.w": (1, 2)},
+        None,
+        ["no name matches 'a.{x}'; {x} matches digits only, * matches any text"],
+    )
 
 
 @pytest.mark.parametrize("text", ["a", "=b", "a=", "a.*=b", "a.{layer}=b.*", "{=x}=b", "**=c**", "a{1}=b{1}"])
 def test_what_is_no_rename_is_wrong_usage(text: str) -> None:
     with pytest.raises(UsageError):
         parse_renames([text])
+
+
+def test_a_star_of_a_rename_matches_no_counters() -> None:
+    shapes: dict[str, tuple[int, ...]] = {"a.w": (2, 3), "global_step": (1,), "unlisted.w": (4,)}
+    values = {"global_step", "unlisted.w"}
+
+    applied = apply_rules(parse_renames(["*=model.*"]), shapes, values=values)
+
+    made = {name: each.sources for name, each in applied.made.items()}
+    # A weight without a layout is not left under its old name in silence: the conversion refuses it.
+    assert made == {
+        "model.a.w": ("a.w",),
+        "global_step": ("global_step",),
+        "model.unlisted.w": ("unlisted.w",),
+    }
+    assert [note for note in applied.notes if "global_step" in note]
+    named = apply_rules(parse_renames(["global_step=step"]), shapes, values=values)
+    assert named.made["step"].sources == ("global_step",)
 
 
 def test_renames_keep_everything_else_and_states_follow_their_weights() -> None:

@@ -140,7 +140,7 @@ def test_replicas_stand_in_for_lost_ranks(plain: World) -> None:
     plan = planned(plain)
     assert plan["absent_ranks"] == [0, 3]
     assert {source["rank"] for source in plan["sources"]} == {1, 2}
-    assert "replicas stand in for source ranks 0,3" in done(*plain.words(command="plan")).out
+    assert "replicas replace for source ranks 0,3" in done(*plain.words(command="plan")).out
 
 
 def test_a_dry_run_prints_the_plan(world: World) -> None:
@@ -185,7 +185,7 @@ def test_a_file_system_that_does_not_tell_its_space_is_no_warning(
 ) -> None:
     world.save(SMALL)
     with_free_space(monkeypatch, 0, blocks=0)
-    assert "how much is free cannot be told" in done(*world.words(command="plan")).out
+    assert "free space unknown" in done(*world.words(command="plan")).out
     said = planned(world)
     assert said["space"][0]["bytes_free"] is None and said["warnings"] == []
     world.convert()
@@ -263,4 +263,4 @@ def test_many_times_what_is_needed_is_told_in_times(tmp_path: Path) -> None:
     said = done(*world.words("--ranks", "0,64", "--io", "mmap", command="plan"))
     over_read = done(*world.words("--ranks", "0,64", "--io", "mmap", "--json", command="plan")).json["over_read"]
     assert over_read > 1
-    assert f"; {1 + over_read:.1f} times what is needed" in said.out
+    assert f"; {1 + over_read:.1f} times the needed bytes" in said.out

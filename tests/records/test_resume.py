@@ -363,7 +363,7 @@ def test_a_part_of_a_run_is_not_made_of_other_source_files(world: World) -> None
     world.save(FULL)
     world.convert()
     (world.dst / "rank_1" / "checkpoint_1.ckpt").unlink()
-    with pytest.raises(RetryableError, match="not as they were"):
+    with pytest.raises(RetryableError, match="source files have changed"):
         part(world, {1}, "of others")
     part(world, {1})
     same_ranks(world.found(), world.expected(FULL))

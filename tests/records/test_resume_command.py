@@ -133,7 +133,7 @@ def test_all_ranks_that_any_command_asked_for_are_gone_on_with(tmp_path: Path) -
     lose(world, 0, 3)
     assert resume(world)["ranks"] == [0, 3]
     said = done("resume", world.dst).err
-    assert "nothing is left to do: 3 ranks (0-1,3) are there; nobody asked for ranks 2,4-5" in said
+    assert "nothing to do: 3 ranks (0-1,3) are there; nobody asked for ranks 2,4-5" in said
     world.by_rank(5)
     assert resume(world)["ranks"] == [2, 4]
 
@@ -162,11 +162,11 @@ def test_what_is_complete_says_so_whatever_became_of_the_source(world: World) ->
     shutil.rmtree(world.src)
     world.old.unlink()
     before = tree_bytes(world.dst)
-    assert "nothing is left to do" in done("resume", world.dst).err
+    assert "nothing to do" in done("resume", world.dst).err
     said = resume(world)
     assert (said["ranks"], said["done_before"]) == ([], [0, 1]) and said["manifest"]
     shutil.rmtree(world.dst / ".reshard")
-    assert "nothing is left to do" in done("resume", world.dst).err
+    assert "nothing to do" in done("resume", world.dst).err
     assert {path: content for path, content in before.items() if ".reshard" not in path} == tree_bytes(world.dst)
 
 
@@ -192,7 +192,7 @@ def test_a_path_that_is_gone_is_named_with_the_command_to_type(world: World, los
     world.by_rank(0, "--exclude", "it's *")
     path: Path = getattr(world, lost)
     path.rename(world.root / "moved")
-    said = fails(3, "resume", world.dst, says=[f"{path}: does not exist any more", "give the whole command"]).err
+    said = fails(3, "resume", world.dst, says=[f"{path}: does not exist any more", "run the whole command"]).err
     # The command works as it is shown, once the path is right.
     words = shlex.split(said.strip().splitlines()[-1])
     assert words[0] == "reshard"
@@ -264,7 +264,7 @@ def test_one_of_several_runs_that_replace_targets_is_not_guessed(world: World, m
     world.convert()
     monkeypatch.setattr("reshard.convert.writing.convert", stopped)
     assert reshard(*world.words(1, "--overwrite", command="by-rank")).status == 130
-    fails(3, "resume", world.dst, says=["by-rank or --shard, with --overwrite", "convert"])
+    fails(3, "resume", world.dst, says=["by-rank or --shard command again with --overwrite", "convert"])
 
 
 def stopped(*_: Any) -> None:
@@ -321,7 +321,7 @@ def test_without_a_record_of_the_command_it_has_to_be_typed(world: World) -> Non
     world.by_rank(0)
     for path in records(world):
         path.unlink()
-    fails(3, "resume", world.dst, says=["do not say with which command", "give that command again"])
+    fails(3, "resume", world.dst, says=["contain no command line", "run the original command again"])
     assert "resume" not in done("status", world.dst).out
 
 

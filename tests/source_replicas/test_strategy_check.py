@@ -48,7 +48,7 @@ def found(strategy: Path, path: Path, *options: Argument, status: int = 0) -> An
 
 def test_the_right_strategy_fits(tree: Tree) -> None:
     said = check(tree.true, tree.src).out
-    assert "54 parameters: slices of the shapes that the strategy says" in said
+    assert "54 parameters: slices have the shapes of the strategy" in said
     assert "replicas of 54 parameters agree (" in said
     assert said.splitlines()[-1] == "fits"
     result = found(tree.true, tree.src, "--all")
@@ -63,10 +63,10 @@ def test_a_strategy_that_swaps_axes_does_not_fit_and_which_ranks_hold_the_same_i
     options: tuple[str, ...], tree: Tree
 ) -> None:
     said = check(tree.wrong, tree.src, *options, status=4).out
-    assert "36 of 54 parameters compared differ between ranks that the strategy says hold the same slice" in said
+    assert "36 of 54 parameters compared differ between ranks that are replicas in the strategy" in said
     assert "36 of the 36 that are cut differ: the strategy is probably wrong" in said
     assert "{,adam_m.,adam_v.}blocks.{0-5}.w{1-2}" in said
-    assert "by their contents, ranks that hold the same of 'blocks.0.w1': 0,4; 1,5; 2,6; 3,7" in said
+    assert "ranks with equal contents of 'blocks.0.w1': 0,4; 1,5; 2,6; 3,7" in said
     assert said.splitlines()[-1].startswith("does not fit")
     assert len(said.splitlines()) <= 20
     result = found(tree.wrong, tree.src, *options, status=4)
@@ -83,7 +83,7 @@ def test_a_diverged_replica_is_a_difference(tree: Tree) -> None:
     assert differing["parameter"] == "blocks.3.w1" and differing["ranks"] == [1, 5]
     assert differing["files"] == [str(tree.src / f"rank_{rank}" / "net-1_10.ckpt") for rank in (1, 5)]
     said = check(tree.true, tree.src, "--all", status=4).out
-    assert said.splitlines()[-1] == "does not fit: the strategy is another one, or replicas have diverged"
+    assert said.splitlines()[-1] == "does not fit: another strategy was used, or replicas have diverged"
     assert "the replicas have probably diverged" in said and "0,4; 1; 2,6; 3,7; 5" in said
 
 
@@ -110,7 +110,7 @@ def test_slices_of_other_shapes_are_told_with_those_alike(tree: Tree) -> None:
     # Columns of another tensor are as good, by their shapes: only what ranks hold could tell, and does not.
     assert result["parameters"] == sorted(WEIGHTS) and not result["differing"]
     said = check(columns, tree.src, status=4).out
-    assert "18 parameters: slices of other shapes than the strategy says" in said
+    assert "18 parameters: slices have other shapes than in the strategy" in said
     assert "{,adam_m.,adam_v.}blocks.{0-5}.norm" in said
 
 
@@ -144,7 +144,7 @@ def test_what_ranks_hold_parts_of_and_the_strategy_does_not_list_is_a_difference
     result = found(norms, tree.src, status=4)
     assert result["not_described"] == WEIGHTS[:1] and result["not_listed"] == ["global_step"]
     said = check(norms, tree.src, status=4).out
-    assert "how they are cut is unknown" in said
+    assert "their layout is unknown" in said
     assert said.splitlines()[-1] == "does not fit: pass the strategy that this checkpoint was saved with"
 
 
@@ -156,7 +156,7 @@ def test_what_could_not_be_tested_is_told(tree: Tree, tmp_path: Path) -> None:
     strategy = write_strategy(tmp_path / "sharded", sharded)
     said = check(strategy, tmp_path / "other").out
     assert "; 36 others without replicas, checked by shape only" in said
-    assert said.splitlines()[-1] == "fits, as far as shapes tell"
+    assert said.splitlines()[-1] == "fits by shapes; no replicas were compared"
     result = found(strategy, tmp_path / "other")
     assert result["replicas"]["untested"] == 36 and not result["replicas"]["tested"] and result["fits"]
 
@@ -167,8 +167,8 @@ def test_a_strategy_that_cuts_finer_than_the_files_does_not_fit(tmp_path: Path) 
     write_tree(tmp_path / "src", cut_ranks(saved, {name: value(name, (16, 6)) for name in "ab"}))
     fine = write_strategy(tmp_path / "fine", single({name: layout([4], [0, -1]) for name in "ab"}))
     said = check(fine, tmp_path / "src", status=4).out
-    assert "2 parameters: ranks hold the same bytes where the strategy says that they hold different slices" in said
-    assert "by their contents, ranks that hold the same of 'a': 0,2; 1,3" in said
+    assert "2 parameters: ranks hold equal bytes, but different slices in the strategy" in said
+    assert "ranks with equal contents of 'a': 0,2; 1,3" in said
     assert said.splitlines()[-1].startswith("does not fit: pass the strategy")
     result = found(fine, tmp_path / "src", status=4)
     assert not result["fits"] and result["differing"] == []
@@ -201,7 +201,7 @@ def test_a_damaged_file_counts_as_absent_and_what_cannot_be_read_is_an_error(tre
 
 def test_one_file_and_none_are_checked_like_any(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path / "full.ckpt", {**FULL, "step": scalar(3), "note": text("a note")})
-    assert check(Path("none"), path).out.splitlines()[-1] == "fits, as far as shapes tell"
+    assert check(Path("none"), path).out.splitlines()[-1] == "fits by shapes; no replicas were compared"
     strategy = write_strategy(tmp_path / "true", model(*TRUE))
     assert found(strategy, path)["absent_ranks"] == list(range(1, 8))
 

@@ -61,7 +61,7 @@ def test_sizes_are_told_by_a_configuration(tmp_path: Path) -> None:
     words += ["--weights-only", "--shapes", hf]
 
     fails(3, *words, "--names", "qwen3", says=["the rules need the size", "--config FILE"])
-    fails(2, *words, "--config", told, says=["--config goes with --names"])
+    fails(2, *words, "--config", told, says=["--config needs --names"])
     assert not (tmp_path / "d.json").exists()
     done(*words, "--names", "qwen3", "--config", told)
     assert json.loads((tmp_path / "d.json.made").read_text())["names"] == "qwen3"

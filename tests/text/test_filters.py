@@ -85,7 +85,7 @@ def test_what_was_meant_by_a_pattern_that_matches_nothing_is_told(adam: World, t
 @pytest.mark.parametrize("typed", ["backbone.*", "lr", "", "x" * 3000, "[", "((((", "{{", "\\"])
 def test_where_nothing_is_near_the_names_beginnings_are_told(adam: World, typed: str) -> None:
     (warning,) = warnings(adam.convert("-n", "-q", f"--exclude={typed}").err)
-    assert "names there begin with 'adam_m.' (10), 'adam_v.' (10), 'model.' (9), " in warning
+    assert "the checkpoint's names begin with 'adam_m.' (10), 'adam_v.' (10), 'model.' (9), " in warning
     assert len(warning) < 500
 
 
@@ -146,4 +146,4 @@ def test_state_of_another_optimizer_is_warned_of(adam: World) -> None:
 
 def test_filters_of_a_comparison_that_has_none_are_wrong_usage(adam: World) -> None:
     adam.convert("--checksum", "crc32")
-    fails(2, "verify", adam.dst, "--exclude", "adam_*", says=["--include and --exclude go with --src or --replicas"])
+    fails(2, "verify", adam.dst, "--exclude", "adam_*", says=["--include and --exclude need --src or --replicas"])

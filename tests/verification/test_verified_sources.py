@@ -167,7 +167,7 @@ def test_a_part_that_no_stage_has_is_lost_and_its_ranks_are_named(tmp_path: Path
     world.save(full)
     converted(world, world.target, {name: full[name] for name in ("w", "own0")})
     lose(world, [0, 2])
-    lost = "a slice on no readable rank, which one of ranks 0,2 would have held: 'w'"
+    lost = "a slice on no readable rank, that one of ranks 0,2 should: 'w'"
     fails(3, "fingerprint", world.src, "--strategy", world.old, says=[lost])
     result = verify(world)
     assert result.status == 3
@@ -307,9 +307,9 @@ def test_a_torn_save_that_is_marked_as_deduplicated_is_not_taken_for_whole(tmp_p
     converted(world, ON_ONE, WEIGHTS)
     result = verify(world)
     assert result.status == 0
-    warns(result, "step 1_11 is not complete and is passed over", "rank 1 would have held: 'c.w', 'd.w'")
+    warns(result, "step 1_11 is not complete and is skipped", "rank 1 would have held: 'c.w', 'd.w'")
     result = done("fingerprint", world.src, "--strategy", world.old)
-    warns(result, "step 1_11 is not complete and is passed over", "step 1_10 is used")
+    warns(result, "step 1_11 is not complete and is skipped", "step 1_10 is used")
     assert "c.w" in result.out
     fails(3, "fingerprint", world.src, "--strategy", world.old, "--step", "1_11", says=["'c.w', 'd.w'", "rank 1"])
 
@@ -428,7 +428,7 @@ def test_a_damaged_file_counts_as_absent(tmp_path: Path) -> None:
     warns(
         result,
         "rank 1 counts as absent at step 1_10",
-        "step 1_10 is not complete, but what it lacks is not in the target strategy",
+        "step 1_10 is not complete, but the target strategy does not need the rest",
     )
     path = world.src / "rank_0" / "net-1_10.ckpt"
     path.write_bytes(path.read_bytes()[:-3])
@@ -470,7 +470,7 @@ def test_a_step_of_which_a_file_is_damaged_inside_is_passed_over(tmp_path: Path)
     converted(world, world.target, OLDER)
     result = verify(world)
     assert result.status == 0
-    warns(result, "step 1_10 is not complete and is passed over", "is damaged: its CRC is")
+    warns(result, "step 1_10 is not complete and is skipped", "is damaged: its CRC is")
 
 
 def test_a_checkpoint_of_another_model_is_not_compared(tmp_path: Path) -> None:

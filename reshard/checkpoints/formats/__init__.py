@@ -1,1 +1,1 @@
-""".ckpt and .safetensors: what is in a file, where the bytes are, and how a new one is laid out."""
+""".ckpt and .safetensors: contents of a file, places of bytes, and layout of new files."""

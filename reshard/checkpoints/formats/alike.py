@@ -30,7 +30,7 @@ _MOST_AT_ONCE = 1 << 20
 
 
 class _Read(NamedTuple):
-    """Bytes to read at once, and what must stand where in them.
+    """Bytes to read at once, and their expected parts.
 
     Attributes:
         offset: where to read.
@@ -47,7 +47,7 @@ class _Read(NamedTuple):
     digest: bytes
 
     def matches(self, data: bytes) -> bool:
-        """Whether what was read has all parts in their places."""
+        """Whether the bytes have all parts in their places."""
         return _digest(data, self.starts, self.sizes) == self.digest
 
 
@@ -66,7 +66,7 @@ class _Structure:
         self._reads: Optional[list[_Read]] = None
 
     def reads(self, handles: FileHandles) -> list[_Read]:
-        """What to read of a file that is compared.
+        """The reads of a file for a comparison.
 
         Raises:
             OSError: the example cannot be read any more, or is another file by now.
@@ -99,7 +99,7 @@ class KnownStructures:
         self._known: OrderedDict[tuple[str, int], list[_Structure]] = OrderedDict()
 
     def find(self, file: ReadableFile, format: str, size: int) -> Optional[CheckpointIndex]:
-        """The index of a file that is built like a known one, or None.
+        """The index of a file with a known structure, or None.
 
         Raises:
             OSError: reading failed.
@@ -110,7 +110,7 @@ class KnownStructures:
             try:
                 reads = structure.reads(self._handles)
             except (OSError, RetryableError):
-                # The example is gone, which whoever needs it will find; this file is parsed instead.
+                # The example was removed: parse this file. Its own reader reports the missing file.
                 continue
             contents = read_each(file, [(read.offset, read.length) for read in reads])
             if all(read.matches(data) for read, data in zip(reads, contents)):
@@ -161,7 +161,7 @@ def _gaps(index: CheckpointIndex, near: int) -> Iterator[tuple[int, int, array[i
 
 
 def _between(index: CheckpointIndex) -> Iterator[tuple[int, int]]:
-    """From where to where there is no tensor content, in pieces that can be read at once."""
+    """Ranges without tensor content, in pieces to read at once."""
     end = index.size - (TRAILER_SIZE if index.crc is not None and index.format == "ckpt" else 0)
     position = 0
     for offset, size in itertools.chain(index.extents(), [(end, 0)]):

@@ -1,4 +1,4 @@
-"""What is in a `.ckpt` file, found without reading the tensors.
+"""The contents of a `.ckpt` file, without reading the tensors.
 
 A `.ckpt` file is a protobuf message, but one of tens of GB, of which only some hundred bytes per
 tensor are structure. So the wire format is walked here: keys and lengths are read through a small
@@ -238,7 +238,7 @@ class _Parameters:
             return
         expected = content_size(first.dtype, first.dims, nbytes)
         if expected is None:
-            # Text, or a type that only the file knows: whole elements are all that can be asked.
+            # Text, or an unknown type: require whole elements only.
             elements = math.prod(logical_shape(first.dtype, first.dims, nbytes))
             if first.dtype == TEXT:
                 fits = nbytes % 4 == 0
@@ -347,7 +347,7 @@ class _Walk:
         return stop
 
     def leave(self, end: int) -> None:
-        """Check that a message ended where it said."""
+        """Check the length of a message."""
         if self.position != end:
             raise self.damaged(f"a message should end at byte {end}")
 
@@ -385,7 +385,7 @@ class _Walk:
             raise self.damaged("a field ends beyond its message", start)
 
     def damaged(self, what: str, at: Optional[int] = None, name: Optional[str] = None) -> DamagedCheckpointError:
-        """The error for what is wrong at byte ``at`` (default: here)."""
+        """The error for a defect at byte ``at`` (default: here)."""
         where = self.position if at is None else at
         return DamagedCheckpointError(
             f"{self.path}: is damaged, or no checkpoint: at byte {where}: {what}",

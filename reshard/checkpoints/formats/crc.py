@@ -1,4 +1,4 @@
-"""Comparing the bytes of a checkpoint file with what it records of them: a CRC, or the tags of its encryption."""
+"""Comparing a checkpoint file with its recorded CRC or encryption tags."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MOST_ZEROS = 8 << 30
 
 
 class CrcCheck(NamedTuple):
-    """What came of a check that found no fault.
+    """The result of a check without a fault.
 
     Attributes:
         checked: True where the bytes agree with a CRC.
@@ -42,7 +42,7 @@ def check_crc(
     block_bytes: int = 8 << 20,
     on_block: Callable[[int], None] = lambda count: None,
 ) -> CrcCheck:
-    """Read a checkpoint file whole and compare it with what it records.
+    """Read a whole checkpoint file and compare it with its CRC or tags.
 
     Args:
         handles: where to borrow the file from.
@@ -79,11 +79,11 @@ def check_crc(
 
 
 class CrcChecks(NamedTuple):
-    """What came of checking several files, by path.
+    """The results of checking several files, by path.
 
     Attributes:
-        damaged: errors of files whose bytes are not those that their CRC or tags were made of.
-        unchecked: why the CRCs of files say nothing.
+        damaged: errors of files that do not match their CRC or tags.
+        unchecked: reasons why CRCs of files are useless.
     """
 
     damaged: dict[str, DamagedCheckpointError]
@@ -97,7 +97,7 @@ def check_crcs(
     block_bytes: int = 8 << 20,
     on_block: Callable[[int], None] = lambda count: None,
 ) -> CrcChecks:
-    """Compare checkpoint files with the CRCs or tags that they record, those that do.
+    """Compare checkpoint files with their CRCs or tags, if recorded.
 
     Args:
         handles: where to borrow the files from.
@@ -137,7 +137,7 @@ def check_crcs(
             for future in [pool.submit(check, index) for index in indexes if index.checkable or index.archived]:
                 future.result()
         except BaseException:
-            # Also Ctrl-C: nobody waits for terabytes to be read.
+            # Ctrl-C must not wait until terabytes are read.
             stop.set()
             pool.shutdown(wait=True, cancel_futures=True)
             raise
@@ -168,7 +168,7 @@ def crc_of_file(path: str, block_bytes: int = 4 << 20, on_block: Callable[[int],
 
 def _check_ckpt(stream: _Stream, index: CheckpointIndex) -> CrcCheck:
     if any(tensor.dtype == MAP_TENSOR for tensor in index.tensors.values()):
-        return CrcCheck(False, "its CRC leaves out map tensors, so it says nothing")
+        return CrcCheck(False, "its CRC leaves out map tensors and proves nothing")
     stream.add_range(0, index.size - TRAILER_SIZE)
     return CrcCheck(True)
 

@@ -1,4 +1,4 @@
-"""Element types: their names in MindSpore and in safetensors, their sizes, and what can hold them.
+"""Element types: names in MindSpore and in safetensors, sizes, and formats that can hold them.
 
 A dtype is always MindSpore's name, as a `.ckpt` file spells it. safetensors knows more types than
 MindSpore has names for; those get a name of the same kind (``Float8E8M0``). Elements are opaque
@@ -12,7 +12,7 @@ from typing import NamedTuple, Optional
 TEXT = "str"
 MAP_TENSOR = "MapTensor"
 NO_ARRAYS = (TEXT, MAP_TENSOR)
-"""Types of what has no elements, so that nothing lays it out."""
+"""Types without elements, which have no layout."""
 
 INT4 = "Int4"
 
@@ -28,7 +28,7 @@ class FloatLayout(NamedTuple):
         mantissa: bits of the mantissa.
         bias: of the exponent.
         infinite: whether the largest exponent is of infinities and NaN.
-        negative_zero: whether there is one; else its bits are the only NaN.
+        negative_zero: whether it exists; otherwise its bits are the only NaN.
     """
 
     exponent: int
@@ -44,11 +44,11 @@ class DType(NamedTuple):
     Attributes:
         name: MindSpore's name.
         size: bytes of an element as files count them.
-        safetensors: its name in a safetensors file; None where it has none.
-        ckpt: its name in a `.ckpt` file; None where MindSpore has no such type there.
-        numpy: what NumPy calls it; None where NumPy lacks it.
-        extended: what ml_dtypes calls it, where NumPy lacks it.
-        layout: its bits; None where it is no floating point type with a sign.
+        safetensors: its name in a safetensors file; None without one.
+        ckpt: its name in a `.ckpt` file; None if MindSpore has none.
+        numpy: NumPy's name; None if NumPy lacks it.
+        extended: the name in ml_dtypes, if NumPy lacks it.
+        layout: its bits; None unless it is a floating point type with a sign.
         packed: numbers in an element.
     """
 
@@ -96,10 +96,10 @@ ITEM_SIZES = {row.name: row.size for row in _TABLE}
 """Bytes of one element."""
 
 NUMPY_NAMES = {row.name: row.numpy for row in _TABLE if row.numpy is not None}
-"""What NumPy calls a type."""
+"""NumPy's name of a type."""
 
 SAFETENSORS_NAMES = {row.name: row.safetensors for row in _TABLE if row.safetensors is not None}
-"""What safetensors calls a type."""
+"""The safetensors name of a type."""
 
 FROM_SAFETENSORS = {stored: dtype for dtype, stored in SAFETENSORS_NAMES.items() if dtype != INT4}
 """MindSpore's name of a safetensors type; an I8 tensor is Int4 where the metadata says so."""
@@ -126,7 +126,7 @@ _SHORT = {"bf16": "BFloat16", "fp16": "Float16", "half": "Float16", "fp32": "Flo
 
 
 def dtype_named(text: str) -> Optional[str]:
-    """MindSpore's name of a type that is spelled ``bf16``, ``torch.bfloat16`` or ``F32``; None where there is none."""
+    """MindSpore's name of a type spelled ``bf16``, ``torch.bfloat16`` or ``F32``; None if unknown."""
     word = text.strip().lower().rpartition(".")[2].replace("_", "")
     named = {dtype.lower(): dtype for dtype in ITEM_SIZES}
     stored = {name.lower().replace("_", ""): dtype for name, dtype in FROM_SAFETENSORS.items()}

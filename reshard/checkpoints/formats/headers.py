@@ -26,13 +26,13 @@ Header = Union[CheckpointIndex, DamagedCheckpointError]
 def read_headers(
     handles: FileHandles, files: Mapping[int, str], known: KnownStructures, holder: str = "rank"
 ) -> Iterator[tuple[int, Header]]:
-    """What files hold, or why they are damaged, by holder number in the order given.
+    """Headers of files, or errors of damaged ones, by holder number in the given order.
 
     Args:
         handles: where to borrow the files from.
         files: path by holder number.
         known: structures of files read before; these files' are added.
-        holder: what the numbers are called in messages.
+        holder: the unit of the numbers in messages.
 
     Raises:
         CheckpointError: a file cannot be read, is encrypted, or is no checkpoint.
@@ -56,7 +56,7 @@ def read_headers(
             ) from error
 
     numbers = list(files)
-    # The first file is read alone, so that others that are built like it are only compared with it.
+    # The first file is read alone: files of equal structure are only compared with it.
     for number in numbers[:1]:
         yield number, read(number)
     if len(numbers) < 2:
@@ -109,7 +109,7 @@ def _not_ours(kind: str) -> str:
 
 
 def read_index(handles: FileHandles, path: str, known: Optional[KnownStructures] = None) -> CheckpointIndex:
-    """Read what a checkpoint file holds; contents are not read.
+    """Read the headers of a checkpoint file.
 
     Args:
         handles: where to borrow the file from.

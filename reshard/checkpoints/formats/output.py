@@ -47,7 +47,7 @@ class OutputTensor(NamedTuple):
 
 
 class Literal(NamedTuple):
-    """Bytes of the file that are known already: ``data`` at ``offset``."""
+    """Literal bytes of the file: ``data`` at ``offset``."""
 
     offset: int
     data: memoryview
@@ -72,7 +72,7 @@ class OutputLayout:
     time with the next piece.
 
     Args:
-        begin: the first bytes of the file, which are taken over: there may be many MB of them.
+        begin: the first bytes of the file, not copied: they may be many MB.
 
     Attributes:
         size: bytes of the file.
@@ -137,7 +137,7 @@ def lay_out_ckpt(tensors: Iterable[OutputTensor], record_limit: int = RECORD_LIM
     """Lay out a `.ckpt` file, byte for byte as MindSpore writes one, without a CRC.
 
     Args:
-        tensors: what to write, in this order; names must differ.
+        tensors: the tensors in file order; names must differ.
         record_limit: most bytes of content per record; text is never divided, because MindSpore
             cannot join it.
 
@@ -164,7 +164,7 @@ def lay_out_safetensors(tensors: Sequence[OutputTensor], metadata: Optional[Mapp
     elements come first.
 
     Args:
-        tensors: what to write; names must differ.
+        tensors: the tensors; names must differ.
         metadata: the metadata, but for Int4 marks; by default as MindSpore writes it.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What is in a `.safetensors` file, from its header, checked as strictly as the library checks it.
+"""The contents of a `.safetensors` file from its header, checked as strictly as by the library.
 
 The file is a header length (8 bytes, little-endian), a JSON header, and the tensors' bytes, which
 must be covered exactly, without holes or overlaps:
@@ -28,7 +28,7 @@ LONGEST_HEADER = 100_000_000
 """Most bytes of a header, as the library has it."""
 
 _WINDOW = 1 << 18
-# Characters that what is said of a tensor may have, its name included.
+# Maximum length of a tensor's entry, including its name.
 _LONGEST_ENTRY = 1 << 17
 _LONGEST_NAME = 1 << 14
 _MOST_DIMS = 64
@@ -62,7 +62,7 @@ class _Header:
     """A header while it is walked: of one tensor at a time there is more than some numbers in memory.
 
     Attributes:
-        metadata: what it says besides.
+        metadata: its metadata.
     """
 
     def __init__(self, file: ReadableFile, size: int) -> None:
@@ -132,7 +132,7 @@ class _Header:
             self.metadata[key] = value
 
     def _add(self, name: str, info: Any) -> None:
-        """Take what the header says of a tensor, checked by itself."""
+        """Check and add the header's entry of a tensor."""
         stored, shape, start, stop = _entry(name, info, self._path)
         place = len(self._places)
         if place >= MOST_TENSORS:

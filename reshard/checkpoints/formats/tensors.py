@@ -1,4 +1,4 @@
-"""What a checkpoint file holds: per name a type, a shape, and where in the file the bytes are.
+"""The contents of a checkpoint file: per name a type, a shape, and a place of bytes.
 
 A file may hold hundreds of thousands of tensors, so `TensorTable` keeps columns and makes a `Tensor` on request.
 """
@@ -21,11 +21,11 @@ from reshard.text.wording import quoted
 MAX_DIMENSIONS = 30
 """NumPy 1 has arrays of 32 dimensions at the most, and elements are taken apart along further ones."""
 MAX_ELEMENTS = 1 << 40
-"""Elements of a tensor; of one without elements those that it had if its sizes of 0 were 1, because NumPy counts so."""
+"""Elements of a tensor; sizes of 0 count as 1, as in NumPy's limits."""
 
 
 def check_shape(path: str, name: str, shape: Sequence[int]) -> None:
-    """Refuse a shape that is beyond what can be computed with.
+    """Refuse a shape beyond computable sizes.
 
     Raises:
         CheckpointError: it has too many dimensions or elements.
@@ -98,7 +98,7 @@ class CheckpointIndex:
             without entries for a rank that has nothing to save.
         crc: the CRC that the file records, or None.
         metadata: the metadata of a safetensors file; empty for a `.ckpt`.
-        cipher: how the file is encrypted, in MindSpore's words; None where it is not.
+        cipher: MindSpore's name of the encryption; None without.
         archived: its tensors are archives, each with a CRC of its own, which takes a pass over all contents to check.
     """
 
@@ -113,7 +113,7 @@ class CheckpointIndex:
 
     @property
     def checkable(self) -> bool:
-        """Whether all contents can be compared with what the file records of them: a CRC, or tags of encryption."""
+        """Whether the file records checksums of all contents: a CRC, or encryption tags."""
         return self.crc is not None or self.cipher == GCM
 
     def extents(self) -> Iterator[tuple[int, int]]:
@@ -136,7 +136,7 @@ def logical_shape(dtype: str, dims: Sequence[int], nbytes: int) -> tuple[int, ..
 
 
 def content_size(dtype: str, dims: Sequence[int], nbytes: int) -> Optional[int]:
-    """Bytes that a tensor must have by its type and dimensions, or None where nothing is known.
+    """Bytes of a tensor by type and dimensions; None if unknown.
 
     Args:
         dtype: element type, known or not.
@@ -150,7 +150,7 @@ def content_size(dtype: str, dims: Sequence[int], nbytes: int) -> Optional[int]:
 
 
 def file_ranges(extents: Sequence[tuple[int, int]], start: int, length: int) -> Iterator[tuple[int, int]]:
-    """Where a range of a tensor's bytes lies in its file: (offset, length) runs in order.
+    """The place of a range of a tensor's bytes in its file: (offset, length) runs in order.
 
     Args:
         extents: (offset, bytes) runs that make up the tensor.

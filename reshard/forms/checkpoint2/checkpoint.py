@@ -1,4 +1,4 @@
-"""One iteration of Checkpoint 2.0, as its metadata and the headers of its files tell."""
+"""One iteration of Checkpoint 2.0, from its metadata and the headers of its files."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _MOST_PATTERNS = 6
 
 
 class LostTensor(NamedTuple):
-    """A tensor of which some slice is in no file that can be read.
+    """A tensor with a slice in no readable file.
 
     Attributes:
         name: of the tensor.
         slices: how many are lost.
-        files: names of the files that are said to hold lost slices, sorted; none where no file is.
+        files: recorded files of lost slices, sorted; empty without any.
     """
 
     name: str
@@ -36,15 +36,15 @@ class LostTensor(NamedTuple):
 class Checkpoint2(RecordedCheckpoint):
     """An iteration.
 
-    Holder numbers count the files that are listed or there: model files first, then optimizer files, each
+    Holder numbers count the listed or existing files: model files first, then optimizer files, each
     in the order of their names. A slice that is lost has no holders.
 
     Attributes:
         absent: why a listed file cannot be read, by its name.
-        lost: tensors of which some slice is in no readable file, by name.
-        unplaced: tensors in the files of which nobody recorded how they are cut, and why they are not read, by name.
+        lost: tensors with a slice in no readable file, by name.
+        unplaced: tensors without a recorded layout, with the reason why they are not read, by name.
         placements: how tensors are laid out, by name.
-        listed: names of the tensors that metadata.json describes; None where there is none.
+        listed: names of the tensors in metadata.json; None without it.
         unlisted: tensors that it does not describe and that are taken as whole, with the files that hold them.
     """
 
@@ -60,7 +60,7 @@ class Checkpoint2(RecordedCheckpoint):
         return [
             Equal(
                 *self._copies(name, files),
-                reason="metadata.json does not list it, so it is cut, and nothing says how",
+                reason="metadata.json does not list it: its layout is unknown",
                 hint=f"leave it out: --exclude {as_pattern(name)}",
             )
             for name, files in self.unlisted.items()
@@ -78,8 +78,8 @@ class Checkpoint2(RecordedCheckpoint):
 
         Returns:
             Per pipeline stage, by its ranks in the order of the device matrices, the layouts by name; stages
-            in the order of their first ranks. A tensor that every rank holds whole is in each stage of which a
-            rank holds it. Left out is what is laid out over some of a stage's ranks only.
+            in the order of their first ranks. A tensor that is whole on every rank is in each stage with such a
+            rank. Tensors on only some of a stage's ranks are skipped.
         """
         found: dict[RankList, dict[str, Layout]] = {ranks: {} for ranks in _stages(self.placements.values())}
         members = {ranks: frozenset(ranks) for ranks in found}
@@ -94,14 +94,14 @@ class Checkpoint2(RecordedCheckpoint):
         return found
 
     def check(self, wanted: Optional[Callable[[str], bool]] = None) -> None:
-        """Insist that every tensor that is wanted can be read whole.
+        """Check that every needed tensor is completely readable.
 
         Args:
-            wanted: says of a name whether it is; all are by default.
+            wanted: whether a name is needed; by default all are.
 
         Raises:
-            InputError: metadata and files contradict each other; all such tensors are named.
-            IncompleteSourceError: slices are in no file that can be read; all such tensors and files are named.
+            InputError: metadata and files contradict each other; lists all tensors concerned.
+            IncompleteSourceError: slices are in no readable file; lists all tensors and files concerned.
         """
         super().check(wanted)
         lost = [item for item in self.lost.values() if wanted is None or wanted(item.name)]
@@ -114,13 +114,13 @@ class Checkpoint2(RecordedCheckpoint):
             )
 
     def _explained(self, lost: Iterable[LostTensor]) -> list[Message]:
-        """What is lost, and why files cannot be read; a line each."""
+        """Lost slices and unreadable files, a line each."""
         by_files: dict[tuple[str, ...], list[str]] = {}
         for item in lost:
             by_files.setdefault(item.files, []).append(item.name)
         lines = []
         for files, names in by_files.items():
-            held = f"{some_names(files)} should hold" if files else "no file is said to hold"
+            held = f"{some_names(files)} should hold" if files else "no file is recorded to hold"
             told = f"{plural(len(names), 'parameter')} with a slice in no readable file, which {held}: "
             lines.append(told + listing(names, _MOST_PATTERNS))
         needed = dict.fromkeys(name for files in by_files for name in files)

@@ -1,7 +1,7 @@
-"""What an iteration holds: its metadata and the headers of its files held together.
+"""The contents of an iteration, from its metadata and the headers of its files.
 
-A tensor is taken where both agree. What they contradict each other in is a fault of that tensor alone, so that
-it matters only to whoever wants it; known defects of MindFormers' writers are healed where the data is there.
+A tensor is used if both agree. A contradiction is an error of that tensor alone, raised only if the tensor is
+needed. Known defects of MindFormers' writers are repaired if the data exists.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from reshard.text.wording import plural, quoted, some_names
 
 
 class Remark(Enum):
-    """What is said of tensors that are not as metadata says."""
+    """Warnings about tensors that differ from metadata."""
 
-    WITHOUT_DATA = "listed, but in no file, as MindFormers up to 2.0 does in a pipeline; passed over"
+    WITHOUT_DATA = "listed, but in no file (a defect of MindFormers up to 2.0 in pipelines); skipped"
     MOVED = (
         "looked for in the files of another pipeline stage, as MindFormers does with FusedAdamW; taken from the files "
         "of the stage of the parameters that they belong to"
     )
     MISNUMBERED = "slices numbered wrongly, as MindFormers does where the ranks of a layout have gaps; read by rank"
-    OUTSIDE = "said to be in files of ranks that the layout does not name; these copies are passed over"
-    REPLACED = "taken from files that are not listed for them, as those that are cannot be read"
+    OUTSIDE = "listed for files of ranks outside the layout; these copies are skipped"
+    REPLACED = "read from unlisted files, because the listed ones are unreadable"
     STATE = "states of the optimizer that are not listed; cut as the parameters that they belong to"
     WHOLE = "not listed, but in the files of all ranks with the same values; taken as whole"
 
 
 @dataclass
 class IterationContents:
-    """What an iteration holds; the attributes are as those of `Checkpoint2`."""
+    """The contents of an iteration; attributes as in `Checkpoint2`."""
 
     tensors: dict[str, GlobalTensor] = field(default_factory=dict)
     plain: set[str] = field(default_factory=set)
@@ -57,7 +57,7 @@ class IterationContents:
     unlisted: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     def add(self, name: str, tensor: Tensor, placement: TensorPlacement) -> None:
-        """A tensor that files hold, be it with gaps."""
+        """A tensor of the files, perhaps with gaps."""
         grid = placement.grid
         if placement.layout is None and is_loose(name, grid.shape):
             self.plain.add(name)
@@ -67,12 +67,12 @@ class IterationContents:
 
 
 def is_loose(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether a tensor that nobody lays out is a value such as ``global_step`` and no parameter."""
+    """Whether a tensor without a layout is a value such as ``global_step`` and no parameter."""
     return math.prod(shape) == 1 and is_value(name, 1)
 
 
 def whole_contents(files: IterationFiles) -> IterationContents:
-    """What the files of a single rank hold: whole tensors.
+    """The contents of a single rank's files: whole tensors.
 
     Args:
         files: all of one save that needs no metadata.
@@ -83,7 +83,7 @@ def whole_contents(files: IterationFiles) -> IterationContents:
             if name in found.placements:
                 other = files.paths[found.placements[name].held[0][0]]
                 found.faults[name] = CheckpointError(
-                    f"{quoted(name)} is in two files, and nothing tells which counts: {other}, {index.path}",
+                    f"{quoted(name)} is in two files, and it is unknown which is right: {other}, {index.path}",
                     file=index.path,
                     parameter=name,
                     hint=f"leave it out with --exclude {as_pattern(name)}",
@@ -98,13 +98,13 @@ def whole_contents(files: IterationFiles) -> IterationContents:
 def laid_out_contents(
     metadata: Metadata, files: IterationFiles, handles: FileHandles, report: Report
 ) -> IterationContents:
-    """What the files hold by their metadata.
+    """The contents of the files by metadata.
 
     Args:
-        metadata: what is said.
+        metadata: the metadata.
         files: the files, their headers read.
         handles: where to borrow them from.
-        report: told of what is healed and of what is left out.
+        report: gets notes on repaired and skipped tensors.
     """
     return _Reading(metadata, files, handles, report).read()
 
@@ -118,7 +118,7 @@ class _Reading:
         self._placer = Placer(metadata, files)
         self._elsewhere = Elsewhere(metadata, files, self._placer)
         self._found = IterationContents()
-        # Names by what was found of them, in the words of the user.
+        # Names by warning.
         self._remarks: dict[Remark, list[str]] = {}
 
     def read(self) -> IterationContents:
@@ -163,7 +163,7 @@ class _Reading:
     def _not_in_there(self, name: str, lacking: Sequence[int]) -> CheckpointError:
         paths = [self._files.paths[file] for file in lacking]
         return CheckpointError(
-            f"{some_names(paths, 2)}: {self._metadata.path} says that {quoted(name)} is in there, and it is not",
+            f"{some_names(paths, 2)}: {self._metadata.path} lists {quoted(name)} for this file, which lacks it",
             file=paths[0],
             parameter=name,
             hint="the files are not of one save, or were changed; take another iteration, or leave it out with "
@@ -173,7 +173,7 @@ class _Reading:
     def _replaced(
         self, name: str, placement: TensorPlacement, tensor: Optional[Tensor]
     ) -> tuple[TensorPlacement, Optional[Tensor]]:
-        """A placement of which some slices are in no file that is listed and there, with what other files hold."""
+        """A placement with missing slices, completed from other files."""
         found = self._elsewhere.replacements(name, placement)
         if found:
             files = [file for holders in found.values() for file in holders]
@@ -248,6 +248,6 @@ class _Reading:
             by_reason.setdefault(why, []).append(name)
         for why, names in by_reason.items():
             self._report.warn(
-                f"{path}: not listed, so nothing tells how it is cut, and {why}; left out "
+                f"{path}: not listed, so its layout is unknown, and {why}; skipped "
                 f"({plural(len(names), 'parameter')}): " + listing(names)
             )

@@ -1,13 +1,13 @@
 """Slices in other files than metadata.json lists, and tensors that it does not list.
 
-Optimizer states: MindSpore's compiler knows which parameter a state belongs to by a few prefixes. States of
+Optimizer states: MindSpore's compiler finds the parameter of a state by a few prefixes. States of
 FusedAdamW (``exp_avg.``) are not among them: it lays out those of every pipeline stage over the ranks of the last
-one, while they lie in the files of the stage of their parameter. MindFormers up to 2.0 may not list a state at
+one, while they are in the files of their parameter's stage. MindFormers up to 2.0 may not list a state at
 all. And where the files that are listed are gone, another rank's own file may hold the slice as well.
 
 Unlisted tensors: MindSpore's compiler lays out what is trained. Parameters that are not trained, and the
-optimizer's values, are in the files of every rank, unlisted, and nothing records whether such a parameter is whole
-there or cut. It counts as whole only if its values show so: a rank's slice of a cut tensor differs from that of its
+optimizer's values, are in the files of every rank, unlisted, and no record shows whether the parameter is whole
+or cut there. It counts as whole only if its values show so: a rank's slice of a cut tensor differs from that of its
 neighbour along an axis that cuts it.
 """
 
@@ -29,7 +29,7 @@ class Elsewhere:
     """Finds them.
 
     Args:
-        metadata: what is said of all tensors.
+        metadata: metadata of all tensors.
         files: the files, their headers read.
         placer: places tensors.
     """
@@ -41,14 +41,14 @@ class Elsewhere:
 
     @cached_property
     def rank_of(self) -> dict[int, int]:
-        """The rank that wrote a file, by holder number, of those of which it is known."""
+        """The rank that wrote a file, by holder number, where known."""
         return ranks_of_files(self._metadata, self._files)
 
     def moved(self, name: str) -> Optional[TensorPlacement]:
-        """Where a tensor lies that is in none of the files that are said to hold it.
+        """The layout of a tensor that is in none of its recorded files.
 
         Returns:
-            Its layout over the ranks of the parameter that it belongs to; None where it is no such state, or
+            Its layout over the ranks of its parameter; None if it is not an optimizer state, or
             files of other ranks hold it as well.
 
         Raises:
@@ -66,10 +66,10 @@ class Elsewhere:
         return self._placed(name, said._replace(layout=said.layout._replace(rank_list=ranks)), self._holders(name))
 
     def unlisted(self, name: str, holders: Sequence[int]) -> Optional[TensorPlacement]:
-        """Where the slices of an optimizer state lie that metadata does not list.
+        """The layout of an optimizer state that metadata does not list.
 
         Returns:
-            The layout of its parameter; None where it is no state, or its files are not those of such a layout.
+            The layout of its parameter; None if it is not a state, or its files do not fit that layout.
 
         Raises:
             LayoutError: the layout of its parameter contradicts itself.
@@ -105,7 +105,7 @@ class Elsewhere:
         return [file for file, index in self._files.indexes.items() if name in index.tensors]
 
     def _owner(self, name: str) -> Optional[TensorRecord]:
-        """What is said of the parameter that a state belongs to; None where there is none."""
+        """The metadata of a state's parameter; None without one."""
         tensors = self._metadata.tensors
         return next((tensors[owner] for owner in _owners(name) if owner in tensors), None)
 
@@ -128,7 +128,7 @@ class UnlistedVerdict(NamedTuple):
 
     Attributes:
         whole: it is not.
-        why: why nobody can tell, in words that go on after ``left out:``.
+        why: the reason why it is unknown, to follow a semicolon.
     """
 
     whole: bool
@@ -149,7 +149,7 @@ def judge(
         name: of the tensor.
         holders: the files that hold it.
         files: all files, their headers read.
-        rank_of: the rank of each file, where it is known.
+        rank_of: the rank of each file, where known.
         stages: the ranks of every pipeline stage, in the order of the device matrices.
         handles: where to borrow files from.
 
@@ -163,7 +163,7 @@ def judge(
         return UnlistedVerdict(False, "it has no elements")
     by_rank = {rank_of[file]: file for file in holders if file in rank_of}
     if len(by_rank) < len(holders):
-        return UnlistedVerdict(False, "the ranks of its files are not known")
+        return UnlistedVerdict(False, "the ranks of its files are unknown")
     compared: dict[int, None] = {}
     cuttable = False
     for stage in stages:
@@ -172,7 +172,7 @@ def judge(
         # One step along any axis of any device matrix: its distance divides the number of ranks.
         telling = [rank for at, rank in enumerate(stage) if at == 0 or len(stage) % at == 0]
         if not by_rank.keys() >= set(telling):
-            return UnlistedVerdict(False, "it is not in the files of all ranks that would tell")
+            return UnlistedVerdict(False, "it is missing in files that would decide it")
         compared.update(dict.fromkeys(by_rank[rank] for rank in telling))
         cuttable = cuttable or len(stage) > 1
     if not compared or not by_rank.keys() <= {rank for stage in stages for rank in stage}:

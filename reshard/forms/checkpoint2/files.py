@@ -1,4 +1,4 @@
-"""The tensor files of an iteration: which count, how they are numbered, and what is in them."""
+"""The tensor files of an iteration: selection, numbers and contents."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ class IterationFiles:
 
     Args:
         directory: of the iteration.
-        listed: names of the files that metadata.json names; None where there is none.
+        listed: names of the files in metadata.json; None without it.
         handles: where to borrow the files from.
-        report: told of files that are passed over.
+        report: gets notes on skipped files.
         damaged: files that count as absent, and why, by path.
 
     Attributes:
-        names: of the files that are listed or there, in the order of their holder numbers.
+        names: the listed or existing files, in the order of their holder numbers.
         numbers: holder number by name.
         paths: of the files that can be read, by holder number.
-        indexes: what is in each of them.
+        indexes: their headers.
         absent: why the others cannot be read, by name; each text names the path.
 
     Raises:
-        CheckpointError: there is no metadata.json, and the files are not those of a single rank; or a file
+        CheckpointError: without metadata.json, the files are not those of a single rank; or a file
             cannot be read at all.
         RetryableError: reading failed in a way that may pass.
     """
@@ -63,7 +63,7 @@ class IterationFiles:
             elif name in there:
                 paths[number] = path
             else:
-                self.absent[name] = f"{path}: is not there"
+                self.absent[name] = f"{path}: does not exist"
         self.indexes: dict[int, CheckpointIndex] = {}
         for number, header in read_headers(handles, paths, KnownStructures(handles), "file"):
             if isinstance(header, DamagedCheckpointError):
@@ -77,7 +77,7 @@ class IterationFiles:
 
 
 def _tensor_files(directory: str) -> set[str]:
-    """Names of the .safetensors files in a directory, links to such included."""
+    """Names of the .safetensors files in a directory, including links."""
     found = set()
     try:
         for entry in store_of(directory).entries(directory):
@@ -97,7 +97,7 @@ def _of_single_rank(directory: str, there: set[str]) -> set[str]:
     if any(total != 1 for _, total in series):
         ranks = max(total for _, total in series)
         raise CheckpointError(
-            f"{directory}: {METADATA} is not there, and the files are named as those of {ranks} ranks: nothing tells "
+            f"{directory}: {METADATA} is missing, and by their names the files are of {ranks} ranks: it is unknown "
             "how tensors are cut",
             file=directory,
             hint="the save was not finished, or not copied whole: bring the file back, or take another iteration",
@@ -105,15 +105,15 @@ def _of_single_rank(directory: str, there: set[str]) -> set[str]:
     if len(series) > 1:
         prefixes = some_names(sorted(name for name, parsed in said.items() if parsed is not None))
         raise CheckpointError(
-            f"{directory}: holds files of several saves ({prefixes}), and no {METADATA} that tells which count",
+            f"{directory}: holds files of several saves ({prefixes}), and no {METADATA} that lists the right ones",
             file=directory,
-            hint="move those that are not meant to another directory",
+            hint="move the other files to another directory",
         )
     return {name for name, parsed in said.items() if parsed is not None}
 
 
 def _counting(directory: str, listed: Sequence[str], there: set[str], report: Report) -> set[str]:
-    """The files that are listed, and those of the same save that are not."""
+    """The listed files, and unlisted ones of the same save."""
     parsed = [parse_file_name(name) for name in listed]
     series = {(said.kind, said.series) for said in parsed if said is not None}
     kinds = {kind for kind, _ in series}
@@ -131,6 +131,6 @@ def _counting(directory: str, listed: Sequence[str], there: set[str], report: Re
     if others:
         report.warn(
             f"{directory}: {METADATA} names no file of the same kind as {some_names(others)}, which "
-            f"{'is' if len(others) == 1 else 'are'} passed over"
+            f"{'is' if len(others) == 1 else 'are'} skipped"
         )
     return chosen

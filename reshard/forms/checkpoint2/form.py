@@ -39,7 +39,7 @@ class Checkpoint2Form(Form):
 
     @asks_once
     def read(self, reading: Reading) -> Checkpoint2:
-        """The last finished iteration, or the one that is asked for."""
+        """The last finished iteration, or the requested one."""
         from reshard.forms.checkpoint2 import read_checkpoint2, read_iteration
 
         src, handles, report = reading.path, reading.handles, reading.report
@@ -67,14 +67,14 @@ class Checkpoint2Form(Form):
         said = _said_of_training(checkpoint, wanted.handles)
         if said.get("global_batch_size") is None:
             report.warn(
-                f"{COMMON} has no global_batch_size, because the source does not record it: set it there before "
+                f"{COMMON} has no global_batch_size, because the source does not record it: add it before "
                 "training resumes"
             )
         known = checkpoint.names().union(wanted.target.parameters)
         unlisted = [name for name in values if is_weight(name, known)]
         if unlisted:
             report.warn(
-                "not in metadata.json, because nothing says how they are laid out, so that loaders do not find them: "
+                "not in metadata.json, so loaders do not find them, because their layouts are unknown: "
                 + listing(unlisted)
             )
         prefix = "" if wanted.prefix in (None, DEFAULT_PREFIX) else str(wanted.prefix).rstrip("-") + "-"
@@ -94,12 +94,12 @@ class Checkpoint2Form(Form):
         return [f"{iteration}/{METADATA}", f"{iteration}/{COMMON}", TRACKER]
 
     def check_written(self, directory: str, checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
-        """In what metadata and tracker say something else than what is there."""
+        """Differences between metadata, tracker and files."""
         place = os.path.relpath(checkpoint.place, directory)
         number = parse_iteration(place)
         tracked = read_tracker(directory)
         if tracked is None:
-            yield TRACKER, "is missing: nothing says that the iteration is complete"
+            yield TRACKER, "is missing: it marks the iteration as complete"
         elif tracked != number:
             yield TRACKER, f"names iteration {tracked}, not {number}"
         if not is_regular_file(os.path.join(checkpoint.place, COMMON)):
@@ -111,7 +111,7 @@ class Checkpoint2Form(Form):
         ]
         if healed:
             told = some_names([quoted(name) for name in healed], 3)
-            yield os.path.join(place, METADATA), f"does not say in which files {told} are"
+            yield os.path.join(place, METADATA), f"lacks the files of {told}"
 
     def check_step(self, src: str, step: str) -> None:
         """Refuse a number that no iteration has."""
@@ -126,7 +126,7 @@ class Checkpoint2Form(Form):
         try:
             tracked = read_tracker(src)
         except InputError:
-            # Whoever chooses an iteration says so.
+            # The choice of an iteration reports this already.
             tracked = None
         return [
             SavedStep(number, place, None if tracked is None else number <= tracked, number == tracked)
@@ -135,7 +135,7 @@ class Checkpoint2Form(Form):
         ]
 
     def describe(self, checkpoint: Checkpoint) -> Description:
-        """Over which ranks tensors are laid out, and what is lost."""
+        """The ranks of tensors, and lost slices."""
         found = cast(Checkpoint2, checkpoint)
         incomplete: Optional[InputError] = None
         try:
@@ -155,8 +155,8 @@ class Checkpoint2Form(Form):
 
 
 def _said_of_training(checkpoint: Checkpoint, handles: FileHandles) -> Mapping[str, Any]:
-    """What a checkpoint says of the training that saved it, as common.json does."""
-    # Values may be left out of what is made; the source still tells the step.
+    """The state of the training that saved a checkpoint, as in common.json."""
+    # Values may be excluded from the target; the source still contains the step.
     checkpoint = stored_checkpoint(checkpoint)
     if checkpoint.training:
         return checkpoint.training
@@ -175,7 +175,7 @@ def _said_of_training(checkpoint: Checkpoint, handles: FileHandles) -> Mapping[s
 
 
 def _integer(checkpoint: Checkpoint, name: str, handles: FileHandles) -> Optional[int]:
-    """A value of one integer; None where there is none of this name."""
+    """A value of one integer; None if it does not exist."""
     for holder in checkpoint.holders(name)[:1]:
         tensor = checkpoint.indexes[holder].tensors[name]
         form = _INTEGERS.get(tensor.dtype)

@@ -30,7 +30,7 @@ class Iteration(NamedTuple):
     """The directory of one iteration.
 
     Attributes:
-        number: of the iteration; None where the directory's name does not tell.
+        number: of the iteration; None if the directory's name does not contain it.
         path: the directory.
     """
 
@@ -39,7 +39,7 @@ class Iteration(NamedTuple):
 
     @property
     def label(self) -> str:
-        """What it is called in messages."""
+        """Its name in messages."""
         return "the checkpoint" if self.number is None else f"iteration {self.number}"
 
 
@@ -60,10 +60,10 @@ def recognise(path: str, names: Optional[Sequence[str]] = None) -> bool:
 
     Args:
         path: the directory.
-        names: what of its contents counts; by default everything.
+        names: the relevant names in it; by default all.
 
     Raises:
-        ReshardError: the directory cannot be listed, or what is in it cannot be looked at.
+        ReshardError: the directory or its contents cannot be listed.
     """
     if not is_directory(path):
         return False
@@ -85,12 +85,12 @@ def choose(path: str, step: Optional[str], report: Report) -> IterationChoice:
 
     Args:
         path: a root, or the directory of an iteration.
-        step: the iteration that is asked for; ``latest`` or None is the one that the tracker names.
-        report: told of iterations that are passed over.
+        step: the requested iteration; ``latest`` or None for the one in the tracker.
+        report: gets notes on skipped iterations.
 
     Raises:
         UsageError: ``step`` is no iteration's number, or not that of the directory.
-        CheckpointError: there is no such iteration.
+        CheckpointError: the iteration does not exist.
         RetryableError: reading failed in a way that may pass.
     """
     asked = _parse_step(step)
@@ -111,7 +111,7 @@ def choose(path: str, step: Optional[str], report: Report) -> IterationChoice:
         return IterationChoice([chosen], True)
     if tracked is None:
         report.warn(
-            f"{os.path.join(path, TRACKER)} is not there, so nothing tells which iterations are finished: "
+            f"{os.path.join(path, TRACKER)} is missing, so it is unknown which iterations are finished: "
             "the newest that is complete is taken"
         )
         return IterationChoice(found[::-1], False)
@@ -122,13 +122,13 @@ def choose(path: str, step: Optional[str], report: Report) -> IterationChoice:
         plural = "iterations" if len(newer) > 1 else "iteration"
         report.warn(
             f"{path}: {plural} {some_names(newer)} {'are' if len(newer) > 1 else 'is'} newer than the last finished "
-            f"one, {tracked} ({TRACKER}), and passed over"
+            f"one, {tracked} ({TRACKER}), and skipped"
         )
     return IterationChoice([chosen], True)
 
 
 def read_tracker(root: str) -> Optional[int]:
-    """The iteration that the tracker of a root names; None where there is no tracker.
+    """The iteration in the tracker of a root; None without a tracker.
 
     Raises:
         CheckpointError: it names none.
@@ -149,7 +149,7 @@ def read_tracker(root: str) -> Optional[int]:
 
 
 def read_common(directory: str) -> dict[str, Any]:
-    """What common.json says; nothing where there is none.
+    """The content of common.json; empty without the file.
 
     Raises:
         CheckpointError: it is damaged.
@@ -171,7 +171,7 @@ def read_common(directory: str) -> dict[str, Any]:
         raise CheckpointError(
             f"{path} is damaged: {error}",
             file=path,
-            hint="copy it again from where it was saved; to do without what it says (epoch, step), remove it",
+            hint="copy it again from the original; or remove it, without epoch and step",
         ) from error
 
 
@@ -207,7 +207,7 @@ def _parse_step(step: Optional[str]) -> Optional[int]:
     if not _NUMBER.fullmatch(step):
         raise UsageError(
             f"--step {step}: is no iteration of Checkpoint 2.0",
-            hint="name it by its number, such as --step 1000, or give --step latest",
+            hint="pass its number, for example --step 1000, or --step latest",
         )
     return int(step)
 
@@ -217,7 +217,7 @@ def _numbered(found: list[Iteration], number: int, otherwise: str) -> Iteration:
         if iteration.number == number:
             return iteration
     there = some_names([str(iteration.number) for iteration in reversed(found)])
-    raise CheckpointError(otherwise, hint=f"{_WHICH}; there are iterations {there}")
+    raise CheckpointError(otherwise, hint=f"{_WHICH}; its iterations: {there}")
 
 
 def _given(path: str, asked: Optional[int], report: Report) -> Iteration:
@@ -252,7 +252,7 @@ MODEL, OPTIMIZER = "model", "opt"
 
 _ITERATION = re.compile(r"iteration_([0-9]{8,18})")
 _FILE = re.compile(r"(?:(.+)-)?(model|opt)-([0-9]{7})-([0-9]{7})\.safetensors", re.DOTALL)
-# What Python's repr of a tuple of a name and a tuple of one number looks like.
+# Python's repr of a tuple of a name and a tuple of one number.
 _KEY = re.compile(r"""\((?:'((?:[^'\\]|\\.)*)'|"((?:[^"\\]|\\.)*)"), \((0|[1-9][0-9]{0,17}),\)\)""", re.DOTALL)
 _ESCAPE = re.compile(r"\\(?:([\\'\"nrt])|x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8})|.)", re.DOTALL)
 _SINGLE = {"\\": "\\", "'": "'", '"': '"', "n": "\n", "r": "\r", "t": "\t"}
@@ -260,10 +260,10 @@ _LARGEST_CHARACTER = 0x10FFFF
 
 
 class FileName(NamedTuple):
-    """What the name of a tensor file says.
+    """The parts of a tensor file's name.
 
     Attributes:
-        prefix: what the run is called; None where the name has none.
+        prefix: the name of the run; None without one.
         kind: `MODEL` or `OPTIMIZER`.
         number: of the rank that wrote it, or, in a de-duplicated save, of the file.
         total: files of this kind.
@@ -276,12 +276,12 @@ class FileName(NamedTuple):
 
     @property
     def series(self) -> tuple[Optional[str], int]:
-        """What the files of one kind and one save have in common."""
+        """The key of files of one kind and one save."""
         return self.prefix, self.total
 
 
 def parse_file_name(name: str) -> Optional[FileName]:
-    """What a file's name says; None where it is not that of a tensor file of Checkpoint 2.0."""
+    """The parts of a file's name; None if it is not a tensor file of Checkpoint 2.0."""
     match = _FILE.fullmatch(name)
     return None if match is None else FileName(match[1], match[2], int(match[3]), int(match[4]))
 
@@ -298,7 +298,7 @@ def iteration_name(number: int) -> str:
 
 
 def parse_iteration(name: str) -> Optional[int]:
-    """The number of an iteration's directory; None where it is none that MindFormers would find."""
+    """The number of an iteration's directory; None for a name that MindFormers does not find."""
     match = _ITERATION.fullmatch(name)
     if match is None or iteration_name(int(match[1])) != name:
         return None
@@ -308,7 +308,7 @@ def parse_iteration(name: str) -> Optional[int]:
 def parse_key(key: str) -> Optional[tuple[str, int]]:
     """Name and slice number of a key such as ``('layers.0.weight', (1,))``.
 
-    The text is read as data; None where it is anything but the repr of such a tuple.
+    The text is parsed, never evaluated; None if it is not the repr of such a tuple.
     """
     match = _KEY.fullmatch(key)
     if match is None:

@@ -24,7 +24,7 @@ from reshard.storage import ReadableFile, UnfitError, opened_regular, read_range
 from reshard.storage.json_text import Fields, JsonError, JsonStream, integers, parse_json
 from reshard.text.wording import quoted
 
-_AGAIN = "copy the directory again from where it was saved, or take another iteration"
+_AGAIN = "copy the directory again from the original, or use another iteration"
 _DESCRIPTIONS, _STORED = "state_dict_metadata", "storage_data"
 _ONE_READ = 4 << 20
 # The description of a tensor that is cut into a hundred thousand slices, indented.
@@ -34,7 +34,7 @@ _INT64 = 1 << 63
 _LONGEST_NAME = 255
 _ENDING = ".safetensors"
 
-# An entry of a stored slice as it is always written, compact or indented; parsed as JSON in general where it is not.
+# The usual text of a stored slice, compact or indented; other texts are parsed as JSON.
 _ENTRY = re.compile(
     r'\{~"file_name"~:~"([^"\\\x00-\x1f]*)"~,~"storage_rank"~:~(0|[1-9][0-9]{0,6})~'
     r'(?:,~"rank_group"~:~(\[[0-9, \t\n\r]*\])~)?\}'.replace("~", r"[ \t\n\r]*")
@@ -45,10 +45,10 @@ MOST_BYTES = 1 << 36
 
 
 def read_metadata(directory: str) -> Optional[Metadata]:
-    """Read the metadata.json of an iteration; None where there is none.
+    """Read the metadata.json of an iteration; None without one.
 
     Raises:
-        CheckpointError: it is damaged, or says what no such file can say.
+        CheckpointError: it is damaged, or contains impossible values.
         RetryableError: reading failed in a way that may pass.
     """
     path = os.path.join(directory, METADATA)
@@ -68,7 +68,7 @@ def read_metadata(directory: str) -> Optional[Metadata]:
 
 
 def _windows(file: ReadableFile) -> Callable[[], bytes]:
-    """What gives a file's bytes piece by piece, as many as it has now."""
+    """A reader of a file's bytes, piece by piece."""
     size = file.size()
     position = 0
 
@@ -87,7 +87,7 @@ class _Reader:
         self._found = Metadata(path)
         self._files: dict[str, int] = {}
         self._places: dict[SliceRecord, int] = {}
-        # Whatever was met before, so that it is kept once.
+        # Objects met before, to be shared.
         self._known: dict[Any, Any] = {}
         self._groups: dict[str, RankGroup] = {}
         self._group: tuple[str, RankGroup] = ("", ())
@@ -220,7 +220,7 @@ class _Reader:
         return number
 
     def _check_numbers(self) -> None:
-        """See that the sections tell of the same tensors and no slice comes twice."""
+        """Check that the sections list the same tensors and no slice twice."""
         for name, slices in self._found.stored.items():
             if name not in self._found.tensors:
                 raise JsonError(f"{_STORED} lists {quoted(name)}, which {_DESCRIPTIONS} does not")
@@ -258,10 +258,10 @@ class LayoutRecord(NamedTuple):
 
 
 class TensorRecord(NamedTuple):
-    """What is said of a tensor.
+    """The metadata of a tensor.
 
     Attributes:
-        dtype: its type in the words of the writer, in small letters; empty where nothing is said.
+        dtype: its type as the writer spells it, in lower case; empty if not recorded.
         shape: of the full tensor.
         cuts: slices per dimension, or None where they are not recorded.
         layout: None where every holder has the whole tensor.
@@ -276,7 +276,7 @@ class TensorRecord(NamedTuple):
 
 
 class Chunks(NamedTuple):
-    """The slices of a tensor; those of parameters that are cut alike are one object.
+    """The slices of a tensor; parameters with equal cuts share one object.
 
     Attributes:
         numbers: their numbers.
@@ -288,11 +288,11 @@ class Chunks(NamedTuple):
 
 
 class SliceRecord(NamedTuple):
-    """Where one slice lies; of slices that lie in the same files of the same ranks there is one.
+    """The place of a slice; slices in the same files of the same ranks share one.
 
     Attributes:
         entries: file (its place in `Metadata.files`) and storage rank.
-        ranks: every rank that is said to hold the slice, ascending.
+        ranks: all ranks recorded for the slice, ascending.
     """
 
     entries: Entries
@@ -300,7 +300,7 @@ class SliceRecord(NamedTuple):
 
 
 class SliceRecords:
-    """Where the slices of one tensor lie."""
+    """The places of one tensor's slices."""
 
     def __init__(self) -> None:
         self._numbers = array("q")
@@ -318,7 +318,7 @@ class SliceRecords:
 
     @property
     def key(self) -> bytes:
-        """Equal for tensors whose slices lie in the same files."""
+        """Equal for tensors with slices in the same files."""
         return self._numbers.tobytes() + self._places.tobytes()
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
@@ -335,10 +335,10 @@ class Metadata:
 
     Attributes:
         path: the file.
-        tensors: what is said of every tensor, by name, in the order of the file.
-        stored: where the slices of every tensor lie, by name.
+        tensors: metadata of every tensor, by name, in file order.
+        stored: the places of every tensor's slices, by name.
         files: names of all files that are named, each once.
-        places: what `stored` refers to.
+        places: the places in `stored`.
     """
 
     path: str

@@ -1,6 +1,6 @@
 """Which slice of a tensor each file holds, and which rank wrote the file.
 
-It is told by the layout and the storage rank: the slice is the one that the layout gives to this rank, by
+The layout and the storage rank determine it: the slice is the one that the layout gives to this rank, by
 its place in the list of ranks. The recorded number of the slice and the shape in the file are checks.
 """
 
@@ -23,7 +23,7 @@ from reshard.layout import Grid, Layout, shape_of, volume_of
 from reshard.text.names import as_pattern
 from reshard.text.wording import quoted, some_numbers
 
-# What the two kinds of runs, and the loaders, call the types; in small letters.
+# Names of types in both kinds of runs and in loaders, in lower case.
 _DTYPES = {name.lower(): name for name in ITEM_SIZES} | {
     stored.lower(): name for name, stored in SAFETENSORS_NAMES.items() if name != INT4
 }
@@ -31,14 +31,14 @@ _DTYPES = {name.lower(): name for name in ITEM_SIZES} | {
 
 @dataclass(frozen=True)
 class TensorPlacement:
-    """Where the slices of tensors lie that are described and stored alike.
+    """The places of slices, for tensors with equal metadata and storage.
 
     Attributes:
-        grid: how such a tensor is cut.
+        grid: the grid of these tensors.
         layout: the same over ranks; None where every holder has the whole tensor.
-        ranks: those that `layout` lays it out over, in its order; without a layout, all that are said to hold it.
-        said: per slice the files that are said to hold it, ascending.
-        held: per slice those of them that can be read.
+        ranks: the ranks of `layout`, in its order; without a layout, all recorded holders.
+        said: per slice the recorded files, ascending.
+        held: per slice the readable ones of these.
         misnumbered: whether the numbers of slices follow MindFormers' faulty rule for scattered ranks.
         outside: storage ranks that the layout does not lay anything out for.
         contents: of the files in ``held`` one of each that hold the same tensors.
@@ -57,7 +57,7 @@ class TensorPlacement:
 
     @classmethod
     def whole(cls, shape: tuple[int, ...], files: Sequence[int], ranks: Iterable[int]) -> TensorPlacement:
-        """That of a tensor of which files hold all, each for a rank."""
+        """The placement of a tensor that is whole in files, each of a rank."""
         held = (tuple(sorted(files)),)
         return cls(Grid.whole(shape), None, tuple(sorted(ranks)), held, held, False, (), held[0])
 
@@ -73,7 +73,7 @@ class TensorPlacement:
 
     @cached_property
     def lost(self) -> list[int]:
-        """Slices with elements that no readable file is said to hold."""
+        """Slices with elements and without a readable recorded file."""
         return [
             number for number, files in enumerate(self.held) if not files and volume_of(self.grid.slice_box(number))
         ]
@@ -98,7 +98,7 @@ class Placer:
     """Places the tensors of one iteration.
 
     Args:
-        metadata: what is said of them.
+        metadata: their metadata.
         files: the files, their headers read.
     """
 
@@ -111,10 +111,10 @@ class Placer:
         self._layouts: dict[LayoutRecord, _LaidOut] = {}
 
     def place(self, name: str) -> TensorPlacement:
-        """Where the slices of a tensor lie.
+        """The places of a tensor's slices.
 
         Raises:
-            LayoutError: its layout contradicts itself, its shape, or what is said of its slices.
+            LayoutError: its layout contradicts itself, its shape, or its recorded slices.
         """
         said = self._metadata.tensors[name]
         stored = self._metadata.stored.get(name, SliceRecords())
@@ -126,11 +126,11 @@ class Placer:
         return known
 
     def place_held(self, name: str, said: TensorRecord, rank_of: Mapping[int, int]) -> TensorPlacement:
-        """Where the slices of a tensor lie that is not stored as is said.
+        """The places of a tensor's slices, if its files contradict metadata.
 
         Args:
             name: of the tensor.
-            said: how it is laid out.
+            said: its recorded layout.
             rank_of: by holder number of the files that hold a slice of it the rank of each.
 
         Raises:
@@ -157,7 +157,7 @@ class Placer:
                 yield number, self._numbers[file], rank
 
     def _place(self, said: TensorRecord, entries: Iterable[tuple[Optional[int], int, int]]) -> TensorPlacement:
-        """Hold a layout against what is stored: per file that holds a slice the recorded number, file, and rank."""
+        """Compare a layout with storage: per file with a slice the recorded number, file, and rank."""
         laid_out = None if said.layout is None else self._laid_out(said.layout)
         grid = Grid.whole(said.shape) if laid_out is None else laid_out.layout.grid(said.shape)
         _check_chunks(said, grid)
@@ -182,13 +182,13 @@ class Placer:
                 if number not in (None, at):
                     if number != laid_out.faulty_number(rank):
                         raise LayoutError(
-                            f"{self._names[file]} of rank {rank} is said to hold slice {number}, but the layout gives "
+                            f"{self._names[file]} of rank {rank} is recorded with slice {number}, but the layout gives "
                             f"the rank slice {at}"
                         )
                     misnumbered = True
             before = slice_of_file.setdefault(file, at)
             if before != at:
-                raise LayoutError(f"{self._names[file]} is said to hold slices {before} and {at}")
+                raise LayoutError(f"{self._names[file]} is recorded with slices {before} and {at}")
             found[at].add(file)
         held = tuple(tuple(sorted(file for file in files if file in self._indexes)) for files in found)
         return TensorPlacement(
@@ -207,7 +207,7 @@ class Placer:
         known = self._layouts.get(recorded)
         if known is None:
             if recorded.interleaved:
-                raise LayoutError("its layout is marked as interleaved_parallel, which no writer is known to do")
+                raise LayoutError("its layout is marked as interleaved_parallel, which no known writer uses")
             layout = Layout(recorded.device_matrix, recorded.tensor_map)
             positions = {rank: position for position, rank in enumerate(recorded.rank_list)}
             if len(positions) < len(recorded.rank_list) or len(positions) != layout.device_count:
@@ -226,15 +226,15 @@ class Placer:
         return tuple(found.values())
 
     def tensor(self, name: str, files: Iterable[int], grid: Grid) -> Optional[Tensor]:
-        """What files hold by this name, all of them alike; None where none of them holds it.
+        """The tensor of this name, equal in all files; None if no file holds it.
 
         Args:
             name: of the tensor.
             files: to look into.
-            grid: how it is said to be cut.
+            grid: the recorded grid.
 
         Raises:
-            CheckpointError: a file holds it in another type or shape than is said.
+            CheckpointError: a file holds it with another type or shape than recorded.
         """
         said = self._metadata.tensors.get(name)
         dtype = None if said is None else _DTYPES.get(said.dtype)
@@ -286,13 +286,13 @@ def _is_scattered(ranks: Sequence[int]) -> bool:
 
 
 def _check_chunks(said: TensorRecord, grid: Grid) -> None:
-    """See that the recorded slices are those of the layout.
+    """Check the recorded slices against the layout.
 
     Raises:
         LayoutError: they are not.
     """
     if said.cuts not in (None, grid.cuts):
-        raise LayoutError(f"axis_fragmentations {list(said.cuts or ())} are not those of its layout, {list(grid.cuts)}")
+        raise LayoutError(f"axis_fragmentations {list(said.cuts or ())} differ from its layout, {list(grid.cuts)}")
     numbers = said.chunks.numbers
     if len(set(numbers)) < len(numbers):
         raise LayoutError("a slice is listed twice")
@@ -319,9 +319,9 @@ def disjoint(lists: Iterable[RankList]) -> list[RankList]:
 
 
 def ranks_of_files(metadata: Metadata, files: IterationFiles) -> dict[int, int]:
-    """The rank that wrote a file, by holder number, of those files of which it is known.
+    """The rank that wrote a file, by holder number, where known.
 
-    A file that nothing is listed in tells its rank by its name where all others do.
+    The rank of an unlisted file comes from its name, if the names of all others are right.
     """
     said: dict[int, set[int]] = {}
     world: set[int] = set()

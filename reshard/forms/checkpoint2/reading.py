@@ -1,4 +1,4 @@
-"""Reading an iteration: its metadata, the headers of its files, and what comes of holding the two together."""
+"""Reading an iteration: metadata, headers of files, and their comparison."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ def read_checkpoint2(
     damaged: Optional[Mapping[str, str]] = None,
     wanted: Optional[Callable[[str], bool]] = None,
 ) -> Checkpoint2:
-    """Read the iteration that is meant.
+    """Read the chosen iteration.
 
     Args:
         path: a root, or the directory of an iteration.
         step: its number; ``latest`` or None is the last finished one.
         handles: where to borrow files from.
-        report: told of iterations and files that are passed over, and of faults that do no harm.
+        report: gets notes on skipped iterations and files, and warnings of harmless faults.
         damaged: files that count as absent, and why, by path; the text names the file.
-        wanted: says of a name whether the tensor has to be readable; by default all have to.
+        wanted: whether a tensor has to be readable; by default all have to.
 
     Raises:
         UsageError: ``step`` names no iteration.
-        IncompleteSourceError: of a tensor that is wanted some slice is in no readable file.
-        InputError: there is no such iteration, or its metadata is damaged or contradicts the files.
+        IncompleteSourceError: a needed tensor has a slice in no readable file.
+        InputError: the iteration is missing, or its metadata is damaged or contradicts the files.
         RetryableError: reading failed in a way that may pass.
     """
     choice = choose(path, step, report)
@@ -54,7 +54,7 @@ def read_checkpoint2(
             if choice.settled:
                 raise
             refused = refused or error
-            report.warn(f"{iteration.label} is not complete and is passed over: {error.message}")
+            report.warn(f"{iteration.label} is not complete and is skipped: {error.message}")
             continue
         return found
     assert refused is not None
@@ -64,7 +64,7 @@ def read_checkpoint2(
 def read_iteration(
     iteration: Iteration, handles: FileHandles, report: Report, damaged: Optional[Mapping[str, str]] = None
 ) -> Checkpoint2:
-    """Read an iteration, complete or not; the arguments and errors are as those of `read_checkpoint2`."""
+    """Read an iteration, complete or not; the arguments and errors as in `read_checkpoint2`."""
     metadata = read_metadata(iteration.path)
     listed = None if metadata is None else metadata.files
     files = IterationFiles(iteration.path, listed, handles, report, damaged or {})
@@ -107,7 +107,7 @@ def strategy_of(checkpoint: Checkpoint2) -> Strategy:
     """How tensors are laid out over the ranks that an iteration was saved by.
 
     Raises:
-        CheckpointError: metadata does not tell, or not of every tensor, or its stages are no runs of ranks that
+        CheckpointError: metadata lacks layouts of some tensors, or its stages are no runs of ranks that
             follow each other.
     """
     stages: list[Stage] = []
@@ -124,7 +124,7 @@ def strategy_of(checkpoint: Checkpoint2) -> Strategy:
         first += len(ranks)
     if not stages:
         raise CheckpointError(
-            f"{checkpoint.place}: does not say how tensors are laid out",
+            f"{checkpoint.place}: does not record the layouts of tensors",
             file=checkpoint.place,
             hint=f"{_HINT}, or none",
         )

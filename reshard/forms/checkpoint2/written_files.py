@@ -36,7 +36,7 @@ from reshard.text.wording import quoted
 
 
 class _File(NamedTuple):
-    """A file: whose slices it holds, and of which tensors."""
+    """A file: the ranks and tensors of its slices."""
 
     kind: str
     stage: Stage
@@ -49,7 +49,7 @@ class Checkpoint2Files(TargetForm):
 
     Args:
         strategy: how tensors are laid out.
-        tensors: what is written, of the source's.
+        tensors: the written tensors of the source.
         known: names of all parameters of the source and of the strategy.
         values: names of the values beside them.
         iteration: number of the iteration.
@@ -104,7 +104,7 @@ class Checkpoint2Files(TargetForm):
         self._value_file = self._first[OPTIMIZER] if counts[OPTIMIZER] else 0
 
     def check_layout(self, name: str, layout: Layout) -> None:
-        """Refuse what metadata.json cannot say."""
+        """Refuse layouts that metadata.json cannot record."""
         check_described(name, layout)
 
     def _add_files(self, kind: str, stage: Stage, section: Section, tensors: Sequence[GlobalTensor]) -> None:
@@ -116,7 +116,7 @@ class Checkpoint2Files(TargetForm):
             try:
                 layout = layout_in(tensor, section.layouts[tensor.name], section.in_pipeline)
             except (InputError, LayoutError):
-                # It is told with all other problems when the plan is checked.
+                # The check of the plan reports it with all other problems.
                 layout = section.layouts[tensor.name]
             self._layouts[tensor.name] = len(self.sections), stage, layout
             if layout not in holders:
@@ -150,15 +150,15 @@ class Checkpoint2Files(TargetForm):
         return self.sections[self._section_numbers[file]]
 
     def names_in(self, file: int) -> Optional[frozenset[str]]:
-        """The tensors of which a file holds a slice."""
+        """The tensors with a slice in a file."""
         return self._files[file].names
 
     def takes_value(self, name: str, file: int) -> bool:
-        """Values are in one file, of optimizer state where there is any; loaders look for no other copy."""
+        """Values are in one file, of optimizer state if any; loaders read no other copy."""
         return name in self._values and file == self._value_file
 
     def finishing(self) -> Sequence[FinishingFile]:
-        """metadata.json and common.json, then the tracker, which says that the iteration is complete."""
+        """metadata.json and common.json, then the tracker, which marks the iteration as complete."""
         directory = iteration_name(self._iteration)
         return [
             FinishingFile(f"{directory}/{METADATA}", self._metadata),
@@ -170,7 +170,7 @@ class Checkpoint2Files(TargetForm):
         return metadata_json(self._described)
 
     def _described(self) -> Iterator[Described]:
-        """Every tensor, one at a time: with its files, all together would take as much memory as what they make."""
+        """Every tensor with its files, one at a time, which bounds memory."""
         for name, (section, stage, layout) in self._layouts.items():
             files = {
                 self._files[number].device: f"{self.names.of(number)}.{self.format}".rpartition("/")[2]
@@ -207,7 +207,7 @@ def metadata_json(tensors: Callable[[], Iterable[Described]]) -> Iterator[bytes]
         tensors: goes through the tensors; called twice.
 
     Raises:
-        CheckpointError: it cannot say how a tensor is laid out.
+        CheckpointError: it cannot record a tensor's layout.
     """
     yield b'{"state_dict_metadata":{'
     yield from _members((tensor.tensor.name, _described(tensor)) for tensor in tensors())
@@ -230,7 +230,7 @@ def tracker_text(iteration: int) -> bytes:
 
 
 def check_described(name: str, layout: Layout) -> None:
-    """Insist that metadata.json can say what a tensor is called and how it is laid out.
+    """Check that metadata.json can record a tensor's name and layout.
 
     Raises:
         CheckpointError: it cannot.
@@ -245,7 +245,7 @@ def check_described(name: str, layout: Layout) -> None:
         plain_layout(layout)
     except LayoutError as error:
         raise CheckpointError(
-            f"{quoted(name)}: Checkpoint 2.0 cannot say its layout: {error.message}",
+            f"{quoted(name)}: Checkpoint 2.0 cannot record its layout: {error.message}",
             parameter=name,
             hint="choose a target strategy without it, or write rank files, which keep the strategy beside them",
         ) from error
@@ -287,7 +287,7 @@ def _stored(tensor: Described) -> Iterator[tuple[str, Any]]:
     for device, file in sorted(tensor.files.items()):
         number = int(slices[device])
         group = [tensor.ranks[rank] for rank in tensor.layout.holders(number).tolist()]
-        # Loaders look for what Python writes of this tuple.
+        # Loaders expect Python's repr of this tuple.
         key = str((tensor.tensor.name, (number,)))
         yield key, [{"file_name": file, "storage_rank": tensor.ranks[device], "rank_group": group}]
 
@@ -306,7 +306,7 @@ _MEMBERS = ("epoch_num", "step_num", "global_step", "loss_scale", "global_batch_
 
 
 def common_json(said: Mapping[str, Any]) -> bytes:
-    """The content of common.json; what is not known is null, so that training does not go on from a guess."""
+    """The content of common.json; unknown values are null: training must not resume from a guess."""
     return json.dumps({name: said.get(name) for name in _MEMBERS}, indent=4).encode()
 
 
@@ -323,16 +323,16 @@ class PlainLayout(NamedTuple):
 
 
 def plain_layout(layout: Layout) -> PlainLayout:
-    """Say optimizer shards as axes.
+    """Express optimizer shards as axes.
 
     Shards go round among the ranks that hold the same slice, in ascending order: so they lie along the
     fastest of the axes that the tensor is not split over, of which the last one taken may have to be divided.
 
     Raises:
-        LayoutError: no device matrix says the same.
+        LayoutError: no device matrix is equivalent.
     """
     if layout.uneven is not None:
-        raise LayoutError("a table split by hand cannot be said by a device matrix and a tensor map")
+        raise LayoutError("a table split by hand has no device matrix and tensor map")
     # From the right: sizes of axes, and which of them each dimension is split over.
     sizes = list(reversed(layout.device_matrix)) or [1]
     dimensions = [list(axes) for axes in layout.tensor_map]
@@ -362,6 +362,6 @@ def plain_layout(layout: Layout) -> PlainLayout:
     if same.cuts != layout.cuts or not np.array_equal(same.slice_of_rank, layout.slice_of_rank):
         raise LayoutError(
             f"{layout.shards} optimizer shards over device matrix {list(layout.device_matrix)} and tensor map "
-            f"{layout.map_text} cannot be said by a device matrix and a tensor map alone"
+            f"{layout.map_text} has no equivalent device matrix and tensor map"
         )
     return plain

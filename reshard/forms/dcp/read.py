@@ -50,10 +50,12 @@ class Place(NamedTuple):
     Attributes:
         path: the directory.
         step: its iteration, where a root of several holds it.
+        names: what is in it.
     """
 
     path: str
     step: Optional[int] = None
+    names: Sequence[str] = ()
 
     @property
     def label(self) -> str:
@@ -75,8 +77,9 @@ def iterations(directory: str, names: Sequence[str]) -> Iterator[Place]:
     numbered = [(int(match[1]), name) for name in names for match in [_ITERATION.fullmatch(name)] if match]
     for number, name in sorted(numbered):
         path = os.path.join(directory, name)
-        if kind_of_directory(names_in(path)) == DCP:
-            yield Place(path, number)
+        held = names_in(path)
+        if kind_of_directory(held) == DCP:
+            yield Place(path, number, held)
 
 
 def saved_steps(root: str) -> list[SavedStep]:
@@ -113,7 +116,7 @@ def choose(src: str, step: str, report: Report) -> Place:
         number = _ITERATION.fullmatch(os.path.basename(os.path.normpath(src)))
         if step not in ("latest", str(int(number[1])) if number else "latest"):
             raise UsageError(f"{src}: is one checkpoint, and holds no steps", hint="leave out --step")
-        return Place(src, int(number[1]) if number else None)
+        return Place(src, int(number[1]) if number else None, names)
     if step != "latest" and not (step.isascii() and step.isdigit() and len(step) <= 18):
         raise UsageError(f"--step {step}: is not the number of an iteration")
     found = {place.step: place for place in iterations(src, names)}
@@ -167,7 +170,7 @@ def read_distributed(form: str, reading: Reading) -> ChunkedCheckpoint:
     """
     place = choose(reading.path, reading.step, reading.report)
     directory = place.path
-    names = names_in(directory)
+    names = place.names
     found = read_metadata(_metadata_of(form, directory, names))
     made = _Files(directory, found, reading)
     checkpoint = chunked_checkpoint(

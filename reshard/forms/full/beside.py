@@ -31,12 +31,12 @@ _PART = 1 << 20
 
 
 def files_beside(checkpoint: Checkpoint, tensors: Mapping[str, GlobalTensor], wanted: Wanted) -> list[FinishingFile]:
-    """What a Hugging Face directory takes over from another, and the configuration that was named for the rules.
+    """Further files of a Hugging Face directory: copies from the source, and the configuration of the rules.
 
     Args:
-        checkpoint: what is written.
-        tensors: those of its tensors that are.
-        wanted: what is asked for; the files are sources, too, and stay what they are at this moment.
+        checkpoint: the checkpoint to write.
+        tensors: its selected tensors.
+        wanted: the request. The files become sources: changes are detected from now on.
 
     Raises:
         ReshardError: one cannot be read.
@@ -44,7 +44,7 @@ def files_beside(checkpoint: Checkpoint, tensors: Mapping[str, GlobalTensor], wa
     handles, report = wanted.handles, wanted.report
     paths = {name: os.path.join(checkpoint.place, name) for name in checkpoint.others}
     if CONFIG not in paths and wanted.config is not None:
-        report.note(f"{CONFIG} is taken over from {wanted.config}")
+        report.note(f"{CONFIG} is copied from {wanted.config}")
         paths[CONFIG] = wanted.config
     copied = for_each(lambda path: _copied(path, handles), [*paths.values()])
     files = {name: file._replace(name=name) for name, file in zip(paths, copied)}
@@ -77,20 +77,20 @@ def _copied(path: str, handles: FileHandles) -> FinishingFile:
                     yield read_range(file, offset, min(_PART, status.size - offset))
         except OSError as error:
             raise reading_error(path, error) from error
-        # Before what is made of it gets its name.
+        # Check for changes before the target gets its name.
         handles.check_unchanged([path])
 
     return FinishingFile(os.path.basename(path), parts, status.size, path)
 
 
 def _of_other_types(path: str, tensors: Mapping[str, GlobalTensor], wanted: Wanted, report: Report) -> Optional[bytes]:
-    """A configuration of weights that were cast or dequantised; None where it stays as it is, byte for byte.
+    """A configuration for weights that were cast or dequantised; None to copy it byte for byte.
 
     Args:
         path: the configuration.
-        tensors: what is written.
-        wanted: whether casts, or numbers for quantised weights, are asked for; only then the configuration is changed.
-        report: told of another type than that of the weights.
+        tensors: the written tensors.
+        wanted: the request; only casts and dequantisation change the configuration.
+        report: gets a note on changed types.
 
     Raises:
         RetryableError: it cannot be read.
@@ -128,18 +128,18 @@ def _of_other_types(path: str, tensors: Mapping[str, GlobalTensor], wanted: Want
         return content
     if len(types) > 1:
         report.warn(
-            f"{CONFIG} says {key} {quoted(str(value))} as before, for the weights are of several types "
+            f"{CONFIG} keeps {key} {quoted(str(value))}, because the weights have several types "
             f"({', '.join(types)}): see that it is the one in which they are to be loaded"
         )
         return content
-    report.note(f"{CONFIG} says {key} {types[0]} now, as the weights are, and no longer {quoted(str(value))}")
+    report.note(f"{CONFIG}: {key} changed from {quoted(str(value))} to {types[0]}, the type of the weights")
     return (json.dumps({**config, **dict.fromkeys(said, types[0])}, indent=2) + "\n").encode()
 
 
 def check_beside(
     directory: str, written: Checkpoint, source: Checkpoint, cast: bool, report: Report
 ) -> Iterator[tuple[str, str]]:
-    """Compare the files beside the weights of a source with those beside the target's; see `Form.check_beside`."""
+    """Compare further files of source and target; see `Form.check_beside`."""
     different = []
     for name in source.others:
         old, new = os.path.join(source.place, name), os.path.join(directory, name)
@@ -186,7 +186,7 @@ def _same_but_type(old: str, new: str, written: Checkpoint) -> bool:
     if not isinstance(before, dict) or not isinstance(after, dict):
         return bool(before == after)
     plain = {key: value for key, value in before.items() if key in after or key not in QUANTISATION}
-    if after == plain or len(types) != 1:
+    if len(types) != 1:
         return bool(after == plain)
     named = types.pop().lower()
     return bool({key: named if key in TYPE_KEYS else value for key, value in plain.items()} == after)

@@ -44,11 +44,11 @@ _ONE_SAVE = "the files and this list are not of one save: copy or download the d
 
 
 class Contents:
-    """Files of a directory, and what is in them.
+    """Files of a directory and their contents.
 
     Attributes:
         paths: every file, by number.
-        indexes: what is in each.
+        indexes: their headers.
     """
 
     def __init__(self, directory: str, files: Sequence[str], indexes: Mapping[int, CheckpointIndex]) -> None:
@@ -103,13 +103,13 @@ class Contents:
 
         Args:
             place: the map, or the directory, for messages.
-            weight_map: what the map says; None where there is none.
-            count: the first so many files are those that it speaks of.
-            scalars: what is taken of the others, and the file that holds each.
-            report: told of tensors that the map does not list.
+            weight_map: the map; None without one.
+            count: the number of files in the map, which come first.
+            scalars: entries of the other files, each with its file.
+            report: gets notes on tensors outside the map.
 
         Raises:
-            CheckpointError: a tensor is in several files, or in none, or not in the one that the map says.
+            CheckpointError: a tensor is in several files or none, or not in the file of the map.
         """
         found: dict[str, int] = {}
         twice: dict[str, list[int]] = {}
@@ -145,7 +145,7 @@ class Contents:
                 CheckpointError(
                     f"{place}: lists {plural(len(nowhere), 'tensor')} that its files do not hold: "
                     + listing(nowhere)
-                    + f" (in {file_names(files)}, it says)",
+                    + f" (listed for {file_names(files)})",
                     file=place,
                     parameter=nowhere[0],
                     hint=_ONE_SAVE,
@@ -180,7 +180,7 @@ class Contents:
         """All tensors of the first so many files, in the order in which to write them.
 
         Returns:
-            The tensors, and the values among them that are no part of the model, such as ``global_step``, with the
+            The tensors, and the values that are not part of the model, such as ``global_step``, with the
             file that holds each.
         """
         held: dict[str, int] = {}
@@ -192,10 +192,10 @@ class Contents:
 
 
 class WholeTensors(ByName[GlobalTensor]):
-    """Tensors by name, each whole in one file; a `GlobalTensor` is made when one is asked for.
+    """Tensors by name, each whole in one file; a `GlobalTensor` is made on demand.
 
     Args:
-        indexes: what is in the files, by number.
+        indexes: headers of the files, by number.
         holders: the file of every tensor.
     """
 
@@ -203,7 +203,7 @@ class WholeTensors(ByName[GlobalTensor]):
         super().__init__(holders)
         self._indexes = indexes
         self._holders = holders
-        # There are few shapes and files, and many tensors.
+        # Few shapes and files, and many tensors.
         self._shardings: dict[tuple[int, tuple[int, ...]], tuple[FileSharding]] = {}
 
     def __getitem__(self, name: str) -> GlobalTensor:
@@ -242,16 +242,16 @@ class FullWeights(RecordedCheckpoint):
 def read_unified(
     path: str, handles: FileHandles, report: Report, damaged: Mapping[str, str] = MappingProxyType({})
 ) -> FullWeights:
-    """Read what a directory of MindSpore's unified weights holds, from headers alone.
+    """Read a directory of MindSpore's unified weights, headers only.
 
     Args:
         path: the directory, or the map in it.
         handles: where to borrow files from.
-        report: told of what is left out.
-        damaged: why files cannot be used, where that is known, by path.
+        report: gets notes on skipped parts.
+        damaged: unusable files with the reason, by path.
 
     Raises:
-        CheckpointError: files are missing or damaged, or do not hold what the map says.
+        CheckpointError: files are missing or damaged, or contradict the map.
         RetryableError: reading failed in a way that may pass.
     """
     directory = path if is_directory(path) else os.path.dirname(path) or os.curdir
@@ -259,7 +259,7 @@ def read_unified(
     map_path = os.path.join(directory, UNIFIED_MAP)
     if UNIFIED_MAP not in names:
         raise CheckpointError(
-            f"{directory}: has no {UNIFIED_MAP}, which says what is in which file",
+            f"{directory}: has no {UNIFIED_MAP}, which lists the file of each tensor",
             file=directory,
             hint=f"bring {UNIFIED_MAP} from where these files were written, or give one file alone as SRC",
         )
@@ -277,17 +277,17 @@ def read_unified(
 def read_huggingface(
     path: str, handles: FileHandles, report: Report, damaged: Mapping[str, str] = MappingProxyType({})
 ) -> FullWeights:
-    """Read what a directory of Hugging Face's weights holds, from headers alone.
+    """Read a directory of Hugging Face's weights, headers only.
 
     Args:
-        path: the directory, or the index in it where it has several.
+        path: the directory, or one of its indexes.
         handles: where to borrow files from.
-        report: told of what is not read.
-        damaged: why files cannot be used, where that is known, by path.
+        report: gets notes on skipped parts.
+        damaged: unusable files with the reason, by path.
 
     Raises:
-        CheckpointError: files are missing or damaged, or do not hold what the index says; it is not clear
-            which files are meant.
+        CheckpointError: files are missing or damaged, or contradict the index; or the choice of files is
+            ambiguous.
         RetryableError: reading failed in a way that may pass.
     """
     directory = path if is_directory(path) else os.path.dirname(path) or os.curdir
@@ -301,7 +301,7 @@ def read_huggingface(
         files = natural_order(set(weight_map.values()))
         if directory == path and SINGLE in names and SINGLE not in files:
             raise CheckpointError(
-                f"{directory}: holds {SINGLE} and an index that does not name it, so that it is two models",
+                f"{directory}: holds {SINGLE} and an index without it: two models",
                 file=directory,
                 hint=f"give {index_path} or {os.path.join(directory, SINGLE)} as SRC",
             )
@@ -337,17 +337,17 @@ def _check_whole(contents: Contents) -> None:
 
 
 def _scalars(index: CheckpointIndex, report: Report) -> list[str]:
-    """What can be read of the file of hyper-parameters."""
+    """The readable part of the file of hyper-parameters."""
     taken = [name for name, tensor in index.tensors.items() if _is_whole(tensor)]
     left = [name for name in index.tensors if name not in set(taken)]
     if left:
         report.warn(
-            f"{index.path}: left out, because it may hold only what rank 0 had of "
+            f"{index.path}: skipped, because it may contain only rank 0's part of "
             f"{'it' if len(left) == 1 else 'them'}: " + listing(left)
         )
     return taken
 
 
 def _is_whole(tensor: Tensor) -> bool:
-    """Whether an entry is certainly no slice: one of shape [1] may be one, such as an expert's bias."""
+    """Whether an entry is certainly not a slice; shape [1] may be one, such as an expert's bias."""
     return tensor.shape == () or (math.prod(tensor.shape) == 1 and tensor.is_value)

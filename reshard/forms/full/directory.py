@@ -1,4 +1,4 @@
-"""Directories of full weights by the names in them: which form, which files, what else lies there."""
+"""Directories of full weights by their file names: form, files, further files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from reshard.text.wording import one_line, plural, quoted, some_names
 
 UNIFIED_MAP = "param_name_map.json"
 HYPER_PARAMETERS = "hyper_param.safetensors"
-"""Where unified weights keep what is no part of the model; no map lists it."""
+"""The file of unified weights for values outside the model; no map lists it."""
 
 INDEX_ENDING = ".safetensors.index.json"
 HUGGINGFACE_INDEX = "model" + INDEX_ENDING
@@ -28,7 +28,7 @@ UNIFIED, HUGGINGFACE = "unified", "huggingface"
 """The forms."""
 
 MAP_FILES = {UNIFIED: UNIFIED_MAP, HUGGINGFACE: HUGGINGFACE_INDEX}
-"""The file of each form that says in which file a tensor is."""
+"""The map or index of each form."""
 
 # A name and its file take some hundred bytes; the largest models have some hundred thousand.
 _LARGEST = 128 << 20
@@ -59,7 +59,7 @@ def read_weight_map(path: str) -> dict[str, str]:
 
 
 def _weights_of(content: Any, flat: bool) -> dict[str, str]:
-    """The inner object, checked; ``flat``: the whole may be it."""
+    """The inner object, checked; with ``flat``, it may be the whole."""
     if not isinstance(content, dict):
         raise JsonError("it is not an object")
     weights = content.get(_WEIGHTS)
@@ -86,7 +86,7 @@ def _weights_of(content: Any, flat: bool) -> dict[str, str]:
 
 
 SINGLE = "model" + WEIGHTS_ENDING
-"""What Hugging Face calls the file of a model that has one."""
+"""Hugging Face's name of a single file."""
 
 PART = re.compile(r"part[0-9]+\.safetensors")
 NUMBERED = re.compile(r"model-([0-9]{5,9})-of-([0-9]{5,9})\.safetensors")
@@ -97,7 +97,7 @@ _OTHER_WEIGHTS = (
     *(".safetensors", ".index.json", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".ggml", ".h5", ".msgpack", ".onnx"),
     *(".npz", ".tflite", ".pkl"),
 )
-# Hidden files are no part of a model, and neither is what this program recorded there.
+# Hidden files and reshard's records are not part of a model.
 _NOT_OF_THE_MODEL = (".", "reshard-")
 
 ONE_COPY = "every tensor is in one file only: copy or download the directory again"
@@ -105,7 +105,7 @@ _MOST_FILES = 8
 
 
 def file_names(names: Sequence[str]) -> str:
-    """The first names of files and how many more there are."""
+    """The first names of files and the count of the others."""
     return some_names([one_line(name) for name in names], _MOST_FILES)
 
 
@@ -114,10 +114,10 @@ def full_weights_form(path: str, names: Optional[Sequence[str]] = None) -> Optio
 
     Args:
         path: a directory, or a file.
-        names: what of the directory's contents counts; by default everything.
+        names: the relevant names of the directory; by default all.
 
     Raises:
-        ReshardError: nobody can tell what is there.
+        ReshardError: the path cannot be listed.
     """
     if not is_directory(path):
         name = os.path.basename(path)
@@ -141,7 +141,7 @@ def index_in(directory: str, names: Sequence[str]) -> Optional[str]:
         raise CheckpointError(
             f"{directory}: holds several models: {file_names(found)}",
             file=directory,
-            hint=f"give one of them as SRC, such as {os.path.join(directory, found[0])}",
+            hint=f"pass one of them as SRC, for example {os.path.join(directory, found[0])}",
         )
     if not found:
         return None
@@ -168,12 +168,11 @@ def files_without_index(directory: str, names: Sequence[str], report: Report) ->
     count = counts.pop()
     if len(numbers) != count or any(int(match[1]) != place for place, match in enumerate(numbers, start=1)):
         raise CheckpointError(
-            f"{directory}: has {plural(len(found), 'file')} of the {count} that their names speak of, and no "
-            f"{HUGGINGFACE_INDEX}",
+            f"{directory}: has {plural(len(found), 'file')} of the {count} in their names, and no {HUGGINGFACE_INDEX}",
             file=directory,
             hint=ONE_COPY,
         )
-    report.note(f"{directory}: has no {HUGGINGFACE_INDEX}; its {plural(count, 'file')} are read, which are all there")
+    report.note(f"{directory}: has no {HUGGINGFACE_INDEX}; its {plural(count, 'file')} are read; none is missing")
     return found
 
 
@@ -189,7 +188,7 @@ def say_unread(
     place: Optional[str],
     report: Report,
 ) -> None:
-    """Name the weights that are not read, with a warning where they are named as those that are."""
+    """Note weights that are not read; a warning if their names are alike."""
     read = {*files, HYPER_PARAMETERS}
     unread = [
         name for name in names if name not in read and _are_weights(name) and name != os.path.basename(place or "")

@@ -19,7 +19,7 @@ from reshard.text.wording import plural, quoted, some_names
 
 
 class _FullForm(Form):
-    """What both have in common."""
+    """The common part of both forms."""
 
     def recognise(self, src: str, names: Optional[Sequence[str]] = None) -> bool:
         """By the map or index, or by names as the form gives them."""
@@ -30,7 +30,7 @@ class _FullForm(Form):
         return [MAP_FILES[self.name]]
 
     def check_written(self, directory: str, checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
-        """In what the map or index does not say what the files hold."""
+        """Differences between the map or index and the files."""
         name = MAP_FILES[self.name]
         held: dict[str, str] = {}
         for number, path in checkpoint.files.items():
@@ -40,13 +40,13 @@ class _FullForm(Form):
         path = os.path.join(directory, name)
         if not is_regular_file(path):
             if self.name == UNIFIED or len(checkpoint.files) > 1:
-                yield name, "is missing: nothing says which tensor is in which file"
+                yield name, "is missing: the files of tensors are not recorded"
             return
         listed = read_weight_map(path)
         wrong = [tensor for tensor, file in held.items() if listed.get(tensor) != file]
         if wrong:
             told = some_names([quoted(tensor) for tensor in wrong], 3)
-            yield name, f"does not say in which file {plural(len(wrong), 'tensor')} are: {told}"
+            yield name, f"lacks the files of {plural(len(wrong), 'tensor')}: {told}"
 
 
 class UnifiedForm(_FullForm):
@@ -87,7 +87,7 @@ class HuggingFaceForm(_FullForm):
         return read_huggingface(reading.path, reading.handles, reading.report, reading.damaged)
 
     def target(self, checkpoint: Checkpoint, wanted: Wanted) -> TargetForm:
-        """Numbered files, the index, and what lies beside the weights in another such directory."""
+        """Numbered files, the index, and further files of a Hugging Face source."""
         from reshard.forms.full.beside import files_beside
         from reshard.forms.full.written_files import FullDirectory
 
@@ -99,7 +99,7 @@ class HuggingFaceForm(_FullForm):
     def check_beside(
         self, directory: str, written: Checkpoint, source: Checkpoint, cast: bool, report: Report
     ) -> Iterator[tuple[str, str]]:
-        """The configuration and the tokenizer of another such directory."""
+        """The configuration and tokenizer of a Hugging Face source."""
         from reshard.forms.full.beside import check_beside
 
         return check_beside(directory, written, source, cast, report)
@@ -116,7 +116,7 @@ def check_latest(form: Form, reading: Reading) -> None:
 
 
 def _warn_of_training(chosen: Selected, known: Collection[str], report: Report) -> None:
-    """Say how to leave out what no model has: optimizer state, gradients, counters."""
+    """Advice on skipping optimizer state, gradients and counters."""
     names = [*chosen.tensors, *chosen.values]
     others = [name for name in names if not is_weight(name, known)]
     if not others:

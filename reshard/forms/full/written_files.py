@@ -23,7 +23,7 @@ from reshard.forms.ranks.naming import NamedFile
 from reshard.forms.target import FinishingFile, Section, TargetForm, WholeLayouts
 
 HUGGINGFACE_FORMAT, UNIFIED_FORMAT = "pt", "ms"
-"""What the files' metadata says as ``format``; loaders of Hugging Face's files refuse others than theirs."""
+"""The ``format`` in the files' metadata; Hugging Face's loaders refuse unknown ones."""
 
 MAX_SHARD_SIZE = 5 * 10**9
 """Bytes of tensors in one of Hugging Face's files, unless it holds one tensor only."""
@@ -43,7 +43,7 @@ class FullFile(NamedTuple):
 
     Attributes:
         name: relative to the directory.
-        tensors: the names of what is in it, in the order in which they were given to it.
+        tensors: the names of its tensors, in file order.
     """
 
     name: str
@@ -51,7 +51,7 @@ class FullFile(NamedTuple):
 
 
 def parse_size(text: str) -> int:
-    """Bytes that a text such as ``5GB`` or ``5G`` (decimal), ``5GiB`` (binary) or ``1000`` stands for.
+    """The bytes of ``5GB`` or ``5G`` (decimal), ``5GiB`` (binary) or ``1000``.
 
     Raises:
         UsageError: it is none, or less than a byte.
@@ -70,7 +70,7 @@ def split_for_huggingface(sizes: Sizes, max_shard_size: int = MAX_SHARD_SIZE) ->
     """Which tensors go into which file, as ``save_pretrained`` decides it.
 
     In the order given; a new file is begun where the next tensor would pass the limit. A tensor that is larger
-    gets a file of its own, which stands before the one that is being filled.
+    gets a file of its own, before the file that is being filled.
 
     Args:
         sizes: the tensors.
@@ -109,7 +109,7 @@ def split_for_unified(sizes: Sizes, max_shard_size: Optional[int] = None) -> lis
     for name, nbytes in sorted(sizes, key=lambda entry: -entry[1]):
         filled, number = heap[0]
         if max_shard_size is not None and filled and filled + nbytes > max_shard_size:
-            # What does not fit where most room is fits nowhere.
+            # A tensor that does not fit the emptiest file fits none.
             heapq.heappush(heap, (nbytes, len(files)))
             files.append([name])
             continue
@@ -136,7 +136,7 @@ def unified_files(sizes: Sizes, max_shard_size: Optional[int] = None) -> list[Fu
 
 
 def huggingface_index(files: Sequence[FullFile], sizes: Sizes) -> Optional[bytes]:
-    """The content of ``model.safetensors.index.json``; None where there is one file, which has no index."""
+    """The content of ``model.safetensors.index.json``; None for a single file, which has no index."""
     if len(files) == 1:
         return None
     return (json.dumps(_map(files, sizes), indent=2, sort_keys=True) + "\n").encode()
@@ -162,7 +162,7 @@ class FullDirectory(TargetForm):
 
     Args:
         name: ``unified`` or ``huggingface``.
-        tensors: what is written, in this order.
+        tensors: the tensors in file order.
         values: bytes of every value beside them, by name.
         max_shard_size: bytes of tensors in a file; by default as the form's own writer takes.
         others: files of the source that belong to the model, by name; copied where the form is its own.

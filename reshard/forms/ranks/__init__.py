@@ -1,6 +1,6 @@
-"""Trees of rank directories: which rank has a file of which step, what the files hold, and how it is cut.
+"""Trees of rank directories: files by rank and step, their contents and layouts.
 
-`find_checkpoints` goes by names alone. A strategy says how tensors are cut; `selection` takes the step to convert.
+`find_checkpoints` uses names alone. A strategy contains the layouts; `selection` chooses the step.
 """
 
 from reshard.forms.ranks.naming import FileNames

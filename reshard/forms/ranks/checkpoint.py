@@ -26,9 +26,9 @@ class RankCheckpoint:
 
     Attributes:
         source: the files.
-        tensors: what the strategy lists, as the files hold it, by name.
+        tensors: the strategy's parameters in the files, by name.
         laid_out: names that the strategy lists.
-        unseen: those of them that no file holds, where files of some ranks are missing.
+        unseen: those in no file, if files of some ranks are missing.
     """
 
     source: SourceStep
@@ -50,7 +50,7 @@ class RankCheckpoint:
 
     @property
     def place(self) -> str:
-        """The directory that all files of the step lie below."""
+        """The common directory of the step's files."""
         return self.source.place
 
     @property
@@ -60,12 +60,12 @@ class RankCheckpoint:
 
     @property
     def indexes(self) -> Mapping[int, CheckpointIndex]:
-        """What the readable files hold, by rank."""
+        """Headers of the readable files, by rank."""
         return self.source.indexes
 
     @property
     def training(self) -> Mapping[str, Any]:
-        """Nothing but what files hold as values."""
+        """Nothing: rank files have no metadata of training."""
         return {}
 
     @property
@@ -83,7 +83,7 @@ class RankCheckpoint:
         return order_in_files(self)
 
     def equal(self) -> Sequence[Equal]:
-        """None: every tensor stands for itself."""
+        """None: no tied tensors."""
         return ()
 
     def names(self) -> set[str]:
@@ -95,7 +95,7 @@ class RankCheckpoint:
         return sorted(self.source.names() - self.laid_out)
 
     def without_layout(self) -> list[str]:
-        """None is known: what is not listed may be cut."""
+        """None: unlisted tensors may be slices."""
         return []
 
     def holders(self, name: str) -> list[int]:
@@ -108,7 +108,7 @@ class RankCheckpoint:
 
 
 def rank_checkpoint_of(checkpoint: Checkpoint) -> Optional[RankCheckpoint]:
-    """What a checkpoint, or what it is made of, is as files of ranks; None where it is of another form."""
+    """The rank checkpoint that this is, or is made of; None for other forms."""
     stored = stored_checkpoint(checkpoint)
     return stored if isinstance(stored, RankCheckpoint) else None
 
@@ -123,7 +123,7 @@ class SourceStep:
     Attributes:
         found: the files by name alone.
         files: path per rank that has a file of this step.
-        indexes: what is in the files read so far, by rank.
+        indexes: headers of the files read so far, by rank.
         damaged: why a rank's file counts as absent, by rank.
     """
 
@@ -149,20 +149,20 @@ class SourceStep:
 
     @property
     def place(self) -> str:
-        """The directory that all files of the step lie below."""
+        """The common directory of the step's files."""
         directories = {absolute(os.path.dirname(path)) for path in self.files.values()}
         return common_directory(directories) if directories else "the source"
 
     @property
     def readable(self) -> frozenset[int]:
-        """Ranks whose file exists and is not known to be damaged."""
+        """Ranks with an existing file that is not marked as damaged."""
         return frozenset(self.files) - frozenset(self.damaged)
 
     def load(self, ranks: Iterable[int]) -> bool:
         """Read the headers of these ranks' files, where they exist.
 
         Returns:
-            Whether anything was read that was not known before.
+            Whether a file was read for the first time.
         """
         wanted = [r for r in sorted(ranks) if r in self.files and r not in self.indexes and r not in self.damaged]
         for rank, index in read_headers(self._handles, {rank: self.files[rank] for rank in wanted}, self._known):
@@ -172,7 +172,7 @@ class SourceStep:
                 continue
             self.indexes[rank] = index
             self._marked = self._marked or index.metadata.get(_DEDUPLICATED_KEY) == "True"
-            # Files built alike share their tensors, so most sets of names are known by identity.
+            # Files of equal structure share their tensors: compare by identity first.
             number = self._set_of_tensors.get(id(index.tensors))
             if number is None:
                 number = self._sets.setdefault(frozenset(index.tensors), len(self._sets))
@@ -191,7 +191,7 @@ class SourceStep:
         return [rank for rank in stage.ranks if rank not in readable]
 
     def ranks_with(self, name: str, stage: Stage) -> frozenset[int]:
-        """Ranks of a stage whose file, as far as read, holds a tensor of this name."""
+        """Ranks of a stage whose file holds a tensor of this name, among the files read."""
         sets = tuple(number for names, number in self._sets.items() if name in names)
         key = (stage.number, sets)
         found = self._presence.get(key)
@@ -207,7 +207,7 @@ class SourceStep:
     def deduplicated(self, stage: Stage) -> bool:
         """Whether each slice was saved by only some of the ranks of a stage that hold it.
 
-        It is where a file says so, be it the only one that is left; without a mark, which .ckpt files never
+        A single file with the mark is enough. Without a mark, which .ckpt files never
         have, where files of the stage hold different sets of its parameters.
         """
         if self._marked:
@@ -221,7 +221,7 @@ class SourceStep:
         )
 
     def _lacks_elements(self, name: str, stage: Stage, loaded: Sequence[int]) -> bool:
-        """Whether a file of a stage lacks a slice that has elements; .ckpt files mostly leave out what has none."""
+        """Whether a file of a stage lacks a slice with elements; .ckpt files mostly leave out empty slices."""
         holders = self.ranks_with(name, stage)
         if not any(self.indexes[rank].tensors[name].nbytes for rank in holders):
             return False
@@ -233,6 +233,6 @@ class SourceStep:
         return set().union(*self._sets) if self._sets else set()
 
     def holders(self, name: str) -> list[int]:
-        """All ranks, of those read, whose file holds a tensor of this name, ascending."""
+        """Ranks whose file holds a tensor of this name, among the files read, ascending."""
         sets = {number for names, number in self._sets.items() if name in names}
         return sorted(rank for rank, number in self._set_of_rank.items() if number in sets)

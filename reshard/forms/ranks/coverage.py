@@ -1,9 +1,9 @@
-"""Whether the files of a step are those of the strategy: its ranks, every slice, and parameters it does not list.
+"""Whether the files of a step fit the strategy: ranks, slices, and unlisted parameters.
 
 A step is complete when every stage has ranks with it and of every parameter found at that step
 every slice is found. A parameter that no file holds was not saved and does not count, except where
 the save was de-duplicated and a rank of that stage is absent, which may have been the one that held
-it. What has no elements is never missed.
+it. Slices without elements are never missing.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def unread_parameters(
 ) -> list[LostParameter]:
     """Parameters that were found nowhere but may have been on an absent rank (de-duplicated saves)."""
     result: dict[str, set[int]] = {}
-    # Of a stage with one file left nothing but the other stages' files tells it.
+    # A stage with a single file left shows it only in the other stages' files.
     if source.is_none or not any(step.deduplicated(stage) for stage in source.stages):
         return []
     for stage in stages:
@@ -94,29 +94,29 @@ def explain(lost: Sequence[LostParameter], most: int) -> list[Message]:
     """One line per ranks that would have held something: how many parameters, and which.
 
     Args:
-        lost: what is lost.
+        lost: the lost parameters.
         most: patterns of names in a line at the most.
     """
     by_groups: dict[frozenset[frozenset[int]], list[str]] = {}
     for parameter, groups in lost:
         by_groups.setdefault(groups, []).append(parameter)
     return [
-        f"{plural(len(names), 'parameter')} with a slice on no readable rank, which {_in_words(groups)} would have "
-        "held: " + listing(names, most)
+        f"{plural(len(names), 'parameter')} without a slice that {_in_words(groups)} should "
+        "hold: " + listing(names, most)
         for groups, names in sorted(by_groups.items(), key=lambda item: sorted(map(sorted, item[0])))
     ]
 
 
 def cure(lost: Iterable[LostParameter]) -> Optional[str]:
-    """Which ranks have to be brought back, in words; None where nothing is lost."""
+    """Advice on the ranks to restore; None if nothing is lost."""
     groups = frozenset(group for item in lost for group in item.groups)
-    return f"bring back {_in_words(groups)}" if groups else None
+    return f"restore {_in_words(groups)}" if groups else None
 
 
 def _in_words(groups: frozenset[frozenset[int]]) -> str:
     """``ranks 1,5`` where each is needed; ``one of ranks 0,4 and one of ranks 1,5`` where replicas would do."""
     alone = {rank for group in groups if len(group) == 1 for rank in group}
-    # Of a group with a rank that is needed anyway there is one then.
+    # A group with a rank that is needed anyway needs no other.
     several = sorted(sorted(group) for group in groups if group.isdisjoint(alone))
     words = [rank_ranges(alone)] if alone else []
     words += [f"one of {rank_ranges(group)}" for group in several[:_MOST_GROUPS]]
@@ -125,7 +125,7 @@ def _in_words(groups: frozenset[frozenset[int]]) -> str:
     return " and ".join(words)
 
 
-# Pairs of pipeline stages that are told of one by one.
+# Pairs of pipeline stages with a line each.
 _MOST_STAGES = 2
 
 
@@ -156,7 +156,7 @@ def problems_of_unlisted(
         )
         told.append((text, next(iter(by_stages.values()))[0]))
     elif len(by_stages) > _MOST_STAGES:
-        # Said for each pair of stages it would fill a screen.
+        # A line per pair of stages would fill a screen.
         unlisted = sorted({name for names in by_stages.values() for name in names})
         numbers = f"stages {number_ranges(number for number, _ in by_stages)}"
         told.append((_said_of_unlisted(checkpoint, numbers, "other stages", unlisted), unlisted[0]))
@@ -185,13 +185,13 @@ def _said_of_unlisted(checkpoint: RankCheckpoint, stage: str, elsewhere: str, un
 
 
 def check_ranks(tree: SourceTree, source: Strategy, handles: FileHandles) -> None:
-    """Refuse a tree whose ranks the source strategy does not know.
+    """Refuse a tree with ranks beyond the source strategy.
 
     Raises:
         CheckpointError: ranks beyond the strategy's devices, or one file where there must be several.
     """
     if tree.single_file and source.device_count > 1:
-        # What is no checkpoint at all is said first.
+        # Report an invalid file first.
         read_index(handles, tree.root)
         raise CheckpointError(
             f"{tree.root} is one file, but {source.path} lays parameters out over {source.device_count} devices",

@@ -32,11 +32,11 @@ class RanksForm(Form):
     options = FormOptions("rank", "rank files", Layouts.GIVEN, steps=True, formats=("ckpt", "safetensors"))
 
     def recognise(self, src: str, names: Optional[Sequence[str]] = None) -> bool:
-        """By ``{rank}`` in the path; what no other form recognises is taken for this one as well."""
+        """By ``{rank}`` in the path; this is also the form of unrecognised sources."""
         return names is None and ("\0" in src or RANK in src)
 
     def read(self, reading: Reading) -> Checkpoint:
-        """The newest complete step, or the one that is asked for."""
+        """The newest complete step, or the requested one."""
         # Loaded only here: strategies alone are read in loops.
         from reshard.forms.ranks.selection import StepSelector
 
@@ -63,12 +63,10 @@ class RanksForm(Form):
         """A file for every rank of the target's strategy."""
         alone = wanted.target.path == SAME and wanted.target.stages != wanted.source.stages
         if alone and not all(stage.layouts for stage in wanted.target.stages):
-            wanted.report.warn("no strategy is written beside the ranks: of some pipeline stage no parameter is left")
+            wanted.report.warn("no strategy file is written: a pipeline stage has no selected parameter")
             alone = False
         if alone and wanted.on_disk:
-            wanted.report.note(
-                f"the strategy of these ranks is written beside them: {os.path.join(wanted.dst, STRATEGY_FILE)}"
-            )
+            wanted.report.note(f"the strategy of these ranks is written to {os.path.join(wanted.dst, STRATEGY_FILE)}")
         return RankFiles(
             wanted.target,
             checkpoint.tensors,
@@ -78,12 +76,12 @@ class RanksForm(Form):
         )
 
     def marks(self, files: Sequence[str]) -> list[str]:
-        """The strategy, where none is at hand, and what trainers go by."""
+        """The strategy, if no file contains it, and the files that trainers read."""
         return [STRATEGY_FILE, *(file.name for file in resume_files(files))]
 
 
 def _candidates(reading: Reading) -> tuple[Iterable[StepFiles], Sequence[Optional[Step]]]:
-    """The steps that may be taken, newest first, and all there are to choose from where the user named none."""
+    """The candidate steps, newest first, and the list of all steps for ``latest``."""
     from reshard.forms.ranks.coverage import check_ranks
 
     if not isinstance(reading.src, str):
@@ -106,7 +104,7 @@ def _candidates(reading: Reading) -> tuple[Iterable[StepFiles], Sequence[Optiona
 
 
 def _with_damage(candidates: Iterable[StepFiles], damaged: Mapping[str, str]) -> Iterator[StepFiles]:
-    """Candidates that know which of their files are damaged, given why, by path."""
+    """Candidates with their damaged files marked; reasons by path."""
     for candidate in candidates:
         known = {rank: damaged[path] for rank, path in candidate.files.items() if path in damaged}
         yield replace(candidate, damaged=known)
@@ -116,7 +114,7 @@ def rank_names(prefix: Optional[str], checkpoint: Checkpoint) -> FileNames:
     """Of the files of ranks.
 
     Raises:
-        ReshardError: no file can be named as was asked for.
+        ReshardError: the names of --prefix are impossible.
     """
     epoch, _, number = (checkpoint.step or "").partition("_")
     step = Step(int(epoch), int(number)) if number else None

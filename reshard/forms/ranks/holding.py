@@ -10,7 +10,7 @@ from reshard.strategies import Stage
 
 
 class Holding(NamedTuple):
-    """One stage that holds a parameter, and how it is cut there."""
+    """One stage that holds a parameter, and its layout there."""
 
     stage: Stage
     layout: Layout
@@ -30,8 +30,8 @@ class StageSharding(NamedTuple):
 
     Attributes:
         stage: the stage.
-        layout: how the tensor really is cut there.
-        grid: where its slices lie.
+        layout: the real layout there.
+        grid: the boxes of its slices.
     """
 
     stage: Stage

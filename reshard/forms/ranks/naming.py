@@ -1,6 +1,6 @@
 """How the files of a tree are named: a template, and the files that are named otherwise.
 
-A template is a path relative to the tree, without the ending that tells the format. In it ``{rank}`` stands
+A template is a path relative to the tree, without the ending of the format. In it ``{rank}`` stands
 for the number of the rank, ``{rank:03}`` for the same in at least three digits, ``{{`` and ``}}`` for braces:
 ``rank_{rank}/llama_rank_{rank}-1_200``.
 """
@@ -22,13 +22,13 @@ from reshard.storage.json_text import Fields, JsonError
 from reshard.text.wording import quoted
 
 _FIELD = re.compile(r"\{\{|\}\}|\{rank(?::0([0-9]{1,3}))?\}")
-# In what --prefix says; a brace that is none of these says nothing.
+# Fields of --prefix; any other brace is an error.
 _PREFIX_FIELD = re.compile(_FIELD.pattern + r"|\{(epoch|step)\}|[{}]")
 _LONGEST_NAME = 255
 _LONGEST_STEM = _LONGEST_NAME - len(".safetensors")
 _DIGITS = re.compile("[0-9]+")
 _DIRECTORY = "rank_{rank}/"
-# Ranks whose files must tell the same step.
+# Ranks whose files must have the same step.
 _SEVERAL_RANKS = (0, 1, MOST_DEVICES)
 
 
@@ -62,26 +62,26 @@ class FileNames:
         """``rank_{rank}/{prefix}{rank}``, as converted checkpoints are named.
 
         Args:
-            prefix: what the files' names begin with. Where it holds fields, it is the whole name: ``{rank}``,
+            prefix: the beginning of the files' names. With fields, it is the whole name: ``{rank}``,
                 or ``{rank:03}``, stands for the rank's number, ``{epoch}`` and ``{step}`` for what is
                 converted; ``{{`` and ``}}`` are braces.
-            step: what is converted, if that is known.
+            step: the converted step, if known.
 
         Raises:
             UsageError: no file can be named so, or files named so could not be found again.
-            CheckpointError: the step is not known.
+            CheckpointError: the step is unknown.
         """
         fields = check_prefix(prefix)
         if fields & {"epoch", "step"} and step is None:
             raise CheckpointError(
-                f"--prefix {quoted(prefix)} holds {{epoch}} or {{step}}, but no name in the source tells them",
+                f"--prefix {quoted(prefix)} holds {{epoch}} or {{step}}, but no name in the source contains them",
                 hint="type the numbers, as in --prefix 'llama_rank_{rank}-3_10'",
             )
         return cls(_filled_prefix(prefix, step, whole=bool(fields)))
 
     @classmethod
     def from_fields(cls, said: Fields) -> FileNames:
-        """What `dataclasses.asdict` made, after JSON.
+        """The names from their JSON record.
 
         Raises:
             JsonError: it is something else, or a name leads out of the tree.
@@ -126,7 +126,7 @@ def check_prefix(prefix: str) -> frozenset[str]:
     for match in _PREFIX_FIELD.finditer(prefix):
         if match[0] in ("{", "}"):
             raise UsageError(
-                f"--prefix {quoted(prefix)} holds a brace that says nothing",
+                f"--prefix {quoted(prefix)} contains an unknown field",
                 hint="{rank}, {epoch} and {step} stand for numbers, {{ and }} for braces",
             )
         if match[0] not in ("{{", "}}"):
@@ -141,7 +141,7 @@ def check_prefix(prefix: str) -> frozenset[str]:
         )
     if len({parse_stem(stem)[1] for stem in stems}) > 1:
         raise UsageError(
-            f"--prefix {quoted(prefix)} makes names in which the rank's number stands where a step is looked for",
+            f"--prefix {quoted(prefix)} makes names with the rank's number in the place of a step",
             hint="put {rank} elsewhere, as in --prefix 'net_{rank}-{epoch}_{step}'",
         )
     return frozenset(fields)
@@ -188,7 +188,7 @@ def names_of(files: Iterable[tuple[int, str, Pattern]]) -> FileNames:
 
 
 def _template(pattern: Pattern, files: Iterable[tuple[int, str]]) -> str:
-    """The template of files of one pattern; a number gets as many digits as those that begin with a zero."""
+    """The template of files of one pattern; numbers get the digits of those with leading zeros."""
     widths = [0] * len(pattern)
     for _, name in files:
         position = 0

@@ -1,6 +1,6 @@
-"""What every parameter of a checkpoint is: its full shape, and how it really is cut.
+"""The full shape and the real layout of every parameter of a checkpoint.
 
-A strategy file of the usual form tells no shapes, and some of what it tells is untrue. So the two
+The usual strategy files contain no shapes, and some of their contents are wrong. So the two
 are held against each other: a *reading* of a parameter's layouts (dimensions regrouped, with or
 without the recorded optimizer shard) is right where the shape of every slice in the files agrees
 with it. Exactly one reading has to be left; anything else is an error that names the parameter.
@@ -28,7 +28,7 @@ from reshard.text.wording import plural, quoted, rank_ranges
 
 
 def listed_by_source(source: Strategy, step: SourceStep) -> set[str]:
-    """Names that the source strategy lists; `none` lists every tensor but those of one element."""
+    """Names in the source strategy; `none` lists every tensor of several elements."""
     if not source.is_none:
         return set().union(*(stage.layouts.keys() for stage in source.stages))
     return {
@@ -46,10 +46,10 @@ def read_parameters(source: Strategy, step: SourceStep, listed: set[str], writte
         source: strategy the files were saved with.
         step: the files.
         listed: parameters that the strategy lists.
-        written: those of them that will be written; what cannot be decided of another is left out.
+        written: the ones to write; others are skipped if undecided.
 
     Raises:
-        InputError: files and strategy contradict each other; all such parameters are named.
+        InputError: files and strategy contradict each other; lists all parameters concerned.
     """
     found: dict[str, GlobalTensor] = {}
     shared = _Shared({}, {}, {AS_RECORDED: AS_RECORDED})
@@ -65,8 +65,8 @@ def read_parameters(source: Strategy, step: SourceStep, listed: set[str], writte
         if parameter is not None:
             found[name] = parameter
     if problems:
-        told = f"{len(problems)} of {plural(len(listed), 'parameter')}"
-        raise one_error(problems, f"{step.place} does not fit the source strategy ({source.path}): {told}")
+        count = f"{len(problems)} of {plural(len(listed), 'parameter')}"
+        raise one_error(problems, f"{step.place} does not fit the source strategy ({source.path}): {count}")
     return found
 
 
@@ -81,7 +81,7 @@ class _Stored:
 
 
 class _Shared(NamedTuple):
-    """What thousands of parameters have in common, kept once.
+    """The shared part of thousands of parameters.
 
     Attributes:
         shapes: full shapes.
@@ -126,7 +126,7 @@ def _read_parameter(
         return None
     first = _check_dtypes(name, stored, step)
     accumulated = name.startswith(ACCUMULATED_GRADIENTS)
-    # What the strategy records, not what of it the files at hand are cut by, so that every run reads it alike.
+    # The recorded layout, not the one of this run's files: every run reads it alike.
     sharded = [stage for stage in source.stages if name in stage.layouts and stage.layouts[name].shards > 1]
     by_shape: dict[tuple[int, ...], _Reading] = {}
     for plain in (False, True) if accumulated and sharded else (False,):
@@ -149,7 +149,7 @@ def _read_parameter(
 
 
 class _Reading(NamedTuple):
-    """One way to read what the stages store.
+    """One reading of the stages' slices.
 
     Attributes:
         shape: full shape.
@@ -178,7 +178,7 @@ def _fitting_readings(stored: Sequence[_Stored], plain: bool) -> list[_Reading]:
 
 
 def _full_shape(layout: Layout, held: _Stored) -> Optional[tuple[int, ...]]:
-    """The full shape if every rank's slice is what the layout makes of it, else None."""
+    """The full shape if every rank's slice fits the layout, else None."""
     if len(held.tensors[0].shape) != len(layout.cuts):
         return None
     shape = layout.full_shape(held.tensors[0].shape)
@@ -219,9 +219,9 @@ def _decide(
             hint="leave it out with --exclude 'accu_grads.*' if gradients are not accumulated across this save",
         )
     expanded = any(held.layout.expandable for held in stored)
-    cure = "pass the protobuf strategy, which tells, or" if expanded else "if it is not needed,"
+    cure = "pass the protobuf strategy, which is unambiguous, or" if expanded else "if it is not needed,"
     raise CheckpointError(
-        f"{where} can be a slice of a tensor of shape {shapes}, and nothing in the files tells which",
+        f"{where} can be a slice of a tensor of shape {shapes}, and the files do not show which",
         file=path,
         rank=stored[0].ranks[0],
         parameter=name,
@@ -258,7 +258,7 @@ def _check_dtypes(name: str, stored: Sequence[_Stored], step: SourceStep) -> Ten
 
 
 def _contradiction(name: str, stored: Sequence[_Stored], step: SourceStep) -> CheckpointError:
-    """Say which file disagrees with the strategy, or with its neighbours."""
+    """An error for the file that contradicts the strategy, or the other files."""
     told = []
     for held in stored:
         shapes: dict[tuple[int, ...], list[int]] = {}
@@ -269,7 +269,7 @@ def _contradiction(name: str, stored: Sequence[_Stored], step: SourceStep) -> Ch
         full = f", full shape {list(layout.recorded_shape)}" if layout.recorded_shape else ""
         uneven = f", dimension 0 split by hand into {list(layout.uneven)}" if layout.uneven else ""
         told.append(
-            f"stage {held.stage.number} says device matrix {list(layout.device_matrix)}, tensor map "
+            f"stage {held.stage.number} has device matrix {list(layout.device_matrix)}, tensor map "
             f"{layout.map_text}, {plural(layout.shards, 'optimizer shard')}{full}{uneven}; its files hold {text}"
         )
     rank = _odd_one_out(stored)
@@ -296,7 +296,7 @@ def _odd_one_out(stored: Sequence[_Stored]) -> int:
 def read_some_ranks(
     found: StepFiles, source: Strategy, handles: FileHandles, report: Report, admit: Callable[[str], bool]
 ) -> tuple[RankCheckpoint, dict[str, InputError]]:
-    """Read the files of one step that are there, complete or not.
+    """Read the existing files of one step, complete or not.
 
     Args:
         found: the files, and which are damaged.

@@ -28,7 +28,7 @@ class RankFiles(TargetForm):
         tensors: the source's.
         format: of the files.
         names: of the files.
-        alone: whether no file says the strategy, so that one is written beside the ranks.
+        alone: whether no file contains the strategy; then one is written with the ranks.
     """
 
     name = "ranks"
@@ -65,7 +65,7 @@ class RankFiles(TargetForm):
         return True
 
     def finishing(self) -> Sequence[FinishingFile]:
-        """The strategy, where none is at hand, and what trainers go by, where files are named as theirs."""
+        """The strategy, if no file contains it, and meta.json files, if names are as trainers expect."""
         files = resume_files([f"{self.names.of(rank)}.{self.format}" for rank in range(self.count)])
         return [FinishingFile(STRATEGY_FILE, lambda: [self._strategy_file()]), *files] if self._alone else files
 
@@ -123,7 +123,7 @@ def meta_json(name: str) -> Optional[bytes]:
     stem, ending = os.path.splitext(file)
     prefix, step = parse_stem(stem)
     own, shown = _DIRECTORY.fullmatch(directory), _RANK.search(prefix)
-    # Behind the step nothing may stand, such as the mark of a save at a fault.
+    # The step must be last in the name: no mark of a save at a fault.
     if step is None or own is None or shown is None or own[1] != shown[1] or file != f"{prefix}-{step}{ending}":
         return None
     said = {"last_epoch": step.epoch, "last_step": step.step, "last_ckpt_file": file}

@@ -1,4 +1,4 @@
-"""Forms of checkpoints that are no trees of ranks, so that they are refused by name where one is asked for."""
+"""Errors for checkpoints of other forms where a rank tree is required."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def refuse_other_forms(src: str) -> None:
         raise CheckpointError(
             f"{src}: is {form}, not a tree of ranks",
             file=src,
-            hint="`reshard convert` takes the whole directory, and asks for no source strategy",
+            hint="pass the whole directory to `reshard convert`, without --src-strategy",
         )
 
 

@@ -1,15 +1,15 @@
 """Which checkpoint of a source tree is converted.
 
 `latest`, the default, is the newest complete step. Steps are tried from the newest on; one that is
-not complete is passed over with a warning that says why. What has to be there is judged in ever
+not complete is skipped with a warning and the reason. Completeness is judged in ever
 narrower *scopes*, the next one only where no step is complete in the one before:
 
 1. everything that was saved;
-2. what the target strategy lists: lost optimizer shards do not matter to a target without them;
-3. what the target ranks asked for need, so that only the files of their rank list need be there.
+2. the target strategy's parameters: lost optimizer shards do not matter to a target without them;
+3. the needs of the requested target ranks: only the files of their rank list have to exist.
 
-So a run for some of the target ranks takes the step that a run for all of them takes, wherever there
-is one, and reads it alike: it looks at every file of the step that is there.
+So a run for some of the target ranks chooses the same step as a run for all of them, if one exists,
+and reads it alike: it reads the headers of every existing file of the step.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ _MOST_PATTERNS = 6
 
 
 class Scope(Enum):
-    """What of a step has to be there; see the head of this module."""
+    """The part of a step that has to be complete; see the head of this module."""
 
     EVERYTHING = "everything"
-    TARGET = "what the target strategy lists"
-    ASKED = "what the target ranks asked for need"
+    TARGET = "the parameters of the target strategy"
+    ASKED = "the needs of the requested target ranks"
 
 
 class Incomplete(NamedTuple):
-    """What a step lacks.
+    """The missing parts of a step.
 
     Attributes:
         label: the step.
         place: the directory that all of its files lie below.
-        causes: files and stages that are not there.
-        lost: parameters of which a slice is nowhere.
+        causes: missing files and stages.
+        lost: parameters with a missing slice.
     """
 
     label: str
@@ -64,7 +64,7 @@ class Incomplete(NamedTuple):
     lost: Sequence[LostParameter]
 
     def lines(self, most: int) -> list[str]:
-        """Causes first, then what is lost, each with so many patterns of names at the most."""
+        """Causes first, then lost parameters, with a limit of name patterns each."""
         return [*self.causes, *explain(self.lost, most)]
 
 
@@ -73,7 +73,7 @@ class _Unwritable(Exception):
 
 
 class _Taken(NamedTuple):
-    """A candidate that is complete in some scope, how many are newer, and what it lacks in the widest scope."""
+    """A candidate that is complete in some scope, the number of newer ones, and its gaps in the widest scope."""
 
     number: int
     candidate: StepFiles
@@ -88,12 +88,12 @@ class StepSelector:
     Args:
         source: strategy the checkpoint was saved with.
         target: strategy it is converted to.
-        ranks: target ranks asked for; None for all of them, and where target files are no ranks: which tensors such a
+        ranks: the requested target ranks; None for all, and for forms without rank files: which tensors such a
             file gets depends on all tensors of the step.
-        filters: which names will be written.
+        filters: the selection of names.
         handles: open source files.
-        report: told of steps passed over and files that count as absent.
-        written: what edits make of a checkpoint; None where names and types stay.
+        report: gets notes on skipped steps and damaged files.
+        written: edits a checkpoint; None without edits.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class StepSelector:
         written: Optional[Callable[[Checkpoint], Written]] = None,
     ) -> None:
         self._made = written
-        # Why edits could not be tried on what is there of a step.
+        # The error of edits on an incomplete step.
         self._unfit: Optional[InputError] = None
         self._source = source
         self._target = target
@@ -126,7 +126,7 @@ class StepSelector:
 
         Args:
             candidates: newest first; only one where the user named a step.
-            steps: all steps there are to choose from, where the user named none.
+            steps: all steps, for ``latest``.
 
         Raises:
             IncompleteSourceError: no candidate is complete.
@@ -143,7 +143,7 @@ class StepSelector:
                     break
                 checkpoint = self._read(SourceStep(candidate, self._handles, self._report))
             except InputError as error:
-                # An older step than one that will do may be what it likes.
+                # Older steps than the chosen one do not matter.
                 refused = error
                 break
             lacking = self._lacking(checkpoint)
@@ -175,7 +175,7 @@ class StepSelector:
             lines += [f"{older.label}: " + line for line in older.lines(3)]
         hints = [cure(newest.lost)]
         if hints[0] is not None and self._ranks is not None:
-            hints.append("`reshard rank-list` tells which ranks a target rank needs")
+            hints.append("`reshard rank-list` prints the ranks that a target rank needs")
         if self._unfit is not None and self._ranks is not None:
             reason = self._unfit.message.splitlines()[0].rstrip(":")
             hints.append(f"the new names need one file of every pipeline stage; with these files alone: {reason}")
@@ -184,7 +184,7 @@ class StepSelector:
         return IncompleteSourceError(block(headline, lines), hint="; ".join(filter(None, hints)) or None)
 
     def judge(self, step: SourceStep) -> tuple[RankCheckpoint, Optional[Incomplete]]:
-        """Read a step and say what it lacks of everything that was saved; None where it is complete.
+        """Read a step; returns the missing parts of the whole save, None if complete.
 
         Raises:
             InputError: its files cannot be read, or contradict the strategy.
@@ -194,7 +194,7 @@ class StepSelector:
         return checkpoint, self._lacks(checkpoint, Scope.EVERYTHING)
 
     def _lacking(self, checkpoint: RankCheckpoint) -> dict[Scope, Incomplete]:
-        """What a step lacks, per scope in which it is not complete."""
+        """The missing parts of a step, per incomplete scope."""
         found: dict[Scope, Incomplete] = {}
         for scope in self._scopes:
             try:
@@ -208,7 +208,7 @@ class StepSelector:
         return found
 
     def _written(self, checkpoint: RankCheckpoint) -> Written:
-        """What would be written of a step that is not complete.
+        """The result that would be written from an incomplete step.
 
         Raises:
             _Unwritable: edits do not fit a part of a checkpoint.
@@ -239,11 +239,11 @@ class StepSelector:
         causes += [f"{index.path}: holds nothing" for index in step.indexes.values() if not index.tensors]
         absent = sorted(set(range(self._source.device_count)) - set(step.files))
         if absent:
-            causes.append(f"no file of {rank_ranges(absent)} is there ({self._source.device_count} in the strategy)")
+            causes.append(f"no file of {rank_ranges(absent)} ({self._source.device_count} in the strategy)")
         return Incomplete(step.label, step.place, [*causes, *stages], lost)
 
     def _wanted(self, scope: Scope, written: Written) -> Optional[set[str]]:
-        """Parameters of the source that a scope asks for; None for all that there are."""
+        """The source parameters of a scope; None for all."""
         if self._source.is_none:
             return None
         if written.target.is_none:
@@ -254,7 +254,7 @@ class StepSelector:
         return made.union(name for name, new in written.unseen.items() if new is None or new in names)
 
     def _empty_stages(self, checkpoint: RankCheckpoint, wanted: Optional[set[str]]) -> list[str]:
-        """Why a step lacks a whole stage of which something is wanted, or everything."""
+        """Why a step lacks a whole needed stage, or everything."""
         step, parameters, listed = checkpoint.source, checkpoint.tensors, checkpoint.laid_out
         stages = [stage for stage in self._source.stages if stage.layouts or self._source.is_none]
         empty = {stage.number: line for stage in stages for line in self._nothing_of(stage, step)}
@@ -274,7 +274,7 @@ class StepSelector:
         return lines or ([] if step.indexes else ["no file is readable"])
 
     def _nothing_of(self, stage: Stage, step: SourceStep) -> Iterator[str]:
-        """Why nothing can be told of a stage's parameters, if so."""
+        """Why a stage's parameters are unknown, if so."""
         where = f"pipeline stage {stage.number} ({rank_ranges(stage.ranks)})"
         loaded = step.loaded(stage)
         held = {name for rank in loaded for name in step.indexes[rank].tensors}
@@ -303,20 +303,20 @@ class StepSelector:
                 if self._filters.admit(name) and (everything or any(name in stage.layouts for stage in stages))
             }
         tensors = read_parameters(self._source, step, listed, written)
-        # An empty file may stand for what was not saved.
+        # An empty file may mean that nothing was saved.
         partial = any(map(step.absent, self._source.stages)) or not all(i.tensors for i in step.indexes.values())
         unseen = frozenset(listed.difference(tensors) if partial else ())
         return RankCheckpoint(step, tensors, frozenset(listed), unseen)
 
     def _stages_of(self, target: Strategy) -> list[Stage]:
-        """The target's stages that are asked for."""
+        """The requested target stages."""
         if self._ranks is None:
             return list(target.stages)
         stages = {target.stage_of(rank).number: target.stage_of(rank) for rank in self._ranks}
         return list(stages.values())
 
     def _lost_to_asked(self, checkpoint: RankCheckpoint, written: Written) -> Iterator[LostParameter]:
-        """Parameters of which the targets asked for need a slice that no file has."""
+        """Parameters with a missing slice that the requested targets need."""
         cuts = Cuts()
         sections = stage_sections(written.target, written.tensors)
         missing: dict[str, set[frozenset[int]]] = {}
@@ -325,10 +325,10 @@ class StepSelector:
                 for source, ranks in self._missing_ranks(tensor, checkpoint.source, cuts, sections, written.target):
                     missing.setdefault(source, set()).add(ranks)
             except IncompleteSourceError:
-                # How it is to be cut is told by files that are not there.
+                # Missing files decide its layout.
                 missing.setdefault(tensor.sources[0].name, set()).add(frozenset(tensor.shards.undecided))
             except InputError:
-                # It does not fit the target, which is told of the step that is taken.
+                # It does not fit the target; the error is raised for the chosen step.
                 continue
         for name, groups in missing.items():
             yield LostParameter(name, frozenset(groups))
@@ -336,7 +336,7 @@ class StepSelector:
     def _missing_ranks(
         self, tensor: GlobalTensor, step: SourceStep, cuts: Cuts, sections: Sequence[Section], target: Strategy
     ) -> Iterator[tuple[str, frozenset[int]]]:
-        """Parameter, and the ranks that would hold it, per slice that the targets asked for need and no file has."""
+        """Per missing slice that the requested targets need: parameter, and the ranks that should hold it."""
         present = [step.present(source) for source in tensor.sources]
         for rank in self._ranks or ():
             section = sections[target.stage_of(rank).number]
@@ -355,22 +355,22 @@ class StepSelector:
                     yield source.name, frozenset(ranks)
 
     def _tell(self, taken: _Taken, passed: Sequence[Incomplete], steps: Sequence[Optional[Step]]) -> None:
-        """Say what was decided, and what newer steps lack."""
+        """Report the chosen step and the gaps of newer ones."""
         for other in passed:
-            self._report.warn(f"{other.label} is not complete and is passed over: " + joined("; ", other.lines(3)))
+            self._report.warn(f"{other.label} is not complete and is skipped: " + joined("; ", other.lines(3)))
         for note in taken.candidate.notes:
             self._report.warn(note)
         step = taken.checkpoint.source
         absent = sorted(set(range(self._source.device_count)) - step.readable)
         if taken.scope is Scope.TARGET and taken.lacks is not None:
             self._report.warn(
-                f"{step.label} is not complete, but what it lacks is not in the target strategy: "
+                f"{step.label} is not complete, but the target strategy does not need the rest: "
                 + joined("; ", taken.lacks.lines(3))
             )
         elif taken.scope is Scope.ASKED:
             self._report.note(
-                f"{step.label} has no file of {rank_ranges(absent)} here; the target ranks asked for need none of it, "
-                "and values outside the strategies are those of the files that are here"
+                f"{step.label} has no file of {rank_ranges(absent)} here; the requested target ranks need none of it, "
+                "and values outside the strategies come from the existing files"
             )
         elif absent:
             self._report.note(
@@ -383,7 +383,7 @@ class StepSelector:
         if some_ranks and len(steps) > 1 and step.step is not None:
             self._report.warn(
                 f"{step.place} holds {plural(len(steps), 'step')}, and {step.label} is taken; give every rank "
-                f"--step {step.step}, so that all of them take the same, whatever is saved meanwhile"
+                f"--step {step.step}, so that all of them use the same step, even if newer ones are saved"
             )
         if taken.scope is Scope.EVERYTHING:
             self._tell_not_saved(taken.checkpoint)
@@ -396,7 +396,7 @@ class StepSelector:
             away = step.absent(stage)
             unseen = sorted(name for name in stage.layouts if name not in parameters)
             if away and unseen:
-                # Weights are always saved; of other parameters a strategy often lists more than there are.
+                # Weights are always saved; strategies often list other parameters that are not.
                 tell = self._report.warn if any(is_weight(name, known) for name in unseen) else self._report.note
                 tell(
                     f"{plural(len(unseen), 'parameter')} of stage {stage.number} in no file of {step.label} count as "

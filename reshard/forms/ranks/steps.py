@@ -1,8 +1,8 @@
-"""What the name of a checkpoint file says: its step, its rank, and which series of saves it belongs to.
+"""The step, rank and series of saves in the name of a checkpoint file.
 
 MindSpore names files ``{prefix}-{epoch}_{step}.ckpt``. A second run into the same directory appends
 ``_1`` to the prefix, so steps can be ordered within one prefix only; and the prefix may hold the
-rank's own number (``llama_rank_3-1_10.ckpt``), so that the prefixes of two ranks of one save differ.
+rank's own number (``llama_rank_3-1_10.ckpt``); then the prefixes of two ranks of one save differ.
 
 In a path, ``{rank}`` stands for a whole number of digits; ``*``, ``?`` and ``[...]`` are wildcards within one
 component, as in a shell.
@@ -28,7 +28,7 @@ _STEP = re.compile(r"([0-9]{1,255})_([0-9]{1,255})")
 # Saves at a fault carry a mark behind the step.
 _STEM = re.compile(r"(?P<prefix>.*)-(?P<epoch>[0-9]+)_(?P<step>[0-9]+)(?:_breakpoint)?", re.DOTALL)
 RANK_NUMBER = "\0"
-"""Stands in a name for a number that is known to be the rank's; no file's name can hold it."""
+"""Replaces the rank's number in a name; no file name can contain it."""
 
 _NUMBERS = re.compile(r"([0-9]+|\0)")
 # Before the number of the rank that saved it.
@@ -66,7 +66,7 @@ class Step:
         match = _STEP.fullmatch(text)
         if match is None:
             raise UsageError(
-                f"--step {text}: is no step", hint="name epoch and step as in the files' names, such as 3_10"
+                f"--step {text}: is not a step", hint="pass epoch and step as in the files' names, for example 3_10"
             )
         return cls(int(match[1]), int(match[2]))
 
@@ -80,7 +80,7 @@ def parse_stem(stem: str) -> tuple[str, Optional[Step]]:
 
 
 def saved_at_fault(path: str) -> Optional[str]:
-    """How a file says that it was saved at a fault: ``"breakpoint"`` or ``"ttp"``; None: it does not."""
+    """The mark of a save at a fault in a file's name: ``"breakpoint"`` or ``"ttp"``; None without one."""
     directory, name = os.path.split(path)
     if os.path.splitext(name)[0].endswith("_breakpoint"):
         return "breakpoint"
@@ -89,7 +89,7 @@ def saved_at_fault(path: str) -> Optional[str]:
 
 
 def holds_fault_saves(name: str) -> bool:
-    """Whether a directory of this name holds what was saved at a fault, and was finished."""
+    """Whether a directory of this name is a finished save at a fault."""
     return _FAULT_DIRECTORY.fullmatch(name) is not None
 
 
@@ -116,7 +116,7 @@ def name_families(prefixes: Iterable[tuple[int, str]]) -> dict[tuple[int, str], 
 
 
 def _usual(rank: int, prefix: str) -> Pattern:
-    """The pattern of a prefix of which no other rank's file tells anything."""
+    """The pattern of a prefix without evidence from other ranks' files."""
     split = _NUMBERS.split(prefix)
     pieces: list[Optional[str]] = [None if piece == RANK_NUMBER else piece for piece in split]
     if None not in pieces:
@@ -128,7 +128,7 @@ def _usual(rank: int, prefix: str) -> Pattern:
 
 
 def _patterns(rank: int, prefix: str) -> frozenset[Pattern]:
-    # Numbers stand at the odd places.
+    # Numbers are at odd indexes.
     pieces: list[Optional[str]] = [None if piece == RANK_NUMBER else piece for piece in _NUMBERS.split(prefix)]
     places = [place for place, piece in enumerate(pieces) if place % 2 and piece is not None and int(piece) == rank]
     patterns: set[Pattern] = set()
@@ -150,10 +150,10 @@ class PathMatch(NamedTuple):
     """A file or directory that a pattern matches.
 
     Attributes:
-        rank: the number that ``{rank}`` stands for.
+        rank: the number matched by ``{rank}``.
         naming: how it, or the directory that it is in, is named, relative to `fixed_directory`, in pieces, with
-            None for the rank's number: what matches in two ways for one rank has two namings.
-        path: where it is.
+            None for the rank's number: two ways to match one rank are two namings.
+        path: its path.
         name: of a file: its name, with `RANK_NUMBER` for the numbers that ``{rank}`` stands for.
     """
 
@@ -164,7 +164,7 @@ class PathMatch(NamedTuple):
 
 
 def match_paths(pattern: str, unfinished: str) -> Iterator[PathMatch]:
-    """Everything that exists and matches. Directories whose names end in ``unfinished`` are passed over.
+    """Everything that exists and matches. Directories whose names end in ``unfinished`` are skipped.
 
     Raises:
         OSError: a directory cannot be listed.
@@ -182,7 +182,7 @@ def fixed_directory(pattern: str) -> str:
 
 
 def _descend(directory: str, parts: list[str], rank: int, naming: Pattern, unfinished: str) -> Iterator[PathMatch]:
-    """Matches of the remaining parts below ``directory``; rank -1 is not known yet."""
+    """Matches of the remaining parts below ``directory``; rank -1 is still unknown."""
     part, rest = parts[0], parts[1:]
     if not part:
         # A doubled or trailing separator.
@@ -223,7 +223,7 @@ def _pieces(blanked: str) -> Iterator[Optional[str]]:
 
 
 def _blanked(name: str, spans: Sequence[tuple[int, int]]) -> str:
-    """The name with `RANK_NUMBER` for each number that stands for the rank."""
+    """The name with `RANK_NUMBER` for each of the rank's numbers."""
     for start, stop in reversed(spans):
         name = name[:start] + RANK_NUMBER + name[stop:]
     return name

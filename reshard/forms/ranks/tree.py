@@ -1,8 +1,8 @@
-"""Finding the checkpoint files of a source: which rank has a file of which step.
+"""Finding the checkpoint files of a source, by rank and step.
 
 A source is a tree of rank directories (``rank_0/``, ``rank0/`` or ``0/``), one file, or a path with
 ``{rank}`` in it. Only names count: file times play no part, and no file is opened. Whether a step is
-complete is not known here; `SourceTree.candidates` gives the steps to try, newest first.
+complete is decided elsewhere; `SourceTree.candidates` lists the steps to try, newest first.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class RankFile(NamedTuple):
         path: the file.
         step: the step in its name, or None.
         naming: how its directory is named, relative to the source, in pieces, with None for the rank's number.
-        family: its name up to the step, likewise; files of one series of saves agree.
+        family: its name up to the step, as a pattern; equal in one series of saves.
         tail: the rest of its name, without the ending.
     """
 
@@ -78,7 +78,7 @@ class RankFile(NamedTuple):
 
     @property
     def series(self) -> tuple[Pattern, Pattern, bool]:
-        """What files have to agree in for their steps to be comparable."""
+        """The key of files whose steps are comparable."""
         return self.naming, self.family, self.step is None
 
     @property
@@ -100,10 +100,10 @@ class StepFiles:
     Attributes:
         step: the step, or None for files without one in their names.
         files: path per rank that has a file of this step.
-        notes: what a user should know about them, in whole sentences.
+        notes: notes for the user, in whole sentences.
         root: the directory that they are named relative to.
-        named: the same files by what their names tell; none where they were not found by name.
-        damaged: why a rank's file counts as absent, where that is known without reading it.
+        named: the same files with their parsed names; none if not found by name.
+        damaged: the reason why a rank's file counts as absent, if known without reading it.
     """
 
     step: Optional[Step]
@@ -115,7 +115,7 @@ class StepFiles:
 
     @property
     def names(self) -> Optional[FileNames]:
-        """How they are named; None where nothing tells."""
+        """The template of their names; None if unknown."""
         if not self.named:
             return None
         return names_of((file.rank, _stem_below(self.root, file.path), file.pattern) for file in self.named)
@@ -154,33 +154,33 @@ class SourceTree:
         """The steps to try, newest first, each with at most one file per rank.
 
         Args:
-            step: the step that the user named, such as ``"3_10"``; None or ``"latest"`` for all.
+            step: a step such as ``"3_10"``; None or ``"latest"`` for all.
 
         Raises:
             UsageError: ``step`` is no step.
-            CheckpointError: there is no such step, or the files of a step, or the order of the
+            CheckpointError: the step is missing, or the files of a step, or the order of the
                 steps, are ambiguous.
         """
         if step is not None and step != "latest":
             yield self.of_step(self.named(step))
             return
         self.check_comparable()
-        # One at a time: what is ambiguous in an older step is of no concern while a newer one will do.
+        # One at a time: an ambiguous older step does not matter if a newer one is complete.
         for number in self.steps:
             yield self.of_step(number)
 
     def named(self, text: str) -> Step:
-        """The step that the user named, such as ``"3_10"``.
+        """A step by its text, such as ``"3_10"``.
 
         Raises:
-            UsageError: it is no step.
+            UsageError: the text is not a step.
             CheckpointError: no file is of this step.
         """
         step = Step.parse(text)
         if step not in self.by_step:
             names = ["none in the name" if found is None else str(found) for found in self.steps]
             there = some_names(names, _MOST_STEPS)
-            raise CheckpointError(f"{self.root}: has no files of step {step}; the steps there: {there}", file=self.root)
+            raise CheckpointError(f"{self.root}: has no files of step {step}; its steps: {there}", file=self.root)
         return step
 
     def of_step(self, step: Optional[Step]) -> StepFiles:
@@ -249,7 +249,7 @@ def find_checkpoints(src: str, file_suffix: Optional[str] = None) -> SourceTree:
         file_suffix: take only files whose stem, the name without its ending, ends so.
 
     Raises:
-        CheckpointError: there is nothing, nothing readable, or a form that is not supported.
+        CheckpointError: the source is missing, unreadable, or of an unsupported form.
         RetryableError: listing failed in a way that may pass.
     """
     if "\0" in src:
@@ -266,12 +266,12 @@ def find_checkpoints(src: str, file_suffix: Optional[str] = None) -> SourceTree:
                 raise CheckpointError(
                     f"{src}: no checkpoint file matches",
                     file=src,
-                    hint=path_meant(src) or "{rank} stands for a rank's number; * ? and [..] match anything else",
+                    hint=path_meant(src) or "{rank} matches a rank's number; * ? and [..] match anything else",
                 )
             single = False
         elif not exists(src):
             wild = any(mark in src for mark in "*?[{")
-            wildcards = "wildcards go with {rank} for a rank's number: 'run/rank_{rank}/*.ckpt'"
+            wildcards = "use wildcards with {rank} for a rank's number: 'run/rank_{rank}/*.ckpt'"
             hint = wildcards if wild else path_meant(src)
             raise CheckpointError(f"{src}: does not exist", file=src, hint=hint)
         elif is_directory(src):
@@ -285,8 +285,8 @@ def find_checkpoints(src: str, file_suffix: Optional[str] = None) -> SourceTree:
     chosen = [entry for entry in found if file_suffix is None or _stem(entry.path).endswith(file_suffix)]
     if not chosen:
         raise CheckpointError(
-            f"{src}: no file's name ends in {file_suffix!r} before .ckpt or .safetensors; there is, "
-            f"for example, {found[0].path}",
+            f"{src}: no file's name ends in {file_suffix!r} before .ckpt or .safetensors; "
+            f"one of the files is {found[0].path}",
             file=src,
             hint="check --file-suffix",
         )
@@ -297,7 +297,7 @@ def find_checkpoints(src: str, file_suffix: Optional[str] = None) -> SourceTree:
 
 
 class _Found(NamedTuple):
-    """A checkpoint file; its attributes are as those of `RankFile` and, the name, of `steps.PathMatch`."""
+    """A checkpoint file; attributes as in `RankFile`, the name as in `steps.PathMatch`."""
 
     rank: int
     naming: Pattern
@@ -343,13 +343,13 @@ def _rank_directories(src: str) -> list[_Found]:
 
 
 def passed_over(src: str) -> tuple[list[str], list[str]]:
-    """Directories beside the rank directories that hold checkpoints and are not read with them.
+    """Further directories with checkpoints, which are not read with the rank directories.
 
     Args:
         src: a source that `find_checkpoints` finds something in, not a file.
 
     Returns:
-        Those that were never finished, and those of saves at a fault, which are sources themselves.
+        Unfinished ones, and saves at a fault, which are sources themselves.
 
     Raises:
         ReshardError: listing failed.
@@ -368,7 +368,7 @@ def _is_pattern(src: str) -> bool:
 
 
 def _rank_numbers(src: str) -> set[int]:
-    """Ranks that have a directory, be there checkpoints in it or not."""
+    """Ranks that have a directory, with or without checkpoints."""
     matches = (_RANK_DIRECTORY.fullmatch(name) for name in _subdirectories(src))
     return {int(match[2]) for match in matches if match is not None}
 
@@ -380,7 +380,7 @@ def _nothing_found(src: str, directories: list[str]) -> CheckpointError:
         return CheckpointError(
             f"{src}: its rank directories ({shown}) hold no .ckpt or .safetensors file",
             file=src,
-            hint="if files lie deeper, name them with {rank} for the rank's number: 'ckpt/rank_{rank}/*/*.ckpt'",
+            hint="for files in subdirectories, pass a path with {rank}: 'ckpt/rank_{rank}/*/*.ckpt'",
         )
     hint = (
         "a source is a directory of rank_0/, rank_1/ ... (or rank0/, 0/), one file, a path with {rank} in it, or a "
@@ -389,7 +389,7 @@ def _nothing_found(src: str, directories: list[str]) -> CheckpointError:
     if _RANK_DIRECTORY.fullmatch(os.path.basename(os.path.abspath(src))):
         hint = f"did you mean {os.path.dirname(absolute(src))}?"
     for name in directories:
-        # Whatever cannot be listed is not what was meant.
+        # Skip unreadable directories: this is advice only.
         with contextlib.suppress(OSError):
             if any(_RANK_DIRECTORY.fullmatch(inner) for inner in _subdirectories(os.path.join(src, name))):
                 hint = f"did you mean {os.path.join(src, name)}?"
@@ -428,7 +428,7 @@ def _refuse_unfinished(directory: str) -> None:
 
 @contextlib.contextmanager
 def _reading(path: str) -> Iterator[None]:
-    """Turn what the file system says into an error that names the path."""
+    """Turn an OSError into an error that names the path."""
     try:
         yield
     except OSError as error:
@@ -453,10 +453,10 @@ def _checkpoints(path: str) -> Iterator[str]:
 
 
 def _named_so(entries: Iterable[DirectoryEntry]) -> list[str]:
-    """The checkpoint files among what is in a directory, by name.
+    """The checkpoint files among directory entries, sorted by name.
 
     Raises:
-        OSError: nobody can tell.
+        OSError: an entry cannot be examined.
     """
     return sorted(
         entry.name
@@ -473,12 +473,12 @@ def _rank_files(found: Iterable[_Found]) -> Iterator[RankFile]:
 
 
 def _parsed(entry: _Found) -> tuple[str, Optional[Step], str]:
-    """A file's name up to its step, the numbers marked that are known to be the rank's; the step; the rest."""
+    """A file's name up to its step, with the rank's numbers marked; the step; the rest."""
     stem = _stem(entry.path)
     prefix, step = parse_stem(stem)
     marked, as_marked = parse_stem(os.path.splitext(entry.name)[0])
     if as_marked != step:
-        # What is known to be the rank's number is a part of the step: the step counts.
+        # The rank's number is part of the step: the step wins.
         marked = prefix
     if step is None:
         return marked, step, ""

@@ -1,0 +1,161 @@
+"""view: one HTML page that shows a checkpoint, from headers and strategies."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Optional
+
+import click
+
+from reshard.cli import completion, options
+from reshard.cli.command import argument, command, option
+from reshard.cli.output import is_quiet, listener, write_file
+from reshard.errors import InputError, UsageError
+from reshard.text.messages import listing
+from reshard.text.report import Report
+from reshard.text.wording import plural
+
+if TYPE_CHECKING:
+    from reshard.view.subject import Subject
+
+
+def _html_path(_: click.Context, __: click.Parameter, value: Optional[str]) -> Optional[str]:
+    if value is not None and not value.lower().endswith((".html", ".htm")):
+        raise UsageError(f"-o {value}: the name has to end in .html")
+    return value
+
+
+@command(
+    "view",
+    """
+reshard view ckpt/ --src-strategy src.ckpt
+reshard view ckpt/ --src-strategy src.ckpt --dst-strategy dst.ckpt -o new.html
+reshard view iterations/ --dst-strategy same --stats
+""",
+)
+@argument("src", shell_complete=completion.paths)
+@options.strategies
+@options.source
+@option(
+    "Output",
+    "-o",
+    "--output",
+    metavar="FILE.html",
+    callback=_html_path,
+    shell_complete=completion.paths,
+    show_default="name of SRC, in this directory",
+    help="Page to write.",
+)
+@option("Parameters", "--stats", is_flag=True, help="Read all tensors, too, and show magnitudes, NaN and Inf.")
+@options.effort
+@options.common
+def view(src: str, output: Optional[str], stats: bool, **typed: Any) -> None:
+    """Write an HTML page that shows what is in a checkpoint of any form.
+
+    The page lists problems first, then parameters with shapes, types, sizes and layouts, the slices of each
+    parameter with the ranks and files that hold them, steps, files and replicas. With --dst-strategy, it shows
+    the bytes and requests from each source rank to each target rank of a conversion. Only headers and strategies
+    are read; --stats reads all tensors. The page is one file that loads nothing and opens in any browser.
+    """
+    from reshard.strategies import NONE
+    from reshard.view.data import page_data
+    from reshard.view.page import page
+    from reshard.view.subject import subject_of
+
+    report = Report(listener())
+    path = output or f"{os.path.basename(src.rstrip('/')) or 'checkpoint'}.html".replace("{rank}", "rank")
+    _check_replaceable(path)
+    source = typed["src_strategy"]
+    decryption = options.decryption_of(typed["decrypt_key_file"], typed["decrypt_mode"])
+    strategy = None
+    if source is not None:
+        from reshard.convert.ends import typed_strategy
+
+        strategy = typed_strategy(NONE if source == "None" else source, report)
+    subject = subject_of(src, strategy, typed["step"], typed["file_suffix"], decryption)
+    moves = None if typed["dst_strategy"] is None else _moves(src, typed, subject)
+    found = _statistics(src, typed, subject) if stats else None
+    data = {**page_data(subject, strategy), "moves": moves, "statistics": found}
+    write_file(path, page(data), "wrote")
+
+
+def _check_replaceable(path: str) -> None:
+    """Refuse to replace a file that is no page of this command.
+
+    Raises:
+        UsageError: there is one.
+    """
+    from reshard.storage import exists, is_directory, opened_regular, read_range
+    from reshard.view.page import MARK
+
+    if is_directory(path):
+        raise UsageError(f"{path}: is a directory", hint="name a file to write: -o FILE.html")
+    if exists(path):
+        with opened_regular(path) as file:
+            begin = read_range(file, 0, 0, 200)
+        if MARK.encode() not in begin:
+            raise UsageError(f"{path}: exists and is no page of reshard view", hint="name another: -o FILE.html")
+
+
+def _moves(src: str, typed: Mapping[str, Any], subject: Subject) -> Optional[dict[str, Any]]:
+    """What a conversion moves; None where it is refused, which is then a problem on the page."""
+    from reshard.cli.opened import effort_of
+    from reshard.convert.ends import read_ends
+    from reshard.plan.request import Request
+    from reshard.view.moves import moves_data
+
+    report = Report()
+    ends = read_ends(src, {**typed, "to": None, "format": "same", "max_shard_size": None}, report)
+    request = Request(
+        src=src,
+        dst=os.curdir,
+        source=ends.source,
+        target=ends.target,
+        form=ends.form,
+        to=ends.to,
+        step=typed["step"],
+        file_suffix=typed["file_suffix"],
+    )
+    effort = effort_of(typed)
+    decryption = options.decryption_of(typed["decrypt_key_file"], typed["decrypt_mode"])
+    try:
+        found = moves_data(request, effort.jobs, effort.max_memory, report, decryption)
+    except InputError as error:
+        subject.add(0, f"a conversion to {typed['dst_strategy']} is refused: {error.message}", error.hint)
+        return None
+    for text in report.warnings:
+        subject.add(1, f"conversion to {typed['dst_strategy']}: {text}")
+    return found
+
+
+# Of what `stats --json` prints; the page knows types and shapes.
+_STATISTICS = ("name", "count", "nan", "inf", "zeros", "min", "max", "mean", "norm", "first_nonfinite")
+
+
+def _statistics(src: str, typed: Mapping[str, Any], subject: Subject) -> Optional[list[list[Any]]]:
+    """Statistics of every tensor; None where these cannot be read, which is then a problem on the page."""
+    from reshard.cli.opened import opened
+    from reshard.cli.progress import progress_of
+    from reshard.cli.stats import statistics_json
+    from reshard.numbers.statistics import statistics_of
+    from reshard.strategies import NONE
+    from reshard.view.numbers import levels
+
+    report = Report()
+    # One file is shown as whole without a strategy; its statistics need none either.
+    default = NONE if subject.checkpoint is not None and subject.form.options.needs_strategy else None
+    try:
+        with opened(src, typed["src_strategy"] or default, typed, report) as checkpoint:
+            found = statistics_of(checkpoint, typed["max_memory"] // 2, progress_of(is_quiet(), None), magnitudes=True)
+    except InputError as error:
+        subject.add(1, f"statistics were not computed: {error.message}", error.hint)
+        return None
+    bad = [tensor.name for tensor in found if tensor.first_nonfinite is not None]
+    if bad:
+        subject.add(0, f"{plural(len(bad), 'tensor')} with NaN or Inf: {listing(bad, 6)}")
+    rows = []
+    for tensor in found:
+        row = statistics_json(tensor)
+        rows.append([*(row[key] for key in _STATISTICS), levels(tensor.magnitudes)])
+    return rows

@@ -1,0 +1,251 @@
+"""What the page shows of a checkpoint, as JSON: tables of what tensors share, and columns of indices into them.
+
+A checkpoint has thousands of tensors and ranks but tens of layouts, types and file structures, so that the page of
+10,000 parameters on 4,096 ranks is small. `page.js` reads it.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, Optional
+
+import numpy as np
+
+from reshard._version import __version__
+from reshard.checkpoints import CheckpointIndex
+from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor, Sharding
+from reshard.forms.form import Form
+from reshard.layout import Layout
+from reshard.strategies import Strategy
+from reshard.text.names import kind_of
+from reshard.view.numbers import repeats, strides
+from reshard.view.subject import ShownFile, Subject
+
+MAX_PLACES = 300_000
+"""Places of tensors in files that a page holds; files that are built alike share theirs."""
+
+
+class Table:
+    """Different values, each once, numbered in the order of their coming."""
+
+    def __init__(self) -> None:
+        self.values: list[Any] = []
+        self._numbers: dict[object, int] = {}
+
+    def number(self, key: object, value: Any = None) -> int:
+        """The number of a value; ``key`` tells values apart, by default the value is its own key."""
+        if key not in self._numbers:
+            self._numbers[key] = len(self.values)
+            self.values.append(key if value is None else value)
+        return self._numbers[key]
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._numbers
+
+
+def page_data(subject: Subject, strategy: Optional[Strategy] = None) -> dict[str, Any]:
+    """What the page shows of a checkpoint.
+
+    Args:
+        subject: the checkpoint.
+        strategy: what it was saved with, for the words of its layouts; None where its form records them.
+
+    Returns:
+        Plain JSON: lists, objects, texts and integers.
+    """
+    parameters = _Parameters(subject, strategy)
+    paths, base = _paths(subject.files)
+    return {
+        "version": __version__,
+        "source": subject.path,
+        "form": subject.form.name,
+        "unit": subject.unit,
+        "step": subject.step,
+        "complete": subject.complete,
+        "problems": [problem._asdict() for problem in subject.problems],
+        "steps": [step._asdict() for step in subject.steps],
+        "files": {
+            "base": base,
+            "number": [file.number for file in subject.files],
+            "path": paths,
+            "bytes": repeats(file.nbytes for file in subject.files),
+            "state": repeats(file.state for file in subject.files),
+            "same": repeats(parameters.replicas()),
+        },
+        "full_bytes": parameters.full_bytes,
+        "types": parameters.types.values,
+        "layouts": parameters.layouts.layouts.values,
+        "parameters": parameters.columns,
+        "structures": _structures(subject.checkpoint, parameters.columns["name"]),
+    }
+
+
+def _paths(files: Sequence[ShownFile]) -> tuple[list[Optional[str]], str]:
+    """Paths relative to the directory of all, and this directory with its separator."""
+    directories = [f"{os.path.dirname(file.path)}/" for file in files if file.path is not None]
+    # Not commonpath: paths may be addresses of objects.
+    base = os.path.commonprefix(directories)  # noqa: RUF071
+    base = base[: base.rfind("/") + 1]
+    return [None if file.path is None else file.path[len(base) :] for file in files], base
+
+
+class _Parameters:
+    """All entries of a checkpoint, sorted by name.
+
+    Attributes:
+        types: per number the dtype, the shapes, bytes of the full tensor, bytes in files, number of files and kind.
+        layouts: how they are cut.
+        columns: name, number of the type, and number of the layout, -1 where there is none.
+        full_bytes: of all tensors with a layout, each whole and once.
+    """
+
+    def __init__(self, subject: Subject, strategy: Optional[Strategy]) -> None:
+        self._files = subject.files
+        self.types = Table()
+        self.layouts = _Layouts(subject.form, subject.checkpoint, strategy)
+        self.columns: dict[str, list[Any]] = {"name": [], "type": [], "layout": []}
+        self.full_bytes: Optional[int] = None if subject.checkpoint is None else 0
+        stored = {} if subject.contents is None else {item.name: item for item in subject.contents.stored}
+        tensors: Mapping[str, GlobalTensor] = {} if subject.checkpoint is None else subject.checkpoint.tensors
+        for name in sorted({*stored, *tensors}):
+            item, tensor = stored.get(name), tensors.get(name)
+            in_files = (0, 0) if item is None else (item.nbytes, item.files)
+            if tensor is not None:
+                nbytes = math.prod(tensor.shape) * tensor.item_size
+                kind = kind_of(name, math.prod(tensor.shape), tensors) if item is None else item.kind
+                self._add(name, (tensor.dtype, (tensor.shape,), nbytes, *in_files, kind), self.layouts.of(tensor))
+                self.full_bytes = (self.full_bytes or 0) + nbytes
+            elif item is not None:
+                self._add(name, (",".join(item.dtypes), item.shapes, None, *in_files, item.kind), -1)
+
+    def _add(self, name: str, type: tuple[Any, ...], layout: int) -> None:
+        self.columns["name"].append(name)
+        self.columns["type"].append(self.types.number(type))
+        self.columns["layout"].append(layout)
+
+    def replicas(self) -> list[Optional[int]]:
+        """Per file the first file that holds the same slices by the layouts; None where that is not known."""
+        numbers = [file.number for file in self._files]
+        known = [number for number in numbers if number is not None]
+        if not self.layouts.holding or len(known) < len(numbers):
+            return [None] * len(numbers)
+        held = np.full((len(self.layouts.holding), max(known) + 1), -1, np.int64)
+        for row, holders in zip(held, self.layouts.holding):
+            for slice_number, files in enumerate(holders):
+                row[list(files)] = slice_number
+        _, first, group = np.unique(held, axis=1, return_index=True, return_inverse=True)
+        same = first[group.reshape(-1)].tolist()
+        return [same[number] if (held[:, number] >= 0).any() else number for number in known]
+
+
+class _Layouts:
+    """The layouts of tensors, each once.
+
+    Attributes:
+        layouts: as the page shows them.
+        holding: every way in which slices are held, as lists of files per slice.
+    """
+
+    def __init__(self, form: Form, checkpoint: Optional[Checkpoint], strategy: Optional[Strategy]) -> None:
+        self.layouts = Table()
+        self.holding: list[list[Sequence[int]]] = []
+        self._form = form
+        self._checkpoint = checkpoint
+        self._stages = () if strategy is None else strategy.stages
+        self._holders = Table()
+        self._present = Table()
+        # Tensors that are read alike share their shardings, which are kept here, so that no other gets their identity.
+        self._known: dict[tuple[int, ...], tuple[Sequence[Sharding], tuple[Any, ...]]] = {}
+        self._words: dict[int, tuple[Layout, str]] = {}
+
+    def of(self, tensor: GlobalTensor) -> int:
+        """The number of a tensor's layout."""
+        assert self._checkpoint is not None
+        present = self._checkpoint.present(tensor)
+        key = tuple(map(id, tensor.shardings))
+        if key not in self._known:
+            self._known[key] = (tensor.shardings, tuple(map(self._cut, tensor.shardings)))
+        cuts = self._known[key][1]
+        words = self._layout_words(tensor.name)
+        whole = (words, tuple((*cut, self._present.number(files)) for cut, files in zip(cuts, present)))
+        if whole in self.layouts:
+            return self.layouts.number(whole)
+        shardings = []
+        for (counts, edges, holders), files in zip(cuts, present):
+            lacking = sorted({file for each in self.holding[holders] for file in each}.difference(files))
+            shardings.append(
+                {
+                    "cuts": counts,
+                    "edges": dict(edges),
+                    "holders": self._holders.values[holders],
+                    "absent": lacking,
+                }
+            )
+        return self.layouts.number(whole, {"words": words, "shardings": shardings})
+
+    def _cut(self, sharding: Sharding) -> tuple[Any, ...]:
+        """Cuts per dimension, the edges of those that are not cut evenly, and the number of its holders."""
+        grid = sharding.grid
+        uneven = tuple(
+            (dimension, edges)
+            for dimension, edges in enumerate(grid.edges)
+            if edges != tuple(range(0, edges[-1] + 1, max(1, edges[1])))[: len(edges)] or len(edges) < 2
+        )
+        holders = [tuple(sharding.holders(number)) for number in range(grid.slice_count)]
+        flat = [file for files in holders for file in files]
+        copies = len(holders[0]) if holders else 0
+        even = all(len(files) == copies for files in holders)
+        short = strides(flat) if even and copies else None
+        said = {"lists": holders} if short is None else {"copies": copies, "strides": short}
+        number = self._holders.number(tuple(holders), said)
+        if number == len(self.holding):
+            self.holding.append(list(holders))
+        return grid.cuts, uneven, number
+
+    def _layout_words(self, name: str) -> str:
+        """Device matrix, tensor map and optimizer shards; empty where none are recorded."""
+        layout = next((stage.layouts[name] for stage in self._stages if name in stage.layouts), None)
+        if layout is None and self._checkpoint is not None and not self._stages:
+            saved = self._form.saved_cut(self._checkpoint, name)
+            layout = None if saved is None else saved.layout
+        if layout is None:
+            return ""
+        if id(layout) not in self._words:
+            shards = f", {layout.shards} optimizer shards" if layout.shards > 1 else ""
+            words = f"device matrix {list(layout.device_matrix)}, tensor map {layout.map_text}{shards}"
+            self._words[id(layout)] = (layout, words)
+        return self._words[id(layout)][1]
+
+
+def _structures(checkpoint: Optional[Checkpoint], names: Sequence[str]) -> Optional[dict[str, Any]]:
+    """Places of tensors in files: per structure its files, and by parameter the offset and size of its slice.
+
+    Offsets are counted from the end of the entry before. None where there are too many.
+    """
+    if checkpoint is None:
+        return {"files": [], "parameters": [], "gaps": [], "bytes": []}
+    alike: dict[int, tuple[CheckpointIndex, list[int]]] = {}
+    for number, index in sorted(checkpoint.indexes.items()):
+        alike.setdefault(id(index.tensors), (index, []))[1].append(number)
+    if sum(len(index.tensors) for index, _ in alike.values()) > MAX_PLACES:
+        return None
+    numbers = {name: number for number, name in enumerate(names)}
+    found: dict[str, list[Any]] = {"files": [], "parameters": [], "gaps": [], "bytes": []}
+    for index, files in alike.values():
+        end, last = 0, 0
+        parameters, gaps, sizes = [], [], []
+        for tensor in index.tensors.values():
+            if not tensor.extents:
+                continue
+            offset = tensor.extents[0][0]
+            parameters.append(numbers[tensor.name] - last)
+            gaps.append(offset - end)
+            sizes.append(tensor.nbytes)
+            last, end = numbers[tensor.name], offset + tensor.nbytes
+        found["files"].append(strides(files) or {"list": files})
+        found["parameters"].append(repeats(parameters))
+        found["gaps"].append(repeats(gaps))
+        found["bytes"].append(repeats(sizes))
+    return found

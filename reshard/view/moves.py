@@ -1,0 +1,147 @@
+"""What the page shows of a conversion: bytes and requests between every source and every target."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any, Optional
+
+from reshard.checkpoints import Decryption, FileHandles
+from reshard.convert.transfers import Transfers, transfers_of
+from reshard.execute import ExecutionOptions
+from reshard.forms.registry import counted_as, form_named
+from reshard.plan.planner import make_plan
+from reshard.plan.request import Request
+from reshard.storage import storage_of
+from reshard.storage.costs import LOCAL
+from reshard.text.report import Report
+from reshard.view.data import Table
+from reshard.view.numbers import repeats
+
+MAX_NUMBERS = 1_000_000
+"""Numbers of pairs that a page holds; beyond, neighbouring ranks are added up."""
+
+Pair = tuple[int, int]
+"""Bytes and requests."""
+
+Rows = dict[int, dict[int, Pair]]
+"""By target and source."""
+
+
+def moves_data(
+    request: Request, jobs: int, max_memory: int, report: Report, decryption: Optional[Decryption] = None
+) -> dict[str, Any]:
+    """What the page shows of a conversion.
+
+    Args:
+        request: the conversion; nothing is written.
+        jobs: CPUs, as requests depend on them.
+        max_memory: bytes for buffers, likewise.
+        report: gets warnings and notes.
+        decryption: the key of encrypted files.
+
+    Returns:
+        Plain JSON.
+
+    Raises:
+        ReshardError: the conversion is refused.
+    """
+    with FileHandles(decryption=decryption) as handles:
+        plan = make_plan(request, handles, report)
+        example = next(iter(plan.checkpoint.files.values()), None)
+        storage = LOCAL if example is None else storage_of(example)
+        moved = transfers_of(plan, plan.asked, ExecutionOptions(jobs, max_memory, "auto", storage))
+        sizes = plan.file_bytes(plan.asked)
+    by_rank = form_named(request.form).options.by_rank
+    sources = request.source.device_count if by_rank else max(plan.checkpoint.files, default=-1) + 1
+    targets = plan.form.count
+    return {
+        "strategy": plan.request.target.path,
+        "step": plan.checkpoint.step,
+        "source_noun": counted_as(request.form),
+        "target_noun": counted_as(request.to),
+        "sources": sources,
+        "targets": targets,
+        "bytes": repeats(sizes[number] for number in plan.asked),
+        "taken": sum(moved.taken.values()),
+        "copied_bytes": sum(moved.copied.values()),
+        "requests": sum(moved.requests.values()),
+        **pairs_data(moved, targets),
+    }
+
+
+def pairs_data(moved: Transfers, targets: int, most: int = MAX_NUMBERS) -> dict[str, Any]:
+    """Bytes and requests of every pair, in patterns that targets share.
+
+    Values such as global_step come from one source, whichever target they go to, so they are listed by themselves: the
+    patterns of the others are relative to a target's first source.
+
+    Args:
+        moved: by pair of source and target.
+        targets: number of targets.
+        most: numbers that the pairs may take; beyond, 2, 4, 8 ... neighbouring sources and targets are one.
+    """
+    together = 1
+    rows = [_rows(moved, copied=False), _rows(moved, copied=True)]
+    while True:
+        values, patterns = Table(), Table()
+        parameters, copied = (
+            _by_target(each, -(-targets // together), values, patterns, most if together < targets else None)
+            for each in rows
+        )
+        if parameters is not None and copied is not None:
+            tables = {"together": together, "values": values.values, "patterns": patterns.values}
+            return {**tables, "parameters": parameters, "copied": copied}
+        together *= 2
+        rows = list(map(_halved, rows))
+
+
+def _rows(moved: Transfers, copied: bool) -> Rows:
+    """Bytes and requests by target and source, of values that are copied or of all others."""
+    found: Rows = defaultdict(dict)
+    for pair, taken in moved.taken.items():
+        source, target = pair
+        of_values, each = moved.copied.get(pair, 0), moved.value_requests.get(pair, 0)
+        nbytes, requests = (of_values, each) if copied else (taken - of_values, moved.requests[pair] - each)
+        if nbytes or requests:
+            found[target][source] = (nbytes, requests)
+    return found
+
+
+def _halved(rows: Rows) -> Rows:
+    """The same with every two neighbours added up."""
+    found: Rows = defaultdict(dict)
+    for target, row in rows.items():
+        halved = found[target // 2]
+        for source, (nbytes, requests) in row.items():
+            before = halved.get(source // 2, (0, 0))
+            halved[source // 2] = (before[0] + nbytes, before[1] + requests)
+    return found
+
+
+def _by_target(
+    rows: Rows, targets: int, values: Table, patterns: Table, most: Optional[int]
+) -> Optional[dict[str, Any]]:
+    """Per target its first source and the number of its pattern, -1 for none; None if tables get too large.
+
+    A pattern is distances between neighbouring sources, each after the value of the first of both: ``[value, distance,
+    value, distance, value]``.
+    """
+    first, used = [], []
+    numbered, size = len(patterns.values), sum(map(len, patterns.values))
+    for target in range(targets):
+        row = sorted(rows.get(target, {}).items())
+        if not row:
+            first.append(0)
+            used.append(-1)
+            continue
+        pattern = [values.number(row[0][1])]
+        for (before, _), (source, value) in zip(row, row[1:]):
+            pattern += [source - before, values.number(value)]
+        first.append(row[0][0])
+        used.append(patterns.number(tuple(pattern)))
+        if used[-1] == numbered:
+            numbered += 1
+            size += len(pattern)
+        if most is not None and size + 2 * len(values.values) > most:
+            return None
+    return {"first": first, "pattern": repeats(used)}

@@ -1,0 +1,69 @@
+"""Numbers of the page in few characters: repeated values, and holders of slices as sums of strides."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Optional
+
+import numpy as np
+import numpy.typing as npt
+
+from reshard.numbers.widening import ONE
+
+Numbers = npt.NDArray[np.int64]
+
+
+def repeats(values: Iterable[Any]) -> list[Any]:
+    """Values as ``[value, count, value, count ...]``."""
+    found: list[Any] = []
+    for value in values:
+        if found and found[-2] == value:
+            found[-1] += 1
+        else:
+            found += [value, 1]
+    return found
+
+
+def strides(values: Sequence[int]) -> Optional[list[int]]:
+    """Numbers as ``[first, count, stride, count, stride ...]``, the innermost count first.
+
+    The numbers are the first one plus every sum of multiples of the strides, each below its count, as ranks that hold
+    slices are. None where they are no such numbers.
+    """
+    array: Numbers = np.asarray(values, np.int64)
+    if not len(array):
+        return None
+    found = [int(array[0])]
+    rest = array
+    while len(rest) > 1:
+        stride = int(rest[1] - rest[0])
+        unequal = np.flatnonzero(np.diff(rest) != stride)
+        count = int(unequal[0]) + 1 if len(unequal) else len(rest)
+        if len(rest) % count:
+            return None
+        found += [count, stride]
+        rest = rest[::count]
+    return found if np.array_equal(from_strides(found), array) else None
+
+
+def from_strides(found: Sequence[int]) -> Numbers:
+    """The numbers that `strides` returned."""
+    numbers: Numbers = np.array([found[0]], np.int64)
+    for count, stride in zip(found[1::2], found[2::2]):
+        steps: Numbers = np.arange(count, dtype=np.int64) * stride
+        numbers = (steps[:, np.newaxis] + numbers).reshape(-1)
+    return numbers
+
+
+def levels(magnitudes: Optional[Numbers]) -> Optional[list[Any]]:
+    """Counts by binary exponent as the lowest exponent and a digit from 0 to 8 for each, relative to the largest.
+
+    Only exponents of which no element is there are 0. None where there are no counts.
+    """
+    present: Any = np.flatnonzero(magnitudes) if magnitudes is not None else []
+    if magnitudes is None or not len(present):
+        return None
+    low, high = int(present[0]), int(present[-1])
+    counts = magnitudes[low : high + 1]
+    digits = np.ceil(counts * (8 / int(counts.max()))).astype(np.int64)
+    return [low - ONE, "".join(map(str, digits.tolist()))]
