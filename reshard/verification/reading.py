@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Callable, NamedTuple, Protocol, TypeVar
 
@@ -336,7 +338,8 @@ def _carry_out(tasks: Iterator[_Task], means: Means, results: _Results, least: i
     if threads > 1 and storage.mappable and may_fork():
         processes = min(threads, worth_having(means.jobs, nbytes, means.max_memory, private_bytes()))
     if processes < 2:
-        _take_turns(tasks, means, threads, lambda number, taken: [task.run() for task in taken], counted)
+        alone = contextlib.nullcontext(lambda number, taken: [task.run() for task in taken])
+        _take_turns(tasks, means, threads, lambda: alone, counted)
         return
     theirs, turn = tasks, itertools.count()
 
@@ -347,35 +350,46 @@ def _carry_out(tasks: Iterator[_Task], means: Means, results: _Results, least: i
             task.run()
         return results.take(), means.handles.seen_after(known)
 
-    def call(number: int, taken: Sequence[_Task]) -> None:
-        found, seen = crew.call(number)
-        results.add(found)
-        means.handles.see(seen)
+    @contextlib.contextmanager
+    def elsewhere() -> Iterator[_CarryOut]:
+        # One worker for all numbers of a thread: they ascend, and a worker cannot go back to tasks that it has passed.
+        with crew.seat() as seat:
+
+            def call(number: int, taken: Sequence[_Task]) -> None:
+                found, seen = seat.call(number)
+                results.add(found)
+                means.handles.see(seen)
+
+            yield call
 
     with Crew(processes, 1, serve) as crew:
-        _take_turns(tasks, means, processes, call, counted)
+        _take_turns(tasks, means, processes, elsewhere, counted)
+
+
+_CarryOut = Callable[[int, Sequence[_Task]], object]
 
 
 def _take_turns(
     tasks: Iterator[_Task],
     means: Means,
     threads: int,
-    carry_out: Callable[[int, Sequence[_Task]], object],
+    beginning: Callable[[], AbstractContextManager[_CarryOut]],
     counted: bool,
 ) -> None:
-    """Have threads take some tasks at a time, by number, until there are no more."""
+    """Have threads take some tasks at a time, by number, until there are no more; each begins by itself."""
     lock, stop, turn = threading.Lock(), threading.Event(), itertools.count()
 
     def work() -> None:
-        while not stop.is_set():
-            with lock:
-                number, taken = next(turn), [*_taken(tasks)]
-            if not taken:
-                return
-            carry_out(number, taken)
-            if counted:
+        with beginning() as carry_out:
+            while not stop.is_set():
                 with lock:
-                    means.progress.wrote(sum(task.nbytes for task in taken))
+                    number, taken = next(turn), [*_taken(tasks)]
+                if not taken:
+                    return
+                carry_out(number, taken)
+                if counted:
+                    with lock:
+                        means.progress.wrote(sum(task.nbytes for task in taken))
 
     with ThreadPoolExecutor(threads) as pool:
         try:

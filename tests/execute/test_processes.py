@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Optional
 
 import pytest
@@ -169,6 +170,30 @@ def test_whoever_reads_them_tensors_are_found_the_same(kind: str, tmp_path: Path
         assert not small_steps
         assert done(*command, "--jobs", 3).out == alone
         assert small_steps and set(small_steps) == {3}, command[0]
+
+
+def test_a_thread_that_is_held_up_before_it_calls_a_worker_ends(
+    tmp_path: Path, small_steps: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it has taken comes after what was taken later; workers make tasks once, and in order."""
+    words = prepared(tmp_path, "rows")
+    done(*words, "--jobs", 1)
+    late = iter([False] * 6 + [True])
+
+    class HeldUp(reading.Crew):  # type: ignore[name-defined, misc]
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            take, self.timer = self._idle.get, threading.Timer(30, self.kill)
+            self._idle = SimpleNamespace(get=lambda: (time.sleep(next(late, False)), take())[1], put=self._idle.put)
+            self.timer.start()
+
+        def close(self) -> None:
+            self.timer.cancel()
+            super().close()
+
+    monkeypatch.setattr(reading, "Crew", HeldUp)
+    done("verify", words[2], "--src", *words[1:2], *words[3:], "--jobs", 3)
+    assert small_steps
 
 
 def test_a_difference_that_a_worker_finds_is_told(tmp_path: Path, small_steps: list[int]) -> None:
