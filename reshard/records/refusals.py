@@ -25,7 +25,7 @@ _SAID = {
     "task": "what is done",
     "form": "the form (--to)",
     "division": "what is in which file (--max-shard-size)",
-    "edits": "names, types or adapter (--names, --config, --rename, --cast, --alpha)",
+    "edits": "names, types or adapter (--names, --config, --rename, --cast, --dequantize, --alpha)",
 }
 
 
