@@ -121,6 +121,7 @@ class ScaledCodes:
     def __init__(self, tensor: Quantised, dtype: str, scales: _Scales, offsets: Optional[_Scales]) -> None:
         self.name = tensor.name
         self.stored = tensor.codes
+        self.beside = tensor.sources[1:]
         self.dtype = dtype
         self._tensor = tensor
         self._scales = scales

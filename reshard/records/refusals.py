@@ -25,7 +25,7 @@ _SAID = {
     "task": "the task",
     "form": "the form (--to)",
     "division": "the division into files (--max-shard-size)",
-    "edits": "names, types or adapter (--names, --config, --rename, --cast, --alpha)",
+    "edits": "names, types or adapter (--names, --config, --rename, --cast, --dequantize, --alpha)",
 }
 
 

@@ -263,7 +263,7 @@ def test_a_disk_that_is_too_full_for_a_mapped_file_is_an_error_before_the_first_
         raise OSError(28, os.strerror(28))
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    fails(1, *words, "--jobs", 4, says=["no space is left", "checkpoint_0.ckpt"])
+    fails(1, *words, "--jobs", 4, says=["no space left", "checkpoint_0.ckpt"])
     assert crews and not temporary_files(tmp_path)
 
 
