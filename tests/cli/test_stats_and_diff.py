@@ -142,7 +142,7 @@ def test_names_shapes_and_types_that_differ_are_told(tmp_path: Path) -> None:
     assert "Float32 and BFloat16" in said and "2 tensors of 2 differ" in said
     assert reshard("diff", one, other, "--strategy", "none", "--exit-code").status == 4
     cast = done("diff", one, other, "--strategy", "none", "--include", "t", "--cast", "t=BFloat16", "--exit-code")
-    assert "all the same" in cast.out
+    assert "all equal" in cast.out
 
 
 def test_a_strategy_of_one_side_is_not_asked_of_the_other(saved: World) -> None:
