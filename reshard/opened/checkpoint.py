@@ -162,7 +162,7 @@ class OpenedCheckpoint(Mapping[str, LazyTensor]):
         if entry is None:
             near = near_names(str(name), self.contents.entries)
             hint = f"did you mean {' or '.join(map(quoted, near))}?" if near else None
-            raise NoSuchTensorError(f"no tensor is named {quoted(str(name))}", parameter=str(name), hint=hint)
+            raise NoSuchTensorError(f"no tensor {quoted(str(name))}", parameter=str(name), hint=hint)
         return LazyTensor(self, entry)
 
     def __contains__(self, name: object) -> bool:

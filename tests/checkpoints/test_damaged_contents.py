@@ -147,7 +147,7 @@ def test_some_ranks_do_not_fall_back_by_themselves(part: str, fallen: World) -> 
     }
     told = fails(3, *words[part], says=["step 1_10 is damaged", "rank 1", "give every rank --step 1_9"])
     assert not fallen.dst.exists()
-    assert "may take step 1_10" in told.err
+    assert "may use step 1_10" in told.err
     for rank in (0, 1):
         fallen.by_rank(rank, "--step", "1_9")
     same_ranks(fallen.found(), fallen.expected(OLD))

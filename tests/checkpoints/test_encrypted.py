@@ -407,7 +407,7 @@ def test_what_is_no_key_is_an_error_that_does_not_show_it(world: World, content:
 
 def test_a_key_in_place_of_its_file_is_not_repeated(world: World) -> None:
     world.save(FULL)
-    result = world.refuses(3, "no such file", options=("--decrypt-key-file", KEY.decode()))
+    result = world.refuses(3, "the file does not exist", options=("--decrypt-key-file", KEY.decode()))
     assert KEY.decode() not in result.err + result.out
 
 

@@ -30,18 +30,18 @@ def test_a_conversion_that_went_well_prints_two_lines_and_its_proof_a_third(tmp_
 
 def test_the_run_that_completes_the_ranks_of_others_says_so(plain: World) -> None:
     plain.save(tensors())
-    assert "all ranks are there" not in plain.by_rank(1).err
-    assert f"all ranks are there: {plain.dst / 'reshard-manifest.json'}" in plain.by_rank(0).err
+    assert "all ranks written" not in plain.by_rank(1).err
+    assert f"complete, all ranks written: {plain.dst / 'reshard-manifest.json'}" in plain.by_rank(0).err
 
 
 def test_an_empty_share_says_that_it_is_empty(tmp_path: Path) -> None:
     words: list[Argument] = ["convert", DEMO / "src_checkpoints", tmp_path / "out", *STRATEGIES]
     said = done(*words, "--shard", "0/9").err
-    assert said == "nothing to write: share 0/9 is empty, because there are fewer ranks than shares\n"
+    assert said == "nothing to write: share 0/9 is empty: fewer ranks than shares\n"
     assert not (tmp_path / "out").exists()
     for number in range(1, 9):
         said = done(*words, "--shard", f"{number}/9").err
-    assert "all ranks are there" in said
+    assert "all ranks written" in said
 
 
 def test_what_was_excluded_is_not_said_to_lack_in_the_target_strategy(tmp_path: Path) -> None:

@@ -184,7 +184,12 @@ def test_a_thread_that_is_held_up_before_it_calls_a_worker_ends(
         def __init__(self, *arguments: Any) -> None:
             super().__init__(*arguments)
             take, self.timer = self._idle.get, threading.Timer(30, self.kill)
-            self._idle = SimpleNamespace(get=lambda: (time.sleep(next(late, False)), take())[1], put=self._idle.put)
+
+            def held_up() -> Any:
+                time.sleep(next(late, False))
+                return take()
+
+            self._idle = SimpleNamespace(get=held_up, put=self._idle.put)
             self.timer.start()
 
         def close(self) -> None:

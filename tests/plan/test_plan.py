@@ -140,7 +140,7 @@ def test_replicas_stand_in_for_lost_ranks(plain: World) -> None:
     plan = planned(plain)
     assert plan["absent_ranks"] == [0, 3]
     assert {source["rank"] for source in plan["sources"]} == {1, 2}
-    assert "replicas replace for source ranks 0,3" in done(*plain.words(command="plan")).out
+    assert "replicas replace source ranks 0,3" in done(*plain.words(command="plan")).out
 
 
 def test_a_dry_run_prints_the_plan(world: World) -> None:

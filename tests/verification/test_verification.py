@@ -261,7 +261,7 @@ def test_a_source_that_lacks_slices_or_does_not_fit_is_an_error(pair: Pair) -> N
     source = held(SOURCE)
     del source[3]
     pair.write(source, held(TARGET))
-    with pytest.raises(IncompleteSourceError, match=r"rank 3 would have held: 'm\.w'"):
+    with pytest.raises(IncompleteSourceError, match=r"rank 3 should hold: 'm\.w'"):
         pair.compare()
     source = held(SOURCE)
     source[1]["w"] = value("w", (5, 6))

@@ -203,7 +203,7 @@ def test_an_empty_slice_that_a_save_left_out_is_no_sign_of_a_deduplicated_one(tm
     assert verify(world).status == 0
     lose(world, [1])
     result = fails(3, "fingerprint", world.src, "--strategy", world.old)
-    warns(result, "rank 1 would have held: 'never'")
+    warns(result, "rank 1 should hold: 'never'")
 
 
 def test_slices_of_a_type_of_unknown_size_may_be_empty(tmp_path: Path) -> None:
@@ -307,7 +307,7 @@ def test_a_torn_save_that_is_marked_as_deduplicated_is_not_taken_for_whole(tmp_p
     converted(world, ON_ONE, WEIGHTS)
     result = verify(world)
     assert result.status == 0
-    warns(result, "step 1_11 is not complete and is skipped", "rank 1 would have held: 'c.w', 'd.w'")
+    warns(result, "step 1_11 is not complete and is skipped", "rank 1 should hold: 'c.w', 'd.w'")
     result = done("fingerprint", world.src, "--strategy", world.old)
     warns(result, "step 1_11 is not complete and is skipped", "step 1_10 is used")
     assert "c.w" in result.out
@@ -324,7 +324,7 @@ def test_a_target_without_what_a_torn_save_lost_is_not_taken_for_right(tmp_path:
     for options in ([], ["--step", "1_11"], ["--include", "a.w"]):
         result = verify(world, *options)
         assert result.status == 3
-        warns(result, "rank 1 would have held: 'c.w', 'd.w'")
+        warns(result, "rank 1 should hold: 'c.w', 'd.w'")
 
 
 def test_files_of_one_stage_that_differ_tell_of_the_whole_save(tmp_path: Path) -> None:
@@ -339,7 +339,7 @@ def test_files_of_one_stage_that_differ_tell_of_the_whole_save(tmp_path: Path) -
     # What is left of the other stage looks as if nobody had saved b1.
     lose(world, [3])
     converted(world, world.target, {name: full[name] for name in full if name != "b1"})
-    fails(3, "fingerprint", world.src, "--strategy", world.old, says=["rank 3 would have held: 'b1'"])
+    fails(3, "fingerprint", world.src, "--strategy", world.old, says=["rank 3 should hold: 'b1'"])
     assert verify(world, "--step", "1_10").status == 3
 
 
@@ -398,7 +398,7 @@ def test_what_the_asked_ranks_need_decides_last(tmp_path: Path, older: bool) -> 
     result = verify(world, "--ranks", "2")
     assert result.status == (0 if older else 3)
     if not older:
-        warns(result, "step 1_10", "is not complete", "rank 1 would have held: 'b'")
+        warns(result, "step 1_10", "is not complete", "rank 1 should hold: 'b'")
 
 
 def test_the_step_that_records_name_is_compared_before_there_is_a_manifest(tmp_path: Path) -> None:
@@ -502,7 +502,7 @@ def test_ranks_made_of_the_few_files_that_they_need_are_verified(tmp_path: Path)
     assert differences(world, "--ranks", "1") == [("content", "w", [1])]
     result = verify(world, "--ranks", "0-1")
     assert result.status == 3
-    warns(result, "rank 0 would have held: 'w'")
+    warns(result, "rank 0 should hold: 'w'")
 
 
 def test_some_ranks_are_compared_by_reading_what_they_need_and_no_more(tmp_path: Path) -> None:
