@@ -183,13 +183,14 @@ def test_a_thread_that_is_held_up_before_it_calls_a_worker_ends(
     class HeldUp(reading.Crew):  # type: ignore[name-defined, misc]
         def __init__(self, *arguments: Any) -> None:
             super().__init__(*arguments)
-            take, self.timer = self._idle.get, threading.Timer(30, self.kill)
+            own: Any = self
+            take, self.timer = own._idle.get, threading.Timer(30, self.kill)
 
             def held_up() -> Any:
                 time.sleep(next(late, False))
                 return take()
 
-            self._idle = SimpleNamespace(get=held_up, put=self._idle.put)
+            own._idle = SimpleNamespace(get=held_up, put=own._idle.put)
             self.timer.start()
 
         def close(self) -> None:
