@@ -12,7 +12,9 @@ from reshard.cli import completion, options
 from reshard.cli.command import argument, command, option
 from reshard.cli.output import is_quiet, listener, write_file
 from reshard.errors import InputError, UsageError
+from reshard.text.messages import listing
 from reshard.text.report import Report
+from reshard.text.wording import plural
 
 if TYPE_CHECKING:
     from reshard.view.subject import Subject
@@ -28,7 +30,7 @@ def _html_path(_: click.Context, __: click.Parameter, value: Optional[str]) -> O
     "view",
     """
 reshard view ckpt/ --src-strategy src.ckpt
-reshard view ckpt/ --src-strategy src.ckpt --dst-strategy dst.ckpt -o ckpt.html
+reshard view ckpt/ --src-strategy src.ckpt --dst-strategy dst.ckpt -o new.html
 reshard view iterations/ --dst-strategy same --stats
 """,
 )
@@ -84,15 +86,16 @@ def _check_replaceable(path: str) -> None:
     Raises:
         UsageError: there is one.
     """
-    from reshard.storage import exists, is_directory
+    from reshard.storage import exists, is_directory, opened_regular, read_range
     from reshard.view.page import MARK
 
     if is_directory(path):
         raise UsageError(f"{path}: is a directory", hint="name a file to write: -o FILE.html")
     if exists(path):
-        with open(path, "rb") as file:
-            if MARK.encode() not in file.read(200):
-                raise UsageError(f"{path}: exists and is no page of reshard view", hint="name another: -o FILE.html")
+        with opened_regular(path) as file:
+            begin = read_range(file, 0, 0, 200)
+        if MARK.encode() not in begin:
+            raise UsageError(f"{path}: exists and is no page of reshard view", hint="name another: -o FILE.html")
 
 
 def _moves(src: str, typed: Mapping[str, Any], subject: Subject) -> Optional[dict[str, Any]]:
@@ -148,6 +151,9 @@ def _statistics(src: str, typed: Mapping[str, Any], subject: Subject) -> Optiona
     except InputError as error:
         subject.add(1, f"statistics were not computed: {error.message}", error.hint)
         return None
+    bad = [tensor.name for tensor in found if tensor.first_nonfinite is not None]
+    if bad:
+        subject.add(0, f"{plural(len(bad), 'tensor')} with NaN or Inf: {listing(bad, 6)}")
     rows = []
     for tensor in found:
         row = statistics_json(tensor)

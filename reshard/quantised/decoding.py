@@ -43,6 +43,8 @@ _DESCRIPTION = "quant_model_description.json"
 _MAX_DESCRIPTION = 1 << 28
 # Elements that are decoded at a time: buffers for codes and scales stay below a MiB.
 _MOST = 1 << 18
+# Bytes of copies of scales that are compared at a time.
+_COMPARED = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -54,12 +56,14 @@ class _Scales:
         dtype: their type.
         shape: scales per dimension, with dimensions of one that the stored tensor may lack.
         slices: where they lie; together all of them.
+        copies: all of them in other files, where no strategy lists them: they have to be equal.
     """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     slices: tuple[StoredSlice, ...]
+    copies: tuple[StoredSlice, ...] = ()
 
     def read(self, read: ReadBytes, box: Box) -> Floats:
         """Some of them.
@@ -83,6 +87,33 @@ class _Scales:
             words[inside(common, box)] = rows[inside(common, around)]
         return decode_scales(words, self.dtype)
 
+    def check_copies(self, read: ReadBytes) -> None:
+        """Compare all copies.
+
+        Raises:
+            CheckpointError: a copy differs, so each file has the scales of its own codes.
+            ReshardError: they cannot be read.
+        """
+        nbytes = math.prod(self.shape) * ITEM_SIZES[self.dtype]
+        first, other = (np.empty(min(nbytes, _COMPARED), "u1") for _ in range(2))
+        for start in range(0, nbytes if self.copies else 0, _COMPARED):
+            count = min(_COMPARED, nbytes - start)
+            read(self.slices[0], start, first[:count].data)
+            for copy in self.copies:
+                read(copy, start, other[:count].data)
+                if not np.array_equal(first[:count], other[:count]):
+                    raise _different(self.name, self.slices[0], copy)
+
+
+def _different(name: str, one: StoredSlice, other: StoredSlice) -> CheckpointError:
+    return CheckpointError(
+        f"{quoted(name)} differs in {one.path} and {other.path}, and the source strategy does not list it",
+        file=other.path,
+        rank=other.rank,
+        parameter=name,
+        hint="without --dequantize, codes are copied as they are",
+    )
+
 
 class ScaledCodes:
     """How the codes of one tensor become elements; see `checkpoint.Decoding`."""
@@ -95,6 +126,7 @@ class ScaledCodes:
         self._scales = scales
         self._offsets = offsets
         self._per_byte = 2 if tensor.code == E2M1 else 1
+        self._compared = False
 
     def stored_bytes(self, elements: int) -> int:
         """Bytes in the files of so many elements."""
@@ -102,6 +134,11 @@ class ScaledCodes:
 
     def read_into(self, read: ReadBytes, source: StoredSlice, start: int, out: memoryview, cast: CastWords) -> None:
         """Fill ``out`` with elements of a slice."""
+        if not self._compared:
+            for scales_or_offsets in (self._scales, self._offsets):
+                if scales_or_offsets is not None:
+                    scales_or_offsets.check_copies(read)
+            self._compared = True
         item_size = ITEM_SIZES[self.dtype]
         words = np.frombuffer(out, f"u{item_size}")
         first = start // item_size
@@ -257,11 +294,16 @@ def _scales(base: Checkpoint, name: str, tensor: Quantised) -> _Scales:
     stored = base.tensors.get(name)
     slices: Optional[list[StoredSlice]] = None
     if stored is None:
-        holder = base.holders(name)[0]
-        entry = base.indexes[holder].tensors[name]
-        return _Scales(
-            name, entry.dtype, shape, (StoredSlice(base.files[holder], holder, entry.extents, whole_box(shape)),)
-        )
+        entries = {holder: base.indexes[holder].tensors[name] for holder in base.holders(name)}
+        copies = [
+            StoredSlice(base.files[holder], holder, entry.extents, whole_box(shape))
+            for holder, entry in entries.items()
+        ]
+        types = [(entry.dtype, entry.shape) for entry in entries.values()]
+        for copy, of_copy in zip(copies, types):
+            if of_copy != types[0]:
+                raise _different(name, copies[0], copy)
+        return _Scales(name, types[0][0], shape, (copies[0],), tuple(copies[1:]))
     for sharding, present in zip(stored.shardings, base.present(stored)):
         slices = []
         for number in range(sharding.grid.slice_count):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
 from typing import Any, Optional
 
 from reshard.checkpoints import Decryption, FileHandles
@@ -22,7 +21,10 @@ MAX_NUMBERS = 1_000_000
 """Numbers of pairs that a page holds; beyond, neighbouring ranks are added up."""
 
 Pair = tuple[int, int]
-"""A source and a target, by number."""
+"""Bytes and requests."""
+
+Rows = dict[int, dict[int, Pair]]
+"""By target and source."""
 
 
 def moves_data(
@@ -79,42 +81,55 @@ def pairs_data(moved: Transfers, targets: int, most: int = MAX_NUMBERS) -> dict[
         most: numbers that the pairs may take; beyond, 2, 4, 8 ... neighbouring sources and targets are one.
     """
     together = 1
+    rows = [_rows(moved, copied=False), _rows(moved, copied=True)]
     while True:
         values, patterns = Table(), Table()
-        found = {
-            "parameters": _by_target(_added_up(moved, together, copied=False), targets, together, values, patterns),
-            "copied": _by_target(_added_up(moved, together, copied=True), targets, together, values, patterns),
-        }
-        if sum(len(pattern) for pattern in patterns.values) + 2 * len(values.values) <= most:
-            return {"together": together, "values": values.values, "patterns": patterns.values, **found}
+        parameters, copied = (
+            _by_target(each, -(-targets // together), values, patterns, most if together < targets else None)
+            for each in rows
+        )
+        if parameters is not None and copied is not None:
+            tables = {"together": together, "values": values.values, "patterns": patterns.values}
+            return {**tables, "parameters": parameters, "copied": copied}
         together *= 2
+        rows = list(map(_halved, rows))
 
 
-def _added_up(moved: Transfers, together: int, copied: bool) -> dict[int, dict[int, Pair]]:
+def _rows(moved: Transfers, copied: bool) -> Rows:
     """Bytes and requests by target and source, of values that are copied or of all others."""
-    found: dict[int, dict[int, Pair]] = defaultdict(dict)
-    for (source, target), taken in moved.taken.items():
-        pair = source, target
+    found: Rows = defaultdict(dict)
+    for pair, taken in moved.taken.items():
+        source, target = pair
         of_values, each = moved.copied.get(pair, 0), moved.value_requests.get(pair, 0)
         nbytes, requests = (of_values, each) if copied else (taken - of_values, moved.requests[pair] - each)
         if nbytes or requests:
-            row = found[target // together]
-            before = row.get(source // together, (0, 0))
-            row[source // together] = (before[0] + nbytes, before[1] + requests)
+            found[target][source] = (nbytes, requests)
+    return found
+
+
+def _halved(rows: Rows) -> Rows:
+    """The same with every two neighbours added up."""
+    found: Rows = defaultdict(dict)
+    for target, row in rows.items():
+        halved = found[target // 2]
+        for source, (nbytes, requests) in row.items():
+            before = halved.get(source // 2, (0, 0))
+            halved[source // 2] = (before[0] + nbytes, before[1] + requests)
     return found
 
 
 def _by_target(
-    pairs: Mapping[int, Mapping[int, Pair]], targets: int, together: int, values: Table, patterns: Table
-) -> dict[str, Any]:
-    """Per target its first source and the number of its pattern, -1 for none.
+    rows: Rows, targets: int, values: Table, patterns: Table, most: Optional[int]
+) -> Optional[dict[str, Any]]:
+    """Per target its first source and the number of its pattern, -1 for none; None if tables get too large.
 
     A pattern is distances between neighbouring sources, each after the value of the first of both: ``[value, distance,
     value, distance, value]``.
     """
     first, used = [], []
-    for target in range(-(-targets // together)):
-        row = sorted(pairs.get(target, {}).items())
+    numbered, size = len(patterns.values), sum(map(len, patterns.values))
+    for target in range(targets):
+        row = sorted(rows.get(target, {}).items())
         if not row:
             first.append(0)
             used.append(-1)
@@ -124,4 +139,9 @@ def _by_target(
             pattern += [source - before, values.number(value)]
         first.append(row[0][0])
         used.append(patterns.number(tuple(pattern)))
+        if used[-1] == numbered:
+            numbered += 1
+            size += len(pattern)
+        if most is not None and size + 2 * len(values.values) > most:
+            return None
     return {"first": first, "pattern": repeats(used)}

@@ -14,7 +14,7 @@
     for (const [key, value] of Object.entries(attributes)) {
       if (key === "class") made.className = value;
       else if (key.startsWith("on")) made.addEventListener(key.slice(2), value);
-      else if (value !== null && value !== undefined && value !== false) made.setAttribute(key, value);
+      else if (value !== null && value !== undefined) made.setAttribute(key, value);
     }
     made.append(...children.filter((child) => child !== null && child !== undefined));
     return made;
@@ -284,7 +284,7 @@
     { title: "name", width: "minmax(150px,3fr)" },
     { title: "type", width: "minmax(70px,.7fr)", wide: true },
     { title: "shape", width: "minmax(90px,1fr)", wide: true },
-    { title: "size", width: "88px", numeric: true },
+    { title: "size", width: "94px", numeric: true },
     { title: "layout", width: "minmax(110px,1.2fr)" },
     { title: "kind", width: "minmax(70px,.8fr)", wide: true },
   ], {
@@ -318,10 +318,11 @@
       });
       for (const leaf of order) rows.push({ leaf, level: 1, count: 1 });
     }
+    const kept = view.rows[list.active];
     view.rows = rows;
     const matches = hit ? hit.filter(Boolean).length : names.length;
     status.textContent = hit ? `${plain(matches)} of ${plural(names.length, "parameter")}` : plural(names.length, "parameter");
-    list.active = rows.findIndex((row) => row.leaf >= 0 && row.leaf === view.chosen);
+    list.active = rows.findIndex((row) => (kept ? row.leaf === kept.leaf && row.node === kept.node : row.leaf >= 0 && row.leaf === view.chosen));
     list.sorted(view.by, view.descending);
     list.show(rows.length, (at) => {
       const { leaf, node, count } = rows[at];
@@ -502,8 +503,8 @@
 
   // Files and steps.
   const fileList = new List("Files", [
-    { title: counter, width: "68px", numeric: true }, { title: "file", width: "minmax(80px,3fr)" },
-    { title: "size", width: "84px", numeric: true }, { title: "state", width: "74px" }, { title: "same slices as", width: "140px", wide: true },
+    { title: counter, width: "80px", numeric: true }, { title: "file", width: "minmax(80px,3fr)" },
+    { title: "size", width: "94px", numeric: true }, { title: "state", width: "74px" }, { title: "same slices as", width: "140px", wide: true },
   ], { height: 340 });
   const fileOrder = files.number.map((_, at) => at).sort((a, b) => (files.state[b] !== "ok") - (files.state[a] !== "ok") || a - b);
   const groups = new Set(files.same.filter((each) => each !== null)).size;

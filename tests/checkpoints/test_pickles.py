@@ -28,7 +28,7 @@ from reshard.checkpoints.formats.pickles import (
 
 NOTHING = among([])
 SCALARS = st.none() | st.booleans() | st.integers(-(1 << 100), 1 << 100) | st.floats(allow_nan=False) | st.text()
-KEYS = st.text() | st.integers(-5, 5) | st.tuples(st.text(), st.integers())
+KEYS = st.text() | st.integers(-5, 5) | st.tuples(st.text(), st.integers(-(1 << 64) + 1, (1 << 64) - 1))
 VALUES = st.recursive(
     SCALARS | st.binary(),
     lambda inner: st.lists(inner) | st.dictionaries(KEYS, inner) | st.tuples(inner, inner) | st.tuples(),
@@ -234,3 +234,19 @@ def test_plain_values_are_shown_as_json_has_them() -> None:
     assert plain(value) == shown
     with pytest.raises(NotPlain):
         plain(PickledInstance("torch.Generator"))
+
+
+def test_keys_take_no_longer_than_their_bytes() -> None:
+    # A tuple that holds another one many times, level by level: a billion elements to hash in some hundred bytes.
+    nested = b"(" + b"N" * 180 + b"tq\x000"
+    for level in range(3):
+        nested += b"(" + (b"h" + bytes([level])) * 180 + b"tq" + bytes([level + 1]) + b"0"
+    # Python's hash of each is 0.
+    equal = b"".join(
+        b"\x8a\x10" + (number * ((1 << 61) - 1)).to_bytes(16, "little") + b"N" for number in range(1 << 14)
+    )
+    for data in (nested + b"}h\x03Ns.", b"}(" + equal + b"u."):
+        began = time.monotonic()
+        with pytest.raises(PickleError, match="keys are not read"):
+            read_pickle(b"\x80\x02" + data, NOTHING)
+        assert time.monotonic() - began < 2

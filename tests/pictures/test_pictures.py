@@ -6,13 +6,18 @@ import re
 from math import prod
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard.cli.slice_picture import picture_lines
 from reshard.forms.ranks.holding import Holding
+from reshard.numbers.statistics import TensorStatistics
+from reshard.numbers.widening import EXPONENTS, ONE
+from reshard.pictures.magnitudes import magnitudes_picture
 from reshard.pictures.slices import Arrangement
+from reshard.pictures.svg import CHARACTER_WIDTH
 from reshard.pictures.tensor import parameter_picture
 from reshard.pictures.transfers import transfer_map
 from reshard.strategies import RecordedLayout, Stage
@@ -253,6 +258,58 @@ def test_a_parameters_picture_is_xml_and_shows_each_rank_where_a_pointer_rests(
         assert sorted(named) == sorted([*everyone, *everyone])
     for element in ElementTree.fromstring(picture).iter(f"{SVG}rect"):
         assert float(element.attrib["width"]) > 0 and float(element.attrib["height"]) > 0
+
+
+@given(parameters())
+def test_equal_colours_are_equal_slices(parameter: Parameter) -> None:
+    arrangement = parameter[2]
+    root = ElementTree.fromstring(parameter_picture("w", [arrangement]))
+    style = next(root.iter(f"{SVG}style")).text or ""
+    light = dict(re.findall(r"\.(slice\d+)\{fill:(#\w+)\}", style.split("@media")[0]))
+    dark = dict(re.findall(r"\.(slice\d+)\{fill:(#\w+)\}", style.split("@media")[1]))
+    assert len(set(light.values())) == len(light) == len(dark) == len(set(dark.values()))
+    boxes_of: dict[str, set[str]] = {}
+    for rectangle in root.iter(f"{SVG}rect"):
+        title = rectangle.find(f"{SVG}title")
+        if title is not None and title.text is not None:
+            boxes_of.setdefault(rectangle.attrib["class"], set()).add(title.text.rpartition(": ")[0])
+    assert all(len(boxes) == 1 for boxes in boxes_of.values())
+
+
+def test_the_legend_of_a_transfer_map_is_within_the_picture() -> None:
+    picture = transfer_map({(0, 0): 5, (1, 0): 8}, 2, 1, "x", copied={(0, 0): 5})
+    width = float(ElementTree.fromstring(picture).attrib["width"])
+    for element in ElementTree.fromstring(picture).iter(f"{SVG}text"):
+        if "text-anchor" not in element.attrib:
+            assert float(element.attrib["x"]) + len(element.text or "") * CHARACTER_WIDTH <= width
+
+
+def statistics(name: str, numbers: list[float]) -> TensorStatistics:
+    """Statistics of some numbers, as far as pictures use them."""
+    array = np.array(numbers)
+    finite = np.isfinite(array)
+    counts = np.zeros(EXPONENTS, np.int64)
+    for number in array[finite & (array != 0)]:
+        counts[ONE + int(np.floor(np.log2(abs(number))))] += 1
+    nan, inf = int(np.isnan(array).sum()), int(np.isinf(array).sum())
+    zeros = int((array == 0).sum())
+    return TensorStatistics(
+        name, "Float32", (len(numbers),), len(numbers), nan, inf, zeros, None, None, None, 0.0, None, counts
+    )
+
+
+def test_a_picture_of_magnitudes_leaves_counters_off_and_marks_nan() -> None:
+    found = [statistics("a.w", [0.5, 0.25]), statistics("global_step", [2.0**30]), statistics("b.w", [np.nan] * 3)]
+    picture = magnitudes_picture("x", found)
+    said = words(picture)
+    assert "2^30" not in " ".join(said) and not any(
+        "2^30" in each for each in re.findall("<title>(.*?)<", picture.decode())
+    )
+    assert "b.w: 3 NaN" in said and said.index("b.w: 3 NaN") < said.index("a.w")
+    assert any("global_step" in each and "Not drawn" in each for each in said)
+    assert any(each.startswith("Red names") for each in said) and any(each.startswith("Orange line") for each in said)
+    classes = {element.text: element.attrib["class"] for element in ElementTree.fromstring(picture).iter(f"{SVG}text")}
+    assert classes["b.w: 3 NaN"] == "bad" and classes["a.w"] == "ink"
 
 
 def test_a_table_split_by_hand_is_drawn_in_proportion() -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import reshard as package
 from reshard.quantised import values
+from tests.checkpoint_writing import write_safetensors
 from tests.layouts import examples, strategies
 from tests.quantised.models import SCHEMES, Coded, others, write_model
 from tests.reference import slices
@@ -99,6 +100,39 @@ def test_codes_and_scales_that_are_cut_are_dequantised_too(tmp_path: Path) -> No
 
     (written,) = (tmp_path / "out").glob("*.safetensors")
     same_checkpoints(read_checkpoint(written), expected(quantised))
+
+
+@pytest.mark.parametrize("scheme", ["fp8 tensors", "fp8 channels"])
+@pytest.mark.parametrize("alike", [True, False])
+def test_scales_that_no_strategy_lists_have_to_be_the_same_in_all_files(
+    tmp_path: Path, scheme: str, alike: bool
+) -> None:
+    """Each rank may have quantised its own slice."""
+    quantised = write_model(tmp_path / "src", scheme)
+    first = {name: parts for each in quantised for name, parts in each.stored.items()}
+    codes = {each.name: first[each.name] for each in quantised}
+    scales = {name: parts for name, parts in first.items() if name not in codes}
+    for rank in range(2):
+        half = {
+            name: (dtype, [shape[0], shape[1] // 2], np.split(np.frombuffer(data, "u1").reshape(shape), 2, 1)[rank])
+            for name, (dtype, shape, data) in codes.items()
+        }
+        other = {name: (dtype, shape, data[::-1]) for name, (dtype, shape, data) in scales.items()}
+        held = scales if alike or not rank else other
+        cut = {name: (dtype, shape, part.tobytes()) for name, (dtype, shape, part) in half.items()}
+        (tmp_path / f"ranks/rank_{rank}").mkdir(parents=True)
+        write_safetensors(tmp_path / f"ranks/rank_{rank}/checkpoint_{rank}.safetensors", {**cut, **held})
+    layouts = {name: layout([2], [-1, 0]) for name in codes}
+    path = write_strategy(tmp_path / "strategy", [{"devices": 2, "layouts": layouts}])
+    command = ("convert", tmp_path / "ranks", tmp_path / "out", "--src-strategy", path, "--to", "huggingface")
+    options = ("--dequantize", "bf16", "--config", tmp_path / "src")
+
+    if not alike:
+        fails(3, *command, *options, says=["_scale", "differs", "rank_0", "rank_1", "strategy does not list it"])
+        return
+    done(*command, *options, "--verify")
+    (written,) = (tmp_path / "out").glob("*.safetensors")
+    same_checkpoints(read_checkpoint(written), {each.name: each.as_type("BFloat16") for each in quantised})
 
 
 def test_open_gives_numbers(tmp_path: Path) -> None:

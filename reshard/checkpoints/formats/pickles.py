@@ -18,8 +18,12 @@ MAX_OPERATIONS = 1 << 26
 
 _MAX_INTEGER_BYTES = 64
 _MAX_NAME = 256
-# A key of a dictionary is hashed by Python, in C and as deep as tuples are nested.
+# A key of a dictionary is hashed by Python, in C and as deep as tuples are nested: a tuple that holds another one many
+# times takes few bytes and is hashed as often.
 _MAX_KEY_DEPTH = 4
+_MAX_KEY_PARTS = 256
+# Python's hash of an integer is its remainder: of larger ones as many as anybody likes have the same.
+_MAX_KEY_BITS = 64
 
 # Pairs of a dictionary that are set at once.
 _BATCH = 1000
@@ -333,10 +337,28 @@ def _interpreted(name: str, args: tuple[Any, ...]) -> Any:
     raise PickleError(f"is a pickle with other arguments for {name} than are read")
 
 
-def _is_key(key: Any, depth: int = _MAX_KEY_DEPTH) -> bool:
-    if type(key) is tuple:
-        return depth > 0 and len(key) < _MAX_NAME and all(_is_key(each, depth - 1) for each in key)
-    return key is None or isinstance(key, (str, int, float, bytes, Global, PickledInstance))
+def _is_key(key: Any) -> bool:
+    """Whether a value may be a key of a dictionary; hashing it takes no longer than the limits allow."""
+    if type(key) is not tuple:
+        return _is_plain_key(key)
+    level, parts = [key], 0
+    for _ in range(_MAX_KEY_DEPTH):
+        parts += sum(map(len, level))
+        if parts > _MAX_KEY_PARTS:
+            return False
+        values = [value for each in level for value in each]
+        level = [value for value in values if type(value) is tuple]
+        if not all(_is_plain_key(value) for value in values if type(value) is not tuple):
+            return False
+        if not level:
+            return True
+    return False
+
+
+def _is_plain_key(value: Any) -> bool:
+    if isinstance(value, int):
+        return value.bit_length() <= _MAX_KEY_BITS
+    return value is None or isinstance(value, (str, float, bytes, Global, PickledInstance))
 
 
 _STOP = ord(".")

@@ -1,0 +1,63 @@
+"""Reading the data of a page back, without a browser and without the code that made it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+
+def data_of(page: Path) -> dict[str, Any]:
+    """The data of a page."""
+    (found,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page.read_text("utf-8"), re.S)
+    data: dict[str, Any] = json.loads(found)
+    return data
+
+
+def repeated(found: Sequence[Any]) -> list[Any]:
+    return [value for value, count in zip(found[::2], found[1::2]) for _ in range(count)]
+
+
+def strided(found: Sequence[int]) -> list[int]:
+    values = [found[0]]
+    for count, stride in zip(found[1::2], found[2::2]):
+        values = [value + number * stride for number in range(count) for value in values]
+    return values
+
+
+def holders(sharding: dict[str, Any]) -> list[list[int]]:
+    """Per slice the files that hold it by the layout."""
+    if "lists" in sharding["holders"]:
+        lists: list[list[int]] = sharding["holders"]["lists"]
+        return lists
+    flat, copies = strided(sharding["holders"]["strides"]), sharding["holders"]["copies"]
+    return [flat[at : at + copies] for at in range(0, len(flat), copies)]
+
+
+def places(data: dict[str, Any]) -> dict[tuple[int, str], tuple[int, int]]:
+    """Offset and bytes by file and parameter."""
+    found = {}
+    structures = data["structures"]
+    for number, files in enumerate(structures["files"]):
+        parameter, end = 0, 0
+        columns = (repeated(structures[key][number]) for key in ("parameters", "gaps", "bytes"))
+        for step, gap, nbytes in zip(*columns):
+            parameter += step
+            for file in strided(files) if isinstance(files, list) else files["list"]:
+                found[file, data["parameters"]["name"][parameter]] = (end + gap, nbytes)
+            end += gap + nbytes
+    return found
+
+
+def pairs(moves: dict[str, Any]) -> Iterator[tuple[int, int, int, int]]:
+    """Source, target, bytes and requests of every pair; values that are copied have pairs of their own."""
+    for relation in (moves["parameters"], moves["copied"]):
+        for target, (source, number) in enumerate(zip(relation["first"], repeated(relation["pattern"]))):
+            if number >= 0:
+                first, *others = moves["patterns"][number]
+                yield (source, target, *moves["values"][first])
+                for distance, value in zip(others[::2], others[1::2]):
+                    source += distance
+                    yield (source, target, *moves["values"][value])

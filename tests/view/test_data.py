@@ -1,0 +1,319 @@
+"""The numbers of a page: those of `inspect`, `plan`, `stats` and the layouts, in few bytes."""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, Optional
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from reshard.checkpoints import CheckpointIndex
+from reshard.checkpoints.checkpoint import GlobalTensor
+from reshard.checkpoints.formats.tensors import Tensor
+from reshard.convert.transfers import Transfers
+from reshard.forms.ranks.holding import StageSharding
+from reshard.forms.registry import FORMS
+from reshard.layout import Layout
+from reshard.strategies import Stage
+from reshard.view.data import page_data
+from reshard.view.moves import pairs_data
+from reshard.view.numbers import repeats, strides
+from reshard.view.page import page
+from reshard.view.subject import ShownFile, Subject
+from tests.running import done, fails
+from tests.small import World, tensors
+from tests.trees import read_checkpoint, write_checkpoint
+from tests.view.pages import data_of, holders, pairs, places, repeated, strided
+
+FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
+DEMO = FIXTURES / "demo"
+CUT = ("--src-strategy", DEMO / "src_strategy.ckpt")
+
+
+def made(tmp_path: Path, *words: object) -> dict[str, Any]:
+    """The data of the page that a command writes."""
+    done("view", *map(str, words), "-o", tmp_path / "page.html", "-q")
+    return data_of(tmp_path / "page.html")
+
+
+@given(st.lists(st.integers(-2, 2)))
+def test_repeated_values_come_back(values: list[int]) -> None:
+    assert repeated(repeats(values)) == values
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=12))
+def test_any_numbers_come_back_from_their_strides_or_have_none(values: list[int]) -> None:
+    found = strides(values)
+    assert found is None or strided(found) == values
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.randoms(use_true_random=False))
+def test_holders_of_layouts_without_optimizer_shards_are_sums_of_strides(matrix: list[int], random: Any) -> None:
+    axes = random.sample(range(len(matrix)), random.randint(0, len(matrix)))
+    layout = Layout(tuple(matrix), (tuple(axes[::2]), tuple(axes[1::2])))
+    flat = [int(rank) for number in range(layout.slice_count) for rank in layout.holders(number)]
+    found = strides(flat)
+    assert found is not None and strided(found) == flat
+
+
+def test_a_page_of_ranks_has_the_numbers_of_inspect(tmp_path: Path) -> None:
+    data = made(tmp_path, DEMO / "src_checkpoints", *CUT)
+    inspected = done("inspect", DEMO / "src_checkpoints", *CUT, "--json").json
+    (step,) = inspected["steps"]
+    files = data["files"]
+    assert files["number"] == step["ranks"] and [files["base"] + path for path in files["path"]] == step["files"]
+    assert sum(repeated(files["bytes"])) == step["bytes"] and set(repeated(files["state"])) == {"ok"}
+    assert data["full_bytes"] == step["full_bytes"] and data["step"] == step["step"] and data["complete"] is True
+    shown = {
+        name: data["types"][number] for name, number in zip(data["parameters"]["name"], data["parameters"]["type"])
+    }
+    stored = {item["name"]: item for item in step["contents"]["tensors"]}
+    assert shown.keys() == stored.keys()
+    for name, (dtype, _, _, nbytes, count, kind) in shown.items():
+        item = stored[name]
+        assert ([dtype], nbytes, count, kind) == (item["dtypes"], item["bytes"], item["files"], item["kind"])
+
+
+def test_slices_are_where_the_files_have_them(tmp_path: Path) -> None:
+    data = made(tmp_path, DEMO / "src_checkpoints", *CUT)
+    found = places(data)
+    whole = tmp_path / "whole"
+    done("convert", DEMO / "src_checkpoints", whole, *CUT, "--dst-strategy", "none", "--format", "safetensors")
+    full = read_checkpoint(whole / "rank_0" / "checkpoint_0.safetensors")
+    checked = 0
+    for name, type_, number in zip(*(data["parameters"][key] for key in ("name", "type", "layout"))):
+        if number < 0:
+            continue
+        (sharding,) = data["layouts"][number]["shardings"]
+        (shape,) = data["types"][type_][1]
+        for place, ranks in zip(np.ndindex(*sharding["cuts"]), holders(sharding)):
+            part = tuple(
+                slice(size // cuts * at, size // cuts * (at + 1))
+                for size, cuts, at in zip(shape, sharding["cuts"], place)
+            )
+            expected = full[name].array[part].tobytes()
+            for rank in ranks:
+                path = data["files"]["base"] + data["files"]["path"][data["files"]["number"].index(rank)]
+                offset, nbytes = found[rank, name]
+                assert Path(path).read_bytes()[offset : offset + nbytes] == expected
+                checked += 1
+    assert checked == 8 * sum(number >= 0 for number in data["parameters"]["layout"])
+
+
+def test_replicas_are_those_of_the_strategy(tmp_path: Path, world: World) -> None:
+    world.save(tensors())
+    data = made(tmp_path, world.src, "--src-strategy", world.old)
+    groups: dict[int, list[int]] = {}
+    for rank, first in zip(data["files"]["number"], repeated(data["files"]["same"])):
+        groups.setdefault(first, []).append(rank)
+    told = done("replicas", "--strategy", world.old, "--json").json
+    assert sorted(groups.values()) == sorted(group["ranks"] for group in told)
+
+
+def test_a_conversion_has_the_numbers_of_plan(tmp_path: Path) -> None:
+    target = ("--dst-strategy", DEMO / "dst_strategy.ckpt")
+    moves = made(tmp_path, DEMO / "src_checkpoints", *CUT, *target)["moves"]
+    planned = done("plan", DEMO / "src_checkpoints", tmp_path / "out", *CUT, *target, "--json").json
+    found: Counter[tuple[int, int]] = Counter()
+    for source, to, nbytes, _ in pairs(moves):
+        found[source, to] += nbytes
+    assert found == {(each["rank"], to["rank"]): each["bytes"] for to in planned["targets"] for each in to["sources"]}
+    assert repeated(moves["bytes"]) == [to["bytes"] for to in planned["targets"]]
+    assert moves["sources"] == 8 and moves["targets"] == 4 and moves["taken"] == sum(found.values())
+
+
+def test_checkpoint2_has_the_numbers_of_inspect(tmp_path: Path) -> None:
+    source = FIXTURES / "checkpoint2" / "a02_dp2mp2_dedup" / "checkpoint"
+    data = made(tmp_path, source, "--dst-strategy", "same")
+    inspected = done("inspect", source, "--json").json
+    laid_out = {item["name"]: item for item in inspected["tensors"]}
+    for name, type_, number in zip(*(data["parameters"][key] for key in ("name", "type", "layout"))):
+        if number >= 0:
+            item = laid_out.pop(name)
+            assert data["layouts"][number]["shardings"][0]["cuts"] == item["cuts"]
+            assert data["types"][type_][1] == [item["shape"]] and data["types"][type_][0] == item["dtype"]
+    assert not laid_out
+    assert repeated(data["files"]["bytes"]) == [file["bytes"] for file in inspected["files"]]
+
+
+def test_statistics_are_those_of_stats_and_nan_is_a_problem(tmp_path: Path, world: World) -> None:
+    full = tensors()
+    name = "w"
+    full[name].array.view("<f4")[0, 3] = np.nan
+    world.save(full)
+    data = made(tmp_path, world.src, "--src-strategy", world.old, "--stats")
+    told = done("stats", world.src, "--strategy", world.old, "--json").json["tensors"]
+    keys = ("name", "count", "nan", "inf", "zeros", "min", "max", "mean", "norm", "first_nonfinite")
+    assert [row[:-1] for row in data["statistics"]] == [[tensor[key] for key in keys] for tensor in told]
+    assert name in data["problems"][0]["text"] and data["problems"][0]["level"] == 0
+
+
+def test_lost_ranks_are_the_first_problem_and_their_slices_are_marked(tmp_path: Path) -> None:
+    shutil.copytree(DEMO / "src_checkpoints", tmp_path / "src")
+    shutil.rmtree(tmp_path / "src" / "rank_3")
+    target = ("--dst-strategy", DEMO / "dst_strategy.ckpt")
+    data = made(tmp_path, tmp_path / "src", *CUT, *target)
+    assert data["complete"] is False and data["moves"] is None
+    assert [problem["level"] for problem in data["problems"]] == sorted(each["level"] for each in data["problems"])
+    severe = [problem["text"] for problem in data["problems"] if problem["level"] == 0]
+    assert any("rank 3" in text for text in severe) and any("is refused" in text for text in severe)
+    lost = [
+        number
+        for number, layout in enumerate(data["layouts"])
+        if any(set(each) <= set(sharding["absent"]) for sharding in layout["shardings"] for each in holders(sharding))
+    ]
+    assert lost
+    assert dict(zip(data["files"]["number"], repeated(data["files"]["state"])))[3] == "missing"
+
+
+def test_without_a_strategy_the_page_lists_files_and_what_was_not_checked(tmp_path: Path) -> None:
+    data = made(tmp_path, DEMO / "src_checkpoints")
+    assert set(data["parameters"]["layout"]) == {-1} and data["complete"] is None
+    (problem,) = data["problems"]
+    assert problem["level"] == 1 and "--src-strategy" in problem["hint"]
+
+
+def test_a_file_is_shown_whole(tmp_path: Path) -> None:
+    (path,) = (DEMO / "src_checkpoints" / "rank_0").iterdir()
+    data = made(tmp_path, path, "--stats")
+    assert all(
+        layout["shardings"][0]["cuts"] == [1] * len(layout["shardings"][0]["cuts"]) for layout in data["layouts"]
+    )
+    assert len(data["statistics"]) == len(data["parameters"]["name"])
+
+
+HOSTILE = ["</script><script>document.title='owned'</script>.\u202ew", "q\"'&lt;.x", "<img src=x onerror=alert(1)>"]
+
+
+def test_hostile_names_end_no_script(tmp_path: Path) -> None:
+    full = dict(zip(HOSTILE, tensors().values()))
+    write_checkpoint(tmp_path / "<b>" / "model.safetensors", full)
+    data = made(tmp_path, tmp_path / "<b>")
+    assert data["parameters"]["name"] == sorted(HOSTILE)
+    text = (tmp_path / "page.html").read_text("utf-8")
+    assert text.count("<script") == 2 and "<img" not in text and "<b>" not in text
+
+
+def test_a_page_permits_nothing_but_its_own_script_and_style(tmp_path: Path) -> None:
+    made(tmp_path, DEMO / "src_checkpoints")
+    text = (tmp_path / "page.html").read_text("utf-8")
+    assert "default-src 'none'; script-src 'sha256-" in text and "unsafe" not in text
+    assert "http:" not in text and "https:" not in text and " src=" not in text and "@import" not in text
+
+
+def test_only_pages_are_replaced(tmp_path: Path) -> None:
+    page_ = tmp_path / "page.html"
+    for _ in range(2):
+        done("view", DEMO / "src_checkpoints", "-o", page_)
+    page_.write_text("<html>mine</html>")
+    fails(2, "view", DEMO / "src_checkpoints", "-o", page_, says=["is no page of reshard view", "-o FILE.html"])
+    assert page_.read_text() == "<html>mine</html>"
+    fails(2, "view", DEMO / "src_checkpoints", "-o", tmp_path / "page.svg", says=["has to end in .html"])
+
+
+@given(
+    st.dictionaries(st.tuples(st.integers(0, 30), st.integers(0, 11)), st.tuples(st.integers(1, 9), st.integers(1, 3)))
+)
+def test_pairs_come_back_from_their_patterns(found: dict[tuple[int, int], tuple[int, int]]) -> None:
+    moved = Transfers()
+    for pair, (nbytes, requests) in found.items():
+        moved.taken[pair], moved.requests[pair] = nbytes, requests
+    data = pairs_data(moved, 12)
+    assert data["together"] == 1
+    assert {(source, target): (nbytes, asked) for source, target, nbytes, asked in pairs(data)} == found
+    few = pairs_data(moved, 12, most=12)
+    together = few["together"]
+    expected: Counter[tuple[int, int]] = Counter()
+    for (source, target), (nbytes, _) in found.items():
+        expected[source // together, target // together] += nbytes
+    assert {(source, target): nbytes for source, target, nbytes, _ in pairs(few)} == expected
+
+
+@dataclass
+class Wide:
+    """A checkpoint of many tensors on many ranks, in memory."""
+
+    tensors: dict[str, GlobalTensor]
+    indexes: dict[int, CheckpointIndex]
+    ranks: frozenset[int]
+
+    def present(self, tensor: GlobalTensor) -> tuple[frozenset[int], ...]:
+        return (self.ranks,) * len(tensor.shardings)
+
+
+def wide(parameters: int, ranks: int) -> Subject:
+    stage = Stage(0, 0, ranks, {})
+    cuts = [
+        Layout((ranks // 64, 64), ((0,), ()), shard_size=shards) if across else Layout((ranks // 64, 64), ((), (0,)))
+        for across in (True, False)
+        for shards in (0, -1, 8)
+    ]
+    shapes = [(163840, 4096), (327680, 128), (163840, 1024)]
+    shared = {
+        (layout, shape): (StageSharding(stage, layout, layout.grid(shape)),) for layout in set(cuts) for shape in shapes
+    }
+    tensors, entries, end = {}, {}, 0
+    for number in range(parameters):
+        name = f"model.decoder.layers.{number // 12}.self_attention.linear_{number % 12}.weight"
+        layout, shape = cuts[number % len(cuts)], shapes[number % len(shapes)]
+        tensors[name] = GlobalTensor(name, "BFloat16", 2, shape, shared[layout, shape])
+        nbytes = prod(shape) * 2 // layout.slice_count
+        entries[name] = Tensor(name, "BFloat16", shape, shape, ((end, nbytes),), nbytes)
+        end += nbytes
+    indexes = {
+        rank: CheckpointIndex(f"ckpt/rank_{rank}/net_rank_{rank}-3_10.ckpt", "ckpt", end, entries)
+        for rank in range(ranks)
+    }
+    checkpoint: Any = Wide(tensors, indexes, frozenset(range(ranks)) - {17})
+    files = [ShownFile(rank, index.path, end) for rank, index in indexes.items()]
+    return Subject("ckpt", FORMS[0], "3_10", True, checkpoint, None, files)
+
+
+def wide_page(parameters: int, ranks: int, targets: Optional[int] = None) -> bytes:
+    """The page of a wide checkpoint, with a conversion in which every target reads 16 sources."""
+    moved = Transfers()
+    count = targets or ranks
+    for target in range(count):
+        for number in range(16):
+            pair = ((target * ranks // count) // 16 * 16 + number, target)
+            moved.taken[pair], moved.requests[pair] = (target % 7 + 1) << 20, 40
+        moved.taken[0, target] += 16
+        moved.copied[0, target], moved.value_requests[0, target] = 16, 4
+        moved.requests[0, target] += 4
+    about = {"strategy": "dst.ckpt", "step": "3_10", "source_noun": "rank", "target_noun": "rank", "sources": ranks}
+    totals = {"taken": sum(moved.taken.values()), "copied_bytes": 16 * count, "requests": sum(moved.requests.values())}
+    sizes = {"targets": count, "bytes": repeats([1 << 30] * count)}
+    moves = {**about, **totals, **sizes, **pairs_data(moved, count)}
+    rows: list[list[Any]] = []
+    subject = wide(parameters, ranks)
+    assert subject.checkpoint is not None
+    for name in sorted(subject.checkpoint.tensors):
+        rows.append(
+            [name, 1 << 24, 0, 0, 12, -0.12345678, 0.23456789, 1.234567e-05, 123.45678, None, [-30, "1122334567887651"]]
+        )
+    return page({**page_data(subject), "moves": moves, "statistics": rows})
+
+
+def test_ten_thousand_parameters_on_four_thousand_ranks_take_less_than_ten_megabytes() -> None:
+    assert len(wide_page(10_000, 4_096)) < 10_000_000
+
+
+@pytest.mark.parametrize("dense", [False, True])
+def test_a_conversion_between_thousands_of_ranks_stays_small(dense: bool) -> None:
+    moved = Transfers()
+    random = np.random.default_rng(1)
+    for target in range(1_024):
+        sources = random.choice(10_240, 700, replace=False).tolist() if dense else range(target, target + 20)
+        for source, nbytes in zip(sources, random.integers(1, 1 << 30, 700).tolist()):
+            moved.taken[source, target] = nbytes
+    data = pairs_data(moved, 1_024)
+    assert len(page({"source": "x", **data})) < 10_000_000
+    assert (data["together"] > 1) == dense
+    assert sum(nbytes for _, _, nbytes, _ in pairs(data)) == sum(moved.taken.values())
