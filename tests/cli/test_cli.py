@@ -366,7 +366,7 @@ def test_a_source_that_does_not_exist_is_answered_with_the_nearest_that_does(
 def test_a_strategy_that_does_not_exist_is_answered_with_the_nearest_that_does(world: World, option: str) -> None:
     world.save(FULL)
     for typed in (f"{world.old}s", str(world.old)[:-1], world.old.with_suffix("")):
-        fails(3, *world.words(option, typed), says=["no such file", f"did you mean {world.old}"])
+        fails(3, *world.words(option, typed), says=["no file or directory has this name", f"did you mean {world.old}"])
 
 
 def test_what_nothing_is_like_is_not_answered_with_a_guess(world: World) -> None:

@@ -96,9 +96,11 @@ def test_a_picture_shows_which_magnitudes_there_are(saved: World, tmp_path: Path
     done("stats", saved.src, "--strategy", saved.old, "--svg", picture)
     root = xml.etree.ElementTree.parse(picture).getroot()
     said = "".join(root.itertext())
-    assert "100 elements" in said and "m.w" in said
-    # Everything that is not zero is in a bar of the histogram: 41 is between 2^5 and 2^6.
-    assert "2^5 to 2^6: 1 element" in said
+    assert "101 elements" in said and "m.w" in said
+    assert "2^-138 to 2^-137: 48 elements" in said
+    # The counter is 41, between 2^5 and 2^6, far from all weights.
+    assert "2^5 to 2^6" not in said
+    assert "counters and settings: global_step" in said
     write_checkpoint(tmp_path / "z.ckpt", {"w": Value("Float32", np.zeros(3, "<u4"))})
     done("stats", tmp_path / "z.ckpt", "--strategy", "none", "--svg", tmp_path / "z.svg")
     assert xml.etree.ElementTree.parse(tmp_path / "z.svg").getroot().tag.endswith("svg")

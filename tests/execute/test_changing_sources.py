@@ -356,7 +356,7 @@ def test_a_target_that_is_removed_while_checksums_are_computed_is_no_success(
         return 0
 
     monkeypatch.setattr("reshard.convert.target_directory.crc_of_file", crc_of_file)
-    fails(1, *world.words("--checksum", "crc32"), says=["the targets of rank 0"])
+    fails(1, *world.words("--checksum", "crc32"), says=["targets of rank 0"])
     assert not (world.dst / "reshard-manifest.json").exists()
 
 

@@ -273,7 +273,7 @@ def test_only_lost_ranks_are_written_when_asked(world: World) -> None:
 
 def test_a_dry_run_plans_and_writes_nothing(world: World) -> None:
     world.save({"w": FULL["w"]}, ranks=[0, 1, 2])
-    assert "replicas replace for source rank 3" in recover(world, "--dry-run").out
+    assert "replicas replace source rank 3" in recover(world, "--dry-run").out
     planned = recover(world, "--lost-only", "--dry-run", "--json").json
     assert [target["rank"] for target in planned["targets"]] == planned["recovered"] == [3]
     assert not world.dst.exists()

@@ -371,7 +371,7 @@ def test_the_newest_complete_step_is_read(world: World) -> None:
     older = done(*words, "--step", "1_9").out
     result = done(*words)
     assert result.out == older
-    warns(result, "1_10", "passed over")
+    warns(result, "1_10", "skipped")
     assert done(*words, "--ranks", "0,1").out != done(*words, "--ranks", "0,1", "--step", "1_9").out
     newest_of_both = done(*words, "--ranks", "1,2", "--json").json
     assert newest_of_both == done(*words, "--ranks", "1,2", "--step", "1_9", "--json").json
