@@ -35,11 +35,13 @@ class PlainNames(NamedTuple):
         names: the new name of every tensor; None for what is left out.
         rooted: names began with ``model.``, which is taken off.
         left_out: optimizer state that has no other name.
+        outside: tensors of the trainer's state beside the model and its optimizer, such as a generator's.
     """
 
     names: dict[str, Optional[str]]
     rooted: bool
     left_out: list[str]
+    outside: Sequence[str] = ()
 
 
 def plain_names(
@@ -66,14 +68,21 @@ def plain_names(
             rooted.update(unrecorded)
     found: dict[str, Optional[str]] = {}
     left_out: list[str] = []
+    # Of a nested state, a key beside "model" is not of the model. Counters and MindSpore's optimizer state stay.
+    known = frozenset(names)
+    outside = [
+        name for name in weights if rooted and keys.get(name, (MODEL[:-1],))[0] != MODEL[:-1] and is_weight(name, known)
+    ]
     for name in names:
         if name.startswith(_OPTIMIZERS):
             found[name] = _state_name(name) if optimizer else None
             if found[name] is None:
                 left_out.append(name)
+        elif name in outside:
+            found[name] = None
         else:
             found[name] = _unwrapped(name[len(MODEL) :] if name in rooted else name)
-    return PlainNames(found, bool(rooted), left_out)
+    return PlainNames(found, bool(rooted), left_out, outside)
 
 
 def possible_plain_names(name: str, optimizer: bool) -> list[str]:

@@ -20,7 +20,7 @@ from reshard.plan.wanted_types import CastAsked, cast, tell_casts, warn_of_uncas
 from reshard.storage import absolute, is_regular_file
 from reshard.strategies import SAME, Strategy
 from reshard.text.messages import listing
-from reshard.text.names import as_pattern
+from reshard.text.names import as_pattern, is_training_value
 from reshard.text.report import Report
 from reshard.text.wording import plural, quoted
 
@@ -174,6 +174,8 @@ class Edits:
             report.note(
                 f"{plural(len(found.left_out), 'tensor')} of the optimizer left out: " + listing(found.left_out)
             )
+        if found.outside:
+            report.note(f"{plural(len(found.outside), 'tensor')} beside the model left out: " + listing(found.outside))
         return found.names
 
     def nested(self, names: Collection[str]) -> Optional[Mapping[str, tuple[str, ...]]]:
@@ -302,6 +304,12 @@ def edited(checkpoint: Checkpoint, edits: Edits, report: Report, complete: bool 
     if last:
         made, kept = _exactly(made, kept, last)
         unseen = {name: None if new is None else last.get(new, new) for name, new in unseen.items()}
+    loose = sorted(name for name in kept if edits.trainer and not is_training_value(name))
+    if loose:
+        report.warn(
+            f"{plural(len(loose), 'single value')} without a layout keeps its name, while a trainer has buffers of a "
+            f"model under {quoted('model.' + loose[0])} and so on: " + listing(loose)
+        )
     if edits.casts:
         made = cast(checkpoint, made, kept, {name for name in unseen.values() if name is not None}, edits.casts)
         tell_casts(checkpoint, made, report)

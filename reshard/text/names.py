@@ -84,6 +84,11 @@ def is_value(name: str, elements: int) -> bool:
     return _OTHER.fullmatch(name) is not None or belongs_to_rank(name) or (elements == 1 and "." not in name)
 
 
+def is_training_value(name: str) -> bool:
+    """Whether a name is that of a counter or setting of the training, such as ``global_step``."""
+    return _OTHER.fullmatch(name) is not None or belongs_to_rank(name)
+
+
 def kind_of(name: str, elements: int, known: Container[str]) -> str:
     """The kind of a tensor by its name: one of `KINDS`.
 

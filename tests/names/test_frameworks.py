@@ -111,3 +111,12 @@ def test_names_stay_between_forms_of_torch(tmp_path: Path) -> None:
     done("convert", src, tmp_path / "dcp", "--to", "dcp", "--shards", 2, "--verify")
     done("convert", tmp_path / "dcp", tmp_path / "shards", "--to", "hf-sharded", "--shards", 3, "--verify")
     assert converted(tmp_path / "shards", tmp_path / "out").keys() == FULL.keys()
+
+
+def test_tensors_beside_the_model_of_a_nested_state_are_left_out() -> None:
+    keys = {"model.a": ("model", "a"), "rng": ("rng",)}
+
+    found = plain_names(keys, (), keys, True)
+
+    assert (found.names, found.outside) == ({"model.a": "a", "rng": None}, ["rng"])
+    assert plain_names(["a", "rng"], (), {"a": ("a",), "rng": ("rng",)}, True).names == {"a": "a", "rng": "rng"}
