@@ -61,6 +61,7 @@ class Conversion:
         shard: write share I of N, ``(I, N)``.
         prefix: of target file names.
         format: ``"same"``, ``"ckpt"`` or ``"safetensors"``.
+        shards: number of target files over which rows are cut, in place of ``dst_strategy``.
         max_shard_size: bytes in a file of full weights, or a text such as ``"5GB"``.
         step: ``"3_10"``, the number of an iteration, or ``"latest"``, the newest complete one.
         fallback: use an older step if the newest is incomplete.
@@ -96,6 +97,7 @@ class Conversion:
     shard: Optional[tuple[int, int]] = None
     prefix: Optional[str] = DEFAULT_PREFIX
     format: str = "same"
+    shards: Optional[int] = None
     max_shard_size: Union[int, str, None] = None
     step: Union[str, int] = "latest"
     fallback: bool = True

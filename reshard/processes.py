@@ -18,7 +18,7 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Callable, NoReturn, Optional
 
 from reshard.errors import RetryableError
@@ -112,7 +112,7 @@ class Crew:
         import ctypes
         import socket
 
-        self._idle: queue.SimpleQueue[_Seat] = queue.SimpleQueue()
+        self._idle: queue.SimpleQueue[Seat] = queue.SimpleQueue()
         self._workers: list[_Worker] = []
         self._ends: list[socket.socket] = []
         prctl = getattr(ctypes.CDLL(None), "prctl", None)
@@ -148,7 +148,7 @@ class Crew:
                 self._workers.append(worker)
                 for mine, theirs in pairs:
                     theirs.close()
-                    seats.append(_Seat(mine, worker))
+                    seats.append(Seat(mine, worker))
         except BaseException:
             self.close()
             raise
@@ -175,28 +175,17 @@ class Crew:
             LostWorkerError: the worker died.
             BaseException: what was raised there.
         """
+        with self.seat() as seat:
+            return seat.call(request, descriptors, told)
+
+    @contextlib.contextmanager
+    def seat(self) -> Iterator[Seat]:
+        """A thread of a worker that nobody else calls while the block runs; waits until one is free."""
         seat = self._idle.get()
         try:
-            if not seat.heard_out:
-                raise EOFError
-            _send(seat.end, pickle.dumps(request, pickle.HIGHEST_PROTOCOL), descriptors)
-            kind, value = _receive(seat.end)[0]
-            while kind == _TOLD:
-                told(value)
-                kind, value = _receive(seat.end)[0]
-        except (EOFError, ConnectionError):
-            raise LostWorkerError(f"a worker process {seat.worker.end()}") from None
-        except BaseException:
-            # The rest of its answer would be taken for the answer to the next request.
-            seat.worker.kill()
-            seat.heard_out = False
-            raise
+            yield seat
         finally:
             self._idle.put(seat)
-        if kind == _DONE:
-            return value
-        error, where = value
-        raise error from RuntimeError(where)
 
     def kill(self) -> None:
         """Kill all workers; those who wait for them hear of it."""
@@ -247,13 +236,36 @@ class _Worker:
         return f"ended with status {os.WEXITSTATUS(self._status)}"
 
 
-class _Seat:
-    """What leads to one thread of a worker; ``heard_out`` unless an answer was left in the middle."""
+class Seat:
+    """What leads to one thread of a worker."""
 
     def __init__(self, end: socket.socket, worker: _Worker) -> None:
-        self.end = end
-        self.worker = worker
-        self.heard_out = True
+        self._end = end
+        self._worker = worker
+        # Unless an answer was left in the middle.
+        self._heard_out = True
+
+    def call(self, request: object, descriptors: Sequence[int] = (), told: Tell = lambda message: None) -> Any:
+        """As `Crew.call`, of this thread."""
+        try:
+            if not self._heard_out:
+                raise EOFError
+            _send(self._end, pickle.dumps(request, pickle.HIGHEST_PROTOCOL), descriptors)
+            kind, value = _receive(self._end)[0]
+            while kind == _TOLD:
+                told(value)
+                kind, value = _receive(self._end)[0]
+        except (EOFError, ConnectionError):
+            raise LostWorkerError(f"a worker process {self._worker.end()}") from None
+        except BaseException:
+            # The rest of its answer would be taken for the answer to the next request.
+            self._worker.kill()
+            self._heard_out = False
+            raise
+        if kind == _DONE:
+            return value
+        error, where = value
+        raise error from RuntimeError(where)
 
 
 def _work(

@@ -140,11 +140,13 @@ class Decoding(Protocol):
     Attributes:
         name: of the tensor.
         stored: name of the tensor in the files that holds the bytes.
+        beside: names of those that hold its scales and zero points.
         dtype: type that the elements get, one of `dtypes.CAST_TO`.
     """
 
     name: str
     stored: str
+    beside: tuple[str, ...]
     dtype: str
 
     def read_into(self, read: ReadBytes, source: StoredSlice, start: int, out: memoryview, cast: CastWords) -> None:

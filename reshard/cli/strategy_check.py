@@ -117,7 +117,7 @@ def _lines(found: StrategyCheck, strategy: Strategy, path: str, verbose: bool) -
         yield f"{count}: held by ranks of a stage for which the strategy does not list them"
         yield from names(found.misplaced)
     if comparison.gradients:
-        yield comparison.said_of_gradients()
+        yield comparison.gradient_warning()
     if found.alike is not None:
         groups = _groups(found.alike.groups)
         yield f"ranks with equal contents of {quoted(found.alike.parameter)}: {groups}"

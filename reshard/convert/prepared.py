@@ -454,7 +454,7 @@ class Prepared:
             place = request.src if isinstance(request.src, str) else checkpoint.place
             raise comparison.error(request.source.path, place, checkpoint.step, request.file_suffix)
         if comparison.gradients:
-            self._report.warn(comparison.said_of_gradients())
+            self._report.warn(comparison.gradient_warning())
         if plan.form.by_rank and request.edits.is_empty:
             preparation.swap_test.check(checkpoint.source, tensors, comparison.check.tested, self._report)
         return comparison.check
@@ -485,8 +485,12 @@ class Prepared:
         """
         if effort == "all" or not self.plan.request.edits.is_empty:
             made = self.plan.checkpoint.tensors
-            stored = {source.name for name in self.plan.sorted.resharded for source in made[name].sources}
-            return [checkpoint.tensors[name] for name in sorted(stored)]
+            stored: set[str] = set()
+            for source in (source for name in self.plan.sorted.resharded for source in made[name].sources):
+                decoding = source.decoding
+                stored.update([source.name] if decoding is None else [decoding.stored, *decoding.beside])
+            # Scales that no strategy lists are compared where they are read.
+            return [checkpoint.tensors[name] for name in sorted(stored) if name in checkpoint.tensors]
         target, admit = self.plan.request.target, self.plan.request.filters.admit
         listed = set(target.parameters)
         return [

@@ -627,7 +627,7 @@ class TargetDirectory:
 
     def _existing(self, ranks: Sequence[int]) -> TargetError:
         recorded = bool(self._ledger.done(frozenset(ranks)))
-        return self._refusals.existing(ranks, recorded=recorded, going_on=self._ledger.exists)
+        return self._refusals.existing(ranks, recorded=recorded, continuing=self._ledger.exists)
 
     def _check_sources(self, guarded: bool) -> None:
         # Only runs with a finished target that stays, and live runs, fix the source files.

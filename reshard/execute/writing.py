@@ -224,12 +224,13 @@ class TargetWriter:
 
     def _publish(self, file: NewFile) -> None:
         status = file.finish()
-        # A file that got its room first has its size whatever was written to it.
-        size = min(status.size, self.written)
-        if size != self.target.layout.size:
+        # A file that got its room first has its size whatever was written to it; bytes that were written twice are no
+        # substitute for others.
+        planned = self.target.layout.size
+        if status.size != planned or self.written != planned:
+            size = status.size if status.size != planned else self.written
             raise RetryableError(
-                f"{self.target.path}: {size} bytes were written where {self.target.layout.size} were planned "
-                f"(rank {self.target.rank})",
+                f"{self.target.path}: {size} bytes were written where {planned} were planned (rank {self.target.rank})",
                 file=self.target.path,
                 rank=self.target.rank,
             )

@@ -35,13 +35,13 @@ class Finding(NamedTuple):
 
 
 class InspectedTensor(NamedTuple):
-    """An entry of the files that were read, by name.
+    """An entry of the read files, by name.
 
     Attributes:
         name: parameter name.
-        dtypes: its types; one, unless files disagree.
+        dtypes: its types; one, unless files differ.
         shapes: shapes of its slices, each once.
-        files: how many files hold it.
+        files: number of files that hold it.
         nbytes: bytes of tensor contents in them.
         kind: one of `reshard.text.names.KINDS`.
     """
@@ -61,9 +61,9 @@ class InspectedContents:
     Attributes:
         stored: all entries by name, in the order of the lowest rank's file.
         sets: the sets of names that files hold, and the ranks of each set.
-        formats: of the files, each once.
-        with_crc: how many files record a CRC.
-        deduplicated: how many files are marked as de-duplicated.
+        formats: formats of the files, without duplicates.
+        with_crc: number of files that record a CRC.
+        deduplicated: number of files that are marked as de-duplicated.
     """
 
     stored: tuple[InspectedTensor, ...]
@@ -78,11 +78,11 @@ class InspectedContents:
 
     def by_kind(self) -> dict[str, Total]:
         """Names and bytes per kind, in the order of `KINDS`."""
-        found = _totals((item.kind, item.nbytes) for item in self.stored)
-        return {kind: found[kind] for kind in KINDS if kind in found}
+        totals = _totals((item.kind, item.nbytes) for item in self.stored)
+        return {kind: totals[kind] for kind in KINDS if kind in totals}
 
     def unholdable(self, format: str) -> list[str]:
-        """Names of entries that a file of this format cannot hold, map tensors aside, which no format holds."""
+        """Names of entries that a file of this format cannot hold, without map tensors, which no format holds."""
         return [
             item.name
             for item in self.stored
@@ -97,16 +97,16 @@ def contents_of(indexes: Mapping[int, CheckpointIndex]) -> InspectedContents:
     for rank, index in sorted(indexes.items()):
         alike.setdefault(id(index.tensors), []).append(rank)
     sets: dict[frozenset[str], list[int]] = defaultdict(list)
-    found: dict[str, InspectedTensor] = {}
-    known = {name for ranks in alike.values() for name in indexes[ranks[0]].tensors}
+    entries: dict[str, InspectedTensor] = {}
+    all_names = {name for ranks in alike.values() for name in indexes[ranks[0]].tensors}
     for ranks in alike.values():
         tensors = indexes[ranks[0]].tensors
         sets[frozenset(tensors)] += ranks
         for tensor in tensors.values():
             size = tensor.nbytes * len(ranks)
-            other = found.get(tensor.name)
+            other = entries.get(tensor.name)
             if other is None:
-                kind = kind_of(tensor.name, tensor.elements, known)
+                kind = kind_of(tensor.name, tensor.elements, all_names)
                 made = InspectedTensor(tensor.name, (tensor.dtype,), (tensor.shape,), len(ranks), size, kind)
             else:
                 made = other._replace(
@@ -115,9 +115,9 @@ def contents_of(indexes: Mapping[int, CheckpointIndex]) -> InspectedContents:
                     files=other.files + len(ranks),
                     nbytes=other.nbytes + size,
                 )
-            found[tensor.name] = made
+            entries[tensor.name] = made
     return InspectedContents(
-        tuple(found.values()),
+        tuple(entries.values()),
         tuple(sorted((tuple(sorted(ranks)), names) for names, ranks in sets.items())),
         tuple(sorted({index.format for index in indexes.values()})),
         sum(index.crc is not None for index in indexes.values()),
@@ -126,11 +126,11 @@ def contents_of(indexes: Mapping[int, CheckpointIndex]) -> InspectedContents:
 
 
 def _totals(items: Iterator[tuple[str, int]]) -> dict[str, Total]:
-    found: dict[str, Total] = {}
+    totals: dict[str, Total] = {}
     for key, nbytes in items:
-        names, size = found.get(key, (0, 0))
-        found[key] = Total(names + 1, size + nbytes)
-    return dict(sorted(found.items(), key=lambda item: -item[1].nbytes))
+        names, size = totals.get(key, (0, 0))
+        totals[key] = Total(names + 1, size + nbytes)
+    return dict(sorted(totals.items(), key=lambda item: -item[1].nbytes))
 
 
 def conversion_findings(contents: InspectedContents) -> Iterator[Finding]:
@@ -141,7 +141,7 @@ def conversion_findings(contents: InspectedContents) -> Iterator[Finding]:
             of[dtype].append(item.name)
     if of[TEXT]:
         yield Finding(
-            "text", listing(of[TEXT], 3) + ": text, which .ckpt targets get as it is and .safetensors cannot hold"
+            "text", listing(of[TEXT], 3) + ": text, which .ckpt targets get unchanged and .safetensors cannot hold"
         )
     if of[INT4]:
         yield Finding("int4", listing(of[INT4], 3) + ": Int4, two values a byte; shapes count the packed bytes")
@@ -149,7 +149,7 @@ def conversion_findings(contents: InspectedContents) -> Iterator[Finding]:
         yield Finding(
             "map_tensor",
             listing(of[MAP_TENSOR], 3) + ": map tensors, which have no layout",
-            "leave them out of a conversion with --exclude",
+            "skip them in conversions with --exclude",
             refuses=True,
         )
     for format in ("ckpt", "safetensors"):
@@ -181,23 +181,23 @@ def inspect_file(path: str, decryption: Optional[Decryption] = None) -> Inspecte
 
     Args:
         path: the file.
-        decryption: the key, where it is encrypted.
+        decryption: the key of encrypted files.
 
     Raises:
-        InputError: it is damaged, or no checkpoint; the message names its kind if that is recognised.
+        InputError: it is damaged, or not a checkpoint; the message names its kind if that is recognised.
         RetryableError: reading failed.
     """
     with FileHandles(decryption=decryption) as handles:
         try:
             index = read_index(handles, path)
         except CheckpointError as error:
-            raise told_by_name(path) or error from error
+            raise error_by_name(path) or error from error
     contents = contents_of({0: index})
     return InspectedFile(index, contents, tuple(conversion_findings(contents)))
 
 
-def told_by_name(path: str) -> Optional[CheckpointError]:
-    """The error for a file that is no checkpoint but that another command reads."""
+def error_by_name(path: str) -> Optional[CheckpointError]:
+    """The error for a file that is not a checkpoint but that another command reads."""
     from reshard.strategies import read_group_info, read_strategy_file
 
     with suppress(ReshardError):

@@ -25,10 +25,10 @@ class FormFile(NamedTuple):
     """A file of weights.
 
     Attributes:
-        number: as `--ranks` counts it; None where the checkpoint cannot be read.
+        number: as `--ranks` counts it; None if the checkpoint cannot be read.
         path: the file.
         nbytes: its size.
-        names: how many entries it has; None if unknown.
+        names: number of its entries; None if unknown.
     """
 
     number: Optional[int]
@@ -46,9 +46,9 @@ class LaidOut(NamedTuple):
         shape: shape of the full tensor.
         kind: one of `reshard.text.names.KINDS`.
         cuts: slices per dimension.
-        ranks: how many ranks it is laid out over; None if the form has no ranks.
-        files: how many files hold a slice of it.
-        lost: how many slices are in no readable file.
+        ranks: number of ranks that it is laid out over; None if the form has no ranks.
+        files: number of files that hold a slice of it.
+        lost: number of slices that are in no readable file.
     """
 
     name: str
@@ -68,8 +68,8 @@ class InspectedForm:
     Attributes:
         path: as typed.
         form: its form.
-        step: the iteration that is shown; None if there are none, or it is unknown.
-        complete: whether everything in it can be read whole.
+        step: the shown iteration; None if there are none, or it is unknown.
+        complete: whether all of it can be read.
         iterations: all of a root, oldest first.
         files: its files of weights.
         tensors: tensors with a layout, sorted by name.
@@ -77,7 +77,7 @@ class InspectedForm:
         contents: the entries of the files; None if none could be read.
         full_bytes: size of all tensors together, each whole and once.
         objects: what is no tensor, by name: its value as JSON has it, or None where it is not plain.
-        others: files beside the weights that belong to the model.
+        others: other files of the model.
         quantised: how many tensors are quantised, by scheme.
         findings: notes and problems.
         checkpoint: its tensors and the files that hold them; None where it cannot be read.
@@ -115,8 +115,8 @@ def inspect_form(path: str, form: str, step: str = "latest") -> InspectedForm:
         step: an iteration's number, or ``latest``.
 
     Raises:
-        UsageError: ``step`` is no iteration, or there are none in this form.
-        InputError: there is no such iteration, or no checkpoint.
+        UsageError: ``step`` is not an iteration, or the form has none.
+        InputError: the iteration or the checkpoint is missing.
         RetryableError: reading failed in a way that may pass.
     """
     found = InspectedForm(path, form)
@@ -124,14 +124,14 @@ def inspect_form(path: str, form: str, step: str = "latest") -> InspectedForm:
     report = Report()
     with FileHandles() as handles:
         found.iterations = reader.steps(path)
-        # A step that was asked for and is not there is no finding.
+        # A missing step that was requested is an error, not a finding.
         reader.check_step(path, step)
         try:
             checkpoint = reader.read(Reading(path, handles, report, step, complete=False))
         except InputError as error:
             found.files = _files_in(path)
             if not found.files and not found.iterations:
-                # There is nothing to show.
+                # Nothing to show.
                 raise
             found.findings.append(Finding("unreadable", error.message, error.hint, refuses=True))
         else:

@@ -1,7 +1,7 @@
 """Inspection of a rank tree, from names, sizes and headers alone.
 
-Names and sizes are read for the whole tree, headers for one step: the newest, or the one that is named. With a
-strategy, steps are checked by the code of conversions, from the newest to the first complete one. Everything that a
+Names and sizes are read for the whole tree, headers for one step: the newest, or the requested one. With a
+strategy, the code of conversions checks steps, from the newest to the first complete one. Everything that a
 conversion would refuse is a finding here.
 """
 
@@ -25,7 +25,7 @@ from reshard.forms.ranks.coverage import LostParameter, check_ranks
 from reshard.forms.ranks.selection import Incomplete, StepSelector
 from reshard.forms.ranks.steps import saved_at_fault
 from reshard.forms.ranks.tree import find_rank, passed_over
-from reshard.inspection.contents import Finding, InspectedContents, contents_of, conversion_findings, told_by_name
+from reshard.inspection.contents import Finding, InspectedContents, contents_of, conversion_findings, error_by_name
 from reshard.records.ledger import ledgers_in
 from reshard.records.manifest import MANIFEST_NAME
 from reshard.storage import absolute, asked_once, exists, is_directory, names_in, storage_of, store_of
@@ -37,13 +37,13 @@ from reshard.text.names import CURRENT_RANK
 from reshard.text.report import Report
 from reshard.text.wording import plural, rank_ranges, some_names
 
-# Files that are opened to recognise a directory without checkpoints.
+# Maximum files to open in order to recognise a directory without checkpoints.
 _MOST_TRIED = 8
-# Sets of names that are compared with each other; a de-duplicated save has one per rank.
+# Maximum sets of names to compare with each other; a de-duplicated save has one per rank.
 _MOST_SETS = 64
-# Of names, in a line.
+# Maximum names in a line.
 _MOST_PATTERNS = 6
-# Concurrent requests for sizes: network storage is slow whatever the number of CPUs.
+# Concurrent requests for sizes: network storage is slow for any number of CPUs.
 _IN_FLIGHT = 16
 
 
@@ -54,17 +54,17 @@ class InspectedStep:
     Attributes:
         step: as in the names; None for names without one.
         files: path and size of every file, by rank and path.
-        absent: ranks of the tree, or of the strategy, that have no file of it.
-        ambiguous: whether some rank has several files of it.
+        absent: ranks of the tree, or of the strategy, without a file of it.
+        ambiguous: whether a rank has several files of it.
         saved_at: ``"breakpoint"`` or ``"ttp"`` by the names, ``"end of life"`` by the headers.
-        one_per_group: with a strategy, whether just one rank of each replica group has a file.
-        damaged: why a rank's file counts as absent, by rank, where headers were read.
-        contents: the entries of the files, where headers were read.
-        complete: whether a conversion would take it; None if that was not checked.
-        missing: why not, a line each.
-        lost: parameters of which a slice is in no file.
-        not_saved: parameters of the strategy that no file holds.
-        full_bytes: size of all parameters together, each whole and once; None where not known.
+        one_per_group: with a strategy, whether only one rank of each replica group has a file.
+        damaged: why a rank's file counts as absent, by rank, if headers were read.
+        contents: the entries of the files, if headers were read.
+        complete: whether a conversion would accept it; None if not checked.
+        missing: the reasons if it is incomplete, a line each.
+        lost: parameters with a slice in no file.
+        not_saved: parameters of the strategy in no file.
+        full_bytes: size of all parameters together, each whole and once; None if unknown.
         checkpoint: its tensors and who holds them, complete or not, where a strategy was named and fits.
     """
 
@@ -85,7 +85,7 @@ class InspectedStep:
 
     @property
     def ranks(self) -> list[int]:
-        """Ranks that have a file of it, ascending."""
+        """Ranks with a file of it, ascending."""
         return sorted({rank for rank, _, _ in self.files})
 
     @property
@@ -103,7 +103,7 @@ class InspectedTree:
         ranks: ranks that have a directory or a file, ascending.
         steps: newest first; names without a step last.
         findings: notes and problems.
-        one_rank: it is the directory of one rank.
+        one_rank: whether it is the directory of one rank.
         strategy: the strategy's path, ``none``, or None if no strategy was named.
         latest: the step that ``latest`` takes; None if a step was named or there is none.
     """
@@ -124,21 +124,21 @@ def inspect_tree(
     strategy: Optional[Strategy] = None,
     decryption: Optional[Decryption] = None,
 ) -> InspectedTree:
-    """What is in a rank tree, or in the directory of one rank.
+    """Inspect a rank tree, or the directory of one rank.
 
     Args:
         path: a directory of rank directories, or a path with ``{rank}`` and wildcards; or one rank directory.
-        step: whose headers are read; ``"latest"`` for the newest.
-        file_suffix: look only at files whose stem ends so.
-        strategy: what the tree was saved with; it decides which steps are complete.
+        step: step whose headers are read; ``"latest"`` for the newest.
+        file_suffix: inspect only files whose stem ends with it.
+        strategy: strategy of the tree; it decides which steps are complete.
         decryption: the key of encrypted files.
 
     Raises:
-        InputError: there is nothing there to inspect, or no such step.
-        UsageError: ``step`` is no step, or a strategy goes with one rank directory.
+        InputError: the path holds no checkpoint, or not this step.
+        UsageError: ``step`` is not a step, or a strategy was given for one rank directory.
         RetryableError: listing or reading failed.
     """
-    # Headers are read afterwards: what was seen by then may be gone.
+    # Headers are read outside: files may vanish in the meantime.
     with asked_once():
         one_rank = None
         try:
@@ -150,8 +150,8 @@ def inspect_tree(
             tree = one_rank
         if one_rank is not None and strategy is not None:
             raise UsageError(
-                f"{path} is the directory of one rank; --strategy goes with a rank tree",
-                hint=f"name the directory that holds all ranks, {os.path.dirname(absolute(path))}",
+                f"{path} is the directory of one rank; --strategy is for a rank tree",
+                hint=f"pass the directory of all ranks, {os.path.dirname(absolute(path))}",
             )
         named = None if step == "latest" else tree.named(step)
         inspection = _Inspection(tree, strategy, one_rank is not None, decryption)
@@ -170,7 +170,7 @@ def _other_directory(path: str) -> Optional[CheckpointError]:
         )
     with suppress(OSError):
         for name in names_in(path)[:_MOST_TRIED]:
-            if told_by_name(os.path.join(path, name)) is not None:
+            if error_by_name(os.path.join(path, name)) is not None:
                 return CheckpointError(
                     f"{path}: holds no checkpoints; {name} is a strategy or group_info file",
                     file=path,
@@ -184,7 +184,7 @@ def _converted(path: str) -> bool:
 
 
 class _Inspection:
-    """One look at a tree."""
+    """Inspection of a tree."""
 
     def __init__(
         self, tree: SourceTree, strategy: Optional[Strategy], one_rank: bool, decryption: Optional[Decryption]
@@ -194,7 +194,7 @@ class _Inspection:
         self._one_rank = one_rank
         self._strategy = strategy
         self._groups: list[tuple[int, ...]] = []
-        # Where nobody says how many ranks there are, the highest is taken for the last.
+        # Without a strategy, the highest rank with a directory counts as the last.
         last = tree.ranks[-1]
         ranks: Collection[int] = tree.ranks if one_rank or last >= MOST_DEVICES else range(last + 1)
         if strategy is not None:
@@ -207,7 +207,7 @@ class _Inspection:
         self._look_at_names()
 
     def run(self, named: Optional[Step]) -> InspectedTree:
-        """Everything, with the headers that ``named`` or the lack of it asks for."""
+        """The whole inspection, with headers of the step ``named``, or of the newest."""
         found = InspectedTree(self._tree.root, self._tree.ranks, list(self._steps.values()), self._findings)
         found.one_rank = self._one_rank
         with FileHandles(decryption=self._decryption) as handles:
@@ -234,7 +234,7 @@ class _Inspection:
         for file in self._tree.by_step[number]:
             size = sizes[file.path]
             if size is None:
-                self._say("vanished", f"{file.path}: vanished while it was looked at", step=_named(number))
+                self._say("vanished", f"{file.path}: vanished during the inspection", step=_named(number))
             else:
                 files.append((file.rank, file.path, size))
         held = {rank for rank, _, _ in files}
@@ -246,7 +246,7 @@ class _Inspection:
         return step
 
     def _look_at_names(self) -> None:
-        """Findings that need no header."""
+        """Findings that need no headers."""
         tree = self._tree
         if not tree.single_file and is_directory(tree.root) and _converted(tree.root):
             self._say(
@@ -256,7 +256,7 @@ class _Inspection:
             )
         unfinished, saves = ([], []) if tree.single_file else passed_over(tree.root)
         for path in unfinished:
-            self._say("unfinished", f"{path}: was never finished (its name ends in _tmp) and is passed over")
+            self._say("unfinished", f"{path}: is unfinished (its name ends in _tmp) and is skipped")
         for path in saves:
             self._say(
                 "save_at_fault", f"{path}: a save at a fault, a checkpoint of its own", hint="inspect it by itself"
@@ -267,7 +267,7 @@ class _Inspection:
         with_files = {file.rank for file in tree.files}
         empty = [rank for rank in tree.ranks if rank not in with_files]
         if empty:
-            self._say("empty_rank", f"{rank_ranges(empty)}: a directory, but no such checkpoint file in it")
+            self._say("empty_rank", f"{rank_ranges(empty)}: a directory without a matching checkpoint file")
         try:
             tree.check_comparable()
         except CheckpointError as error:
@@ -288,7 +288,7 @@ class _Inspection:
                 self._refuses("ambiguous", error, number)
 
     def _read_headers(self, number: Optional[Step], handles: FileHandles) -> None:
-        """What the files of one step hold, whether or not it is complete."""
+        """The contents of the files of one step, complete or not."""
         try:
             source = SourceStep(self._tree.of_step(number), handles, Report())
             source.load(source.files)
@@ -298,7 +298,7 @@ class _Inspection:
         self._note_contents(source)
 
     def _judge(self, named: Optional[Step], handles: FileHandles) -> Optional[InspectedStep]:
-        """Judge steps as a conversion does, newest first; the one it takes."""
+        """Check steps as a conversion does, newest first; the step that it would read."""
         assert self._strategy is not None
         whole = Strategy.none()
         selector = StepSelector(self._strategy, whole, None, Filters(), handles, Report())
@@ -316,7 +316,7 @@ class _Inspection:
         except InputError as error:
             self._refuses("refused", error, None if source is None else source.step)
             if source is not None and len(source.indexes) + len(source.damaged) == len(source.files):
-                # The headers are fine, and do not fit the strategy.
+                # The headers are valid, but do not fit the strategy.
                 self._note_contents(source)
         return None
 
@@ -335,7 +335,7 @@ class _Inspection:
         return step
 
     def _guess_lacking(self, step: InspectedStep, contents: InspectedContents) -> None:
-        """Files that hold less than others do, where stages or a de-duplicated save do not explain it."""
+        """Files with fewer names than others, unless stages or a de-duplicated save explain that."""
         for ranks, names in contents.sets if len(contents.sets) <= _MOST_SETS else ():
             for others, more in contents.sets:
                 if names < more:
@@ -343,7 +343,7 @@ class _Inspection:
                     self._say(
                         "lacking",
                         f"{rank_ranges(ranks)} may lack {plural(len(lacking), 'name')} that {rank_ranges(others)} "
-                        "hold (a guess; the strategy tells): " + listing(lacking, 3),
+                        "hold (a guess; --strategy checks it): " + listing(lacking, 3),
                         step=step.step,
                     )
                     break
@@ -360,7 +360,7 @@ def _note_verdict(step: InspectedStep, checkpoint: RankCheckpoint, missing: Opti
 
 
 def _sizes(paths: Sequence[str]) -> dict[str, Optional[int]]:
-    """Sizes of files in bytes; None for what training has removed since it was listed."""
+    """Sizes of files in bytes; None for files that training removed after the listing."""
 
     def size(path: str) -> Optional[int]:
         try:

@@ -1,7 +1,7 @@
 """Names and packing of tensors: rules that make the tensors of one model code those of another.
 
-`model` is what a table of rules says, `toml_file` reads it; `matching` finds which names fit, `apply` what is made of
-which elements. Nothing here knows of files of tensors, dtypes or layouts.
+`model` contains the types of a table of rules, `toml_file` reads it; `matching` finds the rules that match names,
+`apply` the elements of each result. This room does not depend on files of tensors, dtypes or layouts.
 """
 
 from reshard.names.apply import Applied, AppliedStep, MadeView, apply_rules, warning_of

@@ -115,14 +115,14 @@ def apply_rules(
 def warning_of(rules: NameRules, applied: Applied) -> Optional[str]:
     """A warning about options at their default; None if all are stated.
 
-    The other value gives the same names and shapes, and a model that computes nonsense.
+    The other value would give the same names and shapes, and a model with wrong numbers.
     """
     if not applied.assumed:
         return None
-    said = ",".join(applied.assumed)
-    stated = ",".join([rules.path, *(f"{name}={value}" for name, value in rules.chosen), said])
+    values = ",".join(applied.assumed)
+    stated = ",".join([rules.path, *(f"{name}={value}" for name, value in rules.chosen), values])
     return (
-        f"the rules {rules.path} are applied with the default {said}: neither --names nor a configuration states it; "
+        f"the rules {rules.path} are applied with the default {values}: neither --names nor a configuration states it; "
         f"state it with --names {stated}"
     )
 
@@ -232,13 +232,13 @@ class _Application:
             names = self._sources(key, sided)
             if names is None:
                 continue
-            found = self._class(key.rule, sided, tuple(self.shapes[name] for name in names))
-            if found.error:
-                self.problems.unfit.setdefault(f"{sided.rule.where}: {found.error}", []).append(names[0])
+            made = self._class(key.rule, sided, tuple(self.shapes[name] for name in names))
+            if made.error:
+                self.problems.unfit.setdefault(f"{sided.rule.where}: {made.error}", []).append(names[0])
                 continue
-            targets = self._targets(key, sided, len(found.views), names)
+            targets = self._targets(key, sided, len(made.views), names)
             if targets is not None:
-                self._add(sided, found, names, targets)
+                self._add(sided, made, names, targets)
         for name in self.kept:
             view = View.whole(0, self.shapes[name])
             self._add_step(AppliedStep("", (), (name,), (name,)), [((0,), view)])
@@ -260,26 +260,26 @@ class _Application:
         if sided.stacked is not None:
             count = self.side.counts.get(sided.stacked) or self.instances[key].count()
         complete = len(here) == count * len(sided.sources)
-        found = []
+        sources = []
         for column, pattern in enumerate(sided.sources):
             for value in range(count):
                 name = here.get((column, value))
                 if name is not None:
-                    found.append(name)
+                    sources.append(name)
                 elif self.problems.missing_enough:
                     return None
                 else:
                     self.problems.missing.append(_named(key, sided, pattern, value, sided.stacked))
-        return tuple(found) if complete else None
+        return tuple(sources) if complete else None
 
     def _targets(
         self, key: InstanceKey, sided: SidedRule, made: int, names: tuple[str, ...]
     ) -> Optional[tuple[str, ...]]:
         each, rest = divmod(made, len(sided.targets))
-        wanted = 1 if sided.unstacked is None else self.side.counts.get(sided.unstacked)
-        if rest or (wanted is not None and each != wanted):
+        expected = 1 if sided.unstacked is None else self.side.counts.get(sided.unstacked)
+        if rest or (expected is not None and each != expected):
             problem = f"{sided.rule.where}: makes {each} of {{{sided.unstacked}}}, and by {self.side.sizes.source} "
-            self.problems.unfit.setdefault(f"{problem}there are {wanted}", []).append(names[0])
+            self.problems.unfit.setdefault(f"{problem}there are {expected}", []).append(names[0])
             return None
         return tuple(
             _named(key, sided, pattern, value, sided.unstacked) for pattern in sided.targets for value in range(each)
@@ -287,14 +287,14 @@ class _Application:
 
     def _class(self, number: int, sided: SidedRule, shapes: tuple[Shape, ...]) -> _Class:
         """A rule on tensors of these shapes; thousands of layers and experts share one."""
-        found = self._classes.get((number, shapes))
-        if found is None:
+        made = self._classes.get((number, shapes))
+        if made is None:
             try:
-                found = self._sized(sided, shapes)
+                made = self._sized(sided, shapes)
             except SizeError as error:
-                found = _Class((), (), (), str(error))
-            self._classes[number, shapes] = found
-        return found
+                made = _Class((), (), (), str(error))
+            self._classes[number, shapes] = made
+        return made
 
     def _sized(self, sided: SidedRule, shapes: tuple[Shape, ...]) -> _Class:
         operations, notes = [], []
@@ -309,11 +309,11 @@ class _Application:
         views = tuple(_needed(view, len(shapes)) for view in views_of(operations, shapes))
         return _Class(tuple(operations), views, tuple(notes))
 
-    def _add(self, sided: SidedRule, found: _Class, names: tuple[str, ...], targets: tuple[str, ...]) -> None:
-        self._add_step(AppliedStep(sided.rule.where, found.operations, names, targets), found.views)
-        for note in found.notes:
+    def _add(self, sided: SidedRule, made: _Class, names: tuple[str, ...], targets: tuple[str, ...]) -> None:
+        self._add_step(AppliedStep(sided.rule.where, made.operations, names, targets), made.views)
+        for note in made.notes:
             self.notes.setdefault(note, []).extend(targets)
-        for operation in found.operations:
+        for operation in made.operations:
             if operation.kind == TAKE:
                 each = len(names) // operation.count
                 self.tied += [(names[number % each], name) for number, name in enumerate(names) if number >= each]
@@ -359,7 +359,7 @@ class _Application:
                 + listing(sorted(self.fixed))
             )
         notes += [
-            f"the number of {number}s is taken from the names: no configuration gives it"
+            f"the number of {number}s is taken from the names: no configuration contains it"
             for number, count in self.side.counts.items()
             if count is None and any(number in sided.free for sided in self.side.sided)
         ]

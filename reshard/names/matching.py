@@ -92,14 +92,14 @@ class Side:
 
     def matches(self, name: str, prefix: str = "") -> list[NameMatch]:
         """The ways in which a name matches: none, one, or several."""
-        found = self._asked.get(name)
-        if found is None:
+        matches = self._asked.get(name)
+        if matches is None:
             fits = self._index.fits(name)
-            found = [self._match(number, fit) for number, fit in fits if self._out_of_range(fit) is None]
-            self._asked[name] = found
+            matches = [self._match(number, fit) for number, fit in fits if self._out_of_range(fit) is None]
+            self._asked[name] = matches
         if not prefix:
-            return found
-        return [match._replace(key=match.key._replace(prefix=prefix)) for match in found]
+            return matches
+        return [match._replace(key=match.key._replace(prefix=prefix)) for match in matches]
 
     def beyond(self, name: str) -> Optional[str]:
         """The number in a name that is too large for the model, if the name matches otherwise."""

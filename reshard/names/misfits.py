@@ -71,14 +71,14 @@ class Misfits:
         lines += self._by_patterns(self.ambiguous, "matches more than one rule", "match more than one rule")
         lines += self._by_patterns(self.twice, "would be made more than once", "would be made more than once")
         lines += [
-            joined("", [said, ": ", listing(names)] if len(names) > 1 else [said, f": {quoted(names[0])}"])
-            for said, names in self.unfit.items()
+            joined("", [problem, ": ", listing(names)] if len(names) > 1 else [problem, f": {quoted(names[0])}"])
+            for problem, names in self.unfit.items()
         ]
-        for said, near in self.unused.items():
+        for pattern, near in self.unused.items():
             meant = f"; did you mean {quoted(near[0])}?" if near else ""
-            number = re.search(r"\{.*?\}", said)
+            number = re.search(r"\{.*?\}", pattern)
             digits = f"; {number.group()} matches digits only, * matches any text" if number else ""
-            lines.append(Message(f"no name matches {quoted(said)}{meant}{digits}"))
+            lines.append(Message(f"no name matches {quoted(pattern)}{meant}{digits}"))
         if self.other_shapes:
             lines.append("state of another shape than its weight cannot follow it: " + listing(self.other_shapes))
         if lines:
@@ -88,9 +88,11 @@ class Misfits:
     def _hint(self) -> Optional[str]:
         hints = []
         if self.options and (self.unmatched or self.missing):
-            said = ", ".join(f"{name}={value}" for name, value in self.options.items())
+            values = ", ".join(f"{name}={value}" for name, value in self.options.items())
             name, value = next(iter(self.options.items()))
-            hints.append(f"the rules were applied with {said}; to state an option: --names {self.path},{name}={value}")
+            hints.append(
+                f"the rules were applied with {values}; to state an option: --names {self.path},{name}={value}"
+            )
         if self.unmatched:
             hints.append(self._dropping(self.unmatched[0]))
         return "\n".join(hints) or None
@@ -109,7 +111,7 @@ class Misfits:
         lines = []
         for names in _grouped(self.unmatched):
             meant_by = near_names(_with_numbers(names[0], "{number}"), self.known)
-            near = [found for found in meant_by if found not in names]
+            near = [name for name in meant_by if name not in names]
             meant = f"; did you mean {quoted(near[0])}?" if near else ""
             lines.append("no rule matches " + listing(names) + meant)
         return lines
@@ -135,9 +137,9 @@ class Misfits:
         return lines
 
     @staticmethod
-    def _by_patterns(found: dict[str, tuple[str, ...]], one: str, several: str) -> list[Message]:
+    def _by_patterns(reasons_by_name: dict[str, tuple[str, ...]], one: str, several: str) -> list[Message]:
         groups: dict[tuple[str, ...], list[str]] = {}
-        for name, why in found.items():
+        for name, why in reasons_by_name.items():
             groups.setdefault(why, []).append(name)
         return [
             listing(names) + f" {one if len(names) == 1 else several}: {', '.join(map(quoted, why))}"
@@ -171,16 +173,16 @@ def check_complete(side: Side, instances: Instances, problems: Misfits, keeps_ot
 
     Args:
         side: the table.
-        instances: the names found, by rule.
+        instances: the matched names, by rule.
         problems: receives the missing names.
         keeps_others: whether names without a rule are kept, so that numbers without a count may have gaps.
     """
     seen: dict[str, set[int]] = {}
-    there: dict[int, dict[Stars, set[tuple[int, ...]]]] = {}
+    present: dict[int, dict[Stars, set[tuple[int, ...]]]] = {}
     for key in instances:
         if key.prefix:
             continue
-        there.setdefault(key.rule, {}).setdefault(key.stars, set()).add(key.values)
+        present.setdefault(key.rule, {}).setdefault(key.stars, set()).add(key.values)
         for number, value in zip(side.sided[key.rule].free, key.values):
             seen.setdefault(number, set()).add(value)
     expected = _Expected(side, seen)
@@ -192,15 +194,15 @@ def check_complete(side: Side, instances: Instances, problems: Misfits, keeps_ot
         if rule.choice is not None and rule.case is not None:
             cases = choices.setdefault((rule.choice, frozenset(sided.free)), {})
             cases.setdefault(rule.case, []).append(place)
-        elif place not in there and any(source.pattern.stars for source in sided.sources):
+        elif place not in present and any(source.pattern.stars for source in sided.sources):
             # Without any name the texts for the stars are unknown.
             if not rule.optional and next(iter(expected.values(sided)), None) is not None:
                 problems.note_unused(sided)
-        elif place in there or not rule.optional:
-            for stars, values in there.get(place, {(): set()}).items():
+        elif place in present or not rule.optional:
+            for stars, values in present.get(place, {(): set()}).items():
                 _note(side, place, expected.values(sided), values, stars, problems)
     for (choice, _), cases in choices.items():
-        _check_choice(side, choice, cases, expected, there, problems)
+        _check_choice(side, choice, cases, expected, present, problems)
 
 
 class _Expected:
@@ -238,13 +240,13 @@ def _note(
     side: Side,
     number: int,
     expected: Iterable[tuple[int, ...]],
-    there: set[tuple[int, ...]],
+    present: set[tuple[int, ...]],
     stars: Stars,
     problems: Misfits,
 ) -> None:
     sided = side.sided[number]
     for values in expected:
-        if values in there:
+        if values in present:
             continue
         if problems.missing_enough:
             return
@@ -259,14 +261,14 @@ def _check_choice(
     choice: str,
     cases: dict[str, list[int]],
     expected: _Expected,
-    there: dict[int, dict[Stars, set[tuple[int, ...]]]],
+    present: dict[int, dict[Stars, set[tuple[int, ...]]]],
     problems: Misfits,
 ) -> None:
     """Check that for each value of the numbers, names of exactly one case are present."""
     any_rule = side.sided[next(iter(cases.values()))[0]]
     free = any_rule.free
     # Rules of a choice have no stars.
-    held = {rule: there.get(rule, {}).get((), set()) for rules in cases.values() for rule in rules}
+    held = {rule: present.get(rule, {}).get((), set()) for rules in cases.values() for rule in rules}
     wrong: dict[str, list[tuple[int, ...]]] = {}
     for values in expected.values(any_rule):
         ways = {
@@ -280,14 +282,14 @@ def _check_choice(
                 if not side.sided[rule].rule.optional:
                     _note(side, rule, [ways[rule]], held[rule], (), problems)
             continue
-        said = f"both {' and '.join(touched)} are present" if touched else f"none of {', '.join(cases)} is present"
-        wrong.setdefault(f"{choice}: {said}", []).append(values)
-        if len(wrong[f"{choice}: {said}"]) > 100000:
+        problem = f"both {' and '.join(touched)} are present" if touched else f"none of {', '.join(cases)} is present"
+        wrong.setdefault(f"{choice}: {problem}", []).append(values)
+        if len(wrong[f"{choice}: {problem}"]) > 100000:
             break
-    for said, found in wrong.items():
-        shown = ", ".join(_shown(free, values) for values in found[:4])
-        more = f" and {len(found) - 4} more" if len(found) > 4 else ""
-        problems.cases.append(f"{said}{' for ' if free else ''}{shown if free else ''}{more}")
+    for problem, places in wrong.items():
+        shown = ", ".join(_shown(free, values) for values in places[:4])
+        more = f" and {len(places) - 4} more" if len(places) > 4 else ""
+        problems.cases.append(f"{problem}{' for ' if free else ''}{shown if free else ''}{more}")
 
 
 def _shown(free: tuple[str, ...], values: tuple[int, ...]) -> str:

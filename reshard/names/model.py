@@ -102,13 +102,13 @@ class NameRule:
     @property
     def stacked(self) -> frozenset[str]:
         """Numbers that only one side has."""
-        found = set()
+        numbers = set()
         for operation in self.operations:
             if isinstance(operation, Stack):
-                found.add(operation.number)
+                numbers.add(operation.number)
             elif isinstance(operation, Unstack):
-                found.add(operation.stack.number)
-        return frozenset(found)
+                numbers.add(operation.stack.number)
+        return frozenset(numbers)
 
     def way(self, reverse: bool) -> tuple[Operation, ...]:
         """The operations in execution order."""

@@ -138,31 +138,33 @@ class Join(Operation):
     def lengths(self, total: int, sizes: ModelSizes) -> tuple[int, ...]:
         """The elements of each tensor, given their sum."""
         if self.parts is not None:
-            told = [None if part is None else sizes.value(part) for part in self.parts]
-            rest = total - sum(length or 0 for length in told)
+            lengths = [None if part is None else sizes.value(part) for part in self.parts]
+            rest = total - sum(length or 0 for length in lengths)
             if rest < 0:
                 raise SizeError(
-                    f"{total} elements along dimension {self.dimension} contradict {sizes.source}: {self.said(told)}"
+                    f"{total} elements along dimension {self.dimension} contradict {sizes.source}: {self.said(lengths)}"
                 )
-            return tuple(rest if length is None else length for length in told)
+            return tuple(rest if length is None else length for length in lengths)
         if total % self.count:
             raise SizeError(
                 f"{total} elements along dimension {self.dimension} do not divide into {self.count} equal parts"
             )
         return (total // self.count,) * self.count
 
-    def said(self, told: Sequence[Optional[int]]) -> str:
+    def said(self, lengths: Sequence[Optional[int]]) -> str:
         """The parts in words."""
-        return ", ".join(f"{part.text} = {length}" for part, length in zip(self.parts or (), told) if part is not None)
+        return ", ".join(
+            f"{part.text} = {length}" for part, length in zip(self.parts or (), lengths) if part is not None
+        )
 
     def _check(self, lengths: Sequence[int], shapes: Sequence[Shape], sizes: ModelSizes) -> None:
-        wanted = self.lengths(sum(lengths), sizes) if self.parts is not None or len(set(lengths)) == 1 else None
-        if wanted is None:
+        expected = self.lengths(sum(lengths), sizes) if self.parts is not None or len(set(lengths)) == 1 else None
+        if expected is None:
             raise SizeError(f"shapes {_some(shapes)} differ along dimension {self.dimension}, and no parts are stated")
-        if tuple(lengths) != wanted:
+        if tuple(lengths) != expected:
             assert self.parts is not None
-            said = self.said(wanted)
-            raise SizeError(f"shapes {_some(shapes)} contradict {sizes.source}: {said}")
+            parts = self.said(expected)
+            raise SizeError(f"shapes {_some(shapes)} contradict {sizes.source}: {parts}")
 
     def _operation(self, kind: str, lengths: Sequence[int], sizes: ModelSizes) -> SizedOperation:
         groups = 1
@@ -209,8 +211,8 @@ class Split(Operation):
             raise SizeError(f"shapes {_some(shapes)} differ")
         lengths = self.join.lengths(total, sizes)
         if sum(lengths) != total:
-            said = self.join.said(lengths)
-            raise SizeError(f"shape {list(shapes[0])} contradicts {sizes.source}: dimension {dimension} has {said}")
+            parts = self.join.said(lengths)
+            raise SizeError(f"shape {list(shapes[0])} contradicts {sizes.source}: dimension {dimension} has {parts}")
         made = [_with(shape, dimension, length) for length in lengths for shape in shapes]
         return SizedStep(self.join._operation(CUT, lengths, sizes), made)
 
@@ -317,14 +319,14 @@ class Reshape(Operation):
         """See `Operation`."""
         if any(shape != shapes[0] for shape in shapes):
             raise SizeError(f"shapes {_some(dict.fromkeys(shapes))} differ")
-        told = {name: sizes[name] for one in (*self.before, *self.after) for name in one.names if name in sizes}
-        found = solved(self.before, shapes[0], told)
+        known = {name: sizes[name] for one in (*self.before, *self.after) for name in one.names if name in sizes}
+        solution = solved(self.before, shapes[0], known)
         for one in self.after:
             for name in one.names:
-                if name not in found and name not in told:
-                    said = ", ".join(each.text for each in self.before)
-                    raise SizeError(f"{name} does not follow from [{said}]")
-        all_sizes = {**told, **found}
+                if name not in solution and name not in known:
+                    expected = ", ".join(each.text for each in self.before)
+                    raise SizeError(f"{name} does not follow from [{expected}]")
+        all_sizes = {**known, **solution}
         made = tuple(one.whole(all_sizes) for one in self.after)
         if math.prod(made) != math.prod(shapes[0]):
             raise SizeError(f"shape {list(shapes[0])} cannot become {list(made)}: the numbers of elements differ")
@@ -347,9 +349,9 @@ class Check(Operation):
 
     def sized(self, shapes: Sequence[Shape], sizes: ModelSizes) -> SizedStep:
         """See `Operation`."""
-        told = {name: sizes[name] for one in self.shape for name in one.names if name in sizes}
+        known = {name: sizes[name] for one in self.shape for name in one.names if name in sizes}
         for shape in shapes:
-            solved(self.shape, shape, told)
+            solved(self.shape, shape, known)
         return SizedStep(None, [*shapes])
 
 
@@ -388,17 +390,17 @@ class Pad(Operation):
         return self._sized(PAD, shapes, sizes)
 
     def _sized(self, kind: str, shapes: Sequence[Shape], sizes: ModelSizes) -> SizedStep:
-        found = self.both(shapes[0], sizes)
-        if found is None:
+        lengths = self.both(shapes[0], sizes)
+        if lengths is None:
             return SizedStep(None, [*shapes])
-        before, after = found if kind == PAD else found[::-1]
+        before, after = lengths if kind == PAD else lengths[::-1]
         for shape in shapes:
             _dimension(self.dimension, shape)
             if shape[self.dimension] != before:
-                padded = "" if found[0] == found[1] else f", padded to {found[1]}"
+                padded = "" if lengths[0] == lengths[1] else f", padded to {lengths[1]}"
                 raise SizeError(
                     f"shape {list(shape)} contradicts {sizes.source}: dimension {self.dimension} has "
-                    f"{self.size.text} = {found[0]} elements{padded}"
+                    f"{self.size.text} = {lengths[0]} elements{padded}"
                 )
         if before == after:
             return SizedStep(None, [*shapes])
@@ -484,5 +486,5 @@ def _without(shape: Shape, dimension: int) -> Shape:
 
 
 def _some(shapes: Iterable[Shape], most: int = 4) -> str:
-    found = [*shapes]
-    return ", ".join(str(list(shape)) for shape in found[:most]) + (", ..." if len(found) > most else "")
+    first = [*shapes]
+    return ", ".join(str(list(shape)) for shape in first[:most]) + (", ..." if len(first) > most else "")

@@ -38,20 +38,20 @@ class RuleFile(TomlFile):
         except (PatternError, ExpressionError) as error:
             raise self.wrong(where, str(error)) from error
 
-    def product(self, said: Any, where: str) -> Product:
+    def product(self, value: Any, where: str) -> Product:
         """A product of sizes, or a number."""
-        if type(said) is int and said >= 0:
-            said = str(said)
-        if not isinstance(said, str):
-            raise self.wrong(where, f"{said!r} is not a product of sizes such as heads*head_dim")
-        return self.parsed(product, said, where)
+        if type(value) is int and value >= 0:
+            value = str(value)
+        if not isinstance(value, str):
+            raise self.wrong(where, f"{value!r} is not a product of sizes such as heads*head_dim")
+        return self.parsed(product, value, where)
 
-    def products(self, said: Any, where: str) -> tuple[Product, ...]:
+    def products(self, value: Any, where: str) -> tuple[Product, ...]:
         """One product or a list of them."""
-        found = said if isinstance(said, list) else [said]
-        if not found:
+        values = value if isinstance(value, list) else [value]
+        if not values:
             raise self.wrong(where, "is empty")
-        return tuple(self.product(each, where) for each in found)
+        return tuple(self.product(each, where) for each in values)
 
 
 class OperationReader:
@@ -72,56 +72,56 @@ class OperationReader:
         self._right = right
         self._sizes = sizes
 
-    def operations(self, said: Sequence[Any]) -> tuple[Operation, ...]:
+    def operations(self, entries: Sequence[Any]) -> tuple[Operation, ...]:
         """The operations, each checked against the number of tensors that it gets.
 
         Raises:
             NamesError: an operation is unknown, or does not fit the number of tensors.
         """
-        found = tuple(map(self._operation, said))
+        operations = tuple(map(self._operation, entries))
         if self._columns != self._right:
             made = f"{self._columns} tensor{'s' if self._columns > 1 else ''}"
             raise self._wrong(f"makes {made}, and to has {self._right} names: add or remove an operation")
-        return found
+        return operations
 
-    def _operation(self, said: Any) -> Operation:
-        table = {said: None} if isinstance(said, str) else said
+    def _operation(self, entry: Any) -> Operation:
+        table = {entry: None} if isinstance(entry, str) else entry
         if not isinstance(table, dict) or not table:
-            raise self._wrong(f'do: {said!r} is not an operation such as "transpose" or {{ concat = 1 }}')
-        known = [kind for kind in _OPERATIONS if kind in table]
-        if not known:
-            near = [found for key in table for found in near_names(str(key), _OPERATIONS)]
+            raise self._wrong(f'do: {entry!r} is not an operation such as "transpose" or {{ concat = 1 }}')
+        kinds = [kind for kind in _OPERATIONS if kind in table]
+        if not kinds:
+            near = [near_name for key in table for near_name in near_names(str(key), _OPERATIONS)]
             meant = f". Did you mean {near[0]}?" if near else f"; known: {', '.join(_OPERATIONS)}"
             raise self._wrong(f"do: there is no operation {quoted(str(next(iter(table))))}{meant}")
-        make, keys = _OPERATIONS[known[0]]
-        self._file.values(table, dict.fromkeys((known[0], *keys), TomlKey("any")), f"{self._where}: do")
-        return make(self, table[known[0]], table)
+        make, keys = _OPERATIONS[kinds[0]]
+        self._file.values(table, dict.fromkeys((kinds[0], *keys), TomlKey("any")), f"{self._where}: do")
+        return make(self, table[kinds[0]], table)
 
     def _wrong(self, problem: str) -> Exception:
         return self._file.wrong(self._where, problem)
 
-    def _dimension(self, said: Any) -> int:
+    def _dimension(self, value: Any) -> int:
         """A dimension; 0 by default."""
-        if said is None:
+        if value is None:
             return 0
-        if type(said) is not int or not 0 <= said < _MOST_DIMENSIONS:
-            raise self._wrong(f"do: {said!r} is not a dimension: they are numbered from 0")
-        return said
+        if type(value) is not int or not 0 <= value < _MOST_DIMENSIONS:
+            raise self._wrong(f"do: {value!r} is not a dimension: they are numbered from 0")
+        return value
 
-    def _product(self, said: Any, default: Optional[str] = None) -> Product:
+    def _product(self, value: Any, default: Optional[str] = None) -> Product:
         """A product of known sizes."""
-        found = self._file.product(default if said is None else said, self._where)
-        for name in found.names:
+        expression = self._file.product(default if value is None else value, self._where)
+        for name in expression.names:
             if name not in self._sizes:
                 raise self._wrong(f"do: {name} is not a size{did_you_mean(name, self._sizes)}")
-        return found
+        return expression
 
-    def _parts(self, said: Any, count: int) -> Optional[tuple[Optional[Product], ...]]:
-        if said is None:
+    def _parts(self, value: Any, count: int) -> Optional[tuple[Optional[Product], ...]]:
+        if value is None:
             return None
-        if not isinstance(said, list) or len(said) != count or said.count(_REST) > 1:
+        if not isinstance(value, list) or len(value) != count or value.count(_REST) > 1:
             raise self._wrong(f'do: parts must be a list of {count} sizes, one of which may be "{_REST}"')
-        return tuple(None if part == _REST else self._product(part) for part in said)
+        return tuple(None if part == _REST else self._product(part) for part in value)
 
     def _join(self, kind: str, dimension: Any, table: dict[str, Any]) -> Join:
         """A join of the tensors at hand, or the join whose inverse splits the one at hand."""
@@ -150,12 +150,12 @@ class OperationReader:
     def _into(self, kind: str, table: dict[str, Any]) -> int:
         """The number of results of a split: the parts stated, or the names."""
         parts = table.get("parts")
-        said = len(parts) if isinstance(parts, list) else table.get("into", self._right)
+        count = len(parts) if isinstance(parts, list) else table.get("into", self._right)
         if kind == "ungroup_qkv":
             return 3
-        if type(said) is not int or not 1 <= said <= _MOST_TENSORS:
-            raise self._wrong(f"do: {kind}: {said!r} is not a number of tensors")
-        return said
+        if type(count) is not int or not 1 <= count <= _MOST_TENSORS:
+            raise self._wrong(f"do: {kind}: {count!r} is not a number of tensors")
+        return count
 
     def _stack(self, kind: str, number: Any, table: dict[str, Any]) -> Operation:
         if not isinstance(number, str) or not number:
@@ -176,7 +176,7 @@ class OperationReader:
                 'do: reshape must be written { reshape = ["experts", "h", "w"], to = ["experts*h", "w"] }'
             )
         first, second = (
-            tuple(self._file.product(each, self._where) for each in said) for said in (before, table["to"])
+            tuple(self._file.product(each, self._where) for each in shape) for shape in (before, table["to"])
         )
         # In both directions, one shape must give the names in the other.
         names = [{name for one in side for name in one.names if name not in self._sizes} for side in (first, second)]
@@ -185,10 +185,10 @@ class OperationReader:
             raise self._wrong(f"do: reshape: {alone} is not a size and is in only one shape")
         return Reshape(first, second)
 
-    def _check(self, said: Any) -> Check:
-        if not isinstance(said, list):
+    def _check(self, shape: Any) -> Check:
+        if not isinstance(shape, list):
             raise self._wrong('do: check must be written { check = ["heads*head_dim", "w"] }')
-        return Check(tuple(self._file.product(each, self._where) for each in said))
+        return Check(tuple(self._file.product(each, self._where) for each in shape))
 
     def _pad(self, kind: str, dimension: Any, table: dict[str, Any]) -> Operation:
         for key in ("size", "multiple"):
@@ -211,8 +211,8 @@ class OperationReader:
 
 
 def _joins(kind: str, inverse: bool) -> Callable[[OperationReader, Any, dict[str, Any]], Operation]:
-    def make(reader: OperationReader, said: Any, table: dict[str, Any]) -> Operation:
-        join = reader._join(kind, said, table)
+    def make(reader: OperationReader, value: Any, table: dict[str, Any]) -> Operation:
+        join = reader._join(kind, value, table)
         return join.inverse() if inverse else join
 
     return make
@@ -227,13 +227,13 @@ _OPERATIONS: dict[str, tuple[_Make, tuple[str, ...]]] = {
     "deinterleave": (_joins("deinterleave", True), ("block", "into")),
     "group_qkv": (_joins("group_qkv", False), ("heads", "groups", "size")),
     "ungroup_qkv": (_joins("ungroup_qkv", True), ("heads", "groups", "size")),
-    "stack": (lambda reader, said, table: reader._stack("stack", said, table), ("dimension",)),
-    "unstack": (lambda reader, said, table: reader._stack("unstack", said, table), ("dimension",)),
-    "transpose": (lambda reader, said, table: reader._transpose(said), ()),
-    "reshape": (lambda reader, said, table: reader._reshape(said, table), ("to",)),
-    "check": (lambda reader, said, table: reader._check(said), ()),
-    "pad": (lambda reader, said, table: reader._pad("pad", said, table), ("size", "multiple")),
-    "unpad": (lambda reader, said, table: reader._pad("unpad", said, table), ("size", "multiple")),
-    "take": (lambda reader, said, table: reader._take(), ()),
-    "copy": (lambda reader, said, table: reader._copy(), ()),
+    "stack": (lambda reader, value, table: reader._stack("stack", value, table), ("dimension",)),
+    "unstack": (lambda reader, value, table: reader._stack("unstack", value, table), ("dimension",)),
+    "transpose": (lambda reader, value, table: reader._transpose(value), ()),
+    "reshape": (lambda reader, value, table: reader._reshape(value, table), ("to",)),
+    "check": (lambda reader, value, table: reader._check(value), ()),
+    "pad": (lambda reader, value, table: reader._pad("pad", value, table), ("size", "multiple")),
+    "unpad": (lambda reader, value, table: reader._pad("unpad", value, table), ("size", "multiple")),
+    "take": (lambda reader, value, table: reader._take(), ()),
+    "copy": (lambda reader, value, table: reader._copy(), ()),
 }

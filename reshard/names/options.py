@@ -70,14 +70,14 @@ def settle(rules: NameRules, config: Optional[Mapping[str, object]], names: Cont
     """
     stated = dict(rules.chosen)
     sizes = ModelSizes(rules.sizes, config)
-    told = {
+    stated_values = {
         option.name: _told(option, stated, config, rules) or _seen(option, sizes, names) for option in rules.options
     }
-    values = {option.name: told[option.name] or _usual(option, rules) for option in rules.options}
+    values = {option.name: stated_values[option.name] or _usual(option, rules) for option in rules.options}
     numbers = {option.name: int(values[option.name]) for option in rules.options if not option.values}
     held = tuple(rule for rule in rules.rules if all(_holds(condition, values) for condition in rule.when))
     # Numbers are left out: a wrong number contradicts a shape.
-    assumed = tuple(option.name for option in rules.options if option.values and told[option.name] is None)
+    assumed = tuple(option.name for option in rules.options if option.values and stated_values[option.name] is None)
     return Settled(held, ModelSizes(rules.sizes, config, numbers), values, assumed)
 
 
@@ -94,11 +94,11 @@ def possible_options(rules: NameRules, config: Optional[Mapping[str, object]]) -
     stated = dict(rules.chosen)
     ways = []
     for option in rules.options:
-        told = _told(option, stated, config, rules)
-        if told is None and option.seen:
+        value = _told(option, stated, config, rules)
+        if value is None and option.seen:
             ways.append(sorted({value for _, value in option.seen} | {_usual(option, rules)}))
         else:
-            ways.append([told or _usual(option, rules)])
+            ways.append([value or _usual(option, rules)])
     for values in itertools.product(*ways):
         yield {option.name: value for option, value in zip(rules.options, values)}
 
@@ -113,10 +113,10 @@ def _told(
     """The value of an option that the user or the configuration states, if any."""
     if option.name in stated:
         return stated[option.name]
-    told = None if option.key is None else config_value(config, option.key)
-    if told is None:
+    value = None if option.key is None else config_value(config, option.key)
+    if value is None:
         return None
-    spelled = str(told).lower() if isinstance(told, bool) else str(told)
+    spelled = str(value).lower() if isinstance(value, bool) else str(value)
     meant = dict(option.told).get(spelled, spelled)
     if meant in option.values or (not option.values and _NUMBER.fullmatch(meant)):
         return meant
@@ -137,9 +137,9 @@ def _seen(option: TableOption, sizes: ModelSizes, names: Container[str]) -> Opti
 def _usual(option: TableOption, rules: NameRules) -> str:
     if option.default is not None:
         return option.default
-    known = ", ".join(option.values) or "a number"
+    choices = ", ".join(option.values) or "a number"
     raise NamesError(
-        f"{rules.path}: the option {option.name} must be stated: {known}",
+        f"{rules.path}: the option {option.name} must be stated: {choices}",
         hint=f"--names {rules.path},{option.name}={option.values[0] if option.values else 1}",
     )
 

@@ -165,39 +165,39 @@ class SizedPattern:
 
     def name(self, values: Mapping[str, int], stars: Sequence[str]) -> str:
         """The name with these numbers and texts."""
-        said, star = [], 0
+        texts, star = [], 0
         for part in self._parts:
             if part is None:
-                said.append(stars[star])
+                texts.append(stars[star])
                 star += 1
             elif isinstance(part, tuple):
-                said.append(str(values[part[0]] + part[1]))
+                texts.append(str(values[part[0]] + part[1]))
             else:
-                said.append(str(part))
-        return "".join(said)
+                texts.append(str(part))
+        return "".join(texts)
 
     def fit_digits(self, digits: Sequence[str]) -> Optional[Fit]:
         """The numbers of a name with the same skeleton, given its digits; None if other digits differ."""
         values: dict[str, int] = {}
         if len(digits) != len(self._digits):
             return None
-        for found, wanted in zip(digits, self._digits):
-            if isinstance(wanted, tuple):
-                value = _number(found, wanted[1])
+        for digit, expected in zip(digits, self._digits):
+            if isinstance(expected, tuple):
+                value = _number(digit, expected[1])
                 if value is None:
                     return None
-                values[wanted[0]] = value
-            elif found != wanted:
+                values[expected[0]] = value
+            elif digit != expected:
                 return None
         return Fit(values, ())
 
     def fits(self, name: str) -> list[Fit]:
         """The ways in which a name matches stars: none, one, or two of several."""
-        found = []
+        fits = []
         for fit in (self._extreme_fit(name, False), self._extreme_fit(name, True)):
-            if fit is not None and fit not in found:
-                found.append(fit)
-        return found
+            if fit is not None and fit not in fits:
+                fits.append(fit)
+        return fits
 
     def _extreme_fit(self, name: str, from_behind: bool) -> Optional[Fit]:
         first, last = self._pieces[0], self._pieces[-1]
@@ -208,7 +208,7 @@ class SizedPattern:
         ends = re.compile(f"(?:{last.expression.pattern})\\Z").search(name, end)
         if ends is None:
             return None
-        found = {0: begins, len(self._pieces) - 1: ends}
+        matches = {0: begins, len(self._pieces) - 1: ends}
         places = range(1, len(self._pieces) - 1)
         low, high = end, ends.start()
         for place in reversed(places) if from_behind else places:
@@ -216,14 +216,14 @@ class SizedPattern:
             match = _last_match(expression, name, low, high) if from_behind else expression.search(name, low, high)
             if match is None:
                 return None
-            found[place] = match
+            matches[place] = match
             low, high = (low, match.start()) if from_behind else (match.end(), high)
         values, stars = {}, []
         for place, piece in enumerate(self._pieces):
             if place:
-                stars.append(name[found[place - 1].end() : found[place].start()])
+                stars.append(name[matches[place - 1].end() : matches[place].start()])
             for group, (number, offset) in enumerate(piece.places, 1):
-                value = _number(found[place][group], offset)
+                value = _number(matches[place][group], offset)
                 if value is None:
                     return None
                 values[number] = value
@@ -248,17 +248,17 @@ class PatternIndex:
 
     def fits(self, name: str) -> list[tuple[int, Fit]]:
         """The indices of the patterns that a name matches, with the fit; twice if it matches in several ways."""
-        found = []
+        matches = []
         alike = self._by_skeleton.get(_DIGITS.sub(_SOME, name))
         if alike:
             digits = _DIGITS.findall(name)
             for number, each in alike:
                 fit = each.fit_digits(digits)
                 if fit is not None:
-                    found.append((number, fit))
+                    matches.append((number, fit))
         for number, each in self._starred:
-            found += [(number, fit) for fit in each.fits(name)]
-        return found
+            matches += [(number, fit) for fit in each.fits(name)]
+        return matches
 
 
 class _PatternPiece(NamedTuple):

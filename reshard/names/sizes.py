@@ -104,8 +104,8 @@ class ModelSizes:
         Raises:
             NamesError: the configuration does not give it.
         """
-        found = self.known(name)
-        if found is None:
+        value = self.known(name)
+        if value is None:
             size = self._sizes[name]
             if self._config is None:
                 raise NamesError(
@@ -113,14 +113,14 @@ class ModelSizes:
                     hint="add --config FILE with the model's config.json",
                 )
             keys = [key for one in size.told_by for key in one.names]
-            near = [found for key in keys for found in near_names(key, self._config)]
+            near = [near_key for key in keys for near_key in near_names(key, self._config)]
             raise NamesError(
                 f"{self.source} does not give the size {name}: it has no {size.text}"
                 + (f", but {quoted(near[0])}" if near else ""),
                 file=getattr(self._config, "path", None),
                 hint="add it, or name another file with --config FILE",
             )
-        return found
+        return value
 
     def value(self, expression: Product) -> int:
         """The value of a product of sizes.
@@ -139,10 +139,10 @@ class ModelSizes:
 
     def _told(self, size: ModelSize) -> Optional[int]:
         for expression in size.told_by:
-            found = [self._key(key) for key in expression.names]
-            if None in found:
+            values = [self._key(key) for key in expression.names]
+            if None in values:
                 continue
-            keys = dict(zip(expression.names, found))
+            keys = dict(zip(expression.names, values))
             try:
                 return expression.whole({key: size or 0 for key, size in keys.items()})
             except SizeError as error:
@@ -160,12 +160,12 @@ class ModelSizes:
 
 def config_value(config: Optional[Mapping[str, object]], key: str) -> Optional[object]:
     """The value of a key of a configuration; a dot separates nested keys. None if it is absent or null."""
-    found: Any = config
+    value: Any = config
     for part in key.split("."):
-        if not isinstance(found, Mapping):
+        if not isinstance(value, Mapping):
             return None
-        found = found.get(part)
-    return found  # type: ignore[no-any-return]
+        value = value.get(part)
+    return value  # type: ignore[no-any-return]
 
 
 def solved(expressions: Sequence[Product], shape: Sequence[int], known: Mapping[str, int]) -> dict[str, int]:
@@ -182,34 +182,38 @@ def solved(expressions: Sequence[Product], shape: Sequence[int], known: Mapping[
     Raises:
         SizeError: the shape contradicts the expressions, or does not determine them.
     """
-    said = "[" + ", ".join(one.text for one in expressions) + "]"
+    expected = "[" + ", ".join(one.text for one in expressions) + "]"
     if len(expressions) != len(shape):
-        raise SizeError(f"shape {list(shape)} is not {said}")
+        raise SizeError(f"shape {list(shape)} is not {expected}")
     sizes = {name: known[name] for one in expressions for name in one.names if name in known}
     open_ones = list(zip(expressions, shape))
     while open_ones:
-        left = []
+        remaining = []
         for expression, length in open_ones:
             unknown = [(name, power) for name, power in expression.powers if name not in sizes]
             if not unknown:
                 if expression.whole(sizes) != length:
-                    told = ", ".join(f"{name} {sizes[name]}" for name in expression.names)
-                    raise SizeError(f"shape {list(shape)} is not {said}{' with ' if told else ''}{told}")
+                    sizes_text = ", ".join(f"{name} {sizes[name]}" for name in expression.names)
+                    raise SizeError(
+                        f"shape {list(shape)} is not {expected}{' with ' if sizes_text else ''}{sizes_text}"
+                    )
             elif len(unknown) == 1 and abs(unknown[0][1]) == 1:
                 name, power = unknown[0]
                 rest = expression.number * math.prod(
                     Fraction(sizes[other]) ** times for other, times in expression.powers if other != name
                 )
                 if not rest or (power < 0 and not length):
-                    raise SizeError(f"shape {list(shape)} does not determine {name} of {said}")
-                found = Fraction(length) / rest if power > 0 else rest / length
-                if found.denominator != 1:
-                    told = ", ".join(f"{other} {sizes[other]}" for other in expression.names if other != name)
-                    raise SizeError(f"shape {list(shape)} is not {said}{' with ' if told else ''}{told}")
-                sizes[name] = int(found)
+                    raise SizeError(f"shape {list(shape)} does not determine {name} of {expected}")
+                value = Fraction(length) / rest if power > 0 else rest / length
+                if value.denominator != 1:
+                    sizes_text = ", ".join(f"{other} {sizes[other]}" for other in expression.names if other != name)
+                    raise SizeError(
+                        f"shape {list(shape)} is not {expected}{' with ' if sizes_text else ''}{sizes_text}"
+                    )
+                sizes[name] = int(value)
             else:
-                left.append((expression, length))
-        if len(left) == len(open_ones):
-            raise SizeError(f"shape {list(shape)} does not determine the sizes in {said}")
-        open_ones = left
+                remaining.append((expression, length))
+        if len(remaining) == len(open_ones):
+            raise SizeError(f"shape {list(shape)} does not determine the sizes in {expected}")
+        open_ones = remaining
     return sizes

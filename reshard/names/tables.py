@@ -46,8 +46,8 @@ def rules_named(named: str) -> NameRules:
     options = None if is_regular_file(named) else _OPTIONS.search(named)
     table = named if options is None else named[: options.start()]
     stated: dict[str, str] = {}
-    for said in options[0][1:].split(",") if options is not None else ():
-        name, _, value = said.partition("=")
+    for text in options[0][1:].split(",") if options is not None else ():
+        name, _, value = text.partition("=")
         if name in stated:
             raise UsageError(f"{named}: {name} is stated twice")
         stated[name] = value
@@ -103,7 +103,7 @@ def read_config(path: str) -> Configuration:
     except (UnfitError, JsonError) as error:
         raise NamesError(f"{path} {error}; it is not a config.json", file=path) from error
     except FileNotFoundError as error:
-        raise NamesError(f"{path}: there is no such configuration", file=path) from error
+        raise NamesError(f"{path}: the configuration is missing", file=path) from error
     except OSError as error:
         raise RetryableError(f"{path} cannot be read: {error.strerror or error}", file=path) from error
     if not isinstance(content, Mapping):

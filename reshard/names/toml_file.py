@@ -81,14 +81,15 @@ def parse_rules(text: str, path: str) -> NameRules:
     file = RuleFile(path, NamesError, _EXAMPLES)
     top = file.values(file.parse(text), _TOP, "rules")
     sizes = tuple(
-        ModelSize(file.word(name, "sizes"), file.products(said, f"sizes.{name}")) for name, said in top["sizes"].items()
+        ModelSize(file.word(name, "sizes"), file.products(content, f"sizes.{name}"))
+        for name, content in top["sizes"].items()
     )
     named = [size.name for size in sizes]
-    numbers = tuple(_number(file, name, said, named) for name, said in top["numbers"].items())
-    options = tuple(_option(file, name, said, named) for name, said in top["options"].items())
+    numbers = tuple(_number(file, name, content, named) for name, content in top["numbers"].items())
+    options = tuple(_option(file, name, content, named) for name, content in top["options"].items())
     # An option without a list of values is a number, and can be used as a size.
     known_sizes = {*named, *(option.name for option in options if not option.values)}
-    blocks = {name: _block(file, name, said) for name, said in top["blocks"].items()}
+    blocks = {name: _block(file, name, content) for name, content in top["blocks"].items()}
     rules = [
         rule
         for number, table in enumerate(top["rule"], 1)
@@ -118,28 +119,28 @@ def content_of(rules: NameRules) -> dict[str, Any]:
     return RuleFile(rules.path, NamesError, _EXAMPLES).parse(rules.text)
 
 
-def _number(file: RuleFile, name: str, said: Any, sizes: Collection[str]) -> Number:
+def _number(file: RuleFile, name: str, content: Any, sizes: Collection[str]) -> Number:
     where = f"numbers.{file.word(name, 'numbers')}"
-    key, count = "count", said
-    if isinstance(said, dict):
-        file.values(said, _NUMBER, where)
-        if len(said) != 1:
+    key, count = "count", content
+    if isinstance(content, dict):
+        file.values(content, _NUMBER, where)
+        if len(content) != 1:
             raise file.wrong(where, 'must have either count = "SIZE" or at_most = "SIZE"')
-        key, count = next(iter(said.items()))
-    found = Number(name, file.product(count, where), key == "at_most")
-    for size in found.count.names if found.count is not None else ():
+        key, count = next(iter(content.items()))
+    number = Number(name, file.product(count, where), key == "at_most")
+    for size in number.count.names if number.count is not None else ():
         if size not in sizes:
             raise file.wrong(where, f"{size} is not a size; known: {', '.join(sizes)}")
-    return found
+    return number
 
 
-def _option(file: RuleFile, name: str, said: Any, sizes: Collection[str]) -> TableOption:
+def _option(file: RuleFile, name: str, content: Any, sizes: Collection[str]) -> TableOption:
     where = f"options.{file.word(name, 'options')}"
-    if not isinstance(said, dict):
+    if not isinstance(content, dict):
         raise file.wrong(where, "must be a table")
     if name in sizes:
         raise file.wrong(where, "is the name of a size, too")
-    table = file.values(said, _OPTION, where)
+    table = file.values(content, _OPTION, where)
     values = table["values"]
     default = str(table["default"]) if type(table["default"]) is int else table["default"]
     if default is not None and (not isinstance(default, str) or (values and default not in values)):
@@ -158,12 +159,12 @@ def _option(file: RuleFile, name: str, said: Any, sizes: Collection[str]) -> Tab
     return TableOption(name, values, default, table["config"], tuple(table["told"].items()), patterns, table["about"])
 
 
-def _block(file: RuleFile, name: str, said: Any) -> list[_NameBlock]:
+def _block(file: RuleFile, name: str, content: Any) -> list[_NameBlock]:
     """The names that a block stands for."""
     where = f"blocks.{file.word(name, 'blocks')}"
-    if not isinstance(said, list) or not all(isinstance(block, dict) for block in said):
+    if not isinstance(content, list) or not all(isinstance(block, dict) for block in content):
         raise file.wrong(where, "must be a list of tables with from and to")
-    tables = [file.values(block, _BLOCK, where) for block in said]
+    tables = [file.values(block, _BLOCK, where) for block in content]
     if not all(table["from"] and table["to"] for table in tables):
         raise file.wrong(where, "lacks from or to")
     return [_NameBlock(table["from"], table["to"], table["when"]) for table in tables]
@@ -171,7 +172,7 @@ def _block(file: RuleFile, name: str, said: Any) -> list[_NameBlock]:
 
 def _rules(
     file: RuleFile,
-    said: Mapping[str, Any],
+    content: Mapping[str, Any],
     number: int,
     blocks: Mapping[str, list[_NameBlock]],
     sizes: set[str],
@@ -179,7 +180,7 @@ def _rules(
 ) -> list[NameRule]:
     """The rule of a table; several where its names are in a block."""
     where = f"[[rule]] {number}"
-    table = file.values(said, _RULE, where)
+    table = file.values(content, _RULE, where)
     left, right = table["from"], table["to"]
     if not left and not right:
         raise file.wrong(where, "has neither from nor to")
@@ -263,10 +264,10 @@ def _check_names(file: RuleFile, rule: NameRule, where: str, sizes: set[str]) ->
 
 
 def _condition(file: RuleFile, text: str, where: str, options: Sequence[TableOption]) -> OptionCondition:
-    name, equals, said = (word.strip() for word in text.partition("="))
+    name, equals, stated = (word.strip() for word in text.partition("="))
     for option in options:
         if option.name == name and equals:
-            values = tuple(value.strip() for value in said.split("|"))
+            values = tuple(value.strip() for value in stated.split("|"))
             if option.values and not set(values) <= set(option.values):
                 raise file.wrong(where, f"when: {name} is one of {', '.join(option.values)}")
             return OptionCondition(name, values)

@@ -1,4 +1,4 @@
-"""How two checkpoints differ: in names, shapes, types, and by how much in numbers.
+"""Differences of two checkpoints in names, shapes, types and numbers.
 
 Blocks are compared as bytes first, and only blocks that differ are subtracted.
 """
@@ -29,15 +29,15 @@ _LONG = ("Int64", "UInt64")
 
 @dataclass(frozen=True)
 class TensorPair:
-    """A tensor that is in both checkpoints, with the same shape.
+    """A tensor in both checkpoints, with the same shape.
 
     Attributes:
         name: its name.
-        dtypes: MindSpore's names of its type in A and in B.
+        dtypes: MindSpore's names of its types in A and B.
         shape: of the full tensor.
-        identical: type and all bytes are the same.
+        identical: type and all bytes are equal.
         differing: elements whose values differ; NaN equals NaN. None if the type has no numbers.
-        nan: elements that are NaN in A only, and in B only.
+        nan: numbers of elements that are NaN in A only, and in B only.
         max_abs: the largest absolute difference of elements that are NaN in neither.
         max_rel: the largest difference relative to the larger absolute value.
         at: index of the first largest absolute difference, or else of an element that is NaN on one side.
@@ -58,12 +58,12 @@ class TensorPair:
 
 @dataclass(frozen=True)
 class Differences:
-    """How two checkpoints differ.
+    """The differences of two checkpoints.
 
     Attributes:
         only_a: names that only A has, sorted.
-        only_b: names that only B has, sorted.
-        shapes: names of tensors of different shapes, with both.
+        shapes: names of tensors of different shapes, with both shapes.
+        pairs: all other tensors, by name.
         pairs: all others, by name.
     """
 
@@ -74,7 +74,7 @@ class Differences:
 
     @property
     def differing(self) -> list[TensorPair]:
-        """Pairs that differ in some byte."""
+        """Pairs with different bytes."""
         return [pair for pair in self.pairs if not pair.identical]
 
     @property
@@ -85,7 +85,7 @@ class Differences:
 
 @dataclass
 class _PartialDifference:
-    """How some elements of a pair differ; ``at`` and ``first_nonfinite`` count elements in C order."""
+    """Differences of some elements of a pair; ``at`` and ``first_nonfinite`` count elements in C order."""
 
     identical: bool = True
     differing: int = 0
@@ -103,11 +103,11 @@ def differences(a: OpenedCheckpoint, b: OpenedCheckpoint, max_memory: int, progr
     Args:
         a: one checkpoint; every element is read once.
         b: the other.
-        max_memory: bytes for buffers beside those of the checkpoints.
+        max_memory: bytes for buffers, in addition to those of the checkpoints.
         progress: counts the bytes that are read.
 
     Raises:
-        ReshardError: a file cannot be read, or changed meanwhile.
+        ReshardError: a file cannot be read, or was modified.
     """
     common = [name for name in a if name in b]
     shapes = {name: (a[name].shape, b[name].shape) for name in common if a[name].shape != b[name].shape}
@@ -135,7 +135,7 @@ def differences(a: OpenedCheckpoint, b: OpenedCheckpoint, max_memory: int, progr
 
 
 def _comparable(one: LazyTensor, other: LazyTensor) -> bool:
-    """Whether elements of two tensors can be subtracted from each other; a byte of Int4 is two numbers."""
+    """Whether the difference of two tensors can be computed; a byte of Int4 is two numbers."""
     packed = (one.dtype_name == INT4) != (other.dtype_name == INT4)
     return is_number(one.dtype_name) and is_number(other.dtype_name) and not packed
 
@@ -175,10 +175,10 @@ class _DifferenceComputer:
         self._distance, self._scale, self._other = (np.empty(2 * _AT_ONCE, np.float64) for _ in range(3))
 
     def compute(self, number: int, blocks: Iterator[SweepBlock]) -> _PartialDifference:
-        """How some blocks of a pair differ."""
+        """The differences of some blocks of a pair."""
         one, other = self._items[number].tensors
         same_type = one.dtype_name == other.dtype_name
-        found = _PartialDifference()
+        partial = _PartialDifference()
         with np.errstate(all="ignore"):
             for first, (mine, theirs) in blocks:
                 count = len(mine) // one.itemsize
@@ -187,11 +187,13 @@ class _DifferenceComputer:
                     right = theirs[start * other.itemsize : (start + _AT_ONCE) * other.itemsize]
                     if same_type and _same(left, right):
                         continue
-                    found.identical = False
-                    self._compare(found, first + start, (left, one.dtype_name), (right, other.dtype_name))
-        return found
+                    partial.identical = False
+                    self._compare(partial, first + start, (left, one.dtype_name), (right, other.dtype_name))
+        return partial
 
-    def _compare(self, found: _PartialDifference, first: int, one: tuple[Bytes, str], other: tuple[Bytes, str]) -> None:
+    def _compare(
+        self, partial: _PartialDifference, first: int, one: tuple[Bytes, str], other: tuple[Bytes, str]
+    ) -> None:
         """Subtract some elements."""
         a, b = (widener.doubles(*raw) for widener, raw in zip(self._wideners, (one, other)))
         count = len(a)
@@ -206,7 +208,7 @@ class _DifferenceComputer:
         nan = None
         if not np.isfinite(most):
             nan = np.isnan(a) != np.isnan(b)
-            # Equal infinities and NaN on both sides are no difference.
+            # Equal infinities, and NaN on both sides, are equal.
             distance[(a == b) | (np.isnan(a) & np.isnan(b)) | nan] = 0
             most = distance.max()
         # Int4 has two numbers in a byte.
@@ -215,18 +217,18 @@ class _DifferenceComputer:
         if nan is not None and nan.any():
             only_a = int(np.count_nonzero(nan & np.isnan(a)))
             only = int(np.count_nonzero(nan))
-            found.nan_a += only_a
-            found.nan_b += only - only_a
-            found.differing += only
-            if found.at is None:
-                found.at = first + int(nan.argmax()) // packed
-        if nan is not None and found.first_nonfinite is None:
+            partial.nan_a += only_a
+            partial.nan_b += only - only_a
+            partial.differing += only
+            if partial.at is None:
+                partial.at = first + int(nan.argmax()) // packed
+        if nan is not None and partial.first_nonfinite is None:
             bad = nan | np.isinf(distance)
             if bad.any():
-                found.first_nonfinite = first + int(bad.argmax()) // packed
+                partial.first_nonfinite = first + int(bad.argmax()) // packed
         if not differing:
             return
-        found.differing += differing
+        partial.differing += differing
         scale = np.abs(a, out=self._scale[:count])
         np.maximum(scale, np.abs(b, out=self._other[:count]), out=scale)
         relative = np.divide(distance, scale, out=scale)
@@ -235,10 +237,10 @@ class _DifferenceComputer:
             relative[np.isnan(relative) & (distance > 0)] = np.inf
         largest = float(relative.max())
         # 0 / 0 is NaN and does not count.
-        found.max_rel = max(found.max_rel, float(np.fmax.reduce(relative)) if np.isnan(largest) else largest)
-        if most > found.max_abs:
-            found.max_abs = float(most)
-            found.at = first + int(distance.argmax()) // packed
+        partial.max_rel = max(partial.max_rel, float(np.fmax.reduce(relative)) if np.isnan(largest) else largest)
+        if most > partial.max_abs:
+            partial.max_abs = float(most)
+            partial.at = first + int(distance.argmax()) // packed
 
 
 def _same(left: Bytes, right: Bytes) -> bool:
@@ -249,7 +251,7 @@ def _same(left: Bytes, right: Bytes) -> bool:
 
 
 def _exact_distances(one: Bytes, other: Bytes, dtype: str) -> npt.NDArray[np.uint64]:
-    """The distances of integers of 64 bits, which Float64 does not hold."""
+    """The distances of 64-bit integers, which Float64 cannot represent."""
     a, b = one.view(INTEGERS[dtype]), other.view(INTEGERS[dtype])
     # Exact modulo 2^64: distances are smaller.
     distances: npt.NDArray[np.uint64] = np.maximum(a, b).view(np.uint64) - np.minimum(a, b).view(np.uint64)

@@ -33,9 +33,9 @@ Bytes = npt.NDArray[np.uint8]
 Counts = npt.NDArray[np.int64]
 Number = Union[int, float]
 
-# Numbers that BLAS squares and adds up without threads.
+# Maximum numbers per call of BLAS: for more, it starts threads.
 _DOT = 1 << 12
-# Exponents beyond which squares of Float64, and sums of many, leave its range.
+# Exponents of Float64 whose squares, and their sums, do not overflow or underflow.
 _LARGE_SQUARE = 400
 _LARGE_SUM = 900
 _SUM_SCALE = 200
@@ -49,17 +49,17 @@ class TensorStatistics:
         name: its name.
         dtype: MindSpore's name of its type.
         shape: of the full tensor.
-        count: elements, of Int4 two per byte.
-        nan: those that are not a number.
-        inf: those that are infinite.
-        zeros: those that are zero.
-        min: the least finite element; None where there is none, and of complex numbers.
+        count: number of elements; Int4 has two per byte.
+        nan: number of NaN.
+        inf: number of infinite elements.
+        zeros: number of zeros.
+        min: the least finite element; None if there is none, and for complex numbers.
         max: the largest, likewise.
-        mean: of the finite elements; None where there is none, and of complex numbers.
+        mean: of the finite elements; None if there are none, and for complex numbers.
         norm: the square root of the sum of the squares of the finite elements.
-        first_nonfinite: the first element that is NaN or infinite, and where it is stored; None where there is none.
-        magnitudes: how many finite elements but zeros there are of every binary exponent, as a Float64's bits count
-            them; None where that was not asked for.
+        first_nonfinite: the first element that is NaN or infinite, and its place in the files; None if there is none.
+        magnitudes: numbers of finite elements except zeros, by binary exponent as in the bits of a
+            Float64; None if not requested.
     """
 
     name: str
@@ -78,7 +78,7 @@ class TensorStatistics:
 
 
 class _Scaled(NamedTuple):
-    """The number ``value * 2 ** exponent``, which may be beyond what Float64 holds."""
+    """The number ``value * 2 ** exponent``, which may exceed the range of Float64."""
 
     value: Number
     exponent: int = 0
@@ -91,12 +91,12 @@ class _PartialStatistics:
         magnitudes: counts the elements by their exponents.
 
     Attributes:
-        nan: as in `TensorStatistics`, like what follows.
+        nan: as in `TensorStatistics`, like the next ones.
         finite: elements that are neither NaN nor infinite.
-        totals: numbers that add up to their sum.
-        squares: numbers that add up to the sum of their squares.
-        first_nonfinite: the number of the first element that is not finite, counted in C order.
-        exponents: how many elements there are of every exponent, once all are counted.
+        totals: numbers whose sum is the elements' sum.
+        squares: numbers whose sum is the sum of the elements' squares.
+        first_nonfinite: number of the first element that is not finite, in C order.
+        exponents: numbers of elements by exponent, after the end.
     """
 
     def __init__(self, magnitudes: Optional[Magnitudes]) -> None:
@@ -110,18 +110,18 @@ class _PartialStatistics:
         self.exponents: Optional[Counts] = None
 
     def bad(self, place: int) -> None:
-        """The element at a place is not finite."""
+        """Record an element that is not finite."""
         if self.first_nonfinite is None:
             self.first_nonfinite = place
 
     def widen(self, low: Any, high: Any, integers: bool) -> None:
-        """There are numbers from ``low`` to ``high``."""
+        """Extend the range of numbers to ``low`` and ``high``."""
         least, most = (int(low), int(high)) if integers else (float(low), float(high))
         self.low = least if self.low is None else min(self.low, least)
         self.high = most if self.high is None else max(self.high, most)
 
     def finished(self) -> _PartialStatistics:
-        """Itself, with one number for each sum, as there may be very many parts."""
+        """Itself, with one number for each sum, since there may be very many parts."""
         self.totals, self.squares = [_sum(self.totals)], [_sum(self.squares)]
         if self.magnitudes is not None:
             self.exponents, self.magnitudes = self.magnitudes.taken(), None
@@ -131,16 +131,16 @@ class _PartialStatistics:
 def statistics_of(
     checkpoint: OpenedCheckpoint, max_memory: int, progress: Progress, magnitudes: bool = False
 ) -> list[TensorStatistics]:
-    """The statistics of every tensor of numbers, sorted by name; every element counts once.
+    """The statistics of every numeric tensor, sorted by name; every element counts once.
 
     Args:
         checkpoint: its tensors are read whole, once.
-        max_memory: bytes that buffers may take beside those of the checkpoint.
-        progress: told how much was read.
-        magnitudes: count elements by their exponents, too.
+        max_memory: maximum bytes of buffers, in addition to those of the checkpoint.
+        progress: counts bytes.
+        magnitudes: also count elements by exponent.
 
     Raises:
-        ReshardError: something cannot be read, or was written to meanwhile.
+        ReshardError: a file cannot be read, or was modified.
     """
     names = [name for name, tensor in checkpoint.items() if is_number(tensor.dtype_name)]
     order = in_file_order(checkpoint.contents, names)
@@ -149,12 +149,12 @@ def statistics_of(
     dtypes = [tensor.dtype_name for tensor in tensors]
     parts = sweep(items, [checkpoint], lambda: _StatisticsComputer(dtypes, magnitudes), max_memory, progress)
     checkpoint.check_unchanged(order.paths)
-    found = [_together(tensor, some, magnitudes) for tensor, some in zip(tensors, parts)]
-    return sorted(found, key=lambda statistics: statistics.name)
+    statistics = [_together(tensor, some, magnitudes) for tensor, some in zip(tensors, parts)]
+    return sorted(statistics, key=lambda tensor: tensor.name)
 
 
 def _together(tensor: LazyTensor, parts: Sequence[_PartialStatistics], magnitudes: bool) -> TensorStatistics:
-    """The statistics of a tensor, from those of its parts in their order."""
+    """The statistics of a tensor, from those of its parts in order."""
     finite = sum(part.finite for part in parts)
     nan, inf = sum(part.nan for part in parts), sum(part.inf for part in parts)
     exponents = [part.exponents for part in parts if part.exponents is not None]
@@ -180,7 +180,7 @@ def _together(tensor: LazyTensor, parts: Sequence[_PartialStatistics], magnitude
 
 
 class _StatisticsComputer:
-    """Computes the sums of parts; for one thread.
+    """Computes partial statistics; for one thread.
 
     Args:
         dtypes: per item its type.
@@ -223,27 +223,27 @@ class _StatisticsComputer:
         return sums.finished()
 
     def _of_counts(self, counts: Counts, dtype: str) -> _PartialStatistics:
-        """The sums over as many elements of every byte."""
+        """The statistics of elements, from the number of each byte."""
         sums = _PartialStatistics(self._magnitudes)
         for values in table(dtype).T:
             finite = np.isfinite(values)
-            there = finite & (counts > 0)
+            present = finite & (counts > 0)
             sums.nan += int(counts[np.isnan(values)].sum())
             sums.inf += int(counts[np.isinf(values)].sum())
             sums.zeros += int(counts[values == 0].sum())
             sums.finite += int(counts[finite].sum())
-            if there.any():
-                sums.widen(values[there].min(), values[there].max(), integers=not dtype.startswith("Float"))
-            weighted = values[there] * counts[there]
+            if present.any():
+                sums.widen(values[present].min(), values[present].max(), integers=not dtype.startswith("Float"))
+            weighted = values[present] * counts[present]
             sums.totals += map(_Scaled, weighted.tolist())
-            sums.squares += map(_Scaled, (weighted * values[there]).tolist())
+            sums.squares += map(_Scaled, (weighted * values[present]).tolist())
             if sums.magnitudes is not None:
-                kept = there & (values != 0)
+                kept = present & (values != 0)
                 sums.magnitudes.weigh(values[kept], counts[kept])
         return sums.finished()
 
     def _add_floats(self, sums: _PartialStatistics, numbers: Array, place: int) -> None:
-        # NaN comes through both, so that these tell of every element that is not finite.
+        # NaN propagates into both, so they reveal every element that is not finite.
         low, high = numbers.min(), numbers.max()
         if np.isfinite(low) and np.isfinite(high):
             self._add(sums, numbers, low, high)
@@ -266,7 +266,7 @@ class _StatisticsComputer:
         if sums.magnitudes is None:
             sums.zeros += int(np.count_nonzero(np.equal(numbers, 0, out=self._mask[:count])))
         else:
-            # What Float32 holds is counted sooner.
+            # Numbers in the range of Float32 are counted faster.
             narrow = numbers.dtype == np.float32 or numbers.dtype.itemsize == 2
             sums.zeros += sums.magnitudes.add(numbers if narrow else doubles)
         sums.finite += count
@@ -281,7 +281,7 @@ def _exponent(doubles: npt.NDArray[np.float64]) -> int:
 
 
 def _integer_sum(numbers: Array) -> int:
-    """The exact sum of `AT_ONCE` integers at the most."""
+    """The exact sum of at most `AT_ONCE` integers."""
     if numbers.dtype.itemsize < 8:
         return int(numbers.sum(dtype=np.int64))
     # In halves, which do not overflow.
@@ -289,27 +289,27 @@ def _integer_sum(numbers: Array) -> int:
 
 
 def _totals(numbers: Array, doubles: npt.NDArray[np.float64], exponent: int) -> list[_Scaled]:
-    """Numbers that add up to the sum; of Float64 as exact as with twice its digits."""
+    """Numbers whose sum is the elements' sum; for Float64, exact to twice its digits."""
     if numbers.dtype != np.float64:
         return [_Scaled(float(doubles.sum()))]
     scale = _SUM_SCALE if exponent > _LARGE_SUM else 0
-    left = np.ldexp(doubles, -scale)
+    rest = np.ldexp(doubles, -scale)
     lost = 0.0
-    while len(left) > 1:
-        half = len(left) // 2
-        one, other = left[:half], left[half : 2 * half]
+    while len(rest) > 1:
+        half = len(rest) // 2
+        one, other = rest[:half], rest[half : 2 * half]
         total = one + other
         part = total - one
-        # What rounding took from each sum.
+        # The rounding errors of the sums.
         lost += float(((one - (total - part)) + (other - part)).sum())
-        left = np.append(total, left[2 * half :])
-    return [_Scaled(float(left[0]), scale), _Scaled(lost, scale)]
+        rest = np.append(total, rest[2 * half :])
+    return [_Scaled(float(rest[0]), scale), _Scaled(lost, scale)]
 
 
 def _squares(doubles: npt.NDArray[np.float64], exponent: int) -> _Scaled:
-    """The sum of squares of numbers of which the largest has an exponent.
+    """The sum of squares of numbers with this largest exponent.
 
-    Of many numbers at once BLAS would start threads of its own, whose number the result depends on.
+    For many numbers, BLAS would start threads, and the result would depend on their number.
     """
     if abs(exponent) > _LARGE_SQUARE:
         return _Scaled(_squares(np.ldexp(doubles, -exponent), 0).value, 2 * exponent)
@@ -321,7 +321,7 @@ def _squares(doubles: npt.NDArray[np.float64], exponent: int) -> _Scaled:
 
 
 def _sum(numbers: Sequence[_Scaled]) -> _Scaled:
-    """The exact sum, of integers as one, of others rounded once."""
+    """The exact sum; for floating point, rounded once."""
     if all(isinstance(number.value, int) for number in numbers):
         return _Scaled(sum(number.value for number in numbers))
     exponent = max((number.exponent for number in numbers if number.value), default=0)
@@ -329,7 +329,7 @@ def _sum(numbers: Sequence[_Scaled]) -> _Scaled:
 
 
 def _float(value: float, exponent: int) -> float:
-    """A scaled number as one of Float64; infinite where it is too large."""
+    """A scaled number as Float64; infinite if too large."""
     try:
         return math.ldexp(value, exponent)
     except OverflowError:
@@ -354,7 +354,7 @@ def _add_complex(sums: _PartialStatistics, numbers: Array, place: int) -> None:
 
 
 def _slices(block: SweepBlock, width: int) -> Iterator[tuple[int, Bytes]]:
-    """A block's bytes, so many elements at a time as are computed with, and the number of the first of them."""
+    """A block's bytes in parts of `AT_ONCE` elements, and the number of each part's first element."""
     raw = block.raws[0]
     for first in range(0, len(raw), AT_ONCE * width):
         yield block.first + first // width, raw[first : first + AT_ONCE * width]

@@ -1,7 +1,7 @@
-"""Going once through many tensors, block by block, by several threads.
+"""One pass through many tensors, block by block, in several threads.
 
-Where a tensor is divided among threads, and where its blocks begin and end, depends on its shape and type
-alone, so that sums come out the same to the last bit, however it is cut and however many threads there are.
+The division of a tensor into parts and blocks depends only on its shape and type, so that sums are
+identical to the last bit, for any layout and any number of threads.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ Bytes = npt.NDArray[np.uint8]
 _P = TypeVar("_P", covariant=True)
 
 CHUNK_ELEMENTS = 1 << 23
-"""Elements that one thread takes at a time, and that have a result of their own."""
+"""Elements per thread and task; each chunk has its own result."""
 
 _BLOCK_BYTES = 512 << 10
-# Of all that a thread needs here: blocks of two tensors, and what is computed of them.
+# Memory of a thread: blocks of two tensors, and temporaries.
 _THREAD_BYTES = 3 << 20
-# Threads may take as much beside what was asked for; see docs/benchmarks.md.
+# Additional memory of threads; see docs/benchmarks.md.
 _SPARE = 32 << 20
-_TOLD_BYTES = 4 << 20
-# Chunks per thread that are under way, or wait for an earlier one.
+_REPORTED_BYTES = 4 << 20
+# Chunks per thread that are in work, or wait for an earlier one.
 _AHEAD = 4
 
 
@@ -46,8 +46,8 @@ class SweepBlock(NamedTuple):
     """The same elements of every tensor of an item.
 
     Attributes:
-        first: the number of the first of them, counted in C order.
-        raws: their bytes, per tensor; gone with the next block.
+        first: the number of the first element, in C order.
+        raws: their bytes, per tensor; overwritten by the next block.
     """
 
     first: int
@@ -56,11 +56,11 @@ class SweepBlock(NamedTuple):
 
 @dataclass(frozen=True)
 class Location:
-    """An element, and where it was read.
+    """An element, and its place in the files.
 
     Attributes:
         index: its index in the tensor.
-        rank: of the file; the number of the file where a form has no ranks. None of an element that no file has.
+        rank: rank of the file, or number of the file if the form has no ranks. None for an element in no file.
         file: path of the file.
     """
 
@@ -70,14 +70,14 @@ class Location:
 
 
 class Computer(Protocol[_P]):
-    """Computes something of blocks, in one thread."""
+    """Computes a result from blocks, in one thread."""
 
     def compute(self, number: int, blocks: Iterator[SweepBlock]) -> _P:
-        """The result of some blocks of an item of this number, which follow each other; not all have to be taken."""
+        """The result of some consecutive blocks of the item with this number; it may stop early."""
 
 
 class SweepItem(NamedTuple):
-    """Tensors of one shape that are gone through side by side, by the checkpoints that they are in."""
+    """Tensors of one shape that are read together, one per checkpoint."""
 
     tensors: tuple[LazyTensor, ...]
 
@@ -101,7 +101,7 @@ class _Chunk(NamedTuple):
 
 
 def location_of(tensor: LazyTensor, number: int) -> Location:
-    """An element by its number in C order; of Int4 both of a byte."""
+    """The place of an element by its number in C order; a byte of Int4 has one place."""
     index = tuple(int(place) for place in np.unravel_index(number, tensor.shape))
     box = tuple((start + place, start + place + 1) for (start, _), place in zip(tensor.target.box, index))
     for piece in tensor.target.pieces:
@@ -121,20 +121,20 @@ def sweep(
     max_memory: int,
     progress: Progress,
 ) -> list[list[_P]]:
-    """Go through all items.
+    """Read all items once.
 
     Args:
-        items: which; each with one tensor of every checkpoint.
+        items: the items; each has one tensor of every checkpoint.
         checkpoints: the checkpoints.
         make: makes a computer for a thread.
-        max_memory: bytes that buffers may take, beside those of the checkpoints.
-        progress: told how much was read.
+        max_memory: maximum bytes of buffers, in addition to those of the checkpoints.
+        progress: counts bytes.
 
     Returns:
-        Per item the results of its parts, in their order; none of an item without elements.
+        Per item the results of its parts, in order; none for an item without elements.
 
     Raises:
-        ReshardError: something cannot be read.
+        ReshardError: a file cannot be read.
     """
     most = max(1, (max_memory + _SPARE) // _THREAD_BYTES)
     nbytes = sum(item.nbytes for item in items)
@@ -142,15 +142,15 @@ def sweep(
     stop = threading.Event()
     lock = threading.Lock()
 
-    def tell(count: int) -> None:
+    def count_read(count: int) -> None:
         with lock:
             progress.wrote(count)
 
-    def work(chunk: _Chunk, tell: Callable[[int], None] = tell) -> _P:
+    def work(chunk: _Chunk, count_read: Callable[[int], None] = count_read) -> _P:
         if not hasattr(own, "computer"):
             own.computer = make()
             own.rooms = [np.empty(_BLOCK_BYTES, np.uint8) for _ in checkpoints]
-        with contextlib.closing(_blocks(items[chunk.item], checkpoints, chunk, own.rooms, stop, tell)) as blocks:
+        with contextlib.closing(_blocks(items[chunk.item], checkpoints, chunk, own.rooms, stop, count_read)) as blocks:
             computer: Computer[_P] = own.computer
             return computer.compute(chunk.item, blocks)
 
@@ -158,7 +158,7 @@ def sweep(
     with contextlib.ExitStack() as stack:
         processes = min(most, _processes(checkpoints, nbytes, max_memory))
         if processes > 1:
-            threads, work_on = processes, stack.enter_context(_elsewhere(processes, checkpoints, work, tell))
+            threads, work_on = processes, stack.enter_context(_elsewhere(processes, checkpoints, work, count_read))
         else:
             threads, work_on = min([most, *(checkpoint.reader.threads for checkpoint in checkpoints)]), work
         progress.begin(nbytes, "reading")
@@ -227,13 +227,13 @@ def _blocks(
     chunk: _Chunk,
     rooms: Sequence[Bytes],
     stop: threading.Event,
-    tell: Callable[[int], None],
+    count_read: Callable[[int], None],
 ) -> Generator[SweepBlock, None, None]:
-    """The blocks of a chunk, read one after the other."""
+    """The blocks of a chunk, in order."""
     targets = [checkpoint.target(tensor.name) for checkpoint, tensor in zip(checkpoints, item.tensors)]
     shape = item.tensors[0].shape
     first = chunk.first
-    untold = 0
+    unreported = 0
     with contextlib.ExitStack() as stack:
         workers = [stack.enter_context(checkpoint.reader.worker()) for checkpoint in checkpoints]
         for box in boxes_of_range(shape, chunk.first, chunk.last, max(1, _BLOCK_BYTES // item.item_size)):
@@ -245,10 +245,10 @@ def _blocks(
                 raw = room[: count * target.item_size]
                 worker.filler.fill(target, box, raw.data)
                 raws.append(raw)
-                untold += len(raw)
+                unreported += len(raw)
             yield SweepBlock(first, raws)
             first += count
-            if untold >= _TOLD_BYTES:
-                tell(untold)
-                untold = 0
-    tell(untold)
+            if unreported >= _REPORTED_BYTES:
+                count_read(unreported)
+                unreported = 0
+    count_read(unreported)

@@ -1,4 +1,4 @@
-"""Elements of files as numbers to compute with, and how many there are of every binary exponent.
+"""Stored elements as numbers, and counts of their binary exponents.
 
 NumPy lacks bfloat16 and 8-bit floats: a bfloat16 is the upper half of a Float32, 8-bit floats are looked up in
 tables. Float64 holds all of them exactly, and all integers up to 32 bits.
@@ -26,38 +26,38 @@ FLOATS = tuple(row.name for row in DTYPES.values() if row.layout is not None and
 INTEGERS = {name: numpy for name, numpy in NUMPY_NAMES.items() if numpy[:2] in ("<i", "<u")}
 COMPLEX = {name: numpy for name, numpy in NUMPY_NAMES.items() if numpy.startswith("<c")}
 BYTES = tuple(row.name for row in DTYPES.values() if row.size == 1)
-"""Types of one byte, which are looked up."""
+"""Types of one byte, which are looked up in tables."""
 
 _EXPONENTS_ALONE = "Float8E8M0"
 _FLOAT16_INF = 0x7C00
 _FLOAT16_MINUS_INF = 0xFC00
-# The sign, and 15 bits less far up than a Float32 has room for.
+# The sign, and 15 bits at a lower position than in a Float32.
 _FLOAT16_BITS = np.int32(0x0FFFFFFF - (1 << 31))
 _FLOAT16_SCALE = np.float32(2.0 ** (127 - 15))
 
 EXPONENTS = 2048
-"""Exponents that a Float64 may have, as its bits count them."""
+"""Number of exponents of a Float64."""
 ONE = 1023
-"""The exponent of 1.0 there."""
+"""The exponent of 1.0 in the bits of a Float64."""
 _SHIFT = 52
 
 _SINGLE_SHIFT = 23
 _SINGLE_ONE = 127
-# The least exponent of a Float32 is of zeros and of numbers below its normal ones, the largest of no finite number.
+# The least exponent of a Float32 is of zeros and subnormal numbers, the largest is of no finite number.
 _SINGLES = slice(1, 255)
-# Exponents that wait to be counted: each count goes through a table of 64 Ki pairs.
+# Exponents that wait to be counted: each count processes a table of 64 Ki pairs.
 _TOGETHER = 4 * AT_ONCE
 _PAIRS = 1 << 16
 
 
 def is_number(dtype: str) -> bool:
-    """Whether elements of a type are numbers that this module knows."""
+    """Whether elements of a type are numbers that this module supports."""
     return dtype in FLOATS or dtype in INTEGERS or dtype in COMPLEX or dtype in BYTES
 
 
 @functools.cache
 def table(dtype: str) -> Doubles:
-    """What a byte of one of the `BYTES` types stands for: 256 rows of one number, of two for Int4."""
+    """The numbers of all bytes of one of the `BYTES` types: 256 rows of one number, of two for Int4."""
     codes = np.arange(256)
     layout = DTYPES[dtype].layout
     if dtype == INT4:
@@ -97,7 +97,7 @@ def _float8(layout: FloatLayout, codes: npt.NDArray[np.int64]) -> Doubles:
 
 
 def in_numpy(array: Array, dtype: str) -> Array:
-    """Elements as NumPy knows them by itself: of types that it lacks, exactly as many Float32.
+    """Elements in a type of NumPy: types that it lacks as equal Float32.
 
     Args:
         array: elements, of any dtype of their size, in one dimension.
@@ -114,9 +114,9 @@ def in_numpy(array: Array, dtype: str) -> Array:
 
 
 class Widener:
-    """Makes numbers of elements, `AT_ONCE` at the most at a time; for one thread.
+    """Converts elements to numbers, at most `AT_ONCE` per call; for one thread.
 
-    What it gives lies in room that the next call takes again.
+    Results are in buffers that the next call overwrites.
     """
 
     def __init__(self) -> None:
@@ -124,7 +124,7 @@ class Widener:
         self._double = np.empty(AT_ONCE, np.float64)
 
     def floats(self, raw: Bytes, dtype: str) -> Array:
-        """One of the `FLOATS` types as Float32 or Float64, whichever holds it."""
+        """One of the `FLOATS` types as Float32 or Float64, whichever can represent it."""
         if dtype == "BFloat16":
             halves = raw.view("<u2")
             words = self._single[: len(halves)].view(np.uint32)
@@ -137,13 +137,13 @@ class Widener:
 
     def _from_float16(self, raw: Bytes) -> Array:
         singles = self._single[: len(raw) // 2]
-        # As integers of either sign, numbers that are not finite are above all others.
+        # As signed integers, numbers that are not finite are above all others.
         finite = raw.view("<i2").max(initial=0) < _FLOAT16_INF and raw.view("<u2").max(initial=0) < _FLOAT16_MINUS_INF
         if not finite:
             np.copyto(singles, raw.view("<f2"))
             return singles
-        # Sign, exponent and fraction where a Float32 has them; what its exponents begin with is multiplied in. That is
-        # some times as quick as NumPy's own way.
+        # Sign, exponent and fraction at their places in a Float32; a multiplication corrects the exponent. That is
+        # several times as fast as NumPy's conversion.
         words = singles.view(np.int32)
         np.copyto(words, raw.view("<i2"))
         np.left_shift(words, 13, out=words)
@@ -155,10 +155,10 @@ class Widener:
         if dtype in COMPLEX:
             return raw.view(COMPLEX[dtype]).astype(np.complex128)
         if dtype in BYTES:
-            known = table(dtype)
-            return known[raw].reshape(-1)
-        found = raw.view(INTEGERS[dtype]) if dtype in INTEGERS else self.floats(raw, dtype)
-        return self.double(found)
+            numbers_of_bytes = table(dtype)
+            return numbers_of_bytes[raw].reshape(-1)
+        numbers = raw.view(INTEGERS[dtype]) if dtype in INTEGERS else self.floats(raw, dtype)
+        return self.double(numbers)
 
     def double(self, numbers: Array) -> Doubles:
         """Numbers as Float64."""
@@ -170,15 +170,15 @@ class Widener:
 
 
 class Magnitudes:
-    """Counts finite numbers but zeros by their binary exponents; for one thread.
+    """Counts finite numbers except zeros by binary exponent; for one thread.
 
-    Exponents of Float32, and so of all narrower floats and integers, are single bytes. Counting is slow whatever is
-    counted, so two of them are counted at a time, as one number of 16 bits.
+    Exponents of Float32, and so of all narrower floats and integers, are single bytes. Counting has a fixed cost per
+    item, so two of them are counted together, as one number of 16 bits.
     """
 
     def __init__(self) -> None:
         self._counts = np.zeros(EXPONENTS, np.int64)
-        # Byte by byte: the exponents of Float32 that wait, without the sign before them.
+        # Bytes with the waiting exponents of Float32, without sign.
         self._waiting = np.empty(_TOGETHER, np.uint8)
         self._filled = 0
         self._words = np.empty(AT_ONCE, np.uint32)
@@ -187,10 +187,10 @@ class Magnitudes:
         """Count some numbers.
 
         Args:
-            numbers: `AT_ONCE` at the most, all finite, in one dimension; Float32, integers of 16 bits, or Float64.
+            numbers: at most `AT_ONCE`, all finite, in one dimension; Float32, integers of 16 bits, or Float64.
 
         Returns:
-            How many of them are zero.
+            The number of zeros.
         """
         if numbers.dtype.itemsize <= 4:
             return self._add_singles(np.ascontiguousarray(numbers, np.float32))
@@ -200,11 +200,11 @@ class Magnitudes:
         return zeros
 
     def weigh(self, doubles: npt.NDArray[np.float64], counts: Counts) -> None:
-        """Count every number so many times; there is no zero among them."""
+        """Count every number so many times; none may be zero."""
         np.add.at(self._counts, exponents(doubles), counts)
 
     def taken(self) -> Counts:
-        """The counts so far, by the exponent that a Float64 has; what is counted from now on begins at zero."""
+        """The counts so far, by exponent of a Float64; counting restarts at zero."""
         self._count_waiting()
         taken, self._counts = self._counts, np.zeros(EXPONENTS, np.int64)
         return taken
@@ -214,14 +214,14 @@ class Magnitudes:
         if self._filled + count > _TOGETHER:
             self._count_waiting()
         bits = np.right_shift(singles.view(np.uint32), _SINGLE_SHIFT, out=self._words[:count])
-        found = self._waiting[self._filled : self._filled + count]
-        # The sign is lost above the byte.
-        np.copyto(found, bits, casting="unsafe")
+        waiting = self._waiting[self._filled : self._filled + count]
+        # The cast drops the sign, above the byte.
+        np.copyto(waiting, bits, casting="unsafe")
         self._filled += count
-        if np.count_nonzero(found) == count:
+        if np.count_nonzero(waiting) == count:
             return 0
-        least = singles[found == 0]
-        # Float64 gives each of those that are not zero an exponent of its own.
+        least = singles[waiting == 0]
+        # Float64 distinguishes the exponents of the remaining numbers.
         small = least[least != 0]
         if len(small):
             self._counts += np.bincount(exponents(small), minlength=EXPONENTS)
@@ -238,8 +238,8 @@ class Magnitudes:
 
 
 def exponents(numbers: Array) -> Counts:
-    """The exponent of every number, as the bits of a Float64 count it."""
+    """The exponent of every number, as in the bits of a Float64."""
     bits = np.ascontiguousarray(numbers, np.float64).view(np.uint64) >> np.uint64(_SHIFT)
-    # As signed numbers, which counting takes as they are.
-    found: Counts = bits.view(np.int64)
-    return np.bitwise_and(found, EXPONENTS - 1, out=found)
+    # As signed numbers, which bincount needs.
+    exponent_bits: Counts = bits.view(np.int64)
+    return np.bitwise_and(exponent_bits, EXPONENTS - 1, out=exponent_bits)

@@ -33,7 +33,7 @@ from reshard.text.wording import quoted
 
 Array = npt.NDArray[Any]
 
-# Small tensors that one thread reads as a batch: at most this many, or this many bytes.
+# Maximum number and bytes of small tensors that one thread reads as a batch.
 _MOST_TOGETHER = 64
 _BYTES_TOGETHER = 1 << 20
 
@@ -42,7 +42,7 @@ class NoSuchTensorError(CheckpointError, KeyError):
     """No tensor has this name; also a `KeyError`, as mappings raise."""
 
     def __str__(self) -> str:
-        """The message, which `KeyError` would put in quotes."""
+        """The message without quotes, which `KeyError` would add."""
         return CheckpointError.__str__(self)
 
 
@@ -62,10 +62,10 @@ class ReadingEffort:
 
 
 def _warning(report: Report) -> Overflowed:
-    """Warns of elements that a cast made infinite, once for every tensor, since it may be read more than once."""
+    """Warns about elements that a cast made infinite, once per tensor, since it may be read more than once."""
 
     def overflowed(name: str, count: int) -> None:
-        report.warn(f"{quoted(name)}: there are elements that are too large for its new type, and become infinite")
+        report.warn(f"{quoted(name)}: elements too large for the new type become infinite")
 
     return overflowed
 
@@ -122,15 +122,17 @@ class OpenedCheckpoint(Mapping[str, LazyTensor]):
                 storage = LOCAL if example is None else storage_of(example)
                 effort = self._effort
                 # The other half is for tensors that are read ahead.
-                options = ExecutionOptions(effort.jobs, effort.max_memory // 2, effort.io, _asked_for_little(storage))
+                options = ExecutionOptions(
+                    effort.jobs, effort.max_memory // 2, effort.io, _for_single_elements(storage)
+                )
                 self._reader = BoxReader(self._handles, options, _warning(self._report))
             return self._reader
 
     def target(self, name: str) -> TargetTensor:
-        """The stored pieces of a tensor; tensors that it stands for are compared with it at the first use.
+        """The stored pieces of a tensor; tied tensors are compared at the first use.
 
         Raises:
-            CheckpointError: these tensors differ.
+            CheckpointError: tied tensors differ.
             ReshardError: a file cannot be read.
         """
         checkpoint = self.contents.plan.checkpoint
@@ -142,7 +144,7 @@ class OpenedCheckpoint(Mapping[str, LazyTensor]):
 
     @property
     def handles(self) -> FileHandles:
-        """Its open files, which remember what they were when they were first opened."""
+        """Its open files, with their status at the first opening."""
         return self._handles
 
     @property
@@ -152,7 +154,7 @@ class OpenedCheckpoint(Mapping[str, LazyTensor]):
 
     @property
     def step(self) -> Optional[str]:
-        """The step that is read, in words of its form; None where nothing tells."""
+        """The step that is read, in words of its form; None if unknown."""
         return self.contents.plan.checkpoint.step
 
     def __getitem__(self, name: str) -> LazyTensor:
@@ -173,18 +175,18 @@ class OpenedCheckpoint(Mapping[str, LazyTensor]):
         return len(self.contents.entries)
 
     def get_slice(self, name: str) -> LazyTensor:
-        """The tensor of a name, to be sliced."""
+        """The tensor of a name, for slicing."""
         return self[name]
 
     def get_tensor(self, name: str) -> Array:
-        """All of the tensor of a name."""
+        """The whole array of a tensor."""
         array: Array = self[name][...]
         return array
 
     def read_all(self, names: Optional[Iterable[str]] = None) -> Iterator[tuple[str, Array]]:
-        """Read whole tensors in the order in which files hold them.
+        """Read whole tensors in file order.
 
-        Threads read ahead of what was taken, within half of ``max_memory``, or one tensor.
+        Threads read ahead within half of ``max_memory``, or one tensor.
 
         Args:
             names: which tensors; all of them by default.
@@ -193,7 +195,7 @@ class OpenedCheckpoint(Mapping[str, LazyTensor]):
             Name and array; the array is the caller's own.
 
         Raises:
-            ReshardError: a file cannot be read, or was written to meanwhile.
+            ReshardError: a file cannot be read, or was modified.
         """
         chosen = [self[name] for name in (self if names is None else dict.fromkeys(names))]
         order = in_file_order(self.contents, [tensor.name for tensor in chosen])
@@ -201,13 +203,13 @@ class OpenedCheckpoint(Mapping[str, LazyTensor]):
         self.check_unchanged(order.paths)
 
     def check_unchanged(self, paths: Optional[Iterable[str]] = None) -> None:
-        """Insist that files are still what they were when they were first opened.
+        """Check that files are unchanged since they were first opened.
 
         Args:
-            paths: only these; by default all files of the step, of which those count that were opened.
+            paths: files to check; by default all opened files of the step.
 
         Raises:
-            RetryableError: somebody has written to one, or removed it: what was read may be of two versions.
+            RetryableError: a file was modified or removed: tensors may be of two versions.
         """
         chosen = self.contents.plan.checkpoint.files.values() if paths is None else paths
         self._handles.check_unchanged(sorted(set(chosen)))
@@ -246,7 +248,7 @@ class _Batch:
         self._tensors = tensors
 
     def begin(self, reader: BoxReader) -> list[Callable[[], None]]:
-        """Make the arrays; what threads have to do to fill them."""
+        """Make the arrays; the tasks that fill them."""
         self.arrays = [(tensor.name, tensor.empty(tensor.shape)) for tensor in self._tensors]
         rooms = [array.reshape(-1).view(np.uint8).data for _, array in self.arrays]
         targets = [tensor.target for tensor in self._tensors]
@@ -263,12 +265,12 @@ def _read_each(reader: BoxReader, targets: Sequence[TargetTensor], rooms: Sequen
 
 
 def _read_ahead(tensors: Iterable[LazyTensor], reader: BoxReader, budget: int) -> Iterator[tuple[str, Array]]:
-    """Read tensors whole, in the order given.
+    """Read tensors whole, in the given order.
 
     Args:
-        tensors: which.
+        tensors: the tensors.
         reader: reads them.
-        budget: bytes of arrays at the most that are read, or being read, and not yet taken; or one tensor.
+        budget: maximum bytes of arrays that are read, or being read, and not yet taken; or one tensor.
 
     Raises:
         ReshardError: a file cannot be read.
@@ -295,7 +297,7 @@ def _batches(tensors: Iterable[LazyTensor], most: int) -> Iterator[_Batch]:
         yield _Batch(few)
 
 
-def _asked_for_little(storage: Storage) -> Storage:
-    """Storage where single elements may be read: no request reads more beside them than it is worth."""
+def _for_single_elements(storage: Storage) -> Storage:
+    """Storage for reads of single elements: requests read few additional bytes."""
     window = min(storage.window, storage.worth_skipping)
     return storage._replace(window=window, small=min(storage.small, window // 4))

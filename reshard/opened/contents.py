@@ -1,6 +1,6 @@
-"""The tensors of an opened checkpoint, from the plan of the one file that it stands for.
+"""The tensors of an opened checkpoint, from a plan with one file.
 
-Only this module uses the plan, so that names, types and shapes are those that a conversion would write.
+Only this module uses the plan, so that names, types and shapes are those of a conversion.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from reshard.plan.target_tensors import TargetTensors
 
 
 class TensorEntry(NamedTuple):
-    """A tensor by its name.
+    """A tensor.
 
     Attributes:
         name: its name.
@@ -51,13 +51,13 @@ class OpenedContents:
         self._places: Mapping[str, int] = {}
         self._tensors: TargetTensors
         self._values = {value.name: value for value in plan.values_of(file)}
-        found = [_entry_of(value.name, value.tensor) for value in self._values.values()]
+        entries = [_entry_of(value.name, value.tensor) for value in self._values.values()]
         section = plan.form.section_of(file)
         position = section.position(file)
         for kind in plan.kinds_of(section):
             shape = shape_of(kind.box_of(position))
-            found += (TensorEntry(tensor.name, tensor.dtype, kind.item_size, shape) for tensor in kind.tensors)
-        self.entries: Mapping[str, TensorEntry] = {entry.name: entry for entry in sorted(found)}
+            entries += (TensorEntry(tensor.name, tensor.dtype, kind.item_size, shape) for tensor in kind.tensors)
+        self.entries: Mapping[str, TensorEntry] = {entry.name: entry for entry in sorted(entries)}
 
     def target(self, name: str) -> TargetTensor:
         """The stored pieces of a tensor."""
@@ -73,7 +73,7 @@ class OpenedContents:
                 tensors = self.plan.target_file(self._file).tensors
                 assert isinstance(tensors, TargetTensors)
                 self._tensors = tensors
-                self._places = {found: place for place, found in enumerate(tensors.names)}
+                self._places = {tensor_name: place for place, tensor_name in enumerate(tensors.names)}
             return self._tensors[self._places[name]]
 
 
@@ -83,14 +83,14 @@ def _entry_of(name: str, tensor: Tensor) -> TensorEntry:
 
 
 class ReadingOrder(NamedTuple):
-    """Tensors in the order in which their first bytes lie in the files, and those files."""
+    """Tensors in the order of their first bytes in the files, and these files."""
 
     names: list[str]
     paths: set[str]
 
 
 def in_file_order(contents: OpenedContents, names: Iterable[str]) -> ReadingOrder:
-    """Sort tensors by their place in the files, so that files are read forwards."""
+    """Sort tensors by their place in the files, so that files are read sequentially."""
     paths: set[str] = set()
 
     def key(name: str) -> tuple[str, int, str]:

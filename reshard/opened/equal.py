@@ -1,4 +1,4 @@
-"""Comparing tensors of which only one is read, byte by byte, whatever their layouts."""
+"""Byte-by-byte comparison of tied tensors, of which only one is read, in any layouts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from reshard.text.wording import quoted
 
 
 def equal_of(checkpoint: Checkpoint, names: Iterable[str]) -> list[Equal]:
-    """The sets of equal tensors that some tensors and values are made of."""
+    """The sets of tied tensors that some tensors and values are made of."""
     tensors = checkpoint.tensors
     stored = {source.name for name in names if name in tensors for source in tensors[name].sources}
     return [equal for equal in checkpoint.equal() if equal.taken.name in stored]
@@ -44,7 +44,7 @@ def check_equal(
 
     Raises:
         CheckpointError: two of them differ.
-        ReshardError: a file cannot be read, or changed.
+        ReshardError: a file cannot be read, or was modified.
     """
     if not equals:
         return
@@ -80,7 +80,7 @@ def _check(checkpoint: Checkpoint, equal: Equal, reader: BoxReader, progress: Pr
 
 
 def _elements(tensor: GlobalTensor, most: Optional[int]) -> int:
-    """How many elements of a tensor are compared."""
+    """Number of elements to compare."""
     count = math.prod(tensor.shape)
     return count if most is None else min(count, most // tensor.item_size)
 
@@ -93,7 +93,7 @@ def _first_difference(mine: Bytes, theirs: Bytes, box: Box, item_size: int) -> t
 
 
 def _whole(checkpoint: Checkpoint, tensor: GlobalTensor) -> TargetTensor:
-    """All of a tensor, each part from the first file that holds it."""
+    """A tensor whole, each part from the first file that holds it."""
     present = checkpoint.present(tensor)
     pieces = []
     for cell in Overlap([sharding.grid for sharding in tensor.shardings], Grid.whole(tensor.shape)).cells(0):
@@ -104,9 +104,9 @@ def _whole(checkpoint: Checkpoint, tensor: GlobalTensor) -> TargetTensor:
 
 
 def _holder(tensor: GlobalTensor, present: tuple[frozenset[int], ...], slices: tuple[int, ...]) -> tuple[int, Box]:
-    for sharding, there, number in zip(tensor.shardings, present, slices):
+    for sharding, files, number in zip(tensor.shardings, present, slices):
         for holder in sharding.holders(number):
-            if holder in there:
+            if holder in files:
                 return holder, sharding.grid.slice_box(number)
     raise IncompleteSourceError(f"a slice of {quoted(tensor.name)} is on no readable rank", parameter=tensor.name)
 

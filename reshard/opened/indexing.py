@@ -1,4 +1,4 @@
-"""Indices of tensors, and the boxes to read for them.
+"""Indices of tensors, and their boxes to read.
 
 Indices are NumPy's basic ones: integers, slices with any step, ``...`` and None. Along each dimension, an index
 selects positions at equal distances. After reading, another index reverses or drops dimensions of the array.
@@ -20,12 +20,12 @@ Array = npt.NDArray[Any]
 
 
 class ChosenAxis(NamedTuple):
-    """The positions chosen along a dimension, ascending.
+    """The chosen positions of a dimension, ascending.
 
     Attributes:
-        start: the first.
-        step: from one to the next, at least 1.
-        length: how many.
+        start: the first position.
+        step: distance between positions, at least 1.
+        length: number of positions.
     """
 
     start: int
@@ -34,12 +34,12 @@ class ChosenAxis(NamedTuple):
 
     @property
     def span(self) -> tuple[int, int]:
-        """From the first position to behind the last."""
+        """The first position, and one past the last."""
         return self.start, self.start + ((self.length - 1) * self.step + 1 if self.length else 0)
 
 
 class Selection(NamedTuple):
-    """The elements that an index selects.
+    """The elements of an index.
 
     Attributes:
         axes: the positions per dimension of the tensor.
@@ -51,12 +51,12 @@ class Selection(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the array of the chosen elements, before it is finished."""
+        """Shape of the array of chosen elements, before `finish`."""
         return tuple(axis.length for axis in self.axes)
 
     @property
     def finished_shape(self) -> tuple[int, ...]:
-        """Of the array when it is finished."""
+        """Shape of the array after `finish`."""
         stand_in = np.broadcast_to(np.zeros((), np.uint8), self.shape)
         return np.shape(stand_in[self.finish])
 
@@ -73,7 +73,7 @@ class Selection(NamedTuple):
         return tuple(parts)
 
     def part(self, box: Box) -> Selection:
-        """A box of what is chosen, counted in the finished order; it is not finished but for being turned round."""
+        """A box of the selection, counted in the finished order; its `finish` only reverses dimensions."""
         turned = (*self.turned, *(slice(None) for _ in self.axes))
         axes = []
         for (start, step, length), (low, high), turn in zip(self.axes, box, turned):
@@ -83,12 +83,12 @@ class Selection(NamedTuple):
 
 
 class BoxReading(NamedTuple):
-    """A box to be read, and where its elements go.
+    """A box to read, and the place of its elements.
 
     Attributes:
         box: in elements of the tensor.
-        taken: which of them, an index into the array of the box; None where all of them go to ``out`` in order.
-        out: where those go.
+        taken: index into the array of the box; None if all elements go to ``out`` in order.
+        out: index of these elements in the result.
     """
 
     box: Box
@@ -97,14 +97,14 @@ class BoxReading(NamedTuple):
 
 
 def select(index: Any, shape: Sequence[int]) -> Selection:
-    """The elements that an index selects of a tensor.
+    """The elements that an index selects.
 
     Args:
         index: the index.
-        shape: the tensor's.
+        shape: the tensor's shape.
 
     Raises:
-        IndexError: the index is not a basic one, or is beyond the tensor.
+        IndexError: the index is not a basic one, or out of bounds.
     """
     parts = list(index) if isinstance(index, tuple) else [index]
     named = [part for part in parts if part is not Ellipsis and part is not None]
@@ -167,7 +167,7 @@ def readings(
 
     Args:
         selection: the elements.
-        shape: the tensor's.
+        shape: the tensor's shape.
         item_size: bytes of an element.
         out: an array of the selection's shape.
         most: maximum bytes of a box whose elements do not go to ``out`` in order.
@@ -190,20 +190,20 @@ def readings(
                 yield BoxReading(box, tuple(slice(None, None, step) for step in steps), place)
                 continue
             apart = next(a for a, axis in enumerate(axes) if axis.length > 1)
-        # Halves, the first on top, so that files are read forwards.
+        # In halves, the first on top of the stack: files are read sequentially.
         half = axes[apart].length // 2
         pending += [_part(axes, place, apart, half, axes[apart].length), _part(axes, place, apart, 0, half)]
 
 
 def _far(axis: ChosenAxis, row: int, skip: int) -> bool:
-    """Whether positions of a dimension lie so far apart that each is read by itself."""
+    """Whether positions of a dimension are so far apart that each is read separately."""
     return axis.length > 1 and axis.step > 1 and (axis.step - 1) * row > skip
 
 
 def _part(
     axes: tuple[ChosenAxis, ...], out: Array, number: int, first: int, last: int
 ) -> tuple[tuple[ChosenAxis, ...], Array]:
-    """The positions ``first`` to ``last`` of one dimension, and where they go."""
+    """The positions ``first`` to ``last`` of one dimension, and their place in the result."""
     start, step, _ = axes[number]
     some = ChosenAxis(start + first * step, step, last - first)
     place = (*(slice(None) for _ in axes[:number]), slice(first, last))
@@ -211,16 +211,16 @@ def _part(
 
 
 def into(array: Array, selection: Selection) -> Array:
-    """The view of an array of the finished shape that has the shape of the selection, before it is finished.
+    """A view of a finished array that has the shape of the selection before `finish`.
 
     Raises:
-        IndexError: the array is of another shape.
+        IndexError: the array has another shape.
     """
     expected = selection.finished_shape
     if array.shape != expected:
         raise IndexError(f"an array of shape {expected} is needed, not {array.shape}")
     back = {0: np.newaxis, None: 0}
     parts = [part if part is Ellipsis or isinstance(part, slice) else back[part] for part in selection.finish]
-    # With an ellipsis it is a view even where a single element is left.
+    # With an ellipsis, the result is a view even if it has one element.
     view: Array = array[tuple(parts if Ellipsis in parts else [*parts, Ellipsis])]
     return view

@@ -1,4 +1,4 @@
-"""Opening a checkpoint: which form it has, and what of it is meant."""
+"""Opening a checkpoint: its form, and the selected tensors."""
 
 from __future__ import annotations
 
@@ -53,27 +53,27 @@ def open(
     decrypt_key_file: Optional[Path] = None,
     decrypt_mode: Optional[str] = None,
 ) -> OpenedCheckpoint:
-    """Open a checkpoint of any form to read tensors where they lie.
+    """Open a checkpoint of any form, to read tensors from its files.
 
-    Without ``dst_strategy`` tensors are whole, whatever they are cut into. With it, they are the slices that a
-    conversion would give to one of its ranks. Warnings and notes go to the logger ``reshard``.
+    Without ``dst_strategy`` tensors are whole, in any layout of the source. With it, they are the slices that a
+    conversion would write for one of its ranks. Warnings and notes go to the logger ``reshard``.
 
     Args:
         src: rank directories, a file, a path with ``{rank}`` in it, or a directory of another form.
         src_strategy: strategy file or directory that rank directories were saved with; ``"none"`` for an unsharded
-            checkpoint. Other forms tell by themselves.
-        dst_strategy: strategy of the slices that are wanted; ``"same"`` for the source's.
-        rank: whose slices, of ``dst_strategy``.
-        step: which checkpoint is taken, ``"3_10"`` or an iteration's number; ``latest`` is the newest complete one.
-        file_suffix: take only files of ranks whose stem ends so.
-        include: take only names that match this pattern, or one of these.
+            checkpoint. Other forms record their layouts.
+        dst_strategy: strategy of the requested slices; ``"same"`` for the source's.
+        rank: rank of ``dst_strategy`` whose slices are read.
+        step: step to read, ``"3_10"`` or an iteration's number; ``latest`` is the newest complete one.
+        file_suffix: read only files of ranks whose stem ends with it.
+        include: read only names that match this pattern, or one of these.
         exclude: skip names that match; overrides ``include``.
-        names: a built-in table of rules of names and packing, such as ``"qwen3"``, or the file of one; names of tensors
+        names: a built-in table of rules of names and packing, such as ``"qwen3"``, or its file; names of tensors
             are then those on its other side.
-        rename: other names, ``"OLD=NEW"``; a ``*`` in both is kept.
-        config: file with the sizes that the table needs; by default the config.json of ``src``.
-        reverse: read the table from right to left, whichever side fits.
-        optimizer: apply the table to optimizer state as well; else that is left out.
+        rename: rules ``"OLD=NEW"``; a ``*`` in both keeps its text.
+        config: file with the model's sizes; by default the config.json of ``src``.
+        reverse: apply the table from right to left.
+        optimizer: apply the table to optimizer state as well; otherwise the state is left out.
         cast: ``"BFloat16"`` for all floating-point weights, or ``"GLOB=Float32"`` for tensors that match; the last
             match wins. ``"bf16"``, ``"fp16"`` and ``"fp32"`` are short for the types.
         dequantize: ``"BFloat16"``, ``"Float16"`` or ``"Float32"``: type in which quantised weights are read.
@@ -84,8 +84,8 @@ def open(
         decrypt_mode: refuse files that are encrypted in another mode.
 
     Raises:
-        UsageError: options are missing, or do not go together.
-        ReshardError: there is nothing to open, or a strategy cannot be read.
+        UsageError: options are missing, or contradict each other.
+        ReshardError: the checkpoint is missing, or a strategy cannot be read.
     """
     report = logged(in_python)
     filters = Filters(texts_of(include), texts_of(exclude))
@@ -129,23 +129,23 @@ def reading_request(
     edits: Edits = NO_EDITS,
     option: str = "src_strategy=",
 ) -> Request:
-    """What would be converted to get what is to be read: one file, which is never written.
+    """The conversion request for reading: its target is one file in memory, which is never written.
 
     Args:
         src: the source.
-        src_strategy: as in `open`, like what follows.
-        dst_strategy: see there.
-        rank: see there.
-        step: see there.
-        file_suffix: see there.
-        filters: which names are taken.
-        report: told of what was noted of strategies.
-        edits: names and types that are asked for.
-        option: how ``src_strategy`` is typed where the reader is.
+        src_strategy: see `open`.
+        dst_strategy: see `open`.
+        rank: see `open`.
+        step: see `open`.
+        file_suffix: see `open`.
+        filters: filters of names.
+        report: gets notes on strategies.
+        edits: requested names and types.
+        option: spelling of the ``src_strategy`` option, for messages.
 
     Raises:
-        UsageError: options are missing, or do not go together.
-        ReshardError: there is nothing to open, or a strategy cannot be read.
+        UsageError: options are missing, or contradict each other.
+        ReshardError: the checkpoint is missing, or a strategy cannot be read.
     """
     form = form_of(src)
     source = _source(src, form, src_strategy, file_suffix, report, option)
@@ -169,13 +169,13 @@ def reading_request(
 def open_requested(
     request: Request, effort: ReadingEffort, decryption: Optional[Decryption] = None, report: Optional[Report] = None
 ) -> OpenedCheckpoint:
-    """Open what a request would convert.
+    """Open the target of a request.
 
     Args:
         request: its target is `ranks`, its format `MEMORY`; its one file is opened.
-        effort: what may be used.
+        effort: threads and memory.
         decryption: the key of encrypted files.
-        report: told of warnings and notes.
+        report: gets warnings and notes.
     """
     return OpenedCheckpoint(request, FileHandles(decryption=decryption), effort, report or Report())
 
@@ -186,7 +186,7 @@ def _source(
     """The strategy of the source.
 
     Raises:
-        UsageError: rank directories need one, other forms have none.
+        UsageError: it is missing for rank directories, or given for another form.
     """
     check_there(src)
     if form_named(form).options.needs_strategy:
@@ -200,21 +200,23 @@ def _source(
     if strategy not in (None, NONE, "None"):
         raise UsageError(f"{src}: is of the form {form}, which needs no strategy", hint="leave it out")
     if file_suffix is not None:
-        raise UsageError(f"{src}: is of the form {form}; a file suffix goes with files of ranks", hint="leave it out")
+        raise UsageError(
+            f"{src}: is of the form {form}; a file suffix is only for rank directories", hint="leave it out"
+        )
     return Strategy.none()
 
 
 def _target(
     src: str, form: str, source: Strategy, strategy: Optional[str], rank: Optional[int], step: str, report: Report
 ) -> tuple[Strategy, int]:
-    """The strategy of the slices that are wanted, and whose they are.
+    """The strategy of the requested slices, and its rank.
 
     Raises:
-        UsageError: the strategy or the rank is missing, or there is no such rank.
+        UsageError: the strategy or the rank is missing, or the rank is out of range.
     """
     if strategy is None and rank is not None:
         raise UsageError(
-            f"rank {rank} of which strategy is missing", hint="name it: dst_strategy=..., 'same' for the source's"
+            f"the strategy of rank {rank} is missing", hint="add dst_strategy=..., 'same' for the source's"
         )
     if strategy is None:
         return Strategy.none(), 0
@@ -225,13 +227,13 @@ def _target(
             reading = Reading(src, handles, Report(), step, wanted=lambda name: False)
             target = form_named(form).strategy_of(form_named(form).read(reading))
     elif form_named(form).options.needs_strategy:
-        # As the source is cut, under whatever names.
+        # Cut like the source, under any names.
         target = replace(source, path=SAME)
     else:
-        raise UsageError(f"{src}: holds full weights, so there is no strategy to take for the slices")
+        raise UsageError(f"{src}: holds full weights, which have no strategy for slices")
     count = target.device_count
     if rank is None and count > 1:
-        raise UsageError(f"the target strategy ({strategy}) has {plural(count, 'rank')}", hint="say which: rank=...")
+        raise UsageError(f"the target strategy ({strategy}) has {plural(count, 'rank')}", hint="add rank=...")
     if rank is not None and not 0 <= rank < count:
         raise UsageError(
             f"rank {rank} is out of range: the target strategy ({strategy}) has {plural(count, 'rank')}", rank=rank
@@ -246,9 +248,9 @@ def _read(path: str, report: Report) -> Strategy:
     return strategy
 
 
-def texts_of(said: Texts) -> tuple[str, ...]:
-    """One text or several: the letters of one are never meant."""
-    return (said,) if isinstance(said, str) else tuple(said)
+def texts_of(texts: Texts) -> tuple[str, ...]:
+    """One text or several, as a tuple."""
+    return (texts,) if isinstance(texts, str) else tuple(texts)
 
 
 def text_of(path: Optional[Path]) -> Optional[str]:

@@ -1,4 +1,4 @@
-"""A tensor of an opened checkpoint: its shape and type from headers, its elements when they are asked for."""
+"""A tensor of an opened checkpoint: shape and type from headers, elements read on demand."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ if TYPE_CHECKING:
 Array = npt.NDArray[Any]
 
 _UNSIGNED = (1, 2, 4, 8)
-# Text is stored as UTF-32, which is how NumPy holds it.
+# Text is UTF-32, as in NumPy.
 _CHARACTER = 4
 
 
 class LazyTensor:
-    """A tensor that is read where it is indexed, from as many files as that takes; for any number of threads.
+    """A tensor that is read when it is indexed, from any number of files; for any number of threads.
 
-    It takes what NumPy calls basic indices: integers, slices with any step, ``...`` and None.
+    It supports NumPy's basic indices: integers, slices with any step, ``...`` and None.
 
     Args:
         owner: the opened checkpoint.
-        entry: what it is.
+        entry: name, type and shape.
 
     Attributes:
         name: its name.
         shape: elements per dimension.
-        dtype: of the arrays that reading gives. Types that NumPy lacks are those of the package ml_dtypes where
-            it is installed, else unsigned integers of their size; ``dtype.metadata["name"]`` then has the name.
+        dtype: dtype of its arrays. Types that NumPy lacks are those of the package ml_dtypes if it
+            is installed, otherwise unsigned integers of their size; ``dtype.metadata["name"]`` then has the name.
         dtype_name: MindSpore's name of the type, such as ``BFloat16``.
     """
 
@@ -74,16 +74,16 @@ class LazyTensor:
 
     @property
     def target(self) -> TargetTensor:
-        """What it is made of, for those who read it in blocks of their own."""
+        """Its stored pieces, for reading in other blocks."""
         if self._target is None:
             self._target = self._owner.target(self.name)
         return self._target
 
     def __getitem__(self, index: Any) -> Any:
-        """An array of what is chosen, as NumPy gives it; a scalar where every dimension has a position.
+        """The array of an index, as in NumPy; a scalar if every dimension has a position.
 
         Raises:
-            IndexError: the index is none of the basic ones, or reaches beyond the tensor.
+            IndexError: the index is not a basic one, or out of bounds.
             ReshardError: a file cannot be read.
         """
         selection = select(index, self.shape)
@@ -92,37 +92,37 @@ class LazyTensor:
         return array[selection.finish]
 
     def read_into(self, array: Array, index: Any = ...) -> None:
-        """Read into an array of the caller's; where that is in C order, without another copy.
+        """Read into an array; without another copy if it is in C order.
 
         Args:
-            array: of the shape of ``tensor[index]``, and of the tensor's dtype, or of unsigned integers of the same
+            array: has the shape of ``tensor[index]``, and the tensor's dtype, or unsigned integers of the same
                 size for types that NumPy lacks.
-            index: what is read, all of the tensor by default.
+            index: elements to read, by default all.
 
         Raises:
-            IndexError: the array is of another shape.
-            TypeError: it is of another type, or may not be written.
-            ReshardError: a file cannot be read; what the array holds then is anybody's guess.
+            IndexError: the array has another shape.
+            TypeError: it has another type, or is read-only.
+            ReshardError: a file cannot be read; the array's content is then undefined.
         """
         selection = whole(self.shape) if index is ... else select(index, self.shape)
         if array.dtype not in (self.dtype, self._bits):
             raise TypeError(f"{self.name} is {self.dtype_name}: an array of {self.dtype} is needed, not {array.dtype}")
         if not array.flags.writeable:
-            raise TypeError(f"the array that {self.name} is to be read into may not be written")
+            raise TypeError(f"the array for {self.name} is read-only")
         _read(self._owner.reader, self.target, selection, into(array, selection))
 
     def blocks(self, index: Any = ..., most: int = CHUNK_BYTES) -> Iterator[Array]:
         """The elements of ``tensor[index]`` in C order, a few at a time.
 
         Args:
-            index: what is read, all of the tensor by default.
-            most: bytes of an array at the most, or an element.
+            index: elements to read, by default all.
+            most: maximum bytes of an array, or one element.
 
         Yields:
             Arrays of one dimension, each the caller's own.
 
         Raises:
-            IndexError: the index is none of the basic ones, or reaches beyond the tensor.
+            IndexError: the index is not a basic one, or out of bounds.
             ReshardError: a file cannot be read.
         """
         selection = select(index, self.shape)
@@ -136,13 +136,13 @@ class LazyTensor:
             yield np.ascontiguousarray(array[turned]).reshape(-1)
 
     def empty(self, shape: tuple[int, ...]) -> Array:
-        """An array for elements of this tensor, to be filled."""
+        """An uninitialised array for elements of this tensor."""
         return np.empty(shape, plain_dtype(self.dtype))
 
     def __array__(self, dtype: Optional[npt.DTypeLike] = None, copy: Optional[bool] = None) -> Array:
         """All of it, for `numpy.asarray`."""
         if copy is False:
-            raise ValueError(f"{self.name} is in files and cannot be had without a copy")
+            raise ValueError(f"{self.name} is in files and cannot be returned without a copy")
         array: Array = self[...]
         return array if dtype is None else array.astype(dtype, copy=False)
 
@@ -154,7 +154,7 @@ class LazyTensor:
     def __repr__(self) -> str:
         return f"<LazyTensor {self.name!r}: {self.dtype_name} {list(self.shape)}>"
 
-    # The habits of those who know `get_slice` of safetensors.
+    # Methods of the slices of safetensors.
 
     def get_shape(self) -> list[int]:
         """Its shape, as a list."""
@@ -167,13 +167,13 @@ class LazyTensor:
     @property
     def _bits(self) -> np.dtype[Any]:
         """Unsigned integers of its size for a type that NumPy lacks; else its own dtype."""
-        # ml_dtypes gives some of its types the kind of NumPy's own floats.
+        # ml_dtypes gives some of its types the kind of NumPy's floats.
         lacking = _extended(self.dtype_name) is not None or self.dtype.kind == "V" or self.dtype.metadata is not None
         return np.dtype(f"<u{self._item_size}") if lacking and self._item_size in _UNSIGNED else self.dtype
 
 
 def _read(reader: BoxReader, tensor: TargetTensor, selection: Selection, out: Array) -> None:
-    """Read a selection into an array of its shape, of elements of the tensor's size, with any strides."""
+    """Read a selection into an array of its shape and the tensor's element size, with any strides."""
     most, skip = reader.options.block_bytes, reader.options.storage.worth_skipping
     for box, taken, part in readings(selection, tensor.shape, tensor.item_size, out, most, skip):
         if taken is None:
@@ -183,14 +183,14 @@ def _read(reader: BoxReader, tensor: TargetTensor, selection: Selection, out: Ar
 
 
 def numpy_dtype(name: str, item_size: int) -> np.dtype[Any]:
-    """The dtype that stands for a type.
+    """The NumPy dtype of a type.
 
-    NumPy has no bfloat16 and no 8-bit floats. The package ml_dtypes has; where it is not installed, or too old, such
+    NumPy has no bfloat16 and no 8-bit floats. The package ml_dtypes has; without it, or in old versions, their
     elements are unsigned integers of their size, and the dtype's metadata has their name.
 
     Args:
         name: MindSpore's name of the type.
-        item_size: bytes of an element; all of a text is one.
+        item_size: bytes of an element; a text is one element.
     """
     if name == TEXT:
         return np.dtype(f"<U{item_size // _CHARACTER}")
@@ -200,7 +200,7 @@ def numpy_dtype(name: str, item_size: int) -> np.dtype[Any]:
 
 
 def extended_dtype(name: str) -> Optional[np.dtype[Any]]:
-    """What ml_dtypes calls a type that NumPy lacks; None where it is not installed, or does not have it."""
+    """The ml_dtypes dtype of a type that NumPy lacks; None if it is not installed, or lacks the type."""
     extended = _extended(name)
     if extended is None:
         return None
@@ -208,8 +208,8 @@ def extended_dtype(name: str) -> Optional[np.dtype[Any]]:
         import ml_dtypes
     except ImportError:
         return None
-    found = getattr(ml_dtypes, extended, None)
-    return None if found is None else np.dtype(found)
+    extended_type = getattr(ml_dtypes, extended, None)
+    return None if extended_type is None else np.dtype(extended_type)
 
 
 def _extended(name: str) -> Optional[str]:
@@ -220,12 +220,12 @@ def _extended(name: str) -> Optional[str]:
 def stand_in(name: str, item_size: int) -> np.dtype[Any]:
     """Unsigned integers, or plain bytes, for a type that NumPy lacks; ``metadata["name"]`` is its name."""
     plain = f"<u{item_size}" if item_size in _UNSIGNED else f"V{item_size}"
-    # NumPy's stubs know only the second argument of what is no alias.
+    # NumPy's stubs only accept the second argument here.
     make: Any = np.dtype
     made: np.dtype[Any] = make(plain, metadata={"name": name})
     return made
 
 
 def plain_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """A dtype for arrays that are handed out: without metadata, of which `numpy.save` warns."""
+    """A dtype for returned arrays: without metadata, which makes `numpy.save` warn."""
     return dtype if dtype.metadata is None else np.dtype(dtype.str)

@@ -1,5 +1,5 @@
-"""Pictures for pages: SVG that reads on light and on dark ones.
+"""Pictures for pages, as SVG that is legible on light and dark backgrounds.
 
-This room knows layouts, the ranks that hold them, and numbers. It knows nothing of files, the terminal or
-the command line; what it draws is returned as bytes.
+This room depends on layouts, their ranks, and numbers. It does not depend on files, the terminal or
+the command line; pictures are returned as bytes.
 """

@@ -23,7 +23,7 @@ _HEIGHT = 160.0
 _ROW = 16.0
 _MOST_ROWS = 60
 _LONGEST = 48
-# So many powers of two at the least, so that a bar is no wall.
+# Minimum number of powers of two in a picture: wider bars would fill it.
 _LEAST = 12
 _NUMBER = re.compile(r"[0-9]+")
 _COLOURS = {
@@ -39,7 +39,7 @@ def magnitudes_picture(title: str, found: Sequence[TensorStatistics]) -> bytes:
     """A histogram of all elements by their binary exponents, and a row of shades for each kind of parameter.
 
     Args:
-        title: what the picture is of.
+        title: name of the checkpoint.
         found: statistics with magnitudes.
 
     Returns:
@@ -166,7 +166,7 @@ def _shades(counts: Counts, low: int, high: int, left: float, y: float, bar: flo
 
 
 def _axis(low: int, high: int, left: float, y: float, bar: float) -> list[str]:
-    """Powers of two below the bars, and what of them Float16 holds."""
+    """Powers of two below the bars, and the range of Float16."""
     width = bar * (high - low + 1)
     made = [rectangle(left, y, width, 1, "soft")]
     first, last = (max(low, min(high + 1, ONE + power)) for power in (_HALF[0], _HALF[1] + 1))

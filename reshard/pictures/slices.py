@@ -1,7 +1,7 @@
-"""What is to be drawn of one parameter in one stage: its slices, where they lie, who holds them.
+"""The slices of one parameter in one stage, for drawing: their boxes and ranks.
 
-The full shape is known from JSON strategies only. A dimension of unknown size is measured in its
-own slices: a slice then lies at ``1/8..2/8`` of it.
+Only JSON strategies contain the full shape. A dimension of unknown size is measured in its
+own slices: a slice is then at ``1/8..2/8`` of it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from reshard.forms.ranks.holding import Holding
 from reshard.layout import Box
 from reshard.text.wording import some_numbers, stepped_rank_ranges
 
-#: Neighbouring slices, and the optimizer shards of a slice, get different ones of so many colours.
+#: Number of colours for neighbouring slices, and for the optimizer shards of a slice.
 COLOURS = 4
 
 
@@ -24,7 +24,7 @@ class Slice(NamedTuple):
     Attributes:
         box: interval per dimension, in units of `Arrangement.extents`.
         place: position per dimension.
-        ranks: global ranks that hold it or, where shards are not told apart, a shard of it; ascending.
+        ranks: global ranks that hold it or, if shards are not distinguished, a shard of it; ascending.
     """
 
     box: Box
@@ -33,15 +33,15 @@ class Slice(NamedTuple):
 
 
 class Arrangement:
-    """How one parameter lies on the ranks of one stage.
+    """The slices of one parameter on the ranks of one stage.
 
     Attributes:
-        holding: the stage and the layout that is drawn.
+        holding: the stage and the layout.
         layout: the same layout.
-        extents: size of every dimension: elements where known, otherwise its number of slices.
-        in_elements: per dimension which of the two.
-        readings: in words, what else the file may mean.
-        axis_names: names of the device matrix's axes, slowest first; none where they are not known.
+        extents: size of every dimension: elements if known, otherwise its number of slices.
+        in_elements: per dimension, whether its size is in elements.
+        readings: other readings of the file, in words.
+        axis_names: names of the device matrix's axes, slowest first; empty if unknown.
 
     Raises:
         LayoutError: the recorded shape does not divide by the cuts.
@@ -57,14 +57,14 @@ class Arrangement:
             for other in others
         )
         shape: Sequence[Optional[int]] = layout.recorded_shape or [None] * len(layout.cuts)
-        known = [sum(layout.uneven) if layout.uneven and not d else size for d, size in enumerate(shape)]
-        self.in_elements = tuple(size is not None for size in known)
-        self.extents = tuple(cuts if size is None else size for size, cuts in zip(known, layout.cuts))
+        known_sizes = [sum(layout.uneven) if layout.uneven and not d else size for d, size in enumerate(shape)]
+        self.in_elements = tuple(size is not None for size in known_sizes)
+        self.extents = tuple(cuts if size is None else size for size, cuts in zip(known_sizes, layout.cuts))
         self._edges = [layout.boundaries(dimension, size) for dimension, size in enumerate(self.extents)]
 
     @cached_property
     def without_shards(self) -> Arrangement:
-        """The same without telling optimizer shards apart."""
+        """The same without distinguishing optimizer shards."""
         return Arrangement(self.holding._replace(layout=self.layout.without_shards()), self.axis_names)
 
     @property
@@ -90,7 +90,7 @@ class Arrangement:
         return map(self.slice, range(self.layout.slice_count))
 
     def interval(self, dimension: int, position: int) -> str:
-        """Where a slice lies along a dimension: ``8..16``, or ``1/8..2/8`` where only parts are known."""
+        """The interval of a slice along a dimension: ``8..16``, or ``1/8..2/8`` if the size is unknown."""
         if self.layout.cuts[dimension] == 1:
             return "whole"
         start, stop = self._edges[dimension][position : position + 2]
@@ -117,13 +117,13 @@ class Arrangement:
         return str(rank) if first == rank else f"{rank}={first}"
 
     def label_in_words(self, local: int) -> str:
-        """What the label of a rank that is not the first to hold its slice says."""
+        """An explanation of a rank's label, for a rank that is not the first with its slice."""
         label = self.rank_label(local)
         rank, _, first = label.partition("=")
         return f"{label}: rank {rank} holds the same slice as rank {first}"
 
     def axis_lines(self) -> list[str]:
-        """What each axis of the device matrix does, slowest first."""
+        """The effect of each axis of the device matrix, slowest first."""
         cut_by = {axis: dimension for dimension, axes in enumerate(self.layout.tensor_map) for axis in axes}
         lines = []
         for place, size in enumerate(self.layout.device_matrix):
@@ -142,11 +142,11 @@ class Arrangement:
         return lines
 
     def axis_name(self, axis: int) -> str:
-        """An axis, counted from the right, by its name, or its number where it has none."""
+        """The name of an axis, counted from the right, or else its number."""
         return self.axis_names[len(self.axis_names) - 1 - axis] if self.axis_names else f"axis {axis}"
 
     def dimension_lines(self) -> list[str]:
-        """How every dimension is cut."""
+        """The cuts of every dimension."""
         lines = []
         for dimension, axes in enumerate(self.layout.tensor_map):
             size = f" of {self.extents[dimension]}" if self.in_elements[dimension] else ""
@@ -164,7 +164,7 @@ class Arrangement:
         return lines
 
     def summary(self) -> str:
-        """How many slices there are, and on how many ranks each."""
+        """The number of slices, and of ranks per slice."""
         slices = self.layout.slice_count
         copies = self.layout.copies
         if slices == 1:
@@ -172,7 +172,7 @@ class Arrangement:
         return f"{slices} slices, each on " + (f"{copies} ranks: identical copies" if copies > 1 else "one rank")
 
     def shard_text(self, position: int) -> str:
-        """Which optimizer shard lies at a position of dimension 0; empty where there are none."""
+        """The optimizer shard at a position of dimension 0; empty without shards."""
         shards = self.layout.shards
         return f", shard {position % shards + 1} of {shards}" if shards > 1 else ""
 
@@ -181,29 +181,29 @@ class Arrangement:
         return stepped_rank_ranges(found.ranks)
 
     def shard_order(self) -> Optional[str]:
-        """Which of a slice's ranks hold which optimizer shard, for pictures that do not tell shards apart."""
+        """The order of optimizer shards on a slice's ranks, for pictures that do not distinguish shards."""
         shards, group = self.layout.shards, self.layout.replica_count
         if shards == 1:
             return None
         each = "one on each of its ranks" if shards == group else f"each on {group // shards} of its ranks"
-        over = "" if shards == group else ", over and over"
+        over = "" if shards == group else ", repeatedly"
         return (
-            f"Optimizer shards are not told apart here: along dimension 0 every box is cut in {shards}, "
+            f"Optimizer shards are not distinguished here: along dimension 0 every box is cut in {shards}, "
             f"{each}, in the order of the ranks{over}"
         )
 
 
 def coordinates(number: int, sizes: Sequence[int]) -> list[int]:
-    """Where the element of a number lies in a grid, counted row by row."""
-    found = []
+    """The position of element ``number`` in a grid, in C order."""
+    position = []
     for size in reversed(sizes):
         number, at = divmod(number, size)
-        found.append(at)
-    return found[::-1]
+        position.append(at)
+    return position[::-1]
 
 
 def shown_positions(count: int, most: int) -> list[Optional[int]]:
-    """All positions where they are few; else the first ones, None for those left out, and the last."""
+    """All positions if they are few; else the first ones, None for the omitted ones, and the last."""
     if count <= most:
         return list(range(count))
     return [*range(most - 2), None, count - 1]

@@ -67,7 +67,7 @@ def _hex(hue: float, lightness: float, saturation: float) -> str:
 
 
 class _Band(NamedTuple):
-    """A row or column of slices, or the place of those left out."""
+    """A row or column of slices, or the place of the omitted ones."""
 
     position: Optional[int]
     start: float
@@ -75,7 +75,7 @@ class _Band(NamedTuple):
 
 
 def parameter_picture(name: str, arrangements: Sequence[Arrangement]) -> bytes:
-    """Draw how one parameter lies on the ranks of its stages.
+    """Draw the slices of one parameter on the ranks of its stages.
 
     Args:
         name: the parameter.
@@ -163,11 +163,11 @@ def _matrix(arrangement: Arrangement, drawn: Arrangement, colours: _Colours, top
 
 
 def _tensor(arrangement: Arrangement, drawn: Arrangement, colours: _Colours, top: float) -> tuple[list[str], float]:
-    """The tensor, or a panel per slice of the dimensions that a picture has no direction for."""
+    """The tensor, or a panel per slice of the dimensions without a direction in the picture."""
     stripes = arrangement.layout.shards // drawn.layout.shards
     cuts = drawn.layout.cuts
     dimensions = arrangement.cut_dimensions
-    # Dimension 0 runs downwards, others to the right, as a matrix is written.
+    # Dimension 0 runs downwards and others to the right, as in printed matrices.
     plane = [d for d in dimensions if d == 0][:1] + [d for d in dimensions if d != 0][-1:]
     if len(plane) == 1 and len(dimensions) > 1:
         plane = dimensions[-2:]
@@ -209,7 +209,7 @@ def _panel(
     left = _MARGIN + (0 if down is None else max(92.0, 12 + max(map(len, labels)) * svg.CHARACTER_WIDTH))
     height = float(max(3, min(rows, _MOST_ROWS)) * _ROW * (2 if stripes > 1 else 1))
     if down is not None and drawn.layout.uneven is not None:
-        # High enough to label the smallest slice, unless that is very small.
+        # High enough to label the smallest slice, unless it is very small.
         sizes = [drawn.length(down, at) for at in range(rows)]
         height = max(height, min(_HIGHEST, _ROW * sum(sizes) / max(1, min(sizes))))
     body = []
@@ -240,7 +240,7 @@ def _panel(
 
 
 def _bands(drawn: Arrangement, dimension: Optional[int], start: float, room: float, most: int) -> list[_Band]:
-    """Rows or columns in true proportion; those left out share one narrow band."""
+    """Rows or columns in true proportion; omitted ones share one narrow band."""
     if dimension is None:
         return [_Band(0, start, room)]
     positions = shown_positions(drawn.layout.cuts[dimension], most)
@@ -285,11 +285,11 @@ def _box(
     width: float,
     height: float,
 ) -> Iterator[str]:
-    """A slice with its ranks; where they do not fit, a pointer that rests on it shows them."""
+    """A slice with its ranks; if they do not fit, a pointer on it shows them."""
     held = drawn.holders_text(found)
     shards = drawn.layout.shards
     shard = drawn.shard_text(found.place[0]) if found.place else ""
-    # The shards of a slice lie close together, slices apart.
+    # The shards of a slice are close together, slices are apart.
     height -= 3 if shards > 1 and (found.place[0] + 1) % shards == 0 else 0
     class_ = colours.of(drawn, found.place)
     where = ", ".join(f"dimension {d} {drawn.interval(d, at)}" for d, at in enumerate(found.place))

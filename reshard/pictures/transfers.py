@@ -9,15 +9,15 @@ from typing import NamedTuple, Optional
 from reshard.pictures import svg
 from reshard.text.wording import byte_size, plural, rank_ranges
 
-#: More rows or columns than this cannot be told apart on a screen: neighbouring ranks share one.
+#: Maximum rows or columns: more cannot be distinguished on a screen, so neighbouring ranks share one.
 MOST_CELLS = 128
 _LEVELS = 12
 _SIDE = 640
 _LARGEST_CELL = 56
 _LEGIBLE_CELL = 46
-# Lines between smaller cells would hide them: there are only those at the labels.
+# Lines between smaller cells would hide them: only lines at the labels are drawn.
 _CELL_WITH_LINES = 8
-# Pixels that `stage 12` takes, and `12`.
+# Widths of `stage 12` and of `12` in pixels.
 _STAGE_IN_WORDS, _STAGE_AS_NUMBER = 56, 18
 _COLOURS = {
     "heat": ("fill", "#0550ae", "#79c0ff"),
@@ -43,18 +43,18 @@ def transfer_map(
 ) -> bytes:
     """Draw the bytes moved from source ranks (rows) to target ranks (columns) as an SVG heat map.
 
-    Where there are more than `MOST_CELLS` ranks on a side, neighbours are added up, and the picture
-    says so. Pairs that move nothing but copied values have a colour of their own.
+    With more than `MOST_CELLS` ranks on a side, neighbours are added up, and the picture
+    contains a note. Pairs with only copied values have a colour of their own.
 
     Args:
-        moved: bytes per pair of source and target rank; pairs that move nothing may be left out.
+        moved: bytes per pair of source and target rank; pairs without bytes may be omitted.
         sources: number of source ranks.
         targets: number of target ranks.
-        title: what is converted, in a line.
-        copied: of these bytes, those of values that are copied as they are.
+        title: the conversion, in a line.
+        copied: bytes of these that belong to unchanged values.
         source_stages: first rank of every pipeline stage of the source, ascending.
         target_stages: first rank of every pipeline stage of the target, ascending.
-        source_noun: what the source's numbers count, such as ``file``.
+        source_noun: unit of the source's numbers, such as ``file``.
         target_noun: likewise of the target.
 
     Returns:
@@ -109,7 +109,7 @@ def transfer_map(
         line += 44
     if only_values:
         body.append(svg.rectangle(left, line - 12, 20, 12, "copied"))
-        words = "nothing but values that are copied as they are, such as global_step"
+        words = "only values that are copied unchanged, such as global_step"
         lines, line = svg.paragraph(left + 28, line - 1, words, width - left - 44, "soft")
         body += lines
         line += 8
@@ -130,7 +130,7 @@ def _added_up(sizes: Pairs, down: _Axis, across: _Axis) -> dict[tuple[int, int],
 
 
 def _upright(x: float, y: float) -> str:
-    """Where text goes that is read from below."""
+    """The position of text that is read from below."""
     return f"translate({x:g} {y:g}) rotate(-90)"
 
 
@@ -138,8 +138,8 @@ class _Axis:
     """The ranks of one side.
 
     Attributes:
-        ranks: how many there are.
-        noun: what they are.
+        ranks: number of ranks.
+        noun: their unit.
         ranks_per_cell: neighbours that share a row or column.
         cells: rows or columns.
         cell: their height or width.
@@ -148,7 +148,7 @@ class _Axis:
     """
 
     def __init__(self, ranks: int, stages: Sequence[int], distance: int, noun: str) -> None:
-        """Args: distance: pixels between labels at least."""
+        """Args: distance: minimum pixels between labels."""
         self.ranks = ranks
         self.noun = noun
         self._distance = distance
@@ -172,15 +172,15 @@ class _Axis:
 
     @property
     def room_for_stages(self) -> int:
-        """Pixels beside the ranks' numbers for what `stage_captions` says."""
+        """Pixels for `stage_captions`, in addition to the ranks' numbers."""
         return 18 if self.stages else 0
 
     def borders(self) -> list[float]:
-        """Places where a pipeline stage begins, the first aside."""
+        """Places where a pipeline stage begins, without the first."""
         return [first / self.ranks_per_cell * self.cell for first in self.stages[1:]]
 
     def stage_captions(self) -> list[tuple[float, str]]:
-        """The middles of the pipeline stages and what they are called, as far as there is room."""
+        """The middles of the pipeline stages and their captions, where they fit."""
         ends = [0.0, *self.borders(), self.length]
         stages = list(enumerate(zip(ends, ends[1:]))) if self.stages else []
         least = min((end - start for _, (start, end) in stages), default=0)
@@ -197,7 +197,7 @@ class _Axis:
 
 
 class _CellGrid(NamedTuple):
-    """The cells, and where they are in the picture."""
+    """The cells, and their place in the picture."""
 
     down: _Axis
     across: _Axis
@@ -205,14 +205,14 @@ class _CellGrid(NamedTuple):
     top: float
 
     def painted(self, cells: Pairs, most: int) -> list[str]:
-        """One path per level of colour, which is far smaller than an element per cell."""
+        """One path per level of colour: far smaller than an element per cell."""
         levels: dict[int, list[tuple[int, int]]] = {}
         for cell, size in cells.items():
             levels.setdefault(_level(size, most), []).append(cell)
         return [self.area(levels[level], "heat", _opacity(level)) for level in sorted(levels)]
 
     def area(self, cells: Iterable[tuple[int, int]], class_: str, opacity: float = 1) -> str:
-        """Some of the cells in one colour; lines between them stay free, so that equal ones can be told apart."""
+        """Some of the cells in one colour; the lines between them stay free, so that equal cells are distinct."""
         height, width = self.down.cell, self.across.cell
         line, column_line = (int(size >= _CELL_WITH_LINES) for size in (height, width))
         shape = f"h{width - column_line}v{height - line}h-{width - column_line}z"
@@ -273,7 +273,7 @@ def _legend(most: int, left: float, top: float) -> list[str]:
 
 def _summary(moved: Pairs, copied: int, heat: Pairs, down: _Axis, across: _Axis) -> list[str]:
     pairs = sum(1 for size in moved.values() if size)
-    values = f", {byte_size(copied)} of it values that are copied as they are" if copied else ""
+    values = f", {byte_size(copied)} of it unchanged values" if copied else ""
     of = down.ranks * across.ranks
     said = [
         f"{byte_size(sum(moved.values()))} from {plural(down.ranks, f'source {down.noun}')} to "
@@ -287,7 +287,7 @@ def _summary(moved: Pairs, copied: int, heat: Pairs, down: _Axis, across: _Axis)
     if heat:
         (row, column), size = max(heat.items(), key=lambda item: item[1])
         said.append(
-            f"The strongest colour stands for {byte_size(size)}, as from source {down.ranks_of(row)} "
+            f"The strongest colour is {byte_size(size)}, as from source {down.ranks_of(row)} "
             f"to target {across.ranks_of(column)}."
         )
     return said

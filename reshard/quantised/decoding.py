@@ -30,7 +30,7 @@ from reshard.checkpoints.edited import EditedCheckpoint, Recipe
 from reshard.checkpoints.formats.dtypes import ITEM_SIZES
 from reshard.errors import CheckpointError
 from reshard.layout import Box, Grid, boxes_of_range, inside, intersection, shape_of, volume_of, whole_box
-from reshard.quantised.schemes import Quantised, Recognised, TypedShape, recognise
+from reshard.quantised.schemes import Quantised, Recognised, TypedShape, recognise, stated_settings
 from reshard.quantised.values import E2M1, Floats, decode_scales, dequantise, scale_box
 from reshard.storage import UnfitError, is_regular_file, read_small
 from reshard.storage.json_text import JsonError, parse_json
@@ -121,6 +121,7 @@ class ScaledCodes:
     def __init__(self, tensor: Quantised, dtype: str, scales: _Scales, offsets: Optional[_Scales]) -> None:
         self.name = tensor.name
         self.stored = tensor.codes
+        self.beside = tensor.sources[1:]
         self.dtype = dtype
         self._tensor = tensor
         self._scales = scales
@@ -348,7 +349,7 @@ class Quantisation(NamedTuple):
     @property
     def identity(self) -> str:
         """A text, the same for what gives the same tensors."""
-        settings = None if self.config is None else self.config.get("quantization_config")
+        settings = None if self.config is None else stated_settings(self.config)
         return repr((self.dtype, json.dumps([settings, self.description], sort_keys=True)))
 
 

@@ -180,13 +180,18 @@ def looks_quantised(stored: Mapping[str, TypedShape]) -> bool:
     return any(_scale_of(name, stored) is not None for name in stored)
 
 
+def stated_settings(config: Mapping[str, Any]) -> Any:
+    """How config.json says that a model is quantised; None where it does not, anything where it is damaged."""
+    return config.get("quantization_config", config.get("compression_config"))
+
+
 def _settings(config: Optional[Mapping[str, Any]], place: str) -> Optional[Mapping[str, Any]]:
     """`quantization_config`, checked.
 
     Raises:
         CheckpointError: the method is not known here.
     """
-    found = None if config is None else config.get("quantization_config", config.get("compression_config"))
+    found = None if config is None else stated_settings(config)
     if found is None:
         return None
     if not isinstance(found, dict) or found.get("quant_method") not in METHODS:

@@ -1,4 +1,4 @@
-"""What a target directory says of the conversion that fills it: its identity, what is done, the manifest."""
+"""Records of a conversion in its target directory: identity, progress, manifest."""
 
 from reshard.records.given import Given
 from reshard.records.identity import Identity, header_digest, strategy_digest

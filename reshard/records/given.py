@@ -1,10 +1,10 @@
 """What the runs that fill a target directory were given, so that another can go on without being told again.
 
-``command.<digest>.json`` beside the other records of a conversion holds one such command: paths, made
-absolute, and the options that decide what is written and how it is checked; not how much of the machine
-is used, and never anything secret. Each different command is there once; the one that was begun last has
-the latest time. The identity stays the judge of what is the same conversion: these records only save
-typing, and what they say is checked against it like anything that is typed.
+``command.<digest>.json``, next to the other records of a conversion, holds one command: absolute paths,
+and the options that determine what is written and how it is checked. It holds no limits of resources
+and no secrets. Each distinct command has one file; the last one begun has the latest time.
+The identity still decides which runs are the same conversion: these records only save
+typing, and their values are checked against it like typed ones.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from reshard.text.wording import number_ranges
 
 VERSION = 1
 IS_GIVEN = re.compile(r"command\.[0-9a-f]{16}\.json")
-"""The names of such records."""
+"""The names of command records."""
 
-# Paths and patterns take some hundred bytes each.
+# Enough for paths and patterns of some hundred bytes each.
 _LARGEST = 1 << 20
 _MOST = 10_000
 _SHOWN = 40
@@ -53,36 +53,36 @@ _NUMBERS = ("max_shard_size",)
 
 @dataclass(frozen=True)
 class Given:
-    """What a run was given.
+    """A command.
 
     Attributes:
         task: ``convert`` or ``recover``.
         src: the source, absolute; may hold ``{rank}``.
         source_strategy: absolute path, or ``none``.
         target_strategy: likewise; that of the source when recovering.
-        step: the step that was chosen; None where file names tell none.
+        step: the chosen step; None if file names contain none.
         file_suffix: only source files whose stem ends so.
-        include: what is written, by name.
-        exclude: what is not.
-        prefix: of the target files' names; None for names as in the source.
+        include: patterns of written parameters.
+        exclude: patterns of skipped parameters.
+        prefix: prefix of the target files' names; None for names as in the source.
         format: of the target files, as chosen.
         strict: missing parameters are errors.
         crc: ``auto`` or ``never``.
         check_replicas: ``auto``, ``all`` or ``never``.
         checksum: ``none`` or ``crc32``.
-        verify: the result is compared with the source afterwards.
-        ranks: the target ranks asked for, such as ``0-7,12``; None for all, or a run that is one of several.
+        verify: the result is compared with the source at the end.
+        ranks: the requested target ranks, such as ``0-7,12``; None for all, or for one of several processes.
         lost_only: when recovering, only ranks that are lost or damaged.
-        to: form that is written.
-        max_shard_size: bytes of tensors in a file of full weights; None for what is usual.
+        to: the target form.
+        max_shard_size: bytes of tensors in a file of full weights; None for the default.
         names: the table of names, a built-in one's name or an absolute path.
-        rename: other names.
-        config: absolute path of what tells the model's sizes.
-        reverse: the table is read from right to left.
-        optimizer: it holds for optimizer state, too.
-        cast: types that are asked for.
+        rename: additional renamings.
+        config: absolute path of the file with the model's sizes.
+        reverse: the table is applied from right to left.
+        optimizer: the table applies to optimizer state, too.
+        cast: requested types.
         dequantize: the type of what was quantised.
-        host: where it was typed.
+        host: the host where it was typed.
     """
 
     task: str
@@ -115,23 +115,23 @@ class Given:
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """The paths that were typed, each once."""
+        """The typed paths, without duplicates."""
         strategies = filter(names_files, (self.source_strategy, self.target_strategy))
         return tuple(dict.fromkeys((self.src, *strategies)))
 
     @property
     def rank_numbers(self) -> Optional[tuple[int, ...]]:
-        """The target ranks asked for, ascending; None for all."""
+        """The requested target ranks, ascending; None for all."""
         return None if self.ranks is None else _numbers(self.ranks)
 
     def write(self, directory: str) -> None:
-        """Record it, as the last that was begun.
+        """Write the record, and make it the latest.
 
         Raises:
             OSError: it cannot be written.
         """
         said = dataclasses.asdict(self)
-        # Who typed it, of many machines, makes no other command.
+        # The host is excluded: the same command from two hosts is one command.
         host = said.pop("host")
         digest = short_digest(json.dumps(said, sort_keys=True).encode())
         path = os.path.join(directory, f"command.{digest}.json")
@@ -141,7 +141,7 @@ class Given:
 
 
 def given_in(directory: str) -> list[Given]:
-    """What runs were given, by the records in a directory, the last that was begun first.
+    """The recorded commands in a directory, the latest first.
 
     Raises:
         TargetError: a record is damaged, or of another version.
@@ -160,12 +160,12 @@ def given_in(directory: str) -> list[Given]:
 
 
 def asked_ranks(commands: Iterable[Given]) -> Optional[tuple[int, ...]]:
-    """The target ranks that any of these runs was asked for, ascending; None for all."""
+    """The target ranks that any of these commands requested, ascending; None for all."""
     asked = [given.rank_numbers for given in commands]
     return None if None in asked else tuple(sorted({rank for numbers in asked for rank in numbers or ()}))
 
 
-_AGAIN = "give the command that began the conversion again"
+_AGAIN = "run the command that began the conversion again"
 
 
 def _read(path: str) -> Given:
@@ -173,7 +173,7 @@ def _read(path: str) -> Given:
         said = parse_json(read_small(path, _LARGEST, through_links=False))
         if isinstance(said, dict) and said.get("version") not in (None, VERSION):
             raise TargetError(
-                f"{path}: is of version {str(said['version'])[:_SHOWN]}, which is not known here",
+                f"{path}: version {str(said['version'])[:_SHOWN]} is not supported by this version of reshard",
                 file=path,
                 hint="use the version of reshard that wrote it, or a newer one",
             )
@@ -183,10 +183,10 @@ def _read(path: str) -> Given:
 
 
 def _parsed(said: Any) -> Given:
-    """What a record says.
+    """The command in a record.
 
     Raises:
-        ValueError: it says anything that no run writes.
+        ValueError: the record differs from any that a run writes.
     """
     names = [field.name for field in dataclasses.fields(Given)]
     if not isinstance(said, dict) or said.keys() != {"version", *names}:
@@ -211,7 +211,7 @@ def _parsed(said: Any) -> Given:
         if name != "src":
             _check_shards(said[name])
         if not is_absolute(said[name]) and (name == "src" or names_files(said[name])):
-            raise ValueError(f"{name} is no absolute path")
+            raise ValueError(f"{name} is not an absolute path")
     if said["ranks"] is not None:
         _numbers(said["ranks"])
     if said["step"] is not None and not re.fullmatch("[0-9]{1,18}", said["step"]):

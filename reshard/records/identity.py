@@ -1,8 +1,8 @@
 """What makes two runs the same conversion, so that one may go on where the other stopped.
 
-Strategies' content, step, filters, format and prefix are one part of it. The source files are the
-other (`sources`): a run may have only some of them at hand, so each file is remembered by itself, and
-runs agree where they have read the same ones. Ranks, jobs and ways of reading are no part of it.
+One part is the content of the strategies, step, filters, format and prefix. The other is the source files
+(`sources`): a run may read only some of them, so each file is recorded by itself, and
+runs agree if the files that both have read are the same. Ranks, jobs and I/O options do not count.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from reshard.strategies import Strategy
 from reshard.text.wording import quoted
 
 _DIGEST_LENGTH = 16
-# How members of a record are taken, by the attribute's annotation.
+# Readers of a record's members, by the attribute's annotation.
 _TAKEN_AS: dict[str, Callable[[Fields, str], Any]] = {
     "str": Fields.text,
     "Optional[str]": Fields.optional_text,
@@ -38,21 +38,21 @@ _TAKEN_AS: dict[str, Callable[[Fields, str], Any]] = {
 
 @dataclass(frozen=True)
 class Identity:
-    """The part of a conversion's identity that every run knows.
+    """The part of a conversion's identity that does not depend on source files.
 
     Attributes:
         source_strategy: digest of the source strategy's content.
-        target_strategy: likewise of the target's; ``same`` where it is made of the source's under other names.
-        ranks: target ranks of the whole conversion.
-        step: the step that is converted; None where file names tell none.
-        include: what is written, by name.
-        exclude: what is not.
+        target_strategy: likewise of the target's; ``same`` if it is the source's under other names.
+        ranks: number of target ranks of the whole conversion.
+        step: the converted step; None if file names contain none.
+        include: patterns of written parameters.
+        exclude: patterns of skipped parameters.
         format: of the target files.
         names: of the target files.
         task: ``convert`` or ``recover``.
-        form: that is written.
-        division: digest of which tensors are in which file, where the strategy does not tell.
-        edits: digest of what was asked of names and types; empty where they stay.
+        form: the target form.
+        division: digest of the division of tensors into files, if the strategy does not determine it.
+        edits: digest of requested names and types; empty if unchanged.
     """
 
     source_strategy: str
@@ -70,7 +70,7 @@ class Identity:
 
     @property
     def digest(self) -> str:
-        """The whole of it in a few characters."""
+        """A short digest of all attributes."""
         return short_digest(self.to_json().encode())
 
     def file_of(self, rank: int) -> str:
@@ -83,38 +83,38 @@ class Identity:
 
     @classmethod
     def from_json(cls, text: bytes) -> Identity:
-        """What `to_json` made.
+        """The identity in a text from `to_json`.
 
         Raises:
-            JsonError: the text is something else.
+            JsonError: the text is invalid.
         """
         return cls.from_fields(Fields(parse_json(text), "the record"))
 
     @classmethod
     def from_fields(cls, fields: Fields) -> Identity:
-        """An identity of members that are named as its attributes.
+        """An identity from members with its attributes' names.
 
         Raises:
-            JsonError: they are not what an identity has.
+            JsonError: a member is missing, unknown or invalid.
         """
         attributes = {attribute.name: attribute for attribute in dataclasses.fields(cls)}
         unknown = [key for key in fields if key not in attributes]
         if unknown:
-            raise JsonError(f"{quoted(unknown[0])} is not known")
+            raise JsonError(f"{quoted(unknown[0])} is unknown")
         found: dict[str, Any] = {}
         for name, attribute in attributes.items():
             if name in fields or attribute.default is dataclasses.MISSING:
                 found[name] = _TAKEN_AS[str(attribute.type)](fields, name)
         made = cls(**found)
         if made.format not in ALL_FORMATS:
-            raise JsonError(f"{quoted(made.format)} is no format")
+            raise JsonError(f"{quoted(made.format)} is not a format")
         if all(form.name != made.form for form in FORMS):
-            raise JsonError(f"{quoted(made.form)} is no form")
+            raise JsonError(f"{quoted(made.form)} is not a form")
         return made
 
 
 def strategy_digest(strategy: Strategy) -> str:
-    """A digest of what a strategy says, whatever files it was read from."""
+    """A digest of a strategy's content, independent of its files."""
     known: dict[Layout, bytes] = {}
     hashed = hashlib.sha256()
     for stage in strategy.stages:
@@ -129,19 +129,19 @@ def strategy_digest(strategy: Strategy) -> str:
 
 
 def header_digest(layout: OutputLayout) -> Optional[str]:
-    """A digest of all bytes of a file that are not tensor contents, in file order; None without any."""
+    """A digest of all bytes of a file except tensor contents, in file order; None without any."""
     literals = (segment.data for segment in layout.segments() if isinstance(segment, Literal))
     first = next(literals, None)
     return None if first is None else digest_of(itertools.chain([first], literals))
 
 
 def short_digest(*parts: bytes) -> str:
-    """A digest in a few characters, of bytes in parts; how they are divided does not matter."""
+    """A short digest of bytes in parts; their division does not matter."""
     return digest_of(parts)
 
 
 def digest_of(parts: Iterable[Union[bytes, memoryview]]) -> str:
-    """Likewise, of parts that are made one by one."""
+    """Likewise, of parts from an iterator."""
     hashed = hashlib.sha256()
     for part in parts:
         hashed.update(part)

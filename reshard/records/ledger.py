@@ -1,21 +1,21 @@
 """The records of a conversion in its target directory.
 
-``DST/.reshard/<digest of the identity>/`` holds ``plan.json`` (the identity), ``lock`` (shared by every
-run that is writing), and empty files whose *names* are the records: one per finished target in
-``done/``, one per source file that a run has read in ``sources/``, and in ``damaged/`` one per source
-file whose contents were found damaged, be it of a newer step; beside them ``only.<rank>`` where no other
-ranks were asked for, ``replacing.<what>`` while targets are replaced, and ``replaced`` while another
-conversion replaces these. An empty file is made in one step on every file system, so a record is there
-whole or not at all, two machines cannot tear each other's, and one listing tells everything.
-``DST/.reshard/lock`` is held while a run begins or ends, so that nobody decides on what another is
+``DST/.reshard/<digest of the identity>/`` holds ``plan.json`` (the identity), ``lock`` (shared by all
+writing runs), and empty files whose *names* are the records: one per finished target in
+``done/``, one per source file that a run has read in ``sources/``, and one per damaged source file in
+``damaged/``, including files of newer steps. Other names are ``only.<rank>`` if only these ranks were requested,
+``replacing.<what>`` while targets are replaced, and ``replaced`` while another
+conversion replaces these. Every file system creates an empty file atomically: a record is
+complete or missing, machines cannot damage each other's, and one listing reads all.
+Each run holds ``DST/.reshard/lock`` while it begins or ends, so that no run decides on what another is
 changing.
 
 A new target is recorded after its bytes are on disk under the temporary name and before it gets its
-final one, so no finished target is ever without a record. A record without its target, or with one
-of another size or time, counts for nothing. Whoever compares looks at the target first and at the
-records after, since they come in the other order.
+final one, so every finished target has a record. A record without its target, or with one
+of another size or time, is ignored. Comparisons read the target's status first and the
+records after it, since they are written in the other order.
 
-What runs were given lies beside them in files of its own; see `given`.
+Commands are recorded next to them in files of their own; see `given`.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ _REPLACED = "replaced"
 _FILES = ("lock", "plan.json", _REPLACED)
 _REPLACING = "replacing."
 _ONLY = "only."
-# Where locks tell nothing, a run that has left no trace for so long is taken for dead.
+# Where locks do not work, a run without any change for so long counts as dead.
 _LONG_UNTOUCHED = 24 * 3600.0
 _TIMES = 100
-# A plan holds the patterns of --include and --exclude, which a command line bounds.
+# The plan contains the patterns of --include and --exclude, whose size the command line limits.
 _LARGEST_PLAN = 16 << 20
 
 
@@ -71,8 +71,8 @@ class DoneRecord(NamedTuple):
     Attributes:
         rank: target rank.
         size: bytes of its file.
-        modified: time of its last change, in nanoseconds.
-        headers: digest of all of its bytes that are not tensor contents; None for a file taken over.
+        modified: time of last modification, in nanoseconds.
+        headers: digest of all its bytes except tensor contents; None for a copied file.
         crc: CRC-32 of the whole file, or None.
     """
 
@@ -83,20 +83,20 @@ class DoneRecord(NamedTuple):
     crc: Optional[int]
 
     def matches(self, status: Optional[FileStatus]) -> bool:
-        """Whether a file of this status, looked at before the record was read, is what was written."""
+        """Whether a file with this status is the recorded one; read the status before the record."""
         if status is None:
             return False
         return status.size == self.size and _same_time(status.modified, self.modified)
 
 
 class SourceChanges(NamedTuple):
-    """Source ranks whose files are not as earlier runs found them.
+    """Source ranks whose files differ from the records of earlier runs.
 
     Attributes:
-        content: of another size, with other headers or other contents.
-        values: that no earlier run has read, and whose values, such as ``global_step``, are not those of others.
-        time: of another time of modification, alike for the rest.
-        place: of another inode or time of change, alike for the rest.
+        content: size, headers or contents differ.
+        values: not read before, and values such as ``global_step`` differ from those of other ranks.
+        time: only the time of modification differs.
+        place: only inode or time of change differ.
     """
 
     content: list[int]
@@ -111,7 +111,7 @@ class Ledger:
     Args:
         destination: the target directory.
         identity: which conversion.
-        tell: told when another run keeps this one waiting.
+        tell: called when another run keeps this one waiting.
     """
 
     def __init__(self, destination: str, identity: Identity, tell: Tell = lambda text: None) -> None:
@@ -130,7 +130,7 @@ class Ledger:
 
     @property
     def in_use(self) -> bool:
-        """Whether some run is writing at this moment, as far as locks tell."""
+        """Whether a run is writing, as far as locks show."""
         with try_lock(os.path.join(self._own, "lock")) as alone:
             return alone is False
 
@@ -141,18 +141,18 @@ class Ledger:
 
     def others(self) -> list[Ledger]:
         """The records of all other conversions in the same directory, current or being replaced."""
-        return [found for found in ledgers_in(self._destination) if found.identity != self.identity]
+        return [ledger for ledger in ledgers_in(self._destination) if ledger.identity != self.identity]
 
     @contextlib.contextmanager
     def guarded(self) -> Iterator[Callable[[], None]]:
         """Keep other runs from beginning or ending in the same directory while this block runs.
 
-        The block is given what insists that this is so, as it is to do before anything that cannot be undone; it
-        raises `OSError`.
+        Yields a check to call before every irreversible action: it raises `OSError` if the lock is
+        lost.
 
         Raises:
-            TargetError: what should be the records' directory is something else.
-            RetryableError: it cannot be written, or another run takes too long.
+            TargetError: the records' directory is a link or another kind of file.
+            RetryableError: it cannot be written, or another run holds the lock for too long.
         """
         try:
             self._made_destination = make_directory(self._destination) or self._made_destination
@@ -163,15 +163,15 @@ class Ledger:
         except OSError as error:
             raise writing_error(self._root, error) from error
 
-    def _nobody_writes(self) -> bool:
+    def _is_idle(self) -> bool:
         with try_lock(os.path.join(self._own, "lock")) as alone:
             return alone is True or (alone is None and _long_untouched(self._own))
 
     def _nothing_done(self) -> bool:
-        """Whether no target is recorded; unlike by `done`, a directory that is not found is not an empty one.
+        """Whether no target is recorded; unlike in `done`, a missing directory does not count as empty.
 
         Raises:
-            OSError: it cannot be looked at, or is not found, though it was made.
+            OSError: it cannot be listed, or is missing although it was made.
         """
         return not any(map(_parsed, store_of(self._own).own_names(os.path.join(self._own, "done"))))
 
@@ -184,7 +184,7 @@ class Ledger:
 
     def _make_root(self) -> None:
         for _ in range(_TIMES):
-            # Another run that ends may remove it, or DST, at any moment before it is locked.
+            # Another run that ends may remove it, or DST, until it is locked.
             with contextlib.suppress(FileExistsError, FileNotFoundError, NotADirectoryError):
                 make_directory(self._root)
                 return
@@ -192,7 +192,7 @@ class Ledger:
                 return
 
     def _check_own(self) -> None:
-        """Refuse links and the like in the place of records, of this conversion or of others."""
+        """Refuse links and other kinds of files in the place of records, of this conversion or of others."""
         store = store_of(self._root)
         if not store.special_files:
             return
@@ -206,17 +206,17 @@ class Ledger:
                 store.check_own(os.path.join(path, name), directory=False)
 
     def begin(self, replacing: bool = False) -> None:
-        """Say that this conversion is writing here, until `end`; to be called `guarded`.
+        """Record that this conversion is writing here, until `end`; to be called `guarded`.
 
-        Sources of runs that ended before they had finished anything are forgotten.
+        Sources of runs that ended without a finished target are forgotten.
 
         Args:
-            replacing: all targets of other conversions are to be replaced or removed, so their records
-                stay, marked; else they are forgotten: the caller has seen that none of these targets is
-                left, or that all will be written anew.
+            replacing: all targets of other conversions will be replaced or removed, so their records
+                stay, marked. Otherwise they are forgotten: the caller has checked that no such target is
+                left, or that all will be rewritten.
 
         Raises:
-            TargetError: another conversion is writing here at this moment.
+            TargetError: another conversion is writing here.
             RetryableError: the directory cannot be written.
         """
         store = store_of(self._root)
@@ -229,19 +229,19 @@ class Ledger:
             for name in others:
                 self._refuse_alive(name)
             for name in others:
-                # What has no plan wrote nothing that is to be replaced.
+                # A record without a plan was created before any target was written.
                 if replacing and "plan.json" in store.own_names(os.path.join(self._root, name)):
                     make_empty(os.path.join(self._root, name, _REPLACED))
-                    # Runs that were taken for dead learn of it by that, see `insist`.
+                    # The removal informs runs that were taken for dead, see `insist`.
                     store.remove_dead_signs(os.path.join(self._root, name))
                 else:
                     _remove_records(os.path.join(self._root, name))
             if self.identity.digest in begun:
                 remove(os.path.join(self._own, _REPLACED))
                 self._make_own()
-                if self._nothing_done() and self._nobody_writes():
+                if self._nothing_done() and self._is_idle():
                     if self._marks():
-                        # A run that replaces targets goes on, though none was replaced yet.
+                        # A run that replaces targets may continue before the first is replaced.
                         self.forget_sources()
                     else:
                         _remove_records(self._own)
@@ -258,9 +258,9 @@ class Ledger:
 
     @contextlib.contextmanager
     def sign_of_life(self) -> Iterator[str]:
-        """A file that is there while this block runs, for others that write on behalf of this run; its path.
+        """A file that exists while this block runs, for other processes that write for this run; its path.
 
-        Where locks do not reach other machines, it has to be touched now and then.
+        Where locks do not reach other machines, it has to be touched from time to time.
 
         Raises:
             RetryableError: it cannot be made.
@@ -275,10 +275,10 @@ class Ledger:
             sign.release()
 
     def insist(self) -> None:
-        """Insist that no other run has taken this one for dead, as after a night of a laptop's sleep.
+        """Raise if another run has taken this one for dead, for example after the machine was suspended.
 
         Raises:
-            RetryableError: one has, or nobody can tell.
+            RetryableError: it has, or the state of the lock is unknown.
         """
         if self._writing is not None:
             try:
@@ -287,12 +287,12 @@ class Ledger:
                 raise writing_error(self._root, error) from error
 
     def end(self) -> None:
-        """This run writes no more. Records of nothing are removed, unless another run is writing."""
+        """End writing. Empty records are removed, unless another run is writing."""
         writing, self._writing = self._writing, None
         if writing is None:
             return
         writing.release()
-        # What cannot be tidied up does no harm.
+        # A failed cleanup is harmless.
         with contextlib.suppress(OSError, ReshardError):
             if not self._nothing_done():
                 return
@@ -309,48 +309,48 @@ class Ledger:
                 store_of(self._destination).remove_directory(self._destination)
 
     def only(self) -> Optional[set[int]]:
-        """The ranks that alone were asked for; None where all were."""
-        found = {int(name[len(_ONLY) :]) for name in names_in(self._own) if re.fullmatch(_ONLY + "[0-9]+", name)}
-        return found or None
+        """The only requested ranks; None if all were requested."""
+        ranks = {int(name[len(_ONLY) :]) for name in names_in(self._own) if re.fullmatch(_ONLY + "[0-9]+", name)}
+        return ranks or None
 
     def ask_only(self, ranks: Collection[int]) -> None:
-        """Remember that these ranks were asked for; once all were, it makes no difference."""
+        """Record that these ranks were requested; no effect once all were."""
         if self.only() is not None or not self.done():
             self._mark_each("", [f"{_ONLY}{rank}" for rank in ranks])
 
     def ask_all(self) -> None:
-        """Remember that all ranks were asked for."""
+        """Record that all ranks were requested."""
         self._remove_each("", [f"{_ONLY}{rank}" for rank in self.only() or ()])
 
     def compare_sources(self, sources: Iterable[SourceFile]) -> SourceChanges:
-        """Compare source files with what earlier runs of this conversion read."""
+        """Compare source files with the records of earlier runs."""
         before: dict[int, list[SourceFile]] = {}
         values: dict[str, set[str]] = {}
-        for known in _sources_in(os.path.join(self._own, "sources")):
-            before.setdefault(known.rank, []).append(known)
-            values.setdefault(known.value_names, set()).add(known.values)
+        for file in _sources_in(os.path.join(self._own, "sources")):
+            before.setdefault(file.rank, []).append(file)
+            values.setdefault(file.value_names, set()).add(file.values)
         changes = SourceChanges([], [], [], [])
         for source in sources:
-            found = before.get(source.rank, [])
-            if any(one.content != source.content for one in found):
+            recorded = before.get(source.rank, [])
+            if any(one.content != source.content for one in recorded):
                 changes.content.append(source.rank)
-            elif not found and source.values not in values.get(source.value_names, {source.values}):
+            elif not recorded and source.values not in values.get(source.value_names, {source.values}):
                 changes.values.append(source.rank)
-            elif found and not any(_same_time(source.modified, one.modified) for one in found):
+            elif recorded and not any(_same_time(source.modified, one.modified) for one in recorded):
                 changes.time.append(source.rank)
-            elif found and not any(one.place == source.place for one in found):
+            elif recorded and not any(one.place == source.place for one in recorded):
                 changes.place.append(source.rank)
         return changes
 
     def add_sources(self, sources: Iterable[SourceFile]) -> None:
-        """Remember source files, instead of those of the same ranks whose content is another."""
-        known: dict[int, list[SourceFile]] = {}
-        for found in _sources_in(os.path.join(self._own, "sources")):
-            known.setdefault(found.rank, []).append(found)
+        """Record source files, replacing records of the same ranks with other content."""
+        recorded: dict[int, list[SourceFile]] = {}
+        for file in _sources_in(os.path.join(self._own, "sources")):
+            recorded.setdefault(file.rank, []).append(file)
         new: list[str] = []
         old: list[str] = []
         for source in sources:
-            others = known.get(source.rank, [])
+            others = recorded.get(source.rank, [])
             if source not in others:
                 new.append(source.record)
             old.extend(other.record for other in others if other.content != source.content)
@@ -358,15 +358,15 @@ class Ledger:
         self._remove_each("sources", old)
 
     def damaged(self) -> set[SourceFile]:
-        """Source files that a conversion into this directory found damaged, be it one of an older step."""
+        """Source files that a conversion into this directory found damaged, including files of older steps."""
         return {
-            found
+            file
             for name in filter(_OURS.fullmatch, names_in(self._root))
-            for found in _sources_in(os.path.join(self._root, name, "damaged"))
+            for file in _sources_in(os.path.join(self._root, name, "damaged"))
         }
 
     def add_damaged(self, sources: Iterable[SourceFile]) -> None:
-        """Remember source files whose contents are damaged."""
+        """Record source files with damaged contents."""
         names = [source.record for source in sources]
         if names:
             damaged = os.path.join(self._own, "damaged")
@@ -374,10 +374,10 @@ class Ledger:
             self._mark_each("damaged", names)
 
     def add_given(self, given: Given) -> None:
-        """Remember what a run was given.
+        """Record a command.
 
         Raises:
-            RetryableError: it cannot be written down.
+            RetryableError: it cannot be written.
         """
         try:
             given.write(self._own)
@@ -385,12 +385,12 @@ class Ledger:
             raise writing_error(self._own, error) from error
 
     def forget_given(self) -> None:
-        """Everything is made anew, perhaps of other files."""
+        """Remove recorded commands: everything will be rewritten, perhaps from other files."""
         for name in filter(IS_GIVEN.fullmatch, names_in(self._own)):
             remove(os.path.join(self._own, name))
 
     def given(self) -> list[Given]:
-        """What runs were given, the last that was begun first.
+        """The recorded commands, the latest first.
 
         Raises:
             TargetError: a record is damaged, or of another version.
@@ -399,27 +399,27 @@ class Ledger:
         return given_in(self._own)
 
     def forget_sources(self) -> None:
-        """Everything is made anew, perhaps of other files."""
+        """Remove recorded source files: everything will be rewritten, perhaps from other files."""
         self._remove_each("sources", names_in(os.path.join(self._own, "sources")))
 
     def done(self, ranks: Optional[Collection[int]] = None) -> dict[int, list[DoneRecord]]:
-        """Records of finished targets, by rank; several where several runs have made the same."""
-        found: dict[int, list[DoneRecord]] = {}
+        """Records of finished targets, by rank; a rank has several if several runs wrote it."""
+        records: dict[int, list[DoneRecord]] = {}
         for name in names_in(os.path.join(self._own, "done")):
             record = _parsed(name)
             if record is not None and (ranks is None or record.rank in ranks):
-                found.setdefault(record.rank, []).append(record)
-        return found
+                records.setdefault(record.rank, []).append(record)
+        return records
 
     def record(self, record: DoneRecord, flush: bool) -> None:
-        """Remember that a target is finished.
+        """Record a finished target.
 
         Args:
             record: the target.
-            flush: see that the record outlasts a crash before the target gets its name.
+            flush: make the record durable before the target gets its name.
 
         Raises:
-            RetryableError: it cannot be written down.
+            RetryableError: it cannot be written.
         """
         crc = _NONE if record.crc is None else f"{record.crc:08x}"
         headers = _NONE if record.headers is None else record.headers
@@ -431,35 +431,35 @@ class Ledger:
                 raise writing_error(self._own, error) from error
 
     def forget(self, ranks: Collection[int]) -> None:
-        """Forget that targets are finished, because they are to be made again."""
+        """Remove the records of finished targets that will be rewritten."""
         chosen = set(ranks)
-        found = {name: _parsed(name) for name in names_in(os.path.join(self._own, "done"))}
-        self._remove_each("done", [name for name, one in found.items() if one is None or one.rank in chosen])
+        records = {name: _parsed(name) for name in names_in(os.path.join(self._own, "done"))}
+        self._remove_each("done", [name for name, one in records.items() if one is None or one.rank in chosen])
 
     def replacing(self, ranks: Collection[int], sources: Iterable[SourceFile]) -> bool:
-        """Whether a run that replaces targets of these ranks, from these sources, was begun and has not ended."""
+        """Whether a run that replaces targets of these ranks, from these sources, has begun and not ended."""
         return exists(os.path.join(self._own, _replacing(ranks, sources)))
 
     def is_replacing(self, ranks: Optional[Collection[int]] = None) -> bool:
-        """Whether a run that replaces targets, of just these ranks or of any, was begun and has not ended."""
+        """Whether a run that replaces targets, of exactly these ranks or of any, has begun and not ended."""
         start = "replacing." if ranks is None else _replacing(ranks, ()).rsplit(".", 1)[0] + "."
         return any(name.startswith(start) for name in self._marks())
 
     def begin_replacing(self, ranks: Collection[int], sources: Iterable[SourceFile]) -> None:
-        """Remember that all targets of these ranks are to be made again, until `end_replacing`."""
+        """Record that all targets of these ranks will be rewritten, until `end_replacing`."""
         self.end_replacing(ranks)
         self.forget(ranks)
         self._mark("", _replacing(ranks, sources))
 
     def end_replacing(self, ranks: Optional[Collection[int]] = None) -> None:
-        """All of these ranks, or of all, have been made."""
+        """Record that these ranks, or all, are rewritten."""
         start = _REPLACING if ranks is None else _replacing(ranks, ()).rsplit(".", 1)[0] + "."
         for name in names_in(self._own):
             if name.startswith(start):
                 remove(os.path.join(self._own, name))
 
     def remove(self) -> None:
-        """Remove the records; nothing else that may lie there."""
+        """Remove the records, and no other files in their directories."""
         _remove_records(self._own)
 
     def _mark(self, directory: str, name: str) -> None:
@@ -476,16 +476,16 @@ class Ledger:
         with try_lock(os.path.join(path, "lock")) as alone:
             if alone is False or (alone is None and not _long_untouched(path)):
                 raise TargetError(
-                    f"another conversion is being written to {self._destination} at this moment",
+                    f"another conversion is writing to {self._destination}",
                     file=self._destination,
-                    hint="wait until it has ended, or choose another DST"
+                    hint="wait until it ends, or choose another DST"
                     + ("" if alone is False else f"; if it is dead, remove {os.path.join(path, 'lock')}"),
                 )
 
 
 def current(ledgers: Collection[Ledger]) -> list[Ledger]:
-    """Those conversions of a directory that no other one is replacing; one, unless something went wrong."""
-    # What was to replace them may have ended before it had begun.
+    """The conversions of a directory that no other one is replacing; usually one."""
+    # The replacing run may have ended before it began.
     return [ledger for ledger in ledgers if not ledger.replaced] or list(ledgers)
 
 
@@ -493,18 +493,18 @@ def ledgers_in(destination: str) -> list[Ledger]:
     """The records of every conversion in a directory.
 
     Raises:
-        TargetError: a record is not what a run of ours writes.
+        TargetError: a record has content that no run of ours writes.
         RetryableError: the records cannot be read.
     """
     root = os.path.join(destination, OWN)
-    found = []
+    ledgers = []
     for name in filter(_OURS.fullmatch, names_in(root)):
         path = os.path.join(root, name, "plan.json")
         try:
             store_of(path).check_own(path, directory=False)
             identity = Identity.from_json(read_small(path, _LARGEST_PLAN, through_links=False))
         except (FileNotFoundError, NotADirectoryError):
-            # Killed before it said what it is: nothing was written by it.
+            # Killed before it wrote its plan: it wrote no targets either.
             continue
         except JsonError as error:
             raise _foreign(path, f"is damaged: {error}") from error
@@ -513,31 +513,31 @@ def ledgers_in(destination: str) -> list[Ledger]:
         except OSError as error:
             raise RetryableError(f"{path}: cannot be read: {error.strerror or error}", file=path) from error
         if identity.digest != name:
-            raise _foreign(path, "says something else than when it was written")
-        found.append(Ledger(destination, identity))
-    return found
+            raise _foreign(path, "was changed after it was written")
+        ledgers.append(Ledger(destination, identity))
+    return ledgers
 
 
 def _foreign(path: str, what: str) -> TargetError:
     return TargetError(
-        f"{path}: {what}; it is no record of reshard",
+        f"{path}: {what}; it is not a record of reshard",
         file=path,
         hint=f"choose another DST, or remove {os.path.dirname(path)} if nothing else uses it",
     )
 
 
 def _replacing(ranks: Collection[int], sources: Iterable[SourceFile]) -> str:
-    """The name that marks a run that replaces targets: what it replaces, and from which sources."""
+    """The name that marks a run that replaces targets: a digest of its ranks and sources."""
     what = short_digest(repr(sorted(ranks)).encode())
     whence = short_digest(repr(sorted(sources)).encode())
     return f"{_REPLACING}{what}.{whence}"
 
 
 def _remove_records(path: str) -> None:
-    """Remove a conversion's records, and nothing else that may lie there.
+    """Remove a conversion's records, and no other files in their directories.
 
     Raises:
-        TargetError: a link or something else stands in the place of records.
+        TargetError: a link or another kind of file is in the place of records.
     """
     store = store_of(path)
     for name, ours in _RECORDS.items():
@@ -553,7 +553,7 @@ def _is_own(name: str) -> bool:
 
 
 def _long_untouched(path: str) -> bool:
-    """Whether nothing was recorded for long, where locks do not tell who lives."""
+    """Whether nothing was recorded for long, where locks do not show living runs."""
     newest = 0.0
     for place in (path, os.path.join(path, "done"), os.path.join(path, "sources")):
         with contextlib.suppress(OSError):
@@ -561,9 +561,9 @@ def _long_untouched(path: str) -> bool:
     return time.time() - newest > _LONG_UNTOUCHED
 
 
-def _same_time(found: int, recorded: int) -> bool:
+def _same_time(current: int, recorded: int) -> bool:
     """Whether a file's time is the recorded one; some file systems keep whole seconds only."""
-    return found == recorded or found == recorded // _SECOND * _SECOND
+    return current == recorded or current == recorded // _SECOND * _SECOND
 
 
 def _parsed(name: str) -> Optional[DoneRecord]:
@@ -576,11 +576,11 @@ def _parsed(name: str) -> Optional[DoneRecord]:
 
 
 def _sources_in(directory: str) -> Iterator[SourceFile]:
-    """The source files whose records lie in a directory."""
+    """The source files recorded in a directory."""
     return filter(None, map(SourceFile.parse, names_in(directory)))
 
 
-# The directories of a conversion's records, and what the names in them are.
+# The directories of a conversion's records, and the parsers of their names.
 _RECORDS: dict[str, Callable[[str], bool]] = {
     "done": lambda name: _parsed(name) is not None,
     "sources": lambda name: SourceFile.parse(name) is not None,

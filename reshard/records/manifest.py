@@ -1,6 +1,6 @@
-"""The manifest of a complete target directory: what was converted to what, and every file's size.
+"""The manifest of a complete target directory: its conversion, and every file's size.
 
-It is the same whichever runs made the files, in whatever order, so it holds no times.
+It contains no times: it does not depend on the runs that wrote the files, or on their order.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class ManifestFile(NamedTuple):
         rank: target rank.
         file: name, relative to the manifest's directory.
         size: bytes.
-        headers: digest of all bytes that are not tensor contents; None for a file taken over as it was.
+        headers: digest of all bytes except tensor contents; None for a copied file.
         crc32: CRC-32 of the whole file as 8 hexadecimal digits, or None.
     """
 
@@ -51,7 +51,7 @@ class ManifestFile(NamedTuple):
 
 
 class FinishingRecord(NamedTuple):
-    """A small file that makes a directory a checkpoint of its form, such as an index.
+    """A small file that completes a directory of its form, such as an index.
 
     Attributes:
         file: name, relative to the manifest's directory.
@@ -71,8 +71,8 @@ class Manifest:
     Attributes:
         plan: its identity.
         files: every target file, by rank, or by number where its form has no ranks.
-        finishing: what finishes the directory, in the order in which it was written; nothing in rank directories.
-        beside: names of files that belong to the model and were copied, such as ``config.json``; users may edit them.
+        finishing: files that complete the directory, in the order of writing; empty for rank directories.
+        beside: names of copied files of the model, such as ``config.json``; users may edit them.
     """
 
     plan: Identity
@@ -81,13 +81,13 @@ class Manifest:
     beside: tuple[str, ...] = ()
 
     def write(self, directory: str) -> str:
-        """Write it into its directory, whole or not at all; returns its path.
+        """Write it into its directory atomically; returns its path.
 
         Raises:
             ReshardError: it cannot be written.
         """
         path = os.path.join(directory, MANIFEST_NAME)
-        said = {
+        content = {
             "version": VERSION,
             "plan": dataclasses.asdict(self.plan),
             "files": [file._asdict() for file in self.files],
@@ -95,14 +95,14 @@ class Manifest:
             "beside": list(self.beside),
         }
         try:
-            write_whole(path, (json.dumps(said, indent=1) + "\n").encode())
+            write_whole(path, (json.dumps(content, indent=1) + "\n").encode())
         except OSError as error:
             raise writing_error(path, error) from error
         return path
 
     @staticmethod
     def remove(directory: str) -> None:
-        """Remove the manifest of a directory that is complete no more."""
+        """Remove the manifest of a directory that is no longer complete."""
         remove_file(os.path.join(directory, MANIFEST_NAME))
 
 
@@ -110,33 +110,33 @@ def read_manifest(directory: str) -> Manifest:
     """The manifest of a directory.
 
     Raises:
-        CheckpointError: there is none, or it is damaged.
+        CheckpointError: it is missing or damaged.
     """
     path = os.path.join(directory, MANIFEST_NAME)
     try:
-        said = Fields(parse_json(read_small(path, _LARGEST)), "the manifest")
-        version = said.integer("version", 0, 1 << 31)
+        content = Fields(parse_json(read_small(path, _LARGEST)), "the manifest")
+        version = content.integer("version", 0, 1 << 31)
         if version != VERSION:
             raise CheckpointError(
-                f"{path}: is of version {version}, which is not known here",
+                f"{path}: version {version} is not supported by this version of reshard",
                 file=path,
                 hint="use the version of reshard that wrote it, or a newer one",
             )
-        files = tuple(_file(Fields(entry, "files")) for entry in said.entries("files"))
-        finishing = said.entries("finishing") if "finishing" in said else ()
+        files = tuple(_file(Fields(entry, "files")) for entry in content.entries("files"))
+        finishing = content.entries("finishing") if "finishing" in content else ()
         finished = tuple(_finishing(Fields(entry, "finishing")) for entry in finishing)
-        beside = said.texts("beside") if "beside" in said else ()
+        beside = content.texts("beside") if "beside" in content else ()
         for name in beside:
             check_inside(name)
-        return Manifest(Identity.from_fields(said.fields("plan")), files, finished, beside)
+        return Manifest(Identity.from_fields(content.fields("plan")), files, finished, beside)
     except (FileNotFoundError, NotADirectoryError):
         if not is_directory(directory):
             raise CheckpointError(
-                f"{directory}: is no directory",
+                f"{directory}: is not a directory",
                 file=directory,
                 hint=path_meant(directory) or "name the DST of a conversion",
             ) from None
-        hint = "it is written when all target ranks are converted; the same command goes on where it stopped"
+        hint = "it is written when all target ranks are converted; run the same command again to continue"
         if any(ledger.only() for ledger in ledgers_in(directory)):
             hint = (
                 "recover --lost-only writes none; copy the lost ranks back to the others, and verify all together with "
@@ -149,9 +149,9 @@ def read_manifest(directory: str) -> Manifest:
         raise RetryableError(f"{path}: cannot be read: {error.strerror or error}", file=path) from error
     except (JsonError, UnfitError) as error:
         raise CheckpointError(
-            f"{path}: is damaged, or no manifest of reshard: {error}",
+            f"{path}: is damaged, or not a manifest of reshard: {error}",
             file=path,
-            hint="remove it and give the conversion's command again, which writes it anew",
+            hint="remove it and run the conversion's command again, which rewrites it",
         ) from error
 
 
@@ -161,7 +161,7 @@ def _file(entry: Fields) -> ManifestFile:
     headers, crc = entry.optional_text("headers"), entry.optional_text("crc32")
     for digest in (headers, crc):
         if digest is not None and not _DIGEST.fullmatch(digest):
-            raise JsonError(f"{quoted(digest)} is no digest")
+            raise JsonError(f"{quoted(digest)} is not a digest")
     return ManifestFile(entry.integer("rank", 0, MOST_DEVICES), name, entry.integer("size", 0, 1 << 63), headers, crc)
 
 
@@ -169,5 +169,5 @@ def _finishing(entry: Fields) -> FinishingRecord:
     name, crc = entry.text("file"), entry.text("crc32")
     check_inside(name)
     if not _CRC.fullmatch(crc):
-        raise JsonError(f"{quoted(crc)} is no CRC-32")
+        raise JsonError(f"{quoted(crc)} is not a CRC-32")
     return FinishingRecord(name, entry.integer("size", 0, 1 << 63), crc)

@@ -1,7 +1,7 @@
 """Files and directories of records, with errors that name them.
 
-Stores reach them without following any link from ``DST/.reshard`` on: whoever may write to a target directory could
-put a link there in the place of a directory of records, and have files elsewhere listed, made and removed.
+Stores reach them without following links below ``DST/.reshard``: other users with write access to a target
+directory could replace a directory of records with a link, and have files elsewhere listed, made and removed.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from reshard.storage import for_each, look_error, store_of, writing_error
 from reshard.storage.directories import not_ours
 
 IN_ORDER = ("plan.json", "replaced")
-"""What goes last when records are removed, in this order: what says which conversion it is, and that it is replaced."""
+"""Records to remove last, in this order: the identity, and the mark of its replacement."""
 
 
 def names_in(path: str) -> list[str]:
-    """The names in a directory of records, sorted; none where it is not there.
+    """The names in a directory of records, sorted; empty if it is missing.
 
     Raises:
-        TargetError: a part of the path is a link, or no directory.
+        TargetError: a part of the path is a link or not a directory.
         ReshardError: it cannot be listed.
     """
     try:
@@ -38,7 +38,7 @@ def try_lock(path: str) -> Iterator[Optional[bool]]:
     """As `Store.try_lock`.
 
     Raises:
-        ReshardError: nobody can tell.
+        ReshardError: the state of the lock cannot be read.
     """
     with contextlib.ExitStack() as stack:
         try:
@@ -49,7 +49,7 @@ def try_lock(path: str) -> Iterator[Optional[bool]]:
 
 
 def make_empty(path: str) -> None:
-    """Make an empty file, unless it is there.
+    """Make an empty file if it is missing.
 
     Raises:
         ReshardError: it cannot be made.
@@ -61,7 +61,7 @@ def make_empty(path: str) -> None:
 
 
 def remove(path: str) -> None:
-    """Remove a file, if it is there.
+    """Remove a file if it exists.
 
     Raises:
         ReshardError: it cannot be removed.
@@ -75,12 +75,12 @@ def remove(path: str) -> None:
 
 
 def remove_directory(path: str, ours: Callable[[str], bool]) -> None:
-    """Remove the files of a directory whose names are ours, and the directory, if it is empty then.
+    """Remove our files from a directory, and the directory if it is empty then.
 
-    What cannot be removed stays.
+    Files that cannot be removed stay.
 
     Raises:
-        TargetError: a part of the path is a link, or no directory.
+        TargetError: a part of the path is a link or not a directory.
     """
 
     def remove_if_possible(file: str) -> None:

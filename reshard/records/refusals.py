@@ -22,21 +22,21 @@ _SAID = {
     "exclude": "--exclude",
     "format": "the format",
     "names": "the names of the files",
-    "task": "what is done",
+    "task": "the task",
     "form": "the form (--to)",
-    "division": "what is in which file (--max-shard-size)",
-    "edits": "names, types or adapter (--names, --config, --rename, --cast, --alpha)",
+    "division": "the division into files (--max-shard-size)",
+    "edits": "names, types or adapter (--names, --config, --rename, --cast, --dequantize, --alpha)",
 }
 
 
 class Refusals:
-    """Errors about a target directory, for one command: each way out that they name leads out when it is typed.
+    """Errors about a target directory, for one command; every command in their hints works when typed.
 
     Args:
         root: the directory.
-        mine: what was asked for.
-        whole: all that the directory is to hold was asked for; else it is filled by several commands.
-        adding: other ranks of the same conversion may stay beside what is replaced.
+        mine: the requested conversion.
+        whole: the command requests the whole target; otherwise several commands fill the directory.
+        adding: other ranks of the same conversion may stay next to replaced ones.
     """
 
     def __init__(self, root: str, mine: Identity, *, whole: bool, adding: bool) -> None:
@@ -47,7 +47,7 @@ class Refusals:
 
     @property
     def replace_all(self) -> str:
-        """What to type so that all that is in the directory is replaced."""
+        """The options that replace everything in the directory."""
         if self._whole:
             return "--overwrite"
         by_rank = self._adding and self._mine.task == "convert"
@@ -60,13 +60,13 @@ class Refusals:
         given: Optional[Given],
         in_the_way: Sequence[str],
     ) -> TargetError:
-        """Other conversions were begun in the directory.
+        """Other conversions have begun in the directory.
 
         Args:
-            others: what is there, at least one.
+            others: the other conversions, at least one.
             commands: the recorded commands of each of them, the last first.
             given: the command of this run, if it can be recorded.
-            in_the_way: files that are not replaced by replacing all, because nothing records them as they are.
+            in_the_way: files that a replacement of everything would not replace, because no record matches them.
         """
         theirs, recorded = min(zip(others, commands), key=lambda other: len(differing(self._mine, other[0])))
         differs = differing(self._mine, theirs)
@@ -81,14 +81,14 @@ class Refusals:
         elsewhere = "choose another DST" if self._whole else "choose another DST for all ranks"
         replace = f"replace all of it with {self.replace_all}"
         if in_the_way:
-            replace = f"remove {some_names(in_the_way, 3)}, which no record knows as it is, and {replace}"
+            replace = f"remove {some_names(in_the_way, 3)}, which match no record, and {replace}"
         if typed is None:
-            hint = f"give the command that was given before, {elsewhere}, or {replace}"
+            hint = f"repeat the earlier command, {elsewhere}, or {replace}"
         elif differs == ["step"] and not self._whole:
-            # In another directory the other ranks would stay behind, or be of another step than these.
-            hint = f"give every rank --step {theirs.step}, since a checkpoint is of one step; or {replace}"
+            # In another directory the other ranks would be missing, or of another step than these.
+            hint = f"convert every rank with --step {theirs.step}, since a checkpoint has one step; or {replace}"
         else:
-            hint = f"to go on with it, {typed}; or {elsewhere}, or {replace}"
+            hint = f"to continue it, {typed}; or {elsewhere}, or {replace}"
         return TargetError(
             f"{self._root} holds another conversion, which differs in {said or 'records that are not ours'}",
             file=self._root,
@@ -96,8 +96,8 @@ class Refusals:
         )
 
     def foreign(self, names: set[str], recorded: set[str]) -> TargetError:
-        """Checkpoints would remain beside the new ones, of which some are as another conversion recorded them."""
-        hint = "choose another DST, or remove them; they would be taken for ranks of the new checkpoint"
+        """Checkpoints of another conversion would remain next to the new ones; ``recorded`` ones match its records."""
+        hint = "choose another DST, or remove them; otherwise loaders read them as ranks of the new checkpoint"
         if names <= recorded:
             hint = f"choose another DST, or replace all of it with {self.replace_all}"
         return TargetError(
@@ -107,62 +107,62 @@ class Refusals:
         )
 
     def another_form(self, forms: Sequence[str]) -> TargetError:
-        """Checkpoints of other forms would remain beside the new one."""
+        """Checkpoints of other forms would remain next to the new one."""
         return TargetError(
-            f"{self._root} holds a checkpoint of the form {' and '.join(forms)}, which loaders may take instead of the "
+            f"{self._root} holds a checkpoint of the form {' and '.join(forms)}, which loaders may read instead of the "
             "new one",
             file=self._root,
             hint="choose another DST, or remove it",
         )
 
-    def existing(self, ranks: Sequence[int], *, recorded: bool, going_on: bool) -> TargetError:
-        """Targets of some ranks are there, with a record and changed since, or without one."""
-        why = ", which were changed since they were written" if recorded else ""
+    def existing(self, ranks: Sequence[int], *, recorded: bool, continuing: bool) -> TargetError:
+        """Targets of some ranks exist, modified after they were recorded, or without a record."""
+        why = ", modified after they were written" if recorded else ""
         them = "them" if len(ranks) > 1 else "it"
         replace = f"replace {them} with --overwrite"
-        if going_on and not self._adding:
+        if continuing and not self._adding:
             replace = f"replace all ranks with {self.replace_all}"
         return TargetError(
             f"{self._root} already holds {some_names([self._mine.file_of(rank) for rank in ranks], 3)}{why}",
             file=os.path.join(self._root, self._mine.file_of(ranks[0])),
             rank=ranks[0],
-            hint=f"choose another DST, remove {them} and give the same command again, or {replace}",
+            hint=f"choose another DST, remove {them} and run the same command again, or {replace}",
         )
 
     def beside(self, names: Sequence[str]) -> TargetError:
-        """Targets of other ranks would remain beside those that are replaced."""
-        single = "remove single files and give the command without --overwrite"
+        """Targets of other ranks would remain next to the replaced ones."""
+        single = "remove single files and run the command without --overwrite"
         if self._mine.task == "convert":
-            single = "single ones with by-rank --overwrite"
+            single = "replace single ones with by-rank --overwrite"
         return TargetError(
-            f"{self._root} would keep {some_names(names, 3)} beside the targets that --overwrite replaces",
+            f"{self._root} would keep {some_names(names, 3)} next to the targets that --overwrite replaces",
             file=os.path.join(self._root, names[0]),
             hint=f"replace all ranks with {self.replace_all}, or {single}",
         )
 
     def live_source(self, ranks: Sequence[int]) -> TargetError:
-        """Another run is writing from source files that were changed since."""
+        """Another run is writing from source files that were modified in the meantime."""
         return TargetError(
-            f"another run is writing to {self._root} from source files of {rank_ranges(ranks)} that were changed since",
+            f"another run is writing to {self._root} from source files of {rank_ranges(ranks)} that "
+            "were modified in the meantime",
             file=self._root,
             rank=min(ranks),
-            hint=f"wait until it has ended, or stop it, and convert everything with {self.replace_all}",
+            hint=f"wait until it ends, or stop it; then convert everything with {self.replace_all}",
         )
 
     def other_source(self, ranks: Sequence[int], how: str = "sizes, headers or contents differ") -> TargetError:
-        """What is there was made of other source files."""
+        """The existing targets were made from other source files."""
         return TargetError(
-            f"the source files of {rank_ranges(ranks)} are not those that the conversion in {self._root} was begun "
-            f"with: {how}",
+            f"the source files of {rank_ranges(ranks)} differ from those of the conversion in {self._root}: {how}",
             file=self._root,
             rank=min(ranks),
             hint=f"choose another DST, convert everything again with {self.replace_all}, or, if targets of both may "
-            "stand beside each other, go on with --accept-changed-source",
+            "be mixed, continue with --accept-changed-source",
         )
 
 
 def differing(mine: Identity, theirs: Identity) -> list[str]:
-    """In which attributes two conversions differ; names that hold the step differ with it."""
+    """Attributes in which two conversions differ; names that contain the step differ with it."""
     found = [field for field in _SAID if getattr(mine, field) != getattr(theirs, field)]
     if "division" in found and "names" in found and mine.names.template == theirs.names.template:
         # Files of full weights are numbered: another number of files changes all names.
@@ -208,7 +208,7 @@ def _shown(value: object) -> str:
 
 
 def _to_go_on(mine: Identity, theirs: Identity, differs: Sequence[str]) -> Optional[str]:
-    """What has to be typed otherwise so that ``mine`` becomes ``theirs``; None where nothing that is known does it."""
+    """Options to change so that ``mine`` becomes ``theirs``; None if no options do that."""
     give: list[str] = []
     leave_out: list[str] = []
     for field in differs:

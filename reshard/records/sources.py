@@ -1,12 +1,12 @@
-"""Source files as a run found them, so that another run knows whether it has the same before it.
+"""Source files as a run read them, so that other runs detect changes.
 
-Times tell little: files get copied, and another checkpoint can be given the times of this one. So a
-source file is known by its size, by what its headers say, and by samples of its contents: all of a
-few small values, such as ``global_step``, and some bytes of a few tensors, others in the file of each
-rank. Two steps of a training, or two models, differ in these; a copy does not.
+Times are unreliable: copies have others, and another checkpoint can be given the same times. So a
+source file is identified by its size, its headers, and samples of its contents: all of a
+few small values, such as ``global_step``, and some bytes of a few tensors, different ones in each rank's
+file. Two steps of a training, or two models, differ in these; a copy does not.
 
-Runs on several machines may have no file in common. What tells then are the small values, which all
-ranks have alike.
+Runs on several machines may have no file in common. Then only the small values that all
+ranks share can be compared.
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ from reshard.records.identity import digest_of, short_digest
 from reshard.storage import ReadableFile, read_each, read_range, storage_of
 from reshard.text.names import belongs_to_rank, is_value
 
-# Tensors of a file of which some bytes are looked at, and how many of each.
+# Number of sampled tensors of a file, and bytes of each sample.
 _TENSORS = 8
 _BYTES = 256
-# Values outside the parameters that are looked at whole, and how large they may be.
+# Number of values outside the parameters that are read whole, and their maximum size.
 _VALUES = 8
 _VALUE_BYTES = 256
-# Steps of this part of a list never come twice to the same place soon, and are spread evenly.
+# Steps of this fraction of a list spread evenly and repeat late.
 _GOLDEN = 0.6180339887498949
 _DIGESTS = r"\.".join(4 * [r"([0-9a-f]{16})"])
 _RECORD = re.compile(rf"(\d{{1,9}})\.(\d{{1,20}})\.{_DIGESTS}\.(-?\d{{1,20}})\.(\d{{1,20}})\.(-?\d{{1,20}})")
 
 
 class SourceFile(NamedTuple):
-    """A source file as a run found it.
+    """A source file as a run read it.
 
     Attributes:
         rank: source rank.
         size: bytes.
-        headers: digest of what its headers say, its recorded CRC included.
+        headers: digest of its headers and its recorded CRC.
         contents: digest of samples of its contents.
-        value_names: digest of the names of the small values that were looked at and are no rank's own.
-        values: digest of what these hold.
+        value_names: digest of the names of the sampled small values that are shared by all ranks.
+        values: digest of their contents.
         modified: time of last modification, in nanoseconds; only a hint, because files get copied.
-        inode: its number on its file system; likewise.
-        changed: what becomes another with every change, see `FileStatus`; likewise, but no writer can set it.
+        inode: its inode; likewise.
+        changed: differs after every change, see `FileStatus`; likewise, but writers cannot set it.
     """
 
     rank: int
@@ -62,22 +62,22 @@ class SourceFile(NamedTuple):
 
     @property
     def content(self) -> tuple[int, str, str]:
-        """What has to be equal in the same file: size, headers and samples."""
+        """Equal for the same content: size, headers and samples."""
         return self.size, self.headers, self.contents
 
     @property
     def place(self) -> tuple[int, int]:
-        """What is another after the file was replaced, or written to and given its old time."""
+        """Differs after the file was replaced, or modified and given its old time."""
         return self.inode, self.changed
 
     @property
     def record(self) -> str:
-        """As text, the name of an empty file."""
+        """As text: the name of an empty file."""
         return ".".join(map(str, self))
 
     @classmethod
     def parse(cls, text: str) -> Optional[SourceFile]:
-        """What `record` made; None for other text."""
+        """The file in a text from `record`; None for other text."""
         match = _RECORD.fullmatch(text)
         if match is None:
             return None
@@ -88,13 +88,13 @@ class SourceFile(NamedTuple):
 
 @dataclass(frozen=True)
 class _HeaderStructure:
-    """What is to be looked at in files that are built alike.
+    """The samples of files with equal structure.
 
     Attributes:
         digest: of their tensors' names, types, shapes and places.
-        common: small values that all ranks should have alike, looked at whole.
-        own: likewise those of the rank itself.
-        names: all others that have contents, sorted.
+        common: small values that all ranks should share, read whole.
+        own: likewise the rank's own.
+        names: all other tensors with contents, sorted.
         tensors: all tensors by name.
     """
 
@@ -125,23 +125,23 @@ class _HeaderStructure:
 
     @property
     def value_names(self) -> str:
-        """A digest of the names of the values that all ranks should have alike."""
+        """A digest of the names of the values that all ranks should share."""
         return short_digest(*(repr(tensor.name).encode() for tensor in self.common))
 
     def values(self) -> list[tuple[int, int]]:
-        """The (offset, bytes) runs of these values."""
+        """The (offset, bytes) ranges of these values."""
         return [extent for tensor in self.common for extent in tensor.extents]
 
     def samples(self, rank: int) -> list[tuple[int, int]]:
-        """The (offset, bytes) runs that are looked at in a rank's file beside these values."""
-        found = [extent for tensor in self.own for extent in tensor.extents]
+        """The (offset, bytes) ranges of a rank's other samples."""
+        ranges = [extent for tensor in self.own for extent in tensor.extents]
         for number in range(min(_TENSORS, len(self.names))):
             place = (rank * _TENSORS + number + 1) * _GOLDEN % 1
             tensor = self.tensors[self.names[int(place * len(self.names))]]
             offset, size = tensor.extents[len(tensor.extents) // 2]
             count = min(_BYTES, size)
-            found.append((offset + (size - count) // 2, count))
-        return found
+            ranges.append((offset + (size - count) // 2, count))
+        return ranges
 
 
 def _is_value(tensor: Tensor) -> bool:
@@ -149,7 +149,7 @@ def _is_value(tensor: Tensor) -> bool:
 
 
 class SourceSampler:
-    """Looks at source files; what files that are built alike have in common is worked out once.
+    """Samples source files; the structure of equal files is computed once.
 
     Args:
         handles: open source files.
@@ -163,7 +163,7 @@ class SourceSampler:
         """The source files of these ranks, ascending.
 
         Raises:
-            ReshardError: a file cannot be looked at or read any more.
+            ReshardError: a file can no longer be opened or read.
         """
         ranks = sorted(indexes)
         for index in indexes.values():
@@ -177,19 +177,19 @@ class SourceSampler:
 
     def _file(self, rank: int, index: CheckpointIndex) -> SourceFile:
         structure = self._structures[id(index.tensors)]
-        said = repr((index.format, structure.digest, index.crc, sorted(index.metadata.items())))
+        headers = repr((index.format, structure.digest, index.crc, sorted(index.metadata.items())))
         try:
             with self._handles.borrow(index.path) as file:
                 runs = structure.values()
-                found = _samples(file, [*runs, *structure.samples(rank)])
-                values, samples = found[: len(runs)], found[len(runs) :]
+                sampled = _samples(file, [*runs, *structure.samples(rank)])
+                values, samples = sampled[: len(runs)], sampled[len(runs) :]
                 status = file.status()
         except OSError as error:
             raise reading_error(index.path, error) from error
         return SourceFile(
             rank,
             index.size,
-            short_digest(said.encode()),
+            short_digest(headers.encode()),
             short_digest(*values, *samples),
             structure.value_names,
             short_digest(*values),
@@ -200,16 +200,16 @@ class SourceSampler:
 
 
 def _samples(file: ReadableFile, runs: Sequence[tuple[int, int]]) -> list[bytes]:
-    """Some bytes of a file, by offset and number."""
+    """Bytes of a file, by offset and number."""
     if file.cipher is not None:
         return [_sample(file, *run) for run in runs]
     return list(read_each(file, runs))
 
 
 def _sample(file: ReadableFile, offset: int, size: int) -> bytes:
-    """Some bytes of a file; always the same where an encrypted file's tag tells that they are not what was saved.
+    """Bytes of a file; a constant if an encrypted file's tag shows that they are damaged.
 
-    Whoever needs these bytes will find out, and another run is to know the file again.
+    The reader of these bytes raises the error later; another run has to recognise the file.
     """
     try:
         return read_range(file, offset, size)

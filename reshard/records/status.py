@@ -1,4 +1,4 @@
-"""How far a target directory is, from its records alone."""
+"""Progress of a target directory, from its records alone."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from reshard.text.near_names import path_meant
 
 @dataclass(frozen=True)
 class Status:
-    """How far a conversion is.
+    """Progress of a conversion.
 
     Attributes:
-        plan: which conversion.
-        wanted: target ranks that it is complete with, ascending: all, or the lost ones that alone are recovered.
-        done: target ranks that are there as they were written, ascending.
-        changed: target ranks that were written and whose file is another one now.
-        missing: those of ``wanted`` that were not written yet, or whose file is gone.
+        plan: its identity.
+        wanted: target ranks of the complete conversion, ascending: all, or only the lost ones to recover.
+        done: target ranks with unchanged files, ascending.
+        changed: target ranks whose files were modified after they were written.
+        missing: ranks of ``wanted`` that are not written yet, or whose files were removed.
         bytes_done: size of the files of ``done``.
-        writing: whether some run is writing at this moment, as far as locks tell.
-        manifest: the manifest's path, if it is there, and so are all small files that it lists.
-        resumable: whether the records say what runs were given, so that it need not be typed again.
-        asked: the target ranks that they were asked for, ascending; None for all, or where nothing tells.
+        writing: whether a run is writing, as far as locks show.
+        manifest: the manifest's path, if it and all small files that it lists exist.
+        resumable: whether commands are recorded, so that `resume` works.
+        asked: the requested target ranks, ascending; None for all, or if unknown.
     """
 
     plan: Identity
@@ -46,9 +46,9 @@ class Status:
 
     @property
     def complete(self) -> bool:
-        """Whether every rank of ``wanted`` is there, and the manifest says so where these are all."""
-        told = self.manifest is not None or self.lost_only
-        return told and not self.missing and not self.changed
+        """Whether every rank of ``wanted`` is done, and the manifest exists if these are all ranks."""
+        recorded = self.manifest is not None or self.lost_only
+        return recorded and not self.missing and not self.changed
 
     @property
     def lost_only(self) -> bool:
@@ -57,10 +57,10 @@ class Status:
 
 
 def status_of(directory: str) -> Status:
-    """How far the conversion in a directory is.
+    """The progress of the conversion in a directory.
 
     Raises:
-        TargetError: no conversion was begun there, or several were.
+        TargetError: the directory holds no conversion, or several.
         CheckpointError: the manifest is damaged.
         RetryableError: it cannot be read.
     """
@@ -70,42 +70,42 @@ def status_of(directory: str) -> Status:
         raise TargetError(
             f"{directory} holds records of {len(begun)} conversions",
             file=directory,
-            hint="give the command of the one that is to stay there with --overwrite",
+            hint="run the command of the one to keep again, with --overwrite",
         )
     if not begun:
         if exists(path):
             return _by_manifest(directory)
         meant = None if exists(directory) else path_meant(directory)
         raise TargetError(
-            f"{directory}: no conversion was begun here",
+            f"{directory}: holds no records of a conversion",
             file=directory,
             hint=meant or "name the DST of a conversion",
         )
     (ledger,) = begun
     identity = ledger.identity
-    found_there = status_of_each([os.path.join(directory, identity.file_of(rank)) for rank in range(identity.ranks)])
-    statuses = {rank: status for rank, status in enumerate(found_there) if status is not None}
+    targets = status_of_each([os.path.join(directory, identity.file_of(rank)) for rank in range(identity.ranks)])
+    statuses = {rank: status for rank, status in enumerate(targets) if status is not None}
     records = ledger.done()
     done: list[int] = []
     changed: list[int] = []
     size = 0
-    for rank, found in sorted(records.items()):
-        match = next((record for record in found if record.matches(statuses.get(rank))), None)
+    for rank, rank_records in sorted(records.items()):
+        match = next((record for record in rank_records if record.matches(statuses.get(rank))), None)
         if match is not None:
             done.append(rank)
             size += match.size
         elif rank in statuses:
             changed.append(rank)
-    known = {*done, *changed}
+    written = {*done, *changed}
     only = ledger.only()
     wanted = tuple(range(identity.ranks) if only is None else sorted(only))
-    missing = tuple(rank for rank in wanted if rank not in known)
+    missing = tuple(rank for rank in wanted if rank not in written)
     finished = path if exists(path) else None
-    # A damaged one is told of where it is needed, or is being replaced at this moment.
+    # A damaged manifest is reported by commands that need it; it may be being replaced.
     with contextlib.suppress(CheckpointError):
         finished = _finished(directory, read_manifest(directory)) if finished else None
     given: list[Given] = []
-    # Records that are damaged are told of where they are needed.
+    # Damaged records are reported by commands that need them.
     with contextlib.suppress(TargetError):
         given = ledger.given()
     asked = asked_ranks(given) if given else None
@@ -115,27 +115,27 @@ def status_of(directory: str) -> Status:
 
 
 def _finished(directory: str, manifest: Manifest) -> Optional[str]:
-    """The path of the manifest of a directory, if all small files are there that it lists."""
+    """The path of the manifest of a directory, if all small files that it lists exist."""
     names = [*(file.file for file in manifest.finishing), *manifest.beside]
-    there = all(exists(os.path.join(directory, name)) for name in names)
-    return os.path.join(directory, MANIFEST_NAME) if there else None
+    complete = all(exists(os.path.join(directory, name)) for name in names)
+    return os.path.join(directory, MANIFEST_NAME) if complete else None
 
 
 def _by_manifest(directory: str) -> Status:
-    """What the manifest of a directory says whose records are gone, as after a copy."""
+    """The status from the manifest of a directory without records, as after a copy."""
     manifest = read_manifest(directory)
     done: list[int] = []
     changed: list[int] = []
     size = 0
-    there = status_of_each([os.path.join(directory, file.file) for file in manifest.files])
-    for file, status in zip(manifest.files, there):
+    statuses = status_of_each([os.path.join(directory, file.file) for file in manifest.files])
+    for file, status in zip(manifest.files, statuses):
         if status is not None and status.size == file.size:
             done.append(file.rank)
             size += file.size
         elif status is not None:
             changed.append(file.rank)
-    known = {*done, *changed}
+    written = {*done, *changed}
     wanted = tuple(range(manifest.plan.ranks))
-    missing = tuple(rank for rank in wanted if rank not in known)
+    missing = tuple(rank for rank in wanted if rank not in written)
     finished = _finished(directory, manifest)
     return Status(manifest.plan, wanted, tuple(done), tuple(changed), missing, size, False, finished)

@@ -1,14 +1,14 @@
 """The bytes and ranks to compare, to show whether a source's strategy is the right one.
 
-Ranks that hold the same slice of a parameter by the strategy must hold equal bytes. A wrong strategy with
-as many slices passes every comparison of shapes, but takes ranks for replicas that are none. Which ranks
-are compared decides whether that shows: a rank's place in the device matrix is its number in mixed radix,
-and the replicas of a group differ in the digits of the axes that the parameter is not split over. With any
+Ranks with the same slice of a parameter by the strategy must hold equal bytes. A wrong strategy with
+as many slices passes every comparison of shapes, but its replicas are not replicas in the files. The compared ranks
+decide whether that shows: a rank's place in the device matrix is its number in mixed radix,
+and the replicas of a group differ in the digits of the axes that do not split the parameter. With any
 other device matrix, the digits that a slice depends on change along one of these axes, in steps of one or
 of a divisor of the group's size. So a *probe* compares the first rank of a group with the ranks at these
 distances, and with the last: about ten ranks of a thousand. Further samples compare any two ranks.
 
-Nothing here reads files.
+This module reads no files.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from reshard.forms.ranks.holding import stage_shardings
 from reshard.layout import Box, Grid, Overlap, volume_of
 from reshard.text.names import ACCUMULATED_GRADIENTS, belongs_to_rank, is_weight
 
-# Ranks of a group to compare, if there are as many.
+# Maximum ranks of a group to compare.
 _FEWEST_PROBED = 4
 
 
@@ -46,15 +46,17 @@ class HolderGroup(NamedTuple):
     box: Box
 
     def probed(self) -> list[int]:
-        """The available ranks to compare, so that a wrong device matrix shows, the first one first."""
+        """The available ranks to compare, the first one first: they reveal a wrong device matrix."""
         count, start = len(self.ranks), self.ranks.index(self.available[0])
         steps = dict.fromkeys([0, *_divisors(count), count - 1])
-        there = set(self.available)
-        found = dict.fromkeys(rank for rank in (self.ranks[(start + step) % count] for step in steps) if rank in there)
-        # Other ranks in place of absent ones.
+        available = set(self.available)
+        chosen = dict.fromkeys(
+            rank for rank in (self.ranks[(start + step) % count] for step in steps) if rank in available
+        )
+        # Other ranks replace missing ones.
         most = max(_FEWEST_PROBED, len(steps))
-        found.update(dict.fromkeys(self.available[:: -max(1, len(self.available) // most)]))
-        return list(found)[:most]
+        chosen.update(dict.fromkeys(self.available[:: -max(1, len(self.available) // most)]))
+        return list(chosen)[:most]
 
 
 class Holder(NamedTuple):
@@ -69,7 +71,7 @@ class Replicated(NamedTuple):
 
     Attributes:
         box: the box, in elements of the full tensor.
-        groups: who holds it, by stage; more than one where stages share the parameter.
+        groups: its holders, by stage; more than one if stages share the parameter.
     """
 
     box: Box
@@ -77,22 +79,22 @@ class Replicated(NamedTuple):
 
     @property
     def holders(self) -> list[Holder]:
-        """Every available rank, with the slice that it holds."""
+        """Every available rank, with its slice."""
         return [Holder(rank, group.box) for group in self.groups for rank in group.available]
 
     def probe(self) -> list[Holder]:
-        """The ranks to compare, so that a wrong device matrix shows."""
+        """The ranks to compare: they reveal a wrong device matrix."""
         return [Holder(rank, group.box) for group in self.groups for rank in group.probed()]
 
     def pair(self, number: int) -> list[Holder]:
-        """Two of the ranks, other ones for every number."""
+        """Two of the ranks, different ones for every number."""
         count = sum(len(group.available) for group in self.groups)
         first = number % count
         second = (first + 1 + number // count % (count - 1)) % count
         return [self._holder(first), self._holder(second)]
 
     def _holder(self, number: int) -> Holder:
-        """One of `holders`, of which there may be thousands."""
+        """One of `holders`; there may be thousands."""
         for group in self.groups:
             if number < len(group.available):
                 return Holder(group.available[number], group.box)
@@ -100,11 +102,11 @@ class Replicated(NamedTuple):
         raise IndexError(number)
 
     def run(self, most: int, number: int) -> Box:
-        """A box in it that is contiguous in every holder's slice, another place for every number.
+        """A contiguous box in every holder's slice, at a different place for every number.
 
         Args:
-            most: elements at the most.
-            number: chooses the place.
+            most: maximum number of elements.
+            number: determines the place.
         """
         axis, count = self._run_shape(most)
         box = []
@@ -118,10 +120,10 @@ class Replicated(NamedTuple):
         return tuple(box)
 
     def runs(self, most: int) -> Iterator[Box]:
-        """All of it, in boxes that are contiguous in every holder's slice.
+        """All of the box, in boxes that are contiguous in every holder's slice.
 
         Args:
-            most: elements of each at the most.
+            most: maximum number of elements of each.
         """
         if not self.box:
             yield ()
@@ -134,7 +136,7 @@ class Replicated(NamedTuple):
                 yield (*fixed, (first, min(first + count, stop)), *self.box[axis + 1 :])
 
     def _run_shape(self, most: int) -> tuple[int, int]:
-        """The dimension of which a contiguous run takes several elements, and how many; all of those after it."""
+        """The dimension of which a contiguous run has several elements, and how many; all of the later ones."""
         axis = len(self.box) - 1
         inner = 1
         while axis > 0 and all(group.box[axis] == self.box[axis] for group in self.groups):
@@ -150,12 +152,12 @@ class Replicated(NamedTuple):
 
 
 class AlikeParameters:
-    """Parameters that are cut alike, and that the same available ranks hold.
+    """Parameters with the same cuts and the same available ranks.
 
     Attributes:
         parameters: the parameters, weights first.
-        is_cut: whether ranks hold parts of them; parameters that every rank holds whole show less of a strategy.
-        structure: the parts of their layouts that decide which ranks are replicas.
+        is_cut: whether ranks hold parts of them; a parameter that every rank holds whole tests less of a strategy.
+        structure: the parts of their layouts that determine the replicas.
     """
 
     def __init__(self, example: GlobalTensor, present: Sequence[frozenset[int]]) -> None:
@@ -169,11 +171,11 @@ class AlikeParameters:
         self._made: dict[int, Replicated] = {}
 
     def __len__(self) -> int:
-        """How many boxes of each parameter several available ranks hold by the strategy."""
+        """Number of boxes of each parameter that several available ranks hold by the strategy."""
         return len(self._slices)
 
     def replicated(self, number: int) -> Replicated:
-        """One of these boxes."""
+        """One of these boxes, by number."""
         if number not in self._made:
             slices = self._slices[number]
             boxes = [sharding.grid.slice_box(part) for sharding, part in zip(self._shardings, slices)]
@@ -189,7 +191,7 @@ class AlikeParameters:
 
     @cached_property
     def _slices(self) -> list[tuple[int, ...]]:
-        """Per box the slice of every holding that it lies in."""
+        """Per box, its slice in every sharding."""
         if not math.prod(self._shape):
             return []
         layouts = [sharding.layout for sharding in self._shardings]
@@ -200,25 +202,25 @@ class AlikeParameters:
             counts.append(np.bincount(slices, minlength=sharding.grid.slice_count).tolist())
         if len(layouts) > 1:
             cells = Overlap([sharding.grid for sharding in self._shardings], Grid.whole(self._shape)).cells(0)
-            found = [cell.slices for cell in cells]
+            parts = [cell.slices for cell in cells]
         else:
-            found = [(number,) for number in range(layouts[0].slice_count)]
+            parts = [(number,) for number in range(layouts[0].slice_count)]
             if layouts[0].uneven is not None:
-                found = [part for part in found if volume_of(self._shardings[0].grid.slice_box(*part))]
-        return [part for part in found if sum(held[number] for held, number in zip(counts, part)) > 1]
+                parts = [part for part in parts if volume_of(self._shardings[0].grid.slice_box(*part))]
+        return [part for part in parts if sum(held[number] for held, number in zip(counts, part)) > 1]
 
 
 def alike(parameters: Collection[GlobalTensor], step: SourceStep) -> list[AlikeParameters]:
-    """Parameters grouped by layout and holders, the groups first that show most of a strategy.
+    """Parameters grouped by layout and holders; groups that test most of a strategy first.
 
-    Values that belong to a rank are no replicas and are left out.
+    Values of single ranks have no replicas and are left out.
 
     Args:
         parameters: the parameters to compare.
-        step: the files.
+        step: the step's files.
     """
-    found: dict[object, AlikeParameters] = {}
-    known = {parameter.name for parameter in parameters}
+    groups: dict[object, AlikeParameters] = {}
+    names = {parameter.name for parameter in parameters}
     for parameter in parameters:
         if belongs_to_rank(parameter.name):
             continue
@@ -226,14 +228,14 @@ def alike(parameters: Collection[GlobalTensor], step: SourceStep) -> list[AlikeP
         layouts = tuple((sharding.stage.number, sharding.layout) for sharding in stage_shardings(parameter))
         gradients = parameter.name.startswith(ACCUMULATED_GRADIENTS)
         key = (parameter.shape, parameter.item_size, layouts, present, gradients)
-        if key not in found:
-            found[key] = AlikeParameters(parameter, present)
-        found[key].parameters.append(parameter)
-    for kind in found.values():
-        kind.parameters.sort(key=lambda parameter: (not is_weight(parameter.name, known), number_of(parameter.name)))
+        if key not in groups:
+            groups[key] = AlikeParameters(parameter, present)
+        groups[key].parameters.append(parameter)
+    for kind in groups.values():
+        kind.parameters.sort(key=lambda parameter: (not is_weight(parameter.name, names), number_of(parameter.name)))
     return sorted(
-        found.values(),
-        key=lambda kind: (not kind.is_cut, not is_weight(kind.parameters[0].name, known), kind.parameters[0].name),
+        groups.values(),
+        key=lambda kind: (not kind.is_cut, not is_weight(kind.parameters[0].name, names), kind.parameters[0].name),
     )
 
 
@@ -244,6 +246,6 @@ def number_of(*words: object) -> int:
 
 
 def _divisors(count: int) -> list[int]:
-    """Ascending, without ``count`` itself."""
+    """The divisors, ascending, without ``count`` itself."""
     low = [number for number in range(1, math.isqrt(count) + 1) if count % number == 0]
     return sorted({*low, *(count // number for number in low)} - {count})

@@ -1,8 +1,8 @@
 """Comparing replicas: samples of them, or everything.
 
-Constant values, such as zeros of an optimizer before its first step or a norm's ones, show nothing: another place is
-tried, and boxes that are constant there too do not count as compared. Accumulated gradients may differ between
-data-parallel ranks until they are reduced: they are compared only with everything, and reported apart.
+Constant values, such as zeros of an optimizer before its first step or a norm's ones, test nothing: another place is
+tried, and boxes that are constant there too do not count. Accumulated gradients may differ between
+data-parallel ranks until they are reduced: only a full comparison includes them, and reports them separately.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from reshard.source_replicas.choice import AlikeParameters, Holder, Replicated, 
 from reshard.source_replicas.outcome import ReplicaComparison, Tally, is_gradient
 from reshard.source_replicas.samples import EFFORTS, MOST_PLACES, ReplicaFiles, Samples, own_sample_box
 
-# Ranks that are grouped by what they hold.
+# Maximum ranks to group by content.
 _MOST_GROUPED = 64
-# Bytes of a tensor that a thread takes at a time, and files that it compares with one other.
+# Bytes of a tensor per part, and files that a thread compares with one other.
 _PART_BYTES = 64 << 20
 _MOST_FILES = 64
-# Parts per thread that are under way, or wait for an earlier one.
+# Parts per thread that are in work, or wait for an earlier one.
 _AHEAD = 4
 
 
@@ -52,12 +52,12 @@ def compare_replicas(
         step: the files.
         handles: open files.
         execution: storage, threads and memory.
-        progress: counts bytes where everything is compared.
+        progress: counts bytes of full comparisons.
         effort: ``auto``, some KiB of some parameters; ``more``, some of every parameter; ``all``, everything.
 
     Raises:
-        RetryableError: with ``all``, a file cannot be read; samples of such a file are skipped. Or ranks differ, and
-            their files are being written.
+        RetryableError: with ``all``, a file cannot be read; samples skip unreadable files. Or ranks differ, and their
+            files are being written.
     """
     everything = effort == "all"
     chosen = [parameter for parameter in parameters if everything or not is_gradient(parameter)]
@@ -70,7 +70,7 @@ def compare_replicas(
             Samples(kinds, files, EFFORTS[effort], tally).run()
     result = tally.result(kinds, "everything" if everything else "samples")
     if result.differing:
-        # Files that are being overwritten differ for a while under the right strategy.
+        # Files that are being overwritten differ temporarily, with the right strategy, too.
         handles.check_unchanged(index.path for index in step.indexes.values())
     return result
 
@@ -78,10 +78,10 @@ def compare_replicas(
 def holders_alike(
     parameter: GlobalTensor, step: SourceStep, handles: FileHandles, execution: ExecutionOptions
 ) -> list[list[int]]:
-    """Group the ranks of the first stage that holds a parameter by a sample of each one's slice.
+    """Group the ranks of the first stage with a parameter by a sample of each one's slice.
 
     Returns:
-        Groups of ranks with equal samples; of a large stage the first ranks.
+        Groups of ranks with equal samples; only the first ranks of a large stage.
 
     Raises:
         RetryableError: a file cannot be read.
@@ -90,14 +90,14 @@ def holders_alike(
     ranks = sorted(step.ranks_with(parameter.name, sharding.stage))[:_MOST_GROUPED]
     with contextlib.closing(ReplicaFiles(step, handles, execution)) as files:
         for place in range(MOST_PLACES):
-            found: dict[bytes, list[int]] = {}
+            groups: dict[bytes, list[int]] = {}
             for rank in ranks:
                 holder = Holder(rank, sharding.grid.slice_box(sharding.slice_of(rank)))
                 data = files.sample(parameter, holder, own_sample_box(parameter, holder, place))
-                found.setdefault(data, []).append(rank)
-            if len(found) > 1:
+                groups.setdefault(data, []).append(rank)
+            if len(groups) > 1:
                 break
-    return list(found.values())
+    return list(groups.values())
 
 
 class _ComparedPart(NamedTuple):
@@ -110,14 +110,14 @@ class _ComparedPart(NamedTuple):
 
 
 class Everything:
-    """Compares all of every slice that several ranks hold.
+    """Compares all slices that several ranks hold.
 
     Args:
-        kinds: what can be compared.
-        files: where it is read.
+        kinds: groups of parameters.
+        files: the files.
         execution: threads and memory.
-        progress: told of bytes.
-        tally: what is compared is counted there.
+        progress: counts bytes.
+        tally: collects the results.
     """
 
     def __init__(
@@ -151,8 +151,8 @@ class Everything:
                 done = in_order(
                     pool, self._parts(), lambda part: [partial(self._compare, part)], _AHEAD * threads, stop=self._stop
                 )
-                for part, ((telling, ranks),) in done:
-                    if telling:
+                for part, ((varied, ranks),) in done:
+                    if varied:
                         self._tally.add(part.kind, part.parameter, ranks)
         finally:
             self._progress.end()
@@ -166,7 +166,7 @@ class Everything:
         return total
 
     def _parts(self) -> Iterator[_ComparedPart]:
-        """Everything, in an order in which few files are read at a time."""
+        """All parts, in an order that reads few files at a time."""
         for kind in self._kinds:
             for replicated in map(kind.replicated, range(len(kind))):
                 first, *others = replicated.holders
@@ -177,12 +177,12 @@ class Everything:
                             yield _ComparedPart(kind, parameter, piece, holders)
 
     def _compare(self, part: _ComparedPart) -> tuple[bool, Optional[tuple[int, int]]]:
-        """Whether the compared bytes are not constant, and the first two ranks that differ, if any do."""
+        """Whether the compared bytes are not constant, and the first two ranks that differ, if any."""
         if not hasattr(self._own, "buffers"):
             self._own.buffers = np.empty((2, self._execution.block_bytes), np.uint8)
         one, other = self._own.buffers
         parameter, (first, *others) = part.parameter, part.holders
-        telling = False
+        varied = False
         for box in part.replicated.runs(max(1, len(one) // parameter.item_size)):
             if self._stop.is_set():
                 break
@@ -193,19 +193,19 @@ class Everything:
                 self._files.read(parameter, holder, box, theirs.data)
                 if not np.array_equal(mine, theirs):
                     return True, (first.rank, holder.rank)
-            telling = telling or not _is_constant(mine, parameter.item_size)
+            varied = varied or not _is_constant(mine, parameter.item_size)
             with self._lock:
                 self._progress.wrote(len(mine) * len(part.holders))
-        return telling, None
+        return varied, None
 
 
 def _reads(holders: int) -> int:
-    """How often a box is read that so many ranks hold: the first one's once for every batch of others."""
+    """How often a box with so many holders is read: the first one's once for every batch of others."""
     return holders - 1 + -(-(holders - 1) // _MOST_FILES)
 
 
 def _pieces(replicated: Replicated, item_size: int) -> Iterator[Replicated]:
-    """A large box in several ones, so that several threads can take them."""
+    """A large box as several ones, for several threads."""
     most = max(1, _PART_BYTES // item_size)
     if volume_of(replicated.box) <= most:
         yield replicated
@@ -216,6 +216,6 @@ def _pieces(replicated: Replicated, item_size: int) -> Iterator[Replicated]:
 
 
 def _is_constant(data: Bytes, item_size: int) -> bool:
-    """Whether all elements are the same."""
+    """Whether all elements are equal."""
     elements = data.reshape(-1, item_size)
     return bool((elements == elements[0]).all())

@@ -1,10 +1,10 @@
-"""Whether slices that should differ do differ, and whether stages hold their own parameters.
+"""Comparison of slices that should differ, and of stages that should hold their own parameters.
 
-A strategy that cuts finer than the true one passes every comparison of replicas, since it has fewer replicas or none.
+A strategy with finer cuts than the true one passes every comparison of replicas, since it has fewer replicas or none.
 But then some of its different slices are replicas. Slices of a trained weight are never equal, unless they have few
 different elements: all may be zero, and a few bits agree by chance. So some parameters of every layout are compared,
 at the same place in slices whose distance divides the number of slices: under a coarser true device matrix, the slices
-repeat at such a distance.
+repeat at this distance.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from reshard.source_replicas.choice import Holder, alike
 from reshard.source_replicas.samples import MOST_PLACES, UNREADABLE, ReplicaFiles, own_sample_box
 from reshard.strategies import Strategy
 
-# Tied parameters, at the most.
+# Maximum number of tied parameters.
 _FEW_TIED = 3
 _MOST_OF_A_KIND = 2
 _FEW_SLICES = 16
-# Different elements of a slice that no other one has by chance.
+# Minimum different elements of a slice: fewer can be equal in another slice by chance.
 _FEWEST_ELEMENTS = 8
-# Parameters that are whole where they should be cut, as no accident makes them.
+# Minimum parameters that are whole although the strategy cuts them: so many are no coincidence.
 _SEVERAL = 2
 _SECONDS = 2.0
 
 
 class SameSlices(NamedTuple):
-    """A parameter of which ranks hold the same where they should hold different slices.
+    """A parameter with equal bytes on ranks that should hold different slices.
 
     Attributes:
         parameter: its name.
-        ranks: two such ranks.
-        is_whole: whether all ranks that were compared hold the same, and by the strategy only optimizer shards: each
-            of them holds the parameter whole, as far as that tells.
+        ranks: two of these ranks.
+        is_whole: whether all compared ranks hold the same bytes, and the strategy only has optimizer shards: then each
+            of them probably holds the whole parameter.
     """
 
     parameter: str
@@ -55,8 +55,8 @@ class Distinctness(NamedTuple):
     """The comparison of slices that should differ.
 
     Attributes:
-        compared: how many parameters had enough different elements to compare.
-        same: the parameters of which some slices are equal.
+        compared: number of parameters with enough different elements to compare.
+        same: the parameters with equal slices.
     """
 
     compared: int
@@ -64,9 +64,9 @@ class Distinctness(NamedTuple):
 
     @property
     def speaks_against(self) -> bool:
-        """Whether most are equal, or several are whole: the layouts cut finer than the files are.
+        """Whether most are equal, or several are whole: the strategy's cuts are finer than the files'.
 
-        A few may be copies on purpose, such as heads of keys that are repeated for tensor parallelism.
+        A few may be intentional copies, such as heads of keys that are repeated for tensor parallelism.
         """
         whole = sum(same.is_whole for same in self.same)
         return 2 * len(self.same) > self.compared or whole >= _SEVERAL
@@ -124,7 +124,7 @@ def compare_slices(
 
 
 def _holders(parameter: GlobalTensor, step: SourceStep) -> list[Holder]:
-    """Of some slices of a stage that are of one shape and not empty, a rank that holds each."""
+    """A rank for each of some slices of a stage that have one shape and are not empty."""
     sharding = stage_shardings(parameter)[0]
     held: dict[int, int] = {}
     for rank in sorted(step.ranks_with(parameter.name, sharding.stage)):
@@ -136,32 +136,32 @@ def _holders(parameter: GlobalTensor, step: SourceStep) -> list[Holder]:
 
 
 def _equal(item_size: int, holders: list[Holder], samples: list[Optional[bytes]]) -> list[list[int]]:
-    """Ranks, those together whose samples are equal; none where they have too few different elements to tell."""
-    found: dict[bytes, list[int]] = {}
+    """Ranks grouped by equal samples; samples with too few different elements are left out."""
+    groups: dict[bytes, list[int]] = {}
     for holder, data in zip(holders, samples):
         assert data is not None
         elements = {data[at : at + item_size] for at in range(0, len(data), item_size)}
         if len(elements) >= _FEWEST_ELEMENTS:
-            found.setdefault(data, []).append(holder.rank)
-    return list(found.values())
+            groups.setdefault(data, []).append(holder.rank)
+    return list(groups.values())
 
 
 def misplaced(strategy: Strategy, step: SourceStep) -> list[str]:
-    """Parameters that ranks of a pipeline stage hold though only others list them, sorted, if they are most.
+    """Parameters on ranks of a pipeline stage that only other stages list, sorted; empty unless they are most.
 
-    Ranks of a stage hold the parameters of that stage, and seldom a few tied ones of another. Where they hold most of
-    what only other stages should, the stages are those of another run; slices that happen to have the same shapes
-    would be put together wrongly.
+    Ranks of a stage hold the parameters of that stage, and rarely a few tied ones of another. If they hold most
+    parameters of other stages, the stages are another run's; slices with equal shapes
+    would be combined wrongly.
 
     Args:
-        strategy: what the checkpoint is said to have been saved with.
+        strategy: the strategy of the checkpoint.
         step: the files.
     """
     listed = set(strategy.parameters) & step.names()
-    found: set[str] = set()
+    foreign: set[str] = set()
     for stage in strategy.stages:
-        # Files that are built alike share their tensors.
+        # Files with equal structure share their tensors.
         tensors = {id(step.indexes[rank].tensors): step.indexes[rank].tensors for rank in step.loaded(stage)}
         for names in tensors.values():
-            found |= listed & names.keys() - stage.layouts.keys()
-    return sorted(found) if len(found) > max(_FEW_TIED, len(listed) // 2) else []
+            foreign |= listed & names.keys() - stage.layouts.keys()
+    return sorted(foreign) if len(foreign) > max(_FEW_TIED, len(listed) // 2) else []

@@ -1,4 +1,4 @@
-"""What came of comparing alleged replicas, and what is said of it."""
+"""Results of comparing replicas, and their messages."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class ReplicaCheck:
     """How well a source strategy was tested against the files.
 
     Attributes:
-        compared: ``samples``, ``everything``, or ``nothing`` where that was asked for.
-        samples: boxes of parameters that were compared, those of a single value left out.
-        parameters: parameters that they are of.
-        untested: parameters of which no two ranks that can be read are said to hold the same.
-        tested: whether parameters that are cut were compared, if there are any.
+        compared: ``samples``, ``everything``, or ``nothing`` if disabled.
+        samples: compared boxes of parameters, without constant ones.
+        parameters: number of their parameters.
+        untested: number of parameters without two readable replicas.
+        tested: whether cut parameters were compared, if there are any.
     """
 
     compared: str
@@ -38,7 +38,7 @@ class ReplicaCheck:
     tested: bool = False
 
     def __str__(self) -> str:
-        """In words."""
+        """The result in words."""
         if self.compared == "nothing":
             return "replicas were not compared (--check-replicas never)"
         if not self.samples:
@@ -47,11 +47,11 @@ class ReplicaCheck:
         agree = f"replicas of {plural(self.parameters, 'parameter')} agree ({how})"
         if self.untested:
             return f"{agree}; {plural(self.untested, 'other')} without replicas, checked by shape only"
-        return agree if self.tested else f"{agree}; those that are cut were checked by shape only"
+        return agree if self.tested else f"{agree}; cut parameters were checked by shape only"
 
 
 class Differing(NamedTuple):
-    """A parameter that ranks hold different values of.
+    """A parameter with different values on ranks that should be replicas.
 
     Attributes:
         parameter: its name.
@@ -67,14 +67,14 @@ class Differing(NamedTuple):
 
 
 class ReplicaComparison(NamedTuple):
-    """What came of comparing alleged replicas.
+    """The result of comparing replicas.
 
     Attributes:
         check: how well the strategy was tested.
-        differing: parameters of which replicas differ, by name.
+        differing: parameters with differing replicas, by name.
         gradients: accumulated gradients likewise.
-        compared_cut: how many of the compared parameters are cut.
-        of_a_layout: whether all differ that were compared of some layout.
+        compared_cut: number of compared parameters that are cut.
+        of_a_layout: whether all compared parameters of some layout differ.
     """
 
     check: ReplicaCheck
@@ -85,22 +85,22 @@ class ReplicaComparison(NamedTuple):
 
     @property
     def likely(self) -> str:
-        """Where differences come from: ``strategy``, ``replicas``, or ``either`` where that is open."""
+        """The probable reason of differences: ``strategy``, ``replicas``, or ``either``."""
         cut = sum(differing.is_cut for differing in self.differing)
-        found, compared = (
+        count, compared = (
             (cut, self.compared_cut) if self.compared_cut else (len(self.differing), self.check.parameters)
         )
-        if 2 * found > compared:
+        if 2 * count > compared:
             return "strategy"
         return "either" if self.of_a_layout else "replicas"
 
     @property
     def always(self) -> set[int]:
-        """Ranks that are among those that differ wherever some do."""
+        """Ranks that are part of every difference."""
         return set.intersection(*(set(differing.ranks) for differing in self.differing)) if self.differing else set()
 
     def lines(self) -> list[str]:
-        """What differs and what that probably means, in a few lines."""
+        """The differences and their probable reason, in a few lines."""
         lines: list[str] = [
             f"{quoted(name)} differs between rank {ranks[0]} and rank {ranks[1]} ({files[0]} and {files[1]})"
             for name, ranks, files, _ in self.differing[:_MOST_EXAMPLES]
@@ -113,33 +113,35 @@ class ReplicaComparison(NamedTuple):
     def _probably(self) -> str:
         cut = sum(differing.is_cut for differing in self.differing)
         if self.likely == "strategy":
-            of = f"{cut} of the {self.compared_cut} that are cut" if self.compared_cut else "most"
-            return f"{of} differ: the strategy is probably wrong"
+            share = f"{cut} of the {self.compared_cut} cut parameters" if self.compared_cut else "most"
+            return f"{share} differ: the strategy is probably wrong"
         if self.likely == "either":
-            return "all differ that were compared of some layouts, and others agree: the strategy may be wrong for them"
+            return (
+                "all compared parameters of some layouts differ, and others agree: the strategy may be wrong for them"
+            )
         where = (
             f", on {rank_ranges(self.always)}" if len(self.always) == 1 and len(self.differing) > _MOST_EXAMPLES else ""
         )
         return f"most agree: the replicas have probably diverged{where}"
 
-    def said_of_gradients(self) -> Message:
-        """What to warn of where accumulated gradients differ."""
+    def gradient_warning(self) -> Message:
+        """The warning about differing accumulated gradients."""
         count = plural(len(self.gradients), "parameter")
         names = listing([differing.parameter for differing in self.gradients])
         return (
             f"{count} of accumulated gradients differ between ranks that should hold the same: "
             + names
-            + "; data-parallel ranks have not reduced them yet, and of each only one rank's is written"
+            + "; data-parallel ranks have not reduced them yet, and only one rank's copy of each is written"
         )
 
     def error(self, strategy: str, place: str, step: Optional[str], file_suffix: Optional[str]) -> CheckpointError:
-        """The error to raise, since parameters differ.
+        """The error about differing parameters.
 
         Args:
             strategy: path of the source strategy.
             place: path of the source.
-            step: the step that was looked at; None where file names tell none.
-            file_suffix: stems of the source's files end so, if anything tells.
+            step: the compared step; None if file names contain none.
+            file_suffix: ending of the stems of the source's files, if given.
         """
         words = ["--step", step] if step is not None else []
         words += ["--file-suffix", file_suffix] if file_suffix is not None else []
@@ -150,24 +152,24 @@ class ReplicaComparison(NamedTuple):
         count = f"{len(self.differing)} of {self.check.parameters} {compared} parameters"
         headline = (
             f"the source strategy ({strategy}) does not fit this checkpoint, or replicas have diverged: {count} differ "
-            "between ranks that it says hold the same slice"
+            "between ranks that should hold the same slice"
         )
         return CheckpointError(
             joined("\n", [headline, *("  " + line for line in self.lines())]),
             file=first.files[1],
             rank=first.ranks[1],
             parameter=first.parameter,
-            hint=f"`{check}` tells more, and `{verify}` every difference\n"
-            "if replicas are known to have diverged, as those of norms that data-parallel ranks do not synchronise: "
+            hint=f"`{check}` shows more, and `{verify}` every difference\n"
+            "if replicas have diverged, such as norms that data-parallel ranks do not synchronise: "
             "--check-replicas never",
         )
 
 
 class Tally:
-    """What has been compared so far, and what differs.
+    """The results of comparisons so far.
 
     Args:
-        step: the files that are compared.
+        step: the compared files.
     """
 
     def __init__(self, step: SourceStep) -> None:
@@ -177,12 +179,12 @@ class Tally:
         self._differing: dict[str, Differing] = {}
 
     def add(self, kind: AlikeParameters, parameter: GlobalTensor, ranks: Optional[tuple[int, int]]) -> None:
-        """Count a box that was compared and is not all of one value.
+        """Count a compared box that is not constant.
 
         Args:
             kind: the kind of parameter.
             parameter: the parameter.
-            ranks: two ranks that differ in the box, if any do; of several boxes the first one's are told.
+            ranks: two ranks that differ in the box, if any; only the first difference is kept.
         """
         self._samples += 1
         self._compared[id(kind)].add(parameter.name)
@@ -191,31 +193,31 @@ class Tally:
             self._differing[parameter.name] = Differing(parameter.name, ranks, files, kind.is_cut)
 
     def result(self, kinds: Sequence[AlikeParameters], compared: str) -> ReplicaComparison:
-        """What came of it.
+        """The result.
 
         Args:
-            kinds: what was to be compared.
+            kinds: all groups of parameters.
             compared: see `ReplicaCheck`.
         """
         kinds = [kind for kind in kinds if not is_gradient(kind.parameters[0])]
-        found = {id(kind): self._compared[id(kind)] for kind in kinds}
+        compared_names = {id(kind): self._compared[id(kind)] for kind in kinds}
         cut = [kind for kind in kinds if kind.is_cut]
         check = ReplicaCheck(
             compared=compared,
             samples=self._samples,
-            parameters=sum(map(len, found.values())),
+            parameters=sum(map(len, compared_names.values())),
             untested=sum(len(kind.parameters) for kind in kinds if not len(kind)),
-            tested=any(found[id(kind)] for kind in cut or kinds),
+            tested=any(compared_names[id(kind)] for kind in cut or kinds),
         )
-        known = {parameter.name for kind in kinds for parameter in kind.parameters}
-        differing = sorted(self._differing.values(), key=lambda item: _telling(item, known))
+        names_of_all = {parameter.name for kind in kinds for parameter in kind.parameters}
+        differing = sorted(self._differing.values(), key=lambda item: _relevance(item, names_of_all))
         gradients = [item for item in differing if item.parameter.startswith(ACCUMULATED_GRADIENTS)]
         return ReplicaComparison(
             check=check,
             differing=[item for item in differing if item not in gradients],
             gradients=gradients,
-            compared_cut=sum(len(found[id(kind)]) for kind in cut),
-            of_a_layout=any(len(names) > 1 and names <= self._differing.keys() for names in found.values()),
+            compared_cut=sum(len(compared_names[id(kind)]) for kind in cut),
+            of_a_layout=any(len(names) > 1 and names <= self._differing.keys() for names in compared_names.values()),
         )
 
 
@@ -224,6 +226,6 @@ def is_gradient(parameter: GlobalTensor) -> bool:
     return parameter.name.startswith(ACCUMULATED_GRADIENTS)
 
 
-def _telling(differing: Differing, known: Container[str]) -> tuple[bool, bool, str]:
-    """Sorts what tells most first."""
+def _relevance(differing: Differing, known: Container[str]) -> tuple[bool, bool, str]:
+    """Sort key: the most relevant differences first."""
     return not differing.is_cut, not is_weight(differing.parameter, known), differing.parameter

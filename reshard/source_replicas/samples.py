@@ -30,7 +30,7 @@ _R = TypeVar("_R")
 
 _SAMPLE_BYTES = 4 << 10
 MOST_PLACES = 4
-"""Places that are tried where all elements are the same."""
+"""Maximum places to try if all elements are equal."""
 
 UNREADABLE = (DamagedCheckpointError, RetryableError)
 """Errors for which samples skip a file: the conversion reports them if it needs the file."""
@@ -45,13 +45,13 @@ class ReplicaFiles:
     Args:
         step: the step.
         handles: open files.
-        execution: what they lie on, threads and memory.
+        execution: storage, threads and memory.
     """
 
     def __init__(self, step: SourceStep, handles: FileHandles, execution: ExecutionOptions) -> None:
         self._step = step
         self._remote = execution.storage.remote
-        # No read-ahead: the bytes around a sample are not needed.
+        # No read-ahead: bytes next to a sample are not needed.
         options = replace(execution, io="pread", storage=execution.storage._replace(small=0))
         self._reader = BoxReader(handles, options, threads=max(execution.threads, _IN_FLIGHT))
 
@@ -74,7 +74,7 @@ class ReplicaFiles:
         return bytes(data)
 
     def each(self, work: Callable[[_T], _R], tasks: Iterable[_T]) -> Iterator[_R]:
-        """The results of tasks in their order; some are done at the same time if requests take a round trip."""
+        """The results of tasks in order; concurrently if requests take a round trip."""
         if not self._remote:
             return map(work, tasks)
         done = in_order(self._reader.pool, tasks, lambda task: [partial(work, task)], 2 * _IN_FLIGHT)
@@ -86,13 +86,13 @@ class ReplicaFiles:
 
 
 class SamplingEffort(NamedTuple):
-    """How much is sampled.
+    """Limits of sampling.
 
     Attributes:
         turns: samples of a parameter.
-        reads: requests after which no further sample is taken, but of layouts that have not been probed.
-        most_reads: requests after which none is taken at all.
-        seconds: time after which none is taken at all.
+        reads: requests after which only layouts without a probe are sampled.
+        most_reads: maximum number of requests.
+        seconds: maximum time.
     """
 
     turns: int
@@ -102,11 +102,11 @@ class SamplingEffort(NamedTuple):
 
 
 EFFORTS = {"auto": SamplingEffort(1, 256, 1024, 1.0), "more": SamplingEffort(4, 1 << 15, 1 << 16, 60.0)}
-"""How much is sampled, by the word for it."""
+"""Limits of sampling, by the value of ``effort``."""
 
 
 class _Sample(NamedTuple):
-    """A parameter, what of it several ranks hold, and which of them are compared."""
+    """A parameter, a box of it that several ranks hold, and the ranks to compare."""
 
     kind: AlikeParameters
     parameter: GlobalTensor
@@ -117,45 +117,45 @@ class _Sample(NamedTuple):
 
 
 class _First(NamedTuple):
-    """What the first holder of a sample holds.
+    """The bytes of a sample's first holder.
 
     Attributes:
-        reads: requests that it took.
-        box: which box.
+        reads: number of requests.
+        box: the box.
         data: its bytes.
-        telling: whether they are not all of one value.
+        varied: whether they are not constant.
     """
 
     reads: int
     box: Box
     data: bytes
-    telling: bool
+    varied: bool
 
 
 class _Compared(NamedTuple):
-    """What came of samples, by their numbers.
+    """Results of samples, by number.
 
     Attributes:
         differing: two ranks that differ.
-        skipped: samples that could not be read, or for which there was no time.
+        skipped: samples that were unreadable, or after the time limit.
     """
 
     differing: dict[int, tuple[int, int]]
     skipped: set[int]
 
     def open(self, number: int) -> bool:
-        """Whether further holders could tell more."""
+        """Whether further holders could change the result."""
         return number not in self.differing and number not in self.skipped
 
 
 class Samples:
-    """Compares samples until it is enough.
+    """Compares samples until a limit is reached.
 
     Args:
-        kinds: what can be compared.
-        files: where it is read.
-        effort: how much is sampled.
-        tally: what is compared is counted there.
+        kinds: groups of parameters.
+        files: the files.
+        effort: the limits.
+        tally: collects the results.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class Samples:
         self._tally = tally
         self._reads = 0
         self._deadline = time.monotonic() + effort.seconds
-        # Layouts by what of them makes replicas: those that were probed, and those of which some differ.
+        # Structures of layouts: the probed ones, and those with differences.
         self._probed: set[object] = set()
         self._doubtful: set[object] = set()
 
@@ -190,13 +190,13 @@ class Samples:
                 if first is not None and number not in compared.skipped:
                     self._reads += first.reads
                     ranks = compared.differing.get(number)
-                    if first.telling or ranks is not None:
+                    if first.varied or ranks is not None:
                         self._count(sample, ranks)
 
     def _others(
         self, samples: Sequence[_Sample], firsts: Sequence[Optional[_First]], compared: _Compared
     ) -> Iterator[tuple[int, _Sample, _First, Holder]]:
-        """The holders to compare with the first one of every sample, as long as there is time."""
+        """The holders to compare with the first one of every sample, until the time limit."""
         for number, (sample, first) in enumerate(zip(samples, firsts)):
             if first is None or time.monotonic() > self._deadline:
                 compared.skipped.add(number)
@@ -213,7 +213,7 @@ class Samples:
             self._doubtful.add(sample.kind.structure)
 
     def _samples(self, turn: int) -> Iterator[_Sample]:
-        """One of every kind that has more, as long as it is not enough."""
+        """One sample of every group that has more, until a limit is reached."""
         if time.monotonic() > self._deadline:
             return
         reads = self._reads
@@ -237,7 +237,7 @@ class Samples:
             yield _Sample(kind, parameter, replicated, holders, number, is_probe)
 
     def _first(self, sample: _Sample) -> Optional[_First]:
-        """What the first holder holds, at a place where it tells something; None where it cannot be read."""
+        """The first holder's bytes, at a place where they are not constant if possible; None if unreadable."""
         if time.monotonic() > self._deadline:
             return None
         parameter = sample.parameter
@@ -245,14 +245,14 @@ class Samples:
             for place in range(MOST_PLACES):
                 box = sample_box(sample.replicated, parameter, number_of(sample.number, place))
                 data = self._files.sample(parameter, sample.holders[0], box)
-                telling = data != data[: parameter.item_size] * (len(data) // parameter.item_size)
-                if telling or box == sample.replicated.box:
+                varied = data != data[: parameter.item_size] * (len(data) // parameter.item_size)
+                if varied or box == sample.replicated.box:
                     break
-            return _First(place + 1, box, data, telling)
+            return _First(place + 1, box, data, varied)
         return None
 
     def _same(self, task: tuple[int, _Sample, _First, Holder]) -> tuple[int, Holder, Optional[bool]]:
-        """Whether another holder holds the same; None where that cannot be read."""
+        """Whether another holder has the same bytes; None if unreadable."""
         number, sample, first, holder = task
         with contextlib.suppress(*UNREADABLE):
             return number, holder, self._files.sample(sample.parameter, holder, first.box) == first.data
@@ -260,7 +260,7 @@ class Samples:
 
 
 def sample_box(replicated: Replicated, parameter: GlobalTensor, number: int) -> tuple[tuple[int, int], ...]:
-    """A box to sample in what several ranks hold of a parameter, another place for every number."""
+    """A box to sample in a replicated box of a parameter, at a different place for every number."""
     return replicated.run(max(1, _SAMPLE_BYTES // parameter.item_size), number)
 
 

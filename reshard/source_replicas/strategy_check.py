@@ -50,11 +50,11 @@ class Misfit(NamedTuple):
 
 
 class HeldAlike(NamedTuple):
-    """Groups of ranks that hold the same bytes of a parameter.
+    """Groups of ranks with equal bytes of a parameter.
 
     Attributes:
         parameter: its name.
-        groups: all ranks of a stage by what they hold; of a large stage the first ranks.
+        groups: all ranks of a stage by content; only the first ranks of a large stage.
     """
 
     parameter: str
@@ -63,24 +63,24 @@ class HeldAlike(NamedTuple):
 
 @dataclass(frozen=True)
 class StrategyCheck:
-    """How a strategy fits a checkpoint's files.
+    """Agreement of a strategy with a checkpoint's files.
 
     Attributes:
-        step: the step that was looked at; None where file names tell none.
+        step: the checked step; None if file names contain none.
         ranks: ranks with a readable file.
         absent_ranks: ranks of the strategy without one.
-        beyond_ranks: ranks that have files and are beyond the strategy's devices.
+        beyond_ranks: ranks with files that are not among the strategy's devices.
         parameters: listed parameters whose slices have the right shapes.
         misfits: listed parameters whose slices have other shapes.
-        not_held: listed parameters that no file holds.
-        not_listed: tensors that the strategy does not list, and that are the same on all ranks or single values.
-        not_described: tensors that the strategy does not list although ranks hold different ones: parts of something.
+        not_held: listed parameters that are in no file.
+        not_listed: unlisted tensors that are equal on all ranks, or single values.
+        not_described: unlisted tensors that differ between ranks: probably slices.
         comparison: the comparison of replicas.
-        same_slices: parameters of which ranks hold equal bytes although the strategy gives them different slices;
-            empty where these are too few to contradict it.
-        misplaced: parameters that ranks hold and the strategy lists for other pipeline stages only, where those are
-            most, and replicas could not test it.
-        alike: for a parameter that contradicts the strategy, the ranks that hold equal bytes.
+        same_slices: parameters with equal bytes on ranks that should hold different slices by the strategy;
+            empty if these are too few to contradict it.
+        misplaced: parameters in files of pipeline stages that do not list them; empty unless they are most
+            and replicas could not test the strategy.
+        alike: for a parameter that contradicts the strategy, the ranks with equal bytes.
     """
 
     step: Optional[str]
@@ -99,7 +99,7 @@ class StrategyCheck:
 
     @property
     def fits(self) -> bool:
-        """Whether nothing contradicts the strategy."""
+        """Whether the files agree with the strategy."""
         other_model = bool(self.not_held) and not self.parameters and not self.misfits
         differing = self.comparison.differing or self.same_slices or self.misplaced
         return not (other_model or self.beyond_ranks or self.misfits or self.not_described or differing)
@@ -128,47 +128,47 @@ def check_strategy(
         everything: compare replicas in full, not samples.
         handles: open files.
         execution: threads and memory.
-        progress: counts bytes where everything is compared.
-        report: warned of files that count as absent.
+        progress: counts bytes of full comparisons.
+        report: gets warnings about files that count as absent.
 
     Raises:
         ReshardError: the files cannot be read.
     """
-    found = SourceStep(_step(find_checkpoints(path, file_suffix), step), handles, report)
-    found.load(found.files)
-    if not found.indexes:
-        raise CheckpointError(f"{path}: no file of {found.label} is readable", file=path)
-    warn_of_unmatched(filters, (strategy.parameters, found.names()), report)
-    listed = {name for name in listed_by_source(strategy, found) if filters.admit(name)}
-    held = {name for name in found.names() if filters.admit(name)}
+    source = SourceStep(_step(find_checkpoints(path, file_suffix), step), handles, report)
+    source.load(source.files)
+    if not source.indexes:
+        raise CheckpointError(f"{path}: no file of {source.label} is readable", file=path)
+    warn_of_unmatched(filters, (strategy.parameters, source.names()), report)
+    listed = {name for name in listed_by_source(strategy, source) if filters.admit(name)}
+    held = {name for name in source.names() if filters.admit(name)}
     if not listed and not held:
         raise CheckpointError(
             "nothing to check: no parameter of the checkpoint is selected",
             hint="check --include and --exclude",
         )
-    parameters = read_parameters(strategy, found, listed, set())
+    parameters = read_parameters(strategy, source, listed, set())
     effort = "all" if everything else "more"
-    comparison = compare_replicas(parameters.values(), found, handles, execution, progress, effort)
-    not_described = _not_described(sorted(held - listed), found, handles, execution)
-    slices = compare_slices(parameters.values(), found, handles, execution)
+    comparison = compare_replicas(parameters.values(), source, handles, execution, progress, effort)
+    not_described = _not_described(sorted(held - listed), source, handles, execution)
+    slices = compare_slices(parameters.values(), source, handles, execution)
     same_slices = slices.same if slices.speaks_against else []
     wrong = [*(item.parameter for item in comparison.differing), *(item.parameter for item in same_slices)]
     return StrategyCheck(
-        step=None if found.step is None else str(found.step),
-        ranks=sorted(found.indexes),
-        absent_ranks=sorted(set(range(strategy.device_count)) - found.readable),
-        beyond_ranks=sorted(rank for rank in found.files if rank >= strategy.device_count),
+        step=None if source.step is None else str(source.step),
+        ranks=sorted(source.indexes),
+        absent_ranks=sorted(set(range(strategy.device_count)) - source.readable),
+        beyond_ranks=sorted(rank for rank in source.files if rank >= strategy.device_count),
         parameters=sorted(parameters),
-        misfits=_misfits(sorted(listed & held - parameters.keys()), strategy, found),
+        misfits=_misfits(sorted(listed & held - parameters.keys()), strategy, source),
         not_held=sorted(listed - held),
         not_listed=sorted(held - listed - set(not_described)),
         not_described=not_described,
         comparison=comparison,
         same_slices=same_slices,
-        misplaced=[] if comparison.check.tested else misplaced(strategy, found),
+        misplaced=[] if comparison.check.tested else misplaced(strategy, source),
         alike=None
         if not wrong
-        else HeldAlike(wrong[0], holders_alike(parameters[wrong[0]], found, handles, execution)),
+        else HeldAlike(wrong[0], holders_alike(parameters[wrong[0]], source, handles, execution)),
     )
 
 
@@ -196,7 +196,7 @@ def _misfits(names: Sequence[str], strategy: Strategy, step: SourceStep) -> list
 def _not_described(
     names: Iterable[str], step: SourceStep, handles: FileHandles, execution: ExecutionOptions
 ) -> list[str]:
-    """Unlisted tensors of several elements that are not the same on all ranks that hold them."""
+    """Unlisted tensors of several elements that differ between ranks."""
     everywhere = Stage(_NO_STAGE, 0, max(step.indexes) + 1, {})
     different = []
     same = []

@@ -1,11 +1,11 @@
-"""Whether source and target strategy were given in each other's place.
+"""Detection of swapped source and target strategies.
 
-Files tell it in two ways:
+The files show it in two ways:
 
-* The source's strategy does not fit them, and the target's does: every rank is there, every slice has a shape that the
-  layouts allow, nothing is missing, and samples of what ranks should hold alike are equal.
-* Ranks hold the same bytes where the source's strategy says that they hold different slices; or what it lists for other
-  pipeline stages only, and no replicas speak for it. That is said of a strategy that fits neither as well.
+* The source's strategy does not fit them, and the target's does: every rank is present, every slice has a shape that
+  the layouts allow, nothing is missing, and samples of replicas are equal.
+* Ranks hold equal bytes where the source's strategy has different slices; or they hold the parameters of other
+  pipeline stages, and no replicas confirm the strategy. This is also reported of a strategy if neither fits.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ _WHOLE = "leaves it whole"
 
 
 class _StrategyFit(NamedTuple):
-    """How a strategy fits files.
+    """Agreement of a strategy with files.
 
     Attributes:
         step: the files.
-        parameters: what it lists, as the files hold it.
-        tested: whether contents could be compared, and not shapes alone.
+        parameters: its parameters, as the files hold them.
+        tested: whether contents were compared, not only shapes.
     """
 
     step: SourceStep
@@ -56,11 +56,11 @@ class _StrategyFit(NamedTuple):
 
 
 class SwapTest:
-    """Two strategies, and files that one of them was saved with.
+    """Two strategies, and files that were saved with one of them.
 
     Args:
-        source: the strategy that is said to be it.
-        target: the other one.
+        source: the given source strategy.
+        target: the given target strategy.
         handles: open files.
     """
 
@@ -71,10 +71,10 @@ class SwapTest:
 
     @contextlib.contextmanager
     def told(self, src: Union[str, Mapping[int, str]], step: str, file_suffix: Optional[str]) -> Iterator[None]:
-        """Turn an error about the source's files into one that says that the strategies are swapped, if they are.
+        """Turn an error about the source's files into one about swapped strategies, if they are swapped.
 
         Args:
-            src: tree, file or `{rank}` path of the source; single files of ranks are not looked at.
+            src: tree, file or `{rank}` path of the source; single files of ranks are not checked.
             step: ``latest`` or ``<epoch>_<step>``.
             file_suffix: only files whose stem ends so.
 
@@ -86,35 +86,35 @@ class SwapTest:
         except (CheckpointError, IncompleteSourceError) as error:
             swapped = None
             if isinstance(src, str) and self._source is not self._target:
-                # What cannot be read is what the error tells of.
+                # The original error already reports unreadable files.
                 with contextlib.suppress(ReshardError, OSError):
                     files = next(iter(find_checkpoints(src, file_suffix).candidates(step)))
                     fit = self._fit(self._target, files)
                     lost = error if isinstance(error, IncompleteSourceError) else None
-                    # That files are lost speaks against a strategy only if the other one cuts them otherwise.
-                    told = fit is not None and (lost is None or self._tells_apart(fit))
-                    if fit is not None and told and self._fit(self._source, files) is None:
+                    # Lost files contradict a strategy only if the other one cuts them differently.
+                    shows_swap = fit is not None and (lost is None or self._distinguishes(fit))
+                    if fit is not None and shows_swap and self._fit(self._source, files) is None:
                         swapped = self._error(fit, lost)
             if swapped is None:
                 raise
             raise swapped from error
 
-    def _tells_apart(self, fit: _StrategyFit) -> bool:
-        """Whether the target's strategy fits otherwise than because it cuts everything as the source's does."""
+    def _distinguishes(self, fit: _StrategyFit) -> bool:
+        """Whether the target's strategy fits, with other cuts than the source's."""
         return fit.tested or any(_cuts(self._source, name) != _cuts(self._target, name) for name in fit.parameters)
 
     def check(self, step: SourceStep, parameters: Collection[GlobalTensor], tested: bool, report: Report) -> None:
-        """See whether files speak against the source's strategy although replicas do not.
+        """Check whether files contradict the source's strategy although replicas do not.
 
         Args:
             step: the files.
-            parameters: what is converted, as they hold it by the source's strategy.
-            tested: whether replicas spoke for it.
-            report: told where only the number of ranks speaks against it.
+            parameters: the converted parameters, as the files hold them by the source's strategy.
+            tested: whether replicas confirmed it.
+            report: gets a warning if only the number of ranks contradicts it.
 
         Raises:
-            CheckpointError: ranks hold the same where the source's strategy says that they hold different slices, or
-                most parameters on other pipeline stages.
+            CheckpointError: ranks hold equal bytes where the source's strategy has different slices, or
+                most parameters are on other pipeline stages.
         """
         if not tested:
             self._check_stages(step)
@@ -126,12 +126,12 @@ class SwapTest:
             raise self._error(fit)
         count = self._target.device_count
         by_count = self._source.device_count != count and step.readable == frozenset(range(count))
-        # Of what every rank holds whole, those that are left are replicas; it is common to keep rank 0 alone.
+        # If every rank holds everything whole, single ranks are replicas; it is common to keep only rank 0.
         if by_count and not tested and any(_cuts(self._source, item.name) != _WHOLE for item in parameters):
             report.warn(
                 f"the source strategy ({self._source.path}) has {plural(self._source.device_count, 'device')}, the "
                 f"checkpoint {rank_ranges(step.readable)}, as many as the target strategy ({self._target.path}): are "
-                "the two swapped? No replicas could be compared that would tell"
+                "the two swapped? No replicas could be compared to check that"
             )
 
     def _check_stages(self, step: SourceStep) -> None:
@@ -140,7 +140,7 @@ class SwapTest:
             count = plural(len(names), "parameter")
             raise CheckpointError(
                 f"the source strategy ({self._source.path}) does not fit this checkpoint: ranks hold {count} that it "
-                "lists for other pipeline stages only, and no replicas speak for it: " + listing(names),
+                "lists for other pipeline stages only, and no replicas confirm it: " + listing(names),
                 file=step.place,
                 parameter=names[0],
                 hint="pass the strategy that this checkpoint was saved with; if it is, and ranks hold what is not "
@@ -148,27 +148,27 @@ class SwapTest:
             )
 
     def _too_fine(self, slices: Distinctness, step: SourceStep) -> CheckpointError:
-        """The error where the files are cut less finely than the source's strategy says."""
+        """The error for files with coarser cuts than the source's strategy."""
         name, (one, other), _ = slices.same[0]
         return CheckpointError(
-            f"the source strategy ({self._source.path}) does not fit this checkpoint: ranks hold the same bytes where "
-            f"it says that they hold different slices, of {len(slices.same)} of {slices.compared} sampled parameters\n"
+            f"the source strategy ({self._source.path}) does not fit this checkpoint: ranks hold equal bytes where "
+            f"they should hold different slices, of {len(slices.same)} of {slices.compared} sampled parameters\n"
             f"  {quoted(name)} on rank {one} and rank {other} ({step.files[one]} and {step.files[other]})",
             file=step.files[other],
             rank=other,
             parameter=name,
-            hint="pass the strategy that this checkpoint was saved with; if parts of its parameters are copies of each "
-            "other on purpose: --check-replicas never",
+            hint="pass the strategy that this checkpoint was saved with; if parts of its parameters are intentional "
+            "copies of each other: --check-replicas never",
         )
 
     def _fit(self, strategy: Strategy, files: StepFiles) -> Optional[_StrategyFit]:
-        """How a strategy fits all files of a step; None where it does not."""
+        """The agreement of a strategy with all files of a step; None if it does not fit."""
         step = SourceStep(files, self._handles, Report())
         step.load(step.files)
         if step.readable != frozenset(range(strategy.device_count)):
             return None
         listed = listed_by_source(strategy, step)
-        # How gradients are cut is not always decided by files alone.
+        # Files alone may not determine the cuts of gradients.
         judged = {name for name in listed if not name.startswith(ACCUMULATED_GRADIENTS)}
         try:
             parameters = read_parameters(strategy, step, listed, judged)
@@ -189,12 +189,12 @@ class SwapTest:
         return ExecutionOptions(jobs=1, storage=storage_of(next(iter(step.files.values()))))
 
     def _error(self, fit: _StrategyFit, lost: Optional[IncompleteSourceError] = None) -> CheckpointError:
-        """The error of swapped strategies, and of what else is wrong if they are not: ranks may as well be lost."""
+        """The error about swapped strategies, and about lost ranks in case they are not swapped."""
         source, target = self._source, self._target
         text = f"the source strategy ({source.path}) does not fit the checkpoint"
         if source.device_count != target.device_count:
             text += f": it has {plural(source.device_count, 'device')}, the checkpoint {rank_ranges(fit.step.readable)}"
-        shapes = "" if fit.tested else ", as far as shapes tell"
+        shapes = "" if fit.tested else ", by shapes alone"
         text += f"; the files do fit --dst-strategy ({target.path}){shapes}: are the two swapped?"
         lines: list[str] = [text, *(f"  {line}" for line in self._examples(fit))]
         hints = ["exchange --src-strategy and --dst-strategy"]
@@ -204,13 +204,13 @@ class SwapTest:
         return CheckpointError(joined("\n", lines), file=fit.step.place, hint="\n".join(hints))
 
     def _examples(self, fit: _StrategyFit) -> Iterator[str]:
-        """Parameters that the strategies cut differently, of each pair of cuts one."""
-        told: set[tuple[str, str]] = set()
+        """Examples of parameters with different cuts, one for each pair of cuts."""
+        shown: set[tuple[str, str]] = set()
         for name in fit.parameters:
             cuts = (_cuts(self._source, name), _cuts(self._target, name))
-            if cuts[0] == cuts[1] or cuts in told or len(told) == _MOST_EXAMPLES:
+            if cuts[0] == cuts[1] or cuts in shown or len(shown) == _MOST_EXAMPLES:
                 continue
-            told.add(cuts)
+            shown.add(cuts)
             rank = fit.step.holders(name)[0]
             shape = list(fit.step.indexes[rank].tensors[name].shape)
             yield f"{quoted(name)}: rank {rank} holds {shape}; --src-strategy {cuts[0]}, --dst-strategy {cuts[1]}"

@@ -1,6 +1,6 @@
-"""Files and directories: whether they are there, and reading them as what anybody may have written.
+"""Files and directories: status, reading, writing. Every content is treated as untrusted.
 
-Nothing here knows what files mean.
+This room does not interpret files.
 """
 
 from reshard.storage.files import (

@@ -1,8 +1,8 @@
-"""What kind of storage files lie on, and which requests suit it.
+"""Kinds of storage, and the requests that suit them.
 
-On a local file system a request costs microseconds. On a network file system it costs a round trip,
-so there requests are larger, read more of what is not needed, and many are under way at a time: as large
-and as many as suits the round trip that those took which were made so far. The numbers come from
+On a local file system a request costs microseconds. On a network file system it costs a round trip.
+So requests there are larger, read more bytes that are not needed, and many are in flight at a time.
+Their size and number follow from the measured round trips. The constants were measured with
 `benchmarks/slow_storage.py` and `benchmarks/object_store.py`.
 """
 
@@ -21,18 +21,18 @@ _LOCAL_FILE_SYSTEMS = frozenset(
 
 
 class Storage(NamedTuple):
-    """Storage, by what requests to it cost.
+    """Storage, by the cost of requests to it.
 
     Attributes:
         remote: whether a request takes a round trip.
-        in_flight: requests worth having under way, per CPU.
-        worth_skipping: a request costs about as much as reading this many bytes that are not needed.
-        window: bytes read at once where small requests lie close together.
+        in_flight: requests worth having in flight, per CPU.
+        worth_skipping: a request costs about as much as reading this many unneeded bytes.
+        window: bytes read at once where small requests are close together.
         small: requests up to this size are answered from such windows.
-        held: bytes that are held while a request is answered, beside the buffer that it fills.
-        round_trip: seconds that a request takes before its first byte comes, as measured; None where it was not.
-        mappable: whether what lies there can be mapped into memory.
-        large: bytes that each request should have room for before more than a few per CPU are under way.
+        held: bytes held during a request, in addition to the buffer that it fills.
+        round_trip: measured seconds until the first byte of a request; None if not measured.
+        mappable: whether files can be mapped into memory.
+        large: bytes that each request should have room for before more than a few per CPU are in flight.
     """
 
     remote: bool
@@ -48,31 +48,31 @@ class Storage(NamedTuple):
 
 LOCAL = Storage(remote=False, in_flight=1, worth_skipping=16 << 10, window=64 << 10, small=16 << 10)
 REMOTE = Storage(remote=True, in_flight=4, worth_skipping=256 << 10, window=256 << 10, small=64 << 10, large=2 << 20)
-"""A network file system: what suits it at the least, and where no round trip could be measured."""
+"""A network file system: minimum values, used when no round trip was measured."""
 OBJECTS = Storage(remote=True, in_flight=4, worth_skipping=64 << 10, window=256 << 10, small=64 << 10, mappable=False)
-"""An object store, likewise, but that a round trip takes long there before one was measured."""
+"""An object store: likewise, but an unmeasured round trip counts as long."""
 
 
-# What is taken for a round trip to an object store before one was measured.
+# Assumed round trip to an object store before one is measured.
 _USUAL_ROUND_TRIP = 0.05
-# Bytes a second that one of many requests under way gets; so many bytes pass while another makes its round trip.
+# Bytes per second of one of many requests in flight; so many bytes arrive during the round trip of another.
 _SHARE = 16 << 20
-# While a request is waited for, a CPU moves as much as some requests bring, each in this time.
+# While one request is in flight, a CPU processes the bytes of some others, each in this time.
 _SECONDS_PER_REQUEST = 1.5e-3
 _REMEMBERED = 64
-# What is answered sooner was answered by a cache of this machine, or might as well have been.
+# Shorter requests were answered by a cache of this machine.
 _LEAST_WAIT = 5e-4
-# One of so many requests has to have been waited for: on a busy machine some are that knew no network.
+# At least this share of requests must be slow: on a busy machine, some local ones are slow, too.
 _ONE_OF = 4
 
 
 def storage_with(round_trip: float, held: int = 0, least: Storage = OBJECTS) -> Storage:
-    """Storage of which a request takes a round trip of so many seconds, whatever lies between.
+    """Storage with a round trip of ``round_trip`` seconds.
 
     Args:
         round_trip: seconds until the first byte comes.
-        held: bytes that are held while a request is answered, beside the buffer that it fills.
-        least: what suits storage of this kind however short its round trips are.
+        held: bytes held during a request, in addition to the buffer that it fills.
+        least: minimum values for this kind of storage.
     """
     passed = int(_SHARE * round_trip)
     return least._replace(
@@ -85,17 +85,17 @@ def storage_with(round_trip: float, held: int = 0, least: Storage = OBJECTS) -> 
     )
 
 
-def _within(least: int, wanted: int, most: int) -> int:
-    return max(least, min(wanted, most))
+def _within(least: int, suitable: int, most: int) -> int:
+    return max(least, min(suitable, most))
 
 
 def round_trip_of(seconds: Sequence[float]) -> Optional[float]:
-    """The round trip that requests tell of which took so many seconds; None if they tell of none.
+    """The round trip that the durations of requests show; None if they show none.
 
-    That is what the middle one took of those that were waited for. What a cache of this machine answers tells
-    nothing of the network: it is left out, and where nearly everything was answered so there is nothing to tell.
+    It is the median of the slow requests. Fast ones were answered by a cache of this machine and are left out.
+    If nearly all were fast, no round trip is measured.
     """
-    # Loaded where requests were measured: it takes some of the time that a command needs to start.
+    # Imported only after measurements: it slows the start of a command.
     from statistics import median_low
 
     waited = [one for one in seconds if one >= _LEAST_WAIT]
@@ -103,11 +103,11 @@ def round_trip_of(seconds: Sequence[float]) -> Optional[float]:
 
 
 class Measured:
-    """How long requests took until their first byte came, of late; for any number of threads.
+    """The latest times of requests until their first byte; for any number of threads.
 
     Args:
-        least: what suits storage of this kind however short its round trips are.
-        usual: seconds that are taken for a round trip where none was measured.
+        least: minimum values for this kind of storage.
+        usual: seconds assumed for a round trip before one is measured.
     """
 
     def __init__(self, least: Storage = OBJECTS, usual: float = _USUAL_ROUND_TRIP) -> None:
@@ -117,12 +117,12 @@ class Measured:
         self._lock = threading.Lock()
 
     def request(self, seconds: float) -> None:
-        """A request took so long."""
+        """Record a request's seconds until the first byte."""
         with self._lock:
             self._seconds.append(seconds)
 
     def storage(self, held: int = 0) -> Storage:
-        """What follows from that."""
+        """The storage that follows from the measurements."""
         with self._lock:
             round_trip = round_trip_of(self._seconds)
         if round_trip is None:
@@ -136,7 +136,7 @@ def storage_on(path: str) -> Storage:
 
 
 def file_system_of(path: str) -> str:
-    """The type of the file system that a path lies on, as the kernel names it; empty if unknown."""
+    """The type of a path's file system, in the kernel's words; empty if unknown."""
     try:
         with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as mounts:
             lines = mounts.read().splitlines()
@@ -154,32 +154,32 @@ def file_system_of(path: str) -> str:
 
 
 class FileSystems:
-    """The file systems that files were opened on, by the device that they say they lie on."""
+    """The file systems of opened files, by device number."""
 
     def __init__(self) -> None:
         self._measured: dict[int, Optional[Measured]] = {}
 
     def measured(self, device: int, path: str) -> Optional[Measured]:
-        """Whom to tell how long requests take; None on a local file system.
+        """The measurements of a file's device; None on a local file system.
 
         Args:
-            device: what a file lies on.
+            device: device number of the file.
             path: the file.
         """
         try:
             return self._measured[device]
         except KeyError:
-            found = Measured(REMOTE, usual=0.0) if storage_on(path).remote else None
-            return self._measured.setdefault(device, found)
+            measured = Measured(REMOTE, usual=0.0) if storage_on(path).remote else None
+            return self._measured.setdefault(device, measured)
 
     def costs(self, path: str) -> Storage:
-        """What requests cost where a path lies, as far as that is known by now."""
+        """Costs of requests to a path, from the measurements so far."""
         storage = storage_on(path)
         if not storage.remote:
             return storage
         try:
             measured = self._measured.get(os.stat(path).st_dev)
         except OSError:
-            # What is not there was not asked for anything.
+            # A missing path had no requests.
             measured = None
         return storage if measured is None else measured.storage()

@@ -1,8 +1,8 @@
-"""Directories on file systems, reached part by part from descriptor to descriptor, through no link.
+"""Directories on file systems, opened part by part from descriptor to descriptor, without following links.
 
-Whoever may write to a target directory could put a link in the place of a directory in it at any moment, and have
-files elsewhere written, replaced and removed. So all that is written, made or removed is reached in this way, and a
-link in a path is an error. Who is given a path asks `reshard.storage.unlinked` where it leads, once.
+Other users with write access to a target directory could replace a directory in it with a link at any time.
+Files elsewhere would then be written, replaced or removed. So all writes go through these descriptors, and a
+link in a path is an error. Callers resolve a given path once, with `reshard.storage.unlinked`.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ def open_directory(path: str, trusted: str = "", make: bool = False) -> tuple[in
     Args:
         path: the directory.
         trusted: the beginning of the path; links in it are followed.
-        make: make it, and those above it, where they are missing.
+        make: make it and its missing parents.
 
     Returns:
-        Its descriptor, and whether it was made by this.
+        Its descriptor, and whether this call made it.
 
     Raises:
-        OSError: it is not there, or cannot be made; with `ENOTDIR` or `ELOOP` a link or a file is in the way. Its
+        OSError: it is missing, or cannot be made; with `ENOTDIR` or `ELOOP` a link or a file is in the way. Its
             ``filename`` is the part that failed.
     """
     parts = [part for part in path[len(trusted) :].split(os.sep) if part not in ("", os.curdir)]
@@ -79,7 +79,7 @@ def opened(path: str, trusted: str = "") -> Iterator[int]:
 
 @contextlib.contextmanager
 def opened_above(path: str) -> Iterator[tuple[str, int]]:
-    """The name of a file or directory, and the descriptor of the directory that it is in, while the block runs.
+    """The name of a file or directory, and the descriptor of its directory, while the block runs.
 
     Raises:
         OSError: as `open_directory`.
@@ -98,7 +98,7 @@ def opened_own(path: str) -> Iterator[int]:
 
     Raises:
         TargetError: a part of the path from there on is a link, or no directory.
-        FileNotFoundError: it is not there.
+        FileNotFoundError: it is missing.
         OSError: it cannot be opened.
     """
     above, mark, _ = path.rpartition(os.sep + OWN)
@@ -116,16 +116,16 @@ def opened_own(path: str) -> Iterator[int]:
 
 
 def not_ours(path: str) -> TargetError:
-    """The error for what stands in the place of a record, and no conversion has made."""
+    """The error for an entry in the place of a record that no conversion made."""
     return TargetError(
-        f"{path} is not a directory or file of its own, as records are",
+        f"{path} is a link or another kind of file, where a record of reshard belongs",
         file=path,
         hint="remove it, or choose another DST",
     )
 
 
 def make_directory(path: str) -> bool:
-    """Make a directory, and those above it, unless it is there; whether it was made by this.
+    """Make a directory and its missing parents; whether this call made it.
 
     Raises:
         OSError: it cannot be made.
@@ -139,7 +139,7 @@ def remove_file(path: str) -> None:
     """Remove a file.
 
     Raises:
-        OSError: it is not there, or cannot be removed.
+        OSError: it is missing, or cannot be removed.
     """
     with opened_above(path) as (name, fd):
         os.unlink(name, dir_fd=fd)
@@ -149,14 +149,14 @@ def remove_directory(path: str) -> None:
     """Remove a directory that is empty.
 
     Raises:
-        OSError: it is not there, not empty, or cannot be removed.
+        OSError: it is missing, not empty, or cannot be removed.
     """
     with opened_above(path) as (name, fd):
         os.rmdir(name, dir_fd=fd)
 
 
 def sync(directory_fd: int) -> None:
-    """Make what was created in a directory, or renamed, last through a crash.
+    """Make creations and renames in a directory survive a crash.
 
     Raises:
         OSError: it cannot be flushed.
@@ -164,7 +164,7 @@ def sync(directory_fd: int) -> None:
     try:
         os.fsync(directory_fd)
     except OSError as error:
-        # Some network file systems cannot flush a directory; they do so by themselves.
+        # Some network file systems cannot flush a directory; they flush it themselves.
         if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):
             raise
 

@@ -1,9 +1,9 @@
-"""Files by path or open, whatever store they lie in: what is there, reading it, writing it.
+"""Files by path or open, in any store: status, reading, writing.
 
-`os.path.exists` and its kin take every failure for absence, so that a file server which is away for a second looks
-like a checkpoint that is not there. Here absence is an answer and failure an error. Anybody may have put anything
-at a path, or be writing there: what is no regular file is never waited for, small files have a bound, and a read
-that gives less than the file has is read on.
+`os.path.exists` treats every failure as absence: a file server that is down for a second would look like a
+missing checkpoint. Here absence is a result and failure an error. Other programs may have put anything at a path,
+or be writing it: irregular files are never waited for, small files have a maximum size, and short reads are
+continued.
 """
 
 from __future__ import annotations
@@ -20,35 +20,35 @@ from reshard.storage.once import listed
 from reshard.storage.registry import for_each, store_of
 from reshard.storage.store import DirectoryEntry, Expected, FileStatus, NewFile, ReadableFile, Sending
 
-# Reads in which nothing came, though the file has more.
+# Maximum empty reads in a row before the end of the file.
 _TIMES = 3
-# Bytes of smaller parts that are put together before they are written.
+# Smaller parts are joined up to this size before they are written.
 _WORTH_WRITING = 1 << 20
 _FORBIDDEN = (errno.EACCES, errno.EPERM)
 _READ_ONLY = (*_FORBIDDEN, errno.EROFS)
-# Directories that are written to are reached through no link.
+# Paths of written directories must not contain links.
 _NO_DIRECTORY = (errno.ENOTDIR, errno.ELOOP)
-# What ends the whole run: no other file would fare better.
+# Errors that end the whole run: every other file would fail, too.
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _EVERYWHERE = (*_FULL, errno.EMFILE, errno.ENFILE)
 _SHOWN = 300
 
 
 class UnfitError(ValueError):
-    """A file is not what it should be; the text goes on after its name, as in ``is larger than ...``."""
+    """A file has the wrong kind, size or content; the text follows its name, as in ``is larger than ...``."""
 
 
 def status_at(path: str, through_links: bool = True) -> Optional[FileStatus]:
-    """The status of what a path leads to; None where it leads to nothing.
+    """The status of a path; None if nothing is there.
 
     Args:
         path: the path.
-        through_links: of a symbolic link, what it leads to, else the link.
+        through_links: follow symbolic links; else the status of the link.
 
     Raises:
         UsageError: the path is too long to be one.
-        InputError: it may not be looked at.
-        RetryableError: it cannot be looked at at this moment.
+        InputError: permission is denied.
+        RetryableError: its status cannot be read at the moment.
     """
     try:
         return store_of(path).status(path, through_links)
@@ -57,13 +57,13 @@ def status_at(path: str, through_links: bool = True) -> Optional[FileStatus]:
         return None
     except OSError as error:
         if error.errno == errno.ELOOP:
-            # Links in a circle lead to nothing, as one to nowhere.
+            # A circle of links counts as missing, like a dangling link.
             return None
         raise look_error(path, error) from error
 
 
 def status_of_each(paths: Sequence[str], through_links: bool = True) -> list[Optional[FileStatus]]:
-    """What is at each of several paths, as `status_at` returns it; together where a request takes a round trip.
+    """The status of each of several paths, as `status_at` returns it; concurrently where requests take a round trip.
 
     Raises:
         ReshardError: as `status_at`.
@@ -72,7 +72,7 @@ def status_of_each(paths: Sequence[str], through_links: bool = True) -> list[Opt
 
 
 def names_in_each(directories: Sequence[str]) -> list[list[str]]:
-    """The names in each of several directories, as `names_in` says; likewise.
+    """The names in each of several directories, as `names_in` returns them; likewise.
 
     Raises:
         ReshardError: as `names_in`.
@@ -81,7 +81,7 @@ def names_in_each(directories: Sequence[str]) -> list[list[str]]:
 
 
 def exists(path: str) -> bool:
-    """Whether something stands at a path, be it a link that leads to nothing.
+    """Whether anything is at a path, a dangling link included.
 
     Raises:
         ReshardError: as `status_at`.
@@ -98,8 +98,8 @@ def is_directory(path: str) -> bool:
     entry = listed(path)
     if entry is not None:
         return entry.is_dir()
-    found = status_at(path)
-    return found is not None and found.directory
+    status = status_at(path)
+    return status is not None and status.directory
 
 
 def is_regular_file(path: str) -> bool:
@@ -111,12 +111,12 @@ def is_regular_file(path: str) -> bool:
     entry = listed(path)
     if entry is not None:
         return entry.is_file()
-    found = status_at(path)
-    return found is not None and found.regular
+    status = status_at(path)
+    return status is not None and status.regular
 
 
 def names_in(directory: str) -> list[str]:
-    """The names in a directory, sorted; none where there is no directory.
+    """The names in a directory, sorted; empty if there is no directory.
 
     Raises:
         ReshardError: it cannot be listed; as `status_at`.
@@ -130,19 +130,19 @@ def names_in(directory: str) -> list[str]:
 
 
 def leads_to_directory(entry: DirectoryEntry) -> bool:
-    """Whether an entry of a directory leads to one; a loop of links, as a link to nowhere, leads to nothing.
+    """Whether an entry of a directory is a directory or a link to one; a circle of links is not.
 
     Raises:
-        OSError: nobody can tell.
+        OSError: its status cannot be read.
     """
     return _leads_to(entry.is_dir)
 
 
 def leads_to_file(entry: DirectoryEntry) -> bool:
-    """Whether an entry of a directory leads to a regular file; likewise.
+    """Whether an entry of a directory is a regular file or a link to one; likewise.
 
     Raises:
-        OSError: nobody can tell.
+        OSError: its status cannot be read.
     """
     return _leads_to(entry.is_file)
 
@@ -157,7 +157,7 @@ def _leads_to(kind: Callable[[], bool]) -> bool:
 
 
 def look_error(path: str, error: OSError) -> ReshardError:
-    """The error to show where nobody can tell what is at a path."""
+    """The error for a path whose status cannot be read."""
     if error.errno == errno.ENAMETOOLONG:
         return too_long(path)
     if error.errno in _FORBIDDEN:
@@ -166,13 +166,13 @@ def look_error(path: str, error: OSError) -> ReshardError:
 
 
 def writing_error(path: str, error: OSError, what: str = "written", rank: Optional[int] = None) -> ReshardError:
-    """The error to show where a file or directory cannot be written or removed: lasting, or worth a retry.
+    """The error for a file or directory that cannot be written or removed: lasting, or worth a retry.
 
     Args:
         path: of the file.
-        error: what the system says.
-        what: cannot be done to it.
-        rank: whose file it is, if it is a rank's.
+        error: of the system.
+        what: the failed action, a participle.
+        rank: rank of the file, if it has one.
     """
     if error.errno == errno.ENAMETOOLONG:
         return too_long(path)
@@ -192,24 +192,28 @@ def writing_error(path: str, error: OSError, what: str = "written", rank: Option
             rank=rank,
             hint=f"choose another place, or get {store_of(path).missing_right(path)}",
         )
-    said = "no space is left" if error.errno in _FULL else f"cannot be {what}"
+    problem = "no space left" if error.errno in _FULL else f"cannot be {what}"
     kind = UnwritableError if error.errno in _EVERYWHERE else RetryableError
-    return kind(f"{path}: {said}{whose}: {reason}", file=path, rank=rank)
+    return kind(f"{path}: {problem}{whose}: {reason}", file=path, rank=rank)
 
 
 def is_read_only(error: OSError) -> bool:
-    """Whether an error tells of rights, or of a read-only file system, which no retry changes."""
+    """Whether an error is about permissions or a read-only file system, which no retry changes."""
     return error.errno in _READ_ONLY
 
 
 def too_long(path: str) -> UsageError:
-    """The error for a path that the system takes for too long."""
+    """The error for a path that is longer than the system allows."""
     shown = path if len(path) <= _SHOWN else f"{path[:_SHOWN]}..."
-    return UsageError(f"{shown}: is too long for a path", file=path, hint="give a shorter one, or one relative to here")
+    return UsageError(
+        f"{shown}: is too long for a path",
+        file=path,
+        hint="use a shorter path, or one relative to the current directory",
+    )
 
 
 def entries_of_each(directories: Iterable[str]) -> Iterator[list[DirectoryEntry]]:
-    """What is in each of several directories, in their order; asked for at a time where a request takes a round trip.
+    """The entries of each of several directories, in order; concurrently where requests take a round trip.
 
     Raises:
         OSError: one cannot be listed.
@@ -223,16 +227,16 @@ def opened_regular(path: str, through_links: bool = True) -> Iterator[ReadableFi
 
     Args:
         path: the file.
-        through_links: it may be a symbolic link to one.
+        through_links: follow symbolic links.
 
     Raises:
         UnfitError: it is something else.
-        OSError: it is not there, or cannot be opened.
+        OSError: it is missing, or cannot be opened.
     """
     store = store_of(path)
     try:
         if store.special_files:
-            # To open a FIFO waits for its writer, and to open a device may do anything.
+            # Opening a FIFO waits for its writer; opening a device can have any effect.
             _check_regular(store.status(path, through_links))
         file = store.open(path, through_links)
     except IsADirectoryError as error:
@@ -240,7 +244,7 @@ def opened_regular(path: str, through_links: bool = True) -> Iterator[ReadableFi
     except ValueError as error:
         if isinstance(error, UnfitError):
             raise
-        # A name with a NUL, or one that cannot be encoded: no file has it.
+        # No file can have a name with a NUL, or one that cannot be encoded.
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path) from error
     try:
         _check_regular(file.status())
@@ -259,13 +263,13 @@ def read_small(path: str, most: int, through_links: bool = True) -> bytes:
 
     Args:
         path: the file.
-        most: bytes that it may have.
-        through_links: it may be a symbolic link to one.
+        most: maximum size in bytes.
+        through_links: follow symbolic links.
 
     Raises:
-        UnfitError: it is no regular file, or larger.
-        RetryableError: it does not give what it has.
-        OSError: it is not there, or cannot be read.
+        UnfitError: it is not a regular file, or larger.
+        RetryableError: reads end before its size.
+        OSError: it is missing, or cannot be read.
     """
     with opened_regular(path, through_links) as file:
         size = file.size()
@@ -277,17 +281,17 @@ def read_small(path: str, most: int, through_links: bool = True) -> bytes:
 def read_range(file: ReadableFile, offset: int, least: int, most: Optional[int] = None) -> bytes:
     """Bytes of an open file from an offset on.
 
-    A read may give less than was asked for, on network file systems above all, and that says nothing of
-    the file: it is read on, and what stays missing is an error that may pass, never damage.
+    A read may return fewer bytes than requested, above all on network file systems. That is no sign of damage:
+    reading continues, and bytes that stay missing are an error that a retry may cure.
 
     Args:
-        file: the file.
-        offset: where to begin.
-        least: bytes that the file had there when it was opened; all of them are read.
-        most: bytes to ask for.
+        file: the open file.
+        offset: first byte.
+        least: bytes from there to the end of the file when it was opened; all of them are read.
+        most: maximum bytes to read.
 
     Raises:
-        RetryableError: the file became shorter, or does not give what it has.
+        RetryableError: the file became shorter, or reads end before its size.
         OSError: reading failed.
     """
     data = file.read(offset, max(least, most or 0))
@@ -302,7 +306,7 @@ def read_range(file: ReadableFile, offset: int, least: int, most: Optional[int] 
             raise cut_short(file.path)
         if idle == _TIMES:
             raise RetryableError(
-                f"{file.path}: cannot be read: it gives {len(data)} bytes at byte {offset}, and has {least}",
+                f"{file.path}: cannot be read: a read at byte {offset} returned {len(data)} of {least} bytes",
                 file=file.path,
             )
     return data
@@ -311,7 +315,7 @@ def read_range(file: ReadableFile, offset: int, least: int, most: Optional[int] 
 def read_each(file: ReadableFile, ranges: Sequence[tuple[int, int]]) -> Iterator[bytes]:
     """Several (offset, bytes) ranges of an open file, all of which it has, in their order.
 
-    Where every read takes a round trip they are read at the same time, else one by one, as they are taken.
+    Concurrently where every read takes a round trip, else one by one, on demand.
 
     Raises:
         ReshardError, OSError: as `read_range`.
@@ -328,8 +332,8 @@ def fill(file: ReadableFile, offset: int, out: memoryview, rank: Optional[int] =
     Args:
         file: the file, which had these bytes when it was opened.
         offset: where to begin.
-        out: where they go.
-        rank: whose file it is, for messages.
+        out: buffer for the bytes.
+        rank: rank of the file, for messages.
 
     Raises:
         RetryableError: the file became shorter.
@@ -344,18 +348,18 @@ def fill(file: ReadableFile, offset: int, out: memoryview, rank: Optional[int] =
 
 
 def cut_short(path: str, rank: Optional[int] = None) -> RetryableError:
-    """The error to show for a file that ended earlier than when it was opened."""
+    """The error for a file that became shorter while it was open."""
     whose = f" (rank {rank})" if rank is not None else ""
     return RetryableError(
         f"{path}: became shorter while it was read{whose}",
         file=path,
         rank=rank,
-        hint="wait until nothing writes the source any more, then give the same command again",
+        hint="wait until no program writes to the source, then run the same command again",
     )
 
 
 def new_file(path: str, size: int, expected: Optional[Expected] = None, sending: Optional[Sending] = None) -> NewFile:
-    """Begin to write a file, in a directory that is made where it is not there; see `Store.new_file`.
+    """Begin to write a file, in a directory that is made if missing; see `Store.new_file`.
 
     Raises:
         OSError: it cannot be written.
@@ -364,18 +368,18 @@ def new_file(path: str, size: int, expected: Optional[Expected] = None, sending:
 
 
 def write_parts(path: str, size: int, parts: Iterable[Union[bytes, memoryview]]) -> int:
-    """Write a file part by part; it gets its name when the last part has come.
+    """Write a file part by part; it gets its name after the last part.
 
     Args:
-        path: the file; its directory is made where it is missing.
+        path: the file; its directory is made if missing.
         size: bytes of all parts.
-        parts: what is written, in order; an error that comes from them is passed on.
+        parts: contents in order; their errors are passed on.
 
     Returns:
-        A CRC-32 of all.
+        The CRC-32 of the whole file.
 
     Raises:
-        OSError: it cannot be written; nothing is left behind.
+        OSError: it cannot be written; no partial file remains.
     """
     offset = crc = 0
     with contextlib.closing(new_file(path, size)) as file:
@@ -384,7 +388,7 @@ def write_parts(path: str, size: int, parts: Iterable[Union[bytes, memoryview]])
                 file.write(offset, data)
                 offset, crc = offset + len(data), zlib.crc32(data, crc)
             if offset != size or file.finish().size != size:
-                raise OSError(errno.EIO, f"it is not of the {size:,} bytes that it should have", path)
+                raise OSError(errno.EIO, f"its size is not {size:,} bytes", path)
             file.publish()
         finally:
             file.discard()
@@ -392,7 +396,7 @@ def write_parts(path: str, size: int, parts: Iterable[Union[bytes, memoryview]])
 
 
 def _gathered(parts: Iterable[Union[bytes, memoryview]]) -> Iterator[memoryview]:
-    """The same bytes in parts that are worth a request."""
+    """The same bytes in parts that are large enough for a request."""
     held = bytearray()
     for part in parts:
         data = memoryview(part).cast("B")
@@ -407,16 +411,16 @@ def _gathered(parts: Iterable[Union[bytes, memoryview]]) -> Iterator[memoryview]
 
 
 def write_whole(path: str, data: bytes) -> None:
-    """Write a small file so that under its name it is whole, or not there; for good. Its directory has to be there.
+    """Write a small file atomically and durably. Its directory has to exist.
 
     Raises:
-        OSError: it cannot be written; nothing is left behind.
+        OSError: it cannot be written; no partial file remains.
     """
     store_of(path).write_whole(path, data)
 
 
 def make_directory(path: str) -> bool:
-    """Make a directory, and those above it, unless it is there; whether it was made. Object stores need none.
+    """Make a directory and its missing parents; whether it was made. Object stores need none.
 
     Raises:
         OSError: it cannot be made.
@@ -425,7 +429,7 @@ def make_directory(path: str) -> bool:
 
 
 def remove_file(path: str) -> None:
-    """Remove a file, if it is there.
+    """Remove a file if it exists.
 
     Raises:
         OSError: it cannot be removed.

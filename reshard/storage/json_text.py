@@ -1,8 +1,8 @@
-"""JSON as anybody may have written it: parsed strictly, in bounded memory, its values checked as they are taken.
+"""Untrusted JSON: parsed strictly, in bounded memory; values are checked when they are read.
 
-`parse_json` is for small files, `JsonStream` for large ones, of which one item at a time is an object
-in memory. What is accepted can be printed and written again: no key comes twice, no number is NaN or
-absurdly long, no text holds half of a surrogate pair.
+`parse_json` is for small files. `JsonStream` is for large ones: only one item at a time is an object in memory.
+Accepted values can be printed and written again: no duplicate keys, no NaN, no absurdly long numbers, no text
+with half of a surrogate pair.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from typing import Any, Callable, NoReturn, Optional
 from reshard.text.wording import quoted
 
 _SPACE = re.compile(r"[ \t\n\r]*")
-# Half of a surrogate pair can only be spelled so.
+# The only spelling of half of a surrogate pair.
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _MOST_VALUES = 1 << 22
-# As many as a 64-bit number can have, and a sign.
+# Digits of a 64-bit number, with its sign.
 _MOST_DIGITS = 20
 _MOST_ITEM = 1 << 20
-# A value that is no text and has no parts is shorter.
+# Maximum length of numbers, flags and null.
 _LONGEST_TOKEN = 32
-# So many characters behind a number tell that it has ended: ``1`` may become ``1e-5``.
+# A number ends only if so many characters follow: ``1`` may become ``1e-5``.
 _NUMBER_GOES_ON = 3
 _SHOWN = 40
 _MOST_DEPTH = 100
@@ -33,43 +33,43 @@ _WINDOW = 1 << 18
 
 
 class JsonError(ValueError):
-    """The text is no JSON, or not what it should say; in words that can follow ``is damaged:``."""
+    """The text is not JSON, or has unexpected values; the message can follow ``is damaged:``."""
 
 
 def parse_json(data: bytes, most_values: int = _MOST_VALUES) -> Any:
-    """What a text says.
+    """The value of a JSON text.
 
     Args:
         data: the text, UTF-8.
-        most_values: values that it may hold; each may take a hundred bytes.
+        most_values: maximum number of values; each may take a hundred bytes.
 
     Raises:
-        JsonError: it is no JSON, or says a thing twice, or holds too much.
+        JsonError: it is not JSON, has a duplicate key, or too many values.
     """
     if data.count(b",") + data.count(b"[") + data.count(b"{") > most_values:
-        raise JsonError(f"it holds more values than any such file ({most_values})")
+        raise JsonError(f"it holds more than {most_values} values")
     try:
         text = data.decode("utf-8-sig")
     except UnicodeError:
         raise JsonError("its text is not valid UTF-8") from None
     try:
-        found, end = _decoded(text, _after_space(text, 0))
+        value, end = _decoded(text, _after_space(text, 0))
     except _UnendedError as error:
         raise JsonError(str(error)) from None
     if _after_space(text, end) < len(text):
         raise JsonError("it is not valid JSON (something follows after its end)")
-    return found
+    return value
 
 
 class JsonStream:
-    """Walks a large text, an object or array at a time; what is walked into is not kept.
+    """Reads a large text, an object or array at a time; what was read is not kept.
 
     Args:
-        read: gives the next bytes of the text, none at its end.
-        most_item: characters that one value may have.
+        read: returns the next bytes of the text, none at its end.
+        most_item: maximum characters of one value.
 
     Raises:
-        JsonError: from every method, where the text is no JSON, or something else than asked for.
+        JsonError: from every method: the text is not JSON, or the next value has another type.
     """
 
     def __init__(self, read: Callable[[], bytes], most_item: int = _MOST_ITEM) -> None:
@@ -81,10 +81,10 @@ class JsonStream:
         self._ended = False
 
     def members(self, known: Optional[Container[str]] = None) -> Iterator[str]:
-        """The keys of the object that comes next; each one's value is to be taken before the next key.
+        """The keys of the next object; the caller reads each value before the next key.
 
         Args:
-            known: keys that were taken, where the caller keeps them; none of them may come again.
+            known: earlier keys, if the caller keeps them; a duplicate of one is an error.
         """
         self._expect("{", "an object")
         taken: set[str] = set()
@@ -105,7 +105,7 @@ class JsonStream:
                 return
 
     def elements(self) -> Iterator[None]:
-        """Once for each element of the array that comes next; each is to be taken before the next."""
+        """Once for each element of the next array; the caller reads each before the next."""
         self._expect("[", "an array")
         if self._next() == "]":
             self._position += 1
@@ -116,14 +116,14 @@ class JsonStream:
                 return
 
     def peek(self) -> str:
-        """The first character of what comes next; empty at the end."""
+        """The first character of the next value; empty at the end."""
         return self._next()
 
     def value(self, most: Optional[int] = None) -> Any:
-        """The value that comes next, whatever it is.
+        """The next value.
 
         Args:
-            most: characters that it may have, if more than others.
+            most: maximum characters, if more than for others.
         """
         self._next()
         most = self._most_item if most is None else most
@@ -139,17 +139,17 @@ class JsonStream:
             if len(self._text) - self._position > most:
                 begins = quoted(self._text[self._position : self._position + _SHOWN])
                 raise JsonError(f"a value is longer than {most} characters, or has no end: {begins}")
-            # Twice as much each time, so that a long value is not looked through too often.
-            wanted = 2 * (len(self._text) - self._position)
+            # Doubled each time: a long value is not scanned too often.
+            length = 2 * (len(self._text) - self._position)
             self._more()
-            while len(self._text) < wanted and not self._ended:
+            while len(self._text) < length and not self._ended:
                 self._more()
 
     def matching(self, pattern: re.Pattern[str]) -> Optional[re.Match[str]]:
-        """The value that comes next, where it is written as is usual; None: it is to be taken otherwise.
+        """The next value if it matches a pattern; None if it has to be read by another method.
 
         Args:
-            pattern: of no other text than one JSON object or array, which it tells the end of.
+            pattern: matches exactly one JSON object or array.
         """
         self._next()
         match = pattern.match(self._text, self._position)
@@ -158,7 +158,7 @@ class JsonStream:
         return match
 
     def skip(self, depth: int = 0) -> None:
-        """Step over the value that comes next; it is not kept, whatever its size."""
+        """Skip the next value; none of it is kept, whatever its size."""
         if depth > _MOST_DEPTH:
             raise JsonError("its JSON is nested too deeply")
         begins = self._next()
@@ -172,12 +172,12 @@ class JsonStream:
             self.value()
 
     def end(self) -> None:
-        """Check that nothing follows."""
+        """Check that only space follows."""
         if self._next():
             raise JsonError("it is not valid JSON (something follows after its end)")
 
     def _next(self) -> str:
-        """The next character that is no space, without stepping over it; empty at the end."""
+        """The next character that is not space, without skipping it; empty at the end."""
         while True:
             self._position = _after_space(self._text, self._position)
             if self._position < len(self._text):
@@ -192,12 +192,12 @@ class JsonStream:
         self._position += 1
 
     def _ends(self, mark: str) -> bool:
-        """Step over a comma or the mark that ends an object or array; whether it was the latter."""
-        found = self._next()
-        if found not in (",", mark) or not found:
+        """Skip a comma or the closing mark of an object or array; whether it was the closing mark."""
+        character = self._next()
+        if character not in (",", mark) or not character:
             raise JsonError(f"it is not valid JSON (a comma or {mark} is expected)")
         self._position += 1
-        return found == mark
+        return character == mark
 
     def _more(self) -> None:
         data = self._read()
@@ -211,7 +211,7 @@ class JsonStream:
 
 
 def windows_of(data: bytes) -> Callable[[], bytes]:
-    """What reads bytes that are in memory for a `JsonStream`; a mark of UTF-8 at their begin is left out."""
+    """A reader of bytes in memory for a `JsonStream`; a UTF-8 byte order mark is left out."""
     position = len(codecs.BOM_UTF8) if data.startswith(codecs.BOM_UTF8) else 0
 
     def read() -> bytes:
@@ -223,11 +223,11 @@ def windows_of(data: bytes) -> Callable[[], bytes]:
 
 
 class _UnendedError(ValueError):
-    """Text that is no JSON, and might become it with what follows."""
+    """Text that is not JSON, but may become JSON with more text."""
 
 
 def _decoded(text: str, start: int) -> tuple[Any, int]:
-    """The value at a place of the text, and where it ends."""
+    """The value at a position of the text, and its end."""
     try:
         value, end = _DECODER.raw_decode(text, start)
         if _SURROGATE.search(text, start, end):
@@ -240,7 +240,7 @@ def _decoded(text: str, start: int) -> tuple[Any, int]:
     except JsonError:
         raise
     except json.JSONDecodeError as error:
-        # What is wrong in the middle stays wrong; a text that has no end may get one.
+        # More text cannot cure an error before the end.
         unended = error.msg.startswith("Unterminated") or error.pos > len(text) - _LONGEST_TOKEN
         kind = _UnendedError if unended else JsonError
         raise kind(f"it is not valid JSON ({error})") from None
@@ -253,12 +253,12 @@ def _after_space(text: str, position: int) -> int:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    members: dict[str, Any] = {}
     for key, value in pairs:
-        if key in found:
+        if key in members:
             raise _twice(key)
-        found[key] = value
-    return found
+        members[key] = value
+    return members
 
 
 def _twice(key: str) -> JsonError:
@@ -266,28 +266,28 @@ def _twice(key: str) -> JsonError:
 
 
 def _integer(digits: str) -> int:
-    # Without a bound, a number of millions of digits takes minutes to convert.
+    # Without a limit, a number of millions of digits takes minutes to convert.
     if len(digits) > _MOST_DIGITS:
         raise JsonError("it holds a number that is too large")
     return int(digits)
 
 
 def _constant(name: str) -> NoReturn:
-    raise JsonError(f"{name} is no JSON")
+    raise JsonError(f"{name} is not JSON")
 
 
 _DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_int=_integer, parse_constant=_constant)
 
 
 class Fields:
-    """The members of an object, taken as what they should be.
+    """The members of an object, with checked types.
 
     Args:
         content: the object.
-        where: what it is, for messages.
+        where: name of the object, for messages.
 
     Raises:
-        JsonError: it is none, or a member is missing or something else.
+        JsonError: it is not an object, or a member is missing or has another type.
     """
 
     def __init__(self, content: Any, where: str) -> None:
@@ -304,24 +304,24 @@ class Fields:
 
     def integer(self, key: str, low: int, end: int) -> int:
         """A whole number from ``low`` to before ``end``."""
-        return _whole(self._of(key), self._said(key), low, end)
+        return _whole(self._of(key), self._label(key), low, end)
 
     def text(self, key: str) -> str:
         """A text."""
-        found = self._of(key)
-        if not isinstance(found, str):
-            raise JsonError(f"{self._said(key)} is not a text")
-        return found
+        value = self._of(key)
+        if not isinstance(value, str):
+            raise JsonError(f"{self._label(key)} is not a text")
+        return value
 
     def flag(self, key: str) -> bool:
         """True or false."""
-        found = self._of(key)
-        if not isinstance(found, bool):
-            raise JsonError(f"{self._said(key)} is neither true nor false")
-        return found
+        value = self._of(key)
+        if not isinstance(value, bool):
+            raise JsonError(f"{self._label(key)} is neither true nor false")
+        return value
 
     def is_null(self, key: str) -> bool:
-        """Whether a member is there and null."""
+        """Whether a member exists and is null."""
         return self._content.get(key, "") is None
 
     def optional_text(self, key: str) -> Optional[str]:
@@ -330,57 +330,57 @@ class Fields:
 
     def entries(self, key: str) -> list[Any]:
         """A list of anything."""
-        found = self._of(key)
-        if not isinstance(found, list):
-            raise JsonError(f"{self._said(key)} is not a list")
-        return found
+        value = self._of(key)
+        if not isinstance(value, list):
+            raise JsonError(f"{self._label(key)} is not a list")
+        return value
 
     def integers(self, key: str, low: int, end: int) -> tuple[int, ...]:
         """A list of whole numbers from ``low`` to before ``end``."""
-        return integers(self.entries(key), self._said(key), low, end)
+        return integers(self.entries(key), self._label(key), low, end)
 
     def texts(self, key: str) -> tuple[str, ...]:
         """A list of texts."""
-        found = self.entries(key)
-        if not all(isinstance(entry, str) for entry in found):
-            raise JsonError(f"{self._said(key)} holds something that is not a text")
-        return tuple(found)
+        entries = self.entries(key)
+        if not all(isinstance(entry, str) for entry in entries):
+            raise JsonError(f"{self._label(key)} holds something that is not a text")
+        return tuple(entries)
 
     def fields(self, key: str) -> Fields:
         """An object."""
-        return Fields(self._of(key), self._said(key))
+        return Fields(self._of(key), self._label(key))
 
     def members(self, key: str) -> Iterator[tuple[str, Fields]]:
         """An object of named objects."""
         for name, item in self.fields(key)._content.items():
             if not name:
-                raise JsonError(f"{self._said(key)} holds an empty name")
+                raise JsonError(f"{self._label(key)} holds an empty name")
             yield name, Fields(item, f"{key}, {quoted(name)}")
 
     def _of(self, key: str) -> Any:
         if key not in self._content:
-            raise JsonError(f"{self._said(key)} is missing")
+            raise JsonError(f"{self._label(key)} is missing")
         return self._content[key]
 
-    def _said(self, key: str) -> str:
+    def _label(self, key: str) -> str:
         return f"{self._where}: {key}"
 
 
-def integers(found: Any, what: str, low: int, end: int) -> tuple[int, ...]:
+def integers(value: Any, label: str, low: int, end: int) -> tuple[int, ...]:
     """A list of whole numbers from ``low`` to before ``end``.
 
     Raises:
         JsonError: it is something else.
     """
-    if not isinstance(found, list):
-        raise JsonError(f"{what} is not a list of numbers")
-    return tuple(_whole(entry, what, low, end) for entry in found)
+    if not isinstance(value, list):
+        raise JsonError(f"{label} is not a list of numbers")
+    return tuple(_whole(entry, label, low, end) for entry in value)
 
 
-def _whole(found: Any, what: str, low: int, end: int) -> int:
-    # JSON's true is an int to Python.
-    if not isinstance(found, int) or isinstance(found, bool):
-        raise JsonError(f"{what} holds something that is not a whole number")
-    if not low <= found < end:
-        raise JsonError(f"{what} holds a number out of range")
-    return found
+def _whole(value: Any, label: str, low: int, end: int) -> int:
+    # JSON's true is an int in Python.
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise JsonError(f"{label} holds something that is not a whole number")
+    if not low <= value < end:
+        raise JsonError(f"{label} holds a number out of range")
+    return value

@@ -1,7 +1,7 @@
 """Files on file systems of this machine, or mounted there.
 
-On network file systems what is asked first tells how long a round trip takes: opening a file and its first read are
-timed. Later reads tell less: a file system reads ahead, so that many are answered by this machine, and large ones
+The round trip of network file systems is measured with the opening of a file and its first read. Later reads
+measure less: a file system reads ahead, so this machine answers many of them, and large ones
 take the time of their bytes.
 """
 
@@ -25,23 +25,23 @@ from reshard.storage.new_local_file import NewLocalFile
 from reshard.storage.registry import absolute
 from reshard.storage.store import DirectoryEntry, Expected, FileStatus, Lock, OpenFile, Sending, Sign, Store, Tell
 
-# Seconds: no single write takes longer.
+# Seconds. No single write takes longer.
 _MOMENT = 600.0
 # Larger reads take the time of their bytes.
 _SMALL = 64 << 10
 
 
 class LocalFile:
-    """A file that is read through a descriptor.
+    """A file that is open through a descriptor.
 
     Args:
         descriptor: open for reading; its position is not used.
         path: its name, for messages.
-        measured: told how long the first read took, where the file lies on a network.
+        measured: collects the time of the first read, for files on a network.
     """
 
     cipher: Optional[str] = None
-    # Another may write to it meanwhile, or put another in its place.
+    # Other programs may write to it, or replace it.
     pinned = False
 
     def __init__(self, descriptor: int, path: str, measured: Optional[Measured] = None) -> None:
@@ -51,15 +51,15 @@ class LocalFile:
         self._measured = measured
 
     def size(self) -> int:
-        """Bytes that it has at this moment."""
+        """Its current size in bytes."""
         return os.fstat(self.descriptor).st_size
 
     def status(self) -> FileStatus:
-        """What the file system says of it."""
+        """Its status in the file system."""
         return FileStatus.of(os.fstat(self.descriptor))
 
     def read(self, offset: int, count: int) -> bytes:
-        """Bytes from an offset on: as many as a read gives, none at the end."""
+        """Bytes from an offset on: as many as one read returns, none at the end."""
         measured, self._measured = self._measured, None
         if measured is None:
             return os.pread(self.descriptor, count, offset)
@@ -70,22 +70,22 @@ class LocalFile:
         return data
 
     def read_into(self, offset: int, out: memoryview) -> int:
-        """Likewise into ``out``, from its beginning; how many."""
+        """Likewise into ``out``, from its beginning; the number of bytes read."""
         self._measured = None
         return os.preadv(self.descriptor, [out], offset)
 
     def being_written(self) -> bool:
         """Whether it was changed a moment ago, and a process of this machine has it open for writing.
 
-        A large write changes the file's times when it begins: who opens the file in the middle of it sees no other
-        times afterwards. Where the kernel does not say who has it open, this is False.
+        A large write changes the file's times only when it begins. A reader that opens the file during the write sees
+        the same times afterwards. False where the kernel does not report writers.
         """
         if self._on_network or abs(time.time() - os.fstat(self.descriptor).st_mtime) > _MOMENT:
             return False
         try:
-            # Whoever opens it for writing between the two calls has a signal sent, which would end this process.
+            # A process that opens it for writing between the two calls causes a signal, which would end this process.
             fcntl.fcntl(self.descriptor, fcntl.F_SETSIG, signal.SIGURG)
-            # Refused where somebody has it open for writing.
+            # Refused while a process has it open for writing.
             fcntl.fcntl(self.descriptor, fcntl.F_SETLEASE, fcntl.F_RDLCK)
         except OSError as error:
             return error.errno == errno.EAGAIN
@@ -98,7 +98,7 @@ class LocalFile:
 
 
 class LocalStore(Store):
-    """Whatever has a path on this machine."""
+    """All paths of this machine."""
 
     special_files = True
 
@@ -106,11 +106,11 @@ class LocalStore(Store):
         self._file_systems = FileSystems()
 
     def status(self, path: str, through_links: bool = True) -> FileStatus:
-        """What is at a path."""
+        """The status of a path."""
         return FileStatus.of(os.stat(path) if through_links else os.lstat(path))
 
     def entries(self, directory: str) -> list[DirectoryEntry]:
-        """What is in a directory."""
+        """The entries of a directory."""
         with os.scandir(directory) as entries:
             return list(entries)
 
@@ -126,17 +126,17 @@ class LocalStore(Store):
         return LocalFile(descriptor, path, measured)
 
     def costs(self, path: str) -> Storage:
-        """What requests cost on the file system that a path lies on, by those that were made."""
+        """Costs of requests on the file system of a path, from the measurements so far."""
         return self._file_systems.costs(path)
 
     def new_file(
         self, path: str, size: int, expected: Optional[Expected] = None, sending: Optional[Sending] = None
     ) -> NewLocalFile:
-        """Begin to write a file under a temporary name, in a directory that is made where it is not there."""
+        """Begin to write a file under a temporary name, in a directory that is made if missing."""
         return NewLocalFile(path)
 
     def write_whole(self, path: str, data: bytes) -> None:
-        """Write a small file whole, in a directory that is there."""
+        """Write a small file atomically, in an existing directory."""
         temporary.write_whole(path, data)
 
     def make_directory(self, path: str) -> bool:
@@ -144,7 +144,7 @@ class LocalStore(Store):
         return directories.make_directory(path)
 
     def touch(self, path: str) -> bool:
-        """Give a file, or a link, the time of now."""
+        """Set the time of a file, or a link, to now."""
         try:
             with directories.opened_above(path) as (name, fd):
                 os.utime(name, dir_fd=fd, follow_symlinks=False)
@@ -162,7 +162,7 @@ class LocalStore(Store):
         return None if status is None else (status.device, status.inode)
 
     def volume(self, directory: str) -> Optional[tuple[int, str]]:
-        """The file system that a directory lies on, or the nearest one above it that exists."""
+        """The file system of a directory, or of its nearest existing parent."""
         existing = absolute(directory)
         while True:
             status = self._status_or_none(existing)
@@ -171,17 +171,17 @@ class LocalStore(Store):
             existing = os.path.dirname(existing)
 
     def free(self, place: str) -> Optional[int]:
-        """Bytes that may be written; a file system that reports no blocks at all does not know."""
+        """Free bytes; None for a file system that reports no blocks."""
         status = os.statvfs(place)
         return status.f_bavail * status.f_frsize if status.f_blocks else None
 
     def missing_right(self, path: str) -> str:
-        """A right to write to its directory."""
+        """A permission to write to its directory."""
         directory = shlex.quote(os.path.dirname(path) or os.curdir)
-        return f"a right to write there: `ls -ld {directory}` shows owner and rights"
+        return f"write permission: `ls -ld {directory}` shows owner and rights"
 
     def remove(self, path: str, if_same: Optional[Callable[[FileStatus], bool]] = None) -> None:
-        """Remove a file; with a condition, flush that to disk."""
+        """Remove a file; with a condition, also flush the directory to disk."""
         with directories.opened_above(path) as (name, fd):
             if if_same is None or if_same(FileStatus.of(os.lstat(name, dir_fd=fd))):
                 os.unlink(name, dir_fd=fd)
@@ -197,7 +197,7 @@ class LocalStore(Store):
         temporary.remove_dead(directory, complete)
 
     def make_empty(self, path: str) -> None:
-        """Make an empty file in one step."""
+        """Make an empty file atomically."""
         with directories.opened_own(os.path.dirname(path)) as fd:
             flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
             os.close(os.open(os.path.basename(path), flags, 0o666, dir_fd=fd))
@@ -218,7 +218,7 @@ class LocalStore(Store):
             return os.listdir(fd)
 
     def check_own(self, path: str, directory: bool) -> None:
-        """Insist that nothing on the way is a link."""
+        """Raise if a part of the path is a link."""
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             with directories.opened_own(path if directory else os.path.dirname(path)) as fd:
                 if directory or stat.S_ISREG(os.lstat(os.path.basename(path), dir_fd=fd).st_mode):
@@ -226,15 +226,15 @@ class LocalStore(Store):
             raise directories.not_ours(path)
 
     def lock(self, path: str, again: Callable[[], None], tell: Tell) -> AbstractContextManager[Callable[[], None]]:
-        """Hold a file's lock alone."""
+        """Hold a file's lock exclusively."""
         return locks.lock(path, again, tell)
 
     def share(self, path: str, tell: Tell) -> Lock:
-        """Hold a file's lock beside others."""
+        """Hold a file's lock shared."""
         return locks.share(path, tell)
 
     def try_lock(self, path: str) -> AbstractContextManager[Optional[bool]]:
-        """Hold a file's lock alone, if nobody has it."""
+        """Hold a file's lock exclusively, if it is free."""
         return locks.try_lock(path)
 
     def sign_in(self, directory: str) -> Sign:

@@ -1,7 +1,7 @@
-"""Locks on files of file systems, which the kernel gives up when a process dies; and waiting for locks of any store.
+"""Locks on files of file systems, which the kernel releases when a process dies; waiting for locks of any store.
 
-Some file systems have none, and on some they do not reach other machines; so there are three answers
-to whether somebody else holds a lock: yes, no, and nobody knows.
+Some file systems have no locks, on others they do not reach other machines. So a question about a lock
+has three results: held, free, unknown.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from reshard.storage import temporary
 from reshard.storage.directories import opened_own
 from reshard.storage.store import Tell
 
-TOLD_AFTER = 2.0
-"""Seconds of waiting for a lock until somebody is told."""
+MESSAGE_AFTER = 2.0
+"""Seconds of waiting for a lock before a message."""
 GIVEN_UP_AFTER = 120.0
-"""Seconds of waiting for a lock until it is an error: nobody of ours holds one for so long."""
+"""Seconds of waiting for a lock before an error: no run holds one for so long."""
 
 _BUSY = (errno.EWOULDBLOCK, errno.EACCES)
 _MIN_PAUSE = 0.005
 
 
 class Waiting:
-    """Waits for a lock in pauses, which grow; the time is that since it was made.
+    """Waits for a lock in growing pauses; counts the time since its creation.
 
     Args:
-        path: of the lock.
-        tell: told once what is waited for.
-        hint: what to do where another process has the lock for too long.
-        max_pause: seconds.
-        longer: seconds by which it takes longer until it is an error.
-        holder: returns who has the lock, None where nothing tells; the time begins anew when another has it.
+        path: path of the lock.
+        tell: called once with a message.
+        hint: advice for a lock that is held for too long.
+        max_pause: maximum seconds of a pause.
+        longer: additional seconds before the error.
+        holder: returns the holder's name, None if unknown; the time starts again with every new holder.
     """
 
     def __init__(
@@ -60,10 +60,10 @@ class Waiting:
         self._pause = _MIN_PAUSE
 
     def pause(self) -> None:
-        """Wait a moment.
+        """Wait for a pause.
 
         Raises:
-            RetryableError: it has been long enough.
+            RetryableError: the maximum time has passed.
         """
         waited = time.monotonic() - self._began
         limit = GIVEN_UP_AFTER + self._longer
@@ -73,20 +73,20 @@ class Waiting:
             raise RetryableError(
                 f"{self._path}: another process has held this lock for {limit:.0f} s", file=self._path, hint=self._hint
             )
-        if waited > TOLD_AFTER and self._tell is not None:
+        if waited > MESSAGE_AFTER and self._tell is not None:
             self._tell(f"waiting for {self._path}, which another process has locked")
             self._tell = None
-        # Loaded only here: it takes some of the time that a command needs to start.
+        # Imported only here: it slows the start of a command.
         import random
 
-        # Random, so that those who wait do not ask in step.
+        # Random pauses: waiting processes do not try at the same times.
         time.sleep(self._pause * random.uniform(0.5, 1))
         self._pause = min(2 * self._pause, self._max_pause)
 
     def _another_has_it(self) -> bool:
-        """Whether another process has the lock than at the last look.
+        """Whether the holder has changed since the last call.
 
-        With a round trip for every step, a hundred runs take minutes to begin one after the other.
+        Where each step takes a round trip, a hundred runs need minutes to begin one after the other.
         """
         before, self._last_holder = self._last_holder, self._holder()
         return self._last_holder is not None and self._last_holder != before
@@ -103,10 +103,10 @@ class FileLock:
         self._fd = fd
 
     def check(self) -> None:
-        """The kernel gives it up with its process alone."""
+        """The kernel releases it only when its process ends."""
 
     def release(self) -> None:
-        """Give it up."""
+        """Release it."""
         os.close(self._fd)
 
 
@@ -114,7 +114,7 @@ class FileSign:
     """A temporary file.
 
     Args:
-        directory: where.
+        directory: its directory.
     """
 
     def __init__(self, directory: str) -> None:
@@ -183,11 +183,13 @@ def lock(path: str, again: Callable[[], None], tell: Tell) -> Iterator[Callable[
 
 
 def _waiting(path: str, tell: Tell) -> Waiting:
-    return Waiting(path, tell, f"`fuser {path}` on each machine that writes there tells which; end it if it hangs")
+    return Waiting(
+        path, tell, f"`fuser {path}` on each machine that writes there lists the process; end it if it hangs"
+    )
 
 
 def _is_busy(fd: int, kind: int) -> bool:
-    """Try to lock; whether somebody else's lock is in the way. Where there are no locks, nobody's is."""
+    """Try to lock; whether another process holds the lock. Without support for locks, none does."""
     try:
         fcntl.flock(fd, kind | fcntl.LOCK_NB)
     except OSError as error:
@@ -206,7 +208,7 @@ def _open_there(path: str) -> int:
     except OSError as error:
         if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
             raise
-        # Of another user, or not to be written by anybody: it can be asked, where reading suffices for that.
+        # Of another user, or read-only: the lock can be tested where reading suffices for that.
         return _open(path, os.O_RDONLY)
 
 

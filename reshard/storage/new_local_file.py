@@ -40,7 +40,7 @@ class WrittenFile(NewFile):
         done = 0
         while done < len(data):
             done += os.pwrite(self._fd, data[done:], offset + done)
-        # The disk begins at once, not when everything waits for the flush; see docs/benchmarks.md.
+        # Writing to disk starts now, not at the flush; see docs/benchmarks.md.
         os.posix_fadvise(self._fd, offset, done, os.POSIX_FADV_DONTNEED)
 
     def copy(self, descriptor: int, start: int, offset: int, count: int) -> bool:
@@ -77,10 +77,10 @@ class WrittenFile(NewFile):
 
 
 class NewLocalFile(WrittenFile):
-    """A file under a temporary name; its directory is made where it is not there, and stays the one that it was.
+    """A file under a temporary name; its directory is made if missing, and held open until the rename.
 
     Args:
-        path: the name that it is to get.
+        path: the final name.
 
     Raises:
         OSError: it cannot be created.
@@ -89,13 +89,13 @@ class NewLocalFile(WrittenFile):
     def __init__(self, path: str) -> None:
         self._path = path
         self._made_directory = False
-        # Of the directory that the file is in, whatever is put in its place meanwhile.
+        # The file's own directory, even if its name leads to another one by now.
         fd, self._directory_fd, self._temporary = self._create(os.path.dirname(path) or ".")
         super().__init__(fd)
 
     def _create(self, directory: str) -> tuple[int, int, str]:
         for _ in range(_TIMES):
-            # Another run that gave up may remove the directory between the two.
+            # Another run that gave up may remove the directory between the two calls.
             with contextlib.suppress(FileNotFoundError):
                 directory_fd, self._made_directory = directories.open_directory(directory, make=True)
                 try:
@@ -104,7 +104,7 @@ class NewLocalFile(WrittenFile):
                     os.close(directory_fd)
                     raise
                 return fd, directory_fd, unnamed
-        raise FileNotFoundError(errno.ENOENT, "its directory is removed again and again")
+        raise FileNotFoundError(errno.ENOENT, "its directory was removed repeatedly")
 
     @functools.cached_property
     def _file_system(self) -> str:
@@ -130,13 +130,13 @@ class NewLocalFile(WrittenFile):
         return FileStatus.of(os.fstat(self._fd))
 
     def publish(self) -> None:
-        """Rename it, and flush that to disk."""
+        """Rename it, and flush the rename to disk."""
         temporary.rename(self._temporary, self._path, self._directory_fd)
         self._temporary = ""
         directories.sync(self._directory_fd)
 
     def discard(self) -> None:
-        """Remove it, and its directory if it was made for it and is empty."""
+        """Remove it, and its directory if it was made for this file and is empty."""
         path, self._temporary = self._temporary, ""
         if path:
             with contextlib.suppress(OSError):

@@ -1,8 +1,8 @@
-"""Cache of looks at object stores while one step of a command finds out what is there.
+"""Cache of object listings and statuses for one step of a command.
 
-Many rooms look at a source and know nothing of each other: is it a directory, of which form, which ranks are there.
-On file systems that costs nothing. In an object store each look is a round trip, and answers that differ, because
-somebody writes there meanwhile, would fit no checkpoint.
+Many rooms inspect a source independently: its form, its ranks, its directories. On file systems that is cheap.
+In an object store each request takes a round trip, and results that change in between, because
+another program writes there, would fit no checkpoint.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from reshard.storage.store import DirectoryEntry, FileStatus, Store
 
 _F = TypeVar("_F", bound=Callable[..., object])
 _T = TypeVar("_T")
-# Attributes of a store that write nothing.
+# Attributes of a store that do not write.
 _LOOKS = ("check_own", "check_root", "costs", "free", "open", "own_names", "place", "try_lock", "volume")
 _FACTS = ("at_a_time", "conditional", "flush", "missing_right", "part_bytes", "special_files")
 _Absent = (FileNotFoundError, NotADirectoryError)
@@ -29,10 +29,10 @@ _Entries = Union[list[DirectoryEntry], OSError]
 
 
 class _LookCache:
-    """Results of looks, by path without a slash in the end.
+    """Results, by path without a trailing slash.
 
     Attributes:
-        valid: nothing was written since the first.
+        valid: no write has happened since the first result.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class _LookCache:
         self._named: dict[str, dict[str, DirectoryEntry]] = {}
 
     def named(self, directory: str) -> dict[str, DirectoryEntry]:
-        """What is in a directory, by name; nothing where it was not listed."""
+        """The entries of a directory, by name; empty if it was not listed."""
         entries = self.entries.get(directory)
         if not isinstance(entries, list):
             return {}
@@ -56,9 +56,9 @@ _cache: ContextVar[Optional[_LookCache]] = ContextVar("looks", default=None)
 
 @contextlib.contextmanager
 def asked_once() -> Iterator[None]:
-    """Cache looks at object stores in this block and thread: what is at a path, and what is in a directory.
+    """Cache statuses and listings of object stores in this block and thread.
 
-    For blocks that find out what is there. The first write in one ends the cache. Files are opened anew each time.
+    For blocks that inspect a source. The first write in a block ends the cache. Files are opened anew each time.
     """
     if _cache.get() is not None:
         yield
@@ -74,15 +74,15 @@ def asks_once(function: _F) -> _F:
     """Run a function in such a block."""
 
     @functools.wraps(function)
-    def asking(*arguments: object, **named: object) -> object:
+    def cached(*arguments: object, **named: object) -> object:
         with asked_once():
             return function(*arguments, **named)
 
-    return asking  # type: ignore[return-value]
+    return cached  # type: ignore[return-value]
 
 
 def listed(path: str) -> Optional[DirectoryEntry]:
-    """The entry of a path in the list of its directory, if such a block has cached that; else None."""
+    """The entry of a path in the cached list of its directory; None outside such a block."""
     cache = _cache.get()
     if cache is None or not cache.valid:
         return None
@@ -91,17 +91,17 @@ def listed(path: str) -> Optional[DirectoryEntry]:
 
 
 def through(store: Store) -> Store:
-    """A store; in such a block with its cache."""
+    """A store; inside such a block, with its cache."""
     cache = _cache.get()
     return store if cache is None or not cache.valid else cast(Store, _Once(store, cache))
 
 
 class _Once:
-    """A store whose looks are cached.
+    """A store with cached statuses and listings.
 
     Args:
         store: the store.
-        cache: results so far.
+        cache: the results so far.
     """
 
     def __init__(self, store: Store, cache: _LookCache) -> None:
@@ -109,43 +109,43 @@ class _Once:
         self._cache = cache
 
     def status(self, path: str, through_links: bool = True) -> FileStatus:
-        """What is at a path; no links are there."""
+        """The status of a path; object stores have no links."""
         if not self._cache.valid:
             return self._store.status(path, through_links)
         key = path.rstrip("/")
-        found = self._cache.statuses.get(key)
-        if found is None:
-            found = self._cache.statuses[key] = self._unlisted(key) or self._ask(path)
-        if isinstance(found, OSError):
-            raise found
-        return found
+        status = self._cache.statuses.get(key)
+        if status is None:
+            status = self._cache.statuses[key] = self._unlisted(key) or self._status(path)
+        if isinstance(status, OSError):
+            raise status
+        return status
 
     def entries(self, directory: str) -> list[DirectoryEntry]:
-        """What is in a directory."""
+        """The entries of a directory."""
         if not self._cache.valid:
             return self._store.entries(directory)
-        found = self._cache.entries.get(directory.rstrip("/"))
-        if found is None:
-            found = self._keep(directory, lambda: self._store.entries(directory))
-        if isinstance(found, OSError):
-            raise found
-        return found
+        entries = self._cache.entries.get(directory.rstrip("/"))
+        if entries is None:
+            entries = self._keep(directory, lambda: self._store.entries(directory))
+        if isinstance(entries, OSError):
+            raise entries
+        return entries
 
     def __getattr__(self, name: str) -> Any:
-        """Everything else of the store; whatever may write ends the cache."""
+        """The other attributes of the store; those that may write end the cache."""
         if name not in _LOOKS and name not in _FACTS:
             self._cache.valid = False
         return getattr(self._store, name)
 
     def _unlisted(self, key: str) -> Optional[OSError]:
-        """The error for a path that is not in the list of its directory, if there is one."""
+        """The error for a path that is missing in the cached list of its directory; None otherwise."""
         directory, _, name = key.rpartition("/")
         if not isinstance(self._cache.entries.get(directory), list) or name in self._cache.named(directory):
             return None
-        return FileNotFoundError(errno.ENOENT, "there is no such object", key)
+        return FileNotFoundError(errno.ENOENT, "no object has this name", key)
 
-    def _ask(self, path: str) -> _Status:
-        # Of what has no ending it is asked next what is in it, which takes no longer when it is asked now.
+    def _status(self, path: str) -> _Status:
+        # A name without an ending is probably a directory: its listing in parallel takes no longer.
         if path.rstrip("/") in self._cache.entries or os.path.splitext(path)[1]:
             return _or_absent(lambda: self._store.status(path))
         with ThreadPoolExecutor(1) as pool:
@@ -155,14 +155,14 @@ class _Once:
             self._keep(path, listing.result)
         return status
 
-    def _keep(self, directory: str, ask: Callable[[], list[DirectoryEntry]]) -> _Entries:
-        found = self._cache.entries[directory.rstrip("/")] = _or_absent(ask)
-        return found
+    def _keep(self, directory: str, listing: Callable[[], list[DirectoryEntry]]) -> _Entries:
+        entries = self._cache.entries[directory.rstrip("/")] = _or_absent(listing)
+        return entries
 
 
-def _or_absent(ask: Callable[[], _T]) -> Union[_T, OSError]:
-    """The result, or the error for a path where nothing is; other errors are raised, as a retry may help."""
+def _or_absent(look: Callable[[], _T]) -> Union[_T, OSError]:
+    """The result, or the error for a missing path; other errors are raised: a retry may help."""
     try:
-        return ask()
+        return look()
     except _Absent as error:
         return error

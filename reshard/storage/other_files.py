@@ -1,4 +1,4 @@
-"""What a file is, by its first bytes."""
+"""The kind of a file, by its first bytes."""
 
 from __future__ import annotations
 
@@ -11,41 +11,41 @@ HEAD = 16
 """Bytes that `kind_by_head` needs."""
 
 GCM = "AES-GCM"
-"""The mode that authenticates what it encrypts."""
+"""The mode that includes authentication."""
 
 CIPHERS = {
     b"\xd8\x5e\x3a\x7f": GCM,
     b"\xd9\x5e\x3a\x7f": "AES-CBC",
     b"\xda\x5e\x3a\x7f": "SM4-CBC",
 }
-"""MindSpore's name of the mode that a `.ckpt` is encrypted in, by how it begins."""
+"""MindSpore's name of a `.ckpt`'s encryption mode, by its first bytes."""
 
 MARK_SIZE = 4
 """Bytes that `cipher_of` needs."""
 
-# The keys that begin the parts of a checkpoint's value: its tag, tensor or map tensor.
+# Keys of the fields of a checkpoint's value: tag, tensor or map tensor.
 _VALUE_PARTS = (b"\x0a", b"\x12", b"\x1a")
 _ZIP = (b"PK\x03\x04", b"PK\x05\x06", b"PK\x07\x08")
-# Before 1.6, PyTorch wrote pickles one after the other, a number of its own first.
+# Before 1.6, PyTorch wrote several pickles in a row; the first is a magic number.
 _PICKLE_VERSIONS = range(2, 6)
-# What Git puts in the place of a large file that was not fetched.
+# A Git LFS pointer, in the place of a large file that was not fetched.
 _POINTER = b"version https://"
 
 
 def cipher_of(head: bytes) -> Optional[str]:
-    """The mode that a `.ckpt` which begins so is encrypted in, or None."""
+    """The encryption mode of a `.ckpt` with this head, or None."""
     return CIPHERS.get(head[:MARK_SIZE])
 
 
 def is_ckpt(head: bytes) -> bool:
-    """Whether a file that begins so is a `.ckpt` which is not encrypted; strategies have a number in that place."""
-    # A message in field 1, whose length takes up to ten bytes, and in that a part of a value.
+    """Whether this head is of a `.ckpt` without encryption; strategies have a number in that place."""
+    # A message in field 1, whose length takes up to ten bytes; in it, a field of a value.
     length = next((position for position in range(1, 11) if head[position : position + 1] < b"\x80"), 10)
     return head[:1] == b"\x0a" and head[length + 1 : length + 2] in _VALUE_PARTS
 
 
 def kind_by_head(head: bytes) -> Optional[str]:
-    """What a file is that is of another program and begins so, or None where that is not known."""
+    """The kind of another program's file with this head; None if unknown."""
     if head.startswith(_ZIP):
         return "a zip archive, as PyTorch saves"
     if head[:1] == b"\x80" and len(head) > 1 and head[1] in _PICKLE_VERSIONS:
@@ -56,7 +56,7 @@ def kind_by_head(head: bytes) -> Optional[str]:
 
 
 def kind_of(path: str) -> Optional[str]:
-    """What the file of a path is, or None where that is not known or cannot be read."""
+    """The kind of the file at a path; None if unknown or unreadable."""
     with contextlib.suppress(OSError, UnfitError), opened_regular(path) as file:
         return kind_by_head(file.read(0, HEAD))
     return None

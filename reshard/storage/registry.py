@@ -1,6 +1,6 @@
-"""Which stores there are, and which of them a path lies in.
+"""All stores, and the store of a path.
 
-A path says so by its scheme: ``s3://bucket/prefix`` lies in an object store, a path without a scheme on a file
+The scheme determines the store: ``s3://bucket/prefix`` is in an object store, a path without a scheme on a file
 system.
 """
 
@@ -20,7 +20,7 @@ from reshard.storage.store import Store
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _ONE_SLASH = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/(?!/)")
 _HOSTS = ("http", "https")
-# Addresses of services that speak S3's protocol, by the schemes of their own clients.
+# URLs of services with S3's protocol, by the schemes of their own clients.
 _ENDPOINTS = {
     "obs": "https://obs.REGION.myhuaweicloud.com",
     "oss": "https://oss-REGION.aliyuncs.com",
@@ -36,13 +36,13 @@ _endpoint: Optional[str] = None
 
 
 def use_endpoint(url: Optional[str]) -> None:
-    """Ask another service for objects than environment and profile name; None for that one again."""
+    """Set the URL of the service for objects; None for the setting in environment or profile."""
     global _endpoint
     _endpoint = url
 
 
 def endpoint() -> Optional[str]:
-    """The URL of the service that is asked for objects; None for the one that environment and profile name."""
+    """The URL of the service for objects; None for the setting in environment or profile."""
     return _endpoint
 
 
@@ -53,27 +53,27 @@ def _local(path: str) -> Store:
 
 
 def _s3(path: str) -> Store:
-    # Loaded where a path asks for it: it takes half a second.
+    # Imported on demand: it takes half a second.
     from reshard.storage.s3 import s3_store
 
     return s3_store(path)
 
 
 STORES: dict[str, Callable[[str], Store]] = {"": _local, "s3": _s3}
-"""What gives the store of a path, by scheme; of paths without a scheme first."""
+"""Functions that return the store of a path, by scheme; local paths, without a scheme, first."""
 
 
 def scheme_of(path: str) -> str:
-    """What a path begins with, as in ``s3://``; empty for a local one."""
+    """The scheme of a path, as in ``s3://``; empty for a local one."""
     match = _SCHEME.match(path)
     return match[0] if match is not None and match[1] in STORES else ""
 
 
 def store_of(path: str) -> Store:
-    """The store that a path lies in.
+    """The store of a path.
 
     Raises:
-        UsageError: the path is none that its store can have.
+        UsageError: the store allows no such path.
         InputError: a package is missing.
     """
     scheme = scheme_of(path)
@@ -86,14 +86,14 @@ def store_of(path: str) -> Store:
 
 
 def check_scheme(path: str) -> None:
-    """Refuse what begins as a URL of no store, and would be taken for the name of a directory.
+    """Refuse a URL of an unsupported scheme, which would be taken for a directory's name.
 
     Raises:
-        UsageError: it does.
+        UsageError: the scheme is unsupported.
     """
     almost = _ONE_SLASH.match(path)
     if almost is not None and almost[1] in STORES:
-        # A name that was put together, or typed, with one slash.
+        # A joined or mistyped path with one slash.
         raise UsageError(f"{path}: an object's path is {almost[1]}://bucket/key, with two slashes", file=path)
     match = _SCHEME.match(path)
     if match is None or match[1] in STORES:
@@ -109,49 +109,49 @@ def check_scheme(path: str) -> None:
 
 
 def same_store(path: str, other: str) -> bool:
-    """Whether two paths lie in one store."""
+    """Whether two paths are in one store."""
     return scheme_of(path) == scheme_of(other)
 
 
 def storage_of(path: str) -> Storage:
-    """What requests cost where a path lies, as far as that is known by now.
+    """Costs of requests to a path, from the measurements so far.
 
     Raises:
-        UsageError: the path is none that its store can have.
+        UsageError: the store allows no such path.
         InputError: a package is missing.
     """
     return store_of(path).costs(path)
 
 
-def for_each(ask: Callable[[str], T], paths: Sequence[str]) -> list[T]:
-    """What a function returns for each of several paths, in their order; `Store.at_a_time` of them together."""
+def for_each(call: Callable[[str], T], paths: Sequence[str]) -> list[T]:
+    """What a function returns for each path, in order; `Store.at_a_time` paths concurrently."""
     together = store_of(paths[0]).at_a_time if paths else 1
     if len(paths) < 2 or together == 1:
-        return [ask(path) for path in paths]
-    # What was said in a block of `asked_once` is said in these threads, too.
+        return [call(path) for path in paths]
+    # The cache of `asked_once` is shared with these threads.
     contexts = [contextvars.copy_context() for _ in paths]
     with ThreadPoolExecutor(min(together, len(paths))) as pool:
-        return list(pool.map(lambda context, path: context.run(ask, path), contexts, paths))
+        return list(pool.map(lambda context, path: context.run(call, path), contexts, paths))
 
 
 def absolute(path: str) -> str:
-    """A path from everywhere, whatever directory a command is given in."""
+    """An absolute path, whatever the working directory."""
     if scheme_of(path):
         return path.rstrip("/")
-    found = os.path.abspath(path)
-    if os.pardir in path.split(os.sep) and os.path.realpath(path) != os.path.realpath(found):
-        # Above what a link leads to is another directory than above the link.
+    result = os.path.abspath(path)
+    if os.pardir in path.split(os.sep) and os.path.realpath(path) != os.path.realpath(result):
+        # The parent of a link's target is not the parent of the link.
         return os.path.realpath(path)
-    return found
+    return result
 
 
 def is_absolute(path: str) -> bool:
-    """Whether a path is one from everywhere."""
+    """Whether a path is absolute."""
     return bool(scheme_of(path)) or os.path.isabs(path)
 
 
 def common_directory(directories: Iterable[str]) -> str:
-    """The directory that some directories, absolute and of one store, lie in or are."""
+    """The deepest directory that contains some directories, absolute and of one store."""
     paths = list(directories)
     scheme = scheme_of(paths[0])
     return scheme + os.path.commonpath([path[len(scheme) :] for path in paths])
@@ -163,16 +163,16 @@ def real(path: str) -> str:
 
 
 def unlinked(path: str) -> str:
-    """A path for what is written, which goes through no link: as typed, or where links in it lead to."""
+    """A path for writing, without links: as typed, or with links resolved."""
     if scheme_of(path):
         return path
     place = os.path.abspath(path)
     if os.path.realpath(path) == place:
-        # Links that are left again with .. are in what was typed, and not on the way.
+        # A link followed by .. was typed, but is not part of the result.
         return os.path.normpath(path) if os.pardir in path.split(os.sep) else path
     while not os.path.exists(place):
         if os.path.islink(place):
-            # What a link leads to is not made: it may be a disk that is not mounted.
+            # The target of a dangling link is not made: it may be a disk that is not mounted.
             return path
         place = os.path.dirname(place)
     return os.path.realpath(path)

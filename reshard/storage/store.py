@@ -1,4 +1,4 @@
-"""A store: the one class through which files are reached, wherever they lie."""
+"""A store: the class through which all files are accessed."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from reshard.storage.costs import Storage
 
 
 class FileStatus(NamedTuple):
-    """A file or directory as a store knows it without reading it.
+    """Status of a file or directory, without reading it.
 
     Attributes:
-        regular: whether it is a regular file, which an object is.
-        directory: whether it is a directory; in an object store, whether any key begins so.
+        regular: whether it is a regular file; objects are.
+        directory: whether it is a directory; in an object store, whether a key begins with its name.
         size: bytes.
-        modified: time of last modification, in nanoseconds. Writers can set it, and copies have others.
-        changed: what becomes another with every change: the time of last change, of attributes and names too, in
-            nanoseconds; of an object a digest of its ETag.
-        device: what it lies on, as this machine numbers it; of an object a digest of service and bucket.
-        inode: its number there; of an object a digest of its key.
-        version: what a store tells its versions by, where it may be written under a condition: the ETag of an object.
+        modified: time of last modification, in nanoseconds. Writers can set it, and copies differ.
+        changed: differs after every change: the time of last change, of attributes and names too, in
+            nanoseconds; for an object, a digest of its ETag.
+        device: number of its device on this machine; for an object, a digest of service and bucket.
+        inode: its number there; for an object, a digest of its key.
+        version: identifier of its version, for conditional writes: the ETag of an object; else empty.
     """
 
     regular: bool
@@ -41,7 +41,7 @@ class FileStatus(NamedTuple):
 
     @classmethod
     def of(cls, status: os.stat_result) -> FileStatus:
-        """What the file system says of a local file."""
+        """The status of a local file."""
         mode = status.st_mode
         return cls(
             stat.S_ISREG(mode),
@@ -55,9 +55,9 @@ class FileStatus(NamedTuple):
 
 
 class ReadableFile(Protocol):
-    """A file that is open for reading, whatever its bytes go through on the way.
+    """A file that is open for reading, with any decoding in between.
 
-    Offsets and sizes count bytes of what it holds. Any number of threads may read at a time.
+    Offsets and sizes count decoded bytes. Any number of threads may read at a time.
     """
 
     @property
@@ -66,70 +66,70 @@ class ReadableFile(Protocol):
 
     @property
     def descriptor(self) -> Optional[int]:
-        """What to map into memory; None where the bytes do not lie in a file as they are read."""
+        """Descriptor to map into memory; None if the bytes are not stored as they are read."""
 
     @property
     def cipher(self) -> Optional[str]:
-        """How its bytes are encrypted where they lie, in MindSpore's words; None where they are not."""
+        """Its encryption mode, in MindSpore's words; None if not encrypted."""
 
     def size(self) -> int:
-        """Bytes that it has at this moment."""
+        """Its current size in bytes."""
 
     def status(self) -> FileStatus:
-        """What its store says of it."""
+        """Its status in its store."""
 
     def read(self, offset: int, count: int) -> bytes:
-        """Bytes from an offset on: as many as a read gives, none at the end.
+        """Bytes from an offset on: as many as one read returns, none at the end.
 
         Raises:
-            ReshardError: what it holds cannot be told from its bytes.
+            ReshardError: its bytes cannot be decoded.
             OSError: reading failed.
         """
 
     def read_into(self, offset: int, out: memoryview) -> int:
-        """Likewise into ``out``, from its beginning; how many."""
+        """Likewise into ``out``, from its beginning; the number of bytes read."""
 
 
 class DirectoryEntry(Protocol):
-    """A name in a directory, and what it leads to; `os.DirEntry` is one."""
+    """A name in a directory; `os.DirEntry` is one."""
 
     @property
     def name(self) -> str:
         """The name, without its directory."""
 
     def is_dir(self) -> bool:
-        """Whether it leads to a directory.
+        """Whether it is a directory or a link to one.
 
         Raises:
-            OSError: nobody can tell.
+            OSError: its status cannot be read.
         """
 
     def is_file(self) -> bool:
-        """Whether it leads to a regular file.
+        """Whether it is a regular file or a link to one.
 
         Raises:
-            OSError: nobody can tell.
+            OSError: its status cannot be read.
         """
 
 
 class OpenFile(ReadableFile, Protocol):
-    """A file that is open until it is closed. Whatever is read of it is of the version that was opened, or an error."""
+    """A file that is open until it is closed. Reads return bytes of the opened version, or fail."""
 
     @property
     def pinned(self) -> bool:
-        """Whether every read insists on that version by itself; if not, who needs it has to look again."""
+        """Whether every read checks the version itself; if not, the caller checks the status again."""
 
     def being_written(self) -> bool:
-        """Whether somebody writes to it at this moment, as far as the store tells."""
+        """Whether another process is writing to it, as far as the store can detect."""
 
     def close(self) -> None:
-        """Read no more."""
+        """Close it."""
 
 
 class NewFile(Protocol):
-    """A file that is being written and has no name yet: nobody sees any of it, and what is left of it is removed.
+    """A file that is being written without a name: it is invisible, and partial files are removed.
 
-    Several threads may write. Whatever fails is an `OSError`.
+    Several threads may write. Every failure is an `OSError`.
     """
 
     @property
@@ -158,31 +158,31 @@ class NewFile(Protocol):
         """Write bytes at an offset; each byte of the file once, in any order."""
 
     def finish(self) -> FileStatus:
-        """See that all bytes are where they outlast this machine; the status that the file will have under its name.
+        """Make all bytes durable; the status that the file will have under its name.
 
-        Nobody writes any more.
+        No writes may follow.
         """
 
     def publish(self) -> Optional[FileStatus]:
-        """Give the file its name, in place of another of that name; at once and for good. After `finish`.
+        """Give the file its name, replacing another of that name; atomic and durable. After `finish`.
 
         Returns:
-            None; or the status of a file that another run of the same conversion has put there first, which stays.
+            None; or the status of a file that another run of the same conversion put there first, and that stays.
         """
 
     def discard(self) -> None:
-        """Remove what has got no name, as far as possible. Others may be writing at this moment."""
+        """Remove a file without a name, if possible. Other threads may be writing."""
 
     def close(self) -> None:
-        """Nobody uses it any more."""
+        """Close it, after all other calls."""
 
 
 class Expected(NamedTuple):
-    """What stands under the name of a new file when it gets it, where the store has conditional writes.
+    """The expected current version under a new file's name, for stores with conditional writes.
 
     Attributes:
-        version: of the file there, see `FileStatus`; empty where there is none.
-        run: the conversion and its sources: a file that another run of these has written is as good.
+        version: version of the current file, see `FileStatus`; empty if there is none.
+        run: the conversion and its sources: a file that another run of these wrote is equally good.
     """
 
     version: str
@@ -190,10 +190,10 @@ class Expected(NamedTuple):
 
 
 class Sending:
-    """Threads that send parts of new files, so many at a time; whoever fills parts waits for them.
+    """Threads that send parts of new files, a few at a time; the threads that fill parts wait for them.
 
     Args:
-        at_a_time: parts.
+        at_a_time: number of parts.
     """
 
     def __init__(self, at_a_time: int) -> None:
@@ -201,109 +201,109 @@ class Sending:
         self._free = threading.BoundedSemaphore(at_a_time)
 
     def submit(self, send: Callable[[], None]) -> Future[None]:
-        """Send a part, once another is sent if all threads have one."""
+        """Send a part; waits until a thread is free."""
         self._free.acquire()
         sent = self._pool.submit(send)
         sent.add_done_callback(lambda _: self._free.release())
         return sent
 
     def close(self) -> None:
-        """No more parts will come; returns when all are sent."""
+        """End submission; returns when all parts are sent."""
         self._pool.shutdown()
 
 
 Tell = Callable[[str], None]
-"""Called with a message, once, when something is waited for."""
+"""Called with a message, once, at the start of a long wait."""
 
 SIGNS = ("lock.", "sign.")
-"""What the names of files in directories of records begin with that are there while a process lives."""
+"""Beginning of the names of files in directories of records that show a living process."""
 
 
 class Lock(Protocol):
-    """A lock that is held."""
+    """A held lock."""
 
     def check(self) -> None:
-        """Insist that it is still held: in an object store another run removes it when this one was silent for long.
+        """Raise if it is lost: in an object store, another run removes locks that were not renewed in time.
 
         Raises:
-            OSError: it is not, or nobody can tell.
+            OSError: it is lost, or its state is unknown.
         """
 
     def release(self) -> None:
-        """Give it up."""
+        """Release it."""
 
 
 class Sign(Protocol):
-    """A file that is there until it is released, or its process has died."""
+    """A file that exists until it is released, or its process dies."""
 
     @property
     def path(self) -> str:
-        """Of the file."""
+        """Path of the file."""
 
     def release(self) -> None:
         """Remove it."""
 
 
 class Store(Protocol):
-    """Looks at files, opens, writes and locks them, by path.
+    """Status, reading, writing and locking of files, by path.
 
-    A new store implements the abstract methods. The others suit a store of whole files by name, as object stores
-    are, which has neither links nor directories of its own; `LocalStore` overrides them.
+    A new store implements the abstract methods. The other methods suit object stores: whole files by name,
+    no links, no real directories. `LocalStore` overrides them.
 
-    All methods raise `FileNotFoundError` or `NotADirectoryError` where there is nothing, `PermissionError` where
-    one may not, `ValueError` for what can be no path, and another `OSError` for what may pass.
+    All methods raise `FileNotFoundError` or `NotADirectoryError` for missing paths, `PermissionError` for missing
+    permission, `ValueError` for invalid paths, and another `OSError` for failures that may pass.
     """
 
     special_files: bool = False
-    """Whether links, pipes and devices may stand at a path."""
+    """Whether links, pipes and devices are possible."""
     conditional: bool = False
-    """Whether new files replace only what is expected, see `Expected`."""
+    """Whether new files can replace only an expected version, see `Expected`."""
     at_a_time: int = 1
-    """How many paths are worth being looked at together."""
+    """Number of paths worth being inspected concurrently."""
 
-    # Looking and reading.
+    # Inspecting and reading.
 
     @abstractmethod
     def status(self, path: str, through_links: bool = True) -> FileStatus:
-        """What is at a path.
+        """The status of a path.
 
         Args:
             path: the path.
-            through_links: of a symbolic link, what it leads to.
+            through_links: follow symbolic links.
         """
 
     @abstractmethod
     def entries(self, directory: str) -> list[DirectoryEntry]:
-        """What is in a directory, in no order; however many pages a list of it has."""
+        """The entries of a directory, unordered; all pages of a long list."""
 
     @abstractmethod
     def open(self, path: str, through_links: bool = True) -> OpenFile:
-        """Open a file for reading, never waiting for a writer; anything may stand there."""
+        """Open a file for reading without waiting for a writer; the path may be of any kind."""
 
     @abstractmethod
     def costs(self, path: str) -> Storage:
-        """What requests cost there, as far as that is known by now."""
+        """Costs of requests to a path, from the measurements so far."""
 
     def place(self, path: str) -> Hashable:
-        """What tells the file or directory at a path from all others, whatever names it has; None where there is none.
+        """The identity of the file or directory at a path, the same for all of its names; None if it is missing.
 
-        A store in which each has one name need not look whether it is there.
+        A store with one name for each file need not check that it exists.
         """
         return path.rstrip("/")
 
     def volume(self, directory: str) -> Optional[tuple[int, str]]:
-        """What files below a directory are written to: its number, and a directory there that exists.
+        """The volume of files below a directory: its number, and an existing directory in it.
 
-        None where nothing tells how much room there is.
+        None if the free space is unknown.
         """
         return None
 
     def free(self, place: str) -> Optional[int]:
-        """Bytes that may be written below a directory that exists; None where nothing tells."""
+        """Free bytes below an existing directory; None if unknown."""
         return None
 
     def check_root(self, path: str) -> None:
-        """Insist that what no conversion makes is there, for a file to be written below: a bucket.
+        """Raise if the root of a path, such as a bucket, is missing: no conversion creates it.
 
         Raises:
             InputError: it is missing.
@@ -311,7 +311,7 @@ class Store(Protocol):
         return None
 
     def missing_right(self, path: str) -> str:
-        """What to get where a path may not be written, for messages."""
+        """Advice for a path without write permission, for messages."""
         return "the permissions that docs/stores.md lists"
 
     # Writing.
@@ -320,126 +320,126 @@ class Store(Protocol):
     def new_file(
         self, path: str, size: int, expected: Optional[Expected] = None, sending: Optional[Sending] = None
     ) -> NewFile:
-        """Begin to write a file, in a directory that is made where it is missing.
+        """Begin to write a file, in a directory that is made if missing.
 
         Args:
-            path: the name that it is to get.
-            size: bytes that it will have.
-            expected: what it may replace; None for anything. Stores without conditional writes pass over it.
-            sending: sends parts, in a store that takes files in parts; None to send them where they are written.
+            path: its final name.
+            size: its final size in bytes.
+            expected: the version that it may replace; None for any. Ignored by stores without conditional writes.
+            sending: sends parts, in a store that takes files in parts; None to send them in the writing thread.
         """
 
     def part_bytes(self, size: int) -> int:
-        """Bytes of a new file of a size that are held until they are written together; 0 where none are."""
+        """Bytes of a new file that are held until they are written together; 0 if none."""
         return 0
 
     @abstractmethod
     def write_whole(self, path: str, data: bytes) -> None:
-        """Write a small file in place of another of its name, so that it is whole or not there; for good."""
+        """Write a small file, replacing another of its name, atomically and durably."""
 
     def make_empty(self, path: str) -> None:
-        """Make an empty file, unless it is there."""
+        """Make an empty file if it is missing."""
         self.write_whole(path, b"")
 
     def touch(self, path: str) -> bool:
-        """Give a file the time of now; False where it has to be written again for that, or is not there."""
+        """Set the time of a file to now; False if it is missing, or has to be rewritten for that."""
         return False
 
     @abstractmethod
     def remove(self, path: str, if_same: Optional[Callable[[FileStatus], bool]] = None) -> None:
-        """Remove a file, for good. An object store may not tell that there was none.
+        """Remove a file durably. An object store may not report a missing one.
 
         Args:
             path: the file.
-            if_same: leave it unless its status is as expected.
+            if_same: condition on its current status.
         """
 
     def make_directory(self, path: str) -> bool:
-        """Make a directory, and those above it, for files to be written there; whether it was made by this."""
+        """Make a directory and its missing parents; whether this call made it."""
         return False
 
     def remove_directory(self, path: str) -> None:
-        """Remove a directory that is empty, where that is left when its files are gone."""
+        """Remove an empty directory, in stores where it outlives its files."""
         return None
 
     def flush(self, directory: str) -> None:
-        """See that names that were made in a directory outlast a crash."""
+        """Make names created in a directory durable."""
         return None
 
     def remove_dead(self, directory: str, complete: bool) -> None:
-        """Remove what dead runs left of new files in a directory, as far as possible.
+        """Remove files that dead runs left unfinished in a directory, if possible.
 
         Args:
-            directory: where.
-            complete: nothing is left to be written there.
+            directory: the directory.
+            complete: no file remains to be written there.
         """
         return None
 
-    # Records, and who is alive. Paths lead below a directory of records, see `directories.OWN`.
+    # Records and living processes. Paths are below a directory of records, see `directories.OWN`.
 
     @abstractmethod
     def make_empty_directory(self, path: str) -> None:
-        """Make a directory, unless it is there, that can be listed while it is empty."""
+        """Make a directory, if missing, that can be listed while empty."""
 
     @abstractmethod
     def remove_empty_directory(self, path: str) -> None:
         """Remove such a directory."""
 
     def own_names(self, directory: str) -> list[str]:
-        """The names in a directory of records, which is reached through no link.
+        """The names in a directory of records, without following links.
 
         Raises:
-            TargetError: it, or one on the way from the directory of all records on, is a link or no directory.
+            TargetError: it, or a directory above it in the records, is a link or not a directory.
         """
         return [entry.name for entry in self.entries(directory)]
 
     def check_own(self, path: str, directory: bool) -> None:
-        """Insist that a file or directory of records is one of its own, if it is there.
+        """Raise if an existing file or directory of records is a link.
 
         Raises:
-            TargetError: it, or a directory that it is in, is a link or something else.
+            TargetError: it, or a directory above it, is a link or of another kind.
         """
         return None
 
     @abstractmethod
     def lock(self, path: str, again: Callable[[], None], tell: Tell) -> AbstractContextManager[Callable[[], None]]:
-        """Hold a lock alone while a block runs, waiting for it; without locks, hold nothing.
+        """Hold a lock exclusively while a block runs, after waiting for it; without locks, hold nothing.
 
-        The block is given what insists that it is still held, and raises `OSError` if not.
+        Yields a check that raises `OSError` once the lock is lost.
 
         Args:
-            path: the file to lock, made if need be. Who holds it may remove it.
-            again: makes the file's directory again, should it have been removed meanwhile.
-            tell: told when it takes long.
+            path: the file to lock, made if missing. Its holder may remove it.
+            again: makes the file's directory again, if it was removed.
+            tell: called when the wait is long.
 
         Raises:
-            RetryableError: another holds it for too long.
+            RetryableError: another process holds it for too long.
         """
 
     @abstractmethod
     def share(self, path: str, tell: Tell) -> Lock:
-        """Hold a lock beside others who share it, waiting for it; without locks, hold nothing.
+        """Hold a shared lock, after waiting for it; without locks, hold nothing.
 
         Args:
-            path: the file to lock, made if need be.
-            tell: told when it takes long.
+            path: the file to lock, made if missing.
+            tell: called when the wait is long.
 
         Raises:
-            RetryableError: another holds it alone for too long.
+            RetryableError: another process holds it exclusively for too long.
         """
 
     @abstractmethod
     def try_lock(self, path: str) -> AbstractContextManager[Optional[bool]]:
-        """Try to hold alone what others `share`, while a block runs; stores may only look who has it.
+        """Try to hold exclusively a lock that others `share`, while a block runs; some stores only check it.
 
-        True where nobody has it, False where somebody has, None where nobody knows. A file that does not exist is
-        locked by nobody.
+        True if it is free, False if a process holds it, None if unknown. A missing file is
+        not locked.
         """
 
     @abstractmethod
     def sign_in(self, directory: str) -> Sign:
-        """A file in a directory that is there until it is released, or this process has died."""
+        """Make a file in a directory that exists until it is released, or this process dies."""
 
     def remove_dead_signs(self, directory: str) -> None:
-        """Remove what dead processes left in a directory of records, as far as possible."""
+        """Remove files of dead processes in a directory of records, if possible."""
         self.remove_dead(directory, complete=False)

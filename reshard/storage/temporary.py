@@ -1,10 +1,10 @@
-"""Files under temporary names, and the removal of those that dead runs left.
+"""Files under temporary names, and the removal of those of dead runs.
 
-A temporary file lies in its final file's directory, so that renaming it is atomic, and is locked by
-the process that writes it. One of this machine whose lock can be had belongs to a process that is
-gone. Locks may not reach other machines, so a file of another one must also have lain untouched for
-a while. Those of this process that are not renamed or removed when it ends are removed then, unless it is
-killed: no moment at which a signal comes is a bad one.
+A temporary file is in its final file's directory, so that renaming it is atomic, and is locked by
+the process that writes it. On this machine, a file whose lock is free belongs to a dead process.
+Locks may not reach other machines, so a file of another machine must also have been unchanged
+for a while. When a process ends, it removes its own temporary files, unless it is
+killed: signals are safe at every moment.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _UNTOUCHED_SECONDS = 3600.0
 _NAME = re.compile(r"\.reshard-tmp-([0-9a-f]{8})-([0-9a-f]{8})-(\d+)-[0-9a-f]{12}")
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF)
 
-# New files that somebody else locked at once: more are no accident, and locks that tell nothing.
+# Maximum new files that were locked by others at once: with more, locks do not work here.
 _TIMES = 100
 
 _unfinished: set[str] = set()
@@ -37,8 +37,8 @@ def create(directory: str, directory_fd: Optional[int] = None) -> tuple[int, str
     """Create and lock a temporary file.
 
     Args:
-        directory: where.
-        directory_fd: a descriptor of that directory, which may have got another name meanwhile.
+        directory: its directory.
+        directory_fd: a descriptor of that directory, which may have been renamed.
 
     Returns:
         Its descriptor, open for reading and writing, and its path.
@@ -64,10 +64,10 @@ def create(directory: str, directory_fd: Optional[int] = None) -> tuple[int, str
             if _lock_new(fd) or times > _TIMES:
                 os.lstat(name, dir_fd=directory_fd)
                 return fd, path
-            # Somebody looks whether it is a dead run's, or holds it for ever: another name.
+            # Another run tests whether its process is dead, or holds it forever: use another name.
             _drop(fd, path, directory_fd)
         except FileNotFoundError:
-            # Taken for a dead run's between creating and locking it.
+            # Removed as a dead run's between creation and lock.
             _drop(fd, path, directory_fd)
         except BaseException:
             _drop(fd, path, directory_fd)
@@ -75,7 +75,7 @@ def create(directory: str, directory_fd: Optional[int] = None) -> tuple[int, str
 
 
 def _lock_new(fd: int) -> bool:
-    """Lock a file that was just made, if nobody has done so before; where there are no locks, nobody has."""
+    """Lock a new file, if no other process has; True on file systems without locks."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -90,10 +90,10 @@ def _drop(fd: int, path: str, directory_fd: int) -> None:
 
 
 def rename(path: str, final: str, directory_fd: int) -> None:
-    """Give a temporary file its final name, in the directory that it was created in.
+    """Give a temporary file its final name, in its own directory.
 
     Raises:
-        OSError: it cannot have it.
+        OSError: it cannot be renamed.
     """
     names = os.path.basename(path), os.path.basename(final)
     os.rename(*names, src_dir_fd=directory_fd, dst_dir_fd=directory_fd)
@@ -121,10 +121,10 @@ def _remove_unfinished() -> None:
 
 
 def write_whole(path: str, data: bytes) -> None:
-    """Write a small file so that under its name it is whole, or not there; flushed to disk, and so is its name.
+    """Write a small file atomically; flush it and its name to disk.
 
     Raises:
-        OSError: it cannot be written; nothing is left behind.
+        OSError: it cannot be written; no partial file remains.
     """
     directory = os.path.dirname(path) or os.curdir
     with directories.opened(directory) as directory_fd:
@@ -147,12 +147,12 @@ def write_whole(path: str, data: bytes) -> None:
 def remove_dead(directory: str, complete: bool = False) -> None:
     """Remove temporary files that no living process is writing.
 
-    A directory that cannot be listed, or that is a link, has none that matter.
+    Directories that cannot be listed, and links, are ignored.
 
     Args:
-        directory: where.
-        complete: nothing is left to be written there, so that a file whose lock can be had is nobody's,
-            whichever machine it is of.
+        directory: the directory.
+        complete: no file remains to be written there, so a file whose lock is free
+            is removed, whichever machine wrote it.
     """
     with contextlib.suppress(OSError), directories.opened(directory) as directory_fd:
         for name in os.listdir(directory_fd):
@@ -162,11 +162,11 @@ def remove_dead(directory: str, complete: bool = False) -> None:
 
 
 class _Writer(NamedTuple):
-    """Who writes a temporary file, by its name.
+    """The writer of a temporary file, from its name.
 
     Attributes:
-        machine: as `machine` says.
-        namespace: that the process is numbered in, as `namespace` says.
+        machine: from `machine`.
+        namespace: PID namespace of the process, from `namespace`.
         process: its number there.
     """
 
@@ -177,7 +177,7 @@ class _Writer(NamedTuple):
 
 def _remove_if_dead(name: str, directory_fd: int, writer: _Writer, complete: bool) -> None:
     with contextlib.suppress(OSError):
-        # Network file systems lock alone only what may be written.
+        # Network file systems allow exclusive locks only on files that are open for writing.
         fd = os.open(name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=directory_fd)
         try:
             if _dead(fd, writer, complete):
@@ -193,7 +193,7 @@ def _dead(fd: int, writer: _Writer, complete: bool) -> bool:
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             return False
-        # Containers of one machine number their processes each for itself.
+        # Each container of a machine has its own process numbers.
         if here and writer.namespace == namespace():
             return not os.path.exists(f"/proc/{writer.process}")
         here = complete = False
@@ -202,7 +202,7 @@ def _dead(fd: int, writer: _Writer, complete: bool) -> bool:
 
 @functools.cache
 def machine() -> str:
-    """This machine, since it was started, in a few characters."""
+    """This machine since its start, in a few characters."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             boot = file.read()

@@ -1,4 +1,4 @@
-"""Files of rules in TOML: read, checked against a schema that is data, and written for people."""
+"""Files of rules in TOML: read, checked against a schema, and written for people."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _is_tables(value: object) -> bool:
     return isinstance(value, list) and all(isinstance(each, dict) for each in value)
 
 
-# Per kind of value: the words for it, and the check.
+# Words and check for each kind of value.
 _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "any": ("a value", lambda value: True),
     "text": ("a text", lambda value: isinstance(value, str)),
@@ -38,14 +38,14 @@ _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
 
 
 class TomlKey(NamedTuple):
-    """What a key of a table may hold.
+    """The allowed values of a key.
 
     Attributes:
         kind: a key of `_KINDS`; lists of texts are returned as tuples, a single text as a tuple of one.
         default: the value where the key is absent.
-        required: whether it must be there.
-        allowed: the texts that it may be; any if empty.
-        written: how it is written, for messages, if the kind's words are not enough.
+        required: whether it must be present.
+        allowed: the allowed texts; empty for any.
+        written: description of the value, for messages; empty for the kind's.
     """
 
     kind: str
@@ -56,7 +56,7 @@ class TomlKey(NamedTuple):
 
 
 Schema = Mapping[str, TomlKey]
-"""The keys that a table may have."""
+"""The keys of a table."""
 
 
 class TomlFile:
@@ -65,7 +65,7 @@ class TomlFile:
     Args:
         path: the file, for messages.
         error: the class of its errors.
-        examples: where an example of such a file is found, as a hint.
+        examples: hint that points to an example.
     """
 
     def __init__(self, path: str, error: type[InputError], examples: str) -> None:
@@ -86,11 +86,11 @@ class TomlFile:
         try:
             return read_small(self.path, largest).decode("utf-8-sig")
         except UnfitError as error:
-            raise self._error(f"{self.path} {error}; it is not a file of rules", file=self.path) from error
+            raise self._error(f"{self.path} {error}; this is not a file of rules", file=self.path) from error
         except UnicodeDecodeError as error:
-            raise self._error(f"{self.path} is not UTF-8; it is not a file of rules", file=self.path) from error
+            raise self._error(f"{self.path} is not UTF-8; this is not a file of rules", file=self.path) from error
         except FileNotFoundError as error:
-            problem = f"{self.path}: there is no such file of rules"
+            problem = f"{self.path}: this file of rules is missing"
             raise self._error(problem, file=self.path, hint=path_meant(self.path)) from error
         except OSError as error:
             problem = f"{self.path} cannot be read: {error.strerror or error}"
@@ -129,7 +129,7 @@ class TomlFile:
         for key in table:
             if key not in schema:
                 raise self.wrong(where, f"{quoted(key)} is unknown{did_you_mean(key, schema)}")
-        return {key: self._value(table, key, said, where) for key, said in schema.items()}
+        return {key: self._value(table, key, key_schema, where) for key, key_schema in schema.items()}
 
     def _value(self, table: Mapping[str, Any], key: str, schema: TomlKey, where: str) -> Any:
         if key not in table:
@@ -150,11 +150,11 @@ class TomlFile:
 
 
 class BuiltinFiles:
-    """Files of rules that are part of the package, which users name without path and ending.
+    """Files of rules in the package, which users name without directory and ending.
 
     Args:
-        module: a path beside which they are, in ``builtin``.
-        kind: what they are called, for messages.
+        module: path of a module; the files are in ``builtin`` next to it.
+        kind: their name in messages.
         error: the class of errors.
         listed_by: the command that lists them.
     """
@@ -170,22 +170,22 @@ class BuiltinFiles:
         return sorted(name[: -len(_ENDING)] for name in os.listdir(self._directory) if name.endswith(_ENDING))
 
     def path(self, name: str) -> str:
-        """The path of a name."""
+        """The path of a built-in file."""
         return os.path.join(self._directory, name + _ENDING)
 
     def has(self, named: str) -> bool:
-        """Whether a text is a name, and not the path of a file: a model's directory may have the name of its rules."""
+        """Whether a text is a built-in name, and not a path: a model's directory may have the same name."""
         return named in self.names() and not is_regular_file(named)
 
     def check_exists(self, path: str) -> None:
-        """Refuse what is neither a name nor a path.
+        """Refuse a text that is neither a built-in name nor an existing path.
 
         Raises:
-            InputError: names the nearest built-in name.
+            InputError: with the nearest built-in name.
         """
         if not exists(path) and not path.endswith(_ENDING):
             raise self._error(
-                f"{path}: there is no such file, and no built-in {self._kind} of this name"
+                f"{path}: no file and no built-in {self._kind} has this name"
                 + did_you_mean(path, self.names(), known=False),
                 file=path,
                 hint=f"{self._listed_by} lists the built-in ones",
@@ -202,7 +202,7 @@ def did_you_mean(name: str, names: Iterable[str], known: bool = True) -> str:
 
 
 def toml_string(text: str) -> str:
-    """A text in quotes, with escapes that JSON and TOML have in common."""
+    """A text in quotes, with escapes of both JSON and TOML."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 

@@ -1,7 +1,7 @@
 """The JSON form of strategy files.
 
-Every value is checked as it is taken, since any program may have written the file. Sections other
-than strategy items and parameter layouts are of no concern here.
+Values are checked when they are read: any program may have written the file. Sections other
+than strategy items and parameter layouts are skipped.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from reshard.storage.json_text import Fields, JsonError, JsonStream, integers, w
 from reshard.strategies.model import RecordedLayout, StrategyFile, StrategyItem
 from reshard.text.wording import quoted
 
-_AGAIN = "copy it again from where it was written, or have MindSpore write it again"
-# A table that is split by hand has a number per slice, and may have a hundred thousand slices.
+_AGAIN = "copy the original again, or have MindSpore write it again"
+# A table with hand-made slices has a number per slice, and may have a hundred thousand slices.
 _LONGEST_ITEM = 1 << 22
 _INT32 = 2**31
 _UINT32 = 2**32
@@ -25,7 +25,7 @@ _INT64 = 2**63
 
 
 def parse_strategy(data: bytes, path: str) -> Optional[StrategyFile]:
-    """The content of a strategy file, or None where it is JSON of another kind.
+    """The content of a strategy file, or None for JSON of another kind.
 
     Raises:
         StrategyError: the file is not valid JSON, or its values are damaged.
@@ -37,41 +37,41 @@ def parse_strategy(data: bytes, path: str) -> Optional[StrategyFile]:
 
 
 class _StrategyJson:
-    """A file that is read item by item: only layouts stay in memory."""
+    """A file that is read item by item: only layouts are kept in memory."""
 
     def __init__(self, data: bytes) -> None:
         self._stream = JsonStream(windows_of(data), _LONGEST_ITEM)
         self._items: list[StrategyItem] = []
         self._layouts: dict[str, RecordedLayout] = {}
-        self._known: dict[RecordedLayout, RecordedLayout] = {}
+        self._distinct: dict[RecordedLayout, RecordedLayout] = {}
 
     def file(self, path: str) -> Optional[StrategyFile]:
-        """The strategy; None where the file is of another kind."""
+        """The strategy; None for a file of another kind."""
         stream = self._stream
         if stream.peek() != "{":
             stream.skip()
             stream.end()
             return None
         sections = {"parallel_strategy_item": self._item, "parallel_layout_item": self._layout}
-        found = False
+        is_strategy = False
         current = 1
         for key in stream.members():
             if key in sections:
-                found = True
+                is_strategy = True
                 self._section(key, sections[key])
             elif key == "current_stage":
                 current = Fields({key: stream.value()}, "the file").integer(key, 0, _UINT32)
             else:
                 stream.skip()
         stream.end()
-        return StrategyFile(path, "json", tuple(self._items), self._layouts, current) if found else None
+        return StrategyFile(path, "json", tuple(self._items), self._layouts, current) if is_strategy else None
 
     def _section(self, key: str, take: Callable[[str, Fields], None]) -> None:
         if self._stream.peek() != "{":
             raise JsonError(f"{key} is not an object")
         for name in self._stream.members():
             if not name:
-                raise JsonError(f"{key} holds an empty name")
+                raise JsonError(f"{key} contains an empty name")
             take(name, Fields(self._stream.value(), f"{key}, {quoted(name)}"))
 
     def _item(self, node: str, item: Fields) -> None:
@@ -86,12 +86,12 @@ class _StrategyJson:
 
     def _layout(self, name: str, item: Fields) -> None:
         recorded = _recorded(name, item)
-        # Thousands of parameters share tens of layouts, and checkpoints have the same names.
-        self._layouts[sys.intern(name)] = self._known.setdefault(recorded, recorded)
+        # Thousands of parameters share tens of layouts, and their names are those of checkpoints.
+        self._layouts[sys.intern(name)] = self._distinct.setdefault(recorded, recorded)
 
 
 def serialize_strategy(file: StrategyFile) -> bytes:
-    """The bytes of a strategy file. Of operators of the same name, the last one stays."""
+    """The bytes of a strategy file. Of several operators with one name, the last is written."""
     items = {
         item.node: {"stage": item.stage, "parallel_strategy": [list(inputs) for inputs in item.strategies]}
         for item in file.items
@@ -113,7 +113,7 @@ def _layout_item(recorded: RecordedLayout) -> dict[str, Any]:
         "opt_weight_shard_step": recorded.shard_step,
         "tensor_map": maps if recorded.nested else maps[0] if maps else [],
     }
-    # Unknown values are left out: MindSpore reads the file without them.
+    # Unknown values are omitted: MindSpore reads the file without them.
     if recorded.tensor_shape is not None:
         item["tensor_shape"] = list(recorded.tensor_shape)
     if recorded.split_sizes:
@@ -126,16 +126,16 @@ def _layout_item(recorded: RecordedLayout) -> dict[str, Any]:
 def _recorded(name: str, item: Fields) -> RecordedLayout:
     maps = item.entries("tensor_map")
     nested = any(isinstance(entry, list) for entry in maps)
-    what = f"parameter {quoted(name)}: tensor_map"
+    label = f"parameter {quoted(name)}: tensor_map"
 
     def optional(key: str) -> Optional[tuple[int, ...]]:
         return item.integers(key, -_INT64, _INT64) if key in item else None
 
     if nested:
         entries = (entry if isinstance(entry, list) else [entry] for entry in maps)
-        tensor_maps = tuple(integers(entry, what, -_INT32, _INT32) for entry in entries)
+        tensor_maps = tuple(integers(entry, label, -_INT32, _INT32) for entry in entries)
     else:
-        tensor_maps = (integers(maps, what, -_INT32, _INT32),)
+        tensor_maps = (integers(maps, label, -_INT32, _INT32),)
     return RecordedLayout(
         device_matrix=item.integers("dev_matrix", 0, _UINT32),
         tensor_maps=tensor_maps,

@@ -21,17 +21,17 @@ from reshard.layout import Layout
 from reshard.text.wording import rank_ranges, some_numbers
 
 # No cluster has this many devices: a larger number is damage, and would cost memory per device.
-# MindSpore's tensors have 8 dimensions at most; expanded maps and axes of size 1 need some more.
+# Maximum dimensions: MindSpore's tensors have 8; expanded maps and axes of size 1 need some more.
 MOST_ENTRIES = 64
-# Each may double the readings of an expanded map; MindSpore's files have one or two.
+# Maximum joins: each may double the readings of an expanded map; MindSpore's files have one or two.
 MOST_JOINS = 8
 _MOST_ELEMENTS = 2**62
 
 NONE = "none"
-"""The name of the strategy of one device that holds everything whole."""
+"""The name of the strategy of one device with all tensors whole."""
 
 SAME = "same"
-"""The name of the strategy that the source was saved with."""
+"""The name of the strategy that the source records."""
 
 SHARDS = "shards:"
 """Begins what stands for rows cut over a number of ranks, as in ``shards:8``; it is typed as ``--shards 8``."""
@@ -46,7 +46,7 @@ class RecordedLayout:
         tensor_maps: one map of all dimensions where flat, one map per dimension where nested.
         nested: which of the two.
         tensor_shape: full shape (JSON only), in the expanded form where the map is.
-        field: number of fields of a table whose slices interleave them; 0 in everything known.
+        field: number of fields of a table whose slices interleave them; 0 in all known files.
         shard_step: optimizer shard step as recorded.
         shard_size: optimizer shard size as recorded.
         split_sizes: ``param_split_shape``.
@@ -68,8 +68,8 @@ class RecordedLayout:
         """The record of a layout, without a shape.
 
         Args:
-            layout: of one parameter.
-            nested: whether the map is nested; None: only where a dimension is split over several axes.
+            layout: the layout of one parameter.
+            nested: whether the map is nested; None: only if a dimension is split over several axes.
         """
         maps = tuple(axes or (-1,) for axes in layout.tensor_map)
         if nested is None:
@@ -89,13 +89,13 @@ class RecordedLayout:
         """The layout in normal form.
 
         Raises:
-            LayoutError: the record contradicts itself, or is beyond what any real one holds.
+            LayoutError: the record contradicts itself, or exceeds the limits.
         """
         self._check_bounds()
         dimensions = self.dimensions
         sharded = self.shard_size != 0 and self.shard_step != 0
         if not self.device_matrix:
-            # One device holds everything whole, whatever axes the map names.
+            # One device holds everything whole, whichever axes the map names.
             dimensions, sharded = ((),) * len(dimensions), False
         uneven = self._uneven()
         shape = None if uneven is not None else self._shape()
@@ -114,18 +114,18 @@ class RecordedLayout:
 
     @property
     def dimensions(self) -> tuple[tuple[int, ...], ...]:
-        """Per entry of the tensor map the device axes it is split over, none where it is whole."""
+        """Per entry of the tensor map, the device axes that split it; none if it is whole."""
         if self.nested:
-            # A parameter of one dimension carries an empty map, which only marks the nested form.
+            # A parameter of one dimension has an empty map, which only marks the nested form.
             return tuple(() if entry == (-1,) else entry for entry in self.tensor_maps if entry)
         return tuple(() if axis == -1 else (axis,) for entry in self.tensor_maps for axis in entry)
 
     @property
     def joins(self) -> int:
-        """Entries that may belong to the same dimension as the next one.
+        """Number of entries that may belong to the same dimension as the next one.
 
-        The JSON writer stores a dimension that is split over several axes as one entry per axis, of
-        which all but the last have the size of their axis. 0 means that the map cannot be of this
+        The JSON writer stores a dimension that is split over several axes as one entry per axis;
+        all but the last have the size of their axis. 0 means that the map cannot have this
         expanded form.
         """
         if self.nested or self.tensor_shape is None or self.split_offsets:
@@ -168,7 +168,7 @@ class RecordedLayout:
         widths = [max(1, len(axes)) for axes in entries]
         if shape is None or len(shape) == len(entries) or len(shape) != sum(widths):
             return shape
-        # An expanded shape beside a nested map, which groups it.
+        # An expanded shape with a nested map, which groups it.
         ends = [sum(widths[: index + 1]) for index in range(len(widths))]
         return tuple(math.prod(shape[end - width : end]) for end, width in zip(ends, widths))
 
@@ -194,7 +194,7 @@ def names_files(path: str) -> bool:
 
 @dataclass(frozen=True)
 class StrategyItem:
-    """How one operator is split: kept for merging, of no use for checkpoints but for its stage.
+    """The split of one operator: kept for merging; checkpoints only use its stage.
 
     Attributes:
         node: operator name.
@@ -212,7 +212,7 @@ class StrategyFile:
     """The content of one strategy file.
 
     Attributes:
-        path: where it was read, or will be written.
+        path: path that was read, or will be written.
         form: ``protobuf`` or ``json``.
         items: operators in file order.
         layouts: parameters in file order, named as in the file (a merged file's carry the stage).
@@ -257,7 +257,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Strategy:
-    """How all parameters are laid out over all ranks.
+    """The layouts of all parameters over all ranks.
 
     Attributes:
         stages: pipeline stages in order, at least one; none until the source gives them.
@@ -271,7 +271,7 @@ class Strategy:
 
     @classmethod
     def none(cls) -> Strategy:
-        """One device that holds every tensor whole."""
+        """One device with every tensor whole."""
         return cls((Stage(0, 0, 1, {}),), NONE)
 
     @classmethod

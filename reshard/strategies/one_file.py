@@ -1,8 +1,8 @@
-"""One file: a strategy, a group_info file, or something else; and the record beside a made strategy.
+"""One file: a strategy, a group_info file, or another kind; and the record of a made strategy.
 
-The first bytes identify most other kinds, so that a checkpoint of tens of GB is never read in full. A file that begins
-or is named like a strategy and cannot be parsed is damaged, which is an error. Any other file is an `OtherFile`, which
-is skipped in a directory.
+The first bytes identify most other kinds, so that a checkpoint of tens of GB is never read in full. A file with the
+first bytes or the name of a strategy that cannot be parsed is damaged, which is an error. Any other file is an
+`OtherFile`, which is skipped in a directory.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from reshard.strategies import json_file, protobuf_file
 from reshard.strategies.model import StrategyFile
 from reshard.text.near_names import path_meant
 
-# Real ones have some ten KB per hundred parameters. Parsed JSON takes several times its size.
+# Maximum size: real files have some ten KB per hundred parameters. Parsed JSON takes several times its size.
 LARGEST_PROTOBUF = 2**26
 LARGEST_JSON = 2**26
 LARGEST_GROUP_INFO = 2**23
@@ -30,7 +30,7 @@ _INACCESSIBLE = (errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.E
 
 
 RECORD = ".made"
-"""The ending of the record beside a made strategy.
+"""The ending of the record of a made strategy.
 
 The file is JSON, but is not named so: MindSpore refuses to merge a directory with both .ckpt and .json files."""
 
@@ -67,7 +67,7 @@ def read_bytes(path: str) -> Union[bytes, OtherFile]:
         head = read_range(file, 0, min(size, _HEAD))
         kind = _kind_by_head(head, size)
         if kind == "a checkpoint" and size <= LARGEST_GROUP_INFO:
-            # Its groups look like the values of a checkpoint.
+            # Its groups look like values of a checkpoint.
             content = read_range(file, 0, size)
             kind = kind if protobuf_file.parse_group_map(content, path) is None else "a group_info file"
         if kind is not None:
@@ -85,7 +85,7 @@ def read_bytes(path: str) -> Union[bytes, OtherFile]:
 
 
 def parse(path: str, data: bytes) -> Union[StrategyFile, OtherFile]:
-    """The strategy that the bytes of a file hold.
+    """The strategy in the bytes of a file.
 
     Raises:
         StrategyError: it is damaged.
@@ -127,20 +127,20 @@ def read_strategy_file(path: str) -> StrategyFile:
         RetryableError: reading failed.
     """
     data = read_bytes(path)
-    found = data if isinstance(data, OtherFile) else parse(path, data)
-    if isinstance(found, OtherFile):
-        detail = "" if found.kind is None else f": it is {found.kind}"
+    file = data if isinstance(data, OtherFile) else parse(path, data)
+    if isinstance(file, OtherFile):
+        detail = "" if file.kind is None else f": it is {file.kind}"
         raise StrategyError(
             f"{path} is not a strategy file{detail}",
             file=path,
             hint="pass a strategy file, a directory of strategy files, or none for an unsharded checkpoint",
         )
-    return found
+    return file
 
 
 @contextlib.contextmanager
 def opened(path: str) -> Iterator[Union[ReadableFile, OtherFile]]:
-    """A regular file, open for reading; an `OtherFile` where it is none.
+    """A regular file, open for reading; an `OtherFile` for any other kind.
 
     Raises:
         StrategyError: missing or not readable.
@@ -158,9 +158,9 @@ def opened(path: str) -> Iterator[Union[ReadableFile, OtherFile]]:
 
 
 def read_error(path: str, error: OSError) -> ReshardError:
-    """The error for the user when a file or directory cannot be opened or read."""
+    """The error for a file or directory that cannot be opened or read."""
     if isinstance(error, FileNotFoundError):
-        return StrategyError(f"{path}: there is no such file or directory", file=path, hint=path_meant(path))
+        return StrategyError(f"{path}: no file or directory has this name", file=path, hint=path_meant(path))
     if error.errno == errno.ENAMETOOLONG:
         return too_long(path)
     kind = StrategyError if error.errno in _INACCESSIBLE else RetryableError
@@ -172,7 +172,7 @@ def _looks_like_json(data: bytes) -> bool:
 
 
 def _must_be_one(path: str, data: bytes) -> bool:
-    # Field 1, current_stage, is the first thing that MindSpore writes.
+    # MindSpore writes field 1, current_stage, first.
     return data[:1] == b"\x08" or ("strategy" in os.path.basename(path) and path.endswith((".ckpt", ".json")))
 
 
@@ -192,8 +192,8 @@ class GroupInfo:
 
     Attributes:
         file: its path.
-        restore_ranks: ranks whose checkpoint is identical to this rank's; a lower bound, empty
-            where unknown.
+        restore_ranks: ranks with the same checkpoint as this rank; a lower bound, empty
+            if unknown.
         groups: communication groups, name and ranks, in file order; names may repeat.
     """
 
@@ -206,18 +206,18 @@ def read_group_info(path: str) -> GroupInfo:
     """Read a group_info file.
 
     Raises:
-        StrategyError: missing, not readable, or no group_info file.
+        StrategyError: missing, not readable, or not a group_info file.
         RetryableError: reading failed.
     """
     with opened(path) as file:
         size = 0 if isinstance(file, OtherFile) else file.size()
         data = b"" if isinstance(file, OtherFile) else read_range(file, 0, min(size, LARGEST_GROUP_INFO))
     is_strategy = protobuf_file.parse_strategy(data, path) is not None
-    # The items of a strategy have the form of rank lists.
+    # Items of a strategy have the same structure as rank lists.
     if data and size <= LARGEST_GROUP_INFO and not is_strategy:
-        found = protobuf_file.parse_group_map(data, path)
-        if found is not None:
-            return GroupInfo(path, *found)
+        content = protobuf_file.parse_group_map(data, path)
+        if content is not None:
+            return GroupInfo(path, *content)
     kind = "a strategy file" if is_strategy else _kind(path, data)
     raise StrategyError(
         f"{path} is not a group_info file" + (f": it is {kind}" if kind else ""),
@@ -234,7 +234,7 @@ def _kind(path: str, data: bytes) -> Optional[str]:
 
 
 def record_path(out: str) -> str:
-    """The path of the record of how a strategy was made.
+    """The path of the record of a made strategy.
 
     Args:
         out: its file, its directory, or a path with `RANK` in it, as it was typed.
@@ -250,5 +250,5 @@ def record_paths(strategy: str) -> list[str]:
     Args:
         strategy: its file, or the directory of its stages' files.
     """
-    beside = os.path.join(os.path.dirname(strategy), "strategy" + RECORD)
-    return list(dict.fromkeys((record_path(strategy), beside)))
+    of_stages = os.path.join(os.path.dirname(strategy), "strategy" + RECORD)
+    return list(dict.fromkeys((record_path(strategy), of_stages)))

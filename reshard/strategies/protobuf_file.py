@@ -1,8 +1,8 @@
 """The protobuf form of strategy files, and the group_info files that share its messages.
 
-Message types are made at run time, in a descriptor pool and a package of their own: where MindSpore
-is imported in the same process, its messages are registered under the usual names already. Names
-are declared as bytes, which look the same on the wire, so that invalid UTF-8 is ours to report.
+Message types are created at run time, in a separate descriptor pool and package: a process that imported MindSpore
+has its messages registered under the usual names. Names are declared as bytes, with the same
+encoding, so that this module reports invalid UTF-8.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _MESSAGES: dict[str, tuple[tuple[str, int, str], ...]] = {
     "ParallelGroupItem": (("group_name", 1, "bytes"), ("parallel_group_ranks", 2, "ParallelGroupRanks")),
 }
 _PACKAGE = "reshard.strategies"
-# Beyond any real file, and still a bound: some seconds, some hundred MB. An item has some hundred
+# Limits above any real file: some seconds, some hundred MB. An item has some hundred
 # bytes, a list of ranks some hundred KB.
 _LARGEST_FIELD = 1 << 22
 _MOST_FIELDS = 1 << 20
@@ -53,10 +53,10 @@ Ranks = tuple[int, ...]
 
 
 def parse_strategy(data: bytes, path: str) -> Optional[StrategyFile]:
-    """The content of a strategy file, or None where the bytes are not such a message.
+    """The content of a strategy file, or None for bytes that are not its message.
 
     Raises:
-        StrategyError: it is one, but its values are damaged.
+        StrategyError: its values are damaged.
     """
     if not _is_message(data):
         return None
@@ -65,7 +65,7 @@ def parse_strategy(data: bytes, path: str) -> Optional[StrategyFile]:
         return None
     items: list[StrategyItem] = []
     layouts: dict[str, RecordedLayout] = {}
-    known: dict[bytes, RecordedLayout] = {}
+    distinct: dict[bytes, RecordedLayout] = {}
     numbers = 0
     for number, value in _fields(data):
         if number == 2 and not isinstance(value, int):
@@ -84,13 +84,13 @@ def parse_strategy(data: bytes, path: str) -> Optional[StrategyFile]:
             name = sys.intern(_text(parts[0], path))
             if name in layouts:
                 raise StrategyError(f"{path} lists parameter {quoted(name)} twice", file=path, parameter=name)
-            recorded = known.get(parts[1])
+            recorded = distinct.get(parts[1])
             if recorded is None:
                 # Thousands of parameters share tens of layouts.
                 message = _parsed("ParallelLayouts", parts[1])
                 if message is None:
                     return None
-                recorded = known[parts[1]] = _recorded(message, path, name)
+                recorded = distinct[parts[1]] = _recorded(message, path, name)
                 numbers += sum(len(entry) + 1 for entry in recorded.tensor_maps)
                 numbers += len(recorded.device_matrix) + len(recorded.split_sizes) + len(recorded.split_offsets)
             layouts[name] = recorded
@@ -100,7 +100,7 @@ def parse_strategy(data: bytes, path: str) -> Optional[StrategyFile]:
 
 
 def _layout_item(data: bytes) -> Optional[tuple[bytes, bytes]]:
-    """A ParallelLayoutItem's name, and the message of its layouts; None where the bytes are damaged or lack one."""
+    """A ParallelLayoutItem's name, and the message of its layouts; None if the bytes are damaged or one is missing."""
     name: Optional[bytes] = None
     layouts: Optional[bytes] = None
     try:
@@ -108,7 +108,7 @@ def _layout_item(data: bytes) -> Optional[tuple[bytes, bytes]]:
             if number == 1 and not isinstance(value, int):
                 name = value
             elif number == 2 and not isinstance(value, int):
-                # Parts of one message, as the wire format has it.
+                # In the wire format, parts of one message are concatenated.
                 layouts = value if layouts is None else layouts + value
     except _NotAMessage:
         return None
@@ -149,7 +149,7 @@ def serialize_strategy(file: StrategyFile) -> bytes:
 
 
 def parse_group_map(data: bytes, path: str) -> Optional[tuple[Ranks, tuple[tuple[str, Ranks], ...]]]:
-    """The restore list and the named groups of a group_info file, or None where it is none.
+    """The restore list and the named groups of a group_info file, or None for other bytes.
 
     Raises:
         StrategyError: a group's name is damaged.
@@ -160,7 +160,7 @@ def parse_group_map(data: bytes, path: str) -> Optional[tuple[Ranks, tuple[tuple
     lists = [value for number, value in outer if number == 2 and isinstance(value, bytes)]
     if not lists:
         return None
-    # Parts of one message, as the wire format has it.
+    # In the wire format, parts of one message are concatenated.
     restore = _parsed("ParallelGroupRanks", b"".join(lists))
     items = [_parsed("ParallelGroupItem", value) for number, value in outer if number == 1 and isinstance(value, bytes)]
     if restore is None or any(item is None for item in items):
@@ -193,7 +193,7 @@ class _NotAMessage(Exception):
 
 
 def _is_message(data: bytes) -> bool:
-    """Whether the bytes are a message, of no more fields than any real one has."""
+    """Whether the bytes are a message, with at most as many fields as a real one."""
     count = 0
     try:
         for _ in _fields(data):
@@ -208,8 +208,8 @@ def _is_message(data: bytes) -> bool:
 def _fields(data: bytes) -> Iterator[tuple[int, Union[int, bytes]]]:
     """Number and value of every field of the outermost message.
 
-    The library may take fifty times the bytes of a message that holds millions of empty messages,
-    so it gets them one by one.
+    The library may take fifty times the bytes of a message that contains millions of empty messages,
+    so it receives them one by one.
 
     Raises:
         _NotAMessage: the bytes are damaged.
@@ -259,15 +259,15 @@ def _text(name: bytes, path: str) -> str:
     try:
         text = name.decode()
     except UnicodeDecodeError:
-        problem = f"{path} is damaged: it holds a name that is not UTF-8: {name!r}"
+        problem = f"{path} is damaged: it contains a name that is not UTF-8: {name!r}"
         raise StrategyError(problem, file=path) from None
     if not text:
-        raise StrategyError(f"{path} is damaged: it holds an empty name", file=path)
+        raise StrategyError(f"{path} is damaged: it contains an empty name", file=path)
     return text
 
 
 def _parsed(kind: str, data: bytes) -> Any:
-    """The message, or None where the bytes are damaged or lack a required field."""
+    """The message, or None if the bytes are damaged or lack a required field."""
     from google.protobuf.message import DecodeError
 
     message = _message_class(kind)()

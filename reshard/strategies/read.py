@@ -1,8 +1,8 @@
 """Reading a strategy as a user names it: a file, a merged file, a directory, or none.
 
-In a directory every rank may have written its own file: files are compared by content first, so that identical copies
-are parsed once. Files that are not strategies are skipped, with a note. A merged file beside the stages is skipped if
-the stages are complete, and is used only if it is alone. If the directory itself holds no strategies, those in its
+Every rank may have written its own file to a directory: contents are compared first, so that identical copies
+are parsed once. Files that are not strategies are skipped, with a note. A merged file is used only without files of
+single stages; if these are complete, it is skipped. If the directory itself holds no strategies, those in its
 ``rank_0/``, ``rank_1/`` ... are used.
 """
 
@@ -54,7 +54,7 @@ def read_strategy(path: Optional[str]) -> Strategy:
 
 
 def read_recorded(path: str) -> tuple[Strategy, dict[int, Mapping[str, RecordedLayout]]]:
-    """Read a strategy, and per stage the records of one of its files, unchanged; of protobuf where there is one.
+    """A strategy, and per stage the unchanged records of one of its files, protobuf if possible.
 
     Raises:
         StrategyError, RetryableError: as `read_strategy`.
@@ -62,9 +62,11 @@ def read_recorded(path: str) -> tuple[Strategy, dict[int, Mapping[str, RecordedL
     if not path:
         raise StrategyError("the strategy's path is empty", hint="pass none for an unsharded checkpoint")
     if is_directory(path):
-        found = find_stages(path)
-        recorded = {number: preferred(records, "protobuf").recorded for number, records in found.records.items()}
-        return Strategy(found.stages, path, found.notes), recorded
+        from_directory = find_stages(path)
+        recorded = {
+            number: preferred(records, "protobuf").recorded for number, records in from_directory.records.items()
+        }
+        return Strategy(from_directory.stages, path, from_directory.notes), recorded
     record = records_of(read_strategy_file(path))
     check_gaps(record)
     stages = agreed_stages({stage.number or 0: [stage] for stage in record.stages})
@@ -129,9 +131,9 @@ def find_stages(directory: str, leave_out: Optional[str] = None) -> FoundStages:
         ]
         files, notes = _read_files(directory, [*(name for name in names if name not in of_ranks), *below])
     if not files:
-        said = f": {'; '.join(notes)}" if notes else ""
+        detail = f": {'; '.join(notes)}" if notes else ""
         raise StrategyError(
-            f"{directory} holds no strategy files{said}",
+            f"{directory} holds no strategy files{detail}",
             file=directory,
             hint="pass a strategy file, the directory that holds such files, or none for an unsharded checkpoint",
         )
@@ -140,14 +142,14 @@ def find_stages(directory: str, leave_out: Optional[str] = None) -> FoundStages:
     single = [file for file in files if file.numbers and not file.merged]
     if unnumbered and (merged or single):
         raise StrategyError(
-            f"{directory}: {_names(unnumbered)} has no strategy items to tell its stage, and is not alone: "
-            f"there is {_names([*single, *merged])} too",
+            f"{directory}: {_names(unnumbered)} has no strategy items that give its stage, and the directory also "
+            f"contains {_names([*single, *merged])}",
             file=unnumbered[0].file.path,
-            hint="pass the file that is meant instead of the directory",
+            hint="pass one file instead of the directory",
         )
     if single:
         records, stages = _of_single(directory, single, merged)
-        notes += [_passed_over_merged(file, stages) for file in merged]
+        notes += [_skipped_merged(file, stages) for file in merged]
     elif merged:
         records, stages = _of_merged(directory, merged)
     else:
@@ -168,14 +170,15 @@ def _of_single(
         has_more = (beyond or merged)[0]
         lacking = missing or sorted(set(has_more.numbers) - records.keys())
         raise StrategyError(
-            f"{directory}: {missing_text(lacking)} beside {_names(single)}, and {has_more.file.path} is a "
+            f"{directory}: {missing_text(lacking)} with {_names(single)}, and {has_more.file.path} is a "
             f"merged file of {stage_list(has_more.numbers)}",
             file=has_more.file.path,
             hint=f"pass the merged file itself: {has_more.file.path}",
         )
     if missing:
         raise StrategyError(
-            f"{directory}: {missing_text(missing)}; there is only {stage_list(sorted(records))} ({_names(single)})",
+            f"{directory}: {missing_text(missing)}; the directory contains only "
+            f"{stage_list(sorted(records))} ({_names(single)})",
             file=directory,
             hint="add the missing stages' files, or run the command that writes them again",
         )
@@ -191,7 +194,7 @@ def _of_merged(directory: str, merged: Sequence[FileRecord]) -> tuple[dict[int, 
                 f"{directory} holds merged files of different stages: {first.file.path} has "
                 f"{stage_list(first.numbers)}, {file.file.path} has {stage_list(file.numbers)}",
                 file=file.file.path,
-                hint="pass the file that is meant instead of the directory",
+                hint="pass one file instead of the directory",
             )
     records: dict[int, list[StageRecord]] = {}
     for file in merged:
@@ -236,7 +239,7 @@ def _natural(name: str) -> list[tuple[int, str]]:
 
 def _read_files(directory: str, names: Iterable[str]) -> tuple[list[FileRecord], list[str]]:
     others: dict[str, list[str]] = {}
-    # By content and ending: both decide the kind of a file.
+    # Content and name's ending both determine the kind of a file.
     parsed: dict[tuple[bytes, str], Union[StrategyFile, OtherFile]] = {}
     copies: dict[tuple[bytes, str], list[str]] = {}
     for name in names:
@@ -244,21 +247,21 @@ def _read_files(directory: str, names: Iterable[str]) -> tuple[list[FileRecord],
         # Editors, file systems and unfinished writes leave hidden files.
         data = OtherFile(path, "hidden") if os.path.basename(name).startswith(".") else read_bytes(path)
         if isinstance(data, OtherFile):
-            found: Union[StrategyFile, OtherFile] = data
+            file: Union[StrategyFile, OtherFile] = data
         else:
             key = (hashlib.sha256(data).digest(), os.path.splitext(name)[1])
-            found = parsed[key] if key in parsed else parsed.setdefault(key, parse(path, data))
+            file = parsed[key] if key in parsed else parsed.setdefault(key, parse(path, data))
             copies.setdefault(key, []).append(path)
-        if isinstance(found, OtherFile):
-            others.setdefault(found.kind or "not a strategy", []).append(name)
+        if isinstance(file, OtherFile):
+            others.setdefault(file.kind or "not a strategy", []).append(name)
     files = [records_of(file, copies[key]) for key, file in parsed.items() if isinstance(file, StrategyFile)]
-    return files, [f"{directory}: passed over {some_names(names)} ({kind})" for kind, names in others.items()]
+    return files, [f"{directory}: skipped {some_names(names)} ({kind})" for kind, names in others.items()]
 
 
-def _passed_over_merged(file: FileRecord, stages: Iterable[Stage]) -> str:
+def _skipped_merged(file: FileRecord, stages: Iterable[Stage]) -> str:
     name = os.path.basename(file.file.path)
     differs = "" if same_content(file, stages) else ", from which it differs"
-    return f"{os.path.dirname(file.file.path)}: passed over {name} (a merged file beside its stages{differs})"
+    return f"{os.path.dirname(file.file.path)}: skipped {name} (a merged file next to its stages{differs})"
 
 
 def _names(files: Sequence[FileRecord]) -> str:
@@ -266,7 +269,7 @@ def _names(files: Sequence[FileRecord]) -> str:
 
 
 def _name(path: str) -> str:
-    """A file's name, with its rank directory if it lies in one: these hold files of one name."""
+    """A file's name, with its rank directory if it is in one: files of ranks share one name."""
     directory, name = os.path.split(path)
     rank = os.path.basename(directory)
     return os.path.join(rank, name) if _RANK_DIRECTORY.fullmatch(rank) else name

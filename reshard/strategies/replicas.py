@@ -1,8 +1,8 @@
 """Groups of ranks whose checkpoints are identical, from a strategy or from group_info files.
 
-A strategy tells exactly: ranks of one stage are replicas where they hold the same slice of every
-parameter that the stage lists. What a group_info file lists is true but need not be all, and may be
-nothing at all; so its lists are joined, and what they leave open stays open.
+A strategy is exact: ranks of one stage are replicas if they hold the same slice of every
+parameter that the stage lists. The lists of group_info files are correct but can be incomplete, or
+empty; lists that share a rank are joined.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class ReplicaGroup:
     """Ranks whose checkpoints are identical.
 
     Attributes:
-        ranks: global ranks, ascending; one alone where no other rank is known to be its replica.
-        stage: their pipeline stage; None where only group_info files were read.
+        ranks: global ranks, ascending; one alone if it has no known replica.
+        stage: their pipeline stage; None if only group_info files were read.
     """
 
     ranks: tuple[int, ...]
@@ -51,7 +51,7 @@ class Replicas:
 
 
 def replicas_of_strategy(strategy: Strategy) -> Replicas:
-    """The groups that a strategy's layouts make; every rank is in one of them."""
+    """The groups of a strategy's layouts; every rank is in one of them."""
     groups: list[ReplicaGroup] = []
     notes = list(strategy.notes)
     for stage in strategy.stages:
@@ -66,7 +66,7 @@ def replicas_of_strategy(strategy: Strategy) -> Replicas:
             notes.append(
                 f"stage {stage.number}: without the optimizer shards that are recorded for "
                 + listing(claimed, 3)
-                + ", and often not made, more ranks would be replicas"
+                + ", and which often do not exist, more ranks would be replicas"
             )
     return Replicas(tuple(groups), tuple(notes))
 
@@ -74,13 +74,13 @@ def replicas_of_strategy(strategy: Strategy) -> Replicas:
 def replicas_of_group_infos(infos: Sequence[GroupInfo]) -> Replicas:
     """The groups in group_info files; lists that share a rank are joined.
 
-    Ranks that no list holds are in no group.
+    Ranks without a list are in no group.
 
     Raises:
         StrategyError: files contradict each other, or their own place.
     """
     notes: list[str] = []
-    said: dict[int, GroupInfo] = {}
+    info_of: dict[int, GroupInfo] = {}
     joined = _Joined()
     for info in infos:
         own = _own_rank(info.file)
@@ -90,7 +90,7 @@ def replicas_of_group_infos(infos: Sequence[GroupInfo]) -> Replicas:
             continue
         _check(info, own)
         if own is not None:
-            earlier = said.setdefault(own, info)
+            earlier = info_of.setdefault(own, info)
             if set(earlier.restore_ranks) != set(info.restore_ranks):
                 raise StrategyError(
                     f"rank {own}: {earlier.file} lists {sorted(earlier.restore_ranks)}, "
@@ -101,17 +101,17 @@ def replicas_of_group_infos(infos: Sequence[GroupInfo]) -> Replicas:
                 )
         joined.add(info, notes)
     if joined.sets:
-        notes.append("group_info files need not list every replica; for all of them: --strategy")
+        notes.append("group_info files may omit replicas; --strategy lists all")
     groups = sorted(tuple(sorted(ranks)) for ranks in joined.sets)
     return Replicas(tuple(ReplicaGroup(ranks) for ranks in groups), tuple(notes))
 
 
 def _slices_held(layouts: Iterable[Layout], devices: int) -> IntArray:
-    """A number per local rank, shape (devices,); equal where ranks hold the same slice of everything."""
+    """A number per local rank, shape (devices,); equal for ranks with the same slices."""
     keys = np.zeros(devices, dtype=np.int64)
     # Thousands of parameters share tens of layouts.
     for layout in set(layouts):
-        # Renumbered each time, so that the product stays below the square of the device count.
+        # Renumbered each time: the product stays below the square of the device count.
         keys = np.unique(keys * layout.slice_count + layout.slice_of_rank, return_inverse=True)[1].reshape(-1)
         if int(keys.max()) == devices - 1:
             break
@@ -121,7 +121,7 @@ def _slices_held(layouts: Iterable[Layout], devices: int) -> IntArray:
 def _groups(stage: Stage, keys: IntArray) -> list[ReplicaGroup]:
     order = np.argsort(keys, kind="stable")
     edges = np.flatnonzero(np.diff(keys[order])) + 1
-    # As lists: a million ranks that share nothing would be a million arrays.
+    # As lists: a million separate ranks would be a million arrays.
     ranks: list[int] = (order + stage.first_rank).tolist()
     bounds: list[int] = [0, *edges.tolist(), len(ranks)]
     members = sorted(tuple(ranks[start:end]) for start, end in zip(bounds, bounds[1:]))
@@ -138,19 +138,19 @@ def _own_rank(path: str) -> Optional[int]:
 def _check(info: GroupInfo, own: Optional[int]) -> None:
     largest = max(info.restore_ranks)
     if largest >= MOST_DEVICES:
-        problem = f"{info.file} is damaged: it lists rank {largest}, and no cluster has that many"
+        problem = f"{info.file} is damaged: it lists rank {largest}, more than any cluster has"
         raise StrategyError(problem, file=info.file, rank=largest)
     if own is not None and own not in info.restore_ranks:
         raise StrategyError(
-            f"{info.file} lies where rank {own} would write it, but lists {rank_ranges(info.restore_ranks)}",
+            f"{info.file} is in the place of rank {own}'s file, but lists {rank_ranges(info.restore_ranks)}",
             file=info.file,
             rank=own,
-            hint="pass the files of one run, each where its rank wrote it",
+            hint="pass the files of one run, each in its original place",
         )
 
 
 class _Joined:
-    """Disjoint sets of ranks, of which each list that is added makes one.
+    """Disjoint sets of ranks; each added list joins the sets that it shares a rank with.
 
     Attributes:
         sets: the sets so far.
@@ -159,15 +159,15 @@ class _Joined:
     def __init__(self) -> None:
         self.sets: list[set[int]] = []
         self._set_of: dict[int, set[int]] = {}
-        self._said: dict[frozenset[int], str] = {}
+        self._file_by_ranks: dict[frozenset[int], str] = {}
         self._file_of: dict[int, str] = {}
 
     def add(self, info: GroupInfo, notes: list[str]) -> None:
-        """Join the list with those that it shares a rank with; a note names one that it differs from."""
+        """Add a list; a note names an earlier list with a common rank and other replicas."""
         ranks = frozenset(info.restore_ranks)
-        if ranks in self._said:
+        if ranks in self._file_by_ranks:
             return
-        self._said[ranks] = info.file
+        self._file_by_ranks[ranks] = info.file
         shared = min((rank for rank in ranks if rank in self._set_of), default=None)
         if shared is not None:
             notes.append(

@@ -4,8 +4,8 @@
    stages of its strategy items; otherwise it is the file of one stage, which its items name.
    Names and items that contradict each other are an error.
 2. Every layout is checked, and all layouts of a stage must lay out equally many devices.
-3. Copies of a stage, whatever their form, must say the same of every parameter. What only one form
-   records is taken from the copy that has it.
+3. Copies of a stage, of any form, must agree on every parameter. Values that only one form
+   records are taken from the copy that has them.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class StageRecord:
     """One stage in one file.
 
     Attributes:
-        number: the stage; None where the file has no strategy items.
-        file: the file; ``paths`` names its identical copies too.
+        number: the stage; None for a file without strategy items.
+        file: the file; ``paths`` also names its identical copies.
         items: the stage's operators.
         recorded: layouts as in the file, by name without stage prefix.
         layouts: the same in normal form.
@@ -53,7 +53,7 @@ class StageRecord:
 
 @dataclass(frozen=True)
 class FileRecord:
-    """The stages of one file: several where it is merged, one otherwise."""
+    """The stages of one file: several if it is merged, one otherwise."""
 
     file: StrategyFile
     paths: tuple[str, ...]
@@ -62,7 +62,7 @@ class FileRecord:
 
     @property
     def numbers(self) -> list[int]:
-        """The numbers of its stages, as far as it records them."""
+        """The numbers of its stages, as far as recorded."""
         return sorted(stage.number for stage in self.stages if stage.number is not None)
 
 
@@ -71,7 +71,7 @@ def records_of(file: StrategyFile, paths: Sequence[str] = ()) -> FileRecord:
 
     Args:
         file: the file.
-        paths: the file and its identical copies; the file alone where empty.
+        paths: the file and its identical copies; empty for the file alone.
 
     Raises:
         StrategyError: names and items contradict each other, or a layout or device count does.
@@ -111,7 +111,7 @@ def records_of(file: StrategyFile, paths: Sequence[str] = ()) -> FileRecord:
 
 
 def agreed_stages(copies: Mapping[int, Sequence[StageRecord]]) -> tuple[Stage, ...]:
-    """One stage of each number, ranks numbered through.
+    """One stage of each number, with ranks counted through all stages.
 
     Args:
         copies: the records of every stage, numbers without a gap.
@@ -155,12 +155,12 @@ def agreed_stages(copies: Mapping[int, Sequence[StageRecord]]) -> tuple[Stage, .
 
 
 def preferred(records: Sequence[StageRecord], form: str) -> StageRecord:
-    """Of several files of a stage one of a form, or else the first."""
+    """The file of a form among several of a stage, or else the first."""
     return next((record for record in records if record.file.form == form), records[0])
 
 
 def same_content(one: FileRecord, stages: Iterable[Stage]) -> bool:
-    """True where a merged file has the same layouts as ``stages``."""
+    """Whether a merged file has the same layouts as ``stages``."""
     of_stage = {record.number: record.layouts for record in one.stages}
     return all(
         stage.number in of_stage
@@ -171,7 +171,7 @@ def same_content(one: FileRecord, stages: Iterable[Stage]) -> bool:
 
 
 def missing_stages(numbers: Iterable[int]) -> list[int]:
-    """Stages that are missing before the last of ``numbers``; the first ten where there are many."""
+    """Stages that are missing before the last of ``numbers``; at most the first ten."""
     missing: list[int] = []
     expected = 0
     for number in sorted(set(numbers)):
@@ -198,7 +198,7 @@ def _check_prefixes(file: StrategyFile, of_items: list[int], of_names: list[int]
         if missing_stages(of_names):
             problem = f"{named}, but has no strategy items, and {missing_text(missing_stages(of_names))}"
     elif file.form == "json":
-        # Items are keyed by node name, so those of a stage may have been overwritten by a later one's.
+        # Items are keyed by node name, so a later stage's may have overwritten an earlier one's.
         if not set(of_items) <= set(of_names):
             problem = f"{named}, but its strategy items are of {stage_list(of_items)}"
     elif of_items != of_names:
@@ -235,9 +235,9 @@ def _stage_record(
     for name, layout in layouts.items():
         counts.setdefault(layout.device_count, []).append(name)
     if len(counts) > 1:
-        said = joined("; ", [f"{count}: " + listing(names, 3) for count, names in sorted(counts.items())])
+        detail = joined("; ", [f"{count}: " + listing(names, 3) for count, names in sorted(counts.items())])
         raise StrategyError(
-            f"{where}: device matrices contradict each other in the number of devices (" + said + ")",
+            f"{where}: device matrices contradict each other in the number of devices (" + detail + ")",
             file=file.path,
             parameter=min(counts.values(), key=len)[0],
         )
@@ -246,7 +246,7 @@ def _stage_record(
 
 @lru_cache(maxsize=4096)
 def _normal_form(record: RecordedLayout) -> Layout:
-    # Thousands of parameters share tens of layouts: as one object, each is worked out once.
+    # Thousands of parameters share tens of layouts: one object each, computed once.
     return record.layout()
 
 
@@ -264,11 +264,11 @@ def _check_same_parameters(number: int, one: StageRecord, other: StageRecord) ->
 
 
 def _which_belong_together(record: StageRecord) -> str:
-    """A hint where files of a stage disagree."""
+    """A hint for files of a stage that disagree."""
     hint = "keep the files of one run in the directory"
     if record.number is None:
-        # Mostly written by hand: MindSpore's own have items.
-        hint += "; files of different pipeline stages tell theirs in parallel_strategy_item, which these lack"
+        # Usually written by hand: MindSpore's own have items.
+        hint += "; files of different pipeline stages record their stage in parallel_strategy_item, which these lack"
     return hint
 
 
@@ -293,9 +293,9 @@ def _disagreement(
 
 @lru_cache(maxsize=4096)
 def _agreed(one: Layout, other: Layout) -> Optional[Layout]:
-    """The layout that both describe, with the details of either; None where they differ."""
+    """The layout that both describe, with the details of either; None if they differ."""
     expandable = one.expandable and other.expandable
-    # An expanded map beside the tensor's own: the latter groups the former.
+    # An expanded map and the tensor's own: the latter groups the former.
     one, other = _grouped_like(one, other), _grouped_like(other, one)
     shapes = {layout.recorded_shape for layout in (one, other) if layout.recorded_shape is not None}
     plain, other_plain = (replace(layout, recorded_shape=None, expandable=False) for layout in (one, other))

@@ -1,9 +1,9 @@
 """Layouts as strategy files record them; a strategy as one file of all its stages.
 
-`merge_pipeline` does what MindSpore's own merge does:
+`merge_pipeline` follows MindSpore's own merge:
 
 1. Find the stages in the directory, as for reading, without the file to be written.
-2. Take each stage from a file of the target's form where there is one: protobuf has no tensor shapes, and JSON has no
+2. Take each stage from a file of the target's form if possible: protobuf has no tensor shapes, and JSON has no
    nested maps that MindSpore could read.
 3. Name every layout ``<stage>-<parameter>``, stages in order, and write under a temporary name.
 """
@@ -35,8 +35,8 @@ def merge_pipeline(directory: str, target_file: str) -> list[str]:
 
     Args:
         directory: holds the files of all stages; only read.
-        target_file: ``.ckpt`` or ``.json``; its directory is made, and a merged file already there
-            is replaced at once.
+        target_file: ``.ckpt`` or ``.json``; its directory is made, and an existing merged file
+            is replaced atomically.
 
     Returns:
         Notes for the user: skipped files, and layouts that MindSpore cannot read.
@@ -45,7 +45,7 @@ def merge_pipeline(directory: str, target_file: str) -> list[str]:
         UsageError: another ending.
         StrategyError: no stages, stages missing, copies that disagree, damaged files, or a layout
             that the target's form cannot express.
-        TargetError: ``target_file`` is something that must not be replaced.
+        TargetError: ``target_file`` exists and must not be replaced.
         RetryableError: writing failed.
     """
     form = _form_of(target_file)
@@ -55,20 +55,20 @@ def merge_pipeline(directory: str, target_file: str) -> list[str]:
             file=directory,
             hint="pass the directory that holds the strategy files of all stages",
         )
-    # A link is written through, so that the rename does not replace the link itself.
+    # Links are followed: the rename must not replace the link itself.
     target = real(target_file)
     _check_replaceable(target)
-    found = find_stages(directory, leave_out=target)
+    stages = find_stages(directory, leave_out=target)
     items: list[StrategyItem] = []
     layouts: dict[str, RecordedLayout] = {}
-    for number in sorted(found.records):
-        record = preferred(found.records[number], form)
+    for number in sorted(stages.records):
+        record = preferred(stages.records[number], form)
         items.extend(record.items)
         for name, recorded in record.recorded.items():
             layouts[f"{number}-{name}"] = _expressed(recorded, form, record, name)
     file = StrategyFile(target_file, form, tuple(items), layouts)
     _write_at_once(target, WRITERS[form](file))
-    return [*found.notes, *unreadable_in_json(file)]
+    return [*stages.notes, *unreadable_in_json(file)]
 
 
 def _form_of(target_file: str) -> str:
@@ -82,24 +82,24 @@ def _form_of(target_file: str) -> str:
 def _check_replaceable(target: str) -> None:
     if not exists(target):
         return
-    found = parsed(target, read_bytes(target))
-    if isinstance(found, OtherFile):
-        kind = found.kind or "not a strategy file"
+    file = parsed(target, read_bytes(target))
+    if isinstance(file, OtherFile):
+        kind = file.kind or "not a strategy file"
         raise TargetError(
             f"{target} exists and is {kind}; it is not replaced",
             file=target,
-            hint="remove it, or give the merged file another name",
+            hint="remove it, or choose another name for the merged file",
         )
-    if found is not None and not records_of(found).merged:
+    if file is not None and not records_of(file).merged:
         raise TargetError(
             f"{target} exists and is the strategy of one stage; it is not replaced",
             file=target,
-            hint="give the merged file another name",
+            hint="choose another name for the merged file",
         )
 
 
 def _expressed(recorded: RecordedLayout, form: str, record: StageRecord, name: str) -> RecordedLayout:
-    """The layout as the target's form can express it.
+    """The layout in the target's form.
 
     Raises:
         StrategyError: it cannot.
@@ -118,7 +118,7 @@ def _expressed(recorded: RecordedLayout, form: str, record: StageRecord, name: s
             )
         return replace(recorded, tensor_shape=None)
     if recorded.nested and all(len(axes) <= 1 for axes in recorded.dimensions):
-        # Needs no nesting, and MindSpore reads it from JSON when flat.
+        # It needs no nesting, and MindSpore reads it from JSON if flat.
         flat: list[int] = [axes[0] if axes else -1 for axes in recorded.dimensions]
         return replace(recorded, tensor_maps=(tuple(flat),), nested=False)
     return recorded
@@ -137,9 +137,9 @@ def merged_json(strategy: Strategy, shapes: Mapping[str, tuple[int, ...]], maker
 
     Args:
         strategy: every stage lists some parameter.
-        shapes: full shapes by name, as far as they are known.
+        shapes: full shapes by name, as far as known.
         maker: a prefix of the operators' names, which give the stages.
-        path: where it will be, for messages.
+        path: its later path, for messages.
     """
     layouts = {
         f"{stage.number}-{name}": recorded(layout, shapes.get(name))
@@ -154,22 +154,22 @@ def recorded(layout: Layout, shape: Optional[tuple[int, ...]]) -> RecordedLayout
     """The record of a layout in a JSON file.
 
     Args:
-        layout: of one parameter.
-        shape: the parameter's; None where it is not known.
+        layout: the layout of one parameter.
+        shape: the parameter's shape; None if unknown.
     """
     if shape is not None:
-        # The shape decides which entries are one dimension, where the source file leaves it open.
+        # The shape shows which entries are one dimension, if the source file leaves it open.
         grouped = (each for each in layout.regroupings() if each.recorded_shape in (None, shape))
         layout = next((each for each in grouped if len(each.tensor_map) == len(shape)), layout)
-    found = RecordedLayout.of(layout)
-    return found if shape is None or layout.uneven else with_shape(found, shape)
+    record = RecordedLayout.of(layout)
+    return record if shape is None or layout.uneven else with_shape(record, shape)
 
 
 def with_shape(recorded: RecordedLayout, shape: tuple[int, ...]) -> RecordedLayout:
-    """As MindSpore's JSON has it: with the full shape, and an entry per axis where a dimension has several.
+    """A record in the style of MindSpore's JSON: with the full shape, and an entry per axis of a dimension.
 
-    Where readers could group these entries to another tensor of as many dimensions, the map stays nested: MindSpore
-    cannot read it then, but no reader takes the slices for those of the other tensor.
+    If readers could group these entries to another tensor of as many dimensions, the map stays nested: MindSpore
+    cannot read it then, but no reader mistakes the slices for those of the other tensor.
     """
     if not recorded.nested:
         return _unless_ambiguous(replace(recorded, tensor_shape=shape), recorded, shape)
@@ -187,18 +187,18 @@ def with_shape(recorded: RecordedLayout, shape: tuple[int, ...]) -> RecordedLayo
 
 
 def unreadable_in_json(file: StrategyFile) -> list[str]:
-    """A note where MindSpore cannot read the tensor maps of a file."""
+    """A note about tensor maps of a file that MindSpore cannot read."""
     nested = [name for name, recorded in file.layouts.items() if recorded.nested]
     if file.form != "json" or not nested:
         return []
     return [
         f"{file.path}: MindSpore cannot read the tensor maps of " + listing(nested) + " in JSON; "
-        "write a .ckpt file if it has to"
+        "write a .ckpt file for MindSpore"
     ]
 
 
 def _unless_ambiguous(flat: RecordedLayout, recorded: RecordedLayout, shape: tuple[int, ...]) -> RecordedLayout:
-    """The flat record, or the nested one where the flat one has other readings of as many dimensions, or too many."""
+    """The flat record; the nested one if the flat one has other readings of as many dimensions, or too many."""
     try:
         readings = [each for each in flat.layout().without_shards().regroupings() if len(each.tensor_map) == len(shape)]
         if len(readings) == 1:

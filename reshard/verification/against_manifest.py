@@ -30,7 +30,7 @@ _PROGRESS = threading.Lock()
 def compare_with_manifest(directory: str, manifest: Manifest, means: Means) -> list[Difference]:
     """Compare a directory with its manifest.
 
-    Every file's size and headers are compared; contents too where the manifest has their checksum. Of other forms than
+    Every file's size and headers are compared; contents too if the manifest has their checksum. For forms other than
     rank directories, the index and other metadata are compared in full, and must agree with the files.
 
     Args:
@@ -39,10 +39,10 @@ def compare_with_manifest(directory: str, manifest: Manifest, means: Means) -> l
         means: files, threads and memory.
 
     Returns:
-        Every difference, by rank, or by file where the form has no ranks.
+        Every difference, by rank, or by file if the form has no ranks.
 
     Raises:
-        RetryableError: reading failed in a way that may pass.
+        RetryableError: reading failed.
     """
     means.progress.begin(sum(file.size for file in manifest.files if file.crc32 is not None), "checking sums")
     block = max(4096, min(_BLOCK, means.max_memory // means.jobs))
@@ -105,7 +105,7 @@ def _differences(path: str, file: ManifestFile, means: Means, block: int) -> Ite
             yield error.message
             return
         if file.headers is not None and _header_digest(index, means.handles) != file.headers:
-            yield f"{path}: names, types or shapes of its tensors are not what was written"
+            yield f"{path}: names, types or shapes of its tensors differ from those written"
         yield from library_differences(index)
     if file.crc32 is not None:
 
@@ -132,7 +132,7 @@ def _crc_differences(path: str, crc: int, recorded: str) -> list[str]:
 
 
 def _foreign_files(directory: str, manifest: Manifest) -> Iterator[Difference]:
-    """Files of weights and steps that the manifest does not list, beside its own."""
+    """Files of weights and steps that the manifest does not list, next to its own."""
     known = {file.file for file in manifest.files}
     places = {os.path.dirname(name) for name in known}
     paths = {place: os.path.join(directory, place) for place in places}

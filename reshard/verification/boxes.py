@@ -1,4 +1,4 @@
-"""Which box of a tensor each device holds, straight from the device matrix and the tensor map.
+"""The box of a tensor on each device, straight from the device matrix and the tensor map.
 
 Written for proof alone, as plainly as possible: nothing of `reshard.layout` computes anything here.
 """
@@ -26,8 +26,8 @@ class Recorded(NamedTuple):
         device_matrix: sizes of the axes of devices, slowest first.
         tensor_map: per dimension the axes that cut it, counted from the right, most significant first.
         shard_size: optimizer shards of a group of replicas; 0 for none, -1 for as many as there are replicas.
-        uneven: sizes of the slices of dimension 0, where a table is split by hand.
-        shape: full shape, where it is recorded; with one entry per entry of the map.
+        uneven: sizes of the slices of dimension 0, if a table is split by hand.
+        shape: full shape, if recorded; with one entry per entry of the map.
         expandable: whether several entries of the map may be one dimension.
     """
 
@@ -69,27 +69,27 @@ def whole_box(shape: Shape) -> Box:
 
 
 def common(one: Box, other: Box) -> Optional[Box]:
-    """The elements that are in both boxes; None where there are none."""
-    found = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other))
-    return found if all(start < stop for start, stop in found) else None
+    """The elements in both boxes; None if there are none."""
+    both = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other))
+    return both if all(start < stop for start, stop in both) else None
 
 
 def within(box: Box, around: Box) -> tuple[slice, ...]:
-    """Where a box lies in the array of the elements of a box around it."""
+    """The index of a box in the array of a box around it."""
     return tuple(slice(start - first, stop - first) for (start, stop), (first, _) in zip(box, around))
 
 
 @lru_cache(maxsize=64)
 def device_boxes(layout: Recorded, shape: Shape) -> Optional[tuple[Box, ...]]:
-    """The box that each device holds of a tensor of this shape; None where the layout does not fit the shape."""
+    """The box of each device in a tensor of this shape; None if the layout does not fit the shape."""
     for tensor_map in _maps(layout, shape):
         boxes = _plain_boxes(layout, tensor_map, shape)
         if boxes is not None:
             boxes = _sharded(boxes, layout.shards)
         if boxes is not None:
             # Equal boxes are one object: there may be very many devices.
-            known: dict[Box, Box] = {}
-            return tuple(known.setdefault(box, box) for box in boxes)
+            distinct: dict[Box, Box] = {}
+            return tuple(distinct.setdefault(box, box) for box in boxes)
     return None
 
 
@@ -109,7 +109,7 @@ def target_boxes(layout: Recorded, shape: Shape) -> tuple[Box, ...]:
 
 
 def _maps(layout: Recorded, shape: Shape) -> Iterator[tuple[tuple[int, ...], ...]]:
-    """The tensor map with one entry per dimension, in every way in which entries may belong together."""
+    """The tensor map with one entry per dimension, for every possible grouping of entries."""
     entries = layout.tensor_map
     if len(entries) == len(shape):
         if layout.shape in (None, shape):
@@ -162,11 +162,11 @@ def _plain_boxes(layout: Recorded, tensor_map: Sequence[Sequence[int]], shape: S
 
 
 def _sharded(boxes: list[Box], shards: int) -> Optional[list[Box]]:
-    """Boxes of which each is cut along dimension 0 for the devices that hold it, in their order."""
+    """Boxes, each cut along dimension 0 for their devices, in order."""
     if shards == 1:
         return boxes
     met: dict[Box, int] = {}
-    found = []
+    sharded = []
     for box in boxes:
         number = met.get(box, 0) % shards
         met[box] = met.get(box, 0) + 1
@@ -174,5 +174,5 @@ def _sharded(boxes: list[Box], shards: int) -> Optional[list[Box]]:
         if (stop - start) % shards:
             return None
         length = (stop - start) // shards
-        found.append(((start + number * length, start + (number + 1) * length), *box[1:]))
-    return found
+        sharded.append(((start + number * length, start + (number + 1) * length), *box[1:]))
+    return sharded

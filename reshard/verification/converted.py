@@ -1,9 +1,9 @@
 """Whether a converted checkpoint is what its source makes of it.
 
-Which box of which tensor each file of a rank has to hold follows from the source and the target's strategy alone. Other
-forms are read by their own reader, as any loader would read them: every tensor of the source has to be there, of its
-type and shape, each slice equal to the source, and laid out as the target's strategy lists it. Nothing else may be
-there.
+The box of each tensor in each file of a rank follows from the source and the target's strategy alone. Other
+forms are read by their own reader, like by any loader: every tensor of the source has to be present, with its type
+and shape, each slice equal to the source, and laid out as the target's strategy lists it. Nothing else may be
+present.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def compare_ranks(
         files: all files of the converted checkpoint, by rank.
         target: their strategy.
         means: files, threads and memory.
-        ranks: target ranks to compare; where None all of the strategy, and there must be no others.
+        ranks: target ranks to compare; None for all of the strategy, without any others.
         admit: which parameters were converted, by name.
         recovered: the target was written by a recovery (see `RecoveryValues`).
 
@@ -57,7 +57,7 @@ def compare_ranks(
         Every difference, whole files first, then by parameter.
 
     Raises:
-        InputError: the source lacks what the target ranks need, or does not fit its strategy.
+        InputError: the source lacks slices that the target ranks need, or does not fit its strategy.
         RetryableError: reading failed.
     """
     wanted = sorted(range(target.device_count) if ranks is None else set(ranks))
@@ -86,8 +86,8 @@ def compare_form(
     Args:
         source: the step that was converted, under the names and types of the target.
         written: the converted checkpoint, all of it.
-        target: its strategy; `none` where tensors are whole.
-        directory: where it is; names of files are relative to it.
+        target: its strategy; `none` if tensors are whole.
+        directory: its directory; names of files are relative to it.
         means: files, threads and memory.
         admit: which parameters were converted, by name.
 
@@ -95,14 +95,14 @@ def compare_form(
         Every difference, by parameter.
 
     Raises:
-        InputError: the source lacks what is compared, or does not fit its strategy.
+        InputError: the source lacks compared slices, or does not fit its strategy.
         RetryableError: reading failed.
     """
     return _Files(source, written, target, directory, means, admit).run()
 
 
 def _read_files(files: Mapping[int, str], handles: FileHandles) -> tuple[dict[int, CheckpointIndex], dict[int, str]]:
-    """The headers of readable files, and why others are damaged, by rank.
+    """The headers of readable files, and the damage of others, by rank.
 
     Raises:
         CheckpointError: a file is missing, unreadable or encrypted.
@@ -121,8 +121,8 @@ def _read_files(files: Mapping[int, str], handles: FileHandles) -> tuple[dict[in
 def _layout_in(stage: Stage, content: Content, strategy: Strategy) -> Recorded:
     """The layout of a tensor in a target stage.
 
-    Accumulated gradients have optimizer shards where the source's have them. Where the source's strategy records none,
-    a target with a pipeline gets none either: there the compiler records shards that it does not make.
+    Accumulated gradients have optimizer shards if the source's have them. If the source's strategy records none,
+    a target with a pipeline has none either: for pipelines, the compiler records shards that it does not make.
 
     Raises:
         IncompleteSourceError: only missing files show whether optimizer shards are made.
@@ -135,9 +135,9 @@ def _layout_in(stage: Stage, content: Content, strategy: Strategy) -> Recorded:
     if shards.undecided and layout.shards > 1:
         raise IncompleteSourceError(
             f"{quoted(content.name)}: only files of {rank_ranges(shards.undecided)} show whether its optimizer shards "
-            "are made, and none of them is there",
+            "are made, and all of them are missing",
             parameter=content.name,
-            hint="bring one of them back",
+            hint="restore one of them",
         )
     return layout
 
@@ -146,7 +146,7 @@ class _Comparison:
     """The comparison of numbered files with a source; in rank directories the number is the rank.
 
     Raises:
-        CheckpointError: source files hold an entry that is wanted and that nothing reads.
+        CheckpointError: source files contain a requested entry that is not read.
     """
 
     def __init__(
@@ -192,19 +192,19 @@ class _Comparison:
         self._differences.append(Difference(kind, name, tuple(sorted(numbers)), detail))
 
     def _check_names(self) -> None:
-        """Find names in the files that the source and the strategies do not put there."""
+        """Report names in the files that neither the source nor the strategies list there."""
         raise NotImplementedError
 
     def _strange_metadata(self, number: int, index: CheckpointIndex) -> Iterable[str]:
-        """What is wrong with the metadata of a file."""
+        """Problems of a file's metadata."""
         raise NotImplementedError
 
     def _slices(self, content: Content) -> Iterator[Comparison]:
-        """The slices of a tensor whose bytes are to be compared; all else that is wrong is added here."""
+        """The slices of a tensor to compare by bytes; other problems are reported here."""
         raise NotImplementedError
 
     def _values(self) -> Iterator[tuple[str, int, Sequence[int]]]:
-        """Per value and file that holds it the source files of which it may be a copy; missing ones are added here."""
+        """Per value and file, the source files that it may be a copy of; missing ones are reported here."""
         raise NotImplementedError
 
     def _check_metadata(self) -> None:
@@ -220,7 +220,7 @@ class _Comparison:
         return {item for index in self._source.indexes.values() for item in index.metadata.items()}
 
     def _value_origins(self) -> dict[tuple[str, int], list[int]]:
-        """Per value and file the source files of which it may be a copy, by type and shape."""
+        """Per value and file, the source files that it may be a copy of, by type and shape."""
         found: dict[tuple[str, int], list[int]] = {}
         for name, number, origins in self._values():
             problems = {origin: self._value_problem(name, number, origin) for origin in origins}
@@ -233,7 +233,7 @@ class _Comparison:
         return found
 
     def _value_problem(self, name: str, number: int, origin: int) -> Optional[tuple[str, str]]:
-        """How the header of a file's value differs from the source's: kind and detail of the difference."""
+        """The difference between the header of a file's value and the source's: kind and detail, or None."""
         mine, theirs = self._indexes[number].tensors[name], self._source.value(name, origin)
         if kind_of_tensor(mine) != kind_of_tensor(theirs):
             kind = "shape" if mine.dtype == theirs.dtype else "type"
@@ -281,7 +281,7 @@ class _RankFiles(_Comparison):
         self._converted = frozenset(self._names)
         kind = RecoveryValues if recovered else ExpectedValues
         self._copied = kind(source.indexes, self._value_files, self._converted, strategy)
-        # Per stage the ranks to compare whose files can be read.
+        # Per stage, the compared ranks with readable files.
         self._present = {
             stage.number: [rank for rank in sorted(indexes) if rank in stage.ranks] for stage in strategy.stages
         }
@@ -289,7 +289,7 @@ class _RankFiles(_Comparison):
         self._known_metadata = self._source_metadata
 
     def _is_converted(self, name: str, stage: Stage) -> bool:
-        """Whether a stage's ranks get slices of a tensor of the source."""
+        """Whether a stage's ranks hold slices of a tensor of the source."""
         return name in self._converted and (self._new.is_none or name in stage.layouts)
 
     def _check_names(self) -> None:
@@ -328,7 +328,7 @@ class _RankFiles(_Comparison):
         for rank in present:
             box, tensor = boxes[rank - stage.first_rank], self._indexes[rank].tensors.get(name)
             if tensor is None:
-                # Sources and .ckpt files leave out empty slices.
+                # Sources and .ckpt files omit empty slices.
                 if volume_of(box) or not (self._copied.keeps_files or self._indexes[rank].format == "ckpt"):
                     wrong["missing", "is not in the file"].append(rank)
             elif tensor.dtype != content.dtype or (tensor.elements and tensor.item_size != content.item_size):
@@ -375,7 +375,7 @@ class _Files(_Comparison):
             for name, files in self._value_files.items()
             if can_hold("safetensors", source.value(name, files[0]).dtype)
         }
-        # Each loader refuses a "format" that is not its own.
+        # Each loader refuses a "format" other than its own.
         self._format = "ms" if self._form.options.mindspore else "pt"
         self._known_metadata = {item for item in self._source_metadata if item[0] != "format"}
 
@@ -419,7 +419,7 @@ class _Files(_Comparison):
         layouts, laid_out = self._form.options.layouts, written.tensors.get(name)
         boxed = self._form.options.shards
         if laid_out is None and (layouts is Layouts.WHOLE or boxed):
-            # A tensor of one element looks like a value where all tensors are whole.
+            # A tensor of one element looks like a value if all tensors are whole.
             wrong = [number for number, tensor in held.items() if tensor.shape != content.shape]
             if wrong:
                 detail = f"has shape {list(held[wrong[0]].shape)}, not {list(content.shape)}"
@@ -450,7 +450,7 @@ class _Files(_Comparison):
             yield Comparison(content, way, written.indexes, way.number)
 
     def _wrong_layout(self, content: Content, recorded: Optional[Recorded], ranks: Sequence[int]) -> Iterator[str]:
-        """How a recorded layout differs from that of the target's strategy."""
+        """Differences of a recorded layout from the target strategy's."""
         stage = next(stage for stage in self._new.stages if self._new.is_none or content.name in stage.layouts)
         try:
             boxes = target_boxes(_layout_in(stage, content, self._new), content.shape)
@@ -473,20 +473,20 @@ class _Files(_Comparison):
 def _strange_metadata(
     index: CheckpointIndex, known: Collection[tuple[str, str]], allowed: Mapping[str, str], format: str = "ms"
 ) -> Iterator[str]:
-    """What in the metadata of a safetensors file is neither right for the file nor copied from the source.
+    """Metadata of a safetensors file that is neither correct for it nor copied from the source.
 
     Args:
         index: the file.
         known: the metadata of all source files.
-        allowed: metadata that the file may have anyway.
-        format: the right ``format``.
+        allowed: metadata that the file may also have.
+        format: the correct ``format``.
     """
     for key, text in index.metadata.items():
         tensor = index.tensors.get(key)
         right = {"format": format, "remove_redundancy": "False"}.get(key)
         if right is None and tensor is not None and tensor.dtype == INT4:
             right = INT4
-        # The target has every slice, whatever the source's remove_redundancy is.
+        # The target has every slice, with any remove_redundancy in the source.
         same_as_source = allowed.get(key) == text or (key != "remove_redundancy" and (key, text) in known)
         if text != right and key != "crc_num" and not same_as_source:
             expected = "nothing" if right is None else repr(right)
@@ -494,5 +494,5 @@ def _strange_metadata(
 
 
 def _cuts(boxes: Sequence[Box]) -> list[int]:
-    """How many slices boxes make of each dimension."""
+    """The number of slices per dimension."""
     return [len(set(intervals)) for intervals in zip(*boxes)]

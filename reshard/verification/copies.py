@@ -1,4 +1,4 @@
-"""Whether the copies of slices within one checkpoint agree."""
+"""Comparison of the copies of slices within one checkpoint."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def compare_replicas(
     means: Means,
     admit: Callable[[str], bool] = lambda name: True,
 ) -> list[Difference]:
-    """Where copies of one slice within a checkpoint of ranks differ; see `compare_copies`."""
+    """Differing copies of slices within a checkpoint of ranks; see `compare_copies`."""
     source, problems = read_files_of_ranks(files, strategy, means.handles, Report(), {}, admit)
     return compare_copies(source, means, admit, problems)
 
@@ -40,14 +40,14 @@ def compare_copies(
 ) -> list[Difference]:
     """Compare the copies of each slice within a checkpoint.
 
-    Of three or more copies, the file that differs from most is named; of two, both files. Files may be missing: the
-    others are compared.
+    Of three or more copies, the file that differs from most is reported; of two, both files. Missing files are
+    skipped.
 
     Args:
         source: the checkpoint.
         means: files, threads and memory.
-        admit: which parameters are compared, by name.
-        problems: why parameters contradict the strategy, by name.
+        admit: whether a parameter is compared, by name.
+        problems: contradictions to the strategy, by parameter.
 
     Returns:
         Every difference, by parameter.
@@ -56,9 +56,11 @@ def compare_copies(
         ReshardError: a file cannot be read.
     """
     damaged = getattr(getattr(source.checkpoint, "source", None), "damaged", {})
-    found = [Difference("file", None, (rank,), text) for rank, text in damaged.items()]
+    differences = [Difference("file", None, (rank,), text) for rank, text in damaged.items()]
     for name, problem in (problems or {}).items():
-        found.append(Difference("strategy", name, () if problem.rank is None else (problem.rank,), problem.message))
+        differences.append(
+            Difference("strategy", name, () if problem.rank is None else (problem.rank,), problem.message)
+        )
     values = {name: files for name, files in source.values.items() if len(files) > 1 and not belongs_to_rank(name)}
     values = {name: files for name, files in values.items() if admit(name)}
     tensors = [tensor for name, tensor in source.tensors.items() if admit(name) and isinstance(tensor, StoredTensor)]
@@ -68,15 +70,15 @@ def compare_copies(
         total += sum(tensor.item_size * volume_of(box) * len(files) for _, box, files in slices)
     means.progress.begin(total, "comparing copies")
     try:
-        found += _differing_slices(tensors, means)
+        differences += _differing_slices(tensors, means)
         kinds: dict[str, dict[int, Hashable]] = defaultdict(dict)
         for (name, file), number in sums(_value_copies(source, values), means):
             kinds[name][file] = (kind_of_tensor(source.value(name, file)), number)
         for name, each in kinds.items():
-            found += _minority(name, each)
+            differences += _minority(name, each)
     finally:
         means.progress.end()
-    return sorted(found, key=lambda difference: (difference.parameter or "", difference.kind, difference.ranks))
+    return sorted(differences, key=lambda difference: (difference.parameter or "", difference.kind, difference.ranks))
 
 
 def _value_copies(
@@ -89,12 +91,12 @@ def _value_copies(
 
 
 def has_copies(tensor: StoredTensor) -> bool:
-    """Whether several files hold some slice of a parameter, or stages that share it."""
+    """Whether several files hold the same slice of a parameter, or several stages share it."""
     return any(volume_of(box) for _, box, _ in _copied_slices(tensor))
 
 
 def _copied_slices(tensor: StoredTensor) -> list[tuple[Way, Box, tuple[int, ...]]]:
-    """The slices of a parameter that several files or stages hold."""
+    """The slices of a parameter in several files or stages."""
     tied = len(tensor.ways) > 1
     return [
         (way, box, files)
@@ -126,7 +128,7 @@ def _differing_slices(tensors: Iterable[StoredTensor], means: Means) -> Iterator
 
 
 def _minority(name: str, copies: Mapping[int, Hashable]) -> Iterator[Difference]:
-    """The files whose copy is not that of most."""
+    """The files whose copy differs from most."""
     ranked = Counter(copies.values()).most_common(2)
     if len(ranked) == 1:
         return
@@ -139,9 +141,9 @@ def _minority(name: str, copies: Mapping[int, Hashable]) -> Iterator[Difference]
 
 
 def not_held(source: StoredSource, strategy: Strategy, admit: Callable[[str], bool]) -> dict[str, list[int]]:
-    """Ranks, ascending, whose files lack a parameter that other ranks' files hold and theirs could too.
+    """Ranks, ascending, whose files lack a parameter that other ranks' files hold and theirs could hold, too.
 
-    That is no difference: de-duplicated saves leave out replicas, and conversions take the copy of any rank.
+    This is not a difference: de-duplicated saves omit replicas, and conversions read the copy of any rank.
     """
     alike: dict[int, list[int]] = defaultdict(list)
     for rank, index in source.indexes.items():

@@ -1,4 +1,4 @@
-"""Differences that comparisons find."""
+"""Differences between checkpoints."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ class Difference(NamedTuple):
 
     Attributes:
         kind: ``file`` (missing or damaged), ``missing``, ``extra``, ``type``, ``shape``, ``content``,
-            ``replica`` (copies disagree, and which one is wrong is known), ``replicas`` (it is not
-            known), ``stages`` (pipeline stages disagree) or ``strategy`` (files do not fit it).
-        parameter: the parameter, or None where it is a whole file.
-        ranks: the wrong ranks, ascending; all candidates if that is not known. Empty for forms without ranks.
-        detail: what is wrong, to be read after the parameter's name, ranks and files.
+            ``replica`` (copies disagree, and the wrong one is known), ``replicas`` (the wrong one is
+            unknown), ``stages`` (pipeline stages disagree) or ``strategy`` (files do not fit it).
+        parameter: the parameter, or None for a whole file.
+        ranks: the wrong ranks, ascending; all candidates if unknown. Empty for forms without ranks.
+        detail: the problem; printed after the parameter's name, ranks and files.
         files: for forms without ranks, the wrong files, relative to the directory.
     """
 
@@ -28,11 +28,11 @@ class Difference(NamedTuple):
     files: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        """A line: parameter, ranks, what is wrong."""
+        """A line: parameter, ranks, problem."""
         return self.of("" if self.parameter is None else quoted(self.parameter))
 
     def of(self, names: str) -> str:
-        """The line, of several parameters that differ alike."""
+        """The line for several parameters with the same difference."""
         where = f" on {rank_ranges(self.ranks)}" if self.ranks else ""
         if self.files:
             files = some_names([one_line(name) for name in self.files], 3)

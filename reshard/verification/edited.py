@@ -1,4 +1,4 @@
-"""The tensors that a source has under other names, packing and types.
+"""The tensors of a source under other names, packing and types.
 
 The rules themselves, as operations in numbers, come from `names`. `rules` carries them out and `rounding` casts, both
 with NumPy alone.
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class _Recipe(NamedTuple):
-    """How a tensor is made: operations on tensors of the source, and the number of the result that it is."""
+    """Operations on tensors of the source, and the number of the result."""
 
     operations: tuple[SizedOperation, ...]
     sources: tuple[str, ...]
@@ -44,15 +44,15 @@ class EditedSource:
     Args:
         base: the source.
         edits: the names, packing and types.
-        report: gets notes on what rules leave out.
+        report: gets notes on entries that rules skip.
 
     Attributes:
         base: the source.
         indexes: the headers of its files.
-        tensors: the tensors that are made, by name.
-        values: the values that are kept, with the files that hold them.
+        tensors: the made tensors, by name.
+        values: the kept values, with their files.
         listed: names of the tensors.
-        tied: pairs of names in the source that should be equal and of which only the first is taken.
+        tied: pairs of names in the source that should be equal; only the first is used.
 
     Raises:
         InputError: the edits do not fit the source.
@@ -61,7 +61,7 @@ class EditedSource:
     origin = "by the rules and casts"
 
     def __init__(self, base: StoredSource, edits: Edits, report: Report) -> None:
-        # Loaded only here: most checkpoints are compared under their own names.
+        # Imported only here: most checkpoints are compared under their own names.
         from reshard.names import apply_rules, warning_of
 
         base.check_read(lambda name: True)
@@ -125,17 +125,17 @@ class EditedSource:
         return {each.name: each for each in stored if isinstance(each, StoredTensor)}
 
     def same_layouts(self, strategy: Strategy) -> Strategy:
-        """The source's strategy under the names that tensors have here.
+        """The source's strategy under the new names.
 
         Raises:
-            CheckpointError: tensors are packed otherwise, so that it does not list how they are cut.
+            CheckpointError: tensors are packed differently, so that it does not list their cuts.
         """
         packed = sorted(name for name, one in self.tensors.items() if isinstance(one, MadeTensor) and one.operations)
         if packed:
             raise CheckpointError(
-                "the source's layouts do not fit tensors that are packed otherwise: " + listing(packed),
+                "the source's layouts do not fit tensors that are packed differently: " + listing(packed),
                 parameter=packed[0],
-                hint="name the target's strategy with --dst-strategy",
+                hint="add the target's strategy: --dst-strategy",
             )
         before = {name: name for name in self.values}
         for name, tensor in self.tensors.items():
@@ -154,7 +154,7 @@ class EditedSource:
     def _lists(self, recipe: _Recipe) -> list[list[Shape]]:
         return lists_of(recipe.operations, [self._originals[source].shape for source in recipe.sources])
 
-    def _made(self, name: str, recipe: _Recipe, asked: Optional[str]) -> Content:
+    def _made(self, name: str, recipe: _Recipe, requested: Optional[str]) -> Content:
         """A tensor.
 
         Raises:
@@ -164,26 +164,27 @@ class EditedSource:
         lists = self._lists(recipe)
         used = [sources[number] for number in sorted(taken(recipe.operations, lists[0], recipe.number))]
         types = {source.dtype: source for source in used}
-        cast = asked is not None and types.keys() != {asked} and any("Float" in dtype for dtype in types)
+        cast = requested is not None and types.keys() != {requested} and any("Float" in dtype for dtype in types)
         if not recipe.operations and not cast:
             return replace(sources[0], name=name)  # type: ignore[type-var]
         dtype, item_size = used[0].dtype, used[0].item_size
         if cast:
-            assert asked is not None
+            assert requested is not None
             for stored, source in types.items():
-                if stored != asked and stored not in CASTABLE:
+                if stored != requested and stored not in CASTABLE:
                     raise CheckpointError(
-                        f"{quoted(name)}: elements of type {stored} ({quoted(source.name)}) cannot be cast to {asked}",
+                        f"{quoted(name)}: elements of type {stored} ({quoted(source.name)}) cannot be cast to "
+                        f"{requested}",
                         parameter=name,
-                        hint="name those that are to be cast with --cast 'GLOB=DTYPE'",
+                        hint="select tensors to cast with --cast 'GLOB=DTYPE'",
                     )
-            dtype, item_size = asked, ITEM_SIZES[asked]
+            dtype, item_size = requested, ITEM_SIZES[requested]
         shape, shards = lists[-1][recipe.number], _of_all([source.shards for source in used])
         return MadeTensor(name, dtype, item_size, shape, tuple(sources), recipe.operations, recipe.number, cast, shards)
 
 
 def _of_all(readings: Sequence[Shards]) -> Shards:
-    """Whether recorded optimizer shards are made, of a tensor made of several; any source that shows it decides."""
+    """Whether recorded optimizer shards are made, for a tensor made of several; any source that shows it decides."""
     decided = [each for each in readings if not each.unrecorded and not each.undecided]
     undecided = () if decided else tuple(sorted({rank for each in readings for rank in each.undecided}))
     return Shards(any(each.plain for each in decided), not decided and not undecided, undecided)
@@ -197,7 +198,7 @@ def _ruled(
     Raises:
         CheckpointError: rules take an entry without a layout.
     """
-    found: dict[str, _Recipe] = {}
+    recipes_by_name: dict[str, _Recipe] = {}
     still: set[str] = set()
     for step in applied.steps:
         loose = [source for source in step.sources if source not in recipes]
@@ -210,14 +211,16 @@ def _ruled(
                 )
             still.update(loose)
         elif not step.operations:
-            found.update((target, recipes[source]) for target, source in zip(step.targets, step.sources))
+            recipes_by_name.update((target, recipes[source]) for target, source in zip(step.targets, step.sources))
         else:
             sources = [recipes[source] for source in step.sources]
             # Only the first table packs; the rules after it give other names.
             assert not any(source.operations for source in sources)
             names = tuple(source.sources[0] for source in sources)
-            found.update((name, _Recipe(step.operations, names, number)) for number, name in enumerate(step.targets))
-    return found, still & set(kept)
+            recipes_by_name.update(
+                (name, _Recipe(step.operations, names, number)) for number, name in enumerate(step.targets)
+            )
+    return recipes_by_name, still & set(kept)
 
 
 def _types(

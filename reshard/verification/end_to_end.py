@@ -48,14 +48,14 @@ _MAX_SHOWN = 3
 
 
 class Converted(NamedTuple):
-    """The source of a conversion, and how it was changed.
+    """The source of a conversion, and its edits.
 
     Attributes:
-        place: where it is.
-        edits: the names, packing and types that it got.
+        place: the source.
+        edits: names, packing and types.
         recorded: whether the edits come from the target's records, perhaps of another source.
-        beside: whether files beside its weights, such as a tokenizer, have to lie beside the target's.
-        adapter: the adapter that was added to its weights; None where none was.
+        beside: whether other files of the model, such as a tokenizer, have to be next to the target's weights, too.
+        adapter: the adapter added to its weights, if any.
     """
 
     place: CheckpointPlace
@@ -69,8 +69,8 @@ class Adapter(NamedTuple):
     """A low-rank adapter that was added.
 
     Attributes:
-        place: where its matrices are.
-        scale: what their products are multiplied with.
+        place: its checkpoint.
+        scale: factor of its products.
     """
 
     place: CheckpointPlace
@@ -81,13 +81,13 @@ class ConvertedTarget(NamedTuple):
     """A converted checkpoint.
 
     Attributes:
-        directory: where it is.
+        directory: its directory.
         form: its form.
-        strategy: its layouts; `none` where tensors are whole.
-        files: in rank directories the converted files, by rank; of other forms the files relative to the directory,
-            by number, or none where no record lists them.
-        ranks: target ranks to compare; all where None. Other forms are compared as a whole.
-        cut_as_source: the strategy is the source's and has the source's names, whatever names tensors got.
+        strategy: its layouts; `none` if tensors are whole.
+        files: in rank directories the converted files, by rank; for other forms the files relative to the directory,
+            by number, empty if no record lists them.
+        ranks: target ranks to compare; None for all. Other forms are compared as a whole.
+        cut_as_source: the strategy is the source's with the source's names, even if tensors were renamed.
     """
 
     directory: str
@@ -114,11 +114,11 @@ def verify_conversion(
     Args:
         converted: the source.
         target: the converted checkpoint.
-        filters: which parameters were converted.
+        filters: filters of the conversion.
         means: files, threads and memory.
         report: gets notes on step and names.
-        crcs: checks the CRCs of source files; none is checked where None.
-        known: files that the conversion found damaged, and why, by path. If given, the CRCs of other files are checked
+        crcs: checks the CRCs of source files; None to check none.
+        known: damage that the conversion detected, by path. If given, the CRCs of other files are checked
             only if something differs.
         recovered: the target was written by a recovery.
 
@@ -126,7 +126,7 @@ def verify_conversion(
         Every difference.
 
     Raises:
-        ReshardError: the source lacks what is compared, or cannot be read.
+        ReshardError: the source lacks compared slices, or cannot be read.
     """
     place, edits = converted.place, converted.edits
     by_rank = form_named(place.form).options.by_rank and form_named(target.form).options.by_rank
@@ -140,7 +140,7 @@ def verify_conversion(
     elif converted.adapter is None and not form_named(place.form).options.by_rank:
         read = reader_of(place, means.handles, report, filters=filters, edits=edits)
     else:
-        # Which slices are needed shows only once rules or an adapter are applied to all tensors.
+        # The needed slices are known only after rules or an adapter are applied to all tensors.
         read = reader_of(place, means.handles, report)
 
     def differences(source: StoredSource) -> list[Difference]:
@@ -170,7 +170,7 @@ def verify_conversion(
     if known is not None:
         source = read(damaged)
         different = differences(source)
-        # The conversion took a replica in place of a file that its CRC shows to be damaged.
+        # The conversion used a replica in place of a file with a wrong CRC.
         more = crcs.damaged(source.files_read) if different and crcs is not None else {}
         if not more:
             return different
@@ -205,10 +205,10 @@ def _compared(
 
 
 def _weights_of(target: ConvertedTarget, handles: FileHandles) -> set[str]:
-    """Names of weights in a converted checkpoint, of rank directories those in one file; none where none can be read.
+    """Names of weights in a converted checkpoint, for rank directories those in one file; empty if none is readable.
 
     Raises:
-        RetryableError: reading failed in a way that may pass.
+        RetryableError: reading failed.
     """
     if not form_named(target.form).options.by_rank:
         written, _ = read_written(target.directory, target.form, handles)
@@ -223,10 +223,10 @@ def _weights_of(target: ConvertedTarget, handles: FileHandles) -> set[str]:
 
 
 def _without_rules(base: StoredSource, edits: Edits, written: Collection[str]) -> bool:
-    """Whether a source has the names of the target already, to which recorded rules would give others.
+    """Whether a source already has the names of the target, which recorded rules would change.
 
-    A checkpoint may go to other names and back, and then be compared with the first one. Its records have the rules of
-    the way back alone, and the first one does not have the names that these take.
+    A checkpoint may be converted to other names and back, and then be compared with the first one. Its records
+    have only the rules of the way back, and the first one lacks the names that these rules need.
 
     Args:
         base: the source, complete.
@@ -243,7 +243,7 @@ def _without_rules(base: StoredSource, edits: Edits, written: Collection[str]) -
 
 
 def _untied(source: EditedSource, means: Means) -> list[Difference]:
-    """Tied tensors of a source that differ from the one that was written for them."""
+    """Tied tensors of a source that differ from the one that was written instead."""
     found = []
     for one, other in source.tied:
         first, second = source.base.tensors[one], source.base.tensors[other]
@@ -251,7 +251,7 @@ def _untied(source: EditedSource, means: Means) -> list[Difference]:
         different = (first.dtype, first.shape) != (second.dtype, second.shape)
         if not different:
             assert isinstance(first, StoredTensor)
-            # The copies are read under their own name.
+            # The copies are read under their own names.
             expected = replace(first, name=other)
             copies = [Comparison(expected, way, second.indexes, way.number) for way in second.ways]
             different = bool(compare(copies, means, counted=False).files)
@@ -262,7 +262,7 @@ def _untied(source: EditedSource, means: Means) -> list[Difference]:
 
 
 def _disagreeing(source: EditedSource, means: Means) -> list[Difference]:
-    """Sources of made tensors of which several pipeline stages hold everything, with different values."""
+    """Sources of made tensors with different values in several pipeline stages that are each complete."""
     shared = [tensor for tensor in source.used().values() if len(tensor.ways) > 1]
     comparisons = [
         Comparison(tensor, way, tensor.indexes, way.number) for tensor in shared for way in tensor.whole_ways()[1:]
@@ -275,15 +275,15 @@ def _disagreeing(source: EditedSource, means: Means) -> list[Difference]:
 
 
 def recorded_step(src: str, form: str, step: Optional[str]) -> str:
-    """The step to read, of a conversion that recorded one.
+    """The step to read, for a conversion that recorded one.
 
     Args:
         src: its source.
         form: the source's form.
-        step: as recorded; None where none is.
+        step: the recorded step; None if there is none.
     """
     found = form_named(form)
-    # The directory of a single iteration holds one step, and its name need not have the step's number.
+    # The directory of a single iteration holds one step, and its name may lack the step's number.
     several = found.options.steps and (found.options.by_rank or found.steps(src))
     return step if step is not None and several else "latest"
 
@@ -301,10 +301,10 @@ def verify_replicas(
     """Compare replicas of slices within one step of a rank tree.
 
     Returns:
-        The differences and damaged files, and the line to print where there are none; empty after a warning.
+        The differences and damaged files, and the line to print if there are none; empty after a warning.
 
     Raises:
-        ReshardError: there are no files, they cannot be read, or filters leave nothing to look at.
+        ReshardError: files are missing or cannot be read, or filters skip everything.
     """
     tree = find_checkpoints(path, file_suffix)
     check_ranks(tree, strategy, means.handles)
@@ -335,18 +335,18 @@ def _check_anything_left(held: StoredSource, filters: Filters, problems: Mapping
     if not (problems or any(map(filters.admit, [*held.tensors, *held.values]))):
         raise CheckpointError(
             "nothing to compare: no parameter of the checkpoint is selected",
-            hint="check --include and --exclude, and that the strategy is of this model",
+            hint="check --include and --exclude, and whether the strategy belongs to this model",
         )
 
 
 def _verdict(held: StoredSource, filters: Filters, report: Report) -> str:
-    """The line to print where no copies differ; empty where there are no copies, after a warning."""
+    """The line to print if no copies differ; empty if there are no copies, after a warning."""
     tensors = [tensor for name, tensor in held.tensors.items() if filters.admit(name)]
     alone = sum(1 for tensor in tensors if isinstance(tensor, StoredTensor) and not has_copies(tensor))
     if alone == len(tensors):
         report.warn("no two files hold the same slice of a parameter: nothing was compared")
         return ""
-    single = f"; {plural(alone, 'parameter')} of which every slice is in one file only" if alone else ""
+    single = f"; {plural(alone, 'parameter')} without copies" if alone else ""
     return f"verified: copies do not differ{single}"
 
 
@@ -356,7 +356,7 @@ def verify_copies(
     """Compare replicas of slices within a checkpoint of any form but rank directories.
 
     Returns:
-        The differences, and the line to print where there are none; empty after a warning.
+        The differences, and the line to print if there are none; empty after a warning.
 
     Raises:
         ReshardError: it cannot be read.
@@ -374,7 +374,7 @@ def verify_copies(
 
 
 def _note_not_held(held: StoredSource, strategy: Strategy, filters: Filters, report: Report) -> None:
-    """Report parameters that some files lack: a de-duplicated save is compared as far as it goes."""
+    """Report parameters that some files lack: a de-duplicated save is compared as far as possible."""
     by_ranks: dict[tuple[int, ...], list[str]] = {}
     missing = not_held(held, strategy, filters.admit)
     for name, ranks in missing.items():
@@ -392,15 +392,15 @@ def _note_not_held(held: StoredSource, strategy: Strategy, filters: Filters, rep
 
 
 def recorded_plan(out: str, manifest: Optional[Manifest], report: Report) -> Optional[Identity]:
-    """The conversion that a directory belongs to, by its manifest or else by the records of unfinished runs.
+    """The conversion of a directory, from its manifest or else from the records of unfinished runs.
 
     Args:
         out: the directory.
         manifest: its manifest, where there is one.
-        report: warned of records that cannot be read.
+        report: gets warnings about unreadable records.
 
     Returns:
-        None where there are no records, or they contradict each other.
+        None if there are no records, or they contradict each other.
 
     Raises:
         RetryableError: records cannot be read.
@@ -416,7 +416,7 @@ def recorded_plan(out: str, manifest: Optional[Manifest], report: Report) -> Opt
 
 
 def recovered_ranks(out: str) -> Optional[tuple[int, ...]]:
-    """The ranks that a recovery writes into a directory, by its records; None for all, or without records."""
+    """The ranks that a recovery writes into a directory, from its records; None for all, or without records."""
     try:
         status = status_of(out)
     except TargetError:
@@ -427,17 +427,17 @@ def recovered_ranks(out: str) -> Optional[tuple[int, ...]]:
 def converted_files(
     out: str, manifest: Optional[Manifest], ranks: Optional[tuple[int, ...]]
 ) -> tuple[dict[int, str], list[Difference]]:
-    """The files of a converted checkpoint by rank, and a difference for each file of another step beside them.
+    """The files of a converted checkpoint by rank, and a difference for each file of another step next to them.
 
     Without a manifest these are the files of the newest step.
 
     Args:
         out: the directory.
         manifest: its manifest, where there is one.
-        ranks: ranks that are compared; all where None.
+        ranks: compared ranks; None for all.
 
     Raises:
-        ReshardError: there is no manifest and no file, or the newest step is ambiguous.
+        ReshardError: manifest and files are missing, or the newest step is ambiguous.
     """
     if manifest is not None:
         listed = {file.rank: os.path.join(out, file.file) for file in manifest.files}

@@ -1,7 +1,7 @@
 """Fingerprints of a checkpoint: equal before and after any conversion, mergeable across machines.
 
-A result keeps the sum of every slice, so that results of several machines, each of which read some
-ranks' files, can be put together, and overlap where they do.
+A result keeps the sum of every slice, so that results of several machines, each from some
+ranks' files, can be merged, and compared where they overlap.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from reshard.verification.sums import PRIME, VERSION, fingerprint
 
 _SUM_BYTES = 16
 SEVERAL = -1
-"""In the place of a stage: a sum over all of a parameter that no stage has all of."""
+"""The stage number for a sum over a whole parameter that no single stage has."""
 
 
 class FingerprintEntry(NamedTuple):
@@ -46,8 +46,8 @@ class ParameterSums:
         name: its name.
         dtype: MindSpore's name of its element type.
         shape: shape of the full tensor.
-        slices: the sum of every slice that was read, by stage and box; in the place of the stage -1 for all of a
-            parameter of which no stage has everything, but several together have.
+        slices: the sum of every slice that was read, by stage and box; stage -1 for a whole
+            parameter that only several stages together have.
     """
 
     name: str
@@ -82,7 +82,7 @@ class ParameterSums:
         return {stage for stage, _ in self.slices if stage != SEVERAL}
 
     def check_cuts(self) -> None:
-        """Refuse slices of one stage that overlap: they are of different strategies."""
+        """Refuse overlapping slices of one stage: they are of different strategies."""
         for _, group in itertools.groupby(sorted(self.slices), key=lambda key: key[0]):
             for intervals in zip(*(box for _, box in group)):
                 ordered = sorted(interval for interval in set(intervals) if interval[0] < interval[1])
@@ -90,7 +90,7 @@ class ParameterSums:
                     if start < stop:
                         raise InputError(
                             f"{quoted(self.name)}: the results to merge cut it differently ({start}-{end} overlaps "
-                            f"what ends at {stop})",
+                            f"a slice that ends at {stop})",
                             parameter=self.name,
                             hint="merge results of one checkpoint and one strategy",
                         )
@@ -105,7 +105,7 @@ class ValueSum(NamedTuple):
 
 
 class _SliceSums(Mapping[tuple[int, Box], int]):
-    """Sums by stage and box in few bytes: parameters that are cut alike share the places."""
+    """Sums by stage and box in few bytes: parameters with the same cuts share the places."""
 
     def __init__(self, places: dict[tuple[int, Box], int], sums: bytes) -> None:
         self._places = places
@@ -139,13 +139,13 @@ class SharedPlaces:
 
 @dataclass
 class Fingerprints:
-    """The fingerprints of a checkpoint, or of what some ranks hold of it.
+    """The fingerprints of a checkpoint, or of the part that some ranks hold.
 
     Attributes:
         parameters: the parameters with a layout, by name.
         values: all other entries, by name and rank.
-        groups: the files that the checkpoint has, as numbers from one to before another: those of a pipeline stage
-            together, which hold the same names unless the save was de-duplicated, and others each by itself.
+        groups: the files of the checkpoint, as half-open ranges of numbers: those of a pipeline stage
+            together, which hold the same names unless the save was de-duplicated, and others one by one.
         read: the files that were read, each with a digest of the names in it.
     """
 
@@ -156,7 +156,7 @@ class Fingerprints:
     _shared: SharedPlaces = field(default_factory=SharedPlaces, init=False, repr=False, compare=False)
 
     def entries(self) -> list[FingerprintEntry]:
-        """Every tensor by name, whether listed or not; of a value the lowest rank's copy."""
+        """Every tensor by name, listed or not; for a value the lowest rank's copy."""
         entries = [parameter.entry() for parameter in self.parameters.values()]
         for name, copies in self.values.items():
             dtype, shape, total = copies[min(copies)]
@@ -165,12 +165,12 @@ class Fingerprints:
 
     @property
     def incomplete(self) -> list[str]:
-        """Parameters of which slices are missing."""
+        """Parameters with missing slices."""
         return [entry.name for entry in self.entries() if entry.fingerprint is None]
 
     @property
     def unread(self) -> list[int]:
-        """Files that were not read and may hold parameters that no file does that was read."""
+        """Files that were not read and may hold parameters that no read file holds."""
         found: list[int] = []
         for start, stop in sorted(self.groups):
             here = range(start, stop)
@@ -180,20 +180,20 @@ class Fingerprints:
 
     @property
     def complete(self) -> bool:
-        """Whether everything that the checkpoint holds was read."""
+        """Whether all of the checkpoint was read."""
         return not self.unread and not self.incomplete
 
     @property
     def differing(self) -> list[str]:
-        """Values whose copies differ between ranks, though not by nature."""
+        """Values with different copies on ranks, without those that are rank-specific."""
         return sorted(
             name for name, copies in self.values.items() if len(set(copies.values())) > 1 and not belongs_to_rank(name)
         )
 
     def whole(self) -> Optional[str]:
-        """One fingerprint of everything that a conversion keeps, or None if something was not read.
+        """One fingerprint of everything that a conversion keeps, or None if a part was not read.
 
-        Text and map tensors, which not every format can hold, and values that belong to a rank do not count.
+        Text and map tensors, which some formats cannot hold, and rank-specific values do not count.
         """
         entries = [
             entry for entry in self.entries() if entry.dtype not in NO_ARRAYS and not belongs_to_rank(entry.name)
@@ -233,7 +233,7 @@ class Fingerprints:
                     raise _contradiction(name, f"the copy of rank {rank}")
 
     def to_json(self) -> dict[str, Any]:
-        """The documented form, which `read_fingerprints` reads."""
+        """The documented JSON, for `read_fingerprints`."""
         made = {entry.name: entry.fingerprint for entry in self.entries()}
         return {
             "version": VERSION,
@@ -293,7 +293,7 @@ def fingerprints(source: AnySource, means: Means, admit: Callable[[str], bool] =
     Args:
         source: the checkpoint.
         means: files, threads and memory.
-        admit: which parameters and values, by name.
+        admit: whether a parameter or value is included, by name.
 
     Raises:
         ReshardError: a file cannot be read, or a parameter contradicts the strategy.
@@ -315,7 +315,7 @@ def fingerprints(source: AnySource, means: Means, admit: Callable[[str], bool] =
             places, totals = zip(*((place, found) for (_, place), found in some))
             tensor = tensors[name]
             result.parameters[name] = ParameterSums(name, tensor.dtype, tensor.shape, shared.sums(places, totals))
-        # A parameter without slices in the files that were read.
+        # A parameter without slices in the read files.
         for name, tensor in tensors.items():
             if name not in result.parameters:
                 result.parameters[name] = ParameterSums(name, tensor.dtype, tensor.shape, shared.sums((), ()))
@@ -331,7 +331,7 @@ def fingerprints(source: AnySource, means: Means, admit: Callable[[str], bool] =
 
 
 def _slices(tensor: Content) -> Iterator[tuple[tuple[int, Box], Content]]:
-    """The boxes of a tensor that are summed: stage and box, and the tensor of that stage alone."""
+    """The summed boxes of a tensor: stage and box, and the tensor of that stage alone."""
     if not isinstance(tensor, StoredTensor):
         yield (0, whole_box(tensor.shape)), tensor
         return

@@ -1,6 +1,6 @@
-"""A check of .safetensors files with the library that loaders open them with.
+"""A check of .safetensors files with the library that loaders use.
 
-Files are written and read by this package's own code, which might misunderstand the format twice in the same way.
+This package's own code both writes and reads the files, and could misunderstand the format twice in the same way.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from reshard.text.wording import one_line, plural, quoted, some_names
 
 # Bytes of the header length at the beginning of a file.
 _LENGTH = 8
-# Types that every version of the library reads. The table is a second one, so that a mistake in the writer's shows.
+# Types that every version of the library reads. The table is independent, so that a mistake in the writer's shows.
 _TYPES = {
     "Bool": "BOOL",
     "Int4": "I8",
@@ -38,7 +38,7 @@ _TYPES = {
 
 
 def library_differences(index: CheckpointIndex) -> Iterator[str]:
-    """How the safetensors library reads a file differently, or why it refuses it; a line each.
+    """Differences between the safetensors library's reading of a file and ours, or its refusal; a line each.
 
     Args:
         index: the header as this package reads it. Files of another format are skipped, and files with types that
@@ -47,7 +47,7 @@ def library_differences(index: CheckpointIndex) -> Iterator[str]:
     tensors = index.tensors
     if index.format != "safetensors" or not all(tensor.dtype in _TYPES for tensor in tensors.values()):
         return
-    # Loaded only here: nothing else at run time needs it.
+    # Imported only here: nothing else at run time needs it.
     from safetensors import SafetensorError, safe_open
 
     try:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 Numbers = npt.NDArray[np.float64]
 
 TILE = (128, 2048)
-"""Rows and columns that are worked out at a time: ten arrays of some MB."""
+"""Rows and columns that are computed at a time: ten arrays of some MB."""
 
 # Half a unit in the last place of a Float32, by size.
 _FLOAT32 = 2.0**-24
@@ -38,15 +38,15 @@ _OTHER_ROUNDINGS = 8
 
 @dataclass(frozen=True)
 class Sum:
-    """A weight to which ``scale * up @ down``, or that transposed, was added; see `stored.Content`.
+    """A weight plus ``scale * up @ down``, or the transposed product; see `stored.Content`.
 
-    `read` gives the weight alone; copies are compared by `fits`.
+    `read` returns the weight alone; `fits` compares copies.
 
     Attributes:
         weight: the weight.
         up: the matrix with a column for each of the ranks.
-        down: the one with a row for each.
-        scale: what their product is multiplied with.
+        down: the matrix with a row for each of the ranks.
+        scale: factor of the product.
         transposed: whether the weight has a row for each input.
     """
 
@@ -60,12 +60,12 @@ class Sum:
 
     @property
     def name(self) -> str:
-        """The weight's."""
+        """The weight's name."""
         return self.weight.name
 
     @property
     def dtype(self) -> str:
-        """The weight's."""
+        """The weight's type."""
         return self.weight.dtype
 
     @property
@@ -84,7 +84,7 @@ class Sum:
         return self.weight.shards
 
     def paths(self) -> Collection[str]:
-        """The files of which something may be read."""
+        """The files that may be read."""
         return {*self.weight.paths(), *self.up.paths(), *self.down.paths()}
 
     def read(self, box: Box, handles: FileHandles) -> Words:
@@ -99,7 +99,7 @@ class Sum:
                 yield (row, min(row + TILE[0], last)), (column, min(column + TILE[1], right))
 
     def fits(self, weight: Words, found: Words, box: Box, handles: FileHandles) -> bool:
-        """Whether some elements are what the weight's and the product beside them make, as far as rounding allows."""
+        """Whether elements equal the weight's plus the product's, within the bound on rounding."""
         number, before = decoded(found, self.dtype), decoded(weight, self.dtype)
         rows, columns = box[::-1] if self.transposed else box
         ranks = (0, self.up.shape[1])
@@ -120,18 +120,18 @@ class Sum:
 
 
 def sums_of(tensors: dict[str, Content], adapter: StoredSource, place: str, scale: Scale) -> dict[str, Content]:
-    """The weights, without matrices of adapters beside them, with an adapter added.
+    """The weights plus an adapter, without matrices of adapters.
 
     Args:
         tensors: the weights.
         adapter: the matrices, complete.
-        place: where these lie, for messages.
-        scale: what the products are multiplied with; by module.
+        place: path of the matrices, for messages.
+        scale: factors of the products, by module.
 
     Raises:
         CheckpointError: the two do not fit each other.
     """
-    # Loaded only here. Only names and scales come from there.
+    # Imported only here. Only names and scales come from that room.
     from reshard.lora.pairs import is_matrix, pairs_of, weight_of
 
     pairs = pairs_of(adapter.names, place)
@@ -140,18 +140,18 @@ def sums_of(tensors: dict[str, Content], adapter: StoredSource, place: str, scal
         raise CheckpointError(
             f"{place}: the layout of these matrices is unknown: " + listing(loose), file=place, parameter=loose[0]
         )
-    found = {name: tensor for name, tensor in tensors.items() if not is_matrix(name)}
-    names = [*found]
+    sums = {name: tensor for name, tensor in tensors.items() if not is_matrix(name)}
+    names = [*sums]
     for pair in pairs:
         name = weight_of(pair, names)
-        up, down, weight = adapter.tensors[pair.up], adapter.tensors[pair.down], found[name]
+        up, down, weight = adapter.tensors[pair.up], adapter.tensors[pair.down], sums[name]
         shape: Optional[Shape] = (up.shape[:1] + down.shape[1:])[:: -1 if scale.transposed else 1]
         if shape != weight.shape or up.shape[1:] != down.shape[:1]:
             raise CheckpointError(
-                f"{quoted(pair.up)} of shape {list(up.shape)} times {quoted(pair.down)} of shape {list(down.shape)} is "
-                f"not of the shape {list(weight.shape)} of {quoted(name)}",
+                f"{quoted(pair.up)} of shape {list(up.shape)} times {quoted(pair.down)} of shape {list(down.shape)} "
+                f"does not have the shape {list(weight.shape)} of {quoted(name)}",
                 file=place,
                 parameter=pair.up,
             )
-        found[name] = Sum(weight, up, down, scale.of(pair.stem, down.shape[0]), scale.transposed)
-    return found
+        sums[name] = Sum(weight, up, down, scale.of(pair.stem, down.shape[0]), scale.transposed)
+    return sums

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Callable, NamedTuple, Protocol, TypeVar
 
@@ -60,7 +62,7 @@ class Means:
         jobs: CPUs to keep busy.
         max_memory: bytes for all buffers together.
         progress: counts the bytes that are read.
-        read: files of which contents were read so far.
+        read: files whose contents were read so far.
     """
 
     handles: FileHandles
@@ -70,7 +72,7 @@ class Means:
     read: set[str] = field(default_factory=set)
 
     def check_unchanged(self) -> None:
-        """Insist that files did not change since their contents were read: one version of each was compared.
+        """Raise if a file changed after its contents were read: only one version of each may be compared.
 
         Raises:
             RetryableError: a file changed.
@@ -108,11 +110,11 @@ class Comparison(NamedTuple):
 
 
 class Wrong:
-    """The differences that comparisons found.
+    """The differences of comparisons.
 
     Attributes:
-        files: per place and name of a tensor the files whose copy is wrong.
-        stages: names of tensors of which the source's pipeline stages hold different values.
+        files: per place and name of a tensor, the files with wrong copies.
+        stages: names of tensors with different values in the source's pipeline stages.
     """
 
     def __init__(self) -> None:
@@ -121,12 +123,12 @@ class Wrong:
         self._lock = threading.Lock()
 
     def add_file(self, place: object, name: str, file: int) -> None:
-        """A copy that is wrong."""
+        """Add a wrong copy."""
         with self._lock:
             self.files[place, name].add(file)
 
     def add_stages(self, name: str) -> None:
-        """A tensor of which stages hold different values."""
+        """Add a tensor with different values in stages."""
         with self._lock:
             self.stages.add(name)
 
@@ -157,9 +159,9 @@ def compare(comparisons: Iterable[Comparison], means: Means, counted: bool = Tru
     """Compare copies with their tensors, byte by byte.
 
     Args:
-        comparisons: made one by one, as threads take them.
+        comparisons: the comparisons; evaluated as threads take them.
         means: files, threads and memory.
-        counted: whether what is read counts in the progress, which the caller begins and ends.
+        counted: whether to count bytes in the progress, which the caller begins and ends.
 
     Raises:
         ReshardError: a file cannot be read, or was cut short meanwhile.
@@ -230,14 +232,14 @@ def _same(one: Words, other: Words) -> bool:
 
 
 def sums(parts: Iterable[tuple[_K, Content, Box]], means: Means) -> Iterator[tuple[_K, int]]:
-    """Sum boxes of tensors (see `sums`), as many at a time as may be held.
+    """Sum boxes of tensors (see `sums`), several at a time.
 
     Args:
-        parts: what stands for each part, the tensor and the box; made as threads take them.
+        parts: per part a key, the tensor and the box; evaluated as threads take them.
         means: files, threads and memory; the caller begins and ends the progress.
 
     Yields:
-        What stands for each part, and its sum, in order.
+        The key of each part, and its sum, in order.
 
     Raises:
         ReshardError: a file cannot be read, or was cut short meanwhile.
@@ -275,7 +277,7 @@ def _sums(parts: Sequence[tuple[Content, Box]], means: Means) -> list[int]:
 
 
 def _threads(means: Means) -> int:
-    """How many threads may read at a time."""
+    """Number of threads that may read at a time."""
     storage = storage_of(next(iter(means.read), "."))
     return max(1, min(means.jobs * storage.in_flight, means.max_memory // (_MIN_BLOCK * _COPIES)))
 
@@ -336,7 +338,8 @@ def _carry_out(tasks: Iterator[_Task], means: Means, results: _Results, least: i
     if threads > 1 and storage.mappable and may_fork():
         processes = min(threads, worth_having(means.jobs, nbytes, means.max_memory, private_bytes()))
     if processes < 2:
-        _take_turns(tasks, means, threads, lambda number, taken: [task.run() for task in taken], counted)
+        alone = contextlib.nullcontext(lambda number, taken: [task.run() for task in taken])
+        _take_turns(tasks, means, threads, lambda: alone, counted)
         return
     theirs, turn = tasks, itertools.count()
 
@@ -347,35 +350,46 @@ def _carry_out(tasks: Iterator[_Task], means: Means, results: _Results, least: i
             task.run()
         return results.take(), means.handles.seen_after(known)
 
-    def call(number: int, taken: Sequence[_Task]) -> None:
-        found, seen = crew.call(number)
-        results.add(found)
-        means.handles.see(seen)
+    @contextlib.contextmanager
+    def elsewhere() -> Iterator[_CarryOut]:
+        # One worker for all numbers of a thread: they ascend, and a worker cannot go back to tasks that it has passed.
+        with crew.seat() as seat:
+
+            def call(number: int, taken: Sequence[_Task]) -> None:
+                found, seen = seat.call(number)
+                results.add(found)
+                means.handles.see(seen)
+
+            yield call
 
     with Crew(processes, 1, serve) as crew:
-        _take_turns(tasks, means, processes, call, counted)
+        _take_turns(tasks, means, processes, elsewhere, counted)
+
+
+_CarryOut = Callable[[int, Sequence[_Task]], object]
 
 
 def _take_turns(
     tasks: Iterator[_Task],
     means: Means,
     threads: int,
-    carry_out: Callable[[int, Sequence[_Task]], object],
+    beginning: Callable[[], AbstractContextManager[_CarryOut]],
     counted: bool,
 ) -> None:
-    """Have threads take some tasks at a time, by number, until there are no more."""
+    """Have threads take some tasks at a time, by number, until there are no more; each begins by itself."""
     lock, stop, turn = threading.Lock(), threading.Event(), itertools.count()
 
     def work() -> None:
-        while not stop.is_set():
-            with lock:
-                number, taken = next(turn), [*_taken(tasks)]
-            if not taken:
-                return
-            carry_out(number, taken)
-            if counted:
+        with beginning() as carry_out:
+            while not stop.is_set():
                 with lock:
-                    means.progress.wrote(sum(task.nbytes for task in taken))
+                    number, taken = next(turn), [*_taken(tasks)]
+                if not taken:
+                    return
+                carry_out(number, taken)
+                if counted:
+                    with lock:
+                        means.progress.wrote(sum(task.nbytes for task in taken))
 
     with ThreadPoolExecutor(threads) as pool:
         try:

@@ -1,8 +1,8 @@
-"""Floating point elements as those of another type, found by arithmetic on the numbers themselves.
+"""Casts of floating point elements, by arithmetic on the numbers themselves.
 
-A conversion rounds by shifting bits. Here every element is a Float64, which holds the numbers of all other types
+A conversion rounds by shifting bits. Here every element is a Float64, which represents the numbers of all other types
 exactly. The processor rounds the sum with a number so large that all bits beyond the type's are lost: to the nearest,
-ties to even, once. Subtracting the large number again is exact.
+ties to even, once. The subtraction of the large number is exact.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _EXPONENT = 0x7FF0000000000000
 class _Type(NamedTuple):
     """A floating point type.
 
-    Attributes:
+    digits: bits of a number's digits, with the implicit first one.
         digits: bits of a number's digits, with the first, which is not stored.
-        least: the exponent of its least number with all digits: that is ``2**least``.
+        least: the exponent of its least normal number, ``2**least``.
     """
 
     digits: int
@@ -38,7 +38,7 @@ _TYPES = {
     "Float16": _Type(11, -14),
     "BFloat16": _Type(8, -126),
 }
-# Beyond every type's numbers but those of Float64, which nothing is cast to, and far from where exponents end.
+# Beyond the numbers of every type except Float64, which is no target of casts, and far below the largest exponent.
 _TOO_LARGE = 2.0**130
 
 
@@ -48,7 +48,7 @@ def words_as(words: Words, stored: str, dtype: str) -> Words:
     Args:
         words: unsigned words of the elements' size, in any shape.
         stored: their type, one of `dtypes.CASTABLE`.
-        dtype: the type that they get, one of `dtypes.CAST_TO`.
+        dtype: their new type, one of `dtypes.CAST_TO`.
 
     Returns:
         Unsigned words of the other type's size, in the same shape. NaN stays NaN, of the same sign, with as many of
@@ -56,12 +56,12 @@ def words_as(words: Words, stored: str, dtype: str) -> Words:
     """
     if stored == dtype:
         return words
-    found = np.empty(words.size, f"<u{ITEM_SIZES[dtype]}")
+    result = np.empty(words.size, f"<u{ITEM_SIZES[dtype]}")
     flat = np.ascontiguousarray(words).reshape(-1)
     for first in range(0, flat.size, _BLOCK):
         some = flat[first : first + _BLOCK]
-        found[first : first + _BLOCK] = _encoded(_rounded(decoded(some, stored), dtype), some, stored, dtype)
-    return found.reshape(words.shape)
+        result[first : first + _BLOCK] = _encoded(_rounded(decoded(some, stored), dtype), some, stored, dtype)
+    return result.reshape(words.shape)
 
 
 def decoded(words: Words, stored: str) -> Words:
@@ -73,13 +73,13 @@ def decoded(words: Words, stored: str) -> Words:
     """
     with np.errstate(invalid="ignore"):
         if stored == "BFloat16":
-            # What Float32 is, less its last 16 digits.
+            # A BFloat16 is the upper 16 bits of a Float32.
             return np.left_shift(words, 16, dtype="<u4", casting="unsafe").view("<f4").astype("<f8")
         return words.view(f"<f{ITEM_SIZES[stored]}").astype("<f8")
 
 
 def half_unit(sizes: Words, dtype: str) -> Words:
-    """How far from a number the nearest that a type holds may be, at the most.
+    """The largest distance between a number and the nearest one of a type.
 
     Args:
         sizes: numbers, as Float64, none of them negative.
@@ -96,7 +96,7 @@ def largest(dtype: str) -> float:
 
 
 def same_nans(words: Words, dtype: str) -> None:
-    """Give all NaN the same bits, in place.
+    """Set the bits of all NaN to the same value, in place.
 
     Args:
         words: unsigned words.
@@ -116,11 +116,11 @@ def _infinite(dtype: str) -> int:
 
 
 def _rounded(numbers: Words, dtype: str) -> Words:
-    """Numbers with as many digits as a type has."""
+    """Numbers rounded to the digits of a type."""
     digits, least = _TYPES[dtype]
     with np.errstate(invalid="ignore"):
         sizes = np.minimum(np.abs(numbers), _TOO_LARGE)
-        # The power of two of the first digit; scaled, its last digit is the last one that the type has of this number.
+        # The exponent of the first digit; after scaling, the last digit of the type has the value 1.
         powers = (sizes.view("<u8") & np.uint64(_EXPONENT)).view("<f8")
         np.maximum(powers, 2.0**least, out=powers)
         powers *= 2.0 ** (53 - digits)
@@ -130,17 +130,17 @@ def _rounded(numbers: Words, dtype: str) -> Words:
 
 
 def _encoded(numbers: Words, words: Words, stored: str, dtype: str) -> Words:
-    """Rounded numbers, infinite where too large, as words of a type."""
+    """Rounded numbers as words of a type; infinite if too large."""
     with np.errstate(over="ignore", invalid="ignore"):
         if dtype == "BFloat16":
-            found = (numbers.astype("<f4").view("<u4") >> np.uint32(16)).astype("<u2")
+            encoded = (numbers.astype("<f4").view("<u4") >> np.uint32(16)).astype("<u2")
         else:
             size = ITEM_SIZES[dtype]
-            found = numbers.astype(f"<f{size}").view(f"<u{size}")
+            encoded = numbers.astype(f"<f{size}").view(f"<u{size}")
     none = np.isnan(numbers)
     if none.any():
-        found[none] = _nans(words[none], stored, dtype)
-    return found
+        encoded[none] = _nans(words[none], stored, dtype)
+    return encoded
 
 
 def _nans(words: Words, stored: str, dtype: str) -> Words:
@@ -155,5 +155,5 @@ def _nans(words: Words, stored: str, dtype: str) -> Words:
     else:
         payload <<= np.uint64(other_kept - kept)
     quiet = 1 << (other_kept - 1)
-    found: Words = (sign | payload | np.uint64(_infinite(dtype) | quiet)).astype(f"<u{other_bits // 8}")
-    return found
+    nans: Words = (sign | payload | np.uint64(_infinite(dtype) | quiet)).astype(f"<u{other_bits // 8}")
+    return nans

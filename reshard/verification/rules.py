@@ -1,4 +1,4 @@
-"""Tensors that rules of names and packing make, evaluated with NumPy as `names.SizedOperation` describes it.
+"""Tensors that rules of names and packing make, computed with NumPy as `names.SizedOperation` describes.
 
 An operation works on whole blocks: it reads the boxes that it needs of the tensors before it, and reshapes,
 concatenates, transposes and slices them. Nothing here composes operations or uses the views of a conversion.
@@ -34,7 +34,7 @@ class MadeTensor:
         shape: see `Content`.
         sources: the tensors that the operations take, in order.
         operations: carried out one after the other.
-        number: of the tensor in the list that this makes.
+        number: number of the tensor in the list of results.
         cast: see `Content`.
         shards: see `Content`.
     """
@@ -50,7 +50,7 @@ class MadeTensor:
     shards: Shards = AS_RECORDED
 
     def paths(self) -> Collection[str]:
-        """The files of which something may be read."""
+        """The files that may be read."""
         return set().union(*(source.paths() for source in self.sources))
 
     def read(self, box: Box, handles: FileHandles) -> Words:
@@ -66,7 +66,7 @@ class MadeTensor:
 
 
 def shapes_after(operation: SizedOperation, shapes: Sequence[Shape]) -> list[Shape]:
-    """The shapes of the list of tensors that an operation makes of a list of tensors."""
+    """The shapes of the tensors that an operation makes of a list of tensors."""
     kind, at, count = operation.kind, operation.dimension, operation.count
     if kind == "join":
         size = operation.groups * sum(operation.sizes)
@@ -99,7 +99,7 @@ def lists_of(operations: Sequence[SizedOperation], shapes: Sequence[Shape]) -> l
 
 
 def taken(operations: Sequence[SizedOperation], shapes: Sequence[Shape], number: int) -> set[int]:
-    """The numbers of the tensors of which a tensor may have elements."""
+    """The numbers of the tensors that a tensor may have elements of."""
     lists = lists_of(operations, shapes)
     numbers = {number}
     for operation, before in zip(reversed(operations), lists[-2::-1]):
@@ -108,7 +108,7 @@ def taken(operations: Sequence[SizedOperation], shapes: Sequence[Shape], number:
 
 
 def _inputs(operation: SizedOperation, count: int, number: int) -> Sequence[int]:
-    """The tensors, of so many before an operation, that tensor ``number`` after it is made of."""
+    """The numbers of the operands, among ``count`` tensors, of tensor ``number`` of the result."""
     kind = operation.kind
     if kind == "join":
         return range(number, count, count // len(operation.sizes))
@@ -116,12 +116,12 @@ def _inputs(operation: SizedOperation, count: int, number: int) -> Sequence[int]
         return range(number * operation.count, (number + 1) * operation.count)
     if kind == "unstack":
         return [number // operation.count]
-    # The others make one tensor of one, or several of each, column by column.
+    # The other operations make one tensor of one, or several of each, column by column.
     return [number % count]
 
 
 class _Leaf:
-    """A tensor in files, of the type that is wanted."""
+    """A tensor in files, in the requested type."""
 
     def __init__(self, made: MadeTensor, source: Content, handles: FileHandles) -> None:
         self.shape, self.words = source.shape, words_of(made.item_size)
@@ -130,17 +130,17 @@ class _Leaf:
     def read(self, box: Box) -> Words:
         if not volume_of(box):
             return np.empty(shape_of(box), self.words)
-        found = self._source.read(box, self._handles)
+        stored_words = self._source.read(box, self._handles)
         stored, dtype = self._source.dtype, self._made.dtype
         if stored == dtype:
-            return found
+            return stored_words
         if not self._made.cast:
             raise CheckpointError(
                 f"{quoted(self._made.name)} would be made of elements of types {dtype} and {stored} "
                 f"({quoted(self._source.name)})",
                 parameter=self._made.name,
             )
-        return words_as(found, stored, dtype)
+        return words_as(stored_words, stored, dtype)
 
 
 class _Step:
@@ -157,9 +157,9 @@ class _Step:
     def read(self, box: Box) -> Words:
         if not volume_of(box):
             return np.empty(shape_of(box), self.words)
-        found: Words = getattr(self, "_" + self._operation.kind)(box)
-        assert found.shape == shape_of(box), (self._operation, found.shape, box)
-        return found
+        result: Words = getattr(self, "_" + self._operation.kind)(box)
+        assert result.shape == shape_of(box), (self._operation, result.shape, box)
+        return result
 
     def _copy(self, box: Box) -> Words:
         return self._inputs[0].read(box)
@@ -217,14 +217,14 @@ class _Step:
     def _pad(self, box: Box) -> Words:
         at, size = self._operation.dimension, self._operation.sizes[0]
         start, stop = box[at]
-        there = (min(start, size), min(stop, size))
-        found = self._inputs[0].read(_replaced(box, at, there))
-        shape = list(found.shape)
+        stored = (min(start, size), min(stop, size))
+        unpadded = self._inputs[0].read(_replaced(box, at, stored))
+        shape = list(unpadded.shape)
         shape[at] = stop - start - shape[at]
-        return np.concatenate([found, np.zeros(shape, found.dtype)], at)
+        return np.concatenate([unpadded, np.zeros(shape, unpadded.dtype)], at)
 
     def _reshape(self, box: Box) -> Words:
-        """Dimension by dimension, as far as both shapes have the same edges; else all elements between two are read."""
+        """Dimension by dimension, if both shapes have the same edges; else all elements between two are read."""
         before, after = self._inputs[0].shape, self.shape
         groups = _same_elements(before, after)
         needed: list[tuple[int, int]] = []
@@ -237,18 +237,18 @@ class _Step:
             needed += covering
             start = _flat([low for low, _ in covering], before[old.start : old.stop])
             flat.append(range(start, start + volume_of(tuple(covering))))
-        found = self._inputs[0].read(tuple(needed)).reshape([len(each) for each in flat])
+        elements = self._inputs[0].read(tuple(needed)).reshape([len(each) for each in flat])
         for place, ((_, new), there) in enumerate(zip(groups, flat)):
             positions = np.zeros((), np.int64)
             for (start, stop), size in zip(box[new.start : new.stop], after[new.start : new.stop]):
                 positions = positions[..., None] * size + np.arange(start, stop)
-            wanted = positions.reshape(-1) - there.start
-            if len(wanted) != len(there):
-                if len(wanted) and wanted[-1] - wanted[0] + 1 == len(wanted):
-                    found = found[(slice(None),) * place + (slice(wanted[0], wanted[-1] + 1),)]
+            selected = positions.reshape(-1) - there.start
+            if len(selected) != len(there):
+                if len(selected) and selected[-1] - selected[0] + 1 == len(selected):
+                    elements = elements[(slice(None),) * place + (slice(selected[0], selected[-1] + 1),)]
                 else:
-                    found = np.take(found, wanted, place)
-        return found.reshape(shape_of(box))
+                    elements = np.take(elements, selected, place)
+        return elements.reshape(shape_of(box))
 
 
 def _replaced(box: Box, at: int, interval: tuple[int, int]) -> Box:
@@ -260,23 +260,23 @@ def _without(box: Box, at: int) -> Box:
 
 
 def _groups(interval: tuple[int, int], size: int) -> tuple[int, int]:
-    """The first of the groups of so many elements that an interval meets, and the one after the last."""
+    """The first group of ``size`` elements that an interval meets, and one past the last."""
     start, stop = interval
     return (start // size, -(-stop // size)) if size else (0, 0)
 
 
 def _split(array: Words, at: int, groups: int, size: int) -> Words:
-    """An array with one of its dimensions as two: groups, and elements of each."""
+    """An array with one dimension as two: groups, and elements of each."""
     return array.reshape(*array.shape[:at], groups, size, *array.shape[at + 1 :])
 
 
 def _merged(array: Words, at: int) -> Words:
-    """The opposite."""
+    """The inverse of `_split`."""
     return array.reshape(*array.shape[:at], array.shape[at] * array.shape[at + 1], *array.shape[at + 2 :])
 
 
 def _along(array: Words, at: int, interval: tuple[int, int], begins: int) -> Words:
-    """An interval of one dimension of an array that begins at an element of its own."""
+    """An interval of one dimension of an array whose first element has number ``begins``."""
     return array[(slice(None),) * at + (slice(interval[0] - begins, interval[1] - begins),)]
 
 
@@ -289,7 +289,7 @@ def _flat(index: Sequence[int], shape: Sequence[int]) -> int:
 
 
 def _covering(first: int, last: int, shape: Sequence[int]) -> list[tuple[int, int]]:
-    """A box without gaps in C order that has two elements, by number, and all between them."""
+    """The smallest box without gaps in C order that contains two elements, by number, and all between them."""
     box: list[tuple[int, int]] = []
     for dimension, size in enumerate(shape):
         inner = math.prod(shape[dimension + 1 :])
@@ -314,6 +314,6 @@ def _same_elements(before: Shape, after: Shape) -> list[tuple[range, range]]:
             groups.append((range(old, ends[product]), range(new, end)))
             old, new = ends[product], end
     if old < len(before) or new < len(after):
-        # Dimensions of one element at the end.
+        # Trailing dimensions of one element.
         groups.append((range(old, len(before)), range(new, len(after))))
     return groups

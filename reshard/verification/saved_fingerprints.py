@@ -29,7 +29,7 @@ def read_fingerprints(path: str) -> Fingerprints:
     """Read a result that was printed with --json.
 
     Raises:
-        InputError: the file is none, or of another version.
+        InputError: the file is not one, or of another version.
         RetryableError: reading failed.
     """
     try:
@@ -42,17 +42,17 @@ def read_fingerprints(path: str) -> Fingerprints:
         raise reading_error(path, error) from error
     except (JsonError, UnfitError) as error:
         raise InputError(
-            f"{path}: is no result of `reshard fingerprint --json` of this version ({VERSION}): {error}",
+            f"{path}: is not a result of `reshard fingerprint --json` of this version ({VERSION}): {error}",
             file=path,
             hint="pass a file with the output of that command alone",
         ) from error
 
 
 class _SavedResult:
-    """One file while it is walked.
+    """One file while it is read.
 
     Attributes:
-        result: what it holds.
+        result: its content.
     """
 
     def __init__(self, file: ReadableFile) -> None:
@@ -94,7 +94,7 @@ class _SavedResult:
                     continue
                 ends = integers(self._stream.value(), f"files: {key}", 0, MOST_DEVICES + 1)
                 if len(ends) != 2:
-                    raise JsonError(f"files: {key} are no pairs of numbers")
+                    raise JsonError(f"files: {key} are not pairs of numbers")
                 self.result.groups.add((ends[0], ends[1]))
         if not self.result.groups:
             raise JsonError("files: groups is missing")
@@ -129,7 +129,7 @@ class _SavedResult:
         for interval in fields.entries("box"):
             ends = integers(interval, "slices: box", 0, _MOST_ELEMENTS)
             if len(ends) != 2 or ends[0] > ends[1] or len(box) == _MOST_DIMENSIONS:
-                raise JsonError("slices: box is no box")
+                raise JsonError("slices: box is not a box")
             box.append((ends[0], ends[1]))
         stage = SEVERAL if fields.is_null("stage") else fields.integer("stage", 0, MOST_DEVICES)
         return (stage, tuple(box)), _sum(fields)
@@ -159,5 +159,5 @@ def _sum(fields: Fields) -> int:
     except ValueError:
         total = -1
     if not 0 <= total < PRIME:
-        raise JsonError("a sum is no sum")
+        raise JsonError("a sum is invalid")
     return total

@@ -1,7 +1,7 @@
 """Reading the checkpoints that are compared, by the readers of their forms.
 
-Step, completeness and damaged files are decided as conversions decide them: a mistake there shows as a refusal, or as a
-difference in the bytes that are compared here.
+Step, completeness and damaged files are decided by the code of conversions: a mistake there shows as a refusal, or as
+a difference in the compared bytes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class CheckpointPlace(NamedTuple):
     Attributes:
         path: tree, file or `{rank}` path, or the directory of another form.
         form: its form.
-        strategy: of rank directories; `none` where the form records the layouts.
+        strategy: strategy of rank directories; `none` if the form records the layouts.
         step: which step; ``latest`` for the newest complete one.
         file_suffix: only files whose stem ends so.
     """
@@ -63,20 +63,20 @@ def reader_of(
     incomplete: bool = False,
     edits: Optional[Edits] = None,
 ) -> Callable[[Mapping[str, str]], StoredSource]:
-    """A function that reads the step, given the files that are damaged and why, by path.
+    """A function that reads the step, given the damage of files by path.
 
-    It raises an InputError where the step is not complete or contradicts itself, and a RetryableError where reading
+    It raises an InputError if the step is incomplete or contradicts itself, and a RetryableError if reading
     failed.
 
     Args:
-        place: where the checkpoint is.
+        place: the checkpoint.
         handles: open files.
-        report: gets warnings of damaged files and a note on the step.
-        target: strategy of the converted checkpoint; None where all of the source is needed.
-        ranks: the target ranks that are compared; all where None.
-        filters: the parameters that are compared.
-        files: of other forms than rank directories, numbers of the files to look into; all where None.
-        incomplete: lost slices are no error; for other forms than rank directories.
+        report: gets warnings about damaged files and a note on the step.
+        target: strategy of the converted checkpoint; None if all of the source is needed.
+        ranks: compared target ranks; None for all.
+        filters: filters of compared parameters.
+        files: numbers of the files to read, for forms other than rank directories; None for all.
+        incomplete: whether lost slices are allowed; for forms other than rank directories.
         edits: the names and types that decide which tensors of rank directories are needed.
     """
     form, chosen = form_named(place.form), Filters() if filters is None else filters
@@ -123,52 +123,52 @@ def read_files_of_ranks(
     admit: Callable[[str], bool],
 ) -> tuple[StoredSource, dict[str, InputError]]:
     """Read some ranks' files of one step, complete or not; see `read_some_ranks`."""
-    known = {rank: damaged[path] for rank, path in files.items() if path in damaged}
-    found = StepFiles(None, dict(files), damaged=known)
-    checkpoint, problems = read_some_ranks(found, strategy, handles, report, admit)
+    damaged_ranks = {rank: damaged[path] for rank, path in files.items() if path in damaged}
+    step_files = StepFiles(None, dict(files), damaged=damaged_ranks)
+    checkpoint, problems = read_some_ranks(step_files, strategy, handles, report, admit)
     return StoredSource(checkpoint, strategy), problems
 
 
 def read_written(
     directory: str, form: str, handles: FileHandles, files: Optional[Collection[str]] = None
 ) -> tuple[Optional[StoredSource], list[Difference]]:
-    """Read a converted checkpoint of any form but rank directories.
+    """Read a converted checkpoint of any form except rank directories.
 
-    Readers forgive known defects of other writers. Files written here have none, so everything that was forgiven is a
+    Readers tolerate known defects of other writers. Files written here have none, so every tolerated defect is a
     difference.
 
     Args:
-        directory: where it is.
+        directory: its directory.
         form: its form.
         handles: open files.
-        files: its files, relative to the directory; those that its reader finds where None.
+        files: its files, relative to the directory; None for those that its reader finds.
 
     Returns:
-        The checkpoint, or None where its reader refuses it; and the differences of whole files.
+        The checkpoint, or None if its reader refuses it; and the differences of whole files.
 
     Raises:
-        RetryableError: reading failed in a way that may pass.
+        RetryableError: reading failed.
     """
     try:
         checkpoint = read_checkpoint(form, directory, "latest", handles, Report(), {}, lambda name: True)
         written = StoredSource(checkpoint, Strategy.none())
         problems = form_named(form).check_written(directory, checkpoint)
-        found = [Difference("file", None, (), text, (name,)) for name, text in problems]
+        differences = [Difference("file", None, (), text, (name,)) for name, text in problems]
     except InputError as error:
         return None, [Difference("file", None, (), error.message)]
     read = {os.path.relpath(index.path, directory): index for index in checkpoint.indexes.values()}
     for name, index in read.items():
-        found += [Difference("file", None, (), text, (name,)) for text in library_differences(index)]
+        differences += [Difference("file", None, (), text, (name,)) for text in library_differences(index)]
     read_paths = {os.path.relpath(path, directory) for path in checkpoint.files.values()}
     if files is not None:
         unread, foreign = sorted(set(files) - read_paths), sorted(read_paths.difference(files))
         if unread:
-            found.append(
-                Difference("file", None, (), "no reader of this directory takes it for a part of it", (*unread,))
+            differences.append(
+                Difference("file", None, (), "its reader does not read it as part of the checkpoint", (*unread,))
             )
         if foreign:
-            found.append(Difference("file", None, (), "is read, but is not of this conversion", (*foreign,)))
-    return written, found
+            differences.append(Difference("file", None, (), "is read, but is not of this conversion", (*foreign,)))
+    return written, differences
 
 
 class RecordedCrcs:
@@ -185,7 +185,7 @@ class RecordedCrcs:
         self._checked: set[str] = set()
 
     def damaged(self, indexes: Iterable[CheckpointIndex]) -> dict[str, str]:
-        """Why files are damaged, by path, of those that are damaged and were not checked before.
+        """The damage of files, by path, for damaged files that were not checked before.
 
         Raises:
             ReshardError: a file cannot be read.
@@ -216,13 +216,13 @@ def read_sound(
 ) -> StoredSource:
     """Read a step without the files that do not match their recorded CRC.
 
-    Only files whose contents will be read are checked: of several replicas that of the lowest rank. If it is damaged,
-    the next one takes its place and is checked.
+    Only files whose contents will be read are checked: of several replicas the lowest rank's. If it is damaged,
+    the next one replaces it and is checked.
 
     Args:
-        read: reads a step, given the files that are damaged and why, by path.
-        crcs: checks CRCs; only `known` files are damaged where None.
-        known: files that are damaged, and why, by path.
+        read: reads a step, given the damage of files by path.
+        crcs: checks CRCs; None if only `known` files are damaged.
+        known: damage that is already known, by path.
         copies: the contents of all files will be read.
 
     Raises:

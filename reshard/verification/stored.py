@@ -44,7 +44,7 @@ from reshard.verification.boxes import (
 
 Words = npt.NDArray[Any]
 
-# Runs shorter than this are read together with the gaps between them, if the gaps are small: in bytes on local disks,
+# Shorter runs are read together with the gaps between them, if the gaps are small: in bytes on local disks,
 # in multiples of the run on a network.
 _SHORT_RUN, _NEAR, _NEAR_REMOTE, _MAX_SPAN = 32 << 10, 32 << 10, 4, 1 << 20
 
@@ -55,7 +55,7 @@ def words_of(item_size: int) -> str:
 
 
 class Rooms(threading.local):
-    """Buffers of a thread, used again for each block so that they stay in the cache."""
+    """Buffers of a thread, reused for each block so that they stay in the cache."""
 
     def __init__(self) -> None:
         self._rooms: dict[str, npt.NDArray[np.uint8]] = {}
@@ -90,11 +90,11 @@ class Content(Protocol):
 
     @property
     def shape(self) -> Shape:
-        """Of the full tensor."""
+        """Shape of the full tensor."""
 
     @property
     def shards(self) -> Shards:
-        """Of accumulated gradients, whether recorded optimizer shards are made."""
+        """For accumulated gradients, whether recorded optimizer shards are made."""
 
     @property
     def cast(self) -> bool:
@@ -113,7 +113,7 @@ class Shards(NamedTuple):
     Attributes:
         plain: some are recorded and not made.
         unrecorded: none is recorded.
-        undecided: the ranks whose files would show it, if no file that is there does.
+        undecided: the ranks whose files would show it, if no present file does.
     """
 
     plain: bool = False
@@ -122,7 +122,7 @@ class Shards(NamedTuple):
 
 
 AS_RECORDED = Shards()
-"""Of all tensors but accumulated gradients."""
+"""For all tensors except accumulated gradients."""
 
 
 @dataclass(frozen=True)
@@ -130,8 +130,8 @@ class Way:
     """One complete or partial set of slices of a tensor, such as those of a pipeline stage.
 
     Attributes:
-        number: of the stage.
-        held: the files that hold each box, ascending; boxes in no order. May be empty.
+        number: number of the stage.
+        held: the files of each box, ascending; boxes are unordered. May be empty.
     """
 
     number: int
@@ -145,7 +145,7 @@ class Way:
         return tuple(([start for start, _ in each], each) for each in found)
 
     def meeting(self, box: Box) -> Iterator[tuple[Box, Box, tuple[int, ...]]]:
-        """The slices that have elements of a box and are in some file: slice, common part, files."""
+        """The slices in files that meet a box: slice, common part, files."""
         if math.prod(len(each) for _, each in self.intervals) > self._filled:
             # No grid, as in a brick wall.
             every = ((held, common(held, box), files) for held, files in self.held.items())
@@ -171,21 +171,21 @@ class Way:
 
     @cached_property
     def _elements(self) -> int:
-        """How many elements are in some file; slices of one way do not overlap."""
+        """Number of elements in files; slices of one way do not overlap."""
         return sum(volume_of(box) for box, files in self.held.items() if files)
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor that files hold; see `Content`.
+    """A tensor in files; see `Content`.
 
     Attributes:
-        name: its name, which may be another than in the files.
+        name: its name, perhaps another than in the files.
         stored_name: its name in the files.
         dtype: see `Content`.
         item_size: see `Content`.
         shape: see `Content`.
-        ways: how files hold it, at least one.
+        ways: its complete or partial sets of slices, at least one.
         indexes: the headers of the files.
         shards: see `Content`.
         cast: see `Content`.
@@ -202,15 +202,15 @@ class StoredTensor:
     cast: bool = False
 
     def whole_ways(self) -> list[Way]:
-        """The ways that have every element."""
+        """The ways with every element."""
         return [way for way in self.ways if way.is_whole(self.shape)]
 
     def is_whole(self) -> bool:
-        """Whether every element is in some file, however many ways that takes."""
+        """Whether every element is in some file, in any number of ways."""
         return bool(self.whole_ways()) or not self.lost(whole_box(self.shape))
 
     def lost(self, box: Box) -> bool:
-        """Whether some element of a box is in no file."""
+        """Whether an element of a box is in no file."""
         if not volume_of(box):
             return False
         parts = [both for way in self.ways for _, both, _ in way.meeting(box)]
@@ -219,15 +219,15 @@ class StoredTensor:
         return any(all(common(cell, part) is None for part in parts) for cell in cells)
 
     def read(self, box: Box, handles: FileHandles, room: Callable[[str, Shape, int], Words] = new_room) -> Words:
-        """The elements of a box: of each slice those in its lowest file.
+        """The elements of a box; of each slice those in its lowest file.
 
         Args:
             box: the box.
             handles: open files.
-            room: gives buffers.
+            room: returns buffers.
 
         Raises:
-            IncompleteSourceError: some are in no file.
+            IncompleteSourceError: elements are in no file.
             ReshardError: a file cannot be read.
         """
         whole = self.whole_ways()[:1]
@@ -276,7 +276,7 @@ def read_box(index: CheckpointIndex, name: str, held: Box, box: Box, out: Words,
 
     Args:
         index: the header of the file.
-        name: of the tensor in it.
+        name: name of the tensor in it.
         held: the box of the slice.
         box: the box to read, within that of the slice.
         out: contiguous, of the shape of the box.
@@ -295,7 +295,7 @@ def read_box(index: CheckpointIndex, name: str, held: Box, box: Box, out: Words,
 
 
 class _Runs:
-    """The bytes of a box of a slice as runs that lie in the file one after the other."""
+    """The bytes of a box of a slice, as runs in file order."""
 
     def __init__(self, file: ReadableFile, tensor: Tensor, item_size: int, held: Box, box: Box) -> None:
         self._file, self._extents = file, tensor.extents
@@ -342,7 +342,7 @@ class _Runs:
         np.frombuffer(out, np.uint8).reshape(runs, -1)[:] = span.reshape(runs, stride)[:, : self._run]
 
     def _stored(self, start: int, out: memoryview) -> None:
-        """The slice's bytes from one on, through as many extents as that takes."""
+        """The slice's bytes from one on, through any number of extents."""
         done = 0
         for offset, size in self._extents:
             if start < size and done < len(out):
@@ -356,22 +356,22 @@ class _Runs:
 
 
 class StoredSource:
-    """A checkpoint, its tensors placed by the loops of `boxes`.
+    """A checkpoint with tensors placed by the loops of `boxes`.
 
     Args:
         checkpoint: the checkpoint.
-        strategy: the layouts of rank directories; other forms record theirs.
-        chosen: numbers of the files to look into; all where None.
+        strategy: the layouts of rank directories; other forms record their own.
+        chosen: numbers of the files to read; None for all.
 
     Attributes:
         checkpoint: the checkpoint.
         indexes: the headers of the files, by number.
-        held: per name the files that hold it, ascending.
-        tensors: the tensors with a layout, by name; those that no file holds are left out.
-        values: all other entries that are read, with the files that hold them, ascending.
-        listed: names that the strategy or the metadata lists, whether files hold them or not.
+        held: per name its files, ascending.
+        tensors: the tensors with a layout, by name; without those in no file.
+        values: all other entries, with their files, ascending.
+        listed: names that the strategy or the metadata lists, in files or not.
         unread: names in the files that are neither tensors nor values.
-        tied: pairs of names that should be equal and of which only the first is taken.
+        tied: pairs of names that should be equal; only the first is used.
     """
 
     origin = "in the source"
@@ -394,20 +394,20 @@ class StoredSource:
         else:
             self.listed = frozenset(self.tensors)
             values = {*checkpoint.values(), *checkpoint.without_layout()} & self.held.keys()
-            # The readers of these forms report what they leave out.
+            # The readers of these forms report entries that they skip.
             self.unread = frozenset()
         self.values = {name: self.held[name] for name in sorted(values)}
 
     def check_read(self, wanted: Callable[[str], bool]) -> None:
-        """Insist that every entry of the files is a tensor or a value.
+        """Raise if an entry of the files is neither a tensor nor a value.
 
         Raises:
-            CheckpointError: something is neither, and is wanted.
+            CheckpointError: a requested entry is neither.
         """
         unread = sorted(filter(wanted, self.unread))
         if unread:
             raise CheckpointError(
-                f"{self.checkpoint.place}: the files hold what nothing reads: " + listing(unread), parameter=unread[0]
+                f"{self.checkpoint.place}: the files contain unread entries: " + listing(unread), parameter=unread[0]
             )
 
     @property
@@ -421,7 +421,7 @@ class StoredSource:
 
     @property
     def files_read(self) -> list[CheckpointIndex]:
-        """The files whose contents are read where any replica will do."""
+        """The files whose contents are read if any replica suffices."""
         files = {numbers[0] for numbers in self.values.values()}
         known: set[int] = set()
         for tensor in self.tensors.values():
@@ -433,7 +433,7 @@ class StoredSource:
 
 
 def _holders(indexes: Mapping[int, CheckpointIndex]) -> dict[str, tuple[int, ...]]:
-    """Per name the files that hold it, ascending; names that the same files hold share one tuple."""
+    """Per name its files, ascending; names in the same files share one tuple."""
     alike: dict[int, list[int]] = {}
     for file, index in sorted(indexes.items()):
         alike.setdefault(id(index.tensors), []).append(file)
@@ -453,10 +453,10 @@ def _holders(indexes: Mapping[int, CheckpointIndex]) -> dict[str, tuple[int, ...
 
 
 class _StoredTensors(ByName[Content]):
-    """The tensors of a checkpoint; each object is made at its first use.
+    """The tensors of a checkpoint; each is made at its first use.
 
     Raises:
-        CheckpointError: at its first use, a slice is not the one that strategy or metadata give to its file.
+        CheckpointError: at its first use, a slice differs from the one that strategy or metadata give to its file.
     """
 
     def __init__(self, source: StoredSource, strategy: Strategy) -> None:
@@ -464,7 +464,7 @@ class _StoredTensors(ByName[Content]):
         self._checkpoint, self._strategy = checkpoint, strategy
         self._form = form_named(checkpoint.form)
         self._indexes, self._held = source.indexes, source.held
-        # Most tensors are cut and held like another.
+        # Most tensors have the cuts and files of another.
         self._known: dict[object, Way] = {}
         self._kept: dict[int, object] = {}
         self._made: dict[str, StoredTensor] = {}
@@ -541,7 +541,7 @@ class _StoredTensors(ByName[Content]):
         return ways, Shards(True in plain, not recording, undecided)
 
     def _ranks_with(self, name: str, stage: Stage) -> frozenset[int]:
-        """The ranks of a stage whose file holds a name; one object for all names that the same files hold."""
+        """The ranks of a stage whose file holds a name; names in the same files share one object."""
         files = self._held.get(name, ())
         key = (stage.number, id(files))
         if key not in self._ranks:
@@ -549,10 +549,10 @@ class _StoredTensors(ByName[Content]):
         return self._ranks[key]
 
     def _fits(self, tensor: GlobalTensor, layout: Recorded, first: int, ranks: Collection[int]) -> bool:
-        """Whether the slices in the files have the shapes that a layout gives them."""
+        """Whether the slices in the files have the shapes of a layout."""
         boxes = device_boxes(layout, tensor.shape)
         if layout.uneven is None:
-            # All boxes have one shape, and one file stands for all that share its headers.
+            # All boxes have one shape, and one file stands for all with the same header.
             if id(ranks) not in self._samples:
                 self._samples[id(ranks)] = tuple({id(self._indexes[rank].tensors): rank for rank in ranks}.values())
             ranks = self._samples[id(ranks)]
@@ -561,7 +561,7 @@ class _StoredTensors(ByName[Content]):
         )
 
     def _of_sharding(self, tensor: GlobalTensor, number: int, sharding: Sharding) -> Way:
-        """The boxes that files hold of a tensor of another form, by what its metadata records of each file."""
+        """The boxes of a tensor of another form in files, as metadata records them for each file."""
         saved = self._form.saved_cut(self._checkpoint, tensor.name)
         if saved is not None and saved.layout is not None:
             key: object = (id(saved), number)
@@ -614,7 +614,7 @@ _WHOLE = Recorded((), ())
 
 
 def recorded_layout(layout: Any) -> Recorded:
-    """What a strategy records of a layout, and nothing that is computed from it."""
+    """The recorded values of a layout, without computed ones."""
     return Recorded(
         layout.device_matrix,
         layout.tensor_map,

@@ -68,15 +68,15 @@ class Workspace:
     """The buffers of one thread; sums boxes, a block at a time.
 
     Args:
-        memory: bytes for all buffers. More than `MOST_MEMORY` are of no use; `LEAST_MEMORY` are taken even if there
-            are fewer.
-        block: bytes that are summed at a time; by default as many as the memory allows.
+        memory: bytes for all buffers. More than `MOST_MEMORY` are not used; `LEAST_MEMORY` are used even if fewer
+            are given.
+        block: bytes to sum at a time; by default as many as the memory allows.
     """
 
     LEAST_MEMORY, MOST_MEMORY = 4 << 20, 5 << 20
 
     def __init__(self, memory: int, block: Optional[int] = None) -> None:
-        # What is filled up with zeros is there twice; 3 MiB go to tiles and products.
+        # Padded rows exist twice; 3 MiB are for tiles and products.
         size = (memory - (3 << 20)) // 2
         self._block = np.empty(block or max(_LEAST_BLOCK, min(size, _MOST_BLOCK)), dtype=np.uint8)
         self._floats = np.empty(_PRODUCT, dtype=np.float64)
@@ -107,7 +107,7 @@ class Workspace:
         words = _words(content, block.start)
         start = block.start // _WORD
         stop = start + words.shape[1]
-        # Up to the first tile that is there from its beginning, whole tiles, and what is left.
+        # The end of a tile, whole tiles, and the beginning of the last one.
         edges = sorted({start, min(-(-start // _TILE) * _TILE, stop), max(stop // _TILE * _TILE, start), stop})
         sums, tiles = [], []
         row_tiles = (rows.numbers(block) * np.uint64(rows.tiles))[:, None]
@@ -137,14 +137,14 @@ class Workspace:
 
 
 class _RowBlock(NamedTuple):
-    """A part of a box that is read at once: some whole rows of it, or a part of one.
+    """A part of a box that is read at once: whole rows, or a part of one.
 
     Attributes:
         row: the first row, counted within the box.
-        rows: how many rows.
+        rows: number of rows.
         start: the first byte within the full tensor's row.
-        positions: how many positions of the row's first dimension.
-        offset: where the block begins among the box's bytes.
+        positions: number of positions of the row's first dimension.
+        offset: offset of the block in the box's bytes.
         held: bytes of the box in it.
     """
 
@@ -166,13 +166,13 @@ class _Rows:
         self.tiles = -(-math.prod(shape[group:]) // _TILE_BYTES)
         self._outer_shape, self._outer_box = shape[:group], box[:group]
         self._first, self._last = box[group]
-        # What a position of the row's first dimension has in the tensor, and in the box.
+        # Bytes of a position of the row's first dimension, in the tensor and in the box.
         self._unit_shape, self._unit_box = shape[group + 1 :], box[group + 1 :]
         self._unit = math.prod(self._unit_shape)
         self._held = math.prod(stop - start for start, stop in self._unit_box)
 
     def blocks(self, most: int) -> Iterator[_RowBlock]:
-        """The blocks of at most so many bytes each, places that the box leaves out included."""
+        """The blocks of at most ``most`` bytes each, including places outside the box."""
         rows = math.prod(stop - start for start, stop in self._outer_box)
         positions = self._last - self._first
         if not rows * positions * self._held:
@@ -186,7 +186,7 @@ class _Rows:
             return
         at_once = most // self._unit
         if at_once >= _TILE_BYTES:
-            # So many positions begin and end where a tile does.
+            # After so many positions, a tile ends.
             at_once -= at_once % _TILE_BYTES
         for row in range(rows):
             for begin in range(self._first // at_once * at_once, self._last, at_once):
@@ -208,7 +208,7 @@ class _Rows:
         return numbers.astype(np.uint64)
 
     def dense(self, raw: Bytes, block: _RowBlock) -> Bytes:
-        """The block as (rows, bytes), with zeros, which add nothing, where the box leaves places out."""
+        """The block as (rows, bytes), with zeros, which add nothing, in places outside the box."""
         if self._held != self._unit:
             filled = np.zeros((block.rows * block.positions, *self._unit_shape), raw.dtype)
             inside = tuple(slice(start, stop) for start, stop in self._unit_box)
@@ -218,7 +218,7 @@ class _Rows:
 
 
 def _words(content: Bytes, start: int) -> Words:
-    """Rows of bytes as words, the bytes before ``start`` and behind the end that complete them being zero."""
+    """Rows of bytes as words; zeros complete the first and the last word."""
     rows, width = content.shape
     before = start % _WORD
     after = -(before + width) % _WORD
@@ -234,7 +234,7 @@ def _weighted(tiles: Numbers, sums: Floats) -> list[int]:
     columns = np.arange(_COLUMNS, dtype=np.uint64)
     weights = _splitmix64(tiles[:, None] * np.uint64(_COLUMNS) + columns, 1)
     if len(tiles) <= _FEW_TILES:
-        # Whole numbers of any size are faster than eight arrays of a few each.
+        # Python's integers of any size are faster than eight arrays of a few each.
         rows = zip((weights >> np.uint64(16)).tolist(), sums.tolist())
         products = [[factor * int(number) for factor, number in zip(*row)] for row in rows]
         return [sum(column) for column in zip(*products)]

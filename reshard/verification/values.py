@@ -1,4 +1,4 @@
-"""Which source files each target rank's copy of a value may come from."""
+"""Origins of each target rank's copies of values."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ class ExpectedValues:
 
     Args:
         indexes: the headers of the source's files.
-        files: the values that were converted, with the files that hold them, ascending.
-        tensors: names of the tensors that were converted.
+        files: the converted values, with their files, ascending.
+        tensors: names of the converted tensors.
         target: the target's strategy.
 
     Attributes:
-        keeps_files: whether a target file may be the source's own, which need not hold empty slices.
+        keeps_files: whether a target file may be a copy of the source's, which may omit empty slices.
     """
 
     keeps_files = False
@@ -45,7 +45,7 @@ class ExpectedValues:
         return list(self._files)
 
     def origins(self, name: str, rank: int) -> tuple[int, ...]:
-        """The source ranks whose copy a target rank may hold; none where it gets no copy."""
+        """The source ranks whose copy a target rank may hold; none if it gets no copy."""
         if self._target.stage_of(rank).number not in self._stages.get(name, ()):
             return ()
         holders = self._files[name]
@@ -63,9 +63,9 @@ class ExpectedValues:
 class RecoveryValues(ExpectedValues):
     """The entries that a recovery copies.
 
-    A complete file of the source is there unchanged: with entries that other ranks lack, and without entries that they
-    have. The file of a lost rank gets every value, and the entries that ranks of its stage hold although the strategy
-    lists them for other stages only. Any of their copies may be the one that the lost file held.
+    A complete file of the source is copied unchanged: with entries that other ranks lack, and without entries that they
+    have. The file of a lost rank gets every value, and the entries of ranks of its stage that the strategy
+    lists for other stages only. Any copy of these may be the one that the lost file held.
     """
 
     keeps_files = True
@@ -102,13 +102,13 @@ class RecoveryValues(ExpectedValues):
     @cached_property
     def _unlisted(self) -> dict[int, set[str]]:
         """Per stage the entries in files of its ranks that the strategy lists for other stages only."""
-        found: dict[int, set[str]] = {stage.number: set() for stage in self._target.stages}
+        entries: dict[int, set[str]] = {stage.number: set() for stage in self._target.stages}
         if self._target.is_none:
-            return found
-        known: set[tuple[int, int]] = set()
+            return entries
+        seen: set[tuple[int, int]] = set()
         for rank, index in self._indexes.items():
             stage = self._target.stage_of(rank)
-            if (stage.number, id(index.tensors)) not in known:
-                known.add((stage.number, id(index.tensors)))
-                found[stage.number] |= (index.tensors.keys() - stage.layouts.keys()).intersection(self._tensors)
-        return found
+            if (stage.number, id(index.tensors)) not in seen:
+                seen.add((stage.number, id(index.tensors)))
+                entries[stage.number] |= (index.tensors.keys() - stage.layouts.keys()).intersection(self._tensors)
+        return entries

@@ -11,8 +11,6 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Optional
 
-import numpy as np
-
 from reshard._version import __version__
 from reshard.checkpoints import CheckpointIndex
 from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor, Sharding
@@ -73,6 +71,7 @@ def page_data(subject: Subject, strategy: Optional[Strategy] = None) -> dict[str
             "bytes": repeats(file.nbytes for file in subject.files),
             "state": repeats(file.state for file in subject.files),
             "same": repeats(parameters.replicas()),
+            "aliases": list(parameters.aliases.items()),
         },
         "full_bytes": parameters.full_bytes,
         "types": parameters.types.values,
@@ -91,6 +90,16 @@ def _paths(files: Sequence[ShownFile]) -> tuple[list[Optional[str]], str]:
     return [None if file.path is None else file.path[len(base) :] for file in files], base
 
 
+def _aliases(subject: Subject) -> dict[int, int]:
+    """The number of the file by further holder numbers: a file with several chunks of a tensor has several."""
+    if subject.checkpoint is None:
+        return {}
+    known = {file.path: file.number for file in subject.files if file.number is not None}
+    listed = set(known.values())
+    paths = ((holder, index.path) for holder, index in subject.checkpoint.indexes.items() if holder not in listed)
+    return {holder: known[path] for holder, path in paths if path in known}
+
+
 class _Parameters:
     """All entries of a checkpoint, sorted by name.
 
@@ -99,10 +108,12 @@ class _Parameters:
         layouts: how they are cut.
         columns: name, number of the type, and number of the layout, -1 where there is none.
         full_bytes: of all tensors with a layout, each whole and once.
+        aliases: number of the file by further holder numbers of it.
     """
 
     def __init__(self, subject: Subject, strategy: Optional[Strategy]) -> None:
         self._files = subject.files
+        self.aliases = _aliases(subject)
         self.types = Table()
         self.layouts = _Layouts(subject.form, subject.checkpoint, strategy)
         self.columns: dict[str, list[Any]] = {"name": [], "type": [], "layout": []}
@@ -128,16 +139,15 @@ class _Parameters:
     def replicas(self) -> list[Optional[int]]:
         """Per file the first file that holds the same slices by the layouts; None where that is not known."""
         numbers = [file.number for file in self._files]
-        known = [number for number in numbers if number is not None]
-        if not self.layouts.holding or len(known) < len(numbers):
+        if not self.layouts.holding or None in numbers:
             return [None] * len(numbers)
-        held = np.full((len(self.layouts.holding), max(known) + 1), -1, np.int64)
-        for row, holders in zip(held, self.layouts.holding):
+        held: dict[int, list[tuple[int, int]]] = {}
+        for way, holders in enumerate(self.layouts.holding):
             for slice_number, files in enumerate(holders):
-                row[list(files)] = slice_number
-        _, first, group = np.unique(held, axis=1, return_index=True, return_inverse=True)
-        same = first[group.reshape(-1)].tolist()
-        return [same[number] if (held[:, number] >= 0).any() else number for number in known]
+                for file in files:
+                    held.setdefault(self.aliases.get(file, file), []).append((way, slice_number))
+        first: dict[object, Optional[int]] = {}
+        return [first.setdefault(tuple(held.get(number or 0, (number,))), number) for number in numbers]
 
 
 class _Layouts:

@@ -64,6 +64,9 @@
     state: repeated(data.files.state), same: repeated(data.files.same),
   };
   const fileOf = new Map(files.number.map((value, at) => [value, at]));
+  const aliases = new Map(data.files.aliases);
+  const fileNumber = (holder) => aliases.get(holder) ?? holder;
+  const fileNumbers = (holders) => [...new Set(holders.map(fileNumber))].sort((a, b) => a - b);
   const names = data.parameters.name;
   const shown = names.map(clean);
   const typeOf = (p) => data.types[data.parameters.type[p]];
@@ -133,7 +136,7 @@
     return places.get(at).get(p) ?? null;
   };
   const pathOf = (file) => {
-    const at = fileOf.get(file);
+    const at = fileOf.get(fileNumber(file));
     return at === undefined || files.path[at] === null ? null : files.path[at];
   };
 
@@ -414,8 +417,8 @@
         context.fillStyle = fills[states[slice]];
         context.fillRect(x, y, cellWidth - gap, cellHeight - gap);
         if (cellHeight >= 15 && cellWidth >= 26) {
-          const text = (states[slice] === "lost" ? "lost " : "") + ranges(slices[slice], 4);
-          for (const said of [text, `${slices[slice][0]}${slices[slice].length > 1 ? ",…" : ""}`]) {
+          const text = (states[slice] === "lost" ? "lost " : "") + ranges(fileNumbers(slices[slice]), 4);
+          for (const said of [text, `${fileNumber(slices[slice][0])}${slices[slice].length > 1 ? ",…" : ""}`]) {
             if (context.measureText(said).width + 6 <= cellWidth) {
               context.fillStyle = colour("ink");
               context.fillText(said, x + cellWidth / 2, y + cellHeight / 2);
@@ -431,13 +434,17 @@
     const choose = (slice) => {
       chosen = slice;
       const held = slices[slice];
+      const volume = boxOf(sharding, dims, slice).reduce((product, [start, stop]) => product * (stop - start), 1);
+      const item = typeOf(p)[BYTES] / dims.reduce((product, size) => product * size, 1);
       const lacking = held.filter((file) => sharding.lacking.has(file));
-      output.textContent = `slice ${slice} of ${count}: box ${boxText(boxOf(sharding, dims, slice))} on ${counted(unit, held)}`
-        + (lacking.length ? `; not in the files of ${counted(unit, lacking)}` : "") + (states[slice] === "lost" ? "; LOST" : "");
+      output.textContent = `slice ${slice} of ${count}: box ${boxText(boxOf(sharding, dims, slice))} on ${counted(unit, fileNumbers(held))}`
+        + (lacking.length ? `; not in the files of ${counted(unit, fileNumbers(lacking))}` : "") + (states[slice] === "lost" ? "; LOST" : "");
       holders.replaceChildren(table([[counter, true], ["file", false], ["offset", true], ["bytes", true]], held.slice(0, MAX_LISTED).map((file) => {
         const place = sharding.lacking.has(file) ? null : placeIn(file, p);
         const path = pathOf(file);
-        return [String(file), path === null ? "missing" : clean(path), place ? plain(place[0]) : sharding.lacking.has(file) ? "not in it" : "-", place ? plain(place[1]) : "-"];
+        // A chunk of the file may be more than this slice.
+        const chunk = place && place[1] !== volume * item ? "in a chunk at " : "";
+        return [String(fileNumber(file)), path === null ? "missing" : clean(path), place ? chunk + plain(place[0]) : sharding.lacking.has(file) ? "not in it" : "-", place ? plain(place[1]) : "-"];
       })), held.length > MAX_LISTED ? el("p", { class: "soft" }, `and ${plural(held.length - MAX_LISTED, "more " + unit)}`) : "");
       draw();
     };

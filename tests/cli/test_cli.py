@@ -341,7 +341,7 @@ def test_every_command_names_files_that_are_no_strategies(world: World, words: l
     (directory / "README.md").write_text("not a strategy")
     places = {"SRC": world.src, "DST": world.dst}
     result = done(*(places.get(word, word) for word in words), directory)
-    assert "note:" in result.err and "passed over README.md" in result.err
+    assert "note:" in result.err and "skipped README.md" in result.err
 
 
 @pytest.mark.parametrize(

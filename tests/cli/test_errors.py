@@ -711,7 +711,7 @@ def test_the_cure_that_a_damaged_manifest_is_told_works(world: World) -> None:
     world.convert()
     manifest = world.dst / "reshard-manifest.json"
     manifest.write_text("{")
-    fails(3, "verify", world.dst, says=[manifest, "remove it and give the conversion's command again"])
+    fails(3, "verify", world.dst, says=[manifest, "remove it and run the conversion's command again"])
     manifest.unlink()
     world.convert()
     done("verify", world.dst, "--headers-only")

@@ -172,7 +172,7 @@ def status(preloaded: Preloaded, dst: str) -> Optional[dict[str, object]]:
     """What `status` says of a directory; None where nothing was begun."""
     result = preloaded.start("status", dst, "--json").result()
     if result.status == 3:
-        assert "no conversion was begun here" in result.err
+        assert "holds no records of a conversion" in result.err
         return None
     found: dict[str, object] = json.loads(result.err)
     return found
@@ -308,7 +308,7 @@ def test_another_conversion_is_refused_while_one_writes(preloaded: Preloaded, ob
     said = status(preloaded, dst)
     assert said is not None and said["writing"] and not said["complete"]
     result = preloaded.start(*other.into(dst, "--overwrite")).result()
-    assert result.status == 3 and "another conversion is being written" in result.err, result.err
+    assert result.status == 3 and "another conversion is writing" in result.err, result.err
     go_on.set()
     assert run.result().status == 0, run.result().err
     check_nothing_is_left(objects, wanted)
@@ -382,7 +382,7 @@ def test_what_a_run_of_another_machine_left_is_its_own_until_it_has_been_silent_
     # It may still be alive: nothing of it is touched.
     said = status(preloaded, dst)
     assert said is not None and said["writing"] and not said["complete"]
-    fails(3, *other.into(dst, "--overwrite"), says=["another conversion is being written"])
+    fails(3, *other.into(dst, "--overwrite"), says=["another conversion is writing"])
     before = uploads(objects)
     done(*wanted.into(dst))
     assert written(objects).items() >= wanted.whole.items()

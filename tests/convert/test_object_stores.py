@@ -296,7 +296,7 @@ def test_without_credentials_it_says_where_they_are_looked_for(
         monkeypatch.delenv(name)
     # The service of another name is asked anew.
     url = objects.url.replace("127.0.0.1", "localhost")
-    fails(3, "inspect", path, "--endpoint-url", url, says=["no credentials were found", "AWS_PROFILE"])
+    fails(3, "inspect", path, "--endpoint-url", url, says=["credentials are missing", "AWS_PROFILE"])
 
 
 def test_the_endpoint_may_be_typed(objects: Objects, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -311,7 +311,7 @@ def test_what_is_not_in_the_store_does_not_exist(key: str, objects: Objects) -> 
     objects.upload(DEMO / "src_checkpoints", "ckpt")
     fails(3, "inspect", objects.path(key), says=["does not exist"])
     bucket = f"{objects.bucket}-not"
-    fails(3, "inspect", f"s3://{bucket}/ckpt", says=[f"there is no bucket '{bucket}'", "--endpoint-url"])
+    fails(3, "inspect", f"s3://{bucket}/ckpt", says=[f"this object store has no bucket '{bucket}'", "--endpoint-url"])
     fails(2, "inspect", "s3://", says=["names no bucket"])
 
 

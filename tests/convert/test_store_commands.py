@@ -70,6 +70,19 @@ def test_a_dry_run_and_a_plan_write_nothing_but_the_picture(objects: Objects, sa
 
 
 @pytest.mark.short
+def test_a_page_shows_a_store_and_goes_into_one(objects: Objects, saved: World) -> None:
+    src, page = objects.path("ckpt"), objects.path("pages/ckpt.html")
+    for rank, made in tree(saved.src).items():
+        objects.put(f"ckpt/{rank}", made)
+    for _ in range(2):
+        done("view", src, "--src-strategy", saved.old, "--dst-strategy", saved.new, "-o", page)
+    (content,) = objects.content("pages").values()
+    assert b'"complete":true' in content and b'"base":"s3://' in content
+    objects.put("pages/ckpt.html", b"mine")
+    fails(2, "view", src, "-o", page, says=["is no page of reshard view"])
+
+
+@pytest.mark.short
 def test_single_tensors_and_strategies_go_into_a_store(objects: Objects, saved: World) -> None:
     place = saved.root / "w.npy"
     for target in (place, objects.path("npy/w.npy")):
@@ -286,7 +299,7 @@ def test_a_run_that_was_taken_for_dead_writes_no_more(
                     objects.client.delete_object(Bucket=objects.bucket, Key=key)
 
     objects.faults.choose = choose
-    fails(1, "convert", saved.src, objects.path("out"), *cuts(saved), "--jobs", 1, says=["taken this one for dead"])
+    fails(1, "convert", saved.src, objects.path("out"), *cuts(saved), "--jobs", 1, says=["another run removed"])
     assert not objects.uploads()
     slept[0] = 0.0
     objects.faults.choose = lambda *_: None

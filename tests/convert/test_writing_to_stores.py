@@ -115,7 +115,7 @@ def test_one_command_from_store_to_store(objects: Objects, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     "key, says",
     [
-        ("s3://{bucket}-not/out", "there is no bucket"),
+        ("s3://{bucket}-not/out", "this object store has no bucket"),
         ("s3://", "s3://: names no bucket"),
         ("s3:/{bucket}/out", "with two slashes"),
         ("s3://{bucket}/a//out", "/a//out: holds an empty name"),

@@ -61,7 +61,7 @@ def test_memory_stays_under_the_limit(kind: str, io: str, place: Path) -> None:
 @pytest.mark.parametrize("mode", some_of(["AES-GCM", "AES-CBC"], 2))
 def test_memory_of_encrypted_sources_stays_under_the_limit(mode: str, place: Path) -> None:
     pytest.importorskip("cryptography")
-    model, kind = Model(layers=4, matrices=4, rows=1792, columns=1792), "rows to columns"
+    model, kind = Model(layers=4, matrices=4, rows=1800, columns=1800), "rows to columns"
     plain = convert(place, model, kind, "pread", "16M", 116 * MIB)
     shutil.rmtree(place / "dst")
     for path in (place / "src").rglob("*.ckpt"):

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Optional
 
 import pytest
@@ -171,6 +172,36 @@ def test_whoever_reads_them_tensors_are_found_the_same(kind: str, tmp_path: Path
         assert small_steps and set(small_steps) == {3}, command[0]
 
 
+def test_a_thread_that_is_held_up_before_it_calls_a_worker_ends(
+    tmp_path: Path, small_steps: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it has taken comes after what was taken later; workers make tasks once, and in order."""
+    words = prepared(tmp_path, "rows")
+    done(*words, "--jobs", 1)
+    late = iter([False] * 6 + [True])
+
+    class HeldUp(reading.Crew):  # type: ignore[name-defined, misc]
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            own: Any = self
+            take, self.timer = own._idle.get, threading.Timer(30, self.kill)
+
+            def held_up() -> Any:
+                time.sleep(next(late, False))
+                return take()
+
+            own._idle = SimpleNamespace(get=held_up, put=own._idle.put)
+            self.timer.start()
+
+        def close(self) -> None:
+            self.timer.cancel()
+            super().close()
+
+    monkeypatch.setattr(reading, "Crew", HeldUp)
+    done("verify", words[2], "--src", *words[1:2], *words[3:], "--jobs", 3)
+    assert small_steps
+
+
 def test_a_difference_that_a_worker_finds_is_told(tmp_path: Path, small_steps: list[int]) -> None:
     words = prepared(tmp_path, "columns of the same rows")
     done(*words, "--jobs", 1)
@@ -238,7 +269,7 @@ def test_a_disk_that_is_too_full_for_a_mapped_file_is_an_error_before_the_first_
         raise OSError(28, os.strerror(28))
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    fails(1, *words, "--jobs", 4, says=["no space is left", "checkpoint_0.ckpt"])
+    fails(1, *words, "--jobs", 4, says=["no space left", "checkpoint_0.ckpt"])
     assert crews and not temporary_files(tmp_path)
 
 

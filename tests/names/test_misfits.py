@@ -312,12 +312,12 @@ def test_rules_can_be_sent_to_other_processes() -> None:
 @pytest.mark.parametrize(
     ("typed", "says"),
     [
-        ("qwen4", "no built-in table of this name. Did you mean qwen3?"),
+        ("qwen4", "no built-in table has this name. Did you mean qwen3?"),
         ("qwen3,gate_up=halvs", "gate_up must be one of interleaved, halves"),
         ("qwen3,gateup=halves", "Did you mean gate_up?"),
         ("qwen3,vocab_multiple=many", "vocab_multiple must be a number"),
         ("qwen3,qkv=grouped,qkv=grouped", "qkv is stated twice"),
-        ("none.toml", "there is no such file of rules"),
+        ("none.toml", "file of rules is missing"),
     ],
 )
 def test_what_names_no_table_is_an_error(typed: str, says: str) -> None:

@@ -70,7 +70,7 @@ def test_a_transfer_map_adds_up_neighbours_of_many_ranks_and_says_so() -> None:
     assert painted_cells(picture) == 120
     said = " ".join(words(picture))
     assert "a cell is 5 source ranks by 5 target ranks" in said
-    assert "stands for 5.0 KiB, as from source ranks 0-4 to target ranks 0-4" in said
+    assert "is 5.0 KiB, as from source ranks 0-4 to target ranks 0-4" in said
     assert len(picture) < 50_000
 
 
@@ -121,8 +121,8 @@ def test_a_transfer_map_tells_copied_values_from_parameters() -> None:
     picture = transfer_map(moved, 2, 2, "x", copied={(0, 0): 8, (0, 1): 8})
     assert painted_cells(picture, "copied") == 1 and painted_cells(picture) == 3
     said = " ".join(words(picture))
-    assert "nothing but values that are copied as they are, such as global_step" in said
-    assert "16 B of it values that are copied as they are" in said
+    assert "only values that are copied unchanged, such as global_step" in said
+    assert "16 B of it unchanged values" in said
     without = transfer_map(moved, 2, 2, "x")
     assert painted_cells(without, "copied") == 0 and "copied" not in " ".join(words(without))
 

@@ -102,10 +102,26 @@ def test_codes_and_scales_that_are_cut_are_dequantised_too(tmp_path: Path) -> No
     same_checkpoints(read_checkpoint(written), expected(quantised))
 
 
+def test_blocks_in_ranks_are_dequantised(tmp_path: Path) -> None:
+    (quantised,) = write_model(tmp_path / "src", "mxfp4")
+    layouts = {
+        name: layout([2], [0, *[-1] * (len(shape) - 1)])
+        for name, (_, shape, _) in {**quantised.stored, **others()}.items()
+    }
+    path = write_strategy(tmp_path / "strategy", [{"devices": 2, "layouts": layouts}])
+    ranks = tmp_path / "ranks"
+    done("convert", tmp_path / "src", ranks, "--dst-strategy", path, "--format", "safetensors")
+    command = ("convert", ranks, tmp_path / "out", "--src-strategy", path, "--to", "huggingface", "--verify")
+    done(*command, "--dequantize", "bf16", "--config", tmp_path / "src")
+    (written,) = (tmp_path / "out").glob("*.safetensors")
+    same_checkpoints(read_checkpoint(written), expected([quantised]))
+
+
 @pytest.mark.parametrize("scheme", ["fp8 tensors", "fp8 channels"])
 @pytest.mark.parametrize("alike", [True, False])
-def test_scales_that_no_strategy_lists_have_to_be_the_same_in_all_files(
-    tmp_path: Path, scheme: str, alike: bool
+@pytest.mark.parametrize("listed", [True, False])
+def test_scales_of_slices_have_to_be_the_same_in_all_files(
+    tmp_path: Path, scheme: str, alike: bool, listed: bool
 ) -> None:
     """Each rank may have quantised its own slice."""
     quantised = write_model(tmp_path / "src", scheme)
@@ -123,12 +139,15 @@ def test_scales_that_no_strategy_lists_have_to_be_the_same_in_all_files(
         (tmp_path / f"ranks/rank_{rank}").mkdir(parents=True)
         write_safetensors(tmp_path / f"ranks/rank_{rank}/checkpoint_{rank}.safetensors", {**cut, **held})
     layouts = {name: layout([2], [-1, 0]) for name in codes}
+    if listed:
+        layouts |= {name: layout([2], [-1] * len(shape)) for name, (_, shape, _) in scales.items()}
     path = write_strategy(tmp_path / "strategy", [{"devices": 2, "layouts": layouts}])
     command = ("convert", tmp_path / "ranks", tmp_path / "out", "--src-strategy", path, "--to", "huggingface")
     options = ("--dequantize", "bf16", "--config", tmp_path / "src")
 
     if not alike:
-        fails(3, *command, *options, says=["_scale", "differs", "rank_0", "rank_1", "strategy does not list it"])
+        says = "differs between rank 0 and rank 1" if listed else "strategy does not list it"
+        fails(3, *command, *options, says=["_scale", "differs", "rank_0", "rank_1", says])
         return
     done(*command, *options, "--verify")
     (written,) = (tmp_path / "out").glob("*.safetensors")

@@ -7,6 +7,7 @@ from typing import Any, Optional
 import pytest
 
 from reshard.errors import CheckpointError
+from reshard.quantised import Quantisation
 from reshard.quantised.schemes import TypedShape, describe, looks_quantised, recognise
 
 E4M3 = "Float8E4M3FN"
@@ -184,6 +185,15 @@ def test_what_fits_no_known_scheme_is_refused_by_name(
 ) -> None:
     with pytest.raises(CheckpointError, match=message):
         recognise(stored, config, description)
+
+
+@pytest.mark.parametrize("key", ["quantization_config", "compression_config"])
+def test_runs_with_other_settings_are_other_conversions(key: str) -> None:
+    settings = [
+        {"quant_method": "compressed-tensors", "config_groups": {"0": {"weights": each}}} for each in ({}, {"a": 1})
+    ]
+    one, other = (Quantisation("BFloat16", {key: each}).identity for each in settings)
+    assert one != other
 
 
 def test_a_checkpoint_without_scales_has_nothing_quantised() -> None:

@@ -24,7 +24,7 @@ from tests.trees import same_ranks, tree_bytes, write_strategy
 
 FULL = tensors()
 SAFE = ("--format", "safetensors")
-GIVE = re.compile(r"give (?:every rank )?(--.*?)(?=, since| and leave out|;)")
+GIVE = re.compile(r"(?:give|convert every rank with) (--.*?)(?=, since| and leave out|;)")
 LEAVE_OUT = re.compile(r"leave out (--.*?);")
 # How a conversion differs from one without options, or from one of an older step.
 OTHERWISE = [
@@ -92,7 +92,7 @@ def test_ranks_of_two_steps_are_never_advised(part: str, world: World) -> None:
     save(world)
     world.by_rank(0, "--step", "1_9")
     command, position = PARTS[part]
-    told = fails(3, *world.words(*position, command=command), says=["give every rank --step 1_9"])
+    told = fails(3, *world.words(*position, command=command), says=["convert every rank with --step 1_9"])
     assert "another DST" not in told.err
 
 
@@ -100,7 +100,7 @@ def test_what_cannot_be_told_by_options_is_done_with_the_command_that_was_given(
     save(world)
     other = write_strategy(world.root / "other", without(world.target, "m.w"))
     done(*world.words("--ranks", "0", "--dst-strategy", other))
-    told = fails(3, *world.words(), says=["the target strategy", "give the command that was given before"])
+    told = fails(3, *world.words(), says=["the target strategy", "repeat the earlier command"])
     done(*world.words("--dst-strategy", other))
     warns(told, "choose another DST")
     done(*world.words("--dst-strategy", other, "--step", "1_9", "--overwrite"))
@@ -117,7 +117,7 @@ def test_files_without_a_step_are_no_step_to_give(world: World) -> None:
     before = world.words()
     before[1] = plain
     done(*before, "--ranks", "0")
-    fails(3, *world.words(), says=["the step (none there, 1_10 here)", "give the command that was given before"])
+    fails(3, *world.words(), says=["the step (none there, 1_10 here)", "repeat the earlier command"])
     done(*before)
 
 
@@ -134,7 +134,7 @@ def test_recoveries_say_what_to_type_too(plain: World) -> None:
         done(*(as_advised(words, told) if "leave out --prefix" not in told.err else words[:-2]))
         done(*recover, *second, "--overwrite")
         assert done("status", plain.dst, "--json").json["complete"]
-    told = fails(3, *plain.words(), says=["what is done (recover there, convert here)"])
+    told = fails(3, *plain.words(), says=["the task (recover there, convert here)"])
     done(*plain.words("--overwrite"))
     assert len(tree_bytes(plain.dst)) == 2
 
@@ -177,7 +177,7 @@ def test_a_changed_target_is_removed_or_replaced(cure: str, part: str, world: Wo
     words = world.words(*position, command=command)
     if part == "--shard":
         words[-1] = next(shard for shard in ("0/2", "1/2") if reshard(*words[:-1], shard).status)
-    told = fails(3, *words, says=["already holds rank_1/checkpoint_1.ckpt", "changed", "remove it and give the same"])
+    told = fails(3, *words, says=["already holds rank_1/checkpoint_1.ckpt", "changed", "remove it and run the same"])
     if cure == "remove":
         (world.dst / "rank_1" / "checkpoint_1.ckpt").unlink()
         done(*words)
@@ -241,7 +241,7 @@ def test_what_is_no_file_or_directory_is_removed(world: World, tmp_path: Path) -
     fails(3, *world.words(), says=["a link that leads elsewhere", "remove the link"])
     (world.dst / "rank_0").unlink()
     (world.dst / ".reshard").write_text("mine")
-    fails(3, *world.words(), says=["is not a directory or file of its own", "remove it"])
+    fails(3, *world.words(), says=["is a link or another kind of file", "remove it"])
     (world.dst / ".reshard").unlink()
     world.convert()
 
@@ -273,7 +273,7 @@ def test_a_source_that_has_changed_is_converted_anew(part: str, world: World) ->
     if part == "--shard":
         words[-1] = next(shard for shard in ("0/2", "1/2") if "changed" in reshard(*words[:-1], shard).err)
     says = "convert --overwrite" if part == "by-rank" else "--overwrite"
-    fails(3, *words, says=["are not those that", "choose another DST", f"convert everything again with {says}"])
+    fails(3, *words, says=["differ from those of", "choose another DST", f"convert everything again with {says}"])
     elsewhere = list(words)
     elsewhere[3 if part == "by-rank" else 2] = world.root / "elsewhere"
     done(*elsewhere)
@@ -299,7 +299,7 @@ def test_a_live_run_of_an_older_source_is_waited_for(world: World) -> None:
     with live_run(world.words()):
         for path in world.src.rglob("*.ckpt"):
             os.utime(path, (1, 1))
-        told = fails(3, *world.words(), says=["another run is writing", "wait until it has ended", "--overwrite"])
+        told = fails(3, *world.words(), says=["another run is writing", "wait until it ends", "--overwrite"])
     assert "convert --" not in told.err
     world.convert("--overwrite")
 
@@ -307,7 +307,7 @@ def test_a_live_run_of_an_older_source_is_waited_for(world: World) -> None:
 def test_a_live_run_of_another_conversion_is_waited_for(world: World) -> None:
     world.save(FULL)
     with live_run(world.words("--prefix", "x")):
-        told = fails(3, *world.words(), says=["at this moment", "wait until it has ended, or choose another DST"])
+        told = fails(3, *world.words(), says=["another conversion is writing", "wait until it ends, or"])
         assert "remove" not in told.err
         done(*world.words(*SAFE, "--overwrite")[:2], world.root / "elsewhere", *world.words(*SAFE)[3:])
     world.convert()
@@ -321,7 +321,7 @@ def test_where_there_are_no_locks_a_dead_run_is_told_by_hand(world: World, monke
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", none)
-    told = fails(3, *world.words("--overwrite"), says=["at this moment", "if it is dead, remove"])
+    told = fails(3, *world.words("--overwrite"), says=["another conversion is writing", "if it is dead, remove"])
     path = re.search(r"if it is dead, remove (\S+)", told.err.replace("\n", ""))
     assert path
     Path(path[1]).unlink()
@@ -363,7 +363,7 @@ def test_a_record_that_is_damaged_is_removed(world: World) -> None:
     world.convert()
     (plan,) = (world.dst / ".reshard").glob("*/plan.json")
     plan.write_text(plan.read_text().replace("1_10", "1_11"))
-    fails(3, *world.words(), says=["it is no record of reshard", f"remove {plan.parent}"])
+    fails(3, *world.words(), says=["it is not a record of reshard", f"remove {plan.parent}"])
     shutil.rmtree(plan.parent)
     fails(3, *world.words(), says=["already holds", "replace them with --overwrite"])
     replaced_with_a_run_for_all(world)

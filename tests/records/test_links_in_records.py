@@ -43,7 +43,7 @@ def test_a_link_in_the_place_of_records_is_refused_by_name(part: str, options: t
     linked = world.dst / ".reshard" if part == "root" else own / part
     shutil.rmtree(linked)
     linked.symlink_to(place)
-    fails(3, *world.words(*options), says=[linked, "of its own"])
+    fails(3, *world.words(*options), says=[linked, "another kind of file"])
     assert content(place) == KEPT
     assert sorted(world.found()) == [0]
 

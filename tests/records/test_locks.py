@@ -40,7 +40,7 @@ def begun(world: World, monkeypatch: pytest.MonkeyPatch) -> World:
     """A world of which one rank is converted, where nobody waits for long."""
     world.save(FULL)
     world.by_rank(0)
-    monkeypatch.setattr(locks, "TOLD_AFTER", 0.05)
+    monkeypatch.setattr(locks, "MESSAGE_AFTER", 0.05)
     monkeypatch.setattr(locks, "GIVEN_UP_AFTER", 0.4)
     return world
 

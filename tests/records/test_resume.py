@@ -263,7 +263,7 @@ def test_two_processes_that_convert_the_same_end_in_one_checkpoint(world: World)
 def test_a_live_run_keeps_its_directory_from_another_conversion(world: World) -> None:
     world.save(FULL)
     with live_run(world.words()):
-        fails(3, *world.words("--prefix", "net", "--overwrite"), says=["at this moment"])
+        fails(3, *world.words("--prefix", "net", "--overwrite"), says=["another conversion is writing"])
     done(*world.words("--prefix", "net"))
     assert not [path for path in world.dst.glob("rank_*/.*")]
 
@@ -420,6 +420,26 @@ def test_checksums_that_one_run_asked_for_are_in_the_manifest_whichever_ended_la
     world.convert()
     assert manifest(world) in manifests
     done("verify", world.dst)
+
+
+@pytest.mark.parametrize(
+    "written", [[(0, b"here")], [(0, b"he"), (2, b"re")], [(0, b"he")], [(0, b"here"), (0, b"he")]]
+)
+def test_a_file_is_committed_when_as_much_was_written_as_planned(
+    tmp_path: Path, written: list[tuple[int, bytes]]
+) -> None:
+    layout = lay_out_copy(4)
+    path = tmp_path / "rank_0" / "a"
+    writer = TargetWriter(TargetFile(0, str(path), layout, (), frozenset()), lambda *_: None, allocated=True)
+    for offset, data in written:
+        writer.write(offset, memoryview(data))
+    if sum(len(data) for _, data in written) == layout.size:
+        writer.commit()
+        assert path.read_bytes() == b"here"
+        return
+    with pytest.raises(RetryableError, match="4 were planned"):
+        writer.commit()
+    assert not list(tmp_path.rglob("*a")) and not list(tmp_path.rglob(".reshard-tmp-*"))
 
 
 def test_a_descriptor_is_not_given_to_another_file_while_it_is_written_to(

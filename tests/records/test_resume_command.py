@@ -225,7 +225,7 @@ def test_a_source_that_has_changed_is_refused(world: World) -> None:
     world.save(FULL)
     world.by_rank(0)
     world.save(FULL, copied={**COPIED, "more": scalar(1)})
-    fails(3, "resume", world.dst, says=["are not those that the conversion", "--accept-changed-source"])
+    fails(3, "resume", world.dst, says=["differ from those of the conversion", "--accept-changed-source"])
     assert not (world.dst / "rank_1").exists()
     assert resume(world, "--accept-changed-source")["ranks"] == [1]
 
@@ -327,8 +327,8 @@ def test_without_a_record_of_the_command_it_has_to_be_typed(world: World) -> Non
 
 def test_what_is_no_target_of_a_conversion_is_an_error(world: World) -> None:
     world.save(FULL)
-    fails(3, "resume", world.src, says=["no conversion was begun here"])
-    fails(3, "resume", world.root / "nothing", says=["no conversion was begun here"])
+    fails(3, "resume", world.src, says=["holds no records of a conversion"])
+    fails(3, "resume", world.root / "nothing", says=["holds no records of a conversion"])
 
 
 def test_an_option_that_the_command_does_not_have_is_wrong_usage(plain: World) -> None:

@@ -45,7 +45,7 @@ def test_a_file_that_was_removed_is_missing_and_a_changed_one_is_told_apart(worl
     assert not found["complete"]
     said = done("status", world.dst).out
     assert "1 rank changed" in said and "by-rank RANK" in said
-    fails(3, *world.words(), says=["changed since"])
+    fails(3, *world.words(), says=["modified after"])
     world.by_rank(1, "--overwrite")
     world.convert()
     assert status(world)["complete"]

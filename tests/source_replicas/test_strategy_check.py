@@ -64,7 +64,7 @@ def test_a_strategy_that_swaps_axes_does_not_fit_and_which_ranks_hold_the_same_i
 ) -> None:
     said = check(tree.wrong, tree.src, *options, status=4).out
     assert "36 of 54 parameters compared differ between ranks that are replicas in the strategy" in said
-    assert "36 of the 36 that are cut differ: the strategy is probably wrong" in said
+    assert "36 of the 36 cut parameters differ: the strategy is probably wrong" in said
     assert "{,adam_m.,adam_v.}blocks.{0-5}.w{1-2}" in said
     assert "ranks with equal contents of 'blocks.0.w1': 0,4; 1,5; 2,6; 3,7" in said
     assert said.splitlines()[-1].startswith("does not fit")

@@ -82,7 +82,7 @@ def test_equally_many_devices(tmp_path: Path, saved: Strategy, other: Strategy) 
     else:
         # By the strategy of the columns ranks 0 and 2 should hold the same.
         assert result.status == 3
-        warns(result, f"the files do fit --dst-strategy ({world.old}), as far as shapes tell: {SWAPPED}")
+        warns(result, f"the files do fit --dst-strategy ({world.old}), by shapes alone: {SWAPPED}")
 
 
 def test_shapes_that_contradict_the_source_and_fit_the_target(tmp_path: Path) -> None:
@@ -140,9 +140,7 @@ def test_a_source_cut_finer_than_the_files_is_no_success_whatever_the_target(tmp
     world = World(tmp_path, single({name: layout([4], [0, -1]) for name in "ab"}), single({"a": layout([1], [-1, -1])}))
     full = {name: value(name, (8, 6)) for name in "ab"}
     write_tree(world.src, cut_ranks(single({name: layout([2, 2], [0, -1]) for name in "ab"}), full, COPIED))
-    result = world.refuses(
-        3, "where it says that they hold different slices, of 1 of 1 sampled", "--check-replicas never"
-    )
+    result = world.refuses(3, "where they should hold different slices, of 1 of 1 sampled", "--check-replicas never")
     assert "'a' on rank 0 and rank 2" in result.err and "swapped" not in result.err
     world.convert("--check-replicas", "never")
 
@@ -189,7 +187,7 @@ def test_replicas_that_agree_do_not_speak_for_a_strategy_that_cuts_finer(
     full = {name: value(name, (32, 8)) for name in names}
     write_tree(world.src, cut_ranks(single(dict.fromkeys(names, true)), full, COPIED))
     for words in (world.words(), world.words(0, command="by-rank"), world.words(command="plan")):
-        fails(3, *words, says=["hold the same bytes where it says that they hold different slices, of 2 of 2"])
+        fails(3, *words, says=["hold equal bytes where they should hold different slices, of 2 of 2"])
     result = reshard("strategy", "check", world.old, world.src)
     assert result.status == 4 and "replicas of 4 parameters agree" in result.out
     assert "hold equal bytes, but different slices" in result.out
@@ -207,7 +205,7 @@ def test_whole_parameters_speak_against_optimizer_shards_though_others_fit(tmp_p
     world = World(tmp_path, single(wrong), single(whole))
     full = {**{name: value(name, (32, 8)) for name in weights}, **{name: value(name, (32,)) for name in norms}}
     write_tree(world.src, cut_ranks(single(true), full, COPIED))
-    world.refuses(3, "hold the same bytes where it says that they hold different slices, of 2 of 4", "'l.0.norm'")
+    world.refuses(3, "hold equal bytes where they should hold different slices, of 2 of 4", "'l.0.norm'")
 
 
 def test_a_strategy_too_fine_is_no_swap_with_itself(tmp_path: Path) -> None:
@@ -216,9 +214,9 @@ def test_a_strategy_too_fine_is_no_swap_with_itself(tmp_path: Path) -> None:
     world = World(tmp_path, fine, fine)
     held = cut_ranks(single({name: layout([2, 2], [0, -1]) for name in names}), {n: value(n, (8, 6)) for n in names})
     write_tree(world.src, {rank: held[rank] for rank in range(4)})
-    assert "swapped" not in world.refuses(3, "where it says that they hold different slices").err
+    assert "swapped" not in world.refuses(3, "where they should hold different slices").err
     words: list[Argument] = ["recover", world.src, world.dst, "--strategy", world.old]
-    assert "swapped" not in fails(3, *words, says=["where it says that they hold different slices"]).err
+    assert "swapped" not in fails(3, *words, says=["where they should hold different slices"]).err
 
 
 def test_slices_of_constants_and_a_few_copies_speak_against_nothing(tmp_path: Path) -> None:

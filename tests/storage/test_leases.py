@@ -281,7 +281,7 @@ def test_who_was_taken_for_dead_learns_it_and_does_not_come_back(
     if not silent:
         shared.check()
         shared.put_again()
-    with pytest.raises(OSError, match="taken this one for dead"):
+    with pytest.raises(OSError, match="another run removed this run's lock"):
         shared.check()
     shared.put_again()
     assert objects.content() == {}

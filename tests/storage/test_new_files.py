@@ -441,7 +441,7 @@ def test_an_upload_that_another_aborts_is_an_error(objects: Objects) -> None:
             if published_by_another:
                 # The same bytes, but not these.
                 objects.put("file", bytes(LARGE))
-            with pytest.raises(OSError, match="aborted by somebody else"):
+            with pytest.raises(OSError, match="another program aborted its upload"):
                 file.publish()
             file.discard()
     assert objects.content() == {"file": bytes(LARGE)} and objects.uploads() == []

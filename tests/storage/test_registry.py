@@ -95,7 +95,7 @@ def test_two_conversions_never_write_to_a_registered_store_at_a_time(world: Worl
         if not seen:
             seen.append(path)
             other = reshard(*words_of(world, dst, "--include", "w", "--overwrite"))
-            assert other.status == 3 and "another conversion is being written" in other.err
+            assert other.status == 3 and "another conversion is writing" in other.err
             assert done("status", dst, "--json").json["writing"]
 
     toy.published = meanwhile

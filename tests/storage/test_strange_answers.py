@@ -226,7 +226,7 @@ def test_a_service_that_never_answers_is_an_error_in_bounded_time(
     begun = time.monotonic()
     local: list[Argument] = [source, tmp_path / "out"]
     words = local if what == "reads" else [DEMO / "src_checkpoints", objects.path("out")]
-    fails(1, "convert", *words, *CUTS, says=["does not answer as it should"])
+    fails(1, "convert", *words, *CUTS, says=["returned an unexpected answer"])
     assert time.monotonic() - begun < 15
     service._service.cache_clear()
 

@@ -97,7 +97,7 @@ def test_what_is_learned_from_a_made_strategy_makes_it_again(
         learned = learn([source], model_of(source, model))
     except StrategyError as error:
         # Sizes of one number, of which one could explain the cuts of the other.
-        assert "cuts no parameter for certain" in error.message
+        assert "cuts no parameter with certainty" in error.message
         reject()
 
     learned_rules = parse_rules(rules_text(learned, [source], model, True), "learned")

@@ -341,7 +341,7 @@ def test_stages_and_opt_outs_are_stated_in_a_file_of_rules(tmp_path: Path) -> No
     )
     pipeline = '[pipeline]\nfirst = "*.embedding.*"\nlast = ["backbone.layernorm.*", "head.*"]\n'
     stated.write_text(pipeline)
-    says = ["whether the optimizer may shard them is not shown", "optimizer_shard = false"]
+    says = ["whether the optimizer may shard them is unknown", "optimizer_shard = false"]
     fails(3, "strategy", "derive", *words, "--rules", stated, says=says)
     stated.write_text(pipeline + '[[parameter]]\nmatch = "*"\noptimizer_shard = true\n')
     done("strategy", "derive", *words, "--rules", stated)
@@ -354,8 +354,8 @@ def test_stages_and_opt_outs_are_stated_in_a_file_of_rules(tmp_path: Path) -> No
         (("--src-sizes", "dp=4,mp=2"), "no size explains"),
         (("--src-sizes", "dp=2,mp=2"), "has 8 devices in a stage, and dp=2,mp=2 are 4"),
         (("--src-sizes", "dp=2,mp=4,pp=2"), "has 1 stage, and dp=2,mp=4,pp=2 has 2"),
-        (("--src-sizes", "dp=1,cp=2,mp=4"), "cp=2 cuts no parameter for certain"),
-        (("--src-sizes", "dp=2,mp=4", "--dst-sizes", "mp=8"), "shows nothing beyond mp<=4"),
+        (("--src-sizes", "dp=1,cp=2,mp=4"), "cp=2 cuts no parameter with certainty"),
+        (("--src-sizes", "dp=2,mp=4", "--dst-sizes", "mp=8"), "is valid only for mp<=4"),
     ],
 )
 def test_sizes_that_cannot_be_are_refused(more: tuple[str, ...], says: str, tmp_path: Path) -> None:
@@ -377,7 +377,7 @@ def test_rules_are_printed_with_marks_and_make_what_was_compiled(tmp_path: Path)
     words = (tmp_path / "model.toml", tmp_path / "out.ckpt", "--shapes", shapes, "--sizes")
     done("strategy", "make", *words, "mp=4")
     done("strategy", "diff", other.strategy, tmp_path / "out.ckpt", "--exit-code")
-    fails(3, "strategy", "make", *words, "mp=8", says=["shows nothing beyond mp<=4", 'take "mp<=4" out of shown_for'])
+    fails(3, "strategy", "make", *words, "mp=8", says=["is valid only for mp<=4", 'remove "mp<=4" from shown_for'])
 
 
 def test_without_shapes_what_may_not_divide_is_left_open_until_they_are_known(tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ def test_a_strategy_file_is_named_as_such(tmp_path: Path) -> None:
 
 
 def test_a_missing_file_and_a_directory_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(StrategyError, match="no such file"):
+    with pytest.raises(StrategyError, match="no file or directory has this name"):
         read_group_info(str(tmp_path / "nothing.pb"))
     with pytest.raises(StrategyError, match="a directory"):
         read_group_info(str(tmp_path))

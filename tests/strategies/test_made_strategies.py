@@ -189,8 +189,8 @@ def test_parameters_without_a_rule_are_grouped_and_the_lines_that_settle_it_do(t
         ('[[parameter]]\nmatch = "*"\nmap = ["tp", "None"]\n', "mp=4", "tp has no size; write mp for it"),
         ('[[parameter]]\nmatch = "*"\nmap = ["mp", "none"]\n', "mp=4", "'none' is written \"None\""),
         ('[[parameter]]\nmatch = "*"\nmap = [["mp", "dp"], "None"]\n', "dp=2,mp=4", "nested = true"),
-        ('[[parameter]]\nmatch = "*"\nmap = ["ep", "None"]\n', "mp=4,ep=2", "ep is no axis of the matrix"),
-        ('shown_for = "mp<=2"\n' + ONE_RULE, "mp=4", "shows nothing beyond mp<=2"),
+        ('[[parameter]]\nmatch = "*"\nmap = ["ep", "None"]\n', "mp=4,ep=2", "ep is not an axis of the matrix"),
+        ('shown_for = "mp<=2"\n' + ONE_RULE, "mp=4", "is valid only for mp<=2"),
         ('[[parameter]]\nmatch = "*"\nmap = ["min(mp,1)", "None"]\n', "mp=4", "mp=4 cuts no parameter"),
         ('[[parameter]]\nmatch = "*"\nmap = ["mp?", "None"]\n', "dp=1,mp=16", "mp=16 cuts no parameter"),
         ('[[parameter]]\nmatch = "*"\nmap = ["?", "None"]\n', "mp=4", "can mean 2 layouts"),
@@ -331,7 +331,7 @@ def test_what_most_weights_have_is_optimizer_state_whatever_it_is_called(tmp_pat
 
 def test_optimizer_state_of_another_shape_is_not_laid_out_as_its_weight(tmp_path: Path) -> None:
     shapes = {"w": (8, 8), "exp_avg_sq_row.w": (8,)}
-    says = ["'exp_avg_sq_row.w'", "how it is cut is not known", "--weights-only"]
+    says = ["'exp_avg_sq_row.w'", "its cut is unknown", "--weights-only"]
     fails(3, *making(tmp_path, ONE_RULE, shapes, "--sizes", "mp=4"), says=says)
     done(*making(tmp_path, ONE_RULE, shapes, "--sizes", "mp=4", "--weights-only"))
     assert set(as_recorded(tmp_path / "out.ckpt")) == {"w"}

@@ -154,7 +154,7 @@ def test_a_merged_file_is_replaced_and_never_its_own_input(tmp_path: Path) -> No
 def test_another_merged_file_in_the_directory_is_passed_over(tmp_path: Path) -> None:
     write_merged(two_stages(tmp_path) / "merged.ckpt", {0: FIRST, 1: SECOND})
     (note,) = merge(tmp_path, tmp_path / "again.ckpt")
-    assert "passed over merged.ckpt" in note
+    assert "skipped merged.ckpt" in note
     assert content(tmp_path / "again.ckpt") == content(tmp_path / "merged.ckpt")
 
 

@@ -143,6 +143,23 @@ def test_checkpoint2_has_the_numbers_of_inspect(tmp_path: Path) -> None:
     assert repeated(data["files"]["bytes"]) == [file["bytes"] for file in inspected["files"]]
 
 
+def test_further_holder_numbers_of_a_file_are_its_own(tmp_path: Path) -> None:
+    source = FIXTURES / "dcp" / "w4_bricks" / "checkpoint"
+    data = made(tmp_path, source)
+    inspected = done("inspect", source, "--json").json
+    files = [file["number"] for file in inspected["files"]]
+    held = {
+        holder
+        for layout in data["layouts"]
+        for sharding in layout["shardings"]
+        for each in holders(sharding)
+        for holder in each
+    }
+    aliases = dict(data["files"]["aliases"])
+    assert data["files"]["number"] == files and held - set(files) and held - set(files) <= aliases.keys()
+    assert set(aliases.values()) <= set(files)
+
+
 def test_statistics_are_those_of_stats_and_nan_is_a_problem(tmp_path: Path, world: World) -> None:
     full = tensors()
     name = "w"

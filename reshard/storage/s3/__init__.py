@@ -1,6 +1,6 @@
 """Object stores that speak S3's protocol: Amazon's, Huawei's OBS, MinIO, Ceph and others.
 
-Through boto3, which finds credentials and settings where other programs have them.
+Uses boto3, which reads credentials and settings from the usual places.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Objects' paths, ``s3://bucket/key``, and what objects record of themselves."""
+"""Paths of objects, ``s3://bucket/key``, and the metadata of objects."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from reshard.errors import UsageError
 
 _SCHEME = "s3://"
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}")
-# Neither is a place of its own in a store that knows no directories.
+# Other programs may resolve these names, which no object store does.
 _NO_NAMES = ("", ".", "..")
 _LONGEST_KEY = 1024
-# When a file was written, in seconds, as other programs say it, too.
+# Metadata with the time of writing in seconds; other programs use this key, too.
 _MODIFIED = "mtime"
 _SECONDS = re.compile(r"([0-9]{1,10})(?:\.([0-9]{1,18}))?")
 _SECOND = 1_000_000_000
 WRITE = "reshard-write"
-"""Which upload an object is of: no two of ours have the same."""
+"""Metadata with the number of the upload, unique for each of ours."""
 RUN = "reshard-run"
-"""Which conversion of which sources it is of."""
+"""Metadata with the conversion and its sources."""
 
 
 class Address(NamedTuple):
-    """Where an object lies, or all those whose keys begin so.
+    """The place of an object, or of a directory of objects.
 
     Attributes:
         bucket: name of the bucket.
-        key: of the object, or what the keys of a directory begin with, without a slash in the end; empty for all.
+        key: key of the object, or the common beginning of a directory's keys, without a trailing slash; empty for all.
     """
 
     bucket: str
@@ -40,10 +40,10 @@ class Address(NamedTuple):
 
     @classmethod
     def parse(cls, path: str) -> Address:
-        """The address that a path says.
+        """The address of a path.
 
         Raises:
-            UsageError: no object can have it.
+            UsageError: no object can have this path.
         """
         bucket, _, key = path[len(_SCHEME) :].partition("/")
         key = key.rstrip("/")
@@ -62,25 +62,25 @@ class Address(NamedTuple):
 
     @property
     def prefix(self) -> str:
-        """What all keys in this directory begin with."""
+        """The common beginning of all keys in this directory."""
         return f"{self.key}/" if self.key else ""
 
 
 def number_of(*parts: str) -> int:
-    """A number below 2**63 that tells texts apart."""
+    """A number below 2**63 that identifies texts."""
     digest = hashlib.sha256("\0".join(parts).encode(errors="surrogateescape")).digest()
     return int.from_bytes(digest[:8], "big") >> 1
 
 
 def metadata_of(modified: int, run: str = "") -> dict[str, str]:
-    """Metadata of an object that is written now.
+    """Metadata for an object that is written now.
 
     Args:
         modified: the time, in nanoseconds.
-        run: which conversion of which sources it is of, if it is of one.
+        run: the conversion and its sources; empty if there is none.
     """
-    found = {_MODIFIED: f"{modified // _SECOND}.{modified % _SECOND:09d}", WRITE: os.urandom(8).hex()}
-    return {**found, RUN: run} if run else found
+    metadata = {_MODIFIED: f"{modified // _SECOND}.{modified % _SECOND:09d}", WRITE: os.urandom(8).hex()}
+    return {**metadata, RUN: run} if run else metadata
 
 
 def metadata_now() -> dict[str, str]:
@@ -89,13 +89,13 @@ def metadata_now() -> dict[str, str]:
 
 
 def modified_at(uploaded: datetime, metadata: Mapping[str, str]) -> int:
-    """When an object was written, in nanoseconds: as it says, or when it was uploaded, as stores round that.
+    """The time of writing of an object, in nanoseconds: its metadata's, or else the rounded time of its upload.
 
     Args:
-        uploaded: by the service.
-        metadata: of the object, by name in lower case.
+        uploaded: time of the upload, from the service.
+        metadata: metadata of the object, by lower-case name.
     """
-    said = _SECONDS.fullmatch(metadata.get(_MODIFIED, ""))
-    if said is None:
+    seconds = _SECONDS.fullmatch(metadata.get(_MODIFIED, ""))
+    if seconds is None:
         return round(uploaded.timestamp()) * _SECOND
-    return int(said[1]) * _SECOND + int((said[2] or "")[:9].ljust(9, "0"))
+    return int(seconds[1]) * _SECOND + int((seconds[2] or "")[:9].ljust(9, "0"))

@@ -20,44 +20,44 @@ _FIRST_PAUSE = 0.1
 _MAX_PAUSE = 5.0
 _MAX_TEXT = 200
 _NOT_IMPLEMENTED = 501
-# Of an endpoint without a scheme, too; a password may hold slashes and signs that belong to no URL.
+# Also in an endpoint without a scheme; a password may contain slashes and other characters that URLs forbid.
 _USER_OF_URL = re.compile(r"(//|^Invalid endpoint: )\S*@")
-# Refusals of services under load, with various statuses.
+# Answers of overloaded services, with various statuses.
 _BUSY = (
     "SlowDown",
     "Throttling",
     "ThrottlingException",
     "RequestTimeout",
     "RequestTimeTooSkewed",
-    # Another process writes the same object under a condition at this moment.
+    # Another process writes the same object conditionally at this moment.
     "ConditionalRequestConflict",
     "OperationAborted",
     "TooManyRequests",
     "429",
 )
-# Credentials that the service does not accept, whatever status it gives them.
+# Credentials that the service rejects, with any status.
 _REJECTED = ("ExpiredToken", "InvalidToken", "InvalidAccessKeyId", "SignatureDoesNotMatch", "TokenRefreshRequired")
-_WRONG = "the object store does not answer as it should"
+_WRONG = "the object store returned an unexpected answer"
 _CREDENTIALS = (
-    "no credentials were found: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, or give the machine "
+    "credentials are missing: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, or give the machine "
     "a role"
 )
 
 
 class StrangeAnswer(OSError):
-    """An answer of the service that is well-formed and cannot be true."""
+    """A well-formed answer of the service with impossible content."""
 
     def __init__(self, path: str, problem: str) -> None:
         super().__init__(errno.EPROTO, f"the object store's answer is invalid: {problem}", path)
 
 
 def pause(times: int) -> float:
-    """Seconds to wait after a request has failed ``times`` times; random, so that threads do not repeat in step."""
+    """Seconds to wait after ``times`` failed requests; random, so that threads do not retry at the same times."""
     return min(_MAX_PAUSE, _FIRST_PAUSE * float(2 ** (times - 1))) * random.uniform(0.5, 1)
 
 
 def error_of(error: Exception, path: str, secrets: Collection[str] = ()) -> Exception:
-    """The error to raise for what boto3 raised: an `OSError`, or an `InputError` for a bucket that is missing."""
+    """The error to raise for an error of boto3: an `OSError`, or an `InputError` for a missing bucket."""
     from botocore.exceptions import (
         ClientError,
         CredentialRetrievalError,
@@ -77,11 +77,11 @@ def error_of(error: Exception, path: str, secrets: Collection[str] = ()) -> Exce
 
 
 def may_pass(error: Exception, reached: bool) -> bool:
-    """Whether the same request may succeed when it is repeated.
+    """Whether a retry of the request may succeed.
 
     Args:
-        error: what boto3 raised.
-        reached: the service has answered before, so that its address is right.
+        error: raised by boto3.
+        reached: the service has answered before, so its address is correct.
     """
     from botocore.exceptions import (
         ClientError,
@@ -98,12 +98,12 @@ def may_pass(error: Exception, reached: bool) -> bool:
         return (status >= 500 and status != _NOT_IMPLEMENTED) or error.response.get("Error", {}).get("Code") in _BUSY
     if isinstance(error, (EndpointConnectionError, ConnectTimeoutError)):
         return reached
-    # An answer that was cut off cannot be parsed.
+    # A truncated answer cannot be parsed.
     return isinstance(error, (HTTPClientError, IncompleteReadError, ResponseStreamingError, ResponseParserError))
 
 
 def status_of(error: Exception) -> int:
-    """The HTTP status of an error answer; 0 where there is none."""
+    """The HTTP status of an error answer; 0 if it has none."""
     response: dict[str, Any] = getattr(error, "response", None) or {}
     return int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
 
@@ -115,9 +115,9 @@ def _of_response(response: dict[str, Any], path: str, secrets: Collection[str]) 
     text = one_line(f"{code}: {message}" if message and not code.isdigit() else message or code, secrets)
     if code == "NoSuchBucket":
         return InputError(
-            f"{path}: there is no bucket {path.split('/')[2]!r} in this object store",
+            f"{path}: this object store has no bucket {path.split('/')[2]!r}",
             file=path,
-            hint="check the name, --endpoint-url or AWS_ENDPOINT_URL, and the profile; or make the bucket first",
+            hint="check the name, --endpoint-url or AWS_ENDPOINT_URL, and the profile; or create the bucket",
         )
     if status == 404:
         return FileNotFoundError(errno.ENOENT, text, path)

@@ -1,9 +1,9 @@
-"""Objects that say that a process is alive, and locks made of them.
+"""Objects that show that a process is alive, and locks made of them.
 
-An object store knows no locks that end with their process. So a process that lives puts its objects again
-from time to time; one that was not put again for long, by the service's own clock, is a dead process's. Of
-processes of this machine it is known at once. A lock that one process holds alone takes conditional writes:
-an object that is made only where there is none, and replaced only where it is still the one that was seen.
+An object store has no locks that end with their process. So a living process rewrites its objects
+periodically. An object that was not rewritten for long, by the service's clock, is a dead process's.
+For processes of this machine, no wait is needed. Exclusive locks use conditional writes:
+create only if missing, replace only if unchanged.
 """
 
 from __future__ import annotations
@@ -26,36 +26,36 @@ from reshard.storage.s3.service import Service
 from reshard.storage.store import Tell
 
 PUT_AGAIN_AFTER = 20.0
-"""Seconds after which an object that says that somebody lives is put again."""
+"""Seconds between rewrites of an object that shows life."""
 DEAD_AFTER = 120.0
-"""Seconds after which one that was not put again is a dead process's, as the service counts them."""
+"""Seconds without a rewrite, by the service's clock, after which a process counts as dead."""
 
 _HOLDER = re.compile(r"([0-9a-f]{8})-(\d+)-[0-9a-f]{12}")
 _FREE = b"free"
-# Seconds by which a lock is waited for longer: the service counts the silence of dead processes by another clock.
+# Additional seconds of waiting for a lock: the service measures the age of objects with another clock.
 _OTHER_CLOCK = 15.0
-# Each look costs two requests.
+# Each attempt takes two requests.
 _MAX_PAUSE = 0.5
-_TAKEN_FOR_DEAD = "another run has taken this one for dead, because it was silent for long"
+_TAKEN_FOR_DEAD = "another run removed this run's lock, because it was not renewed in time"
 _NO_ETAG = '"00000000000000000000000000000000"'
 
 
 def holder() -> str:
-    """A name that tells who holds something, and nothing else has: machine, process, number."""
+    """A unique name for a holder: machine, process, number."""
     return f"{_machine()}-{os.getpid()}-{os.urandom(6).hex()}"
 
 
 def is_holder(name: str) -> bool:
-    """Whether a name is one of `holder`."""
+    """Whether a name has the form of `holder`."""
     return _HOLDER.fullmatch(name) is not None
 
 
 def is_alive(name: str, age: float) -> bool:
-    """Whether whoever has a name lives.
+    """Whether the process of a holder's name is alive.
 
     Args:
-        name: of `holder`.
-        age: seconds since its object was put the last time.
+        name: from `holder`.
+        age: seconds since its object was last written.
     """
     match = _HOLDER.fullmatch(name)
     if match is None:
@@ -66,9 +66,9 @@ def is_alive(name: str, age: float) -> bool:
 
 
 def _runs(process: str) -> bool:
-    """Whether a process of this machine runs; one that was killed may stay listed until its parent asks for it."""
+    """Whether a process of this machine runs; a killed one may stay listed until its parent collects it."""
     try:
-        # Where /proc hides the processes of other users (hidepid), this tells that there is one.
+        # Where /proc hides other users' processes (hidepid), this shows that one exists.
         os.kill(int(process), 0)
     except (ProcessLookupError, OverflowError):
         return False
@@ -76,27 +76,27 @@ def _runs(process: str) -> bool:
         pass
     try:
         with open(f"/proc/{process}/stat", "rb") as file:
-            # What it is called may hold anything.
+            # The program's name may contain any characters.
             return file.read().rpartition(b") ")[2][:1] not in (b"Z", b"X")
     except OSError:
         return True
 
 
 class Lease:
-    """An object that is put again while this process lives, until it is released.
+    """An object that is rewritten while this process lives, until it is released.
 
     Args:
-        service: where.
-        path: of the object; a lock's is everybody's, any other this process's own.
-        content: what its content begins with.
-        guarded: never put again what another process has removed, because it took this one for dead; see `check`.
-        lock_etag: the version of a lock that this process has just taken; None for an object that is not there yet.
+        service: the service.
+        path: path of the object; a lock's is shared by all, any other is this process's own.
+        content: beginning of its content.
+        guarded: do not rewrite it after another process removed it as dead; see `check`.
+        lock_etag: the version of a lock that this process has just taken; None for an object that is still missing.
 
     Attributes:
-        path: of the object.
+        path: path of the object.
 
     Raises:
-        OSError: it cannot be put.
+        OSError: it cannot be written.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class Lease:
 
     def _put(self) -> None:
         if self._guarded:
-            # Another content each time, so that it has another ETag.
+            # Different content each time: the ETag changes.
             self._number += 1
             self._replace(self._content + b" %d" % self._number)
         else:
@@ -128,33 +128,33 @@ class Lease:
             self._put_at = now
 
     def _replace(self, content: bytes) -> None:
-        """Put it in place of the version that this process put; a lock, or what another removed, may be lost."""
+        """Replace the version that this process wrote; a lock, or an object that another removed, may be lost."""
         if self._lost:
             return
         now = _now()
         condition = {"IfNoneMatch": "*"} if self._etag is None else {"IfMatch": self._etag}
-        found = put_if(self._service, self.path, content, **condition)
-        if found is None and self._etag is not None:
-            # Where an earlier request was heeded though every answer was an error, it is still this process's.
+        etag = put_if(self._service, self.path, content, **condition)
+        if etag is None and self._etag is not None:
+            # An earlier request may have succeeded although every answer was an error.
             with contextlib.suppress(FileNotFoundError):
-                there = self._service.read(self.path)
-                if there.content.startswith(self._content + b" "):
-                    found = put_if(self._service, self.path, content, IfMatch=there.etag)
-        self._etag = found
-        self._lost = found is None
+                current = self._service.read(self.path)
+                if current.content.startswith(self._content + b" "):
+                    etag = put_if(self._service, self.path, content, IfMatch=current.etag)
+        self._etag = etag
+        self._lost = etag is None
         self._put_at = now
 
     def put_again(self) -> None:
-        """Say again that this process lives."""
+        """Rewrite the object."""
         with _unless_busy(self._lock) as idle, contextlib.suppress(OSError):
             if idle and not self._released:
                 self._put()
 
     def check(self) -> None:
-        """Insist that no other process has taken this one for dead while it was suspended.
+        """Raise if another process has removed this one's object while it was suspended.
 
         Raises:
-            OSError: one has, or nobody can tell.
+            OSError: it has been removed, or its state is unknown.
         """
         with self._lock:
             if not self._lost and _now() - self._put_at > 2 * PUT_AGAIN_AFTER:
@@ -163,7 +163,7 @@ class Lease:
                 raise OSError(errno.ENOLCK, _TAKEN_FOR_DEAD, self.path)
 
     def release(self) -> None:
-        """Remove the object, as far as possible, or let another process have the lock; it is not put again."""
+        """Remove the object, if possible, or free the lock; it is not rewritten any more."""
         self._service.to_its_end(self._release, lambda _: None)
 
     def _release(self) -> None:
@@ -180,14 +180,14 @@ class Lease:
             self._lost = True
 
     def abandon(self) -> None:
-        """Let the object lie, which is a dead process's when it has lain long enough; it is not put again."""
+        """Leave the object to expire; it is not rewritten any more."""
         _let_go(self)
         with self._lock:
             self._released = True
 
 
 def waiting(service: Service, path: str, tell: Tell) -> Waiting:
-    """Waits for the lock of an object."""
+    """A `Waiting` for the lock of an object."""
 
     def held_by() -> Optional[str]:
         try:
@@ -195,18 +195,18 @@ def waiting(service: Service, path: str, tell: Tell) -> Waiting:
         except OSError:
             return None
 
-    hint = "its content begins with a digest of the machine and the process that has it; end that if it hangs"
+    hint = "its content begins with a digest of the machine and the holder's process id; end that process if it hangs"
     return Waiting(path, tell, hint, _MAX_PAUSE, _OTHER_CLOCK, held_by)
 
 
 def remove_dead(service: Service, path: str, etag: str) -> None:
-    """Delete the object of a process that was taken for dead, if it is still the version that was looked at.
+    """Delete the object of a dead process, if its version is unchanged.
 
-    Where the service has conditional writes it is replaced first: whoever lives after all, and puts it again at this
-    moment, is seen by that, or learns from its next `Lease.check` that it was taken for dead.
+    With conditional writes it is replaced first: a process that is alive after all, and rewrites it at this
+    moment, either prevents that or fails in its next `Lease.check`.
 
     Raises:
-        OSError: the service does not answer as it should.
+        OSError: the service returned an unexpected answer.
     """
     if has_conditional_writes(service, path):
         put = put_if(service, path, b"dead " + os.urandom(6).hex().encode(), IfMatch=etag)
@@ -217,10 +217,10 @@ def remove_dead(service: Service, path: str, etag: str) -> None:
 
 
 def delete_version(service: Service, path: str, etag: str) -> None:
-    """Delete an object, unless it is another version by now.
+    """Delete an object if its version is unchanged.
 
     Raises:
-        OSError: the service does not answer as it should.
+        OSError: the service returned an unexpected answer.
     """
     try:
         service.delete(path, etag)
@@ -233,16 +233,16 @@ def delete_version(service: Service, path: str, etag: str) -> None:
 
 @contextlib.contextmanager
 def held_alone(service: Service, path: str, wait: Callable[[], None], tell: Tell) -> Iterator[Callable[[], None]]:
-    """Hold a lock alone while the block runs; what it is given insists that it is still held, or raises `OSError`.
+    """Hold a lock exclusively while the block runs; yields a check that raises `OSError` once the lock is lost.
 
     Args:
-        service: where.
-        path: of the lock's object.
-        wait: called while another has it; waits a moment, and raises when it has been long enough.
-        tell: told if the service has no conditional writes; then nothing is held.
+        service: the service.
+        path: path of the lock's object.
+        wait: called while another process holds it; pauses, and raises after the maximum time.
+        tell: called if the service has no conditional writes; then no lock is held.
 
     Raises:
-        OSError: the service does not answer as it should.
+        OSError: the service returned an unexpected answer.
     """
     if not has_conditional_writes(service, path):
         tell(
@@ -268,71 +268,71 @@ def held_alone(service: Service, path: str, wait: Callable[[], None], tell: Tell
 
 
 def _owner(content: bytes) -> str:
-    """Who holds a lock, by its content."""
+    """The holder of a lock, from its content."""
     return content.split(b" ")[0].decode(errors="replace")
 
 
 def _taken(service: Service, path: str, name: str) -> Optional[str]:
-    """Have a lock that is nobody's, free, or a dead process's; its ETag, or None."""
+    """Take a lock that is free or a dead process's; its ETag, or None."""
     try:
-        # Looked at first: it is there from the first time on.
-        found = service.read(path)
+        # Read first: after the first run the object always exists.
+        current = service.read(path)
     except FileNotFoundError:
         return put_if(service, path, f"{name} 0".encode(), IfNoneMatch="*")
-    if found.content != _FREE and is_alive(_owner(found.content), found.age):
+    if current.content != _FREE and is_alive(_owner(current.content), current.age):
         return None
-    return put_if(service, path, f"{name} 0".encode(), IfMatch=found.etag)
+    return put_if(service, path, f"{name} 0".encode(), IfMatch=current.etag)
 
 
 def put_if(service: Service, path: str, content: bytes, **condition: str) -> Optional[str]:
-    """Put a small object of a content that no other has, under a condition.
+    """Write a small object of unique content under a condition.
 
     Args:
-        service: where.
-        path: of the object.
-        content: of the object.
+        service: the service.
+        path: path of the object.
+        content: content of the object.
         condition: ``IfNoneMatch`` or ``IfMatch``.
 
     Returns:
-        Its ETag; None where the condition does not hold.
+        Its ETag; None if the condition fails.
 
     Raises:
-        OSError: the service does not answer as it should, or has no such condition.
+        OSError: the service returned an unexpected answer, or does not support the condition.
     """
     bucket, key = Address.parse(path)
     try:
-        etag = service.ask(path, "put_object", Bucket=bucket, Key=key, Body=content, **condition).get("ETag")
+        etag = service.request(path, "put_object", Bucket=bucket, Key=key, Body=content, **condition).get("ETag")
         if etag:
             return str(etag)
     except FileNotFoundError:
         if "IfMatch" not in condition:
-            # There is no such bucket.
+            # The bucket is missing.
             raise
         return None
     except OSError as error:
         if error.errno != errno.ESTALE:
             raise
-    # It may have been put by this, and the answer, or the ETag in it, lost.
+    # The write may have succeeded although its answer, or the ETag in it, was lost.
     with contextlib.suppress(FileNotFoundError):
-        found = service.read(path)
-        if found.content == content:
-            return found.etag
+        current = service.read(path)
+        if current.content == content:
+            return current.etag
     return None
 
 
-_known: dict[tuple[str, str], bool] = {}
+_conditional: dict[tuple[str, str], bool] = {}
 
 
 def knows_conditions(service: Service, path: str) -> bool:
-    """Whether conditions of writes to a bucket are worth sending: unless it was found that the service has none."""
-    return _known.get((service.name, Address.parse(path).bucket), True)
+    """Whether to send conditions with writes to a bucket: True unless the service was shown to lack them."""
+    return _conditional.get((service.name, Address.parse(path).bucket), True)
 
 
 def _refused(service: Service, path: str, **condition: str) -> bool:
-    """Whether a service refuses to put an object under a condition that does not hold."""
+    """Whether a service refuses a write whose condition fails."""
     bucket, key = Address.parse(path)
     try:
-        service.ask(path, "put_object", Bucket=bucket, Key=key, Body=b"", **condition)
+        service.request(path, "put_object", Bucket=bucket, Key=key, Body=b"", **condition)
     except OSError as error:
         if error.errno not in (errno.ESTALE, errno.ENOENT):
             raise
@@ -341,22 +341,22 @@ def _refused(service: Service, path: str, **condition: str) -> bool:
 
 
 def has_conditional_writes(service: Service, path: str) -> bool:
-    """Whether a service heeds conditions of writes: some pass over them, some refuse them.
+    """Whether a service respects conditions of writes: some ignore them, some reject them.
 
     Args:
-        service: which.
-        path: an object beside which another may be put to find out, which is done once for each bucket.
+        service: the service.
+        path: an object; a test object is written next to it, once for each bucket.
 
     Raises:
-        OSError: the service does not answer as it should.
+        OSError: the service returned an unexpected answer.
     """
     bucket = Address.parse(path).bucket
-    found = _known.get((service.name, bucket))
-    if found is None:
+    conditional = _conditional.get((service.name, bucket))
+    if conditional is None:
         probe = f"{path}.{holder()}"
         try:
             service.put(probe, b"")
-            found = all(
+            conditional = all(
                 service.at_once(
                     lambda: _refused(service, probe, IfNoneMatch="*"),
                     lambda: _refused(service, probe, IfMatch=_NO_ETAG),
@@ -365,12 +365,12 @@ def has_conditional_writes(service: Service, path: str) -> bool:
         except OSError as error:
             if error.errno != errno.ENOTSUP:
                 raise
-            found = False
+            conditional = False
         finally:
             with contextlib.suppress(OSError):
                 service.delete(probe)
-        _known[service.name, bucket] = found
-    return found
+        _conditional[service.name, bucket] = conditional
+    return conditional
 
 
 class _Alive(Protocol):
@@ -402,7 +402,7 @@ def _put_again() -> None:
         with _alive_lock:
             now = list(_alive)
         for one in now:
-            # Each by itself: whatever goes wrong with one, or takes long, the others live.
+            # Each in its own thread: the failure or delay of one does not stop the others.
             threading.Thread(target=_put_one, args=(one,), name="reshard-alive", daemon=True).start()
 
 
@@ -413,7 +413,7 @@ def _put_one(one: _Alive) -> None:
 
 @contextlib.contextmanager
 def _unless_busy(lock: threading.Lock) -> Iterator[bool]:
-    """Hold a lock while the block runs, if nobody has it: who has it puts the object by itself, perhaps for long."""
+    """Hold a lock while the block runs, if it is free: its holder rewrites the object itself, perhaps slowly."""
     idle = lock.acquire(blocking=False)
     try:
         yield idle
@@ -423,11 +423,11 @@ def _unless_busy(lock: threading.Lock) -> Iterator[bool]:
 
 
 def _now() -> float:
-    """Seconds, which pass as well while the machine sleeps."""
+    """Seconds that also count while the machine sleeps."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 @functools.cache
 def _machine() -> str:
-    """This machine, since it was started, and the processes that can be seen, in a few characters."""
+    """This machine since its start, and its PID namespace, in a few characters."""
     return hashlib.sha256(f"{temporary.machine()} {temporary.namespace()}".encode()).hexdigest()[:8]

@@ -1,6 +1,6 @@
 """Objects while they are written: in parts, in any order, which nobody sees before all of them are there.
 
-An object of one part is put at once. A larger one is a multipart upload, see `reshard.storage.s3.uploads` too.
+An object of one part is written with one request. A larger one is a multipart upload; see `s3/uploads.py`.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from reshard.storage.s3.service import SentBytes, Service, field
 from reshard.storage.s3.uploads import abort_all, claim
 from reshard.storage.store import Expected, FileStatus, NewFile, Sending
 
-# No service takes smaller ones, but for the last, or more of them.
+# Services accept no smaller parts, except the last, and no more parts.
 LEAST_PART_BYTES = 5 << 20
 _MOST_PARTS = 10_000
 _MAPPED_BYTES = 1 << 20
 
 
 def part_bytes(size: int) -> int:
-    """Bytes of each part of an object of a size, but for the last."""
+    """Bytes of each part of an object of a size, except the last."""
     needed = -(-size // _MOST_PARTS)
     return max(LEAST_PART_BYTES, -(-needed // (1 << 20)) << 20)
 
@@ -37,7 +37,7 @@ class _Part:
     """A part while it is filled."""
 
     def __init__(self, size: int) -> None:
-        # Mapped, so that its memory is free as soon as it is sent: the heap would keep what many threads gave back.
+        # Mapped memory is released once the part is sent; the heap would keep the memory of many threads.
         self.data: Union[bytearray, mmap.mmap] = bytearray(0 if size >= _MAPPED_BYTES else size)
         if size >= _MAPPED_BYTES:
             self.data = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -45,13 +45,13 @@ class _Part:
 
 
 class NewObject(NewFile):
-    """An object that is being written; see `reshard.storage.store.NewFile`. No request is made by making one.
+    """An object that is being written; see `reshard.storage.store.NewFile`. Creating one makes no request.
 
     Args:
-        service: where.
-        path: of the object.
-        size: bytes that it will have.
-        expected: what it may replace; None for anything.
+        service: the service.
+        path: path of the object.
+        size: its final size in bytes.
+        expected: the version that it may replace; None for any.
         sending: sends full parts; None to send each in the thread that filled it.
     """
 
@@ -74,15 +74,15 @@ class NewObject(NewFile):
         self._lock = threading.Lock()
         self._filling: dict[int, _Part] = {}
         self._sent: list[Future[None]] = []
-        # ETags of the parts that are there, by number from 1 on.
+        # ETags of the stored parts, by number from 1 on.
         self._etags: dict[int, str] = {}
         self._uploaded = 0
         self._upload: Optional[str] = None
         self._lease: Optional[Lease] = None
         self._begin_lock = threading.Lock()
-        # Requests to begin the upload whose answers did not come, perhaps though they were heeded.
+        # Requests to begin the upload without an answer; some may have succeeded.
         self._unanswered = 0
-        # Why it could not be begun.
+        # The error of beginning the upload.
         self._cause: Optional[OSError] = None
         self._putting = 0
         self._gone = False
@@ -90,7 +90,7 @@ class NewObject(NewFile):
             self._filling[0] = _Part(size)
 
     def write(self, offset: int, data: memoryview) -> None:
-        """Take bytes; a part that is full by them is uploaded."""
+        """Add bytes; a part that becomes full is uploaded."""
         if offset + len(data) > self._size:
             raise OSError(errno.EINVAL, f"bytes come beyond the {self._size} that it was to have", self._path)
         done = 0
@@ -102,7 +102,7 @@ class NewObject(NewFile):
                     size = min(self._part_bytes, self._size - number * self._part_bytes)
                     part = self._filling[number] = _Part(size)
             count = min(len(data) - done, len(part.data) - start)
-            # NumPy copies without the interpreter's lock.
+            # NumPy copies without holding the GIL.
             np.frombuffer(part.data, np.uint8)[start : start + count] = np.frombuffer(
                 data[done : done + count], np.uint8
             )
@@ -129,13 +129,13 @@ class NewObject(NewFile):
     def _put_part(self, number: int, part: _Part) -> None:
         upload = self._begun()
         with self._lock:
-            # Either `discard` sees that it is on its way, or this that it was given up.
+            # Either `discard` sees this request in flight, or this sees that the upload was given up.
             if self._gone:
                 raise self._given_up()
             self._putting += 1
         try:
             body = SentBytes(memoryview(part.data))
-            answer = self._ask("upload_part", UploadId=upload, PartNumber=number + 1, Body=body)
+            answer = self._request("upload_part", UploadId=upload, PartNumber=number + 1, Body=body)
             etag = field(answer, "ETag", str, self._path)
         finally:
             with self._lock:
@@ -145,15 +145,15 @@ class NewObject(NewFile):
             self._uploaded += len(part.data)
 
     def _begun(self) -> str:
-        """The number of the upload, begun when it is first asked for."""
+        """The upload's number; the first call begins the upload."""
         with self._begin_lock:
             if self._gone:
                 raise self._given_up()
             if self._cause is not None:
-                # Others that wait for it do not try for as long again.
+                # Waiting threads do not repeat the failed attempts.
                 raise self._cause
             if self._lease is None:
-                # First, so that an upload whose number gets lost on the way is found, too.
+                # Claimed first: an upload whose number is lost in transit is found, too.
                 self._lease = claim(self._service, self._path)
             if self._upload is None:
                 try:
@@ -174,15 +174,15 @@ class NewObject(NewFile):
     def _given_up(self) -> OSError:
         return OSError(errno.ECANCELED, "was given up", self._path)
 
-    def _ask(self, operation: str, **wanted: Any) -> Any:
+    def _request(self, operation: str, **wanted: Any) -> Any:
         bucket, key = Address.parse(self._path)
-        return self._service.ask(self._path, operation, Bucket=bucket, Key=key, **wanted)
+        return self._service.request(self._path, operation, Bucket=bucket, Key=key, **wanted)
 
     def finish(self) -> FileStatus:
-        """See that every part is there, but for an object of one part."""
+        """Wait until every part is stored, except for an object of one part."""
         for one in self._sent:
             one.result()
-        # What was not written is missing in the size, which whoever wrote it compares.
+        # Missing bytes show in the size, which the caller compares.
         size = self._uploaded
         if self._size <= self._part_bytes:
             size = self._size - self._filling[0].left
@@ -190,7 +190,7 @@ class NewObject(NewFile):
         return version.status(self._service.name)
 
     def publish(self) -> Optional[FileStatus]:
-        """Put it, or complete its upload, if what stands there is as expected."""
+        """Write it, or complete its upload, if the current object is as expected."""
         if self._gone:
             raise self._given_up()
         if self._expected is None:
@@ -204,7 +204,7 @@ class NewObject(NewFile):
         return None
 
     def _publish_expecting(self, expected: Expected) -> Optional[FileStatus]:
-        """Publish it under a condition; the status of what another run of the same conversion has put there first."""
+        """Publish it under a condition; the status of an object that another run of the same conversion wrote first."""
         conditional = knows_conditions(self._service, self._path)
         if conditional:
             try:
@@ -229,36 +229,36 @@ class NewObject(NewFile):
     def _publish(self, **condition: str) -> None:
         if self._size <= self._part_bytes:
             body = SentBytes(memoryview(self._filling[0].data))
-            self._ask("put_object", Body=body, Metadata=self._metadata, **condition)
+            self._request("put_object", Body=body, Metadata=self._metadata, **condition)
             return
         parts = {"Parts": [{"PartNumber": number, "ETag": etag} for number, etag in sorted(self._etags.items())]}
         try:
-            self._ask("complete_multipart_upload", UploadId=self._upload, MultipartUpload=parts, **condition)
+            self._request("complete_multipart_upload", UploadId=self._upload, MultipartUpload=parts, **condition)
         except FileNotFoundError:
-            # Done, and the answer lost; or somebody aborted it, or removed what was to be replaced.
+            # It succeeded and the answer was lost, or another program aborted it, or removed the object to replace.
             there = self._head()
             if there is not None and self._is_ours(there):
                 return
             if condition and (there or {}).get("ETag") != condition.get("IfMatch"):
                 raise
-            raise OSError(errno.ECANCELED, "its upload was aborted by somebody else", self._path) from None
+            raise OSError(errno.ECANCELED, "another program aborted its upload", self._path) from None
 
     def _head(self) -> Optional[Any]:
         try:
-            return self._ask("head_object")
+            return self._request("head_object")
         except FileNotFoundError:
             return None
 
     def _is_ours(self, head: Any) -> bool:
-        """Whether an object is the one that was written here."""
+        """Whether an object was written by this upload."""
         written = head.get("Metadata", {}).get(WRITE)
         return bool(head.get("ContentLength") == self._size and written == self._metadata[WRITE])
 
     def discard(self) -> None:
-        """Abort its upload, if it was not completed."""
+        """Abort its upload, unless it is complete."""
         with self._begin_lock, self._lock:
             self._gone = True
-            # What is on its way may arrive after the upload is aborted, and has to be removed then: by `close`.
+            # Requests in flight may arrive after the upload is aborted; `close` removes their parts.
             late = self._putting > 0
         clean = self._upload is None or self._aborted(self._upload)
         if not late:
@@ -266,9 +266,9 @@ class NewObject(NewFile):
             self._release(clean)
 
     def _aborted(self, upload: str) -> bool:
-        """Abort an upload; whether it is gone, or nobody of ours may ever abort it."""
+        """Abort an upload; whether it is gone, or this program may never abort it."""
         try:
-            self._ask("abort_multipart_upload", UploadId=upload)
+            self._request("abort_multipart_upload", UploadId=upload)
         except (FileNotFoundError, PermissionError):
             return True
         except OSError:
@@ -276,10 +276,10 @@ class NewObject(NewFile):
         return True
 
     def _release(self, clean: bool) -> None:
-        """Say no more that it is being written.
+        """Remove the mark of the upload.
 
         Args:
-            clean: no upload is left that is known. If one may be, what says so stays, so that another run finds it.
+            clean: no upload can remain. Otherwise the mark stays, so that another run finds the upload.
         """
         lease, self._lease = self._lease, None
         if lease is None:
@@ -290,7 +290,7 @@ class NewObject(NewFile):
             lease.abandon()
 
     def _aborted_unanswered(self, own: str) -> bool:
-        """Abort uploads that were begun, but whose numbers did not come; whether none can be left."""
+        """Abort uploads whose numbers were lost in transit; whether none can remain."""
         try:
             return abort_all(self._service, self._path, own)
         except PermissionError:
@@ -299,7 +299,7 @@ class NewObject(NewFile):
             return False
 
     def close(self) -> None:
-        """Let the memory go, and what was not published."""
+        """Release the memory and everything that was not published."""
         wait(self._sent)
         self.discard()
         self._filling.clear()

@@ -1,4 +1,4 @@
-"""Objects that are read: by ranges, each of the version that was opened, repeated where a request fails."""
+"""Objects that are read: by ranges of the opened version; failed requests are repeated."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ from reshard.storage.s3.service import Service, field
 from reshard.storage.s3.windows import Jumps, Windows
 from reshard.storage.store import FileStatus
 
-# Read when an object is opened, in the request that tells its size: the header of most files.
+# Bytes read when an object is opened, in the request that returns its size: most files' headers fit.
 HEAD = 64 << 10
-# Requests up to this size are answered from windows, which grow while reading goes on nearby.
+# Requests up to this size are answered from windows, which grow with sequential reading.
 _SMALL = 256 << 10
 _LEAST_WINDOW = 64 << 10
 _MOST_WINDOW = 1 << 20
 _NEAR = 1 << 20
-# Around where something is expected.
+# Bytes on both sides of an expected request.
 _MARGIN = 4 << 10
-# Bytes that the client hands over at a time.
+# Block size of the client.
 _CHUNK = 256 << 10
 HELD = 2 * _CHUNK
-"""Bytes that are held while a request is answered, beside the buffer that it fills."""
+"""Bytes held during a request, in addition to the buffer that it fills."""
 
 _EMPTY = 416
 _RANGE = re.compile(r"bytes ([0-9]{1,19})-([0-9]{1,19})/([0-9]{1,19})")
 
 
 class Version(NamedTuple):
-    """An object as it was when it was opened.
+    """An object at the time of its opening.
 
     Attributes:
-        address: where it lies.
+        address: its address.
         path: its name, for messages.
         size: bytes.
-        etag: the service's mark of its version.
-        modified: time that it says it was written, or else of its upload, in nanoseconds.
+        etag: the service's identifier of its version.
+        modified: time of writing from its metadata, or else of its upload, in nanoseconds.
     """
 
     address: Address
@@ -53,7 +53,7 @@ class Version(NamedTuple):
     modified: int
 
     def status(self, service_name: str) -> FileStatus:
-        """As a store says it of any file."""
+        """Its status as of any file."""
         bucket, key = self.address
         return FileStatus(
             regular=True,
@@ -68,12 +68,12 @@ class Version(NamedTuple):
 
 
 class ObjectReader:
-    """Asks a service for ranges of objects, and learns what a request costs; for any number of threads.
+    """Reads ranges of objects, and measures the cost of requests; for any number of threads.
 
     Attributes:
-        service: who is asked.
-        measured: what requests cost.
-        windows: what was read of objects around small requests.
+        service: the service.
+        measured: cost of requests.
+        windows: bytes around small requests.
     """
 
     def __init__(self, service: Service) -> None:
@@ -82,10 +82,10 @@ class ObjectReader:
         self.windows: Windows[Version] = Windows()
 
     def first(self, address: Address, path: str) -> Version:
-        """The object at an address; its first bytes are in its window then.
+        """The object at an address; its window then holds its first bytes.
 
         Raises:
-            OSError: there is none, it may not be read, or the service does not answer.
+            OSError: it is missing, may not be read, or the service does not answer.
         """
         data = bytearray(HEAD)
 
@@ -95,7 +95,7 @@ class ObjectReader:
             except Exception as error:
                 if failures.status_of(error) != _EMPTY:
                     raise
-                # No range of it can be read.
+                # An empty object has no range.
                 head = self.service.client.head_object(Bucket=address.bucket, Key=address.key)
                 return version_of(head, head.get("ContentLength"), address, path)
             if count != min(HEAD, version.size):
@@ -106,7 +106,7 @@ class ObjectReader:
         return self.service.outside(lambda: self.service.again(path, get))
 
     def read_into(self, version: Version, offset: int, out: memoryview) -> None:
-        """Fill ``out`` with the bytes of an object from an offset on, all of which it has.
+        """Fill ``out`` with the bytes of an object from an offset on; all of them must exist.
 
         Raises:
             OSError: it was replaced, or the service does not answer.
@@ -135,34 +135,34 @@ class ObjectReader:
         version: Optional[Version] = None,
         advance: Callable[[int], None] = lambda count: None,
     ) -> tuple[Version, int]:
-        """Read a range with one request: the object's version, and how many bytes came.
+        """Read a range with one request: the object's version, and the number of bytes read.
 
         Args:
-            address: of the object.
-            path: its name.
-            offset: of the range.
-            out: takes its bytes; fewer come where the object ends.
-            version: insist on it.
-            advance: called with the number of bytes that have come.
+            address: address of the object.
+            path: its name, for messages.
+            offset: beginning of the range.
+            out: buffer; it may be filled in part if the object ends.
+            version: the required version; None for any.
+            advance: called with the number of bytes of each block.
 
         Raises:
-            OSError: the object is of another version, or the answer makes no sense.
+            OSError: the object has another version, or the answer is impossible.
         """
         begun = time.perf_counter()
         condition = {"IfMatch": version.etag} if version is not None and version.etag else {}
-        found = self.service.client.get_object(
+        answer = self.service.client.get_object(
             Bucket=address.bucket, Key=address.key, Range=f"bytes={offset}-{offset + len(out) - 1}", **condition
         )
-        body = found["Body"]
+        body = answer["Body"]
         try:
-            start, stop, size = _range_of(found, path)
-            there = version_of(found, size, address, path)
-            # Not every service heeds the condition.
-            if version is not None and there != version:
+            start, stop, size = _range_of(answer, path)
+            current = version_of(answer, size, address, path)
+            # Some services ignore the condition.
+            if version is not None and current != version:
                 raise OSError(errno.ESTALE, failures.CHANGED, path)
             if start != offset or stop != min(offset + len(out), size):
                 raise StrangeAnswer(
-                    path, f"bytes {start} to {stop} where {offset} to {offset + len(out)} were asked for"
+                    path, f"bytes {start} to {stop} where {offset} to {offset + len(out)} were requested"
                 )
             self.measured.request(time.perf_counter() - begun)
             done = 0
@@ -173,22 +173,22 @@ class ObjectReader:
                 out[done : done + len(data)] = data
                 done += len(data)
                 advance(len(data))
-            return there, done
+            return current, done
         except BaseException:
-            # What is left of the answer is not read: the connection is of no more use.
+            # The rest of the answer is not read: the connection cannot be used again.
             body.close()
             raise
 
 
 def _range_of(answer: Any, path: str) -> tuple[int, int, int]:
-    """Where the bytes of an answer begin and end in their object, and its size.
+    """Beginning and end of an answer's bytes in their object, and the object's size.
 
     Raises:
-        StrangeAnswer: it does not say so.
+        StrangeAnswer: the answer lacks them.
     """
     text = answer.get("ContentRange")
     if text is None:
-        # Whole objects come without.
+        # Answers with whole objects have no range.
         size = field(answer, "ContentLength", int, path)
         return 0, size, size
     match = _RANGE.fullmatch(text)
@@ -201,7 +201,7 @@ def _range_of(answer: Any, path: str) -> tuple[int, int, int]:
 
 
 def version_of(answer: Any, size: Optional[int], address: Address, path: str) -> Version:
-    """The version of an object in an answer.
+    """The object's version in an answer.
 
     Raises:
         StrangeAnswer: it has no size or time.
@@ -216,8 +216,8 @@ class ObjectFile:
     """An object that is open for reading.
 
     Args:
-        reader: who asks for its ranges.
-        version: which.
+        reader: reads its ranges.
+        version: its version.
     """
 
     descriptor: Optional[int] = None
@@ -235,11 +235,11 @@ class ObjectFile:
         return self._version.path
 
     def size(self) -> int:
-        """Bytes that it had when it was opened: an object never changes, it is replaced."""
+        """Its size when it was opened: objects never change, they are replaced."""
         return self._version.size
 
     def status(self) -> FileStatus:
-        """What the service says of it."""
+        """Its status in the store."""
         return self._version.status(self._reader.service.name)
 
     def read(self, offset: int, count: int) -> bytes:
@@ -252,7 +252,7 @@ class ObjectFile:
         return bytes(out)
 
     def read_into(self, offset: int, out: memoryview) -> int:
-        """Likewise into ``out``, from its beginning; how many."""
+        """Likewise into ``out``, from its beginning; the number of bytes read."""
         count = max(0, min(len(out), self._version.size - offset))
         if count <= _LEAST_WINDOW:
             out[:count] = self._small(offset, count)
@@ -261,42 +261,42 @@ class ObjectFile:
         return count
 
     def read_each(self, ranges: Sequence[tuple[int, int]]) -> Iterator[bytes]:
-        """The bytes of several (offset, bytes) ranges, all of which it has, in their order, read at the same time."""
+        """The bytes of several (offset, bytes) ranges inside the object, in order, read concurrently."""
         return self._reader.service.each(self._exactly, ranges)
 
     def _exactly(self, place: tuple[int, int]) -> bytes:
         offset, count = place
-        found = self._reader.windows.find(self._version, offset, count)
-        if found is not None:
-            return found
+        data = self._reader.windows.find(self._version, offset, count)
+        if data is not None:
+            return data
         out = bytearray(count)
         self._reader.read_into(self._version, offset, memoryview(out))
         return bytes(out)
 
     def being_written(self) -> bool:
-        """Objects are replaced, never written to."""
+        """Objects are replaced, never modified."""
         return False
 
     def close(self) -> None:
-        """Nothing is held open."""
+        """Nothing to close."""
 
     def _small(self, offset: int, count: int) -> bytes:
-        """A few bytes, from the window that they lie in or a new one."""
+        """A few bytes, from their window or a new one."""
         if not count:
             return b""
         windows = self._reader.windows
         ahead = self._jumps.to(offset)
-        found = windows.find(self._version, offset, count)
-        if found is not None and not ahead:
-            return found
+        cached = windows.find(self._version, offset, count)
+        if cached is not None and not ahead:
+            return cached
         _, stop, length = windows.last(self._version)
         grown = min(_MOST_WINDOW, 2 * length) if 0 <= offset - stop <= _NEAR else 0
-        wanted = [(offset, max(count, grown, _LEAST_WINDOW))] if found is None else []
-        # What will be asked for next, if the file goes on as it did, takes no longer when it is asked for now.
-        wanted += [(max(0, place - _MARGIN), 4 * _MARGIN) for place in ahead if place < self._version.size]
-        ranges = [(start, min(size, self._version.size - start)) for start, size in wanted]
+        places = [(offset, max(count, grown, _LEAST_WINDOW))] if cached is None else []
+        # Probable next requests: reading them in parallel takes no longer.
+        places += [(max(0, place - _MARGIN), 4 * _MARGIN) for place in ahead if place < self._version.size]
+        ranges = [(start, min(size, self._version.size - start)) for start, size in places]
         data = b""
         for (start, _), window in reversed(list(zip(ranges, self._reader.service.each(self._exactly, ranges)))):
             windows.keep(self._version, start, window)
             data = window
-        return data[:count] if found is None else found
+        return data[:count] if cached is None else cached

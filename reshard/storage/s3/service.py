@@ -1,6 +1,6 @@
-"""The service that is asked for objects: its address, the credentials, the client, and repeating what fails.
+"""The service of objects: address, credentials, client, retries.
 
-Credentials come from where boto3 finds them: the environment, a profile, the role of the machine or container.
+Credentials come from boto3's usual sources: environment, profile, role of the machine or container.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from reshard.storage.s3.failures import StrangeAnswer
 T = TypeVar("T")
 V = TypeVar("V")
 
-# Connections: of the threads that read, of those that send parts, and of `Service.each`.
+# Connections: for reading threads, for sending threads, and for `Service.each`.
 _CONNECTIONS = 192
-# Requests under way for what is read of one object, or looked at.
+# Concurrent requests for one object, or for statuses.
 _AT_A_TIME = 64
 _CONNECT_SECONDS = 10
-# Without a byte.
+# Seconds without a byte.
 _READ_SECONDS = 20
 _SMALL_OBJECT = 1 << 20
 _SEND_BYTES = 128 << 10
 
 
 class SmallObject(NamedTuple):
-    """An object that was read whole.
+    """The content of a small object.
 
     Attributes:
-        content: of the object.
-        etag: the service's mark of its version.
-        age: seconds since it was put, by the service's clock.
+        content: all its bytes.
+        etag: the service's identifier of its version.
+        age: seconds since its upload, by the service's clock.
     """
 
     content: bytes
@@ -55,10 +55,10 @@ class Listed(NamedTuple):
     """An object in a list.
 
     Attributes:
-        key: of the object.
+        key: key of the object.
         size: bytes.
-        age: seconds since it was put, by the service's clock.
-        etag: the service's mark of its version; empty where the list has none.
+        age: seconds since its upload, by the service's clock.
+        etag: the service's identifier of its version; empty if the list has none.
     """
 
     key: str
@@ -72,7 +72,7 @@ class Page(NamedTuple):
 
     Attributes:
         objects: on this page.
-        prefixes: beginnings of keys up to the next slash, with the slash.
+        prefixes: beginnings of keys up to and with the next slash.
     """
 
     objects: list[Listed]
@@ -80,13 +80,13 @@ class Page(NamedTuple):
 
 
 def age_of(modified: datetime, answer: Any) -> float:
-    """Seconds since an object was put, by the clock of the service; by this machine's where the answer has no date."""
+    """Seconds since an object's upload, by the service's clock; by this machine's if the answer has no date."""
     date = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("date", "")
     try:
         now = parsedate_to_datetime(date)
     except (TypeError, ValueError):
         now = _now()
-    # A date with the zone -0000 comes without a zone.
+    # A date with the zone -0000 is parsed without a zone.
     return (now.replace(tzinfo=now.tzinfo or timezone.utc) - modified).total_seconds()
 
 
@@ -95,10 +95,10 @@ def _now() -> datetime:
 
 
 def field(answer: Any, name: str, kind: type[T], path: str) -> T:
-    """A field that an answer has to have.
+    """A required field of an answer.
 
     Raises:
-        StrangeAnswer: it has none.
+        StrangeAnswer: it is missing.
     """
     value = answer.get(name)
     if not isinstance(value, kind):
@@ -107,7 +107,7 @@ def field(answer: Any, name: str, kind: type[T], path: str) -> T:
 
 
 class SentBytes:
-    """Bytes as a file that is sent in blocks: each has its own timeout, and none is copied."""
+    """Bytes as a file that is sent in blocks: each has its own timeout, and no block is copied."""
 
     def __init__(self, data: memoryview) -> None:
         self._data = data
@@ -117,11 +117,11 @@ class SentBytes:
         return len(self._data)
 
     def read(self, count: int = -1) -> memoryview:
-        """The next bytes: more than asked for, where little is."""
+        """The next bytes: more than requested if that is little."""
         end = len(self._data) if count < 0 else self._position + max(count, _SEND_BYTES)
-        found = self._data[self._position : end]
-        self._position += len(found)
-        return found
+        block = self._data[self._position : end]
+        self._position += len(block)
+        return block
 
     def seek(self, offset: int, whence: int = 0) -> int:
         """Go to an offset."""
@@ -134,10 +134,10 @@ class SentBytes:
 
 
 def service(path: str) -> Service:
-    """The service that is asked, connected once.
+    """The service, connected once.
 
     Args:
-        path: what it is wanted for, for messages.
+        path: the path that needs it, for messages.
 
     Raises:
         InputError: a package is missing, or the settings are wrong.
@@ -146,21 +146,21 @@ def service(path: str) -> Service:
         return _service(endpoint())
     except ImportError as error:
         raise InputError(
-            f"{path}: lies in an object store; to reach it takes boto3, which is not installed",
+            f"{path}: is in an object store, which needs boto3; boto3 is not installed",
             file=path,
             hint="pip install 'reshard[s3]'; in the clone of reshard: pip install '.[s3]'",
         ) from error
     except ValueError as error:
         raise InputError(
-            f"{path}: the object store cannot be asked: {failures.one_line(str(error))}",
+            f"{path}: the object store cannot be used: {failures.one_line(str(error))}",
             file=path,
             hint="check --endpoint-url, or AWS_ENDPOINT_URL and the profile",
         ) from None
     except OSError as error:
-        raise InputError(f"{path}: the object store cannot be asked: {error.strerror}", file=path) from None
+        raise InputError(f"{path}: the object store cannot be used: {error.strerror}", file=path) from None
 
 
-def _do_not_ask_first(params: dict[str, Any], **_: Any) -> None:
+def _without_expect(params: dict[str, Any], **_: Any) -> None:
     params["headers"].pop("Expect", None)
 
 
@@ -170,20 +170,20 @@ def _service(url: Optional[str]) -> Service:
 
 
 def _without_user(url: str) -> str:
-    """A URL without user and password, which no request uses and messages would show."""
+    """A URL without user and password: requests do not use them, messages would show them."""
     parts = urlsplit(url)
     return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
 
 
 class Service:
-    """A service and the client that asks it; for any number of threads.
+    """A service and its client; for any number of threads.
 
     Args:
         url: its address; None for that of environment and profile.
 
     Attributes:
         client: boto3's.
-        name: tells it from others.
+        name: unique name of the service.
 
     Raises:
         ImportError: a package is missing.
@@ -200,13 +200,13 @@ class Service:
             "connect_timeout": _CONNECT_SECONDS,
             "read_timeout": _READ_SECONDS,
             "max_pool_connections": _CONNECTIONS,
-            # `again` is the one place that repeats what failed.
+            # Only `again` repeats failed requests.
             "retries": {"mode": "standard", "total_max_attempts": 1},
             "user_agent_extra": "reshard",
         }
-        # Checksums in trailers, which are sent unasked, are known to few services but Amazon's.
+        # Most services other than Amazon's do not support checksums in trailers, boto3's default.
         settings.update(request_checksum_calculation="when_required", response_checksum_validation="when_required")
-        # A digest of what is sent is signed: what goes wrong on the way is refused, whatever protocol is spoken.
+        # The digest of sent bytes is signed: damage in transit is refused, with HTTP, too.
         settings["s3"] = {"payload_signing_enabled": True}
         config = Config(**settings)
         try:
@@ -215,58 +215,58 @@ class Service:
             if "@" in self.client.meta.endpoint_url:
                 bare = _without_user(self.client.meta.endpoint_url)
                 self.client = session.client("s3", endpoint_url=bare, config=config)
-            # What is put is sent along at once: to ask first whether it may be costs a round trip more each time.
-            self.client.meta.events.register_last("before-call.s3", _do_not_ask_first)
+            # Content is sent at once: "Expect: 100-continue" costs another round trip.
+            self.client.meta.events.register_last("before-call.s3", _without_expect)
             self._credentials = session.get_credentials()
         except BotoCoreError as error:
             raise failures.error_of(error, "") from None
         self.name: str = self.client.meta.endpoint_url
-        # Without an answer so far, its address may be wrong.
+        # Before the first answer, the address may be wrong.
         self._answered = False
-        # It answered nothing for so long that a request was given up: others are not as patient.
+        # A request was given up for lack of an answer: later requests wait less.
         self._silent = False
         self._pool = ThreadPoolExecutor(_AT_A_TIME, thread_name_prefix="reshard-s3")
 
     @property
     def _secrets(self) -> list[str]:
-        """What no message may show."""
+        """Credentials that messages must not contain."""
         try:
-            found = self._credentials.get_frozen_credentials()
+            credentials = self._credentials.get_frozen_credentials()
         except Exception:
-            # Reported by the request that needs them.
+            # The request that needs them reports this.
             return []
-        return [text for text in (found.access_key, found.secret_key, found.token) if text]
+        return [text for text in (credentials.access_key, credentials.secret_key, credentials.token) if text]
 
-    def ask(self, path: str, operation: str, **wanted: Any) -> Any:
-        """The service's answer to a request, which is repeated where it fails in a way that may pass.
+    def request(self, path: str, operation: str, **arguments: Any) -> Any:
+        """The service's answer to a request; failures that may pass are retried.
 
         Args:
-            path: what it is about, for messages.
+            path: path that the request is about, for messages.
             operation: name of the client's method.
-            wanted: its arguments.
+            arguments: its arguments.
 
         Raises:
-            OSError: it refuses, or does not answer.
+            OSError: the service refuses, or does not answer.
         """
 
         def call() -> Any:
-            body = wanted.get("Body")
+            body = arguments.get("Body")
             if isinstance(body, SentBytes):
                 body.seek(0)
-            return getattr(self.client, operation)(**wanted)
+            return getattr(self.client, operation)(**arguments)
 
         return self.again(path, call)
 
     def again(self, path: str, call: Callable[[], T], progress: Callable[[], int] = int) -> T:
-        """What a call of boto3 returns, which is repeated where it fails in a way that may pass.
+        """The result of a call of boto3; failures that may pass are retried.
 
         Args:
-            path: what it is about, for messages.
+            path: path that the request is about, for messages.
             call: makes the request.
-            progress: bytes that came so far: while there are more, it is repeated for ever.
+            progress: bytes received so far: while they increase, retries continue without limit.
 
         Raises:
-            OSError: it goes on to fail.
+            OSError: the retries failed.
         """
         from botocore.exceptions import BotoCoreError, ClientError
         from botocore.parsers import ResponseParserError
@@ -275,10 +275,10 @@ class Service:
         since = time.monotonic()
         while True:
             try:
-                found = call()
+                answer = call()
                 self._answered, self._silent = True, False
-                return found
-            # What cannot be parsed may be a ValueError and such.
+                return answer
+            # Errors of parsing an answer include ValueError.
             except (BotoCoreError, ClientError, ResponseParserError, ValueError, LookupError, TypeError) as error:
                 if progress() > before:
                     times, before, since = 0, progress(), time.monotonic()
@@ -295,76 +295,76 @@ class Service:
             time.sleep(failures.pause(times))
 
     def read(self, path: str) -> SmallObject:
-        """A small object.
+        """The content of a small object.
 
         Raises:
-            OSError: as `ask`, or it is not small.
+            OSError: as `request`, or it is not small.
         """
         bucket, key = Address.parse(path)
 
         def get() -> SmallObject:
-            # Anybody may have put anything there: no more than this is taken.
-            found = self.client.get_object(Bucket=bucket, Key=key)
-            if field(found, "ContentLength", int, path) > _SMALL_OBJECT:
-                found["Body"].close()
+            # Another program may have written a large object there.
+            answer = self.client.get_object(Bucket=bucket, Key=key)
+            if field(answer, "ContentLength", int, path) > _SMALL_OBJECT:
+                answer["Body"].close()
                 raise OSError(errno.EFBIG, "is larger than any such object", path)
-            modified = field(found, "LastModified", datetime, path)
-            return SmallObject(found["Body"].read(), field(found, "ETag", str, path), age_of(modified, found))
+            modified = field(answer, "LastModified", datetime, path)
+            return SmallObject(answer["Body"].read(), field(answer, "ETag", str, path), age_of(modified, answer))
 
         return self.again(path, get)
 
     def put(self, path: str, content: bytes, **more: Any) -> Any:
-        """Put a small object in place of another; the answer.
+        """Write a small object, replacing another; the answer.
 
         Args:
-            path: of the object.
-            content: of the object.
+            path: path of the object.
+            content: content of the object.
             more: arguments of ``put_object``.
 
         Raises:
-            OSError: as `ask`.
+            OSError: as `request`.
         """
         bucket, key = Address.parse(path)
-        return self.ask(path, "put_object", Bucket=bucket, Key=key, Body=content, **more)
+        return self.request(path, "put_object", Bucket=bucket, Key=key, Body=content, **more)
 
     def delete(self, path: str, etag: str = "") -> None:
-        """Delete an object; nothing where there is none.
+        """Delete an object if it exists.
 
         Args:
-            path: of the object.
-            etag: delete this version alone. Services that know no such condition pass over it, or refuse it.
+            path: path of the object.
+            etag: delete only this version. Services without this condition ignore or refuse it.
 
         Raises:
-            OSError: as `ask`; `errno.ESTALE` for another version.
+            OSError: as `request`; `errno.ESTALE` for another version.
         """
         bucket, key = Address.parse(path)
         condition = {"IfMatch": etag} if etag else {}
         try:
-            self.ask(path, "delete_object", Bucket=bucket, Key=key, **condition)
+            self.request(path, "delete_object", Bucket=bucket, Key=key, **condition)
         except OSError as error:
             if not etag or error.errno != errno.ENOTSUP:
                 raise
             self.delete(path)
 
     def pages(self, path: str, prefix: str, delimiter: str = "/", most: Optional[int] = None) -> Iterator[Page]:
-        """A list of the objects of a bucket, page by page.
+        """The objects of a bucket, page by page.
 
         Args:
-            path: of anything in the bucket, for messages too.
-            prefix: of the keys.
-            delimiter: keys are listed up to the next one behind the prefix.
-            most: objects of a page, if not as many as the service gives.
+            path: any path in the bucket; also for messages.
+            prefix: beginning of the keys.
+            delimiter: keys are listed up to the next delimiter after the prefix.
+            most: maximum objects of a page; by default the service's.
 
         Raises:
-            OSError: as `ask`.
+            OSError: as `request`.
         """
         bucket = Address.parse(path).bucket
-        wanted: dict[str, Any] = {"Bucket": bucket, "Prefix": prefix, "Delimiter": delimiter}
+        arguments: dict[str, Any] = {"Bucket": bucket, "Prefix": prefix, "Delimiter": delimiter}
         if most is not None:
-            wanted["MaxKeys"] = most
+            arguments["MaxKeys"] = most
         tokens: set[str] = set()
         while True:
-            page = self.ask(path, "list_objects_v2", **wanted)
+            page = self.request(path, "list_objects_v2", **arguments)
             yield _page(page, prefix, path)
             if not page.get("IsTruncated"):
                 return
@@ -372,19 +372,19 @@ class Service:
             if token in tokens:
                 raise StrangeAnswer(path, "a list whose pages repeat")
             tokens.add(token)
-            wanted["ContinuationToken"] = token
+            arguments["ContinuationToken"] = token
 
     def at_once(self, *calls: Callable[[], T]) -> list[T]:
-        """What several calls return, made at the same time; the first error that one raises.
+        """The results of several calls, made concurrently; raises the first error.
 
-        None of them may use this method.
+        None of the calls may use this method.
         """
         return [future.result() for future in [self._pool.submit(call) for call in calls]]
 
     def each(self, call: Callable[[V], T], values: Sequence[V]) -> Iterator[T]:
-        """What a call returns for each of some values, in their order, made for several at the same time.
+        """The result of a call for each value, in order, several concurrently.
 
-        It may not use this method.
+        The call may not use this method.
         """
         coming: deque[Future[T]] = deque()
         for value in values:
@@ -395,17 +395,17 @@ class Service:
             yield coming.popleft().result()
 
     def outside(self, call: Callable[[], T]) -> T:
-        """What a call returns that does not heed signals, which are still handled while the main thread waits."""
+        """The result of a call that ignores signals; they are handled while the main thread waits."""
         if threading.current_thread() is not threading.main_thread():
             return call()
         return self._pool.submit(call).result()
 
     def to_its_end(self, call: Callable[[], T], undo: Callable[[T], object]) -> T:
-        """What a call returns that changes something, and that no signal leaves half done.
+        """The result of a call that changes something, and that signals do not interrupt.
 
         Args:
-            call: neither it nor `undo` may use this method.
-            undo: called for what it returned, where a signal was raised meanwhile.
+            call: the call; neither it nor `undo` may use this method.
+            undo: called with its result if a signal arrived in between.
         """
         if threading.current_thread() is not threading.main_thread():
             return call()

@@ -1,4 +1,4 @@
-"""Object stores as a store: directories are what keys have in common before a slash."""
+"""Object stores as a store: a directory is a common beginning of keys before a slash."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from reshard.storage.store import DirectoryEntry, Expected, FileStatus, Sending,
 
 
 class ObjectEntry(NamedTuple):
-    """A name below a key: of an object, or what several keys have in common.
+    """A name below a key: of an object, or of several keys with a common beginning.
 
     Attributes:
         name: the name.
-        directory: whether it is of several.
+        directory: whether several keys begin with it.
     """
 
     name: str
@@ -44,60 +44,60 @@ class S3Store(Store):
     """The objects of one service.
 
     Args:
-        asked: the service.
+        service: the service.
     """
 
     conditional = True
     at_a_time = 32
 
-    def __init__(self, asked: Service) -> None:
-        self._service = asked
-        self._reader = ObjectReader(asked)
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._reader = ObjectReader(service)
 
     def status(self, path: str, through_links: bool = True) -> FileStatus:
-        """What is at a path; an object comes before a directory of the same name."""
+        """The status of a path; an object takes precedence over a directory of the same name."""
         address = Address.parse(path)
         if not address.key:
-            # Of a bucket that is not there, a list is an error.
+            # The list of a missing bucket is an error.
             self._any_below(address, path)
             return self._directory(address)
-        # The list comes first: an error answer to a look has no text.
-        below, found = self._service.at_once(
+        # The list comes first: error answers to HEAD requests have no text.
+        below, status = self._service.at_once(
             lambda: self._any_below(address, path) or None, lambda: self._object(address, path)
         )
-        if isinstance(found, FileStatus):
-            return found
+        if isinstance(status, FileStatus):
+            return status
         if below:
             return self._directory(address)
-        raise FileNotFoundError(errno.ENOENT, "there is no such object", path)
+        raise FileNotFoundError(errno.ENOENT, "no object has this name", path)
 
     def entries(self, directory: str) -> list[DirectoryEntry]:
-        """What is in a directory."""
+        """The entries of a directory."""
         address = Address.parse(directory)
         prefix = address.prefix
-        found: dict[str, DirectoryEntry] = {}
-        # An object of no name stands for a directory, in some programs.
+        entries: dict[str, DirectoryEntry] = {}
+        # Some programs write an object with an empty name for a directory.
         marked = False
         for page in self._service.pages(directory, prefix):
             for listed in page.objects:
                 name = listed.key[len(prefix) :]
                 marked = marked or not name
                 if name:
-                    found[name] = ObjectEntry(name, directory=False)
+                    entries[name] = ObjectEntry(name, directory=False)
             for common in page.prefixes:
                 name = common[len(prefix) : -1]
                 if name:
-                    found.setdefault(name, ObjectEntry(name, directory=True))
-        if not found and address.key and not marked:
-            raise FileNotFoundError(errno.ENOENT, "there is no such object", directory)
-        return list(found.values())
+                    entries.setdefault(name, ObjectEntry(name, directory=True))
+        if not entries and address.key and not marked:
+            raise FileNotFoundError(errno.ENOENT, "no object has this name", directory)
+        return list(entries.values())
 
     def open(self, path: str, through_links: bool = True) -> ObjectFile:
         """Open an object for reading."""
         address = Address.parse(path)
         try:
             if not address.key:
-                raise FileNotFoundError(errno.ENOENT, "there is no such object", path)
+                raise FileNotFoundError(errno.ENOENT, "no object has this name", path)
             return ObjectFile(self._reader, self._reader.first(address, path))
         except FileNotFoundError:
             if self._any_below(address, path):
@@ -105,7 +105,7 @@ class S3Store(Store):
             raise
 
     def costs(self, path: str) -> Storage:
-        """What requests cost, by those that were made."""
+        """Costs of requests, from the measurements so far."""
         return self._reader.measured.storage(HELD)
 
     def new_file(
@@ -124,30 +124,30 @@ class S3Store(Store):
         self._service.put(path, data, Metadata=metadata_now())
 
     def check_root(self, path: str) -> None:
-        """Insist that there is such a bucket."""
+        """Raise if the bucket is missing."""
         self._any_below(Address(Address.parse(path).bucket, ""), path)
 
     def remove(self, path: str, if_same: Optional[Callable[[FileStatus], bool]] = None) -> None:
-        """Delete an object; with a condition, the version that meets it, where the service knows such requests."""
+        """Delete an object; with a condition, only the version that meets it, where the service supports that."""
         if if_same is None:
             self._service.delete(path)
             return
-        found = self.status(path)
-        if if_same(found):
-            leases.delete_version(self._service, path, found.version)
+        status = self.status(path)
+        if if_same(status):
+            leases.delete_version(self._service, path, status.version)
 
     def make_empty_directory(self, path: str) -> None:
-        """Put what stands for a directory that is empty."""
+        """Write a marker object for an empty directory."""
         bucket, key = Address.parse(path)
-        # A bucket is one already.
+        # A bucket needs no marker.
         if key:
-            self._service.ask(path, "put_object", Bucket=bucket, Key=f"{key}/", Body=b"")
+            self._service.request(path, "put_object", Bucket=bucket, Key=f"{key}/", Body=b"")
 
     def remove_empty_directory(self, path: str) -> None:
-        """Delete what stands for an empty directory."""
+        """Delete the marker object of an empty directory."""
         bucket, key = Address.parse(path)
         if key:
-            self._service.ask(path, "delete_object", Bucket=bucket, Key=f"{key}/")
+            self._service.request(path, "delete_object", Bucket=bucket, Key=f"{key}/")
 
     def remove_dead(self, directory: str, complete: bool) -> None:
         """Abort uploads of dead processes."""
@@ -155,41 +155,41 @@ class S3Store(Store):
             remove_dead(self._service, directory)
 
     def leases_in(self, directory: str, start: str) -> list[bool]:
-        """Of the objects whose names begin so, each of which says that a process lives, whether it does.
+        """For each object whose name begins with ``start``: whether the process that wrote it is alive.
 
         Args:
-            directory: where.
-            start: of their names; what follows tells who.
+            directory: their directory.
+            start: beginning of their names; the holder's name follows.
 
         Raises:
-            OSError: the service does not answer as it should.
+            OSError: the service returned an unexpected answer.
         """
         key = Address.parse(directory).key
-        found: list[bool] = []
+        alive: list[bool] = []
         for page in self._service.pages(directory, f"{key}/{start}"):
-            found += [is_alive(listed.key[len(key) + 1 + len(start) :], listed.age) for listed in page.objects]
-        return found
+            alive += [is_alive(listed.key[len(key) + 1 + len(start) :], listed.age) for listed in page.objects]
+        return alive
 
     def lock(self, path: str, again: Callable[[], None], tell: Tell) -> AbstractContextManager[Callable[[], None]]:
-        """Hold a lock's object alone."""
+        """Hold a lock's object exclusively."""
         return leases.held_alone(self._service, path, leases.waiting(self._service, path, tell).pause, tell)
 
     def share(self, path: str, tell: Tell) -> Lease:
-        """An object beside a path that says that this process lives; its name begins so."""
+        """An object whose name begins with a path, which shows that this process lives."""
         return Lease(self._service, f"{path}.{holder()}", guarded=has_conditional_writes(self._service, path))
 
     @contextlib.contextmanager
     def try_lock(self, path: str) -> Iterator[Optional[bool]]:
-        """Look whether a process lives that has such an object."""
+        """Check whether a living process holds a shared lock."""
         directory, _, name = path.rpartition("/")
         yield not any(self.leases_in(directory, f"{name}."))
 
     def sign_in(self, directory: str) -> Lease:
-        """An object that says that this process lives."""
+        """An object that shows that this process lives."""
         return self.share(f"{directory}/sign", lambda text: None)
 
     def remove_dead_signs(self, directory: str) -> None:
-        """Remove the objects right in a directory that say that a process lives which is dead."""
+        """Remove the objects in a directory, without subdirectories, of dead processes."""
         key = Address.parse(directory).key
         with contextlib.suppress(OSError):
             for page in self._service.pages(directory, f"{key}/"):
@@ -201,7 +201,7 @@ class S3Store(Store):
 
     def _object(self, address: Address, path: str) -> Optional[FileStatus]:
         try:
-            head = self._service.ask(path, "head_object", Bucket=address.bucket, Key=address.key)
+            head = self._service.request(path, "head_object", Bucket=address.bucket, Key=address.key)
         except FileNotFoundError:
             return None
         return version_of(head, head.get("ContentLength"), address, path).status(self._service.name)
@@ -217,10 +217,10 @@ class S3Store(Store):
 
 
 def s3_store(path: str) -> S3Store:
-    """The store that a path lies in.
+    """The store of a path.
 
     Raises:
-        UsageError: the path is none.
+        UsageError: the path is invalid.
         InputError: a package is missing, or the settings are wrong.
     """
     Address.parse(path)
@@ -228,5 +228,5 @@ def s3_store(path: str) -> S3Store:
 
 
 @functools.cache
-def _store(asked: Service) -> S3Store:
-    return S3Store(asked)
+def _store(service: Service) -> S3Store:
+    return S3Store(service)

@@ -1,4 +1,4 @@
-"""What was read around small requests, and where the next ones will probably be."""
+"""Bytes around small requests, and predictions of the next requests."""
 
 from __future__ import annotations
 
@@ -8,33 +8,33 @@ from typing import Generic, Optional, TypeVar
 
 K = TypeVar("K")
 
-# Bytes of the windows of all objects together, and how many of each.
+# Maximum bytes of the windows of all objects, and number of windows of each.
 _MOST_BYTES = 16 << 20
 _MOST_WINDOWS = 128
-# Jumps that differ by no more are alike: what lies between is of equal size, and names are longer or shorter.
+# Jumps with a smaller difference are alike: contents of equal size between names of different length.
 _ALIKE = 1 << 10
-# A jump is one that leads past so many bytes.
+# Minimum bytes of a jump.
 _LEAST_JUMP = 64 << 10
 _MOST_AHEAD = 64
 _MOST_REMEMBERED = 512
 
 
 class Windows(Generic[K]):
-    """The last windows read of each of some objects; for any number of threads.
+    """The last windows of each object; for any number of threads.
 
     Args:
-        most: bytes that all of them may have.
+        most: maximum bytes of all windows.
     """
 
     def __init__(self, most: int = _MOST_BYTES) -> None:
         self._most = most
-        # Where each begins and what is in it, the last one last.
+        # Offset and bytes of each, the last one last.
         self._held: OrderedDict[K, list[tuple[int, bytes]]] = OrderedDict()
         self._bytes = 0
         self._lock = threading.Lock()
 
     def find(self, of: K, offset: int, count: int) -> Optional[bytes]:
-        """Bytes of an object that lie in one of its windows; else None."""
+        """Bytes of an object from one of its windows; None if no window holds them."""
         with self._lock:
             for start, data in reversed(self._held.get(of, ())):
                 if start <= offset and offset + count <= start + len(data):
@@ -43,7 +43,7 @@ class Windows(Generic[K]):
         return None
 
     def last(self, of: K) -> tuple[int, int, int]:
-        """Where the last window of an object begins and ends, and its length; zeros where there is none."""
+        """Beginning and end of an object's last window, and its length; zeros if it has none."""
         with self._lock:
             windows = self._held.get(of)
             if not windows:
@@ -52,7 +52,7 @@ class Windows(Generic[K]):
             return start, start + len(data), len(data)
 
     def keep(self, of: K, start: int, data: bytes) -> None:
-        """Keep a window, and drop those that were not asked for longest."""
+        """Keep a window, and drop the least recently used ones."""
         with self._lock:
             windows = self._held.setdefault(of, [])
             self._held.move_to_end(of)
@@ -66,10 +66,10 @@ class Windows(Generic[K]):
 
 
 class Jumps:
-    """Learns from where requests were where the next ones will be.
+    """Predicts offsets of requests from earlier ones.
 
-    Records of a file tell one by one where the next begins, but layers of a model are alike: the distances
-    between records come again. A wrong guess costs some KiB. For any number of threads.
+    Each record of a file points to the next, but layers of a model are alike: the distances
+    between records repeat. A wrong guess costs some KiB. For any number of threads.
     """
 
     def __init__(self) -> None:
@@ -80,7 +80,7 @@ class Jumps:
         self._ahead = 4
 
     def to(self, offset: int) -> list[int]:
-        """A request is at an offset: where others will probably follow, which were not told before."""
+        """Predicted offsets of the requests after this one, without earlier predictions."""
         with self._lock:
             return self._to(offset)
 
@@ -111,12 +111,12 @@ class Jumps:
         now = len(lengths) - 1
         for before in range(now - 1, -1, -1):
             alike = abs(lengths[before] - lengths[now]) <= _ALIKE
-            # Where there was a jump before that one, it has to be alike as well.
+            # The jump before that one, if any, must be alike, too.
             if alike and (before == 0 or abs(lengths[before - 1] - lengths[now - 1]) <= _ALIKE):
                 period = lengths[before + 1 : now + 1]
-                found = []
+                offsets = []
                 for number in range(self._ahead):
                     offset += period[number % len(period)]
-                    found.append(offset)
-                return found
+                    offsets.append(offset)
+                return offsets
         return []

@@ -1,8 +1,8 @@
-"""Strategies that no compile has written: made from rules and shapes, or derived from other strategies.
+"""Strategies without a compile: made from rules and shapes, or derived from other strategies.
 
 A rule stands for one or several candidates, a grid of named axes with the axes that cut each dimension
 (`candidates`). `toml_file` reads rules, `make` turns them into a strategy, `shown` and `learn` find them in strategies,
-`write` writes the result. Anything undecided is an error with the lines that would settle it. This room does not use
+`write` writes the result. Every undecided value is an error with the lines that would settle it. This room does not use
 checkpoints.
 """
 

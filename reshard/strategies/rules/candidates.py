@@ -3,9 +3,9 @@
 Candidates are read both ways. With sizes, `Candidate.layout` gives the device matrix and tensor map of a compile. From
 slices that strategies record, `candidates_showing` finds the candidates that give them at the sizes of those runs.
 
-An operator's matrix has the axes of its inputs in their order, so the place of model or expert parallelism in it
+An operator's matrix has the axes of its inputs in order, so the place of model or expert parallelism in it
 depends on which input the weight is and which dimension comes first. A wrong order gives slices of the right shape on
-the wrong ranks, and no loader notices. Therefore all orders in `_ORDERS` are tried, and none is preferred.
+the wrong ranks, and no loader detects it. Therefore all orders in `_ORDERS` are tried, and none is preferred.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _ORDERS: dict[str, tuple[tuple[Matrix, ...], tuple[Matrix, ...]]] = {
     "mp": (_matrices("mp, dp, cp"), _matrices("dp, mp, cp")),
 }
 
-# Products that cut a dimension, and the size that must be above 1 to tell each from the others.
+# Products that cut a dimension, and the size that must exceed 1 to distinguish each from the others.
 _PRODUCTS = ((product("mp"), "mp"), (product("ep"), "ep"), (product("mp*cp"), "cp"))
 
 # Repeats over these are written as one axis: operators do not distinguish samples from parts of a sequence.
@@ -86,10 +86,10 @@ class AxisCut:
 
     @property
     def text(self) -> str:
-        """As it is written in rules, if it has one factor at most."""
-        said = "*".join(factor.text for factor in self.factors) or "None"
-        said = said if self.most is None else f"min({said},{self.most})"
-        return said + "?" * self.where_divides
+        """The cut as in rules, if it has at most one factor."""
+        text = "*".join(factor.text for factor in self.factors) or "None"
+        text = text if self.most is None else f"min({text},{self.most})"
+        return text + "?" * self.where_divides
 
     def slices(self, sizes: AxisSizes) -> int:
         """The number of slices.
@@ -133,7 +133,7 @@ class NamedLayout:
 
     @classmethod
     def unnamed(cls, recorded: RecordedLayout) -> NamedLayout:
-        """A record as it is, its axes numbered from the right."""
+        """A record with numbered axes, from the right."""
         matrix = recorded.device_matrix
         axes = tuple(Axis(f"axis {len(matrix) - 1 - place}", size) for place, size in enumerate(matrix))
         split = recorded.split_sizes if recorded.split_offsets else ()
@@ -181,20 +181,20 @@ class Candidate(NamedTuple):
     def strides(self) -> tuple[Optional[AxisProduct], ...]:
         """The distance of ranks with neighbouring slices, per factor of the cuts, for any sizes.
 
-        None for what is no axis of the matrix: as long as it does not cut, it need not be.
+        None for a product that is not an axis of the matrix: it must not cut.
         """
-        found: list[Optional[AxisProduct]] = []
+        strides: list[Optional[AxisProduct]] = []
         for factor in (factor for cut in self.cuts for factor in cut.factors):
             try:
                 stop = _run_of(self.matrix, factor).stop
             except NoCandidateError:
-                found.append(None)
+                strides.append(None)
             else:
-                found.append(math.prod(self.matrix[stop:], start=product("1")))
-        return tuple(found)
+                strides.append(math.prod(self.matrix[stop:], start=product("1")))
+        return tuple(strides)
 
     def slices(self, shape: Sequence[int], sizes: AxisSizes, split_sizes: tuple[int, ...] = ()) -> object:
-        """The slices of every device, comparable; None where the tensor cannot be cut so."""
+        """The comparable slices of every device; None if the tensor cannot be cut this way."""
         try:
             return slices_by_device(self.layout(shape, sizes, split_sizes).layout)
         except ExpressionError:
@@ -204,8 +204,8 @@ class Candidate(NamedTuple):
         """The layout that a compile records.
 
         Args:
-            shape: of the full tensor.
-            sizes: of the axes.
+            shape: full shape of the tensor.
+            sizes: sizes of the axes.
             split_sizes: sizes of dimension 0's slices where it is split by hand.
 
         Raises:
@@ -233,10 +233,10 @@ class Candidate(NamedTuple):
         return NamedLayout(tuple(axes), tuple(map(tuple, maps)), self.nested, split_sizes)
 
     def _slices_of(self, dimension: int, size: int, sizes: AxisSizes, split_sizes: Sequence[int]) -> int:
-        """The slices of a dimension of some size; 0 where the layout does not name its cut.
+        """The number of slices of a dimension; 0 if the layout does not name its cut.
 
         Raises:
-            ExpressionError: it does not divide, or the form cannot express the cut.
+            ExpressionError: the size is not divisible, or the form cannot express the cut.
         """
         cut = self.cuts[dimension]
         slices = cut.slices(sizes)
@@ -257,7 +257,7 @@ class Candidate(NamedTuple):
         return slices
 
     def _merged_axes(self, counts: Sequence[int], runs: Mapping[int, _Run]) -> tuple[list[Axis], dict[int, list[int]]]:
-        """The axes as a compile writes them, and per run the positions of those that cut."""
+        """The axes as a compile writes them, and per run the positions of the cutting ones."""
         axes: list[Axis] = []
         places: dict[int, list[int]] = {}
         joins = False
@@ -306,23 +306,23 @@ def _run_of(matrix: Matrix, factor: AxisProduct) -> range:
     """The neighbouring axes whose product is a factor.
 
     Raises:
-        NoCandidateError: there are none.
+        NoCandidateError: the matrix has no such axes.
     """
     for start in range(len(matrix)):
-        found = matrix[start]
+        run = matrix[start]
         for stop in range(start + 1, len(matrix) + 1):
-            if found == factor:
+            if run == factor:
                 return range(start, stop)
             if stop < len(matrix):
-                found = found * matrix[stop]
+                run = run * matrix[stop]
     axes = ", ".join(axis.text for axis in matrix)
-    raise NoCandidateError(f"{factor.text} is no axis of the matrix [{axes}], nor several that lie side by side")
+    raise NoCandidateError(f"{factor.text} is not an axis of the matrix [{axes}], or a product of neighbouring axes")
 
 
 def slices_by_device(layout: Layout) -> SlicesByDevice:
     """The cuts of a layout, neighbouring axes as one: equal where devices hold the same slices."""
     sizes = layout.device_matrix[::-1]
-    found = []
+    dimensions = []
     for axes in layout.tensor_map:
         cuts: list[tuple[int, int]] = []
         for axis in axes:
@@ -333,12 +333,12 @@ def slices_by_device(layout: Layout) -> SlicesByDevice:
                 cuts[-1] = (stride, cuts[-1][1] * size)
             else:
                 cuts.append((stride, size))
-        found.append(tuple(cuts))
-    return tuple(found)
+        dimensions.append(tuple(cuts))
+    return tuple(dimensions)
 
 
 def any_cut(sizes: AxisSizes) -> tuple[AxisCut, ...]:
-    """All known cuts of a dimension of which nothing is known, whole first."""
+    """All possible cuts of an unknown dimension, whole first."""
     return (WHOLE, *(AxisCut((each,), where_divides=True) for each, needed in _PRODUCTS if sizes[needed] > 1))
 
 
@@ -346,10 +346,10 @@ class Observation(NamedTuple):
     """How one weight is cut in one stage of a strategy.
 
     Attributes:
-        sizes: of the run.
-        slices: of every device.
-        device_matrix: as recorded.
-        nested: whether the map is nested; None where the file does not show it, as JSON.
+        sizes: sizes of the run.
+        slices: slices of every device.
+        device_matrix: the recorded one.
+        nested: whether the map is nested; None if the file's form does not show it, like JSON.
     """
 
     sizes: AxisSizes
@@ -361,13 +361,13 @@ class Observation(NamedTuple):
 def candidates_showing(
     shape: tuple[int, ...], observed: Sequence[Observation]
 ) -> tuple[tuple[Candidate, ...], Optional[int]]:
-    """All candidates that agree with what was observed, the likeliest first, and the cap of their cuts if one has it.
+    """All candidates that agree with the observations, the likeliest first, and the cap of their cuts if one has it.
 
-    Candidates with the same cuts and strides give the same slices at all sizes: one of them is returned.
+    Of candidates with the same cuts and strides, which give the same slices at all sizes, only one is returned.
     """
     largest = {name: max(one.sizes[name] for one in observed) for name in SIZED}
     nested = all(one.nested for one in observed)
-    found: dict[Candidate, bool] = {}
+    agreeing: dict[Candidate, bool] = {}
     for cuts in itertools.product(*(_cuts_showing(*each, observed, largest) for each in enumerate(shape))):
         cut_by = Candidate(DEFAULT_MATRIX, cuts).cut_by
         if {"ep", "mp"} <= {*cut_by} and cut_by.index("mp") < cut_by.index("ep"):
@@ -376,16 +376,16 @@ def candidates_showing(
         for matrix in _matrices_for(cut_by, largest["cp"] > 1):
             candidate = Candidate(matrix, cuts, nested)
             if all(candidate.slices(shape, one.sizes) == one.slices for one in observed):
-                found[candidate] = all(
+                agreeing[candidate] = all(
                     candidate.layout(shape, one.sizes).device_matrix == one.device_matrix for one in observed
                 )
     # Experts across model parallel ranks are cut through the Layout interface, which writes nested maps. MindSpore
-    # 2.10 writes flat ones; there the rule has to be stated, because it would explain sizes that are not the run's.
+    # 2.10 writes flat ones; then the rule has to be stated, because it would explain wrong sizes.
     if any(one.nested is False for one in observed):
-        found = {candidate: same for candidate, same in found.items() if not candidate.has_experts_across_model}
-    caps = {cut.most for candidate in found for cut in candidate.cuts if cut.most is not None}
+        agreeing = {candidate: same for candidate, same in agreeing.items() if not candidate.has_experts_across_model}
+    caps = {cut.most for candidate in agreeing for cut in candidate.cuts if cut.most is not None}
     distinct: dict[object, Candidate] = {}
-    for candidate in sorted(found, key=lambda candidate: not found[candidate]):
+    for candidate in sorted(agreeing, key=lambda candidate: not agreeing[candidate]):
         distinct.setdefault((candidate.cuts, candidate.strides()), candidate)
     return tuple(distinct.values()), caps.pop() if len(caps) == 1 else None
 
@@ -405,19 +405,19 @@ def _matrices_for(cut_by: Collection[str], context: bool) -> Iterator[Matrix]:
 def _cuts_showing(
     dimension: int, size: int, observed: Sequence[Observation], largest: Mapping[str, int]
 ) -> list[AxisCut]:
-    """The known cuts of a dimension that make as many slices as were observed.
+    """The known cuts of a dimension with as many slices as observed.
 
-    Sizes that are 1 in all runs are left out: nothing is shown of larger ones.
+    Sizes that are 1 in all runs are left out: the runs do not show their cuts.
     """
     slices = [math.prod(count for _, count in one.slices[dimension]) for one in observed]
-    found = [WHOLE] if set(slices) == {1} else []
+    cuts = [WHOLE] if set(slices) == {1} else []
     for each in (each for each, needed in _PRODUCTS if largest[needed] > 1):
         expected = [each.whole(one.sizes) for one in observed]
         if slices == expected:
-            found.append(AxisCut((each,)))
+            cuts.append(AxisCut((each,)))
         elif slices == [1 if size % count else count for count in expected]:
-            found.append(AxisCut((each,), where_divides=True))
+            cuts.append(AxisCut((each,), where_divides=True))
     for most in sorted({count for count, one in zip(slices, observed) if 1 < count < one.sizes["mp"]}):
         if slices == [min(one.sizes["mp"], most) for one in observed]:
-            found.append(AxisCut((product("mp"),), most))
-    return found
+            cuts.append(AxisCut((product("mp"),), most))
+    return cuts

@@ -1,7 +1,7 @@
-"""Rules from strategies: the candidates that they show, as rules for `derive` or as the text of a file.
+"""Rules from strategies: the candidates that agree with them, as rules for `derive` or as the text of a file.
 
-Beyond what was shown nothing is assumed: a cut is not taken to grow with its axis, since code may cap it, and the order
-of devices is not taken to be the usual one. `ASSUMPTIONS` are made only where the user asks for them.
+Nothing is assumed beyond the strategies: a cut may not grow with its axis, since code may cap it, and the order
+of devices may be unusual. `ASSUMPTIONS` are made only on the user's request.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ DP_OUTERMOST = "dp-outermost"
 ASSUMPTIONS = {
     GROWTH: "cuts grow with their axes and whole dimensions stay whole, beyond the largest sizes that were shown",
     DP_OUTERMOST: "data parallel is outermost in the device matrix where no strategy shows the order of devices; "
-    "where that is not so, ranks get slices of the right shape that are others'",
+    "if that is wrong, ranks get other ranks' slices of the right shape",
 }
 """What may be assumed, and its meaning."""
 
 _WHY = {
-    "mp": "code may cap a cut, at the number of key and value heads for one",
+    "mp": "code may cap a cut, for example at the number of key and value heads",
     "cp": "what context parallelism cuts",
     "ep": "what expert parallelism cuts",
 }
@@ -50,13 +50,13 @@ _NOTHING_OF_MP = "what model parallelism cuts"
 
 
 class Learned(NamedTuple):
-    """What sources show.
+    """The candidates that agree with the sources.
 
     Attributes:
         weights: per weight its candidates.
-        shards: per weight whether the optimizer may shard it.
+        shards: per weight, whether the optimizer may shard it.
         rules: a rule per weight with its candidates; none for weights without.
-        unexplained: weights whose cuts no size explains.
+        unexplained: weights with cuts that no size explains.
     """
 
     weights: Mapping[str, ShownWeight]
@@ -74,7 +74,7 @@ def learn(
         sources: strategies with the sizes of their runs, at least one.
         model: the weights of the first, with their shapes.
         assume: names of `ASSUMPTIONS`.
-        target: where these are a source's sizes, its layouts are copied.
+        target: if equal to a source's sizes, its layouts are copied.
 
     Raises:
         StrategyError: a size of a source cuts nothing, or a layout does not fit its tensor.
@@ -129,7 +129,7 @@ def _check_sizes_cut(sources: Sequence[SourceRun], weights: Mapping[str, ShownWe
             hint = "count context parallelism that cuts nothing as data parallelism: in dp, without cp"
         else:
             hint = "give the sizes of this run"
-        raise StrategyError(f"{where} cuts no parameter for certain", file=source.strategy.path, hint=hint)
+        raise StrategyError(f"{where} cuts no parameter with certainty", file=source.strategy.path, hint=hint)
 
 
 def _recorded(source: SourceRun, tensor: FullTensor) -> Optional[RecordedLayout]:
@@ -145,7 +145,7 @@ def _recorded(source: SourceRun, tensor: FullTensor) -> Optional[RecordedLayout]
 def _shown_for(sources: Sequence[SourceRun], assume: Sequence[str]) -> tuple[Shown, ...]:
     """Conditions on a target: no kind of parallelism that no source has, and no wider cuts by mp.
 
-    Code caps cuts by mp, for example at the number of key and value heads. No code is known that caps others.
+    Code caps cuts by mp, for example at the number of key and value heads. No known code caps others.
     """
     shown = []
     for name in SIZED:
@@ -203,10 +203,10 @@ def check_explained(learned: Learned, stated: Sequence[LayoutRule], sources: Seq
 
 
 def rules_text(learned: Learned, sources: Sequence[SourceRun], model: ModelTensors, shapes_known: bool) -> str:
-    """The rules as a file, with marks where the strategies leave something open.
+    """The rules as a file, with marks for open values.
 
     Args:
-        learned: what the strategies show.
+        learned: the candidates.
         sources: the strategies.
         model: the weights.
         shapes_known: whether their shapes are known; if not, a whole dimension may be one that did not divide.
@@ -234,13 +234,13 @@ def rules_text(learned: Learned, sources: Sequence[SourceRun], model: ModelTenso
 
 
 def _head(learned: Learned, sources: Sequence[SourceRun], model: ModelTensors, no_shards: bool) -> Iterator[str]:
-    said = ", ".join(f"{source.strategy.path} ({source.sizes.text})" for source in sources)
-    yield f"# Rules for `reshard strategy make`, as shown by {said}"
+    shown_by = ", ".join(f"{source.strategy.path} ({source.sizes.text})" for source in sources)
+    yield f"# Rules for `reshard strategy make`, as shown by {shown_by}"
     yield f"shown_with = {quoted_list([source.sizes.text for source in sources])}"
     shown_for = learned.rules.shown_for
     if shown_for:
         yield ""
-        yield "# Nothing is shown beyond these. Remove a condition if the rules are true beyond it."
+        yield "# Beyond these, the rules are unknown. Remove a condition if they are valid beyond it."
         yield "shown_for = ["
         for condition, _ in shown_for:
             name = condition.text.partition("<=")[0]
@@ -263,7 +263,7 @@ def _head(learned: Learned, sources: Sequence[SourceRun], model: ModelTensors, n
         yield f"{key} = {quoted_list(patterns_for(placed, names))}"
     others = [name for name in names if name not in (*pipeline.first, *pipeline.last) and not is_numbered(name)]
     if others:
-        yield "# The stage of these is not shown; a target with several stages needs each in one of the lists:"
+        yield "# The stage of these is not shown; for a target with several stages, put each in one of the lists:"
         yield from (f"#     {toml_string(pattern)}," for pattern in patterns_for(others, names))
 
 

@@ -44,7 +44,7 @@ from reshard.text.names import ACCUMULATED_GRADIENTS
 from reshard.text.products import ExpressionError
 from reshard.text.wording import plural, rank_ranges
 
-# A rule with more candidates leaves everything open.
+# Maximum candidates of a rule.
 _MAX_CANDIDATES = 4096
 _MAX_GROUPS = 8
 
@@ -55,8 +55,8 @@ class TargetRun:
 
     Attributes:
         sizes: devices per kind of parallelism.
-        shards: how its optimizer shards.
-        layers_per_stage: layers per stage, in rounds where the pipeline is interleaved; evenly if None.
+        shards: sharding by its optimizer.
+        layers_per_stage: layers per stage, in rounds if the pipeline is interleaved; None for an even division.
         weights_only: without optimizer state and gradients, as for inference.
     """
 
@@ -71,7 +71,7 @@ class MadeStage:
     """One stage of a made strategy.
 
     Attributes:
-        number: of the stage.
+        number: number of the stage.
         first_rank: global rank of its first device.
         layouts: the record per parameter.
         shapes: full shape per parameter.
@@ -86,13 +86,13 @@ class MadeStage:
 
 
 class Unsettled(NamedTuple):
-    """Something that rules leave open.
+    """A value that rules leave open.
 
     Attributes:
         problem: in words.
-        settled_by: the lines of a rule, without its match, per way to settle it; none where rules cannot.
+        settled_by: per possibility, the lines of a rule without its match; none if rules cannot settle it.
         comment: the comment above these lines.
-        options: options that settle it, one of them true of the run; then no lines are printed.
+        options: options that settle it, one of them correct for the run; then no lines are printed.
     """
 
     problem: str
@@ -102,10 +102,10 @@ class Unsettled(NamedTuple):
 
 
 class UnsettledError(Exception):
-    """Rules leave something of one parameter open.
+    """Rules leave a value of one parameter open.
 
     Attributes:
-        unsettled: what they leave open.
+        unsettled: the open value.
     """
 
     def __init__(self, *unsettled: object) -> None:
@@ -125,17 +125,17 @@ def make_strategy(rules: LayoutRules, tensors: ModelTensors, target: TargetRun, 
     """Make the strategy of a run that was never compiled.
 
     Args:
-        rules: of the model.
-        tensors: of the model.
+        rules: rules of the model.
+        tensors: tensors of the model.
         target: the run.
-        where: the place for lines that settle something, for messages.
+        where: place for the lines of an open value, for messages.
 
     Returns:
         The stages, in order.
 
     Raises:
-        StrategyError: something is undecided, contradicts itself, or would not be compiled.
-        UsageError: layers cannot be divided among stages so.
+        StrategyError: a value is undecided, contradicts another, or would not be compiled.
+        UsageError: layers cannot be divided among stages in this way.
     """
     _check_devices(target)
     _check_shown(rules, target.sizes)
@@ -184,11 +184,11 @@ def _check_devices(target: TargetRun) -> None:
     if not device_count_allowed(devices):
         raise StrategyError(
             f"{sizes.text}: {devices} devices; MindSpore's compiler takes 1, 2, 4 or a multiple of {SERVER}",
-            hint="choose sizes of such a product",
+            hint="choose sizes with one of these products",
         )
     if target.shards.size > devices:
         raise StrategyError(
-            f"--optimizer-shards {target.shards.size} are more than the {devices} devices, which the compiler refuses",
+            f"--optimizer-shards {target.shards.size} is more than the {devices} devices; the compiler refuses that",
             hint="-1 shards each weight over all its replicas",
         )
 
@@ -202,9 +202,9 @@ def _check_shown(rules: LayoutRules, sizes: AxisSizes) -> None:
             raise StrategyError(f"{rules.path}: shown_for: {one.text}: {error}", file=rules.path) from error
         if not holds:
             raise StrategyError(
-                f"{rules.path} shows nothing beyond {one.text}, and the target has {sizes.text}",
+                f"{rules.path} is valid only for {one.text}, and the target has {sizes.text}",
                 file=rules.path,
-                hint=hint or f"if its cuts are the same there, take {toml_string(one.text)} out of shown_for",
+                hint=hint or f"if its cuts are the same there, remove {toml_string(one.text)} from shown_for",
             )
 
 
@@ -212,11 +212,11 @@ def _states(rules: LayoutRules, tensors: ModelTensors) -> Mapping[str, Sequence[
     """Per weight the prefixes of its optimizer state."""
     if tensors.other_shapes:
         raise StrategyError(
-            f"{tensors.path}: optimizer state of another shape than its weight's; how it is cut is not known: "
+            f"{tensors.path}: optimizer state of another shape than its weight's; its cut is unknown: "
             + listing(tensors.other_shapes),
             file=tensors.path,
             parameter=tensors.other_shapes[0],
-            hint="--weights-only leaves optimizer state out",
+            hint="add --weights-only to leave optimizer state out",
         )
     if tensors.states:
         return tensors.states
@@ -239,7 +239,7 @@ def _placed(rule: LayoutRule, shape: tuple[int, ...], sizes: AxisSizes, shown_wi
     """
     if rule.recorded is not None:
         return _Placed(NamedLayout.unnamed(rule.recorded), rule, frozenset(sizes.named))
-    found: dict[object, tuple[Candidate, NamedLayout]] = {}
+    layouts: dict[object, tuple[Candidate, NamedLayout]] = {}
     refused: dict[str, None] = {}
     impossible: dict[str, None] = {}
     for candidate in _candidates(rule, shape, sizes, shown_with):
@@ -250,15 +250,15 @@ def _placed(rule: LayoutRule, shape: tuple[int, ...], sizes: AxisSizes, shown_wi
         except ExpressionError as error:
             refused[str(error)] = None
         else:
-            found.setdefault(slices_by_device(layout.layout), (candidate, layout))
-    ways = tuple(_lines_of([candidate for candidate, _ in found.values()]))
-    if refused or not found:
-        # The true candidate may be one that does not compile.
-        raise UnsettledError(f"{rule.where}: {'; '.join(refused or impossible)}", ways, "if it is cut otherwise")
-    if len(found) > 1:
+            layouts.setdefault(slices_by_device(layout.layout), (candidate, layout))
+    ways = tuple(_lines_of([candidate for candidate, _ in layouts.values()]))
+    if refused or not layouts:
+        # One of the refused candidates may be the correct one.
+        raise UnsettledError(f"{rule.where}: {'; '.join(refused or impossible)}", ways, "for another cut")
+    if len(layouts) > 1:
         options = tuple(f"--set {switch}={value}" for switch, value, _ in rule.variants)
-        raise UnsettledError(f"{rule.where} can mean {len(found)} layouts", ways, "either", options)
-    ((candidate, layout),) = found.values()
+        raise UnsettledError(f"{rule.where} can mean {len(layouts)} layouts", ways, "either", options)
+    ((candidate, layout),) = layouts.values()
     cutting = [cut for cut, slices in zip(candidate.cuts, layout.layout.tensor_cuts) if slices > 1]
     return _Placed(layout, rule, frozenset(name for cut in cutting for factor in cut.factors for name in factor.names))
 
@@ -266,7 +266,7 @@ def _placed(rule: LayoutRule, shape: tuple[int, ...], sizes: AxisSizes, shown_wi
 def _candidates(
     rule: LayoutRule, shape: tuple[int, ...], sizes: AxisSizes, shown_with: Sequence[AxisSizes]
 ) -> Sequence[Candidate]:
-    """All candidates of a rule, the one that is written first first; those that strategies exclude are left out."""
+    """All candidates of a rule, the first written one first; without those that strategies exclude."""
     if rule.candidates:
         return rule.candidates
     if not rule.has_cuts:
@@ -274,7 +274,7 @@ def _candidates(
         raise UnsettledError(
             f"no rule fits (shape {list(shape)})",
             ((f"map = {whole}",),),
-            'if it is whole; "mp" in the place of a dimension that mp cuts',
+            'for a whole tensor; "mp" for a dimension that mp cuts',
         )
     entries = ((WHOLE,),) * len(shape) if rule.entries is None else rule.entries
     if len(entries) != len(shape):
@@ -284,18 +284,18 @@ def _candidates(
         )
     cuts = itertools.product(*(any_cut(sizes) if entry is None else entry for entry in entries))
     both = itertools.islice(itertools.product(rule.matrices, cuts), _MAX_CANDIDATES + 1)
-    found = [Candidate(matrix, chosen, rule.nested) for matrix, chosen in both]
-    if len(found) > _MAX_CANDIDATES:
+    candidates = [Candidate(matrix, chosen, rule.nested) for matrix, chosen in both]
+    if len(candidates) > _MAX_CANDIDATES:
         raise UnsettledError(f"{rule.where} can mean more than {_MAX_CANDIDATES} layouts")
-    if len(found) > 1:
+    if len(candidates) > 1:
         for shown in shown_with:
-            slices = [candidate.slices(shape, shown, rule.split_sizes) for candidate in found]
-            found = [candidate for candidate, each in zip(found, slices) if each == slices[0]]
-    return found
+            slices = [candidate.slices(shape, shown, rule.split_sizes) for candidate in candidates]
+            candidates = [candidate for candidate, each in zip(candidates, slices) if each == slices[0]]
+    return candidates
 
 
 def _lines_of(candidates: Sequence[Candidate]) -> Iterator[tuple[str, ...]]:
-    """Per candidate the lines of a rule that states it."""
+    """Per candidate, the lines of its rule."""
     several = len({candidate.matrix for candidate in candidates}) > 1
     for matrix, cuts, nested in candidates:
         lines = [f"map = {quoted_list([cut.text for cut in cuts])}"]
@@ -335,7 +335,7 @@ def _with_shards(
         raise UnsettledError(str(error), settled_by, "its element type in training") from error
     if record != NO_SHARDS and may_shard is None:
         raise UnsettledError(
-            "whether the optimizer may shard them is not shown",
+            "whether the optimizer may shard them is unknown",
             (("optimizer_shard = false",), ("optimizer_shard = true",)),
             "either",
         )
@@ -371,11 +371,13 @@ def _check_groups(placed: Mapping[str, tuple[NamedLayout, int]]) -> None:
             )
 
 
-def _check_settled(found: Mapping[Unsettled, Sequence[str]], path: str, known: Sequence[str], where: str) -> None:
-    """Refuse what rules leave open.
+def _check_settled(
+    unsettled_groups: Mapping[Unsettled, Sequence[str]], path: str, known: Sequence[str], where: str
+) -> None:
+    """Refuse open values of rules.
 
     Args:
-        found: the parameters by what is open.
+        unsettled_groups: the parameters by open value.
         path: the rules.
         known: all parameters, so that printed patterns match no others.
         where: the place for the printed lines.
@@ -383,33 +385,33 @@ def _check_settled(found: Mapping[Unsettled, Sequence[str]], path: str, known: S
     Raises:
         StrategyError: names every group and prints the lines that would settle it.
     """
-    if not found:
+    if not unsettled_groups:
         return
-    count = sum(map(len, found.values()))
+    count = sum(map(len, unsettled_groups.values()))
     texts: list[str] = [f"{path} does not settle {plural(count, 'parameter')}:"]
-    for unsettled, names in found.items():
+    for unsettled, names in unsettled_groups.items():
         lines = "".join(f"\n    {line}" for line in _lines(unsettled, names, known))
         texts.append(f"{unsettled.problem}: {plural(len(names), 'parameter')}: " + listing(names) + lines)
-    more = len(found) - _MAX_GROUPS
+    more = len(unsettled_groups) - _MAX_GROUPS
     shown = joined("\n", texts[: _MAX_GROUPS + 1])
     if more > 0:
         shown += f"\nand {plural(more, 'more group')} of parameters"
     hints = []
-    options = dict.fromkeys(option for unsettled in found for option in unsettled.options)
+    options = dict.fromkeys(option for unsettled in unsettled_groups for option in unsettled.options)
     if options:
-        hints.append(f"add the option that is true of the run: {' or '.join(options)}")
-    if any(one.settled_by and not one.options for one in found):
-        hints.append(f"put the lines that are true into {where}")
+        hints.append(f"add the option that is correct for the run: {' or '.join(options)}")
+    if any(one.settled_by and not one.options for one in unsettled_groups):
+        hints.append(f"put the correct lines into {where}")
     raise StrategyError(
         Message(shown, joined("\n", texts).full, shown.shortened or more > 0),
         file=path,
-        parameter=next(iter(found.values()))[0],
+        parameter=next(iter(unsettled_groups.values()))[0],
         hint="\n".join(hints) or None,
     )
 
 
 def _lines(unsettled: Unsettled, names: Sequence[str], known: Sequence[str]) -> Iterator[str]:
-    """The rules that settle something, with a comment above each."""
+    """The rules that settle a value, with a comment above each."""
     if unsettled.options:
         return
     match = f"match = {one_or_list(patterns_for(names, known))}"

@@ -1,8 +1,8 @@
-"""LayoutRules: how parameters are cut, in named axes, whatever the sizes of these.
+"""LayoutRules: cuts of parameters, in named axes, for any sizes of these.
 
-A rule says for all parameters whose names fit its patterns which grid of named axes the devices of a
-stage are, slowest first, and which of these axes cut which dimension. AxisSizes make a device matrix and
-tensor map of it.
+A rule is for all parameters whose names match its patterns. It contains the grid of named axes of a stage's
+devices, slowest first, and the axes that cut each dimension. AxisSizes turn it into a device matrix and
+tensor map.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ NOT_SHOWN = "?"
 """The mark of an unknown value in rules."""
 
 MapEntry = Optional[tuple[AxisCut, ...]]
-"""The cut of a dimension, or the candidates where it is not known; None where nothing of it is known."""
+"""The cut of a dimension, or its candidates; None if unknown."""
 
 
 @dataclass(frozen=True)
 class LayoutRule:
-    """The layout of parameters, as far as it is known.
+    """The layout of parameters, as far as known.
 
     Attributes:
         patterns: the parameters, as shell patterns.
         where: the rule in words, for messages.
-        matrices: device matrices; the candidates where it is not known.
-        entries: a cut per dimension; None where the rule leaves cuts open.
+        matrices: device matrices; the candidates if unknown.
+        entries: a cut per dimension; None if the rule leaves cuts open.
         every_dimension_whole: all dimensions are whole, for any number of them.
         optimizer_shard: whether the optimizer may shard the parameters; None if unknown.
         nested: written as the Layout interface writes it: a map per dimension, axes of size 1 kept.
-        dtype: MindSpore's name of the element type in training, where it differs from the shapes' file.
+        dtype: MindSpore's name of the element type in training, if it differs from the shapes' file.
         split_sizes: sizes of dimension 0's slices where the table is split by hand.
-        trained: whether the parameters have optimizer state, where the shapes' file has none at all.
-        candidates: all candidates that strategies allow, in place of ``matrices`` and ``entries``.
-        recorded: exactly this layout, of a strategy whose sizes are the target's.
-        shard_shown_for: the condition under which ``optimizer_shard`` is known; always if None.
-        said: the attributes that a partial rule has; later rules give the others. None: the rule is whole.
-        variants: the rules that replace this one where a switch has a value.
+        trained: whether the parameters have optimizer state, if the shapes' file has none at all.
+        candidates: all candidates that strategies allow, instead of ``matrices`` and ``entries``.
+        recorded: exactly this layout, from a strategy with the target's sizes.
+        shard_shown_for: the condition for ``optimizer_shard``; always if None.
+        stated: the attributes of a partial rule; later rules give the others. None: the rule is complete.
+        variants: the rules that replace this one for values of a switch.
     """
 
     patterns: tuple[str, ...]
@@ -63,7 +63,7 @@ class LayoutRule:
     candidates: tuple[Candidate, ...] = ()
     recorded: Optional[RecordedLayout] = None
     shard_shown_for: Optional[SizeCondition] = None
-    said: Optional[frozenset[str]] = None
+    stated: Optional[frozenset[str]] = None
     variants: tuple[Variant, ...] = ()
 
     @cached_property
@@ -71,12 +71,12 @@ class LayoutRule:
         return [Glob(pattern) for pattern in self.patterns]
 
     def matches(self, name: str) -> bool:
-        """Whether the rule is for a parameter."""
+        """Whether the rule matches a parameter."""
         return any(glob.matches(name) for glob in self._globs)
 
     @property
     def has_cuts(self) -> bool:
-        """Whether the rule gives cuts, and not only other attributes."""
+        """Whether the rule gives cuts, not only other attributes."""
         return bool(self.entries is not None or self.every_dimension_whole or self.recorded or self.candidates)
 
     def may_shard(self, sizes: AxisSizes) -> Optional[bool]:
@@ -107,21 +107,21 @@ _CUTS = ("entries", "every_dimension_whole", "candidates", "recorded", "nested",
 
 def _merged(rules: Sequence[LayoutRule]) -> LayoutRule:
     """The last of several rules, with the attributes of the partial rules before it."""
-    found = rules[-1]
+    merged = rules[-1]
     for rule in reversed(rules[:-1]):
-        said = rule.said or frozenset()
-        fields = [field for field in said if field not in _CUTS]
-        if "optimizer_shard" in said:
+        stated = rule.stated or frozenset()
+        fields = [field for field in stated if field not in _CUTS]
+        if "optimizer_shard" in stated:
             fields.append("shard_shown_for")
         if rule.has_cuts:
             fields += _CUTS
-        elif "matrices" in said:
+        elif "matrices" in stated:
             fields.append("matrices")
-            kept = tuple(each for each in found.candidates if each.matrix in rule.matrices)
-            found = replace(found, candidates=kept or found.candidates)
+            kept = tuple(each for each in merged.candidates if each.matrix in rule.matrices)
+            merged = replace(merged, candidates=kept or merged.candidates)
         changes = {field: getattr(rule, field) for field in fields}
-        found = replace(found, patterns=rule.patterns, where=rule.where, **changes)
-    return found
+        merged = replace(merged, patterns=rule.patterns, where=rule.where, **changes)
+    return merged
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ class LayoutRules:
         path: the file, or the name of built-in rules.
         rules: in order; the first that matches holds.
         pipeline: stages.
-        optimizer_states: prefixes of optimizer state; None where the shapes' file lists the state.
+        optimizer_states: prefixes of optimizer state; None if the shapes' file lists the state.
         shown_for: conditions on the target's sizes.
         shown_with: sizes of the strategies that the rules were read from. Candidates of a rule that differ from its
             first one at these sizes are excluded.
@@ -189,7 +189,7 @@ class LayoutRules:
         for rule in self.rules:
             if rule.matches(name):
                 matching.append(rule)
-                if rule.has_cuts and rule.said is None:
+                if rule.has_cuts and rule.stated is None:
                     break
         key = tuple(map(id, matching))
         if key not in self._known:
@@ -200,7 +200,7 @@ class LayoutRules:
         """The rules for these values of switches.
 
         Raises:
-            UsageError: no rule has such a switch, or it has no such value.
+            UsageError: no rule has this switch, or it does not have this value.
         """
         known: dict[str, dict[str, None]] = {}
         for rule in self.rules:
@@ -208,7 +208,9 @@ class LayoutRules:
                 known.setdefault(variant.switch, {})[variant.value] = None
         for name, value in stated.items():
             if name not in known:
-                raise UsageError(f"--set {name}: {self.path} has no such switch; known: {', '.join(known) or 'none'}")
+                raise UsageError(
+                    f"--set {name}: {self.path} has no switch of this name; known: {', '.join(known) or 'none'}"
+                )
             if value.lower() not in known[name]:
                 raise UsageError(f"--set {name}={value}: {name} is one of {', '.join(known[name])}")
         return replace(self, rules=tuple(_held(rule, stated) for rule in self.rules))

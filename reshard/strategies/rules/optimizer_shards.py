@@ -33,14 +33,14 @@ def groups_allowed(groups: IntArray) -> Optional[bool]:
     Args:
         groups: global ranks, shape (groups, members), each row ascending.
     """
-    found = _allowed(groups)
-    return bool(found[0]) if found.all() or not found.any() else None
+    allowed = _allowed(groups)
+    return bool(allowed[0]) if allowed.all() or not allowed.any() else None
 
 
 def _allowed(groups: IntArray) -> npt.NDArray[np.bool_]:
     """Per group whether it may communicate, shape (groups,)."""
     server, local = np.divmod(groups, SERVER)
-    # Where in the flattened array another server, or another group, begins.
+    # Positions in the flattened array where another server, or another group, begins.
     first = np.ones(groups.shape, dtype=bool)
     first[:, 1:] = server[:, 1:] != server[:, :-1]
     starts = np.flatnonzero(first)
@@ -69,15 +69,15 @@ def forbidden_group(layout: Layout, offset: int) -> tuple[int, ...]:
     sizes = layout.device_matrix[::-1]
     groups = [replica_groups(layout, offset)]
     for axes in layout.tensor_map:
-        # Ranks that differ in nothing but their part of this dimension.
+        # Ranks that differ only in their part of this dimension.
         strides = [(int(np.prod(sizes[:axis], dtype=np.int64)), sizes[axis]) for axis in axes]
         rest = ranks - sum((ranks // stride % size * stride for stride, size in strides), np.zeros_like(ranks))
         count = int(np.prod([size for _, size in strides], dtype=np.int64))
         groups.append(np.argsort(rest, kind="stable").astype(np.int64).reshape(-1, count) + offset)
-    for found in groups:
-        forbidden = np.flatnonzero(~_allowed(found))
+    for each in groups:
+        forbidden = np.flatnonzero(~_allowed(each))
         if forbidden.size:
-            return tuple(found[forbidden[0]].tolist())
+            return tuple(each[forbidden[0]].tolist())
     return ()
 
 
@@ -102,7 +102,7 @@ DEFAULT_THRESHOLD = 64
 
 
 class ShardSetting(NamedTuple):
-    """How the optimizer of a run shards.
+    """The optimizer sharding of a run.
 
     Attributes:
         size: configured shards per weight; -1: as many as replicas, 0: none.
@@ -123,17 +123,17 @@ NO_SHARDS = (0, 0)
 def shard_record(
     layout: Layout, first_rank: int, shape: Sequence[int], item_size: Optional[int], setting: ShardSetting
 ) -> tuple[int, int]:
-    """Step and size that the compiler records of a weight that may be sharded; 0 and 0 where it is not.
+    """Step and size that the compiler records for a weight that may be sharded; 0 and 0 if it is not.
 
     Args:
         layout: without optimizer shards.
-        first_rank: of the stage.
-        shape: the full tensor's.
+        first_rank: first rank of the stage.
+        shape: shape of the full tensor.
         item_size: bytes of an element; None if unknown.
-        setting: the run's.
+        setting: setting of the run.
 
     Raises:
-        UndecidedError: it depends on something unknown.
+        UndecidedError: it depends on an unknown value.
     """
     possible = possible_record(layout, first_rank, shape, setting.size)
     if possible == NO_SHARDS:
@@ -161,7 +161,7 @@ def possible_record(layout: Layout, first_rank: int, shape: Sequence[int], confi
     if not configured or not shape or replicas == 1:
         return NO_SHARDS
     if layout.uneven is not None:
-        raise UndecidedError("it is split by hand, and nothing is known of optimizer shards of such tables")
+        raise UndecidedError("it is split by hand, and optimizer shards of hand-split tables are unknown")
     # MindSpore ignores configured sizes of 1 and less.
     size = min(configured, replicas) if configured > 1 else replicas
     if replicas % size or shape[0] % (layout.tensor_cuts[0] * size):
@@ -174,17 +174,17 @@ def possible_record(layout: Layout, first_rank: int, shape: Sequence[int], confi
 
 @lru_cache(maxsize=4096)
 def _step(layout: Layout, offset: int, size: int, configured: bool) -> Optional[int]:
-    """The recorded step, None where the groups may not communicate."""
+    """The recorded step, None if the groups may not communicate."""
     groups = replica_groups(layout, offset)
     verdicts = [groups_allowed(groups.reshape(-1, size))]
     mirrors = groups.shape[1] // size
     if configured and mirrors > 1:
-        # The same part of every shard group, and the ranks that the compiler checks instead: a distance apart.
+        # The same part of every shard group; instead of it, the compiler checks the ranks at a distance.
         verdicts.append(groups_allowed(groups.reshape(-1, mirrors, size).transpose(0, 2, 1).reshape(-1, mirrors)))
         distance = layout.device_count // mirrors
         verdicts.append(groups_allowed(np.add.outer(np.arange(distance), np.arange(mirrors) * distance) + offset))
     if None in verdicts or (False in verdicts[1:] and True in verdicts[1:]):
-        raise UndecidedError("the compiler would shard it on some ranks and not on others")
+        raise UndecidedError("the compiler would shard it on some ranks only")
     if False in verdicts:
         return None
     first, *_, last = groups[0].tolist()

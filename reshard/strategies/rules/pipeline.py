@@ -26,12 +26,12 @@ def stages_of(
         names: the weights, without optimizer state.
         pipeline: the patterns of the first and last stage and of layers.
         stages: number of stages.
-        chunks: layers per stage; several rounds of the stages where the pipeline is interleaved.
+        chunks: layers per stage; several rounds of the stages if the pipeline is interleaved.
         path: the rules, for messages.
 
     Raises:
         StrategyError: some parameter's stage is undecided.
-        UsageError: the layers cannot be divided so.
+        UsageError: the layers cannot be divided in this way.
     """
     if chunks is not None and (len(chunks) % stages or not chunks):
         raise UsageError(
@@ -44,7 +44,7 @@ def stages_of(
     of_layers = _layers(names, pipeline, first, last, path)
     layers = sorted(set(of_layers.values()))
     stage_of_layer = _stage_of_layer(layers, stages, chunks)
-    found: dict[str, int] = {}
+    stage_by_name: dict[str, int] = {}
     unsettled: list[str] = []
     for name in names:
         on_first, on_last = first.match(name), last.match(name)
@@ -53,9 +53,9 @@ def stages_of(
                 f"{path}: [pipeline]: {quoted(name)} is on the first stage and on the last", file=path, parameter=name
             )
         if on_first or on_last:
-            found[name] = 0 if on_first else stages - 1
+            stage_by_name[name] = 0 if on_first else stages - 1
         elif name in of_layers:
-            found[name] = stage_of_layer[of_layers[name]]
+            stage_by_name[name] = stage_of_layer[of_layers[name]]
         else:
             unsettled.append(name)
     if unsettled:
@@ -67,14 +67,14 @@ def stages_of(
             parameter=unsettled[0],
             hint=f"add each to one of these:\n[pipeline]\nfirst = {patterns}\nlast = {patterns}",
         )
-    empty = sorted(set(range(stages)) - set(found.values()))
+    empty = sorted(set(range(stages)) - set(stage_by_name.values()))
     if empty:
         raise UsageError(f"{plural(len(layers), 'layer')} in {stages} stages: stage {empty[0]} has no parameter")
-    return found
+    return stage_by_name
 
 
 def is_numbered(name: str) -> bool:
-    """Whether a name has a part that is a number, as those of layers have."""
+    """Whether a part of a name is a number, as in names of layers."""
     return _LAYER_NUMBER.search(name) is not None
 
 
@@ -87,18 +87,18 @@ def _layers(names: Sequence[str], pipeline: Pipeline, first: Globs, last: Globs,
     inside = [name for name in names if not first.match(name) and not last.match(name)]
     if pipeline.layers:
         globs = [Glob(pattern, LAYER) for pattern in pipeline.layers]
-        found = {}
+        numbers = {}
         for name in inside:
             spans = next((spans for glob in globs for spans in [glob.numbers(name)] if spans), None)
             if spans:
-                found[name] = int(name[slice(*spans[0])])
-        return found
-    found = {}
+                numbers[name] = int(name[slice(*spans[0])])
+        return numbers
+    numbers = {}
     before: dict[str, str] = {}
     for name in inside:
         number = _LAYER_NUMBER.search(name)
         if number is not None:
-            found[name] = int(number[1])
+            numbers[name] = int(number[1])
             before.setdefault(name[: number.start()], name)
     if len(before) > 1:
         patterns = quoted_list([f"{prefix}{LAYER}.*" for prefix in before])
@@ -108,22 +108,22 @@ def _layers(names: Sequence[str], pipeline: Pipeline, first: Globs, last: Globs,
             file=path,
             hint=f"keep the patterns of layers:\n[pipeline]\nlayers = {patterns}",
         )
-    return found
+    return numbers
 
 
 def _stage_of_layer(layers: Sequence[int], stages: int, chunks: Optional[Sequence[int]]) -> dict[int, int]:
     if layers and layers[-1] - layers[0] + 1 != len(layers):
         missing = sorted(set(range(layers[0], layers[-1])) - set(layers))
-        raise StrategyError(f"layers are numbered {layers[0]} to {layers[-1]}, but there is no layer {missing[0]}")
+        raise StrategyError(f"layers are numbered {layers[0]} to {layers[-1]}, but layer {missing[0]} is missing")
     if chunks is None:
         if len(layers) % stages:
             raise UsageError(
                 f"{len(layers)} layers do not divide evenly into {stages} stages",
-                hint="give the layers of each stage, as MindFormers' offset or num_layer_list does: --layers-per-stage "
+                hint="give the layers of each stage, like MindFormers' offset or num_layer_list: --layers-per-stage "
                 + ",".join(str(len(layers) // stages + (stage < len(layers) % stages)) for stage in range(stages)),
             )
         chunks = [len(layers) // stages] * stages
     if sum(chunks) != len(layers):
-        raise UsageError(f"--layers-per-stage are {sum(chunks)} layers together, and the model has {len(layers)}")
+        raise UsageError(f"--layers-per-stage has {sum(chunks)} layers in total, and the model has {len(layers)}")
     of_chunks = [chunk % stages for chunk, count in enumerate(chunks) for _ in range(count)]
     return dict(zip(layers, of_chunks))

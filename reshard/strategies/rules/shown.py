@@ -1,8 +1,8 @@
-"""What strategies show of a model: per weight the candidates that agree with all of them, and its optimizer shards.
+"""Weights in strategies: their candidates that agree with all strategies, and their optimizer shards.
 
-A strategy records in numbers which devices hold which slices. Which parallelism made a cut follows from the sizes of
-its run, and often not alone: with data parallel 1 the order of devices is not shown, with model parallel 1 none of its
-cuts is. So all candidates are kept that give these slices at the sizes of every strategy.
+A strategy records in numbers which devices hold which slices. The parallelism behind a cut follows from the sizes of
+the run, often not uniquely: data parallel 1 does not show the order of devices, model parallel 1 none of its
+cuts. So all candidates are kept that give these slices at the sizes of every strategy.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from reshard.text.names import ACCUMULATED_GRADIENTS
 from reshard.text.wording import plural, quoted
 
 ShownShards = tuple[Union[bool, SizeCondition, None], Optional[SizeCondition]]
-"""Whether the optimizer may shard a weight, and the condition on sizes within which that is shown."""
+"""Whether the optimizer may shard a weight, and the condition on sizes for that."""
 
 AxisNames = Callable[[str, tuple[int, ...]], tuple[str, ...]]
 """The names of a device matrix's axes, for a parameter; none where they are unknown."""
@@ -75,11 +75,11 @@ class SourceRun:
 
 @dataclass(frozen=True)
 class ShownWeight:
-    """What sources show of one weight.
+    """One weight in the sources.
 
     Attributes:
         tensor: the weight.
-        candidates: all candidates that agree with the sources, the likeliest first; empty where none does.
+        candidates: all candidates that agree with the sources, the likeliest first; empty if none does.
         capped: the cap of a cut that is narrower than its axis, if there is one.
     """
 
@@ -89,7 +89,7 @@ class ShownWeight:
 
 
 def model_of(source: SourceRun, shapes: Optional[ModelTensors], others: Sequence[SourceRun] = ()) -> ModelTensors:
-    """The weights that a strategy lists, with their shapes and the optimizer state that it lists for them.
+    """The weights that a strategy lists, with their shapes and their optimizer state.
 
     Args:
         source: the strategy.
@@ -116,8 +116,7 @@ def model_of(source: SourceRun, shapes: Optional[ModelTensors], others: Sequence
             missing.append(name)
     if missing and shapes is not None:
         raise StrategyError(
-            f"{shapes.path} does not have {plural(len(missing), 'parameter')} that {source.strategy.path} lists: "
-            + listing(missing),
+            f"{shapes.path} lacks {plural(len(missing), 'parameter')} of {source.strategy.path}: " + listing(missing),
             file=shapes.path,
             parameter=missing[0],
             hint="pass the shapes of the same model",
@@ -129,24 +128,24 @@ def model_of(source: SourceRun, shapes: Optional[ModelTensors], others: Sequence
 
 
 def shown_weights(sources: Sequence[SourceRun], model: ModelTensors) -> dict[str, ShownWeight]:
-    """What the sources show of every weight.
+    """The candidates of every weight.
 
     Raises:
         StrategyError: a layout does not fit the weight's shape, or sources contradict each other.
     """
     cache: dict[object, tuple[tuple[Candidate, ...], Optional[int]]] = {}
-    found = {}
+    weights = {}
     for name, tensor in model.weights.items():
         observed = _observed(sources, tensor)
         key = (tensor.shape, tuple(observed))
         if key not in cache:
             cache[key] = candidates_showing(tensor.shape, observed)
-        found[name] = ShownWeight(tensor, *cache[key])
-    return found
+        weights[name] = ShownWeight(tensor, *cache[key])
+    return weights
 
 
 def unshown_sizes(sources: Sequence[SourceRun], shown: Iterable[ShownWeight]) -> dict[SourceRun, list[str]]:
-    """Sizes of a source's run that cut none of its weights for certain.
+    """Sizes of a source's run that cut none of its weights with certainty.
 
     Context parallelism that cuts nothing cannot be distinguished from data parallelism; it must be counted as such.
     """
@@ -160,33 +159,33 @@ def unshown_sizes(sources: Sequence[SourceRun], shown: Iterable[ShownWeight]) ->
 
 
 def names_by_sizes(source: SourceRun) -> AxisNames:
-    """The names of device axes that follow from the sizes of a run; none where candidates differ in them."""
-    found: dict[tuple[str, tuple[int, ...]], tuple[str, ...]] = {}
+    """The names of device axes that follow from the sizes of a run; none if candidates differ in them."""
+    axes_of: dict[tuple[str, tuple[int, ...]], tuple[str, ...]] = {}
     model = model_of(source, None)
     for name, weight in shown_weights([source], model).items():
         for candidate in weight.candidates:
             named = candidate.layout(weight.tensor.shape, source.sizes)
             axes = tuple(axis.name for axis in named.axes)
-            if found.setdefault((name, named.device_matrix), axes) != axes:
-                found[name, named.device_matrix] = ()
+            if axes_of.setdefault((name, named.device_matrix), axes) != axes:
+                axes_of[name, named.device_matrix] = ()
 
     def names(name: str, matrix: tuple[int, ...]) -> tuple[str, ...]:
         weight = name if name in model.weights else name.partition(".")[2]
-        return found.get((weight, matrix), ())
+        return axes_of.get((weight, matrix), ())
 
     return names
 
 
 def _observed(sources: Sequence[SourceRun], tensor: FullTensor) -> list[Observation]:
-    """How a weight is cut, once per source and way."""
-    found: dict[Observation, None] = {}
+    """The observed cuts of a weight, without duplicates."""
+    observed: dict[Observation, None] = {}
     for source in sources:
         for stage, layout in source.holding(tensor.name):
             own = layout_for(layout, tensor, source.strategy.path)
             recorded = source.recorded[stage.number][tensor.name]
             nested = None if recorded.tensor_shape is not None and not recorded.nested else recorded.nested
-            found[Observation(source.sizes, slices_by_device(own), own.device_matrix, nested)] = None
-    return list(found)
+            observed[Observation(source.sizes, slices_by_device(own), own.device_matrix, nested)] = None
+    return list(observed)
 
 
 def layout_for(layout: Layout, tensor: FullTensor, path: str) -> Layout:
@@ -195,7 +194,7 @@ def layout_for(layout: Layout, tensor: FullTensor, path: str) -> Layout:
     Raises:
         StrategyError: it does not lay out a tensor of this shape.
     """
-    # JSON may be read in several ways. Without --shapes the tensor's shape is only one that everything divides.
+    # JSON may be read in several ways. Without --shapes, the shape is only one that everything divides.
     readings = [one for one in layout.without_shards().regroupings() if len(one.tensor_map) == len(tensor.shape)]
     for reading in (*(one for one in readings if one.recorded_shape == tensor.shape), *readings):
         return reading
@@ -210,15 +209,15 @@ def layout_for(layout: Layout, tensor: FullTensor, path: str) -> Layout:
 def shown_shards(
     sources: Sequence[SourceRun], model: ModelTensors, weights: Mapping[str, ShownWeight]
 ) -> dict[str, ShownShards]:
-    """Per weight what sources show of its optimizer shards.
+    """Per weight, the optimizer shards that sources show.
 
-    A weight without shards has opted out only if it would be sharded otherwise: in a run whose optimizer shards, large
-    enough, and divisible.
+    A weight without shards has opted out only if it is large enough, divisible, and in a run whose optimizer
+    shards.
     """
     evidence = [(source, _ShardingRun(source, model)) for source in sources if source.has_shards]
-    found: dict[str, ShownShards] = {}
+    shards: dict[str, ShownShards] = {}
     for name, weight in weights.items():
-        # A weight whose cut is capped may opt out where the cap is reached.
+        # A weight with a capped cut may opt out where the cap is reached.
         seen: dict[bool, set[bool]] = {False: set(), True: set()}
         for source, run in evidence:
             capped = weight.capped is not None and source.sizes["mp"] > weight.capped
@@ -226,8 +225,8 @@ def shown_shards(
                 shown = run.may_shard(weight.tensor, stage, layout)
                 if shown is not None:
                     seen[capped].add(shown)
-        found[name] = _together(seen, weight.capped)
-    return found
+        shards[name] = _together(seen, weight.capped)
+    return shards
 
 
 def _together(seen: Mapping[bool, set[bool]], cap: Optional[int]) -> ShownShards:
@@ -244,7 +243,7 @@ def _together(seen: Mapping[bool, set[bool]], cap: Optional[int]) -> ShownShards
 
 
 class _ShardingRun:
-    """How the optimizer of a source shards, as far as its strategy shows it."""
+    """The optimizer sharding of a source, as far as its strategy shows it."""
 
     def __init__(self, source: SourceRun, model: ModelTensors) -> None:
         self._model = model
@@ -257,17 +256,17 @@ class _ShardingRun:
         sizes = {layout.shard_size for _, layout in sharded}
         self._all_replicas = -1 in sizes
         self._largest = max(sizes, default=0)
-        # The shards of a weight with more replicas than shards are the configured number.
+        # The configured number is the shards of a weight with more replicas than shards.
         self._exact = any(layout.shard_size < layout.replica_count for _, layout in sharded)
-        known = (self._bytes(tensor) for tensor, _ in sharded)
-        self._sufficient = min((size for size in known if size is not None), default=None)
+        known_bytes = (self._bytes(tensor) for tensor, _ in sharded)
+        self._sufficient = min((size for size in known_bytes if size is not None), default=None)
 
     def _bytes(self, tensor: FullTensor) -> Optional[int]:
         size = self._model.item_sizes.get(tensor.dtype) if tensor.dtype is not None else None
         return None if size is None else math.prod(tensor.shape) * size
 
     def may_shard(self, tensor: FullTensor, stage: Stage, layout: Layout) -> Optional[bool]:
-        """Whether the optimizer may shard a weight; None where its layout does not show it."""
+        """Whether the optimizer may shard a weight; None if its layout does not show it."""
         if layout.shard_size:
             return True
         size = self._bytes(tensor)

@@ -39,7 +39,7 @@ _COMPARISONS: Mapping[str, Callable[[Fraction, Fraction], bool]] = {
 
 
 class NoCandidateError(ExpressionError):
-    """Cuts that a matrix cannot have at any sizes."""
+    """Cuts that are impossible for a matrix at any sizes."""
 
 
 @dataclass(frozen=True)
@@ -60,12 +60,12 @@ class AxisSizes:
         """The size of an axis.
 
         Raises:
-            ExpressionError: there is none of this name.
+            ExpressionError: no axis has this name.
         """
         if name not in self._by_name:
             meant = _ELSEWHERE.get(name)
-            said = f"write {meant} for it" if meant is not None else f"--sizes {name}=N gives it one"
-            raise ExpressionError(f"{name} has no size; {said}")
+            hint = f"write {meant} for it" if meant is not None else f"--sizes {name}=N gives it one"
+            raise ExpressionError(f"{name} has no size; {hint}")
         return self._by_name[name]
 
     @property
@@ -75,7 +75,7 @@ class AxisSizes:
 
     @cached_property
     def stage_devices(self) -> int:
-        """Devices of one pipeline stage; experts lie on devices that other kinds count."""
+        """Devices of one pipeline stage; expert parallelism uses the devices of other kinds."""
         return math.prod(size for name, size in self._by_name.items() if name not in (STAGES, EXPERTS))
 
     @property
@@ -85,21 +85,21 @@ class AxisSizes:
 
     @property
     def text(self) -> str:
-        """``dp=2,mp=4``, as it is typed."""
+        """``dp=2,mp=4``, as typed."""
         return ",".join(f"{name}={size}" for name, size in self.given)
 
 
 def parse_sizes(text: str) -> AxisSizes:
-    """Sizes as they are typed: ``dp=2,mp=4``.
+    """Sizes as typed: ``dp=2,mp=4``.
 
     Raises:
-        UsageError: the text is something else.
+        UsageError: the text is invalid.
     """
     given: dict[str, int] = {}
     for part in text.split(","):
         name, _, number = (word.strip() for word in part.partition("="))
         if not _NAME.fullmatch(name) or not re.fullmatch(r"[0-9]{1,9}", number):
-            raise UsageError(f"{text!r} are not sizes such as dp=2,mp=4")
+            raise UsageError(f"{text!r} is not a list of sizes such as dp=2,mp=4")
         if name in _ELSEWHERE:
             raise UsageError(f"{text!r}: write {_ELSEWHERE[name]} for {name}")
         if name in _OF_LAYERS:
@@ -114,18 +114,18 @@ def parse_sizes(text: str) -> AxisSizes:
             raise UsageError(f"{text!r}: {name}={number} is not a number of devices")
     sizes = AxisSizes(tuple(given.items()))
     if sizes.stage_devices * sizes.stages > MOST_DEVICES:
-        raise UsageError(f"{text!r} are more than {MOST_DEVICES} devices")
+        raise UsageError(f"{text!r} is more than {MOST_DEVICES} devices")
     return sizes
 
 
 def _order(power: tuple[str, int]) -> tuple[int, str]:
-    """Sizes as they are mostly written, then others by name."""
+    """Usual order of sizes, then others by name."""
     name = power[0]
     return _WRITTEN.index(name) if name in _WRITTEN else len(_WRITTEN), name
 
 
 class AxisProduct(products.Product):
-    """A product of sizes and numbers, some of them divided by: ``dp*cp/ep``; equal ones have one order of sizes."""
+    """A product of sizes and numbers, with divisors: ``dp*cp/ep``; equal products have one order of sizes."""
 
     def __mul__(self, other: products.Product) -> AxisProduct:
         powers = dict(self.powers)
@@ -141,7 +141,7 @@ def product(text: str) -> AxisProduct:
     """Read a product.
 
     Raises:
-        ExpressionError: the text is something else.
+        ExpressionError: the text is invalid.
     """
     return AxisProduct(Fraction(1), ()) * products.read_product(text, _NAME, _NUMBER, "dp*cp/ep")
 
@@ -151,7 +151,7 @@ class SizeCondition:
     """A comparison of sizes: ``mp<=4``.
 
     Attributes:
-        text: as it is written.
+        text: the comparison as written.
         left: the left side.
         comparison: the operator.
         right: the right side.
@@ -171,7 +171,7 @@ def condition(text: str) -> SizeCondition:
     """Read a comparison.
 
     Raises:
-        ExpressionError: the text is something else.
+        ExpressionError: the text is invalid.
     """
     parts = re.split(r"(<=|>=|==|!=|<|>)", text)
     if len(parts) != 3:

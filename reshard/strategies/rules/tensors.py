@@ -9,14 +9,14 @@ from typing import NamedTuple, Optional
 
 from reshard.text.names import ACCUMULATED_GRADIENTS, state_prefix
 
-# A part of a name that is a number, as those of layers and experts are.
+# A number in a name, as of layers and experts.
 _NUMBER = re.compile(r"(?:^|(?<=\.))[0-9]+(?=\.|$)")
-# State of rows or columns alone has one dimension less.
+# Factored state, of rows or columns alone, has one dimension less.
 _FACTORED = ("_row.", "_col.")
 
 
 class FullTensor(NamedTuple):
-    """A tensor as the model has it, uncut.
+    """A tensor of the model, uncut.
 
     Attributes:
         name: its name in strategies.
@@ -34,11 +34,11 @@ class ModelTensors:
     """The tensors of a model.
 
     Attributes:
-        path: where the shapes are from.
+        path: source of the shapes.
         weights: the tensors that rules match, by name, in the file's order.
         states: per weight the prefixes of its optimizer state.
         item_sizes: bytes of an element per element type.
-        other_shapes: optimizer state that has another shape than its weight.
+        other_shapes: optimizer state with another shape than its weight.
     """
 
     path: str
@@ -69,21 +69,21 @@ def belonging_to_weights(
 ) -> dict[str, tuple[str, str]]:
     """Optimizer state and gradients among names: the prefix, and the weight's name.
 
-    A weight's name can end in another weight's, as ``mtp.norm.weight`` does. A prefix that no known optimizer uses
-    is one of state only if most weights have it.
+    A weight's name can end in another weight's, as ``mtp.norm.weight`` does. A prefix of no known optimizer
+    counts as one of state only if most weights have it.
 
     Args:
         names: weights, their state and gradients.
-        shapes: of all of them, if known. State has the shape of its weight, unless it is factored.
+        shapes: their shapes, if known. State has the shape of its weight, unless it is factored.
     """
-    found: dict[str, list[str]] = {}
+    by_prefix: dict[str, list[str]] = {}
     for name in names:
         prefix, _, rest = name.partition(".")
         if rest in names:
-            found.setdefault(f"{prefix}.", []).append(rest)
-    weights = len(names) - sum(map(len, found.values()))
+            by_prefix.setdefault(f"{prefix}.", []).append(rest)
+    weights = len(names) - sum(map(len, by_prefix.values()))
     belonging = {}
-    for prefix, of in found.items():
+    for prefix, of in by_prefix.items():
         known = state_prefix(prefix + of[0], names)
         if not known and 2 * len(of) <= weights:
             continue
@@ -95,7 +95,7 @@ def belonging_to_weights(
 
 
 def states_by_weight(belonging: Mapping[str, tuple[str, str]]) -> dict[str, tuple[str, ...]]:
-    """Per weight the prefixes of its optimizer state."""
+    """Per weight, the prefixes of its optimizer state."""
     states: dict[str, list[str]] = {}
     for prefix, weight in belonging.values():
         if f"{prefix}." != ACCUMULATED_GRADIENTS:
@@ -104,23 +104,23 @@ def states_by_weight(belonging: Mapping[str, tuple[str, str]]) -> dict[str, tupl
 
 
 def patterns_for(names: Sequence[str], known: Iterable[str]) -> list[str]:
-    """Shell patterns that match exactly these of the known names, with ``*`` for numbers where possible."""
+    """Shell patterns that match exactly these of all names, with ``*`` for numbers where possible."""
     numbered: dict[str, list[str]] = {}
-    wanted = frozenset(names)
+    chosen = frozenset(names)
     all_of: dict[str, int] = {}
     for name in known:
         pattern = numberless(name)
         all_of[pattern] = all_of.get(pattern, 0) + 1
     for name in names:
         numbered.setdefault(numberless(name), []).append(name)
-    found: list[str] = []
+    patterns: list[str] = []
     for pattern, fitting in numbered.items():
         if len(fitting) > 1 and all_of.get(pattern) == len(fitting):
-            found.append(pattern)
+            patterns.append(pattern)
         else:
-            found += [_literal(name) for name in fitting]
+            patterns += [_literal(name) for name in fitting]
     # A star matches more than numbers. If the patterns match other names, names are listed one by one.
-    return _natural(found if _fits_only(found, wanted, known) else [_literal(name) for name in names])
+    return _natural(patterns if _fits_only(patterns, chosen, known) else [_literal(name) for name in names])
 
 
 def _natural(patterns: Sequence[str]) -> list[str]:
@@ -139,8 +139,8 @@ def _literal(name: str) -> str:
     return "".join(f"[{character}]" if character in "*?[" else character for character in name)
 
 
-def _fits_only(patterns: Sequence[str], wanted: frozenset[str], known: Iterable[str]) -> bool:
+def _fits_only(patterns: Sequence[str], chosen: frozenset[str], known: Iterable[str]) -> bool:
     from reshard.text.globs import Globs
 
     globs = Globs(patterns)
-    return all(name in wanted for name in known if globs.match(name))
+    return all(name in chosen for name in known if globs.match(name))

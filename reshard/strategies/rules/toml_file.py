@@ -66,7 +66,7 @@ def builtin_title(name: str) -> str:
 
 
 def is_builtin(named: str) -> bool:
-    """Whether a text is the name of built-in rules, and not the path of a file."""
+    """Whether a text is the name of built-in rules, and not a path."""
     return _BUILTIN.has(named)
 
 
@@ -74,7 +74,7 @@ def rules_named(named: str) -> LayoutRules:
     """The rules of a file, or built-in ones.
 
     Raises:
-        StrategyError: neither exists, or the file is not one of rules.
+        StrategyError: neither exists, or the file is invalid.
     """
     if is_builtin(named):
         return replace(read_rules(_BUILTIN.path(named)), path=named)
@@ -87,10 +87,10 @@ def read_rules(path: str, partial: bool = False) -> LayoutRules:
 
     Args:
         path: the file.
-        partial: rules may leave the cuts open; other rules follow that give them.
+        partial: rules may leave cuts open, which later rules give.
 
     Raises:
-        StrategyError: the file is missing, not TOML, or not one of rules.
+        StrategyError: the file is missing, not TOML, or has invalid rules.
         RetryableError: reading failed.
     """
     return parse_rules(_RulesFile(path, StrategyError, _EXAMPLES).read(LARGEST), path, partial)
@@ -100,7 +100,7 @@ def parse_rules(text: str, path: str, partial: bool = False) -> LayoutRules:
     """The rules in a text.
 
     Raises:
-        StrategyError: the text is not TOML, or not a file of rules.
+        StrategyError: the text is not TOML, or has invalid rules.
     """
     file = _RulesFile(path, StrategyError, _EXAMPLES)
     top = file.values(file.parse(text), _TOP, "rules")
@@ -123,7 +123,7 @@ def parse_rules(text: str, path: str, partial: bool = False) -> LayoutRules:
         rules,
         pipeline,
         top["optimizer_states"],
-        tuple(Shown(file.condition(said, "shown_for")) for said in top["shown_for"]),
+        tuple(Shown(file.condition(content, "shown_for")) for content in top["shown_for"]),
         shown_with,
         _dtype(top["dtype"]),
         text,
@@ -131,10 +131,10 @@ def parse_rules(text: str, path: str, partial: bool = False) -> LayoutRules:
 
 
 def _rule(
-    file: _RulesFile, said: Mapping[str, Any], number: int, inherited: Mapping[str, Any], partial: bool
+    file: _RulesFile, content: Mapping[str, Any], number: int, inherited: Mapping[str, Any], partial: bool
 ) -> LayoutRule:
     where = f"[[parameter]] {number}"
-    table = file.values(said, _PARAMETER, where)
+    table = file.values(content, _PARAMETER, where)
     patterns = table["match"]
     if not patterns:
         raise file.wrong(where, "match is missing")
@@ -156,22 +156,22 @@ def _rule(
         _dtype(table["dtype"]),
         table["split_sizes"],
         table["trained"],
-        said=frozenset(_FIELDS.get(key, key) for key in said if key not in ("match", "set")) if partial else None,
+        stated=frozenset(_FIELDS.get(key, key) for key in content if key not in ("match", "set")) if partial else None,
         # --set is an option of make, which reads whole rules only.
-        variants=() if partial else tuple(_variants(file, said, table["set"], where, number, inherited)),
+        variants=() if partial else tuple(_variants(file, content, table["set"], where, number, inherited)),
     )
 
 
 def _variants(
     file: _RulesFile,
-    said: Mapping[str, Any],
+    content: Mapping[str, Any],
     entries: list[dict[str, Any]],
     where: str,
     number: int,
     inherited: Mapping[str, Any],
 ) -> Iterator[Variant]:
-    """The rules of ``set``: each entry has the value of one switch, and keys that replace those of the rule."""
-    plain = {key: value for key, value in said.items() if key != "set"}
+    """The rules of ``set``: each entry has the value of one switch, and keys that replace the rule's."""
+    plain = {key: value for key, value in content.items() if key != "set"}
     for entry in entries:
         switches = [key for key in entry if key not in _PARAMETER]
         value = entry[switches[0]] if len(switches) == 1 else None
@@ -182,12 +182,12 @@ def _variants(
 
 
 def _dtype(text: Optional[str]) -> Optional[str]:
-    """MindSpore's name of a type, however it is spelled; unknown types are refused where they are used."""
+    """MindSpore's name of a type, in any spelling; unknown types are refused when they are used."""
     return text if text is None else dtype_named(text) or text
 
 
 class _RulesFile(TomlFile):
-    """A file of rules of layouts, with the values that are special to it."""
+    """A file of rules of layouts, with its special values."""
 
     def condition(self, text: str, where: str) -> SizeCondition:
         """A comparison of sizes."""
@@ -197,7 +197,7 @@ class _RulesFile(TomlFile):
             raise self.wrong(where, str(error)) from error
 
     def optimizer_shard(self, value: Any, where: str) -> Union[bool, SizeCondition, None]:
-        """Whether the optimizer may shard; None where that is not known."""
+        """Whether the optimizer may shard; None if unknown."""
         if value == NOT_SHOWN:
             return None
         if isinstance(value, str):
@@ -207,7 +207,7 @@ class _RulesFile(TomlFile):
         raise self.wrong(where, 'optimizer_shard must be true, false, or a comparison of sizes such as "mp<=2"')
 
     def matrices(self, value: Any, where: str) -> tuple[Matrix, ...]:
-        """One matrix, or the candidates where it is not known; none where the key is absent."""
+        """One matrix, or the candidates if unknown; none if the key is absent."""
         if value is None:
             return ()
         matrices = value if isinstance(value, list) and value and isinstance(value[0], list) else [value]
@@ -219,22 +219,22 @@ class _RulesFile(TomlFile):
         except ExpressionError as error:
             raise self.wrong(where, f"matrix: {error}") from error
 
-    def entry(self, said: Any, where: str) -> MapEntry:
+    def entry(self, content: Any, where: str) -> MapEntry:
         """The cut of one dimension."""
         try:
-            if said == NOT_SHOWN:
+            if content == NOT_SHOWN:
                 return None
-            if isinstance(said, str):
-                return tuple(cut_of(text.strip()) for text in said.split("|"))
-            if isinstance(said, list) and said and all(isinstance(axis, str) for axis in said):
-                return (AxisCut(tuple(map(product, said))),)
+            if isinstance(content, str):
+                return tuple(cut_of(text.strip()) for text in content.split("|"))
+            if isinstance(content, list) and content and all(isinstance(axis, str) for axis in content):
+                return (AxisCut(tuple(map(product, content))),)
         except ExpressionError as error:
             raise self.wrong(where, f"map: {error}") from error
-        raise self.wrong(where, f"map: {said!r} is not a cut")
+        raise self.wrong(where, f"map: {content!r} is not a cut")
 
 
 def cut_of(text: str) -> AxisCut:
-    """The cut that a text in a map stands for.
+    """The cut of a text in a map.
 
     Raises:
         ExpressionError: the text is not a cut.

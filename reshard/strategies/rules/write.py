@@ -1,4 +1,4 @@
-"""Writing a made strategy as a compile would, with a record of how it was made; reading axis names from that record."""
+"""Writing a made strategy as a compile would, with a record of its origin; reading axis names from that record."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ _LARGEST_RECORD = 1 << 26
 
 
 class WrittenStrategy(NamedTuple):
-    """What `write_strategy` wrote.
+    """The files of a written strategy.
 
     Attributes:
-        files: of the strategy.
+        files: files of the strategy.
         notes: layouts that MindSpore cannot read.
     """
 
@@ -63,17 +63,17 @@ class WrittenStrategy(NamedTuple):
 def write_strategy(
     out: str, stages: Sequence[MadeStage], record: Mapping[str, Any], overwrite: bool, sources: Sequence[str] = ()
 ) -> WrittenStrategy:
-    """Write a strategy, and how it was made.
+    """Write a strategy, and the record of its origin.
 
-    Files of several stages are read together, and a strategy without its first stage is refused. Therefore the first
-    stage's file is removed before any other is replaced, and written last: at no moment can a part, or a mix of two
-    strategies, be read as a whole one. Unchanged files are kept, so that the same command finishes a killed one.
+    Files of several stages are read together, and a strategy without its first stage is refused. So the first
+    stage's file is removed before any other is replaced, and written last: a part, or a mix of two strategies,
+    can never be read as a whole one. Unchanged files are kept, so that the same command completes a killed one.
 
     Args:
         out: ``.ckpt`` or ``.json``: one file, of all stages; a path with ``{rank}`` in it, or a directory: a file per
             stage, named after the stage's first rank.
         stages: the strategy.
-        record: how it was made.
+        record: its origin.
         overwrite: replace existing strategies.
         sources: files and directories that it was made from.
 
@@ -88,24 +88,25 @@ def write_strategy(
         _check_no_source(path, sources)
     unfinished = [path for path, data in written.items() if not _is_there(real(path), data, overwrite)]
     _check_no_other_stages(out, files)
-    beside = record_path(out)
-    said = {**record, "axes": _axes(stages)}
-    path = beside
+    record_file = record_path(out)
+    content = {**record, "axes": _axes(stages)}
+    path = record_file
     try:
-        for directory in dict.fromkeys(os.path.dirname(real(path)) for path in (*files, beside)):
+        for directory in dict.fromkeys(os.path.dirname(real(path)) for path in (*files, record_file)):
             make_directory(directory)
             store_of(directory).remove_dead(directory, complete=False)
         if unfinished:
-            remove_file(real(beside))
+            remove_file(real(record_file))
             first, *others = files
             if others:
                 for path in dict.fromkeys((first, *unfinished)):
                     remove_file(real(path))
             for path in (*(path for path in reversed(others) if path in unfinished), first):
                 write_whole(real(path), written[path])
-        path = beside
+        path = record_file
         write_whole(
-            real(beside), (json.dumps(said, indent=1, ensure_ascii=False) + "\n").encode(errors="surrogateescape")
+            real(record_file),
+            (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode(errors="surrogateescape"),
         )
     except OSError as error:
         raise writing_error(path, error) from error
@@ -136,21 +137,21 @@ def _is_there(path: str, data: bytes, overwrite: bool) -> bool:
     """
     if not exists(path):
         return False
-    there = read_bytes(path)
-    if there == data:
+    current = read_bytes(path)
+    if current == data:
         return True
-    found = parsed(path, there)
-    if isinstance(found, OtherFile):
+    file = parsed(path, current)
+    if isinstance(file, OtherFile):
         raise TargetError(
-            f"{path} exists and is {found.kind or 'not a strategy file'}; it is not replaced",
+            f"{path} exists and is {file.kind or 'not a strategy file'}; it is not replaced",
             file=path,
-            hint="give OUT another name",
+            hint="choose another name for OUT",
         )
     if not overwrite:
         raise TargetError(
             f"{path} exists with other content",
             file=path,
-            hint="add --overwrite to replace it, or give OUT another name",
+            hint="add --overwrite to replace it, or choose another name for OUT",
         )
     return False
 
@@ -160,13 +161,15 @@ def _check_no_source(path: str, sources: Sequence[str]) -> None:
     for source in sources:
         if exists(path) and real(path) in _files_of(source):
             raise TargetError(
-                f"{path} is a source of this strategy; it is not replaced", file=path, hint="give OUT another name"
+                f"{path} is a source of this strategy; it is not replaced",
+                file=path,
+                hint="choose another name for OUT",
             )
 
 
 def _files_of(source: str) -> list[str]:
-    found = [os.path.join(source, name) for name in names_in(source)] if is_directory(source) else [source]
-    return list(map(real, found))
+    files = [os.path.join(source, name) for name in names_in(source)] if is_directory(source) else [source]
+    return list(map(real, files))
 
 
 def _check_no_other_stages(out: str, files: Collection[str]) -> None:
@@ -176,17 +179,17 @@ def _check_no_other_stages(out: str, files: Collection[str]) -> None:
     if RANK in out:
         parts = out.split(RANK)
         named = re.compile(re.escape(parts[0]) + "([0-9]+)" + r"\1".join(map(re.escape, parts[1:])))
-        beside = list(filter(named.fullmatch, glob.glob("*".join(map(glob.escape, parts)))))
+        candidates = list(filter(named.fullmatch, glob.glob("*".join(map(glob.escape, parts)))))
     else:
         names = names_in(out) if is_directory(out) else []
-        beside = [os.path.join(out, name) for name in names if name.endswith(ENDINGS)]
-    others = [path for path in sorted(beside) if path not in files and _is_strategy(path)]
+        candidates = [os.path.join(out, name) for name in names if name.endswith(ENDINGS)]
+    others = [path for path in sorted(candidates) if path not in files and _is_strategy(path)]
     if others:
         raise TargetError(
             f"{out} has {plural(len(others), 'strategy file')} that would be read as stages, too: "
             + listing(list(map(os.path.basename, others))),
             file=others[0],
-            hint="remove what is not needed, or give OUT another name",
+            hint="remove them, or choose another name for OUT",
         )
 
 
@@ -216,10 +219,10 @@ def _axes(stages: Sequence[MadeStage]) -> list[dict[str, Any]]:
 
 
 def recorded_names(path: str) -> Optional[AxisNames]:
-    """The names of axes in the record beside a made strategy; None without a record.
+    """The names of axes in the record of a made strategy; None without a record.
 
     Args:
-        path: the strategy, as it was typed.
+        path: the strategy, as typed.
     """
     for record in record_paths(path):
         try:
@@ -231,7 +234,7 @@ def recorded_names(path: str) -> Optional[AxisNames]:
                 for parameter in group["parameters"]
             }
         except (OSError, UnfitError, JsonError, KeyError, TypeError, ValueError, AttributeError):
-            # Another program's file, or another version's. Names are not needed for anything else.
+            # It is another program's file, or another version's. Names are not needed for anything else.
             continue
         return lambda name, matrix: _fitting(names.get(name, ()), matrix, sizes)
     return None
