@@ -622,7 +622,7 @@ def _quantisation(dequantize: str, src: str, config: Optional[Mapping[str, objec
     """
     from reshard.quantised import quantisation_of
 
-    dtype = dtype_named(dequantize)
+    dtype = dtype_named(dequantize) if isinstance(dequantize, str) else None
     if dtype not in CAST_TO:
         raise UsageError(f"--dequantize {dequantize}: is none of {', '.join(CAST_TO)}")
     return quantisation_of(src, dtype, config)
