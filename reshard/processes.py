@@ -60,14 +60,18 @@ class LostWorkerError(RetryableError):
     usual_hint = "run the same command again; where memory is short, with fewer --jobs"
 
 
+def other_threads() -> list[threading.Thread]:
+    """All threads of Python in this process but the main one."""
+    return [thread for thread in threading.enumerate() if thread is not threading.main_thread()]
+
+
 def may_fork() -> bool:
     """Whether this process can be copied: another thread could hold a lock, which nobody gives up in a copy.
 
     The kernel ends workers with the thread that made them, so that has to be the main thread.
     """
-    main = threading.main_thread()
-    others = (thread for thread in threading.enumerate() if thread is not main)
-    return threading.current_thread() is main and all(thread.name.startswith(OWN_THREAD) for thread in others)
+    main = threading.current_thread() is threading.main_thread()
+    return main and all(thread.name.startswith(OWN_THREAD) for thread in other_threads())
 
 
 def anonymous_bytes() -> int:

@@ -69,6 +69,13 @@ KINDS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def _threads_of_other_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads that tests before these left behind do not count."""
+    before, enumerated = set(processes.other_threads()), processes.other_threads
+    monkeypatch.setattr(processes, "other_threads", lambda: [one for one in enumerated() if one not in before])
+
+
 @pytest.fixture
 def crews(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Has the smallest work done by worker processes; how many of them were made, time after time."""

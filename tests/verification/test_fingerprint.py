@@ -429,7 +429,7 @@ def test_usage_is_checked(world: World, tmp_path: Path) -> None:
     fails(3, "fingerprint", "--merge", tmp_path / "none.json", says=["none.json", "does not exist"])
     for number, content in enumerate([b"", b"{}", b"[]", b"\xff", b'{"version": "reshard-1", "parameters": 3}']):
         (tmp_path / f"{number}.json").write_bytes(content)
-        fails(3, "fingerprint", "--merge", tmp_path / f"{number}.json", says=[f"{number}.json", "no result"])
+        fails(3, "fingerprint", "--merge", tmp_path / f"{number}.json", says=[f"{number}.json", "is not a result"])
 
 
 # Merging.
