@@ -293,7 +293,7 @@ NETWORKS = {
 REFUSED = {
     "six devices": (Run({"dp": 3, "mp": 2}), "6 devices; MindSpore's compiler takes 1, 2, 4 or a multiple of 8"),
     "groups across servers": (Run({"dp": 5, "mp": 4, "pp": 2}, layers=(2, 2)), "as a group, which"),
-    "more shards than devices": (Run({"dp": 4, "mp": 2}, shards(16, 0)), "are more than the 8 devices"),
+    "more shards than devices": (Run({"dp": 4, "mp": 2}, shards(16, 0)), "is more than the 8 devices"),
     "what does not divide": (Run({"dp": 2, "mp": 32}), "does not divide by"),
 }
 
