@@ -5,22 +5,17 @@ Every chunk is written once. Of the ranks that hold the same one, that is taken 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Callable, NamedTuple, Optional
 
-import numpy as np
-import numpy.typing as npt
-
 from reshard.checkpoints.checkpoint import GlobalTensor
 from reshard.checkpoints.formats.output import OutputLayout
-from reshard.errors import InputError
 from reshard.forms.ranks import FileNames
 from reshard.forms.ranks.naming import NamedFile
 from reshard.forms.ranks.rank_files import stage_sections
-from reshard.forms.target import Section, TargetForm, layout_in
-from reshard.forms.writing import Selected
-from reshard.layout import Box, Layout, volume_of
+from reshard.forms.target import Section, TargetForm
+from reshard.forms.writing import Selected, share_out
+from reshard.layout import Box, Layout
 from reshard.strategies import Stage, Strategy
 
 
@@ -74,50 +69,19 @@ class ChunkFiles(TargetForm):
                 for name, tensor in chosen.tensors.items()
                 if name in section.layouts and name not in self._layouts
             ]
-            self._add_files(stage, section, own, len(chosen.values) and not self._files)
+            self._add_files(stage, section, own, bool(chosen.values) and not self._files)
         names = tuple(NamedFile(number, name_of(file.rank)) for number, file in enumerate(self._files))
         self.names = FileNames("file{rank}", names)
         self._section_numbers = [section.number for section in self.sections for _ in section.files]
 
-    def _add_files(self, stage: Stage, section: Section, tensors: Sequence[GlobalTensor], with_values: object) -> None:
+    def _add_files(self, stage: Stage, section: Section, tensors: Sequence[GlobalTensor], with_values: bool) -> None:
         """Share out the chunks of some tensors of a stage among its ranks."""
-        loads = np.zeros(stage.device_count, dtype=np.int64)
-        names: dict[int, list[str]] = {0: []} if with_values else {}
-        holders: dict[Layout, npt.NDArray[np.int64]] = {}
-        for tensor in sorted(tensors, key=lambda tensor: (-_size(tensor), tensor.name)):
-            fits = True
-            try:
-                layout = layout_in(tensor, section.layouts[tensor.name], section.in_pipeline)
-            except InputError:
-                # Refused with all other problems when the plan is checked.
-                layout, fits = section.layouts[tensor.name], False
-            self._layouts[tensor.name] = len(self.sections), layout
-            if layout not in holders:
-                order = np.argsort(layout.slice_of_rank, kind="stable")
-                holders[layout] = order.reshape(layout.slice_count, layout.copies)
-            ranks = holders[layout]
-            place = int(loads[ranks].max(axis=0).argmin())
-            loads[ranks[:, place]] += _size(tensor) // layout.slice_count
-            devices: list[int] = ranks[:, place].tolist()
-            if fits and not self.holds_empty:
-                boxes = [layout.slice_box(tensor.shape, int(layout.slice_of_rank[device])) for device in devices]
-                # A tensor without elements still has a chunk.
-                devices = [device for device, box in zip(devices, boxes) if volume_of(box)] or devices[:1]
-            for device in devices:
-                names.setdefault(device, []).append(tensor.name)
-        if not names:
-            return
-        # Files of the same names share them.
-        known: dict[frozenset[str], frozenset[str]] = {}
-        first, devices = len(self._files), sorted(names)
-        for device in devices:
-            held = frozenset(names[device])
-            self._files.append(_File(stage.first_rank + device, device, known.setdefault(held, held)))
-        layouts = {name: section.layouts[name] for name in sorted(tensor.name for tensor in tensors)}
-        files = range(first, len(self._files))
-        self.sections.append(
-            Section(len(self.sections), files, layouts, section.in_pipeline, section.label, tuple(devices))
-        )
+        shared = share_out(tensors, section, stage.device_count, self.holds_empty, with_values)
+        number, first = len(self.sections), len(self._files)
+        self._layouts.update((name, (number, layout)) for name, layout in shared.layouts.items())
+        self._files += (_File(stage.first_rank + device, device, names) for device, names in shared.names.items())
+        if shared.names:
+            self.sections.append(shared.section(number, first, section))
 
     @property
     def count(self) -> int:
@@ -156,7 +120,3 @@ class ChunkFiles(TargetForm):
             files = [file for file in section.files if name in self._files[file].names]
             slices = [int(layout.slice_of_rank[section.position(file)]) for file in files]
             yield tensor, [WrittenChunk(file, layout.slice_box(tensor.shape, at)) for file, at in zip(files, slices)]
-
-
-def _size(tensor: GlobalTensor) -> int:
-    return math.prod(tensor.shape) * tensor.item_size

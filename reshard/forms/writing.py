@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Callable, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor, TensorsInOrder
 from reshard.checkpoints.formats.dtypes import NO_ARRAYS
 from reshard.checkpoints.name_order import layers_in_order
+from reshard.errors import InputError
 from reshard.forms.form import Wanted
+from reshard.forms.target import Section, layout_in
+from reshard.layout import Layout, volume_of
 from reshard.text.messages import listing
 from reshard.text.report import Report
 from reshard.text.wording import plural
@@ -33,6 +40,77 @@ def selected(checkpoint: Checkpoint, wanted: Wanted) -> Selected:
     names = [name for name in checkpoint.order() if wanted.admit(name)]
     values = _sizes_of_values(checkpoint, [name for name in checkpoint.values() if wanted.admit(name)])
     return Selected(TensorsInOrder(checkpoint.tensors, layers_in_order(names)), values, names)
+
+
+class SharedOut(NamedTuple):
+    """Slices of some tensors, each in the file of one device of a stage.
+
+    Attributes:
+        layouts: how the tensors are cut, by name.
+        names: per device with a file, ascending, the tensors of its slices; equal sets are one object.
+    """
+
+    layouts: dict[str, Layout]
+    names: dict[int, frozenset[str]]
+
+    def section(self, number: int, first: int, stage: Section) -> Section:
+        """The files as a section.
+
+        Args:
+            number: of the section.
+            first: number of its first file.
+            stage: the stage's section of all devices.
+        """
+        recorded = {name: stage.layouts[name] for name in sorted(self.layouts)}
+        files = range(first, first + len(self.names))
+        return Section(number, files, recorded, stage.in_pipeline, stage.label, tuple(self.names))
+
+
+def share_out(
+    tensors: Sequence[GlobalTensor], section: Section, devices: int, empty: bool = True, first: bool = False
+) -> SharedOut:
+    """Share out tensors among the devices of a stage: each slice once, to the replica with the fewest bytes so far.
+
+    Args:
+        tensors: the tensors.
+        section: the stage's layouts.
+        devices: devices of the stage.
+        empty: slices without elements are written, too.
+        first: the first device has a file even without slices.
+    """
+    loads = np.zeros(devices, dtype=np.int64)
+    layouts: dict[str, Layout] = {}
+    names: dict[int, list[str]] = {0: []} if first else {}
+    holders: dict[Layout, npt.NDArray[np.int64]] = {}
+    for tensor in sorted(tensors, key=lambda tensor: (-_size(tensor), tensor.name)):
+        fits = True
+        try:
+            layout = layout_in(tensor, section.layouts[tensor.name], section.in_pipeline)
+        except InputError:
+            # The check of the plan reports it with all other problems.
+            layout, fits = section.layouts[tensor.name], False
+        layouts[tensor.name] = layout
+        if layout not in holders:
+            order = np.argsort(layout.slice_of_rank, kind="stable")
+            holders[layout] = order.reshape(layout.slice_count, layout.copies)
+        ranks = holders[layout]
+        place = int(loads[ranks].max(axis=0).argmin())
+        loads[ranks[:, place]] += _size(tensor) // layout.slice_count
+        writers: list[int] = ranks[:, place].tolist()
+        if fits and not empty:
+            boxes = [layout.slice_box(tensor.shape, int(layout.slice_of_rank[device])) for device in writers]
+            # A tensor without elements still has a chunk.
+            writers = [device for device, box in zip(writers, boxes) if volume_of(box)] or writers[:1]
+        for device in writers:
+            names.setdefault(device, []).append(tensor.name)
+    # Files of the same names share them.
+    known: dict[frozenset[str], frozenset[str]] = {}
+    sets = ((device, frozenset(names[device])) for device in sorted(names))
+    return SharedOut(layouts, {device: known.setdefault(held, held) for device, held in sets})
+
+
+def _size(tensor: GlobalTensor) -> int:
+    return math.prod(tensor.shape) * tensor.item_size
 
 
 def note_left_beside(checkpoint: Checkpoint, report: Report) -> None:

@@ -182,8 +182,8 @@ class ScaledCodes:
         """
         good = (scales > 0) & (scales < np.inf)
         if not good.all():
-            place = [at + low for at, (low, _) in zip(np.argwhere(~good)[0].tolist(), box)]
-            value = scales[tuple(np.argwhere(~good)[0])]
+            first = tuple(np.argwhere(~good)[0].tolist())
+            place, value = [at + low for at, (low, _) in zip(first, box)], scales[first]
             raise CheckpointError(
                 f"{quoted(self._scales.name)}: the scale at {place} is {value}, so {quoted(self._tensor.name)} has no "
                 "values there",
@@ -293,7 +293,6 @@ def _scales(base: Checkpoint, name: str, tensor: Quantised) -> _Scales:
     """
     shape = tensor.scale_shape or (1,)
     stored = base.tensors.get(name)
-    slices: Optional[list[StoredSlice]] = None
     if stored is None:
         entries = {holder: base.indexes[holder].tensors[name] for holder in base.holders(name)}
         copies = [
@@ -306,7 +305,7 @@ def _scales(base: Checkpoint, name: str, tensor: Quantised) -> _Scales:
                 raise _different(name, copies[0], copy)
         return _Scales(name, types[0][0], shape, (copies[0],), tuple(copies[1:]))
     for sharding, present in zip(stored.shardings, base.present(stored)):
-        slices = []
+        slices: list[StoredSlice] = []
         for number in range(sharding.grid.slice_count):
             holders = [holder for holder in sharding.holders(number) if holder in present]
             box = sharding.stored_box(number)

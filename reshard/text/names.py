@@ -81,7 +81,7 @@ def is_value(name: str, elements: int) -> bool:
         name: its name in the checkpoint.
         elements: its number of elements; a single value whose name is no path is no weight.
     """
-    return _OTHER.fullmatch(name) is not None or belongs_to_rank(name) or (elements == 1 and "." not in name)
+    return is_training_value(name) or (elements == 1 and "." not in name)
 
 
 def is_training_value(name: str) -> bool:

@@ -19,16 +19,16 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Callable, NamedTuple, Optional
 
 import numpy as np
-import numpy.typing as npt
 
 from reshard.checkpoints.checkpoint import GlobalTensor
 from reshard.checkpoints.formats.output import MINDSPORE_METADATA
-from reshard.errors import CheckpointError, InputError, LayoutError
+from reshard.errors import CheckpointError, LayoutError
 from reshard.forms.checkpoint2.iterations import METADATA, MODEL, OPTIMIZER, TRACKER, iteration_name
 from reshard.forms.ranks import FileNames
 from reshard.forms.ranks.naming import NamedFile
 from reshard.forms.ranks.rank_files import stage_sections
-from reshard.forms.target import FinishingFile, Section, TargetForm, layout_in
+from reshard.forms.target import FinishingFile, Section, TargetForm
+from reshard.forms.writing import share_out
 from reshard.layout import Layout, shape_of
 from reshard.strategies import Stage, Strategy
 from reshard.text.names import as_pattern, state_prefix
@@ -109,36 +109,12 @@ class Checkpoint2Files(TargetForm):
 
     def _add_files(self, kind: str, stage: Stage, section: Section, tensors: Sequence[GlobalTensor]) -> None:
         """Share out the slices of some tensors of a stage among its ranks."""
-        loads = np.zeros(stage.device_count, dtype=np.int64)
-        names: dict[int, list[str]] = {}
-        holders: dict[Layout, npt.NDArray[np.int64]] = {}
-        for tensor in sorted(tensors, key=lambda tensor: (-_size(tensor), tensor.name)):
-            try:
-                layout = layout_in(tensor, section.layouts[tensor.name], section.in_pipeline)
-            except (InputError, LayoutError):
-                # The check of the plan reports it with all other problems.
-                layout = section.layouts[tensor.name]
-            self._layouts[tensor.name] = len(self.sections), stage, layout
-            if layout not in holders:
-                order = np.argsort(layout.slice_of_rank, kind="stable")
-                holders[layout] = order.reshape(layout.slice_count, layout.copies)
-            ranks = holders[layout]
-            place = int(loads[ranks].max(axis=0).argmin())
-            loads[ranks[:, place]] += _size(tensor) // layout.slice_count
-            for device in ranks[:, place].tolist():
-                names.setdefault(device, []).append(tensor.name)
-        # Files of the same names share them.
-        known: dict[frozenset[str], frozenset[str]] = {}
-        first, devices = len(self._files), sorted(names)
-        for device in devices:
-            held = frozenset(names[device])
-            self._files.append(_File(kind, stage, device, known.setdefault(held, held)))
-        if devices:
-            layouts = {name: section.layouts[name] for name in sorted(tensor.name for tensor in tensors)}
-            files = range(first, len(self._files))
-            self.sections.append(
-                Section(len(self.sections), files, layouts, section.in_pipeline, section.label, tuple(devices))
-            )
+        shared = share_out(tensors, section, stage.device_count)
+        number, first = len(self.sections), len(self._files)
+        self._layouts.update((name, (number, stage, layout)) for name, layout in shared.layouts.items())
+        self._files += (_File(kind, stage, device, names) for device, names in shared.names.items())
+        if shared.names:
+            self.sections.append(shared.section(number, first, section))
 
     @property
     def count(self) -> int:
@@ -178,10 +154,6 @@ class Checkpoint2Files(TargetForm):
                 if name in self._files[number].names
             }
             yield Described(self._tensors[name], layout, tuple(stage.ranks), files)
-
-
-def _size(tensor: GlobalTensor) -> int:
-    return math.prod(tensor.shape) * tensor.item_size
 
 
 class Described(NamedTuple):

@@ -87,15 +87,7 @@ class HyperParallelForm(_DistributedForm):
     """hyper-parallel's checkpoints: metadata of the same kind, tensors in safetensors."""
 
     name = HYPER_PARALLEL
-    options = FormOptions(
-        title="hyper-parallel's",
-        layouts=Layouts.RECORDED,
-        steps=True,
-        shards=True,
-        formats=("safetensors",),
-        mindspore=False,
-        names=Names.TRAINER,
-    )
+    options = DcpForm.options._replace(title="hyper-parallel's", formats=("safetensors",))
 
     def recognise(self, src: str, names: Optional[Sequence[str]] = None) -> bool:
         """By the names of its files."""
