@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import signal
 import traceback
-from typing import Any, NoReturn
+from typing import Any, Callable, NoReturn
 
 import click
 
@@ -19,6 +19,8 @@ from reshard.text.wording import printable
 
 # Longer errors repeat their first line at the end.
 _MANY_LINES = 8
+# Exit statuses of errors that a retry may cure, and of interrupted runs.
+_CURABLE = (1, 130, 143)
 
 
 class ReshardGroup(Group):
@@ -51,25 +53,23 @@ class ReshardGroup(Group):
             _finish(ctx, text, 3)
 
 
-def set_debug(ctx: click.Context, _: click.Parameter, value: bool) -> bool:
-    """Callback of --debug: errors show where they come from."""
-    if value:
-        ctx.find_root().meta["reshard.debug"] = True
-    return value
+def _remembered(name: str) -> Callable[[click.Context, click.Parameter, bool], bool]:
+    """Callback of a flag whose value all modules can read from the root context."""
+
+    def remember(ctx: click.Context, _: click.Parameter, value: bool) -> bool:
+        if value:
+            ctx.find_root().meta[f"reshard.{name}"] = True
+        return value
+
+    return remember
 
 
-def set_verbose(ctx: click.Context, _: click.Parameter, value: bool) -> bool:
-    """Callback of -v: messages name every parameter."""
-    if value:
-        ctx.find_root().meta["reshard.verbose"] = True
-    return value
+set_debug, set_verbose, set_quiet = map(_remembered, ("debug", "verbose", "quiet"))
 
 
-def set_quiet(ctx: click.Context, _: click.Parameter, value: bool) -> bool:
-    """Callback of -q: notes are not shown."""
-    if value:
-        ctx.find_root().meta["reshard.quiet"] = True
-    return value
+def set_next_command(text: str) -> None:
+    """Errors of this run that a retry may cure end with this line."""
+    click.get_current_context().find_root().meta["reshard.next_command"] = text
 
 
 def _finish(ctx: click.Context, text: str, status: int) -> NoReturn:
@@ -82,6 +82,9 @@ def _finish(ctx: click.Context, text: str, status: int) -> NoReturn:
     if len(rest) > _MANY_LINES:
         # Logs often show only the end of the output.
         click.echo(alarming(f"reshard: error: {headline.rstrip(':')}"), err=True)
+    next_command = ctx.find_root().meta.get("reshard.next_command")
+    if next_command is not None and status in _CURABLE:
+        click.echo(f"  {printable(next_command)}", err=True)
     ctx.exit(status)
 
 

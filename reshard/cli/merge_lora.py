@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Optional
 
 from reshard.cli import completion, options
 from reshard.cli.command import argument, command, option
-from reshard.cli.convert import carry_out
+from reshard.cli.conversion import carry_out
+from reshard.cli.convert import summary_lines
 from reshard.cli.opened import effort_of
 from reshard.cli.output import listener
 from reshard.convert.ends import options_of, request_between
@@ -125,13 +126,9 @@ def merge_lora(
             with open_requested(whole, effort_of(typed, 4), decryption) as weights:
                 check_beside(tensors, adapter, weights)
         how = options_of(typed)
-        carry_out(
-            replace(request, edits=Edits(additions=additions, words=None)),
-            report,
-            typed,
-            how,
-            adapter=_to_verify(reading, scale) if how.verify else None,
-        )
+        request = replace(request, edits=Edits(additions=additions, words=None))
+        added = _to_verify(reading, scale) if how.verify else None
+        carry_out(request, report, typed, how, summary_lines(request, typed, how), adapter=added)
         tensors.check_unchanged()
     if infinite:
         report.warn(

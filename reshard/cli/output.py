@@ -61,14 +61,17 @@ def listener() -> Callable[[str, str], None]:
 
 def is_verbose() -> bool:
     """Whether -v was given: everything is named, and nothing shortened."""
-    context = click.get_current_context(silent=True)
-    return context is not None and bool(context.find_root().meta.get("reshard.verbose"))
+    return _is_set("reshard.verbose")
 
 
 def is_quiet() -> bool:
     """Whether -q was given: only results, warnings and errors are shown."""
+    return _is_set("reshard.quiet")
+
+
+def _is_set(name: str) -> bool:
     context = click.get_current_context(silent=True)
-    return context is not None and bool(context.find_root().meta.get("reshard.quiet"))
+    return context is not None and bool(context.find_root().meta.get(name))
 
 
 def show_notes(notes: Iterable[str]) -> None:

@@ -59,7 +59,7 @@ def plan(
     request = request_between(src, dst, ranks, typed, report)
     how = options_of(typed, share=shard, dry_run=True)
     with cluster_of(scheduler, how, typed["jobs"], report) as workers, prepare(request, how, report) as prepared:
-        tell_plan(
+        print_plan(
             prepared,
             prepared.carry_out(progress_of(typed["quiet"], typed["progress"]), workers),
             as_json=typed["as_json"],
@@ -68,7 +68,7 @@ def plan(
         )
 
 
-def tell_plan(
+def print_plan(
     prepared: Prepared,
     summary: Summary,
     *,

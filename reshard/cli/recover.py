@@ -1,4 +1,4 @@
-"""recover."""
+"""recover: lost ranks from replicas."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from typing import Any, Optional
 
 from reshard.cli import completion, options
 from reshard.cli.command import argument, command, option
-from reshard.cli.conversion import contents_words, detail_lines, summary_json
-from reshard.cli.output import echo_json, listener, say
-from reshard.cli.progress import progress_of
-from reshard.convert import prepare
+from reshard.cli.conversion import carry_out, contents_words, detail_lines
+from reshard.cli.output import listener
+from reshard.convert import Summary
 from reshard.convert.ends import Ends, options_of, request_of, typed_strategy
 from reshard.errors import UsageError
 from reshard.forms.registry import form_named, form_of
@@ -60,35 +59,27 @@ def recover(src: str, dst: str, strategy: Optional[str], ranks: Optional[tuple[i
     if strategy is None:
         raise UsageError("--strategy is missing", hint="name the strategy file or directory of the checkpoint")
     report = Report(listener())
-    read = typed_strategy(strategy, report)
-    request = request_of(src, dst, ranks, typed, Ends(form, read, form, read), recover=True)
+    saved = typed_strategy(strategy, report)
+    request = request_of(src, dst, ranks, typed, Ends(form, saved, form, saved), recover=True)
     how = options_of(typed, lost_only=typed["lost_only"])
-    progress = progress_of(typed["quiet"], typed["progress"])
-    with prepare(request, how, report, progress) as prepared:
-        summary = prepared.carry_out(progress)
-        if how.dry_run:
-            from reshard.cli.plan import tell_plan
 
-            if typed["as_json"] or not typed["quiet"]:
-                tell_plan(prepared, summary, as_json=typed["as_json"], verbose=typed["verbose"])
-            return
-    if typed["as_json"]:
-        echo_json(summary_json(summary))
-    if typed["quiet"]:
-        return
-    done = counted_ranks(summary.done_before)
-    if summary.ranks:
-        wrote = f"wrote {counted_ranks(summary.ranks)} of {step_words(summary.step)} to {dst}"
-        first = f"{wrote}: {byte_size(summary.bytes_written)}"
-        first += f"; {done} already complete" if summary.done_before else ""
-    else:
-        first = f"nothing to write: {f'{done} already complete in {dst}' if summary.done_before else 'no rank is lost'}"
-    made = [rank for rank in summary.recovered if rank in summary.ranks]
-    lines = [first]
-    if summary.ranks:
-        lines.append(f"{rank_ranges(made)} made from replicas" if made else "no rank was missing or damaged")
-    if typed["verbose"]:
-        lines += [f"{step_words(summary.step)}: {contents_words(summary)}", *detail_lines(summary, request)]
-    if typed["lost_only"] and summary.ranks and not summary.manifest and request.prefix is None:
-        lines.append(f"file names are those of {src}: copy them back into it")
-    say("\n".join(lines), to_standard_error=True)
+    def lines(summary: Summary, _: float) -> list[str]:
+        done = counted_ranks(summary.done_before)
+        rebuilt = [rank for rank in summary.recovered if rank in summary.ranks]
+        if summary.ranks:
+            wrote = f"wrote {counted_ranks(summary.ranks)} of {step_words(summary.step)} to {dst}"
+            rows = [
+                f"{wrote}: {byte_size(summary.bytes_written)}"
+                + (f"; {done} already complete" if summary.done_before else ""),
+                f"{rank_ranges(rebuilt)} made from replicas" if rebuilt else "no rank was missing or damaged",
+            ]
+        else:
+            reason = f"{done} already complete in {dst}" if summary.done_before else "no rank is lost"
+            rows = [f"nothing to write: {reason}"]
+        if typed["verbose"]:
+            rows += [f"{step_words(summary.step)}: {contents_words(summary)}", *detail_lines(summary, request)]
+        if how.lost_only and summary.ranks and not summary.manifest and request.prefix is None:
+            rows.append(f"file names are those of {src}: copy them back into it")
+        return rows
+
+    carry_out(request, report, typed, how, lines)

@@ -77,7 +77,7 @@ def _lines(dst: str, found: Status) -> list[str]:
     elif found.writing:
         lines.append("a run is writing at this moment")
     else:
-        left = set(found.missing) if found.asked is None else set(found.missing).intersection(found.asked)
+        left = set(found.missing) if found.requested is None else set(found.missing).intersection(found.requested)
         unasked = set(found.missing).difference(left)
         if unasked:
             lines.append(f"not complete: {rank_ranges(unasked, noun)} not requested yet")

@@ -169,10 +169,10 @@ def verify(
             hint=f"to compare them with the source: {merge_hint(out) if merged else with_source}\n"
             "add --headers-only if names and sizes are enough; convert --checksum crc32 records checksums",
         )
-    tell_differences(found, typed["quiet"], not typed["as_json"], verdict)
+    print_differences(found, typed["quiet"], not typed["as_json"], verdict)
 
 
-def tell_differences(
+def print_differences(
     found: Sequence[Difference],
     quiet: bool,
     to_standard_output: bool = False,

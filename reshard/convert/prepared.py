@@ -11,8 +11,8 @@ from typing import Optional
 
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import GlobalTensor
-from reshard.convert.given_command import given_command
 from reshard.convert.options import Options
+from reshard.convert.recorded import command_of
 from reshard.convert.source_crcs import Check, SourceCrcs, damaged_files
 from reshard.convert.summary import Phases, Summary, totals_of
 from reshard.convert.target_directory import TargetDirectory
@@ -172,7 +172,10 @@ class _Preparation:
             else:
                 check_disjoint(request.src, sources, request.dst, (plan.path(file) for file in plan.asked))
             asked = self._share(plan)
-            directory = self._directory(plan, asked)
+            directory = None
+            if not request.exact_file:
+                command = command_of(plan, options)
+                directory = TargetDirectory(plan, options, asked, self._sampler, self.report, self.crcs.files, command)
             if directory is None or options.crc == "never":
                 break
             suspects = [plan.checkpoint.indexes[holder] for holder in directory.suspects()]
@@ -214,27 +217,6 @@ class _Preparation:
         if options.part is not None:
             asked = tuple(file for file in asked if file in options.part.ranks)
         return asked
-
-    def _directory(self, plan: Plan, asked: tuple[int, ...]) -> Optional[TargetDirectory]:
-        if plan.request.exact_file:
-            return None
-        options = self.options
-        return TargetDirectory(
-            plan,
-            asked,
-            self._sampler,
-            self.report,
-            overwrite=options.overwrite,
-            adding=options.adding,
-            checksum=options.checksum == "crc32",
-            part=options.part is not None,
-            damaged=self.crcs.files,
-            accept_changed_source=options.accept_changed_source,
-            given=given_command(plan, options),
-            lost_only=options.lost_only,
-            # This run writes every file of the target directory.
-            whole=plan.request.files is None if options.lost_only else len(asked) == plan.form.count,
-        )
 
     def execution(self, plan: Plan) -> ExecutionOptions:
         """Options of the byte transfer."""

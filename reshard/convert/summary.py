@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Optional
 
 from reshard.plan.plan import Plan, in_section
@@ -23,9 +23,9 @@ class Phases:
         writing: transfer of bytes and records.
     """
 
-    planning: float
-    checking: float
-    writing: float
+    planning: float = 0.0
+    checking: float = 0.0
+    writing: float = 0.0
 
 
 @dataclass
@@ -61,28 +61,28 @@ class Summary:
     """
 
     step: Optional[str]
-    ranks: list[int]
-    files: list[str]
-    target_files: dict[int, str]
-    done_before: list[int]
-    manifest: Optional[str]
-    bytes_written: int
-    source_ranks: list[int]
-    recovered: list[int]
-    parameters: int
-    kinds: dict[str, Total]
-    copied: list[str]
-    excluded: list[str]
-    known: Collection[str]
-    left_out: list[str]
-    missing: list[str]
-    unholdable: list[str]
-    replicas: Optional[ReplicaCheck]
-    warnings: list[str]
-    notes: list[str]
-    phases: Phases
-    seconds: float
-    dry_run: bool
+    ranks: list[int] = field(default_factory=list)
+    files: list[str] = field(default_factory=list)
+    target_files: dict[int, str] = field(default_factory=dict)
+    done_before: list[int] = field(default_factory=list)
+    manifest: Optional[str] = None
+    bytes_written: int = 0
+    source_ranks: list[int] = field(default_factory=list)
+    recovered: list[int] = field(default_factory=list)
+    parameters: int = 0
+    kinds: dict[str, Total] = field(default_factory=dict)
+    copied: list[str] = field(default_factory=list)
+    excluded: list[str] = field(default_factory=list)
+    known: Collection[str] = ()
+    left_out: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    unholdable: list[str] = field(default_factory=list)
+    replicas: Optional[ReplicaCheck] = None
+    warnings: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    phases: Phases = field(default_factory=Phases)
+    seconds: float = 0.0
+    dry_run: bool = False
     bytes_copied: int = 0
 
 

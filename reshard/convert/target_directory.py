@@ -17,6 +17,7 @@ from typing import Callable, NamedTuple, Optional
 
 from reshard.checkpoints import crc_of_file
 from reshard.checkpoints.edited import EditedCheckpoint
+from reshard.convert.options import Options
 from reshard.errors import RetryableError, TargetError
 from reshard.execute import Destination
 from reshard.forms.registry import form_named, forms_among
@@ -27,11 +28,11 @@ from reshard.records import (
     MANIFEST_NAME,
     DoneRecord,
     FinishingRecord,
-    Given,
     Identity,
     Ledger,
     Manifest,
     ManifestFile,
+    RecordedCommand,
     SourceFile,
     SourceSampler,
     header_digest,
@@ -89,55 +90,45 @@ class TargetDirectory:
 
     Args:
         plan: the plan.
-        asked: the requested target files that this run writes, ascending.
+        options: how the conversion is carried out.
+        requested: the requested target files that this run writes, ascending.
         sampler: takes samples of source files.
         report: gets warnings and notes.
-        overwrite: existing targets may be replaced.
-        adding: other ranks of the same conversion may stay.
-        checksum: the manifest gets a checksum of every file, as if any other run had requested it.
-        part: on behalf of a run that has recorded what it replaces, and that completes the directory.
         damaged: source files that count as absent, because their contents are damaged.
-        accept_changed_source: continue although finished targets were made from other source files.
-        given: the command line to record.
-        lost_only: a recovery of lost ranks only, which make the directory complete.
-        whole: every file of the directory is requested.
+        command: the command line to record.
     """
 
     def __init__(
         self,
         plan: Plan,
-        asked: Sequence[int],
+        options: Options,
+        requested: Sequence[int],
         sampler: SourceSampler,
         report: Report,
-        *,
-        overwrite: bool,
-        adding: bool,
-        checksum: bool,
-        part: bool,
         damaged: Sequence[SourceFile],
-        lost_only: bool,
-        whole: bool,
-        accept_changed_source: bool,
-        given: Optional[Given] = None,
+        command: Optional[RecordedCommand],
     ) -> None:
-        self._accept_changed_source = accept_changed_source
-        self._given = given
+        self._accept_changed_source = options.accept_changed_source
+        self._overwrite = options.overwrite
+        self._command = command
+        self._lost_only = options.lost_only
         # Ranks from an earlier run of the same recovery stay valid.
-        self._adding = adding or lost_only
-        self._part = part
-        self._lost_only = lost_only
-        self._whole = whole
-        self._checksum = checksum
+        self._adding = options.adding or options.lost_only
+        # A part of another run, which has recorded what it replaces, and which completes the directory.
+        self._part = options.part is not None
+        # Whether this run writes every file of the target directory.
+        self._whole = plan.request.files is None if options.lost_only else len(requested) == plan.form.count
+        # The manifest gets a checksum of every file, as if any other run had requested it.
+        self._checksum = options.checksum == "crc32"
         self._damaged = damaged
         request = plan.request
         self._plan = plan
-        self._overwrite = overwrite
         self._report = report
         self._root = unlinked(request.dst)
         self._everything = range(plan.form.count)
-        self._asked = asked
+        self._requested = requested
         self._sources = sampler.look_at(plan.checkpoint.indexes)
-        made = plan.checkpoint
+        checkpoint = plan.checkpoint
         # With other names, the strategy of "same" also lists parameters of absent ranks. It differs between runs
         # with different source ranks that write equal files, and from the source's strategy by its names.
         same = form_named(request.form).options.by_rank and request.target.path == SAME and not request.edits.is_empty
@@ -145,7 +136,7 @@ class TargetDirectory:
             source_strategy=strategy_digest(request.source),
             target_strategy=SAME if same else strategy_digest(request.target),
             ranks=plan.form.count,
-            step=plan.checkpoint.step,
+            step=checkpoint.step,
             include=tuple(sorted(request.filters.include)),
             exclude=tuple(sorted(request.filters.exclude)),
             format=plan.form.format,
@@ -153,11 +144,11 @@ class TargetDirectory:
             task="recover" if request.recover else "convert",
             form=plan.form.name,
             division=_division(plan.form),
-            edits=short_digest(made.identity.encode()) if isinstance(made, EditedCheckpoint) else "",
+            edits=short_digest(checkpoint.identity.encode()) if isinstance(checkpoint, EditedCheckpoint) else "",
         )
         self._destination = Destination(self._root)
         self._ledger = Ledger(self._root, identity, report.note)
-        self._refusals = Refusals(self._root, identity, whole=whole, adding=self._adding)
+        self._refusals = Refusals(self._root, identity, whole=self._whole, adding=self._adding)
         self._unfinished = _unfinished(self._root, identity)
         self._overwritten: set[int] = set()
         self._looked = 0.0
@@ -178,7 +169,7 @@ class TargetDirectory:
                 without permission to overwrite.
         """
         seen = self._look()
-        writing = {self._name(rank) for rank in self._asked}
+        writing = {self._name(rank) for rank in self._requested}
         recorded = self._recorded_by(seen.others) - writing
         own = writing
         if not (seen.present | recorded) <= writing:
@@ -189,10 +180,10 @@ class TargetDirectory:
             raise self._refusals.beside(beside)
         # The part of a run finds another conversion only if that began later.
         if seen.against and seen.present and (self._part or not self._overwrite):
-            of_others = {ledger.identity: ledger.given() for ledger in seen.others}
+            of_others = {ledger.identity: ledger.commands() for ledger in seen.others}
             commands = [of_others.get(identity, ()) for identity in seen.against]
             unrecorded = sorted(seen.present - own - recorded)
-            raise self._refusals.another_conversion(seen.against, commands, self._given, unrecorded)
+            raise self._refusals.another_conversion(seen.against, commands, self._command, unrecorded)
         allowed = own if seen.going_on and (self._adding or not self._overwrite) else writing
         # Remains of a half-replaced conversion may be in directories that this run does not list.
         foreign = (seen.present | recorded) - allowed
@@ -210,7 +201,7 @@ class TargetDirectory:
             if marks:
                 raise self._refusals.foreign(marks, set())
         done = self._done()
-        left = [rank for rank in self._asked if rank not in done]
+        left = [rank for rank in self._requested if rank not in done]
         in_the_way = [rank for rank in left if self._name(rank) in seen.present]
         if in_the_way and not self._overwrite:
             raise self._existing(in_the_way)
@@ -241,7 +232,7 @@ class TargetDirectory:
             going_on = len(ledgers) > len(others) and not against
             # By-rank runs check their own directory only; the first one checks all.
             everywhere = not (going_on and self._adding)
-            places = self._directories(self._everything if everywhere else self._asked)
+            places = self._directories(self._everything if everywhere else self._requested)
             places.update(os.path.dirname(other.identity.file_of(rank)) for other in others for rank in other.done())
             present = self._destination.checkpoints(places, everywhere)
             if [ledger.identity for ledger in ledgers_in(self._root)] == [ledger.identity for ledger in ledgers]:
@@ -282,18 +273,18 @@ class TargetDirectory:
                 replaced = self._ledger.others() if self._replacing else []
                 self._unfinish([self._ledger.identity, *(other.identity for other in replaced)])
             if anew:
-                self._ledger.begin_replacing(self._asked, self._sources)
+                self._ledger.begin_replacing(self._requested, self._sources)
                 if not self._ledger.done():
                     self._ledger.forget_sources()
-                    self._ledger.forget_given()
+                    self._ledger.forget_commands()
             if self._lost_only:
-                self._ledger.ask_only(self._asked)
+                self._ledger.ask_only(self._requested)
             else:
                 self._ledger.ask_all()
             self._ledger.add_sources(self._sources)
             self._ledger.add_damaged(self._damaged)
-            if self._given is not None:
-                self._ledger.add_given(self._given)
+            if self._command is not None:
+                self._ledger.add_command(self._command)
         return left
 
     def suspects(self) -> list[int]:
@@ -306,13 +297,13 @@ class TargetDirectory:
 
     def tidy(self) -> None:
         """Remove temporary files of killed runs in the directories of the requested ranks."""
-        self._destination.remove_dead_temporaries(self._directories(self._asked))
+        self._destination.remove_dead_temporaries(self._directories(self._requested))
 
     @property
     def is_complete(self) -> bool:
         """Whether the directory is complete, once all requested ranks are written."""
         if self._lost_only:
-            return not (self._overwrite and self._asked)
+            return not (self._overwrite and self._requested)
         found = self._all_done() if self.manifest is not None else None
         if found is None or (self._checksum and self._lacking(found)):
             return False
@@ -331,6 +322,11 @@ class TargetDirectory:
         """The manifest's path; None without a manifest."""
         path = os.path.join(self._root, MANIFEST_NAME)
         return path if is_regular_file(path) else None
+
+    @property
+    def is_resumable(self) -> bool:
+        """Whether a command of this conversion is recorded, so that `resume` works."""
+        return bool(self._ledger.commands())
 
     @property
     def sources(self) -> str:
@@ -430,9 +426,9 @@ class TargetDirectory:
             with self._ledger.guarded() as check:
                 self._remove_replaced(check)
         if self._overwrite:
-            self._ledger.end_replacing(self._asked)
+            self._ledger.end_replacing(self._requested)
         # A cheap check first: by-rank runs come here once per rank.
-        if len(self._asked) < len(self._everything) > len(self._ledger.done()):
+        if len(self._requested) < len(self._everything) > len(self._ledger.done()):
             return None
         computed: dict[DoneRecord, int] = {}
         while True:
@@ -461,7 +457,7 @@ class TargetDirectory:
         Raises:
             RetryableError: a target is missing or modified.
         """
-        lost = set(self._asked) - self.recorded(self._asked)
+        lost = set(self._requested) - self.recorded(self._requested)
         if lost:
             raise RetryableError(
                 f"{self._root}: targets of {rank_ranges(lost)}, or their records, were removed or modified by "
@@ -478,7 +474,7 @@ class TargetDirectory:
             check: fails if the lock was lost.
         """
         others = [other for other in self._ledger.others() if other.replaced]
-        own = {self._name(rank) for rank in self._asked}
+        own = {self._name(rank) for rank in self._requested}
         for other in others:
             for name, record in self._targets_of(other):
                 if name not in own:
@@ -598,7 +594,7 @@ class TargetDirectory:
     def _anew(self) -> bool:
         """Whether this run starts to replace targets, and does not resume that."""
         # A repeated part must keep the records, which the whole run needs.
-        return self._overwrite and not self._part and not self._ledger.replacing(self._asked, self._sources)
+        return self._overwrite and not self._part and not self._ledger.replacing(self._requested, self._sources)
 
     def _status(self, rank: int) -> Optional[FileStatus]:
         return status_at(self._plan.path(rank))
@@ -609,7 +605,7 @@ class TargetDirectory:
 
     def _done(self) -> set[int]:
         """Requested ranks with a recorded, unmodified target."""
-        return set() if self._anew else self.recorded(self._asked)
+        return set() if self._anew else self.recorded(self._requested)
 
     def recorded(self, ranks: Sequence[int]) -> set[int]:
         """The ranks with a recorded, unmodified target."""
@@ -631,7 +627,7 @@ class TargetDirectory:
 
     def _check_sources(self, guarded: bool) -> None:
         # Only runs with a finished target that stays, and live runs, fix the source files.
-        bound = self._ledger.done().keys() - (set(self._asked) if self._anew else set())
+        bound = self._ledger.done().keys() - (set(self._requested) if self._anew else set())
         live = guarded and self._ledger.in_use
         if not bound and not live:
             return

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -159,11 +158,8 @@ class Writing:
             write(counted)
         except BaseException:
             if self._directory is not None:
-                resume = f", or: reshard resume {shlex.quote(self._plan.request.dst)}" if counted.files else ""
-                self._report.warn(
-                    f"{counted.files} of {plural(len(self.work), 'rank')} written; run the same command again to "
-                    f"continue{resume}"
-                )
+                written = f"{counted.files} of {plural(len(self.work), counted_as(self._plan.form.name))} written"
+                self._report.warn(f"{written}; run the same command again to continue")
             raise
         finally:
             self._progress.end()

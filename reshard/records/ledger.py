@@ -15,7 +15,7 @@ final one, so every finished target has a record. A record without its target, o
 of another size or time, is ignored. Comparisons read the target's status first and the
 records after it, since they are written in the other order.
 
-Commands are recorded next to them in files of their own; see `given`.
+Commands are recorded next to them in files of their own; see `commands`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from collections.abc import Collection, Iterable, Iterator
 from typing import Callable, NamedTuple, Optional
 
 from reshard.errors import ReshardError, RetryableError, TargetError
-from reshard.records.given import IS_GIVEN, Given, given_in
+from reshard.records.commands import IS_COMMAND, RecordedCommand, commands_in
 from reshard.records.identity import Identity, short_digest
 from reshard.records.record_files import make_empty, names_in, remove, remove_directory, try_lock
 from reshard.records.sources import SourceFile
@@ -373,30 +373,30 @@ class Ledger:
             store_of(damaged).make_empty_directory(damaged)
             self._mark_each("damaged", names)
 
-    def add_given(self, given: Given) -> None:
+    def add_command(self, command: RecordedCommand) -> None:
         """Record a command.
 
         Raises:
             RetryableError: it cannot be written.
         """
         try:
-            given.write(self._own)
+            command.write(self._own)
         except OSError as error:
             raise writing_error(self._own, error) from error
 
-    def forget_given(self) -> None:
+    def forget_commands(self) -> None:
         """Remove recorded commands: everything will be rewritten, perhaps from other files."""
-        for name in filter(IS_GIVEN.fullmatch, names_in(self._own)):
+        for name in filter(IS_COMMAND.fullmatch, names_in(self._own)):
             remove(os.path.join(self._own, name))
 
-    def given(self) -> list[Given]:
+    def commands(self) -> list[RecordedCommand]:
         """The recorded commands, the latest first.
 
         Raises:
             TargetError: a record is damaged, or of another version.
             RetryableError: one cannot be read.
         """
-        return given_in(self._own)
+        return commands_in(self._own)
 
     def forget_sources(self) -> None:
         """Remove recorded source files: everything will be rewritten, perhaps from other files."""
@@ -549,7 +549,7 @@ def _remove_records(path: str) -> None:
 
 def _is_own(name: str) -> bool:
     """Whether a file of a conversion's own directory is one of its records."""
-    return name in _FILES or name.startswith((_REPLACING, _ONLY, *SIGNS)) or IS_GIVEN.fullmatch(name) is not None
+    return name in _FILES or name.startswith((_REPLACING, _ONLY, *SIGNS)) or IS_COMMAND.fullmatch(name) is not None
 
 
 def _long_untouched(path: str) -> bool:

@@ -9,7 +9,7 @@ from typing import Optional
 
 from reshard.errors import TargetError
 from reshard.forms.ranks import FileNames
-from reshard.records.given import Given
+from reshard.records.commands import RecordedCommand
 from reshard.records.identity import Identity
 from reshard.text.wording import rank_ranges, some_names
 
@@ -56,8 +56,8 @@ class Refusals:
     def another_conversion(
         self,
         others: Sequence[Identity],
-        commands: Sequence[Sequence[Given]],
-        given: Optional[Given],
+        commands: Sequence[Sequence[RecordedCommand]],
+        command: Optional[RecordedCommand],
         in_the_way: Sequence[str],
     ) -> TargetError:
         """Other conversions have begun in the directory.
@@ -65,12 +65,12 @@ class Refusals:
         Args:
             others: the other conversions, at least one.
             commands: the recorded commands of each of them, the last first.
-            given: the command of this run, if it can be recorded.
+            command: that of this run, if it can be recorded.
             in_the_way: files that a replacement of everything would not replace, because no record matches them.
         """
         theirs, recorded = min(zip(others, commands), key=lambda other: len(differing(self._mine, other[0])))
         differs = differing(self._mine, theirs)
-        options = _differing_options(given, recorded[0]) if given is not None and recorded else {}
+        options = _differing_options(command, recorded[0]) if command is not None and recorded else {}
         said = ", ".join(
             f"{_SAID[field]}{_values(self._mine, theirs, field)}"
             if not options.get(field)
@@ -179,14 +179,14 @@ def _values(mine: Identity, theirs: Identity, field: str) -> str:
     return f" ({_shown(getattr(theirs, field))} there, {_shown(getattr(mine, field))} here)"
 
 
-# Options of the attributes of which an identity holds only a digest, as `Given` has them.
+# Options of the attributes of which an identity holds only a digest, as `RecordedCommand` has them.
 _OPTIONS = {
     "division": ("max_shard_size",),
     "edits": ("names", "config", "reverse", "optimizer", "rename", "cast"),
 }
 
 
-def _differing_options(mine: Given, theirs: Given) -> dict[str, list[str]]:
+def _differing_options(mine: RecordedCommand, theirs: RecordedCommand) -> dict[str, list[str]]:
     """By attribute the options that differ between two commands, with their values."""
     return {
         field: [

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Optional
 
 from reshard.errors import CheckpointError, TargetError
-from reshard.records.given import Given, asked_ranks
+from reshard.records.commands import RecordedCommand, requested_ranks
 from reshard.records.identity import Identity
 from reshard.records.ledger import current, ledgers_in
 from reshard.records.manifest import MANIFEST_NAME, Manifest, read_manifest
@@ -30,7 +31,7 @@ class Status:
         writing: whether a run is writing, as far as locks show.
         manifest: the manifest's path, if it and all small files that it lists exist.
         resumable: whether commands are recorded, so that `resume` works.
-        asked: the requested target ranks, ascending; None for all, or if unknown.
+        requested: the requested target ranks, ascending; None for all, or if unknown.
     """
 
     plan: Identity
@@ -42,7 +43,7 @@ class Status:
     writing: bool
     manifest: Optional[str]
     resumable: bool = False
-    asked: Optional[tuple[int, ...]] = None
+    requested: Optional[tuple[int, ...]] = None
 
     @property
     def complete(self) -> bool:
@@ -83,35 +84,39 @@ def status_of(directory: str) -> Status:
         )
     (ledger,) = begun
     identity = ledger.identity
-    targets = status_of_each([os.path.join(directory, identity.file_of(rank)) for rank in range(identity.ranks)])
-    statuses = {rank: status for rank, status in enumerate(targets) if status is not None}
-    records = ledger.done()
-    done: list[int] = []
-    changed: list[int] = []
-    size = 0
-    for rank, rank_records in sorted(records.items()):
-        match = next((record for record in rank_records if record.matches(statuses.get(rank))), None)
-        if match is not None:
-            done.append(rank)
-            size += match.size
-        elif rank in statuses:
-            changed.append(rank)
-    written = {*done, *changed}
+    ranks = range(identity.ranks)
+    statuses = dict(zip(ranks, status_of_each([os.path.join(directory, identity.file_of(rank)) for rank in ranks])))
+    done = ledger.done()
+    matching = [
+        (rank, one.size) for rank, records in done.items() for one in records if one.matches(statuses.get(rank))
+    ]
+    sizes = dict(matching)
     only = ledger.only()
-    wanted = tuple(range(identity.ranks) if only is None else sorted(only))
-    missing = tuple(rank for rank in wanted if rank not in written)
-    finished = path if exists(path) else None
+    manifest = path if exists(path) else None
     # A damaged manifest is reported by commands that need it; it may be being replaced.
     with contextlib.suppress(CheckpointError):
-        finished = _finished(directory, read_manifest(directory)) if finished else None
-    given: list[Given] = []
+        manifest = _finished(directory, read_manifest(directory)) if manifest else None
+    commands: list[RecordedCommand] = []
     # Damaged records are reported by commands that need them.
     with contextlib.suppress(TargetError):
-        given = ledger.given()
-    asked = asked_ranks(given) if given else None
-    return Status(
-        identity, wanted, tuple(done), tuple(changed), missing, size, ledger.in_use, finished, bool(given), asked
+        commands = ledger.commands()
+    changed = [rank for rank in done if rank not in sizes and statuses.get(rank) is not None]
+    status = _status(identity, ranks if only is None else sorted(only), sizes, changed, manifest)
+    return replace(
+        status,
+        writing=ledger.in_use,
+        resumable=bool(commands),
+        requested=requested_ranks(commands) if commands else None,
     )
+
+
+def _status(
+    identity: Identity, wanted: Iterable[int], sizes: Mapping[int, int], changed: Iterable[int], manifest: Optional[str]
+) -> Status:
+    written = {*sizes, *changed}
+    missing = tuple(rank for rank in wanted if rank not in written)
+    done, size = tuple(sorted(sizes)), sum(sizes.values())
+    return Status(identity, tuple(wanted), done, tuple(sorted(changed)), missing, size, False, manifest)
 
 
 def _finished(directory: str, manifest: Manifest) -> Optional[str]:
@@ -124,18 +129,8 @@ def _finished(directory: str, manifest: Manifest) -> Optional[str]:
 def _by_manifest(directory: str) -> Status:
     """The status from the manifest of a directory without records, as after a copy."""
     manifest = read_manifest(directory)
-    done: list[int] = []
-    changed: list[int] = []
-    size = 0
     statuses = status_of_each([os.path.join(directory, file.file) for file in manifest.files])
-    for file, status in zip(manifest.files, statuses):
-        if status is not None and status.size == file.size:
-            done.append(file.rank)
-            size += file.size
-        elif status is not None:
-            changed.append(file.rank)
-    written = {*done, *changed}
-    wanted = tuple(range(manifest.plan.ranks))
-    missing = tuple(rank for rank in wanted if rank not in written)
-    finished = _finished(directory, manifest)
-    return Status(manifest.plan, wanted, tuple(done), tuple(changed), missing, size, False, finished)
+    existing = [(file, status) for file, status in zip(manifest.files, statuses) if status is not None]
+    sizes = {file.rank: file.size for file, status in existing if status.size == file.size}
+    changed = [file.rank for file, _ in existing if file.rank not in sizes]
+    return _status(manifest.plan, range(manifest.plan.ranks), sizes, changed, _finished(directory, manifest))
