@@ -113,7 +113,7 @@ def carry_out(
         prepare(request, how, report, progress) as prepared,
     ):
         try:
-            summary = prepared.carry_out(progress, workers)
+            summary = prepared.carry_out(workers)
         except BaseException:
             set_next_command(_next_command(prepared, how))
             raise

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, Optional
 
 import click
@@ -11,16 +11,16 @@ import click
 from reshard.cli import completion, options
 from reshard.cli.command import argument, command, option
 from reshard.cli.opened import location_json, location_words, number_json, number_words, opened, shape_words
-from reshard.cli.output import alarming, echo_json, listener, say
+from reshard.cli.output import echo_json, listener, say
 from reshard.cli.progress import progress_of
-from reshard.cli.tables import table
+from reshard.cli.tables import alarming_lines, table
 from reshard.forms.registry import form_named, form_of
 from reshard.numbers.difference import Differences, TensorPair, differences
 from reshard.opened import OpenedCheckpoint
 from reshard.plan.edits import NO_EDITS, Edits, edits_of
 from reshard.text.messages import full_text, listing
 from reshard.text.report import Report
-from reshard.text.wording import one_line, plural, printable
+from reshard.text.wording import one_line, plural
 
 DIFFERENT = 4
 """Exit status of --exit-code where the checkpoints differ."""
@@ -94,7 +94,7 @@ def _print(found: Differences, verbose: bool) -> None:
         title = f"{plural(len(differing), 'tensor')} of {len(found.pairs)} differ:"
         ordered = sorted(differing, key=lambda pair: pair.first_nonfinite is None)
         bad = [pair for pair in ordered if pair.first_nonfinite is not None]
-        _print_bad(bad, verbose)
+        alarming_lines(list(map(_nonfinite_line, bad)))
         table(title, _COLUMNS, [_cells(pair) for pair in ordered], _SPARE, range(len(bad)))
     elif found.equal:
         say(f"{plural(len(found.pairs), 'tensor')}, all equal in every byte")
@@ -111,23 +111,17 @@ def _heads(found: Differences, verbose: bool) -> Iterator[str]:
         yield f"{name}: {shape_words(one)} in A, {shape_words(other)} in B"
 
 
-# Tensors with a line of their own.
-_MAX_BAD = 20
 _SPARE = ("type", "relative", "shape")
 _COLUMNS = ["parameter", "type", "shape", "differing", "NaN", "difference", "relative", "at"]
 
 
-def _print_bad(bad: Sequence[TensorPair], verbose: bool) -> None:
-    """Where elements begin that are NaN or infinite in one only, first of all that is printed of pairs."""
-    shown = bad if verbose else bad[:_MAX_BAD]
-    for pair in shown:
-        assert pair.first_nonfinite is not None
-        sides = [f"{count} NaN in {side} only" for side, count in zip("AB", pair.nan) if count]
-        what = " and ".join(sides) or "an infinite difference"
-        a, b = map(location_words, pair.first_nonfinite)
-        click.echo(alarming(printable(f"{one_line(pair.name)}: {what}; the first at {a} in A, {b} in B")))
-    if len(shown) < len(bad):
-        say(f"... and {plural(len(bad) - len(shown), 'tensor')} more; -v shows all")
+def _nonfinite_line(pair: TensorPair) -> str:
+    """Where elements begin that are NaN or infinite in one only."""
+    assert pair.first_nonfinite is not None
+    sides = [f"{count} NaN in {side} only" for side, count in zip("AB", pair.nan) if count]
+    a, b = map(location_words, pair.first_nonfinite)
+    problem = " and ".join(sides) or "an infinite difference"
+    return f"{one_line(pair.name)}: {problem}; the first at {a} in A, {b} in B"
 
 
 def _cells(pair: TensorPair) -> list[str]:

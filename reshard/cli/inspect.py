@@ -6,14 +6,14 @@ import os
 import shlex
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Optional
+from typing import TYPE_CHECKING, Any, Callable, Optional, TypeVar
 
 import click
 
 from reshard.cli import completion, options
 from reshard.cli.command import command
 from reshard.cli.output import echo_json, say, show_notes, totals_json, totals_words
-from reshard.cli.tables import table
+from reshard.cli.tables import say_more, table
 from reshard.errors import UsageError
 from reshard.forms.registry import form_named, form_of
 from reshard.storage import absolute, asked_once, exists, is_directory
@@ -21,15 +21,16 @@ from reshard.text.messages import full_text
 from reshard.text.wording import byte_size, one_line, plural, some_names, stepped_ranges, stepped_rank_ranges
 
 if TYPE_CHECKING:
-    from reshard.inspection.contents import Finding, InspectedContents, InspectedFile, InspectedTensor
-    from reshard.inspection.form import InspectedForm, LaidOut
+    from reshard.inspection.contents import Finding, InspectedContents, InspectedFile
+    from reshard.inspection.form import InspectedForm
     from reshard.inspection.tree import InspectedStep, InspectedTree
 
+T = TypeVar("T", bound=Any)
 
 # Rows for a screen of 50 lines.
-_MOST_ROWS = 20
-_MOST_FINDINGS = 12
-_LONGEST = 300
+_MAX_ROWS = 20
+_MAX_FINDINGS = 12
+_MAX_LINE = 300
 
 
 @command(
@@ -229,37 +230,41 @@ def _show_totals(contents: InspectedContents) -> None:
             say(f"{title}: {totals_words(totals)}")
 
 
-def _show_tensors(contents: InspectedContents, verbose: bool, per_file: bool = False) -> None:
-    """A row per tensor; where these are too many, a row per pattern of names of one type and shape."""
+def _by_pattern(items: Sequence[T], kind: Callable[[T], object], verbose: bool) -> list[tuple[str, int, T]]:
+    """For each tensor its name and 1; if these are too many, for each pattern of names their number, and an example."""
     from reshard.text.name_patterns import name_patterns
 
-    rows: list[tuple[str, int, InspectedTensor]] = []
-    plain = verbose or len(contents.stored) <= _MOST_ROWS
-    if plain:
-        rows = [(item.name, 1, item) for item in contents.stored]
-    else:
-        alike: dict[object, list[InspectedTensor]] = defaultdict(list)
-        for item in contents.stored:
-            alike[item.dtypes, item.shapes, item.files].append(item)
-        known = {item.name for item in contents.stored}
-        for items in alike.values():
-            patterns = name_patterns([item.name for item in items], known)
-            rows += [(pattern.text, pattern.size, items[0]) for pattern in patterns]
-    shown = rows if verbose else rows[:_MOST_ROWS]
+    if verbose or len(items) <= _MAX_ROWS:
+        return [(item.name, 1, item) for item in items]
+    groups: dict[object, list[T]] = defaultdict(list)
+    for item in items:
+        groups[kind(item)].append(item)
+    all_names = {item.name for item in items}
+    return [
+        (pattern.text, pattern.size, group[0])
+        for group in groups.values()
+        for pattern in name_patterns([item.name for item in group], all_names)
+    ]
+
+
+def _first_rows(items: Sequence[T], verbose: bool) -> Sequence[T]:
+    return items if verbose else items[:_MAX_ROWS]
+
+
+def _show_tensors(contents: InspectedContents, verbose: bool, per_file: bool = False) -> None:
+    """A row per tensor; if these are too many, a row per pattern of names of one type and shape."""
+    plain = verbose or len(contents.stored) <= _MAX_ROWS
+    rows = _by_pattern(contents.stored, lambda item: (item.dtypes, item.shapes, item.files), verbose)
     columns = ["tensor", "dtype", "shape", "size"] if plain else ["tensors", "number", "dtype", "shape", "size each"]
-    if not per_file:
-        columns.append("files")
     cells = []
-    for name, count, item in shown:
+    for name, count, item in _first_rows(rows, verbose):
         number = [] if plain else [str(count)]
         # With several shapes only a mean size exists.
         size = ("about " if len(item.shapes) > 1 else "") + byte_size(item.nbytes // item.files)
         files = [] if per_file else [str(item.files)]
         cells.append([name, *number, ",".join(item.dtypes), _shapes(item.shapes), size, *files])
-    table("", columns, cells)
-    if len(rows) > len(shown):
-        left = sum(count for _, count, _ in rows[len(shown) :])
-        say(f"... and {plural(left, 'tensor')} more; -v shows all")
+    table("", columns if per_file else [*columns, "files"], cells)
+    say_more(sum(count for _, count, _ in rows[len(cells) :]), "tensor")
 
 
 def _shapes(shapes: Sequence[tuple[int, ...]]) -> str:
@@ -272,7 +277,7 @@ def _show_tree(tree: InspectedTree, step: str, verbose: bool) -> None:
     of_whom = f"rank {tree.ranks[0]}" if tree.one_rank else plural(len(held), "rank")
     say(f"{tree.path}: {of_whom}, {plural(len(tree.steps), 'step')}, {size}")
     judged = tree.strategy is not None
-    shown = tree.steps if verbose else tree.steps[:_MOST_ROWS]
+    shown = _first_rows(tree.steps, verbose)
     rows = []
     for item in shown:
         cells = [item.step or "-", stepped_ranges(item.ranks), str(len(item.files)), byte_size(item.nbytes)]
@@ -339,7 +344,7 @@ def _state(step: InspectedStep, judged: bool) -> str:
 
 def show_findings(findings: Sequence[Finding], verbose: bool) -> None:
     """Findings as lines; errors of a conversion are marked."""
-    shown = findings if verbose else findings[:_MOST_FINDINGS]
+    shown = findings if verbose else findings[:_MAX_FINDINGS]
     for finding in shown:
         first, *rest = (full_text(finding.text) if verbose else finding.text).split("\n")
         of = "" if finding.step is None else f" of step {finding.step}"
@@ -352,10 +357,10 @@ def show_findings(findings: Sequence[Finding], verbose: bool) -> None:
 
 def _show_lines(lines: Sequence[str], verbose: bool, before: str = "  ") -> None:
     """Lines, limited to a screen."""
-    for line in map(full_text, lines) if verbose else lines[:_MOST_FINDINGS]:
-        say(before + (line if verbose or len(line) <= _LONGEST else f"{line[:_LONGEST]} ... (-v shows all)"))
-    if not verbose and len(lines) > _MOST_FINDINGS:
-        say(f"{before}... and {len(lines) - _MOST_FINDINGS} more; -v shows all")
+    for line in map(full_text, lines) if verbose else lines[:_MAX_FINDINGS]:
+        say(before + (line if verbose or len(line) <= _MAX_LINE else f"{line[:_MAX_LINE]} ... (-v shows all)"))
+    if not verbose and len(lines) > _MAX_FINDINGS:
+        say(f"{before}... and {len(lines) - _MAX_FINDINGS} more; -v shows all")
 
 
 def _show_contents(step: InspectedStep, verbose: bool) -> None:
@@ -375,7 +380,7 @@ def _show_contents(step: InspectedStep, verbose: bool) -> None:
     elif sets:
         say(f"{len(sets)} sets of names (pipeline stages, a de-duplicated save, or files that lack something):")
         lines = [f"{stepped_rank_ranges(ranks)}: {plural(len(names), 'name')}" for ranks, names in sets]
-        if len(sets) > _MOST_FINDINGS:
+        if len(sets) > _MAX_FINDINGS:
             sizes = sorted({len(names) for _, names in sets})
             span = str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
             lines = lines if verbose else [f"{span} names each; -v shows all"]
@@ -448,7 +453,7 @@ def show_form(found: InspectedForm, verbose: bool) -> None:
 def _show_iterations(found: InspectedForm, verbose: bool) -> None:
     if not found.iterations:
         return
-    iterations = found.iterations if verbose else found.iterations[-_MOST_ROWS:]
+    iterations = found.iterations if verbose else found.iterations[-_MAX_ROWS:]
     states = {None: "unknown whether finished", False: "newer than the last finished iteration", True: "finished"}
     table(
         "",
@@ -465,7 +470,7 @@ def _show_iterations(found: InspectedForm, verbose: bool) -> None:
 def _show_files(found: InspectedForm, verbose: bool) -> None:
     if not found.files:
         return
-    shown = found.files if verbose else found.files[:_MOST_ROWS]
+    shown = _first_rows(found.files, verbose)
     rows = [
         [
             "-" if file.number is None else str(file.number),
@@ -476,30 +481,16 @@ def _show_files(found: InspectedForm, verbose: bool) -> None:
         for file in shown
     ]
     table("", ["number", "file", "size", "names"], rows)
-    if len(shown) < len(found.files):
-        say(f"... and {plural(len(found.files) - len(shown), 'file')} more; -v shows all")
+    say_more(len(found.files) - len(shown), "file")
 
 
-def _show_laid_out(found: InspectedForm, verbose: bool) -> None:
-    """A row per tensor; where these are too many, a row per pattern of names that are alike."""
-    from reshard.text.name_patterns import name_patterns
-
-    if not found.tensors:
+def _show_laid_out(form: InspectedForm, verbose: bool) -> None:
+    """A row per tensor; if these are too many, a row per pattern of names of one layout."""
+    if not form.tensors:
         return
-    rows: list[tuple[str, int, LaidOut]] = [(item.name, 1, item) for item in found.tensors]
-    if not verbose and len(rows) > _MOST_ROWS:
-        alike: dict[object, list[LaidOut]] = defaultdict(list)
-        for item in found.tensors:
-            alike[item._replace(name="")].append(item)
-        known = {item.name for item in found.tensors}
-        rows = [
-            (pattern.text, pattern.size, items[0])
-            for items in alike.values()
-            for pattern in name_patterns([item.name for item in items], known)
-        ]
-    shown = rows if verbose else rows[:_MOST_ROWS]
+    rows = _by_pattern(form.tensors, lambda item: item._replace(name=""), verbose)
     cells = []
-    for name, count, item in shown:
+    for name, count, item in _first_rows(rows, verbose):
         cut = " x ".join(map(str, item.cuts)) if any(cuts > 1 for cuts in item.cuts) else "whole"
         over = "" if item.ranks is None else f" on {plural(item.ranks, 'rank')}"
         lost = f", {item.lost} lost" if item.lost else ""
@@ -507,6 +498,4 @@ def _show_laid_out(found: InspectedForm, verbose: bool) -> None:
             [one_line(name), str(count), item.dtype, str(list(item.shape)), cut + over + lost, str(item.files)]
         )
     table("", ["tensors", "number", "dtype", "shape", "slices", "files"], cells)
-    if len(rows) > len(shown):
-        left = sum(count for _, count, _ in rows[len(shown) :])
-        say(f"... and {plural(left, 'tensor')} more; -v shows all")
+    say_more(sum(count for _, count, _ in rows[len(cells) :]), "tensor")

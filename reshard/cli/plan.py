@@ -58,14 +58,13 @@ def plan(
     report = Report(listener())
     request = request_between(src, dst, ranks, typed, report)
     how = options_of(typed, share=shard, dry_run=True)
-    with cluster_of(scheduler, how, typed["jobs"], report) as workers, prepare(request, how, report) as prepared:
-        print_plan(
-            prepared,
-            prepared.carry_out(progress_of(typed["quiet"], typed["progress"]), workers),
-            as_json=typed["as_json"],
-            verbose=typed["verbose"],
-            svg=svg,
-        )
+    progress = progress_of(typed["quiet"], typed["progress"])
+    with (
+        cluster_of(scheduler, how, typed["jobs"], report) as workers,
+        prepare(request, how, report, progress) as prepared,
+    ):
+        summary = prepared.carry_out(workers)
+        print_plan(prepared, summary, as_json=typed["as_json"], verbose=typed["verbose"], svg=svg)
 
 
 def print_plan(

@@ -10,15 +10,15 @@ import click
 from reshard.cli import completion, options
 from reshard.cli.command import argument, command, option
 from reshard.cli.opened import location_json, location_words, number_json, number_words, opened, shape_words
-from reshard.cli.output import alarming, echo_json, listener, say, write_picture
+from reshard.cli.output import alarming, echo_json, listener, write_picture
 from reshard.cli.progress import progress_of
-from reshard.cli.tables import table
+from reshard.cli.tables import alarming_lines, table
 from reshard.errors import UsageError
 from reshard.numbers.statistics import TensorStatistics, statistics_of
 from reshard.plan.edits import edits_of
 from reshard.text.messages import full_text, listing
 from reshard.text.report import Report
-from reshard.text.wording import one_line, plural, printable
+from reshard.text.wording import one_line, plural
 
 FOUND = 4
 """Exit status if a tensor has numbers of --fail-on."""
@@ -75,7 +75,7 @@ def stats(src: str, strategy: Optional[str], fail_on: tuple[str, ...], svg: Opti
     else:
         ordered = sorted(found, key=lambda tensor: tensor.first_nonfinite is None)
         bad = [tensor for tensor in ordered if tensor.first_nonfinite is not None]
-        _print_bad(bad, verbose)
+        alarming_lines(list(map(_nonfinite_line, bad)))
         table(src, _COLUMNS, [_cells(tensor) for tensor in ordered], _SPARE, range(len(bad)))
         click.echo(_summary(found))
     if svg is not None:
@@ -89,25 +89,15 @@ def stats(src: str, strategy: Optional[str], fail_on: tuple[str, ...], svg: Opti
         click.get_current_context().exit(FOUND)
 
 
-# Tensors with a line of their own.
-_MAX_BAD = 20
 _SPARE = ("norm", "zeros", "mean")
 _COLUMNS = ["parameter", "type", "shape", "NaN", "Inf", "zeros", "min", "max", "mean", "norm"]
 
 
-def _print_bad(bad: Sequence[TensorStatistics], verbose: bool) -> None:
-    """Where NaN and infinite elements begin, first of all that is printed."""
-    shown = bad if verbose else bad[:_MAX_BAD]
-    for tensor in shown:
-        assert tensor.first_nonfinite is not None
-        counts = f"{tensor.nan} NaN, {tensor.inf} infinite"
-        click.echo(
-            alarming(
-                printable(f"{one_line(tensor.name)}: {counts}; the first at {location_words(tensor.first_nonfinite)}")
-            )
-        )
-    if len(shown) < len(bad):
-        say(f"... and {plural(len(bad) - len(shown), 'tensor')} more; -v shows all")
+def _nonfinite_line(tensor: TensorStatistics) -> str:
+    """Where NaN and infinite elements begin."""
+    assert tensor.first_nonfinite is not None
+    counts = f"{tensor.nan} NaN, {tensor.inf} infinite"
+    return f"{one_line(tensor.name)}: {counts}; the first at {location_words(tensor.first_nonfinite)}"
 
 
 def _cells(tensor: TensorStatistics) -> list[str]:

@@ -10,9 +10,9 @@ import click
 from reshard.checkpoints import FileHandles
 from reshard.cli import completion, options
 from reshard.cli.command import command, option
-from reshard.cli.layouts import strategy_words
 from reshard.cli.output import echo_json, listener, say
 from reshard.cli.progress import progress_of
+from reshard.cli.strategy_show import strategy_words
 from reshard.convert import usable_cpus
 from reshard.convert.ends import typed_strategy
 from reshard.execute import ExecutionOptions

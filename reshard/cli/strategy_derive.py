@@ -10,8 +10,7 @@ import click
 from reshard.cli import completion, options
 from reshard.cli.command import Choice, command, option
 from reshard.cli.output import say, show_notes
-from reshard.cli.strategy_making import SIZES, SizesType, finish, making, shapes, shapes_of, target_of
-from reshard.cli.strategy_names import names, under_names
+from reshard.cli.strategy_make import SIZES, SizesType, finish, making, names, shapes, shapes_of, target_of, under_names
 from reshard.errors import UsageError
 
 if TYPE_CHECKING:
@@ -23,23 +22,17 @@ F = TypeVar("F", bound=Callable[..., Any])
 _SHAPES = "Full shapes, if SRC does not list them: a checkpoint of any form, the index of one, or a JSON strategy."
 
 
-def _also(command: F) -> F:
-    """Further strategies."""
-    for decorator in (
-        option(
-            "Source", "--also-sizes", multiple=True, type=SizesType(), metavar=SIZES, help="Devices of --also's run."
-        ),
-        option(
-            "Source",
-            "--also",
-            multiple=True,
-            metavar="FILE|DIR",
-            shell_complete=completion.strategies,
-            help="One more strategy of the model (repeatable, with --also-sizes).",
-        ),
-    ):
-        command = decorator(command)
-    return command
+_also = options.together(
+    option(
+        "Source",
+        "--also",
+        multiple=True,
+        metavar="FILE|DIR",
+        shell_complete=completion.strategies,
+        help="One more strategy of the model (repeatable, with --also-sizes).",
+    ),
+    option("Source", "--also-sizes", multiple=True, type=SizesType(), metavar=SIZES, help="Devices of --also's run."),
+)
 
 
 @command(

@@ -8,8 +8,8 @@ import click
 
 from reshard.cli import completion, options
 from reshard.cli.command import command, option
-from reshard.cli.layouts import layout_row, strategy_words
 from reshard.cli.output import echo_json, say, show_notes
+from reshard.cli.strategy_show import layout_row, strategy_words
 from reshard.forms.ranks.holding import Holding
 from reshard.plan.changes import (
     CONTRADICTING,

@@ -10,9 +10,8 @@ import click
 
 from reshard.cli import advice, completion, options
 from reshard.cli.command import command, option
-from reshard.cli.layouts import layout_row, strategy_words
 from reshard.cli.output import echo_json, paint, say, show_notes, terminal_width, write_picture
-from reshard.cli.strategy_making import SIZES, SizesType
+from reshard.cli.strategy_make import SIZES, SizesType
 from reshard.cli.tables import table
 from reshard.errors import LayoutError, StrategyError, UsageError
 from reshard.forms.ranks.holding import Holding
@@ -175,6 +174,25 @@ def _layout_rows(stage: Stage, names: AxisNames) -> list[dict[str, object]]:
 def _layout_row(layout: Layout, axes: tuple[str, ...]) -> dict[str, object]:
     shape = None if layout.recorded_shape is None else list(layout.recorded_shape)
     return {**layout_row(layout), "axes": list(axes) or None, "shape": shape}
+
+
+def strategy_words(strategy: Strategy) -> str:
+    """A strategy with the numbers of its devices, stages and parameters."""
+    devices, stages = plural(strategy.device_count, "device"), plural(len(strategy.stages), "stage")
+    parameters = "" if strategy.is_none else f", {plural(len(strategy.parameters), 'parameter')}"
+    return f"{strategy.path}: {devices} in {stages}{parameters}"
+
+
+def layout_row(layout: Layout) -> dict[str, object]:
+    """A layout as JSON has it, without the shape, in which layouts differ that cut alike."""
+    return {
+        "device_matrix": list(layout.device_matrix),
+        "tensor_map": [list(axes) for axes in layout.tensor_map],
+        "cuts": list(layout.tensor_cuts),
+        "optimizer_shards": layout.shards,
+        "uneven": list(layout.uneven) if layout.uneven is not None else None,
+        "replicas": layout.copies,
+    }
 
 
 def _axis_names(path: str, sizes: Any) -> AxisNames:

@@ -123,7 +123,7 @@ def write_targets(
         with prepare(work.request, options, progress=reporter) as prepared:
             # The client may have ended while the worker planned.
             reporter.check_client()
-            summary = prepared.carry_out(reporter)
+            summary = prepared.carry_out()
         return {rank: store_of(path).status(path).size for rank, path in summary.target_files.items()}
 
     return _outcome(version, write)
