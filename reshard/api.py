@@ -179,7 +179,7 @@ class Conversion:
         how = self._options()
         with FileHandles(decryption=how.decryption) as handles:
             means = Means(handles, how.jobs, how.max_memory, Progress())
-            found = verify_with_source(
+            differences = verify_with_source(
                 os.fspath(self.dst),
                 os.fspath(self.src),
                 self._typed(),
@@ -190,7 +190,7 @@ class Conversion:
                 RecordedCrcs(means, report) if how.crc == "auto" else None,
             )
             means.check_unchanged()
-        _refuse(found, os.fspath(self.dst))
+        _refuse(differences, os.fspath(self.dst))
 
     def _typed(self) -> dict[str, Any]:
         """The parameters in the form of the command line's options."""
@@ -222,9 +222,9 @@ class Conversion:
         return options_of(self._typed(), share=self.shard, dry_run=dry_run, verify=verify)
 
 
-def _refuse(found: Sequence[object], dst: str) -> None:
-    if found:
-        raise VerificationError(block(f"{dst}: differs from its source:", [*map(str, found)]), found)
+def _refuse(differences: Sequence[object], dst: str) -> None:
+    if differences:
+        raise VerificationError(block(f"{dst}: differs from its source:", [*map(str, differences)]), differences)
 
 
 def _in_python(summary: Summary) -> Summary:

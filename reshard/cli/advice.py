@@ -67,8 +67,8 @@ def spelling(name: str) -> str:
 
 def nearest(typed: str, names: Iterable[str]) -> str:
     """`` Did you mean ...?`` with similar names, or an empty text."""
-    found = near_names(typed, names)
-    return f" Did you mean {' or '.join(found)}?" if found else ""
+    candidates = near_names(typed, names)
+    return f" Did you mean {' or '.join(candidates)}?" if candidates else ""
 
 
 def on_command(typed: str, names: Iterable[str]) -> str:
@@ -76,18 +76,18 @@ def on_command(typed: str, names: Iterable[str]) -> str:
     return f" Did you mean {_COMMANDS[typed]}?" if typed in _COMMANDS else nearest(typed, names)
 
 
-def on_option(command: Optional[str], typed: str, there: Sequence[str], others: Sequence[str]) -> str:
+def on_option(command: Optional[str], typed: str, options: Sequence[str], commands: Sequence[str]) -> str:
     """The replacement of an unknown option.
 
     Args:
         command: the command.
         typed: the option, in this project's spelling.
-        there: the command's options.
-        others: the commands that have it.
+        options: the command's options.
+        commands: the commands that have it.
     """
     if command is not None and (command, typed) in _BESIDE:
         return f" {_BESIDE[command, typed]}"
     if typed in _ELSEWHERE:
         return f" {_ELSEWHERE[typed]}"
-    has = f" It is an option of {', '.join(others)}." if others else ""
-    return nearest(typed, there) + has
+    owners = f" It is an option of {', '.join(commands)}." if commands else ""
+    return nearest(typed, options) + owners

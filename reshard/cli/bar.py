@@ -35,7 +35,7 @@ class Bar(_Tqdm):
         begun: when that was begun, in seconds of `time.time`.
     """
 
-    def __init__(self, total: int, doing: str, done: int, begun: float) -> None:
+    def __init__(self, total: int, doing: str, nbytes: int, begun: float) -> None:
         narrow = os.get_terminal_size(sys.stderr.fileno()).columns < _NARROW
         super().__init__(
             desc=doing,
@@ -49,12 +49,12 @@ class Bar(_Tqdm):
             leave=False,
         )
         self.start_t = self.last_print_t = begun
-        self.update(done)
+        self.update(nbytes)
 
     @property
     def format_dict(self) -> MutableMapping[str, Any]:
         """The texts of a bar."""
-        found = super().format_dict
-        rate = found["rate"] or (found["n"] / found["elapsed"] if found["elapsed"] else 0)
+        texts = super().format_dict
+        rate = texts["rate"] or (texts["n"] / texts["elapsed"] if texts["elapsed"] else 0)
         speed = f"{byte_size(int(rate))}/s"
-        return {**found, "done": byte_size(found["n"]), "whole": byte_size(found["total"]), "speed": speed}
+        return {**texts, "done": byte_size(texts["n"]), "whole": byte_size(texts["total"]), "speed": speed}

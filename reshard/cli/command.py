@@ -84,8 +84,8 @@ class Command(click.Command):
             by_option = [param for param in self.params if isinstance(param, Argument) and _is_typed(ctx, param)]
             if by_option and type(error) is click.UsageError:
                 names = " and ".join(str(param.name).upper() for param in by_option)
-                given = f"{names} {'is' if len(by_option) == 1 else 'are'} given by option"
-                raise click.UsageError(f"{error.message.rstrip('.')}: {given}", ctx) from error
+                reason = f"{names} {'is' if len(by_option) == 1 else 'are'} given by option"
+                raise click.UsageError(f"{error.message.rstrip('.')}: {reason}", ctx) from error
             raise
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -155,8 +155,8 @@ class Group(click.Group):
     ) -> tuple[Optional[str], Optional[click.Command], list[str]]:
         """Find the command, or suggest similar ones."""
         name = args[0]
-        known = any(self.get_command(ctx, spelled) for spelled in (name, _spelled(ctx, name)))
-        if not known and not name.startswith("-") and not ctx.resilient_parsing:
+        exists = any(self.get_command(ctx, spelled) for spelled in (name, _spelled(ctx, name)))
+        if not exists and not name.startswith("-") and not ctx.resilient_parsing:
             ctx.fail(f"No such command: {name}.{advice.on_command(_spelled(ctx, name), self.command_names(ctx))}")
         return super().resolve_command(ctx, args)
 
@@ -191,13 +191,13 @@ def _unknown_option(ctx: click.Context, error: click.NoSuchOption, args: Iterabl
     """The error with advice, and with the option as it was typed."""
     name = error.option_name
     typed = next((word.partition("=")[0] for word in args if _spelled(ctx, word) == name), name)
-    others: list[str] = []
+    owners: list[str] = []
     root = ctx.find_root()
-    for path, other in _commands(root, root.command, ()):
-        if other is not ctx.command and any(name in param.opts for param in other.params):
-            others.append(path)
-    there = [opt for param in ctx.command.get_params(ctx) if isinstance(param, click.Option) for opt in param.opts]
-    return click.UsageError(f"No such option: {typed}.{advice.on_option(ctx.command.name, name, there, others)}", ctx)
+    for path, command in _commands(root, root.command, ()):
+        if command is not ctx.command and any(name in param.opts for param in command.params):
+            owners.append(path)
+    options = [opt for param in ctx.command.get_params(ctx) if isinstance(param, click.Option) for opt in param.opts]
+    return click.UsageError(f"No such option: {typed}.{advice.on_option(ctx.command.name, name, options, owners)}", ctx)
 
 
 def _commands(ctx: click.Context, command: click.Command, path: tuple[str, ...]) -> Iterable[tuple[str, click.Command]]:
@@ -206,6 +206,6 @@ def _commands(ctx: click.Context, command: click.Command, path: tuple[str, ...])
         yield " ".join(path), command
         return
     for name in command.list_commands(ctx):
-        found = command.get_command(ctx, name)
-        if found is not None:
-            yield from _commands(ctx, found, (*path, name))
+        subcommand = command.get_command(ctx, name)
+        if subcommand is not None:
+            yield from _commands(ctx, subcommand, (*path, name))

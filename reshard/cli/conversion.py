@@ -34,7 +34,7 @@ MIN_SHOWN = 0.1
 def summary_json(summary: Summary) -> dict[str, Any]:
     """A summary as `--json` prints it."""
     fields = {**dataclasses.asdict(summary), "kinds": totals_json(summary.kinds)}
-    del fields["target_files"], fields["known"]
+    del fields["target_files"], fields["all_names"]
     return fields
 
 
@@ -46,7 +46,7 @@ def contents_words(summary: Summary) -> str:
         (summary.missing, "not in the source"),
     ):
         if names:
-            counts = Counter(kind_of(name, 2, summary.known) for name in names)
+            counts = Counter(kind_of(name, 2, summary.all_names) for name in names)
             words.append(f"{where}: " + ", ".join(f"{kind} {counts[kind]}" for kind in KINDS if kind in counts))
     return "; ".join(words)
 
@@ -60,14 +60,14 @@ def detail_lines(summary: Summary, request: Request, verifying: float = 0.0) -> 
         verifying: seconds that were spent on verification afterwards.
     """
     seconds = {**dataclasses.asdict(summary.phases), "verifying": verifying}
-    shown = [f"{phase} {taken:.1f} s" for phase, taken in seconds.items() if taken >= MIN_SHOWN]
+    shown = [f"{phase} {duration:.1f} s" for phase, duration in seconds.items() if duration >= MIN_SHOWN]
     lines = [", ".join(shown)] if len(shown) > 1 else []
     lines.append(f"headers read: source {rank_ranges(summary.source_ranks, counted_as(request.form))}")
     lines.append(f"{plural(summary.parameters, 'parameter')} resharded")
     if summary.bytes_copied:
         copied, all_bytes = byte_size(summary.bytes_copied), byte_size(summary.bytes_written)
         lines.append(f"{copied} of {all_bytes} copied by the file system, the rest through memory")
-    for names, what in (
+    for names, fate in (
         (summary.copied, "copied unchanged"),
         (summary.excluded, "left out by --include and --exclude"),
         (summary.left_out, "left out, not in the target strategy"),
@@ -75,7 +75,7 @@ def detail_lines(summary: Summary, request: Request, verifying: float = 0.0) -> 
         (summary.unholdable, "left out, the target format cannot hold text"),
     ):
         if names:
-            lines.append(f"{len(names)} {what}: {listing(names).full}")
+            lines.append(f"{len(names)} {fate}: {listing(names).full}")
     if summary.replicas is not None:
         lines.append(str(summary.replicas))
     if summary.manifest:

@@ -107,16 +107,16 @@ def summary_lines(request: Request, typed: Mapping[str, Any], how: Options) -> C
 
     def lines(summary: Summary, verifying: float) -> list[str]:
         files = counted_as(request.to)
-        done = counted_ranks(summary.done_before, files)
+        complete = counted_ranks(summary.done_before, files)
         if summary.ranks:
             rate = summary.bytes_written / summary.seconds if summary.seconds else 0.0
             first = (
                 f"wrote {counted_ranks(summary.ranks, files)} to {request.dst}: "
                 f"{byte_size(summary.bytes_written)} in {summary.seconds:.1f} s ({byte_size(int(rate))}/s)"
             )
-            first += f"; {done} already complete" if summary.done_before else ""
+            first += f"; {complete} already complete" if summary.done_before else ""
         elif summary.done_before:
-            first = f"nothing to write: {done} already complete in {request.dst}"
+            first = f"nothing to write: {complete} already complete in {request.dst}"
         else:
             number, runs = how.share or (0, 1)
             first = f"nothing to write: share {number}/{runs} is empty: fewer {files}s than shares"

@@ -40,8 +40,8 @@ class ReshardGroup(Group):
         except click.UsageError as error:
             shown = io.StringIO()
             error.show(shown)
-            usage, mark, said = shown.getvalue().partition("Error: ")
-            click.echo(usage + alarming(mark + said.rstrip()), err=True)
+            usage, mark, message = shown.getvalue().partition("Error: ")
+            click.echo(usage + alarming(mark + message.rstrip()), err=True)
             ctx.exit(error.exit_code)
         except (click.ClickException, click.exceptions.Exit, click.Abort):
             raise
@@ -75,11 +75,11 @@ def set_next_command(text: str) -> None:
 def _finish(ctx: click.Context, text: str, status: int) -> NoReturn:
     if ctx.find_root().meta.get("reshard.debug"):
         click.echo(printable(traceback.format_exc().rstrip()), err=True)
-    headline, *rest = printable(text).split("\n")
+    headline, *details = printable(text).split("\n")
     click.echo(alarming(f"reshard: error: {headline}"), err=True)
-    for line in rest:
+    for line in details:
         click.echo(f"  {line}", err=True)
-    if len(rest) > _MANY_LINES:
+    if len(details) > _MANY_LINES:
         # Logs often show only the end of the output.
         click.echo(alarming(f"reshard: error: {headline.rstrip(':')}"), err=True)
     next_command = ctx.find_root().meta.get("reshard.next_command")

@@ -106,15 +106,15 @@ def fingerprint(
                 source = _some_ranks(place, ranks, filters, handles, crcs, report)
             else:
                 # Rules decide which source tensors are needed.
-                wanted = Filters() if edited else filters
-                source = read_sound(reader_of(place, handles, report, filters=wanted, files=ranks), crcs)
+                needed = Filters() if edited else filters
+                source = read_sound(reader_of(place, handles, report, filters=needed, files=ranks), crcs)
                 _check_files(source, ranks, place)
                 if not by_rank:
                     _check_equal(source.checkpoint, [name for name in source.tensors if filters.admit(name)], means)
-            written = source if edits.is_empty else EditedSource(source, edits, report)
-            known = () if edited else place.strategy.parameters
-            warn_of_unmatched(filters, (known, written.names), report)
-            result = fingerprints(written, means, filters.admit)
+            target = source if edits.is_empty else EditedSource(source, edits, report)
+            parameters = () if edited else place.strategy.parameters
+            warn_of_unmatched(filters, (parameters, target.names), report)
+            result = fingerprints(target, means, filters.admit)
             if by_rank:
                 result.groups = {(stage.ranks.start, stage.ranks.stop) for stage in place.strategy.stages}
             else:
@@ -180,9 +180,9 @@ def _some_ranks(
     Raises:
         InputError: a file is missing, or contradicts the strategy.
     """
-    found = find_checkpoints(place.path, place.file_suffix)
-    check_ranks(found, place.strategy, handles)
-    files = _files(found, place.strategy, ranks, place.step, report)
+    tree = find_checkpoints(place.path, place.file_suffix)
+    check_ranks(tree, place.strategy, handles)
+    files = _files(tree, place.strategy, ranks, place.step, report)
     problems: dict[str, InputError] = {}
 
     def read(damaged: Mapping[str, str]) -> StoredSource:
@@ -203,11 +203,11 @@ def _check_files(source: StoredSource, files: Optional[tuple[int, ...]], place: 
     Raises:
         UsageError: a number has no file.
     """
-    there = sorted(source.checkpoint.files)
-    beyond = sorted(set(files or ()).difference(there))
+    numbers = sorted(source.checkpoint.files)
+    beyond = sorted(set(files or ()).difference(numbers))
     if beyond:
         raise UsageError(
-            f"{rank_ranges(beyond, 'file')} (--ranks) is out of range: {place.path} has {rank_ranges(there, 'file')}",
+            f"{rank_ranges(beyond, 'file')} (--ranks) is out of range: {place.path} has {rank_ranges(numbers, 'file')}",
             rank=beyond[0],
         )
 

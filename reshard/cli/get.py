@@ -111,7 +111,7 @@ def get(
                 )
             _write(checkpoint, names[0], chosen, index, raw, output, report)
             return
-        arrays = [(checkpoint[found], _array(checkpoint[found], chosen, index, raw)) for found in names]
+        arrays = [(checkpoint[match], _array(checkpoint[match], chosen, index, raw)) for match in names]
         checkpoint.check_unchanged()
     if as_json:
         echo_json([_row(tensor, array) for tensor, array in arrays])
@@ -159,15 +159,15 @@ def _names(checkpoint: OpenedCheckpoint, typed: str) -> list[str]:
     if typed in checkpoint:
         return [typed]
     glob = Glob(typed)
-    found = [name for name in checkpoint if glob.matches(name)]
-    if not found:
+    matches = [name for name in checkpoint if glob.matches(name)]
+    if not matches:
         near = near_names(typed, checkpoint)
         raise CheckpointError(
             f"no tensor {quoted(typed)}",
             parameter=typed,
             hint=f"did you mean {' or '.join(map(quoted, near))}?" if near else "`reshard inspect SRC` lists them",
         )
-    return found
+    return matches
 
 
 def _shape(tensor: LazyTensor, chosen: Any, text: Optional[str]) -> tuple[int, ...]:

@@ -273,8 +273,8 @@ def _shapes(shapes: Sequence[tuple[int, ...]]) -> str:
 
 def _show_tree(tree: InspectedTree, step: str, verbose: bool) -> None:
     size = byte_size(sum(item.nbytes for item in tree.steps))
-    held = {rank for item in tree.steps for rank in item.ranks}
-    of_whom = f"rank {tree.ranks[0]}" if tree.one_rank else plural(len(held), "rank")
+    ranks = {rank for item in tree.steps for rank in item.ranks}
+    of_whom = f"rank {tree.ranks[0]}" if tree.one_rank else plural(len(ranks), "rank")
     say(f"{tree.path}: {of_whom}, {plural(len(tree.steps), 'step')}, {size}")
     judged = tree.strategy is not None
     shown = _first_rows(tree.steps, verbose)
@@ -296,14 +296,14 @@ def _show_tree(tree: InspectedTree, step: str, verbose: bool) -> None:
     if judged and step == "latest":
         say("latest: no complete step" if tree.latest is None else f"latest takes {_label(tree.latest)}")
     elif tree.one_rank:
-        whole = shlex.quote(os.path.dirname(absolute(tree.path)))
-        say(f"the directory of one rank; `reshard inspect {whole}` shows all ranks and which steps are complete")
+        root = shlex.quote(os.path.dirname(absolute(tree.path)))
+        say(f"the directory of one rank; `reshard inspect {root}` shows all ranks and which steps are complete")
     elif not judged:
         say("to check which steps are complete: add --strategy FILE, DIR or none")
     show_findings(tree.findings, verbose)
     # The chosen step; without one, the newest that was read.
-    read = [item for item in tree.steps if item.contents is not None]
-    for item in read if verbose else [tree.latest or read[0]] if read else []:
+    detailed = [item for item in tree.steps if item.contents is not None]
+    for item in detailed if verbose else [tree.latest or detailed[0]] if detailed else []:
         _show_contents(item, verbose)
 
 
@@ -346,10 +346,10 @@ def show_findings(findings: Sequence[Finding], verbose: bool) -> None:
     """Findings as lines; errors of a conversion are marked."""
     shown = findings if verbose else findings[:_MAX_FINDINGS]
     for finding in shown:
-        first, *rest = (full_text(finding.text) if verbose else finding.text).split("\n")
+        first, *details = (full_text(finding.text) if verbose else finding.text).split("\n")
         of = "" if finding.step is None else f" of step {finding.step}"
         _show_lines([first], verbose, f"a conversion{of} refuses: " if finding.refuses else "note: ")
-        _show_lines(rest, verbose)
+        _show_lines(details, verbose)
         _show_lines(finding.hint.split("\n") if finding.hint else [], verbose)
     if len(shown) < len(findings):
         say(f"... and {plural(len(findings) - len(shown), 'more finding')}; -v shows all")
@@ -370,9 +370,9 @@ def _show_contents(step: InspectedStep, verbose: bool) -> None:
     if contents is None:
         return
     files = sum(len(ranks) for ranks, _ in contents.sets)
-    whole = "" if step.full_bytes is None else f"; its parameters whole are {byte_size(step.full_bytes)}"
+    full_size = "" if step.full_bytes is None else f"; its parameters whole are {byte_size(step.full_bytes)}"
     counts = [plural(files, "file"), *contents.formats, f"{contents.with_crc} with CRC"]
-    say(f"\nheaders of {_label(step)}: {', '.join(counts)}, {plural(len(contents.stored), 'name')}{whole}")
+    say(f"\nheaders of {_label(step)}: {', '.join(counts)}, {plural(len(contents.stored), 'name')}{full_size}")
     _show_totals(contents)
     sets = contents.sets
     if len(sets) == 1:
@@ -387,73 +387,73 @@ def _show_contents(step: InspectedStep, verbose: bool) -> None:
         _show_lines(lines, verbose)
     if step.not_saved:
         say(f"in the strategy but in no file: {plural(len(step.not_saved), 'parameter')}")
-        known = {item.name for item in contents.stored}.union(step.not_saved)
-        for line in step.not_saved if verbose else pattern_lines(step.not_saved, known, 5):
+        all_names = {item.name for item in contents.stored}.union(step.not_saved)
+        for line in step.not_saved if verbose else pattern_lines(step.not_saved, all_names, 5):
             say(f"  {line}")
     _show_tensors(contents, verbose)
 
 
-def form_json(found: InspectedForm) -> dict[str, object]:
+def form_json(form: InspectedForm) -> dict[str, object]:
     """As `--json` prints it."""
-    contents = found.contents
+    contents = form.contents
     return {
-        "path": found.path,
-        "form": found.form,
-        "step": found.step,
-        "complete": found.complete,
+        "path": form.path,
+        "form": form.form,
+        "step": form.step,
+        "complete": form.complete,
         "iterations": [
             {"iteration": number, "path": path, "finished": finished, "latest": latest}
-            for number, path, finished, latest in found.iterations
+            for number, path, finished, latest in form.iterations
         ],
         "files": [
             {"number": number, "file": path, "bytes": nbytes, "names": names}
-            for number, path, nbytes, names in found.files
+            for number, path, nbytes, names in form.files
         ],
-        "bytes": found.nbytes,
-        "full_bytes": found.full_bytes,
+        "bytes": form.nbytes,
+        "full_bytes": form.full_bytes,
         "dtypes": totals_json({} if contents is None else contents.by_dtype()),
         "kinds": totals_json({} if contents is None else contents.by_kind()),
-        "tensors": [{**item._asdict(), "shape": list(item.shape), "cuts": list(item.cuts)} for item in found.tensors],
-        "values": list(found.values),
-        "objects": dict(found.objects),
-        "others": list(found.others),
-        "quantised": found.quantised,
-        "findings": findings_json(found.findings),
+        "tensors": [{**item._asdict(), "shape": list(item.shape), "cuts": list(item.cuts)} for item in form.tensors],
+        "values": list(form.values),
+        "objects": dict(form.objects),
+        "others": list(form.others),
+        "quantised": form.quantised,
+        "findings": findings_json(form.findings),
     }
 
 
-def show_form(found: InspectedForm, verbose: bool) -> None:
+def show_form(form: InspectedForm, verbose: bool) -> None:
     """For people.
 
     Args:
-        found: the contents.
+        form: the contents.
         verbose: every iteration, file, name and finding.
     """
-    what = found.form if found.step is None else f"{found.form}, iteration {found.step}"
-    counts = f"{plural(len(found.files), 'file')}, {byte_size(found.nbytes)}, {plural(len(found.tensors), 'tensor')}"
-    say(f"{found.path}: {what}: {counts}" + ("" if found.complete else ", not complete"))
-    _show_iterations(found, verbose)
-    if found.contents is not None:
-        say(f"types: {totals_words(found.contents.by_dtype())}")
-        say(f"kinds: {totals_words(found.contents.by_kind())}; its tensors whole are {byte_size(found.full_bytes)}")
-    for scheme, count in found.quantised.items():
+    title = form.form if form.step is None else f"{form.form}, iteration {form.step}"
+    counts = f"{plural(len(form.files), 'file')}, {byte_size(form.nbytes)}, {plural(len(form.tensors), 'tensor')}"
+    say(f"{form.path}: {title}: {counts}" + ("" if form.complete else ", not complete"))
+    _show_iterations(form, verbose)
+    if form.contents is not None:
+        say(f"types: {totals_words(form.contents.by_dtype())}")
+        say(f"kinds: {totals_words(form.contents.by_kind())}; its tensors whole are {byte_size(form.full_bytes)}")
+    for scheme, count in form.quantised.items():
         say(f"quantised: {plural(count, 'tensor')}, {scheme}; --dequantize BFloat16 writes numbers")
-    if found.values:
-        say(f"values: {one_line(', '.join(found.values) if verbose else some_names(found.values))}")
-    if found.objects:
-        names = list(found.objects)
+    if form.values:
+        say(f"values: {one_line(', '.join(form.values) if verbose else some_names(form.values))}")
+    if form.objects:
+        names = list(form.objects)
         say(f"objects: {one_line(', '.join(names) if verbose else some_names(names))}; --json shows their values")
-    if found.others:
-        say(f"beside the weights: {one_line(', '.join(found.others) if verbose else some_names(found.others))}")
-    show_findings(found.findings, verbose)
-    _show_files(found, verbose)
-    _show_laid_out(found, verbose)
+    if form.others:
+        say(f"beside the weights: {one_line(', '.join(form.others) if verbose else some_names(form.others))}")
+    show_findings(form.findings, verbose)
+    _show_files(form, verbose)
+    _show_laid_out(form, verbose)
 
 
-def _show_iterations(found: InspectedForm, verbose: bool) -> None:
-    if not found.iterations:
+def _show_iterations(form: InspectedForm, verbose: bool) -> None:
+    if not form.iterations:
         return
-    iterations = found.iterations if verbose else found.iterations[-_MAX_ROWS:]
+    iterations = form.iterations if verbose else form.iterations[-_MAX_ROWS:]
     states = {None: "unknown whether finished", False: "newer than the last finished iteration", True: "finished"}
     table(
         "",
@@ -463,14 +463,14 @@ def _show_iterations(found: InspectedForm, verbose: bool) -> None:
             for item in reversed(iterations)
         ],
     )
-    if len(iterations) < len(found.iterations):
-        say(f"... and {plural(len(found.iterations) - len(iterations), 'older iteration')}; -v shows all")
+    if len(iterations) < len(form.iterations):
+        say(f"... and {plural(len(form.iterations) - len(iterations), 'older iteration')}; -v shows all")
 
 
-def _show_files(found: InspectedForm, verbose: bool) -> None:
-    if not found.files:
+def _show_files(form: InspectedForm, verbose: bool) -> None:
+    if not form.files:
         return
-    shown = _first_rows(found.files, verbose)
+    shown = _first_rows(form.files, verbose)
     rows = [
         [
             "-" if file.number is None else str(file.number),
@@ -481,7 +481,7 @@ def _show_files(found: InspectedForm, verbose: bool) -> None:
         for file in shown
     ]
     table("", ["number", "file", "size", "names"], rows)
-    say_more(len(found.files) - len(shown), "file")
+    say_more(len(form.files) - len(shown), "file")
 
 
 def _show_laid_out(form: InspectedForm, verbose: bool) -> None:

@@ -62,8 +62,8 @@ class LazyGroup(ReshardGroup):
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         """Commands without importing any, then options."""
-        known = {**_COMMANDS, **({alias: _COMMANDS[name] for alias, name in _ALIASES.items()} if incomplete else {})}
-        names = [CompletionItem(name, help=entry[2]) for name, entry in known.items() if name.startswith(incomplete)]
+        entries = {**_COMMANDS, **({alias: _COMMANDS[name] for alias, name in _ALIASES.items()} if incomplete else {})}
+        names = [CompletionItem(name, help=entry[2]) for name, entry in entries.items() if name.startswith(incomplete)]
         return [*names, *click.Command.shell_complete(self, ctx, incomplete)]
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

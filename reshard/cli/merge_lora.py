@@ -117,13 +117,13 @@ def merge_lora(
         additions = read_adapter(tensors, adapter, scale, overflowed)
         # A wrong alpha gives valid files and a model that computes nonsense.
         report.note(f"alpha is {scale.alpha:g}, {'as typed' if alpha is not None else f'of {scale.path}'}")
-        for other, modules in additions.other_alphas().items():
-            report.note(f"alpha is {other:g} by alpha_pattern of {scale.path}: " + listing(modules))
+        for alpha_of_modules, modules in additions.other_alphas().items():
+            report.note(f"alpha is {alpha_of_modules:g} by alpha_pattern of {scale.path}: " + listing(modules))
         if real(base) != real(place) or typed["step"] != adapter_step:
-            whole = reading_request(
+            base_reading = reading_request(
                 base, typed["src_strategy"], None, None, typed["step"], typed["file_suffix"], Filters(), Report()
             )
-            with open_requested(whole, effort_of(typed, 4), decryption) as weights:
+            with open_requested(base_reading, effort_of(typed, 4), decryption) as weights:
                 check_beside(tensors, adapter, weights)
         how = options_of(typed)
         request = replace(request, edits=Edits(additions=additions, words=None))

@@ -64,9 +64,9 @@ def rank_list(
     are listed by file number, and RANK is then the number of a target file.
     """
     if src is None:
-        given = [name for name in _WITH_SRC if typed[name]]
-        if given:
-            option = "--" + given[0].replace("_", "-")
+        extra = [name for name in _WITH_SRC if typed[name]]
+        if extra:
+            option = "--" + extra[0].replace("_", "-")
             raise UsageError(f"{option} is given without the checkpoint", hint="name it: --src SRC")
         ranks = _of_strategies(rank, src_strategy, dst_strategy, available)
     elif available is not None:
@@ -125,13 +125,13 @@ def _of_checkpoint(rank: int, src: str, typed: dict[str, Any]) -> Sequence[int]:
     to = typed.get("to")
     # Any format that goes with the form: files of different ones in the source are read alike.
     format = "safetensors" if to is None or "safetensors" in form_named(to).options.formats else "same"
-    others = {"prefix": DEFAULT_PREFIX, "format": format, "no_fallback": False}
+    defaults = {"prefix": DEFAULT_PREFIX, "format": format, "no_fallback": False}
     report = Report(listener())
-    request = request_between(src, "", (rank,), {**typed, **others}, report)
+    request = request_between(src, "", (rank,), {**typed, **defaults}, report)
     if form_named(request.to).options.by_rank and not request.target.is_untold:
         check_target_ranks(request)
     decryption = options.decryption_of(typed["decrypt_key_file"], typed["decrypt_mode"])
     with FileHandles(decryption=decryption) as handles:
         plan = make_plan(request, handles, report)
-        read = plan.target_file(rank).source_paths
-        return sorted(holder for holder, path in plan.checkpoint.files.items() if path in read)
+        paths = plan.target_file(rank).source_paths
+        return sorted(holder for holder, path in plan.checkpoint.files.items() if path in paths)

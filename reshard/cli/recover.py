@@ -64,17 +64,17 @@ def recover(src: str, dst: str, strategy: Optional[str], ranks: Optional[tuple[i
     how = options_of(typed, lost_only=typed["lost_only"])
 
     def lines(summary: Summary, _: float) -> list[str]:
-        done = counted_ranks(summary.done_before)
+        complete = counted_ranks(summary.done_before)
         rebuilt = [rank for rank in summary.recovered if rank in summary.ranks]
         if summary.ranks:
             wrote = f"wrote {counted_ranks(summary.ranks)} of {step_words(summary.step)} to {dst}"
             rows = [
                 f"{wrote}: {byte_size(summary.bytes_written)}"
-                + (f"; {done} already complete" if summary.done_before else ""),
+                + (f"; {complete} already complete" if summary.done_before else ""),
                 f"{rank_ranges(rebuilt)} made from replicas" if rebuilt else "no rank was missing or damaged",
             ]
         else:
-            reason = f"{done} already complete in {dst}" if summary.done_before else "no rank is lost"
+            reason = f"{complete} already complete in {dst}" if summary.done_before else "no rank is lost"
             rows = [f"nothing to write: {reason}"]
         if typed["verbose"]:
             rows += [f"{step_words(summary.step)}: {contents_words(summary)}", *detail_lines(summary, request)]

@@ -121,8 +121,8 @@ def _set_elsewhere(environment: Mapping[str, str]) -> Iterator[_Claim]:
 def _number(environment: Mapping[str, str], name: str) -> int:
     text = environment.get(name, "")
     if not _NUMBER.fullmatch(text):
-        what = f"is {text!r}" if text else "is not set"
-        raise ValueError(f"auto needs {name}, which {what}")
+        problem = f"is {text!r}" if text else "is not set"
+        raise ValueError(f"auto needs {name}, which {problem}")
     return int(text)
 
 

@@ -72,13 +72,13 @@ def _matrix(arrangement: Arrangement, drawn: Arrangement, width: int, paint: Pai
         )
         for row in positions
     ]
-    left = max(map(len, labels)) + 2
+    indent = max(map(len, labels)) + 2
     last = arrangement.layout.device_count - 1
     widest = max(len(arrangement.rank_label(last)), len(str(columns))) + 2
-    across = shown_positions(columns, max(3, min(_MOST_MATRIX_COLUMNS, (width - left - 9) // widest)))
+    across = shown_positions(columns, max(3, min(_MOST_MATRIX_COLUMNS, (width - indent - 9) // widest)))
     heads = "".join(("..." if at is None else str(at)).rjust(widest) for at in across)
     head = f"{arrangement.axis_name(0)}:"
-    lines = [f"{'':{left}}  {head:7}{heads}"]
+    lines = [f"{'':{indent}}  {head:7}{heads}"]
     for row, label in zip(positions, labels):
         cells = []
         for column in across:
@@ -86,9 +86,9 @@ def _matrix(arrangement: Arrangement, drawn: Arrangement, width: int, paint: Pai
                 cells.append("...".rjust(widest))
                 continue
             local = row * columns + column
-            said = arrangement.rank_label(local)
-            cells.append(" " * (widest - len(said)) + paint(said, drawn.colour_of_rank(local)))
-        lines.append(f"  {label:{left}}{'':{max(7, len(head))}}{''.join(cells)}")
+            rank_text = arrangement.rank_label(local)
+            cells.append(" " * (widest - len(rank_text)) + paint(rank_text, drawn.colour_of_rank(local)))
+        lines.append(f"  {label:{indent}}{'':{max(7, len(head))}}{''.join(cells)}")
     if arrangement.layout.copies > 1:
         lines += _folded(arrangement.label_in_words(last), width)
     return lines
@@ -133,25 +133,25 @@ def _list(arrangement: Arrangement, width: int, paint: Paint) -> list[str]:
     rows, heights, ends = [], [], []
     for number in positions:
         if number is None:
-            left = _Cell(f"{plural(count - len(positions) + 1, 'more slice')}, see --json")
-            rows.append([*(_Cell("...") for _ in cut), left])
+            hidden = _Cell(f"{plural(count - len(positions) + 1, 'more slice')}, see --json")
+            rows.append([*(_Cell("...") for _ in cut), hidden])
             heights.append(1)
             ends.append(True)
             continue
-        found = arrangement.slice(number)
-        intervals = [_Cell(_place(arrangement, dimension, found.place[dimension])) for dimension in cut]
-        rows.append([*intervals, _holders(arrangement, found)])
+        drawn = arrangement.slice(number)
+        intervals = [_Cell(_place(arrangement, dimension, drawn.place[dimension])) for dimension in cut]
+        rows.append([*intervals, _holders(arrangement, drawn)])
         first = cut[0] if cut else None
-        heights.append(1 if first is None else _height(arrangement, first, found.place[first]))
-        ends.append(first is not None and _ends(arrangement, first, found.place[first]) and len(cut) == 1)
+        heights.append(1 if first is None else _height(arrangement, first, drawn.place[first]))
+        ends.append(first is not None and _ends(arrangement, first, drawn.place[first]) and len(cut) == 1)
     widths = [max(len(head[at]), *(len(row[at].text) for row in rows)) for at in range(len(head))]
     room = max(16, width - sum(widths[:-1]) - 3 * len(widths) - 1)
     widths[-1] = min(widths[-1], room)
     return _boxed(head, rows, widths, heights, ends, paint)
 
 
-def _holders(arrangement: Arrangement, found: Slice) -> _Cell:
-    return _Cell(arrangement.holders_text(found), arrangement.colour(found.place))
+def _holders(arrangement: Arrangement, drawn: Slice) -> _Cell:
+    return _Cell(arrangement.holders_text(drawn), arrangement.colour(drawn.place))
 
 
 def _place(arrangement: Arrangement, dimension: int, position: int) -> str:
@@ -182,8 +182,8 @@ def _boxed(
     ends: Sequence[bool],
     paint: Paint,
 ) -> list[str]:
-    def rule(left: str, middle: str, right: str) -> str:
-        return left + middle.join("─" * (width + 2) for width in widths) + right
+    def rule(start: str, middle: str, end: str) -> str:
+        return start + middle.join("─" * (width + 2) for width in widths) + end
 
     lines = ["  " + "   ".join(f"{text:{width}}" for text, width in zip(head, widths)).rstrip(), rule("┌", "┬", "┐")]
     for number, (row, height) in enumerate(zip(rows, heights)):
@@ -191,9 +191,9 @@ def _boxed(
         for line in range(max(height, *map(len, folded))):
             cells = []
             for cell, texts, width in zip(row, folded, widths):
-                said = texts[line] if line < len(texts) else ""
-                shown = paint(said, cell.colour) if said and cell.colour is not None else said
-                cells.append(f" {shown}{' ' * (width - len(said))} ")
+                part = texts[line] if line < len(texts) else ""
+                shown = paint(part, cell.colour) if part and cell.colour is not None else part
+                cells.append(f" {shown}{' ' * (width - len(part))} ")
             lines.append("│" + "│".join(cells) + "│")
         if ends[number] and number < len(rows) - 1:
             lines.append(rule("├", "┼", "┤"))

@@ -96,13 +96,13 @@ def replicas(strategy: Optional[str], group_info: tuple[str, ...], more: tuple[s
     if (strategy is None) == (not group_info):
         raise UsageError("pass either --strategy or --group-info", hint="prefer --strategy, if a strategy file exists")
     if strategy is not None:
-        found = replicas_of_strategy(read_strategy(strategy))
+        result = replicas_of_strategy(read_strategy(strategy))
     else:
         # A shell expands a pattern after --group-info to several words.
-        found = replicas_of_group_infos([read_group_info(path) for path in (*group_info, *more)])
-    show_notes(found.notes)
+        result = replicas_of_group_infos([read_group_info(path) for path in (*group_info, *more)])
+    show_notes(result.notes)
     if as_json:
-        echo_json([{"ranks": list(group.ranks), "stage": group.stage} for group in found.groups])
+        echo_json([{"ranks": list(group.ranks), "stage": group.stage} for group in result.groups])
         return
-    for group in found.groups:
+    for group in result.groups:
         click.echo(str(list(group.ranks)))

@@ -107,36 +107,36 @@ def strategy_derive(
             "--optimizer-shards is missing: the source has optimizer shards, the target may have others",
             hint="pass --optimizer-shards off, -1 for all replicas, or N",
         )
-    said = read_rules(stated, partial=True) if stated is not None else None
+    user_rules = read_rules(stated, partial=True) if stated is not None else None
     if shapes is None and (names is not None or config is not None):
         raise UsageError("--shapes is missing", hint="--names and --config apply to the tensors of --shapes")
-    known = _shapes(sources, shapes, typed)
-    if known is None:
+    tensors = _shapes(sources, shapes, typed)
+    if tensors is None:
         raise UsageError(
             f"--shapes is missing: {src} does not contain tensor shapes",
             hint="pass the checkpoint that was saved with it, or an index of full weights",
         )
     from reshard.strategies.rules.shown import model_of
 
-    model = model_of(sources[0], under_names(known, names, config))
+    model = model_of(sources[0], under_names(tensors, names, config))
     learned = learn(sources, model, assume, dst_sizes)
-    check_explained(learned, said.rules if said is not None else (), sources)
+    check_explained(learned, user_rules.rules if user_rules is not None else (), sources)
     rules = learned.rules
-    if said is not None:
-        pipeline = said.pipeline
+    if user_rules is not None:
+        pipeline = user_rules.pipeline
         # Rules of --rules replace derived rules, per weight.
         first, last = (*pipeline.first, *pipeline.last), rules.pipeline
         rules = replace(
             rules,
-            rules=(*said.rules, *rules.rules),
+            rules=(*user_rules.rules, *rules.rules),
             pipeline=replace(
                 pipeline,
                 first=(*pipeline.first, *_others(last.first, first)),
                 last=(*pipeline.last, *_others(last.last, first)),
             ),
-            dtype=said.dtype,
-            optimizer_states=said.optimizer_states,
-            text=said.text,
+            dtype=user_rules.dtype,
+            optimizer_states=user_rules.optimizer_states,
+            text=user_rules.text,
         )
     target = target_of(dst_sizes, typed)
     if target.sizes.stages > 1 and target.layers_per_stage is None:
@@ -168,7 +168,7 @@ reshard strategy rules llama > model.toml
 @option("Source", "--sizes", type=SizesType(), metavar=SIZES, help="Devices of SRC's run: dp, mp, pp, cp, ep.")
 @_also
 @shapes(f"{_SHAPES} Without, more is left open.")
-@option("Output", "--list", "listed", is_flag=True, help="List the built-in rules.")
+@option("Output", "--list", "as_list", is_flag=True, help="List the built-in rules.")
 @options.names_in_full
 @options.common
 def strategy_rules(
@@ -177,7 +177,7 @@ def strategy_rules(
     also: tuple[str, ...],
     also_sizes: tuple[Any, ...],
     shapes: Optional[str],
-    listed: bool,
+    as_list: bool,
     **typed: Any,
 ) -> None:
     """Print rules for make, as shown by strategies.
@@ -190,7 +190,7 @@ def strategy_rules(
     from reshard.strategies.rules.shown import model_of
     from reshard.strategies.rules.toml_file import builtin_names, builtin_title, rules_named
 
-    if listed:
+    if as_list:
         width = max(map(len, builtin_names()))
         say("\n".join(f"{name:{width}}  {builtin_title(name)}" for name in builtin_names()))
         return
@@ -200,9 +200,9 @@ def strategy_rules(
         click.echo(rules_named(src).text, nl=False)
         return
     sources = _sources(src, sizes, also, also_sizes, ["--sizes"] if sizes is None else [])
-    known = _shapes(sources, shapes, typed)
-    model = model_of(sources[0], known, sources[1:])
-    click.echo(rules_text(learn(sources, model), sources, model, known is not None), nl=False)
+    tensors = _shapes(sources, shapes, typed)
+    model = model_of(sources[0], tensors, sources[1:])
+    click.echo(rules_text(learn(sources, model), sources, model, tensors is not None), nl=False)
 
 
 def _others(names: Sequence[str], stated: Sequence[str]) -> tuple[str, ...]:
@@ -231,12 +231,12 @@ def _sources(
             f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing",
             hint="device counts do not separate data from model parallelism; pass the sizes of each run: dp=4,mp=2",
         )
-    found = []
+    runs = []
     for path, of_run in zip((src, *also), (sizes, *also_sizes)):
         strategy, recorded = read_recorded(path)
         show_notes(strategy.notes)
-        found.append(SourceRun(strategy, recorded, of_run))
-    return found
+        runs.append(SourceRun(strategy, recorded, of_run))
+    return runs
 
 
 def _shapes(sources: Sequence[SourceRun], path: Optional[str], typed: dict[str, Any]) -> Optional[ModelTensors]:
@@ -245,4 +245,4 @@ def _shapes(sources: Sequence[SourceRun], path: Optional[str], typed: dict[str, 
 
     if path is not None:
         return shapes_of(path, sources[0].strategy, typed)
-    return next((found for source in sources if (found := strategy_shapes(source.strategy)) is not None), None)
+    return next((tensors for source in sources if (tensors := strategy_shapes(source.strategy)) is not None), None)

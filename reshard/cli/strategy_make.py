@@ -219,21 +219,21 @@ def strategy_make(
             hint="pass the tensors' full shapes with --shapes, and the devices with --sizes: --sizes dp=2,mp=4",
         )
     switches = dict(_switch(text) for text in stated)
-    found = rules_named(rules).with_switches(switches)
+    model_rules = rules_named(rules).with_switches(switches)
     source = None if src_strategy is None else read_strategy(src_strategy)
     show_notes(source.notes if source is not None else ())
     tensors = under_names(shapes_of(shapes, source, typed), names, config)
     if names is None:
-        check_named(found, tensors, config)
+        check_named(model_rules, tensors, config)
     target = target_of(sizes, typed)
     where = f"a copy (reshard strategy rules {rules} > model.toml)" if is_builtin(rules) else rules
-    stages = make_strategy(found, tensors, target, f"{where}, before its first [[parameter]]")
+    stages = make_strategy(model_rules, tensors, target, f"{where}, before its first [[parameter]]")
     more = {
         "rules_file": rules,
         **({"set": switches} if switches else {}),
         **({} if names is None else {"names": names}),
     }
-    finish("make", out, stages, found, tensors, target, more, (rules, shapes, src_strategy, names, config), typed)
+    finish("make", out, stages, model_rules, tensors, target, more, (rules, shapes, src_strategy, names, config), typed)
 
 
 def _switch(text: str) -> tuple[str, str]:
@@ -261,11 +261,11 @@ def under_names(tensors: ModelTensors, table: Optional[str], config: Optional[st
     sizes = _configuration(tensors, config)
     shapes = {name: tensor.shape for name, tensor in tensors.weights.items()}
     applied = apply_rules(rules_named(table), shapes, sizes)
-    found = []
-    for name, made in applied.made.items():
-        (dtype, *others) = {tensors.weights[source].dtype for source in made.sources}
-        found.append(FullTensor(name, made.view.shape, None if others else dtype))
-    return model_tensors(tensors.path, found, tensors.item_sizes)
+    renamed = []
+    for name, result in applied.made.items():
+        (dtype, *more_dtypes) = {tensors.weights[source].dtype for source in result.sources}
+        renamed.append(FullTensor(name, result.view.shape, None if more_dtypes else dtype))
+    return model_tensors(tensors.path, renamed, tensors.item_sizes)
 
 
 def _configuration(tensors: ModelTensors, config: Optional[str]) -> Optional[Configuration]:

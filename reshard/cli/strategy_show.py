@@ -69,21 +69,23 @@ def strategy_show(
     """
     if svg is not None and parameter is None:
         raise UsageError("--svg draws one parameter: name it after the strategy")
-    found = read_strategy(path)
-    show_notes(found.notes)
+    strategy = read_strategy(path)
+    show_notes(strategy.notes)
     names = _axis_names(path, sizes)
-    chosen = found.parameters if parameter is None else _chosen(found, parameter)
+    chosen = strategy.parameters if parameter is None else _chosen(strategy, parameter)
     if parameter is not None and len(chosen) == 1:
-        _show_parameter(found, chosen[0], names, svg, as_json)
+        _show_parameter(strategy, chosen[0], names, svg, as_json)
         return
     if svg is not None and parameter is not None:
         raise UsageError(f"--svg draws one parameter: {len(chosen)} fit {quoted(parameter)}", parameter=parameter)
     # Nearly always all of them.
-    stages = found.stages if parameter is None else [_narrowed(stage, frozenset(chosen)) for stage in found.stages]
+    stages = (
+        strategy.stages if parameter is None else [_narrowed(stage, frozenset(chosen)) for stage in strategy.stages]
+    )
     if as_json:
         echo_json([row for stage in stages for row in _layout_rows(stage, names)])
         return
-    say(strategy_words(found))
+    say(strategy_words(strategy))
     if parameter is not None:
         say(f"{len(chosen)} parameters match {quoted(parameter)}")
     for stage in stages:
@@ -103,14 +105,14 @@ def _chosen(strategy: Strategy, typed: str) -> Sequence[str]:
     """
     if any(typed in stage.layouts for stage in strategy.stages):
         return [typed]
-    found = list(filter(Filters((typed,)).admit, strategy.parameters)) if _WILD.intersection(typed) else []
-    if not found:
+    matches = list(filter(Filters((typed,)).admit, strategy.parameters)) if _WILD.intersection(typed) else []
+    if not matches:
         raise _unknown(strategy, typed)
-    return found
+    return matches
 
 
 def _narrowed(stage: Stage, names: Container[str]) -> Stage:
-    return dataclasses.replace(stage, layouts={name: held for name, held in stage.layouts.items() if name in names})
+    return dataclasses.replace(stage, layouts={name: layout for name, layout in stage.layouts.items() if name in names})
 
 
 def _list_parameters(stage: Stage, names: AxisNames) -> None:
@@ -128,11 +130,11 @@ def _group_parameters(stage: Stage, names: AxisNames) -> None:
         # Thousands of parameters share tens of layout objects.
         key = id(layout), names(name, layout.device_matrix)
         if key not in words:
-            words[key] = tuple(f"{what} {said}" for what, said in _layout_words(layout, key[1]).items())
+            words[key] = tuple(f"{title} {text}" for title, text in _layout_words(layout, key[1]).items())
         groups.setdefault(words[key], []).append(name)
     lines = [f"{stage.label}: {plural(len(stage.layouts), 'parameter')}, {plural(len(groups), 'different layout')}"]
-    for said, of in sorted(groups.items(), key=lambda group: -len(group[1])):
-        lines += ["", plural(len(of), "parameter"), *_flowing(said)]
+    for text, of in sorted(groups.items(), key=lambda group: -len(group[1])):
+        lines += ["", plural(len(of), "parameter"), *_flowing(text)]
         lines += [f"    {line}" for line in pattern_lines(of, stage.layouts, _MOST_PATTERNS)]
     click.echo("\n".join([*lines, ""]))
 
@@ -245,7 +247,7 @@ def _arranged(strategy: Strategy, stage: Stage, name: str, names: AxisNames) -> 
 
 
 def _unknown(strategy: Strategy, name: str) -> UsageError:
-    holding = [known for known in strategy.parameters if name.lower() in known.lower()]
+    holding = [parameter for parameter in strategy.parameters if name.lower() in parameter.lower()]
     if len(holding) > 1:
         lines = pattern_lines(holding, frozenset(strategy.parameters), _MOST_MEANT)
         return UsageError(
@@ -253,9 +255,9 @@ def _unknown(strategy: Strategy, name: str) -> UsageError:
             parameter=name,
             hint="\n".join([*lines, "pass one of these names, or a pattern such as '*.weight'"]),
         )
-    meant = f" Did you mean {quoted(holding[0])}?" if holding else advice.nearest(name, strategy.parameters)
+    advice_text = f" Did you mean {quoted(holding[0])}?" if holding else advice.nearest(name, strategy.parameters)
     return UsageError(
-        f"{strategy.path} lists no parameter {quoted(name)}.{meant}",
+        f"{strategy.path} lists no parameter {quoted(name)}.{advice_text}",
         parameter=name,
         hint="reshard strategy show lists them, without PARAM",
     )
@@ -270,10 +272,10 @@ def _stage_row(arrangement: Arrangement) -> dict[str, object]:
         "in_elements": list(arrangement.in_elements),
         "slices": [
             {
-                "box": [list(interval) for interval in found.box],
-                "shard": found.place[0] % layout.shards if layout.shards > 1 else None,
-                "ranks": list(found.ranks),
+                "box": [list(interval) for interval in part.box],
+                "shard": part.place[0] % layout.shards if layout.shards > 1 else None,
+                "ranks": list(part.ranks),
             }
-            for found in arrangement.slices()
+            for part in arrangement.slices()
         ],
     }

@@ -54,16 +54,16 @@ class Lasting(io.RawIOBase):
 
     def write(self, data: Any) -> int:
         """Write all bytes, or drop them where nothing can be written any more."""
-        left = memoryview(data)
-        while left and not self._lost:
+        view = memoryview(data)
+        while view and not self._lost:
             try:
-                left = left[os.write(self._fd, left) :]
+                view = view[os.write(self._fd, view) :]
             except BlockingIOError:
                 self._wait()
             except OSError as error:
                 self._lost = True
-                gone = error.errno in _NOBODY_LISTENS or (self._terminal and error.errno == errno.EIO)
-                self.error = None if gone else error
+                closed = error.errno in _NOBODY_LISTENS or (self._terminal and error.errno == errno.EIO)
+                self.error = None if closed else error
         return len(data)
 
     def _wait(self) -> None:

@@ -101,7 +101,7 @@ def verify(
     report = Report(listener())
     filters = Filters(typed["include"], typed["exclude"])
     decryption = options.decryption_of(typed["decrypt_key_file"], typed["decrypt_mode"])
-    found: list[Difference] = []
+    differences: list[Difference] = []
     unchecked: list[int] = []
     noun, merged = "rank", False
     verdict = ""
@@ -115,16 +115,16 @@ def verify(
                     f"{out}: is of the form {form_of(out)}; --strategy and --file-suffix are for rank trees",
                     hint="leave them out",
                 )
-            whole = CheckpointPlace(out, form_of(out), Strategy.none(), typed["step"])
-            differing, verdict = verify_copies(whole, filters, means, report, crcs)
-            found += differing
+            place = CheckpointPlace(out, form_of(out), Strategy.none(), typed["step"])
+            differing, verdict = verify_copies(place, filters, means, report, crcs)
+            differences += differing
         elif replicas:
             if strategy is None:
                 raise UsageError("--strategy is missing", hint="--replicas needs the strategy of OUT")
             differing, verdict = verify_replicas(
                 out, typed_strategy(strategy, report), typed["step"], typed["file_suffix"], filters, means, report, crcs
             )
-            found += differing
+            differences += differing
         elif strategy is not None:
             raise UsageError(
                 "--strategy needs --replicas",
@@ -132,7 +132,7 @@ def verify(
             )
         if src is not None:
             strategies = {"src_strategy": src_strategy, "dst_strategy": dst_strategy}
-            found += verify_with_source(out, src, {**typed, **strategies}, ranks, filters, means, report, crcs)
+            differences += verify_with_source(out, src, {**typed, **strategies}, ranks, filters, means, report, crcs)
             verdict = f"verified: no differences from {src}"
         elif any(typed[name] for name in EDITS):
             raise UsageError("--src is missing", hint="options of names and types need --src SRC")
@@ -149,7 +149,7 @@ def verify(
             if headers_only:
                 without = tuple(file._replace(crc32=None) for file in manifest.files)
                 manifest = dataclasses.replace(manifest, files=without)
-            found += against_manifest(out, manifest, ranks, means)
+            differences += against_manifest(out, manifest, ranks, means)
             unchecked = [file.rank for file in manifest.files if file.crc32 is None]
             verdict = "verified: no differences from the manifest in sizes, headers and checksums"
             if unchecked:
@@ -159,8 +159,8 @@ def verify(
                 _warn_of_changed(out, unchecked, noun, report)
         means.check_unchanged()
     if typed["as_json"]:
-        echo_json({"differences": [difference._asdict() for difference in found], "unchecked_ranks": unchecked})
-    if unchecked and not found and not headers_only:
+        echo_json({"differences": [difference._asdict() for difference in differences], "unchecked_ranks": unchecked})
+    if unchecked and not differences and not headers_only:
         # Users may delete the source after this output: it must not look like a check of contents.
         with_source = f"reshard verify {shlex.quote(out)} --src SRC"
         raise UsageError(
@@ -169,11 +169,11 @@ def verify(
             hint=f"to compare them with the source: {merge_hint(out) if merged else with_source}\n"
             "add --headers-only if names and sizes are enough; convert --checksum crc32 records checksums",
         )
-    print_differences(found, typed["quiet"], not typed["as_json"], verdict)
+    print_differences(differences, typed["quiet"], not typed["as_json"], verdict)
 
 
 def print_differences(
-    found: Sequence[Difference],
+    differences: Sequence[Difference],
     quiet: bool,
     to_standard_output: bool = False,
     verdict: str = "verified: no differences",
@@ -181,25 +181,25 @@ def print_differences(
     """Print the differences, with -v each of them, and a line that sums up; with any, end with exit status 4.
 
     Args:
-        found: the differences.
+        differences: the differences.
         quiet: print nothing without differences.
         to_standard_output: where the differences go; the rest goes to standard error.
         verdict: the line without differences; none if empty.
     """
-    for line in map(str, found) if is_verbose() else _folded(found):
+    for line in map(str, differences) if is_verbose() else _folded(differences):
         click.echo(printable(line), err=not to_standard_output)
-    if found:
-        text = f"reshard: {plural(len(found), 'difference')}: this checkpoint must not be used"
+    if differences:
+        text = f"reshard: {plural(len(differences), 'difference')}: this checkpoint must not be used"
         click.echo(alarming(text), err=True)
         click.get_current_context().exit(DIFFERENT)
     if verdict and not quiet:
         click.echo(printable(verdict), err=True)
 
 
-def _folded(found: Sequence[Difference]) -> list[str]:
+def _folded(differences: Sequence[Difference]) -> list[str]:
     """Differences in few lines: parameters that are wrong alike together."""
     alike: dict[object, list[Difference]] = {}
-    for number, difference in enumerate(found):
+    for number, difference in enumerate(differences):
         if difference.parameter is None:
             alike[number] = [difference]
             continue
@@ -209,8 +209,8 @@ def _folded(found: Sequence[Difference]) -> list[str]:
     for group in alike.values():
         names = [difference.parameter for difference in group if difference.parameter is not None]
         lines.append(str(group[0]._replace(parameter=None)) if not names else group[0].of(listing(names)))
-    left = sum(map(len, [*alike.values()][MOST_LINES:]))
-    return [*lines[:MOST_LINES], *([f"... and {plural(left, 'more difference')}; -v shows all"] if left else [])]
+    hidden = sum(map(len, [*alike.values()][MOST_LINES:]))
+    return [*lines[:MOST_LINES], *([f"... and {plural(hidden, 'more difference')}; -v shows all"] if hidden else [])]
 
 
 def _warn_of_changed(out: str, unchecked: Sequence[int], noun: str, report: Report) -> None:

@@ -75,8 +75,8 @@ def view(src: str, output: Optional[str], stats: bool, **typed: Any) -> None:
         strategy = typed_strategy(NONE if source == "None" else source, report)
     subject = subject_of(src, strategy, typed["step"], typed["file_suffix"], decryption)
     moves = None if typed["dst_strategy"] is None else _moves(src, typed, subject)
-    found = _statistics(src, typed, subject) if stats else None
-    data = {**page_data(subject, strategy), "moves": moves, "statistics": found}
+    statistics = _statistics(src, typed, subject) if stats else None
+    data = {**page_data(subject, strategy), "moves": moves, "statistics": statistics}
     write_file(path, page(data), "wrote")
 
 
@@ -120,13 +120,13 @@ def _moves(src: str, typed: Mapping[str, Any], subject: Subject) -> Optional[dic
     effort = effort_of(typed)
     decryption = options.decryption_of(typed["decrypt_key_file"], typed["decrypt_mode"])
     try:
-        found = moves_data(request, effort.jobs, effort.max_memory, report, decryption)
+        moves = moves_data(request, effort.jobs, effort.max_memory, report, decryption)
     except InputError as error:
         subject.add(0, f"a conversion to {typed['dst_strategy']} is refused: {error.message}", error.hint)
         return None
     for text in report.warnings:
         subject.add(1, f"conversion to {typed['dst_strategy']}: {text}")
-    return found
+    return moves
 
 
 # Of what `stats --json` prints; the page knows types and shapes.
@@ -147,15 +147,17 @@ def _statistics(src: str, typed: Mapping[str, Any], subject: Subject) -> Optiona
     default = NONE if subject.checkpoint is not None and subject.form.options.needs_strategy else None
     try:
         with opened(src, typed["src_strategy"] or default, typed, report) as checkpoint:
-            found = statistics_of(checkpoint, typed["max_memory"] // 2, progress_of(is_quiet(), None), magnitudes=True)
+            statistics = statistics_of(
+                checkpoint, typed["max_memory"] // 2, progress_of(is_quiet(), None), magnitudes=True
+            )
     except InputError as error:
         subject.add(1, f"statistics were not computed: {error.message}", error.hint)
         return None
-    bad = [tensor.name for tensor in found if tensor.first_nonfinite is not None]
+    bad = [tensor.name for tensor in statistics if tensor.first_nonfinite is not None]
     if bad:
         subject.add(0, f"{plural(len(bad), 'tensor')} with NaN or Inf: {listing(bad, 6)}")
     rows = []
-    for tensor in found:
+    for tensor in statistics:
         row = statistics_json(tensor)
         rows.append([*(row[key] for key in _STATISTICS), levels(tensor.magnitudes)])
     return rows

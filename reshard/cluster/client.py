@@ -174,11 +174,11 @@ class Cluster:
         """The result of every worker that is not lost meanwhile."""
         with self._lost_if_silent():
             answers = self._client.run(function, *arguments, on_error="return")
-        found = {worker: answer for worker, answer in answers.items() if not isinstance(answer, LOST)}
-        for answer in found.values():
+        results = {worker: answer for worker, answer in answers.items() if not isinstance(answer, LOST)}
+        for answer in results.values():
             if isinstance(answer, Exception):
                 raise answer
-        return found
+        return results
 
     def _check_seen(self, paths: Iterable[str]) -> None:
         for worker, unseen in self._ask(unseen_paths, sorted(map(_absolute, paths))).items():
@@ -215,8 +215,8 @@ def _absolute(path: str) -> str:
 
 def _check_version(version: Optional[str], who: str) -> None:
     if version != __version__:
-        has = "has no reshard" if version is None else f"has reshard {version}"
-        raise InputError(f"{who} {has}, this machine has {__version__}", hint=INSTALL)
+        state = "has no reshard" if version is None else f"has reshard {version}"
+        raise InputError(f"{who} {state}, this machine has {__version__}", hint=INSTALL)
 
 
 def scheduler_address(typed: str) -> str:
@@ -252,8 +252,8 @@ def scheduler_address(typed: str) -> str:
 
 def _check_form(address: str, file: Optional[str] = None) -> None:
     """Refuse anything but ``scheme://host:port`` before Dask parses it."""
-    found = _ADDRESS.fullmatch(address)
-    if found is None or not 0 < int(found[1]) < 1 << 16:
+    match = _ADDRESS.fullmatch(address)
+    if match is None or not 0 < int(match[1]) < 1 << 16:
         shown = address if len(address) < 80 else f"{address[:80]}..."
         where = "" if file is None else f"{file}: "
         raise UsageError(

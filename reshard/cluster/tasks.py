@@ -57,13 +57,13 @@ class Work:
     fixed_jobs: bool
 
 
-def packed(given: object) -> bytes:
+def packed(parameters: object) -> bytes:
     """Bytes of a task's parameters: Dask must not unpack them, because another version of reshard could not."""
-    return zlib.compress(pickle.dumps(given))
+    return zlib.compress(pickle.dumps(parameters))
 
 
-def _unpacked(given: bytes) -> Any:
-    return pickle.loads(zlib.decompress(given))
+def _unpacked(data: bytes) -> Any:
+    return pickle.loads(zlib.decompress(data))
 
 
 def unseen_paths(paths: Sequence[str]) -> list[str]:

@@ -61,10 +61,10 @@ def read_ends(src: str, typed: Mapping[str, Any], report: Report) -> Ends:
         # Other types of the same weights are the whole conversion.
         name = form.name
     if name is None:
-        *others, last = (each.name for each in FORMS[1:])
+        *names, last = (each.name for each in FORMS[1:])
         raise UsageError(
             f"--dst-strategy or --to is missing: {src} is of the form {form.name}",
-            hint=f"add --dst-strategy FILE for rank files, or --to {', '.join(others)} or {last}",
+            hint=f"add --dst-strategy FILE for rank files, or --to {', '.join(names)} or {last}",
         )
     to = form_named(name)
     _check(src, form, to, typed)
@@ -219,8 +219,8 @@ def request_of(
     )
 
 
-def options_of(typed: Mapping[str, Any], **others: Any) -> Options:
-    """How a conversion is carried out, by its parameters; ``others`` are attributes of `Options` that are none.
+def options_of(typed: Mapping[str, Any], **attributes: Any) -> Options:
+    """How a conversion is carried out, by its parameters; ``attributes`` are those of `Options` without a parameter.
 
     Raises:
         UsageError: a decryption mode without a key.
@@ -236,5 +236,5 @@ def options_of(typed: Mapping[str, Any], **others: Any) -> Options:
         overwrite=typed["overwrite"],
         accept_changed_source=typed["accept_changed_source"],
         decryption=decryption_of(typed["decrypt_key_file"], typed["decrypt_mode"]),
-        **{"verify": typed.get("verify", False), "dry_run": typed.get("dry_run", False), **others},
+        **{"verify": typed.get("verify", False), "dry_run": typed.get("dry_run", False), **attributes},
     )

@@ -280,7 +280,7 @@ class Prepared:
             kinds=totals_of(plan, state.requested),
             copied=plan.sorted.copied,
             excluded=plan.sorted.excluded,
-            known=plan.known_names(),
+            all_names=plan.known_names(),
             left_out=plan.sorted.left_out,
             missing=plan.sorted.missing,
             unholdable=plan.sorted.unholdable,
@@ -311,16 +311,16 @@ class Prepared:
                 # The planning of a recovery has checked its files already.
                 return
             check = self._check_of(plan, workers)
-            read = plan.files_read(work)
+            in_full = plan.files_read(work)
             wholly_read = [
                 index
                 for index in plan.checkpoint.indexes.values()
-                if read.get(index.path) or (index.archived and self._options.verify)
+                if in_full.get(index.path) or (index.archived and self._options.verify)
             ]
             if not self._crcs.find(plan.checkpoint, wholly_read, check):
                 # Encryption tags are always checked before use, CRCs are not.
                 crcs = {index.path for index in plan.checkpoint.indexes.values() if index.crc is not None}
-                self._crcs.note_unchecked(path for path, whole in read.items() if path in crcs and not whole)
+                self._crcs.note_unchecked(path for path, is_full in in_full.items() if path in crcs and not is_full)
                 return
             self._plan_again()
 
@@ -406,17 +406,19 @@ class Prepared:
         The samples do not depend on the requested target ranks: every run judges the source strategy alike.
         """
         if effort == "all" or not self.plan.request.edits.is_empty:
-            made = self.plan.checkpoint.tensors
+            tensors = self.plan.checkpoint.tensors
             stored: set[str] = set()
-            for source in (source for name in self.plan.sorted.resharded for source in made[name].sources):
+            for source in (source for name in self.plan.sorted.resharded for source in tensors[name].sources):
                 decoding = source.decoding
                 stored.update([source.name] if decoding is None else [decoding.stored, *decoding.beside])
             # Scales that no strategy lists are compared where they are read.
             return [checkpoint.tensors[name] for name in sorted(stored) if name in checkpoint.tensors]
         target, admit = self.plan.request.target, self.plan.request.filters.admit
-        listed = set(target.parameters)
+        parameters = set(target.parameters)
         return [
-            tensor for name, tensor in checkpoint.tensors.items() if admit(name) and (target.is_none or name in listed)
+            tensor
+            for name, tensor in checkpoint.tensors.items()
+            if admit(name) and (target.is_none or name in parameters)
         ]
 
 

@@ -47,7 +47,7 @@ class Summary:
             state, accumulated gradients, other values.
         copied: names of values copied as they are.
         excluded: parameters of the source that --include and --exclude leave out.
-        known: names of the checkpoint and of the target strategy, from which kinds are derived.
+        all_names: names of the checkpoint and of the target strategy, from which kinds are derived.
         left_out: others of the source that the target strategy does not have.
         missing: parameters of the target strategy that no source file holds.
         unholdable: values that the target format cannot hold.
@@ -73,7 +73,7 @@ class Summary:
     kinds: dict[str, Total] = field(default_factory=dict)
     copied: list[str] = field(default_factory=list)
     excluded: list[str] = field(default_factory=list)
-    known: Collection[str] = ()
+    all_names: Collection[str] = ()
     left_out: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     unholdable: list[str] = field(default_factory=list)
@@ -88,11 +88,11 @@ class Summary:
 
 def totals_of(plan: Plan, files: Collection[int]) -> dict[str, Total]:
     """Per kind the names, each once, and the bytes of tensor contents in some target files together."""
-    known = plan.known_names()
+    all_names = plan.known_names()
     names: dict[str, set[str]] = defaultdict(set)
     sizes: Counter[str] = Counter()
     for name, elements, nbytes in _held(plan, files):
-        kind = kind_of(name, elements, known)
+        kind = kind_of(name, elements, all_names)
         names[kind].add(name)
         sizes[kind] += nbytes
     return {kind: Total(len(names[kind]), sizes[kind]) for kind in KINDS if kind in names}
@@ -108,14 +108,14 @@ def _held(plan: Plan, files: Collection[int]) -> Iterator[_Held]:
     """Totals of the files."""
     taken_over = {file: plan.form.taken_over(file) for file in files}
     copies = [plan.checkpoint.indexes[holder] for holder in taken_over.values() if holder is not None]
-    made = sorted(file for file, holder in taken_over.items() if holder is None)
+    resharded = sorted(file for file, holder in taken_over.items() if holder is None)
     for section in plan.sections:
-        here = in_section(section, made)
+        in_this = in_section(section, resharded)
         # Files that hold the same ones of the section's tensors.
         alike: dict[object, list[int]] = defaultdict(list)
-        for file in here:
+        for file in in_this:
             alike[plan.form.names_in(file)].append(file)
-        for kind in plan.kinds_of(section) if here else ():
+        for kind in plan.kinds_of(section) if in_this else ():
             elements = math.prod(kind.tensors[0].shape)
             for members in alike.values():
                 names = plan.form.names_in(members[0])
@@ -123,7 +123,7 @@ def _held(plan: Plan, files: Collection[int]) -> Iterator[_Held]:
                 for tensor in kind.tensors:
                     if names is None or tensor.name in names:
                         yield _Held(tensor.name, elements, nbytes)
-    for file in made:
+    for file in resharded:
         for value in plan.values_of(file):
             yield _Held(value.name, value.tensor.elements, value.tensor.nbytes)
     # Files that are taken over are copied as they are, many of them built alike.

@@ -74,13 +74,13 @@ class _Seen(NamedTuple):
 
     Attributes:
         present: names of checkpoint files, relative to the directory.
-        others: the records of other conversions, current or being replaced.
+        ledgers: the records of other conversions, current or being replaced.
         against: other conversions that are current.
         going_on: the current conversion is this one, from an earlier run.
     """
 
     present: set[str]
-    others: list[Ledger]
+    ledgers: list[Ledger]
     against: list[Identity]
     going_on: bool
 
@@ -131,10 +131,12 @@ class TargetDirectory:
         checkpoint = plan.checkpoint
         # With other names, the strategy of "same" also lists parameters of absent ranks. It differs between runs
         # with different source ranks that write equal files, and from the source's strategy by its names.
-        same = form_named(request.form).options.by_rank and request.target.path == SAME and not request.edits.is_empty
+        by_source = (
+            form_named(request.form).options.by_rank and request.target.path == SAME and not request.edits.is_empty
+        )
         identity = Identity(
             source_strategy=strategy_digest(request.source),
-            target_strategy=SAME if same else strategy_digest(request.target),
+            target_strategy=SAME if by_source else strategy_digest(request.target),
             ranks=plan.form.count,
             step=checkpoint.step,
             include=tuple(sorted(request.filters.include)),
@@ -148,7 +150,7 @@ class TargetDirectory:
         )
         self._destination = Destination(self._root)
         self._ledger = Ledger(self._root, identity, report.note)
-        self._refusals = Refusals(self._root, identity, whole=self._whole, adding=self._adding)
+        self._refusals = Refusals(self._root, identity, all_files=self._whole, adding=self._adding)
         self._unfinished = _unfinished(self._root, identity)
         self._overwritten: set[int] = set()
         self._looked = 0.0
@@ -168,57 +170,57 @@ class TargetDirectory:
             TargetError: the directory contains another conversion, foreign checkpoints, or targets
                 without permission to overwrite.
         """
-        seen = self._look()
+        contents = self._look()
         writing = {self._name(rank) for rank in self._requested}
-        recorded = self._recorded_by(seen.others) - writing
-        own = writing
-        if not (seen.present | recorded) <= writing:
+        recorded = self._recorded_by(contents.ledgers) - writing
+        own_names = writing
+        if not (contents.present | recorded) <= writing:
             # For by-rank, the files of all other ranks are seldom needed.
-            own = {self._name(rank) for rank in self._everything}
-        beside = sorted(seen.present & own - writing)
-        if seen.going_on and self._overwrite and beside and not self._adding:
+            own_names = {self._name(rank) for rank in self._everything}
+        beside = sorted(contents.present & own_names - writing)
+        if contents.going_on and self._overwrite and beside and not self._adding:
             raise self._refusals.beside(beside)
         # The part of a run finds another conversion only if that began later.
-        if seen.against and seen.present and (self._part or not self._overwrite):
-            of_others = {ledger.identity: ledger.commands() for ledger in seen.others}
-            commands = [of_others.get(identity, ()) for identity in seen.against]
-            unrecorded = sorted(seen.present - own - recorded)
-            raise self._refusals.another_conversion(seen.against, commands, self._command, unrecorded)
-        allowed = own if seen.going_on and (self._adding or not self._overwrite) else writing
+        if contents.against and contents.present and (self._part or not self._overwrite):
+            of_others = {ledger.identity: ledger.commands() for ledger in contents.ledgers}
+            commands = [of_others.get(identity, ()) for identity in contents.against]
+            unrecorded = sorted(contents.present - own_names - recorded)
+            raise self._refusals.another_conversion(contents.against, commands, self._command, unrecorded)
+        allowed = own_names if contents.going_on and (self._adding or not self._overwrite) else writing
         # Remains of a half-replaced conversion may be in directories that this run does not list.
-        foreign = (seen.present | recorded) - allowed
+        foreign = (contents.present | recorded) - allowed
         if self._replacing:
             foreign -= recorded
         if foreign:
             raise self._refusals.foreign(foreign, recorded)
-        if not seen.going_on:
-            self._check_other_forms(seen.others)
+        if not contents.going_on:
+            self._check_other_forms(contents.ledgers)
         self._versions = self._destination.check(writing)
         if not self._plan.form.by_rank:
             self._destination.check(_marks(self._ledger.identity))
-        if not seen.going_on and not self._overwrite:
+        if not contents.going_on and not self._overwrite:
             marks = self._there(_marks(self._ledger.identity))
             if marks:
                 raise self._refusals.foreign(marks, set())
-        done = self._done()
-        left = [rank for rank in self._requested if rank not in done]
-        in_the_way = [rank for rank in left if self._name(rank) in seen.present]
+        complete = self._done()
+        missing = [rank for rank in self._requested if rank not in complete]
+        in_the_way = [rank for rank in missing if self._name(rank) in contents.present]
         if in_the_way and not self._overwrite:
             raise self._existing(in_the_way)
         self._check_sources(guarded)
-        return left
+        return missing
 
-    def _check_other_forms(self, others: Sequence[Ledger]) -> None:
+    def _check_other_forms(self, ledgers: Sequence[Ledger]) -> None:
         """Refuse unrecorded checkpoints of another form in this directory."""
         names = names_in(self._root)
         if not forms_among(self._root, names) - {self._ledger.identity.form}:
             return
-        known = {
+        recorded = {
             name.partition(os.sep)[0]
-            for identity in (self._ledger.identity, *(other.identity for other in others))
+            for identity in (self._ledger.identity, *(ledger.identity for ledger in ledgers))
             for name in (*(identity.file_of(file) for file in range(identity.ranks)), *_marks(identity))
         }
-        forms = forms_among(self._root, [name for name in names if name not in known])
+        forms = forms_among(self._root, [name for name in names if name not in recorded])
         if forms - {self._ledger.identity.form}:
             raise self._refusals.another_form(sorted(forms - {self._ledger.identity.form}))
 
@@ -227,32 +229,34 @@ class TargetDirectory:
         while True:
             ledgers = ledgers_in(self._root)
             mine = self._ledger.identity
-            others = [ledger for ledger in ledgers if ledger.identity != mine]
+            of_others = [ledger for ledger in ledgers if ledger.identity != mine]
             against = [ledger.identity for ledger in current(ledgers) if ledger.identity != mine]
-            going_on = len(ledgers) > len(others) and not against
+            going_on = len(ledgers) > len(of_others) and not against
             # By-rank runs check their own directory only; the first one checks all.
             everywhere = not (going_on and self._adding)
             places = self._directories(self._everything if everywhere else self._requested)
-            places.update(os.path.dirname(other.identity.file_of(rank)) for other in others for rank in other.done())
+            places.update(
+                os.path.dirname(foreign.identity.file_of(rank)) for foreign in of_others for rank in foreign.done()
+            )
             present = self._destination.checkpoints(places, everywhere)
             if [ledger.identity for ledger in ledgers_in(self._root)] == [ledger.identity for ledger in ledgers]:
-                return _Seen(set(present), others, against, going_on)
+                return _Seen(set(present), of_others, against, going_on)
 
     @property
     def _replacing(self) -> bool:
         """Whether targets of other conversions may be removed: this run, or its main run, replaces everything."""
         return self._overwrite and (self._whole or self._part)
 
-    def _recorded_by(self, others: Iterable[Ledger]) -> set[str]:
+    def _recorded_by(self, ledgers: Iterable[Ledger]) -> set[str]:
         """Names of unmodified targets of other conversions."""
-        return {name for other in others for name, _ in self._targets_of(other)}
+        return {name for ledger in ledgers for name, _ in self._targets_of(ledger)}
 
-    def _targets_of(self, other: Ledger) -> Iterator[tuple[str, DoneRecord]]:
-        recorded = sorted(other.done().items())
-        there = self._destination.files(other.identity.file_of(rank) for rank, _ in recorded)
+    def _targets_of(self, ledger: Ledger) -> Iterator[tuple[str, DoneRecord]]:
+        recorded = sorted(ledger.done().items())
+        statuses = self._destination.files(ledger.identity.file_of(rank) for rank, _ in recorded)
         for rank, records in recorded:
-            name = other.identity.file_of(rank)
-            record = next((record for record in records if record.matches(there.get(name))), None)
+            name = ledger.identity.file_of(rank)
+            record = next((record for record in records if record.matches(statuses.get(name))), None)
             if record is not None:
                 yield name, record
 
@@ -264,14 +268,14 @@ class TargetDirectory:
             RetryableError: the directory cannot be written.
         """
         with self._ledger.guarded() as check:
-            left = self.survey(guarded=True)
+            missing = self.survey(guarded=True)
             self._looked = time.monotonic()
             anew = self._anew
             check()
             self._ledger.begin(self._replacing)
-            if left:
+            if missing:
                 replaced = self._ledger.others() if self._replacing else []
-                self._unfinish([self._ledger.identity, *(other.identity for other in replaced)])
+                self._unfinish([self._ledger.identity, *(ledger.identity for ledger in replaced)])
             if anew:
                 self._ledger.begin_replacing(self._requested, self._sources)
                 if not self._ledger.done():
@@ -285,14 +289,14 @@ class TargetDirectory:
             self._ledger.add_damaged(self._damaged)
             if self._command is not None:
                 self._ledger.add_command(self._command)
-        return left
+        return missing
 
     def suspects(self) -> list[int]:
         """Source ranks whose files were damaged in an earlier run into this directory.
 
         Runs that read only parts of them have to come to the same result as that run.
         """
-        damaged = {(found.rank, found.content) for found in self._ledger.damaged()}
+        damaged = {(file.rank, file.content) for file in self._ledger.damaged()}
         return [source.rank for source in self._sources if (source.rank, source.content) in damaged]
 
     def tidy(self) -> None:
@@ -304,8 +308,8 @@ class TargetDirectory:
         """Whether the directory is complete, once all requested ranks are written."""
         if self._lost_only:
             return not (self._overwrite and self._requested)
-        found = self._all_done() if self.manifest is not None else None
-        if found is None or (self._checksum and self._lacking(found)):
+        records = self._all_done() if self.manifest is not None else None
+        if records is None or (self._checksum and self._lacking(records)):
             return False
         if self._unfinished is not None and exists(self._unfinished):
             return False
@@ -314,8 +318,8 @@ class TargetDirectory:
 
     def _there(self, names: Sequence[str]) -> set[str]:
         """The existing ones of some names relative to the directory."""
-        found = status_of_each([os.path.join(self._root, name) for name in names], through_links=False)
-        return {name for name, status in zip(names, found) if status is not None}
+        statuses = status_of_each([os.path.join(self._root, name) for name in names], through_links=False)
+        return {name for name, status in zip(names, statuses) if status is not None}
 
     @property
     def manifest(self) -> Optional[str]:
@@ -332,8 +336,8 @@ class TargetDirectory:
     def sources(self) -> str:
         """A digest of the source files at the begin of this run."""
         # Not every machine sees fractions of seconds.
-        found = [(*source.content, source.modified // 10**9) for source in self._sources]
-        return short_digest(repr(found).encode())
+        contents = [(*source.content, source.modified // 10**9) for source in self._sources]
+        return short_digest(repr(contents).encode())
 
     @contextlib.contextmanager
     def sign_of_life(self) -> Iterator[str]:
@@ -352,15 +356,15 @@ class TargetDirectory:
         for group in groups:
             # In an object store a recent check is enough: conditional writes replace no file of another run.
             fresh = far and time.monotonic() < self._looked + _FRESH
-            left = [target for target in group if fresh or not self._finished_meanwhile(target)]
-            if left:
-                yield left
+            missing = [target for target in group if fresh or not self._finished_meanwhile(target)]
+            if missing:
+                yield missing
 
     def expected(self, target: TargetFile) -> Expected:
         """The version of a target when this run began."""
         return Expected(self._versions.get(self._name(target.rank), ""), self._run)
 
-    def finished(self, target: TargetFile, status: FileStatus, crc: Optional[int], named: bool) -> None:
+    def finished(self, target: TargetFile, status: FileStatus, crc: Optional[int], has_name: bool) -> None:
         """Record a target whose bytes are on disk.
 
         A new target is recorded before it gets its name, so it never exists without a record. A
@@ -371,30 +375,30 @@ class TargetDirectory:
             target: the target.
             status: of its file.
             crc: CRC-32 of the file, if it was computed.
-            named: whether it has its name by now.
+            has_name: whether it has its name by now.
 
         Raises:
             TargetError: another file has its name.
             RetryableError: it cannot be recorded.
         """
-        if not named:
+        if not has_name:
             self._ledger.insist()
         # A store with conditional writes keeps a file that appeared after this run began.
         conditional = store_of(target.path).conditional
-        there = self._name(target.rank) in self._versions if conditional else exists(target.path)
-        if not named and there:
+        exists_already = self._name(target.rank) in self._versions if conditional else exists(target.path)
+        if not has_name and exists_already:
             if self._overwrite:
                 self._overwritten.add(target.rank)
             elif not self._finished_meanwhile(target):
                 raise self._existing([target.rank])
-        if named == (target.rank in self._overwritten):
+        if has_name == (target.rank in self._overwritten):
             layout, headers = self._last_headers
             if layout is not target.layout:
                 headers = header_digest(target.layout)
                 self._last_headers = (target.layout, headers)
             record = DoneRecord(target.rank, status.size, status.modified, headers, crc)
-            self._ledger.record(record, flush=not named)
-        if not named:
+            self._ledger.record(record, flush=not has_name)
+        if not has_name:
             self._mark_unfinished()
 
     def _mark_unfinished(self) -> None:
@@ -433,17 +437,17 @@ class TargetDirectory:
         computed: dict[DoneRecord, int] = {}
         while True:
             with self._ledger.guarded() as check:
-                found = self._all_done()
+                records = self._all_done()
                 check()
-                if found is None:
+                if records is None:
                     # Another rank's target was removed.
                     self._unfinish([self._ledger.identity])
                     break
-                if self._lacking(found).issubset(computed):
-                    manifest = self._write_manifest(found, computed)
+                if self._lacking(records).issubset(computed):
+                    manifest = self._write_manifest(records, computed)
                     break
-            computed.update(self._missing_checksums(found, computed))
-        if found is None:
+            computed.update(self._missing_checksums(records, computed))
+        if records is None:
             # Checksums take long: targets may have been removed meanwhile.
             self._insist_on_targets()
             return None
@@ -473,21 +477,21 @@ class TargetDirectory:
         Args:
             check: fails if the lock was lost.
         """
-        others = [other for other in self._ledger.others() if other.replaced]
-        own = {self._name(rank) for rank in self._requested}
-        for other in others:
-            for name, record in self._targets_of(other):
-                if name not in own:
+        replaced = [ledger for ledger in self._ledger.others() if ledger.replaced]
+        own_names = {self._name(rank) for rank in self._requested}
+        for ledger in replaced:
+            for name, record in self._targets_of(ledger):
+                if name not in own_names:
                     check()
                     self._destination.remove(name, record.matches)
-        places = {os.path.dirname(other.identity.file_of(rank)) for other in others for rank in other.done()}
-        left = set(self._destination.checkpoints(places)).difference(self._name(rank) for rank in self._everything)
-        if others and left:
-            raise self._refusals.foreign(left, set())
+        places = {os.path.dirname(ledger.identity.file_of(rank)) for ledger in replaced for rank in ledger.done()}
+        foreign = set(self._destination.checkpoints(places)).difference(self._name(rank) for rank in self._everything)
+        if replaced and foreign:
+            raise self._refusals.foreign(foreign, set())
         check()
-        for other in others:
-            _remove(_unfinished(self._root, other.identity))
-            other.remove()
+        for ledger in replaced:
+            _remove(_unfinished(self._root, ledger.identity))
+            ledger.remove()
 
     def _unfinish(self, identities: Iterable[Identity]) -> None:
         """Remove the files that mark conversions as complete, in reverse order of writing."""
@@ -496,11 +500,11 @@ class TargetDirectory:
             # By-rank runs skip this: every rank may have a mark, and without a manifest none exists.
             if complete or not form_named(identity.form).options.by_rank:
                 marks = [os.path.join(self._root, name) for name in reversed(_marks(identity))]
-                there = status_of_each(marks, through_links=False)
-                if identity == self._ledger.identity and any(there):
+                statuses = status_of_each(marks, through_links=False)
+                if identity == self._ledger.identity and any(statuses):
                     # A target may be missing: loaders must not take the rest for a complete checkpoint.
                     self._mark_unfinished()
-                for mark, status in zip(marks, there):
+                for mark, status in zip(marks, statuses):
                     if status is not None:
                         _remove(mark)
         Manifest.remove(self._root)
@@ -515,7 +519,7 @@ class TargetDirectory:
             RetryableError: a file cannot be written.
         """
         marks = _marks(self._ledger.identity)
-        written: list[FinishingRecord] = []
+        finishing: list[FinishingRecord] = []
         beside: list[str] = []
         for file in self._plan.form.finishing():
             if file.name not in marks and not self._plan.form.by_rank:
@@ -536,12 +540,12 @@ class TargetDirectory:
                 raise writing_error(path, error) from error
             # Rank directories are not recorded: trainings write there later.
             if file.name in marks and not self._plan.form.by_rank:
-                written.append(FinishingRecord(file.name, size, f"{crc:08x}"))
-        return tuple(written), tuple(beside)
+                finishing.append(FinishingRecord(file.name, size, f"{crc:08x}"))
+        return tuple(finishing), tuple(beside)
 
-    def _write_manifest(self, found: Mapping[int, DoneRecord], computed: Mapping[DoneRecord, int]) -> str:
+    def _write_manifest(self, records: Mapping[int, DoneRecord], computed: Mapping[DoneRecord, int]) -> str:
         files = []
-        for rank, record in found.items():
+        for rank, record in records.items():
             if record in computed:
                 record = record._replace(crc=computed[record])
                 self._ledger.record(record, flush=False)
@@ -553,19 +557,19 @@ class TargetDirectory:
             _remove(path)
         return Manifest(self._ledger.identity, tuple(files), finishing, beside).write(self._root)
 
-    def _lacking(self, found: Mapping[int, DoneRecord]) -> set[DoneRecord]:
+    def _lacking(self, records: Mapping[int, DoneRecord]) -> set[DoneRecord]:
         """Targets without a checksum, if any run requested checksums, in whatever order the runs end."""
-        lacking = {record for record in found.values() if record.crc is None}
-        return lacking if self._checksum or len(lacking) < len(found) else set()
+        lacking = {record for record in records.values() if record.crc is None}
+        return lacking if self._checksum or len(lacking) < len(records) else set()
 
     def _missing_checksums(
-        self, found: Mapping[int, DoneRecord], computed: Collection[DoneRecord]
+        self, records: Mapping[int, DoneRecord], computed: Collection[DoneRecord]
     ) -> dict[DoneRecord, int]:
         """Missing checksums of targets that were written without."""
-        lacking = self._lacking(found)
+        lacking = self._lacking(records)
         return {
             record: crc_of_file(self._plan.path(rank))
-            for rank, record in found.items()
+            for rank, record in records.items()
             if record in lacking and record not in computed
         }
 
@@ -573,14 +577,14 @@ class TargetDirectory:
         """The record of every rank of the target strategy; None if a target is missing."""
         statuses = self._statuses(self._everything)
         records = self._ledger.done()
-        found = {}
+        complete = {}
         for rank, status in statuses.items():
             matching = [record for record in records.get(rank, []) if record.matches(status)]
             if not matching:
                 return None
             # Several runs may have written equal files; a checksum of any of them is right.
-            found[rank] = next((record for record in matching if record.crc is not None), matching[0])
-        return found
+            complete[rank] = next((record for record in matching if record.crc is not None), matching[0])
+        return complete
 
     def _name(self, rank: int) -> str:
         """The file of a rank, relative to the directory."""
@@ -600,8 +604,8 @@ class TargetDirectory:
         return status_at(self._plan.path(rank))
 
     def _statuses(self, ranks: Iterable[int]) -> dict[int, Optional[FileStatus]]:
-        wanted = list(ranks)
-        return dict(zip(wanted, status_of_each([self._plan.path(rank) for rank in wanted])))
+        numbers = list(ranks)
+        return dict(zip(numbers, status_of_each([self._plan.path(rank) for rank in numbers])))
 
     def _done(self) -> set[int]:
         """Requested ranks with a recorded, unmodified target."""
@@ -612,14 +616,14 @@ class TargetDirectory:
         # Targets before records: a target that another run finishes in between has its record already.
         statuses = self._statuses(ranks)
         records = self._ledger.done(frozenset(ranks))
-        return {rank for rank, found in records.items() if any(record.matches(statuses[rank]) for record in found)}
+        return {rank for rank, of_rank in records.items() if any(record.matches(statuses[rank]) for record in of_rank)}
 
     def _finished_meanwhile(self, target: TargetFile) -> bool:
         status = self._status(target.rank)
         if status is None:
             return False
-        found = self._ledger.done((target.rank,)).get(target.rank, [])
-        return any(record.matches(status) for record in found)
+        records = self._ledger.done((target.rank,)).get(target.rank, [])
+        return any(record.matches(status) for record in records)
 
     def _existing(self, ranks: Sequence[int]) -> TargetError:
         recorded = bool(self._ledger.done(frozenset(ranks)))
@@ -640,17 +644,17 @@ class TargetDirectory:
         if changes.values and not self._accept_changed_source:
             how = "shared values such as global_step differ from the files read before"
             raise self._refusals.other_source(changes.values, how)
-        others = sorted([*changes.content, *changes.values])
-        if others:
+        different = sorted([*changes.content, *changes.values])
+        if different:
             self._report.warn(
-                f"the source files of {rank_ranges(others)} differ from those at the begin of the conversion in "
+                f"the source files of {rank_ranges(different)} differ from those at the begin of the conversion in "
                 f"{self._root}; it now has targets of both"
             )
-        for ranks, what in ((changes.time, "have another time"), (changes.place, "were replaced or touched")):
+        for ranks, change in ((changes.time, "have another time"), (changes.place, "were replaced or touched")):
             if ranks:
                 than = "than when" if ranks is changes.time else "since"
                 self._report.warn(
-                    f"source files of {rank_ranges(ranks)} {what} {than} the conversion in {self._root} was begun, "
+                    f"source files of {rank_ranges(ranks)} {change} {than} the conversion in {self._root} was begun, "
                     "though sizes, headers and samples of the contents are the same; unless they were only copied, "
                     f"convert everything again with {self._refusals.replace_all}"
                 )
@@ -709,6 +713,6 @@ def beside(directory: str, identity: Identity) -> list[str]:
     Raises:
         ReshardError: it cannot be read.
     """
-    own = {identity.file_of(file) for file in range(identity.ranks)}
-    found = Destination(directory).checkpoints({os.path.dirname(name) for name in own})
-    return [name for name in found if name not in own]
+    own_names = {identity.file_of(file) for file in range(identity.ranks)}
+    names = Destination(directory).checkpoints({os.path.dirname(name) for name in own_names})
+    return [name for name in names if name not in own_names]

@@ -46,42 +46,42 @@ class Transfers:
     @property
     def over_read(self) -> float:
         """Bytes read per byte taken, less one: 0.5 if every second byte is not needed or was read before."""
-        taken = sum(self.taken.values())
-        return sum(self.read.values()) / taken - 1 if taken else 0.0
+        needed = sum(self.taken.values())
+        return sum(self.read.values()) / needed - 1 if needed else 0.0
 
 
 def transfers_of(plan: Plan, work: Sequence[int], execution: ExecutionOptions) -> Transfers:
     """What a conversion moves for some target files, ascending."""
-    found = Transfers()
-    made = []
+    transfers = Transfers()
+    resharded = []
     for file in work:
         holder = plan.form.taken_over(file)
         if holder is None:
-            made.append(file)
+            resharded.append(file)
             continue
         size = plan.checkpoint.indexes[holder].size
-        found.taken[holder, file] += size
-        found.read[holder] += size
-        found.requests[holder, file] += 1
+        transfers.taken[holder, file] += size
+        transfers.read[holder] += size
+        transfers.requests[holder, file] += 1
     # Files of which each holds other tensors are walked through whole; of the others one tensor of each kind is.
-    alone = [file for file in made if plan.form.names_in(file) is not None]
-    together = [file for file in made if plan.form.names_in(file) is None]
+    alone = [file for file in resharded if plan.form.names_in(file) is not None]
+    together = [file for file in resharded if plan.form.names_in(file) is None]
     for section in plan.sections:
-        here = in_section(section, together)
-        if here:
+        in_this = in_section(section, together)
+        if in_this:
             alike = {kind.tensors[0].name: len(kind.tensors) for kind in plan.kinds_of(section)}
-            for group in plan.groups(here, names=alike.keys()):
-                _add_group(found, group, alike, execution)
+            for group in plan.groups(in_this, names=alike.keys()):
+                _add_group(transfers, group, alike, execution)
     for group in plan.groups(alone, names=plan.checkpoint.tensors.keys()):
-        _add_group(found, group, dict.fromkeys(plan.checkpoint.tensors, 1), execution)
-    for file in made:
+        _add_group(transfers, group, dict.fromkeys(plan.checkpoint.tensors, 1), execution)
+    for file in resharded:
         for value in plan.values_of(file):
-            found.taken[value.holder, file] += value.tensor.nbytes
-            found.copied[value.holder, file] += value.tensor.nbytes
-            found.read[value.holder] += value.tensor.nbytes
-            found.requests[value.holder, file] += 1
-            found.value_requests[value.holder, file] += 1
-    return found
+            transfers.taken[value.holder, file] += value.tensor.nbytes
+            transfers.copied[value.holder, file] += value.tensor.nbytes
+            transfers.read[value.holder] += value.tensor.nbytes
+            transfers.requests[value.holder, file] += 1
+            transfers.value_requests[value.holder, file] += 1
+    return transfers
 
 
 def _stored_bytes(source: StoredSlice, nbytes: int, item_size: int) -> int:
@@ -90,7 +90,7 @@ def _stored_bytes(source: StoredSlice, nbytes: int, item_size: int) -> int:
 
 
 def _add_group(
-    found: Transfers, group: Sequence[TargetFile], alike: dict[str, int], execution: ExecutionOptions
+    transfers: Transfers, group: Sequence[TargetFile], alike: dict[str, int], execution: ExecutionOptions
 ) -> None:
     for target in group:
         for tensor in target.tensors:
@@ -98,13 +98,13 @@ def _add_group(
                 stored = piece.stored_size(tensor.item_size)
                 count = _stored_bytes(piece.source, piece.volume * stored, stored)
                 pair = piece.source.rank, target.rank
-                found.taken[pair] += count * alike[tensor.name]
-                found.requests[pair] += _covered(piece, tensor, execution).ranges * alike[tensor.name]
+                transfers.taken[pair] += count * alike[tensor.name]
+                transfers.requests[pair] += _covered(piece, tensor, execution).ranges * alike[tensor.name]
     for part in parts_of(group, execution.threads):
         for stretch in part.stretches:
             if stretch.shared is not None:
                 if stretch.shared.first == 0:
-                    _add_shared(found, stretch.shared, alike[stretch.shared.tensors[0].name])
+                    _add_shared(transfers, stretch.shared, alike[stretch.shared.tensors[0].name])
                 continue
             for target, segments in zip(group, stretch.segments):
                 for segment in segments:
@@ -117,17 +117,19 @@ def _add_group(
                                 _covered(piece, tensor, execution).nbytes,
                                 piece.stored_size(tensor.item_size),
                             )
-                            found.read[piece.source.rank] += covered * alike[tensor.name]
+                            transfers.read[piece.source.rank] += covered * alike[tensor.name]
 
 
-def _add_shared(found: Transfers, shared: SharedRows, alike: int) -> None:
+def _add_shared(transfers: Transfers, shared: SharedRows, alike: int) -> None:
     """Rows that are read once, whole, for all members."""
     axis = len(shared.outer)
     for source, _ in shared.uses:
         outer = intersection(shared.outer, source.box[:axis])
         if outer is not None:
             elements = volume_of(outer) * volume_of(source.box[axis:])
-            found.read[source.rank] += _stored_bytes(source, elements * shared.stored_size, shared.stored_size) * alike
+            transfers.read[source.rank] += (
+                _stored_bytes(source, elements * shared.stored_size, shared.stored_size) * alike
+            )
 
 
 class _Covered(NamedTuple):

@@ -56,7 +56,7 @@ def verify_written(
         files = summary.target_files
         if not by_rank:
             files = {number: os.path.relpath(real(path), real(request.dst)) for number, path in files.items()}
-        found = verify_conversion(
+        differences = verify_conversion(
             Converted(
                 CheckpointPlace(request.src, request.form, request.source, step, request.file_suffix),
                 request.edits,
@@ -70,7 +70,7 @@ def verify_written(
             known=request.damaged,
         )
         means.check_unchanged()
-        return found
+        return differences
 
 
 def verify_with_source(
@@ -102,9 +102,9 @@ def verify_with_source(
     if not exists(out):
         raise CheckpointError(f"{out}: does not exist", file=out)
     manifest = _manifest(out)
-    found: list[Difference] = []
+    differences: list[Difference] = []
     if manifest is not None:
-        found += against_manifest(out, of_ranks(manifest, ranks), ranks, means)
+        differences += against_manifest(out, of_ranks(manifest, ranks), ranks, means)
     plan = recorded_plan(out, manifest, report)
     to = form_of(out) if plan is None else plan.form
     by_rank = form_named(to).options.by_rank
@@ -114,8 +114,8 @@ def verify_with_source(
             hint="leave out --ranks, or --src",
         )
     strategies = {name: typed[name] for name in ("src_strategy", "dst_strategy")}
-    given = {**typed, **strategies_of_target(out, src, to, strategies, plan, report)}
-    ends = read_ends(src, {**given, "to": to, "format": None, "max_shard_size": None}, report)
+    completed = {**typed, **strategies_of_target(out, src, to, strategies, plan, report)}
+    ends = read_ends(src, {**completed, "to": to, "format": None, "max_shard_size": None}, report)
     step = typed["step"]
     if plan is not None:
         if step == "latest":
@@ -128,15 +128,15 @@ def verify_with_source(
         if ranks is not None:
             report.note(f"compared: {rank_ranges(ranks)}, since only lost ranks were to be recovered")
     if by_rank:
-        files, others = converted_files(out, manifest, ranks)
-        found += others
+        files, unexpected = converted_files(out, manifest, ranks)
+        differences += unexpected
     else:
         files = {} if manifest is None else {file.rank: file.file for file in manifest.files}
     edits, recorded = edits_of_target(out, src, typed, plan, report)
-    told = SwapTest(ends.source, ends.target, means.handles).told(src, step, typed["file_suffix"])
+    swap_reported = SwapTest(ends.source, ends.target, means.handles).told(src, step, typed["file_suffix"])
     between_ranks = by_rank and form_named(ends.form).options.by_rank and edits.is_empty
-    with told if between_ranks else contextlib.nullcontext():
-        found += verify_conversion(
+    with swap_reported if between_ranks else contextlib.nullcontext():
+        differences += verify_conversion(
             Converted(CheckpointPlace(src, ends.form, ends.source, step, typed["file_suffix"]), edits, recorded),
             ConvertedTarget(out, to, ends.target, files, ranks, ends.target.path == SAME),
             filters=filters,
@@ -145,13 +145,13 @@ def verify_with_source(
             crcs=crcs,
             recovered=plan is not None and plan.task == "recover",
         )
-    return found
+    return differences
 
 
 def against_manifest(out: str, manifest: Manifest, ranks: Optional[tuple[int, ...]], means: Means) -> list[Difference]:
     """What is not as the manifest says, of some ranks or all."""
-    found = compare_with_manifest(out, manifest, means)
-    return [difference for difference in found if ranks is None or set(difference.ranks) & set(ranks)]
+    differences = compare_with_manifest(out, manifest, means)
+    return [difference for difference in differences if ranks is None or set(difference.ranks) & set(ranks)]
 
 
 def of_ranks(manifest: Manifest, ranks: Optional[tuple[int, ...]]) -> Manifest:

@@ -131,7 +131,7 @@ class Writing:
             return 0
         try:
             self.work = tuple(self._directory.begin())
-            written = self._write(self._write_here if self._workers is None else self._write_elsewhere)
+            nbytes = self._write(self._write_here if self._workers is None else self._write_elsewhere)
             # Targets are written one after the other: a source that changes meanwhile is detected at the end.
             additions = self._plan.request.edits.additions
             added = () if additions is None else additions.paths
@@ -139,7 +139,7 @@ class Writing:
             sources += [file.source for file in self._plan.form.finishing() if file.source is not None]
             self._handles.check_unchanged([*sources, *added])
             self.manifest = self._directory.complete()
-            return written
+            return nbytes
         finally:
             self._directory.end()
 
@@ -165,9 +165,9 @@ class Writing:
             if time.monotonic() > deadline:
                 missing = set(ranks) - directory.recorded(ranks)
                 dst = self._plan.request.dst
-                written = rank_ranges(missing, counted_as(self._plan.form.name))
+                absent = rank_ranges(missing, counted_as(self._plan.form.name))
                 raise RetryableError(
-                    f"{dst}: {written} were written by workers, but are not visible here",
+                    f"{dst}: {absent} were written by workers, but are not visible here",
                     file=dst,
                     rank=min(missing),
                     hint="run the same command again, which writes them if they are missing",
@@ -183,8 +183,8 @@ class Writing:
             write(counted)
         except BaseException:
             if self._directory is not None:
-                written = f"{counted.files} of {plural(len(self.work), counted_as(self._plan.form.name))} written"
-                self._report.warn(f"{written}; run the same command again to continue")
+                progress = f"{counted.files} of {plural(len(self.work), counted_as(self._plan.form.name))} written"
+                self._report.warn(f"{progress}; run the same command again to continue")
             raise
         finally:
             self._progress.end()

@@ -126,16 +126,16 @@ def attributes_of(record: type, fields: Fields) -> dict[str, Any]:
 
 def strategy_digest(strategy: Strategy) -> str:
     """A digest of a strategy's content, independent of its files."""
-    known: dict[Layout, bytes] = {}
+    texts: dict[Layout, bytes] = {}
     hashed = hashlib.sha256()
     for stage in strategy.stages:
         hashed.update(f"{stage.number} {stage.first_rank} {stage.device_count}\n".encode())
         for name in sorted(stage.layouts):
             layout = stage.layouts[name]
-            said = known.get(layout)
-            if said is None:
-                said = known[layout] = repr(dataclasses.astuple(layout)).encode()
-            hashed.update(name.encode(errors="surrogateescape") + b"\0" + said + b"\n")
+            text = texts.get(layout)
+            if text is None:
+                text = texts[layout] = repr(dataclasses.astuple(layout)).encode()
+            hashed.update(name.encode(errors="surrogateescape") + b"\0" + text + b"\n")
     return hashed.hexdigest()[:_DIGEST_LENGTH]
 
 

@@ -225,10 +225,10 @@ class Ledger:
             if any(name.startswith(SIGNS) for name in names):
                 store.remove_dead_signs(self._root)
             begun = list(filter(_OURS.fullmatch, names))
-            others = [name for name in begun if name != self.identity.digest]
-            for name in others:
+            foreign = [name for name in begun if name != self.identity.digest]
+            for name in foreign:
                 self._refuse_alive(name)
-            for name in others:
+            for name in foreign:
                 # A record without a plan was created before any target was written.
                 if replacing and "plan.json" in store.own_names(os.path.join(self._root, name)):
                     make_empty(os.path.join(self._root, name, _REPLACED))
@@ -350,10 +350,10 @@ class Ledger:
         new: list[str] = []
         old: list[str] = []
         for source in sources:
-            others = recorded.get(source.rank, [])
-            if source not in others:
+            of_rank = recorded.get(source.rank, [])
+            if source not in of_rank:
                 new.append(source.record)
-            old.extend(other.record for other in others if other.content != source.content)
+            old.extend(previous.record for previous in of_rank if previous.content != source.content)
         self._mark_each("sources", new)
         self._remove_each("sources", old)
 
@@ -518,9 +518,9 @@ def ledgers_in(destination: str) -> list[Ledger]:
     return ledgers
 
 
-def _foreign(path: str, what: str) -> TargetError:
+def _foreign(path: str, problem: str) -> TargetError:
     return TargetError(
-        f"{path}: {what}; it is not a record of reshard",
+        f"{path}: {problem}; it is not a record of reshard",
         file=path,
         hint=f"choose another DST, or remove {os.path.dirname(path)} if nothing else uses it",
     )
@@ -528,9 +528,9 @@ def _foreign(path: str, what: str) -> TargetError:
 
 def _replacing(ranks: Collection[int], sources: Iterable[SourceFile]) -> str:
     """The name that marks a run that replaces targets: a digest of its ranks and sources."""
-    what = short_digest(repr(sorted(ranks)).encode())
-    whence = short_digest(repr(sorted(sources)).encode())
-    return f"{_REPLACING}{what}.{whence}"
+    targets = short_digest(repr(sorted(ranks)).encode())
+    origins = short_digest(repr(sorted(sources)).encode())
+    return f"{_REPLACING}{targets}.{origins}"
 
 
 def _remove_records(path: str) -> None:

@@ -76,19 +76,19 @@ def status_of(directory: str) -> Status:
     if not begun:
         if exists(path):
             return _by_manifest(directory)
-        meant = None if exists(directory) else path_meant(directory)
+        advice = None if exists(directory) else path_meant(directory)
         raise TargetError(
             f"{directory}: holds no records of a conversion",
             file=directory,
-            hint=meant or "name the DST of a conversion",
+            hint=advice or "name the DST of a conversion",
         )
     (ledger,) = begun
     identity = ledger.identity
     ranks = range(identity.ranks)
     statuses = dict(zip(ranks, status_of_each([os.path.join(directory, identity.file_of(rank)) for rank in ranks])))
-    done = ledger.done()
+    recorded = ledger.done()
     matching = [
-        (rank, one.size) for rank, records in done.items() for one in records if one.matches(statuses.get(rank))
+        (rank, one.size) for rank, records in recorded.items() for one in records if one.matches(statuses.get(rank))
     ]
     sizes = dict(matching)
     only = ledger.only()
@@ -100,7 +100,7 @@ def status_of(directory: str) -> Status:
     # Damaged records are reported by commands that need them.
     with contextlib.suppress(TargetError):
         commands = ledger.commands()
-    changed = [rank for rank in done if rank not in sizes and statuses.get(rank) is not None]
+    changed = [rank for rank in recorded if rank not in sizes and statuses.get(rank) is not None]
     status = _status(identity, ranks if only is None else sorted(only), sizes, changed, manifest)
     return replace(
         status,
@@ -111,12 +111,12 @@ def status_of(directory: str) -> Status:
 
 
 def _status(
-    identity: Identity, wanted: Iterable[int], sizes: Mapping[int, int], changed: Iterable[int], manifest: Optional[str]
+    identity: Identity, ranks: Iterable[int], sizes: Mapping[int, int], changed: Iterable[int], manifest: Optional[str]
 ) -> Status:
-    written = {*sizes, *changed}
-    missing = tuple(rank for rank in wanted if rank not in written)
-    done, size = tuple(sorted(sizes)), sum(sizes.values())
-    return Status(identity, tuple(wanted), done, tuple(sorted(changed)), missing, size, False, manifest)
+    existing = {*sizes, *changed}
+    missing = tuple(rank for rank in ranks if rank not in existing)
+    complete, size = tuple(sorted(sizes)), sum(sizes.values())
+    return Status(identity, tuple(ranks), complete, tuple(sorted(changed)), missing, size, False, manifest)
 
 
 def _finished(directory: str, manifest: Manifest) -> Optional[str]:
