@@ -9,7 +9,7 @@ from typing import Any, Callable, NoReturn
 
 import click
 
-from reshard.cli.command import Group
+from reshard.cli.command import LazyGroup
 from reshard.cli.output import alarming
 from reshard.errors import ReshardError
 from reshard.signals import Stopped
@@ -23,7 +23,7 @@ _MANY_LINES = 8
 _CURABLE = (1, 130, 143)
 
 
-class ReshardGroup(Group):
+class ReshardGroup(LazyGroup):
     """A group whose commands end with the documented exit statuses, and never with a traceback."""
 
     def invoke(self, ctx: click.Context) -> Any:

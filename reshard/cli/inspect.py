@@ -56,10 +56,9 @@ def inspect(
     strategy: Optional[str],
     step: str,
     file_suffix: Optional[str],
-    decrypt_key_file: Optional[str],
-    decrypt_mode: Optional[str],
     as_json: bool,
     verbose: bool,
+    **typed: Any,
 ) -> None:
     """Show the contents of a checkpoint file, a rank directory, a rank tree or another form at PATH.
 
@@ -69,7 +68,7 @@ def inspect(
     conversion would refuse; the exit status is 0 all the same. For Checkpoint 2.0, unified and Hugging Face
     directories, iterations, files, tensors, their layouts and missing parts are shown.
     """
-    decryption = options.decryption_of(decrypt_key_file, decrypt_mode)
+    decryption = options.decryption_of(typed)
     with asked_once():
         form = form_of(path)
         several = "{rank}" in path or not exists(path) or is_directory(path)

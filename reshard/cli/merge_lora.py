@@ -112,7 +112,7 @@ def merge_lora(
     place, strategy = _place_of(adapter, adapter_strategy)
     option = "--adapter-strategy "
     reading = reading_request(place, strategy, None, None, adapter_step, None, Filters(), report, option=option)
-    decryption = options.decryption_of(typed["decrypt_key_file"], typed["decrypt_mode"])
+    decryption = options.decryption_of(typed)
     with open_requested(reading, effort_of(typed, 4), decryption, report) as tensors:
         additions = read_adapter(tensors, adapter, scale, overflowed)
         # A wrong alpha gives valid files and a model that computes nonsense.

@@ -43,7 +43,7 @@ def opened(
     request = reading_request(
         src, strategy, None, None, step or typed["step"], typed["file_suffix"], filters, report, edits, "--strategy "
     )
-    decryption = options.decryption_of(typed["decrypt_key_file"], typed["decrypt_mode"])
+    decryption = options.decryption_of(typed)
     return open_requested(request, effort_of(typed, share), decryption, report)
 
 

@@ -130,7 +130,7 @@ def _of_checkpoint(rank: int, src: str, typed: dict[str, Any]) -> Sequence[int]:
     request = request_between(src, "", (rank,), {**typed, **defaults}, report)
     if form_named(request.to).options.by_rank and not request.target.is_untold:
         check_target_ranks(request)
-    decryption = options.decryption_of(typed["decrypt_key_file"], typed["decrypt_mode"])
+    decryption = options.decryption_of(typed)
     with FileHandles(decryption=decryption) as handles:
         plan = make_plan(request, handles, report)
         paths = plan.target_file(rank).source_paths

@@ -10,9 +10,10 @@ from reshard.cli.command import argument, command, option
 from reshard.cli.conversion import carry_out, contents_words, detail_lines
 from reshard.cli.output import listener
 from reshard.convert import Summary
-from reshard.convert.ends import Ends, options_of, request_of, typed_strategy
+from reshard.convert.ends import Ends, options_of, request_of
 from reshard.errors import UsageError
 from reshard.forms.registry import form_named, form_of
+from reshard.opened.opening import typed_strategy
 from reshard.text.report import Report
 from reshard.text.wording import byte_size, counted_ranks, rank_ranges, step_words
 
@@ -61,7 +62,7 @@ def recover(src: str, dst: str, strategy: Optional[str], ranks: Optional[tuple[i
     report = Report(listener())
     saved = typed_strategy(strategy, report)
     request = request_of(src, dst, ranks, typed, Ends(form, saved, form, saved), recover=True)
-    how = options_of(typed, lost_only=typed["lost_only"])
+    how = options_of(typed)
 
     def lines(summary: Summary, _: float) -> list[str]:
         complete = counted_ranks(summary.done_before)

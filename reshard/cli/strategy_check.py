@@ -14,8 +14,8 @@ from reshard.cli.output import echo_json, listener, say
 from reshard.cli.progress import progress_of
 from reshard.cli.strategy_show import strategy_words
 from reshard.convert import usable_cpus
-from reshard.convert.ends import typed_strategy
 from reshard.execute import ExecutionOptions
+from reshard.opened.opening import typed_strategy
 from reshard.source_replicas import Differing
 from reshard.source_replicas.strategy_check import StrategyCheck, check_strategy
 from reshard.storage import storage_of
@@ -61,7 +61,7 @@ def strategy_check(strategy: str, path: str, everything: bool, verbose: bool, **
     report = Report(listener())
     opened = typed_strategy(strategy, report)
     filters = Filters(typed["include"], typed["exclude"])
-    decryption = options.decryption_of(typed["decrypt_key_file"], typed["decrypt_mode"])
+    decryption = options.decryption_of(typed)
     with FileHandles(decryption=decryption) as handles:
         execution = ExecutionOptions(typed["jobs"] or usable_cpus(), typed["max_memory"], storage=storage_of(path))
         progress = progress_of(typed["quiet"], typed["progress"])

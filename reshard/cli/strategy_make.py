@@ -149,7 +149,7 @@ def shapes_of(path: str, strategy: Optional[Strategy], typed: dict[str, Any]) ->
     from reshard.forms.model_shapes import read_shapes
     from reshard.text.report import Report
 
-    decryption = options.decryption_of(typed["decrypt_key_file"], typed["decrypt_mode"])
+    decryption = options.decryption_of(typed)
     with FileHandles(decryption=decryption) as handles:
         return read_shapes(path, strategy, handles, Report())
 

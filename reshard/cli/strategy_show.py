@@ -8,8 +8,8 @@ from typing import Any, Callable, Optional
 
 import click
 
-from reshard.cli import advice, completion, options
-from reshard.cli.command import command, option
+from reshard.cli import completion, options
+from reshard.cli.command import command, nearest, option
 from reshard.cli.output import echo_json, paint, say, show_notes, terminal_width, write_picture
 from reshard.cli.strategy_make import SIZES, SizesType
 from reshard.cli.tables import table
@@ -255,7 +255,7 @@ def _unknown(strategy: Strategy, name: str) -> UsageError:
             parameter=name,
             hint="\n".join([*lines, "pass one of these names, or a pattern such as '*.weight'"]),
         )
-    advice_text = f" Did you mean {quoted(holding[0])}?" if holding else advice.nearest(name, strategy.parameters)
+    advice_text = f" Did you mean {quoted(holding[0])}?" if holding else nearest(name, strategy.parameters)
     return UsageError(
         f"{strategy.path} lists no parameter {quoted(name)}.{advice_text}",
         parameter=name,

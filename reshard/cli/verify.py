@@ -10,17 +10,16 @@ from typing import Any, Optional
 
 import click
 
-from reshard.checkpoints import FileHandles
 from reshard.cli import completion, options
 from reshard.cli.command import command, option
 from reshard.cli.output import alarming, echo_json, is_verbose, listener
 from reshard.cli.progress import progress_of
-from reshard.convert import usable_cpus
-from reshard.convert.ends import typed_strategy
+from reshard.convert.ends import options_of
 from reshard.convert.recorded import EDITS, merge_hint, was_merged
-from reshard.convert.verifying import against_manifest, of_ranks, verify_with_source
+from reshard.convert.verifying import against_manifest, of_ranks, reading_sources, verify_with_source
 from reshard.errors import TargetError, UsageError
 from reshard.forms.registry import counted_as, form_named, form_of
+from reshard.opened.opening import typed_strategy
 from reshard.records import read_manifest
 from reshard.records.status import status_of
 from reshard.strategies import Strategy
@@ -29,12 +28,8 @@ from reshard.text.name_filters import Filters
 from reshard.text.report import Report
 from reshard.text.wording import plural, printable, quoted, rank_ranges
 from reshard.verification.difference import Difference
-from reshard.verification.end_to_end import (
-    verify_copies,
-    verify_replicas,
-)
-from reshard.verification.reading import Means
-from reshard.verification.sources import CheckpointPlace, RecordedCrcs
+from reshard.verification.end_to_end import verify_copies, verify_replicas
+from reshard.verification.sources import CheckpointPlace
 
 DIFFERENT = 4
 """Exit status where something is not as it should be."""
@@ -100,15 +95,12 @@ def verify(
         raise UsageError("--headers-only is for OUT alone", hint="--src and --replicas compare contents")
     report = Report(listener())
     filters = Filters(typed["include"], typed["exclude"])
-    decryption = options.decryption_of(typed["decrypt_key_file"], typed["decrypt_mode"])
     differences: list[Difference] = []
     unchecked: list[int] = []
     noun, merged = "rank", False
     verdict = ""
-    with FileHandles(decryption=decryption) as handles:
-        progress = progress_of(typed["quiet"], typed["progress"])
-        means = Means(handles, typed["jobs"] or usable_cpus(), typed["max_memory"], progress)
-        crcs = RecordedCrcs(means, report) if typed["crc"] == "auto" else None
+    progress = progress_of(typed["quiet"], typed["progress"])
+    with reading_sources(options_of(typed), progress, report) as (means, crcs):
         if replicas and not form_named(form_of(out)).options.by_rank:
             if strategy is not None or typed["file_suffix"] is not None:
                 raise UsageError(
@@ -157,7 +149,6 @@ def verify(
                     f"no differences in sizes and headers; contents of {rank_ranges(unchecked, noun)} were not compared"
                 )
                 _warn_of_changed(out, unchecked, noun, report)
-        means.check_unchanged()
     if typed["as_json"]:
         echo_json({"differences": [difference._asdict() for difference in differences], "unchecked_ranks": unchecked})
     if unchecked and not differences and not headers_only:

@@ -67,10 +67,10 @@ def view(src: str, output: Optional[str], stats: bool, **typed: Any) -> None:
     path = output or f"{os.path.basename(src.rstrip('/')) or 'checkpoint'}.html".replace("{rank}", "rank")
     _check_replaceable(path)
     source = typed["src_strategy"]
-    decryption = options.decryption_of(typed["decrypt_key_file"], typed["decrypt_mode"])
+    decryption = options.decryption_of(typed)
     strategy = None
     if source is not None:
-        from reshard.convert.ends import typed_strategy
+        from reshard.opened.opening import typed_strategy
 
         strategy = typed_strategy(NONE if source == "None" else source, report)
     subject = subject_of(src, strategy, typed["step"], typed["file_suffix"], decryption)
@@ -118,7 +118,7 @@ def _moves(src: str, typed: Mapping[str, Any], subject: Subject) -> Optional[dic
         file_suffix=typed["file_suffix"],
     )
     effort = effort_of(typed)
-    decryption = options.decryption_of(typed["decrypt_key_file"], typed["decrypt_mode"])
+    decryption = options.decryption_of(typed)
     try:
         moves = moves_data(request, effort.jobs, effort.max_memory, report, decryption)
     except InputError as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, NamedTuple, Optional
 
 from reshard.checkpoints import FileHandles
@@ -21,11 +21,11 @@ from reshard.forms.registry import (
     read_checkpoint,
     strategy_of,
 )
-from reshard.forms.target import FileId
+from reshard.opened.opening import typed_strategy
 from reshard.plan.edits import NO_EDITS, Edits, edits_of
 from reshard.plan.request import Request
 from reshard.storage import asks_once
-from reshard.strategies import NONE, SAME, Strategy, read_strategy, required_strategies, shards_of
+from reshard.strategies import NONE, SAME, Strategy, required_strategies, shards_of
 from reshard.text.name_filters import Filters
 from reshard.text.report import Report
 
@@ -142,18 +142,6 @@ def _check(src: str, form: Form, to: Form, typed: Mapping[str, Any]) -> None:
         raise UsageError(f"--max-shard-size is for {sized}", hint="remove --max-shard-size")
 
 
-def typed_strategy(path: str, report: Report) -> Strategy:
-    """The strategy at a path; its notes go to the report.
-
-    Raises:
-        ReshardError: it cannot be read.
-    """
-    strategy = read_strategy(path)
-    for note in strategy.notes:
-        report.note(note)
-    return strategy
-
-
 def check_verifiable(request: Request, options: Options) -> None:
     """Refuse to verify a part of the files of full weights: they are compared with the source together.
 
@@ -203,7 +191,7 @@ def request_of(
         dst=dst,
         source=ends.source,
         target=ends.target,
-        files=None if ranks is None else tuple(map(FileId, ranks)),
+        files=None if ranks is None else tuple(ranks),
         prefix=typed["prefix"],
         format=typed.get("format", "same"),
         step=typed["step"],
@@ -220,21 +208,13 @@ def request_of(
 
 
 def options_of(typed: Mapping[str, Any], **attributes: Any) -> Options:
-    """How a conversion is carried out, by its parameters; ``attributes`` are those of `Options` without a parameter.
+    """How a conversion is carried out, by those of its parameters that `Options` has; ``attributes`` override them.
 
     Raises:
         UsageError: a decryption mode without a key.
         InputError: the key cannot be read.
     """
-    return Options(
-        jobs=typed["jobs"] or usable_cpus(),
-        max_memory=typed["max_memory"],
-        io=typed["io"],
-        crc=typed["crc"],
-        check_replicas=typed["check_replicas"],
-        checksum=typed["checksum"],
-        overwrite=typed["overwrite"],
-        accept_changed_source=typed["accept_changed_source"],
-        decryption=decryption_of(typed["decrypt_key_file"], typed["decrypt_mode"]),
-        **{"verify": typed.get("verify", False), "dry_run": typed.get("dry_run", False), **attributes},
-    )
+    values = {field.name: typed[field.name] for field in fields(Options) if field.name in typed}
+    values["jobs"] = typed["jobs"] or usable_cpus()
+    values["decryption"] = decryption_of(typed["decrypt_key_file"], typed["decrypt_mode"])
+    return Options(**{**values, **attributes})

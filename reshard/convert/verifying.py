@@ -1,11 +1,11 @@
-"""What was converted, compared with its source or its manifest."""
+"""Converted checkpoints compared with their sources or manifests."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Optional
 
 from reshard.checkpoints import FileHandles
@@ -40,23 +40,34 @@ from reshard.verification.reading import Means
 from reshard.verification.sources import CheckpointPlace, RecordedCrcs
 
 
+@contextlib.contextmanager
+def reading_sources(
+    options: Options, progress: Progress, report: Report
+) -> Iterator[tuple[Means, Optional[RecordedCrcs]]]:
+    """Means to read source files within these options, and the CRCs that the files record; None with ``crc="never"``.
+
+    Raises:
+        RetryableError: at the end, if a file has changed.
+    """
+    with FileHandles(decryption=options.decryption) as handles:
+        means = Means(handles, options.jobs, options.max_memory, progress)
+        yield means, RecordedCrcs(means, report) if options.crc == "auto" else None
+        means.check_unchanged()
+
+
 def verify_written(
     request: Request, how: Options, summary: Summary, progress: Progress, adapter: Optional[Adapter]
 ) -> list[Difference]:
-    """Compare what was written, and what was there before, with what the source makes of it.
-
-    Files of ranks are compared as far as they were asked for; other forms as a whole.
-    """
+    """Compare all requested target files with the source: those of ranks one by one, other forms as a whole."""
     assert isinstance(request.src, str)
     report = Report()
-    with FileHandles(decryption=how.decryption) as handles:
-        means = Means(handles, how.jobs, how.max_memory, progress)
+    with reading_sources(how, progress, report) as (means, crcs):
         step = recorded_step(request.src, request.form, summary.step)
         by_rank = form_named(request.to).options.by_rank
         files = summary.target_files
         if not by_rank:
             files = {number: os.path.relpath(real(path), real(request.dst)) for number, path in files.items()}
-        differences = verify_conversion(
+        return verify_conversion(
             Converted(
                 CheckpointPlace(request.src, request.form, request.source, step, request.file_suffix),
                 request.edits,
@@ -66,11 +77,9 @@ def verify_written(
             filters=request.filters,
             means=means,
             report=report,
-            crcs=RecordedCrcs(means, report) if how.crc == "auto" else None,
+            crcs=crcs,
             known=request.damaged,
         )
-        means.check_unchanged()
-        return differences
 
 
 def verify_with_source(
@@ -88,13 +97,13 @@ def verify_with_source(
     Args:
         out: the converted checkpoint.
         src: what it was converted from.
-        typed: the options of strategies, names and types, ``step`` and ``file_suffix``. Those that are not given are
-            taken from the records in ``out``.
+        typed: the options of strategies, names and types, ``step`` and ``file_suffix``; by default those in the
+            records of ``out``.
         ranks: only these ranks of ``out``.
         filters: parameters that are compared.
         means: files, threads and memory.
-        report: told of warnings and notes.
-        crcs: the CRCs that source files record; None where they are not checked.
+        report: gets warnings and notes.
+        crcs: the CRCs that source files record; None if they are not checked.
 
     Raises:
         ReshardError: options contradict each other or the records, or something cannot be read.
@@ -149,7 +158,7 @@ def verify_with_source(
 
 
 def against_manifest(out: str, manifest: Manifest, ranks: Optional[tuple[int, ...]], means: Means) -> list[Difference]:
-    """What is not as the manifest says, of some ranks or all."""
+    """The differences of some ranks, or all, from the manifest."""
     differences = compare_with_manifest(out, manifest, means)
     return [difference for difference in differences if ranks is None or set(difference.ranks) & set(ranks)]
 
@@ -158,7 +167,7 @@ def of_ranks(manifest: Manifest, ranks: Optional[tuple[int, ...]]) -> Manifest:
     """A manifest of some of its ranks, or all.
 
     Raises:
-        UsageError: it has not all of them; to look at nothing must not pass for a comparison.
+        UsageError: the manifest lacks one of them; comparing nothing must not pass.
     """
     if ranks is None:
         return manifest
@@ -178,5 +187,5 @@ def _manifest(out: str) -> Optional[Manifest]:
     try:
         return read_manifest(out)
     except InputError:
-        # A part of the ranks, or written by something else: the comparison with the source stands alone.
+        # A part of the ranks, or another program's output: only the source is compared.
         return None
