@@ -31,7 +31,7 @@ class Bar(_Tqdm):
     Args:
         total: bytes to be done.
         doing: the word for it.
-        done: how many are done.
+        nbytes: bytes that are done.
         begun: when that was begun, in seconds of `time.time`.
     """
 

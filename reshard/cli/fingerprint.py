@@ -117,11 +117,7 @@ def _fingerprints_of(
     typed: Mapping[str, Any],
     report: Report,
 ) -> Fingerprints:
-    """The fingerprints of a checkpoint, or of some of its files.
-
-    Raises:
-        ReshardError: options contradict each other, or the checkpoint is missing or damaged.
-    """
+    """The fingerprints of a checkpoint, or of some of its files."""
     edits = edits_of(src, typed)
     place = _place(src, strategy, typed, report)
     by_rank = form_named(place.form).options.by_rank
@@ -157,11 +153,7 @@ def _fingerprints_of(
 
 
 def _place(src: str, strategy: Optional[str], typed: Mapping[str, Any], report: Report) -> CheckpointPlace:
-    """The source to read.
-
-    Raises:
-        UsageError: rank directories need a strategy, other forms have none.
-    """
+    """The source to read."""
     form, suffix = form_of(src), typed["file_suffix"]
     source = source_strategy(src, form, strategy, suffix, report, "--strategy ")
     return CheckpointPlace(src, form, source, typed["step"], suffix)
@@ -175,11 +167,7 @@ def _some_ranks(
     crcs: Optional[RecordedCrcs],
     report: Report,
 ) -> StoredSource:
-    """The files of some ranks, whatever they lack.
-
-    Raises:
-        InputError: a file is missing, or contradicts the strategy.
-    """
+    """The files of some ranks, whatever they lack."""
     tree = find_checkpoints(place.path, place.file_suffix)
     check_ranks(tree, place.strategy, handles)
     files = _files(tree, place.strategy, ranks, place.step, report)
@@ -198,11 +186,7 @@ def _some_ranks(
 
 
 def _check_files(source: StoredSource, files: Optional[tuple[int, ...]], place: CheckpointPlace) -> None:
-    """Refuse numbers that no file has.
-
-    Raises:
-        UsageError: a number has no file.
-    """
+    """Refuse numbers that no file has."""
     numbers = sorted(source.checkpoint.files)
     beyond = sorted(set(files or ()).difference(numbers))
     if beyond:
@@ -213,11 +197,7 @@ def _check_files(source: StoredSource, files: Optional[tuple[int, ...]], place: 
 
 
 def _check_equal(checkpoint: Checkpoint, names: Sequence[str], means: Means) -> None:
-    """Compare tied tensors.
-
-    Raises:
-        CheckpointError: they differ.
-    """
+    """Compare tied tensors."""
     equals = equal_of(checkpoint, names)
     if equals:
         storage = storage_of(next(iter(checkpoint.files.values())))

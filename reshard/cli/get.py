@@ -124,11 +124,7 @@ def get(
 
 
 def _index(text: Optional[str]) -> Any:
-    """The index of --slice.
-
-    Raises:
-        UsageError: it is none.
-    """
+    """The index of --slice."""
     if text is None:
         return ...
     parts: list[Any] = []
@@ -151,11 +147,7 @@ _HOW = "write it as in NumPy: '0:4,:', '..., -1' or '::2'"
 
 
 def _names(checkpoint: OpenedCheckpoint, typed: str) -> list[str]:
-    """The tensors of a name or pattern.
-
-    Raises:
-        CheckpointError: it does not exist.
-    """
+    """The tensors of a name or pattern."""
     if typed in checkpoint:
         return [typed]
     glob = Glob(typed)
@@ -171,11 +163,7 @@ def _names(checkpoint: OpenedCheckpoint, typed: str) -> list[str]:
 
 
 def _shape(tensor: LazyTensor, chosen: Any, text: Optional[str]) -> tuple[int, ...]:
-    """The shape of the requested elements.
-
-    Raises:
-        UsageError: the tensor has no such slice, or it is empty although the tensor is not.
-    """
+    """The shape of the requested elements."""
     try:
         shape = select(chosen, tensor.shape).finished_shape
         if 0 in shape and 0 not in tensor.shape:
@@ -201,11 +189,7 @@ def _blocks(tensor: LazyTensor, chosen: Any, raw: bool) -> Iterator[Array]:
 
 
 def _array(tensor: LazyTensor, chosen: Any, text: Optional[str], raw: bool) -> Array:
-    """All requested elements, for printing.
-
-    Raises:
-        UsageError: too many elements to print.
-    """
+    """All requested elements, for printing."""
     shape = _shape(tensor, chosen, text)
     if math.prod(shape) > _MOST_PRINTED:
         raise UsageError(
@@ -226,11 +210,7 @@ def _write(
     path: str,
     report: Report,
 ) -> None:
-    """Write a .npy file atomically, from one version of the source.
-
-    Raises:
-        ReshardError: it cannot be written, or the source cannot be read or was written to meanwhile.
-    """
+    """Write a .npy file atomically, from one version of the source."""
     tensor = checkpoint[name]
     shape = _shape(tensor, chosen, text)
     blocks = _blocks(tensor, chosen, raw)

@@ -26,11 +26,7 @@ def show_help(ctx: click.Context, names: tuple[str, ...]) -> None:
 
 
 def _find(root: click.Context, names: tuple[str, ...]) -> tuple[click.Command, click.Context]:
-    """The command of these names, and a context that its help is written in.
-
-    Raises:
-        click.UsageError: none matches.
-    """
+    """The command of these names, and a context that its help is written in."""
     context = root
     for name in names:
         if not isinstance(context.command, click.Group):

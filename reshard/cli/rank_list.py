@@ -82,11 +82,7 @@ def rank_list(
 def _of_strategies(
     rank: int, src_strategy: Optional[str], dst_strategy: Optional[str], available: Optional[tuple[int, ...]]
 ) -> Sequence[int]:
-    """The answer from strategies alone.
-
-    Raises:
-        ReshardError: they cannot be read, lack the rank, or a slice is on no available rank.
-    """
+    """The answer from strategies alone."""
     # Loaded only here: --help needs neither NumPy nor protobuf.
     from reshard.plan.replicas import ReplicaChoice
     from reshard.strategies import read_strategy, required_strategies
@@ -109,11 +105,7 @@ def _of_strategies(
 
 
 def _of_checkpoint(rank: int, src: str, typed: dict[str, Any]) -> Sequence[int]:
-    """The source files of one target file.
-
-    Raises:
-        ReshardError: the conversion cannot be made.
-    """
+    """The source files of one target file."""
     # Loaded only here: strategies alone are read in loops.
     from reshard.checkpoints import FileHandles
     from reshard.convert import check_target_ranks

@@ -97,11 +97,7 @@ def resume(ctx: click.Context, /, dst: str, as_json: bool, quiet: bool, verify: 
 
 
 def _combined(commands: Sequence[RecordedCommand], dst: str) -> RecordedCommand:
-    """The combined command of all runs: the last one whose paths exist, with all requested ranks.
-
-    Raises:
-        TargetError: runs had different sources.
-    """
+    """The combined command of all runs: the last one whose paths exist, with all requested ranks."""
     usable = [command for command in commands if all(map(_exists, command.paths))]
     sources = {real(command.src): command.src for command in usable}
     if len(sources) > 1:
@@ -147,11 +143,7 @@ def _done_words(status: Status, dst: str) -> str:
 
 
 def _check_paths(command: RecordedCommand, status: Status, dst: str, words: Sequence[str]) -> None:
-    """Check that source and strategies exist, and that the strategies are unchanged.
-
-    Raises:
-        InputError: one is missing or changed.
-    """
+    """Check that source and strategies exist, and that the strategies are unchanged."""
     for path in command.paths:
         if not _exists(path):
             where = "any more" if command.host == socket.gethostname() else f"here, as it did on {command.host}"

@@ -60,7 +60,8 @@ def _lines(dst: str, progress: Status) -> list[str]:
     recovery = progress.plan.task == "recover"
     noun = counted_as(progress.plan.form)
     title = f"{'recovery' if recovery else 'conversion'} of {step} to {plural(progress.plan.ranks, noun)}"
-    if not form_named(progress.plan.form).options.by_rank:
+    by_rank = form_named(progress.plan.form).options.by_rank
+    if not by_rank:
         title += f" of the form {progress.plan.form}"
     if progress.lost_only:
         title += f", only the lost {counted_ranks(progress.wanted)}"
@@ -71,24 +72,25 @@ def _lines(dst: str, progress: Status) -> list[str]:
         (progress.missing, "missing"),
     ):
         if ranks:
-            lines.append(f"{plural(len(ranks), noun)} {words}: {number_ranges(ranks)}")
+            files = "" if by_rank else f" ({some_names(list(map(progress.plan.file_of, ranks)), 3)})"
+            lines.append(f"{plural(len(ranks), noun)} {words}: {number_ranges(ranks)}{files}")
     if progress.complete:
         lines.append(f"complete: {progress.manifest or 'all lost ranks are written'}")
     elif progress.writing:
         lines.append("a run is writing at this moment")
     else:
-        missing = (
-            set(progress.missing)
-            if progress.requested is None
-            else set(progress.missing).intersection(progress.requested)
-        )
-        unasked = set(progress.missing).difference(missing)
-        if unasked:
-            lines.append(f"not complete: {rank_ranges(unasked, noun)} not requested yet")
-        if missing and progress.resumable:
-            lines.append(f"not complete: for {rank_ranges(missing, noun)}, run: reshard resume {shlex.quote(dst)}")
-        elif not unasked:
-            lines.append(f"not complete: run the original command for {dst} again to write the missing files")
+        requested = progress.missing if progress.requested is None else progress.requested
+        missing = set(progress.missing).intersection(requested)
+        unrequested = set(progress.missing).difference(requested)
+        if unrequested:
+            lines.append(f"not complete: {rank_ranges(unrequested, noun)} not requested yet")
+        lacking = f"for {rank_ranges(missing, noun)}, " if missing else ""
+        if not progress.missing and not progress.changed:
+            lacking = f"{some_names(progress.unfinished)} missing; "
+        if lacking and progress.resumable:
+            lines.append(f"not complete: {lacking}run: reshard resume {shlex.quote(dst)}")
+        elif not unrequested:
+            lines.append(f"not complete: {lacking}run the original command for {dst} again to write the missing files")
         if progress.changed:
             changed = rank_ranges(progress.changed, noun)
             cure = "remove the files, and run the command again" if recovery else "reshard by-rank RANK ... --overwrite"

@@ -216,11 +216,7 @@ def _others(names: Sequence[str], stated: Sequence[str]) -> tuple[str, ...]:
 def _sources(
     src: str, sizes: Any, also: Sequence[str], also_sizes: Sequence[Any], missing: list[str]
 ) -> list[SourceRun]:
-    """The strategies with their sizes.
-
-    Raises:
-        UsageError: sizes are missing.
-    """
+    """The strategies with their sizes."""
     from reshard.strategies.read import read_recorded
     from reshard.strategies.rules.shown import SourceRun
 

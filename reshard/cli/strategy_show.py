@@ -98,11 +98,7 @@ def strategy_show(
 
 
 def _chosen(strategy: Strategy, typed: str) -> Sequence[str]:
-    """The parameters that match a name or pattern, in the order of the strategy.
-
-    Raises:
-        UsageError: none matches.
-    """
+    """The parameters that match a name or pattern, in the order of the strategy."""
     if any(typed in stage.layouts for stage in strategy.stages):
         return [typed]
     matches = list(filter(Filters((typed,)).admit, strategy.parameters)) if _WILD.intersection(typed) else []

@@ -81,11 +81,7 @@ def view(src: str, output: Optional[str], stats: bool, **typed: Any) -> None:
 
 
 def _check_replaceable(path: str) -> None:
-    """Refuse to replace a file that is no page of this command.
-
-    Raises:
-        UsageError: there is one.
-    """
+    """Refuse to replace a file that is no page of this command."""
     from reshard.storage import exists, is_directory, opened_regular, read_range
     from reshard.view.page import MARK
 

@@ -126,11 +126,7 @@ class Prepared:
         return self._swap_test.told(self._request.src, self._request.step, self._request.file_suffix)
 
     def _plan_work(self) -> State:
-        """Plan, and compare with the target directory.
-
-        Raises:
-            ReshardError: the conversion is impossible.
-        """
+        """Plan, and compare with the target directory."""
         options = self._options
         while True:
             plan = self._made_plan()
@@ -198,11 +194,7 @@ class Prepared:
         return ExecutionOptions(options.jobs, options.max_memory, options.io, storage, options.checksum == "crc32")
 
     def _writing(self, plan: Plan, work: Sequence[int]) -> ExecutionOptions:
-        """Options of the byte transfer for some target files.
-
-        Raises:
-            UsageError: the memory is too small for the store's upload buffers.
-        """
+        """Options of the byte transfer for some target files."""
         store = store_of(plan.request.dst)
         execution = replace(self._execution(plan), target=store.costs(plan.request.dst))
         sizes = plan.file_bytes(work)
@@ -297,11 +289,7 @@ class Prepared:
         )
 
     def _settle(self, workers: Optional[Workers]) -> None:
-        """Check before writing; damaged source files are planned without.
-
-        Raises:
-            ReshardError: the target is not writable, or intact source files are missing.
-        """
+        """Check before writing; damaged source files are planned without."""
         while True:
             plan, work = self.plan, self.state.work
             if workers is not None and work:
@@ -325,11 +313,7 @@ class Prepared:
             self._plan_again()
 
     def _plan_again(self) -> None:
-        """Plan again without damaged files.
-
-        Raises:
-            IncompleteSourceError: only some of the target ranks would use an older step.
-        """
+        """Plan again without damaged files."""
         before = self.plan.checkpoint
         with self._swap_reported():
             self.state = self._plan_work()
@@ -346,11 +330,7 @@ class Prepared:
         )
 
     def _check_replicas(self, workers: Optional[Workers]) -> Optional[ReplicaCheck]:
-        """Compare replicas of the source, unless another run has done so.
-
-        Raises:
-            CheckpointError: replicas differ.
-        """
+        """Compare replicas of the source, unless another run has done so."""
         options, plan = self._options, self.plan
         request, checkpoint = plan.request, rank_checkpoint_of(plan.checkpoint)
         if checkpoint is None or request.source.is_none:
@@ -382,11 +362,7 @@ class Prepared:
         return comparison.check
 
     def _check_equal(self) -> None:
-        """Compare tied tensors, of which one is written; a dry run compares only their first bytes.
-
-        Raises:
-            CheckpointError: they differ.
-        """
+        """Compare tied tensors, of which one is written; a dry run compares only their first bytes."""
         plan = self.plan
         if self._options.part is not None or not self.state.work:
             return

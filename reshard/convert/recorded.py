@@ -70,11 +70,7 @@ def _ledgers(out: str, plan: Identity) -> list[Ledger]:
 
 
 def _commands(out: str, plan: Identity) -> list[RecordedCommand]:
-    """The recorded commands of a directory's conversion, the latest first.
-
-    Raises:
-        TargetError: a record is damaged.
-    """
+    """The recorded commands of a directory's conversion, the latest first."""
     return [command for ledger in _ledgers(out, plan) for command in ledger.commands()]
 
 

@@ -456,11 +456,7 @@ class TargetDirectory:
         return manifest
 
     def _insist_on_targets(self) -> None:
-        """Refuse if requested targets were removed or modified.
-
-        Raises:
-            RetryableError: a target is missing or modified.
-        """
+        """Refuse if requested targets were removed or modified."""
         lost = set(self._requested) - self.recorded(self._requested)
         if lost:
             raise RetryableError(
@@ -514,9 +510,6 @@ class TargetDirectory:
 
         Returns:
             The records of these files, and the names of further model files; none in rank directories.
-
-        Raises:
-            RetryableError: a file cannot be written.
         """
         marks = _marks(self._ledger.identity)
         finishing: list[FinishingRecord] = []

@@ -271,9 +271,6 @@ def _read_ahead(tensors: Iterable[LazyTensor], reader: BoxReader, budget: int) -
         tensors: the tensors.
         reader: reads them.
         budget: maximum bytes of arrays that are read, or being read, and not yet taken; or one tensor.
-
-    Raises:
-        ReshardError: a file cannot be read.
     """
     batches = _batches(tensors, min(_BYTES_TOGETHER, budget))
     begin = partial(_Batch.begin, reader=reader)

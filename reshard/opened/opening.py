@@ -216,11 +216,7 @@ def source_strategy(
 def _target(
     src: str, form: str, source: Strategy, strategy: Optional[str], rank: Optional[int], step: str, report: Report
 ) -> tuple[Strategy, int]:
-    """The strategy of the requested slices, and its rank.
-
-    Raises:
-        UsageError: the strategy or the rank is missing, or the rank is out of range.
-    """
+    """The strategy of the requested slices, and its rank."""
     if strategy is None and rank is not None:
         raise UsageError(
             f"the strategy of rank {rank} is missing", hint="add dst_strategy=..., 'same' for the source's"

@@ -35,7 +35,7 @@ class Refusals:
     Args:
         root: the directory.
         mine: the requested conversion.
-        whole: the command requests the whole target; otherwise several commands fill the directory.
+        all_files: the command requests the whole target; otherwise several commands fill the directory.
         adding: other ranks of the same conversion may stay next to replaced ones.
     """
 

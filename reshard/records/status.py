@@ -30,6 +30,7 @@ class Status:
         bytes_done: size of the files of ``done``.
         writing: whether a run is writing, as far as locks show.
         manifest: the manifest's path, if it and all small files that it lists exist.
+        unfinished: missing small files: the manifest, or files that it lists.
         resumable: whether commands are recorded, so that `resume` works.
         requested: the requested target ranks, ascending; None for all, or if unknown.
     """
@@ -42,6 +43,7 @@ class Status:
     bytes_done: int
     writing: bool
     manifest: Optional[str]
+    unfinished: tuple[str, ...] = ()
     resumable: bool = False
     requested: Optional[tuple[int, ...]] = None
 
@@ -76,12 +78,11 @@ def status_of(directory: str) -> Status:
     if not begun:
         if exists(path):
             return _by_manifest(directory)
-        advice = None if exists(directory) else path_meant(directory)
-        raise TargetError(
-            f"{directory}: holds no records of a conversion",
-            file=directory,
-            hint=advice or "name the DST of a conversion",
-        )
+        advice = "name the DST of a conversion"
+        if not exists(directory):
+            # A run that fails before its first file removes the directory that it has made.
+            advice = path_meant(directory) or f"{advice}; a run that wrote no file leaves no DST: run its command again"
+        raise TargetError(f"{directory}: holds no records of a conversion", file=directory, hint=advice)
     (ledger,) = begun
     identity = ledger.identity
     ranks = range(identity.ranks)
@@ -92,16 +93,17 @@ def status_of(directory: str) -> Status:
     ]
     sizes = dict(matching)
     only = ledger.only()
-    manifest = path if exists(path) else None
-    # A damaged manifest is reported by commands that need it; it may be being replaced.
-    with contextlib.suppress(CheckpointError):
-        manifest = _finished(directory, read_manifest(directory)) if manifest else None
+    manifest = None
+    if exists(path):
+        # A damaged manifest is reported by commands that need it; it may be being replaced.
+        with contextlib.suppress(CheckpointError):
+            manifest = read_manifest(directory)
     commands: list[RecordedCommand] = []
     # Damaged records are reported by commands that need them.
     with contextlib.suppress(TargetError):
         commands = ledger.commands()
     changed = [rank for rank in recorded if rank not in sizes and statuses.get(rank) is not None]
-    status = _status(identity, ranks if only is None else sorted(only), sizes, changed, manifest)
+    status = _status(directory, identity, ranks if only is None else sorted(only), sizes, changed, manifest)
     return replace(
         status,
         writing=ledger.in_use,
@@ -111,19 +113,22 @@ def status_of(directory: str) -> Status:
 
 
 def _status(
-    identity: Identity, ranks: Iterable[int], sizes: Mapping[int, int], changed: Iterable[int], manifest: Optional[str]
+    directory: str,
+    identity: Identity,
+    ranks: Iterable[int],
+    sizes: Mapping[int, int],
+    changed: Iterable[int],
+    manifest: Optional[Manifest],
 ) -> Status:
     existing = {*sizes, *changed}
     missing = tuple(rank for rank in ranks if rank not in existing)
+    names = [MANIFEST_NAME]
+    if manifest is not None:
+        names += [*(file.file for file in manifest.finishing), *manifest.beside]
+    unfinished = tuple(name for name in names if manifest is None or not exists(os.path.join(directory, name)))
+    path = None if unfinished else os.path.join(directory, MANIFEST_NAME)
     complete, size = tuple(sorted(sizes)), sum(sizes.values())
-    return Status(identity, tuple(ranks), complete, tuple(sorted(changed)), missing, size, False, manifest)
-
-
-def _finished(directory: str, manifest: Manifest) -> Optional[str]:
-    """The path of the manifest of a directory, if all small files that it lists exist."""
-    names = [*(file.file for file in manifest.finishing), *manifest.beside]
-    complete = all(exists(os.path.join(directory, name)) for name in names)
-    return os.path.join(directory, MANIFEST_NAME) if complete else None
+    return Status(identity, tuple(ranks), complete, tuple(sorted(changed)), missing, size, False, path, unfinished)
 
 
 def _by_manifest(directory: str) -> Status:
@@ -133,4 +138,4 @@ def _by_manifest(directory: str) -> Status:
     existing = [(file, status) for file, status in zip(manifest.files, statuses) if status is not None]
     sizes = {file.rank: file.size for file, status in existing if status.size == file.size}
     changed = [file.rank for file, _ in existing if file.rank not in sizes]
-    return _status(manifest.plan, range(manifest.plan.ranks), sizes, changed, _finished(directory, manifest))
+    return _status(directory, manifest.plan, range(manifest.plan.ranks), sizes, changed, manifest)

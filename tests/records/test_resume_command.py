@@ -186,6 +186,21 @@ def test_a_verification_that_was_asked_for_is_made(world: World) -> None:
     assert reshard("resume", world.dst).status == 4
 
 
+def test_resume_verifies_on_request_even_a_complete_directory(world: World) -> None:
+    world.save(FULL)
+    world.convert()
+    assert resume(world)["differences"] is None
+    assert resume(world, "--verify")["differences"] == []
+    lose(world, 1)
+    assert resume(world, "--verify")["differences"] == []
+
+
+def test_resume_refuses_to_verify_a_recovery(plain: World) -> None:
+    plain.save(FULL, ranks=[0, 1, 3])
+    done("recover", plain.src, plain.dst, "--strategy", plain.old)
+    fails(2, "resume", plain.dst, "--verify", says=["--verify", "reshard verify", "--replicas --strategy"])
+
+
 @pytest.mark.parametrize("lost", ["src", "old", "new"])
 def test_a_path_that_is_gone_is_named_with_the_command_to_type(world: World, lost: str) -> None:
     world.save(FULL)
