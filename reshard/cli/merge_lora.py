@@ -89,15 +89,7 @@ def merge_lora(
             f"{base}: is an adapter, and {adapter} is none; the first argument is BASE, the second ADAPTER",
             hint=f"exchange them: reshard merge-lora {words}",
         )
-    form = form_of(base)
-    if typed["to"] is None:
-        typed["to"] = form if typed["dst_strategy"] is None else FORMS[0].name
-    if form_named(typed["to"]).options.cut and typed["dst_strategy"] is None:
-        if not form_named(form).options.cut:
-            raise UsageError(
-                f"--to {typed['to']}: --dst-strategy is missing", hint="pass a strategy file, a directory, or none"
-            )
-        typed["dst_strategy"] = SAME
+    _choose_target(base, typed)
     # NaN is between no numbers.
     if alpha is not None and not MIN_ALPHA <= alpha <= MAX_ALPHA:
         raise UsageError(f"--alpha {alpha:g}: is not a number between {MIN_ALPHA:g} and {MAX_ALPHA:g}")
@@ -135,6 +127,19 @@ def merge_lora(
             f"{plural(sum(infinite.values()), 'element')} became infinite, being too large for the weight's type: "
             + listing(sorted(infinite))
         )
+
+
+def _choose_target(base: str, typed: dict[str, Any]) -> None:
+    """The form of the target, if it is not typed, and the strategy of BASE, if the form needs one."""
+    form = form_of(base)
+    if typed["to"] is None:
+        typed["to"] = form if typed["dst_strategy"] is None else FORMS[0].name
+    if form_named(typed["to"]).options.cut and typed["dst_strategy"] is None:
+        if not form_named(form).options.cut:
+            raise UsageError(
+                f"--to {typed['to']}: --dst-strategy is missing", hint="pass a strategy file, a directory, or none"
+            )
+        typed["dst_strategy"] = SAME
 
 
 _PEFT = "adapter_model.safetensors"

@@ -14,7 +14,7 @@ from reshard.cli.strategy_make import SIZES, SizesType, finish, making, names, s
 from reshard.errors import UsageError
 
 if TYPE_CHECKING:
-    from reshard.strategies.rules import ModelTensors
+    from reshard.strategies.rules import LayoutRules, ModelTensors
     from reshard.strategies.rules.shown import SourceRun
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -94,8 +94,6 @@ def strategy_derive(
     as with make. Only facts shown by SRC, and the strategies of --also, are used: everything they leave open
     is an error that prints the lines that would settle it, for a file that --rules names.
     """
-    from dataclasses import replace
-
     from reshard.strategies.rules import make_strategy, read_rules
     from reshard.strategies.rules.learn import ASSUMPTIONS, check_explained, learn, uneven_source
     from reshard.strategies.rules.pipeline import layer_numbers
@@ -123,21 +121,7 @@ def strategy_derive(
     check_explained(learned, user_rules.rules if user_rules is not None else (), sources)
     rules = learned.rules
     if user_rules is not None:
-        pipeline = user_rules.pipeline
-        # Rules of --rules replace derived rules, per weight.
-        first, last = (*pipeline.first, *pipeline.last), rules.pipeline
-        rules = replace(
-            rules,
-            rules=(*user_rules.rules, *rules.rules),
-            pipeline=replace(
-                pipeline,
-                first=(*pipeline.first, *_others(last.first, first)),
-                last=(*pipeline.last, *_others(last.last, first)),
-            ),
-            dtype=user_rules.dtype,
-            optimizer_states=user_rules.optimizer_states,
-            text=user_rules.text,
-        )
+        rules = _merged(user_rules, rules)
     target = target_of(dst_sizes, typed)
     if target.sizes.stages > 1 and target.layers_per_stage is None:
         uneven = uneven_source(sources, layer_numbers(model.weights, rules.pipeline, rules.path))
@@ -152,6 +136,26 @@ def strategy_derive(
         **({} if names is None else {"names": names}),
     }
     finish("derive", out, stages, rules, model, target, more, (src, *also, shapes, stated, names, config), typed)
+
+
+def _merged(user_rules: LayoutRules, derived: LayoutRules) -> LayoutRules:
+    """Rules of --rules, which replace derived rules per weight, and the derived ones."""
+    from dataclasses import replace
+
+    pipeline, last = user_rules.pipeline, derived.pipeline
+    first = (*pipeline.first, *pipeline.last)
+    return replace(
+        derived,
+        rules=(*user_rules.rules, *derived.rules),
+        pipeline=replace(
+            pipeline,
+            first=(*pipeline.first, *_others(last.first, first)),
+            last=(*pipeline.last, *_others(last.last, first)),
+        ),
+        dtype=user_rules.dtype,
+        optimizer_states=user_rules.optimizer_states,
+        text=user_rules.text,
+    )
 
 
 @command(

@@ -346,12 +346,14 @@ def finish(
     )
     show_notes(notes)
     parameters = {name for stage in stages for name in stage.layouts}
+    sharded = [sum(layout.shard_size != 0 for layout in stage.layouts.values()) for stage in stages]
+    devices = sizes.stage_devices * sizes.stages
     if typed["as_json"]:
         echo_json(
             {
                 "files": files,
                 "record": record_path(out),
-                "devices": sizes.stage_devices * sizes.stages,
+                "devices": devices,
                 "sizes": record["sizes"],
                 "parameters": len(parameters),
                 "stages": [
@@ -360,29 +362,23 @@ def finish(
                         "first_rank": stage.first_rank,
                         "devices": sizes.stage_devices,
                         "parameters": len(stage.layouts),
-                        "optimizer_sharded": sum(layout.shard_size != 0 for layout in stage.layouts.values()),
+                        "optimizer_sharded": count,
                     }
-                    for stage in stages
+                    for stage, count in zip(stages, sharded)
                 ],
                 "assumed": assumed,
             }
         )
-        return
-    if is_quiet():
-        return
-    devices = plural(sizes.stage_devices * sizes.stages, "device")
-    lines = [f"{out}: {devices} in {plural(len(stages), 'stage')}, {plural(len(parameters), 'parameter')}"]
-    for stage in stages:
-        sharded = sum(layout.shard_size != 0 for layout in stage.layouts.values())
-        ranks = rank_ranges(range(stage.first_rank, stage.first_rank + sizes.stage_devices))
-        lines.append(
-            f"  stage {stage.number}: {ranks}, {plural(len(stage.layouts), 'parameter')}"
-            + (f", {sharded} with optimizer shards" if sharded else "")
-        )
-    lines.append(f"optimizer shards: {_shards_in_words(target)}")
-    lines += [f"assumed: {assumption}" for assumption in assumed]
-    lines.append(f"how it was made: {record_path(out)}")
-    say("\n".join(lines))
+    elif not is_quiet():
+        counts = [plural(devices, "device"), plural(len(stages), "stage"), plural(len(parameters), "parameter")]
+        lines = ["{}: {} in {}, {}".format(out, *counts)]
+        for stage, count in zip(stages, sharded):
+            ranks = rank_ranges(range(stage.first_rank, stage.first_rank + sizes.stage_devices))
+            line = f"  stage {stage.number}: {ranks}, {plural(len(stage.layouts), 'parameter')}"
+            lines.append(line + (f", {count} with optimizer shards" if count else ""))
+        lines.append(f"optimizer shards: {_shards_in_words(target)}")
+        lines += [f"assumed: {assumption}" for assumption in assumed]
+        say("\n".join([*lines, f"how it was made: {record_path(out)}"]))
 
 
 def _shards_in_words(target: TargetRun) -> str:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Optional
 
 import click
@@ -29,7 +29,8 @@ from reshard.text.report import Report
 from reshard.text.wording import plural, printable, quoted, rank_ranges
 from reshard.verification.difference import Difference
 from reshard.verification.end_to_end import verify_copies, verify_replicas
-from reshard.verification.sources import CheckpointPlace
+from reshard.verification.reading import Means
+from reshard.verification.sources import CheckpointPlace, RecordedCrcs
 
 DIFFERENT = 4
 """Exit status where something is not as it should be."""
@@ -91,76 +92,87 @@ def verify(
 
     With --replicas, ranks of OUT that should hold the same slices are compared with each other.
     """
-    if headers_only and (replicas or src is not None):
-        raise UsageError("--headers-only is for OUT alone", hint="--src and --replicas compare contents")
     report = Report(listener())
     filters = Filters(typed["include"], typed["exclude"])
+    strategies = {"src_strategy": src_strategy, "dst_strategy": dst_strategy}
+    if headers_only and (replicas or src is not None):
+        raise UsageError("--headers-only is for OUT alone", hint="--src and --replicas compare contents")
+    if strategy is not None and not replicas:
+        raise UsageError(
+            "--strategy needs --replicas",
+            hint="to compare with the source, pass --src SRC with --src-strategy and --dst-strategy",
+        )
+    if src is None and any(typed[name] for name in EDITS):
+        raise UsageError("--src is missing", hint="options of names and types need --src SRC")
+    if src is None and any(strategies.values()):
+        raise UsageError("--src is missing", hint="--src-strategy and --dst-strategy need --src SRC")
+    if src is None and not replicas and (filters.include or filters.exclude):
+        raise UsageError(
+            "--include and --exclude need --src or --replicas",
+            hint="OUT alone is compared with its manifest, file by file",
+        )
     differences: list[Difference] = []
-    unchecked: list[int] = []
-    noun, merged = "rank", False
     verdict = ""
+    manifest = None
     progress = progress_of(typed["quiet"], typed["progress"])
     with reading_sources(options_of(typed), progress, report) as (means, crcs):
-        if replicas and not form_named(form_of(out)).options.by_rank:
-            if strategy is not None or typed["file_suffix"] is not None:
-                raise UsageError(
-                    f"{out}: is of the form {form_of(out)}; --strategy and --file-suffix are for rank trees",
-                    hint="leave them out",
-                )
-            place = CheckpointPlace(out, form_of(out), Strategy.none(), typed["step"])
-            differing, verdict = verify_copies(place, filters, means, report, crcs)
-            differences += differing
-        elif replicas:
-            if strategy is None:
-                raise UsageError("--strategy is missing", hint="--replicas needs the strategy of OUT")
-            differing, verdict = verify_replicas(
-                out, typed_strategy(strategy, report), typed["step"], typed["file_suffix"], filters, means, report, crcs
-            )
-            differences += differing
-        elif strategy is not None:
-            raise UsageError(
-                "--strategy needs --replicas",
-                hint="to compare with the source, pass --src SRC with --src-strategy and --dst-strategy",
-            )
+        if replicas:
+            differences, verdict = _compare_replicas(out, strategy, typed, filters, means, report, crcs)
         if src is not None:
-            strategies = {"src_strategy": src_strategy, "dst_strategy": dst_strategy}
             differences += verify_with_source(out, src, {**typed, **strategies}, ranks, filters, means, report, crcs)
             verdict = f"verified: no differences from {src}"
-        elif any(typed[name] for name in EDITS):
-            raise UsageError("--src is missing", hint="options of names and types need --src SRC")
-        elif src_strategy is not None or dst_strategy is not None:
-            raise UsageError("--src is missing", hint="--src-strategy and --dst-strategy need --src SRC")
         elif not replicas:
-            if filters.include or filters.exclude:
-                raise UsageError(
-                    "--include and --exclude need --src or --replicas",
-                    hint="OUT alone is compared with its manifest, file by file",
-                )
             manifest = of_ranks(read_manifest(out), ranks)
-            noun, merged = counted_as(manifest.plan.form), was_merged(out, manifest.plan)
             if headers_only:
-                without = tuple(file._replace(crc32=None) for file in manifest.files)
-                manifest = dataclasses.replace(manifest, files=without)
-            differences += against_manifest(out, manifest, ranks, means)
-            unchecked = [file.rank for file in manifest.files if file.crc32 is None]
+                manifest = replace(manifest, files=tuple(file._replace(crc32=None) for file in manifest.files))
+            differences = against_manifest(out, manifest, ranks, means)
             verdict = "verified: no differences from the manifest in sizes, headers and checksums"
-            if unchecked:
-                verdict = (
-                    f"no differences in sizes and headers; contents of {rank_ranges(unchecked, noun)} were not compared"
-                )
-                _warn_of_changed(out, unchecked, noun, report)
+    unchecked = [] if manifest is None else [file.rank for file in manifest.files if file.crc32 is None]
     if typed["as_json"]:
         echo_json({"differences": [difference._asdict() for difference in differences], "unchecked_ranks": unchecked})
-    if unchecked and not differences and not headers_only:
-        # Users may delete the source after this output: it must not look like a check of contents.
-        with_source = f"reshard verify {shlex.quote(out)} --src SRC"
-        raise UsageError(
-            f"{out}: contents of {rank_ranges(unchecked, noun)} were not compared: the manifest has no checksums of "
-            "them; sizes and headers match it",
-            hint=f"to compare them with the source: {merge_hint(out) if merged else with_source}\n"
-            "add --headers-only if names and sizes are enough; convert --checksum crc32 records checksums",
-        )
+    if manifest is not None and unchecked:
+        noun = counted_as(manifest.plan.form)
+        contents = f"contents of {rank_ranges(unchecked, noun)} were not compared"
+        _warn_of_changed(out, unchecked, noun, report)
+        if not differences and not headers_only:
+            # Users may delete the source after this output: it must not look like a check of contents.
+            with_source = f"reshard verify {shlex.quote(out)} --src SRC"
+            raise UsageError(
+                f"{out}: {contents}: the manifest has no checksums of them; sizes and headers match it",
+                hint="to compare them with the source: "
+                f"{merge_hint(out) if was_merged(out, manifest.plan) else with_source}\n"
+                "add --headers-only if names and sizes are enough; convert --checksum crc32 records checksums",
+            )
+        verdict = f"no differences in sizes and headers; {contents}"
     print_differences(differences, typed["quiet"], not typed["as_json"], verdict)
+
+
+def _compare_replicas(
+    out: str,
+    strategy: Optional[str],
+    typed: Mapping[str, Any],
+    filters: Filters,
+    means: Means,
+    report: Report,
+    crcs: Optional[RecordedCrcs],
+) -> tuple[list[Difference], str]:
+    """Differences between copies of the same slices, and the verdict without any."""
+    form = form_of(out)
+    if form_named(form).options.by_rank:
+        if strategy is None:
+            raise UsageError("--strategy is missing", hint="--replicas needs the strategy of OUT")
+        source = typed_strategy(strategy, report)
+        differing, verdict = verify_replicas(
+            out, source, typed["step"], typed["file_suffix"], filters, means, report, crcs
+        )
+    elif strategy is not None or typed["file_suffix"] is not None:
+        raise UsageError(
+            f"{out}: is of the form {form}; --strategy and --file-suffix are for rank trees", hint="leave them out"
+        )
+    else:
+        place = CheckpointPlace(out, form, Strategy.none(), typed["step"])
+        differing, verdict = verify_copies(place, filters, means, report, crcs)
+    return list(differing), verdict
 
 
 def print_differences(

@@ -233,7 +233,6 @@ class Prepared:
         Raises:
             ReshardError: it failed; no partial file is left.
         """
-        manifest = None
         if self._options.dry_run:
             if workers is not None and self.state.work:
                 workers.check(self.plan)
@@ -246,45 +245,45 @@ class Prepared:
         with self._swap_reported():
             replicas = self._check_replicas(workers)
         self._check_equal()
-        state, plan = self.state, self.plan
-        work = state.work
         checked = time.monotonic()
-        if self._options.dry_run:
-            nbytes, copied = sum(state.sizes.values()), 0
-        else:
-            writing = Writing(state, self._handles, self._report, self._progress, workers)
-            nbytes, copied = writing.write(), writing.bytes_copied
-            manifest, work = writing.manifest, writing.work
+        nbytes, copied, manifest, work = sum(self.state.sizes.values()), 0, None, self.state.work
+        if not self._options.dry_run:
+            writing = Writing(self.state, self._handles, self._report, self._progress, workers)
+            nbytes = writing.write()
+            copied, manifest, work = writing.bytes_copied, writing.manifest, writing.work
         ended = time.monotonic()
+        return replace(
+            self._summary(work),
+            manifest=manifest,
+            bytes_written=nbytes,
+            bytes_copied=copied,
+            replicas=replicas,
+            phases=Phases(self._planned - self._started, checked - self._planned, ended - checked),
+            seconds=ended - self._started,
+        )
+
+    def _summary(self, work: Sequence[int]) -> Summary:
+        """The part of the summary that follows from the plan and the written files."""
+        plan, requested = self.plan, self.state.requested
         lost = range(plan.form.count) if plan.request.recover else ()
         return Summary(
             step=plan.checkpoint.step,
             ranks=list(work),
             files=[plan.path(file) for file in work],
-            target_files={file: plan.path(file) for file in state.requested},
-            done_before=sorted(set(state.requested).difference(work)),
-            manifest=manifest,
-            bytes_written=nbytes,
-            bytes_copied=copied,
+            target_files={file: plan.path(file) for file in requested},
+            done_before=sorted(set(requested).difference(work)),
             source_ranks=sorted(plan.checkpoint.indexes),
             recovered=[file for file in lost if plan.form.taken_over(file) is None],
             parameters=len(plan.sorted.resharded),
-            kinds=totals_of(plan, state.requested),
+            kinds=totals_of(plan, requested),
             copied=plan.sorted.copied,
             excluded=plan.sorted.excluded,
             all_names=plan.known_names(),
             left_out=plan.sorted.left_out,
             missing=plan.sorted.missing,
             unholdable=plan.sorted.unholdable,
-            replicas=replicas,
             warnings=self._report.warnings,
             notes=self._report.notes,
-            phases=Phases(
-                planning=self._planned - self._started,
-                checking=checked - self._planned,
-                writing=ended - checked,
-            ),
-            seconds=ended - self._started,
             dry_run=self._options.dry_run,
         )
 

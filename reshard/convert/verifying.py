@@ -142,9 +142,10 @@ def verify_with_source(
     else:
         files = {} if manifest is None else {file.rank: file.file for file in manifest.files}
     edits, recorded = edits_of_target(out, src, typed, plan, report)
-    swap_reported = SwapTest(ends.source, ends.target, means.handles).told(src, step, typed["file_suffix"])
-    between_ranks = by_rank and form_named(ends.form).options.by_rank and edits.is_empty
-    with swap_reported if between_ranks else contextlib.nullcontext():
+    with contextlib.ExitStack() as stack:
+        if by_rank and form_named(ends.form).options.by_rank and edits.is_empty:
+            swap_test = SwapTest(ends.source, ends.target, means.handles)
+            stack.enter_context(swap_test.told(src, step, typed["file_suffix"]))
         differences += verify_conversion(
             Converted(CheckpointPlace(src, ends.form, ends.source, step, typed["file_suffix"]), edits, recorded),
             ConvertedTarget(out, to, ends.target, files, ranks, ends.target.path == SAME),

@@ -160,7 +160,8 @@ def test_an_interrupted_run_names_missing_files_and_the_command_that_continues(
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr(*(Counted, "committed") if files else ("reshard.convert.writing.convert",), interrupted)
+            name = "Counted.committed" if files else "convert"
+            patch.setattr(f"reshard.convert.writing.{name}", interrupted)
             return fails(130, *convert)
 
     result = interrupt_after(0)
