@@ -16,7 +16,7 @@ version = release = __version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 root_doc = "README"
-include_patterns = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/*.md", "docs/site/*.md"]
+include_patterns = ["*.md", "docs/*.md", "docs/site/*.md", "docs/zh/*.md"]
 exclude_patterns = [".*", "build", "dist", "out*", "reshard", "tests", "fixtures", "benchmarks", "*.egg-info"]
 
 # The slugs of headings are those of GitHub, where the same pages are read.
@@ -44,6 +44,7 @@ def _add_contents(app: Any, page: str, source: list[str]) -> None:
     if page == root_doc:
         names = _PAGES.findall((_ROOT / "docs/README.md").read_text(encoding="utf-8"))
         pages = ["docs/README", *(f"docs/{name}" for name in names), "docs/site/api", "CONTRIBUTING", "CHANGELOG"]
+        pages += ["README.zh", "docs/zh/recipes"]
         source[0] += "\n".join(["\n", "```{toctree}", ":hidden:", "", *pages, "```", ""])
 
 

@@ -61,7 +61,7 @@ def test_the_api_page_has_every_public_function(site: Path) -> None:
 def test_a_broken_link_fails_the_build(tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(_ROOT / "docs", copy / "docs")
-    for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE"):
+    for name in ("README.md", "README.zh.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE"):
         shutil.copy(_ROOT / name, copy / name)
     page = copy / "docs/rules.md"
     page.write_text(
