@@ -21,7 +21,7 @@ _WIDE_BAR = "{desc} {percentage:3.0f}%|{bar}| {done} of {whole}, {speed}, {remai
 _NARROW_BAR = "{desc} {percentage:3.0f}% {speed} {remaining}"
 
 
-# A thread that redraws bars which nobody moves: bytes move all the time, and a process with threads starts no workers.
+# No thread that redraws idle bars: a process with threads starts no workers.
 tqdm.monitor_interval = 0
 
 

@@ -15,14 +15,14 @@ from reshard.text.near_names import near_names
 
 F = TypeVar("F", bound="Callable[..., Any]")
 
-# The order of the work, whatever the order of the decorators.
+# In the order of the work; the order of the decorators does not matter.
 _GROUPS = (
     *("Options", "Strategies", "Source", "Parameters", "Names and types", "Target", "Stores", "Checks", "Effort"),
     "Output",
 )
 _TYPED = "reshard.typed"
 _PASSED_ON = "reshard.passed_on"
-_MOST_COLUMNS = 32
+_MAX_COLUMNS = 32
 
 # Options of MindSpore and MindFormers with a counterpart here.
 SPELLINGS = {
@@ -164,11 +164,11 @@ class Command(click.Command):
             if record is not None and isinstance(param, click.Option):
                 last = _GROUPS[-1 if "--help" in param.opts else 0]
                 groups[param.group if isinstance(param, GroupedOption) else last].append(record)
-        width = min(_MOST_COLUMNS, max(len(names) for rows in groups.values() for names, _ in rows))
+        width = min(_MAX_COLUMNS, max(len(names) for rows in groups.values() for names, _ in rows))
         for group, rows in groups.items():
             if rows:
                 with formatter.section(group):
-                    formatter.write_dl([(names.ljust(width), text) for names, text in rows], _MOST_COLUMNS)
+                    formatter.write_dl([(names.ljust(width), text) for names, text in rows], _MAX_COLUMNS)
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the examples unwrapped, for copying."""

@@ -56,8 +56,8 @@ def detail_lines(summary: Summary, request: Request, verifying: float = 0.0) -> 
 
     Args:
         summary: of a conversion.
-        request: what was asked for.
-        verifying: seconds that were spent on verification afterwards.
+        request: of the conversion.
+        verifying: seconds of the verification.
     """
     seconds = {**dataclasses.asdict(summary.phases), "verifying": verifying}
     shown = [f"{phase} {duration:.1f} s" for phase, duration in seconds.items() if duration >= MIN_SHOWN]

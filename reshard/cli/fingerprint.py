@@ -167,7 +167,7 @@ def _some_ranks(
     crcs: Optional[RecordedCrcs],
     report: Report,
 ) -> StoredSource:
-    """The files of some ranks, whatever they lack."""
+    """The files of some ranks, complete or not."""
     tree = find_checkpoints(place.path, place.file_suffix)
     check_ranks(tree, place.strategy, handles)
     files = _files(tree, place.strategy, ranks, place.step, report)

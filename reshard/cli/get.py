@@ -35,9 +35,9 @@ from reshard.text.wording import one_line, plural, quoted
 Array = npt.NDArray[Any]
 
 # Elements that are printed; more are for a file.
-_MOST_PRINTED = 1 << 20
+_MAX_PRINTED = 1 << 20
 # Beyond these NumPy shows the ends only.
-_MOST_SHOWN = 1000
+_MAX_SHOWN = 1000
 _STANDARD_OUTPUT = "-"
 
 
@@ -191,7 +191,7 @@ def _blocks(tensor: LazyTensor, chosen: Any, raw: bool) -> Iterator[Array]:
 def _array(tensor: LazyTensor, chosen: Any, text: Optional[str], raw: bool) -> Array:
     """All requested elements, for printing."""
     shape = _shape(tensor, chosen, text)
-    if math.prod(shape) > _MOST_PRINTED:
+    if math.prod(shape) > _MAX_PRINTED:
         raise UsageError(
             f"{quoted(tensor.name)}: {plural(math.prod(shape), 'element')} are too many to print",
             hint="take some with --slice, or write all to a file with --output FILE.npy",
@@ -250,7 +250,7 @@ def _print(array: Array) -> None:
     if array.dtype.kind == "U":
         say("\n".join(map(str, array.reshape(-1))))
         return
-    most = _MOST_PRINTED if is_verbose() else _MOST_SHOWN
+    most = _MAX_PRINTED if is_verbose() else _MAX_SHOWN
     click.echo(np.array2string(array, threshold=most, separator=", ", floatmode="unique"))
 
 

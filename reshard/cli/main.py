@@ -27,7 +27,7 @@ _COMMANDS = {
     "stats": ("stats", "stats", "Print statistics of every tensor: NaN, zeros, min, max, mean, norm."),
     "diff": ("diff", "diff", "Compare the tensors of two checkpoints."),
     "replicas": ("strategy", "replicas", "Print the groups of ranks with identical checkpoints."),
-    "recover": ("recover", "recover", "Rebuild the checkpoints of lost ranks from replicas."),
+    "recover": ("convert", "recover", "Rebuild the checkpoints of lost ranks from replicas."),
     "strategy": ("strategy", "strategy_group", "Show, compare, check and make strategy files."),
     "names": ("names", "names", "Show tables for --names: names and packing of other frameworks."),
     "help": ("help", "show_help", "Show the help of a command."),

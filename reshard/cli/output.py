@@ -82,7 +82,7 @@ def show_notes(notes: Iterable[str]) -> None:
 
 
 def say(text: str, to_standard_error: bool = False) -> None:
-    """Print a line or lines for people, whatever names of files and parameters they hold."""
+    """Print lines for people; unprintable characters of names are escaped."""
     click.echo(printable(text), err=to_standard_error)
 
 
@@ -125,7 +125,7 @@ def write_file(path: str, content: bytes, verb: str) -> None:
     Args:
         path: the file.
         content: all of it.
-        verb: what was done, for the note.
+        verb: for the note, such as ``wrote``.
 
     Raises:
         ReshardError: it cannot be written.

@@ -22,7 +22,7 @@ from reshard.processes import anonymous_bytes, private_bytes
 from reshard.text.report import Report
 from reshard.text.wording import byte_size, counted_ranks, left_alone, number_ranges, plural, rank_ranges, step_words
 
-_MOST_ROWS = 40
+_MAX_ROWS = 40
 
 
 @command(
@@ -169,7 +169,7 @@ def _print_targets(prepared: Prepared, moved: Transfers, verbose: bool) -> None:
     state, request = prepared.state, prepared.plan.request
     target, source = counted_as(request.to), counted_as(request.form)
     sources = _given(moved)
-    ranks = state.work if verbose else state.work[:_MOST_ROWS]
+    ranks = state.work if verbose else state.work[:_MAX_ROWS]
     rows = [
         [str(rank), byte_size(state.sizes[rank]), str(len(sources[rank])), number_ranges(sources[rank])]
         for rank in ranks

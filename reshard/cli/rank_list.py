@@ -10,7 +10,6 @@ import click
 from reshard.cli import completion, options
 from reshard.cli.command import argument, command, option
 from reshard.cli.output import echo_json, listener, show_notes
-from reshard.defaults import DEFAULT_PREFIX
 from reshard.errors import UsageError
 from reshard.text.wording import plural, rank_ranges
 
@@ -117,9 +116,8 @@ def _of_checkpoint(rank: int, src: str, typed: dict[str, Any]) -> Sequence[int]:
     to = typed.get("to")
     # Any format that goes with the form: files of different ones in the source are read alike.
     format = "safetensors" if to is None or "safetensors" in form_named(to).options.formats else "same"
-    defaults = {"prefix": DEFAULT_PREFIX, "format": format, "no_fallback": False}
     report = Report(listener())
-    request = request_between(src, "", (rank,), {**typed, **defaults}, report)
+    request = request_between(src, "", (rank,), {**typed, "format": format}, report)
     if form_named(request.to).options.by_rank and not request.target.is_untold:
         check_target_ranks(request)
     decryption = options.decryption_of(typed)

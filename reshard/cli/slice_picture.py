@@ -13,10 +13,10 @@ from typing import Callable, NamedTuple, Optional
 from reshard.pictures.slices import Arrangement, Slice, coordinates, shown_positions
 from reshard.text.wording import plural
 
-_MOST_MATRIX_ROWS = 8
-_MOST_MATRIX_COLUMNS = 16
-_MOST_ROWS = 32
-_MOST_RULED = 16
+_MAX_MATRIX_ROWS = 8
+_MAX_MATRIX_COLUMNS = 16
+_MAX_ROWS = 32
+_MAX_RULED = 16
 # Lines that the slices of a table split by hand share in proportion to their sizes.
 _LINES_IN_PROPORTION = 24
 
@@ -35,7 +35,7 @@ def picture_lines(arrangement: Arrangement, width: int, paint: Paint) -> list[st
     """One stage's picture, in lines of at most ``width`` characters where names of ranks allow it."""
     layout = arrangement.layout
     drawn, slices = arrangement, _grid(arrangement, width, paint)
-    if slices is None and layout.shards > 1 and layout.slice_count > _MOST_ROWS:
+    if slices is None and layout.shards > 1 and layout.slice_count > _MAX_ROWS:
         # A row then covers many ranks, and all ranks are shown.
         drawn = arrangement.without_shards
         slices = _grid(drawn, width, paint)
@@ -62,7 +62,7 @@ def _matrix(arrangement: Arrangement, drawn: Arrangement, width: int, paint: Pai
     """Rank numbers in the device matrix: columns are its last axis, rows all others."""
     sizes = arrangement.layout.device_matrix or (1,)
     columns, rows = sizes[-1], math.prod(sizes[:-1])
-    positions = shown_positions(rows, _MOST_MATRIX_ROWS)
+    positions = shown_positions(rows, _MAX_MATRIX_ROWS)
     labels = [
         "..."
         if row is None
@@ -75,7 +75,7 @@ def _matrix(arrangement: Arrangement, drawn: Arrangement, width: int, paint: Pai
     indent = max(map(len, labels)) + 2
     last = arrangement.layout.device_count - 1
     widest = max(len(arrangement.rank_label(last)), len(str(columns))) + 2
-    across = shown_positions(columns, max(3, min(_MOST_MATRIX_COLUMNS, (width - indent - 9) // widest)))
+    across = shown_positions(columns, max(3, min(_MAX_MATRIX_COLUMNS, (width - indent - 9) // widest)))
     heads = "".join(("..." if at is None else str(at)).rjust(widest) for at in across)
     head = f"{arrangement.axis_name(0)}:"
     lines = [f"{'':{indent}}  {head:7}{heads}"]
@@ -104,7 +104,7 @@ def _grid(arrangement: Arrangement, width: int, paint: Paint) -> Optional[list[s
     columns = range(arrangement.layout.cuts[across])
     head = [f"dim {down}", *(arrangement.interval(across, at) for at in columns)]
     rows, heights, ends = [], [], []
-    for row in shown_positions(arrangement.layout.cuts[down], _MOST_ROWS):
+    for row in shown_positions(arrangement.layout.cuts[down], _MAX_ROWS):
         if row is None:
             rows.append([_Cell("...") for _ in head])
             heights.append(1)
@@ -128,7 +128,7 @@ def _list(arrangement: Arrangement, width: int, paint: Paint) -> list[str]:
     """A row per slice."""
     cut = arrangement.cut_dimensions
     count = arrangement.layout.slice_count
-    positions = shown_positions(count, _MOST_ROWS)
+    positions = shown_positions(count, _MAX_ROWS)
     head = [*(f"dim {dimension}" for dimension in cut), "held by"] if cut else ["whole tensor, held by"]
     rows, heights, ends = [], [], []
     for number in positions:
@@ -162,7 +162,7 @@ def _place(arrangement: Arrangement, dimension: int, position: int) -> str:
 def _height(arrangement: Arrangement, dimension: int, position: int) -> int:
     """Lines for a slice along a dimension: one, or in proportion where slices differ in size."""
     uneven = arrangement.layout.uneven
-    if dimension or uneven is None or len(uneven) > _MOST_ROWS:
+    if dimension or uneven is None or len(uneven) > _MAX_ROWS:
         return 1
     return max(1, round(_LINES_IN_PROPORTION * uneven[position] / max(1, sum(uneven))))
 
@@ -170,7 +170,7 @@ def _height(arrangement: Arrangement, dimension: int, position: int) -> int:
 def _ends(arrangement: Arrangement, dimension: int, position: int) -> bool:
     """Whether a line is drawn after a slice: between few slices, but not between optimizer shards."""
     shards = 1 if dimension else arrangement.layout.shards
-    ruled = shards > 1 or arrangement.layout.cuts[dimension] <= _MOST_RULED
+    ruled = shards > 1 or arrangement.layout.cuts[dimension] <= _MAX_RULED
     return ruled and (position + 1) % shards == 0
 
 

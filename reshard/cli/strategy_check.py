@@ -30,9 +30,9 @@ from reshard.text.wording import number_ranges, one_line, plural, quoted, rank_r
 DOES_NOT_FIT = 4
 """Exit status of a strategy that does not fit."""
 
-_MOST_PATTERNS = 6
-_MOST_MISFITS = 4
-_MOST_GROUPS = 8
+_MAX_PATTERNS = 6
+_MAX_MISFITS = 4
+_MAX_GROUPS = 8
 
 
 @command(
@@ -80,7 +80,7 @@ def _lines(result: StrategyCheck, strategy: Strategy, path: str, verbose: bool) 
     all_names = {*strategy.parameters, *result.parameters, *result.not_listed, *result.not_described}
 
     def names(of: Sequence[str]) -> list[str]:
-        lines = [one_line(name) for name in of] if verbose else pattern_lines(of, all_names, _MOST_PATTERNS)
+        lines = [one_line(name) for name in of] if verbose else pattern_lines(of, all_names, _MAX_PATTERNS)
         return [f"    {line}" for line in lines]
 
     yield f"strategy: {strategy_words(strategy)}"
@@ -94,11 +94,11 @@ def _lines(result: StrategyCheck, strategy: Strategy, path: str, verbose: bool) 
         yield f"{beyond} have files, but the strategy has {devices}: is a stage's file missing?"
     if result.parameters:
         yield f"{plural(len(result.parameters), 'parameter')}: slices have the shapes of the strategy"
-    for misfit in result.misfits[: len(result.misfits) if verbose else _MOST_MISFITS]:
+    for misfit in result.misfits[: len(result.misfits) if verbose else _MAX_MISFITS]:
         yield f"{plural(len(misfit.parameters), 'parameter')}: slices have other shapes than in the strategy"
         yield from names(misfit.parameters)
         yield f"  {misfit.detail}"
-    hidden = sum(len(misfit.parameters) for misfit in result.misfits[_MOST_MISFITS:])
+    hidden = sum(len(misfit.parameters) for misfit in result.misfits[_MAX_MISFITS:])
     if hidden and not verbose:
         yield f"{plural(hidden, 'more parameter')} with other shapes: -v lists all"
     comparison = result.comparison
@@ -145,8 +145,8 @@ def _weights(names: Sequence[str], all_names: Container[str]) -> str:
 def _groups(groups: Sequence[Sequence[int]]) -> str:
     if all(len(group) == 1 for group in groups):
         return "none"
-    shown = "; ".join(number_ranges(group) for group in groups[:_MOST_GROUPS])
-    return shown + (f" and {len(groups) - _MOST_GROUPS} more groups" if len(groups) > _MOST_GROUPS else "")
+    shown = "; ".join(number_ranges(group) for group in groups[:_MAX_GROUPS])
+    return shown + (f" and {len(groups) - _MAX_GROUPS} more groups" if len(groups) > _MAX_GROUPS else "")
 
 
 def _verdict(result: StrategyCheck) -> str:

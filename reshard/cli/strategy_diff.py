@@ -31,9 +31,9 @@ from reshard.text.wording import plural, rank_ranges, some_numbers, stepped_rang
 DIFFERENT = 4
 """Exit status of --exit-code where the strategies differ."""
 
-_MOST_PATTERNS = 20
+_MAX_PATTERNS = 20
 # In a line of the summary.
-_MOST_SUMMED = 3
+_MAX_SUMMED = 3
 _EFFECTS = {
     UNCHANGED: "unchanged",
     MOVED: "moved, cut alike but held by other ranks",
@@ -123,7 +123,7 @@ def _lines(before: Strategy, after: Strategy, changes: Changes, verbose: bool) -
 
 
 def _names(names: Sequence[str], all_names: Container[str]) -> list[str]:
-    return [f"    {line}" for line in pattern_lines(names, all_names, _MOST_PATTERNS)]
+    return [f"    {line}" for line in pattern_lines(names, all_names, _MAX_PATTERNS)]
 
 
 def _summary(changes: Changes, verbose: bool) -> Iterator[str]:
@@ -134,7 +134,7 @@ def _summary(changes: Changes, verbose: bool) -> Iterator[str]:
     width = max((len(str(len(names))) for names, _ in counted), default=0)
     for names, words in counted:
         if names:
-            text = listing(names, _MOST_SUMMED)
+            text = listing(names, _MAX_SUMMED)
             yield f"{len(names):>{width}} {words}: {text.full if verbose else text}"
 
 

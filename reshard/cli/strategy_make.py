@@ -1,4 +1,4 @@
-"""strategy make: the strategy of a run that never was, from rules; options and output are those of derive, too."""
+"""strategy make: a strategy from rules alone; its options and output are shared with derive."""
 
 from __future__ import annotations
 

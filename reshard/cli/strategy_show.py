@@ -27,10 +27,10 @@ from reshard.text.wording import one_line, plural, quoted, some_numbers
 AxisNames = Callable[[str, tuple[int, ...]], tuple[str, ...]]
 """As in `reshard.strategies.rules.shown`, which is imported only when names exist."""
 
-_MOST_PATTERNS = 40
-# So many are listed one by one.
-_FEW_PARAMETERS = 20
-_MOST_MEANT = 12
+_MAX_PATTERNS = 40
+# Lists up to this length are printed in full.
+_MAX_LISTED = 20
+_MAX_CANDIDATES = 12
 _WILD = frozenset("*?[")
 
 
@@ -91,7 +91,7 @@ def strategy_show(
     for stage in stages:
         if parameter is not None and not stage.layouts:
             continue
-        if verbose or len(stage.layouts) <= _FEW_PARAMETERS:
+        if verbose or len(stage.layouts) <= _MAX_LISTED:
             _list_parameters(stage, names)
         else:
             _group_parameters(stage, names)
@@ -131,7 +131,7 @@ def _group_parameters(stage: Stage, names: AxisNames) -> None:
     lines = [f"{stage.label}: {plural(len(stage.layouts), 'parameter')}, {plural(len(groups), 'different layout')}"]
     for text, of in sorted(groups.items(), key=lambda group: -len(group[1])):
         lines += ["", plural(len(of), "parameter"), *_flowing(text)]
-        lines += [f"    {line}" for line in pattern_lines(of, stage.layouts, _MOST_PATTERNS)]
+        lines += [f"    {line}" for line in pattern_lines(of, stage.layouts, _MAX_PATTERNS)]
     click.echo("\n".join([*lines, ""]))
 
 
@@ -245,7 +245,7 @@ def _arranged(strategy: Strategy, stage: Stage, name: str, names: AxisNames) -> 
 def _unknown(strategy: Strategy, name: str) -> UsageError:
     holding = [parameter for parameter in strategy.parameters if name.lower() in parameter.lower()]
     if len(holding) > 1:
-        lines = pattern_lines(holding, frozenset(strategy.parameters), _MOST_MEANT)
+        lines = pattern_lines(holding, frozenset(strategy.parameters), _MAX_CANDIDATES)
         return UsageError(
             f"{strategy.path} lists no parameter {quoted(name)}; names that hold this:",
             parameter=name,

@@ -14,14 +14,14 @@ import os
 import sys
 from typing import Any, Optional, TextIO
 
-_NOBODY_LISTENS = (errno.EPIPE, errno.ECONNRESET, errno.ESHUTDOWN)
-# Click takes ASCII for a mistake and writes UTF-8; by another name it is taken at its word.
+_CLOSED = (errno.EPIPE, errno.ECONNRESET, errno.ESHUTDOWN)
+# Click replaces ASCII by UTF-8, but not an encoding of this name.
 _ASCII = "plain_ascii"
 _LINES = {**dict.fromkeys("┌┬┐├┼┤└┴┘", "+"), "─": "-", "│": "|"}
 
 
 class Lasting(io.RawIOBase):
-    """The bytes of a stream that can be written to whatever becomes of it.
+    """The bytes of a stream; writing never fails, even if the reader has ended.
 
     Args:
         fd: the descriptor.
@@ -49,11 +49,11 @@ class Lasting(io.RawIOBase):
         return self._terminal
 
     def writable(self) -> bool:
-        """It is."""
+        """Always."""
         return True
 
     def write(self, data: Any) -> int:
-        """Write all bytes, or drop them where nothing can be written any more."""
+        """Write all bytes, or drop them if the stream is closed."""
         view = memoryview(data)
         while view and not self._lost:
             try:
@@ -62,7 +62,7 @@ class Lasting(io.RawIOBase):
                 self._wait()
             except OSError as error:
                 self._lost = True
-                closed = error.errno in _NOBODY_LISTENS or (self._terminal and error.errno == errno.EIO)
+                closed = error.errno in _CLOSED or (self._terminal and error.errno == errno.EIO)
                 self.error = None if closed else error
         return len(data)
 

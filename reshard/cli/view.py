@@ -95,24 +95,13 @@ def _check_replaceable(path: str) -> None:
 
 
 def _moves(src: str, typed: Mapping[str, Any], subject: Subject) -> Optional[dict[str, Any]]:
-    """What a conversion moves; None where it is refused, which is then a problem on the page."""
+    """The bytes that a conversion moves; None if it is refused, which the page lists as a problem."""
     from reshard.cli.opened import effort_of
-    from reshard.convert.ends import read_ends
-    from reshard.plan.request import Request
+    from reshard.convert.ends import read_ends, request_of
     from reshard.view.moves import moves_data
 
     report = Report()
-    ends = read_ends(src, {**typed, "to": None, "format": "same", "max_shard_size": None}, report)
-    request = Request(
-        src=src,
-        dst=os.curdir,
-        source=ends.source,
-        target=ends.target,
-        form=ends.form,
-        to=ends.to,
-        step=typed["step"],
-        file_suffix=typed["file_suffix"],
-    )
+    request = request_of(src, os.curdir, None, typed, read_ends(src, typed, report))
     effort = effort_of(typed)
     decryption = options.decryption_of(typed)
     try:
@@ -125,12 +114,12 @@ def _moves(src: str, typed: Mapping[str, Any], subject: Subject) -> Optional[dic
     return moves
 
 
-# Of what `stats --json` prints; the page knows types and shapes.
+# Columns of `stats --json`; the page has types and shapes already.
 _STATISTICS = ("name", "count", "nan", "inf", "zeros", "min", "max", "mean", "norm", "first_nonfinite")
 
 
 def _statistics(src: str, typed: Mapping[str, Any], subject: Subject) -> Optional[list[list[Any]]]:
-    """Statistics of every tensor; None where these cannot be read, which is then a problem on the page."""
+    """Statistics of every tensor; None if tensors cannot be read, which the page lists as a problem."""
     from reshard.cli.opened import opened
     from reshard.cli.progress import progress_of
     from reshard.cli.stats import statistics_json
@@ -139,7 +128,7 @@ def _statistics(src: str, typed: Mapping[str, Any], subject: Subject) -> Optiona
     from reshard.view.numbers import levels
 
     report = Report()
-    # One file is shown as whole without a strategy; its statistics need none either.
+    # A single file is shown without a strategy, so its statistics need none.
     default = NONE if subject.checkpoint is not None and subject.form.options.needs_strategy else None
     try:
         with opened(src, typed["src_strategy"] or default, typed, report) as checkpoint:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Optional
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.decryption import decryption_of
 from reshard.convert.options import Options
-from reshard.defaults import usable_cpus
+from reshard.defaults import DEFAULT_PREFIX, usable_cpus
 from reshard.errors import UsageError
 from reshard.forms.form import Form, Layouts
 from reshard.forms.registry import (
@@ -56,7 +56,7 @@ def read_ends(src: str, typed: Mapping[str, Any], report: Report) -> Ends:
     """
     form = form_named(form_of(src))
     source_path, target_path = typed["src_strategy"], typed["dst_strategy"]
-    name = typed["to"] or (FORMS[0].name if target_path is not None or form.options.by_rank else None)
+    name = typed.get("to") or (FORMS[0].name if target_path is not None or form.options.by_rank else None)
     if name is None and form.options.layouts is Layouts.WHOLE and (typed.get("dequantize") or typed.get("cast")):
         # Other types of the same weights are the whole conversion.
         name = form.name
@@ -98,7 +98,7 @@ def told_by(src: str, ends: Ends, step: str) -> Ends:
     Args:
         src: the source.
         ends: as typed.
-        step: that is read.
+        step: the step to read.
 
     Raises:
         ReshardError: the source cannot be read, or records no strategy.
@@ -106,7 +106,7 @@ def told_by(src: str, ends: Ends, step: str) -> Ends:
     if not ends.target.is_untold:
         return ends
     if shards_of(ends.target.path) is not None:
-        # Rows of everything are cut, and which shapes they have only the conversion has to know.
+        # Verification compares full tensors, so it does not need the shapes of the cut rows.
         return ends._replace(target=Strategy.none())
     with FileHandles() as handles:
         # Reading the tensors later prints the warnings.
@@ -135,9 +135,9 @@ def _check(src: str, form: Form, to: Form, typed: Mapping[str, Any]) -> None:
     if not to.options.shards and target is not None and shards_of(target) is not None:
         sharded = " and ".join(f"--to {each.name}" for each in FORMS if each.options.shards)
         raise UsageError(f"--shards goes with {sharded}", hint="name a strategy: --dst-strategy FILE or DIR")
-    if typed["format"] not in (None, "same", *to.options.formats):
+    if typed.get("format") not in (None, "same", *to.options.formats):
         raise UsageError(f"--to {to.name} writes .{to.options.formats[0]} files", hint="leave out --format")
-    if not to.options.shard_size and typed["max_shard_size"] is not None:
+    if not to.options.shard_size and typed.get("max_shard_size") is not None:
         sized = " and ".join(f"--to {each.name}" for each in FORMS if each.options.shard_size)
         raise UsageError(f"--max-shard-size is for {sized}", hint="remove --max-shard-size")
 
@@ -192,10 +192,10 @@ def request_of(
         source=ends.source,
         target=ends.target,
         files=None if ranks is None else tuple(ranks),
-        prefix=typed["prefix"],
+        prefix=typed.get("prefix", DEFAULT_PREFIX),
         format=typed.get("format", "same"),
         step=typed["step"],
-        fallback=not typed["no_fallback"],
+        fallback=not typed.get("no_fallback"),
         file_suffix=typed["file_suffix"],
         filters=Filters(typed.get("include", ()), typed.get("exclude", ())),
         strict=typed.get("strict", False),

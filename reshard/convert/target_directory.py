@@ -451,7 +451,7 @@ class TargetDirectory:
             # Checksums take long: targets may have been removed meanwhile.
             self._insist_on_targets()
             return None
-        # Including those of other host names: a pod changes its name.
+        # Also those of other hosts: a restarted pod has another host name.
         self._destination.remove_dead_temporaries(self._directories(self._everything), complete=True)
         return manifest
 
@@ -551,7 +551,7 @@ class TargetDirectory:
         return Manifest(self._ledger.identity, tuple(files), finishing, beside).write(self._root)
 
     def _lacking(self, records: Mapping[int, DoneRecord]) -> set[DoneRecord]:
-        """Targets without a checksum, if any run requested checksums, in whatever order the runs end."""
+        """Targets without a checksum, if any run requested checksums; the order of the runs does not matter."""
         lacking = {record for record in records.values() if record.crc is None}
         return lacking if self._checksum or len(lacking) < len(records) else set()
 

@@ -1,7 +1,7 @@
-"""What a planned conversion moves: from which source rank to which target rank how many bytes.
+"""Bytes that a planned conversion moves from each source rank to each target rank.
 
-Found out from the plan that a run carries out, cut into parts as a run cuts it; but of parameters
-that are taken alike only one is walked through, so that it stays quick for thousands of ranks.
+The plan is cut into parts as in a run. Of parameters with the same layouts only one is counted, and multiplied: that
+is fast enough for thousands of ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from reshard.layout import intersection, shape_of, volume_of
 from reshard.plan.pieces import Piece, StoredSlice, TargetFile, TargetTensor
 from reshard.plan.plan import Plan, in_section
 
-# Where files are looked at through memory maps, this much is read at a time at least.
+# Smallest read through a memory map.
 _PAGE = 4096
 
 
@@ -28,13 +28,12 @@ class Transfers:
     """Bytes of tensor contents that a conversion moves.
 
     Attributes:
-        taken: bytes that a target rank's file takes from a source rank's, by (source, target).
-        copied: of these, the bytes of values that are copied as they are.
-        read: bytes that requests to a source rank's file cover, by source rank; approximate where
-            they skip over what is not needed.
-        requests: ranges of a source rank's file that hold what a target rank's file takes, by (source, target). Targets
-            that are written together read a common range once.
-        value_requests: of these, the ranges of values that are copied as they are.
+        taken: bytes of a target rank's file from a source rank's, by (source, target).
+        copied: the part of them that is values copied unchanged.
+        read: bytes that requests to a source rank's file cover, by source rank; approximate if they skip gaps.
+        requests: ranges of a source rank's file that a target rank's file needs, by (source, target). Targets that are
+            written together read a common range once.
+        value_requests: the part of them that is values copied unchanged.
     """
 
     taken: Counter[tuple[int, int]] = field(default_factory=Counter)
@@ -51,7 +50,7 @@ class Transfers:
 
 
 def transfers_of(plan: Plan, work: Sequence[int], execution: ExecutionOptions) -> Transfers:
-    """What a conversion moves for some target files, ascending."""
+    """The bytes that a conversion moves for some target files, ascending."""
     transfers = Transfers()
     resharded = []
     for file in work:
@@ -63,7 +62,7 @@ def transfers_of(plan: Plan, work: Sequence[int], execution: ExecutionOptions) -
         transfers.taken[holder, file] += size
         transfers.read[holder] += size
         transfers.requests[holder, file] += 1
-    # Files of which each holds other tensors are walked through whole; of the others one tensor of each kind is.
+    # Of files with the same tensors, one tensor of each kind is counted; of others, all tensors.
     alone = [file for file in resharded if plan.form.names_in(file) is not None]
     together = [file for file in resharded if plan.form.names_in(file) is None]
     for section in plan.sections:
@@ -85,7 +84,7 @@ def transfers_of(plan: Plan, work: Sequence[int], execution: ExecutionOptions) -
 
 
 def _stored_bytes(source: StoredSlice, nbytes: int, item_size: int) -> int:
-    """Bytes in a file of so many bytes of elements."""
+    """Bytes in a file for this many bytes of elements."""
     return nbytes if source.decoding is None else source.decoding.stored_bytes(nbytes // item_size)
 
 
@@ -108,7 +107,7 @@ def _add_group(
                 continue
             for target, segments in zip(group, stretch.segments):
                 for segment in segments:
-                    # A tensor that is written in several parts is counted with the first.
+                    # A tensor in several parts is counted with the first.
                     if isinstance(segment, Data) and segment.start == 0:
                         tensor = target.tensors[segment.tensor]
                         for piece in tensor.pieces:
@@ -121,7 +120,7 @@ def _add_group(
 
 
 def _add_shared(transfers: Transfers, shared: SharedRows, alike: int) -> None:
-    """Rows that are read once, whole, for all members."""
+    """Rows that are read once for all members."""
     axis = len(shared.outer)
     for source, _ in shared.uses:
         outer = intersection(shared.outer, source.box[:axis])
@@ -133,14 +132,14 @@ def _add_shared(transfers: Transfers, shared: SharedRows, alike: int) -> None:
 
 
 class _Covered(NamedTuple):
-    """Bytes of a source that are read, or lie in the pages that are looked at, and in how many ranges."""
+    """Bytes of a source that are read, or of its mapped pages, and the number of ranges."""
 
     nbytes: int
     ranges: int
 
 
 def _covered(piece: Piece, tensor: TargetTensor, execution: ExecutionOptions) -> _Covered:
-    """What is read of the source for a piece."""
+    """The ranges of the source that are read for a piece."""
     item_size = piece.stored_size(tensor.item_size)
     counts: Sequence[int] = shape_of(piece.box)
     strides = byte_strides(shape_of(piece.source.box), item_size)

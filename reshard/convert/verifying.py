@@ -96,7 +96,7 @@ def verify_with_source(
 
     Args:
         out: the converted checkpoint.
-        src: what it was converted from.
+        src: its source.
         typed: the options of strategies, names and types, ``step`` and ``file_suffix``; by default those in the
             records of ``out``.
         ranks: only these ranks of ``out``.

@@ -34,7 +34,7 @@ from reshard.text.wording import quoted
 Array = npt.NDArray[Any]
 
 # Maximum number and bytes of small tensors that one thread reads as a batch.
-_MOST_TOGETHER = 64
+_MAX_TOGETHER = 64
 _BYTES_TOGETHER = 1 << 20
 
 
@@ -285,7 +285,7 @@ def _batches(tensors: Iterable[LazyTensor], most: int) -> Iterator[_Batch]:
     few: list[LazyTensor] = []
     nbytes = 0
     for tensor in tensors:
-        if few and (len(few) == _MOST_TOGETHER or nbytes + tensor.nbytes > most):
+        if few and (len(few) == _MAX_TOGETHER or nbytes + tensor.nbytes > most):
             yield _Batch(few)
             few, nbytes = [], 0
         few.append(tensor)

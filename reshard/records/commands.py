@@ -34,7 +34,7 @@ IS_COMMAND = re.compile(r"command\.[0-9a-f]{16}\.json")
 """The names of command records."""
 
 # Enough for paths and patterns of some hundred bytes each.
-_LARGEST = 1 << 20
+_MAX_BYTES = 1 << 20
 _MAX_RECORDS = 10_000
 _SHOWN = 40
 _RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
@@ -168,7 +168,7 @@ _AGAIN = "run the command that began the conversion again"
 
 def _read(path: str) -> RecordedCommand:
     try:
-        content = parse_json(read_small(path, _LARGEST, through_links=False))
+        content = parse_json(read_small(path, _MAX_BYTES, through_links=False))
         version = content.pop("version", None) if isinstance(content, dict) else VERSION
         if version != VERSION:
             raise TargetError(

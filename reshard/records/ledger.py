@@ -58,11 +58,11 @@ _REPLACED = "replaced"
 _FILES = ("lock", "plan.json", _REPLACED)
 _REPLACING = "replacing."
 _ONLY = "only."
-# Where locks do not work, a run without any change for so long counts as dead.
+# Age in seconds at which an unchanged run counts as dead where locks do not work.
 _LONG_UNTOUCHED = 24 * 3600.0
 _TIMES = 100
 # The plan contains the patterns of --include and --exclude, whose size the command line limits.
-_LARGEST_PLAN = 16 << 20
+_MAX_PLAN_BYTES = 16 << 20
 
 
 class DoneRecord(NamedTuple):
@@ -502,7 +502,7 @@ def ledgers_in(destination: str) -> list[Ledger]:
         path = os.path.join(root, name, "plan.json")
         try:
             store_of(path).check_own(path, directory=False)
-            identity = Identity.from_json(read_small(path, _LARGEST_PLAN, through_links=False))
+            identity = Identity.from_json(read_small(path, _MAX_PLAN_BYTES, through_links=False))
         except (FileNotFoundError, NotADirectoryError):
             # Killed before it wrote its plan: it wrote no targets either.
             continue

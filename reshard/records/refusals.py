@@ -1,4 +1,4 @@
-"""Errors about a target directory: what is in the way, how it differs from what was asked for, and what to type."""
+"""Errors about a target directory: files in the way, differences from the request, and the command to type."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from reshard.records.commands import RecordedCommand
 from reshard.records.identity import Identity
 from reshard.text.wording import rank_ranges, some_names
 
-_MOST_SHOWN = 200
+_MAX_SHOWN = 200
 _SAID = {
     "source_strategy": "the source strategy",
     "target_strategy": "the target strategy",
@@ -181,7 +181,7 @@ def _values(mine: Identity, theirs: Identity, field: str) -> str:
     return f" ({_shown(getattr(theirs, field))} there, {_shown(getattr(mine, field))} here)"
 
 
-# Options of the attributes of which an identity holds only a digest, as `RecordedCommand` has them.
+# Options behind the digests in an identity, by attribute of `RecordedCommand`.
 _OPTIONS = {
     "division": ("max_shard_size",),
     "edits": ("names", "config", "reverse", "optimizer", "rename", "cast"),
@@ -206,7 +206,7 @@ def _shown(value: object) -> str:
     if isinstance(value, bool):
         return "given" if value else "not given"
     text = " ".join(map(str, value)) if isinstance(value, tuple) else "" if value is None else str(value)
-    return (text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}...") or "none"
+    return (text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}...") or "none"
 
 
 def _to_go_on(mine: Identity, theirs: Identity, differs: Sequence[str]) -> Optional[str]:

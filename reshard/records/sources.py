@@ -46,8 +46,8 @@ class SourceFile(NamedTuple):
         value_names: digest of the names of the sampled small values that are shared by all ranks.
         values: digest of their contents.
         modified: time of last modification, in nanoseconds; only a hint, because files get copied.
-        inode: its inode; likewise.
-        changed: differs after every change, see `FileStatus`; likewise, but writers cannot set it.
+        inode: its inode; only a hint, too.
+        changed: differs after every change, see `FileStatus`; a hint that writers cannot set.
     """
 
     rank: int
