@@ -31,7 +31,7 @@ class ReshardGroup(LazyGroup):
         try:
             return super().invoke(ctx)
         except ReshardError as error:
-            _finish(ctx, _said(ctx, error), error.status)
+            _finish(ctx, _error_text(ctx, error), error.status)
         except KeyboardInterrupt as interrupt:
             stopped = interrupt if isinstance(interrupt, Stopped) else Stopped(signal.SIGINT)
             _finish(ctx, str(stopped), stopped.status)
@@ -88,7 +88,7 @@ def _finish(ctx: click.Context, text: str, status: int) -> NoReturn:
     ctx.exit(status)
 
 
-def _said(ctx: click.Context, error: ReshardError) -> str:
+def _error_text(ctx: click.Context, error: ReshardError) -> str:
     """The error as shown: with all parameter names for -v, else with a hint to use -v."""
     if ctx.find_root().meta.get("reshard.verbose"):
         return error.full

@@ -89,7 +89,7 @@ def print_plan(
 def _json(prepared: Prepared, summary: Summary, moved: Transfers) -> dict[str, Any]:
     plan, state = prepared.plan, prepared.state
     execution = state.execution.shared(private_bytes())
-    sources = _given(moved)
+    sources = _source_bytes(moved)
     return {
         **summary_json(summary),
         "targets": [
@@ -168,7 +168,7 @@ def _print_targets(prepared: Prepared, moved: Transfers, verbose: bool) -> None:
     """A row per target file, limited to the first ones."""
     state, request = prepared.state, prepared.plan.request
     target, source = counted_as(request.to), counted_as(request.form)
-    sources = _given(moved)
+    sources = _source_bytes(moved)
     ranks = state.work if verbose else state.work[:_MAX_ROWS]
     rows = [
         [str(rank), byte_size(state.sizes[rank]), str(len(sources[rank])), number_ranges(sources[rank])]
@@ -180,7 +180,7 @@ def _print_targets(prepared: Prepared, moved: Transfers, verbose: bool) -> None:
         say(f"and {plural(len(state.work) - len(ranks), f'target {target}')} more; --json lists all")
 
 
-def _given(moved: Transfers) -> dict[int, dict[int, int]]:
+def _source_bytes(moved: Transfers) -> dict[int, dict[int, int]]:
     """Bytes per source rank, by target rank."""
     sources: dict[int, dict[int, int]] = defaultdict(dict)
     for (source, target), count in moved.taken.items():

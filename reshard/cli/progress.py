@@ -73,7 +73,7 @@ class _Lines(Progress):
         self._ended = threading.Event()
         # Not waited for where a command ends without a word to `end`.
         name, arguments = f"{OWN_THREAD}-lines", (total, doing, self._ended)
-        self._thread = threading.Thread(target=self._tell, name=name, args=arguments, daemon=True)
+        self._thread = threading.Thread(target=self._print_lines, name=name, args=arguments, daemon=True)
         self._thread.start()
 
     def wrote(self, count: int) -> None:
@@ -84,7 +84,7 @@ class _Lines(Progress):
         if self._thread is not None:
             self._thread.join()
 
-    def _tell(self, total: int, doing: str, ended: threading.Event) -> None:
+    def _print_lines(self, total: int, doing: str, ended: threading.Event) -> None:
         before, at = 0, time.monotonic()
         while not ended.wait(BETWEEN_LINES):
             nbytes, now = self._done, time.monotonic()

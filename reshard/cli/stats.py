@@ -82,7 +82,7 @@ def stats(src: str, strategy: Optional[str], fail_on: tuple[str, ...], svg: Opti
         from reshard.pictures.magnitudes import magnitudes_picture
 
         write_picture(svg, magnitudes_picture(src, statistics))
-    failures = [line for kind in fail_on for line in _found(kind, statistics, verbose)]
+    failures = [line for kind in fail_on for line in _failure_lines(kind, statistics, verbose)]
     for line in failures:
         click.echo(alarming(line), err=True)
     if failures:
@@ -113,7 +113,7 @@ def _summary(statistics: Sequence[TensorStatistics]) -> str:
     return f"{plural(len(statistics), 'tensor')}, {plural(count, 'element')}: {nan} NaN, {inf} infinite, {zeros} zero"
 
 
-def _found(kind: str, statistics: Sequence[TensorStatistics], verbose: bool) -> list[str]:
+def _failure_lines(kind: str, statistics: Sequence[TensorStatistics], verbose: bool) -> list[str]:
     """A line with the tensors that have elements of a kind; none without such tensors."""
     names = [tensor.name for tensor in statistics if getattr(tensor, kind)]
     if not names:

@@ -91,20 +91,20 @@ def totals_of(plan: Plan, files: Collection[int]) -> dict[str, Total]:
     all_names = plan.known_names()
     names: dict[str, set[str]] = defaultdict(set)
     sizes: Counter[str] = Counter()
-    for name, elements, nbytes in _held(plan, files):
+    for name, elements, nbytes in _tensor_totals(plan, files):
         kind = kind_of(name, elements, all_names)
         names[kind].add(name)
         sizes[kind] += nbytes
     return {kind: Total(len(names[kind]), sizes[kind]) for kind in KINDS if kind in names}
 
 
-class _Held(NamedTuple):
+class _TensorTotal(NamedTuple):
     name: str
     elements: int
     nbytes: int
 
 
-def _held(plan: Plan, files: Collection[int]) -> Iterator[_Held]:
+def _tensor_totals(plan: Plan, files: Collection[int]) -> Iterator[_TensorTotal]:
     """Totals of the files."""
     taken_over = {file: plan.form.taken_over(file) for file in files}
     copies = [plan.checkpoint.indexes[holder] for holder in taken_over.values() if holder is not None]
@@ -122,13 +122,13 @@ def _held(plan: Plan, files: Collection[int]) -> Iterator[_Held]:
                 nbytes = sum(plan.slice_bytes(kind, section, members).values())
                 for tensor in kind.tensors:
                     if names is None or tensor.name in names:
-                        yield _Held(tensor.name, elements, nbytes)
+                        yield _TensorTotal(tensor.name, elements, nbytes)
     for file in resharded:
         for value in plan.values_of(file):
-            yield _Held(value.name, value.tensor.elements, value.tensor.nbytes)
+            yield _TensorTotal(value.name, value.tensor.elements, value.tensor.nbytes)
     # Files that are taken over are copied as they are, many of them built alike.
     tensors = {id(index.tensors): index.tensors for index in copies}
     counts = Counter(id(index.tensors) for index in copies)
     for number, count in counts.items():
         for stored in tensors[number].values():
-            yield _Held(stored.name, stored.elements, stored.nbytes * count)
+            yield _TensorTotal(stored.name, stored.elements, stored.nbytes * count)

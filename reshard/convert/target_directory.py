@@ -69,7 +69,7 @@ from reshard.text.wording import rank_ranges
 _FRESH = 5.0
 
 
-class _Seen(NamedTuple):
+class _Contents(NamedTuple):
     """The contents of a target directory.
 
     Attributes:
@@ -199,7 +199,7 @@ class TargetDirectory:
         if not self._plan.form.by_rank:
             self._destination.check(_marks(self._ledger.identity))
         if not contents.going_on and not self._overwrite:
-            marks = self._there(_marks(self._ledger.identity))
+            marks = self._existing_names(_marks(self._ledger.identity))
             if marks:
                 raise self._refusals.foreign(marks, set())
         complete = self._done()
@@ -224,7 +224,7 @@ class TargetDirectory:
         if forms - {self._ledger.identity.form}:
             raise self._refusals.another_form(sorted(forms - {self._ledger.identity.form}))
 
-    def _look(self) -> _Seen:
+    def _look(self) -> _Contents:
         """The contents of the directory at one moment."""
         while True:
             ledgers = ledgers_in(self._root)
@@ -240,7 +240,7 @@ class TargetDirectory:
             )
             present = self._destination.checkpoints(places, everywhere)
             if [ledger.identity for ledger in ledgers_in(self._root)] == [ledger.identity for ledger in ledgers]:
-                return _Seen(set(present), of_others, against, going_on)
+                return _Contents(set(present), of_others, against, going_on)
 
     @property
     def _replacing(self) -> bool:
@@ -314,9 +314,9 @@ class TargetDirectory:
         if self._unfinished is not None and exists(self._unfinished):
             return False
         names = [file.name for file in self._plan.form.finishing()]
-        return len(self._there(names)) == len(names)
+        return len(self._existing_names(names)) == len(names)
 
-    def _there(self, names: Sequence[str]) -> set[str]:
+    def _existing_names(self, names: Sequence[str]) -> set[str]:
         """The existing ones of some names relative to the directory."""
         statuses = status_of_each([os.path.join(self._root, name) for name in names], through_links=False)
         return {name for name, status in zip(names, statuses) if status is not None}

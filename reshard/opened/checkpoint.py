@@ -94,7 +94,7 @@ class OpenedCheckpoint(Mapping[str, LazyTensor]):
         self._comparing = threading.Lock()
         self._compared: set[str] = set()
         # Closes the files if the caller does not.
-        self._forgotten = weakref.finalize(self, handles.close)
+        self._finalizer = weakref.finalize(self, handles.close)
 
     @property
     def contents(self) -> OpenedContents:
@@ -222,7 +222,7 @@ class OpenedCheckpoint(Mapping[str, LazyTensor]):
             self._contents = None
         if reader is not None:
             reader.close()
-        self._forgotten()
+        self._finalizer()
 
     def __enter__(self) -> OpenedCheckpoint:
         return self

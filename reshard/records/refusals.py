@@ -14,7 +14,7 @@ from reshard.records.identity import Identity
 from reshard.text.wording import rank_ranges, some_names
 
 _MAX_SHOWN = 200
-_SAID = {
+_FIELD_WORDS = {
     "source_strategy": "the source strategy",
     "target_strategy": "the target strategy",
     "step": "the step",
@@ -74,7 +74,7 @@ class Refusals:
         differs = differing(self._mine, theirs)
         options = _differing_options(command, recorded[0]) if command is not None and recorded else {}
         differences = ", ".join(
-            f"{_SAID[field]}{_values(self._mine, theirs, field)}"
+            f"{_FIELD_WORDS[field]}{_values(self._mine, theirs, field)}"
             if not options.get(field)
             else ", ".join(options[field])
             for field in differs
@@ -165,7 +165,7 @@ class Refusals:
 
 def differing(mine: Identity, theirs: Identity) -> list[str]:
     """Attributes in which two conversions differ; names that contain the step differ with it."""
-    fields = [field for field in _SAID if getattr(mine, field) != getattr(theirs, field)]
+    fields = [field for field in _FIELD_WORDS if getattr(mine, field) != getattr(theirs, field)]
     if "division" in fields and "names" in fields and mine.names.template == theirs.names.template:
         # Files of full weights are numbered: another number of files changes all names.
         fields.remove("names")
