@@ -53,7 +53,6 @@ from reshard.storage import (
     opened_regular,
     read_range,
     remove_file,
-    status_at,
     status_of_each,
     store_of,
     unlinked,
@@ -356,7 +355,7 @@ class TargetDirectory:
         for group in groups:
             # In an object store a recent check is enough: conditional writes replace no file of another run.
             fresh = far and time.monotonic() < self._looked + _FRESH
-            missing = [target for target in group if fresh or not self._finished_meanwhile(target)]
+            missing = [target for target in group if fresh or not self.recorded((target.rank,))]
             if missing:
                 yield missing
 
@@ -389,7 +388,7 @@ class TargetDirectory:
         if not has_name and exists_already:
             if self._overwrite:
                 self._overwritten.add(target.rank)
-            elif not self._finished_meanwhile(target):
+            elif not self.recorded((target.rank,)):
                 raise self._existing([target.rank])
         if has_name == (target.rank in self._overwritten):
             layout, headers = self._last_headers
@@ -593,9 +592,6 @@ class TargetDirectory:
         # A repeated part must keep the records, which the whole run needs.
         return self._overwrite and not self._part and not self._ledger.replacing(self._requested, self._sources)
 
-    def _status(self, rank: int) -> Optional[FileStatus]:
-        return status_at(self._plan.path(rank))
-
     def _statuses(self, ranks: Iterable[int]) -> dict[int, Optional[FileStatus]]:
         numbers = list(ranks)
         return dict(zip(numbers, status_of_each([self._plan.path(rank) for rank in numbers])))
@@ -608,15 +604,11 @@ class TargetDirectory:
         """The ranks with a recorded, unmodified target."""
         # Targets before records: a target that another run finishes in between has its record already.
         statuses = self._statuses(ranks)
+        if not any(statuses.values()):
+            # The records of many ranks are a long list to read for each new target.
+            return set()
         records = self._ledger.done(frozenset(ranks))
         return {rank for rank, of_rank in records.items() if any(record.matches(statuses[rank]) for record in of_rank)}
-
-    def _finished_meanwhile(self, target: TargetFile) -> bool:
-        status = self._status(target.rank)
-        if status is None:
-            return False
-        records = self._ledger.done((target.rank,)).get(target.rank, [])
-        return any(record.matches(status) for record in records)
 
     def _existing(self, ranks: Sequence[int]) -> TargetError:
         recorded = bool(self._ledger.done(frozenset(ranks)))
