@@ -44,6 +44,7 @@ _STARTED = time.monotonic()
 
 hypothesis.settings.register_profile(
     "tests",
+    max_examples=100 if LONG else 10 if QUICK else 34,
     deadline=None,
     database=None,
     derandomize=not LONG,
