@@ -107,16 +107,16 @@ def test_any_box_of_any_tensor_is_each_element_times_its_own_scale(data: st.Data
 
     overflowed = dequantise(np.ascontiguousarray(codes[bytes_taken]), tables, table_numbers, block, tuple(box), out)
 
-    infinite = 0
+    infinite, results = 0, as_floats(out, dtype)
     for index in itertools.product(*(range(low, high) for low, high in box)):
         byte = codes[(*index[:-1], index[-1] // per_byte)]
         value = np.float32(numbers(code, int(byte))[index[-1] % per_byte])
         place = tuple(at // size for at, size in zip(index, block))
         with np.errstate(all="ignore"):
             expected = float(rounded((value if offsets is None else value - offsets[place]) * scales[place], dtype))
-        found = float(as_floats(out[tuple(at - low for at, (low, _) in zip(index, box))], dtype))
-        assert found == expected or (math.isnan(found) and math.isnan(expected))
-        assert math.copysign(1, found) == math.copysign(1, expected) or math.isnan(expected)
+        result = float(results[tuple(at - low for at, (low, _) in zip(index, box))])
+        assert result == expected or (math.isnan(result) and math.isnan(expected))
+        assert math.copysign(1, result) == math.copysign(1, expected) or math.isnan(expected)
         infinite += math.isinf(expected) and not math.isinf(value)
     assert overflowed == infinite
 
