@@ -26,7 +26,7 @@ from reshard.view.data import page_data
 from reshard.view.moves import pairs_data
 from reshard.view.numbers import repeats, strides
 from reshard.view.page import page
-from reshard.view.subject import ShownFile, Subject
+from reshard.inspection.subject import ShownFile, Subject
 from tests.running import done, fails
 from tests.small import World, tensors
 from tests.trees import read_checkpoint, write_checkpoint
