@@ -37,12 +37,8 @@ reshard diff ckpt/ ckpt/ --strategy src.ckpt --a-step 1_100 --b-step 1_200
 @argument("a", shell_complete=completion.paths)
 @argument("b", shell_complete=completion.paths)
 @options.strategy("Strategy of A and B, where they are rank files.", "--src-strategy", "strategy")
-@option(
-    "Strategies", "--a-strategy", metavar="FILE|DIR|none", shell_complete=completion.strategies, help="Strategy of A."
-)
-@option(
-    "Strategies", "--b-strategy", metavar="FILE|DIR|none", shell_complete=completion.strategies, help="Strategy of B."
-)
+@options.strategy("Strategy of A.", flag="--a-strategy")
+@options.strategy("Strategy of B.", flag="--b-strategy")
 @option("Source", "--a-step", metavar="EPOCH_STEP|latest", help="Step of A, if not --step.")
 @option("Source", "--b-step", metavar="EPOCH_STEP|latest", help="Step of B, if not --step.")
 @options.source

@@ -93,17 +93,18 @@ def status_of(directory: str) -> Status:
     ]
     sizes = dict(matching)
     only = ledger.only()
-    manifest = None
+    unfinished: tuple[str, ...] = (MANIFEST_NAME,)
     if exists(path):
+        unfinished = ()
         # A damaged manifest is reported by commands that need it; it may be being replaced.
         with contextlib.suppress(CheckpointError):
-            manifest = read_manifest(directory)
+            unfinished = _unfinished(directory, read_manifest(directory))
     commands: list[RecordedCommand] = []
     # Damaged records are reported by commands that need them.
     with contextlib.suppress(TargetError):
         commands = ledger.commands()
     changed = [rank for rank in recorded if rank not in sizes and statuses.get(rank) is not None]
-    status = _status(directory, identity, ranks if only is None else sorted(only), sizes, changed, manifest)
+    status = _status(directory, identity, ranks if only is None else sorted(only), sizes, changed, unfinished)
     return replace(
         status,
         writing=ledger.in_use,
@@ -118,17 +119,19 @@ def _status(
     ranks: Iterable[int],
     sizes: Mapping[int, int],
     changed: Iterable[int],
-    manifest: Optional[Manifest],
+    unfinished: tuple[str, ...],
 ) -> Status:
     existing = {*sizes, *changed}
     missing = tuple(rank for rank in ranks if rank not in existing)
-    names = [MANIFEST_NAME]
-    if manifest is not None:
-        names += [*(file.file for file in manifest.finishing), *manifest.beside]
-    unfinished = tuple(name for name in names if manifest is None or not exists(os.path.join(directory, name)))
-    path = None if unfinished else os.path.join(directory, MANIFEST_NAME)
+    manifest = None if unfinished else os.path.join(directory, MANIFEST_NAME)
     complete, size = tuple(sorted(sizes)), sum(sizes.values())
-    return Status(identity, tuple(ranks), complete, tuple(sorted(changed)), missing, size, False, path, unfinished)
+    return Status(identity, tuple(ranks), complete, tuple(sorted(changed)), missing, size, False, manifest, unfinished)
+
+
+def _unfinished(directory: str, manifest: Manifest) -> tuple[str, ...]:
+    """The small files that a manifest lists and that are missing."""
+    names = [*(file.file for file in manifest.finishing), *manifest.beside]
+    return tuple(name for name in names if not exists(os.path.join(directory, name)))
 
 
 def _by_manifest(directory: str) -> Status:
@@ -138,4 +141,6 @@ def _by_manifest(directory: str) -> Status:
     existing = [(file, status) for file, status in zip(manifest.files, statuses) if status is not None]
     sizes = {file.rank: file.size for file, status in existing if status.size == file.size}
     changed = [file.rank for file, _ in existing if file.rank not in sizes]
-    return _status(directory, manifest.plan, range(manifest.plan.ranks), sizes, changed, manifest)
+    return _status(
+        directory, manifest.plan, range(manifest.plan.ranks), sizes, changed, _unfinished(directory, manifest)
+    )

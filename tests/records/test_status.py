@@ -64,6 +64,14 @@ def test_a_copy_without_records_is_known_by_its_manifest(world: World) -> None:
     assert status(world)["missing"] == [0]
 
 
+def test_a_damaged_manifest_is_left_to_commands_that_read_it(world: World) -> None:
+    world.save(FULL)
+    world.convert()
+    (world.dst / "reshard-manifest.json").write_text("{")
+    assert status(world)["complete"]
+    fails(3, "verify", world.dst, says=["is damaged, or not a manifest"])
+
+
 def test_a_directory_without_a_conversion_is_an_error(tmp_path: Path) -> None:
     fails(3, "status", tmp_path, says=[str(tmp_path)])
     fails(3, "status", tmp_path / "nowhere", says=["nowhere"])
