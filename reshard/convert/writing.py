@@ -183,8 +183,8 @@ class Writing:
             write(counted)
         except BaseException:
             if self._directory is not None:
-                progress = f"{counted.files} of {plural(len(self.work), counted_as(self._plan.form.name))} written"
-                self._report.warn(f"{progress}; run the same command again to continue")
+                count = f"{counted.files} of {plural(len(self.work), counted_as(self._plan.form.name))}"
+                self._report.warn(f"{count} written; run the same command again to continue")
             raise
         finally:
             self._progress.end()

@@ -29,7 +29,7 @@ from reshard.storage.json_text import Fields, parse_json
 from reshard.strategies import names_files, shards_of
 from reshard.text.wording import number_ranges
 
-VERSION = 2
+VERSION = 1
 IS_COMMAND = re.compile(r"command\.[0-9a-f]{16}\.json")
 """The names of command records."""
 
