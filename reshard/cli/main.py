@@ -32,6 +32,7 @@ _COMMANDS = {
     "strategy": ("strategy", "strategy_group", "Show, compare, check and make strategy files."),
     "names": ("names", "names", "Show tables for --names: names and packing of other frameworks."),
     "help": ("help", "show_help", "Show the help of a command."),
+    "completion": ("help", "completion", "Print the script for completion in bash, zsh or fish."),
 }
 _ALIASES = {"transform-dir": "convert", "transform-all": "convert", "transform-by-rank": "by-rank"}
 
