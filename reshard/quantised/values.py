@@ -140,8 +140,8 @@ def dequantise(codes: Bytes, tables: Tables, numbers: Words, block: Sequence[int
         indices = room[: last - first]
         np.copyto(indices, flat_codes[first:last])
         np.add(indices, spread.over(first, last), out=indices)
-        # Any other mode writes to a copy of the output first.
-        np.take(tables.words, indices, out=flat_out[first:last], mode="clip")
+        # All indices are valid; in its default mode NumPy would write to a copy first.
+        np.take(tables.words, indices, out=flat_out[first:last], mode="wrap")
         if overflows is not None:
             overflowed += int(overflows[indices].sum())
     return overflowed
