@@ -29,19 +29,24 @@ E2M1 = "E2M1"
 EXPONENTS = ("Float8E8M0", "UInt8")
 """Types of scales that are exponents of two."""
 
-SCALE_TYPES = ("Float32", "BFloat16", "Float16", *EXPONENTS)
+FLOATS = ("Float32", "BFloat16", "Float16")
+
+SCALE_TYPES = (*FLOATS, *EXPONENTS)
 """Types of scales."""
+
+OFFSET_TYPES = (*FLOATS, "Int8")
+"""Types of zero points."""
 
 # Bytes that are looked up at a time: their indices, of 8 bytes within NumPy, stay in the cache.
 _BLOCK = 1 << 16
 
 
 def decode_scales(words: Words, dtype: str) -> Floats:
-    """Scales as Float32; exact.
+    """Scales, or zero points, as Float32; exact.
 
     Args:
         words: unsigned words of the size of their type, in any shape.
-        dtype: one of `SCALE_TYPES`.
+        dtype: one of `SCALE_TYPES` or `OFFSET_TYPES`.
     """
     if dtype in EXPONENTS:
         bits = words.astype("u4")
@@ -52,7 +57,7 @@ def decode_scales(words: Words, dtype: str) -> Floats:
     elif dtype == "BFloat16":
         values = np.left_shift(words, 16, dtype="u4", casting="unsafe").view("f4")
     else:
-        values = words.view("f2" if dtype == "Float16" else "f4").astype("f4")
+        values = words.view({"Float16": "f2", "Int8": "i1"}.get(dtype, "f4")).astype("f4")
     return values
 
 
@@ -140,8 +145,8 @@ def dequantise(codes: Bytes, tables: Tables, numbers: Words, block: Sequence[int
         indices = room[: last - first]
         np.copyto(indices, flat_codes[first:last])
         np.add(indices, spread.over(first, last), out=indices)
-        # Any other mode writes to a copy of the output first.
-        np.take(tables.words, indices, out=flat_out[first:last], mode="clip")
+        # All indices are valid; in its default mode NumPy would write to a copy first.
+        np.take(tables.words, indices, out=flat_out[first:last], mode="wrap")
         if overflows is not None:
             overflowed += int(overflows[indices].sum())
     return overflowed
