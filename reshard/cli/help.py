@@ -1,11 +1,11 @@
-"""help: `--help` as a command."""
+"""help: `--help` as a command; completion: what shells need for the tab key."""
 
 from __future__ import annotations
 
 import click
 from click.shell_completion import CompletionItem
 
-from reshard.cli.command import command
+from reshard.cli.command import Choice, command
 
 
 def _names(ctx: click.Context, _: click.Parameter, typed: str) -> list[CompletionItem]:
@@ -23,6 +23,30 @@ def show_help(ctx: click.Context, names: tuple[str, ...]) -> None:
     """Show the help of COMMAND, as `reshard COMMAND --help` does, or the list of commands."""
     _, context = _find(ctx.find_root(), names)
     click.echo(context.get_help())
+
+
+@command(
+    "completion",
+    """
+eval "$(reshard completion bash)"
+eval "$(reshard completion zsh)"
+reshard completion fish | source
+""",
+)
+@click.argument("shell", type=Choice(["bash", "zsh", "fish"]))
+@click.pass_context
+def completion(ctx: click.Context, shell: str) -> None:
+    """Print the script that enables completion with the tab key in SHELL: bash, zsh or fish.
+
+    The line for your shell, as below, enables it in ~/.bashrc, ~/.zshrc after compinit, or
+    ~/.config/fish/config.fish.
+    """
+    from click.shell_completion import ShellComplete, get_completion_class
+
+    made = get_completion_class(shell)
+    assert made is not None
+    # Not made.source(): click starts the shell there to check its version.
+    click.echo(ShellComplete.source(made(ctx.find_root().command, {}, "reshard", "_RESHARD_COMPLETE")))
 
 
 def _find(root: click.Context, names: tuple[str, ...]) -> tuple[click.Command, click.Context]:

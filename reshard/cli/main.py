@@ -18,6 +18,7 @@ _COMMANDS = {
     "merge-pipeline": ("strategy", "merge_pipeline", "Merge the pipeline stages' strategy files into one."),
     "group-info": ("strategy", "group_info", "Read group_info files."),
     "inspect": ("inspect", "inspect", "Show the contents of a checkpoint file or rank tree."),
+    "suggest": ("suggest", "suggest", "Print the commands for the usual aims with a checkpoint."),
     "view": ("view", "view", "Write an HTML page that shows a checkpoint and a conversion."),
     "status": ("status", "status", "Print which targets of a conversion are done and which are missing."),
     "resume": ("resume", "resume", "Resume a conversion or recovery."),
@@ -31,6 +32,7 @@ _COMMANDS = {
     "strategy": ("strategy", "strategy_group", "Show, compare, check and make strategy files."),
     "names": ("names", "names", "Show tables for --names: names and packing of other frameworks."),
     "help": ("help", "show_help", "Show the help of a command."),
+    "completion": ("help", "completion", "Print the script for completion in bash, zsh or fish."),
 }
 _ALIASES = {"transform-dir": "convert", "transform-all": "convert", "transform-by-rank": "by-rank"}
 

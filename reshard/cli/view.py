@@ -17,7 +17,7 @@ from reshard.text.report import Report
 from reshard.text.wording import plural
 
 if TYPE_CHECKING:
-    from reshard.view.subject import Subject
+    from reshard.inspection.subject import Subject
 
 
 def _html_path(_: click.Context, __: click.Parameter, value: Optional[str]) -> Optional[str]:
@@ -58,10 +58,10 @@ def view(src: str, output: Optional[str], stats: bool, **typed: Any) -> None:
     the bytes and requests from each source rank to each target rank of a conversion. Only headers and strategies
     are read; --stats reads all tensors. The page is one file that loads nothing and opens in any browser.
     """
+    from reshard.inspection.subject import subject_of
     from reshard.strategies import NONE
     from reshard.view.data import page_data
     from reshard.view.page import page
-    from reshard.view.subject import subject_of
 
     report = Report(listener())
     path = output or f"{os.path.basename(src.rstrip('/')) or 'checkpoint'}.html".replace("{rank}", "rank")

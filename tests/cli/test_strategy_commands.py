@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from reshard.text.name_patterns import name_patterns
 from tests.corpus import CORPUS, FIXTURES, ROOT, needs_corpus
-from tests.layouts import layouts, shapes, strategies, tensors
+from tests.layouts import examples, layouts, shapes, strategies, tensors
 from tests.number_words import numbers_named
 from tests.reference import Box, boxes
 from tests.running import LAUNCHER, done, fails, reshard, say_on_terminal
@@ -241,7 +241,7 @@ def test_diff_counts_what_the_enumerated_devices_show(tmp_path: Path, conversion
     assert ("nothing changes" in text) == (source == target)
 
 
-@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(examples(30), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_diff_accounts_for_every_parameter_once(tmp_path: Path, data: st.DataObject) -> None:
     checkpoint = data.draw(tensors())
