@@ -15,7 +15,6 @@ from reshard.cli.command import argument, command, option
 from reshard.cli.output import echo_json, listener
 from reshard.cli.progress import progress_of
 from reshard.convert.ends import options_of
-from reshard.convert.recorded import EDITS
 from reshard.convert.verifying import reading_sources
 from reshard.errors import IncompleteSourceError, InputError, UsageError, one_error
 from reshard.execute import ExecutionOptions
@@ -26,6 +25,7 @@ from reshard.forms.registry import form_named, form_of
 from reshard.opened.equal import check_equal, equal_of
 from reshard.opened.opening import source_strategy
 from reshard.plan.edits import edits_of
+from reshard.records.commands import EDITS
 from reshard.storage import storage_of
 from reshard.strategies import Strategy
 from reshard.text.filter_advice import warn_of_unmatched

@@ -30,6 +30,9 @@ from reshard.strategies import names_files, shards_of
 from reshard.text.wording import number_ranges
 
 VERSION = 1
+EDITS = ("names", "config", "reverse", "optimizer", "dequantize", "rename", "cast")
+"""The options of names and types."""
+
 IS_COMMAND = re.compile(r"command\.[0-9a-f]{16}\.json")
 """The names of command records."""
 
