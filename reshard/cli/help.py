@@ -10,10 +10,10 @@ from reshard.cli.command import Choice, command
 
 def _names(ctx: click.Context, _: click.Parameter, typed: str) -> list[CompletionItem]:
     """Subcommands of the typed commands."""
-    found, _context = _find(ctx.find_root(), tuple(ctx.params.get("names") or ()))
-    if not isinstance(found, click.Group):
+    command, _context = _find(ctx.find_root(), tuple(ctx.params.get("names") or ()))
+    if not isinstance(command, click.Group):
         return []
-    return [CompletionItem(name) for name in found.list_commands(ctx) if name.startswith(typed)]
+    return [CompletionItem(name) for name in command.list_commands(ctx) if name.startswith(typed)]
 
 
 @command("help", "reshard help verify\nreshard help strategy show")
@@ -50,17 +50,13 @@ def completion(ctx: click.Context, shell: str) -> None:
 
 
 def _find(root: click.Context, names: tuple[str, ...]) -> tuple[click.Command, click.Context]:
-    """The command of these names, and a context that its help is written in.
-
-    Raises:
-        click.UsageError: none matches.
-    """
+    """The command of these names, and a context that its help is written in."""
     context = root
     for name in names:
         if not isinstance(context.command, click.Group):
             raise click.UsageError(f"{context.command_path} has no commands of its own: {name}", context)
-        spelled, found, _ = context.command.resolve_command(context, [name])
-        if found is None:
+        spelled, command, _ = context.command.resolve_command(context, [name])
+        if command is None:
             raise click.UsageError(f"No such command: {name}.", context)
-        context = click.Context(found, parent=context, info_name=spelled)
+        context = click.Context(command, parent=context, info_name=spelled)
     return context.command, context

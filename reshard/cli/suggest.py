@@ -58,7 +58,7 @@ def suggest(src: str, devices: Optional[int], src_strategy: Optional[str], as_js
     from reshard.inspection.suggestions import suggest as suggestions_of
     from reshard.storage.registry import endpoint
 
-    decryption = options.decryption_of(typed["decrypt_key_file"], typed["decrypt_mode"])
+    decryption = options.decryption_of(typed)
     given = {
         "--step": None if typed["step"] == "latest" else typed["step"],
         "--file-suffix": typed["file_suffix"],
