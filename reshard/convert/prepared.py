@@ -208,7 +208,7 @@ class _Preparation:
         options = self.options
         asked: tuple[int, ...] = plan.asked
         if options.lost_only:
-            asked = tuple(file for file in asked if plan.form.taken_over(file) is None)
+            asked = tuple(file for file in asked if plan.form.copied_file(file) is None)
         if options.share is not None:
             asked = share_of(plan.data_bytes(asked), *options.share)
         if options.part is not None:
@@ -353,7 +353,7 @@ class Prepared:
             bytes_written=written,
             bytes_copied=copied,
             source_ranks=sorted(plan.checkpoint.indexes),
-            recovered=[file for file in lost if plan.form.taken_over(file) is None],
+            recovered=[file for file in lost if plan.form.copied_file(file) is None],
             parameters=len(plan.sorted.resharded),
             kinds=totals_of(plan, state.asked),
             copied=plan.sorted.copied,

@@ -55,7 +55,7 @@ def transfers_of(plan: Plan, work: Sequence[int], execution: ExecutionOptions) -
     found = Transfers()
     made = []
     for file in work:
-        holder = plan.form.taken_over(file)
+        holder = plan.form.copied_file(file)
         if holder is None:
             made.append(file)
             continue

@@ -14,7 +14,7 @@ from reshard.checkpoints.checkpoint import Addition, Checkpoint, Equal, GlobalTe
 from reshard.checkpoints.edited import EditedCheckpoint, Recipe
 from reshard.checkpoints.formats.dtypes import CAST_TO, INT4, dtype_named
 from reshard.errors import CheckpointError, UsageError
-from reshard.forms.form import Names, Written
+from reshard.forms.form import EditedStep, Names
 from reshard.forms.registry import form_named, form_of
 from reshard.plan.wanted_types import CastAsked, cast, tell_casts, warn_of_uncast
 from reshard.storage import absolute, is_regular_file
@@ -221,19 +221,19 @@ class Edits:
             for reverse in (False, True) if self.reverse is None else (self.reverse,):
                 yield self.identity(options, reverse)
 
-    def written(self, target: Strategy) -> Callable[[Checkpoint], Written]:
-        """A function that edits a checkpoint, complete or not; see `forms.form.Reading`.
+    def step_editor(self, target: Strategy) -> Callable[[Checkpoint], EditedStep]:
+        """A function that edits a checkpoint, complete or not; see `forms.form.ReadRequest`.
 
         Args:
             target: the strategy of the target, which may be `same`.
         """
 
-        def written(checkpoint: Checkpoint) -> Written:
+        def edit(checkpoint: Checkpoint) -> EditedStep:
             # The notes are printed when the chosen step is edited.
             made = edited(checkpoint, self, Report(), complete=False)
-            return Written(made.tensors, same_layouts(target, made) if target.path == SAME else target, made.unseen)
+            return EditedStep(made.tensors, same_layouts(target, made) if target.path == SAME else target, made.unseen)
 
-        return written
+        return edit
 
 
 NO_EDITS = Edits()

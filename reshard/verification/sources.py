@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Callable, NamedTuple, Optional
 
 from reshard.checkpoints import CheckpointIndex, FileHandles, check_crcs
 from reshard.errors import InputError
-from reshard.forms.form import Reading
+from reshard.forms.form import ReadRequest
 from reshard.forms.ranks import StepFiles
 from reshard.forms.ranks.parameters import read_some_ranks
 from reshard.forms.registry import form_named, read_checkpoint
@@ -90,18 +90,18 @@ def reader_of(
             return any(new is None or chosen.admit(new) for new in edits.possible_names(name))
         return chosen.admit(name) and (listed is None or name in listed)
 
-    reading = Reading(
+    reading = ReadRequest(
         place.path,
         handles,
         report,
         place.step,
-        wanted=is_needed,
+        required=is_needed,
         source=place.strategy,
         target=target,
         ranks=ranks,
         filters=chosen,
         file_suffix=place.file_suffix,
-        written=None if edits is None else edits.written(target),
+        edit=None if edits is None else edits.step_editor(target),
     )
 
     def read(damaged: Mapping[str, str]) -> StoredSource:

@@ -215,7 +215,7 @@ def test_tensors_that_no_index_lists_are_taken_with_a_warning(tmp_path: Path) ->
     directory = saved(tmp_path, {ONE: {"a": W}, TWO: {"b": V, "c": W}}, {"a": ONE, "b": TWO})
     report = Report()
     assert read(directory, report).order() == ["a", "b", "c"]
-    assert "does not list 1 tensor of its files: 'c'; they are taken all the same" in report.warnings[0]
+    assert "does not list 1 tensor of its files: 'c'; they are read all the same" in report.warnings[0]
 
 
 @pytest.mark.parametrize(
