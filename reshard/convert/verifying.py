@@ -67,7 +67,7 @@ def verify_written(
             means=means,
             report=report,
             crcs=RecordedCrcs(means, report) if how.crc == "auto" else None,
-            known=request.damaged,
+            damage_by_path=request.damaged,
         )
         means.check_unchanged()
         return found
