@@ -64,7 +64,7 @@ def under_names(tensors: ModelTensors, table: Optional[str], config: Optional[st
     shapes = {name: tensor.shape for name, tensor in tensors.weights.items()}
     applied = apply_rules(rules_named(table), shapes, sizes)
     found = []
-    for name, made in applied.made.items():
+    for name, made in applied.views.items():
         (dtype, *others) = {tensors.weights[source].dtype for source in made.sources}
         found.append(FullTensor(name, made.view.shape, None if others else dtype))
     return model_tensors(tensors.path, found, tensors.item_sizes)

@@ -92,7 +92,7 @@ def read_ends(src: str, typed: Mapping[str, Any], report: Report) -> Ends:
     return Ends(form.name, source, to.name, target)
 
 
-def told_by(src: str, ends: Ends, step: str) -> Ends:
+def products(src: str, ends: Ends, step: str) -> Ends:
     """The same with the target strategy that the source records.
 
     Args:

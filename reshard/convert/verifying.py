@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, Optional
 
 from reshard.checkpoints import FileHandles
-from reshard.convert.ends import read_ends, told_by
+from reshard.convert.ends import read_ends, products
 from reshard.convert.options import Options
 from reshard.convert.recorded import edits_of_target, strategies_of_target
 from reshard.convert.summary import Summary
@@ -122,7 +122,7 @@ def verify_with_source(
             step = recorded_step(src, ends.form, plan.step)
         if not (filters.include or filters.exclude):
             filters = Filters(plan.include, plan.exclude)
-    ends = told_by(src, ends, step)
+    ends = products(src, ends, step)
     if by_rank and ranks is None and manifest is None:
         ranks = recovered_ranks(out)
         if ranks is not None:

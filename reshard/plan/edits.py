@@ -293,10 +293,10 @@ def edited(checkpoint: Checkpoint, edits: Edits, report: Report, complete: bool 
         # New names do not depend on shapes. A rule that fits a parameter of an absent rank is used.
         shapes.update((name, ()) for name in unseen.values() if name is not None)
         applied = apply_rules(edits.renames, shapes, optimizer=True, values=kept.intersection(checkpoint.values()))
-        renamed = {each.sources[0]: name for name, each in applied.made.items()}
+        renamed = {each.sources[0]: name for name, each in applied.views.items()}
         unseen = {name: None if old is None else renamed.get(old) for name, old in unseen.items()}
-        seen = {name: each for name, each in applied.made.items() if name not in unseen.values()}
-        made, kept = _ruled(checkpoint, made, kept, replace(applied, made=seen), edits.renames, report)
+        seen = {name: each for name, each in applied.views.items() if name not in unseen.values()}
+        made, kept = _ruled(checkpoint, made, kept, replace(applied, views=seen), edits.renames, report)
     if edits.exactly:
         made, kept = _exactly(made, kept, dict(edits.exactly))
         unseen = dict.fromkeys(unseen)
@@ -423,7 +423,7 @@ def _ruled(
 
     found: dict[str, Recipe] = {}
     still: set[str] = set()
-    for name, (_, sources, view) in applied.made.items():
+    for name, (_, sources, view) in applied.views.items():
         if not all(source in made for source in sources):
             if sources == (name,) and view.is_all_of(_stored(checkpoint, name).shape):
                 still.add(name)
@@ -446,7 +446,7 @@ def _ruled(
         else:
             # Only the first table packs; the renames after it do not.
             found[name] = Recipe(tuple(made[source].sources[0] for source in sources), view)
-    for names, why in ((applied.dropped, "dropped by a rule"), (applied.unspoken, _STATE)):
+    for names, why in ((applied.dropped, "dropped by a rule"), (applied.skipped_state, _STATE)):
         if names:
             report.note(f"{len(names)} {why}: " + listing(sorted(names)))
     for note in applied.notes:

@@ -87,7 +87,7 @@ class EditedSource:
                 report.warn(warning)
             recipes, kept_values = _ruled(recipes, kept_values, applied)
             self.tied = tuple(pair for pair in applied.tied if all(name in base.tensors for name in pair))
-            for names, why in ((applied.dropped, "dropped by a rule"), (applied.unspoken, "optimizer state")):
+            for names, why in ((applied.dropped, "dropped by a rule"), (applied.skipped_state, "optimizer state")):
                 if names:
                     report.note(f"not compared, {why}: " + listing(sorted(names)))
         if edits.renames is not None:
