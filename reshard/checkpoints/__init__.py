@@ -1,8 +1,8 @@
-"""Checkpoint files: per name the type, the shape and the byte ranges, and how files are laid out.
+"""Checkpoint files: per name the type, the shape and the byte ranges, and the layout of new files.
 
-Reading: `read_index` reads the headers of one file. Writing: `lay_out_ckpt` and
-`lay_out_safetensors` place every byte of a new file before a tensor is read. Nothing here knows
-of strategies or forms, and nothing holds a tensor in memory.
+Reading: `read_index` reads the headers of one file. Writing: `lay_out_ckpt` and `lay_out_safetensors` place every
+byte of a new file before a tensor is read. This room does not depend on strategies or forms, and keeps no tensor in
+memory.
 """
 
 from reshard.checkpoints.decryption import Decryption

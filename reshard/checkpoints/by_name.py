@@ -1,4 +1,4 @@
-"""Mappings with very many names, whose values are made on demand."""
+"""Mappings with very many names, whose values are created on demand."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ V = TypeVar("V")
 
 
 class ByName(Mapping[str, V]):
-    """Values by name, of which only the names are held.
+    """Values by name; only the names are in memory.
 
     Args:
         names: all names, in order.

@@ -149,7 +149,7 @@ class _Preparation:
         by_rank = all(form_named(form).options.by_rank for form in (self.request.form, self.request.to))
         if not by_rank or not self.request.edits.is_empty:
             return contextlib.nullcontext()
-        return self.swap_test.told(self.request.src, self.request.step, self.request.file_suffix)
+        return self.swap_test.explain_errors(self.request.src, self.request.step, self.request.file_suffix)
 
     def state(self) -> State:
         """Plan.

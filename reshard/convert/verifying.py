@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, Optional
 
 from reshard.checkpoints import FileHandles
-from reshard.convert.ends import read_ends, products
+from reshard.convert.ends import products, read_ends
 from reshard.convert.options import Options
 from reshard.convert.recorded import edits_of_target, strategies_of_target
 from reshard.convert.summary import Summary
@@ -133,7 +133,7 @@ def verify_with_source(
     else:
         files = {} if manifest is None else {file.rank: file.file for file in manifest.files}
     edits, recorded = edits_of_target(out, src, typed, plan, report)
-    told = SwapTest(ends.source, ends.target, means.handles).told(src, step, typed["file_suffix"])
+    told = SwapTest(ends.source, ends.target, means.handles).explain_errors(src, step, typed["file_suffix"])
     between_ranks = by_rank and form_named(ends.form).options.by_rank and edits.is_empty
     with told if between_ranks else contextlib.nullcontext():
         found += verify_conversion(

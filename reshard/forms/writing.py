@@ -115,8 +115,8 @@ def _size(tensor: GlobalTensor) -> int:
 
 def note_uncopied_files(checkpoint: Checkpoint, report: Report) -> None:
     """Note further files of the source that the target form does not contain."""
-    if checkpoint.others:
-        report.note("files other than weights are not copied: " + ", ".join(checkpoint.others[:8]))
+    if checkpoint.extra_files:
+        report.note("files other than weights are not copied: " + ", ".join(checkpoint.extra_files[:8]))
 
 
 def note_skipped_objects(checkpoint: Checkpoint, admit: Callable[[str], bool], report: Report) -> None:

@@ -170,7 +170,7 @@ def _describe(found: InspectedForm, checkpoint: Checkpoint, told: Description) -
         )
         found.full_bytes += math.prod(tensor.shape) * tensor.item_size
     found.values = tuple(checkpoint.values())
-    found.others = tuple(checkpoint.others)
+    found.others = tuple(checkpoint.extra_files)
     _describe_quantised(found, checkpoint)
     if told.incomplete is not None:
         error = told.incomplete

@@ -8,7 +8,7 @@ from typing import Optional
 
 import numpy as np
 
-from reshard.checkpoints.checkpoint import Checkpoint, Equal, GlobalTensor
+from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor, TiedTensors
 from reshard.checkpoints.edited import stored_checkpoint
 from reshard.errors import CheckpointError, IncompleteSourceError
 from reshard.execute import Progress
@@ -19,16 +19,16 @@ from reshard.plan.pieces import Piece, StoredSlice, TargetTensor
 from reshard.text.wording import quoted
 
 
-def equal_of(checkpoint: Checkpoint, names: Iterable[str]) -> list[Equal]:
+def equal_of(checkpoint: Checkpoint, names: Iterable[str]) -> list[TiedTensors]:
     """The sets of tied tensors that some tensors and values are made of."""
     tensors = checkpoint.tensors
     stored = {source.name for name in names if name in tensors for source in tensors[name].sources}
-    return [equal for equal in checkpoint.equal() if equal.taken.name in stored]
+    return [equal for equal in checkpoint.tied_tensors() if equal.representative.name in stored]
 
 
 def check_equal(
     checkpoint: Checkpoint,
-    equals: Collection[Equal],
+    equals: Collection[TiedTensors],
     reader: BoxReader,
     progress: Optional[Progress] = None,
     most: Optional[int] = None,
@@ -50,7 +50,10 @@ def check_equal(
         return
     progress = progress or Progress()
     progress.begin(
-        sum(_elements(equal.taken, most) * equal.taken.item_size * (1 + len(equal.others)) for equal in equals),
+        sum(
+            _elements(equal.representative, most) * equal.representative.item_size * (1 + len(equal.copies))
+            for equal in equals
+        ),
         "comparing tensors",
     )
     try:
@@ -60,19 +63,21 @@ def check_equal(
         progress.end()
 
 
-def _check(checkpoint: Checkpoint, equal: Equal, reader: BoxReader, progress: Progress, most: Optional[int]) -> None:
-    first = equal.taken
-    for other in equal.others:
+def _check(
+    checkpoint: Checkpoint, equal: TiedTensors, reader: BoxReader, progress: Progress, most: Optional[int]
+) -> None:
+    first = equal.representative
+    for other in equal.copies:
         if (other.dtype, other.shape) != (first.dtype, first.shape):
             raise _differ(checkpoint, equal, other, None)
     count = _elements(first, most)
     step = max(1, min(CHUNK_BYTES // first.item_size, count))
     mine, theirs = (np.empty(step * first.item_size, np.uint8) for _ in range(2))
-    target, *others = (_whole(checkpoint, tensor) for tensor in (first, *equal.others))
+    target, *others = (_whole(checkpoint, tensor) for tensor in (first, *equal.copies))
     for box in boxes_of_range(first.shape, 0, count, step):
         nbytes = volume_of(box) * first.item_size
         reader.read(target, box, mine[:nbytes].data)
-        for tensor, made in zip(equal.others, others):
+        for tensor, made in zip(equal.copies, others):
             reader.read(made, box, theirs[:nbytes].data)
             if not np.array_equal(mine[:nbytes], theirs[:nbytes]):
                 raise _differ(checkpoint, equal, tensor, _first_difference(mine, theirs, box, first.item_size))
@@ -112,18 +117,18 @@ def _holder(tensor: GlobalTensor, present: tuple[frozenset[int], ...], slices: t
 
 
 def _differ(
-    checkpoint: Checkpoint, equal: Equal, other: GlobalTensor, at: Optional[tuple[int, ...]]
+    checkpoint: Checkpoint, equal: TiedTensors, other: GlobalTensor, at: Optional[tuple[int, ...]]
 ) -> CheckpointError:
     where = "in type or shape" if at is None else f"at {list(at)}"
     paths = []
-    for tensor in (equal.taken, other):
+    for tensor in (equal.representative, other):
         piece = next(
             piece
             for piece in _whole(checkpoint, tensor).pieces
             if at is None or all(start <= place < stop for place, (start, stop) in zip(at, piece.box))
         )
         paths.append(piece.source.path)
-    taken = "the copy" if other.name == equal.taken.name else quoted(equal.taken.name)
+    taken = "the copy" if other.name == equal.representative.name else quoted(equal.representative.name)
     return CheckpointError(
         f"{paths[1]}: {quoted(other.name)} differs from {taken} in {paths[0]} {where}: {equal.reason}",
         file=paths[1],

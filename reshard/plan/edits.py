@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Callable, Optional, Protocol
 
 from reshard.checkpoints import FileHandles, Tensor
-from reshard.checkpoints.checkpoint import Addition, Checkpoint, Equal, GlobalTensor
+from reshard.checkpoints.checkpoint import Addition, Checkpoint, GlobalTensor, TiedTensors
 from reshard.checkpoints.edited import EditedCheckpoint, Recipe
 from reshard.checkpoints.formats.dtypes import CAST_TO, INT4, dtype_named
 from reshard.errors import CheckpointError, UsageError
@@ -261,7 +261,7 @@ def edited(checkpoint: Checkpoint, edits: Edits, report: Report, complete: bool 
     made: Mapping[str, Recipe] = {name: Recipe((name,), views.get(name)) for name in checkpoint.tensors}
     kept = {*checkpoint.values(), *checkpoint.without_layout()}
     made, kept = _exactly(made, kept, edits.first_names(checkpoint, report))
-    tied: list[Equal] = []
+    tied: list[TiedTensors] = []
     unseen: dict[str, Optional[str]] = {name: name for name in checkpoint.unseen}
     if edits.additions is not None:
         added = edits.additions.fit(checkpoint.tensors)
@@ -388,14 +388,14 @@ def same_layouts(strategy: Strategy, checkpoint: EditedCheckpoint) -> Strategy:
     Raises:
         CheckpointError: packed tensors have other layouts.
     """
-    packed = [name for name, made in checkpoint.made.items() if made.view is not None]
+    packed = [name for name, made in checkpoint.recipes.items() if made.view is not None]
     if packed:
         raise CheckpointError(
             "the source's strategy has no layouts for packed tensors: " + listing(packed),
             parameter=packed[0],
             hint="pass the target's strategy with --dst-strategy; `reshard strategy make` writes one from rules",
         )
-    names = {name: made.sources[0] for name, made in checkpoint.made.items()}
+    names = {name: made.sources[0] for name, made in checkpoint.recipes.items()}
     names.update((name, name) for name in checkpoint.values())
     # Runs with other ranks' files have to get the same strategy.
     names.update((new, name) for name, new in checkpoint.unseen.items() if new is not None)
@@ -457,11 +457,11 @@ def _ruled(
     return found, still
 
 
-def _tied(checkpoint: Checkpoint, applied: Applied) -> list[Equal]:
+def _tied(checkpoint: Checkpoint, applied: Applied) -> list[TiedTensors]:
     """Tied tensors, of which rules use one. Rules that move values are refused elsewhere."""
     tensors = checkpoint.tensors
     return [
-        Equal(
+        TiedTensors(
             tensors[one],
             (tensors[other],),
             "the rules write only the first, as for a tied model",

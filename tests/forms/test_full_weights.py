@@ -142,7 +142,7 @@ def test_other_files_of_the_model_are_named_and_other_weights_are_not_among_them
     (directory / "link.json").symlink_to("config.json")
     report = Report()
     found = read(directory, report)
-    assert found.others == (
+    assert found.extra_files == (
         *("README.md", "config.json", "link.json", "modeling_x.py", "tokenizer.json", "tokenizer.model"),
     )
     (note,) = report.notes
@@ -262,7 +262,7 @@ def test_files_without_an_index(tmp_path: Path) -> None:
     one = tmp_path / "one"
     write_safetensors(one / "model.safetensors", {"a": W, "b": V})
     (one / "config.json").write_text("{}")
-    assert read(one).order() == ["a", "b"] and read(one).others == ("config.json",)
+    assert read(one).order() == ["a", "b"] and read(one).extra_files == ("config.json",)
     several = tmp_path / "several"
     write_safetensors(several / ONE, {"a": W})
     refused(several, "has 1 file of the 2 in their names", "no model.safetensors.index.json")

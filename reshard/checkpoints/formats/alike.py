@@ -1,8 +1,8 @@
-"""Recognising files that are built like one read before.
+"""Recognising files with the structure of a file read before.
 
-Ranks of one stage save the same tensors in the same shapes, so but for tensor contents their files
-are equal byte for byte. Comparing these bytes is far cheaper than parsing them, and equal files can
-share one description, so that a thousand ranks take the memory of a few.
+Ranks of one stage save the same tensors in the same shapes, so except for tensor contents their files are equal byte
+for byte. Comparing these bytes is far cheaper than parsing them, and files of equal structure share one description,
+so a thousand ranks take the memory of a few.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from reshard.checkpoints.formats.tensors import CheckpointIndex
 from reshard.errors import RetryableError
 from reshard.storage import FileStatus, ReadableFile, read_each, read_range, storage_of
 
-# Structures kept; a de-duplicated save gives every file its own.
+# Limit of cached structures; in a de-duplicated save every file has its own.
 _MOST_STRUCTURES = 16
-# Bytes between two headers that are cheaper to read than to step over, and bytes of one read.
+# Gaps up to this size are cheaper to read than to skip; and the limit of one read.
 _NEAR = 32 << 10
 _MOST_AT_ONCE = 1 << 20
 
@@ -33,10 +33,10 @@ class _Read(NamedTuple):
     """Bytes to read at once, and their expected parts.
 
     Attributes:
-        offset: where to read.
-        length: how much.
-        starts: where the parts that are compared begin in it; as columns, since every tensor has one.
-        sizes: how many bytes each of them has.
+        offset: of the first byte in the file.
+        length: bytes.
+        starts: offset of each compared part in these bytes; columns, because every tensor has a part.
+        sizes: bytes of each part.
         digest: of all parts.
     """
 
@@ -57,7 +57,7 @@ def _digest(data: bytes, starts: Iterable[int], sizes: Iterable[int]) -> bytes:
 
 
 class _Structure:
-    """How one file is built; its headers are read again when the first file is compared with it."""
+    """The structure of one file; its headers are read again for the first comparison."""
 
     def __init__(self, example: CheckpointIndex, status: FileStatus) -> None:
         self.example = example
@@ -69,7 +69,7 @@ class _Structure:
         """The reads of a file for a comparison.
 
         Raises:
-            OSError: the example cannot be read any more, or is another file by now.
+            OSError: the example cannot be read any more, or was replaced.
         """
         with self._lock:
             if self._reads is None:
@@ -87,7 +87,7 @@ class _Structure:
 
 
 class KnownStructures:
-    """The structures of files read before, by format and size; for any number of threads.
+    """The structures of files read before, by format and size; thread-safe.
 
     Args:
         handles: open files.
@@ -110,10 +110,10 @@ class KnownStructures:
             try:
                 reads = structure.reads(self._handles)
             except (OSError, RetryableError):
-                # The example was removed: parse this file. Its own reader reports the missing file.
+                # The example vanished: parse this file instead. The example's reader reports that error.
                 continue
-            contents = read_each(file, [(read.offset, read.length) for read in reads])
-            if all(read.matches(data) for read, data in zip(reads, contents)):
+            contents = read_each(file, [(expected.offset, expected.length) for expected in reads])
+            if all(expected.matches(data) for expected, data in zip(reads, contents)):
                 crc = structure.example.crc
                 if crc is not None and format == "ckpt":
                     trailer = read_range(file, size - TRAILER_SIZE, TRAILER_SIZE)
@@ -125,10 +125,10 @@ class KnownStructures:
         return None
 
     def add(self, file: ReadableFile, index: CheckpointIndex) -> None:
-        """Remember how a file is built.
+        """Add the structure of a file.
 
         Raises:
-            OSError: it cannot be looked at.
+            OSError: its status cannot be read.
         """
         status = file.status()
         with self._lock:
@@ -141,9 +141,9 @@ class KnownStructures:
 
 
 def _gaps(index: CheckpointIndex, near: int) -> Iterator[tuple[int, int, array[int], array[int]]]:
-    """What is not tensor content: offset and length of each read, starts and sizes of the parts within it.
+    """Reads that cover all bytes but tensor contents: offset and length, starts and sizes of the parts in it.
 
-    Bytes between two of them are read as well where they are no more than ``near``.
+    A read includes gaps of up to ``near`` bytes.
     """
     first = last = 0
     starts, sizes = array("Q"), array("Q")
@@ -161,7 +161,7 @@ def _gaps(index: CheckpointIndex, near: int) -> Iterator[tuple[int, int, array[i
 
 
 def _between(index: CheckpointIndex) -> Iterator[tuple[int, int]]:
-    """Ranges without tensor content, in pieces to read at once."""
+    """Ranges without tensor contents, in pieces of limited size."""
     end = index.size - (TRAILER_SIZE if index.crc is not None and index.format == "ckpt" else 0)
     position = 0
     for offset, size in itertools.chain(index.extents(), [(end, 0)]):

@@ -1,4 +1,4 @@
-"""Reading the header of a checkpoint file, or of many at a time where every request takes a round trip."""
+"""Readers of the header of one checkpoint file, or of many concurrently on remote storage."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ from reshard.errors import CheckpointError, DamagedCheckpointError, RetryableErr
 from reshard.storage import ReadableFile, exists, storage_of
 from reshard.storage.other_files import GCM, HEAD, kind_by_head, kind_of
 
-# Reading headers from network storage is waiting, whatever the number of CPUs.
+# Reading headers from network storage waits for round trips; more threads than CPUs help.
 _IN_FLIGHT = 16
 
 Header = Union[CheckpointIndex, DamagedCheckpointError]
 
 
 def read_headers(
-    handles: FileHandles, files: Mapping[int, str], known: KnownStructures, holder: str = "rank"
+    handles: FileHandles, files: Mapping[int, str], structures: KnownStructures, holder: str = "rank"
 ) -> Iterator[tuple[int, Header]]:
     """Headers of files, or errors of damaged ones, by holder number in the given order.
 
     Args:
         handles: where to borrow the files from.
         files: path by holder number.
-        known: structures of files read before; these files' are added.
+        structures: structures of files read before; these files' are added.
         holder: the unit of the numbers in messages.
 
     Raises:
-        CheckpointError: a file cannot be read, is encrypted, or is no checkpoint.
+        CheckpointError: a file cannot be read, is encrypted, or is not a checkpoint.
         RetryableError: reading failed in a way that may pass, or a file vanished.
     """
 
     def read(number: int) -> Header:
         path = files[number]
         try:
-            return read_index(handles, path, known)
+            return read_index(handles, path, structures)
         except DamagedCheckpointError as error:
             return error
         except CheckpointError as error:
@@ -56,7 +56,7 @@ def read_headers(
             ) from error
 
     numbers = list(files)
-    # The first file is read alone: files of equal structure are only compared with it.
+    # The first file alone: files of equal structure are then only compared with it.
     for number in numbers[:1]:
         yield number, read(number)
     if len(numbers) < 2:
@@ -67,22 +67,22 @@ def read_headers(
             yield number, read(number)
         return
     with ThreadPoolExecutor(max(_IN_FLIGHT, storage.in_flight)) as pool:
-        coming = [(number, pool.submit(read, number)) for number in numbers[1:]]
+        pending = [(number, pool.submit(read, number)) for number in numbers[1:]]
         try:
-            for number, future in coming:
+            for number, future in pending:
                 yield number, future.result()
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
 
 
-_WANTED = "give a checkpoint that MindSpore saved: .ckpt or .safetensors"
+_HINT = "pass a checkpoint that MindSpore saved: .ckpt or .safetensors"
 
 FORMATS = {".ckpt": "ckpt", ".safetensors": "safetensors"}
 """Format by the ending of a file's name."""
 
 ALL_FORMATS = (*FORMATS.values(), ARCHIVES)
-"""Formats of all files that are written; those of archives cannot be read without their metadata."""
+"""Formats of all written files; files of archives cannot be read without their metadata."""
 
 
 def format_of(path: str) -> str:
@@ -91,34 +91,34 @@ def format_of(path: str) -> str:
     Raises:
         CheckpointError: the ending is neither.
     """
-    found = FORMATS.get(os.path.splitext(path)[1])
-    if found is None:
+    format = FORMATS.get(os.path.splitext(path)[1])
+    if format is None:
         kind = kind_of(path)
         if kind is not None:
-            raise CheckpointError(f"{path}: is {_not_ours(kind)}", file=path, hint=_WANTED)
+            raise CheckpointError(f"{path}: is {_not_ours(kind)}", file=path, hint=_HINT)
         raise CheckpointError(
             f"{path}: is no checkpoint file by its name",
             file=path,
             hint="checkpoint files end in .ckpt or .safetensors",
         )
-    return found
+    return format
 
 
 def _not_ours(kind: str) -> str:
     return f"{kind}; not a MindSpore checkpoint"
 
 
-def read_index(handles: FileHandles, path: str, known: Optional[KnownStructures] = None) -> CheckpointIndex:
+def read_index(handles: FileHandles, path: str, structures: Optional[KnownStructures] = None) -> CheckpointIndex:
     """Read the headers of a checkpoint file.
 
     Args:
         handles: where to borrow the file from.
         path: the file.
-        known: structures of files read before; this file's is added.
+        structures: structures of files read before; this file's is added.
 
     Raises:
         DamagedCheckpointError: the file is truncated or broken.
-        CheckpointError: it cannot be read, is encrypted, or is no checkpoint.
+        CheckpointError: it cannot be read, is encrypted, or is not a checkpoint.
         RetryableError: reading failed in a way that may pass.
     """
     format = format_of(path)
@@ -127,11 +127,11 @@ def read_index(handles: FileHandles, path: str, known: Optional[KnownStructures]
             if not file.status().regular:
                 raise CheckpointError(f"{path}: is not a file", file=path, hint="give a copy that is an ordinary file")
             size = file.size()
-            index = None if known is None else known.find(file, format, size)
+            index = None if structures is None else structures.find(file, format, size)
             if index is None:
                 index = _read(file, format, size)
-                if known is not None:
-                    known.add(file, index)
+                if structures is not None:
+                    structures.add(file, index)
             index.cipher = file.cipher
             return index
     except OSError as error:
@@ -144,8 +144,8 @@ def _read(file: ReadableFile, format: str, size: int) -> CheckpointIndex:
     except DamagedCheckpointError as error:
         path = file.path
         if file.cipher not in (None, GCM):
-            error.message += f" (after decryption with {file.cipher}, of which nothing tells damage from a wrong key)"
+            error.message += f" (after decryption with {file.cipher}: damaged, or the key is wrong)"
         kind = kind_by_head(file.read(0, HEAD))
         if kind is None:
             raise
-        raise DamagedCheckpointError(f"{path}: is {_not_ours(kind)}", file=path, hint=_WANTED) from error
+        raise DamagedCheckpointError(f"{path}: is {_not_ours(kind)}", file=path, hint=_HINT) from error

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Callable, NamedTuple, Optional
 
-from reshard.checkpoints.checkpoint import Equal, FileSharding, GlobalTensor, RecordedCheckpoint
+from reshard.checkpoints.checkpoint import FileSharding, GlobalTensor, RecordedCheckpoint, TiedTensors
 from reshard.errors import IncompleteSourceError
 from reshard.forms.checkpoint2.placing import RankList, TensorPlacement, disjoint
 from reshard.layout import Grid, Layout
@@ -55,10 +55,10 @@ class Checkpoint2(RecordedCheckpoint):
     metadata_names: Optional[frozenset[str]] = None
     unlisted: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
-    def equal(self) -> Sequence[Equal]:
+    def tied_tensors(self) -> Sequence[TiedTensors]:
         """Unlisted tensors that count as whole: each file's copy by itself."""
         return [
-            Equal(
+            TiedTensors(
                 *self._copies(name, files),
                 reason="metadata.json does not list it: its layout is unknown",
                 hint=f"leave it out: --exclude {as_pattern(name)}",

@@ -49,7 +49,7 @@ class IterationContents:
 
     tensors: dict[str, GlobalTensor] = field(default_factory=dict)
     plain: set[str] = field(default_factory=set)
-    unlaid: set[str] = field(default_factory=set)
+    without_layouts: set[str] = field(default_factory=set)
     lost: dict[str, LostTensor] = field(default_factory=dict)
     faults: dict[str, InputError] = field(default_factory=dict)
     unplaced: dict[str, str] = field(default_factory=dict)
@@ -134,7 +134,7 @@ class _Reading:
                 self._contents.faults[name] = error
         self._report_remarks()
         placements = self._contents.placements
-        self._contents.unlaid = {
+        self._contents.without_layouts = {
             name for name in placements if placements[name].layout is None and is_weight(name, placements)
         }
         return self._contents

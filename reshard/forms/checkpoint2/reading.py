@@ -88,7 +88,7 @@ def read_iteration(
         indexes=files.indexes,
         tensors=contents.tensors,
         plain=contents.plain,
-        unlaid=contents.unlaid,
+        without_layouts=contents.without_layouts,
         absent=files.absent,
         lost=contents.lost,
         faults=contents.faults,

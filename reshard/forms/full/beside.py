@@ -44,7 +44,7 @@ def files_beside(
         ReshardError: a file cannot be read.
     """
     handles, report = request.handles, request.report
-    paths = {name: os.path.join(checkpoint.place, name) for name in checkpoint.others}
+    paths = {name: os.path.join(checkpoint.place, name) for name in checkpoint.extra_files}
     if CONFIG not in paths and request.config is not None:
         report.note(f"{CONFIG} is copied from {request.config}")
         paths[CONFIG] = request.config
@@ -145,7 +145,7 @@ def check_beside(
 ) -> Iterator[tuple[str, str]]:
     """Compare further files of source and target; see `Form.check_beside`."""
     different = []
-    for name in source.others:
+    for name in source.extra_files:
         old, new = os.path.join(source.place, name), os.path.join(directory, name)
         try:
             if not is_regular_file(new):

@@ -61,7 +61,7 @@ def read_shards(form: str, reading: ReadRequest) -> ChunkedCheckpoint:
     tensors, faults = shards.tensors()
     shards.check_files(tensors, faults, reading.report)
     checkpoint = chunked_checkpoint(form, directory, shards.indexes, tensors.values(), faults, shards.hint)
-    checkpoint.others = extra_files_in(directory, there, files)
+    checkpoint.extra_files = extra_files_in(directory, there, files)
     if reading.complete:
         checkpoint.check(reading.required)
     return checkpoint

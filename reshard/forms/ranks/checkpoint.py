@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Optional
 
 from reshard.checkpoints import CheckpointIndex, FileHandles, KnownStructures
-from reshard.checkpoints.checkpoint import Checkpoint, Equal, GlobalTensor, StoredObject, order_in_files
+from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor, StoredObject, TiedTensors, order_in_files
 from reshard.checkpoints.edited import stored_checkpoint
 from reshard.checkpoints.formats.headers import read_headers
 from reshard.errors import DamagedCheckpointError
@@ -69,7 +69,7 @@ class RankCheckpoint:
         return {}
 
     @property
-    def others(self) -> Sequence[str]:
+    def extra_files(self) -> Sequence[str]:
         """None."""
         return ()
 
@@ -82,7 +82,7 @@ class RankCheckpoint:
         """Names of all tensors, in the order of the files."""
         return order_in_files(self)
 
-    def equal(self) -> Sequence[Equal]:
+    def tied_tensors(self) -> Sequence[TiedTensors]:
         """None: no tied tensors."""
         return ()
 
