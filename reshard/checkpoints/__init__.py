@@ -7,7 +7,6 @@ memory.
 
 from reshard.checkpoints.decryption import Decryption
 from reshard.checkpoints.files import FileHandles, reading_error
-from reshard.checkpoints.formats.alike import KnownStructures
 from reshard.checkpoints.formats.crc import CrcCheck, check_crc, check_crcs, crc_of_file
 from reshard.checkpoints.formats.dtypes import can_hold, mindspore_reads
 from reshard.checkpoints.formats.headers import format_of, read_index
@@ -29,7 +28,6 @@ __all__ = [
     "Data",
     "Decryption",
     "FileHandles",
-    "KnownStructures",
     "Literal",
     "OutputLayout",
     "OutputTensor",

@@ -7,19 +7,20 @@ each box of a grid.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
-from typing import Any, Callable, NamedTuple, Optional, Protocol
+from typing import Any, Callable, NamedTuple, Optional, Protocol, TypeVar
 
 import numpy.typing as npt
 
-from reshard.checkpoints.by_name import ByName
 from reshard.checkpoints.formats.tensors import CheckpointIndex
 from reshard.errors import InputError, one_error
 from reshard.layout import Box, Grid, View
 from reshard.text.wording import step_words
+
+V = TypeVar("V")
 
 
 class Sharding(Protocol):
@@ -199,6 +200,26 @@ class GlobalTensor(NamedTuple):
     def sources(self) -> tuple[GlobalTensor, ...]:
         """The tensors in the files: its sources, or itself."""
         return self.stored or (self,)
+
+
+class ByName(Mapping[str, V]):
+    """Values by name; only the names are in memory.
+
+    Args:
+        names: all names, in order.
+    """
+
+    def __init__(self, names: Collection[str]) -> None:
+        self._names = names
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 class TensorsInOrder(ByName[GlobalTensor]):

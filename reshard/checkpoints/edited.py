@@ -12,8 +12,15 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Optional
 
-from reshard.checkpoints.by_name import ByName
-from reshard.checkpoints.checkpoint import Addition, Checkpoint, GlobalTensor, ShardReading, StoredObject, TiedTensors
+from reshard.checkpoints.checkpoint import (
+    Addition,
+    ByName,
+    Checkpoint,
+    GlobalTensor,
+    ShardReading,
+    StoredObject,
+    TiedTensors,
+)
 from reshard.checkpoints.formats.dtypes import ITEM_SIZES
 from reshard.checkpoints.formats.tensors import CheckpointIndex
 from reshard.layout import View

@@ -6,8 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Callable, NamedTuple, NewType, Optional, Protocol
 
-from reshard.checkpoints.by_name import ByName
-from reshard.checkpoints.checkpoint import GlobalTensor
+from reshard.checkpoints.checkpoint import ByName, GlobalTensor
 from reshard.checkpoints.formats.dtypes import MEMORY
 from reshard.checkpoints.formats.output import OutputLayout, OutputTensor, lay_out_ckpt, lay_out_safetensors
 from reshard.errors import IncompleteSourceError, LayoutError

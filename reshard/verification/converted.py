@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Callable, Optional, Union
 
-from reshard.checkpoints import CheckpointIndex, FileHandles, KnownStructures, can_hold, format_of
+from reshard.checkpoints import CheckpointIndex, FileHandles, can_hold, format_of
 from reshard.checkpoints.formats.dtypes import INT4
 from reshard.checkpoints.formats.headers import read_headers
 from reshard.errors import DamagedCheckpointError, IncompleteSourceError, LayoutError
@@ -117,7 +117,7 @@ def _read_files(files: Mapping[int, str], handles: FileHandles) -> tuple[dict[in
     """
     indexes: dict[int, CheckpointIndex] = {}
     damaged: dict[int, str] = {}
-    for rank, header in read_headers(handles, dict(sorted(files.items())), KnownStructures(handles)):
+    for rank, header in read_headers(handles, dict(sorted(files.items()))):
         if isinstance(header, DamagedCheckpointError):
             damaged[rank] = header.message
         else:

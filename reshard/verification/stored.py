@@ -19,8 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from reshard.checkpoints import CheckpointIndex, FileHandles, Tensor, reading_error
-from reshard.checkpoints.by_name import ByName
-from reshard.checkpoints.checkpoint import Checkpoint, FileSharding, GlobalTensor, Sharding
+from reshard.checkpoints.checkpoint import ByName, Checkpoint, FileSharding, GlobalTensor, Sharding
 from reshard.checkpoints.formats.dtypes import NO_ARRAYS
 from reshard.errors import CheckpointError, IncompleteSourceError
 from reshard.forms.chunks import ChunkedCheckpoint

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Optional
 
 from reshard.checkpoints.files import FileHandles, reading_error
-from reshard.checkpoints.formats.alike import KnownStructures
 from reshard.checkpoints.formats.headers import read_headers
 from reshard.checkpoints.formats.tensors import CheckpointIndex
 from reshard.errors import CheckpointError, DamagedCheckpointError
@@ -68,7 +67,7 @@ class IterationFiles:
             else:
                 self.absent[name] = f"{path}: does not exist"
         self.indexes: dict[int, CheckpointIndex] = {}
-        for number, header in read_headers(handles, paths, KnownStructures(handles), "file"):
+        for number, header in read_headers(handles, paths, "file"):
             if isinstance(header, DamagedCheckpointError):
                 self.absent[self.names[number]] = header.message
             else:

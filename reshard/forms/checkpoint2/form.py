@@ -12,8 +12,17 @@ from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.checkpoints.edited import stored_checkpoint
 from reshard.defaults import DEFAULT_PREFIX
 from reshard.errors import InputError
-from reshard.forms.checkpoint2 import Checkpoint2, find_iterations, recognise
-from reshard.forms.checkpoint2.iterations import COMMON, METADATA, TRACKER, choose, parse_iteration, read_tracker
+from reshard.forms.checkpoint2.checkpoint import Checkpoint2
+from reshard.forms.checkpoint2.iterations import (
+    COMMON,
+    METADATA,
+    TRACKER,
+    choose,
+    find_iterations,
+    parse_iteration,
+    read_tracker,
+    recognise,
+)
 from reshard.forms.form import Description, Form, FormOptions, Layouts, ReadRequest, SavedCut, SavedStep, WriteRequest
 from reshard.forms.target import FinishingFile, TargetForm
 from reshard.forms.writing import selected
@@ -40,7 +49,7 @@ class Checkpoint2Form(Form):
     @asks_once
     def read(self, request: ReadRequest) -> Checkpoint2:
         """The last finished iteration, or the requested one."""
-        from reshard.forms.checkpoint2 import read_checkpoint2, read_iteration
+        from reshard.forms.checkpoint2.reading import read_checkpoint2, read_iteration
 
         src, handles, report = request.path, request.handles, request.report
         if not request.complete:
@@ -49,7 +58,7 @@ class Checkpoint2Form(Form):
 
     def strategy_of(self, checkpoint: Checkpoint) -> Strategy:
         """By metadata.json."""
-        from reshard.forms.checkpoint2 import strategy_of
+        from reshard.forms.checkpoint2.reading import strategy_of
 
         return strategy_of(cast(Checkpoint2, checkpoint))
 

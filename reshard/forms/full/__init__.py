@@ -7,27 +7,3 @@ readers of the directory would disagree.
 Unified weights have one more file, ``hyper_param.safetensors``: further contents of rank 0's file. Only its
 scalars are read: a larger tensor may be rank 0's slice.
 """
-
-from reshard.forms.full.contents import FullWeights, read_huggingface, read_unified
-from reshard.forms.full.directory import (
-    HUGGINGFACE,
-    HUGGINGFACE_INDEX,
-    HYPER_PARAMETERS,
-    MAP_FILES,
-    UNIFIED,
-    UNIFIED_MAP,
-    full_weights_form,
-)
-
-__all__ = [
-    "HUGGINGFACE",
-    "HUGGINGFACE_INDEX",
-    "HYPER_PARAMETERS",
-    "MAP_FILES",
-    "UNIFIED",
-    "UNIFIED_MAP",
-    "FullWeights",
-    "full_weights_form",
-    "read_huggingface",
-    "read_unified",
-]

@@ -9,10 +9,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Optional
 
-from reshard.checkpoints.by_name import ByName
-from reshard.checkpoints.checkpoint import FileSharding, GlobalTensor, RecordedCheckpoint
+from reshard.checkpoints.checkpoint import ByName, FileSharding, GlobalTensor, RecordedCheckpoint
 from reshard.checkpoints.files import FileHandles
-from reshard.checkpoints.formats.alike import KnownStructures
 from reshard.checkpoints.formats.headers import read_headers
 from reshard.checkpoints.formats.tensors import CheckpointIndex, Tensor
 from reshard.checkpoints.name_order import layers_in_order, natural_order
@@ -82,7 +80,7 @@ class Contents:
             if number not in sound
         ]
         indexes: dict[int, CheckpointIndex] = {}
-        for number, header in read_headers(handles, sound, KnownStructures(handles), "file"):
+        for number, header in read_headers(handles, sound, "file"):
             if isinstance(header, DamagedCheckpointError):
                 problems.append(DamagedCheckpointError(header.message, file=header.file, hint=ONE_COPY))
             else:

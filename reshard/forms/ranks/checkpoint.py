@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Optional
 
-from reshard.checkpoints import CheckpointIndex, FileHandles, KnownStructures
+from reshard.checkpoints import CheckpointIndex, FileHandles
 from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor, StoredObject, TiedTensors, order_in_files
 from reshard.checkpoints.edited import stored_checkpoint
-from reshard.checkpoints.formats.headers import read_headers
+from reshard.checkpoints.formats.headers import KnownStructures, read_headers
 from reshard.errors import DamagedCheckpointError
 from reshard.forms.ranks import StepFiles
 from reshard.forms.ranks.holding import stage_shardings
@@ -165,7 +165,9 @@ class SourceStep:
             Whether a file was read for the first time.
         """
         unread = [r for r in sorted(ranks) if r in self.files and r not in self.indexes and r not in self.damaged]
-        for rank, index in read_headers(self._handles, {rank: self.files[rank] for rank in unread}, self._known):
+        for rank, index in read_headers(
+            self._handles, {rank: self.files[rank] for rank in unread}, structures=self._known
+        ):
             if isinstance(index, DamagedCheckpointError):
                 self.damaged[rank] = index.message
                 self._report.warn(f"{index.message}; rank {rank} counts as absent at {self.label}")
