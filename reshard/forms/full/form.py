@@ -13,7 +13,7 @@ from reshard.forms.full.directory import HYPER_PARAMETERS, MAP_FILES, UNIFIED, f
 from reshard.forms.target import TargetForm
 from reshard.forms.writing import Selected, note_uncopied_files, selected
 from reshard.storage import asks_once, is_regular_file
-from reshard.text.names import as_pattern, is_weight, state_prefix
+from reshard.text.names import is_weight, training_globs
 from reshard.text.report import Report
 from reshard.text.wording import plural, quoted, some_names
 
@@ -120,18 +120,10 @@ def check_latest(form: Form, request: ReadRequest) -> None:
 def _warn_of_training(chosen: Selected, parameters: Collection[str], report: Report) -> None:
     """Advice on skipping optimizer state, gradients and counters."""
     names = [*chosen.tensors, *chosen.values]
-    unexpected = [name for name in names if not is_weight(name, parameters)]
-    if not unexpected:
-        return
-    weights = [name for name in names if is_weight(name, parameters)]
-    patterns: dict[str, None] = {}
-    for name in unexpected:
-        prefix = state_prefix(name, parameters)
-        # A weight's name may begin with the same prefix: then only the exact name is excluded.
-        distinct = prefix and not any(weight.startswith(prefix) for weight in weights)
-        patterns[f"'{prefix}*'" if distinct else as_pattern(name)] = None
-    report.warn(
-        f"optimizer state and values of the training are written too ({plural(len(unexpected), 'tensor')}), and "
-        "loaders of Hugging Face models do not expect them; leave them out with "
-        + " ".join(f"--exclude {pattern}" for pattern in patterns)
-    )
+    unexpected = sum(not is_weight(name, parameters) for name in names)
+    if unexpected:
+        report.warn(
+            f"optimizer state and values of the training are written too ({plural(unexpected, 'tensor')}), and loaders "
+            "of Hugging Face models do not expect them; leave them out with "
+            + " ".join(f"--exclude '{glob}'" for glob in training_globs(names, parameters))
+        )
