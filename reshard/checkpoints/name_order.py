@@ -1,4 +1,4 @@
-"""The order of names and of files, with the numbers in them taken as numbers: layer 10 after layer 9."""
+"""The order of names and of files, by the numbers in them: layer 10 after layer 9."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 
 _PIECES = re.compile(r"[0-9]+|[^0-9]+")
-# A longer one is no number of a layer, and would take long to convert.
+# Longer digits are not the number of a layer, and slow to convert.
 _MOST_DIGITS = 18
 # Replaces a number; other pieces of a name contain no digit.
 _NUMBER = "0"
@@ -22,29 +22,29 @@ def _natural_key(text: str) -> tuple[tuple[int, int, str], ...]:
 
 
 def layers_in_order(names: Iterable[str]) -> list[str]:
-    """Names in the order given, but numbers ascending wherever names agree up to a number.
+    """Names in their original order, but with numbers ascending where names agree up to a number.
 
-    Files hold names in any order, such as layer 10 before layer 2, or a few tensors of every layer. What
-    belongs to a layer comes out together, where the first of all layers stood, in the order in which it was given.
+    Files hold names in any order, such as layer 10 before layer 2, or a few tensors of every layer. The result has
+    the names of a layer together, at the place of the first layer, in their original order.
 
     Args:
         names: each once.
     """
-    # Per beginning of names that goes on in several ways: the number of the name that it first came in.
+    # Per beginning of a name: the index of the first name with it.
     first: dict[str, int] = {}
 
     def key(name: str, number: int) -> tuple[int, ...]:
-        found: list[int] = []
+        places: list[int] = []
         for match in _PIECES.finditer(name):
             piece, end = match[0], match.end()
             if _is_number(piece):
                 # All numbers at a place count as one continuation; 01 comes after 1.
-                found += first.setdefault(name[: match.start()] + _NUMBER, number), int(piece), len(piece)
+                places += first.setdefault(name[: match.start()] + _NUMBER, number), int(piece), len(piece)
             elif end < len(name):
-                found.append(first.setdefault(name[:end], number))
+                places.append(first.setdefault(name[:end], number))
             else:
-                found.append(number)
-        return tuple(found)
+                places.append(number)
+        return tuple(places)
 
     keys = {name: key(name, number) for number, name in enumerate(names)}
     return sorted(keys, key=keys.__getitem__)

@@ -12,8 +12,8 @@ from reshard.checkpoints.decryption import decryption_of
 from reshard.checkpoints.formats.dtypes import MEMORY
 from reshard.defaults import MAX_MEMORY, usable_cpus
 from reshard.errors import UsageError
-from reshard.forms.form import Layouts, Reading
-from reshard.forms.registry import FORMS, check_holds_ranks, check_there, form_named, form_of
+from reshard.forms.form import Layouts, ReadRequest
+from reshard.forms.registry import FORMS, check_holds_ranks, check_exists, form_named, form_of
 from reshard.opened.checkpoint import OpenedCheckpoint, ReadingEffort
 from reshard.plan.edits import NO_EDITS, Edits, typed_edits
 from reshard.plan.request import Request
@@ -195,7 +195,7 @@ def source_strategy(
     Raises:
         UsageError: it is missing for rank directories, or given for another form.
     """
-    check_there(src)
+    check_exists(src)
     if form_named(form).options.needs_strategy:
         if strategy is None:
             check_holds_ranks(src)
@@ -227,7 +227,7 @@ def _target(
         target = typed_strategy(strategy, report)
     elif form_named(form).options.layouts is Layouts.RECORDED:
         with FileHandles() as handles:
-            reading = Reading(src, handles, Report(), step, wanted=lambda name: False)
+            reading = ReadRequest(src, handles, Report(), step, required=lambda name: False)
             target = form_named(form).strategy_of(form_named(form).read(reading))
     elif form_named(form).options.needs_strategy:
         # Cut like the source, under any names.

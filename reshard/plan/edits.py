@@ -10,11 +10,11 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Callable, Optional, Protocol
 
 from reshard.checkpoints import FileHandles, Tensor
-from reshard.checkpoints.checkpoint import Addition, Checkpoint, Equal, GlobalTensor
+from reshard.checkpoints.checkpoint import Addition, Checkpoint, GlobalTensor, TiedTensors
 from reshard.checkpoints.edited import EditedCheckpoint, Recipe
 from reshard.checkpoints.formats.dtypes import CAST_TO, INT4, dtype_named
 from reshard.errors import CheckpointError, UsageError
-from reshard.forms.form import Names, Written
+from reshard.forms.form import EditedStep, Names
 from reshard.forms.registry import form_named, form_of
 from reshard.plan.wanted_types import CastAsked, cast, tell_casts, warn_of_uncast
 from reshard.storage import absolute, is_regular_file
@@ -221,19 +221,19 @@ class Edits:
             for reverse in (False, True) if self.reverse is None else (self.reverse,):
                 yield self.identity(options, reverse)
 
-    def written(self, target: Strategy) -> Callable[[Checkpoint], Written]:
-        """A function that edits a checkpoint, complete or not; see `forms.form.Reading`.
+    def step_editor(self, target: Strategy) -> Callable[[Checkpoint], EditedStep]:
+        """A function that edits a checkpoint, complete or not; see `forms.form.ReadRequest`.
 
         Args:
             target: the strategy of the target, which may be `same`.
         """
 
-        def written(checkpoint: Checkpoint) -> Written:
+        def edit(checkpoint: Checkpoint) -> EditedStep:
             # The notes are printed when the chosen step is edited.
             made = edited(checkpoint, self, Report(), complete=False)
-            return Written(made.tensors, same_layouts(target, made) if target.path == SAME else target, made.unseen)
+            return EditedStep(made.tensors, same_layouts(target, made) if target.path == SAME else target, made.unseen)
 
-        return written
+        return edit
 
 
 NO_EDITS = Edits()
@@ -261,7 +261,7 @@ def edited(checkpoint: Checkpoint, edits: Edits, report: Report, complete: bool 
     made: Mapping[str, Recipe] = {name: Recipe((name,), views.get(name)) for name in checkpoint.tensors}
     kept = {*checkpoint.values(), *checkpoint.without_layout()}
     made, kept = _exactly(made, kept, edits.first_names(checkpoint, report))
-    tied: list[Equal] = []
+    tied: list[TiedTensors] = []
     unseen: dict[str, Optional[str]] = {name: name for name in checkpoint.unseen}
     if edits.additions is not None:
         added = edits.additions.fit(checkpoint.tensors)
@@ -293,10 +293,10 @@ def edited(checkpoint: Checkpoint, edits: Edits, report: Report, complete: bool 
         # New names do not depend on shapes. A rule that fits a parameter of an absent rank is used.
         shapes.update((name, ()) for name in unseen.values() if name is not None)
         applied = apply_rules(edits.renames, shapes, optimizer=True, values=kept.intersection(checkpoint.values()))
-        renamed = {each.sources[0]: name for name, each in applied.made.items()}
+        renamed = {each.sources[0]: name for name, each in applied.views.items()}
         unseen = {name: None if old is None else renamed.get(old) for name, old in unseen.items()}
-        seen = {name: each for name, each in applied.made.items() if name not in unseen.values()}
-        made, kept = _ruled(checkpoint, made, kept, replace(applied, made=seen), edits.renames, report)
+        seen = {name: each for name, each in applied.views.items() if name not in unseen.values()}
+        made, kept = _ruled(checkpoint, made, kept, replace(applied, views=seen), edits.renames, report)
     if edits.exactly:
         made, kept = _exactly(made, kept, dict(edits.exactly))
         unseen = dict.fromkeys(unseen)
@@ -388,14 +388,14 @@ def same_layouts(strategy: Strategy, checkpoint: EditedCheckpoint) -> Strategy:
     Raises:
         CheckpointError: packed tensors have other layouts.
     """
-    packed = [name for name, made in checkpoint.made.items() if made.view is not None]
+    packed = [name for name, made in checkpoint.recipes.items() if made.view is not None]
     if packed:
         raise CheckpointError(
             "the source's strategy has no layouts for packed tensors: " + listing(packed),
             parameter=packed[0],
             hint="pass the target's strategy with --dst-strategy; `reshard strategy make` writes one from rules",
         )
-    names = {name: made.sources[0] for name, made in checkpoint.made.items()}
+    names = {name: made.sources[0] for name, made in checkpoint.recipes.items()}
     names.update((name, name) for name in checkpoint.values())
     # Runs with other ranks' files have to get the same strategy.
     names.update((new, name) for name, new in checkpoint.unseen.items() if new is not None)
@@ -423,7 +423,7 @@ def _ruled(
 
     found: dict[str, Recipe] = {}
     still: set[str] = set()
-    for name, (_, sources, view) in applied.made.items():
+    for name, (_, sources, view) in applied.views.items():
         if not all(source in made for source in sources):
             if sources == (name,) and view.is_all_of(_stored(checkpoint, name).shape):
                 still.add(name)
@@ -446,7 +446,7 @@ def _ruled(
         else:
             # Only the first table packs; the renames after it do not.
             found[name] = Recipe(tuple(made[source].sources[0] for source in sources), view)
-    for names, why in ((applied.dropped, "dropped by a rule"), (applied.unspoken, _STATE)):
+    for names, why in ((applied.dropped, "dropped by a rule"), (applied.skipped_state, _STATE)):
         if names:
             report.note(f"{len(names)} {why}: " + listing(sorted(names)))
     for note in applied.notes:
@@ -457,11 +457,11 @@ def _ruled(
     return found, still
 
 
-def _tied(checkpoint: Checkpoint, applied: Applied) -> list[Equal]:
+def _tied(checkpoint: Checkpoint, applied: Applied) -> list[TiedTensors]:
     """Tied tensors, of which rules use one. Rules that move values are refused elsewhere."""
     tensors = checkpoint.tensors
     return [
-        Equal(
+        TiedTensors(
             tensors[one],
             (tensors[other],),
             "the rules write only the first, as for a tied model",

@@ -130,7 +130,7 @@ class Plan:
             most: members of a group at the most.
             names: only these tensors, and nothing that is copied; by default everything.
         """
-        made = [file for file in files if self.form.taken_over(file) is None]
+        made = [file for file in files if self.form.copied_file(file) is None]
         for members in self.reading_groups(made, most):
             yield [self.target_file(file, names) for file in members]
         if names is None and len(made) < len(files):
@@ -184,7 +184,7 @@ class Plan:
         total = {}
         made = []
         for file in files:
-            taken_over = self.form.taken_over(file)
+            taken_over = self.form.copied_file(file)
             if taken_over is None:
                 made.append(file)
                 total[file] = sum(value.tensor.nbytes for value in self.values_of(file))
@@ -214,7 +214,7 @@ class Plan:
         known: dict[object, int] = {}
         found = {}
         for file in files:
-            taken_over = self.form.taken_over(file)
+            taken_over = self.form.copied_file(file)
             if taken_over is not None:
                 found[file] = self.checkpoint.indexes[taken_over].size
                 continue
@@ -241,7 +241,7 @@ class Plan:
             file: its number.
             names: only these tensors, and nothing that is copied; by default everything.
         """
-        taken_over = self.form.taken_over(file)
+        taken_over = self.form.copied_file(file)
         if taken_over is not None:
             index = self.checkpoint.indexes[taken_over]
             box = ((0, index.size),)
@@ -331,7 +331,7 @@ class Plan:
         It does not depend on which files are still to be written, nor on how many together: every part
         of a run reads the files that were chosen, and checked, for all of it.
         """
-        made = [file for file in self.asked if self.form.taken_over(file) is None]
+        made = [file for file in self.asked if self.form.copied_file(file) is None]
         return {file: members[0] for members in self.reading_groups(made) for file in members}
 
     def _base(self, file: int) -> tuple[int, ...]:

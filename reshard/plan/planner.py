@@ -10,11 +10,11 @@ from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.checkpoints.formats.dtypes import MEMORY, TEXT
 from reshard.errors import UsageError
 from reshard.forms.cuts import Cuts
-from reshard.forms.form import Names, Reading, Wanted
+from reshard.forms.form import Names, ReadRequest, WriteRequest
 from reshard.forms.ranks.checkpoint import rank_checkpoint_of
 from reshard.forms.registry import counted_as, form_named
 from reshard.forms.target import TargetForm
-from reshard.forms.writing import note_objects_left
+from reshard.forms.writing import note_skipped_objects
 from reshard.plan.checks import check, problems_of_form
 from reshard.plan.edits import edited, same_layouts
 from reshard.plan.plan import Plan, Sorted, ValuesOfFiles, asked_files, sections_of
@@ -34,7 +34,7 @@ def make_plan(request: Request, handles: FileHandles, report: Report) -> Plan:
         ReshardError: the request cannot be met; nothing has been written.
     """
     source = form_named(request.form)
-    checkpoint = base = source.read(_reading(request, handles, report))
+    checkpoint = base = source.read(_read_request(request, handles, report))
     shards = shards_of(request.target.path)
     if request.target.is_untold and shards is None:
         request = replace(request, target=source.strategy_of(base))
@@ -53,9 +53,9 @@ def make_plan(request: Request, handles: FileHandles, report: Report) -> Plan:
         form: TargetForm = RecoveredFiles(request, ranks, recovery)
     else:
         target = form_named(request.to)
-        form = target.target(checkpoint, _wanted(request, handles, report))
+        form = target.target(checkpoint, _write_request(request, handles, report))
         if target.options.names is not Names.TRAINER:
-            note_objects_left(checkpoint, request.filters.admit, report)
+            note_skipped_objects(checkpoint, request.filters.admit, report)
     values = CopiedValues(checkpoint, form, request.filters, request.source.device_count > 1, handles)
     copied = values if recovery is None else ValuesOfRecovery(values, recovery)
     between_ranks = source.options.by_rank and form.by_rank and request.edits.is_empty
@@ -73,15 +73,15 @@ def make_plan(request: Request, handles: FileHandles, report: Report) -> Plan:
     return plan
 
 
-def _reading(request: Request, handles: FileHandles, report: Report) -> Reading:
+def _read_request(request: Request, handles: FileHandles, report: Report) -> ReadRequest:
     """The source of a request, to be read."""
-    return Reading(
+    return ReadRequest(
         request.src,
         handles,
         report,
         request.step,
         request.damaged,
-        _wanted_by(request),
+        _is_required(request),
         source=request.source,
         # Rows of everything are cut, whatever the source holds.
         target=request.target if shards_of(request.target.path) is None else Strategy.none(),
@@ -89,14 +89,14 @@ def _reading(request: Request, handles: FileHandles, report: Report) -> Reading:
         filters=request.filters,
         file_suffix=request.file_suffix,
         fallback=request.fallback,
-        written=None if request.edits.is_empty else request.edits.written(request.target),
+        edit=None if request.edits.is_empty else request.edits.step_editor(request.target),
     )
 
 
-def _wanted(request: Request, handles: FileHandles, report: Report) -> Wanted:
+def _write_request(request: Request, handles: FileHandles, report: Report) -> WriteRequest:
     """The target of a request."""
     edits = request.edits
-    return Wanted(
+    return WriteRequest(
         request.dst,
         request.source,
         request.target,
@@ -134,7 +134,7 @@ def _plan(
     return Plan(request, checkpoint, form, copied, sort(request, checkpoint, form, values), Cuts(), choice)
 
 
-def _wanted_by(request: Request) -> Callable[[str], bool]:
+def _is_required(request: Request) -> Callable[[str], bool]:
     """Whether a tensor is written at all."""
     edits, admit = request.edits, request.filters.admit
     if not edits.is_empty:

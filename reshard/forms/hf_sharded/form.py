@@ -11,7 +11,7 @@ from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.checkpoints.formats.output import OutputLayout, OutputTensor, lay_out_safetensors
 from reshard.forms.chunk_files import ChunkFiles
 from reshard.forms.chunks import ChunkedCheckpoint, described, strategy_of
-from reshard.forms.form import Description, Form, FormOptions, Layouts, Names, Reading, Wanted
+from reshard.forms.form import Description, Form, FormOptions, Layouts, Names, ReadRequest, WriteRequest
 from reshard.forms.full.form import check_latest
 from reshard.forms.hf_sharded.headers import FULL_SHAPE, INFO, OFFSETS
 from reshard.forms.hf_sharded.reading import SHARD, read_shards, shards_in
@@ -47,7 +47,7 @@ class HfShardedForm(Form):
         return found == src or (found is not None and not whole)
 
     @asks_once
-    def read(self, reading: Reading) -> ChunkedCheckpoint:
+    def read(self, reading: ReadRequest) -> ChunkedCheckpoint:
         """By the headers of all files."""
         check_latest(self, reading)
         return read_shards(self.name, reading)
@@ -56,12 +56,12 @@ class HfShardedForm(Form):
         """As the headers place the chunks."""
         return strategy_of(cast(ChunkedCheckpoint, checkpoint))
 
-    def target(self, checkpoint: Checkpoint, wanted: Wanted) -> TargetForm:
+    def target(self, checkpoint: Checkpoint, request: WriteRequest) -> TargetForm:
         """A file for every rank, and what lies beside the weights of a Hugging Face directory."""
         from reshard.forms.full.beside import files_beside
 
-        chosen = selected(checkpoint, wanted)
-        return _Shards(wanted.target, chosen, files_beside(checkpoint, chosen.tensors, wanted))
+        chosen = selected(checkpoint, request)
+        return _Shards(request.target, chosen, files_beside(checkpoint, chosen.tensors, request))
 
     def describe(self, checkpoint: Checkpoint) -> Description:
         """How many chunks tensors have, and what is missing."""
