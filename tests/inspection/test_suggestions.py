@@ -290,6 +290,14 @@ def test_a_table_that_does_not_fit_is_not_used(tmp_path: Path) -> None:
     assert any("does not fit" in each["text"] for each in item["missing"])
 
 
+def test_a_damaged_configuration_is_a_problem(tmp_path: Path) -> None:
+    config, full = MODELS["qwen3"][0], weights("qwen3")
+    (write_huggingface(tmp_path / "model", full, config) / "config.json").write_text("{")
+    printed = suggested(tmp_path / "model")
+    assert printed["model"] is None and "config.json" in printed["problems"][0]["text"]
+    assert placeholders(of_aim(printed, "mindspore")["command"]) == {"DST_STRATEGY", "TABLE", "CONFIG"}
+
+
 def test_quantised_weights_become_numbers(tmp_path: Path) -> None:
     printed = suggested(FIXTURES / "fp8", "--devices", 2)
     assert run_all(printed) == ["pytorch", "dequantize"]
