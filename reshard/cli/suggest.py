@@ -106,7 +106,9 @@ def _show(suggestions: Suggestions) -> None:
     if suggestions.strategy is not None:
         _comment(f"strategy: {suggestions.strategy}")
         if suggestions.found:
-            _comment("  the only one here that fits the ranks, names and shapes in the headers; is it the right one?")
+            _comment(
+                "  the only one here that fits the ranks, names and shapes in the headers; the first command tests it"
+            )
     if model.config is not None:
         _comment(f"model: {model.type or 'unknown type'} ({model.config.path})")
     for problem in subject.problems:
