@@ -31,7 +31,7 @@ from reshard.text.names import ACCUMULATED_GRADIENTS
 from reshard.text.wording import quoted
 from reshard.verification.boxes import (
     Box,
-    RecordedLayout,
+    LayoutRecord,
     Shape,
     common,
     device_boxes,
@@ -502,7 +502,7 @@ class _StoredTensors(ByName[Content]):
         """The slices of a tensor per stage, and whether the files have the recorded optimizer shards."""
         name, slice_sets, plain = tensor.name, [], set()
         recorded = {
-            stage.number: RecordedLayout((stage.device_count,), ((),) * len(tensor.shape))
+            stage.number: LayoutRecord((stage.device_count,), ((),) * len(tensor.shape))
             if self._strategy.is_none
             else recorded_layout(stage.layouts[name])
             for stage in self._strategy.stages
@@ -547,7 +547,7 @@ class _StoredTensors(ByName[Content]):
             self._ranks[key] = frozenset(rank for rank in files if rank in stage.ranks)
         return self._ranks[key]
 
-    def _fits(self, tensor: GlobalTensor, layout: RecordedLayout, first: int, ranks: Collection[int]) -> bool:
+    def _fits(self, tensor: GlobalTensor, layout: LayoutRecord, first: int, ranks: Collection[int]) -> bool:
         """Whether the slices in the files have the shapes of a layout."""
         boxes = device_boxes(layout, tensor.shape)
         if layout.uneven is None:
@@ -609,12 +609,12 @@ class _StoredTensors(ByName[Content]):
         return SliceSet(number, {box: tuple(sorted(files)) for box, files in files_of.items()})
 
 
-_WHOLE = RecordedLayout((), ())
+_WHOLE = LayoutRecord((), ())
 
 
-def recorded_layout(layout: Any) -> RecordedLayout:
+def recorded_layout(layout: Any) -> LayoutRecord:
     """The recorded values of a layout, without its computed properties."""
-    return RecordedLayout(
+    return LayoutRecord(
         layout.device_matrix,
         layout.tensor_map,
         layout.shard_size,
