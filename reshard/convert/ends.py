@@ -14,8 +14,8 @@ from reshard.errors import UsageError
 from reshard.forms.form import Form, Layouts
 from reshard.forms.registry import (
     FORMS,
-    check_holds_ranks,
     check_exists,
+    check_holds_ranks,
     form_named,
     form_of,
     read_checkpoint,

@@ -8,7 +8,7 @@ from typing import Optional
 
 import numpy as np
 
-from reshard.checkpoints.checkpoint import Checkpoint, TiedTensors, GlobalTensor
+from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor, TiedTensors
 from reshard.checkpoints.edited import stored_checkpoint
 from reshard.errors import CheckpointError, IncompleteSourceError
 from reshard.execute import Progress
@@ -50,7 +50,10 @@ def check_equal(
         return
     progress = progress or Progress()
     progress.begin(
-        sum(_elements(equal.representative, most) * equal.representative.item_size * (1 + len(equal.copies)) for equal in equals),
+        sum(
+            _elements(equal.representative, most) * equal.representative.item_size * (1 + len(equal.copies))
+            for equal in equals
+        ),
         "comparing tensors",
     )
     try:
@@ -60,7 +63,9 @@ def check_equal(
         progress.end()
 
 
-def _check(checkpoint: Checkpoint, equal: TiedTensors, reader: BoxReader, progress: Progress, most: Optional[int]) -> None:
+def _check(
+    checkpoint: Checkpoint, equal: TiedTensors, reader: BoxReader, progress: Progress, most: Optional[int]
+) -> None:
     first = equal.representative
     for tensor_beside in equal.copies:
         if (tensor_beside.dtype, tensor_beside.shape) != (first.dtype, first.shape):
@@ -111,7 +116,9 @@ def _holder(tensor: GlobalTensor, present: tuple[frozenset[int], ...], slices: t
     raise IncompleteSourceError(f"a slice of {quoted(tensor.name)} is on no readable rank", parameter=tensor.name)
 
 
-def _differ(checkpoint: Checkpoint, equal: TiedTensors, copy: GlobalTensor, at: Optional[tuple[int, ...]]) -> CheckpointError:
+def _differ(
+    checkpoint: Checkpoint, equal: TiedTensors, copy: GlobalTensor, at: Optional[tuple[int, ...]]
+) -> CheckpointError:
     where = "in type or shape" if at is None else f"at {list(at)}"
     paths = []
     for tensor in (equal.representative, copy):

@@ -13,7 +13,7 @@ from reshard.checkpoints.formats.dtypes import MEMORY
 from reshard.defaults import MAX_MEMORY, usable_cpus
 from reshard.errors import UsageError
 from reshard.forms.form import Layouts, ReadRequest
-from reshard.forms.registry import FORMS, check_holds_ranks, check_exists, form_named, form_of
+from reshard.forms.registry import FORMS, check_exists, check_holds_ranks, form_named, form_of
 from reshard.opened.checkpoint import OpenedCheckpoint, ReadingEffort
 from reshard.plan.edits import NO_EDITS, Edits, typed_edits
 from reshard.plan.request import Request
