@@ -276,22 +276,7 @@ class StoredObject(NamedTuple):
 
 
 class Checkpoint(Protocol):
-    """One step of a source, from its headers and metadata.
-
-    Attributes:
-        form: the name of its form, as `forms.registry` lists them.
-        step: the step in the notation of its form, such as ``3_10`` or ``20``; None if unknown.
-        label: the step's name in messages.
-        place: the common directory of its files.
-        files: path of every file, by holder number.
-        indexes: their headers.
-        tensors: tensors with a layout, by name.
-        laid_out: names with a known layout, in files or not.
-        unseen: names that may be in missing files.
-        training: metadata of the training, as in common.json of Checkpoint 2.0.
-        extra_files: files beside the weights that belong to the model, relative to the directory.
-        objects: objects other than tensors, by name.
-    """
+    """One step of a source, from its headers and metadata."""
 
     @property
     def form(self) -> str:
@@ -299,7 +284,7 @@ class Checkpoint(Protocol):
 
     @property
     def step(self) -> Optional[str]:
-        """The step in the notation of its form."""
+        """The step in the notation of its form, such as ``3_10`` or ``20``; None if unknown."""
 
     @property
     def label(self) -> str:
@@ -331,7 +316,7 @@ class Checkpoint(Protocol):
 
     @property
     def training(self) -> Mapping[str, Any]:
-        """Metadata of the training."""
+        """Metadata of the training, as in common.json of Checkpoint 2.0."""
 
     @property
     def extra_files(self) -> Sequence[str]:

@@ -18,11 +18,9 @@ from reshard.checkpoints.checkpoint import (
     Checkpoint,
     GlobalTensor,
     ShardReading,
-    StoredObject,
     TiedTensors,
 )
 from reshard.checkpoints.formats.dtypes import ITEM_SIZES
-from reshard.checkpoints.formats.tensors import CheckpointIndex
 from reshard.layout import View
 
 
@@ -104,22 +102,15 @@ class EditedCheckpoint:
     ) -> None:
         self.identity = identity
         self.base = base
+        self.form, self.step = base.form, base.step
+        self.files, self.indexes = base.files, base.indexes
+        self.training, self.extra_files, self.objects = base.training, base.extra_files, base.objects
         self.recipes = recipes
         self.tensors: Mapping[str, GlobalTensor] = EditedTensors(base.tensors, recipes)
         self.unseen = unseen
         self.nested: Mapping[str, tuple[Any, ...]] = getattr(base, "nested", {}) if nested is None else nested
         self._kept_values = frozenset(kept_values)
         self._tied = tuple(tied)
-
-    @property
-    def form(self) -> str:
-        """That of the base."""
-        return self.base.form
-
-    @property
-    def step(self) -> Optional[str]:
-        """That of the base."""
-        return self.base.step
 
     @property
     def label(self) -> str:
@@ -132,34 +123,9 @@ class EditedCheckpoint:
         return self.base.place
 
     @property
-    def files(self) -> Mapping[int, str]:
-        """Those of the base."""
-        return self.base.files
-
-    @property
-    def indexes(self) -> Mapping[int, CheckpointIndex]:
-        """Those of the base."""
-        return self.base.indexes
-
-    @property
     def laid_out(self) -> Collection[str]:
         """Names of its tensors."""
         return self.tensors.keys()
-
-    @property
-    def training(self) -> Mapping[str, Any]:
-        """That of the base."""
-        return self.base.training
-
-    @property
-    def extra_files(self) -> Sequence[str]:
-        """Those of the base."""
-        return self.base.extra_files
-
-    @property
-    def objects(self) -> Mapping[str, StoredObject]:
-        """Those of the base."""
-        return self.base.objects
 
     def order(self) -> list[str]:
         """The order of each tensor's first source in the base."""

@@ -59,6 +59,15 @@ def reading_error(path: str, error: OSError) -> ReshardError:
     return RetryableError(f"{path}: cannot be read: {error.strerror or error}", file=path)
 
 
+@contextlib.contextmanager
+def reading(path: str) -> Iterator[None]:
+    """Replace an OSError by its `reading_error`."""
+    try:
+        yield
+    except OSError as error:
+        raise reading_error(path, error) from error
+
+
 class FileVersion(NamedTuple):
     """The identity of a file's version, which differs after a replacement or a write.
 

@@ -209,25 +209,19 @@ class Description(NamedTuple):
 
 
 class SavedCut(Protocol):
-    """The layout of a tensor in a checkpoint's metadata.
-
-    Attributes:
-        layout: the layout; None where every file holds the whole tensor.
-        ranks: the ranks of the layout, in its order; without a layout, all ranks that hold the tensor.
-        rank_of: the files that hold a slice, each with its rank; empty without a layout.
-    """
+    """The layout of a tensor in a checkpoint's metadata."""
 
     @property
     def layout(self) -> Optional[Layout]:
-        """The layout."""
+        """The layout; None where every file holds the whole tensor."""
 
     @property
     def ranks(self) -> Sequence[int]:
-        """The ranks of the layout."""
+        """The ranks of the layout, in its order; without a layout, all ranks that hold the tensor."""
 
     @property
     def rank_of(self) -> Sequence[tuple[int, int]]:
-        """The files that hold a slice, each with its rank."""
+        """The files that hold a slice, each with its rank; empty without a layout."""
 
 
 class Form(Protocol):

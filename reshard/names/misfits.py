@@ -83,7 +83,7 @@ class Misfits:
             lines.append("state of another shape than its weight cannot follow it: " + listing(self.other_shapes))
         if lines:
             headline = f"the rules {self.path} do not fit the checkpoint ({self.side}):"
-            raise NamesError(block(headline, [_indented(line) for line in lines]), hint=self._hint())
+            raise NamesError(block(headline, [joined("", ["  ", line]) for line in lines]), hint=self._hint())
 
     def _hint(self) -> Optional[str]:
         hints = []
@@ -158,10 +158,6 @@ def _grouped(names: Collection[str]) -> list[list[str]]:
 def _numbers_replaced(name: str, number: str) -> str:
     """A name with a text in place of each number."""
     return re.sub("(?<![a-z0-9])[0-9]+(?![a-z0-9])", number, name)
-
-
-def _indented(line: str) -> Message:
-    return joined("", ["  ", line])
 
 
 def check_complete(side: Side, instances: Instances, problems: Misfits, keeps_others: bool) -> None:

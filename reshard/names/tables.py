@@ -31,11 +31,6 @@ def builtin_names() -> list[str]:
     return _BUILTIN.names()
 
 
-def builtin_table(name: str) -> NameRules:
-    """A built-in table."""
-    return replace(read_rules(_BUILTIN.path(name)), path=name)
-
-
 def rules_named(text_of_user: str) -> NameRules:
     """The table of a file, or a built-in one; options may follow: ``qwen3,gate_up=halves``.
 
@@ -56,7 +51,7 @@ def rules_named(text_of_user: str) -> NameRules:
 
 def _table(name: str) -> NameRules:
     if _BUILTIN.has(name):
-        return builtin_table(name)
+        return replace(read_rules(_BUILTIN.path(name)), path=name)
     _BUILTIN.check_exists(name)
     return read_rules(name)
 

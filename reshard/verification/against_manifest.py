@@ -9,8 +9,9 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-from reshard.checkpoints import CheckpointIndex, FileHandles, crc_of_file, read_index, reading_error
+from reshard.checkpoints import CheckpointIndex, FileHandles, crc_of_file, read_index
 from reshard.checkpoints.checkpoint import Checkpoint
+from reshard.checkpoints.files import reading
 from reshard.checkpoints.formats.dtypes import ARCHIVES
 from reshard.checkpoints.placed import PlacedFile
 from reshard.errors import CheckpointError
@@ -83,11 +84,9 @@ def _archives(checkpoint: Checkpoint, handles: FileHandles) -> Iterator[Differen
     paths = {index.path for index in checkpoint.indexes.values() if index.format == ARCHIVES}
     for path in sorted(paths):
         try:
-            with handles.borrow(path) as file:
+            with reading(path), handles.borrow(path) as file:
                 if isinstance(file, PlacedFile):
                     file.locate_all()
-        except OSError as error:
-            raise reading_error(path, error) from error
         except CheckpointError as error:
             yield Difference("file", None, (), error.message, (os.path.relpath(path, checkpoint.place),))
 
@@ -151,13 +150,10 @@ def _header_digest(index: CheckpointIndex, handles: FileHandles) -> str:
     """A digest of all bytes that are not tensor contents, in file order; see `records.header_digest`."""
     hashed = hashlib.sha256()
     position = 0
-    try:
-        with handles.borrow(index.path) as file:
-            for offset, size in itertools.chain(index.extents(), [(index.size, 0)]):
-                hashed.update(read_range(file, position, offset - position))
-                position = offset + size
-    except OSError as error:
-        raise reading_error(index.path, error) from error
+    with reading(index.path), handles.borrow(index.path) as file:
+        for offset, size in itertools.chain(index.extents(), [(index.size, 0)]):
+            hashed.update(read_range(file, position, offset - position))
+            position = offset + size
     return hashed.hexdigest()[:16]
 
 

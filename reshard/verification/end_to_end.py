@@ -129,22 +129,10 @@ def verify_conversion(
         ReshardError: the source lacks compared slices, or cannot be read.
     """
     place, edits = converted.place, converted.edits
-    by_rank = form_named(place.form).options.by_rank and form_named(target.form).options.by_rank
-    unchanged = edits.is_empty and converted.adapter is None
-    if unchanged:
-        read = reader_of(place, means.handles, report, target=target.strategy, ranks=target.ranks, filters=filters)
-    elif by_rank and converted.adapter is None:
-        read = reader_of(
-            place, means.handles, report, target=target.strategy, ranks=target.ranks, filters=filters, edits=edits
-        )
-    elif converted.adapter is None and not form_named(place.form).options.by_rank:
-        read = reader_of(place, means.handles, report, filters=filters, edits=edits)
-    else:
-        # The needed slices are known only after rules or an adapter are applied to all tensors.
-        read = reader_of(place, means.handles, report)
+    read = _source_reader(converted, target, filters, means, report)
 
     def differences(source: StoredSource) -> list[Difference]:
-        if unchanged:
+        if edits.is_empty and converted.adapter is None:
             warn_of_unmatched(filters, (place.strategy.parameters, target.strategy.parameters, source.names), report)
             return _compared(source, target, converted, filters.admit, means, report, recovered)
         if converted.recorded and _without_rules(source, edits, _weights_of(target, means.handles)):
@@ -157,16 +145,7 @@ def verify_conversion(
             return verify_conversion(
                 plain, target, filters=filters, means=means, report=report, crcs=crcs, damage_by_path=damage_by_path
             )
-        edited = EditedSource(source, edits, report)
-        if converted.adapter is not None:
-            adapter = converted.adapter
-            matrices = reader_of(adapter.place, means.handles, Report())({})
-            edited.tensors = sums_of(edited.tensors, matrices, adapter.place.path, adapter.scale)
-        laid_out = edited.same_layouts(target.strategy) if target.cut_as_source else target.strategy
-        warn_of_unmatched(filters, (laid_out.parameters, edited.names), report)
-        disagreements = [*_untied(edited, means), *_disagreeing(edited, means)]
-        renamed = target._replace(strategy=laid_out)
-        return [*disagreements, *_compared(edited, renamed, converted, filters.admit, means, report)]
+        return _edited_differences(source, converted, target, filters, means, report)
 
     damaged = dict(damage_by_path or {})
     if damage_by_path is not None:
@@ -178,6 +157,43 @@ def verify_conversion(
             return different
         damaged.update(more)
     return differences(read_sound(read, crcs, damaged))
+
+
+def _source_reader(
+    converted: Converted, target: ConvertedTarget, filters: Filters, means: Means, report: Report
+) -> Callable[[Mapping[str, str]], StoredSource]:
+    """A reader of the source's needed slices; see `reader_of`."""
+    place, edits = converted.place, None if converted.edits.is_empty else converted.edits
+    by_rank, to_ranks = (form_named(form).options.by_rank for form in (place.form, target.form))
+    if converted.adapter is None and (edits is None or (by_rank and to_ranks)):
+        return reader_of(
+            place, means.handles, report, target=target.strategy, ranks=target.ranks, filters=filters, edits=edits
+        )
+    if converted.adapter is None and not by_rank:
+        return reader_of(place, means.handles, report, filters=filters, edits=edits)
+    # The needed slices are known only after rules or an adapter are applied to all tensors.
+    return reader_of(place, means.handles, report)
+
+
+def _edited_differences(
+    source: StoredSource,
+    converted: Converted,
+    target: ConvertedTarget,
+    filters: Filters,
+    means: Means,
+    report: Report,
+) -> list[Difference]:
+    """The differences of a target with other names, packing or types, or an adapter."""
+    edited = EditedSource(source, converted.edits, report)
+    if converted.adapter is not None:
+        place, scale = converted.adapter
+        matrices = reader_of(place, means.handles, Report())({})
+        edited.tensors = sums_of(edited.tensors, matrices, place.path, scale)
+    laid_out = edited.same_layouts(target.strategy) if target.cut_as_source else target.strategy
+    warn_of_unmatched(filters, (laid_out.parameters, edited.names), report)
+    disagreements = [*_untied(edited, means), *_disagreeing(edited, means)]
+    renamed = target._replace(strategy=laid_out)
+    return [*disagreements, *_compared(edited, renamed, converted, filters.admit, means, report)]
 
 
 def _compared(

@@ -25,18 +25,12 @@ from reshard.verification.stored import AS_RECORDED, Content, Shards, Words, wor
 
 @dataclass(frozen=True)
 class DerivedTensor:
-    """A tensor computed from others; see `stored.Content`.
+    """A tensor computed from others; see `stored.Content` for the other attributes.
 
     Attributes:
-        name: see `Content`.
-        dtype: see `Content`.
-        item_size: see `Content`.
-        shape: see `Content`.
         sources: the operands of the first operation, in order.
         operations: in order of execution.
         number: index of the tensor in the last operation's results.
-        cast: see `Content`.
-        shards: see `Content`.
     """
 
     name: str

@@ -176,18 +176,12 @@ class SliceSet:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in files; see `Content`.
+    """A tensor in files; see `Content` for the other attributes.
 
     Attributes:
-        name: its name, perhaps another than in the files.
-        stored_name: its name in the files.
-        dtype: see `Content`.
-        item_size: see `Content`.
-        shape: see `Content`.
+        stored_name: its name in the files; `name` may be another.
         slice_sets: its complete or partial sets of slices, at least one.
         indexes: the headers of the files.
-        shards: see `Content`.
-        cast: see `Content`.
     """
 
     name: str

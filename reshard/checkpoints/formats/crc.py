@@ -9,7 +9,7 @@ from concurrent.futures import CancelledError, ThreadPoolExecutor
 from typing import Callable, NamedTuple
 
 from reshard.checkpoints.encrypted import DecryptedFile
-from reshard.checkpoints.files import FileHandles, reading_error
+from reshard.checkpoints.files import FileHandles, reading, reading_error
 from reshard.checkpoints.formats.ckpt_index import TRAILER_SIZE
 from reshard.checkpoints.formats.dtypes import INTEGERS, MAP_TENSOR
 from reshard.checkpoints.formats.tensors import CheckpointIndex, Tensor
@@ -57,19 +57,16 @@ def check_crc(
     """
     if not index.checkable and not index.archived:
         return CrcCheck(False, "no CRC is recorded")
-    try:
-        with handles.borrow(index.path) as file:
-            if isinstance(file, PlacedFile):
-                # No note about archives without CRCs: they are common, and a user cannot add them.
-                file.check(on_block)
-                return CrcCheck(True)
-            if isinstance(file, DecryptedFile) and file.cipher == GCM:
-                file.check(on_block)
-                return CrcCheck(True)
-            stream = _Stream(file, block_bytes, on_block)
-            outcome = _check_ckpt(stream, index) if index.format == "ckpt" else _check_safetensors(stream, index)
-    except OSError as error:
-        raise reading_error(index.path, error) from error
+    with reading(index.path), handles.borrow(index.path) as file:
+        if isinstance(file, PlacedFile):
+            # No note about archives without CRCs: they are common, and a user cannot add them.
+            file.check(on_block)
+            return CrcCheck(True)
+        if isinstance(file, DecryptedFile) and file.cipher == GCM:
+            file.check(on_block)
+            return CrcCheck(True)
+        stream = _Stream(file, block_bytes, on_block)
+        outcome = _check_ckpt(stream, index) if index.format == "ckpt" else _check_safetensors(stream, index)
     if outcome.checked and stream.crc != index.crc:
         raise DamagedCheckpointError(
             f"{index.path}: is damaged: its CRC is {stream.crc:08x}, but {index.crc:08x} is recorded",

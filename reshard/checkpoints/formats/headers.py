@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, Optional, Union
 
-from reshard.checkpoints.files import FileHandles, reading_error
+from reshard.checkpoints.files import FileHandles, reading
 from reshard.checkpoints.formats.ckpt_index import CRC_MARK, TRAILER_SIZE, read_ckpt_index
 from reshard.checkpoints.formats.dtypes import ARCHIVES
 from reshard.checkpoints.formats.safetensors_index import read_safetensors_index
@@ -133,20 +133,17 @@ def read_index(handles: FileHandles, path: str, structures: Optional[KnownStruct
         RetryableError: reading failed in a way that may pass.
     """
     format = format_of(path)
-    try:
-        with handles.borrow(path) as file:
-            if not file.status().regular:
-                raise CheckpointError(f"{path}: is not a file", file=path, hint="give a copy that is an ordinary file")
-            size = file.size()
-            index = None if structures is None else structures.find(file, format, size)
-            if index is None:
-                index = _read(file, format, size)
-                if structures is not None:
-                    structures.add(file, index)
-            index.cipher = file.cipher
-            return index
-    except OSError as error:
-        raise reading_error(path, error) from error
+    with reading(path), handles.borrow(path) as file:
+        if not file.status().regular:
+            raise CheckpointError(f"{path}: is not a file", file=path, hint="give a copy that is an ordinary file")
+        size = file.size()
+        index = None if structures is None else structures.find(file, format, size)
+        if index is None:
+            index = _read(file, format, size)
+            if structures is not None:
+                structures.add(file, index)
+        index.cipher = file.cipher
+        return index
 
 
 def _read(file: ReadableFile, format: str, size: int) -> CheckpointIndex:

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import NamedTuple, Optional
 
-from reshard.checkpoints.files import FileHandles, reading_error
+from reshard.checkpoints.files import FileHandles, reading
 from reshard.forms.checkpoint2.files import IterationFiles
 from reshard.forms.checkpoint2.metadata import Chunks, Metadata, TensorRecord
 from reshard.forms.checkpoint2.placing import Placer, RankList, TensorPlacement, ranks_of_files
@@ -196,8 +196,5 @@ def _sample(name: str, file: int, files: IterationFiles, handles: FileHandles) -
         length = _SAMPLE // _PIECES
         step = (size - length) // (_PIECES - 1) // tensor.item_size * tensor.item_size
         pieces = [(step * number, length) for number in range(_PIECES)]
-    try:
-        with handles.borrow(path) as opened:
-            return b"".join(read_range(opened, offset + start, length) for start, length in pieces)
-    except OSError as error:
-        raise reading_error(path, error) from error
+    with reading(path), handles.borrow(path) as opened:
+        return b"".join(read_range(opened, offset + start, length) for start, length in pieces)

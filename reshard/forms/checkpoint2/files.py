@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Optional
 
-from reshard.checkpoints.files import FileHandles, reading_error
+from reshard.checkpoints.files import FileHandles, reading
 from reshard.checkpoints.formats.headers import read_headers
 from reshard.checkpoints.formats.tensors import CheckpointIndex
 from reshard.errors import CheckpointError, DamagedCheckpointError
@@ -80,14 +80,12 @@ class IterationFiles:
 
 def _tensor_files(directory: str) -> set[str]:
     """Names of the .safetensors files in a directory, including links."""
-    names = set()
-    try:
-        for entry in store_of(directory).entries(directory):
-            if entry.name.endswith(_ENDING) and not entry.name.startswith(".") and leads_to_file(entry):
-                names.add(entry.name)
-    except OSError as error:
-        raise reading_error(directory, error) from error
-    return names
+    with reading(directory):
+        return {
+            entry.name
+            for entry in store_of(directory).entries(directory)
+            if entry.name.endswith(_ENDING) and not entry.name.startswith(".") and leads_to_file(entry)
+        }
 
 
 def _of_single_rank(directory: str, existing: set[str]) -> set[str]:

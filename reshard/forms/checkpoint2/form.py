@@ -7,9 +7,10 @@ import struct
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Optional, cast
 
-from reshard.checkpoints import FileHandles, reading_error
+from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.checkpoints.edited import stored_checkpoint
+from reshard.checkpoints.files import reading
 from reshard.defaults import DEFAULT_PREFIX
 from reshard.errors import InputError
 from reshard.forms.checkpoint2.checkpoint import Checkpoint2
@@ -191,9 +192,6 @@ def _integer(checkpoint: Checkpoint, name: str, handles: FileHandles) -> Optiona
         if form is None or tensor.nbytes != struct.calcsize(form) or len(tensor.extents) != 1:
             return None
         path = checkpoint.files[holder]
-        try:
-            with handles.borrow(path) as file:
-                return int(struct.unpack(form, read_range(file, *tensor.extents[0]))[0])
-        except OSError as error:
-            raise reading_error(path, error) from error
+        with reading(path), handles.borrow(path) as file:
+            return int(struct.unpack(form, read_range(file, *tensor.extents[0]))[0])
     return None

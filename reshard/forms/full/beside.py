@@ -10,6 +10,7 @@ from typing import Optional
 
 from reshard.checkpoints import FileHandles, reading_error
 from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor
+from reshard.checkpoints.files import reading
 from reshard.errors import CheckpointError
 from reshard.forms.form import WriteRequest
 from reshard.forms.target import FinishingFile
@@ -63,22 +64,16 @@ def _copied(path: str, handles: FileHandles) -> FinishingFile:
     Raises:
         ReshardError: it cannot be read.
     """
-    try:
-        with contextlib.closing(handles.open_file(path)) as file:
-            status = file.status()
-    except OSError as error:
-        raise reading_error(path, error) from error
+    with reading(path), contextlib.closing(handles.open_file(path)) as file:
+        status = file.status()
     if not status.regular:
         raise CheckpointError(f"{path}: is not a regular file", file=path, hint="remove it, or put the file there")
 
     def parts() -> Iterator[bytes]:
         handles.check_unchanged([path])
-        try:
-            with contextlib.closing(handles.open_file(path)) as file:
-                for offset in range(0, status.size, _PART):
-                    yield read_range(file, offset, min(_PART, status.size - offset))
-        except OSError as error:
-            raise reading_error(path, error) from error
+        with reading(path), contextlib.closing(handles.open_file(path)) as file:
+            for offset in range(0, status.size, _PART):
+                yield read_range(file, offset, min(_PART, status.size - offset))
         # Check for changes before the target gets its name.
         handles.check_unchanged([path])
 
@@ -147,13 +142,11 @@ def check_beside(
     different = []
     for name in source.extra_files:
         old, new = os.path.join(source.place, name), os.path.join(directory, name)
-        try:
+        with reading(new):
             if not is_regular_file(new):
                 yield name, f"is missing, and is in {source.place}"
             elif not (_same_but_type(old, new, target) if cast and name == CONFIG else _same(old, new)):
                 different.append(name)
-        except OSError as error:
-            raise reading_error(new, error) from error
     if different:
         # Only a warning: a conversion keeps files that the directory held before.
         report.warn(f"{directory}: differs from the file beside the source's weights: {some_names(different)}")

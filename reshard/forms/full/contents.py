@@ -109,16 +109,8 @@ class Contents:
         Raises:
             CheckpointError: a tensor is in several files or none, or not in the file of the map.
         """
-        file_of: dict[str, int] = {}
-        twice: dict[str, list[int]] = {}
-        for number in range(count):
-            for name in self.indexes[number].tensors:
-                if file_of.setdefault(name, number) != number:
-                    twice.setdefault(name, [file_of[name]]).append(number)
+        file_of, twice = self._located(count, scalars)
         unlisted = [name for name in file_of if weight_map is not None and name not in weight_map]
-        for name, number in scalars.items():
-            if name in file_of:
-                twice.setdefault(name, [file_of[name]]).append(number)
         numbers = {name: number for number, name in enumerate(self._files)}
         expected = weight_map or {}
         nowhere = [name for name in expected if name not in file_of]
@@ -166,6 +158,19 @@ class Contents:
                 + listing(unlisted)
                 + "; they are read all the same"
             )
+
+    def _located(self, count: int, scalars: Mapping[str, int]) -> tuple[dict[str, int], dict[str, list[int]]]:
+        """The first file of every tensor, and all files of tensors in several; see `check`."""
+        file_of: dict[str, int] = {}
+        twice: dict[str, list[int]] = {}
+        for number in range(count):
+            for name in self.indexes[number].tensors:
+                if file_of.setdefault(name, number) != number:
+                    twice.setdefault(name, [file_of[name]]).append(number)
+        for name, number in scalars.items():
+            if name in file_of:
+                twice.setdefault(name, [file_of[name]]).append(number)
+        return file_of, twice
 
     def _places(self, holders: Mapping[str, Sequence[int]]) -> str:
         places = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Optional
+from typing import Any, ClassVar, Optional
 
 from reshard.checkpoints import CheckpointIndex, FileHandles
 from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor, StoredObject, TiedTensors, order_in_files
@@ -37,6 +37,10 @@ class RankCheckpoint:
     unseen: frozenset[str] = frozenset()
 
     form = "ranks"
+    # Rank files have no metadata of training, no files beside them and no objects.
+    training: ClassVar[Mapping[str, Any]] = {}
+    extra_files: ClassVar[Sequence[str]] = ()
+    objects: ClassVar[Mapping[str, StoredObject]] = {}
 
     @property
     def step(self) -> Optional[str]:
@@ -62,21 +66,6 @@ class RankCheckpoint:
     def indexes(self) -> Mapping[int, CheckpointIndex]:
         """Headers of the readable files, by rank."""
         return self.source.indexes
-
-    @property
-    def training(self) -> Mapping[str, Any]:
-        """Nothing: rank files have no metadata of training."""
-        return {}
-
-    @property
-    def extra_files(self) -> Sequence[str]:
-        """None."""
-        return ()
-
-    @property
-    def objects(self) -> Mapping[str, StoredObject]:
-        """None."""
-        return {}
 
     def order(self) -> list[str]:
         """Names of all tensors, in the order of the files."""

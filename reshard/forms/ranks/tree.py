@@ -118,7 +118,8 @@ class StepFiles:
         """The template of their names; None if unknown."""
         if not self.parsed:
             return None
-        return names_of((file.rank, _stem_below(self.root, file.path), file.pattern) for file in self.parsed)
+        paths = ((file, os.path.relpath(file.path, self.root or os.curdir)) for file in self.parsed)
+        return names_of((file.rank, os.path.splitext(path)[0], file.pattern) for file, path in paths)
 
 
 @dataclass(frozen=True)
@@ -486,11 +487,6 @@ def _parsed(entry: _FileEntry) -> tuple[str, Optional[Step], str]:
     if step is None:
         return marked, step, ""
     return f"{marked}-", step, stem[len(prefix) + 1 :]
-
-
-def _stem_below(root: str, path: str) -> str:
-    """A path relative to a directory, without its ending."""
-    return os.path.splitext(os.path.relpath(path, root or os.curdir))[0]
 
 
 def _stem(path: str) -> str:
