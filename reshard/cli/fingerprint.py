@@ -119,7 +119,9 @@ def _fingerprints_of(
 ) -> Fingerprints:
     """The fingerprints of a checkpoint, or of some of its files."""
     edits = edits_of(src, typed)
-    place = _place(src, strategy, typed, report)
+    form, suffix = form_of(src), typed["file_suffix"]
+    saved = source_strategy(src, form, strategy, suffix, report, "--strategy ")
+    place = CheckpointPlace(src, form, saved, typed["step"], suffix)
     by_rank = form_named(place.form).options.by_rank
     filters = Filters(typed["include"], typed["exclude"])
     progress = progress_of(typed["quiet"], typed["progress"])
@@ -150,13 +152,6 @@ def _fingerprints_of(
     else:
         result.read = dict.fromkeys(ranks, "")
     return result
-
-
-def _place(src: str, strategy: Optional[str], typed: Mapping[str, Any], report: Report) -> CheckpointPlace:
-    """The source to read."""
-    form, suffix = form_of(src), typed["file_suffix"]
-    source = source_strategy(src, form, strategy, suffix, report, "--strategy ")
-    return CheckpointPlace(src, form, source, typed["step"], suffix)
 
 
 def _some_ranks(

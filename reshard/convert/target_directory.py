@@ -171,7 +171,7 @@ class TargetDirectory:
         """
         contents = self._look()
         writing = {self._name(rank) for rank in self._requested}
-        recorded = self._recorded_by(contents.ledgers) - writing
+        recorded = {name for ledger in contents.ledgers for name, _ in self._targets_of(ledger)} - writing
         own_names = writing
         if not (contents.present | recorded) <= writing:
             # For by-rank, the files of all other ranks are seldom needed.
@@ -201,7 +201,7 @@ class TargetDirectory:
             marks = self._existing_names(_marks(self._ledger.identity))
             if marks:
                 raise self._refusals.foreign(marks, set())
-        complete = self._done()
+        complete = set() if self._anew else self.recorded(self._requested)
         missing = [rank for rank in self._requested if rank not in complete]
         in_the_way = [rank for rank in missing if self._name(rank) in contents.present]
         if in_the_way and not self._overwrite:
@@ -246,11 +246,8 @@ class TargetDirectory:
         """Whether targets of other conversions may be removed: this run, or its main run, replaces everything."""
         return self._overwrite and (self._whole or self._part)
 
-    def _recorded_by(self, ledgers: Iterable[Ledger]) -> set[str]:
-        """Names of unmodified targets of other conversions."""
-        return {name for ledger in ledgers for name, _ in self._targets_of(ledger)}
-
     def _targets_of(self, ledger: Ledger) -> Iterator[tuple[str, DoneRecord]]:
+        """Names and records of unmodified targets of another conversion."""
         recorded = sorted(ledger.done().items())
         statuses = self._destination.files(ledger.identity.file_of(rank) for rank, _ in recorded)
         for rank, records in recorded:
@@ -595,10 +592,6 @@ class TargetDirectory:
     def _statuses(self, ranks: Iterable[int]) -> dict[int, Optional[FileStatus]]:
         numbers = list(ranks)
         return dict(zip(numbers, status_of_each([self._plan.path(rank) for rank in numbers])))
-
-    def _done(self) -> set[int]:
-        """Requested ranks with a recorded, unmodified target."""
-        return set() if self._anew else self.recorded(self._requested)
 
     def recorded(self, ranks: Sequence[int]) -> set[int]:
         """The ranks with a recorded, unmodified target."""
