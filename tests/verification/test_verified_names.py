@@ -217,7 +217,7 @@ def truncated(source: Any, stored: str, dtype: str) -> Any:
 
 
 def test_a_cast_that_truncates_is_found(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(casts, "_narrow_ordinary", lambda bits, out: False)
+    monkeypatch.setattr(casts, "_cast_ordinary", lambda *block: False)
     monkeypatch.setattr(casts, "cast_words", truncated)
     options: list[Argument] = [*models.strategies, *models.names, "--cast", "BFloat16"]
     result = fails(4, "convert", models.src, models.dst, *options, "--verify", "--json")
