@@ -19,7 +19,7 @@ Box = tuple[tuple[int, int], ...]
 Shape = tuple[int, ...]
 
 
-class LayoutRecord(NamedTuple):
+class LayoutValues(NamedTuple):
     """The recorded values of a strategy's layout.
 
     Attributes:
@@ -48,7 +48,7 @@ class LayoutRecord(NamedTuple):
                 replicas //= sizes[axis]
         return {0: 1, -1: replicas}.get(self.shard_size, self.shard_size)
 
-    def unsharded(self) -> LayoutRecord:
+    def unsharded(self) -> LayoutValues:
         """The same without optimizer shards."""
         return self._replace(shard_size=0)
 
@@ -80,7 +80,7 @@ def within(box: Box, around: Box) -> tuple[slice, ...]:
 
 
 @lru_cache(maxsize=64)
-def device_boxes(layout: LayoutRecord, shape: Shape) -> Optional[tuple[Box, ...]]:
+def device_boxes(layout: LayoutValues, shape: Shape) -> Optional[tuple[Box, ...]]:
     """The box of each device in a tensor of this shape; None if the layout does not fit the shape."""
     for tensor_map in _maps(layout, shape):
         boxes = _plain_boxes(layout, tensor_map, shape)
@@ -93,7 +93,7 @@ def device_boxes(layout: LayoutRecord, shape: Shape) -> Optional[tuple[Box, ...]
     return None
 
 
-def target_boxes(layout: LayoutRecord, shape: Shape) -> tuple[Box, ...]:
+def target_boxes(layout: LayoutValues, shape: Shape) -> tuple[Box, ...]:
     """The box of each device in a tensor of this shape.
 
     Raises:
@@ -108,7 +108,7 @@ def target_boxes(layout: LayoutRecord, shape: Shape) -> tuple[Box, ...]:
     return boxes
 
 
-def _maps(layout: LayoutRecord, shape: Shape) -> Iterator[tuple[tuple[int, ...], ...]]:
+def _maps(layout: LayoutValues, shape: Shape) -> Iterator[tuple[tuple[int, ...], ...]]:
     """The tensor map with one entry per dimension, for every possible grouping of entries."""
     entries = layout.tensor_map
     if len(entries) == len(shape):
@@ -130,7 +130,7 @@ def _maps(layout: LayoutRecord, shape: Shape) -> Iterator[tuple[tuple[int, ...],
             yield tuple(tuple(axis for at in group for axis in entries[at]) for group in groups)
 
 
-def _plain_boxes(layout: LayoutRecord, tensor_map: Sequence[Sequence[int]], shape: Shape) -> Optional[list[Box]]:
+def _plain_boxes(layout: LayoutValues, tensor_map: Sequence[Sequence[int]], shape: Shape) -> Optional[list[Box]]:
     """The boxes without optimizer shards."""
     sizes = layout.device_matrix[::-1]
     uneven = layout.uneven or ()

@@ -20,7 +20,7 @@ from reshard.forms.form import Layouts
 from reshard.forms.registry import form_named
 from reshard.strategies import Stage, Strategy
 from reshard.text.wording import number_ranges, quoted, rank_ranges
-from reshard.verification.boxes import Box, LayoutRecord, device_boxes, shape_of, target_boxes, volume_of, whole_box
+from reshard.verification.boxes import Box, LayoutValues, device_boxes, shape_of, target_boxes, volume_of, whole_box
 from reshard.verification.difference import Difference, kind_of_tensor
 from reshard.verification.edited import EditedSource
 from reshard.verification.library import library_differences
@@ -125,7 +125,7 @@ def _read_files(files: Mapping[int, str], handles: FileHandles) -> tuple[dict[in
     return indexes, damaged
 
 
-def _layout_in(stage: Stage, content: Content, strategy: Strategy) -> LayoutRecord:
+def _layout_in(stage: Stage, content: Content, strategy: Strategy) -> LayoutValues:
     """The layout of a tensor in a target stage.
 
     Accumulated gradients have optimizer shards if the source's files have them. If the source's strategy records
@@ -135,7 +135,7 @@ def _layout_in(stage: Stage, content: Content, strategy: Strategy) -> LayoutReco
         IncompleteSourceError: only missing files show whether the source has optimizer shards.
     """
     if strategy.is_none:
-        return LayoutRecord((stage.device_count,), ((),) * len(content.shape))
+        return LayoutValues((stage.device_count,), ((),) * len(content.shape))
     layout, shards = recorded_layout(stage.layouts[content.name]), content.shards
     if shards.plain or (shards.unrecorded and len(strategy.stages) > 1):
         return layout.unsharded()
@@ -460,7 +460,7 @@ class _Files(_Comparison):
         for slices in laid_out.slice_sets:
             yield Comparison(content, slices, target_files.indexes, slices.number)
 
-    def _wrong_layout(self, content: Content, recorded: Optional[LayoutRecord], ranks: Sequence[int]) -> Iterator[str]:
+    def _wrong_layout(self, content: Content, recorded: Optional[LayoutValues], ranks: Sequence[int]) -> Iterator[str]:
         """Differences of a recorded layout from the target strategy's."""
         stage = next(stage for stage in self._new.stages if self._new.is_none or content.name in stage.layouts)
         try:

@@ -31,7 +31,7 @@ from reshard.text.names import ACCUMULATED_GRADIENTS
 from reshard.text.wording import quoted
 from reshard.verification.boxes import (
     Box,
-    LayoutRecord,
+    LayoutValues,
     Shape,
     common,
     device_boxes,
@@ -496,7 +496,7 @@ class _StoredTensors(ByName[Content]):
         """The slices of a tensor per stage, and whether the files have the recorded optimizer shards."""
         name, slice_sets, plain = tensor.name, [], set()
         recorded = {
-            stage.number: LayoutRecord((stage.device_count,), ((),) * len(tensor.shape))
+            stage.number: LayoutValues((stage.device_count,), ((),) * len(tensor.shape))
             if self._strategy.is_none
             else recorded_layout(stage.layouts[name])
             for stage in self._strategy.stages
@@ -541,7 +541,7 @@ class _StoredTensors(ByName[Content]):
             self._ranks[key] = frozenset(rank for rank in files if rank in stage.ranks)
         return self._ranks[key]
 
-    def _fits(self, tensor: GlobalTensor, layout: LayoutRecord, first: int, ranks: Collection[int]) -> bool:
+    def _fits(self, tensor: GlobalTensor, layout: LayoutValues, first: int, ranks: Collection[int]) -> bool:
         """Whether the slices in the files have the shapes of a layout."""
         boxes = device_boxes(layout, tensor.shape)
         if layout.uneven is None:
@@ -603,12 +603,12 @@ class _StoredTensors(ByName[Content]):
         return SliceSet(number, {box: tuple(sorted(files)) for box, files in files_of.items()})
 
 
-_WHOLE = LayoutRecord((), ())
+_WHOLE = LayoutValues((), ())
 
 
-def recorded_layout(layout: Any) -> LayoutRecord:
+def recorded_layout(layout: Any) -> LayoutValues:
     """The recorded values of a layout, without its computed properties."""
-    return LayoutRecord(
+    return LayoutValues(
         layout.device_matrix,
         layout.tensor_map,
         layout.shard_size,
