@@ -19,9 +19,9 @@ import hypothesis
 import pytest
 
 from tests.object_store import object_proxy, object_server, objects
-from tests.small import plain, world
+from tests.small import plain, saved, world
 
-__all__ = ["object_proxy", "object_server", "objects", "plain", "world"]
+__all__ = ["object_proxy", "object_server", "objects", "plain", "saved", "world"]
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     # Of tests in the background of a script, whose commands would ignore it as well.

@@ -74,8 +74,7 @@ def test_other_threads_ask_for_themselves(run: Objects) -> None:
         assert pool.submit(exists, run.path("run/new")).result()
 
 
-def test_what_may_pass_is_asked_again(run: Objects, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("reshard.storage.s3.failures.pause", lambda times: 0.0)
+def test_what_may_pass_is_asked_again(run: Objects) -> None:
     with asked_once():
         run.faults.choose = lambda *_: "unavailable"
         for ask in (is_directory, names_in):
