@@ -19,11 +19,11 @@ from reshard.convert.ends import typed_strategy
 from reshard.convert.recorded import EDITS
 from reshard.errors import IncompleteSourceError, InputError, UsageError, one_error
 from reshard.execute import ExecutionOptions
+from reshard.execute.equal import check_equal, equal_of
 from reshard.execute.reader import BoxReader
 from reshard.forms.ranks import SourceTree, find_checkpoints
 from reshard.forms.ranks.coverage import check_ranks
 from reshard.forms.registry import check_holds_ranks, form_named, form_of
-from reshard.opened.equal import check_equal, equal_of
 from reshard.plan.edits import edits_of
 from reshard.storage import storage_of
 from reshard.strategies import NONE, Strategy

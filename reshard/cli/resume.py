@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import shlex
-import socket
 from collections.abc import Sequence
 from typing import Any, Optional
 
@@ -176,7 +175,7 @@ def _check_paths(given: Given, found: Status, dst: str, words: Sequence[str]) ->
     """
     for path in given.paths:
         if not _exists(path):
-            where = "any more" if given.host == socket.gethostname() else f"here, as it did on {given.host}"
+            where = "any more" if given.host == os.uname().nodename else f"here, as it did on {given.host}"
             raise InputError(
                 f"{path}: does not exist {where}; the conversion in {dst} was begun with it",
                 file=path,

@@ -13,7 +13,6 @@ import dataclasses
 import json
 import os
 import re
-import socket
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Optional
@@ -111,7 +110,7 @@ class Given:
     optimizer: bool = False
     cast: tuple[str, ...] = ()
     dequantize: Optional[str] = None
-    host: str = dataclasses.field(default_factory=socket.gethostname, compare=False)
+    host: str = dataclasses.field(default_factory=lambda: os.uname().nodename, compare=False)
 
     @property
     def paths(self) -> tuple[str, ...]:

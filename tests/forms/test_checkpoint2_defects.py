@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from reshard.errors import CheckpointError, IncompleteSourceError, InputError, ReshardError
-from reshard.forms.checkpoint2 import Checkpoint2
+from reshard.forms.checkpoint2.checkpoint import Checkpoint2
 from reshard.text.report import Report
 from tests.checkpoint2_writing import Laid, Saving, numbered, saving
 from tests.checkpoint_writing import write_safetensors

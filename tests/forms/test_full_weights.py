@@ -16,7 +16,8 @@ import pytest
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.errors import CheckpointError, ReshardError
-from reshard.forms.full import FullWeights, full_weights_form, read_huggingface, read_unified
+from reshard.forms.full.contents import FullWeights, read_huggingface, read_unified
+from reshard.forms.full.directory import full_weights_form
 from reshard.text.report import Report
 from tests.checkpoint_writing import STORED, write_safetensors
 from tests.corpus import CORPUS2, FIXTURES

@@ -15,7 +15,8 @@ import numpy as np
 
 from reshard.checkpoints import CheckpointIndex, Decryption, FileHandles, read_index
 from reshard.forms.form import Reading
-from reshard.forms.full import HUGGINGFACE_INDEX, UNIFIED_MAP, read_huggingface, read_unified
+from reshard.forms.full.contents import read_huggingface, read_unified
+from reshard.forms.full.directory import HUGGINGFACE_INDEX, UNIFIED_MAP
 from reshard.forms.ranks import find_checkpoints
 from reshard.forms.registry import form_named
 from reshard.storage import read_range

@@ -7,9 +7,9 @@ import json
 import os
 import shlex
 import shutil
-import socket
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -209,7 +209,7 @@ def test_another_machine_that_does_not_see_the_source_is_told_where_it_was(
     world.save(FULL)
     world.by_rank(0)
     shutil.move(world.src, world.root / "elsewhere")
-    monkeypatch.setattr(socket, "gethostname", lambda: "another")
+    monkeypatch.setattr(os, "uname", lambda: SimpleNamespace(nodename="another"))
     host = json.loads(records(world)[0].read_text())["host"]
     fails(3, "resume", world.dst, says=[f"{world.src}: does not exist here, as it did on {host}"])
 
@@ -404,6 +404,6 @@ def test_nothing_that_a_run_is_given_is_forgotten() -> None:
 def test_machines_that_share_the_work_share_the_record(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     world.save(FULL)
     world.by_rank(0)
-    monkeypatch.setattr(socket, "gethostname", lambda: "another")
+    monkeypatch.setattr(os, "uname", lambda: SimpleNamespace(nodename="another"))
     world.by_rank(1)
     assert len(records(world)) == 1

@@ -5,15 +5,23 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Optional, cast
+from typing import TYPE_CHECKING, Any, Optional, cast
 
 from reshard.checkpoints import FileHandles, reading_error
 from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.checkpoints.edited import stored_checkpoint
 from reshard.defaults import DEFAULT_PREFIX
 from reshard.errors import InputError
-from reshard.forms.checkpoint2 import Checkpoint2, find_iterations, recognise
-from reshard.forms.checkpoint2.iterations import COMMON, METADATA, TRACKER, choose, parse_iteration, read_tracker
+from reshard.forms.checkpoint2.iterations import (
+    COMMON,
+    METADATA,
+    TRACKER,
+    choose,
+    find_iterations,
+    parse_iteration,
+    read_tracker,
+    recognise,
+)
 from reshard.forms.form import Description, Form, FormOptions, Layouts, Reading, SavedCut, SavedStep, Wanted
 from reshard.forms.target import FinishingFile, TargetForm
 from reshard.forms.writing import selected
@@ -23,6 +31,9 @@ from reshard.text.messages import listing
 from reshard.text.names import is_weight
 from reshard.text.report import Report
 from reshard.text.wording import plural, quoted, some_names
+
+if TYPE_CHECKING:
+    from reshard.forms.checkpoint2.checkpoint import Checkpoint2
 
 _INTEGERS = {"Int32": "<i", "Int64": "<q", "UInt32": "<I", "UInt64": "<Q"}
 
@@ -40,7 +51,7 @@ class Checkpoint2Form(Form):
     @asks_once
     def read(self, reading: Reading) -> Checkpoint2:
         """The last finished iteration, or the requested one."""
-        from reshard.forms.checkpoint2 import read_checkpoint2, read_iteration
+        from reshard.forms.checkpoint2.reading import read_checkpoint2, read_iteration
 
         src, handles, report = reading.path, reading.handles, reading.report
         if not reading.complete:
@@ -49,13 +60,13 @@ class Checkpoint2Form(Form):
 
     def strategy_of(self, checkpoint: Checkpoint) -> Strategy:
         """As metadata.json describes the tensors."""
-        from reshard.forms.checkpoint2 import strategy_of
+        from reshard.forms.checkpoint2.reading import strategy_of
 
-        return strategy_of(cast(Checkpoint2, checkpoint))
+        return strategy_of(cast("Checkpoint2", checkpoint))
 
     def saved_cut(self, checkpoint: Checkpoint, name: str) -> Optional[SavedCut]:
         """As metadata.json records it; without that file, as other sources do."""
-        saved = cast(Checkpoint2, checkpoint)
+        saved = cast("Checkpoint2", checkpoint)
         return saved.placements.get(name) if saved.listed is None or name in saved.listed else None
 
     def target(self, checkpoint: Checkpoint, wanted: Wanted) -> TargetForm:
@@ -106,7 +117,7 @@ class Checkpoint2Form(Form):
             yield os.path.join(place, COMMON), "is missing"
         healed = [
             name
-            for name, placement in cast(Checkpoint2, checkpoint).placements.items()
+            for name, placement in cast("Checkpoint2", checkpoint).placements.items()
             if placement.misnumbered or placement.outside or placement.said != placement.held
         ]
         if healed:
@@ -136,7 +147,7 @@ class Checkpoint2Form(Form):
 
     def describe(self, checkpoint: Checkpoint) -> Description:
         """The ranks of tensors, and lost slices."""
-        found = cast(Checkpoint2, checkpoint)
+        found = cast("Checkpoint2", checkpoint)
         incomplete: Optional[InputError] = None
         try:
             found.check()

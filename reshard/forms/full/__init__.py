@@ -7,27 +7,3 @@ readers of the directory would not agree on it.
 Unified weights have one more file, ``hyper_param.safetensors``: further contents of rank 0's file. What of
 it is no scalar may be rank 0's slice of a tensor, so it is left out.
 """
-
-from reshard.forms.full.contents import FullWeights, read_huggingface, read_unified
-from reshard.forms.full.directory import (
-    HUGGINGFACE,
-    HUGGINGFACE_INDEX,
-    HYPER_PARAMETERS,
-    MAP_FILES,
-    UNIFIED,
-    UNIFIED_MAP,
-    full_weights_form,
-)
-
-__all__ = [
-    "HUGGINGFACE",
-    "HUGGINGFACE_INDEX",
-    "HYPER_PARAMETERS",
-    "MAP_FILES",
-    "UNIFIED",
-    "UNIFIED_MAP",
-    "FullWeights",
-    "full_weights_form",
-    "read_huggingface",
-    "read_unified",
-]

@@ -58,7 +58,7 @@ class UnifiedForm(_FullForm):
     @asks_once
     def read(self, reading: Reading) -> Checkpoint:
         """By its map."""
-        from reshard.forms.full import read_unified
+        from reshard.forms.full.contents import read_unified
 
         check_latest(self, reading)
         return read_unified(reading.path, reading.handles, reading.report, reading.damaged)
@@ -81,7 +81,7 @@ class HuggingFaceForm(_FullForm):
     @asks_once
     def read(self, reading: Reading) -> Checkpoint:
         """By its index, if it has one."""
-        from reshard.forms.full import read_huggingface
+        from reshard.forms.full.contents import read_huggingface
 
         check_latest(self, reading)
         return read_huggingface(reading.path, reading.handles, reading.report, reading.damaged)
