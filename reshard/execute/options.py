@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from reshard.defaults import MAX_MEMORY
 from reshard.execute.reading import ChosenIo, choose_io
-from reshard.processes import BASE_OF_PROCESSES, worth_having
+from reshard.processes import BASE_OF_PROCESSES, process_count
 from reshard.storage.costs import LOCAL, Storage
 
 # Larger blocks than this make nothing faster.
@@ -64,7 +64,7 @@ class ExecutionOptions:
         """
         if not (self.storage.mappable and self.target.mappable) or self.part_bytes:
             return self
-        count = worth_having(self.jobs, self.nbytes, self.max_memory, private)
+        count = process_count(self.jobs, self.nbytes, self.max_memory, private)
         if count < 2:
             return self
         beyond = max(0, count * private - BASE_OF_PROCESSES)

@@ -30,7 +30,7 @@ from reshard.execute.parts import Parts
 from reshard.execute.reader import BoxReader
 from reshard.execute.writing import Expect, Finish, PartDone, TargetWriter
 from reshard.plan.pieces import TargetFile
-from reshard.processes import Crew, LostWorkerError, Tell, may_fork, private_bytes
+from reshard.processes import Crew, LostWorkerError, Notify, may_fork, private_bytes
 from reshard.storage import Sending
 from reshard.storage.new_local_file import WrittenFile
 from reshard.text.wording import plural
@@ -455,7 +455,7 @@ class _Server:
         self._own = threading.local()
 
     def __call__(
-        self, request: _Request, descriptors: Sequence[int], tell: Tell
+        self, request: _Request, descriptors: Sequence[int], tell: Notify
     ) -> tuple[list[PartDone], dict[str, FileVersion]]:
         """Write a part; what came of it, per file, and source files that were opened first here."""
         given = iter(descriptors)
@@ -499,7 +499,7 @@ class _Server:
 class _Untold:
     """Tells of bytes when there are many."""
 
-    def __init__(self, tell: Tell) -> None:
+    def __init__(self, tell: Notify) -> None:
         self._tell = tell
         self._bytes = 0
 

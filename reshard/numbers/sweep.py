@@ -23,7 +23,7 @@ from reshard.execute import Progress
 from reshard.execute.reader import in_order
 from reshard.layout import boxes_of_range, intersection, volume_of
 from reshard.opened import LazyTensor, OpenedCheckpoint
-from reshard.processes import Crew, Tell, may_fork, private_bytes, worth_having
+from reshard.processes import Crew, Notify, may_fork, private_bytes, process_count
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -175,7 +175,7 @@ def _processes(checkpoints: Sequence[OpenedCheckpoint], nbytes: int, max_memory:
     options = [checkpoint.reader.options for checkpoint in checkpoints]
     if not may_fork() or not all(one.storage.mappable for one in options):
         return 1
-    return worth_having(min(one.jobs for one in options), nbytes, max_memory, private_bytes())
+    return process_count(min(one.jobs for one in options), nbytes, max_memory, private_bytes())
 
 
 @contextlib.contextmanager
@@ -187,7 +187,7 @@ def _elsewhere(
 ) -> Iterator[Callable[[_Chunk], _P]]:
     """Have worker processes do what is done with a chunk, while the block runs."""
 
-    def serve(chunk: _Chunk, _: Sequence[int], told: Tell) -> tuple[_P, list[dict[str, FileVersion]]]:
+    def serve(chunk: _Chunk, _: Sequence[int], told: Notify) -> tuple[_P, list[dict[str, FileVersion]]]:
         for number, checkpoint in enumerate(checkpoints):
             checkpoint.reader.overflowed = lambda *what, number=number: told((number, *what))
         known = [checkpoint.handles.seen for checkpoint in checkpoints]
@@ -203,7 +203,7 @@ def _elsewhere(
 
     def call(chunk: _Chunk) -> _P:
         result: _P
-        result, seen = crew.call(chunk, told=heard)
+        result, seen = crew.call(chunk, notify=heard)
         for checkpoint, versions in zip(checkpoints, seen):
             checkpoint.handles.see(versions)
         return result

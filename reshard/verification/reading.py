@@ -16,7 +16,7 @@ import numpy as np
 
 from reshard.checkpoints import CheckpointIndex, FileHandles
 from reshard.checkpoints.files import FileVersion
-from reshard.processes import WORTH_A_PROCESS, Crew, Tell, may_fork, private_bytes, worth_having
+from reshard.processes import MIN_BYTES_PER_PROCESS, Crew, Notify, may_fork, private_bytes, process_count
 from reshard.storage import storage_of
 from reshard.verification.boxes import Box, shape_of, volume_of, whole_box, within
 from reshard.verification.products import Sum
@@ -325,7 +325,7 @@ def _carry_out(tasks: Iterator[_Task], means: Means, results: _Results, least: i
     for task in itertools.islice(tasks, _PEEKED * max(1, means.jobs)):
         first.append(task)
         nbytes += task.nbytes
-        if len(first) >= _PEEKED and nbytes >= means.jobs * WORTH_A_PROCESS:
+        if len(first) >= _PEEKED and nbytes >= means.jobs * MIN_BYTES_PER_PROCESS:
             break
     if not first:
         return
@@ -336,14 +336,14 @@ def _carry_out(tasks: Iterator[_Task], means: Means, results: _Results, least: i
     tasks = itertools.chain(first, tasks)
     processes = 1
     if threads > 1 and storage.mappable and may_fork():
-        processes = min(threads, worth_having(means.jobs, nbytes, means.max_memory, private_bytes()))
+        processes = min(threads, process_count(means.jobs, nbytes, means.max_memory, private_bytes()))
     if processes < 2:
         alone = contextlib.nullcontext(lambda number, taken: [task.run() for task in taken])
         _take_turns(tasks, means, threads, lambda: alone, counted)
         return
     theirs, turn = tasks, itertools.count()
 
-    def serve(wanted: int, _: Sequence[int], tell: Tell) -> tuple[Any, dict[str, FileVersion]]:
+    def serve(wanted: int, _: Sequence[int], tell: Notify) -> tuple[Any, dict[str, FileVersion]]:
         known = means.handles.seen
         taken = next(taken for taken in iter(lambda: [*_taken(theirs)], None) if next(turn) == wanted)
         for task in taken:

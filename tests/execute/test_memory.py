@@ -245,7 +245,8 @@ def test_memory_of_all_processes_together_stays_under_the_limit(kind: str, jobs:
     write_checkpoint(place / "src", model, old, "safetensors")
     write_strategy(place / "old", model, old)
     write_strategy(place / "new", model, new)
-    code = "from reshard import processes; processes.WORTH_A_PROCESS = 1 << 20; from reshard.entry import main; main()"
+    small = "from reshard import processes; processes.MIN_BYTES_PER_PROCESS = 1 << 20"
+    code = f"{small}; from reshard.entry import main; main()"
     options = ["--src-strategy", place / "old", "--dst-strategy", place / "new", "--max-memory", f"{limit}M"]
     words = ["convert", place / "src", place / "dst", *options, "--jobs", jobs, "--quiet"]
     assert run([sys.executable, "-c", code, *words]).anonymous < limit * MIB + 100 * MIB
