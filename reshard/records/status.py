@@ -79,7 +79,9 @@ def status_of(directory: str) -> Status:
         raise TargetError(
             f"{directory}: holds no records of a conversion",
             file=directory,
-            hint=meant or "name the DST of a conversion",
+            hint=meant
+            or "name the DST of a conversion; a run that ends before its first file is complete leaves no records: "
+            "run its command again",
         )
     (ledger,) = begun
     identity = ledger.identity

@@ -328,7 +328,7 @@ def test_without_a_record_of_the_command_it_has_to_be_typed(world: World) -> Non
 def test_what_is_no_target_of_a_conversion_is_an_error(world: World) -> None:
     world.save(FULL)
     fails(3, "resume", world.src, says=["holds no records of a conversion"])
-    fails(3, "resume", world.root / "nothing", says=["holds no records of a conversion"])
+    fails(3, "resume", world.root / "nothing", says=["holds no records of a conversion", "run its command again"])
 
 
 def test_an_option_that_the_command_does_not_have_is_wrong_usage(plain: World) -> None:
