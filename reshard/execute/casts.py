@@ -16,22 +16,22 @@ from reshard.checkpoints.formats.dtypes import DTYPES, ITEM_SIZES, NUMPY_NAMES
 
 Words = npt.NDArray[Any]
 
-# Elements that are cast at a time; with all that is worked out on the way they stay in the cache.
+# Elements that are cast at a time: with their temporaries they fit into the cache.
 _BLOCK = 1 << 15
 _ROOMS = threading.local()
 
 
 Overflowed = Callable[[str, int], None]
-"""Counts elements of a tensor, by its name, that became infinite."""
+"""Receives the name of a tensor and the number of its elements that became infinite."""
 
 
 class Cast:
-    """How the elements of one tensor are cast.
+    """The cast of the elements of one tensor.
 
     Args:
         stored: their type in the source, one of `dtypes.CASTABLE`.
-        dtype: the type that they get, another, one of `dtypes.CAST_TO`.
-        name: of the tensor.
+        dtype: the new type, one of `dtypes.CAST_TO`.
+        name: name of the tensor.
         overflowed: called with the number of elements that become infinite.
     """
 
@@ -51,15 +51,15 @@ class Cast:
 
         Args:
             source: words of the stored type, in any memory layout.
-            out: words of the type that they get, in as many dimensions.
+            out: words of the new type, of the same shape.
         """
         overflowed = 0
         if source.flags.c_contiguous and out.flags.c_contiguous:
-            taken, given = source.reshape(-1), out.reshape(-1)
-            for first in range(0, len(taken), _BLOCK):
-                overflowed += self._block(taken[first : first + _BLOCK], given[first : first + _BLOCK])
+            flat_source, flat_out = source.reshape(-1), out.reshape(-1)
+            for first in range(0, len(flat_source), _BLOCK):
+                overflowed += self._block(flat_source[first : first + _BLOCK], flat_out[first : first + _BLOCK])
         elif source.size > _BLOCK and source.ndim > 1:
-            # Along the outermost axis that has several.
+            # Along the outermost axis longer than 1.
             axis = next(number for number, size in enumerate(source.shape) if size > 1)
             rows = max(1, _BLOCK // (source.size // source.shape[axis]))
             for first in range(0, source.shape[axis], rows):
@@ -74,7 +74,7 @@ class Cast:
             self._overflowed(self._name, overflowed)
 
     def _block(self, source: Words, out: Words) -> int:
-        """Cast some elements; how many became infinite."""
+        """Cast some elements; the number that became infinite."""
         if self.stored == "Float32" and self.dtype == "BFloat16" and source.flags.c_contiguous:
             if _narrow_ordinary(source.reshape(-1), out):
                 return 0
@@ -85,14 +85,14 @@ class Cast:
         out[...] = cast_words(source, self.stored, self.dtype)
         if self.stored == "Float16":
             return 0
-        became = int(np.count_nonzero((out & self._without_sign) == self._infinity))
-        return became - _infinities(source, self.stored) if became else 0
+        infinities = int(np.count_nonzero((out & self._without_sign) == self._infinity))
+        return infinities - _infinities(source, self.stored) if infinities else 0
 
 
 def _narrow_ordinary(bits: Words, out: Words) -> bool:
-    """Cast Float32 to BFloat16 where nothing is infinite, none or becomes so; whether that is true.
+    """Cast Float32 to BFloat16 if no element is infinite or NaN or becomes infinite; returns whether it did.
 
-    The common case, in few steps over memory that stays in the cache.
+    This common case takes few steps over memory that stays in the cache.
     """
     if len(bits) > _BLOCK:
         return False
@@ -111,10 +111,10 @@ def _narrow_ordinary(bits: Words, out: Words) -> bool:
 
 def _room(count: int) -> Words:
     """Memory of this thread for some words."""
-    found: Optional[Words] = getattr(_ROOMS, "words", None)
-    if found is None:
-        found = _ROOMS.words = np.empty(_BLOCK, "u4")
-    return found[:count]
+    words: Optional[Words] = getattr(_ROOMS, "words", None)
+    if words is None:
+        words = _ROOMS.words = np.empty(_BLOCK, "u4")
+    return words[:count]
 
 
 def cast_words(source: Words, stored: str, dtype: str) -> Words:
@@ -124,8 +124,8 @@ def cast_words(source: Words, stored: str, dtype: str) -> Words:
             return _to_bfloat16(_narrowed_to_odd(source))
         return _to_bfloat16(_floats(source, stored).astype("f4", copy=False).view("u4"))
     with np.errstate(over="ignore", invalid="ignore"):
-        made = _floats(source, stored).astype(NUMPY_NAMES[dtype])
-    words: Words = made.view(f"u{made.itemsize}")
+        numbers = _floats(source, stored).astype(NUMPY_NAMES[dtype])
+    words: Words = numbers.view(f"u{numbers.itemsize}")
     return words
 
 
@@ -135,30 +135,30 @@ def _floats(source: Words, stored: str) -> Words:
         wide: Words = source.astype("u4")
         wide <<= 16
         return wide.view("f4")
-    found: Words = source.view(NUMPY_NAMES[stored])
-    return found
+    numbers: Words = source.view(NUMPY_NAMES[stored])
+    return numbers
 
 
 def _to_bfloat16(bits: Words) -> Words:
     """Float32 as BFloat16, to the nearest, ties to even."""
     upper = bits >> 16
     rounded: Words = ((bits + (0x7FFF + (upper & 1))) >> 16).astype("u2")
-    none = (bits & 0x7FFFFFFF) > 0x7F800000
-    if none.any():
+    nan = (bits & 0x7FFFFFFF) > 0x7F800000
+    if nan.any():
         # Rounding could turn NaN into infinity; the quiet bit keeps it NaN.
-        rounded[none] = (upper[none] | 0x40).astype("u2")
+        rounded[nan] = (upper[nan] | 0x40).astype("u2")
     return rounded
 
 
 def _narrowed_to_odd(source: Words) -> Words:
-    """Float64 as Float32 with a sticky last bit, so that a second rounding is right."""
+    """Float64 as Float32 with a sticky last bit: a second rounding then gives the correctly rounded value."""
     wide = source.view("f8")
     with np.errstate(over="ignore", invalid="ignore"):
         narrow = wide.astype("f4")
         back = narrow.astype("f8")
     bits = narrow.view("u4").copy()
     inexact = (back != wide) & ~np.isnan(wide)
-    # Truncate first: values rounded away from zero go back by one. Then the last bit records lost bits.
+    # Truncate first: values rounded away from zero go back by one. Then the last bit marks lost bits.
     away = inexact & (np.abs(back) > np.abs(wide))
     bits[away] -= 1
     bits[inexact] |= 1

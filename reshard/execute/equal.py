@@ -1,4 +1,4 @@
-"""Byte-by-byte comparison of tied tensors, of which only one is read, in any layouts."""
+"""Byte-by-byte comparison of tied tensors, in any layouts: only one of them is converted."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from reshard.text.wording import quoted
 
 
 def equal_of(checkpoint: Checkpoint, names: Iterable[str]) -> list[Equal]:
-    """The sets of tied tensors that some tensors and values are made of."""
+    """The sets of tied tensors among the sources of some tensors and values."""
     tensors = checkpoint.tensors
     stored = {source.name for name in names if name in tensors for source in tensors[name].sources}
     return [equal for equal in checkpoint.equal() if equal.taken.name in stored]
@@ -62,21 +62,22 @@ def check_equal(
 
 def _check(checkpoint: Checkpoint, equal: Equal, reader: BoxReader, progress: Progress, most: Optional[int]) -> None:
     first = equal.taken
-    for other in equal.others:
-        if (other.dtype, other.shape) != (first.dtype, first.shape):
-            raise _differ(checkpoint, equal, other, None)
+    for tensor in equal.others:
+        if (tensor.dtype, tensor.shape) != (first.dtype, first.shape):
+            raise _differ(checkpoint, equal, tensor, None)
     count = _elements(first, most)
     step = max(1, min(CHUNK_BYTES // first.item_size, count))
-    mine, theirs = (np.empty(step * first.item_size, np.uint8) for _ in range(2))
-    target, *others = (_whole(checkpoint, tensor) for tensor in (first, *equal.others))
+    bytes_of_first, bytes_of_tied = (np.empty(step * first.item_size, np.uint8) for _ in range(2))
+    target, *tied_targets = (_whole(checkpoint, tensor) for tensor in (first, *equal.others))
     for box in boxes_of_range(first.shape, 0, count, step):
         nbytes = volume_of(box) * first.item_size
-        reader.read(target, box, mine[:nbytes].data)
-        for tensor, made in zip(equal.others, others):
-            reader.read(made, box, theirs[:nbytes].data)
-            if not np.array_equal(mine[:nbytes], theirs[:nbytes]):
-                raise _differ(checkpoint, equal, tensor, _first_difference(mine, theirs, box, first.item_size))
-        progress.wrote(nbytes * (1 + len(others)))
+        reader.read(target, box, bytes_of_first[:nbytes].data)
+        for tensor, tied in zip(equal.others, tied_targets):
+            reader.read(tied, box, bytes_of_tied[:nbytes].data)
+            if not np.array_equal(bytes_of_first[:nbytes], bytes_of_tied[:nbytes]):
+                place = _first_difference(bytes_of_first, bytes_of_tied, box, first.item_size)
+                raise _differ(checkpoint, equal, tensor, place)
+        progress.wrote(nbytes * (1 + len(tied_targets)))
 
 
 def _elements(tensor: GlobalTensor, most: Optional[int]) -> int:
@@ -85,9 +86,9 @@ def _elements(tensor: GlobalTensor, most: Optional[int]) -> int:
     return count if most is None else min(count, most // tensor.item_size)
 
 
-def _first_difference(mine: Bytes, theirs: Bytes, box: Box, item_size: int) -> tuple[int, ...]:
+def _first_difference(first: Bytes, second: Bytes, box: Box, item_size: int) -> tuple[int, ...]:
     """The index of the first element of a box that differs."""
-    element = int((mine != theirs).argmax()) // item_size
+    element = int((first != second).argmax()) // item_size
     place = np.unravel_index(element, [stop - start for start, stop in box])
     return tuple(start + int(position) for (start, _), position in zip(box, place))
 
@@ -111,22 +112,20 @@ def _holder(tensor: GlobalTensor, present: tuple[frozenset[int], ...], slices: t
     raise IncompleteSourceError(f"a slice of {quoted(tensor.name)} is on no readable rank", parameter=tensor.name)
 
 
-def _differ(
-    checkpoint: Checkpoint, equal: Equal, other: GlobalTensor, at: Optional[tuple[int, ...]]
-) -> CheckpointError:
+def _differ(checkpoint: Checkpoint, equal: Equal, tied: GlobalTensor, at: Optional[tuple[int, ...]]) -> CheckpointError:
     where = "in type or shape" if at is None else f"at {list(at)}"
     paths = []
-    for tensor in (equal.taken, other):
+    for tensor in (equal.taken, tied):
         piece = next(
             piece
             for piece in _whole(checkpoint, tensor).pieces
             if at is None or all(start <= place < stop for place, (start, stop) in zip(at, piece.box))
         )
         paths.append(piece.source.path)
-    taken = "the copy" if other.name == equal.taken.name else quoted(equal.taken.name)
+    converted = "the copy" if tied.name == equal.taken.name else quoted(equal.taken.name)
     return CheckpointError(
-        f"{paths[1]}: {quoted(other.name)} differs from {taken} in {paths[0]} {where}: {equal.reason}",
+        f"{paths[1]}: {quoted(tied.name)} differs from {converted} in {paths[0]} {where}: {equal.reason}",
         file=paths[1],
-        parameter=other.name,
+        parameter=tied.name,
         hint=equal.hint,
     )

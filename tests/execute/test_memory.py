@@ -85,7 +85,7 @@ def test_pages_that_are_hardly_looked_at_are_given_back_too(tmp_path: Path) -> N
     size, step = 256 * MIB, 64 << 10
     path = tmp_path / "tensor"
     path.write_bytes(bytes(size))
-    reader = MappedReader(FileHandles(), ExplicitReader(FileHandles()), give_back=16 * MIB)
+    reader = MappedReader(FileHandles(), ExplicitReader(FileHandles()), release_after=16 * MIB)
     source = StoredSlice(str(path), 0, ((0, size),), ((0, size),))
     before = most = mapped_and_resident()
     for start in range(0, size, step):

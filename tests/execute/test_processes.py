@@ -41,9 +41,10 @@ FULL = tensors()
 FORCED = """
 import os, signal, sys, time
 from reshard import processes
-from reshard.execute import parts
+from reshard.execute import parts, run
+run.usable_cpus = lambda: 64
 processes.MIN_BYTES_PER_PROCESS = 1
-parts.LEAST_PART_BYTES = parts.MOST_PART_BYTES = 20000
+parts.MIN_PART_BYTES = parts.MAX_PART_BYTES = 20000
 from reshard.storage.new_local_file import WrittenFile
 write, window, parent, calls = WrittenFile.write, WrittenFile.window, os.getpid(), 0
 def each(at):
@@ -87,6 +88,7 @@ def crews(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             made.append(count)
             super().__init__(count, *others)
 
+    monkeypatch.setattr(run, "usable_cpus", lambda: 64)
     for module in (run, reading, sweep):
         monkeypatch.setattr(module, "Crew", Counted)
         monkeypatch.setattr(module, "private_bytes", lambda: 1 << 20)
@@ -138,8 +140,8 @@ def test_whoever_writes_them_files_are_the_same(
     expected = tree_bytes(tmp_path / "dst")
     for jobs in (2, 5, 16):
         for part_bytes in (64 << 20, 5000):
-            monkeypatch.setattr(parts, "MOST_PART_BYTES", part_bytes)
-            monkeypatch.setattr(parts, "LEAST_PART_BYTES", part_bytes)
+            monkeypatch.setattr(parts, "MAX_PART_BYTES", part_bytes)
+            monkeypatch.setattr(parts, "MIN_PART_BYTES", part_bytes)
             words[2] = str(tmp_path / f"dst{jobs}-{part_bytes}")
             done(*words, "--jobs", jobs, "--checksum", checksum)
             found = tree_bytes(Path(words[2]))
@@ -251,7 +253,7 @@ def test_long_runs_are_copied_by_a_file_system_that_can(
 ) -> None:
     words = prepared(tmp_path, "rows")
     monkeypatch.setattr("reshard.storage.new_local_file.file_system_of", lambda path: "xfs")
-    monkeypatch.setattr(part_writing, "_WORTH_COPYING", 1000)
+    monkeypatch.setattr(part_writing, "_MIN_COPIED_RUN", 1000)
     copy, calls = os.copy_file_range, 0
 
     def copied(source: int, target: int, count: int, *places: int) -> int:
