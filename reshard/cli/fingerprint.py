@@ -18,11 +18,11 @@ from reshard.convert.ends import options_of
 from reshard.convert.verifying import reading_sources
 from reshard.errors import IncompleteSourceError, InputError, UsageError, one_error
 from reshard.execute import ExecutionOptions
+from reshard.execute.equal import check_equal, equal_of
 from reshard.execute.reader import BoxReader
 from reshard.forms.ranks import SourceTree, find_checkpoints
 from reshard.forms.ranks.coverage import check_ranks
 from reshard.forms.registry import form_named, form_of
-from reshard.opened.equal import check_equal, equal_of
 from reshard.opened.opening import source_strategy
 from reshard.plan.edits import edits_of
 from reshard.records.commands import EDITS

@@ -19,11 +19,11 @@ from reshard.convert.writing import State, Workers, Writing
 from reshard.errors import IncompleteSourceError, RetryableError, UsageError
 from reshard.execute import ExecutionOptions, Progress
 from reshard.execute.destination import check_apart, check_bucket, check_disjoint, check_space
+from reshard.execute.equal import check_equal, equal_of
 from reshard.execute.reader import CHUNK_BYTES, BoxReader
 from reshard.forms.ranks.checkpoint import RankCheckpoint, rank_checkpoint_of
 from reshard.forms.ranks.naming import check_prefix
 from reshard.forms.registry import counted_as, form_named
-from reshard.opened.equal import check_equal, equal_of
 from reshard.plan.groups import MOST_MEMBERS, share_of
 from reshard.plan.plan import Plan
 from reshard.plan.planner import make_plan

@@ -17,10 +17,10 @@ from reshard.checkpoints import FileHandles
 from reshard.errors import CheckpointError
 from reshard.execute import ExecutionOptions
 from reshard.execute.casts import Overflowed
+from reshard.execute.equal import check_equal, equal_of
 from reshard.execute.reader import BoxReader, in_order
 from reshard.layout import whole_box
 from reshard.opened.contents import OpenedContents, in_file_order
-from reshard.opened.equal import check_equal, equal_of
 from reshard.opened.tensor import LazyTensor
 from reshard.plan.pieces import TargetTensor
 from reshard.plan.planner import make_plan

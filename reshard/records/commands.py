@@ -13,7 +13,6 @@ import dataclasses
 import json
 import os
 import re
-import socket
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Optional
@@ -96,7 +95,7 @@ class RecordedCommand:
     strict: bool = False
     verify: bool = False
     lost_only: bool = False
-    host: str = dataclasses.field(default_factory=socket.gethostname, compare=False)
+    host: str = dataclasses.field(default_factory=lambda: os.uname().nodename, compare=False)
 
     @property
     def paths(self) -> tuple[str, ...]:

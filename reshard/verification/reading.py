@@ -16,7 +16,7 @@ import numpy as np
 
 from reshard.checkpoints import CheckpointIndex, FileHandles
 from reshard.checkpoints.files import FileVersion
-from reshard.processes import WORTH_A_PROCESS, Crew, Tell, may_fork, private_bytes, worth_having
+from reshard.processes import MIN_BYTES_PER_PROCESS, Crew, Notify, may_fork, private_bytes, process_count
 from reshard.storage import storage_of
 from reshard.verification.boxes import Box, shape_of, volume_of, whole_box, within
 from reshard.verification.products import Sum
@@ -327,7 +327,7 @@ def _run_tasks(tasks: Iterator[_Task], means: Means, results: _Results, least: i
     for task in itertools.islice(tasks, _PEEKED * max(1, means.jobs)):
         first.append(task)
         nbytes += task.nbytes
-        if len(first) >= _PEEKED and nbytes >= means.jobs * WORTH_A_PROCESS:
+        if len(first) >= _PEEKED and nbytes >= means.jobs * MIN_BYTES_PER_PROCESS:
             break
     if not first:
         return
@@ -338,14 +338,14 @@ def _run_tasks(tasks: Iterator[_Task], means: Means, results: _Results, least: i
     tasks = itertools.chain(first, tasks)
     processes = 1
     if threads > 1 and storage.mappable and may_fork():
-        processes = min(threads, worth_having(means.jobs, nbytes, means.max_memory, private_bytes()))
+        processes = min(threads, process_count(means.jobs, nbytes, means.max_memory, private_bytes()))
     if processes < 2:
         in_process = contextlib.nullcontext(lambda number, batch: [task.run() for task in batch])
         _run_in_threads(tasks, means, threads, lambda: in_process, counted)
         return
     worker_tasks, turn = tasks, itertools.count()
 
-    def serve(batch_number: int, _: Sequence[int], tell: Tell) -> tuple[Any, dict[str, FileVersion]]:
+    def serve(batch_number: int, _: Sequence[int], notify: Notify) -> tuple[Any, dict[str, FileVersion]]:
         versions = means.handles.seen
         batch = next(batch for batch in iter(lambda: [*_next_tasks(worker_tasks)], None) if next(turn) == batch_number)
         for task in batch:

@@ -213,7 +213,7 @@ def test_requests_grow_with_the_bytes_and_not_faster(
     layers: int, tmp_path: Path, costs: Costs, no_windows: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tensors larger than the buffers: the requests are as large as these allow."""
-    monkeypatch.setattr(options, "MOST_BLOCK_BYTES", 16 << 10)
+    monkeypatch.setattr(options, "MAX_BLOCK_BYTES", 16 << 10)
     full = {f"w{number}": value(f"w{number}", (64, 1024)) for number in range(layers)}
     old, new = (single({name: layout([n], [0, -1]) for name in full}) for n in (4, 2))
     write_tree(tmp_path / "src", cut_ranks(old, full))

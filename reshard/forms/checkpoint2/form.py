@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Optional, cast
+from typing import TYPE_CHECKING, Any, Optional, cast
 
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import Checkpoint
@@ -13,7 +13,6 @@ from reshard.checkpoints.edited import stored_checkpoint
 from reshard.checkpoints.files import reading
 from reshard.defaults import DEFAULT_PREFIX
 from reshard.errors import InputError
-from reshard.forms.checkpoint2.checkpoint import Checkpoint2
 from reshard.forms.checkpoint2.iterations import (
     COMMON,
     METADATA,
@@ -33,6 +32,9 @@ from reshard.text.messages import listing
 from reshard.text.names import is_weight
 from reshard.text.report import Report
 from reshard.text.wording import plural, quoted, some_names
+
+if TYPE_CHECKING:
+    from reshard.forms.checkpoint2.checkpoint import Checkpoint2
 
 _INTEGERS = {"Int32": "<i", "Int64": "<q", "UInt32": "<I", "UInt64": "<Q"}
 
@@ -58,14 +60,14 @@ class Checkpoint2Form(Form):
         return read_checkpoint2(src, request.step, handles, report, request.damaged, request.required)
 
     def strategy_of(self, checkpoint: Checkpoint) -> Strategy:
-        """By metadata.json."""
+        """As metadata.json describes the tensors."""
         from reshard.forms.checkpoint2.reading import strategy_of
 
-        return strategy_of(cast(Checkpoint2, checkpoint))
+        return strategy_of(cast("Checkpoint2", checkpoint))
 
     def saved_cut(self, checkpoint: Checkpoint, name: str) -> Optional[SavedCut]:
-        """By metadata.json; without that file, by the placement of whole tensors."""
-        saved = cast(Checkpoint2, checkpoint)
+        """As metadata.json records it; without that file, by the placement of whole tensors."""
+        saved = cast("Checkpoint2", checkpoint)
         return saved.placements.get(name) if saved.metadata_names is None or name in saved.metadata_names else None
 
     def target(self, checkpoint: Checkpoint, request: WriteRequest) -> TargetForm:
@@ -116,7 +118,7 @@ class Checkpoint2Form(Form):
             yield os.path.join(place, COMMON), "is missing"
         healed = [
             name
-            for name, placement in cast(Checkpoint2, checkpoint).placements.items()
+            for name, placement in cast("Checkpoint2", checkpoint).placements.items()
             if placement.misnumbered or placement.outside or placement.recorded != placement.readable
         ]
         if healed:
@@ -146,7 +148,7 @@ class Checkpoint2Form(Form):
 
     def describe(self, checkpoint: Checkpoint) -> Description:
         """The ranks of tensors, and lost slices."""
-        saved = cast(Checkpoint2, checkpoint)
+        saved = cast("Checkpoint2", checkpoint)
         incomplete: Optional[InputError] = None
         try:
             saved.check()

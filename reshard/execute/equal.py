@@ -1,4 +1,4 @@
-"""Byte-by-byte comparison of tied tensors, of which only one is read, in any layouts."""
+"""Byte-by-byte comparison of tied tensors, in any layouts: only one of them is converted."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from reshard.text.wording import quoted
 
 
 def equal_of(checkpoint: Checkpoint, names: Iterable[str]) -> list[TiedTensors]:
-    """The sets of tied tensors that some tensors and values are made of."""
+    """The sets of tied tensors among the sources of some tensors and values."""
     tensors = checkpoint.tensors
     stored = {source.name for name in names if name in tensors for source in tensors[name].sources}
     return [equal for equal in checkpoint.tied_tensors() if equal.representative.name in stored]
@@ -67,20 +67,21 @@ def _check(
     checkpoint: Checkpoint, equal: TiedTensors, reader: BoxReader, progress: Progress, most: Optional[int]
 ) -> None:
     first = equal.representative
-    for tensor_beside in equal.copies:
-        if (tensor_beside.dtype, tensor_beside.shape) != (first.dtype, first.shape):
-            raise _differ(checkpoint, equal, tensor_beside, None)
+    for tensor in equal.copies:
+        if (tensor.dtype, tensor.shape) != (first.dtype, first.shape):
+            raise _differ(checkpoint, equal, tensor, None)
     count = _elements(first, most)
     step = max(1, min(CHUNK_BYTES // first.item_size, count))
-    mine, theirs = (np.empty(step * first.item_size, np.uint8) for _ in range(2))
+    bytes_of_first, bytes_of_copy = (np.empty(step * first.item_size, np.uint8) for _ in range(2))
     target, *copies = (_whole(checkpoint, tensor) for tensor in (first, *equal.copies))
     for box in boxes_of_range(first.shape, 0, count, step):
         nbytes = volume_of(box) * first.item_size
-        reader.read(target, box, mine[:nbytes].data)
+        reader.read(target, box, bytes_of_first[:nbytes].data)
         for tensor, copy in zip(equal.copies, copies):
-            reader.read(copy, box, theirs[:nbytes].data)
-            if not np.array_equal(mine[:nbytes], theirs[:nbytes]):
-                raise _differ(checkpoint, equal, tensor, _first_difference(mine, theirs, box, first.item_size))
+            reader.read(copy, box, bytes_of_copy[:nbytes].data)
+            if not np.array_equal(bytes_of_first[:nbytes], bytes_of_copy[:nbytes]):
+                place = _first_difference(bytes_of_first, bytes_of_copy, box, first.item_size)
+                raise _differ(checkpoint, equal, tensor, place)
         progress.wrote(nbytes * (1 + len(copies)))
 
 
@@ -90,9 +91,9 @@ def _elements(tensor: GlobalTensor, most: Optional[int]) -> int:
     return count if most is None else min(count, most // tensor.item_size)
 
 
-def _first_difference(mine: Bytes, theirs: Bytes, box: Box, item_size: int) -> tuple[int, ...]:
+def _first_difference(first: Bytes, second: Bytes, box: Box, item_size: int) -> tuple[int, ...]:
     """The index of the first element of a box that differs."""
-    element = int((mine != theirs).argmax()) // item_size
+    element = int((first != second).argmax()) // item_size
     place = np.unravel_index(element, [stop - start for start, stop in box])
     return tuple(start + int(position) for (start, _), position in zip(box, place))
 
@@ -128,9 +129,9 @@ def _differ(
             if at is None or all(start <= place < stop for place, (start, stop) in zip(at, piece.box))
         )
         paths.append(piece.source.path)
-    original = "the copy" if copy.name == equal.representative.name else quoted(equal.representative.name)
+    converted = "the copy" if copy.name == equal.representative.name else quoted(equal.representative.name)
     return CheckpointError(
-        f"{paths[1]}: {quoted(copy.name)} differs from {original} in {paths[0]} {where}: {equal.reason}",
+        f"{paths[1]}: {quoted(copy.name)} differs from {converted} in {paths[0]} {where}: {equal.reason}",
         file=paths[1],
         parameter=copy.name,
         hint=equal.hint,
