@@ -107,8 +107,21 @@ def _heads(found: Differences, verbose: bool) -> Iterator[str]:
         if names:
             listed = listing(names)
             yield f"{len(names)} {where}: {full_text(listed) if verbose else listed}"
+    rename = _rename_by_prefix(found.only_a, found.only_b)
+    if rename is not None:
+        yield f"names differ by a prefix; to compare the tensors, add --rename '{rename}'"
     for name, (one, other) in found.shapes.items():
         yield f"{name}: {shape_words(one)} in A, {shape_words(other)} in B"
+
+
+def _rename_by_prefix(only_a: Sequence[str], only_b: Sequence[str]) -> Optional[str]:
+    """The rule that gives most names of A those of B, if one prefix is all that differs."""
+    for longer, shorter, rule in ((only_a, only_b, "{}*=*"), (only_b, only_a, "*={}*")):
+        first = min(shorter, default="")
+        prefix = next((name[: -len(first)] for name in longer if first and name.endswith("." + first)), "")
+        if prefix and 2 * len({prefix + name for name in shorter}.intersection(longer)) > len(shorter):
+            return rule.format(prefix)
+    return None
 
 
 # Tensors with a line of their own.

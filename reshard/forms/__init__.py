@@ -13,3 +13,6 @@ FORM_CLASSES = {
 
 A source is of the first form that recognises it. The first of all is that of a source which no form recognises.
 """
+
+SHORT_NAMES = {"hf": "huggingface"}
+"""Other names of forms, for options."""

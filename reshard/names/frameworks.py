@@ -15,11 +15,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Optional
 
-from reshard.text.names import is_weight
+from reshard.text.names import TRAINER_OPTIMIZERS, is_weight
 
 MODEL = "model."
 _STATES = {"exp_avg": "adam_m.", "exp_avg_sq": "adam_v.", "fp32_param": "main_param."}
-_OPTIMIZERS = ("optimizer.", "optim.")
 # Between these and the names of parameters.
 _INNER = ("optim.", "state.")
 # Modules around others, of torch.compile, FSDP and activation checkpointing.
@@ -59,11 +58,11 @@ def plain_names(
         keys: by name, where it is recorded, the keys of the nested dictionaries that it was made of.
         optimizer: optimizer state is kept, under MindSpore's names.
     """
-    weights = [name for name in names if not name.startswith(_OPTIMIZERS)]
+    weights = [name for name in names if not name.startswith(TRAINER_OPTIMIZERS)]
     unrecorded = [name for name in weights if name not in keys]
     rooted = {name for name in weights if name in keys and len(keys[name]) > 1 and keys[name][0] == MODEL[:-1]}
     if unrecorded and all(name.startswith(MODEL) for name in unrecorded):
-        beside = any(name.startswith(_OPTIMIZERS) for name in (*names, *objects))
+        beside = any(name.startswith(TRAINER_OPTIMIZERS) for name in (*names, *objects))
         if beside or any(name.startswith(_CAUSAL) for name in unrecorded):
             rooted.update(unrecorded)
     found: dict[str, Optional[str]] = {}
@@ -74,7 +73,7 @@ def plain_names(
         name for name in weights if rooted and keys.get(name, (MODEL[:-1],))[0] != MODEL[:-1] and is_weight(name, known)
     ]
     for name in names:
-        if name.startswith(_OPTIMIZERS):
+        if name.startswith(TRAINER_OPTIMIZERS):
             found[name] = _state_name(name) if optimizer else None
             if found[name] is None:
                 left_out.append(name)
@@ -87,7 +86,7 @@ def plain_names(
 
 def possible_plain_names(name: str, optimizer: bool) -> list[str]:
     """The names that `plain_names` may give a tensor, whatever the others are; none where it is left out."""
-    if name.startswith(_OPTIMIZERS):
+    if name.startswith(TRAINER_OPTIMIZERS):
         state = _state_name(name) if optimizer else None
         return [] if state is None else [state]
     unrooted = [name[len(MODEL) :]] if name.startswith(MODEL) else []
@@ -121,9 +120,17 @@ def trainer_keys(name: str) -> tuple[str, ...]:
     if root + "." == MODEL:
         return root, rest
     inner, _, last = rest.rpartition(".")
-    if root + "." in _OPTIMIZERS and inner.startswith("state."):
+    if root + "." in TRAINER_OPTIMIZERS and inner.startswith("state."):
         return root, "state", inner[len("state.") :], last
     return (name,)
+
+
+def name_before(name: str) -> str:
+    """The name that a model, or MindSpore's optimizer, has for a tensor that `trainer_names` named."""
+    keys = trainer_keys(name)
+    if len(keys) == len(("optimizer", "state", "NAME", "KEY")) and keys[-1] in _STATES:
+        return _STATES[keys[-1]] + keys[-2]
+    return keys[-1]
 
 
 def trainer_names(names: Collection[str]) -> dict[str, Optional[str]]:

@@ -114,7 +114,8 @@ class Identity:
 
 
 def strategy_digest(strategy: Strategy) -> str:
-    """A digest of a strategy's content, independent of its files."""
+    """A digest of a strategy's content as read, independent of its files."""
+    strategy = strategy.original or strategy
     known: dict[Layout, bytes] = {}
     hashed = hashlib.sha256()
     for stage in strategy.stages:

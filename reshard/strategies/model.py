@@ -263,11 +263,13 @@ class Strategy:
         stages: pipeline stages in order, at least one; none until the source gives them.
         path: the file or directory it was read from, or ``none``.
         notes: notes for the user, such as skipped files.
+        original: the strategy as read, where its names were changed to those of the target.
     """
 
     stages: tuple[Stage, ...]
     path: str
     notes: tuple[str, ...] = field(default=(), compare=False)
+    original: Optional[Strategy] = field(default=None, compare=False, repr=False)
 
     @classmethod
     def none(cls) -> Strategy:

@@ -156,6 +156,11 @@ class _Shards:
             range(1, max(count for _, _, count in self._numbers) + 1)
         )
         if len(there) == shards * len(files):
+            if any(tensor.shape and name not in self._recorded for name, tensor in tensors.items()):
+                report.note(
+                    f"{self._directory}: headers record no full shapes, and without its last shard a tensor looks "
+                    f"smaller: make sure that {plural(shards, 'rank')} saved it"
+                )
             return
         spread = [self._shards_of(tensor) for tensor in tensors.values()]
         everywhere = shards > 1 and any(numbers == [*range(1, shards + 1)] for numbers in spread)
