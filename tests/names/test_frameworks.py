@@ -10,7 +10,7 @@ import pytest
 
 from reshard.names import name_before, plain_names, possible_plain_names, trainer_keys, trainer_names
 from tests.forms.test_hf_sharded import CHUNKS, FULL, Chunk, converted, rows, write_shards
-from tests.running import done, fails
+from tests.running import Argument, done, fails
 from tests.small import World, tensors
 from tests.trees import Value, read_checkpoint, value
 
@@ -127,7 +127,7 @@ def test_tensors_beside_the_model_of_a_nested_state_are_left_out() -> None:
 @pytest.mark.parametrize("form", ["dcp", "hyper-parallel"])
 def test_a_strategy_lists_the_names_of_the_model(form: str, plain: World, tmp_path: Path) -> None:
     plain.save(tensors(names=["w", "v"]))
-    strategies = ["--src-strategy", plain.old, "--dst-strategy", plain.new]
+    strategies: list[Argument] = ["--src-strategy", plain.old, "--dst-strategy", plain.new]
     done("convert", plain.src, plain.dst, "--to", form, *strategies, "--verify")
     slices = {each["name"]: each["cuts"] for each in done("inspect", plain.dst, "--json").json["tensors"]}
     assert slices == {"model.w": [1, 2], "model.v": [1]}
