@@ -19,10 +19,11 @@ from reshard.errors import CheckpointError, DamagedCheckpointError
 from reshard.storage import ReadableFile, fill, read_range
 from reshard.text.wording import quoted
 
-MAX_PICKLE = 64 << 20
+MAX_PICKLE = 16 << 20
 """Bytes of ``data.pkl``; it holds some hundred for every tensor."""
 
 _MAX_DIRECTORY = 64 << 20
+_MAX_DIMENSIONS = 64
 # Both ends of a small archive are read at once, and of a large one enough for its directory and its first entries.
 _NEAR_END = 4 << 10
 _LOCAL = struct.Struct("<4s5H3I2H")
@@ -294,7 +295,9 @@ class Archive:
 
 
 def _are_sizes(found: Any) -> bool:
-    return isinstance(found, (tuple, list)) and all(type(each) is int and 0 <= each < 1 << 62 for each in found)
+    if not isinstance(found, (tuple, list)) or len(found) > _MAX_DIMENSIONS:
+        return False
+    return all(type(each) is int and 0 <= each < 1 << 62 for each in found)
 
 
 def archived_tensor(file: ReadableFile, offset: int, length: int) -> Elements:

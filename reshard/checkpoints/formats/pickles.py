@@ -16,13 +16,15 @@ from typing import Any, Callable, NamedTuple, Optional, Union
 MAX_OPERATIONS = 1 << 26
 """Operations of one pickle. Metadata takes some 30 for each chunk of a tensor."""
 
-MEMORY_PER_BYTE = 16
-"""Bytes of objects for each byte of a pickle; metadata takes 10 at the most. Numbers and references come on top."""
+MEMORY_PER_BYTE = 24
+"""Bytes of objects for each byte of a pickle; metadata of torch takes 14. Numbers and references come on top."""
 
 # For pickles that are small anyway.
 _MIN_MEMORY = 4 << 20
 # What objects take in memory, about; a dictionary is that of a few pairs.
 _LIST_BYTES, _DICT_BYTES, _PAIR_BYTES, _TUPLE_BYTES, _TEXT_BYTES, _INSTANCE_BYTES = 88, 150, 32, 64, 56, 88
+# Of an item of a list, or a character, that is copied.
+_COPY_BYTES = 8
 # A batch of a dictionary is 1,000 pairs, in each of the dictionaries and lists around it.
 _MAX_STACK = 1 << 20
 _MAX_MARKS = 1 << 10
@@ -227,7 +229,7 @@ class _Machine:
         self._memory -= _INSTANCE_BYTES
         if what.name in _INTERPRETED:
             # A copy of its argument.
-            self._memory -= sum(len(each) for each in args[:1] if isinstance(each, (str, list)))
+            self._memory -= sum(_COPY_BYTES * len(each) for each in args[:1] if isinstance(each, (str, list)))
             return _interpreted(what.name, args)
         return PickledInstance(what.name, args, None, called)
 
@@ -359,6 +361,7 @@ class _Machine:
     def persistent_id(self) -> None:
         if not self._persistent:
             raise PickleError("is a pickle with persistent ids, which have no meaning here")
+        self._memory -= _INSTANCE_BYTES + _TUPLE_BYTES
         self._stack.append(PickledInstance("", (self._pop(),)))
 
     def put(self, place: int) -> None:

@@ -18,7 +18,10 @@ METADATA = ".metadata"
 """Metadata of all ranks, which is written last."""
 
 MAX_METADATA = 1 << 29
-"""Bytes of one file of metadata; it takes some 200 for each chunk of a tensor."""
+"""Bytes of one file of metadata; it takes some 140 for each chunk of a tensor."""
+
+_MAX_DIMENSIONS = 64
+_MAX_NAMED = 8
 
 TORCH = "torch.distributed.checkpoint."
 _SHARDED = "torch.distributed._shard.sharded_tensor.metadata."
@@ -131,16 +134,17 @@ def read_metadata(paths: Iterable[str]) -> ReadMetadata:
             raise CheckpointError(f"{path}: {error}", file=path, hint=_HINT) from error
         except MemoryError as error:
             raise CheckpointError(f"{path}: does not fit into memory", file=path) from error
-        _Reader(path, found).add(held)
+        _Reader(path, found, len(data)).add(held)
     return found
 
 
 class _Reader:
     """Adds what one file of metadata describes."""
 
-    def __init__(self, path: str, found: ReadMetadata) -> None:
+    def __init__(self, path: str, found: ReadMetadata, nbytes: int) -> None:
         self._path = path
         self._found = found
+        self._chunks_left = nbytes
 
     def add(self, held: Any) -> None:
         if not isinstance(held, PickledInstance) or held.name.rpartition(".")[2] not in ("Metadata", "MCoreMetadata"):
@@ -164,7 +168,7 @@ class _Reader:
         nested = fields.get("planner_data")
         if isinstance(nested, dict):
             for name, keys in nested.items():
-                if isinstance(name, str) and isinstance(keys, tuple) and all(type(k) in (str, int) for k in keys):
+                if isinstance(name, str) and _are_keys(keys):
                     self._found.nested.setdefault(name, keys)
         reshaped = fields.get("mcore_data")
         for name in reshaped if isinstance(reshaped, dict) else ():
@@ -214,6 +218,10 @@ class _Reader:
         dtype = _dtype(fields.get("properties"))
         if shape is None or not isinstance(chunks, (list, tuple)):
             self._wrong(f"does not record shape and chunks of {quoted(name)}")
+        # A list that several tensors share takes a few bytes, and all of its chunks are read for each.
+        self._chunks_left -= len(chunks)
+        if self._chunks_left < 0:
+            self._wrong("lists more chunks than it has bytes")
         found: list[DescribedChunk] = []
         met: set[tuple[int, ...]] = set()
         for chunk in chunks:
@@ -261,16 +269,23 @@ def _named(where: Mapping[str, Any]) -> str:
 
 
 def _words(found: Any) -> Iterator[str]:
-    for each in found if isinstance(found, (list, tuple)) else [found]:
+    for each in found[:_MAX_NAMED] if isinstance(found, (list, tuple)) else [found]:
         if isinstance(each, str):
             yield quoted(each)
 
 
 def _sizes(found: Any) -> Optional[tuple[int, ...]]:
     """Numbers of elements or bytes; None for anything else."""
-    if isinstance(found, (tuple, list)) and all(type(each) is int and 0 <= each < 1 << 62 for each in found):
-        return tuple(found)
-    return None
+    if not isinstance(found, (tuple, list)) or len(found) > _MAX_DIMENSIONS:
+        return None
+    return tuple(found) if all(type(each) is int and 0 <= each < 1 << 62 for each in found) else None
+
+
+def _are_keys(found: Any) -> bool:
+    """Whether these are keys of nested dictionaries and lists."""
+    if not isinstance(found, tuple) or len(found) > _MAX_DIMENSIONS:
+        return False
+    return all(type(key) in (str, int) for key in found)
 
 
 def _dtype(properties: Any) -> Optional[str]:
