@@ -20,7 +20,7 @@ from reshard.checkpoints.formats.tensors import CheckpointIndex, Tensor, check_s
 from reshard.errors import CheckpointError, InputError, LayoutError, one_error
 from reshard.forms.form import Description
 from reshard.layout import Covering, Grid, Layout, covering
-from reshard.strategies import SAME, Stage, Strategy
+from reshard.strategies import SAME, Stage, Strategy, rows_over
 from reshard.text.messages import listing
 from reshard.text.names import as_pattern, is_value
 from reshard.text.wording import plural, quoted
@@ -131,27 +131,27 @@ def described(checkpoint: ChunkedCheckpoint) -> Description:
 def strategy_of(checkpoint: ChunkedCheckpoint) -> Strategy:
     """The strategy that cuts every tensor as the checkpoint does: rank ``r`` gets chunk ``r`` of each.
 
-    Raises:
-        CheckpointError: no strategy cuts some tensor so.
+    Tensors that no strategy cuts so are cut by rows; a note of the strategy names them.
     """
     grids = {name: tensor.shardings[0] for name, tensor in checkpoint.tensors.items()}
-    count = max((sharding.grid.slice_count for sharding in grids.values()), default=1)
+    # Boxes that lie in no grid refine one another into more slices than there are ranks.
+    regular = {name: each.grid for name, each in grids.items() if getattr(each, "parts_of", None) is None}
+    count = max((grid.slice_count for grid in regular.values()), default=max(1, checkpoint.file_count))
     layouts: dict[str, Layout] = {}
-    odd: list[str] = []
-    for name, sharding in grids.items():
-        layout = _layout_of(sharding.grid, count) if getattr(sharding, "parts_of", None) is None else None
+    by_rows: list[str] = []
+    for name, tensor in checkpoint.tensors.items():
+        layout = _layout_of(regular[name], count) if name in regular else None
         if layout is None:
-            odd.append(name)
-        else:
-            layouts[name] = layout
-    if odd:
-        raise CheckpointError(
-            f"{checkpoint.place}: no strategy over {plural(count, 'rank')} cuts tensors as it does: " + listing(odd),
-            file=checkpoint.place,
-            parameter=odd[0],
-            hint="cut rows with --shards N, or name a strategy: --dst-strategy FILE or DIR",
+            by_rows.append(name)
+            layout = rows_over(count, tensor.shape)
+        layouts[name] = layout
+    notes = ()
+    if by_rows:
+        notes = (
+            f"{plural(len(by_rows), 'tensor')} cut by rows, because no strategy over {plural(count, 'rank')} has their "
+            "uneven cuts: " + listing(by_rows),
         )
-    return Strategy((Stage(0, 0, count, layouts, (checkpoint.place,)),), SAME)
+    return Strategy((Stage(0, 0, count, layouts, (checkpoint.place,)),), SAME, notes)
 
 
 def _layout_of(grid: Grid, count: int) -> Optional[Layout]:

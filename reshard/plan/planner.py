@@ -38,6 +38,8 @@ def make_plan(request: Request, handles: FileHandles, report: Report) -> Plan:
     shards = shards_of(request.target.path)
     if request.target.is_untold and shards is None:
         request = replace(request, target=source.strategy_of(base))
+        for note in request.target.notes:
+            report.note(note)
     if not request.edits.is_empty:
         checkpoint = made = edited(base, request.edits, report)
         same = request.target.path == SAME

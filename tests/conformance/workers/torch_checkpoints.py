@@ -134,32 +134,48 @@ def _logits(model: Any) -> dict[str, str]:
     return {"logits": _digest(logits)}
 
 
-def _made_tensors(job: Job, mesh: DeviceMesh, fill: bool) -> dict[str, Any]:
-    """The tensors of a job; with zeros if `fill` is false."""
-    tensors: dict[str, Any] = {}
-    for name, (dtype, shape, axes) in job["tensors"].items():
+def _full_tensors(job: Job) -> dict[str, torch.Tensor]:
+    """The tensors of a job, with bytes that follow from their names."""
+    tensors = {}
+    for name, (dtype, shape, _) in job["tensors"].items():
         kind = getattr(torch, dtype)
-        full = torch.zeros(shape, dtype=kind)
-        if fill:
-            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-            data = torch.randint(0, 2 if kind == torch.bool else 256, (full.nbytes,), generator=generator)
-            full = data.to(torch.uint8).view(kind).reshape(shape)
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        nbytes = torch.empty(shape, dtype=kind).nbytes
+        data = torch.randint(0, 2 if kind == torch.bool else 256, (nbytes,), generator=generator)
+        tensors[name] = data.to(torch.uint8).view(kind).reshape(shape)
+    return tensors
+
+
+def _placed(job: Job, mesh: DeviceMesh, full: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """The same tensors in their placements; a plain tensor is one that every rank has."""
+    tensors: dict[str, Any] = {}
+    for name, (_, _, axes) in job["tensors"].items():
         placements: list[Placement] = [Replicate() if axis < 0 else Shard(axis) for axis in axes]
-        # A plain tensor is one that every rank has.
-        tensors[name] = distribute_tensor(full, mesh, placements) if placements else full
+        # gloo sends only some types: every rank cuts its own.
+        tensors[name] = distribute_tensor(full[name], mesh, placements, src_data_rank=None) if axes else full[name]
     return tensors
 
 
 def _save_tensors(job: Job, mesh: DeviceMesh) -> dict[str, str]:
-    tensors = _made_tensors(job, mesh, True)
-    _save(job, tensors)
-    return _hashes(tensors)
+    full = _full_tensors(job)
+    _save(job, _placed(job, mesh, full))
+    return {name: _digest(tensor) for name, tensor in full.items()}
 
 
 def _load_tensors(job: Job, mesh: DeviceMesh) -> dict[str, str]:
-    tensors = _made_tensors(job, mesh, False)
-    _load(job, tensors)
-    return _hashes(tensors)
+    full = _full_tensors(job)
+    loaded = _placed(job, mesh, {name: torch.zeros_like(tensor) for name, tensor in full.items()})
+    _load(job, loaded)
+    expected = _placed(job, mesh, full)
+    equal = {name: _digest(_local(loaded[name])) == _digest(_local(expected[name])) for name in full}
+    ranks: list[dict[str, bool]] = [{} for _ in range(mesh.size())]
+    dist.all_gather_object(ranks, equal)
+    return {name: _digest(full[name]) if all(rank[name] for rank in ranks) else "differs" for name in full}
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    local: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local
 
 
 def _save(job: Job, state: dict[str, Any]) -> None:
