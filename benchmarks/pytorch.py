@@ -99,11 +99,11 @@ def _command(place: Path, source: Path, out: Path, form: str, columns: bool) -> 
 
 def wrong(place: Path, claim: Claim) -> int:
     """How many parameters of `made` are not what they must be."""
-    made = place / "made"
+    result = place / "made"
     if claim.target != "huggingface":
-        made = place / "back"
-        run(_command(place, place / "made", made, "huggingface", claim.columns))
-    return wrong_in_full_weights(made, MODEL, INDEX)
+        result = place / "back"
+        run(_command(place, place / "made", result, "huggingface", claim.columns))
+    return wrong_in_full_weights(result, MODEL, INDEX)
 
 
 def measure() -> Section:
@@ -130,8 +130,8 @@ def measure() -> Section:
 
 
 def _against_torch(section: Section, python: str) -> None:
-    asked = [python, "-c", "import torch; print(torch.__version__)"]
-    version = subprocess.run(asked, capture_output=True, text=True).stdout.split()[-1]
+    version_command = [python, "-c", "import torch; print(torch.__version__)"]
+    version = subprocess.run(version_command, capture_output=True, text=True).stdout.split()[-1]
     imported = run([python, "-c", "import torch.distributed.checkpoint, safetensors.torch"])
     section.say(
         f"The same input through torch {version}, alternating, the better of two runs; its start-up of "
@@ -145,16 +145,16 @@ def _against_torch(section: Section, python: str) -> None:
         with memory_backed() as place:
             words = prepare(place, claim)
             source = place / ("whole" if claim.source == "huggingface" else "src")
-            theirs, made = place / "theirs", place / "made"
+            theirs, result = place / "theirs", place / "made"
             for tool, script in scripts.items():
                 ours: list[Run] = []
-                other: list[Run] = []
+                theirs_runs: list[Run] = []
                 for _ in range(2):
-                    remove(made, theirs)
+                    remove(result, theirs)
                     ours.append(run(words))
-                    remove(made)
-                    other.append(quietly([python, "-c", script, source, theirs]))
-                best, best_other = (min(runs, key=lambda each: each.seconds) for runs in (ours, other))
+                    remove(result)
+                    theirs_runs.append(quietly([python, "-c", script, source, theirs]))
+                best, best_other = (min(runs, key=lambda each: each.seconds) for runs in (ours, theirs_runs))
                 section.row(
                     f"{claim.name}; {tool}",
                     f"{best.seconds:.2f} s",

@@ -80,12 +80,12 @@ def test_what_torch_trained_becomes_a_model_of_transformers(
         if form == "dcp":
             unified = tmp_path / f"unified{number}"
             done("convert", tmp_path / f"{number}", unified, "--to", "unified", "--verify")
-            found = hashes(unified)
-            moments = [name for name in found if name.startswith(tuple(STATES))]
+            digests = hashes(unified)
+            moments = [name for name in digests if name.startswith(tuple(STATES))]
             assert {name[:7] for name in moments} == set(STATES)
             for name in moments:
-                assert found.pop(name) == trained[STATES[name[:7]] + name[7:]]
-            assert found == weights_of(trained)
+                assert digests.pop(name) == trained[STATES[name[:7]] + name[7:]]
+            assert digests == weights_of(trained)
     for loaded, trained in zip(oracles.done(oracles.transformers(loads)), answers):
         assert (loaded["missing"], loaded["unknown"]) == ([], [])
         assert loaded["logits"]["sha256"] == trained["logits"]
@@ -159,12 +159,12 @@ def test_tensors_of_every_type_and_cut_come_back_on_another_mesh(form: str, mesh
     tensors = tensors_of(dtypes)
     places = {"form": form, "tensors": tensors, "mesh": mesh}
     (saved,) = oracles.done(oracles.torch_checkpoints([{"do": "save", "directory": str(tmp_path / "0"), **places}]))
-    jobs = []
+    jobs: list[dict[str, Any]] = []
     for cut in (["--shards", "3"], ["--dst-strategy", "same"]):
         out = tmp_path / f"out{len(jobs)}"
         done("convert", tmp_path / "0", out, "--to", form, *cut, "--verify")
-        for other in ({"mesh": mesh}, {"mesh": (1, 3, 1), "tensors": rows_of(tensors)}):
-            jobs.append({"do": "load", "directory": str(out), **places, **other})
+        for changes in ({"mesh": mesh}, {"mesh": (1, 3, 1), "tensors": rows_of(tensors)}):
+            jobs.append({"do": "load", "directory": str(out), **places, **changes})
     for loaded in oracles.done(oracles.torch_checkpoints(jobs)):
         assert loaded == saved
     if form == "dcp":

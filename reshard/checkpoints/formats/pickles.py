@@ -21,7 +21,7 @@ MEMORY_PER_BYTE = 24
 
 # For pickles that are small anyway.
 _MIN_MEMORY = 4 << 20
-# What objects take in memory, about; a dictionary is that of a few pairs.
+# Approximate memory of objects; of a dictionary, that of a few pairs.
 _LIST_BYTES, _DICT_BYTES, _PAIR_BYTES, _TUPLE_BYTES, _TEXT_BYTES, _INSTANCE_BYTES = 88, 150, 32, 64, 56, 88
 # Of an item of a list, or a character, that is copied.
 _COPY_BYTES = 8
@@ -34,7 +34,7 @@ _MAX_NAME = 256
 # times takes few bytes and is hashed as often.
 _MAX_KEY_DEPTH = 4
 _MAX_KEY_PARTS = 256
-# Python's hash of an integer is its remainder: of larger ones as many as anybody likes have the same.
+# Python's hash of an integer is its remainder, so that any number of larger ones have equal hashes.
 _MAX_KEY_BITS = 64
 
 # Pairs of a dictionary that are set at once.
@@ -48,7 +48,7 @@ _INTERPRETED = frozenset({_LATIN_BYTES, _NO_BYTES, _ORDERED, _SIZE})
 
 
 class PickleError(ValueError):
-    """A pickle that is damaged, or holds what is not read; its text is the end of a sentence about the file."""
+    """A pickle that is damaged, or has unreadable contents; its text is the end of a sentence about the file."""
 
 
 class Global(NamedTuple):
@@ -62,13 +62,13 @@ class Global(NamedTuple):
 
 
 class PickledInstance:
-    """What a call of a `Global` would have made.
+    """The result of a call of a `Global`, which is never made.
 
     Attributes:
         name: the class or function, as `Global.name`; ``""`` for a persistent id, whose value is the only argument.
         args: positional arguments.
-        state: what was to be set on it; None for nothing.
-        items: what was to be appended to it, or pairs to be set in it; None for nothing.
+        state: its pickled state; None without one.
+        items: appended values, or pairs of keys and values; None without any.
         called: by a call, and not by ``__new__`` of a class; both are pickled, differently.
     """
 
@@ -82,7 +82,7 @@ class PickledInstance:
         self.called = called
 
     def added(self) -> list[Any]:
-        """The list of its items, made where there is none."""
+        """The list of its items, created at the first use."""
         if self.items is None:
             self.items = []
         return self.items
@@ -175,7 +175,7 @@ class _Machine:
                     raise PickleError("is a pickle whose objects would take too much memory")
         raise PickleError(f"is a pickle of more than {operations:,} operations")
 
-    # What operations are made of.
+    # Parts of operations.
 
     def _take(self, count: int) -> bytes:
         start = self._position
@@ -201,37 +201,37 @@ class _Machine:
         if len(self._marks) == 1:
             raise PickleError("is a damaged pickle: a mark is missing")
         start = self._marks.pop()
-        found = self._stack[start:]
+        values = self._stack[start:]
         del self._stack[start:]
-        return found
+        return values
 
     def _arguments(self) -> tuple[Any, ...]:
-        found = self._pop()
-        if not isinstance(found, tuple):
+        args = self._pop()
+        if not isinstance(args, tuple):
             raise PickleError("is a damaged pickle: arguments are no tuple")
-        return found
+        return args
 
     def _named(self, module: Any, name: Any) -> None:
         if not isinstance(module, str) or not isinstance(name, str) or len(module) + len(name) > _MAX_NAME:
             raise PickleError("is a damaged pickle: a class has no name")
         full = f"{module}.{name}"
-        found = self._globals.get(full)
-        if found is None:
+        known_global = self._globals.get(full)
+        if known_global is None:
             if not self._allowed(full):
                 raise PickleError(f"names {full[:_MAX_NAME]!r}, which is not read: nothing of the file is run")
-            found = self._globals[full] = Global(full)
-        self._stack.append(found)
+            known_global = self._globals[full] = Global(full)
+        self._stack.append(known_global)
 
     def _called(self, args: tuple[Any, ...], called: bool) -> Any:
-        what = self._pop()
-        if not isinstance(what, Global):
+        target = self._pop()
+        if not isinstance(target, Global):
             raise PickleError("is a damaged pickle: something is called that is no class")
         self._memory -= _INSTANCE_BYTES
-        if what.name in _INTERPRETED:
+        if target.name in _INTERPRETED:
             # A copy of its argument.
             self._memory -= sum(_COPY_BYTES * len(each) for each in args[:1] if isinstance(each, (str, list)))
-            return _interpreted(what.name, args)
-        return PickledInstance(what.name, args, None, called)
+            return _interpreted(target.name, args)
+        return PickledInstance(target.name, args, None, called)
 
     def _set(self, pairs: list[Any]) -> None:
         target = self._top()
@@ -378,7 +378,7 @@ class _Machine:
 
 
 def _interpreted(name: str, args: tuple[Any, ...]) -> Any:
-    """What a call makes that stands for a plain value."""
+    """The plain value that a call stands for."""
     if name == _ORDERED and not args:
         return {}
     if name == _SIZE and len(args) == 1 and isinstance(args[0], (tuple, list)):
@@ -481,18 +481,18 @@ def plain(value: Any, nodes: int = 1 << 16, depth: int = 64) -> Any:
     """A value as JSON has it, for people: tuples are lists, bytes hexadecimal, types their names.
 
     Args:
-        value: what `read_pickle` returned.
+        value: a result of `read_pickle`.
         nodes: larger values are refused.
-        depth: likewise those of lists within lists.
+        depth: deeper nests of lists are refused.
 
     Raises:
         NotPlain: it holds something that is not plain, or too much.
     """
-    left = [nodes]
+    remaining = [nodes]
 
     def walk(value: Any, depth: int) -> Any:
-        left[0] -= 1
-        if left[0] < 0 or depth < 0:
+        remaining[0] -= 1
+        if remaining[0] < 0 or depth < 0:
             raise NotPlain("it is too large to be shown")
         if value is None or isinstance(value, (bool, int, float, str)):
             return value
@@ -520,7 +520,7 @@ NAMESPACE = "argparse.Namespace"
 
 
 def pickled(value: Any) -> Iterator[bytes]:
-    """A pickle of protocol 2 in parts, of what `read_pickle` could have returned; ``{}`` stays a dictionary.
+    """A pickle of protocol 2 in parts, of a possible result of `read_pickle`; ``{}`` stays a dictionary.
 
     Dictionaries may be `Pairs`, so that a large pickle is never in memory.
 
