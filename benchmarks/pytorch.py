@@ -51,7 +51,7 @@ from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlan
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 state = {}
 _load_state_dict(state, FileSystemReader(sys.argv[1]), _EmptyStateDictLoadPlanner(), no_dist=True)
-safetensors.torch.save_file(state["model"], sys.argv[2])
+safetensors.torch.save_file(state, sys.argv[2])
 """
 _TO_TORCH_SAVE = """
 import sys
