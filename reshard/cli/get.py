@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import json
 import math
 import os
 import sys
@@ -86,11 +87,17 @@ def get(
     The tensor is printed whole, however the checkpoint is sharded; --slice reads a part. NAME may be a pattern
     such as '*.norm.weight'. All matches are printed; --output needs exactly one. NumPy has no BFloat16 and
     8-bit floats: they are converted to Float32, which is exact, or with --raw to unsigned integers with the
-    same bits. Int4 tensors are printed as packed bytes.
+    same bits. Int4 tensors are printed as packed bytes. Objects of PyTorch's checkpoints, such as a learning rate,
+    are printed as JSON.
     """
     report = Report(listener())
     chosen = _index(index)
     with opened(src, strategy, typed, report, edits=edits_of(src, typed)) as checkpoint:
+        if name in checkpoint.objects and name not in checkpoint:
+            if output is not None or index is not None:
+                raise UsageError(f"{quoted(name)} is no tensor", hint="leave out --output and --slice")
+            _print_object(name, checkpoint.get_object(name), as_json)
+            return
         names = _names(checkpoint, name)
         if output is not None:
             if as_json:
@@ -111,6 +118,15 @@ def get(
             packed = ", two values a byte" if tensor.dtype_name == INT4 else ""
             say(f"{one_line(tensor.name)}  {tensor.dtype_name}  {shape_words(tensor.shape)}{packed}")
         _print(array)
+
+
+def _print_object(name: str, value: Any, as_json: bool) -> None:
+    if as_json:
+        echo_json([{"name": name, "object": value}])
+        return
+    if not is_quiet():
+        say(f"{one_line(name)}  object")
+    click.echo(json.dumps(value, indent=2 if isinstance(value, (dict, list)) else None))
 
 
 def _index(text: Optional[str]) -> Any:
@@ -143,7 +159,7 @@ def _names(checkpoint: OpenedCheckpoint, typed: str) -> list[str]:
     glob = Glob(typed)
     matches = [name for name in checkpoint if glob.matches(name)]
     if not matches:
-        near = near_names(typed, checkpoint)
+        near = near_names(typed, [*checkpoint, *checkpoint.objects])
         raise CheckpointError(
             f"no tensor {quoted(typed)}",
             parameter=typed,

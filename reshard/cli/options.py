@@ -14,7 +14,7 @@ from reshard.cli.errors import set_debug, set_quiet, set_verbose
 from reshard.cli.shard import ShardType
 from reshard.defaults import CHOICES, DEFAULT_PREFIX, MAX_MEMORY, MOST_DEVICES
 from reshard.errors import UsageError
-from reshard.forms import FORM_CLASSES
+from reshard.forms import FORM_CLASSES, SHORT_NAMES
 from reshard.storage import is_directory, use_endpoint
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class FormType(Choice):
 
         if isinstance(value, str) and dtype_named(value) is not None:
             self.fail(f"{value} is a type, not a form: --cast {value}", param, ctx)
-        return super().convert("huggingface" if value == "hf" else value, param, ctx)
+        return super().convert(SHORT_NAMES.get(value, value), param, ctx)
 
 
 class ShardSizeType(click.ParamType):  # type: ignore[type-arg, unused-ignore]

@@ -13,3 +13,6 @@ FORM_CLASSES = {
 
 The first form that recognises a source reads it. An unrecognised source is of the first form in this table.
 """
+
+SHORT_NAMES = {"hf": "huggingface"}
+"""Other names of forms, for options."""

@@ -5,7 +5,7 @@
 """
 
 from reshard.names.apply import Applied, AppliedStep, NamedView, apply_rules, warning_of
-from reshard.names.frameworks import plain_names, possible_plain_names, trainer_keys, trainer_names
+from reshard.names.frameworks import name_before, plain_names, possible_plain_names, trainer_keys, trainer_names
 from reshard.names.model import NameRules
 from reshard.names.operations import SizedOperation
 from reshard.names.options import possible_options
@@ -23,6 +23,7 @@ __all__ = [
     "apply_rules",
     "builtin_names",
     "config_beside",
+    "name_before",
     "parse_renames",
     "parse_rules",
     "plain_names",

@@ -206,6 +206,24 @@ class Edits:
             )
         return found
 
+    def laid_out(self, target: Strategy, names: Collection[str]) -> Strategy:
+        """The target's strategy for the names of a trainer's state; strategies list those of the model.
+
+        Args:
+            target: the strategy.
+            names: of all tensors that are written.
+        """
+        if not self.trainer or target.is_untold or target.is_none or set(target.parameters).issuperset(names):
+            return target
+        from reshard.names import name_before
+
+        after = {name_before(name): name for name in names}
+        stages = (
+            replace(stage, layouts={after.get(name, name): layout for name, layout in stage.layouts.items()})
+            for stage in target.stages
+        )
+        return replace(target, stages=tuple(stages), original=target)
+
     def possible_identities(self) -> Iterator[str]:
         """All possible identities, since names decide options and direction.
 
@@ -231,7 +249,8 @@ class Edits:
         def edit(checkpoint: Checkpoint) -> EditedStep:
             # The notes are printed when the chosen step is edited.
             made = edited(checkpoint, self, Report(), complete=False)
-            return EditedStep(made.tensors, same_layouts(target, made) if target.path == SAME else target, made.unseen)
+            laid_out = same_layouts(target, made) if target.path == SAME else self.laid_out(target, made.tensors)
+            return EditedStep(made.tensors, laid_out, made.unseen)
 
         return edit
 

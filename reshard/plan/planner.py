@@ -38,10 +38,13 @@ def make_plan(request: Request, handles: FileHandles, report: Report) -> Plan:
     shards = shards_of(request.target.path)
     if request.target.is_untold and shards is None:
         request = replace(request, target=source.strategy_of(base))
+        for note in request.target.notes:
+            report.note(note)
     if not request.edits.is_empty:
         checkpoint = made = edited(base, request.edits, report)
-        if request.target.path == SAME:
-            request = replace(request, target=same_layouts(request.target, made))
+        same = request.target.path == SAME
+        target = same_layouts(request.target, made) if same else request.edits.laid_out(request.target, made.tensors)
+        request = replace(request, target=target)
     if shards is not None:
         shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
         request = replace(request, target=Strategy.shards(shards, shapes))
@@ -52,9 +55,9 @@ def make_plan(request: Request, handles: FileHandles, report: Report) -> Plan:
         recovery = Recovery(request, ranks, handles)
         form: TargetForm = RecoveredFiles(request, ranks, recovery)
     else:
-        target = form_named(request.to)
-        form = target.target(checkpoint, _write_request(request, handles, report))
-        if target.options.names is not Names.TRAINER:
+        written = form_named(request.to)
+        form = written.target(checkpoint, _write_request(request, handles, report))
+        if written.options.names is not Names.TRAINER and request.format != MEMORY:
             note_skipped_objects(checkpoint, request.filters.admit, report)
     values = CopiedValues(checkpoint, form, request.filters, request.source.device_count > 1, handles)
     copied = values if recovery is None else ValuesOfRecovery(values, recovery)
@@ -75,6 +78,7 @@ def make_plan(request: Request, handles: FileHandles, report: Report) -> Plan:
 
 def _read_request(request: Request, handles: FileHandles, report: Report) -> ReadRequest:
     """The source of a request, to be read."""
+    shards = shards_of(request.target.path) is not None
     return ReadRequest(
         request.src,
         handles,
@@ -84,8 +88,8 @@ def _read_request(request: Request, handles: FileHandles, report: Report) -> Rea
         _is_required(request),
         source=request.source,
         # Rows of everything are cut, whatever the source holds.
-        target=request.target if shards_of(request.target.path) is None else Strategy.none(),
-        ranks=request.target_ranks,
+        target=Strategy.none() if shards else request.target,
+        ranks=None if shards else request.target_ranks,
         filters=request.filters,
         file_suffix=request.file_suffix,
         fallback=request.fallback,

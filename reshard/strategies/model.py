@@ -187,6 +187,15 @@ def shards_of(path: str) -> Optional[int]:
     return int(text)
 
 
+def rows_over(count: int, shape: tuple[int, ...]) -> Layout:
+    """The layout of rows over ranks in parts of one size, the last smaller or empty; a scalar is on each rank."""
+    if not shape:
+        return Layout((count,), ())
+    part = -(-shape[0] // count)
+    sizes = tuple(max(0, min(part, shape[0] - part * rank)) for rank in range(count))
+    return Layout((count,), ((0,), *((),) * (len(shape) - 1)), uneven=sizes)
+
+
 def names_files(path: str) -> bool:
     """Whether what names a strategy is a path."""
     return path not in (NONE, SAME) and not path.startswith(SHARDS)
@@ -263,11 +272,13 @@ class Strategy:
         stages: pipeline stages in order, at least one; none until the source gives them.
         path: the file or directory it was read from, or ``none``.
         notes: notes for the user, such as skipped files.
+        original: the strategy as read, where its names were changed to those of the target.
     """
 
     stages: tuple[Stage, ...]
     path: str
     notes: tuple[str, ...] = field(default=(), compare=False)
+    original: Optional[Strategy] = field(default=None, compare=False, repr=False)
 
     @classmethod
     def none(cls) -> Strategy:
@@ -294,11 +305,7 @@ class Strategy:
         layouts = {}
         for name, shape in shapes.items():
             if shape not in known:
-                rows = shape[0] if shape else 0
-                part = -(-rows // count)
-                sizes = tuple(max(0, min(part, rows - part * rank)) for rank in range(count))
-                whole = ((),) * max(0, len(shape) - 1)
-                known[shape] = Layout((count,), ((0,), *whole) if shape else (), uneven=sizes if shape else None)
+                known[shape] = rows_over(count, shape)
             layouts[name] = known[shape]
         return cls((Stage(0, 0, count, layouts, (path,)),), path)
 

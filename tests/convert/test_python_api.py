@@ -63,7 +63,7 @@ def test_names_and_packing(tmp_path: Path) -> None:
         tmp_path / "ranks",
         tmp_path / "back",
         src_strategy="none",
-        to="huggingface",
+        to="hf",
         config=QWEN3 / "config.json",
         **rules,
     )

@@ -26,7 +26,7 @@ from reshard.text.report import Report
 
 
 class _DistributedForm(Form):
-    """What both have in common."""
+    """The methods of both forms."""
 
     @asks_once
     def read(self, reading: ReadRequest) -> Checkpoint:
@@ -51,7 +51,7 @@ class _DistributedForm(Form):
         return strategy_of(cast(ChunkedCheckpoint, checkpoint))
 
     def describe(self, checkpoint: Checkpoint) -> Description:
-        """How many chunks tensors have, and what is missing."""
+        """The number of chunks, and missing elements."""
         return described(cast(ChunkedCheckpoint, checkpoint))
 
 
