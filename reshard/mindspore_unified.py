@@ -63,7 +63,7 @@ def unified_safetensors(
         file_suffix=file_suffix,
         # As options of the command line where possible, so that `reshard resume` works.
         filters=Filters(exclude=() if renamed else tuple(map(pattern_of, dropped))),
-        edits=Edits(exactly=tuple(names.items()), words=None) if renamed else NO_EDITS,
+        edits=Edits(exactly=tuple(names.items()), typed=None) if renamed else NO_EDITS,
         to=UNIFIED,
     )
     jobs = max(1, min(max_process_num, usable_cpus()))
@@ -206,7 +206,7 @@ def _in_network(name_map: Optional[Mapping[str, str]]) -> Edits:
                 f"name_map: {names[name]!r} and {new!r} are both {name!r} in the files",
                 hint="pass one of them, and copy the other after loading",
             )
-    return Edits(exactly=tuple(names.items()), words=None)
+    return Edits(exactly=tuple(names.items()), typed=None)
 
 
 def _share(split: Sequence[int]) -> Optional[tuple[int, int]]:

@@ -126,7 +126,7 @@ def merge_lora(
                 check_beside(tensors, adapter, weights)
         how = options_of(typed)
         carry_out(
-            replace(request, edits=Edits(additions=additions, words=None)),
+            replace(request, edits=Edits(additions=additions, typed=None)),
             report,
             typed,
             how,

@@ -53,7 +53,7 @@ def given_command(plan: Plan, options: Options) -> Optional[Given]:
     request = plan.request
     if not isinstance(request.src, str) or options.part is not None:
         return None
-    words = request.edits.words
+    words = request.edits.typed
     if words is None:
         return None
     # To resume one of several runs is to resume all of them.

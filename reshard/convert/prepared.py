@@ -25,7 +25,7 @@ from reshard.forms.ranks.checkpoint import RankCheckpoint, rank_checkpoint_of
 from reshard.forms.ranks.naming import check_prefix
 from reshard.forms.registry import counted_as, form_named
 from reshard.opened.equal import check_equal, equal_of
-from reshard.plan.groups import MOST_MEMBERS, share_of
+from reshard.plan.groups import MAX_GROUP, share_of
 from reshard.plan.plan import Plan
 from reshard.plan.planner import make_plan
 from reshard.plan.request import Request
@@ -170,7 +170,7 @@ class _Preparation:
                 strategies = (s.path for s in (request.source, request.target) if not s.is_none)
                 check_apart(request.dst, sources, strategies)
             else:
-                check_disjoint(request.src, sources, request.dst, (plan.path(file) for file in plan.asked))
+                check_disjoint(request.src, sources, request.dst, (plan.path(file) for file in plan.requested))
             asked = self._share(plan)
             directory = self._directory(plan, asked)
             if directory is None or options.crc == "never":
@@ -206,7 +206,7 @@ class _Preparation:
     def _share(self, plan: Plan) -> tuple[int, ...]:
         """The requested target files that this run writes."""
         options = self.options
-        asked: tuple[int, ...] = plan.asked
+        asked: tuple[int, ...] = plan.requested
         if options.lost_only:
             asked = tuple(file for file in asked if plan.form.taken_over(file) is None)
         if options.share is not None:
@@ -254,13 +254,13 @@ class _Preparation:
         sizes = plan.file_bytes(work)
         part = max(map(store.part_bytes, sizes.values()), default=0)
         if part:
-            together = max(1, min(MOST_MEMBERS, execution.max_memory // (_GROUPS * 2 * part)))
+            together = max(1, min(MAX_GROUP, execution.max_memory // (_GROUPS * 2 * part)))
             together = max(map(len, plan.reading_groups(work, together)))
         else:
             # Each thread may open a whole group of targets and its sources: keep below the limit of open files.
             limit = self.handles.limit // 4
-            together = MOST_MEMBERS if len(work) <= limit else limit // execution.threads
-            together = max(1, min(MOST_MEMBERS, together))
+            together = MAX_GROUP if len(work) <= limit else limit // execution.threads
+            together = max(1, min(MAX_GROUP, together))
         found = replace(execution, together=together, part_bytes=part, files=len(sizes), nbytes=sum(sizes.values()))
         if part and found.max_memory < found.least_memory:
             needed = -(-found.least_memory // (1 << 20))

@@ -16,10 +16,10 @@ from reshard.plan.target_tensors import FileOrder, Kind
 
 
 class Orders:
-    """Makes the order of a file, or finds the one that another file has.
+    """The orders of target files; files of the same tensors share one.
 
     Args:
-        form: what is written.
+        form: the target files.
     """
 
     def __init__(self, form: TargetForm) -> None:
@@ -36,25 +36,25 @@ class Orders:
         values: Sequence[Tensor],
         names: Optional[Collection[str]],
     ) -> FileOrder:
-        """How a file of these tensors is laid out.
+        """The order and layout of a file of these tensors.
 
         Args:
-            section: number of the section that the file is of.
-            kinds: the kinds of tensors in it.
+            section: number of the file's section.
+            kinds: the kinds of its tensors.
             boxes: the slice, per kind.
-            values: values beside them.
-            names: which of the kinds' tensors are in it; all where None.
+            values: its copied values.
+            names: the kinds' tensors in this file; None for all.
         """
-        told = tuple((value.name, value.dtype, value.dims, value.nbytes) for value in values)
+        value_types = tuple((value.name, value.dtype, value.dims, value.nbytes) for value in values)
         shapes = [shape_of(box) for box in boxes]
         differing = tuple(boxes) if self._form.boxed else tuple(shapes)
-        key = (section, differing, told, None if names is None else frozenset(names))
-        found = self._orders.get(key)
-        if found is None:
-            found = self._orders[key] = self._make(kinds, boxes, shapes, values, names)
-        # Others stay as long as a file that is being written has them.
-        self._last = found
-        return found
+        key = (section, differing, value_types, None if names is None else frozenset(names))
+        order = self._orders.get(key)
+        if order is None:
+            order = self._orders[key] = self._make(kinds, boxes, shapes, values, names)
+        # Other orders live as long as a file that is being written refers to them.
+        self._last = order
+        return order
 
     def _make(
         self,
@@ -71,8 +71,8 @@ class Orders:
             if names is None or tensor.name in names
         ]
         entries += ((stored.name, len(kinds) + number) for number, stored in enumerate(values))
-        # The order depends on names, not on the choice of source files; within
-        # .safetensors wider elements come first, which keeps every tensor aligned.
+        # The choice of source files must not change the order. In .safetensors wider
+        # elements come first, which keeps every tensor aligned.
         if self._format not in ("ckpt", MEMORY):
             widths = [kind.item_size if math.prod(shape) else 0 for kind, shape in zip(kinds, shapes)]
             widths += (stored.item_size if stored.nbytes and math.prod(stored.shape) else 0 for stored in values)

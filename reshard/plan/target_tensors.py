@@ -1,7 +1,7 @@
 """The tensors of a target file, in columns; objects are made on demand.
 
-A file may have hundreds of thousands, and a group of files is written at a time. Tensors of one kind differ in
-their names and the places of their slices; everything else is shared.
+A file may have hundreds of thousands, and several files are written at a time. Tensors of one kind share everything
+but their names and the places of their slices.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ StoredAt = Callable[[str, int, int, Box], StoredSlice]
 
 
 class CellSource(NamedTuple):
-    """A cell of one kind of parameter, and the source rank and slice it is taken from.
+    """A cell of one kind of parameter, and its source rank and slice.
 
     Attributes:
         box: the cell.
@@ -39,12 +39,12 @@ class CellSource(NamedTuple):
 
 
 class Alike(NamedTuple):
-    """Tensors of one target file that are taken alike.
+    """Tensors of one target file with equal slices and sources.
 
     Attributes:
         item_size: bytes of an element.
         box: the slice of each of them.
-        takes: its parts.
+        takes: the sources of its cells.
         dtype: their type, where elements are cast.
         padded: whether some elements are in no source.
     """
@@ -100,7 +100,7 @@ class TargetTensors(Sequence[TargetTensor]):
 
     @property
     def names(self) -> Sequence[str]:
-        """Their names, in the order of the file; no tensor is made for it."""
+        """Their names, in the order of the file, without making a tensor."""
         return self._order.names
 
     def __len__(self) -> int:
@@ -114,18 +114,15 @@ class TargetTensors(Sequence[TargetTensor]):
 
     def __getitem__(self, place: Union[int, slice]) -> Union[TargetTensor, list[TargetTensor]]:
         if isinstance(place, slice):
-            return [self._made(at) for at in range(*place.indices(len(self)))]
-        last = self._last
-        if last is not None and last[0] == place:
-            return last[1]
-        made = self._made(place)
-        self._last = place, made
-        return made
+            return [self._tensor(at) for at in range(*place.indices(len(self)))]
+        if self._last is None or self._last[0] != place:
+            self._last = place, self._tensor(place)
+        return self._last[1]
 
     def __iter__(self) -> Iterator[TargetTensor]:
-        return map(self._made, range(len(self)))
+        return map(self._tensor, range(len(self)))
 
-    def _made(self, place: int) -> TargetTensor:
+    def _tensor(self, place: int) -> TargetTensor:
         number = self._order.numbers[place]
         if number >= len(self._alike):
             return self._single[number - len(self._alike)]
@@ -142,7 +139,7 @@ class TargetTensors(Sequence[TargetTensor]):
 
 
 class Kind(NamedTuple):
-    """Tensors that are cut alike and held by the same source files, and so are taken alike.
+    """Tensors that are cut alike and held by the same source files.
 
     Attributes:
         cut: how they are cut.
@@ -161,14 +158,14 @@ class Kind(NamedTuple):
         return self.cut.overlap.target.slice_box(self.cut.slice_of(position))
 
     def count(self, names: Optional[Collection[str]]) -> int:
-        """How many of them have one of some names; all where None."""
+        """The number of its tensors with these names; None counts all."""
         return len(self.tensors) if names is None else sum(tensor.name in names for tensor in self.tensors)
 
     def holders(self, cell: Cell) -> list[tuple[int, int]]:
-        """The files that hold a cell, and their sharding; none for elements without a source."""
+        """The files that hold a cell, each with the number of its sharding; none for elements without a source."""
         first = 0 if cell.region is None else self.cut.firsts[cell.region.source] if cell.slices else 0
-        found: list[tuple[int, int]] = []
+        holders: list[tuple[int, int]] = []
         for index, number in enumerate(cell.slices, first):
             sharding, present = self.cut.shardings[index], self.present[index]
-            found += [(holder, index) for holder in sharding.holders(number) if holder in present]
-        return found
+            holders += [(holder, index) for holder in sharding.holders(number) if holder in present]
+        return holders

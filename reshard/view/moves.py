@@ -49,8 +49,8 @@ def moves_data(
         plan = make_plan(request, handles, report)
         example = next(iter(plan.checkpoint.files.values()), None)
         storage = LOCAL if example is None else storage_of(example)
-        moved = transfers_of(plan, plan.asked, ExecutionOptions(jobs, max_memory, "auto", storage))
-        sizes = plan.file_bytes(plan.asked)
+        moved = transfers_of(plan, plan.requested, ExecutionOptions(jobs, max_memory, "auto", storage))
+        sizes = plan.file_bytes(plan.requested)
     by_rank = form_named(request.form).options.by_rank
     sources = request.source.device_count if by_rank else max(plan.checkpoint.files, default=-1) + 1
     targets = plan.form.count
@@ -61,7 +61,7 @@ def moves_data(
         "target_noun": counted_as(request.to),
         "sources": sources,
         "targets": targets,
-        "bytes": repeats(sizes[number] for number in plan.asked),
+        "bytes": repeats(sizes[number] for number in plan.requested),
         "taken": sum(moved.taken.values()),
         "copied_bytes": sum(moved.copied.values()),
         "requests": sum(moved.requests.values()),

@@ -340,7 +340,7 @@ def part(world: World, ranks: set[int], sources: Optional[str] = None) -> None:
         with FileHandles() as handles:
             plan = make_plan(request, handles, Report())
             directory = TargetDirectory(
-                plan, plan.asked, SourceSampler(handles), Report(), overwrite=True, adding=True, checksum=False,
+                plan, plan.requested, SourceSampler(handles), Report(), overwrite=True, adding=True, checksum=False,
                 part=True,
                 damaged=(), accept_changed_source=False, lost_only=False, whole=False,
             )  # fmt: skip
