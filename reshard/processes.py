@@ -47,7 +47,7 @@ _TOLD, _DONE, _FAILED = range(3)
 _MAX_DESCRIPTORS = 64
 _SET_PARENT_DEATH_SIGNAL = 1
 # Measured for 16 and 64 workers of a process with a small plan; see docs/benchmarks.md.
-_LEAST_PRIVATE = 4 << 20
+_MIN_PRIVATE = 4 << 20
 # Of what was there before there was a plan, workers look at little. A small plan has fewer blocks of memory than this.
 _BLOCKS, _USUAL_BLOCKS, _BYTES_PER_BLOCK = sys.getallocatedblocks(), 200_000, 100
 # A signal between the fork and the first line of a worker would run the handlers of this process there.
@@ -84,7 +84,7 @@ def anonymous_bytes() -> int:
 def private_bytes() -> int:
     """Bytes that a copy of this process comes to hold by itself, at the most: Python writes to objects it looks at."""
     grown = sys.getallocatedblocks() - _BLOCKS
-    return _LEAST_PRIVATE + max(0, grown - _USUAL_BLOCKS) * _BYTES_PER_BLOCK
+    return _MIN_PRIVATE + max(0, grown - _USUAL_BLOCKS) * _BYTES_PER_BLOCK
 
 
 def worth_having(jobs: int, nbytes: int, max_memory: int, private: int) -> int:

@@ -22,7 +22,7 @@ from reshard.text.wording import byte_size, one_line, plural, some_names, steppe
 
 if TYPE_CHECKING:
     from reshard.inspection.contents import Finding, InspectedContents, InspectedFile, InspectedTensor
-    from reshard.inspection.form import InspectedForm, LaidOut
+    from reshard.inspection.form import InspectedForm, InspectedLayout
     from reshard.inspection.tree import InspectedStep, InspectedTree
 
 
@@ -486,9 +486,9 @@ def _show_laid_out(found: InspectedForm, verbose: bool) -> None:
 
     if not found.tensors:
         return
-    rows: list[tuple[str, int, LaidOut]] = [(item.name, 1, item) for item in found.tensors]
+    rows: list[tuple[str, int, InspectedLayout]] = [(item.name, 1, item) for item in found.tensors]
     if not verbose and len(rows) > _MOST_ROWS:
-        alike: dict[object, list[LaidOut]] = defaultdict(list)
+        alike: dict[object, list[InspectedLayout]] = defaultdict(list)
         for item in found.tensors:
             alike[item._replace(name="")].append(item)
         known = {item.name for item in found.tensors}

@@ -24,7 +24,7 @@ from reshard.forms.registry import counted_as, form_named, form_of
 from reshard.records import read_manifest
 from reshard.records.status import status_of
 from reshard.strategies import Strategy
-from reshard.text.messages import MOST_LINES, listing
+from reshard.text.messages import MAX_LINES, listing
 from reshard.text.name_filters import Filters
 from reshard.text.report import Report
 from reshard.text.wording import plural, printable, quoted, rank_ranges
@@ -209,8 +209,8 @@ def _folded(found: Sequence[Difference]) -> list[str]:
     for group in alike.values():
         names = [difference.parameter for difference in group if difference.parameter is not None]
         lines.append(str(group[0]._replace(parameter=None)) if not names else group[0].of(listing(names)))
-    left = sum(map(len, [*alike.values()][MOST_LINES:]))
-    return [*lines[:MOST_LINES], *([f"... and {plural(left, 'more difference')}; -v shows all"] if left else [])]
+    left = sum(map(len, [*alike.values()][MAX_LINES:]))
+    return [*lines[:MAX_LINES], *([f"... and {plural(left, 'more difference')}; -v shows all"] if left else [])]
 
 
 def _warn_of_changed(out: str, unchecked: Sequence[int], noun: str, report: Report) -> None:

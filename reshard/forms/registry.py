@@ -15,7 +15,7 @@ from reshard.forms.ranks import find_checkpoints
 from reshard.forms.ranks.steps import RANK
 from reshard.storage import asks_once, exists
 from reshard.strategies import Strategy
-from reshard.text.near_names import path_meant
+from reshard.text.near_names import similar_path_hint
 from reshard.text.report import Report
 
 
@@ -62,7 +62,7 @@ def check_there(src: str) -> None:
         CheckpointError: it is not there.
     """
     if RANK not in src and not exists(src):
-        raise CheckpointError(f"{src}: does not exist", file=src, hint=path_meant(src))
+        raise CheckpointError(f"{src}: does not exist", file=src, hint=similar_path_hint(src))
 
 
 def check_holds_ranks(src: str) -> None:

@@ -20,8 +20,8 @@ from reshard.plan.edits import NO_EDITS, Edits, typed_edits
 from reshard.plan.request import Request
 from reshard.storage import asks_once
 from reshard.strategies import NONE, SAME, Strategy, read_strategy
+from reshard.text.in_python import errors_in_python, in_python
 from reshard.text.name_filters import Filters
-from reshard.text.python_words import in_python, python_words
 from reshard.text.report import Report, logged
 from reshard.text.wording import plural
 
@@ -29,7 +29,7 @@ Path = Union[str, "os.PathLike[str]"]
 Texts = Union[str, Sequence[str]]
 
 
-@python_words()
+@errors_in_python()
 def open(
     src: Path,
     *,

@@ -13,7 +13,7 @@ from reshard.records.identity import Identity
 from reshard.records.ledger import current, ledgers_in
 from reshard.records.manifest import MANIFEST_NAME, Manifest, read_manifest
 from reshard.storage import exists, status_of_each
-from reshard.text.near_names import path_meant
+from reshard.text.near_names import similar_path_hint
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def status_of(directory: str) -> Status:
     if not begun:
         if exists(path):
             return _by_manifest(directory)
-        meant = None if exists(directory) else path_meant(directory)
+        meant = None if exists(directory) else similar_path_hint(directory)
         raise TargetError(
             f"{directory}: holds no records of a conversion",
             file=directory,

@@ -61,7 +61,7 @@ _SHARE = 16 << 20
 _SECONDS_PER_REQUEST = 1.5e-3
 _REMEMBERED = 64
 # Shorter requests were answered by a cache of this machine.
-_LEAST_WAIT = 5e-4
+_MIN_WAIT = 5e-4
 # At least this share of requests must be slow: on a busy machine, some local ones are slow, too.
 _ONE_OF = 4
 
@@ -98,7 +98,7 @@ def round_trip_of(seconds: Sequence[float]) -> Optional[float]:
     # Imported only after measurements: it slows the start of a command.
     from statistics import median_low
 
-    waited = [one for one in seconds if one >= _LEAST_WAIT]
+    waited = [one for one in seconds if one >= _MIN_WAIT]
     return median_low(waited) if waited and _ONE_OF * len(waited) >= len(seconds) else None
 
 

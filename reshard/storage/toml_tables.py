@@ -9,7 +9,7 @@ from typing import Any, Callable, NamedTuple
 
 from reshard.errors import InputError, RetryableError
 from reshard.storage import UnfitError, exists, is_regular_file, read_small
-from reshard.text.near_names import near_names, path_meant
+from reshard.text.near_names import near_names, similar_path_hint
 from reshard.text.wording import quoted
 
 _ENDING = ".toml"
@@ -91,7 +91,7 @@ class TomlFile:
             raise self._error(f"{self.path} is not UTF-8; this is not a file of rules", file=self.path) from error
         except FileNotFoundError as error:
             problem = f"{self.path}: this file of rules is missing"
-            raise self._error(problem, file=self.path, hint=path_meant(self.path)) from error
+            raise self._error(problem, file=self.path, hint=similar_path_hint(self.path)) from error
         except OSError as error:
             problem = f"{self.path} cannot be read: {error.strerror or error}"
             raise RetryableError(problem, file=self.path) from error

@@ -25,7 +25,7 @@ from reshard.text.wording import rank_ranges, some_numbers
 MOST_ENTRIES = 64
 # Maximum joins: each may double the readings of an expanded map; MindSpore's files have one or two.
 MOST_JOINS = 8
-_MOST_ELEMENTS = 2**62
+_MAX_ELEMENTS = 2**62
 
 NONE = "none"
 """The name of the strategy of one device with all tensors whole."""
@@ -149,7 +149,7 @@ class RecordedLayout:
         if self.shard_step < 0:
             raise LayoutError(f"optimizer shard step {self.shard_step} is negative")
         for size in (*(self.tensor_shape or ()), *(self.split_sizes if self.split_offsets else ())):
-            if not 0 <= size <= _MOST_ELEMENTS:
+            if not 0 <= size <= _MAX_ELEMENTS:
                 raise LayoutError(f"a dimension or slice of {size} elements")
 
     def _uneven(self) -> Optional[tuple[int, ...]]:

@@ -19,7 +19,7 @@ from reshard.storage import ReadableFile, UnfitError, opened_regular, read_range
 from reshard.storage.other_files import cipher_of, is_ckpt, kind_by_head
 from reshard.strategies import json_file, protobuf_file
 from reshard.strategies.model import StrategyFile
-from reshard.text.near_names import path_meant
+from reshard.text.near_names import similar_path_hint
 
 # Maximum size: real files have some ten KB per hundred parameters. Parsed JSON takes several times its size.
 LARGEST_PROTOBUF = 2**26
@@ -160,7 +160,7 @@ def opened(path: str) -> Iterator[Union[ReadableFile, OtherFile]]:
 def read_error(path: str, error: OSError) -> ReshardError:
     """The error for a file or directory that cannot be opened or read."""
     if isinstance(error, FileNotFoundError):
-        return StrategyError(f"{path}: no file or directory has this name", file=path, hint=path_meant(path))
+        return StrategyError(f"{path}: no file or directory has this name", file=path, hint=similar_path_hint(path))
     if error.errno == errno.ENAMETOOLONG:
         return too_long(path)
     kind = StrategyError if error.errno in _INACCESSIBLE else RetryableError

@@ -12,7 +12,7 @@ import pytest
 import reshard
 from reshard.cli.main import cli
 from reshard.errors import CheckpointError, ReshardError, TargetError, UsageError, VerificationError
-from reshard.text.python_words import in_python
+from reshard.text.in_python import in_python
 from tests.corpus import ROOT
 from tests.running import done
 

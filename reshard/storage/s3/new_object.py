@@ -23,13 +23,13 @@ from reshard.storage.store import Expected, FileStatus, NewFile, Sending
 
 # Services accept no smaller parts, except the last, and no more parts.
 LEAST_PART_BYTES = 5 << 20
-_MOST_PARTS = 10_000
+_MAX_PARTS = 10_000
 _MAPPED_BYTES = 1 << 20
 
 
 def part_bytes(size: int) -> int:
     """Bytes of each part of an object of a size, except the last."""
-    needed = -(-size // _MOST_PARTS)
+    needed = -(-size // _MAX_PARTS)
     return max(LEAST_PART_BYTES, -(-needed // (1 << 20)) << 20)
 
 

@@ -21,8 +21,8 @@ from reshard.storage.store import FileStatus
 HEAD = 64 << 10
 # Requests up to this size are answered from windows, which grow with sequential reading.
 _SMALL = 256 << 10
-_LEAST_WINDOW = 64 << 10
-_MOST_WINDOW = 1 << 20
+_MIN_WINDOW = 64 << 10
+_MAX_WINDOW = 1 << 20
 _NEAR = 1 << 20
 # Bytes on both sides of an expected request.
 _MARGIN = 4 << 10
@@ -254,7 +254,7 @@ class ObjectFile:
     def read_into(self, offset: int, out: memoryview) -> int:
         """Likewise into ``out``, from its beginning; the number of bytes read."""
         count = max(0, min(len(out), self._version.size - offset))
-        if count <= _LEAST_WINDOW:
+        if count <= _MIN_WINDOW:
             out[:count] = self._small(offset, count)
         else:
             self._reader.read_into(self._version, offset, out[:count])
@@ -290,8 +290,8 @@ class ObjectFile:
         if cached is not None and not ahead:
             return cached
         _, stop, length = windows.last(self._version)
-        grown = min(_MOST_WINDOW, 2 * length) if 0 <= offset - stop <= _NEAR else 0
-        places = [(offset, max(count, grown, _LEAST_WINDOW))] if cached is None else []
+        grown = min(_MAX_WINDOW, 2 * length) if 0 <= offset - stop <= _NEAR else 0
+        places = [(offset, max(count, grown, _MIN_WINDOW))] if cached is None else []
         # Probable next requests: reading them in parallel takes no longer.
         places += [(max(0, place - _MARGIN), 4 * _MARGIN) for place in ahead if place < self._version.size]
         ranges = [(start, min(size, self._version.size - start)) for start, size in places]

@@ -18,7 +18,7 @@ from reshard.storage.s3.service import Service, field
 
 _MARK = ".reshard-tmp-"
 # Maximum size of a mark: an object's path has at most some KiB in any encoding.
-_LARGEST_MARK = 16 << 10
+_MAX_MARK = 16 << 10
 
 
 def claim(service: Service, path: str) -> Lease:
@@ -59,7 +59,7 @@ def _marks(service: Service, directory: str, all_of_them: bool = False) -> list[
     for page in service.pages(directory, prefix + _MARK):
         for listed in page.objects:
             name = listed.key[len(prefix) + len(_MARK) :]
-            if is_holder(name) and listed.size <= _LARGEST_MARK:
+            if is_holder(name) and listed.size <= _MAX_MARK:
                 marks.append(_Mark(f"{directory.rstrip('/')}/{_MARK}{name}", is_alive(name, listed.age)))
     if not all_of_them and all(mark.alive for mark in marks):
         return marks

@@ -45,7 +45,7 @@ from reshard.text.products import ExpressionError
 from reshard.text.wording import plural
 
 _NAME = f"ckpt_strategy_rank_{RANK}.ckpt"
-_LARGEST_RECORD = 1 << 26
+_MAX_RECORD = 1 << 26
 
 
 class WrittenStrategy(NamedTuple):
@@ -226,7 +226,7 @@ def recorded_names(path: str) -> Optional[AxisNames]:
     """
     for record in record_paths(path):
         try:
-            content = parse_json(read_small(record, _LARGEST_RECORD))
+            content = parse_json(read_small(record, _MAX_RECORD))
             sizes = AxisSizes(tuple((str(name), int(size)) for name, size in content["sizes"].items()))
             names = {
                 str(parameter): tuple(map(str, group["names"]))
