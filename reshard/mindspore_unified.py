@@ -126,15 +126,15 @@ def load_distributed_checkpoint(
             "MindSpore",
             hint="pass format='safetensors' and unified_safetensors_dir; transform_checkpoints converts files of ranks",
         )
-    for name, given in {
+    for name, is_set in {
         "checkpoint_filenames": checkpoint_filenames is not None,
         "train_strategy_filename": train_strategy_filename is not None,
         "strict_load": strict_load,
         "dec_key": dec_key is not None,
         "dec_mode": dec_mode != "AES-GCM",
     }.items():
-        if given:
-            raise UsageError(f"load_distributed_checkpoint: {name} goes with format='ckpt'", hint="leave it out")
+        if is_set:
+            raise UsageError(f"load_distributed_checkpoint: {name} needs format='ckpt'", hint="remove it")
     if unified_safetensors_dir is None or dst_safetensors_dir is None:
         raise UsageError(
             "load_distributed_checkpoint: unified_safetensors_dir or dst_safetensors_dir is missing", hint="pass both"
@@ -147,7 +147,7 @@ def load_distributed_checkpoint(
     form = form_of(src)
     if form_named(form).options.cut:
         raise UsageError(
-            f"{src}: contains no unified weights",
+            f"{src}: holds files of ranks, not unified weights",
             file=src,
             hint="unified_safetensors makes them; transform_checkpoints converts files of ranks",
         )
@@ -166,8 +166,8 @@ def load_distributed_checkpoint(
             edits=_in_network(name_map),
         )
         summary = transform(request, Options(jobs=max(1, min(max_process_num, usable_cpus()))), logged())
-        listed = frozenset(target.parameters)
-        missing = [name for name in summary.missing if is_weight(name, listed)]
+        parameters = frozenset(target.parameters)
+        missing = [name for name in summary.missing if is_weight(name, parameters)]
         if missing:
             LOG.warning("%s", f"in {target.path}, but not in {src}: {listing(missing)}")
     return True

@@ -128,7 +128,7 @@ def _of_checkpoint(rank: int, src: str, typed: dict[str, Any]) -> Sequence[int]:
     others = {"prefix": DEFAULT_PREFIX, "format": format, "no_fallback": False}
     report = Report(listener())
     request = request_between(src, "", (rank,), {**typed, **others}, report)
-    if form_named(request.to).options.by_rank and not request.target.is_untold:
+    if form_named(request.to).options.by_rank and not request.target.is_placeholder:
         check_target_ranks(request)
     decryption = options.decryption_of(typed["decrypt_key_file"], typed["decrypt_mode"])
     with FileHandles(decryption=decryption) as handles:

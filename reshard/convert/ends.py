@@ -103,7 +103,7 @@ def told_by(src: str, ends: Ends, step: str) -> Ends:
     Raises:
         ReshardError: the source cannot be read, or records no strategy.
     """
-    if not ends.target.is_untold:
+    if not ends.target.is_placeholder:
         return ends
     if shards_of(ends.target.path) is not None:
         # Rows of everything are cut, and which shapes they have only the conversion has to know.

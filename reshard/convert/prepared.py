@@ -79,7 +79,7 @@ def prepare(
     Raises:
         ReshardError: the conversion is impossible; nothing has been written.
     """
-    if form_named(request.to).options.by_rank and not request.target.is_untold:
+    if form_named(request.to).options.by_rank and not request.target.is_placeholder:
         check_target_ranks(request)
     if request.prefix is not None:
         check_prefix(request.prefix)

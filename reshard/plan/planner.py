@@ -36,7 +36,7 @@ def make_plan(request: Request, handles: FileHandles, report: Report) -> Plan:
     source = form_named(request.form)
     checkpoint = base = source.read(_reading(request, handles, report))
     shards = shards_of(request.target.path)
-    if request.target.is_untold and shards is None:
+    if request.target.is_placeholder and shards is None:
         request = replace(request, target=source.strategy_of(base))
     if not request.edits.is_empty:
         checkpoint = edited_checkpoint = edited(base, request.edits, report)
@@ -141,7 +141,7 @@ def _is_written(request: Request) -> Callable[[str], bool]:
         # A tensor is required if any of its possible names is written.
         return lambda name: any(new is None or admit(new) for new in edits.possible_names(name))
     target_names = set(request.target.parameters)
-    everything = request.target.is_none or request.target.is_untold
+    everything = request.target.is_none or request.target.is_placeholder
 
     return lambda name: admit(name) and (everything or name in target_names)
 

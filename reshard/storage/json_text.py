@@ -62,7 +62,7 @@ def parse_json(data: bytes, most_values: int = _MAX_VALUES) -> Any:
 
 
 class JsonStream:
-    """Reads a large text, an object or array at a time; what was read is not kept.
+    """Reads a large text, an object or array at a time; earlier text is not kept.
 
     Args:
         read: returns the next bytes of the text, none at its end.
@@ -80,14 +80,14 @@ class JsonStream:
         self._position = 0
         self._ended = False
 
-    def members(self, known: Optional[Container[str]] = None) -> Iterator[str]:
+    def members(self, earlier_keys: Optional[Container[str]] = None) -> Iterator[str]:
         """The keys of the next object; the caller reads each value before the next key.
 
         Args:
-            known: earlier keys, if the caller keeps them; a duplicate of one is an error.
+            earlier_keys: earlier keys, if the caller keeps them; a duplicate of one is an error.
         """
         self._expect("{", "an object")
-        taken: set[str] = set()
+        own_keys: set[str] = set()
         if self._next() == "}":
             self._position += 1
             return
@@ -95,10 +95,10 @@ class JsonStream:
             if self._next() != '"':
                 raise JsonError("it is not valid JSON (a key is expected)")
             key = self.value()
-            if key in (taken if known is None else known):
+            if key in (own_keys if earlier_keys is None else earlier_keys):
                 raise _twice(key)
-            if known is None:
-                taken.add(key)
+            if earlier_keys is None:
+                own_keys.add(key)
             self._expect(":", "a colon")
             yield key
             if self._ends("}"):
@@ -186,9 +186,9 @@ class JsonStream:
                 return ""
             self._more()
 
-    def _expect(self, mark: str, what: str) -> None:
+    def _expect(self, mark: str, description: str) -> None:
         if self._next() != mark:
-            raise JsonError(f"it is not valid JSON ({what} is expected)")
+            raise JsonError(f"it is not valid JSON ({description} is expected)")
         self._position += 1
 
     def _ends(self, mark: str) -> bool:
@@ -203,10 +203,10 @@ class JsonStream:
         data = self._read()
         self._ended = not data
         try:
-            read = self._decode(data, self._ended)
+            text = self._decode(data, self._ended)
         except UnicodeError:
             raise JsonError("its text is not valid UTF-8") from None
-        self._text = self._text[self._position :] + read
+        self._text = self._text[self._position :] + text
         self._position = 0
 
 

@@ -74,9 +74,9 @@ def asks_once(function: _F) -> _F:
     """Run a function in such a block."""
 
     @functools.wraps(function)
-    def cached(*arguments: object, **named: object) -> object:
+    def cached(*arguments: object, **keywords: object) -> object:
         with asked_once():
-            return function(*arguments, **named)
+            return function(*arguments, **keywords)
 
     return cached  # type: ignore[return-value]
 

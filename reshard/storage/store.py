@@ -70,7 +70,7 @@ class ReadableFile(Protocol):
 
     @property
     def cipher(self) -> Optional[str]:
-        """Its encryption mode, in MindSpore's words; None if not encrypted."""
+        """MindSpore's name of its encryption mode; None if not encrypted."""
 
     def size(self) -> int:
         """Its current size in bytes."""
@@ -134,7 +134,7 @@ class NewFile(Protocol):
 
     @property
     def descriptor(self) -> Optional[int]:
-        """What other processes may write through; None where they cannot."""
+        """The descriptor through which other processes may write; None where they cannot."""
         return None
 
     @property
@@ -143,15 +143,15 @@ class NewFile(Protocol):
         return False
 
     def copy(self, descriptor: int, start: int, offset: int, count: int) -> bool:
-        """Have the file system copy a range of another file, open as ``descriptor``, to an offset; whether it has."""
+        """Copy a range of another file, open as ``descriptor``, to an offset in the file system; whether it did."""
         return False
 
     def allocate(self, size: int) -> bool:
-        """Give the file all of its room before anything is written, where that can be done; whether it has it."""
+        """Allocate all of the file's space before anything is written, if possible; whether it is allocated."""
         return False
 
     def window(self, offset: int, count: int) -> memoryview:
-        """A map of some bytes of the file, once it has all of its room, to be written."""
+        """A writable map of some bytes of the file, after `allocate`."""
         raise OSError(errno.ENODEV, "cannot be mapped")
 
     def write(self, offset: int, data: memoryview) -> None:
@@ -167,7 +167,7 @@ class NewFile(Protocol):
         """Give the file its name, replacing another of that name; atomic and durable. After `finish`.
 
         Returns:
-            None; or the status of a file that another run of the same conversion put there first, and that stays.
+            None; or the status of an equal file that another run of the same conversion published first; it stays.
         """
 
     def discard(self) -> None:
@@ -342,7 +342,7 @@ class Store(Protocol):
         self.write_whole(path, b"")
 
     def touch(self, path: str) -> bool:
-        """Set the time of a file to now; False if it is missing, or has to be rewritten for that."""
+        """Set the time of a file to now; False if it is missing, or the store cannot set times."""
         return False
 
     @abstractmethod

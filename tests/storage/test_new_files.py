@@ -29,7 +29,7 @@ from reshard.storage import (
     write_whole,
 )
 from reshard.storage.s3 import leases
-from reshard.storage.s3.new_object import LEAST_PART_BYTES as PART
+from reshard.storage.s3.new_object import MIN_PART_BYTES as PART
 from reshard.storage.s3.new_object import part_bytes
 from reshard.storage.s3.service import service
 from tests.corpus import ROOT

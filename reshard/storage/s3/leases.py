@@ -260,11 +260,11 @@ def held_alone(service: Service, path: str, wait: Callable[[], None], tell: Tell
         if etag is not None:
             break
         wait()
-    held = Lease(service, path, name.encode(), guarded=True, lock_etag=etag)
+    lease = Lease(service, path, name.encode(), guarded=True, lock_etag=etag)
     try:
-        yield held.check
+        yield lease.check
     finally:
-        held.release()
+        lease.release()
 
 
 def _owner(content: bytes) -> str:

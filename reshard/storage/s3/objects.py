@@ -111,20 +111,20 @@ class ObjectReader:
         Raises:
             OSError: it was replaced, or the service does not answer.
         """
-        done = 0
+        received = 0
 
         def advance(count: int) -> None:
-            nonlocal done
-            done += count
+            nonlocal received
+            received += count
 
         def get() -> None:
-            while done < len(out):
-                before = done
-                self._get(version.address, version.path, offset + done, out[done:], version, advance)
-                if done == before:
+            while received < len(out):
+                before = received
+                self._get(version.address, version.path, offset + received, out[received:], version, advance)
+                if received == before:
                     raise StrangeAnswer(version.path, "a range without a byte")
 
-        self.service.outside(lambda: self.service.again(version.path, get, lambda: done))
+        self.service.outside(lambda: self.service.again(version.path, get, lambda: received))
 
     def _get(
         self,
@@ -165,15 +165,15 @@ class ObjectReader:
                     path, f"bytes {start} to {stop} where {offset} to {offset + len(out)} were requested"
                 )
             self.measured.request(time.perf_counter() - begun)
-            done = 0
-            while done < stop - start:
-                data = body.read(min(_CHUNK, stop - start - done))
+            received = 0
+            while received < stop - start:
+                data = body.read(min(_CHUNK, stop - start - received))
                 if not data:
                     break
-                out[done : done + len(data)] = data
-                done += len(data)
+                out[received : received + len(data)] = data
+                received += len(data)
                 advance(len(data))
-            return current, done
+            return current, received
         except BaseException:
             # The rest of the answer is not read: the connection cannot be used again.
             body.close()

@@ -79,8 +79,8 @@ class S3Store(Store):
         # Some programs write an object with an empty name for a directory.
         marked = False
         for page in self._service.pages(directory, prefix):
-            for listed in page.objects:
-                name = listed.key[len(prefix) :]
+            for object_ in page.objects:
+                name = object_.key[len(prefix) :]
                 marked = marked or not name
                 if name:
                     entries[name] = ObjectEntry(name, directory=False)
@@ -167,7 +167,7 @@ class S3Store(Store):
         key = Address.parse(directory).key
         alive: list[bool] = []
         for page in self._service.pages(directory, f"{key}/{start}"):
-            alive += [is_alive(listed.key[len(key) + 1 + len(start) :], listed.age) for listed in page.objects]
+            alive += [is_alive(object_.key[len(key) + 1 + len(start) :], object_.age) for object_ in page.objects]
         return alive
 
     def lock(self, path: str, again: Callable[[], None], tell: Tell) -> AbstractContextManager[Callable[[], None]]:
@@ -193,11 +193,11 @@ class S3Store(Store):
         key = Address.parse(directory).key
         with contextlib.suppress(OSError):
             for page in self._service.pages(directory, f"{key}/"):
-                for listed in page.objects:
-                    name = listed.key.rpartition(".")[2]
-                    if is_holder(name) and not is_alive(name, listed.age):
-                        path = f"{directory}/{listed.key[len(key) + 1 :]}"
-                        leases.remove_dead(self._service, path, listed.etag)
+                for object_ in page.objects:
+                    name = object_.key.rpartition(".")[2]
+                    if is_holder(name) and not is_alive(name, object_.age):
+                        path = f"{directory}/{object_.key[len(key) + 1 :]}"
+                        leases.remove_dead(self._service, path, object_.etag)
 
     def _object(self, address: Address, path: str) -> Optional[FileStatus]:
         try:
