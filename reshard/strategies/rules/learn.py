@@ -249,7 +249,7 @@ def _head(learned: Learned, sources: Sequence[SourceRun], model: ModelTensors, n
         yield "]"
     if no_shards:
         yield ""
-        yield "# The strategies do not show which parameters opt out of optimizer shards: true or false, also in a rule."
+        yield "# The strategies do not show which parameters opt out of optimizer shards: true or false, also in rules"
         yield f"optimizer_shard = {_NOT_SHOWN}"
     states = Counter(model.states.values())
     if states:
