@@ -7,6 +7,7 @@ CONFORMANCE = .venv-conformance
 WITH_MINDFORMERS = .venv-conformance-mindformers
 WITH_TRANSFORMERS = .venv-conformance-transformers
 PACKAGE = .venv-package
+SITE = .venv-site
 MINDSPORE = 2.7.0
 MINDFORMERS = 1.8.0 1.9.0 2.0.0 2.1.0
 MINDFORMERS_MINDSPORE = 2.10.0
@@ -16,7 +17,7 @@ COMPRESSED = compressed-tensors==0.20.0
 # On every processor: four at the most, since the long tests take gigabytes each.
 PYTEST = -m pytest --numprocesses logical --maxprocesses 4 --dist worksteal
 
-.PHONY: help demo quick test test-all check conformance conformance-transformers package matrix bench docs clean
+.PHONY: help demo quick test test-all check conformance conformance-transformers package matrix bench docs site clean
 
 help:
 	@echo 'make demo          convert a bundled checkpoint and show what happened (takes a minute the first time)'
@@ -31,6 +32,7 @@ help:
 	@echo 'make matrix        the tests on Python 3.9, 3.11 and 3.13 with the oldest and the newest dependencies (15 minutes)'
 	@echo 'make bench         speed and memory against cp -r; writes docs/benchmarks.md (half an hour, 16 GB of memory)'
 	@echo 'make docs          write docs/commands.md and the output of the examples in the pages anew'
+	@echo 'make site          build the documentation as a site in build/site, and look at it in a browser if Chromium is here'
 	@echo 'make clean         remove environments, caches and what the demo wrote'
 	@echo
 	@echo 'PYTHON=python3.x   the Python to use (now: $(PYTHON))'
@@ -92,7 +94,13 @@ docs:
 	@.ci/venv $(VENV) $(PYTHON) test
 	@$(VENV)/bin/python -m docs.tools
 
+site:
+	@.ci/venv $(SITE) $(PYTHON) site
+	@$(SITE)/bin/python -m docs.tools.site build/site
+	@$(SITE)/bin/python -m pytest -q -W default tests/docs/test_site.py
+	@echo 'open build/site/index.html'
+
 clean:
 	rm -rf out out-* mine pp2 dp2 merged survivors local_*
-	rm -rf $(VENV) $(CONFORMANCE) $(WITH_MINDFORMERS) $(WITH_TRANSFORMERS) $(PACKAGE) .venv-matrix build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache *.egg-info
+	rm -rf $(VENV) $(CONFORMANCE) $(WITH_MINDFORMERS) $(WITH_TRANSFORMERS) $(PACKAGE) $(SITE) .venv-matrix build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache *.egg-info
 	find reshard tests fixtures docs -name __pycache__ -prune -exec rm -rf {} +

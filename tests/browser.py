@@ -28,6 +28,8 @@ _ARGUMENTS = [
     "--disable-component-update",
     "--disable-sync",
 ]
+_DRAWN = "return document.body.dataset.drawn !== undefined"
+LOADED = "return document.readyState === 'complete'"
 _KEYS = {"Down": "\ue015", "Up": "\ue013", "Left": "\ue012", "Right": "\ue014", "Home": "\ue011", "End": "\ue010"}
 _KEYS.update({"Enter": "\ue007", "Tab": "\ue004"})
 _MAX_WAIT = 60.0
@@ -43,12 +45,12 @@ class Browser:
     def __init__(self, url: str) -> None:
         self._url = url
 
-    def open(self, path: Path, width: int = 1280, height: int = 900) -> None:
-        """Open a page and wait until it is drawn."""
+    def open(self, path: Path, width: int = 1280, height: int = 900, ready: str = _DRAWN) -> None:
+        """Open a page and wait until it is drawn, or until another script returns true."""
         assert path.exists(), path
         self._send("window/rect", {"width": width, "height": height})
         self._send("url", {"url": path.resolve().as_uri()})
-        self.wait("return document.body.dataset.drawn !== undefined")
+        self.wait(ready)
 
     def run(self, script: str, *arguments: Any) -> Any:
         """What a script of the page returns."""

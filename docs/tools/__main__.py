@@ -6,7 +6,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from docs.tools import commands, pages, pictures
+from docs.tools import commands, pages, pictures, translations
 
 commands.PAGE.write_text(commands.reference(), encoding="utf-8")
 with tempfile.TemporaryDirectory() as place:
@@ -16,3 +16,5 @@ chosen = [Path(name).resolve() for name in sys.argv[1:]] or pages.pages()
 for page in chosen:
     with pages.home() as place:
         pages.rewrite(page, pages.type_page(page, place))
+for translation in translations.ORIGINALS:
+    translations.rewrite(translation)

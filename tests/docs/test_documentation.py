@@ -12,13 +12,14 @@ from pathlib import Path
 import pytest
 
 from docs.tools import commands, pages, pictures
+from docs.tools.translations import ORIGINALS
 from reshard.cli.main import cli
 from tests.conftest import LONG
 from tests.corpus import ROOT
 
 README = ROOT / "README.md"
 DOCS = ROOT / "docs"
-PAGES = [README, *sorted(DOCS.glob("*.md"))]
+PAGES = [README, *sorted(DOCS.glob("*.md")), *ORIGINALS]
 
 
 @pytest.mark.parametrize("page", pages.pages(), ids=lambda page: page.name)

@@ -1,0 +1,68 @@
+"""The pages in Chinese are in step with the English ones."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from docs.tools.translations import ORIGINALS, sections, with_examples
+
+_CODE = re.compile(r"`[^`]+`")
+_LINK = re.compile(r"\]\(([^)\s]+)\)")
+_FIGURE = re.compile(r"\d+(?:\.\d+)*")
+_PAIRS = [pytest.param(page, original, id=page.name) for page, original in ORIGINALS.items()]
+
+
+def _headings(page: Path) -> list[int]:
+    return [len(section.split(" ", 1)[0]) for section in sections(page.read_text(encoding="utf-8"))]
+
+
+def _pairs_of_sections(page: Path, original: Path) -> list[tuple[str, str]]:
+    mine, theirs = (sections(path.read_text(encoding="utf-8")) for path in (page, original))
+    assert len(mine) >= 2
+    return list(zip(mine, theirs))
+
+
+def _links(text: str, page: Path) -> list[Path]:
+    """The targets of links to English pages; links between translations count as links to their originals."""
+    targets = [
+        Path(os.path.normpath(page.parent / link)) for link in _LINK.findall(text) if not link.startswith("http")
+    ]
+    return sorted(ORIGINALS.get(target, target) for target in targets)
+
+
+@pytest.mark.parametrize("page, original", _PAIRS)
+def test_a_translation_has_the_headings_of_its_original(page: Path, original: Path) -> None:
+    mine, theirs = _headings(page), _headings(original)
+    assert mine == theirs[: len(mine)]
+    if page.name == "README.zh.md":
+        assert len(mine) == len(theirs)
+
+
+@pytest.mark.parametrize("page, original", _PAIRS)
+def test_a_translation_has_the_examples_of_its_original(page: Path, original: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert with_examples(text, original.read_text(encoding="utf-8")) == text, "`make docs` copies them"
+
+
+@pytest.mark.parametrize("page, original", _PAIRS)
+def test_a_translation_has_the_code_figures_and_rows_of_its_original(page: Path, original: Path) -> None:
+    for translated, english in _pairs_of_sections(page, original):
+        assert sorted(_CODE.findall(translated)) == sorted(_CODE.findall(english))
+        prose, english_prose = _CODE.sub("", translated), _CODE.sub("", english)
+        assert sorted(_FIGURE.findall(prose)) == sorted(_FIGURE.findall(english_prose))
+        assert translated.count("\n|") == english.count("\n|")
+        assert translated.count("\n* ") == english.count("\n* ")
+
+
+@pytest.mark.parametrize("page, original", _PAIRS)
+def test_a_translation_links_to_what_its_original_links_to(page: Path, original: Path) -> None:
+    for translated, english in _pairs_of_sections(page, original):
+        mine, theirs = _links(translated, page), _links(english, original)
+        # The two pages link to each other.
+        for path in ORIGINALS:
+            mine, theirs = ([link for link in links if link not in (path, original)] for links in (mine, theirs))
+        assert mine == theirs
