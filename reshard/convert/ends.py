@@ -24,7 +24,7 @@ from reshard.forms.registry import (
 from reshard.forms.target import FileId
 from reshard.plan.edits import NO_EDITS, Edits, edits_of
 from reshard.plan.request import Request
-from reshard.storage import asks_once
+from reshard.storage import caches_listings
 from reshard.strategies import NONE, SAME, Strategy, read_strategy, required_strategies, shards_of
 from reshard.text.name_filters import Filters
 from reshard.text.report import Report
@@ -46,7 +46,7 @@ class Ends(NamedTuple):
     target: Strategy
 
 
-@asks_once
+@caches_listings
 def read_ends(src: str, typed: Mapping[str, Any], report: Report) -> Ends:
     """The forms and strategies of source and target.
 
@@ -168,7 +168,7 @@ def check_verifiable(request: Request, options: Options) -> None:
         )
 
 
-@asks_once
+@caches_listings
 def request_between(
     src: str, dst: str, ranks: Optional[Sequence[int]], typed: Mapping[str, Any], report: Report
 ) -> Request:

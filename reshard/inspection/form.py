@@ -16,7 +16,7 @@ from reshard.forms.form import Description, Reading, SavedStep
 from reshard.forms.objects import shown_object
 from reshard.forms.registry import form_named
 from reshard.inspection.contents import Finding, InspectedContents, contents_of, conversion_findings
-from reshard.storage import asks_once, is_directory, names_in, status_at
+from reshard.storage import caches_listings, is_directory, names_in, status_at
 from reshard.text.names import kind_of
 from reshard.text.report import Report
 
@@ -105,7 +105,7 @@ class InspectedForm:
         return sum(file.nbytes for file in self.files)
 
 
-@asks_once
+@caches_listings
 def inspect_form(path: str, form: str, step: str = "latest") -> InspectedForm:
     """Inspect a checkpoint.
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Optional
 
 from reshard.checkpoints import Decryption, FileHandles, reading_error
-from reshard.defaults import MOST_DEVICES
+from reshard.defaults import MAX_DEVICES
 from reshard.errors import CheckpointError, InputError, UsageError
 from reshard.forms.ranks import SourceTree, Step, find_checkpoints
 from reshard.forms.ranks.checkpoint import RankCheckpoint, SourceStep
@@ -28,7 +28,7 @@ from reshard.forms.ranks.tree import find_rank, passed_over
 from reshard.inspection.contents import Finding, InspectedContents, contents_of, conversion_findings, error_by_name
 from reshard.records.ledger import ledgers_in
 from reshard.records.manifest import MANIFEST_NAME
-from reshard.storage import absolute, asked_once, exists, is_directory, names_in, storage_of, store_of
+from reshard.storage import absolute, exists, is_directory, listings_cached, names_in, storage_of, store_of
 from reshard.strategies import Strategy
 from reshard.strategies.replicas import replicas_of_strategy
 from reshard.text.messages import listing
@@ -139,7 +139,7 @@ def inspect_tree(
         RetryableError: listing or reading failed.
     """
     # Headers are read outside: files may vanish in the meantime.
-    with asked_once():
+    with listings_cached():
         one_rank = None
         try:
             tree = find_checkpoints(path, file_suffix)
@@ -196,7 +196,7 @@ class _Inspection:
         self._groups: list[tuple[int, ...]] = []
         # Without a strategy, the last rank is the highest one with a directory.
         last = tree.ranks[-1]
-        ranks: Collection[int] = tree.ranks if one_rank or last >= MOST_DEVICES else range(last + 1)
+        ranks: Collection[int] = tree.ranks if one_rank or last >= MAX_DEVICES else range(last + 1)
         if strategy is not None:
             self._groups = [group.ranks for group in replicas_of_strategy(strategy).groups]
             ranks = range(strategy.device_count)

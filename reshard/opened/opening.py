@@ -18,7 +18,7 @@ from reshard.forms.target import FileId
 from reshard.opened.checkpoint import OpenedCheckpoint, ReadingEffort
 from reshard.plan.edits import NO_EDITS, Edits, typed_edits
 from reshard.plan.request import Request
-from reshard.storage import asks_once
+from reshard.storage import caches_listings
 from reshard.strategies import NONE, SAME, Strategy, read_strategy
 from reshard.text.in_python import errors_in_python, in_python
 from reshard.text.name_filters import Filters
@@ -116,7 +116,7 @@ def open(
     return open_requested(request, ReadingEffort(jobs or usable_cpus(), max_memory, io), decryption, report)
 
 
-@asks_once
+@caches_listings
 def reading_request(
     src: str,
     src_strategy: Optional[str],

@@ -17,7 +17,7 @@ from typing import Any, Callable, Optional, Union
 
 from reshard.checkpoints import Literal, OutputLayout
 from reshard.checkpoints.formats.headers import ALL_FORMATS
-from reshard.defaults import MOST_DEVICES
+from reshard.defaults import MAX_DEVICES
 from reshard.forms.ranks import FileNames
 from reshard.forms.registry import FORMS
 from reshard.layout import Layout
@@ -32,7 +32,7 @@ _TAKEN_AS: dict[str, Callable[[Fields, str], Any]] = {
     "Optional[str]": Fields.optional_text,
     "tuple[str, ...]": Fields.texts,
     "FileNames": lambda fields, key: FileNames.from_fields(fields.fields(key)),
-    "int": lambda fields, key: fields.integer(key, 1, MOST_DEVICES + 1),
+    "int": lambda fields, key: fields.integer(key, 1, MAX_DEVICES + 1),
 }
 
 

@@ -13,7 +13,7 @@ import re
 from dataclasses import dataclass
 from typing import NamedTuple, Optional
 
-from reshard.defaults import MOST_DEVICES
+from reshard.defaults import MAX_DEVICES
 from reshard.errors import CheckpointError, RetryableError
 from reshard.forms.ranks.naming import check_inside
 from reshard.records.identity import Identity
@@ -162,7 +162,7 @@ def _file(entry: Fields) -> ManifestFile:
     for digest in (headers, crc):
         if digest is not None and not _DIGEST.fullmatch(digest):
             raise JsonError(f"{quoted(digest)} is not a digest")
-    return ManifestFile(entry.integer("rank", 0, MOST_DEVICES), name, entry.integer("size", 0, 1 << 63), headers, crc)
+    return ManifestFile(entry.integer("rank", 0, MAX_DEVICES), name, entry.integer("size", 0, 1 << 63), headers, crc)
 
 
 def _finishing(entry: Fields) -> FinishingRecord:

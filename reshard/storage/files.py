@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Callable, Optional, Union
 
 from reshard.errors import InputError, ReshardError, RetryableError, TargetError, UnwritableError, UsageError
-from reshard.storage.once import listed
+from reshard.storage.listing_cache import cached_entry
 from reshard.storage.registry import for_each, store_of
 from reshard.storage.store import DirectoryEntry, Expected, FileStatus, NewFile, ReadableFile, Sending
 
@@ -95,7 +95,7 @@ def is_directory(path: str) -> bool:
     Raises:
         ReshardError: as `status_at`.
     """
-    entry = listed(path)
+    entry = cached_entry(path)
     if entry is not None:
         return entry.is_dir()
     status = status_at(path)
@@ -108,7 +108,7 @@ def is_regular_file(path: str) -> bool:
     Raises:
         ReshardError: as `status_at`.
     """
-    entry = listed(path)
+    entry = cached_entry(path)
     if entry is not None:
         return entry.is_file()
     status = status_at(path)

@@ -78,9 +78,9 @@ def store_of(path: str) -> Store:
     """
     scheme = scheme_of(path)
     if scheme:
-        from reshard.storage.once import through
+        from reshard.storage.listing_cache import with_cache
 
-        return through(STORES[scheme[:-3]](path))
+        return with_cache(STORES[scheme[:-3]](path))
     check_scheme(path)
     return STORES[""](path)
 
@@ -128,7 +128,7 @@ def for_each(call: Callable[[str], T], paths: Sequence[str]) -> list[T]:
     together = store_of(paths[0]).at_a_time if paths else 1
     if len(paths) < 2 or together == 1:
         return [call(path) for path in paths]
-    # The cache of `asked_once` is shared with these threads.
+    # The cache of `listings_cached` is shared with these threads.
     contexts = [contextvars.copy_context() for _ in paths]
     with ThreadPoolExecutor(min(together, len(paths))) as pool:
         return list(pool.map(lambda context, path: context.run(call, path), contexts, paths))

@@ -212,7 +212,7 @@ class Sending:
         self._pool.shutdown()
 
 
-Tell = Callable[[str], None]
+Notify = Callable[[str], None]
 """Called with a message, once, at the start of a long wait."""
 
 SIGNS = ("lock.", "sign.")
@@ -402,7 +402,7 @@ class Store(Protocol):
         return None
 
     @abstractmethod
-    def lock(self, path: str, again: Callable[[], None], tell: Tell) -> AbstractContextManager[Callable[[], None]]:
+    def lock(self, path: str, again: Callable[[], None], notify: Notify) -> AbstractContextManager[Callable[[], None]]:
         """Hold a lock exclusively while a block runs, after waiting for it; without locks, hold nothing.
 
         Yields a check that raises `OSError` once the lock is lost.
@@ -410,19 +410,19 @@ class Store(Protocol):
         Args:
             path: the file to lock, made if missing. Its holder may remove it.
             again: makes the file's directory again, if it was removed.
-            tell: called when the wait is long.
+            notify: called when the wait is long.
 
         Raises:
             RetryableError: another process holds it for too long.
         """
 
     @abstractmethod
-    def share(self, path: str, tell: Tell) -> Lock:
+    def share(self, path: str, notify: Notify) -> Lock:
         """Hold a shared lock, after waiting for it; without locks, hold nothing.
 
         Args:
             path: the file to lock, made if missing.
-            tell: called when the wait is long.
+            notify: called when the wait is long.
 
         Raises:
             RetryableError: another process holds it exclusively for too long.

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Optional
 
-from reshard.defaults import MOST_DEVICES
+from reshard.defaults import MAX_DEVICES
 from reshard.errors import LayoutError, UsageError
 from reshard.layout import Layout
 from reshard.text.wording import rank_ranges, some_numbers
@@ -140,9 +140,9 @@ class RecordedLayout:
         entries = max(len(self.device_matrix), sum(max(1, len(entry)) for entry in self.tensor_maps))
         if entries > MAX_ENTRIES:
             raise LayoutError(f"a layout of {entries} entries: no device matrix or tensor map is that long")
-        if math.prod(self.device_matrix) > MOST_DEVICES:
+        if math.prod(self.device_matrix) > MAX_DEVICES:
             matrix = list(self.device_matrix)
-            raise LayoutError(f"device matrix {matrix} has more than {MOST_DEVICES} devices")
+            raise LayoutError(f"device matrix {matrix} has more than {MAX_DEVICES} devices")
         if self.field:
             raise LayoutError(f"field is {self.field}: slices that interleave fields are not supported")
         if self.shard_step < 0:
@@ -181,8 +181,8 @@ def shards_of(path: str) -> Optional[int]:
     if not path.startswith(SHARDS):
         return None
     text = path[len(SHARDS) :]
-    if not (text.isascii() and text.isdigit() and 0 < int(text[:9]) <= MOST_DEVICES and len(text) < 9):
-        raise UsageError(f"{path!r}: the number of shards must be 1 to {MOST_DEVICES}, as in {SHARDS}8")
+    if not (text.isascii() and text.isdigit() and 0 < int(text[:9]) <= MAX_DEVICES and len(text) < 9):
+        raise UsageError(f"{path!r}: the number of shards must be 1 to {MAX_DEVICES}, as in {SHARDS}8")
     return int(text)
 
 

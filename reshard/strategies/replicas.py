@@ -15,7 +15,7 @@ from typing import Optional
 
 import numpy as np
 
-from reshard.defaults import MOST_DEVICES
+from reshard.defaults import MAX_DEVICES
 from reshard.errors import StrategyError
 from reshard.layout.layout import IntArray, Layout
 from reshard.storage import absolute
@@ -137,7 +137,7 @@ def _own_rank(path: str) -> Optional[int]:
 
 def _check(info: GroupInfo, own_rank: Optional[int]) -> None:
     largest = max(info.restore_ranks)
-    if largest >= MOST_DEVICES:
+    if largest >= MAX_DEVICES:
         problem = f"{info.file} is damaged: it lists rank {largest}, more than any cluster has"
         raise StrategyError(problem, file=info.file, rank=largest)
     if own_rank is not None and own_rank not in info.restore_ranks:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Optional
 
-from reshard.defaults import MOST_DEVICES, MOST_SLICE_NUMBERS, MOST_STAGES
+from reshard.defaults import MAX_DEVICES, MAX_SLICE_NUMBERS, MAX_STAGES
 from reshard.errors import LayoutError, StrategyError
 from reshard.layout import Layout
 from reshard.strategies.model import RecordedLayout, Stage, StrategyFile, StrategyItem
@@ -121,10 +121,10 @@ def agreed_stages(copies: Mapping[int, Sequence[StageRecord]]) -> tuple[Stage, .
     Raises:
         StrategyError: copies disagree, or there are more stages or devices than any cluster has.
     """
-    if len(copies) > MOST_STAGES:
+    if len(copies) > MAX_STAGES:
         path = next(iter(copies.values()))[0].paths[0]
         raise StrategyError(
-            f"{path} is of {len(copies)} pipeline stages, and no pipeline has more than {MOST_STAGES}", file=path
+            f"{path} is of {len(copies)} pipeline stages, and no pipeline has more than {MAX_STAGES}", file=path
         )
     stages: list[Stage] = []
     first_rank = slice_numbers = 0
@@ -141,15 +141,15 @@ def agreed_stages(copies: Mapping[int, Sequence[StageRecord]]) -> tuple[Stage, .
         paths = tuple(dict.fromkeys(path for record in records for path in record.paths))
         stages.append(Stage(number, first_rank, records[0].device_count, layouts, paths))
         first_rank += records[0].device_count
-        if first_rank > MOST_DEVICES:
-            problem = f"{paths[0]}: all stages together have more than {MOST_DEVICES} devices"
+        if first_rank > MAX_DEVICES:
+            problem = f"{paths[0]}: all stages together have more than {MAX_DEVICES} devices"
             raise StrategyError(problem, file=paths[0])
         slice_numbers += len(set(layouts.values())) * records[0].device_count
-        if slice_numbers > MOST_SLICE_NUMBERS:
+        if slice_numbers > MAX_SLICE_NUMBERS:
             raise StrategyError(
                 f"{paths[0]}: {plural(len(set(layouts.values())), 'different layout')} of "
                 f"{plural(records[0].device_count, 'device')}: "
-                f"their product, over all stages, is more than the limit of {MOST_SLICE_NUMBERS}",
+                f"their product, over all stages, is more than the limit of {MAX_SLICE_NUMBERS}",
                 file=paths[0],
                 hint="MindSpore compiles tens of different layouts; pass the strategy file that it wrote",
             )

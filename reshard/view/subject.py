@@ -14,7 +14,7 @@ from reshard.forms.registry import form_named, form_of
 from reshard.inspection.contents import Finding, InspectedContents
 from reshard.inspection.form import inspect_form
 from reshard.inspection.tree import InspectedStep, inspect_tree
-from reshard.storage import asked_once, exists, is_directory
+from reshard.storage import exists, is_directory, listings_cached
 from reshard.strategies import Strategy
 from reshard.text.wording import rank_ranges, step_words
 
@@ -123,7 +123,7 @@ def subject_of(
         InputError: the checkpoint or the step is missing.
         RetryableError: reading failed; a retry may help.
     """
-    with asked_once():
+    with listings_cached():
         form = form_named(form_of(path))
         one_file = exists(path) and not is_directory(path)
     if form.options.by_rank:

@@ -18,7 +18,7 @@ from reshard.forms.hf_sharded.reading import SHARD, read_shards, shards_in
 from reshard.forms.target import FinishingFile, TargetForm
 from reshard.forms.writing import Selected, selected
 from reshard.layout import Box
-from reshard.storage import asks_once, is_directory, names_in
+from reshard.storage import caches_listings, is_directory, names_in
 from reshard.strategies import Strategy
 
 VERSION_KEY, _VERSION = "DCP_VERSION", "1.0"
@@ -46,7 +46,7 @@ class HfShardedForm(Form):
         found = shards_in(src, names)
         return found == src or (found is not None and not whole)
 
-    @asks_once
+    @caches_listings
     def read(self, reading: Reading) -> ChunkedCheckpoint:
         """By the headers of all files."""
         check_latest(self, reading)

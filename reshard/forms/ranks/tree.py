@@ -35,7 +35,7 @@ from reshard.forms.ranks.steps import (
 from reshard.storage import (
     DirectoryEntry,
     absolute,
-    asks_once,
+    caches_listings,
     entries_of_each,
     exists,
     is_directory,
@@ -240,7 +240,7 @@ class SourceTree:
         )
 
 
-@asks_once
+@caches_listings
 def find_checkpoints(src: str, file_suffix: Optional[str] = None) -> SourceTree:
     """Find the checkpoint files of a source.
 

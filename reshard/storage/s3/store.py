@@ -17,7 +17,7 @@ from reshard.storage.s3.new_object import NewObject, part_bytes
 from reshard.storage.s3.objects import HELD, ObjectFile, ObjectReader, version_of
 from reshard.storage.s3.service import Service, service
 from reshard.storage.s3.uploads import remove_dead
-from reshard.storage.store import DirectoryEntry, Expected, FileStatus, Sending, Store, Tell
+from reshard.storage.store import DirectoryEntry, Expected, FileStatus, Notify, Sending, Store
 
 
 class ObjectEntry(NamedTuple):
@@ -170,11 +170,11 @@ class S3Store(Store):
             alive += [is_alive(object_.key[len(key) + 1 + len(start) :], object_.age) for object_ in page.objects]
         return alive
 
-    def lock(self, path: str, again: Callable[[], None], tell: Tell) -> AbstractContextManager[Callable[[], None]]:
+    def lock(self, path: str, again: Callable[[], None], notify: Notify) -> AbstractContextManager[Callable[[], None]]:
         """Hold a lock's object exclusively."""
-        return leases.held_alone(self._service, path, leases.waiting(self._service, path, tell).pause, tell)
+        return leases.held_alone(self._service, path, leases.waiting(self._service, path, notify).pause, notify)
 
-    def share(self, path: str, tell: Tell) -> Lease:
+    def share(self, path: str, notify: Notify) -> Lease:
         """An object whose name begins with a path, which shows that this process lives."""
         return Lease(self._service, f"{path}.{holder()}", guarded=has_conditional_writes(self._service, path))
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property, lru_cache
 
-from reshard.defaults import MOST_DEVICES, MOST_STAGES
+from reshard.defaults import MAX_DEVICES, MAX_STAGES
 from reshard.errors import UsageError
 from reshard.text import products
 from reshard.text.products import ExpressionError
@@ -110,11 +110,11 @@ def parse_sizes(text: str) -> AxisSizes:
         if name in sizes_by_name:
             raise UsageError(f"{text!r}: {name} is given twice")
         sizes_by_name[name] = int(number)
-        if not 1 <= sizes_by_name[name] <= (MOST_STAGES if name == STAGES else MOST_DEVICES):
+        if not 1 <= sizes_by_name[name] <= (MAX_STAGES if name == STAGES else MAX_DEVICES):
             raise UsageError(f"{text!r}: {name}={number} is not a number of devices")
     sizes = AxisSizes(tuple(sizes_by_name.items()))
-    if sizes.stage_devices * sizes.stages > MOST_DEVICES:
-        raise UsageError(f"{text!r} is more than {MOST_DEVICES} devices")
+    if sizes.stage_devices * sizes.stages > MAX_DEVICES:
+        raise UsageError(f"{text!r} is more than {MAX_DEVICES} devices")
     return sizes
 
 

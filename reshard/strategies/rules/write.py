@@ -9,7 +9,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Optional
 
-from reshard.defaults import MOST_DEVICES
+from reshard.defaults import MAX_DEVICES
 from reshard.errors import TargetError, UsageError
 from reshard.storage import (
     UnfitError,
@@ -244,7 +244,7 @@ def _fitting(names: tuple[str, ...], matrix: tuple[int, ...], sizes: AxisSizes) 
     """The names, if their sizes are those of the matrix; otherwise the record is of another strategy."""
     try:
         cuts = list(map(cut_of, names))
-        counts = tuple(min(cut.factors[0].whole(sizes), cut.most or MOST_DEVICES) for cut in cuts)
+        counts = tuple(min(cut.factors[0].whole(sizes), cut.most or MAX_DEVICES) for cut in cuts)
     except (ExpressionError, IndexError):
         return ()
     return names if counts == matrix else ()
