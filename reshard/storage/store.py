@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import stat
 import threading
@@ -192,13 +193,34 @@ class Expected(NamedTuple):
 class Sending:
     """Threads that send parts of new files, a few at a time; the threads that fill parts wait for them.
 
+    The memory of sent parts is filled again: new memory costs a page fault for every page.
+
     Args:
         at_a_time: number of parts.
     """
 
     def __init__(self, at_a_time: int) -> None:
+        self._at_a_time = at_a_time
         self._pool = ThreadPoolExecutor(at_a_time, thread_name_prefix="reshard-sending")
         self._free = threading.BoundedSemaphore(at_a_time)
+        self._buffers: list[mmap.mmap] = []
+        self._lock = threading.Lock()
+
+    def buffer(self, size: int) -> mmap.mmap:
+        """Memory for a part; its content is arbitrary."""
+        with self._lock:
+            # Memory of another size is released, so that buffers never exceed the parts at a time.
+            while self._buffers:
+                buffer = self._buffers.pop()
+                if len(buffer) == size:
+                    return buffer
+        return mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+    def give_back(self, buffer: mmap.mmap) -> None:
+        """Keep the memory of a sent part for another."""
+        with self._lock:
+            if len(self._buffers) < self._at_a_time:
+                self._buffers.append(buffer)
 
     def submit(self, send: Callable[[], None]) -> Future[None]:
         """Send a part; waits until a thread is free."""
@@ -210,6 +232,7 @@ class Sending:
     def close(self) -> None:
         """End submission; returns when all parts are sent."""
         self._pool.shutdown()
+        self._buffers.clear()
 
 
 Notify = Callable[[str], None]

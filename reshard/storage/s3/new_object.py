@@ -34,12 +34,16 @@ def part_bytes(size: int) -> int:
 
 
 class _Part:
-    """A part while it is filled."""
+    """A part while it is filled; it is sent only when every byte was written."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, sending: Optional[Sending]) -> None:
         # Mapped memory is released once the part is sent; the heap would keep the memory of many threads.
-        self.data: Union[bytearray, mmap.mmap] = bytearray(0 if size >= _MAPPED_BYTES else size)
-        if size >= _MAPPED_BYTES:
+        self.data: Union[bytearray, mmap.mmap]
+        if size < _MAPPED_BYTES:
+            self.data = bytearray(size)
+        elif sending is not None:
+            self.data = sending.buffer(size)
+        else:
             self.data = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self.left = size
 
@@ -87,7 +91,7 @@ class NewObject(NewFile):
         self._putting = 0
         self._gone = False
         if size <= self._part_bytes:
-            self._filling[0] = _Part(size)
+            self._filling[0] = _Part(size, None)
 
     def write(self, offset: int, data: memoryview) -> None:
         """Add bytes; a part that becomes full is uploaded."""
@@ -100,7 +104,7 @@ class NewObject(NewFile):
                 part = self._filling.get(number)
                 if part is None:
                     size = min(self._part_bytes, self._size - number * self._part_bytes)
-                    part = self._filling[number] = _Part(size)
+                    part = self._filling[number] = _Part(size, self._sending)
             count = min(len(data) - written_bytes, len(part.data) - start)
             # NumPy copies without holding the GIL.
             np.frombuffer(part.data, np.uint8)[start : start + count] = np.frombuffer(
@@ -145,6 +149,8 @@ class NewObject(NewFile):
         with self._lock:
             self._etags[number + 1] = etag
             self._uploaded += len(part.data)
+        if self._sending is not None and isinstance(part.data, mmap.mmap):
+            self._sending.give_back(part.data)
 
     def _begun(self) -> str:
         """The upload's number; the first call begins the upload."""
