@@ -91,14 +91,8 @@ class Overlap:
             )
         cells = []
         for combination in itertools.product(*choices):
-            slices = []
-            for number, grid in enumerate(self.sources):
-                slice_number = 0
-                for dimension, (interval, _) in enumerate(combination):
-                    position = self._positions[dimension][number][interval]
-                    slice_number = slice_number * grid.cuts[dimension] + position
-                slices.append(slice_number)
-            cells.append(Cell(tuple(bounds for _, bounds in combination), tuple(slices)))
+            slices = _slices(self.sources, self._positions, [interval for interval, _ in combination])
+            cells.append(Cell(tuple(bounds for _, bounds in combination), slices))
         return cells
 
 
@@ -150,16 +144,21 @@ class ViewOverlap:
                     inside = part.within_source(dimension, bounds[number], bounds[number + 1])
                     cut += ((each, (*intervals, number)) for each in inside)
             parts = cut
-        return [Cell(part.box, self._slices(region.source, positions, at), part) for part, at in parts]
+        grids = self._grids[region.source]
+        return [Cell(part.box, _slices(grids, positions, intervals), part) for part, intervals in parts]
 
-    def _slices(self, source: int, positions: Sequence[Sequence[Sequence[int]]], at: Sequence[int]) -> tuple[int, ...]:
-        slices = []
-        for number, grid in enumerate(self._grids[source]):
-            slice_number = 0
-            for dimension, interval in enumerate(at):
-                slice_number = slice_number * grid.cuts[dimension] + positions[dimension][number][interval]
-            slices.append(slice_number)
-        return tuple(slices)
+
+def _slices(
+    grids: Sequence[Grid], positions: Sequence[Sequence[Sequence[int]]], intervals: Sequence[int]
+) -> tuple[int, ...]:
+    """The slice number in each grid that contains one refined interval per dimension; ``positions`` of `refined`."""
+    slices = []
+    for number, grid in enumerate(grids):
+        slice_number = 0
+        for dimension, interval in enumerate(intervals):
+            slice_number = slice_number * grid.cuts[dimension] + positions[dimension][number][interval]
+        slices.append(slice_number)
+    return tuple(slices)
 
 
 def refined(grids: Sequence[Grid], shape: Sequence[int]) -> tuple[list[list[int]], list[list[list[int]]]]:

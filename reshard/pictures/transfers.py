@@ -76,22 +76,8 @@ def transfer_map(
     left, width = 84.0 + down.room_for_stages, max(across.length + 100 + down.room_for_stages, 480)
     body, line = svg.paragraph(16, 26, title, width - 32, style="font-weight:600")
     top = line + 34 + across.room_for_stages
-    body += [
-        svg.text(
-            left + across.length / 2, top - 26 - across.room_for_stages, f"target {target_noun}", text_anchor="middle"
-        ),
-        svg.text(0, 0, f"source {source_noun}", text_anchor="middle", transform=_upright(24, top + down.length / 2)),
-    ]
-    body += [svg.text(left + at, top - 8, str(rank), "soft", text_anchor="middle") for at, rank in across.ticks()]
-    body += [svg.text(left - 8, top + at + 4, str(rank), "soft", text_anchor="end") for at, rank in down.ticks()]
-    body += [
-        svg.text(left + at, top - 26, words, "soft", text_anchor="middle") for at, words in across.stage_captions()
-    ]
-    body += [
-        svg.text(0, 0, words, "soft", text_anchor="middle", transform=_upright(left - 48, top + at))
-        for at, words in down.stage_captions()
-    ]
     grid = _CellGrid(down, across, left, top)
+    body += grid.labels()
     body += grid.lines()
     body += grid.painted(heat, most)
     if only_values:
@@ -203,6 +189,23 @@ class _CellGrid(NamedTuple):
     across: _Axis
     left: float
     top: float
+
+    def labels(self) -> list[str]:
+        """The nouns, ranks and stages of both axes."""
+        down, across, left, top = self
+        title_top = top - 26 - across.room_for_stages
+        labels = [
+            svg.text(left + across.length / 2, title_top, f"target {across.noun}", text_anchor="middle"),
+            svg.text(0, 0, f"source {down.noun}", text_anchor="middle", transform=_upright(24, top + down.length / 2)),
+        ]
+        labels += [svg.text(left + at, top - 8, str(rank), "soft", text_anchor="middle") for at, rank in across.ticks()]
+        labels += [svg.text(left - 8, top + at + 4, str(rank), "soft", text_anchor="end") for at, rank in down.ticks()]
+        for at, words in across.stage_captions():
+            labels.append(svg.text(left + at, top - 26, words, "soft", text_anchor="middle"))
+        for at, words in down.stage_captions():
+            place = _upright(left - 48, top + at)
+            labels.append(svg.text(0, 0, words, "soft", text_anchor="middle", transform=place))
+        return labels
 
     def painted(self, cells: Pairs, most: int) -> list[str]:
         """One path per level of colour: far smaller than an element per cell."""

@@ -268,13 +268,7 @@ def edited(checkpoint: Checkpoint, edits: Edits, report: Report, complete: bool 
     tied: list[Equal] = []
     unseen: dict[str, Optional[str]] = {name: name for name in checkpoint.unseen}
     if edits.additions is not None:
-        added = edits.additions.fit(checkpoint.tensors)
-        is_part = edits.additions.is_part
-        recipes = {
-            name: replace(recipe, added=added.get(name)) for name, recipe in recipes.items() if not is_part(name)
-        }
-        values = {name for name in values if not is_part(name)}
-        report.note(f"{plural(len(added), 'tensor')} added to: " + listing([*added]))
+        recipes, values = _with_additions(checkpoint, recipes, values, edits.additions, report)
     identity = edits.identity()
     if edits.table is not None:
         if edits.quantisation is None:
@@ -295,14 +289,7 @@ def edited(checkpoint: Checkpoint, edits: Edits, report: Report, complete: bool 
         recipes, values = _ruled(checkpoint, recipes, values, applied, edits.table, report)
         unseen = dict.fromkeys(unseen)
     if edits.renames is not None:
-        shapes = _shapes(checkpoint, recipes, values)
-        # New names do not depend on shapes. A rule that fits a parameter of an absent rank is used.
-        shapes.update((name, ()) for name in unseen.values() if name is not None)
-        applied = apply_rules(edits.renames, shapes, optimizer=True, values=values.intersection(checkpoint.values()))
-        renamed = {recipe.sources[0]: name for name, recipe in applied.made.items()}
-        unseen = {name: None if old is None else renamed.get(old) for name, old in unseen.items()}
-        present = {name: recipe for name, recipe in applied.made.items() if name not in unseen.values()}
-        recipes, values = _ruled(checkpoint, recipes, values, replace(applied, made=present), edits.renames, report)
+        recipes, values, unseen = _renamed(checkpoint, recipes, values, unseen, edits.renames, report)
     if edits.exactly:
         recipes, values = _exactly(recipes, values, dict(edits.exactly))
         unseen = dict.fromkeys(unseen)
@@ -310,18 +297,58 @@ def edited(checkpoint: Checkpoint, edits: Edits, report: Report, complete: bool 
     if last:
         recipes, values = _exactly(recipes, values, last)
         unseen = {name: None if new is None else last.get(new, new) for name, new in unseen.items()}
-    no_layout = sorted(name for name in values if edits.trainer and not is_training_value(name))
-    if no_layout:
-        report.warn(
-            f"{plural(len(no_layout), 'single value')} without a layout keeps its name, while a trainer has "
-            f"buffers of a model under {quoted('model.' + no_layout[0])} and so on: " + listing(no_layout)
-        )
+    if edits.trainer:
+        _warn_of_buffers(values, report)
     if edits.casts:
         recipes = cast(checkpoint, recipes, values, {name for name in unseen.values() if name is not None}, edits.casts)
         note_casts(checkpoint, recipes, report)
         warn_of_uncast(checkpoint, recipes, values, edits.casts, report)
     _check_types(checkpoint, recipes)
     return EditedCheckpoint(checkpoint, recipes, values, identity, tied, unseen, edits.nested(recipes))
+
+
+def _with_additions(
+    checkpoint: Checkpoint,
+    recipes: Mapping[str, Recipe],
+    values: AbstractSet[str],
+    additions: Additions,
+    report: Report,
+) -> tuple[dict[str, Recipe], set[str]]:
+    added, is_part = additions.fit(checkpoint.tensors), additions.is_part
+    report.note(f"{plural(len(added), 'tensor')} added to: " + listing([*added]))
+    remaining = {name: replace(recipe, added=added.get(name)) for name, recipe in recipes.items() if not is_part(name)}
+    return remaining, {name for name in values if not is_part(name)}
+
+
+def _renamed(
+    checkpoint: Checkpoint,
+    recipes: Mapping[str, Recipe],
+    values: AbstractSet[str],
+    unseen: Mapping[str, Optional[str]],
+    renames: NameRules,
+    report: Report,
+) -> tuple[dict[str, Recipe], set[str], dict[str, Optional[str]]]:
+    """Tensors, values and unseen names after rules that give other names."""
+    from reshard.names import apply_rules
+
+    shapes = _shapes(checkpoint, recipes, values)
+    # New names do not depend on shapes. A rule that fits a parameter of an absent rank is used.
+    shapes.update((name, ()) for name in unseen.values() if name is not None)
+    applied = apply_rules(renames, shapes, optimizer=True, values={*values}.intersection(checkpoint.values()))
+    new_names = {recipe.sources[0]: name for name, recipe in applied.made.items()}
+    unseen = {name: None if old is None else new_names.get(old) for name, old in unseen.items()}
+    present = {name: recipe for name, recipe in applied.made.items() if name not in unseen.values()}
+    return *_ruled(checkpoint, recipes, values, replace(applied, made=present), renames, report), unseen
+
+
+def _warn_of_buffers(values: AbstractSet[str], report: Report) -> None:
+    """Warn of values that may be buffers of a model: a trainer has these under other names."""
+    names = sorted(name for name in values if not is_training_value(name))
+    if names:
+        report.warn(
+            f"{plural(len(names), 'single value')} without a layout keeps its name, while a trainer has "
+            f"buffers of a model under {quoted('model.' + names[0])} and so on: " + listing(names)
+        )
 
 
 def between_forms(edits: Edits, form: str, to: str) -> Edits:

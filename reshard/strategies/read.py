@@ -30,6 +30,7 @@ from reshard.strategies.stages import (
     same_content,
     stage_list,
 )
+from reshard.text.name_order import natural_order
 from reshard.text.wording import some_names
 
 _RANK_DIRECTORY = re.compile(r"(rank_|rank|)[0-9]+")
@@ -224,17 +225,12 @@ def _names_in(directory: str, leave_out: Optional[str]) -> list[str]:
     # Records of made strategies are skipped without a note.
     names = [name for name in names if not name.endswith(RECORD)]
     remaining = [name for name in names if left_out != real(os.path.join(directory, name))]
-    return sorted(remaining, key=_natural)
+    # rank_2 before rank_10.
+    return natural_order(remaining)
 
 
 def _is_of_rank(path: str) -> bool:
     return _RANK_DIRECTORY.fullmatch(os.path.basename(path)) is not None and is_directory(path)
-
-
-def _natural(name: str) -> list[tuple[int, str]]:
-    # rank_2 before rank_10.
-    parts = re.split(r"([0-9]+)", name)
-    return [(int(part), "") if index % 2 else (0, part) for index, part in enumerate(parts)]
 
 
 def _read_files(directory: str, names: Iterable[str]) -> tuple[list[FileRecord], list[str]]:

@@ -7,6 +7,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Optional
 
+from reshard.text.globs import Globs, pattern_of
+from reshard.text.name_order import natural_order
 from reshard.text.names import ACCUMULATED_GRADIENTS, state_prefix
 
 # A number in a name, as of layers and experts.
@@ -118,29 +120,13 @@ def patterns_for(names: Sequence[str], all_names: Iterable[str]) -> list[str]:
         if len(fitting) > 1 and counts.get(pattern) == len(fitting):
             patterns.append(pattern)
         else:
-            patterns += [_literal(name) for name in fitting]
+            patterns += map(pattern_of, fitting)
     # A star matches more than numbers. If the patterns match other names, names are listed one by one.
-    return _natural(patterns if _fits_only(patterns, chosen, all_names) else [_literal(name) for name in names])
-
-
-def _natural(patterns: Sequence[str]) -> list[str]:
-    return sorted(
-        patterns,
-        key=lambda text: [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"([0-9]+)", text)],
-    )
+    globs = Globs(patterns)
+    fits_only = all(name in chosen for name in all_names if globs.match(name))
+    return natural_order(patterns if fits_only else map(pattern_of, names))
 
 
 def numberless(name: str) -> str:
     """A name with ``*`` for every number."""
-    return _NUMBER.sub("*", _literal(name))
-
-
-def _literal(name: str) -> str:
-    return "".join(f"[{character}]" if character in "*?[" else character for character in name)
-
-
-def _fits_only(patterns: Sequence[str], chosen: frozenset[str], all_names: Iterable[str]) -> bool:
-    from reshard.text.globs import Globs
-
-    globs = Globs(patterns)
-    return all(name in chosen for name in all_names if globs.match(name))
+    return _NUMBER.sub("*", pattern_of(name))
