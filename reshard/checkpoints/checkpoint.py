@@ -130,8 +130,8 @@ class StoredSlice(NamedTuple):
 ReadBytes = Callable[[StoredSlice, int, memoryview], None]
 """Fills a buffer with bytes of a stored slice, from an offset in it on."""
 
-CastWords = Callable[[npt.NDArray[Any], npt.NDArray[Any]], None]
-"""Writes elements of Float32, as words, into words of another type."""
+CastWords = Callable[[npt.NDArray[Any], str], npt.NDArray[Any]]
+"""Returns elements of Float32, as words, as words of a type."""
 
 
 class Decoding(Protocol):
@@ -149,7 +149,7 @@ class Decoding(Protocol):
     beside: tuple[str, ...]
     dtype: str
 
-    def read_into(self, read: ReadBytes, source: StoredSlice, start: int, out: memoryview, cast: CastWords) -> None:
+    def read_into(self, read: ReadBytes, source: StoredSlice, start: int, out: memoryview, cast: CastWords) -> int:
         """Fill ``out`` with elements of a slice.
 
         Args:
@@ -158,6 +158,9 @@ class Decoding(Protocol):
             start: where to begin, in bytes of elements from the first one of the slice.
             out: a whole number of elements.
             cast: from Float32 to the type of the elements.
+
+        Returns:
+            How many elements became infinite.
 
         Raises:
             ReshardError: the bytes cannot be read, or a scale is no positive number.

@@ -41,8 +41,7 @@ class Cast:
         self.stored_size = ITEM_SIZES[stored]
         layout = DTYPES[dtype].layout
         assert layout is not None
-        self._without_sign = (1 << (layout.exponent + layout.mantissa)) - 1
-        self._infinity = self._without_sign >> layout.mantissa << layout.mantissa
+        self._without_sign, self._infinity = layout.without_sign, layout.infinity
         self._name = name
         self._overflowed = overflowed
 

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from reshard.checkpoints import FileHandles, cut_short, reading_error
 from reshard.checkpoints.formats.tensors import file_ranges
 from reshard.errors import ReshardError, RetryableError
-from reshard.execute.casts import Cast, Overflowed, Words
+from reshard.execute.casts import Overflowed, Words, cast_words
 from reshard.plan.pieces import StoredSlice
 from reshard.storage import fill, is_read_only
 from reshard.storage.costs import LOCAL, Storage
@@ -274,16 +274,17 @@ class ElementReader:
         if decoding is None:
             self._stored.read_into(source, start, out)
             return
-        cast = Cast("Float32", decoding.dtype, decoding.name, self._overflowed) if decoding.dtype != "Float32" else None
-        decoding.read_into(self._stored.read_into, source, start, out, _as_it_is if cast is None else cast.put)
+        overflowed = decoding.read_into(self._stored.read_into, source, start, out, _from_float32)
+        if overflowed:
+            self._overflowed(decoding.name, overflowed)
 
     def view(self, source: StoredSlice, start: int, length: int) -> Optional[Bytes]:
         """The bytes as they lie in memory, or None where they have to be read."""
         return None if source.decoding is not None else self._stored.view(source, start, length)
 
 
-def _as_it_is(words: Words, out: Words) -> None:
-    out[...] = words
+def _from_float32(words: Words, dtype: str) -> Words:
+    return cast_words(words, "Float32", dtype)
 
 
 def make_reader(

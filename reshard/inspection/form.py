@@ -171,7 +171,8 @@ def _describe(inspected: InspectedForm, checkpoint: Checkpoint, description: Des
         inspected.full_bytes += math.prod(tensor.shape) * tensor.item_size
     inspected.values = tuple(checkpoint.values())
     inspected.others = tuple(checkpoint.others)
-    _describe_quantised(inspected, checkpoint)
+    inspected.quantised, finding = quantised_in(checkpoint)
+    inspected.findings += [] if finding is None else [finding]
     if description.incomplete is not None:
         error = description.incomplete
         inspected.complete = False
@@ -188,19 +189,19 @@ def _shown(handles: FileHandles, stored: StoredObject) -> Any:
         return None
 
 
-def _describe_quantised(inspected: InspectedForm, checkpoint: Checkpoint) -> None:
-    """The schemes of quantised tensors; an unknown scheme is a finding."""
+def quantised_in(checkpoint: Checkpoint) -> tuple[dict[str, int], Optional[Finding]]:
+    """The number of quantised tensors by scheme, and a finding if a scheme is unknown."""
     # Loaded only here: most checkpoints are not quantised.
     from reshard.quantised import describe, looks_quantised, quantisation_of, recognise, stored_tensors
 
     tensors = stored_tensors(checkpoint)
     if not looks_quantised(tensors):
-        return
+        return {}, None
     try:
         source = quantisation_of(checkpoint.place, "BFloat16")
-        inspected.quantised = describe(recognise(tensors, source.config, source.description, source.place))
+        return describe(recognise(tensors, source.config, source.description, source.place)), None
     except InputError as error:
-        inspected.findings.append(Finding("quantised", error.message, error.hint))
+        return {}, Finding("quantised", error.message, error.hint)
 
 
 def _files_in(path: str) -> list[FormFile]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import threading
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Optional
@@ -31,7 +32,18 @@ from reshard.checkpoints.formats.dtypes import ITEM_SIZES
 from reshard.errors import CheckpointError
 from reshard.layout import Box, Grid, boxes_of_range, inside, intersection, shape_of, volume_of, whole_box
 from reshard.quantised.schemes import Quantised, Recognised, TypedShape, recognise, stated_settings
-from reshard.quantised.values import E2M1, Floats, decode_scales, dequantise, scale_box
+from reshard.quantised.values import (
+    E2M1,
+    EXPONENTS,
+    Floats,
+    Tables,
+    Words,
+    decode_scales,
+    dequantise,
+    scale_box,
+    tables_of,
+    tables_of_exponents,
+)
 from reshard.storage import UnfitError, is_regular_file, read_small
 from reshard.storage.json_text import JsonError, parse_json
 from reshard.text.wording import quoted
@@ -41,8 +53,12 @@ _MAX_CONFIG = 1 << 22
 # Of msmodelslim; it lists every tensor.
 _DESCRIPTION = "quant_model_description.json"
 _MAX_DESCRIPTION = 1 << 28
-# Elements that are decoded at a time: buffers for codes and scales stay below a MiB.
-_MOST = 1 << 18
+# Elements that are read at a time: buffers for codes and scales stay below a MiB.
+_MOST = 1 << 19
+# Tables that are made at a time, for the same reason.
+_MAX_TABLES = 1 << 10
+# The tables that a thread used last: the next rows mostly need the same ones.
+_RECENT = threading.local()
 # Bytes of copies of scales that are compared at a time.
 _COMPARED = 1 << 18
 
@@ -65,8 +81,8 @@ class _Scales:
     slices: tuple[StoredSlice, ...]
     copies: tuple[StoredSlice, ...] = ()
 
-    def read(self, read: ReadBytes, box: Box) -> Floats:
-        """Some of them.
+    def read(self, read: ReadBytes, box: Box) -> Words:
+        """Some of them, as words.
 
         Raises:
             ReshardError: they cannot be read.
@@ -85,7 +101,7 @@ class _Scales:
             read(source, (first - origin) * row_bytes, rows.data.cast("B"))
             around = ((first, last), *source.box[1:])
             words[inside(common, box)] = rows[inside(common, around)]
-        return decode_scales(words, self.dtype)
+        return words
 
     def check_copies(self, read: ReadBytes) -> None:
         """Compare all copies.
@@ -128,12 +144,14 @@ class ScaledCodes:
         self._offsets = offsets
         self._per_byte = 2 if tensor.code == E2M1 else 1
         self._compared = False
+        # Tables of all scales exist already.
+        self._exponents = scales.dtype in EXPONENTS and offsets is None
 
     def stored_bytes(self, elements: int) -> int:
         """Bytes in the files of so many elements."""
         return -(-elements // self._per_byte)
 
-    def read_into(self, read: ReadBytes, source: StoredSlice, start: int, out: memoryview, cast: CastWords) -> None:
+    def read_into(self, read: ReadBytes, source: StoredSlice, start: int, out: memoryview, cast: CastWords) -> int:
         """Fill ``out`` with elements of a slice."""
         if not self._compared:
             for scales_or_offsets in (self._scales, self._offsets):
@@ -148,31 +166,52 @@ class ScaledCodes:
         low = first - first % self._per_byte
         high = last + -last % self._per_byte
         shape = shape_of(source.box)
-        for box in boxes_of_range(shape, low, high, _MOST):
+        most = _MOST
+        if not self._exponents:
+            # Where few elements share a scale, tables are larger than elements.
+            most = min(most, _MAX_TABLES * math.prod(map(min, self._tensor.block, self._tensor.shape)))
+        codes_room = np.empty(min(most, high - low) // self._per_byte, "u1")
+        overflowed = 0
+        for box in boxes_of_range(shape, low, high, most):
             count = volume_of(box)
-            codes = np.empty(count // self._per_byte, "u1")
+            codes = codes_room[: count // self._per_byte]
             read(source, low // self._per_byte, codes.data)
             placed = tuple((at + begin, at + end) for (at, _), (begin, end) in zip(source.box, box))
-            needed = scale_box(placed, self._tensor.block)
-            scales = self._checked(self._scales.read(read, needed), needed)
-            offsets = None if self._offsets is None else self._offsets.read(read, needed)
+            tables, numbers = self._tables(read, scale_box(placed, self._tensor.block), cast)
             whole = first <= low and low + count <= last
             room = words[low - first : low - first + count] if whole else np.empty(count, words.dtype)
             form = (*shape_of(box)[:-1], shape_of(box)[-1] // self._per_byte)
-            dequantise(
-                codes.reshape(form),
-                self._tensor.code,
-                scales,
-                self._tensor.block,
-                placed,
-                room.reshape(shape_of(box)),
-                cast,
-                offsets,
+            overflowed += dequantise(
+                codes.reshape(form), tables, numbers, self._tensor.block, placed, room.reshape(shape_of(box))
             )
             if not whole:
                 begin, end = max(low, first), min(low + count, last)
                 words[begin - first : end - first] = room[begin - low : end - low]
             low += count
+        return overflowed
+
+    def _tables(self, read: ReadBytes, box: Box, cast: CastWords) -> tuple[Tables, Words]:
+        """Tables of results under the scales of a box, and the table of each scale.
+
+        Raises:
+            CheckpointError: a scale is no positive number.
+            ReshardError: the scales cannot be read.
+        """
+        recent: Optional[tuple[object, Box, tuple[Tables, Words]]] = getattr(_RECENT, "tables", None)
+        if recent is not None and recent[0] is self and recent[1] == box:
+            return recent[2]
+        words = self._scales.read(read, box)
+        scales = self._checked(decode_scales(words, self._scales.dtype), box)
+        if self._exponents:
+            result = tables_of_exponents(self._tensor.code, self.dtype, cast), words
+        else:
+            offsets = None
+            if self._offsets is not None:
+                offsets = decode_scales(self._offsets.read(read, box), self._offsets.dtype)
+            tables = tables_of(self._tensor.code, scales, self.dtype, cast, offsets)
+            result = tables, np.arange(scales.size, dtype="u4").reshape(scales.shape)
+        _RECENT.tables = self, box, result
+        return result
 
     def _checked(self, scales: Floats, box: Box) -> Floats:
         """The scales, all of which are positive numbers.

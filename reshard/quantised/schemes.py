@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Optional
 
 from reshard.errors import CheckpointError
-from reshard.quantised.values import E2M1, SCALE_TYPES, scale_box
+from reshard.quantised.values import E2M1, OFFSET_TYPES, SCALE_TYPES, scale_box
 from reshard.text.wording import quoted
 
 Shape = tuple[int, ...]
@@ -238,6 +238,8 @@ def _quantised(
     scale = stored[scales]
     if scale.dtype not in SCALE_TYPES:
         raise _unknown(name, scales, f"scales of type {scale.dtype}")
+    if offsets is not None and stored[offsets].dtype not in OFFSET_TYPES:
+        raise _unknown(name, offsets, f"zero points of type {stored[offsets].dtype}")
     code, shape = tensor.dtype, tensor.shape
     if scales.endswith("_scales"):
         if code != "UInt8" or len(shape) < 2 or shape[-1] * 2 != _MX or scale.dtype != "UInt8":

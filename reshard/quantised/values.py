@@ -1,48 +1,54 @@
 """Codes of quantised elements as numbers: ``float32(code) * scale``, rounded once to the type asked for.
 
-Codes are decoded a block of rows at a time, small enough for the innermost caches. A product in Float32 of a code (at
-most 8 significant bits) and a scale is what the published dequantisers compute, so results are equal bit for bit.
+A byte has 256 values, and many bytes share a scale. So the result of every byte under a scale is computed once, in a
+table, and bytes are looked up. A product in Float32 of a code (at most 8 significant bits) and a scale is what the
+published dequantisers compute, so results are equal bit for bit.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
-from typing import Any, Callable, Optional
+from collections.abc import Mapping, Sequence
+from typing import Any, Callable, NamedTuple, Optional
 
 import numpy as np
 import numpy.typing as npt
 
+from reshard.checkpoints.formats.dtypes import DTYPES
 from reshard.layout import Box, shape_of
 
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 Words = npt.NDArray[Any]
+CastWords = Callable[[Words, str], Words]
 
 E2M1 = "E2M1"
 """Codes of four bits, two in a byte, the low ones first: a sign, two bits of exponent, one of mantissa."""
 
-CODES = ("Float8E4M3FN", "Float8E5M2", "Int8", E2M1)
-"""Codes of elements that can be decoded."""
+EXPONENTS = ("Float8E8M0", "UInt8")
+"""Types of scales that are exponents of two."""
 
-SCALE_TYPES = ("Float32", "BFloat16", "Float16", "Float8E8M0", "UInt8")
-"""Types of scales. UInt8 holds exponents, as Float8E8M0 does."""
+FLOATS = ("Float32", "BFloat16", "Float16")
 
-# Elements that are decoded at a time: their Float32 values and one more array of that size stay in the cache.
+SCALE_TYPES = (*FLOATS, *EXPONENTS)
+"""Types of scales."""
+
+OFFSET_TYPES = (*FLOATS, "Int8")
+"""Types of zero points."""
+
+# Bytes that are looked up at a time: their indices, of 8 bytes within NumPy, stay in the cache.
 _BLOCK = 1 << 16
-# Bits of Float8E4M3FN at their places in Float32 are numbers too small by the difference of the exponents' biases.
-_E4M3_FACTOR = np.float32(2.0 ** (127 - 7))
-_E4M3_SIGN_AND_REST = np.int32(-0x78000001)
 
 
 def decode_scales(words: Words, dtype: str) -> Floats:
-    """Scales as Float32; exact.
+    """Scales, or zero points, as Float32; exact.
 
     Args:
         words: unsigned words of the size of their type, in any shape.
-        dtype: one of `SCALE_TYPES`.
+        dtype: one of `SCALE_TYPES` or `OFFSET_TYPES`.
     """
-    if dtype in ("Float8E8M0", "UInt8"):
+    if dtype in EXPONENTS:
         bits = words.astype("u4")
         # The exponent 0 stands for 2**-127, which is subnormal in Float32; 255 for NaN.
         values: Floats = np.left_shift(bits, 23).view("f4").copy()
@@ -51,38 +57,8 @@ def decode_scales(words: Words, dtype: str) -> Floats:
     elif dtype == "BFloat16":
         values = np.left_shift(words, 16, dtype="u4", casting="unsafe").view("f4")
     else:
-        values = words.view("f2" if dtype == "Float16" else "f4").astype("f4")
+        values = words.view({"Float16": "f2", "Int8": "i1"}.get(dtype, "f4")).astype("f4")
     return values
-
-
-def decode_codes(codes: Bytes, code: str, out: Floats) -> np.float32:
-    """Elements as Float32, but for a power of two.
-
-    Args:
-        codes: bytes, in any number of dimensions.
-        code: one of `CODES`.
-        out: the values, of the shape of ``codes``, with the last dimension twice as long for `E2M1`.
-
-    Returns:
-        What the values have to be multiplied with, which is exact. A scale times this factor saves a pass over memory.
-    """
-    if code == "Int8":
-        out[...] = codes.view("i1")
-    elif code == E2M1:
-        np.take(_E2M1_PAIRS, codes, out=out.view("u8"), mode="clip")
-    elif code == "Float8E4M3FN":
-        bits = out.view("i4")
-        # The sign is extended over the bits above the exponent, which are then cleared.
-        bits[...] = codes.view("i1")
-        np.left_shift(bits, 20, out=bits)
-        np.bitwise_and(bits, _E4M3_SIGN_AND_REST, out=bits)
-        sizes = codes & 0x7F
-        if sizes.max(initial=0) == 0x7F:
-            out[sizes == 0x7F] = np.nan
-        return _E4M3_FACTOR
-    else:
-        np.take(_E5M2, codes, out=out, mode="clip")
-    return np.float32(1)
 
 
 def scale_box(box: Box, block: Sequence[int]) -> Box:
@@ -95,75 +71,123 @@ def scale_box(box: Box, block: Sequence[int]) -> Box:
     return tuple((low // size, -(-high // size)) for (low, high), size in zip(box, block))
 
 
-def dequantise(
-    codes: Bytes,
-    code: str,
-    scales: Floats,
-    block: Sequence[int],
-    box: Box,
-    out: Words,
-    cast: Callable[[Words, Words], None],
-    offsets: Optional[Floats] = None,
-) -> None:
-    """Decode the elements of a box, multiply them with their scales, and write them in the type asked for.
+class Tables(NamedTuple):
+    """The elements of every byte of codes under some scales.
+
+    Attributes:
+        words: 256 per table, one table after the other; a word holds all elements of its byte.
+        overflows: per word how many of its elements became infinite.
+        overflowing: per table whether any did.
+    """
+
+    words: Words
+    overflows: Bytes
+    overflowing: Words
+
+
+def tables_of(code: str, scales: Floats, dtype: str, cast: CastWords, offsets: Optional[Floats] = None) -> Tables:
+    """A table for each of some scales.
 
     Args:
-        codes: bytes of the box, with half as many in the last dimension for `E2M1`, where the box is even there.
         code: one of `CODES`.
-        scales: those of ``scale_box(box, block)``.
-        block: elements per scale, per dimension.
-        box: which elements of the tensor they are; at least one dimension.
-        out: unsigned words of the type asked for, of the shape of the box, C-contiguous.
-        cast: writes words of Float32 as words of that type.
-        offsets: what is subtracted from the elements first, laid out as the scales are; None for nothing.
+        scales: in any shape; tables are in C order.
+        dtype: type of the elements.
+        cast: returns words of Float32 as words of a type.
+        offsets: what is subtracted from the codes first, in the shape of the scales; None for nothing.
     """
-    shape = shape_of(box)
-    rows, columns = math.prod(shape[:-1]), shape[-1]
-    if not rows or not columns:
-        return
-    flat_codes, flat_out = codes.reshape(rows, -1), out.reshape(rows, columns)
-    spread = _Spread(box, block)
-    most = max(1, _BLOCK // columns)
-    room = np.empty((min(most, rows), columns), "f4")
+    values = CODES[code]
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        shifted = values if offsets is None else values - offsets.reshape(-1, 1, 1)
+        words = cast((shifted * scales.reshape(-1, 1, 1)).view("u4"), dtype)
+    layout = DTYPES[dtype].layout
+    assert layout is not None
+    overflows = np.zeros(words.shape[:2], "u1")
+    became = (words & layout.without_sign) == layout.infinity
+    if became.any():
+        (became & np.isfinite(values)).sum(axis=-1, out=overflows)
+    words = words.reshape(-1).view(f"u{words.itemsize * words.shape[-1]}")
+    return Tables(words, overflows.reshape(-1), np.any(overflows, axis=1))
+
+
+@functools.cache
+def tables_of_exponents(code: str, dtype: str, cast: CastWords) -> Tables:
+    """A table for each scale of one byte that is an exponent of two."""
+    return tables_of(code, decode_scales(np.arange(256, dtype="u1"), EXPONENTS[0]), dtype, cast)
+
+
+def dequantise(codes: Bytes, tables: Tables, numbers: Words, block: Sequence[int], box: Box, out: Words) -> int:
+    """Look up the elements of a box.
+
+    Args:
+        codes: bytes of the box, with half as many in the last dimension for `E2M1`.
+        tables: results of all bytes.
+        numbers: the table of each scale of ``scale_box(box, block)``, in that shape.
+        block: elements per scale, per dimension.
+        box: which elements of the tensor they are; at least one dimension. It begins, ends and changes scales between
+            bytes.
+        out: unsigned words of the type asked for, of the shape of the box, C-contiguous.
+
+    Returns:
+        How many elements became infinite.
+    """
+    if not codes.size:
+        return 0
+    rows = math.prod(codes.shape[:-1])
+    flat_codes = codes.reshape(rows, -1)
+    flat_out = out.reshape(-1).view(tables.words.dtype).reshape(flat_codes.shape)
+    spread = _Spread(numbers, len(tables.words), block, box, shape_of(box)[-1] // codes.shape[-1])
+    most = max(1, _BLOCK // flat_codes.shape[1])
+    room = np.empty((min(most, rows), flat_codes.shape[1]), spread.dtype)
+    overflows = tables.overflows if tables.overflowing[numbers].any() else None
+    overflowed = 0
     for first in range(0, rows, most):
         last = min(first + most, rows)
-        values = room[: last - first]
-        factor = decode_codes(flat_codes[first:last], code, values)
-        multipliers = spread.over(scales, first, last)
-        with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-            if offsets is None and factor != 1 and (scaled := multipliers * factor).max() < np.inf:
-                multipliers = scaled
-            elif factor != 1:
-                np.multiply(values, factor, out=values)
-            if offsets is not None:
-                np.subtract(values, spread.over(offsets, first, last), out=values)
-            np.multiply(values, multipliers, out=values)
-        cast(values.view("u4"), flat_out[first:last])
+        indices = room[: last - first]
+        np.copyto(indices, flat_codes[first:last])
+        np.add(indices, spread.over(first, last), out=indices)
+        # All indices are valid; in its default mode NumPy would write to a copy first.
+        np.take(tables.words, indices, out=flat_out[first:last], mode="wrap")
+        if overflows is not None:
+            overflowed += int(overflows[indices].sum())
+    return overflowed
 
 
 class _Spread:
-    """Which scale belongs to which element of a box, seen as rows of its last dimension."""
+    """For each byte of a box, seen as rows of its last dimension, where the table of its scale begins."""
 
-    def __init__(self, box: Box, block: Sequence[int]) -> None:
-        numbers = np.zeros((1,), np.intp)
+    def __init__(self, numbers: Words, words: int, block: Sequence[int], box: Box, per_byte: int) -> None:
+        rows = np.zeros(1, np.intp)
         for (low, high), (first, last), size in zip(box[:-1], scale_box(box, block)[:-1], block):
             along = np.arange(low, high) // size - first
-            numbers = (numbers[:, None] * (last - first) + along).reshape(-1)
+            rows = (rows[:, None] * (last - first) + along).reshape(-1)
         # Per row of elements its row of scales.
-        self._rows = numbers
-        (low, high), size = box[-1], block[-1]
-        edges = np.unique(np.clip(np.arange(low // size, -(-high // size) + 1) * size, low, high))
-        self._lengths = np.diff(edges)
+        self._rows = rows
+        (low, high), (first, last), size = box[-1], scale_box(box, block)[-1], block[-1]
+        self._lengths = np.full(last - first, size // per_byte)
+        self._lengths[0] -= (low - first * size) // per_byte
+        self._lengths[-1] -= (last * size - high) // per_byte
+        # NumPy is several times as fast where all repeats are equal.
+        self._equal = bool((self._lengths == self._lengths[0]).all())
+        self.dtype = np.dtype("u2" if words <= 1 << 16 else "u4")
+        self._starts: Words = numbers.reshape(-1, last - first).astype(self.dtype) * self.dtype.type(256)
+        self._recent: tuple[int, Words] = -1, self._starts[:0]
 
-    def over(self, scales: Floats, first: int, last: int) -> Floats:
-        """The scales of some rows, in a shape that broadcasts to these."""
+    def over(self, first: int, last: int) -> Words:
+        """The beginnings for some rows, in a shape that broadcasts to these."""
         rows = self._rows[first:last]
-        # Most rows of a block share one row of scales, which is spread once.
-        chosen = rows[:1] if rows[0] == rows[-1] and (rows == rows[0]).all() else rows
-        found: Floats = scales.reshape(-1, len(self._lengths))[chosen]
+        if rows[0] != rows[-1] or (rows != rows[0]).any():
+            return self._repeated(self._starts[rows])
+        # Most rows of a block share one row of scales.
+        row = int(rows[0])
+        if self._recent[0] != row:
+            self._recent = row, self._repeated(self._starts[row : row + 1])
+        return self._recent[1]
+
+    def _repeated(self, starts: Words) -> Words:
         if len(self._lengths) == 1:
-            return found
-        return np.repeat(found, self._lengths, axis=1)
+            return starts
+        repeated: Words = np.repeat(starts, self._lengths[0] if self._equal else self._lengths, axis=1)
+        return repeated
 
 
 def _table(exponent: int, mantissa: int, bias: int) -> Floats:
@@ -178,18 +202,28 @@ def _table(exponent: int, mantissa: int, bias: int) -> Floats:
     return np.where(codes >> (exponent + mantissa), -sizes, sizes).astype("f4")
 
 
+def _e4m3() -> Floats:
+    values = _table(4, 3, 7)
+    values[[0x7F, 0xFF]] = np.nan
+    return values[:, None]
+
+
 def _e5m2() -> Floats:
     values = _table(5, 2, 15)
     values[[0x7C, 0xFC]] = np.inf, -np.inf
     values[[0x7D, 0x7E, 0x7F, 0xFD, 0xFE, 0xFF]] = np.nan
-    return values
+    return values[:, None]
 
 
-def _e2m1_pairs() -> npt.NDArray[np.uint64]:
-    """Per byte its two numbers, as one word."""
+def _e2m1() -> Floats:
     values, codes = _table(2, 1, 1), np.arange(256)
-    return np.stack([values[codes & 15], values[codes >> 4]], axis=1).view("u8")[:, 0]
+    return np.stack([values[codes & 15], values[codes >> 4]], axis=1)
 
 
-_E5M2 = _e5m2()
-_E2M1_PAIRS = _e2m1_pairs()
+CODES: Mapping[str, Floats] = {
+    "Float8E4M3FN": _e4m3(),
+    "Float8E5M2": _e5m2(),
+    "Int8": np.arange(256).astype("u1").view("i1").astype("f4")[:, None],
+    E2M1: _e2m1(),
+}
+"""Per code that can be decoded the numbers of every byte: 256 rows of one number, of two for `E2M1`."""

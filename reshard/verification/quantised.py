@@ -141,7 +141,10 @@ class Dequantised:
         # Scales may lack dimensions of which there is one.
         stored = tuple(around[: len(scales.shape)])
         words = scales.read(stored, handles)
-        values = _EXPONENTS[words] if scales.dtype in ("Float8E8M0", "UInt8") else decoded(words, scales.dtype)
+        if scales.dtype in ("Float8E8M0", "UInt8"):
+            values = _EXPONENTS[words]
+        else:
+            values = _TABLES["Int8"][words] if scales.dtype == "Int8" else decoded(words, scales.dtype)
         values = np.asarray(values).reshape(shape_of(around))
         places = [np.arange(low, high) // size - low // size for (low, high), size in zip(box, self.block)]
         return values[np.ix_(*places)]

@@ -93,3 +93,32 @@ def test_weights_are_those_of_every_library_that_defines_them(
         hashes = {name: described(written[name].array.view("u1"))["sha256"] for name in answer}
         same = [isinstance(answer[name], dict) and answer[name]["sha256"] == hashes[name] for name in answer]
         assert all(same) == agrees, f"{library}: {[name for name, equal in zip(answer, same) if not equal]}"
+
+
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "tensor": {},
+    "channel": {},
+    "group": {"group_size": 32},
+    "block": {"block_structure": [16, 32]},
+}
+
+
+@pytest.mark.parametrize("scale", ["float32", "bfloat16"])
+def test_int8_weights_are_those_that_compressed_tensors_restores(tmp_path: Path, scale: str) -> None:
+    jobs = [
+        {"do": "int8", "to": str(tmp_path / f"{strategy}-{symmetric}"), "dtype": scale, "seed": 7}
+        | {"weights": {"strategy": strategy, "symmetric": symmetric, **settings}}
+        for strategy, settings in STRATEGIES.items()
+        for symmetric in (True, False)
+    ]
+
+    answers = oracles.done(oracles.quantised(jobs))
+
+    for job, answer in zip(jobs, answers):
+        source = Path(str(job["to"]))
+        assert ("weight_zero_point" in answer.pop("stored")) == ("False" in source.name)
+        for dtype, expected in answer.items():
+            out = source.with_name(f"{source.name}-{dtype}")
+            done("convert", source, out, "--to", "huggingface", "--dequantize", dtype)
+            (written,) = contents(out).values()
+            assert described(written.array.view("u1"))["sha256"] == expected["sha256"], (source.name, dtype)

@@ -82,11 +82,12 @@ def coded(
     stored_shape: Sequence[int] = (),
     swapped: bool = False,
     seed: int = 0,
+    offset: str = "",
 ) -> Coded:
     """A weight of random codes and scales.
 
     Args:
-        names: of the weight, of its codes and of its scales.
+        names: of the weight, of its codes, of its scales, and of its zero points if it has any.
         code: of its elements.
         shape: of the weight as it is stored, in elements.
         block: elements per scale, per dimension.
@@ -96,6 +97,7 @@ def coded(
         stored_shape: of the codes in the file, where it is not the weight's.
         swapped: whether the weight's last two dimensions change places.
         seed: of the random numbers.
+        offset: type of the zero points.
     """
     rng = np.random.default_rng(seed + sum(map(ord, names[0])))
     per_byte = 2 if code == E2M1 else 1
@@ -113,21 +115,30 @@ def coded(
             bits = (scales.view("u4") >> 16).astype("u2")
         else:
             bits = scales
+    offsets = rng.integers(-100, 100, counts if offset else [1] * len(counts)).astype(
+        "i1" if offset == "Int8" else "f4"
+    )
     values = np.empty(shape, "f4")
     for index in itertools.product(*map(range, shape)):
         byte = codes[(*index[:-1], index[-1] // per_byte)]
         place = tuple(at // length for at, length in zip(index, block))
-        values[index] = np.float32(numbers(code, int(byte))[index[-1] % per_byte]) * scales[place]
-    name, codes_name, scales_name = names
+        value = numbers(code, int(byte))[index[-1] % per_byte] - (float(offsets[place]) if offset else 0)
+        values[index] = np.float32(value) * scales[place]
+    name, codes_name, scales_name, *offsets_names = names
     stored: dict[str, Parts] = {
         codes_name: (dtype or code, stored_shape or codes.shape, codes.tobytes()),
         scales_name: (scale, scale_shape or counts, bits.tobytes()),
+        **{each: (offset, scale_shape or counts, offsets.tobytes()) for each in offsets_names},
     }
     return Coded(name, stored, np.ascontiguousarray(np.swapaxes(values, -1, -2)) if swapped else values)
 
 
 FP8 = {"quant_method": "fp8", "weight_block_size": [4, 3]}
 CHANNELS = {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": {"strategy": "channel"}}}}
+GROUPS = {
+    "quant_method": "compressed-tensors",
+    "config_groups": {"group_0": {"weights": {"strategy": "group", "group_size": 4}}},
+}
 TENSORS = {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": {"strategy": "tensor"}}}}
 
 
@@ -153,6 +164,17 @@ def weights(scheme: str) -> tuple[dict[str, Any], list[Coded]]:
         ]
     if scheme == "int8 channels":
         return CHANNELS, [coded(a, "Int8", (6, 8), (1, 8))]
+    if scheme == "int8 groups with zero points":
+        return GROUPS, [
+            coded((*a, "a.weight_zero_point"), "Int8", (6, 16), (1, 4), offset="Int8"),
+            coded(
+                ("b.weight", "b.weight", "b.weight_scale", "b.weight_zero_point"),
+                "Int8",
+                (6, 6),
+                (1, 4),
+                offset="Float32",
+            ),
+        ]
     if scheme == "fp8 tensors":
         return TENSORS, [coded(a, "Float8E4M3FN", (6, 8), (6, 8), "BFloat16", (1,))]
     assert scheme == "mxfp4"
@@ -163,7 +185,15 @@ def weights(scheme: str) -> tuple[dict[str, Any], list[Coded]]:
     ]
 
 
-SCHEMES = ["fp8 blocks", "fp8 blocks, exponents", "fp8 channels", "int8 channels", "fp8 tensors", "mxfp4"]
+SCHEMES = [
+    "fp8 blocks",
+    "fp8 blocks, exponents",
+    "fp8 channels",
+    "int8 channels",
+    "int8 groups with zero points",
+    "fp8 tensors",
+    "mxfp4",
+]
 
 
 def others() -> dict[str, Parts]:

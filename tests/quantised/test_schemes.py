@@ -148,6 +148,12 @@ REFUSED = [
     ("packed into words", {"a.weight_packed": TypedShape("Int32", (5, 2))}, groups({"strategy": "group"}), None),
     ("scales of type Int32", {**WEIGHT, "a.weight_scale": TypedShape("Int32", (5, 2))}, BLOCKS, None),
     (
+        "zero points of type UInt8",
+        {**INT8, "a.weight_zero_point": TypedShape("UInt8", (8, 1))},
+        groups({"strategy": "channel"}),
+        None,
+    ),
+    (
         "elements of type BFloat16",
         {"a.weight": TypedShape("BFloat16", (8, 6)), "a.weight_scale": TypedShape("Float32", (8, 1))},
         BLOCKS,

@@ -6,27 +6,59 @@ import itertools
 import math
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reshard.execute.casts import Cast
+from reshard.checkpoints.formats.dtypes import CAST_TO
+from reshard.execute.casts import cast_words
 from reshard.layout import shape_of
-from reshard.quantised.values import CODES, E2M1, decode_codes, decode_scales, dequantise, scale_box
+from reshard.quantised.values import (
+    CODES,
+    E2M1,
+    Words,
+    decode_scales,
+    dequantise,
+    scale_box,
+    tables_of,
+    tables_of_exponents,
+)
 from tests.quantised.models import numbers
+
+
+def from_float32(words: Words, dtype: str) -> Words:
+    return cast_words(words, "Float32", dtype)
+
+
+def as_floats(words: Words, dtype: str) -> npt.NDArray[np.float32]:
+    if dtype == "BFloat16":
+        return (words.astype("u4") << 16).view("f4")
+    return words.view("f4" if dtype == "Float32" else "f2").astype("f4")
+
+
+# Bits of the mantissa, and the least and the largest exponent.
+FIELDS = {"Float32": (23, -126, 127), "Float16": (10, -14, 15), "BFloat16": (7, -126, 127)}
+
+
+def rounded(values: npt.NDArray[np.float32], dtype: str) -> npt.NDArray[np.float64]:
+    """The nearest numbers of a type, ties to even, as multiples of what numbers of that size are apart."""
+    mantissa, least, largest = FIELDS[dtype]
+    doubles = values.astype("f8")
+    apart = np.ldexp(1.0, np.maximum(np.frexp(doubles)[1] - 1, least) - mantissa)
+    nearest = np.rint(doubles / apart) * apart
+    infinite = np.abs(nearest) >= 2.0 ** (largest + 1)
+    result: npt.NDArray[np.float64] = np.where(infinite, np.copysign(np.inf, doubles), nearest)
+    return result
 
 
 @pytest.mark.parametrize("code", CODES)
 def test_every_code_stands_for_the_number_that_its_type_defines(code: str) -> None:
-    expected = np.array([number for byte in range(256) for number in numbers(code, byte)], "f4")
-    out = np.empty(len(expected), "f4")
+    expected = np.array([numbers(code, byte) for byte in range(256)], "f4")
 
-    factor = decode_codes(np.arange(256, dtype="u1"), code, out)
-
-    out *= factor
-    np.testing.assert_array_equal(out, expected)
+    np.testing.assert_array_equal(CODES[code], expected)
     ordinary = ~np.isnan(expected)
-    assert (np.signbit(out) == np.signbit(expected))[ordinary].all()
+    assert (np.signbit(CODES[code]) == np.signbit(expected))[ordinary].all()
 
 
 @pytest.mark.parametrize("dtype", ["Float8E8M0", "UInt8"])
@@ -46,11 +78,13 @@ def test_floating_point_scales_keep_their_values(dtype: str, numpy: str) -> None
 
 @given(data=st.data())
 def test_any_box_of_any_tensor_is_each_element_times_its_own_scale(data: st.DataObject) -> None:
-    code = data.draw(st.sampled_from(CODES))
+    code = data.draw(st.sampled_from(sorted(CODES)))
     per_byte = 2 if code == E2M1 else 1
     shape = data.draw(st.lists(st.integers(1, 7), min_size=1, max_size=4))
     shape[-1] *= per_byte
     block = [data.draw(st.integers(1, size + 1)) for size in shape]
+    # Scales do not change within a byte.
+    block[-1] += block[-1] % per_byte
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
     codes = rng.integers(0, 256, (*shape[:-1], shape[-1] // per_byte), dtype="u1")
     whole = tuple((0, size) for size in shape)
@@ -61,38 +95,64 @@ def test_any_box_of_any_tensor_is_each_element_times_its_own_scale(data: st.Data
         low = data.draw(st.integers(0, size - 1))
         box.append((low, data.draw(st.integers(low + 1, size))))
     box[-1] = (box[-1][0] // per_byte * per_byte, -(-box[-1][1] // per_byte) * per_byte)
+    dtype = data.draw(st.sampled_from(CAST_TO))
     taken = tuple(slice(low, high) for low, high in box)
     bytes_taken = (*taken[:-1], slice(box[-1][0] // per_byte, box[-1][1] // per_byte))
     scales_taken = tuple(slice(low, high) for low, high in scale_box(tuple(box), block))
-    out = np.empty([high - low for low, high in box], "u4")
-
-    dequantise(
-        np.ascontiguousarray(codes[bytes_taken]),
-        code,
-        scales[scales_taken],
-        block,
-        tuple(box),
-        out,
-        lambda words, target: target.__setitem__(..., words),
-        None if offsets is None else offsets[scales_taken],
+    out = np.empty([high - low for low, high in box], "u4" if dtype == "Float32" else "u2")
+    tables = tables_of(
+        code, scales[scales_taken], dtype, from_float32, None if offsets is None else offsets[scales_taken]
     )
+    table_numbers = np.arange(scales[scales_taken].size).reshape(scales[scales_taken].shape)
 
+    overflowed = dequantise(np.ascontiguousarray(codes[bytes_taken]), tables, table_numbers, block, tuple(box), out)
+
+    infinite, results = 0, as_floats(out, dtype)
     for index in itertools.product(*(range(low, high) for low, high in box)):
         byte = codes[(*index[:-1], index[-1] // per_byte)]
         value = np.float32(numbers(code, int(byte))[index[-1] % per_byte])
         place = tuple(at // size for at, size in zip(index, block))
         with np.errstate(all="ignore"):
-            expected = (value if offsets is None else value - offsets[place]) * scales[place]
-        found = out[tuple(at - low for at, (low, _) in zip(index, box))].view("f4")
-        np.testing.assert_array_equal(found, expected)
+            expected = float(rounded((value if offsets is None else value - offsets[place]) * scales[place], dtype))
+        result = float(results[tuple(at - low for at, (low, _) in zip(index, box))])
+        assert result == expected or (math.isnan(result) and math.isnan(expected))
+        assert math.copysign(1, result) == math.copysign(1, expected) or math.isnan(expected)
+        infinite += math.isinf(expected) and not math.isinf(value)
+    assert overflowed == infinite
+
+
+@pytest.mark.parametrize("code", CODES)
+@pytest.mark.parametrize("dtype", CAST_TO)
+@pytest.mark.parametrize("scale", ["Float8E8M0", "BFloat16"])
+def test_every_code_under_every_scale_of_a_byte_or_two_is_the_product(code: str, dtype: str, scale: str) -> None:
+    words = np.arange(255, dtype="u1") if scale == "Float8E8M0" else np.arange(1, 0x7F80, 61, dtype="u2")
+    scales = decode_scales(words, scale)
+    codes = np.tile(np.arange(256, dtype="u1"), (len(scales), 1))
+    block = (1, 256 * CODES[code].shape[1])
+    out = np.empty((len(scales), block[1]), "u4" if dtype == "Float32" else "u2")
+    if scale == "Float8E8M0":
+        tables, table_numbers = tables_of_exponents(code, dtype, from_float32), words
+    else:
+        tables, table_numbers = tables_of(code, scales, dtype, from_float32), np.arange(len(scales))
+
+    overflowed = dequantise(codes, tables, table_numbers[:, None], block, ((0, len(scales)), (0, block[1])), out)
+
+    values = np.array([numbers(code, byte) for byte in range(256)], "f4").reshape(1, -1)
+    with np.errstate(all="ignore"):
+        products = values * scales[:, None]
+    expected = rounded(products, dtype)
+    np.testing.assert_array_equal(as_floats(out, dtype), expected)
+    ordinary = ~np.isnan(expected)
+    assert (np.signbit(as_floats(out, dtype)) == np.signbit(expected))[ordinary].all()
+    assert overflowed == np.count_nonzero(np.isinf(expected) & ~np.isinf(values))
 
 
 def test_the_product_is_rounded_once_to_the_type_asked_for() -> None:
     codes, scales = np.array([[0x38, 0x39, 0x7E, 0xFF]], "u1"), np.array([[1.0 + 2.0**-8]], "f4")
-    out, overflowed = np.empty((1, 4), "u2"), []
-    cast = Cast("Float32", "BFloat16", "w", lambda name, count: overflowed.append(count))
+    out = np.empty((1, 4), "u2")
+    tables = tables_of("Float8E4M3FN", scales, "BFloat16", from_float32)
 
-    dequantise(codes, "Float8E4M3FN", scales, (1, 4), ((0, 1), (0, 4)), out, cast.put)
+    overflowed = dequantise(codes, tables, np.zeros((1, 1), "u4"), (1, 4), ((0, 1), (0, 4)), out)
 
     # 1 + 2**-8 is a tie, which goes to the even neighbour.
     assert (out.astype("u4") << 16).view("f4")[0, :3].tolist() == [1.0, 1.1328125, 450.0]

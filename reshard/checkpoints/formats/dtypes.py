@@ -37,6 +37,16 @@ class FloatLayout(NamedTuple):
     infinite: bool = True
     negative_zero: bool = True
 
+    @property
+    def without_sign(self) -> int:
+        """All bits but the sign."""
+        return (1 << (self.exponent + self.mantissa)) - 1
+
+    @property
+    def infinity(self) -> int:
+        """The bits of infinity, where there is one."""
+        return self.without_sign >> self.mantissa << self.mantissa
+
 
 class DType(NamedTuple):
     """An element type.

@@ -5,6 +5,8 @@ Jobs:
 * ``{"do": "quantise", "source", "to", "plain", "scheme", "seed"}``: the weights of linear layers of a saved model in
   another directory, as ``fp8`` (blocks of 128 x 128, scales in another file) or, of gpt-oss' experts, as ``mxfp4``.
   In ``plain`` the same model with the numbers that codes and scales stand for by the library's own arithmetic.
+* ``{"do": "int8", "to", "weights", "dtype", "seed"}``: a weight in Int8 by compressed-tensors with these settings and
+  scales of this type, and hashes of what it restores, per type that is as precise as the scales or less.
 * ``{"do": "dequantise", "by", "directory", "dtype"}``: hashes of all weights as ``torch``, ``compressed-tensors`` or
   ``transformers`` dequantise them, by name; text where a library fails for one.
 """
@@ -75,6 +77,40 @@ def _mxfp4(stored: Tensors) -> tuple[Tensors, Tensors, dict[str, Any]]:
     return coded, plain, {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
 
 
+def int8(job: Job) -> dict[str, Any]:
+    from compressed_tensors.compressors.naive_quantized import IntQuantizationCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    torch.manual_seed(job["seed"])
+    settings = QuantizationArgs(num_bits=8, type="int", **job["weights"])
+    scheme = QuantizationScheme(targets=["Linear"], weights=settings)
+    rows, columns = 48, 96
+    weight = torch.randn(rows, columns) + 0.3
+    height, width = {
+        "tensor": (rows, columns),
+        "channel": (1, columns),
+        "group": (1, settings.group_size),
+        "block": settings.block_structure,
+    }[settings.strategy]
+    blocks = weight.reshape(rows // height, height, columns // width, width)
+    scale, zero_point = calculate_qparams(blocks.amin((1, 3)), blocks.amax((1, 3)), settings)
+    if settings.strategy == "tensor":
+        scale, zero_point = scale.reshape(1), zero_point.reshape(1)
+    scale = scale.to(getattr(torch, job["dtype"]))
+    coded = IntQuantizationCompressor.compress(
+        {"weight": weight, "weight_scale": scale, "weight_zero_point": zero_point}, scheme
+    )
+    restored = IntQuantizationCompressor.decompress(coded, scheme)["weight"]
+    directory = Path(job["to"])
+    directory.mkdir(parents=True)
+    save_file({f"a.{name}": each.contiguous() for name, each in coded.items()}, directory / "model.safetensors")
+    config = QuantizationConfig(config_groups={"group_0": scheme}, format="int-quantized").model_dump(mode="json")
+    (directory / "config.json").write_text(json.dumps({"torch_dtype": "bfloat16", "quantization_config": config}))
+    types = ("float32", "bfloat16") if job["dtype"] == "float32" else (job["dtype"],)
+    return {"stored": sorted(coded), **{name: _hash(restored.to(getattr(torch, name))) for name in types}}
+
+
 def dequantise(job: Job) -> dict[str, Any]:
     directory, dtype = Path(job["directory"]), getattr(torch, job["dtype"])
     stored = _read(directory)
@@ -118,4 +154,4 @@ def _hash(tensor: torch.Tensor) -> Any:
 
 
 if __name__ == "__main__":
-    serve(lambda job: {"quantise": quantise, "dequantise": dequantise}[job["do"]](job))
+    serve(lambda job: {"quantise": quantise, "int8": int8, "dequantise": dequantise}[job["do"]](job))
