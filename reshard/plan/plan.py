@@ -22,11 +22,10 @@ from reshard.forms.registry import counted_as
 from reshard.forms.target import Section, TargetForm
 from reshard.layout import Box, shape_of, volume_of
 from reshard.plan.groups import MAX_GROUP, reading_groups
-from reshard.plan.orders import Orders
 from reshard.plan.pieces import Piece, StoredSlice, TargetFile, TargetTensor
 from reshard.plan.replicas import ReplicaChoice, choose
 from reshard.plan.request import Request
-from reshard.plan.target_tensors import Alike, CellSource, FileOrder, Kind, TargetTensors
+from reshard.plan.target_tensors import Alike, CellSource, FileOrder, Kind, Orders, TargetTensors
 from reshard.plan.values import CopiedValue
 from reshard.storage import unlinked
 from reshard.text.wording import quoted
