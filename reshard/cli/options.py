@@ -12,7 +12,7 @@ from reshard.cli import completion
 from reshard.cli.command import Choice, option
 from reshard.cli.errors import set_debug, set_quiet, set_verbose
 from reshard.cli.shard import ShardType
-from reshard.defaults import CHOICES, DEFAULT_PREFIX, MAX_MEMORY, MOST_DEVICES
+from reshard.defaults import CHOICES, DEFAULT_PREFIX, MAX_DEVICES, MAX_MEMORY
 from reshard.errors import UsageError
 from reshard.forms import FORM_CLASSES, SHORT_NAMES
 from reshard.storage import is_directory, use_endpoint
@@ -43,8 +43,8 @@ class RanksType(click.ParamType):  # type: ignore[type-arg, unused-ignore]
                 self.fail(f"{value!r} is not a list of ranks such as 0-7,12", param, ctx)
             first = int(match[1])
             last = int(match[2]) if match[2] is not None else first
-            if last < first or last >= MOST_DEVICES:
-                self.fail(f"{part.strip()!r} is not a range of ranks below {MOST_DEVICES}", param, ctx)
+            if last < first or last >= MAX_DEVICES:
+                self.fail(f"{part.strip()!r} is not a range of ranks below {MAX_DEVICES}", param, ctx)
             ranks.update(range(first, last + 1))
         return tuple(sorted(ranks))
 
@@ -184,7 +184,7 @@ def strategies(command: F) -> F:
         option(
             "Strategies",
             "--shards",
-            type=click.IntRange(min=1, max=MOST_DEVICES),
+            type=click.IntRange(min=1, max=MAX_DEVICES),
             metavar="N",
             show_default="as --dst-strategy",
             expose_value=False,

@@ -13,7 +13,7 @@ import click
 from reshard.cli import completion, options
 from reshard.cli.command import argument, command, option
 from reshard.cli.output import echo_json, say
-from reshard.defaults import MOST_DEVICES
+from reshard.defaults import MAX_DEVICES
 from reshard.text.messages import full_text
 from reshard.text.wording import byte_size, one_line, plural, step_words
 
@@ -36,7 +36,7 @@ reshard suggest ckpt/ --src-strategy src.ckpt
 @option(
     "Target",
     "--devices",
-    type=click.IntRange(min=1, max=MOST_DEVICES),
+    type=click.IntRange(min=1, max=MAX_DEVICES),
     metavar="N",
     show_default="a placeholder",
     help="Number of devices of the next cluster.",

@@ -30,7 +30,7 @@ def command_of(plan: Plan, options: Options) -> Optional[RecordedCommand]:
         options: how it is carried out.
     """
     request = plan.request
-    words = request.edits.words
+    words = request.edits.typed
     if not isinstance(request.src, str) or options.part is not None or words is None:
         return None
     # To resume one of several runs is to resume all of them.

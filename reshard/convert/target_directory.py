@@ -46,7 +46,7 @@ from reshard.storage import (
     FileStatus,
     UnfitError,
     absolute,
-    asks_once,
+    caches_listings,
     exists,
     is_regular_file,
     names_in,
@@ -158,7 +158,7 @@ class TargetDirectory:
         self._run = short_digest(f"{identity.digest} {self.sources}".encode())
         self._last_headers: tuple[object, Optional[str]] = (None, None)
 
-    @asks_once
+    @caches_listings
     def survey(self, guarded: bool = False) -> list[int]:
         """The requested target ranks that are not written yet, ascending.
 

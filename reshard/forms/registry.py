@@ -13,9 +13,9 @@ from reshard.forms import FORM_CLASSES
 from reshard.forms.form import Form, ReadRequest
 from reshard.forms.ranks import find_checkpoints
 from reshard.forms.ranks.steps import RANK
-from reshard.storage import asks_once, exists
+from reshard.storage import caches_listings, exists
 from reshard.strategies import Strategy
-from reshard.text.near_names import path_meant
+from reshard.text.near_names import similar_path_hint
 from reshard.text.report import Report
 
 
@@ -39,7 +39,7 @@ def counted_as(form: str) -> str:
     return form_named(form).options.unit
 
 
-@asks_once
+@caches_listings
 def form_of(src: str) -> str:
     """The form of a source, by names alone; the first form is the default, even for a missing source.
 
@@ -62,7 +62,7 @@ def check_exists(src: str) -> None:
         CheckpointError: it does not exist.
     """
     if RANK not in src and not exists(src):
-        raise CheckpointError(f"{src}: does not exist", file=src, hint=path_meant(src))
+        raise CheckpointError(f"{src}: does not exist", file=src, hint=similar_path_hint(src))
 
 
 def check_holds_ranks(src: str) -> None:
@@ -84,7 +84,7 @@ def forms_among(directory: str, names: Sequence[str]) -> set[str]:
     return {form.name for form in FORMS[1:] if names and form.recognise(directory, names)}
 
 
-@asks_once
+@caches_listings
 def read_checkpoint(
     form: str,
     src: str,

@@ -11,12 +11,12 @@ import numpy.typing as npt
 
 from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor, TensorsInOrder
 from reshard.checkpoints.formats.dtypes import NO_ARRAYS
-from reshard.checkpoints.name_order import layers_in_order
 from reshard.errors import InputError
 from reshard.forms.form import WriteRequest
 from reshard.forms.target import Section, layout_in
 from reshard.layout import Layout, volume_of
 from reshard.text.messages import listing
+from reshard.text.name_order import layers_in_order
 from reshard.text.report import Report
 from reshard.text.wording import plural
 

@@ -14,7 +14,7 @@ from reshard.lora.module_patterns import KeyPatternError, KeyPatterns
 from reshard.lora.pairs import module_of
 from reshard.storage import UnfitError, exists, is_directory, is_regular_file, read_small
 from reshard.storage.json_text import JsonError, parse_json
-from reshard.text.near_names import path_meant
+from reshard.text.near_names import similar_path_hint
 from reshard.text.report import Report
 from reshard.text.wording import quoted
 
@@ -125,7 +125,7 @@ def scale_of(adapter: str, alpha: Optional[float], report: Report) -> Scale:
     if path is None:
         if alpha is None:
             if "{" not in adapter and not exists(adapter):
-                raise CheckpointError(f"{adapter}: does not exist", file=adapter, hint=path_meant(adapter))
+                raise CheckpointError(f"{adapter}: does not exist", file=adapter, hint=similar_path_hint(adapter))
             raise CheckpointError(
                 f"{adapter}: has no {_PEFT_CONFIG} or {_MINDFORMERS_CONFIG} beside it, so alpha is unknown",
                 file=adapter,

@@ -31,7 +31,7 @@ _TOP = {
     "numbers": _TABLE,
     "options": _TABLE,
     "blocks": _TABLE,
-    "rule": TomlKey("tables", (), written="written [[rule]]"),
+    "rule": TomlKey("tables", (), description="written [[rule]]"),
 }
 _NUMBER = {"count": TomlKey("any"), "at_most": TomlKey("any")}
 _OPTION = {

@@ -111,7 +111,7 @@ class OpenedCheckpoint(Mapping[str, LazyTensor]):
                 raise ValueError("the checkpoint is closed")
             if self._contents is None:
                 plan = make_plan(self._request, self._handles, self._report)
-                self._contents = OpenedContents(plan, plan.asked[0])
+                self._contents = OpenedContents(plan, plan.requested[0])
             return self._contents
 
     @property

@@ -17,10 +17,10 @@ from reshard.forms.registry import FORMS, check_exists, check_holds_ranks, form_
 from reshard.opened.checkpoint import OpenedCheckpoint, ReadingEffort
 from reshard.plan.edits import NO_EDITS, Edits, typed_edits
 from reshard.plan.request import Request
-from reshard.storage import asks_once
+from reshard.storage import caches_listings
 from reshard.strategies import NONE, SAME, SHARDS, Strategy, read_strategy, shards_of
+from reshard.text.in_python import errors_in_python, in_python
 from reshard.text.name_filters import Filters
-from reshard.text.python_words import in_python, python_words
 from reshard.text.report import Report, logged
 from reshard.text.wording import plural
 
@@ -28,7 +28,7 @@ Path = Union[str, "os.PathLike[str]"]
 Texts = Union[str, Sequence[str]]
 
 
-@python_words()
+@errors_in_python()
 def open(
     src: Path,
     *,
@@ -120,7 +120,7 @@ def open(
     return open_requested(request, ReadingEffort(jobs or usable_cpus(), max_memory, io), decryption, report)
 
 
-@asks_once
+@caches_listings
 def reading_request(
     src: str,
     src_strategy: Optional[str],

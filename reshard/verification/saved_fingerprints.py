@@ -7,7 +7,7 @@ bytes each.
 from __future__ import annotations
 
 from reshard.checkpoints import reading_error
-from reshard.defaults import MOST_DEVICES
+from reshard.defaults import MAX_DEVICES
 from reshard.errors import InputError
 from reshard.storage import ReadableFile, UnfitError, opened_regular
 from reshard.storage.json_text import Fields, JsonError, JsonStream, integers
@@ -90,16 +90,16 @@ class _SavedResult:
             for _ in self._stream.elements():
                 if key == "read":
                     fields = Fields(self._stream.value(), "files: read")
-                    self.result.read[fields.integer("file", 0, MOST_DEVICES)] = fields.text("names")
+                    self.result.read[fields.integer("file", 0, MAX_DEVICES)] = fields.text("names")
                     continue
-                ends = integers(self._stream.value(), f"files: {key}", 0, MOST_DEVICES + 1)
+                ends = integers(self._stream.value(), f"files: {key}", 0, MAX_DEVICES + 1)
                 if len(ends) != 2:
                     raise JsonError(f"files: {key} are not pairs of numbers")
                 self.result.groups.add((ends[0], ends[1]))
         if not self.result.groups:
             raise JsonError("files: groups is missing")
-        if sum(stop - start for start, stop in self.result.groups) > MOST_DEVICES:
-            raise JsonError(f"there are more than {MOST_DEVICES} files")
+        if sum(stop - start for start, stop in self.result.groups) > MAX_DEVICES:
+            raise JsonError(f"there are more than {MAX_DEVICES} files")
 
     def _parameter(self) -> None:
         members: dict[str, object] = {}
@@ -131,7 +131,7 @@ class _SavedResult:
             if len(ends) != 2 or ends[0] > ends[1] or len(box) == _MOST_DIMENSIONS:
                 raise JsonError("slices: box is not a box")
             box.append((ends[0], ends[1]))
-        stage = SEVERAL if fields.is_null("stage") else fields.integer("stage", 0, MOST_DEVICES)
+        stage = SEVERAL if fields.is_null("stage") else fields.integer("stage", 0, MAX_DEVICES)
         return (stage, tuple(box)), _sum(fields)
 
     def _value(self) -> None:
@@ -143,7 +143,7 @@ class _SavedResult:
                 continue
             for _ in self._stream.elements():
                 fields = Fields(self._stream.value(), "copies")
-                rank = fields.integer("rank", 0, MOST_DEVICES)
+                rank = fields.integer("rank", 0, MAX_DEVICES)
                 shape = fields.integers("shape", 0, _MOST_ELEMENTS)
                 copies[rank] = ValueSum(fields.text("dtype"), shape, _sum(fields))
         name = Fields(members, "values").text("name")

@@ -13,7 +13,7 @@ import reshard
 from reshard.cli.main import cli
 from reshard.convert import Options
 from reshard.errors import CheckpointError, ReshardError, TargetError, UsageError, VerificationError
-from reshard.text.python_words import in_python
+from reshard.text.in_python import in_python
 from tests.corpus import ROOT
 from tests.running import done
 

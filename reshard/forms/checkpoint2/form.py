@@ -26,7 +26,7 @@ from reshard.forms.checkpoint2.iterations import (
 from reshard.forms.form import Description, Form, FormOptions, Layouts, ReadRequest, SavedCut, SavedStep, WriteRequest
 from reshard.forms.target import FinishingFile, TargetForm
 from reshard.forms.writing import selected
-from reshard.storage import asks_once, is_directory, is_regular_file, read_range
+from reshard.storage import caches_listings, is_directory, is_regular_file, read_range
 from reshard.strategies import Strategy
 from reshard.text.messages import listing
 from reshard.text.names import is_weight
@@ -49,7 +49,7 @@ class Checkpoint2Form(Form):
         """By its tracker, or the names of an iteration's files."""
         return is_directory(src) and recognise(src, names)
 
-    @asks_once
+    @caches_listings
     def read(self, request: ReadRequest) -> Checkpoint2:
         """The last finished iteration, or the requested one."""
         from reshard.forms.checkpoint2.reading import read_checkpoint2, read_iteration

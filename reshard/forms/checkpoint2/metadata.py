@@ -16,7 +16,7 @@ from typing import Any, Callable, NamedTuple, Optional
 
 from reshard.checkpoints.files import reading_error
 from reshard.checkpoints.formats.tensors import MAX_DIMENSIONS, MAX_ELEMENTS
-from reshard.defaults import MOST_DEVICES
+from reshard.defaults import MAX_DEVICES
 from reshard.errors import CheckpointError
 from reshard.forms.checkpoint2.iterations import METADATA, parse_key
 from reshard.storage import ReadableFile, UnfitError, opened_regular, read_range
@@ -132,8 +132,8 @@ class _Reader:
             several = entry if isinstance(entry, list) else [entry]
             numbers = integers(several, f"{where}: tensor_map", -1, _MOST_DIMENSIONS)
             axes.append(tuple(axis for axis in numbers if axis >= 0))
-        ranks = record.integers("rank_list", 0, MOST_DEVICES)
-        matrix = record.integers("device_matrix", 1, MOST_DEVICES + 1)
+        ranks = record.integers("rank_list", 0, MAX_DEVICES)
+        matrix = record.integers("device_matrix", 1, MAX_DEVICES + 1)
         if max(len(axes), len(matrix)) > _MOST_DIMENSIONS:
             raise JsonError(f"{where}: its layout has more than {_MOST_DIMENSIONS} dimensions")
         interleaved = "interleaved_parallel" in record and record.flag("interleaved_parallel")
@@ -188,17 +188,17 @@ class _Reader:
             fields = Fields(self._stream.value(), quoted(key))
             group: RankGroup = ()
             if "rank_group" in fields and not fields.is_null("rank_group"):
-                group = self._ranks(fields.integers("rank_group", 0, MOST_DEVICES))
-            return self._file(fields.text("file_name"), key), fields.integer("storage_rank", 0, MOST_DEVICES), group
+                group = self._ranks(fields.integers("rank_group", 0, MAX_DEVICES))
+            return self._file(fields.text("file_name"), key), fields.integer("storage_rank", 0, MAX_DEVICES), group
         name, digits, text = usual.groups()
         rank = int(digits)
-        if rank >= MOST_DEVICES:
+        if rank >= MAX_DEVICES:
             raise JsonError(f"{quoted(key)}: storage_rank holds a number out of range")
         # The entries of one slice repeat the group, thousands of ranks long.
         if text is not None and text != self._group[0]:
             group = self._groups.get(text, ())
             if not group:
-                ranks = integers(parse_json(text.encode()), f"{quoted(key)}: rank_group", 0, MOST_DEVICES)
+                ranks = integers(parse_json(text.encode()), f"{quoted(key)}: rank_group", 0, MAX_DEVICES)
                 group = self._groups[text] = self._ranks(ranks)
             self._group = (text, group)
         return self._file(name, key), rank, () if text is None else self._group[1]

@@ -20,7 +20,7 @@ from reshard.forms.dcp.read import (
 from reshard.forms.form import Description, Form, FormOptions, Layouts, Names, ReadRequest, SavedStep, WriteRequest
 from reshard.forms.target import TargetForm
 from reshard.forms.writing import selected
-from reshard.storage import asks_once, is_directory, names_in
+from reshard.storage import caches_listings, is_directory, names_in
 from reshard.strategies import Strategy
 from reshard.text.report import Report
 
@@ -28,7 +28,7 @@ from reshard.text.report import Report
 class _DistributedForm(Form):
     """The methods of both forms."""
 
-    @asks_once
+    @caches_listings
     def read(self, reading: ReadRequest) -> Checkpoint:
         """From the metadata alone."""
         return read_distributed(self.name, reading)

@@ -10,13 +10,13 @@ from typing import NamedTuple, Optional
 from reshard.checkpoints.checkpoint import StoredObject
 from reshard.checkpoints.formats.dtypes import ARCHIVES
 from reshard.checkpoints.formats.tensors import CheckpointIndex, Tensor, check_shape
-from reshard.checkpoints.name_order import natural_order
 from reshard.checkpoints.placed import Placement, Stored
 from reshard.errors import CheckpointError, DamagedCheckpointError, InputError, UsageError, one_error
 from reshard.forms.chunks import Chunk, ChunkedCheckpoint, ChunkedTensor, chunked_checkpoint
 from reshard.forms.dcp.metadata import METADATA, ReadMetadata, Record, read_metadata
 from reshard.forms.form import ReadRequest, SavedStep
 from reshard.storage import UnfitError, names_in, read_small, status_of_each
+from reshard.text.name_order import natural_order
 from reshard.text.report import Report
 from reshard.text.wording import plural, quoted, some_names, step_words
 

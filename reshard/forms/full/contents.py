@@ -13,7 +13,6 @@ from reshard.checkpoints.checkpoint import ByName, FileSharding, GlobalTensor, R
 from reshard.checkpoints.files import FileHandles
 from reshard.checkpoints.formats.headers import read_headers
 from reshard.checkpoints.formats.tensors import CheckpointIndex, Tensor
-from reshard.checkpoints.name_order import layers_in_order, natural_order
 from reshard.errors import CheckpointError, DamagedCheckpointError, InputError, one_error
 from reshard.forms.full.directory import (
     HUGGINGFACE,
@@ -35,6 +34,7 @@ from reshard.forms.hf_sharded.headers import INFO, entries_of
 from reshard.layout import Grid
 from reshard.storage import is_directory, is_regular_file, names_in
 from reshard.text.messages import listing
+from reshard.text.name_order import layers_in_order, natural_order
 from reshard.text.report import Report
 from reshard.text.wording import one_line, plural, quoted, some_names
 

@@ -8,11 +8,11 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, Optional
 
-from reshard.checkpoints.name_order import natural_order
 from reshard.errors import CheckpointError, DamagedCheckpointError, RetryableError
 from reshard.forms.ranks.naming import check_inside
 from reshard.storage import UnfitError, is_directory, is_regular_file, names_in, read_small
 from reshard.storage.json_text import JsonError, parse_json
+from reshard.text.name_order import natural_order
 from reshard.text.report import Report
 from reshard.text.wording import one_line, plural, quoted, some_names
 

@@ -12,7 +12,7 @@ from reshard.forms.form import Form, FormOptions, ReadRequest, WriteRequest
 from reshard.forms.full.directory import HYPER_PARAMETERS, MAP_FILES, UNIFIED, full_weights_form, read_weight_map
 from reshard.forms.target import TargetForm
 from reshard.forms.writing import Selected, note_uncopied_files, selected
-from reshard.storage import asks_once, is_regular_file
+from reshard.storage import caches_listings, is_regular_file
 from reshard.text.names import is_weight, training_globs
 from reshard.text.report import Report
 from reshard.text.wording import plural, quoted, some_names
@@ -55,7 +55,7 @@ class UnifiedForm(_FullForm):
     name = "unified"
     options = FormOptions(shard_size=True)
 
-    @asks_once
+    @caches_listings
     def read(self, request: ReadRequest) -> Checkpoint:
         """By its map."""
         from reshard.forms.full.contents import read_unified
@@ -78,7 +78,7 @@ class HuggingFaceForm(_FullForm):
     name = "huggingface"
     options = FormOptions(shard_size=True, mindspore=False)
 
-    @asks_once
+    @caches_listings
     def read(self, request: ReadRequest) -> Checkpoint:
         """By its index, if it has one."""
         from reshard.forms.full.contents import read_huggingface

@@ -18,7 +18,7 @@ from reshard.forms.hf_sharded.reading import SHARD, read_shards, shards_in
 from reshard.forms.target import FinishingFile, TargetForm
 from reshard.forms.writing import Selected, selected
 from reshard.layout import Box
-from reshard.storage import asks_once, is_directory, names_in
+from reshard.storage import caches_listings, is_directory, names_in
 from reshard.strategies import Strategy
 
 VERSION_KEY, _VERSION = "DCP_VERSION", "1.0"
@@ -46,7 +46,7 @@ class HfShardedForm(Form):
         directory = shards_in(src, names)
         return directory == src or (directory is not None and not consolidated)
 
-    @asks_once
+    @caches_listings
     def read(self, reading: ReadRequest) -> ChunkedCheckpoint:
         """By the headers of all files."""
         check_latest(self, reading)

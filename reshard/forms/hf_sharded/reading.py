@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from typing import Optional
 
 from reshard.checkpoints.formats.tensors import CheckpointIndex, Tensor
-from reshard.checkpoints.name_order import layers_in_order, natural_order
 from reshard.errors import CheckpointError, InputError
 from reshard.forms.chunks import Chunk, ChunkedCheckpoint, ChunkedTensor, chunked_checkpoint
 from reshard.forms.form import ReadRequest
@@ -18,6 +17,7 @@ from reshard.forms.full.directory import extra_files_in, report_unread
 from reshard.forms.hf_sharded.headers import HeaderEntry, entries_of
 from reshard.storage import is_directory, names_in
 from reshard.text.messages import listing
+from reshard.text.name_order import layers_in_order, natural_order
 from reshard.text.names import as_pattern
 from reshard.text.report import Report
 from reshard.text.wording import number_ranges, plural, quoted

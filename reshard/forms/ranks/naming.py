@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Optional
 
-from reshard.defaults import MOST_DEVICES
+from reshard.defaults import MAX_DEVICES
 from reshard.errors import CheckpointError, UsageError
 from reshard.forms.ranks.steps import RANK, Pattern, Step, parse_stem
 from reshard.storage.json_text import Fields, JsonError
@@ -29,7 +29,7 @@ _LONGEST_STEM = _LONGEST_NAME - len(".safetensors")
 _DIGITS = re.compile("[0-9]+")
 _DIRECTORY = "rank_{rank}/"
 # Ranks whose files must have the same step.
-_SEVERAL_RANKS = (0, 1, MOST_DEVICES)
+_SEVERAL_RANKS = (0, 1, MAX_DEVICES)
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class FileNames:
         own = [Fields(file, "own") for file in record.entries("own")]
         names = cls(
             record.text("template"),
-            tuple(NamedFile(file.integer("rank", 0, MOST_DEVICES), file.text("name")) for file in own),
+            tuple(NamedFile(file.integer("rank", 0, MAX_DEVICES), file.text("name")) for file in own),
         )
         for name in (names.of(0), *(file.name for file in names.own)):
             check_inside(name)

@@ -35,7 +35,7 @@ from reshard.forms.ranks.steps import (
 from reshard.storage import (
     DirectoryEntry,
     absolute,
-    asks_once,
+    caches_listings,
     entries_of_each,
     exists,
     is_directory,
@@ -44,7 +44,7 @@ from reshard.storage import (
     real,
     store_of,
 )
-from reshard.text.near_names import path_meant
+from reshard.text.near_names import similar_path_hint
 from reshard.text.wording import some_names
 
 _RANK_DIRECTORY = re.compile(r"(rank_|rank|)([0-9]+)")
@@ -240,7 +240,7 @@ class SourceTree:
         )
 
 
-@asks_once
+@caches_listings
 def find_checkpoints(src: str, file_suffix: Optional[str] = None) -> SourceTree:
     """Find the checkpoint files of a source.
 
@@ -266,13 +266,13 @@ def find_checkpoints(src: str, file_suffix: Optional[str] = None) -> SourceTree:
                 raise CheckpointError(
                     f"{src}: no checkpoint file matches",
                     file=src,
-                    hint=path_meant(src) or "{rank} matches a rank's number; * ? and [..] match anything else",
+                    hint=similar_path_hint(src) or "{rank} matches a rank's number; * ? and [..] match anything else",
                 )
             single = False
         elif not exists(src):
             wild = any(mark in src for mark in "*?[{")
             wildcards = "use wildcards with {rank} for a rank's number: 'run/rank_{rank}/*.ckpt'"
-            hint = wildcards if wild else path_meant(src)
+            hint = wildcards if wild else similar_path_hint(src)
             raise CheckpointError(f"{src}: does not exist", file=src, hint=hint)
         elif is_directory(src):
             files, single = _rank_directories(src), False

@@ -1,4 +1,4 @@
-"""The order of names and of files, by the numbers in them: layer 10 after layer 9."""
+"""Natural order of names and files: numbers in them are compared as numbers, layer 10 after layer 9."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterable
 
 _PIECES = re.compile(r"[0-9]+|[^0-9]+")
-# Longer digits are not the number of a layer, and slow to convert.
-_MOST_DIGITS = 18
+# Longer digits are not the number of a layer, and are slow to convert.
+_MAX_DIGITS = 18
 # Replaces a number; other pieces of a name contain no digit.
 _NUMBER = "0"
 
@@ -30,25 +30,25 @@ def layers_in_order(names: Iterable[str]) -> list[str]:
     Args:
         names: each once.
     """
-    # Per beginning of a name: the index of the first name with it.
+    # Per prefix of several names the number of the first name with it.
     first: dict[str, int] = {}
 
     def key(name: str, number: int) -> tuple[int, ...]:
-        places: list[int] = []
+        numbers: list[int] = []
         for match in _PIECES.finditer(name):
             piece, end = match[0], match.end()
             if _is_number(piece):
                 # All numbers at a place count as one continuation; 01 comes after 1.
-                places += first.setdefault(name[: match.start()] + _NUMBER, number), int(piece), len(piece)
+                numbers += first.setdefault(name[: match.start()] + _NUMBER, number), int(piece), len(piece)
             elif end < len(name):
-                places.append(first.setdefault(name[:end], number))
+                numbers.append(first.setdefault(name[:end], number))
             else:
-                places.append(number)
-        return tuple(places)
+                numbers.append(number)
+        return tuple(numbers)
 
     keys = {name: key(name, number) for number, name in enumerate(names)}
     return sorted(keys, key=keys.__getitem__)
 
 
 def _is_number(piece: str) -> bool:
-    return piece[0] in "0123456789" and len(piece) <= _MOST_DIGITS
+    return piece[0] in "0123456789" and len(piece) <= _MAX_DIGITS
