@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Optional, Union
 
-from reshard.checkpoints import FileHandles
 from reshard.convert import Options, Summary, prepare
 from reshard.convert.ends import check_verifiable, options_of, request_between
 from reshard.convert.transfers import Transfers, transfers_of
@@ -171,26 +170,14 @@ class Conversion:
             VerificationError: they differ.
             ReshardError: a file is missing or cannot be read.
         """
-        from reshard.convert.verifying import verify_with_source
-        from reshard.verification.reading import Means
-        from reshard.verification.sources import RecordedCrcs
+        from reshard.convert.verifying import reading_sources, verify_with_source
 
         report = logged(in_python)
-        how = self._options()
-        with FileHandles(decryption=how.decryption) as handles:
-            means = Means(handles, how.jobs, how.max_memory, Progress())
-            found = verify_with_source(
-                os.fspath(self.dst),
-                os.fspath(self.src),
-                self._typed(),
-                self._ranks(),
-                Filters(texts_of(self.include), texts_of(self.exclude)),
-                means,
-                report,
-                RecordedCrcs(means, report) if how.crc == "auto" else None,
-            )
-            means.check_unchanged()
-        _refuse(found, os.fspath(self.dst))
+        filters = Filters(texts_of(self.include), texts_of(self.exclude))
+        dst, src = os.fspath(self.dst), os.fspath(self.src)
+        with reading_sources(self._options(), Progress(), report) as (means, crcs):
+            differences = verify_with_source(dst, src, self._typed(), self._ranks(), filters, means, report, crcs)
+        _refuse(differences, dst)
 
     def _typed(self) -> dict[str, Any]:
         """The parameters in the form of the command line's options."""
@@ -222,9 +209,9 @@ class Conversion:
         return options_of(self._typed(), share=self.shard, dry_run=dry_run, verify=verify)
 
 
-def _refuse(found: Sequence[object], dst: str) -> None:
-    if found:
-        raise VerificationError(block(f"{dst}: differs from its source:", [*map(str, found)]), found)
+def _refuse(differences: Sequence[object], dst: str) -> None:
+    if differences:
+        raise VerificationError(block(f"{dst}: differs from its source:", [*map(str, differences)]), differences)
 
 
 def _in_python(summary: Summary) -> Summary:

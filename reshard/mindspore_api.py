@@ -10,7 +10,6 @@ from typing import Optional
 from reshard.convert import Options, transform, usable_cpus
 from reshard.errors import UsageError
 from reshard.forms.ranks.naming import as_prefix
-from reshard.forms.target import FileId
 from reshard.plan.replicas import ReplicaChoice
 from reshard.plan.request import Request
 from reshard.storage import real
@@ -81,7 +80,7 @@ def transform_checkpoint_by_rank(
         dst=os.path.join(real(os.path.dirname(name)), os.path.basename(name)),
         source=read_strategy(path_of(src_strategy_file)),
         target=read_strategy(path_of(dst_strategy_file)),
-        files=(FileId(rank_id),),
+        files=(rank_id,),
         format="safetensors" if name.endswith(".safetensors") else "ckpt",
         exact_file=True,
     )

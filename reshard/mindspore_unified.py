@@ -10,7 +10,6 @@ from reshard.convert import Options, transform, usable_cpus
 from reshard.errors import UsageError
 from reshard.forms.full import UNIFIED
 from reshard.forms.registry import form_named, form_of
-from reshard.forms.target import FileId
 from reshard.mindspore_api import LOG, checked_format, path_of
 from reshard.plan.edits import NO_EDITS, Edits
 from reshard.plan.request import Request
@@ -159,7 +158,7 @@ def load_distributed_checkpoint(
             dst=os.path.join(real(dst_safetensors_dir), f"rank_{rank}", f"net.{checked_format(output_format)}"),
             source=Strategy.none(),
             target=target,
-            files=(FileId(0 if target.is_none else rank),),
+            files=(0 if target.is_none else rank,),
             format=output_format,
             exact_file=True,
             form=form,

@@ -1,4 +1,4 @@
-"""Selection of tests: those marked `long` run only with RESHARD_LONG=1, as `make test-all` sets it.
+"""Selection of tests: those marked `long` are collected only with RESHARD_LONG=1, as `make test-all` sets it.
 
 In a module marked `long`, a test marked `short` always runs. With RESHARD_QUICK=SECONDS, as `make quick` sets it,
 those marked `quick` run first, then the tests that were fastest last time; those that would begin after so many
@@ -44,6 +44,7 @@ _STARTED = time.monotonic()
 
 hypothesis.settings.register_profile(
     "tests",
+    max_examples=100 if LONG else 10 if QUICK else 34,
     deadline=None,
     database=None,
     derandomize=not LONG,
@@ -93,7 +94,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items.sort(key=lambda item: (not item.get_closest_marker("quick"), seconds.get(item.nodeid, _UNKNOWN)))
     if LONG:
         return
-    skip = pytest.mark.skip(reason="long: runs with make test-all (RESHARD_LONG=1)")
-    for item in items:
-        if item.get_closest_marker("long") and not item.get_closest_marker("short"):
-            item.add_marker(skip)
+    is_long = [bool(item.get_closest_marker("long") and not item.get_closest_marker("short")) for item in items]
+    config.hook.pytest_deselected(items=[item for item, long in zip(items, is_long) if long])
+    items[:] = [item for item, long in zip(items, is_long) if not long]
+
+
+def pytest_report_header() -> str:
+    return "long tests: all" if LONG else "long tests: none; make test-all (RESHARD_LONG=1) runs them"

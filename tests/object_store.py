@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import http.client
 import os
 import socket
@@ -329,8 +330,13 @@ def object_server() -> Iterator[int]:
 
 @pytest.fixture(scope="session")
 def object_proxy(object_server: int) -> Iterator[Proxy]:
+    from botocore.loaders import create_loader
+
     proxy = Proxy(object_server)
-    yield proxy
+    with pytest.MonkeyPatch.context() as patch:
+        # A client's session parses a megabyte of JSON otherwise, the same for every test.
+        patch.setattr("botocore.session.create_loader", functools.cache(create_loader))
+        yield proxy
     proxy.close()
 
 

@@ -1,4 +1,4 @@
-"""Write the command reference, pictures and the output of every example anew: `python -m docs.tools [PAGE...]`."""
+"""Write the command reference, manual page, pictures and outputs of examples anew: `python -m docs.tools [PAGE...]`."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-from docs.tools import commands, pages, pictures, translations
+from docs.tools import commands, manual, pages, pictures, translations
 
 commands.PAGE.write_text(commands.reference(), encoding="utf-8")
+manual.PAGE.write_text(manual.manual(), encoding="utf-8")
 with tempfile.TemporaryDirectory() as place:
     for name, picture in pictures.pictures(Path(place)).items():
         (pictures.PLACE / name).write_bytes(picture)

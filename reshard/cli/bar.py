@@ -21,7 +21,7 @@ _WIDE_BAR = "{desc} {percentage:3.0f}%|{bar}| {done} of {whole}, {speed}, {remai
 _NARROW_BAR = "{desc} {percentage:3.0f}% {speed} {remaining}"
 
 
-# A thread that redraws bars which nobody moves: bytes move all the time, and a process with threads starts no workers.
+# No thread that redraws idle bars: a process with threads starts no workers.
 tqdm.monitor_interval = 0
 
 
@@ -31,11 +31,11 @@ class Bar(_Tqdm):
     Args:
         total: bytes to be done.
         doing: the word for it.
-        done: how many are done.
+        nbytes: bytes that are done.
         begun: when that was begun, in seconds of `time.time`.
     """
 
-    def __init__(self, total: int, doing: str, done: int, begun: float) -> None:
+    def __init__(self, total: int, doing: str, nbytes: int, begun: float) -> None:
         narrow = os.get_terminal_size(sys.stderr.fileno()).columns < _NARROW
         super().__init__(
             desc=doing,
@@ -49,12 +49,12 @@ class Bar(_Tqdm):
             leave=False,
         )
         self.start_t = self.last_print_t = begun
-        self.update(done)
+        self.update(nbytes)
 
     @property
     def format_dict(self) -> MutableMapping[str, Any]:
         """The texts of a bar."""
-        found = super().format_dict
-        rate = found["rate"] or (found["n"] / found["elapsed"] if found["elapsed"] else 0)
+        texts = super().format_dict
+        rate = texts["rate"] or (texts["n"] / texts["elapsed"] if texts["elapsed"] else 0)
         speed = f"{byte_size(int(rate))}/s"
-        return {**found, "done": byte_size(found["n"]), "whole": byte_size(found["total"]), "speed": speed}
+        return {**texts, "done": byte_size(texts["n"]), "whole": byte_size(texts["total"]), "speed": speed}

@@ -2,25 +2,78 @@
 
 from __future__ import annotations
 
+import importlib
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Optional, TypeVar
 
 import click
+from click.shell_completion import CompletionItem
 
-from reshard.cli import advice
 from reshard.signals import unwinding
+from reshard.text.near_names import near_names
 
 F = TypeVar("F", bound="Callable[..., Any]")
 
-# The order of the work, whatever the order of the decorators.
+# In the order of the work; the order of the decorators does not matter.
 _GROUPS = (
     *("Options", "Strategies", "Source", "Parameters", "Names and types", "Target", "Stores", "Checks", "Effort"),
     "Output",
 )
 _TYPED = "reshard.typed"
 _PASSED_ON = "reshard.passed_on"
-_MOST_COLUMNS = 32
+_MAX_COLUMNS = 32
+
+# Options of MindSpore and MindFormers with a counterpart here.
+SPELLINGS = {
+    "src-checkpoint": "src",
+    "src-checkpoint-dir": "src",
+    "src-checkpoints-dir": "src",
+    "dst-checkpoint": "dst",
+    "dst-checkpoint-dir": "dst",
+    "dst-checkpoints-dir": "dst",
+    "src-strategy-file": "src-strategy",
+    "src-strategy-dir": "src-strategy",
+    "dst-strategy-file": "dst-strategy",
+    "dst-strategy-dir": "dst-strategy",
+    "transform-rank": "rank",
+}
+
+# Options of their scripts that mean something else than any option here.
+_ELSEWHERE = {
+    "--world-size": "Not needed: strategies contain the number of ranks.",
+    "--device-num": "Not needed: strategies contain the number of ranks.",
+    "--npu-num-per-node": "Not needed: which machine writes which ranks is free; see convert --shard I/N.",
+    "--rank-id": (
+        "The I-th of N processes takes its part of the target ranks with convert --shard I/N; "
+        "by-rank RANK converts one target rank."
+    ),
+    "--transform-process-num": (
+        "One process uses all CPUs (limit: --jobs N); "
+        "several processes, on one machine or many, divide the work with convert --shard I/N."
+    ),
+    "--transform-by-rank": "For one target rank use the command by-rank.",
+    "--process-num": "Use --jobs N for the number of CPUs.",
+    "--max-process-num": "Use --jobs N for the number of CPUs.",
+    "--ckpt-prefix": "It is --prefix here.",
+    "--output-format": "It is --format here.",
+}
+
+# Options that a command deliberately lacks.
+_BESIDE = {
+    ("merge-lora", "--cast"): "Merge first, then cast: convert OUT OTHER --cast DTYPE.",
+    ("merge-lora", "--names"): "Merge first, then give other names: convert OUT OTHER --names TABLE.",
+    ("merge-lora", "--rename"): "Merge first, then give other names: convert OUT OTHER --rename OLD=NEW.",
+}
+
+# Commands under other names.
+_OTHER_NAMES = {
+    "transform": "convert",
+    "merge": "merge-pipeline",
+    "show": "strategy show",
+    "compare": "diff",
+    "dry-run": "plan",
+}
 
 
 class GroupedOption(click.Option):
@@ -84,8 +137,8 @@ class Command(click.Command):
             by_option = [param for param in self.params if isinstance(param, Argument) and _is_typed(ctx, param)]
             if by_option and type(error) is click.UsageError:
                 names = " and ".join(str(param.name).upper() for param in by_option)
-                given = f"{names} {'is' if len(by_option) == 1 else 'are'} given by option"
-                raise click.UsageError(f"{error.message.rstrip('.')}: {given}", ctx) from error
+                reason = f"{names} {'is' if len(by_option) == 1 else 'are'} given by option"
+                raise click.UsageError(f"{error.message.rstrip('.')}: {reason}", ctx) from error
             raise
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -111,11 +164,11 @@ class Command(click.Command):
             if record is not None and isinstance(param, click.Option):
                 last = _GROUPS[-1 if "--help" in param.opts else 0]
                 groups[param.group if isinstance(param, GroupedOption) else last].append(record)
-        width = min(_MOST_COLUMNS, max(len(names) for rows in groups.values() for names, _ in rows))
+        width = min(_MAX_COLUMNS, max(len(names) for rows in groups.values() for names, _ in rows))
         for group, rows in groups.items():
             if rows:
                 with formatter.section(group):
-                    formatter.write_dl([(names.ljust(width), text) for names, text in rows], _MOST_COLUMNS)
+                    formatter.write_dl([(names.ljust(width), text) for names, text in rows], _MAX_COLUMNS)
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the examples unwrapped, for copying."""
@@ -155,14 +208,65 @@ class Group(click.Group):
     ) -> tuple[Optional[str], Optional[click.Command], list[str]]:
         """Find the command, or suggest similar ones."""
         name = args[0]
-        known = any(self.get_command(ctx, spelled) for spelled in (name, _spelled(ctx, name)))
-        if not known and not name.startswith("-") and not ctx.resilient_parsing:
-            ctx.fail(f"No such command: {name}.{advice.on_command(_spelled(ctx, name), self.command_names(ctx))}")
+        exists = any(self.get_command(ctx, spelled) for spelled in (name, _spelled(ctx, name)))
+        if not exists and not name.startswith("-") and not ctx.resilient_parsing:
+            ctx.fail(f"No such command: {name}.{_advice_on_command(_spelled(ctx, name), self.command_names(ctx))}")
         return super().resolve_command(ctx, args)
 
     def command_names(self, ctx: click.Context) -> list[str]:
         """Everything that may be typed as a command."""
         return self.list_commands(ctx)
+
+
+class LazyGroup(Group):
+    """A group that imports a command's module on first use.
+
+    Args:
+        entries: module, attribute and one line of help of each command, in the order of the help.
+        aliases: other names of commands.
+    """
+
+    def __init__(
+        self,
+        *arguments: Any,
+        entries: Mapping[str, tuple[str, str, str]],
+        aliases: Optional[Mapping[str, str]] = None,
+        **attributes: Any,
+    ) -> None:
+        super().__init__(*arguments, **attributes)
+        self._entries = entries
+        self._aliases = aliases or {}
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Command names in the order of the work, aliases left out."""
+        return list(self._entries)
+
+    def command_names(self, ctx: click.Context) -> list[str]:
+        """Command names and aliases."""
+        return [*self._entries, *self._aliases]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> Optional[click.Command]:
+        """The command of a name or alias."""
+        entry = self._entries.get(self._aliases.get(cmd_name, cmd_name))
+        if entry is None:
+            return None
+        command: click.Command = getattr(importlib.import_module(f"reshard.cli.{entry[0]}"), entry[1])
+        return command
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Commands without importing any, then options; aliases once something is typed."""
+        names = self.command_names(ctx) if incomplete else self.list_commands(ctx)
+        items = [
+            CompletionItem(name, help=self._entries[self._aliases.get(name, name)][2])
+            for name in names
+            if name.startswith(incomplete)
+        ]
+        return [*items, *click.Command.shell_complete(self, ctx, incomplete)]
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the list of commands without importing any."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, text) for name, (_, _, text) in self._entries.items()])
 
 
 class Choice(click.Choice):  # type: ignore[type-arg, unused-ignore]
@@ -173,7 +277,7 @@ class Choice(click.Choice):  # type: ignore[type-arg, unused-ignore]
         try:
             return super().convert(value, param, ctx)
         except click.BadParameter as error:
-            self.fail(error.message + advice.nearest(str(value), map(str, self.choices)), param, ctx)
+            self.fail(error.message + nearest(str(value), map(str, self.choices)), param, ctx)
 
 
 def _is_typed(ctx: click.Context, argument: Argument) -> bool:
@@ -191,13 +295,15 @@ def _unknown_option(ctx: click.Context, error: click.NoSuchOption, args: Iterabl
     """The error with advice, and with the option as it was typed."""
     name = error.option_name
     typed = next((word.partition("=")[0] for word in args if _spelled(ctx, word) == name), name)
-    others: list[str] = []
+    owners: list[str] = []
     root = ctx.find_root()
-    for path, other in _commands(root, root.command, ()):
-        if other is not ctx.command and any(name in param.opts for param in other.params):
-            others.append(path)
-    there = [opt for param in ctx.command.get_params(ctx) if isinstance(param, click.Option) for opt in param.opts]
-    return click.UsageError(f"No such option: {typed}.{advice.on_option(ctx.command.name, name, there, others)}", ctx)
+    for path, command in _commands(root, root.command, ()):
+        if command is not ctx.command and any(name in param.opts for param in command.params):
+            owners.append(path)
+    options = [opt for param in ctx.command.get_params(ctx) if isinstance(param, click.Option) for opt in param.opts]
+    return click.UsageError(
+        f"No such option: {typed}.{_advice_on_option(ctx.command.name, name, options, owners)}", ctx
+    )
 
 
 def _commands(ctx: click.Context, command: click.Command, path: tuple[str, ...]) -> Iterable[tuple[str, click.Command]]:
@@ -206,6 +312,40 @@ def _commands(ctx: click.Context, command: click.Command, path: tuple[str, ...])
         yield " ".join(path), command
         return
     for name in command.list_commands(ctx):
-        found = command.get_command(ctx, name)
-        if found is not None:
-            yield from _commands(ctx, found, (*path, name))
+        subcommand = command.get_command(ctx, name)
+        if subcommand is not None:
+            yield from _commands(ctx, subcommand, (*path, name))
+
+
+def spelling(name: str) -> str:
+    """An option's or command's name as it is here: hyphens for underscores, and MindSpore's own names."""
+    name = name.replace("_", "-")
+    return SPELLINGS.get(name, name)
+
+
+def nearest(typed: str, names: Iterable[str]) -> str:
+    """`` Did you mean ...?`` with similar names, or an empty text."""
+    candidates = near_names(typed, names)
+    return f" Did you mean {' or '.join(candidates)}?" if candidates else ""
+
+
+def _advice_on_command(typed: str, names: Iterable[str]) -> str:
+    """The probable command for one that does not exist; empty without a guess."""
+    return f" Did you mean {_OTHER_NAMES[typed]}?" if typed in _OTHER_NAMES else nearest(typed, names)
+
+
+def _advice_on_option(command: Optional[str], typed: str, options: Sequence[str], commands: Sequence[str]) -> str:
+    """The replacement of an unknown option.
+
+    Args:
+        command: the command.
+        typed: the option, in this project's spelling.
+        options: the command's options.
+        commands: the commands that have it.
+    """
+    if command is not None and (command, typed) in _BESIDE:
+        return f" {_BESIDE[command, typed]}"
+    if typed in _ELSEWHERE:
+        return f" {_ELSEWHERE[typed]}"
+    owners = f" It is an option of {', '.join(commands)}." if commands else ""
+    return nearest(typed, options) + owners

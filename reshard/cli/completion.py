@@ -33,11 +33,11 @@ def tables(_: click.Context, __: click.Parameter, typed: str) -> list[Completion
     """Built-in tables of names, and files."""
     from reshard.names.tables import builtin_names
 
-    named = [CompletionItem(name) for name in builtin_names() if name.startswith(typed)]
-    if named and typed and not _begins_a_name(typed):
+    builtin = [CompletionItem(name) for name in builtin_names() if name.startswith(typed)]
+    if builtin and typed and not _begins_a_name(typed):
         # bash offers either words or files.
-        return named
-    return [*named, CompletionItem(typed, type="file")]
+        return builtin
+    return [*builtin, CompletionItem(typed, type="file")]
 
 
 def steps(ctx: click.Context, _: click.Parameter, typed: str) -> list[CompletionItem]:
@@ -45,12 +45,12 @@ def steps(ctx: click.Context, _: click.Parameter, typed: str) -> list[Completion
     from reshard.errors import ReshardError
     from reshard.forms.ranks import find_checkpoints
 
-    found = ["latest"]
+    names = ["latest"]
     path = ctx.params.get("src") or ctx.params.get("out") or ctx.params.get("path")
     # The command reports unreadable files later.
     with contextlib.suppress(OSError, ReshardError):
-        found += [str(step) for step in find_checkpoints(path).steps if step] if path else []
-    return [CompletionItem(step) for step in found if step.startswith(typed)]
+        names += [str(step) for step in find_checkpoints(path).steps if step] if path else []
+    return [CompletionItem(step) for step in names if step.startswith(typed)]
 
 
 def parameters(ctx: click.Context, _: click.Parameter, typed: str) -> list[CompletionItem]:

@@ -1,22 +1,31 @@
-"""Shared by commands that convert: the Dask cluster of --scheduler, and the summary in words and as JSON."""
+"""Shared by commands that convert: the run, the Dask cluster of --scheduler, the summary in words and as JSON."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import logging
+import shlex
+import sys
+import time
 from collections import Counter
-from typing import Any, Optional
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Callable, Optional
 
-from reshard.cli.output import totals_json, totals_words
-from reshard.convert import Options, Summary, Workers
-from reshard.errors import UsageError
+from reshard.cli.errors import set_next_command
+from reshard.cli.output import echo_json, say, totals_json, totals_words
+from reshard.cli.progress import progress_of
+from reshard.convert import Options, Prepared, Summary, Workers, prepare
+from reshard.errors import ReshardError, UsageError
 from reshard.forms.registry import counted_as
 from reshard.plan.request import Request
 from reshard.text.messages import listing
 from reshard.text.names import KINDS, kind_of
 from reshard.text.report import Report
 from reshard.text.wording import byte_size, plural, rank_ranges
+
+if TYPE_CHECKING:
+    from reshard.verification.end_to_end import Adapter
 
 # Shorter phases, in seconds, are not shown.
 MIN_SHOWN = 0.1
@@ -25,7 +34,7 @@ MIN_SHOWN = 0.1
 def summary_json(summary: Summary) -> dict[str, Any]:
     """A summary as `--json` prints it."""
     fields = {**dataclasses.asdict(summary), "kinds": totals_json(summary.kinds)}
-    del fields["target_files"], fields["known"]
+    del fields["target_files"], fields["all_names"]
     return fields
 
 
@@ -37,7 +46,7 @@ def contents_words(summary: Summary) -> str:
         (summary.missing, "not in the source"),
     ):
         if names:
-            counts = Counter(kind_of(name, 2, summary.known) for name in names)
+            counts = Counter(kind_of(name, 2, summary.all_names) for name in names)
             words.append(f"{where}: " + ", ".join(f"{kind} {counts[kind]}" for kind in KINDS if kind in counts))
     return "; ".join(words)
 
@@ -47,18 +56,18 @@ def detail_lines(summary: Summary, request: Request, verifying: float = 0.0) -> 
 
     Args:
         summary: of a conversion.
-        request: what was asked for.
-        verifying: seconds that were spent on verification afterwards.
+        request: of the conversion.
+        verifying: seconds of the verification.
     """
     seconds = {**dataclasses.asdict(summary.phases), "verifying": verifying}
-    shown = [f"{phase} {taken:.1f} s" for phase, taken in seconds.items() if taken >= MIN_SHOWN]
+    shown = [f"{phase} {duration:.1f} s" for phase, duration in seconds.items() if duration >= MIN_SHOWN]
     lines = [", ".join(shown)] if len(shown) > 1 else []
     lines.append(f"headers read: source {rank_ranges(summary.source_ranks, counted_as(request.form))}")
     lines.append(f"{plural(summary.parameters, 'parameter')} resharded")
     if summary.bytes_copied:
         copied, all_bytes = byte_size(summary.bytes_copied), byte_size(summary.bytes_written)
         lines.append(f"{copied} of {all_bytes} copied by the file system, the rest through memory")
-    for names, what in (
+    for names, fate in (
         (summary.copied, "copied unchanged"),
         (summary.excluded, "left out by --include and --exclude"),
         (summary.left_out, "left out, not in the target strategy"),
@@ -66,12 +75,81 @@ def detail_lines(summary: Summary, request: Request, verifying: float = 0.0) -> 
         (summary.unholdable, "left out, the target format cannot hold text"),
     ):
         if names:
-            lines.append(f"{len(names)} {what}: {listing(names).full}")
+            lines.append(f"{len(names)} {fate}: {listing(names).full}")
     if summary.replicas is not None:
         lines.append(str(summary.replicas))
     if summary.manifest:
         lines.append(f"manifest: {summary.manifest}")
     return lines
+
+
+def carry_out(
+    request: Request,
+    report: Report,
+    typed: Mapping[str, Any],
+    how: Options,
+    lines: Callable[[Summary, float], list[str]],
+    scheduler: Optional[str] = None,
+    adapter: Optional[Adapter] = None,
+) -> None:
+    """Convert, or dry-run, and print the result.
+
+    Args:
+        request: the conversion.
+        report: gets warnings and notes.
+        typed: the options of `options.output`, and ``jobs``.
+        how: how it is carried out.
+        lines: the summary in words, with the seconds that verification took.
+        scheduler: the Dask cluster whose workers write; None for this process.
+        adapter: the added adapter, for verification.
+
+    Raises:
+        ReshardError: it is impossible, or failed.
+    """
+    progress = progress_of(typed["quiet"], typed["progress"])
+    differences = None
+    with (
+        cluster_of(scheduler, how, typed["jobs"], report) as workers,
+        prepare(request, how, report, progress) as prepared,
+    ):
+        try:
+            summary = prepared.carry_out(workers)
+        except BaseException:
+            set_next_command(_next_command(prepared, how))
+            raise
+        if how.dry_run:
+            from reshard.cli.plan import print_plan
+
+            if typed["as_json"] or not typed["quiet"]:
+                print_plan(prepared, summary, as_json=typed["as_json"], verbose=typed["verbose"])
+            return
+        # With the damaged files of the conversion, so that verification treats them as missing, too.
+        request = prepared.plan.request
+    before = time.monotonic()
+    if how.verify:
+        from reshard.convert.verifying import verify_written
+
+        differences = verify_written(request, how, summary, progress, adapter)
+    verifying = time.monotonic() - before
+    if typed["as_json"]:
+        rows = None if differences is None else [difference._asdict() for difference in differences]
+        echo_json({**summary_json(summary), **({} if request.recover else {"differences": rows})})
+    if not typed["quiet"]:
+        say("\n".join(lines(summary, verifying)), to_standard_error=True)
+    if differences is not None:
+        from reshard.cli.verify import print_differences
+
+        print_differences(differences, typed["quiet"])
+
+
+def _next_command(prepared: Prepared, how: Options) -> str:
+    """The command that continues a conversion which has failed; records remain once a file is written."""
+    directory = prepared.state.directory
+    with contextlib.suppress(ReshardError, OSError):
+        # For one of several runs, resume would do the work of all.
+        if directory is not None and not how.adding and how.share is None and directory.is_resumable:
+            return f"to continue: reshard resume {shlex.quote(prepared.plan.request.dst)}"
+    return f"to run it again: {shlex.join(['reshard', *sys.argv[1:]])}"
 
 
 def cluster_of(

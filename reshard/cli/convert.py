@@ -1,26 +1,24 @@
-"""convert, which is transform-dir too, and by-rank."""
+"""convert, which is transform-dir too, by-rank, and recover."""
 
 from __future__ import annotations
 
-import time
+import shlex
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Optional
+from typing import Any, Callable, Optional
 
 from reshard.cli import completion, options
-from reshard.cli.command import argument, command
-from reshard.cli.conversion import cluster_of, contents_words, detail_lines, summary_json
-from reshard.cli.output import echo_json, listener, say
-from reshard.cli.progress import progress_of
+from reshard.cli.command import argument, command, option
+from reshard.cli.conversion import carry_out, contents_words, detail_lines
+from reshard.cli.output import listener
 from reshard.cli.shard import Share
-from reshard.convert import Options, Summary, prepare
-from reshard.convert.ends import check_verifiable, options_of, request_between
-from reshard.forms.registry import counted_as
+from reshard.convert import Options, Summary
+from reshard.convert.ends import Ends, check_verifiable, options_of, request_between, request_of
+from reshard.errors import UsageError
+from reshard.forms.registry import counted_as, form_named, form_of
+from reshard.opened.opening import typed_strategy
 from reshard.plan.request import Request
 from reshard.text.report import Report
-from reshard.text.wording import byte_size, counted_ranks, step_words
-
-if TYPE_CHECKING:
-    from reshard.verification.end_to_end import Adapter
+from reshard.text.wording import byte_size, counted_ranks, rank_ranges, step_words
 
 
 @command(
@@ -104,95 +102,101 @@ def _convert(
     request = request_between(src, dst, ranks, typed, report)
     how = options_of(typed, adding=adding, share=share)
     check_verifiable(request, how)
-    carry_out(request, report, typed, how, scheduler)
+    carry_out(request, report, typed, how, summary_lines(request, typed, how), scheduler)
 
 
-def carry_out(
-    request: Request,
-    report: Report,
-    typed: Mapping[str, Any],
-    how: Options,
-    scheduler: Optional[str] = None,
-    adapter: Optional[Adapter] = None,
-) -> None:
-    """Convert, or dry-run, and print the result.
+def summary_lines(request: Request, typed: Mapping[str, Any], how: Options) -> Callable[[Summary, float], list[str]]:
+    """For `carry_out`: written files and their contents in a line each; the rest with -v."""
 
-    Args:
-        request: what is asked for.
-        report: gets warnings and notes.
-        typed: the options of `options.output`, and ``jobs``.
-        how: how it is done.
-        scheduler: the Dask cluster whose workers do it; None for this process.
-        adapter: the added adapter, for verification.
+    def lines(summary: Summary, verifying: float) -> list[str]:
+        files = counted_as(request.to)
+        complete = counted_ranks(summary.done_before, files)
+        if summary.ranks:
+            rate = summary.bytes_written / summary.seconds if summary.seconds else 0.0
+            first = (
+                f"wrote {counted_ranks(summary.ranks, files)} to {request.dst}: "
+                f"{byte_size(summary.bytes_written)} in {summary.seconds:.1f} s ({byte_size(int(rate))}/s)"
+            )
+            first += f"; {complete} already complete" if summary.done_before else ""
+        elif summary.done_before:
+            first = f"nothing to write: {complete} already complete in {request.dst}"
+        else:
+            number, runs = how.share or (0, 1)
+            first = f"nothing to write: share {number}/{runs} is empty: fewer {files}s than shares"
+        contents = [f"{step_words(summary.step)}: {contents_words(summary)}"] if summary.target_files else []
+        if typed["verbose"]:
+            contents += detail_lines(summary, request, verifying)
+        elif summary.manifest and (request.files is not None or how.share is not None):
+            # Other runs wrote the rest.
+            contents.append(f"complete, all {files}s written: {summary.manifest}")
+        return [first, *contents]
 
-    Raises:
-        ReshardError: it cannot be done, or failed.
+    return lines
+
+
+@command(
+    "recover",
     """
-    progress = progress_of(typed["quiet"], typed["progress"])
-    with (
-        cluster_of(scheduler, how, typed["jobs"], report) as workers,
-        prepare(request, how, report, progress) as prepared,
-    ):
-        summary = prepared.carry_out(progress, workers)
-        if how.dry_run:
-            from reshard.cli.plan import tell_plan
+Ranks 3 and 7 of 8 are lost:
+reshard recover ckpt/ whole/ --strategy strategy/
 
-            if typed["as_json"] or not typed["quiet"]:
-                tell_plan(prepared, summary, as_json=typed["as_json"], verbose=typed["verbose"])
-            return
-        # Verification takes files for damaged that the conversion found to be.
-        request = prepared.plan.request
-    before = time.monotonic()
-    found = None
-    if how.verify:
-        # Loaded only here, because by-rank runs in loops.
-        from reshard.convert.verifying import verify_written
+The lost ones alone, put back into the tree:
+reshard recover ckpt/ lost/ --lost-only --strategy strategy/
+cp -rf lost/rank_* ckpt/
+""",
+)
+@argument("src", shell_complete=completion.paths)
+@argument("dst", shell_complete=completion.directories)
+@options.strategy("Strategy the checkpoint was saved with.")
+@options.ranks("Target", "Write only these ranks.")
+@option("Target", "--lost-only", is_flag=True, help="Write only lost and damaged ranks.")
+@options.prefix(None, "as in SRC")
+@options.source
+@options.fallback
+@options.writing
+@options.output
+def recover(src: str, dst: str, strategy: Optional[str], ranks: Optional[tuple[int, ...]], **typed: Any) -> None:
+    """Rebuild the checkpoint of every lost rank from replicas.
 
-        found = verify_written(request, how, summary, progress, adapter)
-    verifying = time.monotonic() - before
-    if typed["as_json"]:
-        differences = None if found is None else [difference._asdict() for difference in found]
-        echo_json({**summary_json(summary), "differences": differences})
-    if not typed["quiet"]:
-        _tell(summary, request, typed["verbose"], verifying, how.share)
-    if found is not None:
-        from reshard.cli.verify import tell_differences
+    The newest step is used of which some rank still holds every slice. A rank that is lost, damaged or was
+    never saved is made from ranks with the same slices, parameter by parameter if no single rank has them
+    all. Intact files are copied unchanged, so DST is the whole tree. If no rank holds a slice any more,
+    nothing is written, and the error lists these slices by parameter and rank.
 
-        tell_differences(found, typed["quiet"])
-
-
-def _tell(
-    summary: Summary, request: Request, verbose: bool, verifying: float, share: Optional[tuple[int, int]]
-) -> None:
-    """Print the written files and their contents in a line each; the rest with -v.
-
-    Args:
-        summary: of the conversion.
-        request: what was asked for.
-        verbose: -v was given.
-        verifying: seconds that were spent on verification afterwards.
-        share: this run's share of the files; None for all requested ones.
+    Files are named as in SRC (rank_3/llama_rank_3-1_200.ckpt): the files of --lost-only can be
+    copied back into SRC; with --prefix they are named as in a conversion.
     """
-    files = counted_as(request.to)
-    done = counted_ranks(summary.done_before, files)
-    if summary.ranks:
-        rate = summary.bytes_written / summary.seconds if summary.seconds else 0.0
-        first = (
-            f"wrote {counted_ranks(summary.ranks, files)} to {request.dst}: "
-            f"{byte_size(summary.bytes_written)} in {summary.seconds:.1f} s ({byte_size(int(rate))}/s)"
+    form = form_of(src)
+    if not form_named(form).options.by_rank:
+        raise UsageError(
+            f"{src}: is of the form {form}; recover works on rank directories",
+            hint=f"use: reshard convert {shlex.quote(src)} {shlex.quote(dst)} --to {form}"
+            + (" --dst-strategy same" if form_named(form).options.cut else ""),
         )
-        first += f"; {done} already complete" if summary.done_before else ""
-    elif summary.done_before:
-        first = f"nothing to write: {done} already complete in {request.dst}"
-    else:
-        number, runs = share or (0, 1)
-        first = f"nothing to write: share {number}/{runs} is empty: fewer {files}s than shares"
-    lines = [first]
-    if summary.target_files:
-        lines.append(f"{step_words(summary.step)}: {contents_words(summary)}")
-    if verbose:
-        lines += detail_lines(summary, request, verifying)
-    elif summary.manifest and (request.files is not None or share is not None):
-        # Other runs wrote the rest.
-        lines.append(f"complete, all {files}s written: {summary.manifest}")
-    say("\n".join(lines), to_standard_error=True)
+    if strategy is None:
+        raise UsageError("--strategy is missing", hint="name the strategy file or directory of the checkpoint")
+    report = Report(listener())
+    saved = typed_strategy(strategy, report)
+    request = request_of(src, dst, ranks, typed, Ends(form, saved, form, saved), recover=True)
+    how = options_of(typed)
+
+    def lines(summary: Summary, _: float) -> list[str]:
+        complete = counted_ranks(summary.done_before)
+        rebuilt = [rank for rank in summary.recovered if rank in summary.ranks]
+        if summary.ranks:
+            wrote = f"wrote {counted_ranks(summary.ranks)} of {step_words(summary.step)} to {dst}"
+            rows = [
+                f"{wrote}: {byte_size(summary.bytes_written)}"
+                + (f"; {complete} already complete" if summary.done_before else ""),
+                f"{rank_ranges(rebuilt)} made from replicas" if rebuilt else "no rank was missing or damaged",
+            ]
+        else:
+            reason = f"{complete} already complete in {dst}" if summary.done_before else "no rank is lost"
+            rows = [f"nothing to write: {reason}"]
+        if typed["verbose"]:
+            rows += [f"{step_words(summary.step)}: {contents_words(summary)}", *detail_lines(summary, request)]
+        if how.lost_only and summary.ranks and not summary.manifest and request.prefix is None:
+            rows.append(f"file names are those of {src}: copy them back into it")
+        return rows
+
+    carry_out(request, report, typed, how, lines)

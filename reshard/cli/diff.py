@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, Optional
 
 import click
@@ -11,16 +11,16 @@ import click
 from reshard.cli import completion, options
 from reshard.cli.command import argument, command, option
 from reshard.cli.opened import location_json, location_words, number_json, number_words, opened, shape_words
-from reshard.cli.output import alarming, echo_json, listener, say
+from reshard.cli.output import echo_json, listener, say
 from reshard.cli.progress import progress_of
-from reshard.cli.tables import table
+from reshard.cli.tables import alarming_lines, table
 from reshard.forms.registry import form_named, form_of
 from reshard.numbers.difference import Differences, TensorPair, differences
 from reshard.opened import OpenedCheckpoint
 from reshard.plan.edits import NO_EDITS, Edits, edits_of
 from reshard.text.messages import full_text, listing
 from reshard.text.report import Report
-from reshard.text.wording import one_line, plural, printable
+from reshard.text.wording import one_line, plural
 
 DIFFERENT = 4
 """Exit status of --exit-code where the checkpoints differ."""
@@ -37,12 +37,8 @@ reshard diff ckpt/ ckpt/ --strategy src.ckpt --a-step 1_100 --b-step 1_200
 @argument("a", shell_complete=completion.paths)
 @argument("b", shell_complete=completion.paths)
 @options.strategy("Strategy of A and B, where they are rank files.", "--src-strategy", "strategy")
-@option(
-    "Strategies", "--a-strategy", metavar="FILE|DIR|none", shell_complete=completion.strategies, help="Strategy of A."
-)
-@option(
-    "Strategies", "--b-strategy", metavar="FILE|DIR|none", shell_complete=completion.strategies, help="Strategy of B."
-)
+@options.strategy("Strategy of A.", flag="--a-strategy")
+@options.strategy("Strategy of B.", flag="--b-strategy")
 @option("Source", "--a-step", metavar="EPOCH_STEP|latest", help="Step of A, if not --step.")
 @option("Source", "--b-step", metavar="EPOCH_STEP|latest", help="Step of B, if not --step.")
 @options.source
@@ -74,60 +70,54 @@ def diff(
     quiet = typed["quiet"]
     report = Report(listener())
     with contextlib.ExitStack() as stack:
-        one = stack.enter_context(_opened(a, a_strategy, strategy, a_step, typed, report, edits_of(a, typed)))
-        other = stack.enter_context(_opened(b, b_strategy, strategy, b_step, typed, report))
-        found = differences(one, other, typed["max_memory"] // 3, progress_of(quiet, typed["progress"]))
-        sides = {"a": _side(a, one), "b": _side(b, other)}
+        opened_a = stack.enter_context(_opened(a, a_strategy, strategy, a_step, typed, report, edits_of(a, typed)))
+        opened_b = stack.enter_context(_opened(b, b_strategy, strategy, b_step, typed, report))
+        result = differences(opened_a, opened_b, typed["max_memory"] // 3, progress_of(quiet, typed["progress"]))
+        sides = {"a": _side(a, opened_a), "b": _side(b, opened_b)}
     if typed["as_json"]:
-        echo_json(_json(found, sides))
+        echo_json(_json(result, sides))
     else:
-        _print(found, typed["verbose"])
-    if exit_code and not found.equal:
+        _print(result, typed["verbose"])
+    if exit_code and not result.equal:
         click.get_current_context().exit(DIFFERENT)
 
 
-def _print(found: Differences, verbose: bool) -> None:
-    for line in _heads(found, verbose):
+def _print(result: Differences, verbose: bool) -> None:
+    for line in _heads(result, verbose):
         say(line)
-    differing = found.differing
+    differing = result.differing
     if differing:
-        title = f"{plural(len(differing), 'tensor')} of {len(found.pairs)} differ:"
+        title = f"{plural(len(differing), 'tensor')} of {len(result.pairs)} differ:"
         ordered = sorted(differing, key=lambda pair: pair.first_nonfinite is None)
         bad = [pair for pair in ordered if pair.first_nonfinite is not None]
-        _print_bad(bad, verbose)
+        alarming_lines(list(map(_nonfinite_line, bad)))
         table(title, _COLUMNS, [_cells(pair) for pair in ordered], _SPARE, range(len(bad)))
-    elif found.equal:
-        say(f"{plural(len(found.pairs), 'tensor')}, all equal in every byte")
+    elif result.equal:
+        say(f"{plural(len(result.pairs), 'tensor')}, all equal in every byte")
     else:
-        say(f"{plural(len(found.pairs), 'tensor')} in both with the same shape, all equal in every byte")
+        say(f"{plural(len(result.pairs), 'tensor')} in both with the same shape, all equal in every byte")
 
 
-def _heads(found: Differences, verbose: bool) -> Iterator[str]:
-    for names, where in ((found.only_a, "only in A"), (found.only_b, "only in B")):
+def _heads(result: Differences, verbose: bool) -> Iterator[str]:
+    for names, where in ((result.only_a, "only in A"), (result.only_b, "only in B")):
         if names:
-            listed = listing(names)
-            yield f"{len(names)} {where}: {full_text(listed) if verbose else listed}"
-    for name, (one, other) in found.shapes.items():
-        yield f"{name}: {shape_words(one)} in A, {shape_words(other)} in B"
+            text = listing(names)
+            yield f"{len(names)} {where}: {full_text(text) if verbose else text}"
+    for name, (shape_a, shape_b) in result.shapes.items():
+        yield f"{name}: {shape_words(shape_a)} in A, {shape_words(shape_b)} in B"
 
 
-# Tensors with a line of their own.
-_MAX_BAD = 20
 _SPARE = ("type", "relative", "shape")
 _COLUMNS = ["parameter", "type", "shape", "differing", "NaN", "difference", "relative", "at"]
 
 
-def _print_bad(bad: Sequence[TensorPair], verbose: bool) -> None:
-    """Where elements begin that are NaN or infinite in one only, first of all that is printed of pairs."""
-    shown = bad if verbose else bad[:_MAX_BAD]
-    for pair in shown:
-        assert pair.first_nonfinite is not None
-        sides = [f"{count} NaN in {side} only" for side, count in zip("AB", pair.nan) if count]
-        what = " and ".join(sides) or "an infinite difference"
-        a, b = map(location_words, pair.first_nonfinite)
-        click.echo(alarming(printable(f"{one_line(pair.name)}: {what}; the first at {a} in A, {b} in B")))
-    if len(shown) < len(bad):
-        say(f"... and {plural(len(bad) - len(shown), 'tensor')} more; -v shows all")
+def _nonfinite_line(pair: TensorPair) -> str:
+    """Where elements begin that are NaN or infinite in one only."""
+    assert pair.first_nonfinite is not None
+    sides = [f"{count} NaN in {side} only" for side, count in zip("AB", pair.nan) if count]
+    a, b = map(location_words, pair.first_nonfinite)
+    problem = " and ".join(sides) or "an infinite difference"
+    return f"{one_line(pair.name)}: {problem}; the first at {a} in A, {b} in B"
 
 
 def _cells(pair: TensorPair) -> list[str]:
@@ -141,15 +131,17 @@ def _cells(pair: TensorPair) -> list[str]:
     return [pair.name, dtypes, shape_words(pair.shape), *numbers, "" if pair.at is None else shape_words(pair.at)]
 
 
-def _json(found: Differences, sides: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def _json(result: Differences, sides: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return {
         **sides,
-        "equal": found.equal,
-        "only_a": found.only_a,
-        "only_b": found.only_b,
-        "shapes": [{"name": name, "a": list(one), "b": list(other)} for name, (one, other) in found.shapes.items()],
-        "identical": len(found.pairs) - len(found.differing),
-        "differing": [_row(pair) for pair in found.differing],
+        "equal": result.equal,
+        "only_a": result.only_a,
+        "only_b": result.only_b,
+        "shapes": [
+            {"name": name, "a": list(shape_a), "b": list(shape_b)} for name, (shape_a, shape_b) in result.shapes.items()
+        ],
+        "identical": len(result.pairs) - len(result.differing),
+        "differing": [_row(pair) for pair in result.differing],
     }
 
 
@@ -177,8 +169,8 @@ def _row(pair: TensorPair) -> dict[str, Any]:
 
 def _opened(
     src: str,
-    own: Optional[str],
-    shared: Optional[str],
+    own_strategy: Optional[str],
+    shared_strategy: Optional[str],
     step: Optional[str],
     typed: dict[str, Any],
     report: Report,
@@ -188,7 +180,7 @@ def _opened(
     form = form_named(form_of(src))
     if not form.options.by_rank:
         typed = {**typed, "file_suffix": None}
-        shared = None
+        shared_strategy = None
     if not form.options.steps:
         typed = {**typed, "step": "latest"}
-    return opened(src, own or shared, typed, report, step, share=2, edits=edits)
+    return opened(src, own_strategy or shared_strategy, typed, report, step, share=2, edits=edits)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import io
 import signal
 import traceback
-from typing import Any, NoReturn
+from typing import Any, Callable, NoReturn
 
 import click
 
-from reshard.cli.command import Group
+from reshard.cli.command import LazyGroup
 from reshard.cli.output import alarming
 from reshard.errors import ReshardError
 from reshard.signals import Stopped
@@ -19,9 +19,11 @@ from reshard.text.wording import printable
 
 # Longer errors repeat their first line at the end.
 _MANY_LINES = 8
+# Exit statuses of errors that a retry may cure, and of interrupted runs.
+_CURABLE = (1, 130, 143)
 
 
-class ReshardGroup(Group):
+class ReshardGroup(LazyGroup):
     """A group whose commands end with the documented exit statuses, and never with a traceback."""
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -29,7 +31,7 @@ class ReshardGroup(Group):
         try:
             return super().invoke(ctx)
         except ReshardError as error:
-            _finish(ctx, _said(ctx, error), error.status)
+            _finish(ctx, _error_text(ctx, error), error.status)
         except KeyboardInterrupt as interrupt:
             stopped = interrupt if isinstance(interrupt, Stopped) else Stopped(signal.SIGINT)
             _finish(ctx, str(stopped), stopped.status)
@@ -38,8 +40,8 @@ class ReshardGroup(Group):
         except click.UsageError as error:
             shown = io.StringIO()
             error.show(shown)
-            usage, mark, said = shown.getvalue().partition("Error: ")
-            click.echo(usage + alarming(mark + said.rstrip()), err=True)
+            usage, mark, message = shown.getvalue().partition("Error: ")
+            click.echo(usage + alarming(mark + message.rstrip()), err=True)
             ctx.exit(error.exit_code)
         except (click.ClickException, click.exceptions.Exit, click.Abort):
             raise
@@ -51,41 +53,42 @@ class ReshardGroup(Group):
             _finish(ctx, text, 3)
 
 
-def set_debug(ctx: click.Context, _: click.Parameter, value: bool) -> bool:
-    """Callback of --debug: errors show where they come from."""
-    if value:
-        ctx.find_root().meta["reshard.debug"] = True
-    return value
+def _remembered(name: str) -> Callable[[click.Context, click.Parameter, bool], bool]:
+    """Callback of a flag whose value all modules can read from the root context."""
+
+    def remember(ctx: click.Context, _: click.Parameter, value: bool) -> bool:
+        if value:
+            ctx.find_root().meta[f"reshard.{name}"] = True
+        return value
+
+    return remember
 
 
-def set_verbose(ctx: click.Context, _: click.Parameter, value: bool) -> bool:
-    """Callback of -v: messages name every parameter."""
-    if value:
-        ctx.find_root().meta["reshard.verbose"] = True
-    return value
+set_debug, set_verbose, set_quiet = map(_remembered, ("debug", "verbose", "quiet"))
 
 
-def set_quiet(ctx: click.Context, _: click.Parameter, value: bool) -> bool:
-    """Callback of -q: notes are not shown."""
-    if value:
-        ctx.find_root().meta["reshard.quiet"] = True
-    return value
+def set_next_command(text: str) -> None:
+    """Errors of this run that a retry may cure end with this line."""
+    click.get_current_context().find_root().meta["reshard.next_command"] = text
 
 
 def _finish(ctx: click.Context, text: str, status: int) -> NoReturn:
     if ctx.find_root().meta.get("reshard.debug"):
         click.echo(printable(traceback.format_exc().rstrip()), err=True)
-    headline, *rest = printable(text).split("\n")
+    headline, *details = printable(text).split("\n")
     click.echo(alarming(f"reshard: error: {headline}"), err=True)
-    for line in rest:
+    for line in details:
         click.echo(f"  {line}", err=True)
-    if len(rest) > _MANY_LINES:
+    if len(details) > _MANY_LINES:
         # Logs often show only the end of the output.
         click.echo(alarming(f"reshard: error: {headline.rstrip(':')}"), err=True)
+    next_command = ctx.find_root().meta.get("reshard.next_command")
+    if next_command is not None and status in _CURABLE:
+        click.echo(f"  {printable(next_command)}", err=True)
     ctx.exit(status)
 
 
-def _said(ctx: click.Context, error: ReshardError) -> str:
+def _error_text(ctx: click.Context, error: ReshardError) -> str:
     """The error as shown: with all parameter names for -v, else with a hint to use -v."""
     if ctx.find_root().meta.get("reshard.verbose"):
         return error.full

@@ -14,19 +14,20 @@ from reshard.cli import completion, options
 from reshard.cli.command import argument, command, option
 from reshard.cli.output import echo_json, listener
 from reshard.cli.progress import progress_of
-from reshard.convert import usable_cpus
-from reshard.convert.ends import typed_strategy
+from reshard.convert.ends import options_of
 from reshard.convert.recorded import EDITS
+from reshard.convert.verifying import reading_sources
 from reshard.errors import IncompleteSourceError, InputError, UsageError, one_error
 from reshard.execute import ExecutionOptions
 from reshard.execute.reader import BoxReader
 from reshard.forms.ranks import SourceTree, find_checkpoints
 from reshard.forms.ranks.coverage import check_ranks
-from reshard.forms.registry import check_holds_ranks, form_named, form_of
+from reshard.forms.registry import form_named, form_of
 from reshard.opened.equal import check_equal, equal_of
+from reshard.opened.opening import source_strategy
 from reshard.plan.edits import edits_of
 from reshard.storage import storage_of
-from reshard.strategies import NONE, Strategy
+from reshard.strategies import Strategy
 from reshard.text.filter_advice import warn_of_unmatched
 from reshard.text.messages import joined, listing
 from reshard.text.name_filters import Filters
@@ -93,42 +94,7 @@ def fingerprint(
     if edited and (src is None or ranks is not None):
         raise UsageError("--names, --rename and --cast need all of SRC", hint="leave out --ranks, and name SRC")
     if src is not None:
-        edits = edits_of(src, typed)
-        place = _place(src, strategy, typed, report)
-        filters = Filters(typed["include"], typed["exclude"])
-        decryption = options.decryption_of(typed["decrypt_key_file"], typed["decrypt_mode"])
-        with FileHandles(decryption=decryption) as handles:
-            progress = progress_of(typed["quiet"], typed["progress"])
-            means = Means(handles, typed["jobs"] or usable_cpus(), typed["max_memory"], progress)
-            crcs = RecordedCrcs(means, report) if typed["crc"] == "auto" else None
-            by_rank = form_named(place.form).options.by_rank
-            if by_rank and ranks is not None:
-                source = _some_ranks(place, ranks, filters, handles, crcs, report)
-            else:
-                # Rules decide which source tensors are needed.
-                wanted = Filters() if edited else filters
-                source = read_sound(reader_of(place, handles, report, filters=wanted, files=ranks), crcs)
-                _check_files(source, ranks, place)
-                if not by_rank:
-                    _check_equal(source.checkpoint, [name for name in source.tensors if filters.admit(name)], means)
-            written = source if edits.is_empty else EditedSource(source, edits, report)
-            known = () if edited else place.strategy.parameters
-            warn_of_unmatched(filters, (known, written.names), report)
-            result = fingerprints(written, means, filters.admit)
-            if by_rank:
-                result.groups = {(stage.ranks.start, stage.ranks.stop) for stage in place.strategy.stages}
-            else:
-                result.groups = {(file, file + 1) for file in source.checkpoint.files}
-            if ranks is None:
-                # Completeness was checked before.
-                result.read = {file: "" for start, stop in result.groups for file in range(start, stop)}
-            elif by_rank:
-                # Damaged files count as absent.
-                indexes = source.checkpoint.indexes
-                result.read = {rank: digest_of(indexes[rank].tensors) for rank in ranks if rank in indexes}
-            else:
-                result.read = dict.fromkeys(ranks, "")
-            means.check_unchanged()
+        result = _fingerprints_of(src, strategy, ranks, edited, typed, report)
     elif not merge:
         raise UsageError("SRC is missing", hint="name a checkpoint, or results of other runs with --merge FILE")
     elif ranks is not None or strategy is not None:
@@ -143,28 +109,54 @@ def fingerprint(
         _print(result, report)
 
 
-def _place(src: str, strategy: Optional[str], typed: Mapping[str, Any], report: Report) -> CheckpointPlace:
-    """The source to read.
+def _fingerprints_of(
+    src: str,
+    strategy: Optional[str],
+    ranks: Optional[tuple[int, ...]],
+    edited: bool,
+    typed: Mapping[str, Any],
+    report: Report,
+) -> Fingerprints:
+    """The fingerprints of a checkpoint, or of some of its files."""
+    edits = edits_of(src, typed)
+    place = _place(src, strategy, typed, report)
+    by_rank = form_named(place.form).options.by_rank
+    filters = Filters(typed["include"], typed["exclude"])
+    progress = progress_of(typed["quiet"], typed["progress"])
+    with reading_sources(options_of(typed), progress, report) as (means, crcs):
+        if by_rank and ranks is not None:
+            source = _some_ranks(place, ranks, filters, means.handles, crcs, report)
+        else:
+            # Rules decide which source tensors are needed.
+            needed = Filters() if edited else filters
+            source = read_sound(reader_of(place, means.handles, report, filters=needed, files=ranks), crcs)
+            _check_files(source, ranks, place)
+            if not by_rank:
+                _check_equal(source.checkpoint, [name for name in source.tensors if filters.admit(name)], means)
+        target = source if edits.is_empty else EditedSource(source, edits, report)
+        warn_of_unmatched(filters, (() if edited else place.strategy.parameters, target.names), report)
+        result = fingerprints(target, means, filters.admit)
+    if by_rank:
+        result.groups = {(stage.ranks.start, stage.ranks.stop) for stage in place.strategy.stages}
+    else:
+        result.groups = {(file, file + 1) for file in source.checkpoint.files}
+    if ranks is None:
+        # Completeness was checked before.
+        result.read = {file: "" for start, stop in result.groups for file in range(start, stop)}
+    elif by_rank:
+        # Damaged files count as absent.
+        indexes = source.checkpoint.indexes
+        result.read = {rank: digest_of(indexes[rank].tensors) for rank in ranks if rank in indexes}
+    else:
+        result.read = dict.fromkeys(ranks, "")
+    return result
 
-    Raises:
-        UsageError: rank directories need a strategy, other forms have none.
-    """
-    form = form_of(src)
-    step, suffix = typed["step"], typed["file_suffix"]
-    if form_named(form).options.needs_strategy:
-        if strategy is None:
-            check_holds_ranks(src)
-            raise UsageError(
-                "--strategy is missing",
-                hint="rank files do not record how they are cut: add --strategy FILE or DIR, or pass none for an "
-                "unsharded checkpoint",
-            )
-        return CheckpointPlace(src, form, typed_strategy(strategy, report), step, suffix)
-    if strategy not in (None, NONE, "None"):
-        raise UsageError(f"{src}: is of the form {form}, which needs no strategy", hint="leave out --strategy")
-    if suffix is not None:
-        raise UsageError("--file-suffix is for rank files", hint="remove --file-suffix")
-    return CheckpointPlace(src, form, Strategy.none(), step)
+
+def _place(src: str, strategy: Optional[str], typed: Mapping[str, Any], report: Report) -> CheckpointPlace:
+    """The source to read."""
+    form, suffix = form_of(src), typed["file_suffix"]
+    source = source_strategy(src, form, strategy, suffix, report, "--strategy ")
+    return CheckpointPlace(src, form, source, typed["step"], suffix)
 
 
 def _some_ranks(
@@ -175,14 +167,10 @@ def _some_ranks(
     crcs: Optional[RecordedCrcs],
     report: Report,
 ) -> StoredSource:
-    """The files of some ranks, whatever they lack.
-
-    Raises:
-        InputError: a file is missing, or contradicts the strategy.
-    """
-    found = find_checkpoints(place.path, place.file_suffix)
-    check_ranks(found, place.strategy, handles)
-    files = _files(found, place.strategy, ranks, place.step, report)
+    """The files of some ranks, complete or not."""
+    tree = find_checkpoints(place.path, place.file_suffix)
+    check_ranks(tree, place.strategy, handles)
+    files = _files(tree, place.strategy, ranks, place.step, report)
     problems: dict[str, InputError] = {}
 
     def read(damaged: Mapping[str, str]) -> StoredSource:
@@ -198,26 +186,18 @@ def _some_ranks(
 
 
 def _check_files(source: StoredSource, files: Optional[tuple[int, ...]], place: CheckpointPlace) -> None:
-    """Refuse numbers that no file has.
-
-    Raises:
-        UsageError: a number has no file.
-    """
-    there = sorted(source.checkpoint.files)
-    beyond = sorted(set(files or ()).difference(there))
+    """Refuse numbers that no file has."""
+    numbers = sorted(source.checkpoint.files)
+    beyond = sorted(set(files or ()).difference(numbers))
     if beyond:
         raise UsageError(
-            f"{rank_ranges(beyond, 'file')} (--ranks) is out of range: {place.path} has {rank_ranges(there, 'file')}",
+            f"{rank_ranges(beyond, 'file')} (--ranks) is out of range: {place.path} has {rank_ranges(numbers, 'file')}",
             rank=beyond[0],
         )
 
 
 def _check_equal(checkpoint: Checkpoint, names: Sequence[str], means: Means) -> None:
-    """Compare tied tensors.
-
-    Raises:
-        CheckpointError: they differ.
-    """
+    """Compare tied tensors."""
     equals = equal_of(checkpoint, names)
     if equals:
         storage = storage_of(next(iter(checkpoint.files.values())))

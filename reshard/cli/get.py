@@ -35,9 +35,9 @@ from reshard.text.wording import one_line, plural, quoted
 Array = npt.NDArray[Any]
 
 # Elements that are printed; more are for a file.
-_MOST_PRINTED = 1 << 20
+_MAX_PRINTED = 1 << 20
 # Beyond these NumPy shows the ends only.
-_MOST_SHOWN = 1000
+_MAX_SHOWN = 1000
 _STANDARD_OUTPUT = "-"
 
 
@@ -111,7 +111,7 @@ def get(
                 )
             _write(checkpoint, names[0], chosen, index, raw, output, report)
             return
-        arrays = [(checkpoint[found], _array(checkpoint[found], chosen, index, raw)) for found in names]
+        arrays = [(checkpoint[match], _array(checkpoint[match], chosen, index, raw)) for match in names]
         checkpoint.check_unchanged()
     if as_json:
         echo_json([_row(tensor, array) for tensor, array in arrays])
@@ -124,11 +124,7 @@ def get(
 
 
 def _index(text: Optional[str]) -> Any:
-    """The index of --slice.
-
-    Raises:
-        UsageError: it is none.
-    """
+    """The index of --slice."""
     if text is None:
         return ...
     parts: list[Any] = []
@@ -151,31 +147,23 @@ _HOW = "write it as in NumPy: '0:4,:', '..., -1' or '::2'"
 
 
 def _names(checkpoint: OpenedCheckpoint, typed: str) -> list[str]:
-    """The tensors of a name or pattern.
-
-    Raises:
-        CheckpointError: it does not exist.
-    """
+    """The tensors of a name or pattern."""
     if typed in checkpoint:
         return [typed]
     glob = Glob(typed)
-    found = [name for name in checkpoint if glob.matches(name)]
-    if not found:
+    matches = [name for name in checkpoint if glob.matches(name)]
+    if not matches:
         near = near_names(typed, checkpoint)
         raise CheckpointError(
             f"no tensor {quoted(typed)}",
             parameter=typed,
             hint=f"did you mean {' or '.join(map(quoted, near))}?" if near else "`reshard inspect SRC` lists them",
         )
-    return found
+    return matches
 
 
 def _shape(tensor: LazyTensor, chosen: Any, text: Optional[str]) -> tuple[int, ...]:
-    """The shape of the requested elements.
-
-    Raises:
-        UsageError: the tensor has no such slice, or it is empty although the tensor is not.
-    """
+    """The shape of the requested elements."""
     try:
         shape = select(chosen, tensor.shape).finished_shape
         if 0 in shape and 0 not in tensor.shape:
@@ -201,13 +189,9 @@ def _blocks(tensor: LazyTensor, chosen: Any, raw: bool) -> Iterator[Array]:
 
 
 def _array(tensor: LazyTensor, chosen: Any, text: Optional[str], raw: bool) -> Array:
-    """All requested elements, for printing.
-
-    Raises:
-        UsageError: too many elements to print.
-    """
+    """All requested elements, for printing."""
     shape = _shape(tensor, chosen, text)
-    if math.prod(shape) > _MOST_PRINTED:
+    if math.prod(shape) > _MAX_PRINTED:
         raise UsageError(
             f"{quoted(tensor.name)}: {plural(math.prod(shape), 'element')} are too many to print",
             hint="take some with --slice, or write all to a file with --output FILE.npy",
@@ -226,11 +210,7 @@ def _write(
     path: str,
     report: Report,
 ) -> None:
-    """Write a .npy file atomically, from one version of the source.
-
-    Raises:
-        ReshardError: it cannot be written, or the source cannot be read or was written to meanwhile.
-    """
+    """Write a .npy file atomically, from one version of the source."""
     tensor = checkpoint[name]
     shape = _shape(tensor, chosen, text)
     blocks = _blocks(tensor, chosen, raw)
@@ -270,7 +250,7 @@ def _print(array: Array) -> None:
     if array.dtype.kind == "U":
         say("\n".join(map(str, array.reshape(-1))))
         return
-    most = _MOST_PRINTED if is_verbose() else _MOST_SHOWN
+    most = _MAX_PRINTED if is_verbose() else _MAX_SHOWN
     click.echo(np.array2string(array, threshold=most, separator=", ", floatmode="unique"))
 
 

@@ -1,19 +1,19 @@
-"""help: `--help` as a command."""
+"""help: `--help` as a command; completion: what shells need for the tab key."""
 
 from __future__ import annotations
 
 import click
 from click.shell_completion import CompletionItem
 
-from reshard.cli.command import command
+from reshard.cli.command import Choice, command
 
 
 def _names(ctx: click.Context, _: click.Parameter, typed: str) -> list[CompletionItem]:
     """Subcommands of the typed commands."""
-    found, _context = _find(ctx.find_root(), tuple(ctx.params.get("names") or ()))
-    if not isinstance(found, click.Group):
+    command, _context = _find(ctx.find_root(), tuple(ctx.params.get("names") or ()))
+    if not isinstance(command, click.Group):
         return []
-    return [CompletionItem(name) for name in found.list_commands(ctx) if name.startswith(typed)]
+    return [CompletionItem(name) for name in command.list_commands(ctx) if name.startswith(typed)]
 
 
 @command("help", "reshard help verify\nreshard help strategy show")
@@ -25,18 +25,38 @@ def show_help(ctx: click.Context, names: tuple[str, ...]) -> None:
     click.echo(context.get_help())
 
 
-def _find(root: click.Context, names: tuple[str, ...]) -> tuple[click.Command, click.Context]:
-    """The command of these names, and a context that its help is written in.
-
-    Raises:
-        click.UsageError: none matches.
+@command(
+    "completion",
     """
+eval "$(reshard completion bash)"
+eval "$(reshard completion zsh)"
+reshard completion fish | source
+""",
+)
+@click.argument("shell", type=Choice(["bash", "zsh", "fish"]))
+@click.pass_context
+def completion(ctx: click.Context, shell: str) -> None:
+    """Print the script that enables completion with the tab key in SHELL: bash, zsh or fish.
+
+    The line for your shell, as below, enables it in ~/.bashrc, ~/.zshrc after compinit, or
+    ~/.config/fish/config.fish.
+    """
+    from click.shell_completion import ShellComplete, get_completion_class
+
+    made = get_completion_class(shell)
+    assert made is not None
+    # Not made.source(): click starts the shell there to check its version.
+    click.echo(ShellComplete.source(made(ctx.find_root().command, {}, "reshard", "_RESHARD_COMPLETE")))
+
+
+def _find(root: click.Context, names: tuple[str, ...]) -> tuple[click.Command, click.Context]:
+    """The command of these names, and a context that its help is written in."""
     context = root
     for name in names:
         if not isinstance(context.command, click.Group):
             raise click.UsageError(f"{context.command_path} has no commands of its own: {name}", context)
-        spelled, found, _ = context.command.resolve_command(context, [name])
-        if found is None:
+        spelled, command, _ = context.command.resolve_command(context, [name])
+        if command is None:
             raise click.UsageError(f"No such command: {name}.", context)
-        context = click.Context(found, parent=context, info_name=spelled)
+        context = click.Context(command, parent=context, info_name=spelled)
     return context.command, context

@@ -6,14 +6,14 @@ import os
 import shlex
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Optional
+from typing import TYPE_CHECKING, Any, Callable, Optional, TypeVar
 
 import click
 
 from reshard.cli import completion, options
 from reshard.cli.command import command
 from reshard.cli.output import echo_json, say, show_notes, totals_json, totals_words
-from reshard.cli.tables import table
+from reshard.cli.tables import say_more, table
 from reshard.errors import UsageError
 from reshard.forms.registry import form_named, form_of
 from reshard.storage import absolute, asked_once, exists, is_directory
@@ -21,15 +21,16 @@ from reshard.text.messages import full_text
 from reshard.text.wording import byte_size, one_line, plural, some_names, stepped_ranges, stepped_rank_ranges
 
 if TYPE_CHECKING:
-    from reshard.inspection.contents import Finding, InspectedContents, InspectedFile, InspectedTensor
-    from reshard.inspection.form import InspectedForm, LaidOut
+    from reshard.inspection.contents import Finding, InspectedContents, InspectedFile
+    from reshard.inspection.form import InspectedForm
     from reshard.inspection.tree import InspectedStep, InspectedTree
 
+T = TypeVar("T", bound=Any)
 
 # Rows for a screen of 50 lines.
-_MOST_ROWS = 20
-_MOST_FINDINGS = 12
-_LONGEST = 300
+_MAX_ROWS = 20
+_MAX_FINDINGS = 12
+_MAX_LINE = 300
 
 
 @command(
@@ -55,10 +56,9 @@ def inspect(
     strategy: Optional[str],
     step: str,
     file_suffix: Optional[str],
-    decrypt_key_file: Optional[str],
-    decrypt_mode: Optional[str],
     as_json: bool,
     verbose: bool,
+    **typed: Any,
 ) -> None:
     """Show the contents of a checkpoint file, a rank directory, a rank tree or another form at PATH.
 
@@ -68,7 +68,7 @@ def inspect(
     conversion would refuse; the exit status is 0 all the same. For Checkpoint 2.0, unified and Hugging Face
     directories, iterations, files, tensors, their layouts and missing parts are shown.
     """
-    decryption = options.decryption_of(decrypt_key_file, decrypt_mode)
+    decryption = options.decryption_of(typed)
     with asked_once():
         form = form_of(path)
         several = "{rank}" in path or not exists(path) or is_directory(path)
@@ -229,37 +229,41 @@ def _show_totals(contents: InspectedContents) -> None:
             say(f"{title}: {totals_words(totals)}")
 
 
-def _show_tensors(contents: InspectedContents, verbose: bool, per_file: bool = False) -> None:
-    """A row per tensor; where these are too many, a row per pattern of names of one type and shape."""
+def _by_pattern(items: Sequence[T], kind: Callable[[T], object], verbose: bool) -> list[tuple[str, int, T]]:
+    """For each tensor its name and 1; if these are too many, for each pattern of names their number, and an example."""
     from reshard.text.name_patterns import name_patterns
 
-    rows: list[tuple[str, int, InspectedTensor]] = []
-    plain = verbose or len(contents.stored) <= _MOST_ROWS
-    if plain:
-        rows = [(item.name, 1, item) for item in contents.stored]
-    else:
-        alike: dict[object, list[InspectedTensor]] = defaultdict(list)
-        for item in contents.stored:
-            alike[item.dtypes, item.shapes, item.files].append(item)
-        known = {item.name for item in contents.stored}
-        for items in alike.values():
-            patterns = name_patterns([item.name for item in items], known)
-            rows += [(pattern.text, pattern.size, items[0]) for pattern in patterns]
-    shown = rows if verbose else rows[:_MOST_ROWS]
+    if verbose or len(items) <= _MAX_ROWS:
+        return [(item.name, 1, item) for item in items]
+    groups: dict[object, list[T]] = defaultdict(list)
+    for item in items:
+        groups[kind(item)].append(item)
+    all_names = {item.name for item in items}
+    return [
+        (pattern.text, pattern.size, group[0])
+        for group in groups.values()
+        for pattern in name_patterns([item.name for item in group], all_names)
+    ]
+
+
+def _first_rows(items: Sequence[T], verbose: bool) -> Sequence[T]:
+    return items if verbose else items[:_MAX_ROWS]
+
+
+def _show_tensors(contents: InspectedContents, verbose: bool, per_file: bool = False) -> None:
+    """A row per tensor; if these are too many, a row per pattern of names of one type and shape."""
+    plain = verbose or len(contents.stored) <= _MAX_ROWS
+    rows = _by_pattern(contents.stored, lambda item: (item.dtypes, item.shapes, item.files), verbose)
     columns = ["tensor", "dtype", "shape", "size"] if plain else ["tensors", "number", "dtype", "shape", "size each"]
-    if not per_file:
-        columns.append("files")
     cells = []
-    for name, count, item in shown:
+    for name, count, item in _first_rows(rows, verbose):
         number = [] if plain else [str(count)]
         # With several shapes only a mean size exists.
         size = ("about " if len(item.shapes) > 1 else "") + byte_size(item.nbytes // item.files)
         files = [] if per_file else [str(item.files)]
         cells.append([name, *number, ",".join(item.dtypes), _shapes(item.shapes), size, *files])
-    table("", columns, cells)
-    if len(rows) > len(shown):
-        left = sum(count for _, count, _ in rows[len(shown) :])
-        say(f"... and {plural(left, 'tensor')} more; -v shows all")
+    table("", columns if per_file else [*columns, "files"], cells)
+    say_more(sum(count for _, count, _ in rows[len(cells) :]), "tensor")
 
 
 def _shapes(shapes: Sequence[tuple[int, ...]]) -> str:
@@ -268,11 +272,11 @@ def _shapes(shapes: Sequence[tuple[int, ...]]) -> str:
 
 def _show_tree(tree: InspectedTree, step: str, verbose: bool) -> None:
     size = byte_size(sum(item.nbytes for item in tree.steps))
-    held = {rank for item in tree.steps for rank in item.ranks}
-    of_whom = f"rank {tree.ranks[0]}" if tree.one_rank else plural(len(held), "rank")
+    ranks = {rank for item in tree.steps for rank in item.ranks}
+    of_whom = f"rank {tree.ranks[0]}" if tree.one_rank else plural(len(ranks), "rank")
     say(f"{tree.path}: {of_whom}, {plural(len(tree.steps), 'step')}, {size}")
     judged = tree.strategy is not None
-    shown = tree.steps if verbose else tree.steps[:_MOST_ROWS]
+    shown = _first_rows(tree.steps, verbose)
     rows = []
     for item in shown:
         cells = [item.step or "-", stepped_ranges(item.ranks), str(len(item.files)), byte_size(item.nbytes)]
@@ -291,14 +295,14 @@ def _show_tree(tree: InspectedTree, step: str, verbose: bool) -> None:
     if judged and step == "latest":
         say("latest: no complete step" if tree.latest is None else f"latest takes {_label(tree.latest)}")
     elif tree.one_rank:
-        whole = shlex.quote(os.path.dirname(absolute(tree.path)))
-        say(f"the directory of one rank; `reshard inspect {whole}` shows all ranks and which steps are complete")
+        root = shlex.quote(os.path.dirname(absolute(tree.path)))
+        say(f"the directory of one rank; `reshard inspect {root}` shows all ranks and which steps are complete")
     elif not judged:
         say("to check which steps are complete: add --strategy FILE, DIR or none")
     show_findings(tree.findings, verbose)
     # The chosen step; without one, the newest that was read.
-    read = [item for item in tree.steps if item.contents is not None]
-    for item in read if verbose else [tree.latest or read[0]] if read else []:
+    detailed = [item for item in tree.steps if item.contents is not None]
+    for item in detailed if verbose else [tree.latest or detailed[0]] if detailed else []:
         _show_contents(item, verbose)
 
 
@@ -339,12 +343,12 @@ def _state(step: InspectedStep, judged: bool) -> str:
 
 def show_findings(findings: Sequence[Finding], verbose: bool) -> None:
     """Findings as lines; errors of a conversion are marked."""
-    shown = findings if verbose else findings[:_MOST_FINDINGS]
+    shown = findings if verbose else findings[:_MAX_FINDINGS]
     for finding in shown:
-        first, *rest = (full_text(finding.text) if verbose else finding.text).split("\n")
+        first, *details = (full_text(finding.text) if verbose else finding.text).split("\n")
         of = "" if finding.step is None else f" of step {finding.step}"
         _show_lines([first], verbose, f"a conversion{of} refuses: " if finding.refuses else "note: ")
-        _show_lines(rest, verbose)
+        _show_lines(details, verbose)
         _show_lines(finding.hint.split("\n") if finding.hint else [], verbose)
     if len(shown) < len(findings):
         say(f"... and {plural(len(findings) - len(shown), 'more finding')}; -v shows all")
@@ -352,10 +356,10 @@ def show_findings(findings: Sequence[Finding], verbose: bool) -> None:
 
 def _show_lines(lines: Sequence[str], verbose: bool, before: str = "  ") -> None:
     """Lines, limited to a screen."""
-    for line in map(full_text, lines) if verbose else lines[:_MOST_FINDINGS]:
-        say(before + (line if verbose or len(line) <= _LONGEST else f"{line[:_LONGEST]} ... (-v shows all)"))
-    if not verbose and len(lines) > _MOST_FINDINGS:
-        say(f"{before}... and {len(lines) - _MOST_FINDINGS} more; -v shows all")
+    for line in map(full_text, lines) if verbose else lines[:_MAX_FINDINGS]:
+        say(before + (line if verbose or len(line) <= _MAX_LINE else f"{line[:_MAX_LINE]} ... (-v shows all)"))
+    if not verbose and len(lines) > _MAX_FINDINGS:
+        say(f"{before}... and {len(lines) - _MAX_FINDINGS} more; -v shows all")
 
 
 def _show_contents(step: InspectedStep, verbose: bool) -> None:
@@ -365,9 +369,9 @@ def _show_contents(step: InspectedStep, verbose: bool) -> None:
     if contents is None:
         return
     files = sum(len(ranks) for ranks, _ in contents.sets)
-    whole = "" if step.full_bytes is None else f"; its parameters whole are {byte_size(step.full_bytes)}"
+    full_size = "" if step.full_bytes is None else f"; its parameters whole are {byte_size(step.full_bytes)}"
     counts = [plural(files, "file"), *contents.formats, f"{contents.with_crc} with CRC"]
-    say(f"\nheaders of {_label(step)}: {', '.join(counts)}, {plural(len(contents.stored), 'name')}{whole}")
+    say(f"\nheaders of {_label(step)}: {', '.join(counts)}, {plural(len(contents.stored), 'name')}{full_size}")
     _show_totals(contents)
     sets = contents.sets
     if len(sets) == 1:
@@ -375,80 +379,80 @@ def _show_contents(step: InspectedStep, verbose: bool) -> None:
     elif sets:
         say(f"{len(sets)} sets of names (pipeline stages, a de-duplicated save, or files that lack something):")
         lines = [f"{stepped_rank_ranges(ranks)}: {plural(len(names), 'name')}" for ranks, names in sets]
-        if len(sets) > _MOST_FINDINGS:
+        if len(sets) > _MAX_FINDINGS:
             sizes = sorted({len(names) for _, names in sets})
             span = str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
             lines = lines if verbose else [f"{span} names each; -v shows all"]
         _show_lines(lines, verbose)
     if step.not_saved:
         say(f"in the strategy but in no file: {plural(len(step.not_saved), 'parameter')}")
-        known = {item.name for item in contents.stored}.union(step.not_saved)
-        for line in step.not_saved if verbose else pattern_lines(step.not_saved, known, 5):
+        all_names = {item.name for item in contents.stored}.union(step.not_saved)
+        for line in step.not_saved if verbose else pattern_lines(step.not_saved, all_names, 5):
             say(f"  {line}")
     _show_tensors(contents, verbose)
 
 
-def form_json(found: InspectedForm) -> dict[str, object]:
+def form_json(form: InspectedForm) -> dict[str, object]:
     """As `--json` prints it."""
-    contents = found.contents
+    contents = form.contents
     return {
-        "path": found.path,
-        "form": found.form,
-        "step": found.step,
-        "complete": found.complete,
+        "path": form.path,
+        "form": form.form,
+        "step": form.step,
+        "complete": form.complete,
         "iterations": [
             {"iteration": number, "path": path, "finished": finished, "latest": latest}
-            for number, path, finished, latest in found.iterations
+            for number, path, finished, latest in form.iterations
         ],
         "files": [
             {"number": number, "file": path, "bytes": nbytes, "names": names}
-            for number, path, nbytes, names in found.files
+            for number, path, nbytes, names in form.files
         ],
-        "bytes": found.nbytes,
-        "full_bytes": found.full_bytes,
+        "bytes": form.nbytes,
+        "full_bytes": form.full_bytes,
         "dtypes": totals_json({} if contents is None else contents.by_dtype()),
         "kinds": totals_json({} if contents is None else contents.by_kind()),
-        "tensors": [{**item._asdict(), "shape": list(item.shape), "cuts": list(item.cuts)} for item in found.tensors],
-        "values": list(found.values),
-        "objects": dict(found.objects),
-        "others": list(found.others),
-        "quantised": found.quantised,
-        "findings": findings_json(found.findings),
+        "tensors": [{**item._asdict(), "shape": list(item.shape), "cuts": list(item.cuts)} for item in form.tensors],
+        "values": list(form.values),
+        "objects": dict(form.objects),
+        "others": list(form.others),
+        "quantised": form.quantised,
+        "findings": findings_json(form.findings),
     }
 
 
-def show_form(found: InspectedForm, verbose: bool) -> None:
+def show_form(form: InspectedForm, verbose: bool) -> None:
     """For people.
 
     Args:
-        found: the contents.
+        form: the contents.
         verbose: every iteration, file, name and finding.
     """
-    what = found.form if found.step is None else f"{found.form}, iteration {found.step}"
-    counts = f"{plural(len(found.files), 'file')}, {byte_size(found.nbytes)}, {plural(len(found.tensors), 'tensor')}"
-    say(f"{found.path}: {what}: {counts}" + ("" if found.complete else ", not complete"))
-    _show_iterations(found, verbose)
-    if found.contents is not None:
-        say(f"types: {totals_words(found.contents.by_dtype())}")
-        say(f"kinds: {totals_words(found.contents.by_kind())}; its tensors whole are {byte_size(found.full_bytes)}")
-    for scheme, count in found.quantised.items():
+    title = form.form if form.step is None else f"{form.form}, iteration {form.step}"
+    counts = f"{plural(len(form.files), 'file')}, {byte_size(form.nbytes)}, {plural(len(form.tensors), 'tensor')}"
+    say(f"{form.path}: {title}: {counts}" + ("" if form.complete else ", not complete"))
+    _show_iterations(form, verbose)
+    if form.contents is not None:
+        say(f"types: {totals_words(form.contents.by_dtype())}")
+        say(f"kinds: {totals_words(form.contents.by_kind())}; its tensors whole are {byte_size(form.full_bytes)}")
+    for scheme, count in form.quantised.items():
         say(f"quantised: {plural(count, 'tensor')}, {scheme}; --dequantize BFloat16 writes numbers")
-    if found.values:
-        say(f"values: {one_line(', '.join(found.values) if verbose else some_names(found.values))}")
-    if found.objects:
-        names = list(found.objects)
+    if form.values:
+        say(f"values: {one_line(', '.join(form.values) if verbose else some_names(form.values))}")
+    if form.objects:
+        names = list(form.objects)
         say(f"objects: {one_line(', '.join(names) if verbose else some_names(names))}; --json shows their values")
-    if found.others:
-        say(f"beside the weights: {one_line(', '.join(found.others) if verbose else some_names(found.others))}")
-    show_findings(found.findings, verbose)
-    _show_files(found, verbose)
-    _show_laid_out(found, verbose)
+    if form.others:
+        say(f"beside the weights: {one_line(', '.join(form.others) if verbose else some_names(form.others))}")
+    show_findings(form.findings, verbose)
+    _show_files(form, verbose)
+    _show_laid_out(form, verbose)
 
 
-def _show_iterations(found: InspectedForm, verbose: bool) -> None:
-    if not found.iterations:
+def _show_iterations(form: InspectedForm, verbose: bool) -> None:
+    if not form.iterations:
         return
-    iterations = found.iterations if verbose else found.iterations[-_MOST_ROWS:]
+    iterations = form.iterations if verbose else form.iterations[-_MAX_ROWS:]
     states = {None: "unknown whether finished", False: "newer than the last finished iteration", True: "finished"}
     table(
         "",
@@ -458,14 +462,14 @@ def _show_iterations(found: InspectedForm, verbose: bool) -> None:
             for item in reversed(iterations)
         ],
     )
-    if len(iterations) < len(found.iterations):
-        say(f"... and {plural(len(found.iterations) - len(iterations), 'older iteration')}; -v shows all")
+    if len(iterations) < len(form.iterations):
+        say(f"... and {plural(len(form.iterations) - len(iterations), 'older iteration')}; -v shows all")
 
 
-def _show_files(found: InspectedForm, verbose: bool) -> None:
-    if not found.files:
+def _show_files(form: InspectedForm, verbose: bool) -> None:
+    if not form.files:
         return
-    shown = found.files if verbose else found.files[:_MOST_ROWS]
+    shown = _first_rows(form.files, verbose)
     rows = [
         [
             "-" if file.number is None else str(file.number),
@@ -476,30 +480,16 @@ def _show_files(found: InspectedForm, verbose: bool) -> None:
         for file in shown
     ]
     table("", ["number", "file", "size", "names"], rows)
-    if len(shown) < len(found.files):
-        say(f"... and {plural(len(found.files) - len(shown), 'file')} more; -v shows all")
+    say_more(len(form.files) - len(shown), "file")
 
 
-def _show_laid_out(found: InspectedForm, verbose: bool) -> None:
-    """A row per tensor; where these are too many, a row per pattern of names that are alike."""
-    from reshard.text.name_patterns import name_patterns
-
-    if not found.tensors:
+def _show_laid_out(form: InspectedForm, verbose: bool) -> None:
+    """A row per tensor; if these are too many, a row per pattern of names of one layout."""
+    if not form.tensors:
         return
-    rows: list[tuple[str, int, LaidOut]] = [(item.name, 1, item) for item in found.tensors]
-    if not verbose and len(rows) > _MOST_ROWS:
-        alike: dict[object, list[LaidOut]] = defaultdict(list)
-        for item in found.tensors:
-            alike[item._replace(name="")].append(item)
-        known = {item.name for item in found.tensors}
-        rows = [
-            (pattern.text, pattern.size, items[0])
-            for items in alike.values()
-            for pattern in name_patterns([item.name for item in items], known)
-        ]
-    shown = rows if verbose else rows[:_MOST_ROWS]
+    rows = _by_pattern(form.tensors, lambda item: item._replace(name=""), verbose)
     cells = []
-    for name, count, item in shown:
+    for name, count, item in _first_rows(rows, verbose):
         cut = " x ".join(map(str, item.cuts)) if any(cuts > 1 for cuts in item.cuts) else "whole"
         over = "" if item.ranks is None else f" on {plural(item.ranks, 'rank')}"
         lost = f", {item.lost} lost" if item.lost else ""
@@ -507,6 +497,4 @@ def _show_laid_out(found: InspectedForm, verbose: bool) -> None:
             [one_line(name), str(count), item.dtype, str(list(item.shape)), cut + over + lost, str(item.files)]
         )
     table("", ["tensors", "number", "dtype", "shape", "slices", "files"], cells)
-    if len(rows) > len(shown):
-        left = sum(count for _, count, _ in rows[len(shown) :])
-        say(f"... and {plural(left, 'tensor')} more; -v shows all")
+    say_more(sum(count for _, count, _ in rows[len(cells) :]), "tensor")

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Optional
 
 from reshard.cli import completion, options
 from reshard.cli.command import argument, command, option
-from reshard.cli.convert import carry_out
+from reshard.cli.conversion import carry_out
+from reshard.cli.convert import summary_lines
 from reshard.cli.opened import effort_of
 from reshard.cli.output import listener
 from reshard.convert.ends import options_of, request_between
@@ -88,15 +89,7 @@ def merge_lora(
             f"{base}: is an adapter, and {adapter} is none; the first argument is BASE, the second ADAPTER",
             hint=f"exchange them: reshard merge-lora {words}",
         )
-    form = form_of(base)
-    if typed["to"] is None:
-        typed["to"] = form if typed["dst_strategy"] is None else FORMS[0].name
-    if form_named(typed["to"]).options.cut and typed["dst_strategy"] is None:
-        if not form_named(form).options.cut:
-            raise UsageError(
-                f"--to {typed['to']}: --dst-strategy is missing", hint="pass a strategy file, a directory, or none"
-            )
-        typed["dst_strategy"] = SAME
+    _choose_target(base, typed)
     # NaN is between no numbers.
     if alpha is not None and not MIN_ALPHA <= alpha <= MAX_ALPHA:
         raise UsageError(f"--alpha {alpha:g}: is not a number between {MIN_ALPHA:g} and {MAX_ALPHA:g}")
@@ -111,33 +104,42 @@ def merge_lora(
     place, strategy = _place_of(adapter, adapter_strategy)
     option = "--adapter-strategy "
     reading = reading_request(place, strategy, None, None, adapter_step, None, Filters(), report, option=option)
-    decryption = options.decryption_of(typed["decrypt_key_file"], typed["decrypt_mode"])
+    decryption = options.decryption_of(typed)
     with open_requested(reading, effort_of(typed, 4), decryption, report) as tensors:
         additions = read_adapter(tensors, adapter, scale, overflowed)
         # A wrong alpha gives valid files and a model that computes nonsense.
         report.note(f"alpha is {scale.alpha:g}, {'as typed' if alpha is not None else f'of {scale.path}'}")
-        for other, modules in additions.other_alphas().items():
-            report.note(f"alpha is {other:g} by alpha_pattern of {scale.path}: " + listing(modules))
+        for alpha_of_modules, modules in additions.other_alphas().items():
+            report.note(f"alpha is {alpha_of_modules:g} by alpha_pattern of {scale.path}: " + listing(modules))
         if real(base) != real(place) or typed["step"] != adapter_step:
-            whole = reading_request(
+            base_reading = reading_request(
                 base, typed["src_strategy"], None, None, typed["step"], typed["file_suffix"], Filters(), Report()
             )
-            with open_requested(whole, effort_of(typed, 4), decryption) as weights:
+            with open_requested(base_reading, effort_of(typed, 4), decryption) as weights:
                 check_beside(tensors, adapter, weights)
         how = options_of(typed)
-        carry_out(
-            replace(request, edits=Edits(additions=additions, words=None)),
-            report,
-            typed,
-            how,
-            adapter=_to_verify(reading, scale) if how.verify else None,
-        )
+        request = replace(request, edits=Edits(additions=additions, words=None))
+        added = _to_verify(reading, scale) if how.verify else None
+        carry_out(request, report, typed, how, summary_lines(request, typed, how), adapter=added)
         tensors.check_unchanged()
     if infinite:
         report.warn(
             f"{plural(sum(infinite.values()), 'element')} became infinite, being too large for the weight's type: "
             + listing(sorted(infinite))
         )
+
+
+def _choose_target(base: str, typed: dict[str, Any]) -> None:
+    """The form of the target, if it is not typed, and the strategy of BASE, if the form needs one."""
+    form = form_of(base)
+    if typed["to"] is None:
+        typed["to"] = form if typed["dst_strategy"] is None else FORMS[0].name
+    if form_named(typed["to"]).options.cut and typed["dst_strategy"] is None:
+        if not form_named(form).options.cut:
+            raise UsageError(
+                f"--to {typed['to']}: --dst-strategy is missing", hint="pass a strategy file, a directory, or none"
+            )
+        typed["dst_strategy"] = SAME
 
 
 _PEFT = "adapter_model.safetensors"

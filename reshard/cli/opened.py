@@ -43,7 +43,7 @@ def opened(
     request = reading_request(
         src, strategy, None, None, step or typed["step"], typed["file_suffix"], filters, report, edits, "--strategy "
     )
-    decryption = options.decryption_of(typed["decrypt_key_file"], typed["decrypt_mode"])
+    decryption = options.decryption_of(typed)
     return open_requested(request, effort_of(typed, share), decryption, report)
 
 
@@ -66,15 +66,15 @@ def number_words(number: Optional[Union[int, float]]) -> str:
     return str(number) if isinstance(number, int) else f"{number:.4g}"
 
 
-def location_json(found: Optional[Location]) -> Optional[dict[str, Any]]:
+def location_json(location: Optional[Location]) -> Optional[dict[str, Any]]:
     """Where an element is, as JSON has it."""
-    return None if found is None else {"index": list(found.index), "rank": found.rank, "file": found.file}
+    return None if location is None else {"index": list(location.index), "rank": location.rank, "file": location.file}
 
 
-def location_words(found: Location) -> str:
+def location_words(location: Location) -> str:
     """``[17,3], rank 5, ckpt/rank_5/net.ckpt``."""
-    index = shape_words(found.index)
-    return index if found.file is None else f"{index}, {rank_ranges([found.rank or 0])}, {found.file}"
+    index = shape_words(location.index)
+    return index if location.file is None else f"{index}, {rank_ranges([location.rank or 0])}, {location.file}"
 
 
 def shape_words(shape: tuple[int, ...]) -> str:

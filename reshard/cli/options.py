@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Callable, Optional, TypeVar
 
 import click
@@ -284,8 +285,8 @@ decryption = together(
 """--decrypt-key-file and --decrypt-mode, for `decryption_of`."""
 
 
-def decryption_of(key_file: Optional[str], mode: Optional[str]) -> Optional[Decryption]:
-    """How encrypted source files are read, by the values of these options; None where they are not.
+def decryption_of(typed: Mapping[str, Any]) -> Optional[Decryption]:
+    """How encrypted source files are read, by the values of these options; None if they are not.
 
     Raises:
         UsageError: a mode without a key.
@@ -294,7 +295,7 @@ def decryption_of(key_file: Optional[str], mode: Optional[str]) -> Optional[Decr
     # Help and the commands that read no checkpoint do without.
     from reshard.checkpoints import decryption
 
-    return decryption.decryption_of(key_file, mode)
+    return decryption.decryption_of(typed["decrypt_key_file"], typed["decrypt_mode"])
 
 
 source = together(

@@ -61,14 +61,17 @@ def listener() -> Callable[[str, str], None]:
 
 def is_verbose() -> bool:
     """Whether -v was given: everything is named, and nothing shortened."""
-    context = click.get_current_context(silent=True)
-    return context is not None and bool(context.find_root().meta.get("reshard.verbose"))
+    return _is_set("reshard.verbose")
 
 
 def is_quiet() -> bool:
     """Whether -q was given: only results, warnings and errors are shown."""
+    return _is_set("reshard.quiet")
+
+
+def _is_set(name: str) -> bool:
     context = click.get_current_context(silent=True)
-    return context is not None and bool(context.find_root().meta.get("reshard.quiet"))
+    return context is not None and bool(context.find_root().meta.get(name))
 
 
 def show_notes(notes: Iterable[str]) -> None:
@@ -79,7 +82,7 @@ def show_notes(notes: Iterable[str]) -> None:
 
 
 def say(text: str, to_standard_error: bool = False) -> None:
-    """Print a line or lines for people, whatever names of files and parameters they hold."""
+    """Print lines for people; unprintable characters of names are escaped."""
     click.echo(printable(text), err=to_standard_error)
 
 
@@ -122,7 +125,7 @@ def write_file(path: str, content: bytes, verb: str) -> None:
     Args:
         path: the file.
         content: all of it.
-        verb: what was done, for the note.
+        verb: for the note, such as ``wrote``.
 
     Raises:
         ReshardError: it cannot be written.

@@ -22,7 +22,7 @@ from reshard.processes import anonymous_bytes, private_bytes
 from reshard.text.report import Report
 from reshard.text.wording import byte_size, counted_ranks, left_alone, number_ranges, plural, rank_ranges, step_words
 
-_MOST_ROWS = 40
+_MAX_ROWS = 40
 
 
 @command(
@@ -58,17 +58,16 @@ def plan(
     report = Report(listener())
     request = request_between(src, dst, ranks, typed, report)
     how = options_of(typed, share=shard, dry_run=True)
-    with cluster_of(scheduler, how, typed["jobs"], report) as workers, prepare(request, how, report) as prepared:
-        tell_plan(
-            prepared,
-            prepared.carry_out(progress_of(typed["quiet"], typed["progress"]), workers),
-            as_json=typed["as_json"],
-            verbose=typed["verbose"],
-            svg=svg,
-        )
+    progress = progress_of(typed["quiet"], typed["progress"])
+    with (
+        cluster_of(scheduler, how, typed["jobs"], report) as workers,
+        prepare(request, how, report, progress) as prepared,
+    ):
+        summary = prepared.carry_out(workers)
+        print_plan(prepared, summary, as_json=typed["as_json"], verbose=typed["verbose"], svg=svg)
 
 
-def tell_plan(
+def print_plan(
     prepared: Prepared,
     summary: Summary,
     *,
@@ -90,7 +89,7 @@ def tell_plan(
 def _json(prepared: Prepared, summary: Summary, moved: Transfers) -> dict[str, Any]:
     plan, state = prepared.plan, prepared.state
     execution = state.execution.shared(private_bytes())
-    given = _given(moved)
+    sources = _source_bytes(moved)
     return {
         **summary_json(summary),
         "targets": [
@@ -98,7 +97,7 @@ def _json(prepared: Prepared, summary: Summary, moved: Transfers) -> dict[str, A
                 "rank": rank,
                 "file": plan.path(rank),
                 "bytes": state.sizes[rank],
-                "sources": [{"rank": source, "bytes": count} for source, count in sorted(given[rank].items())],
+                "sources": [{"rank": source, "bytes": count} for source, count in sorted(sources[rank].items())],
             }
             for rank in state.work
         ],
@@ -134,13 +133,13 @@ def _lines(prepared: Prepared, summary: Summary, moved: Transfers, verbose: bool
     lines = [f"{step_words(summary.step)} of {request.src}, {counts}, to {request.dst} ({plan.form.format})"]
     if summary.ranks:
         spaces = state.space
-        written, read = byte_size(summary.bytes_written), byte_size(sum(moved.read.values()))
+        write_size, read_size = byte_size(summary.bytes_written), byte_size(sum(moved.read.values()))
         execution = state.execution.shared(private_bytes())
         memory, buffers = byte_size(_expected_memory(execution)), byte_size(execution.buffer_bytes)
         who = plural(execution.threads, "thread" if execution.processes < 2 else "worker")
         lines += [
-            f"  write    {plural(len(summary.ranks), 'file')}, {written}: {rank_ranges(summary.ranks, files)}",
-            f"  read     {plural(len(moved.read), 'file')}, {read}: "
+            f"  write    {plural(len(summary.ranks), 'file')}, {write_size}: {rank_ranges(summary.ranks, files)}",
+            f"  read     {plural(len(moved.read), 'file')}, {read_size}: "
             f"source {rank_ranges(moved.read, source_files)}{_over_read(moved)}",
             f"  memory   about {memory}, {buffers} of it buffers of {who}",
             *_requests(state.execution),
@@ -151,8 +150,8 @@ def _lines(prepared: Prepared, summary: Summary, moved: Transfers, verbose: bool
     else:
         lines.append("  write    nothing: all requested targets are written")
     if summary.done_before:
-        done, left = counted_ranks(summary.done_before, files), left_alone(summary.done_before)
-        lines.append(f"  done     {done} by the same conversion before; {left}")
+        complete, handling = counted_ranks(summary.done_before, files), left_alone(summary.done_before)
+        lines.append(f"  done     {complete} by the same conversion before; {handling}")
     absent = _absent(prepared)
     if absent:
         lines.append(f"  replicas replace source {rank_ranges(absent, source_files)}, which have no intact file")
@@ -169,10 +168,11 @@ def _print_targets(prepared: Prepared, moved: Transfers, verbose: bool) -> None:
     """A row per target file, limited to the first ones."""
     state, request = prepared.state, prepared.plan.request
     target, source = counted_as(request.to), counted_as(request.form)
-    given = _given(moved)
-    ranks = state.work if verbose else state.work[:_MOST_ROWS]
+    sources = _source_bytes(moved)
+    ranks = state.work if verbose else state.work[:_MAX_ROWS]
     rows = [
-        [str(rank), byte_size(state.sizes[rank]), str(len(given[rank])), number_ranges(given[rank])] for rank in ranks
+        [str(rank), byte_size(state.sizes[rank]), str(len(sources[rank])), number_ranges(sources[rank])]
+        for rank in ranks
     ]
     if rows:
         table("", [f"target {target}", "size", "files read", f"of source {source}s"], rows)
@@ -180,12 +180,12 @@ def _print_targets(prepared: Prepared, moved: Transfers, verbose: bool) -> None:
         say(f"and {plural(len(state.work) - len(ranks), f'target {target}')} more; --json lists all")
 
 
-def _given(moved: Transfers) -> dict[int, dict[int, int]]:
+def _source_bytes(moved: Transfers) -> dict[int, dict[int, int]]:
     """Bytes per source rank, by target rank."""
-    given: dict[int, dict[int, int]] = defaultdict(dict)
+    sources: dict[int, dict[int, int]] = defaultdict(dict)
     for (source, target), count in moved.taken.items():
-        given[target][source] = count
-    return given
+        sources[target][source] = count
+    return sources
 
 
 def _absent(prepared: Prepared) -> list[int]:

@@ -20,15 +20,15 @@ BETWEEN_LINES = 30.0
 _BEFORE_BAR = 0.5
 
 
-def progress_of(quiet: bool, asked: Optional[bool]) -> Progress:
+def progress_of(quiet: bool, requested: Optional[bool]) -> Progress:
     """Who shows progress.
 
     Args:
         quiet: only warnings and errors; --progress overrides it.
-        asked: --progress or --no-progress; None for a bar on a terminal only.
+        requested: --progress or --no-progress; None for a bar on a terminal only.
     """
     on_terminal = sys.stderr is not None and sys.stderr.isatty()
-    shown = on_terminal and not quiet if asked is None else asked
+    shown = on_terminal and not quiet if requested is None else requested
     if not shown:
         return Progress()
     return _Bar() if on_terminal else _Lines()
@@ -73,7 +73,7 @@ class _Lines(Progress):
         self._ended = threading.Event()
         # Not waited for where a command ends without a word to `end`.
         name, arguments = f"{OWN_THREAD}-lines", (total, doing, self._ended)
-        self._thread = threading.Thread(target=self._tell, name=name, args=arguments, daemon=True)
+        self._thread = threading.Thread(target=self._print_lines, name=name, args=arguments, daemon=True)
         self._thread.start()
 
     def wrote(self, count: int) -> None:
@@ -84,22 +84,22 @@ class _Lines(Progress):
         if self._thread is not None:
             self._thread.join()
 
-    def _tell(self, total: int, doing: str, ended: threading.Event) -> None:
+    def _print_lines(self, total: int, doing: str, ended: threading.Event) -> None:
         before, at = 0, time.monotonic()
         while not ended.wait(BETWEEN_LINES):
-            done, now = self._done, time.monotonic()
-            rate = (done - before) / (now - at)
-            say(_line(doing, done, total, rate), to_standard_error=True)
-            before, at = done, now
+            nbytes, now = self._done, time.monotonic()
+            rate = (nbytes - before) / (now - at)
+            say(_line(doing, nbytes, total, rate), to_standard_error=True)
+            before, at = nbytes, now
 
 
-def _line(doing: str, done: int, total: int, rate: float) -> str:
-    share = f"{doing}: {done / total:.0%}, " if total else f"{doing}: "
-    left = f", {_clock((total - done) / rate)} left" if rate and done < total else ""
-    return f"{share}{byte_size(done)} of {byte_size(total)}, {byte_size(int(rate))}/s{left}"
+def _line(doing: str, nbytes: int, total: int, rate: float) -> str:
+    share = f"{doing}: {nbytes / total:.0%}, " if total else f"{doing}: "
+    remaining = f", {_clock((total - nbytes) / rate)} left" if rate and nbytes < total else ""
+    return f"{share}{byte_size(nbytes)} of {byte_size(total)}, {byte_size(int(rate))}/s{remaining}"
 
 
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(int(seconds), 60)
+def _clock(duration: float) -> str:
+    minutes, seconds = divmod(int(duration), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes:02}:{rest:02}"
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes:02}:{seconds:02}"

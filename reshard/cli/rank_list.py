@@ -10,7 +10,6 @@ import click
 from reshard.cli import completion, options
 from reshard.cli.command import argument, command, option
 from reshard.cli.output import echo_json, listener, show_notes
-from reshard.defaults import DEFAULT_PREFIX
 from reshard.errors import UsageError
 from reshard.text.wording import plural, rank_ranges
 
@@ -64,9 +63,9 @@ def rank_list(
     are listed by file number, and RANK is then the number of a target file.
     """
     if src is None:
-        given = [name for name in _WITH_SRC if typed[name]]
-        if given:
-            option = "--" + given[0].replace("_", "-")
+        extra = [name for name in _WITH_SRC if typed[name]]
+        if extra:
+            option = "--" + extra[0].replace("_", "-")
             raise UsageError(f"{option} is given without the checkpoint", hint="name it: --src SRC")
         ranks = _of_strategies(rank, src_strategy, dst_strategy, available)
     elif available is not None:
@@ -82,11 +81,7 @@ def rank_list(
 def _of_strategies(
     rank: int, src_strategy: Optional[str], dst_strategy: Optional[str], available: Optional[tuple[int, ...]]
 ) -> Sequence[int]:
-    """The answer from strategies alone.
-
-    Raises:
-        ReshardError: they cannot be read, lack the rank, or a slice is on no available rank.
-    """
+    """The answer from strategies alone."""
     # Loaded only here: --help needs neither NumPy nor protobuf.
     from reshard.plan.replicas import ReplicaChoice
     from reshard.strategies import read_strategy, required_strategies
@@ -109,11 +104,7 @@ def _of_strategies(
 
 
 def _of_checkpoint(rank: int, src: str, typed: dict[str, Any]) -> Sequence[int]:
-    """The source files of one target file.
-
-    Raises:
-        ReshardError: the conversion cannot be made.
-    """
+    """The source files of one target file."""
     # Loaded only here: strategies alone are read in loops.
     from reshard.checkpoints import FileHandles
     from reshard.convert import check_target_ranks
@@ -125,13 +116,12 @@ def _of_checkpoint(rank: int, src: str, typed: dict[str, Any]) -> Sequence[int]:
     to = typed.get("to")
     # Any format that goes with the form: files of different ones in the source are read alike.
     format = "safetensors" if to is None or "safetensors" in form_named(to).options.formats else "same"
-    others = {"prefix": DEFAULT_PREFIX, "format": format, "no_fallback": False}
     report = Report(listener())
-    request = request_between(src, "", (rank,), {**typed, **others}, report)
+    request = request_between(src, "", (rank,), {**typed, "format": format}, report)
     if form_named(request.to).options.by_rank and not request.target.is_untold:
         check_target_ranks(request)
-    decryption = options.decryption_of(typed["decrypt_key_file"], typed["decrypt_mode"])
+    decryption = options.decryption_of(typed)
     with FileHandles(decryption=decryption) as handles:
         plan = make_plan(request, handles, report)
-        read = plan.target_file(rank).source_paths
-        return sorted(holder for holder, path in plan.checkpoint.files.items() if path in read)
+        paths = plan.target_file(rank).source_paths
+        return sorted(holder for holder, path in plan.checkpoint.files.items() if path in paths)

@@ -17,13 +17,13 @@ from reshard.cli.command import command
 from reshard.cli.conversion import summary_json
 from reshard.cli.output import echo_json, listener, say
 from reshard.cli.shard import Share
-from reshard.convert import Phases, Summary
+from reshard.convert import Summary
 from reshard.defaults import DEFAULT_PREFIX
-from reshard.errors import InputError, TargetError
+from reshard.errors import InputError, TargetError, UsageError
 from reshard.forms.ranks.steps import RANK, fixed_directory
-from reshard.forms.registry import FORMS, counted_as, form_named, form_of
-from reshard.records import Given, Ledger, strategy_digest
-from reshard.records.given import asked_ranks
+from reshard.forms.registry import counted_as, form_named, form_of
+from reshard.records import Ledger, RecordedCommand, strategy_digest
+from reshard.records.commands import requested_ranks
 from reshard.records.status import Status, status_of
 from reshard.storage import exists, is_directory, real
 from reshard.strategies import names_files, read_strategy
@@ -44,69 +44,76 @@ reshard resume out/ --shard auto
 @options.decryption
 @options.accept_changed_source
 @options.dry_run
+@options.proof("Compare every tensor with the source after writing, also if DST is complete.")
 @options.effort
 @options.reading
 @options.output
 @click.pass_context
-def resume(ctx: click.Context, /, dst: str, as_json: bool, quiet: bool, **_: Any) -> None:
+def resume(ctx: click.Context, /, dst: str, as_json: bool, quiet: bool, verify: bool, **_: Any) -> None:
     """Resume the conversion or recovery in DST.
 
     The records in DST contain source, strategies, step and options. The missing ones of all target ranks that
-    were requested so far are written; after by-rank and --shard, the missing ones of the whole target.
+    were requested so far are written; after by-rank and --shard, the missing ones of the whole target. A run
+    with --verify is verified again.
     """
-    found = status_of(dst)
-    ledger = Ledger(dst, found.plan)
-    commands = ledger.given()
-    given = _together(commands, dst) if commands else None
-    if _is_done(found, given):
+    status = status_of(dst)
+    ledger = Ledger(dst, status.plan)
+    commands = ledger.commands()
+    command = _combined(commands, dst) if commands else None
+    if verify and status.plan.task == "recover":
+        raise UsageError(
+            f"--verify: {dst} is a recovery, whose ranks are compared with their replicas",
+            hint=f"without --verify; afterwards: reshard verify {shlex.quote(dst)} --replicas --strategy S",
+        )
+    # The records do not show whether verification ran.
+    verify = verify or (command is not None and command.verify)
+    if not verify and _is_done(status, command):
         if as_json:
-            echo_json(_nothing_done(found))
+            differences = {"differences": None} if status.plan.task == "convert" else {}
+            summary = Summary(status.plan.step, done_before=list(status.done), manifest=status.manifest)
+            echo_json({**summary_json(summary), **differences})
         if not quiet:
-            say(_done_words(found, dst), to_standard_error=True)
+            say(_done_words(status, dst), to_standard_error=True)
         return
-    if given is None:
+    if command is None:
         raise TargetError(
             f"{dst}: its records contain no command line",
             file=dst,
             hint="run the original command again: it writes the missing files",
         )
-    words = _words(given, dst)
+    words = _words(command, dst)
     if ledger.is_replacing():
         words.append("--overwrite")
         once_more = "run its by-rank or --shard command again with --overwrite, or replace all ranks"
-        if not ledger.is_replacing(given.rank_numbers or range(found.plan.ranks)):
+        if not ledger.is_replacing(command.rank_numbers or range(status.plan.ranks)):
             raise TargetError(
                 f"{dst}: one of several runs that replace targets was stopped, and the records do not contain which",
                 file=dst,
                 hint=f"{once_more}:\n{_shown(words)}",
             )
-    _check_paths(given, found, dst, words)
+    _check_paths(command, status, dst, words)
     listener()("note", f"resumes {_shown(words)}")
     _run(ctx, words)
 
 
-def _together(commands: Sequence[Given], dst: str) -> Given:
-    """The combined command of all runs: the last one whose paths exist, with all requested ranks.
-
-    Raises:
-        TargetError: runs had different sources.
-    """
-    here = [given for given in commands if all(map(_exists, given.paths))]
-    sources = {real(given.src): given.src for given in here}
+def _combined(commands: Sequence[RecordedCommand], dst: str) -> RecordedCommand:
+    """The combined command of all runs: the last one whose paths exist, with all requested ranks."""
+    usable = [command for command in commands if all(map(_exists, command.paths))]
+    sources = {real(command.src): command.src for command in usable}
     if len(sources) > 1:
-        listed = "\n".join(f"  {src}" for src in sorted(sources.values()))
+        lines = "\n".join(f"  {src}" for src in sorted(sources.values()))
         raise TargetError(
-            f"{dst}: the runs had different sources:\n{listed}",
+            f"{dst}: the runs had different sources:\n{lines}",
             file=dst,
             hint=f"run the whole command for the missing files (`reshard status {shlex.quote(dst)}`) with the right "
             "source",
         )
-    asked = asked_ranks(commands)
+    ranks = requested_ranks(commands)
     return dataclasses.replace(
-        (here or commands)[0],
-        ranks=None if asked is None else number_ranges(asked),
-        lost_only=all(given.lost_only for given in commands),
-        checksum="crc32" if any(given.checksum == "crc32" for given in commands) else "none",
+        (usable or commands)[0],
+        ranks=None if ranks is None else number_ranges(ranks),
+        lost_only=all(command.lost_only for command in commands),
+        checksum="crc32" if any(command.checksum == "crc32" for command in commands) else "none",
     )
 
 
@@ -114,79 +121,42 @@ def _exists(path: str) -> bool:
     return exists(path) or (RANK in path and is_directory(fixed_directory(path)))
 
 
-def _is_done(found: Status, given: Optional[Given]) -> bool:
+def _is_done(status: Status, command: Optional[RecordedCommand]) -> bool:
     """Whether no work is left."""
-    if given is not None and given.verify:
-        # The records do not show whether verification ran.
-        return False
-    if found.complete or given is None or given.lost_only:
-        return found.complete
-    asked = given.rank_numbers
+    if status.complete or command is None or command.lost_only:
+        return status.complete
+    ranks = command.rank_numbers
     # With all ranks written, only the manifest is missing.
-    return asked is not None and set(found.done).issuperset(asked) and len(found.done) < found.plan.ranks
+    return ranks is not None and set(status.done).issuperset(ranks) and len(status.done) < status.plan.ranks
 
 
-def _done_words(found: Status, dst: str) -> str:
-    if found.complete:
-        return f"nothing to do: {dst} is complete: {found.manifest or 'all lost ranks are written'}"
-    left = set(range(found.plan.ranks)).difference(found.done)
-    noun = counted_as(found.plan.form)
-    done = counted_ranks(found.done, noun)
+def _done_words(status: Status, dst: str) -> str:
+    if status.complete:
+        return f"nothing to do: {dst} is complete: {status.manifest or 'all lost ranks are written'}"
+    unrequested = set(range(status.plan.ranks)).difference(status.done)
+    noun = counted_as(status.plan.form)
     return (
-        f"nothing to do: {done} are written; {rank_ranges(left, noun)} were not requested\n"
+        f"nothing to do: {counted_ranks(status.done, noun)} are written; "
+        f"{rank_ranges(unrequested, noun)} were not requested\n"
         "to add them, run the whole command with --ranks, or without"
     )
 
 
-def _nothing_done(found: Status) -> dict[str, Any]:
-    """The summary of a run that did nothing."""
-    summary = Summary(
-        step=found.plan.step,
-        ranks=[],
-        files=[],
-        target_files={},
-        done_before=list(found.done),
-        manifest=found.manifest,
-        bytes_written=0,
-        source_ranks=[],
-        recovered=[],
-        parameters=0,
-        kinds={},
-        copied=[],
-        excluded=[],
-        known=(),
-        left_out=[],
-        missing=[],
-        unholdable=[],
-        replicas=None,
-        warnings=[],
-        notes=[],
-        phases=Phases(0.0, 0.0, 0.0),
-        seconds=0.0,
-        dry_run=False,
-    )
-    return {**summary_json(summary), **({"differences": None} if found.plan.task == "convert" else {})}
-
-
-def _check_paths(given: Given, found: Status, dst: str, words: Sequence[str]) -> None:
-    """Check that source and strategies exist, and that the strategies are unchanged.
-
-    Raises:
-        InputError: one is missing or changed.
-    """
-    for path in given.paths:
+def _check_paths(command: RecordedCommand, status: Status, dst: str, words: Sequence[str]) -> None:
+    """Check that source and strategies exist, and that the strategies are unchanged."""
+    for path in command.paths:
         if not _exists(path):
-            where = "any more" if given.host == socket.gethostname() else f"here, as it did on {given.host}"
+            where = "any more" if command.host == socket.gethostname() else f"here, as it did on {command.host}"
             raise InputError(
                 f"{path}: does not exist {where}; the conversion in {dst} was begun with it",
                 file=path,
                 hint=f"if it was moved, run the whole command with its new path:\n{_shown(words)}",
             )
-    strategies = (
-        (given.source_strategy, found.plan.source_strategy),
-        (given.target_strategy, found.plan.target_strategy),
-    )
-    for path, digest in dict(strategies).items():
+    strategies = {
+        command.source_strategy: status.plan.source_strategy,
+        command.target_strategy: status.plan.target_strategy,
+    }
+    for path, digest in strategies.items():
         if names_files(path) and strategy_digest(read_strategy(path)) != digest:
             raise InputError(
                 f"{path}: differs from the strategy with which the conversion in {dst} was begun",
@@ -195,40 +165,22 @@ def _check_paths(given: Given, found: Status, dst: str, words: Sequence[str]) ->
             )
 
 
-def _words(given: Given, dst: str) -> list[str]:
-    """The command that a run was given, with paths as they are recorded."""
+def _words(command: RecordedCommand, dst: str) -> list[str]:
+    """The command of a run, with paths as they are recorded."""
     target = os.path.join(os.curdir, dst) if dst.startswith("-") else dst
-    if given.task == "recover":
-        words = ["recover", given.src, target, f"--strategy={given.source_strategy}"]
+    words = [command.task, command.src, target]
+    recovery = command.task == "recover"
+    to = form_named(command.to).options
+    if recovery:
+        words.append(f"--strategy={command.source_strategy}")
     else:
-        words = ["convert", given.src, target]
-        if form_named(form_of(given.src)).options.needs_strategy:
-            words.append(f"--src-strategy={given.source_strategy}")
-        words += [f"--to={given.to}"] if given.to != FORMS[0].name else []
-        if form_named(given.to).options.cut:
-            words.append(f"--dst-strategy={given.target_strategy}")
-        words += [f"--max-shard-size={given.max_shard_size}"] if given.max_shard_size is not None else []
-        words += [f"--format={given.format}"] if len(form_named(given.to).options.formats) > 1 else []
-    for name, value in (("step", given.step), ("file-suffix", given.file_suffix), ("ranks", given.ranks)):
-        words += [f"--{name}={value}"] if value is not None else []
-    for name, value in (("names", given.names), ("config", given.config), ("dequantize", given.dequantize)):
-        words += [f"--{name}={value}"] if value is not None else []
-    words += [f"--rename={pattern}" for pattern in given.rename]
-    words += [f"--cast={pattern}" for pattern in given.cast]
-    words += ["--reverse"] if given.reverse else []
-    words += ["--optimizer=keep"] if given.optimizer else []
-    words += [f"--include={pattern}" for pattern in given.include]
-    words += [f"--exclude={pattern}" for pattern in given.exclude]
-    if given.prefix is not None and (given.prefix != DEFAULT_PREFIX or given.task == "recover"):
-        words.append(f"--prefix={given.prefix}")
-    words += [f"--crc={given.crc}"] if given.crc != "auto" else []
-    words += [f"--check-replicas={given.check_replicas}"] if given.check_replicas != "auto" else []
-    words += [f"--checksum={given.checksum}"] if given.checksum != "none" else []
-    return words + [
-        option
-        for option, typed in (("--strict", given.strict), ("--verify", given.verify), ("--lost-only", given.lost_only))
-        if typed
-    ]
+        if form_named(form_of(command.src)).options.needs_strategy:
+            words.append(f"--src-strategy={command.source_strategy}")
+        words += [f"--dst-strategy={command.target_strategy}"] if to.cut else []
+        words += [f"--format={command.format}"] if len(to.formats) > 1 else []
+    if command.prefix is not None and (command.prefix != DEFAULT_PREFIX or recovery):
+        words.append(f"--prefix={command.prefix}")
+    return words + command.option_words()
 
 
 def _shown(words: Sequence[str]) -> str:
@@ -240,10 +192,10 @@ def _run(ctx: click.Context, words: Sequence[str]) -> None:
     root = ctx.find_root()
     assert isinstance(root.command, click.Group)
     name, *arguments = words
-    found = root.command.get_command(root, name)
-    assert found is not None
-    with found.make_context(name, [*arguments, *_typed(ctx)], parent=root) as inner:
-        found.invoke(inner)
+    command = root.command.get_command(root, name)
+    assert command is not None
+    with command.make_context(name, [*arguments, *_typed(ctx)], parent=root) as inner:
+        command.invoke(inner)
 
 
 def _typed(ctx: click.Context) -> list[str]:

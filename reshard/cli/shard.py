@@ -27,7 +27,7 @@ _RANKS = (
 # Its scheduler runs the same command, and has no share.
 _WORKER = "MS_WORKER"
 _NUMBER = re.compile(r"[0-9]{1,9}")
-_MOST = 1 << 20
+_MAX_RUNS = 1 << 20
 
 
 class Share(NamedTuple):
@@ -121,12 +121,12 @@ def _set_elsewhere(environment: Mapping[str, str]) -> Iterator[_Claim]:
 def _number(environment: Mapping[str, str], name: str) -> int:
     text = environment.get(name, "")
     if not _NUMBER.fullmatch(text):
-        what = f"is {text!r}" if text else "is not set"
-        raise ValueError(f"auto needs {name}, which {what}")
+        problem = f"is {text!r}" if text else "is not set"
+        raise ValueError(f"auto needs {name}, which {problem}")
     return int(text)
 
 
 def _checked(index: int, count: int) -> Share:
-    if not 0 < count <= _MOST or not 0 <= index < count:
+    if not 0 < count <= _MAX_RUNS or not 0 <= index < count:
         raise ValueError(f"{index}/{count} is no shard: they are counted from 0, here 0/{count} to {count - 1}/{count}")
     return Share(index, count)

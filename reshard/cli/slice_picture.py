@@ -13,10 +13,10 @@ from typing import Callable, NamedTuple, Optional
 from reshard.pictures.slices import Arrangement, Slice, coordinates, shown_positions
 from reshard.text.wording import plural
 
-_MOST_MATRIX_ROWS = 8
-_MOST_MATRIX_COLUMNS = 16
-_MOST_ROWS = 32
-_MOST_RULED = 16
+_MAX_MATRIX_ROWS = 8
+_MAX_MATRIX_COLUMNS = 16
+_MAX_ROWS = 32
+_MAX_RULED = 16
 # Lines that the slices of a table split by hand share in proportion to their sizes.
 _LINES_IN_PROPORTION = 24
 
@@ -35,7 +35,7 @@ def picture_lines(arrangement: Arrangement, width: int, paint: Paint) -> list[st
     """One stage's picture, in lines of at most ``width`` characters where names of ranks allow it."""
     layout = arrangement.layout
     drawn, slices = arrangement, _grid(arrangement, width, paint)
-    if slices is None and layout.shards > 1 and layout.slice_count > _MOST_ROWS:
+    if slices is None and layout.shards > 1 and layout.slice_count > _MAX_ROWS:
         # A row then covers many ranks, and all ranks are shown.
         drawn = arrangement.without_shards
         slices = _grid(drawn, width, paint)
@@ -62,7 +62,7 @@ def _matrix(arrangement: Arrangement, drawn: Arrangement, width: int, paint: Pai
     """Rank numbers in the device matrix: columns are its last axis, rows all others."""
     sizes = arrangement.layout.device_matrix or (1,)
     columns, rows = sizes[-1], math.prod(sizes[:-1])
-    positions = shown_positions(rows, _MOST_MATRIX_ROWS)
+    positions = shown_positions(rows, _MAX_MATRIX_ROWS)
     labels = [
         "..."
         if row is None
@@ -72,13 +72,13 @@ def _matrix(arrangement: Arrangement, drawn: Arrangement, width: int, paint: Pai
         )
         for row in positions
     ]
-    left = max(map(len, labels)) + 2
+    indent = max(map(len, labels)) + 2
     last = arrangement.layout.device_count - 1
     widest = max(len(arrangement.rank_label(last)), len(str(columns))) + 2
-    across = shown_positions(columns, max(3, min(_MOST_MATRIX_COLUMNS, (width - left - 9) // widest)))
+    across = shown_positions(columns, max(3, min(_MAX_MATRIX_COLUMNS, (width - indent - 9) // widest)))
     heads = "".join(("..." if at is None else str(at)).rjust(widest) for at in across)
     head = f"{arrangement.axis_name(0)}:"
-    lines = [f"{'':{left}}  {head:7}{heads}"]
+    lines = [f"{'':{indent}}  {head:7}{heads}"]
     for row, label in zip(positions, labels):
         cells = []
         for column in across:
@@ -86,9 +86,9 @@ def _matrix(arrangement: Arrangement, drawn: Arrangement, width: int, paint: Pai
                 cells.append("...".rjust(widest))
                 continue
             local = row * columns + column
-            said = arrangement.rank_label(local)
-            cells.append(" " * (widest - len(said)) + paint(said, drawn.colour_of_rank(local)))
-        lines.append(f"  {label:{left}}{'':{max(7, len(head))}}{''.join(cells)}")
+            rank_text = arrangement.rank_label(local)
+            cells.append(" " * (widest - len(rank_text)) + paint(rank_text, drawn.colour_of_rank(local)))
+        lines.append(f"  {label:{indent}}{'':{max(7, len(head))}}{''.join(cells)}")
     if arrangement.layout.copies > 1:
         lines += _folded(arrangement.label_in_words(last), width)
     return lines
@@ -104,7 +104,7 @@ def _grid(arrangement: Arrangement, width: int, paint: Paint) -> Optional[list[s
     columns = range(arrangement.layout.cuts[across])
     head = [f"dim {down}", *(arrangement.interval(across, at) for at in columns)]
     rows, heights, ends = [], [], []
-    for row in shown_positions(arrangement.layout.cuts[down], _MOST_ROWS):
+    for row in shown_positions(arrangement.layout.cuts[down], _MAX_ROWS):
         if row is None:
             rows.append([_Cell("...") for _ in head])
             heights.append(1)
@@ -128,30 +128,30 @@ def _list(arrangement: Arrangement, width: int, paint: Paint) -> list[str]:
     """A row per slice."""
     cut = arrangement.cut_dimensions
     count = arrangement.layout.slice_count
-    positions = shown_positions(count, _MOST_ROWS)
+    positions = shown_positions(count, _MAX_ROWS)
     head = [*(f"dim {dimension}" for dimension in cut), "held by"] if cut else ["whole tensor, held by"]
     rows, heights, ends = [], [], []
     for number in positions:
         if number is None:
-            left = _Cell(f"{plural(count - len(positions) + 1, 'more slice')}, see --json")
-            rows.append([*(_Cell("...") for _ in cut), left])
+            hidden = _Cell(f"{plural(count - len(positions) + 1, 'more slice')}, see --json")
+            rows.append([*(_Cell("...") for _ in cut), hidden])
             heights.append(1)
             ends.append(True)
             continue
-        found = arrangement.slice(number)
-        intervals = [_Cell(_place(arrangement, dimension, found.place[dimension])) for dimension in cut]
-        rows.append([*intervals, _holders(arrangement, found)])
+        drawn = arrangement.slice(number)
+        intervals = [_Cell(_place(arrangement, dimension, drawn.place[dimension])) for dimension in cut]
+        rows.append([*intervals, _holders(arrangement, drawn)])
         first = cut[0] if cut else None
-        heights.append(1 if first is None else _height(arrangement, first, found.place[first]))
-        ends.append(first is not None and _ends(arrangement, first, found.place[first]) and len(cut) == 1)
+        heights.append(1 if first is None else _height(arrangement, first, drawn.place[first]))
+        ends.append(first is not None and _ends(arrangement, first, drawn.place[first]) and len(cut) == 1)
     widths = [max(len(head[at]), *(len(row[at].text) for row in rows)) for at in range(len(head))]
     room = max(16, width - sum(widths[:-1]) - 3 * len(widths) - 1)
     widths[-1] = min(widths[-1], room)
     return _boxed(head, rows, widths, heights, ends, paint)
 
 
-def _holders(arrangement: Arrangement, found: Slice) -> _Cell:
-    return _Cell(arrangement.holders_text(found), arrangement.colour(found.place))
+def _holders(arrangement: Arrangement, drawn: Slice) -> _Cell:
+    return _Cell(arrangement.holders_text(drawn), arrangement.colour(drawn.place))
 
 
 def _place(arrangement: Arrangement, dimension: int, position: int) -> str:
@@ -162,7 +162,7 @@ def _place(arrangement: Arrangement, dimension: int, position: int) -> str:
 def _height(arrangement: Arrangement, dimension: int, position: int) -> int:
     """Lines for a slice along a dimension: one, or in proportion where slices differ in size."""
     uneven = arrangement.layout.uneven
-    if dimension or uneven is None or len(uneven) > _MOST_ROWS:
+    if dimension or uneven is None or len(uneven) > _MAX_ROWS:
         return 1
     return max(1, round(_LINES_IN_PROPORTION * uneven[position] / max(1, sum(uneven))))
 
@@ -170,7 +170,7 @@ def _height(arrangement: Arrangement, dimension: int, position: int) -> int:
 def _ends(arrangement: Arrangement, dimension: int, position: int) -> bool:
     """Whether a line is drawn after a slice: between few slices, but not between optimizer shards."""
     shards = 1 if dimension else arrangement.layout.shards
-    ruled = shards > 1 or arrangement.layout.cuts[dimension] <= _MOST_RULED
+    ruled = shards > 1 or arrangement.layout.cuts[dimension] <= _MAX_RULED
     return ruled and (position + 1) % shards == 0
 
 
@@ -182,8 +182,8 @@ def _boxed(
     ends: Sequence[bool],
     paint: Paint,
 ) -> list[str]:
-    def rule(left: str, middle: str, right: str) -> str:
-        return left + middle.join("─" * (width + 2) for width in widths) + right
+    def rule(start: str, middle: str, end: str) -> str:
+        return start + middle.join("─" * (width + 2) for width in widths) + end
 
     lines = ["  " + "   ".join(f"{text:{width}}" for text, width in zip(head, widths)).rstrip(), rule("┌", "┬", "┐")]
     for number, (row, height) in enumerate(zip(rows, heights)):
@@ -191,9 +191,9 @@ def _boxed(
         for line in range(max(height, *map(len, folded))):
             cells = []
             for cell, texts, width in zip(row, folded, widths):
-                said = texts[line] if line < len(texts) else ""
-                shown = paint(said, cell.colour) if said and cell.colour is not None else said
-                cells.append(f" {shown}{' ' * (width - len(said))} ")
+                part = texts[line] if line < len(texts) else ""
+                shown = paint(part, cell.colour) if part and cell.colour is not None else part
+                cells.append(f" {shown}{' ' * (width - len(part))} ")
             lines.append("│" + "│".join(cells) + "│")
         if ends[number] and number < len(rows) - 1:
             lines.append(rule("├", "┼", "┤"))

@@ -10,15 +10,15 @@ import click
 from reshard.cli import completion, options
 from reshard.cli.command import argument, command, option
 from reshard.cli.opened import location_json, location_words, number_json, number_words, opened, shape_words
-from reshard.cli.output import alarming, echo_json, listener, say, write_picture
+from reshard.cli.output import alarming, echo_json, listener, write_picture
 from reshard.cli.progress import progress_of
-from reshard.cli.tables import table
+from reshard.cli.tables import alarming_lines, table
 from reshard.errors import UsageError
 from reshard.numbers.statistics import TensorStatistics, statistics_of
 from reshard.plan.edits import edits_of
 from reshard.text.messages import full_text, listing
 from reshard.text.report import Report
-from reshard.text.wording import one_line, plural, printable
+from reshard.text.wording import one_line, plural
 
 FOUND = 4
 """Exit status if a tensor has numbers of --fail-on."""
@@ -68,46 +68,36 @@ def stats(src: str, strategy: Optional[str], fail_on: tuple[str, ...], svg: Opti
     report = Report(listener())
     with opened(src, strategy, typed, report, edits=edits_of(src, typed)) as checkpoint:
         progress = progress_of(quiet, typed["progress"])
-        found = statistics_of(checkpoint, typed["max_memory"] // 2, progress, magnitudes=svg is not None)
+        statistics = statistics_of(checkpoint, typed["max_memory"] // 2, progress, magnitudes=svg is not None)
         step, form = checkpoint.step, checkpoint.form
     if typed["as_json"]:
-        echo_json({"form": form, "step": step, "tensors": [statistics_json(tensor) for tensor in found]})
+        echo_json({"form": form, "step": step, "tensors": [statistics_json(tensor) for tensor in statistics]})
     else:
-        ordered = sorted(found, key=lambda tensor: tensor.first_nonfinite is None)
+        ordered = sorted(statistics, key=lambda tensor: tensor.first_nonfinite is None)
         bad = [tensor for tensor in ordered if tensor.first_nonfinite is not None]
-        _print_bad(bad, verbose)
+        alarming_lines(list(map(_nonfinite_line, bad)))
         table(src, _COLUMNS, [_cells(tensor) for tensor in ordered], _SPARE, range(len(bad)))
-        click.echo(_summary(found))
+        click.echo(_summary(statistics))
     if svg is not None:
         from reshard.pictures.magnitudes import magnitudes_picture
 
-        write_picture(svg, magnitudes_picture(src, found))
-    failures = [line for kind in fail_on for line in _found(kind, found, verbose)]
+        write_picture(svg, magnitudes_picture(src, statistics))
+    failures = [line for kind in fail_on for line in _failure_lines(kind, statistics, verbose)]
     for line in failures:
         click.echo(alarming(line), err=True)
     if failures:
         click.get_current_context().exit(FOUND)
 
 
-# Tensors with a line of their own.
-_MAX_BAD = 20
 _SPARE = ("norm", "zeros", "mean")
 _COLUMNS = ["parameter", "type", "shape", "NaN", "Inf", "zeros", "min", "max", "mean", "norm"]
 
 
-def _print_bad(bad: Sequence[TensorStatistics], verbose: bool) -> None:
-    """Where NaN and infinite elements begin, first of all that is printed."""
-    shown = bad if verbose else bad[:_MAX_BAD]
-    for tensor in shown:
-        assert tensor.first_nonfinite is not None
-        counts = f"{tensor.nan} NaN, {tensor.inf} infinite"
-        click.echo(
-            alarming(
-                printable(f"{one_line(tensor.name)}: {counts}; the first at {location_words(tensor.first_nonfinite)}")
-            )
-        )
-    if len(shown) < len(bad):
-        say(f"... and {plural(len(bad) - len(shown), 'tensor')} more; -v shows all")
+def _nonfinite_line(tensor: TensorStatistics) -> str:
+    """Where NaN and infinite elements begin."""
+    assert tensor.first_nonfinite is not None
+    counts = f"{tensor.nan} NaN, {tensor.inf} infinite"
+    return f"{one_line(tensor.name)}: {counts}; the first at {location_words(tensor.first_nonfinite)}"
 
 
 def _cells(tensor: TensorStatistics) -> list[str]:
@@ -115,21 +105,21 @@ def _cells(tensor: TensorStatistics) -> list[str]:
     return [tensor.name, tensor.dtype, shape_words(tensor.shape), *map(number_words, numbers)]
 
 
-def _summary(found: Sequence[TensorStatistics]) -> str:
-    count = sum(tensor.count for tensor in found)
+def _summary(statistics: Sequence[TensorStatistics]) -> str:
+    count = sum(tensor.count for tensor in statistics)
     nan, inf, zeros = (
-        (sum(numbers) for numbers in zip(*((t.nan, t.inf, t.zeros) for t in found))) if found else (0,) * 3
+        (sum(numbers) for numbers in zip(*((t.nan, t.inf, t.zeros) for t in statistics))) if statistics else (0,) * 3
     )
-    return f"{plural(len(found), 'tensor')}, {plural(count, 'element')}: {nan} NaN, {inf} infinite, {zeros} zero"
+    return f"{plural(len(statistics), 'tensor')}, {plural(count, 'element')}: {nan} NaN, {inf} infinite, {zeros} zero"
 
 
-def _found(kind: str, found: Sequence[TensorStatistics], verbose: bool) -> list[str]:
+def _failure_lines(kind: str, statistics: Sequence[TensorStatistics], verbose: bool) -> list[str]:
     """A line with the tensors that have elements of a kind; none without such tensors."""
-    names = [tensor.name for tensor in found if getattr(tensor, kind)]
+    names = [tensor.name for tensor in statistics if getattr(tensor, kind)]
     if not names:
         return []
-    listed = listing(names)
-    return [f"reshard: {_KINDS[kind]} in {plural(len(names), 'tensor')}: {full_text(listed) if verbose else listed}"]
+    text = listing(names)
+    return [f"reshard: {_KINDS[kind]} in {plural(len(names), 'tensor')}: {full_text(text) if verbose else text}"]
 
 
 def statistics_json(tensor: TensorStatistics) -> dict[str, Any]:

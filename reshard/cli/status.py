@@ -25,68 +25,74 @@ def status(dst: str, as_json: bool) -> None:
     Only the records in DST are read: the source and the strategies are not needed, and runs may be writing
     meanwhile. Checkpoint files of other conversions in DST are listed.
     """
-    found = status_of(dst)
-    others = beside(dst, found.plan)
+    progress = status_of(dst)
+    foreign = beside(dst, progress.plan)
     if as_json:
         echo_json(
             {
-                "complete": found.complete,
-                "form": found.plan.form,
-                "ranks": found.plan.ranks,
-                "wanted": list(found.wanted),
-                "done": list(found.done),
-                "changed": list(found.changed),
-                "missing": list(found.missing),
-                "bytes_done": found.bytes_done,
-                "writing": found.writing,
-                "step": found.plan.step,
-                "manifest": found.manifest,
-                "beside": others,
+                "complete": progress.complete,
+                "form": progress.plan.form,
+                "ranks": progress.plan.ranks,
+                "wanted": list(progress.wanted),
+                "done": list(progress.done),
+                "changed": list(progress.changed),
+                "missing": list(progress.missing),
+                "bytes_done": progress.bytes_done,
+                "writing": progress.writing,
+                "step": progress.plan.step,
+                "manifest": progress.manifest,
+                "beside": foreign,
             }
         )
         return
-    lines = _lines(dst, found)
-    if others:
-        them = "it" if len(others) == 1 else "them"
+    lines = _lines(dst, progress)
+    if foreign:
+        them = "it" if len(foreign) == 1 else "them"
         lines.append(
-            f"files of other origin: {some_names(others)}; remove {them}: loaders may read {them} as part of the "
+            f"files of other origin: {some_names(foreign)}; remove {them}: loaders may read {them} as part of the "
             "checkpoint, and conversions into the directory are refused"
         )
     say("\n".join(lines))
 
 
-def _lines(dst: str, found: Status) -> list[str]:
-    step = f"step {found.plan.step}" if found.plan.step else "a checkpoint without a step in its name"
-    recovery = found.plan.task == "recover"
-    noun = counted_as(found.plan.form)
-    what = f"{'recovery' if recovery else 'conversion'} of {step} to {plural(found.plan.ranks, noun)}"
-    if not form_named(found.plan.form).options.by_rank:
-        what += f" of the form {found.plan.form}"
-    if found.lost_only:
-        what += f", only the lost {counted_ranks(found.wanted)}"
-    lines = [f"{what} ({found.plan.format})"]
+def _lines(dst: str, progress: Status) -> list[str]:
+    step = f"step {progress.plan.step}" if progress.plan.step else "a checkpoint without a step in its name"
+    recovery = progress.plan.task == "recover"
+    noun = counted_as(progress.plan.form)
+    title = f"{'recovery' if recovery else 'conversion'} of {step} to {plural(progress.plan.ranks, noun)}"
+    by_rank = form_named(progress.plan.form).options.by_rank
+    if not by_rank:
+        title += f" of the form {progress.plan.form}"
+    if progress.lost_only:
+        title += f", only the lost {counted_ranks(progress.wanted)}"
+    lines = [f"{title} ({progress.plan.format})"]
     for ranks, words in (
-        (found.done, f"done, {byte_size(found.bytes_done)}"),
-        (found.changed, "changed since they were written"),
-        (found.missing, "missing"),
+        (progress.done, f"done, {byte_size(progress.bytes_done)}"),
+        (progress.changed, "changed since they were written"),
+        (progress.missing, "missing"),
     ):
         if ranks:
-            lines.append(f"{plural(len(ranks), noun)} {words}: {number_ranges(ranks)}")
-    if found.complete:
-        lines.append(f"complete: {found.manifest or 'all lost ranks are written'}")
-    elif found.writing:
+            files = "" if by_rank else f" ({some_names(list(map(progress.plan.file_of, ranks)), 3)})"
+            lines.append(f"{plural(len(ranks), noun)} {words}: {number_ranges(ranks)}{files}")
+    if progress.complete:
+        lines.append(f"complete: {progress.manifest or 'all lost ranks are written'}")
+    elif progress.writing:
         lines.append("a run is writing at this moment")
     else:
-        left = set(found.missing) if found.asked is None else set(found.missing).intersection(found.asked)
-        unasked = set(found.missing).difference(left)
-        if unasked:
-            lines.append(f"not complete: {rank_ranges(unasked, noun)} not requested yet")
-        if left and found.resumable:
-            lines.append(f"not complete: for {rank_ranges(left, noun)}, run: reshard resume {shlex.quote(dst)}")
-        elif not unasked:
-            lines.append(f"not complete: run the original command for {dst} again to write the missing files")
-        if found.changed:
-            changed = rank_ranges(found.changed, noun)
+        requested = progress.missing if progress.requested is None else progress.requested
+        missing = set(progress.missing).intersection(requested)
+        unrequested = set(progress.missing).difference(requested)
+        if unrequested:
+            lines.append(f"not complete: {rank_ranges(unrequested, noun)} not requested yet")
+        lacking = f"for {rank_ranges(missing, noun)}, " if missing else ""
+        if not progress.missing and not progress.changed:
+            lacking = f"{some_names(progress.unfinished)} missing; "
+        if lacking and progress.resumable:
+            lines.append(f"not complete: {lacking}run: reshard resume {shlex.quote(dst)}")
+        elif not unrequested:
+            lines.append(f"not complete: {lacking}run the original command for {dst} again to write the missing files")
+        if progress.changed:
+            changed = rank_ranges(progress.changed, noun)
             cure = "remove the files, and run the command again" if recovery else "reshard by-rank RANK ... --overwrite"
             lines.append(f"to write {changed} again: {cure}")
     return lines

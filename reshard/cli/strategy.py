@@ -1,4 +1,4 @@
-"""Commands that need strategy or group files alone: merge-pipeline, group-info and replicas."""
+"""Commands that read strategy or group files alone: strategy, merge-pipeline, group-info and replicas."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Optional
 import click
 
 from reshard.cli import completion, options
-from reshard.cli.command import Group, command, option
+from reshard.cli.command import Group, LazyGroup, command, option
 from reshard.cli.output import echo_json, is_quiet, say, show_notes
 from reshard.errors import UsageError
 from reshard.text.wording import one_line
@@ -25,6 +25,26 @@ def merge_pipeline(strategy_dir: str, dst_file: str) -> None:
     show_notes(merge(strategy_dir, dst_file))
     if not is_quiet():
         say(f"merged {strategy_dir} into {dst_file}", to_standard_error=True)
+
+
+# Module, attribute and one line of help of each command.
+_COMMANDS = {
+    "check": ("strategy_check", "strategy_check", "Check whether the checkpoint in CKPT was saved with strategy S."),
+    "derive": (
+        "strategy_derive",
+        "strategy_derive",
+        "Derive the strategy of another run from that of one at hand.",
+    ),
+    "diff": ("strategy_diff", "strategy_diff", "Show the differences from strategy A to strategy B."),
+    "make": ("strategy_make", "strategy_make", "Make the strategy of a cluster from rules, without the cluster."),
+    "rules": ("strategy_derive", "strategy_rules", "Print rules for make, as shown by strategies."),
+    "show": ("strategy_show", "strategy_show", "Show layouts, or a picture of the slices of one PARAM."),
+}
+
+
+@click.group("strategy", cls=LazyGroup, entries=_COMMANDS)
+def strategy_group() -> None:
+    """Show strategy files, check them against a checkpoint, and make new ones."""
 
 
 @click.group("group-info", cls=Group)
@@ -96,13 +116,13 @@ def replicas(strategy: Optional[str], group_info: tuple[str, ...], more: tuple[s
     if (strategy is None) == (not group_info):
         raise UsageError("pass either --strategy or --group-info", hint="prefer --strategy, if a strategy file exists")
     if strategy is not None:
-        found = replicas_of_strategy(read_strategy(strategy))
+        result = replicas_of_strategy(read_strategy(strategy))
     else:
         # A shell expands a pattern after --group-info to several words.
-        found = replicas_of_group_infos([read_group_info(path) for path in (*group_info, *more)])
-    show_notes(found.notes)
+        result = replicas_of_group_infos([read_group_info(path) for path in (*group_info, *more)])
+    show_notes(result.notes)
     if as_json:
-        echo_json([{"ranks": list(group.ranks), "stage": group.stage} for group in found.groups])
+        echo_json([{"ranks": list(group.ranks), "stage": group.stage} for group in result.groups])
         return
-    for group in found.groups:
+    for group in result.groups:
         click.echo(str(list(group.ranks)))

@@ -10,12 +10,12 @@ import click
 from reshard.checkpoints import FileHandles
 from reshard.cli import completion, options
 from reshard.cli.command import command, option
-from reshard.cli.layouts import strategy_words
 from reshard.cli.output import echo_json, listener, say
 from reshard.cli.progress import progress_of
+from reshard.cli.strategy_show import strategy_words
 from reshard.convert import usable_cpus
-from reshard.convert.ends import typed_strategy
 from reshard.execute import ExecutionOptions
+from reshard.opened.opening import typed_strategy
 from reshard.source_replicas import Differing
 from reshard.source_replicas.strategy_check import StrategyCheck, check_strategy
 from reshard.storage import storage_of
@@ -30,9 +30,9 @@ from reshard.text.wording import number_ranges, one_line, plural, quoted, rank_r
 DOES_NOT_FIT = 4
 """Exit status of a strategy that does not fit."""
 
-_MOST_PATTERNS = 6
-_MOST_MISFITS = 4
-_MOST_GROUPS = 8
+_MAX_PATTERNS = 6
+_MAX_MISFITS = 4
+_MAX_GROUPS = 8
 
 
 @command(
@@ -59,129 +59,129 @@ def strategy_check(strategy: str, path: str, everything: bool, verbose: bool, **
     checked by shape only, and the output says so.
     """
     report = Report(listener())
-    read = typed_strategy(strategy, report)
+    opened = typed_strategy(strategy, report)
     filters = Filters(typed["include"], typed["exclude"])
-    decryption = options.decryption_of(typed["decrypt_key_file"], typed["decrypt_mode"])
+    decryption = options.decryption_of(typed)
     with FileHandles(decryption=decryption) as handles:
         execution = ExecutionOptions(typed["jobs"] or usable_cpus(), typed["max_memory"], storage=storage_of(path))
         progress = progress_of(typed["quiet"], typed["progress"])
-        found = check_strategy(
-            read, path, typed["step"], typed["file_suffix"], filters, everything, handles, execution, progress, report
+        result = check_strategy(
+            opened, path, typed["step"], typed["file_suffix"], filters, everything, handles, execution, progress, report
         )
     if typed["as_json"]:
-        echo_json(_json(found, strategy, path))
-    elif not (typed["quiet"] and found.fits):
-        say("\n".join(_lines(found, read, path, verbose)))
-    if not found.fits:
+        echo_json(_json(result, strategy, path))
+    elif not (typed["quiet"] and result.fits):
+        say("\n".join(_lines(result, opened, path, verbose)))
+    if not result.fits:
         click.get_current_context().exit(DOES_NOT_FIT)
 
 
-def _lines(found: StrategyCheck, strategy: Strategy, path: str, verbose: bool) -> Iterator[str]:
-    known = {*strategy.parameters, *found.parameters, *found.not_listed, *found.not_described}
+def _lines(result: StrategyCheck, strategy: Strategy, path: str, verbose: bool) -> Iterator[str]:
+    all_names = {*strategy.parameters, *result.parameters, *result.not_listed, *result.not_described}
 
     def names(of: Sequence[str]) -> list[str]:
-        lines = [one_line(name) for name in of] if verbose else pattern_lines(of, known, _MOST_PATTERNS)
+        lines = [one_line(name) for name in of] if verbose else pattern_lines(of, all_names, _MAX_PATTERNS)
         return [f"    {line}" for line in lines]
 
     yield f"strategy: {strategy_words(strategy)}"
-    absent = f", no file of {rank_ranges(found.absent_ranks)}" if found.absent_ranks else ""
-    step = "" if found.step is None else f", {step_words(found.step)}"
-    yield f"checkpoint: {path}{step}, files of {rank_ranges(found.ranks)}{absent}"
+    absent = f", no file of {rank_ranges(result.absent_ranks)}" if result.absent_ranks else ""
+    step = "" if result.step is None else f", {step_words(result.step)}"
+    yield f"checkpoint: {path}{step}, files of {rank_ranges(result.ranks)}{absent}"
     yield ""
-    if found.beyond_ranks:
+    if result.beyond_ranks:
         devices = plural(strategy.device_count, "device")
-        beyond = rank_ranges(found.beyond_ranks)
+        beyond = rank_ranges(result.beyond_ranks)
         yield f"{beyond} have files, but the strategy has {devices}: is a stage's file missing?"
-    if found.parameters:
-        yield f"{plural(len(found.parameters), 'parameter')}: slices have the shapes of the strategy"
-    for misfit in found.misfits[: len(found.misfits) if verbose else _MOST_MISFITS]:
+    if result.parameters:
+        yield f"{plural(len(result.parameters), 'parameter')}: slices have the shapes of the strategy"
+    for misfit in result.misfits[: len(result.misfits) if verbose else _MAX_MISFITS]:
         yield f"{plural(len(misfit.parameters), 'parameter')}: slices have other shapes than in the strategy"
         yield from names(misfit.parameters)
         yield f"  {misfit.detail}"
-    left = sum(len(misfit.parameters) for misfit in found.misfits[_MOST_MISFITS:])
-    if left and not verbose:
-        yield f"{plural(left, 'more parameter')} with other shapes: -v lists all"
-    comparison = found.comparison
+    hidden = sum(len(misfit.parameters) for misfit in result.misfits[_MAX_MISFITS:])
+    if hidden and not verbose:
+        yield f"{plural(hidden, 'more parameter')} with other shapes: -v lists all"
+    comparison = result.comparison
     if comparison.differing:
         count = f"{len(comparison.differing)} of {plural(comparison.check.parameters, 'parameter')} compared"
         yield f"{count} differ between ranks that are replicas in the strategy"
         yield from (f"  {full_text(line) if verbose else line}" for line in comparison.lines())
     else:
         yield str(comparison.check)
-    if found.same_slices:
-        count = plural(len(found.same_slices), "parameter")
+    if result.same_slices:
+        count = plural(len(result.same_slices), "parameter")
         yield f"{count}: ranks hold equal bytes, but different slices in the strategy"
-        yield from names([item.parameter for item in found.same_slices])
-    if found.misplaced:
-        count = plural(len(found.misplaced), "parameter")
+        yield from names([item.parameter for item in result.same_slices])
+    if result.misplaced:
+        count = plural(len(result.misplaced), "parameter")
         yield f"{count}: held by ranks of a stage for which the strategy does not list them"
-        yield from names(found.misplaced)
+        yield from names(result.misplaced)
     if comparison.gradients:
         yield comparison.gradient_warning()
-    if found.alike is not None:
-        groups = _groups(found.alike.groups)
-        yield f"ranks with equal contents of {quoted(found.alike.parameter)}: {groups}"
-    for names_of, what in (
+    if result.alike is not None:
+        groups = _groups(result.alike.groups)
+        yield f"ranks with equal contents of {quoted(result.alike.parameter)}: {groups}"
+    for names_of, reason in (
         (
-            found.not_described,
+            result.not_described,
             "not in the strategy, and different on ranks: their layout is unknown",
         ),
-        (found.not_listed, "not in the strategy: copied unchanged"),
-        (found.not_held, f"listed, but in no file{_weights(found.not_held, known)}"),
+        (result.not_listed, "not in the strategy: copied unchanged"),
+        (result.not_held, f"listed, but in no file{_weights(result.not_held, all_names)}"),
     ):
         if names_of:
-            yield f"{plural(len(names_of), 'parameter')} {what}"
+            yield f"{plural(len(names_of), 'parameter')} {reason}"
             yield from names(names_of)
     yield ""
-    yield _verdict(found)
+    yield _verdict(result)
 
 
-def _weights(names: Sequence[str], known: Container[str]) -> str:
+def _weights(names: Sequence[str], all_names: Container[str]) -> str:
     """The number of weights among them, which are almost always saved."""
-    weights = sum(is_weight(name, known) for name in names)
+    weights = sum(is_weight(name, all_names) for name in names)
     return f" ({plural(weights, 'weight')} among them: is it the strategy of this model?)" if weights else ""
 
 
 def _groups(groups: Sequence[Sequence[int]]) -> str:
     if all(len(group) == 1 for group in groups):
         return "none"
-    shown = "; ".join(number_ranges(group) for group in groups[:_MOST_GROUPS])
-    return shown + (f" and {len(groups) - _MOST_GROUPS} more groups" if len(groups) > _MOST_GROUPS else "")
+    shown = "; ".join(number_ranges(group) for group in groups[:_MAX_GROUPS])
+    return shown + (f" and {len(groups) - _MAX_GROUPS} more groups" if len(groups) > _MAX_GROUPS else "")
 
 
-def _verdict(found: StrategyCheck) -> str:
-    if not found.fits:
-        by_shapes = not found.misfits and not found.beyond_ranks and not found.not_described
-        if by_shapes and found.comparison.differing and found.comparison.likely == "replicas":
+def _verdict(result: StrategyCheck) -> str:
+    if not result.fits:
+        by_shapes = not result.misfits and not result.beyond_ranks and not result.not_described
+        if by_shapes and result.comparison.differing and result.comparison.likely == "replicas":
             return "does not fit: another strategy was used, or replicas have diverged"
         return "does not fit: pass the strategy that this checkpoint was saved with"
-    if not found.comparison.check.tested:
+    if not result.comparison.check.tested:
         return "fits by shapes; no replicas were compared"
     return "fits"
 
 
-def _json(found: StrategyCheck, strategy: str, path: str) -> dict[str, Any]:
-    comparison = found.comparison
+def _json(result: StrategyCheck, strategy: str, path: str) -> dict[str, Any]:
+    comparison = result.comparison
     return {
         "strategy": strategy,
         "checkpoint": path,
-        "step": found.step,
-        "fits": found.fits,
-        "ranks": found.ranks,
-        "absent_ranks": found.absent_ranks,
-        "beyond_ranks": found.beyond_ranks,
-        "parameters": found.parameters,
-        "misfits": [misfit._asdict() for misfit in found.misfits],
-        "not_held": found.not_held,
-        "not_listed": found.not_listed,
-        "not_described": found.not_described,
+        "step": result.step,
+        "fits": result.fits,
+        "ranks": result.ranks,
+        "absent_ranks": result.absent_ranks,
+        "beyond_ranks": result.beyond_ranks,
+        "parameters": result.parameters,
+        "misfits": [misfit._asdict() for misfit in result.misfits],
+        "not_held": result.not_held,
+        "not_listed": result.not_listed,
+        "not_described": result.not_described,
         "replicas": vars(comparison.check),
         "differing": [_differing_row(differing) for differing in comparison.differing],
         "gradients": [_differing_row(differing) for differing in comparison.gradients],
         "likely": comparison.likely if comparison.differing else None,
-        "same_slices": [{"parameter": item.parameter, "ranks": list(item.ranks)} for item in found.same_slices],
-        "misplaced": found.misplaced,
-        "alike": None if found.alike is None else found.alike._asdict(),
+        "same_slices": [{"parameter": item.parameter, "ranks": list(item.ranks)} for item in result.same_slices],
+        "misplaced": result.misplaced,
+        "alike": None if result.alike is None else result.alike._asdict(),
     }
 
 

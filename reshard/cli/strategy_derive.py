@@ -10,12 +10,11 @@ import click
 from reshard.cli import completion, options
 from reshard.cli.command import Choice, command, option
 from reshard.cli.output import say, show_notes
-from reshard.cli.strategy_making import SIZES, SizesType, finish, making, shapes, shapes_of, target_of
-from reshard.cli.strategy_names import names, under_names
+from reshard.cli.strategy_make import SIZES, SizesType, finish, making, names, shapes, shapes_of, target_of, under_names
 from reshard.errors import UsageError
 
 if TYPE_CHECKING:
-    from reshard.strategies.rules import ModelTensors
+    from reshard.strategies.rules import LayoutRules, ModelTensors
     from reshard.strategies.rules.shown import SourceRun
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -23,23 +22,17 @@ F = TypeVar("F", bound=Callable[..., Any])
 _SHAPES = "Full shapes, if SRC does not list them: a checkpoint of any form, the index of one, or a JSON strategy."
 
 
-def _also(command: F) -> F:
-    """Further strategies."""
-    for decorator in (
-        option(
-            "Source", "--also-sizes", multiple=True, type=SizesType(), metavar=SIZES, help="Devices of --also's run."
-        ),
-        option(
-            "Source",
-            "--also",
-            multiple=True,
-            metavar="FILE|DIR",
-            shell_complete=completion.strategies,
-            help="One more strategy of the model (repeatable, with --also-sizes).",
-        ),
-    ):
-        command = decorator(command)
-    return command
+_also = options.together(
+    option(
+        "Source",
+        "--also",
+        multiple=True,
+        metavar="FILE|DIR",
+        shell_complete=completion.strategies,
+        help="One more strategy of the model (repeatable, with --also-sizes).",
+    ),
+    option("Source", "--also-sizes", multiple=True, type=SizesType(), metavar=SIZES, help="Devices of --also's run."),
+)
 
 
 @command(
@@ -101,8 +94,6 @@ def strategy_derive(
     as with make. Only facts shown by SRC, and the strategies of --also, are used: everything they leave open
     is an error that prints the lines that would settle it, for a file that --rules names.
     """
-    from dataclasses import replace
-
     from reshard.strategies.rules import make_strategy, read_rules
     from reshard.strategies.rules.learn import ASSUMPTIONS, check_explained, learn, uneven_source
     from reshard.strategies.rules.pipeline import layer_numbers
@@ -114,37 +105,23 @@ def strategy_derive(
             "--optimizer-shards is missing: the source has optimizer shards, the target may have others",
             hint="pass --optimizer-shards off, -1 for all replicas, or N",
         )
-    said = read_rules(stated, partial=True) if stated is not None else None
+    user_rules = read_rules(stated, partial=True) if stated is not None else None
     if shapes is None and (names is not None or config is not None):
         raise UsageError("--shapes is missing", hint="--names and --config apply to the tensors of --shapes")
-    known = _shapes(sources, shapes, typed)
-    if known is None:
+    tensors = _shapes(sources, shapes, typed)
+    if tensors is None:
         raise UsageError(
             f"--shapes is missing: {src} does not contain tensor shapes",
             hint="pass the checkpoint that was saved with it, or an index of full weights",
         )
     from reshard.strategies.rules.shown import model_of
 
-    model = model_of(sources[0], under_names(known, names, config))
+    model = model_of(sources[0], under_names(tensors, names, config))
     learned = learn(sources, model, assume, dst_sizes)
-    check_explained(learned, said.rules if said is not None else (), sources)
+    check_explained(learned, user_rules.rules if user_rules is not None else (), sources)
     rules = learned.rules
-    if said is not None:
-        pipeline = said.pipeline
-        # Rules of --rules replace derived rules, per weight.
-        first, last = (*pipeline.first, *pipeline.last), rules.pipeline
-        rules = replace(
-            rules,
-            rules=(*said.rules, *rules.rules),
-            pipeline=replace(
-                pipeline,
-                first=(*pipeline.first, *_others(last.first, first)),
-                last=(*pipeline.last, *_others(last.last, first)),
-            ),
-            dtype=said.dtype,
-            optimizer_states=said.optimizer_states,
-            text=said.text,
-        )
+    if user_rules is not None:
+        rules = _merged(user_rules, rules)
     target = target_of(dst_sizes, typed)
     if target.sizes.stages > 1 and target.layers_per_stage is None:
         uneven = uneven_source(sources, layer_numbers(model.weights, rules.pipeline, rules.path))
@@ -161,6 +138,26 @@ def strategy_derive(
     finish("derive", out, stages, rules, model, target, more, (src, *also, shapes, stated, names, config), typed)
 
 
+def _merged(user_rules: LayoutRules, derived: LayoutRules) -> LayoutRules:
+    """Rules of --rules, which replace derived rules per weight, and the derived ones."""
+    from dataclasses import replace
+
+    pipeline, last = user_rules.pipeline, derived.pipeline
+    first = (*pipeline.first, *pipeline.last)
+    return replace(
+        derived,
+        rules=(*user_rules.rules, *derived.rules),
+        pipeline=replace(
+            pipeline,
+            first=(*pipeline.first, *_others(last.first, first)),
+            last=(*pipeline.last, *_others(last.last, first)),
+        ),
+        dtype=user_rules.dtype,
+        optimizer_states=user_rules.optimizer_states,
+        text=user_rules.text,
+    )
+
+
 @command(
     "rules",
     """
@@ -175,7 +172,7 @@ reshard strategy rules llama > model.toml
 @option("Source", "--sizes", type=SizesType(), metavar=SIZES, help="Devices of SRC's run: dp, mp, pp, cp, ep.")
 @_also
 @shapes(f"{_SHAPES} Without, more is left open.")
-@option("Output", "--list", "listed", is_flag=True, help="List the built-in rules.")
+@option("Output", "--list", "as_list", is_flag=True, help="List the built-in rules.")
 @options.names_in_full
 @options.common
 def strategy_rules(
@@ -184,7 +181,7 @@ def strategy_rules(
     also: tuple[str, ...],
     also_sizes: tuple[Any, ...],
     shapes: Optional[str],
-    listed: bool,
+    as_list: bool,
     **typed: Any,
 ) -> None:
     """Print rules for make, as shown by strategies.
@@ -197,7 +194,7 @@ def strategy_rules(
     from reshard.strategies.rules.shown import model_of
     from reshard.strategies.rules.toml_file import builtin_names, builtin_title, rules_named
 
-    if listed:
+    if as_list:
         width = max(map(len, builtin_names()))
         say("\n".join(f"{name:{width}}  {builtin_title(name)}" for name in builtin_names()))
         return
@@ -207,9 +204,9 @@ def strategy_rules(
         click.echo(rules_named(src).text, nl=False)
         return
     sources = _sources(src, sizes, also, also_sizes, ["--sizes"] if sizes is None else [])
-    known = _shapes(sources, shapes, typed)
-    model = model_of(sources[0], known, sources[1:])
-    click.echo(rules_text(learn(sources, model), sources, model, known is not None), nl=False)
+    tensors = _shapes(sources, shapes, typed)
+    model = model_of(sources[0], tensors, sources[1:])
+    click.echo(rules_text(learn(sources, model), sources, model, tensors is not None), nl=False)
 
 
 def _others(names: Sequence[str], stated: Sequence[str]) -> tuple[str, ...]:
@@ -223,11 +220,7 @@ def _others(names: Sequence[str], stated: Sequence[str]) -> tuple[str, ...]:
 def _sources(
     src: str, sizes: Any, also: Sequence[str], also_sizes: Sequence[Any], missing: list[str]
 ) -> list[SourceRun]:
-    """The strategies with their sizes.
-
-    Raises:
-        UsageError: sizes are missing.
-    """
+    """The strategies with their sizes."""
     from reshard.strategies.read import read_recorded
     from reshard.strategies.rules.shown import SourceRun
 
@@ -238,12 +231,12 @@ def _sources(
             f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing",
             hint="device counts do not separate data from model parallelism; pass the sizes of each run: dp=4,mp=2",
         )
-    found = []
+    runs = []
     for path, of_run in zip((src, *also), (sizes, *also_sizes)):
         strategy, recorded = read_recorded(path)
         show_notes(strategy.notes)
-        found.append(SourceRun(strategy, recorded, of_run))
-    return found
+        runs.append(SourceRun(strategy, recorded, of_run))
+    return runs
 
 
 def _shapes(sources: Sequence[SourceRun], path: Optional[str], typed: dict[str, Any]) -> Optional[ModelTensors]:
@@ -252,4 +245,4 @@ def _shapes(sources: Sequence[SourceRun], path: Optional[str], typed: dict[str, 
 
     if path is not None:
         return shapes_of(path, sources[0].strategy, typed)
-    return next((found for source in sources if (found := strategy_shapes(source.strategy)) is not None), None)
+    return next((tensors for source in sources if (tensors := strategy_shapes(source.strategy)) is not None), None)

@@ -8,8 +8,8 @@ import click
 
 from reshard.cli import completion, options
 from reshard.cli.command import command, option
-from reshard.cli.layouts import layout_row, strategy_words
 from reshard.cli.output import echo_json, say, show_notes
+from reshard.cli.strategy_show import layout_row, strategy_words
 from reshard.forms.ranks.holding import Holding
 from reshard.plan.changes import (
     CONTRADICTING,
@@ -31,9 +31,9 @@ from reshard.text.wording import plural, rank_ranges, some_numbers, stepped_rang
 DIFFERENT = 4
 """Exit status of --exit-code where the strategies differ."""
 
-_MOST_PATTERNS = 20
+_MAX_PATTERNS = 20
 # In a line of the summary.
-_MOST_SUMMED = 3
+_MAX_SUMMED = 3
 _EFFECTS = {
     UNCHANGED: "unchanged",
     MOVED: "moved, cut alike but held by other ranks",
@@ -68,74 +68,74 @@ def strategy_diff(source: str, target: str, exit_code: bool, as_json: bool, verb
     """
     before, after = read_strategy(source), read_strategy(target)
     show_notes((*before.notes, *after.notes))
-    found = changes_between(before, after)
+    changes = changes_between(before, after)
     if as_json:
         echo_json(
             {
                 "source": _strategy_row(before),
                 "target": _strategy_row(after),
                 "summary": {
-                    **{effect: len(names) for effect, names in found.by_effect().items()},
-                    "left_out": len(found.left_out),
-                    "missing": len(found.missing),
+                    **{effect: len(names) for effect, names in changes.by_effect().items()},
+                    "left_out": len(changes.left_out),
+                    "missing": len(changes.missing),
                 },
-                "changes": [_change_row(change) for change in found.changes],
-                "left_out": found.left_out,
-                "missing": found.missing,
+                "changes": [_change_row(change) for change in changes.changes],
+                "left_out": changes.left_out,
+                "missing": changes.missing,
             }
         )
     else:
-        say("\n".join(_lines(before, after, found, verbose)))
-    if exit_code and not _same(before, after, found):
+        say("\n".join(_lines(before, after, changes, verbose)))
+    if exit_code and not _same(before, after, changes):
         click.get_current_context().exit(DIFFERENT)
 
 
-def _same(before: Strategy, after: Strategy, found: Changes) -> bool:
+def _same(before: Strategy, after: Strategy, changes: Changes) -> bool:
     """Whether every rank holds the same by both."""
     ranks = [[stage.ranks for stage in strategy.stages] for strategy in (before, after)]
-    changed = found.left_out or found.missing or not all(change.unchanged for change in found.changes)
+    changed = changes.left_out or changes.missing or not all(change.unchanged for change in changes.changes)
     return not changed and ranks[0] == ranks[1]
 
 
-def _lines(before: Strategy, after: Strategy, found: Changes, verbose: bool) -> Iterator[str]:
+def _lines(before: Strategy, after: Strategy, changes: Changes, verbose: bool) -> Iterator[str]:
     yield from (f"{letter}: {strategy_words(strategy)}" for letter, strategy in (("A", before), ("B", after)))
     yield ""
-    yield from _summary(found, verbose)
-    known = {name: None for strategy in (before, after) for name in strategy.parameters}
-    for alike in _alike_but_for_stages(found.changes):
+    yield from _summary(changes, verbose)
+    all_names = {name: None for strategy in (before, after) for name in strategy.parameters}
+    for alike in _alike_but_for_stages(changes.changes):
         yield ""
         yield from _change_lines(alike)
-        yield from _names([name for change in alike for name in change.names], known)
-    for names, where in ((found.left_out, "only in A: left out"), (found.missing, "only in B: missing")):
+        yield from _names([name for change in alike for name in change.names], all_names)
+    for names, where in ((changes.left_out, "only in A: left out"), (changes.missing, "only in B: missing")):
         if names:
             yield ""
             yield f"{plural(len(names), 'parameter')} {where}"
-            yield from _names(names, known)
-    if not found.changes:
+            yield from _names(names, all_names)
+    if not changes.changes:
         yield ""
         yield "no parameter is in both"
-    elif all(change.unchanged for change in found.changes) and not found.left_out and not found.missing:
+    elif all(change.unchanged for change in changes.changes) and not changes.left_out and not changes.missing:
         yield ""
         yield "nothing changes"
-    if any(name.startswith(ACCUMULATED_GRADIENTS) for change in found.changes for name in change.names):
+    if any(name.startswith(ACCUMULATED_GRADIENTS) for change in changes.changes for name in change.names):
         yield ""
         yield f"{ACCUMULATED_GRADIENTS}* is shown as recorded; often the optimizer shard is not made"
 
 
-def _names(names: Sequence[str], known: Container[str]) -> list[str]:
-    return [f"    {line}" for line in pattern_lines(names, known, _MOST_PATTERNS)]
+def _names(names: Sequence[str], all_names: Container[str]) -> list[str]:
+    return [f"    {line}" for line in pattern_lines(names, all_names, _MAX_PATTERNS)]
 
 
-def _summary(found: Changes, verbose: bool) -> Iterator[str]:
+def _summary(changes: Changes, verbose: bool) -> Iterator[str]:
     """A line for all parameters that fare alike: how many, and their names as patterns."""
-    by_effect = found.by_effect()
+    by_effect = changes.by_effect()
     counted = [(by_effect[effect], words) for effect, words in _EFFECTS.items()]
-    counted += [(found.left_out, "only in A, left out"), (found.missing, "only in B, missing")]
+    counted += [(changes.left_out, "only in A, left out"), (changes.missing, "only in B, missing")]
     width = max((len(str(len(names))) for names, _ in counted), default=0)
     for names, words in counted:
         if names:
-            listed = listing(names, _MOST_SUMMED)
-            yield f"{len(names):>{width}} {words}: {listed.full if verbose else listed}"
+            text = listing(names, _MAX_SUMMED)
+            yield f"{len(names):>{width}} {words}: {text.full if verbose else text}"
 
 
 def _alike_but_for_stages(changes: Sequence[Change]) -> list[list[Change]]:
@@ -157,8 +157,8 @@ def _change_lines(alike: Sequence[Change]) -> Iterator[str]:
     elif change.unchanged:
         yield f"{count}: unchanged"
     else:
-        said = [*_stage_changes(alike), *_differences(change)]
-        yield f"{count}: {'; '.join(said) or 'slices on other ranks'}"
+        words = [*_stage_changes(alike), *_differences(change)]
+        yield f"{count}: {'; '.join(words) or 'slices on other ranks'}"
     if len(alike) > 1:
         pairs = [("A", [change.sources[0] for change in alike]), ("B", [change.targets[0] for change in alike])]
         for letter, holdings in pairs[:1] if change.unchanged else pairs:
@@ -166,8 +166,8 @@ def _change_lines(alike: Sequence[Change]) -> Iterator[str]:
             where = f"{_stages(sorted({holding.stage.number for holding in holdings}))}: {rank_ranges(ranks)}"
             yield f"  {'A and B' if change.unchanged else letter}: {where}, {_layout_words(holdings[0])}"
     else:
-        for letter, held in (("A", change.sources), ("B", change.targets)):
-            for holding in held if not (change.unchanged and letter == "B") else ():
+        for letter, of_side in (("A", change.sources), ("B", change.targets)):
+            for holding in of_side if not (change.unchanged and letter == "B") else ():
                 where = f"{holding.stage.label}, {_layout_words(holding)}"
                 yield f"  {'A and B' if change.unchanged else letter}: {where}"
     for move in () if change.unchanged else change.moves:
@@ -184,16 +184,16 @@ def _stage_changes(alike: Sequence[Change]) -> list[str]:
         pairs.setdefault(after, set()).add(before)
     if all(before == {after} for after, before in pairs.items()):
         return []
-    said = (
+    words = (
         f"{_stages(sorted({number for numbers in before for number in numbers}))} -> {_stages(after)}"
         for after, before in sorted(pairs.items())
     )
-    return [", ".join(said)]
+    return [", ".join(words)]
 
 
 def _differences(change: Change) -> list[str]:
     """Differences per target stage; once if equal in all."""
-    said: dict[str, None] = {}
+    lines: dict[str, None] = {}
     for move in change.moves:
         before, after = move.source.layout, move.target.layout
         for dimension, (old, new) in enumerate(zip(before.tensor_cuts, after.tensor_cuts)):
@@ -203,24 +203,26 @@ def _differences(change: Change) -> list[str]:
                     f"{count} by hand" if by_hand and layout.uneven else str(count) if count > 1 else "whole"
                     for layout, count in ((before, old), (after, new))
                 ]
-                said[f"cut of dimension {dimension}: {cuts[0]} -> {cuts[1]}"] = None
+                lines[f"cut of dimension {dimension}: {cuts[0]} -> {cuts[1]}"] = None
         numbers = {
             "optimizer shards": (before.shards, after.shards),
             "replicas": (before.copies, after.copies),
             "devices of the stage": (before.device_count, after.device_count),
         }
-        for what, (old, new) in numbers.items():
+        for title, (old, new) in numbers.items():
             if old != new:
-                words = ["none" if what == "optimizer shards" and number == 1 else str(number) for number in (old, new)]
-                said[f"{what}: {words[0]} -> {words[1]}"] = None
-    return list(said)
+                words = [
+                    "none" if title == "optimizer shards" and number == 1 else str(number) for number in (old, new)
+                ]
+                lines[f"{title}: {words[0]} -> {words[1]}"] = None
+    return list(lines)
 
 
 def _movement(move: Move) -> Iterator[str]:
     if move.kept:
         yield "every rank has its slice already"
         return
-    whole = True
+    unchanged = True
     for dimension, (joined, divided) in enumerate(zip(move.joined, move.divided)):
         along = f"dimension {dimension}"
         if joined.most > 1 and divided.most > 1:
@@ -232,8 +234,8 @@ def _movement(move: Move) -> Iterator[str]:
             yield f"each target slice joins {_span(joined)} source slices of {along}"
         elif divided.most > 1:
             yield f"each source slice is cut in {_span(divided)} along {along}"
-        whole = whole and joined.most <= 1 and divided.most <= 1
-    if whole:
+        unchanged = unchanged and joined.most <= 1 and divided.most <= 1
+    if unchanged:
         yield "unchanged; each is copied from a rank that holds the same slice"
     ranks = "rank" if move.ranks_read.most == 1 else "ranks"
     yield f"each target rank reads {_span(move.ranks_read)} source {ranks}"

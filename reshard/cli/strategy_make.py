@@ -1,17 +1,157 @@
-"""strategy make: the strategy of a run that never was, from rules."""
+"""strategy make: a strategy from rules alone; its options and output are shared with derive."""
 
 from __future__ import annotations
 
-from typing import Any, Optional
+import contextlib
+import os
+import re
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Optional, TypeVar
 
 import click
 
-from reshard.cli import completion
+from reshard._version import __version__
+from reshard.cli import completion, options
 from reshard.cli.command import command, option
-from reshard.cli.output import show_notes
-from reshard.cli.strategy_making import SIZES, SizesType, finish, making, shapes, shapes_of, target_of
-from reshard.cli.strategy_names import check_named, names, under_names
-from reshard.errors import UsageError
+from reshard.cli.output import echo_json, is_quiet, say, show_notes
+from reshard.errors import InputError, StrategyError, UsageError
+from reshard.storage import is_directory
+from reshard.strategies import Strategy
+from reshard.text.messages import listing
+from reshard.text.wording import plural, rank_ranges
+
+if TYPE_CHECKING:
+    from reshard.names import Configuration
+    from reshard.strategies.rules import LayoutRules, MadeStage, ModelTensors, TargetRun
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+SIZES = "dp=N,mp=N"
+
+
+class SizesType(click.ParamType):  # type: ignore[type-arg, unused-ignore]
+    """Devices per kind of parallelism: ``dp=2,mp=4``."""
+
+    name = "sizes"
+
+    def convert(self, value: Any, param: Optional[click.Parameter], ctx: Optional[click.Context]) -> Any:
+        """The sizes."""
+        from reshard.strategies.rules import AxisSizes, parse_sizes
+
+        if isinstance(value, AxisSizes):
+            return value
+        try:
+            return parse_sizes(str(value))
+        except UsageError as error:
+            self.fail(error.message, param, ctx)
+
+
+class _LayersType(click.ParamType):  # type: ignore[type-arg, unused-ignore]
+    """Layers per stage: ``8,8``."""
+
+    name = "layers"
+
+    def convert(self, value: Any, param: Optional[click.Parameter], ctx: Optional[click.Context]) -> tuple[int, ...]:
+        """The numbers."""
+        if isinstance(value, tuple):
+            return value
+        if not re.fullmatch(r"\s*[0-9]{1,6}(\s*,\s*[0-9]{1,6})*\s*", str(value)):
+            self.fail(f"{value!r} is not a list of layer counts such as 8,8", param, ctx)
+        return tuple(int(number) for number in str(value).split(","))
+
+
+class _ShardsType(click.ParamType):  # type: ignore[type-arg, unused-ignore]
+    """Optimizer shards per weight: ``off``, ``-1`` or a number."""
+
+    name = "shards"
+
+    def convert(self, value: Any, param: Optional[click.Parameter], ctx: Optional[click.Context]) -> int:
+        """0 for off."""
+        if value == "off":
+            return 0
+        if re.fullmatch(r"-1|[1-9][0-9]{0,6}", str(value)):
+            return int(value)
+        self.fail(f"{value!r} is neither off, nor -1, nor a number of shards", param, ctx)
+
+
+making = options.together(
+    option(
+        "Target",
+        "--layers-per-stage",
+        type=_LayersType(),
+        metavar="N,N",
+        show_default="even",
+        help="Layers per pipeline stage (MindFormers: offset, num_layer_list); in rounds of all stages where "
+        "they are interleaved (vpp, pp_interleave_num).",
+    ),
+    option(
+        "Target",
+        "--optimizer-shards",
+        type=_ShardsType(),
+        metavar="off|-1|N",
+        help="How the optimizer shards each weight: not at all, over all replicas, or in N.",
+    ),
+    option(
+        "Target",
+        "--optimizer-threshold",
+        type=click.IntRange(min=0, max=2**31),
+        metavar="KIB",
+        show_default="64, as in MindSpore",
+        help="Smaller tensors are not sharded.",
+    ),
+    options.flag("Target", "--weights-only", text="Leave optimizer state out, as for inference."),
+    options.flag("Target", "--overwrite", text="Replace existing strategies at OUT."),
+    options.json_output,
+    options.verbose("Name every parameter in messages."),
+    options.common,
+)
+"""Options of the target."""
+
+names = options.together(
+    option(
+        "Source",
+        "--names",
+        metavar="TABLE",
+        shell_complete=completion.tables,
+        show_default="unchanged",
+        help="Apply this table of names to --shapes first, as convert --names does.",
+    ),
+    option(
+        "Source",
+        "--config",
+        metavar="FILE|DIR",
+        shell_complete=completion.paths,
+        show_default="config.json beside --shapes",
+        help="File with the sizes that the table of names needs.",
+    ),
+)
+"""--names and --config, for `under_names`."""
+
+
+def shapes(text: str) -> Callable[[F], F]:
+    """--shapes, and the key of encrypted files that it names."""
+    shape = option("Source", "--shapes", metavar="CKPT|INDEX|STRATEGY.json", shell_complete=completion.paths, help=text)
+    return lambda command: shape(options.decryption(command))
+
+
+def target_of(sizes: Any, typed: dict[str, Any]) -> TargetRun:
+    """The run that the options describe."""
+    from reshard.strategies.rules import DEFAULT_THRESHOLD, ShardSetting, TargetRun
+
+    threshold = typed["optimizer_threshold"]
+    setting = ShardSetting(typed["optimizer_shards"] or 0, DEFAULT_THRESHOLD if threshold is None else threshold)
+    return TargetRun(sizes, setting, typed["layers_per_stage"], typed["weights_only"])
+
+
+def shapes_of(path: str, strategy: Optional[Strategy], typed: dict[str, Any]) -> ModelTensors:
+    """The tensors that --shapes names."""
+    from reshard.checkpoints import FileHandles
+    from reshard.forms.model_shapes import read_shapes
+    from reshard.text.report import Report
+
+    decryption = options.decryption_of(typed)
+    with FileHandles(decryption=decryption) as handles:
+        return read_shapes(path, strategy, handles, Report())
 
 
 @command(
@@ -79,21 +219,21 @@ def strategy_make(
             hint="pass the tensors' full shapes with --shapes, and the devices with --sizes: --sizes dp=2,mp=4",
         )
     switches = dict(_switch(text) for text in stated)
-    found = rules_named(rules).with_switches(switches)
+    model_rules = rules_named(rules).with_switches(switches)
     source = None if src_strategy is None else read_strategy(src_strategy)
     show_notes(source.notes if source is not None else ())
     tensors = under_names(shapes_of(shapes, source, typed), names, config)
     if names is None:
-        check_named(found, tensors, config)
+        check_named(model_rules, tensors, config)
     target = target_of(sizes, typed)
     where = f"a copy (reshard strategy rules {rules} > model.toml)" if is_builtin(rules) else rules
-    stages = make_strategy(found, tensors, target, f"{where}, before its first [[parameter]]")
+    stages = make_strategy(model_rules, tensors, target, f"{where}, before its first [[parameter]]")
     more = {
         "rules_file": rules,
         **({"set": switches} if switches else {}),
         **({} if names is None else {"names": names}),
     }
-    finish("make", out, stages, found, tensors, target, more, (rules, shapes, src_strategy, names, config), typed)
+    finish("make", out, stages, model_rules, tensors, target, more, (rules, shapes, src_strategy, names, config), typed)
 
 
 def _switch(text: str) -> tuple[str, str]:
@@ -101,3 +241,148 @@ def _switch(text: str) -> tuple[str, str]:
     if not name or not value:
         raise UsageError(f"--set {text}: is not NAME=VALUE, for example vocab_emb_dp=false")
     return name, value
+
+
+def under_names(tensors: ModelTensors, table: Optional[str], config: Optional[str]) -> ModelTensors:
+    """The tensors that a table makes of a model's.
+
+    Raises:
+        UsageError: a configuration without a table.
+        NamesError: the table does not fit.
+    """
+    if table is None:
+        if config is not None:
+            raise UsageError("--config needs --names", hint="name a table: `reshard names list`")
+        return tensors
+    # Loaded only here: most strategies are made for names as they are.
+    from reshard.names import apply_rules, rules_named
+    from reshard.strategies.rules import FullTensor, model_tensors
+
+    sizes = _configuration(tensors, config)
+    shapes = {name: tensor.shape for name, tensor in tensors.weights.items()}
+    applied = apply_rules(rules_named(table), shapes, sizes)
+    renamed = []
+    for name, result in applied.made.items():
+        (dtype, *more_dtypes) = {tensors.weights[source].dtype for source in result.sources}
+        renamed.append(FullTensor(name, result.view.shape, None if more_dtypes else dtype))
+    return model_tensors(tensors.path, renamed, tensors.item_sizes)
+
+
+def _configuration(tensors: ModelTensors, config: Optional[str]) -> Optional[Configuration]:
+    """The file of --config, or the config.json of the checkpoint's directory."""
+    from reshard.names import config_beside, read_config
+
+    place = tensors.path if is_directory(tensors.path) else os.path.dirname(tensors.path)
+    return config_beside(place) if config is None else read_config(config)
+
+
+def check_named(rules: LayoutRules, tensors: ModelTensors, config: Optional[str]) -> None:
+    """Refuse parameters without a rule where built-in tables of names give all of them names that rules fit.
+
+    Raises:
+        StrategyError: names the option that does so.
+    """
+    from reshard.names.tables import builtin_names
+
+    without = _without_rule(rules, tensors)
+    if not without:
+        return
+    fitting = []
+    for table in builtin_names():
+        with contextlib.suppress(InputError):
+            if not _without_rule(rules, under_names(tensors, table, config)):
+                fitting.append(table)
+    if fitting:
+        sizes = _configuration(tensors, config)
+        model_type = None if sizes is None else sizes.get("model_type")
+        options = [f"--names {table}" for table in fitting if table == model_type or model_type not in fitting]
+        raise StrategyError(
+            f"{rules.path}: no rule fits {len(without)} of {plural(len(tensors.weights), 'parameter')} of "
+            f"{tensors.path}, which has names of another model code: " + listing(without),
+            file=tensors.path,
+            parameter=without[0],
+            hint=f"add {' or '.join(options)}",
+        )
+
+
+def _without_rule(rules: LayoutRules, tensors: ModelTensors) -> list[str]:
+    return [name for name in tensors.weights if not any(rule.matches(name) for rule in rules.rules)]
+
+
+def finish(
+    command: str,
+    out: str,
+    stages: Sequence[MadeStage],
+    rules: LayoutRules,
+    tensors: ModelTensors,
+    target: TargetRun,
+    more: dict[str, Any],
+    made_of: Sequence[Optional[str]],
+    typed: dict[str, Any],
+) -> None:
+    """Write a strategy and its record; refuses to overwrite its own input."""
+    from reshard.strategies.one_file import record_path
+    from reshard.strategies.rules import write_strategy
+
+    sizes, shards = target.sizes, target.shards
+    assumed = list(more.get("assumed", ()))
+    if typed["optimizer_shards"] is None and not target.weights_only:
+        assumed.append("the optimizer does not shard, since --optimizer-shards is not given")
+    record = {
+        "reshard": __version__,
+        "command": command,
+        "sizes": {name: size for name, size in sizes.named.items()},
+        "shapes": tensors.path,
+        "layers_per_stage": None if target.layers_per_stage is None else list(target.layers_per_stage),
+        "optimizer_shards": shards.size or "off",
+        "optimizer_threshold": shards.threshold,
+        "weights_only": target.weights_only,
+        "rules": rules.text,
+        **more,
+        "assumed": assumed,
+    }
+    files, notes = write_strategy(
+        out, stages, record, typed["overwrite"], [path for path in made_of if path is not None]
+    )
+    show_notes(notes)
+    parameters = {name for stage in stages for name in stage.layouts}
+    sharded = [sum(layout.shard_size != 0 for layout in stage.layouts.values()) for stage in stages]
+    devices = sizes.stage_devices * sizes.stages
+    if typed["as_json"]:
+        echo_json(
+            {
+                "files": files,
+                "record": record_path(out),
+                "devices": devices,
+                "sizes": record["sizes"],
+                "parameters": len(parameters),
+                "stages": [
+                    {
+                        "stage": stage.number,
+                        "first_rank": stage.first_rank,
+                        "devices": sizes.stage_devices,
+                        "parameters": len(stage.layouts),
+                        "optimizer_sharded": count,
+                    }
+                    for stage, count in zip(stages, sharded)
+                ],
+                "assumed": assumed,
+            }
+        )
+    elif not is_quiet():
+        counts = [plural(devices, "device"), plural(len(stages), "stage"), plural(len(parameters), "parameter")]
+        lines = ["{}: {} in {}, {}".format(out, *counts)]
+        for stage, count in zip(stages, sharded):
+            ranks = rank_ranges(range(stage.first_rank, stage.first_rank + sizes.stage_devices))
+            line = f"  stage {stage.number}: {ranks}, {plural(len(stage.layouts), 'parameter')}"
+            lines.append(line + (f", {count} with optimizer shards" if count else ""))
+        lines.append(f"optimizer shards: {_shards_in_words(target)}")
+        lines += [f"assumed: {assumption}" for assumption in assumed]
+        say("\n".join([*lines, f"how it was made: {record_path(out)}"]))
+
+
+def _shards_in_words(target: TargetRun) -> str:
+    size, threshold = target.shards
+    if not size:
+        return "off"
+    return f"{'as many as replicas' if size < 2 else size} for tensors of {threshold} KiB and more"

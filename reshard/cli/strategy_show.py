@@ -8,11 +8,10 @@ from typing import Any, Callable, Optional
 
 import click
 
-from reshard.cli import advice, completion, options
-from reshard.cli.command import command, option
-from reshard.cli.layouts import layout_row, strategy_words
+from reshard.cli import completion, options
+from reshard.cli.command import command, nearest, option
 from reshard.cli.output import echo_json, paint, say, show_notes, terminal_width, write_picture
-from reshard.cli.strategy_making import SIZES, SizesType
+from reshard.cli.strategy_make import SIZES, SizesType
 from reshard.cli.tables import table
 from reshard.errors import LayoutError, StrategyError, UsageError
 from reshard.forms.ranks.holding import Holding
@@ -28,10 +27,10 @@ from reshard.text.wording import one_line, plural, quoted, some_numbers
 AxisNames = Callable[[str, tuple[int, ...]], tuple[str, ...]]
 """As in `reshard.strategies.rules.shown`, which is imported only when names exist."""
 
-_MOST_PATTERNS = 40
-# So many are listed one by one.
-_FEW_PARAMETERS = 20
-_MOST_MEANT = 12
+_MAX_PATTERNS = 40
+# Lists up to this length are printed in full.
+_MAX_LISTED = 20
+_MAX_CANDIDATES = 12
 _WILD = frozenset("*?[")
 
 
@@ -70,48 +69,46 @@ def strategy_show(
     """
     if svg is not None and parameter is None:
         raise UsageError("--svg draws one parameter: name it after the strategy")
-    found = read_strategy(path)
-    show_notes(found.notes)
+    strategy = read_strategy(path)
+    show_notes(strategy.notes)
     names = _axis_names(path, sizes)
-    chosen = found.parameters if parameter is None else _chosen(found, parameter)
+    chosen = strategy.parameters if parameter is None else _chosen(strategy, parameter)
     if parameter is not None and len(chosen) == 1:
-        _show_parameter(found, chosen[0], names, svg, as_json)
+        _show_parameter(strategy, chosen[0], names, svg, as_json)
         return
     if svg is not None and parameter is not None:
         raise UsageError(f"--svg draws one parameter: {len(chosen)} fit {quoted(parameter)}", parameter=parameter)
     # Nearly always all of them.
-    stages = found.stages if parameter is None else [_narrowed(stage, frozenset(chosen)) for stage in found.stages]
+    stages = (
+        strategy.stages if parameter is None else [_narrowed(stage, frozenset(chosen)) for stage in strategy.stages]
+    )
     if as_json:
         echo_json([row for stage in stages for row in _layout_rows(stage, names)])
         return
-    say(strategy_words(found))
+    say(strategy_words(strategy))
     if parameter is not None:
         say(f"{len(chosen)} parameters match {quoted(parameter)}")
     for stage in stages:
         if parameter is not None and not stage.layouts:
             continue
-        if verbose or len(stage.layouts) <= _FEW_PARAMETERS:
+        if verbose or len(stage.layouts) <= _MAX_LISTED:
             _list_parameters(stage, names)
         else:
             _group_parameters(stage, names)
 
 
 def _chosen(strategy: Strategy, typed: str) -> Sequence[str]:
-    """The parameters that match a name or pattern, in the order of the strategy.
-
-    Raises:
-        UsageError: none matches.
-    """
+    """The parameters that match a name or pattern, in the order of the strategy."""
     if any(typed in stage.layouts for stage in strategy.stages):
         return [typed]
-    found = list(filter(Filters((typed,)).admit, strategy.parameters)) if _WILD.intersection(typed) else []
-    if not found:
+    matches = list(filter(Filters((typed,)).admit, strategy.parameters)) if _WILD.intersection(typed) else []
+    if not matches:
         raise _unknown(strategy, typed)
-    return found
+    return matches
 
 
 def _narrowed(stage: Stage, names: Container[str]) -> Stage:
-    return dataclasses.replace(stage, layouts={name: held for name, held in stage.layouts.items() if name in names})
+    return dataclasses.replace(stage, layouts={name: layout for name, layout in stage.layouts.items() if name in names})
 
 
 def _list_parameters(stage: Stage, names: AxisNames) -> None:
@@ -129,12 +126,12 @@ def _group_parameters(stage: Stage, names: AxisNames) -> None:
         # Thousands of parameters share tens of layout objects.
         key = id(layout), names(name, layout.device_matrix)
         if key not in words:
-            words[key] = tuple(f"{what} {said}" for what, said in _layout_words(layout, key[1]).items())
+            words[key] = tuple(f"{title} {text}" for title, text in _layout_words(layout, key[1]).items())
         groups.setdefault(words[key], []).append(name)
     lines = [f"{stage.label}: {plural(len(stage.layouts), 'parameter')}, {plural(len(groups), 'different layout')}"]
-    for said, of in sorted(groups.items(), key=lambda group: -len(group[1])):
-        lines += ["", plural(len(of), "parameter"), *_flowing(said)]
-        lines += [f"    {line}" for line in pattern_lines(of, stage.layouts, _MOST_PATTERNS)]
+    for text, of in sorted(groups.items(), key=lambda group: -len(group[1])):
+        lines += ["", plural(len(of), "parameter"), *_flowing(text)]
+        lines += [f"    {line}" for line in pattern_lines(of, stage.layouts, _MAX_PATTERNS)]
     click.echo("\n".join([*lines, ""]))
 
 
@@ -175,6 +172,25 @@ def _layout_rows(stage: Stage, names: AxisNames) -> list[dict[str, object]]:
 def _layout_row(layout: Layout, axes: tuple[str, ...]) -> dict[str, object]:
     shape = None if layout.recorded_shape is None else list(layout.recorded_shape)
     return {**layout_row(layout), "axes": list(axes) or None, "shape": shape}
+
+
+def strategy_words(strategy: Strategy) -> str:
+    """A strategy with the numbers of its devices, stages and parameters."""
+    devices, stages = plural(strategy.device_count, "device"), plural(len(strategy.stages), "stage")
+    parameters = "" if strategy.is_none else f", {plural(len(strategy.parameters), 'parameter')}"
+    return f"{strategy.path}: {devices} in {stages}{parameters}"
+
+
+def layout_row(layout: Layout) -> dict[str, object]:
+    """A layout as JSON has it, without the shape, in which layouts differ that cut alike."""
+    return {
+        "device_matrix": list(layout.device_matrix),
+        "tensor_map": [list(axes) for axes in layout.tensor_map],
+        "cuts": list(layout.tensor_cuts),
+        "optimizer_shards": layout.shards,
+        "uneven": list(layout.uneven) if layout.uneven is not None else None,
+        "replicas": layout.copies,
+    }
 
 
 def _axis_names(path: str, sizes: Any) -> AxisNames:
@@ -227,17 +243,17 @@ def _arranged(strategy: Strategy, stage: Stage, name: str, names: AxisNames) -> 
 
 
 def _unknown(strategy: Strategy, name: str) -> UsageError:
-    holding = [known for known in strategy.parameters if name.lower() in known.lower()]
+    holding = [parameter for parameter in strategy.parameters if name.lower() in parameter.lower()]
     if len(holding) > 1:
-        lines = pattern_lines(holding, frozenset(strategy.parameters), _MOST_MEANT)
+        lines = pattern_lines(holding, frozenset(strategy.parameters), _MAX_CANDIDATES)
         return UsageError(
             f"{strategy.path} lists no parameter {quoted(name)}; names that hold this:",
             parameter=name,
             hint="\n".join([*lines, "pass one of these names, or a pattern such as '*.weight'"]),
         )
-    meant = f" Did you mean {quoted(holding[0])}?" if holding else advice.nearest(name, strategy.parameters)
+    advice_text = f" Did you mean {quoted(holding[0])}?" if holding else nearest(name, strategy.parameters)
     return UsageError(
-        f"{strategy.path} lists no parameter {quoted(name)}.{meant}",
+        f"{strategy.path} lists no parameter {quoted(name)}.{advice_text}",
         parameter=name,
         hint="reshard strategy show lists them, without PARAM",
     )
@@ -252,10 +268,10 @@ def _stage_row(arrangement: Arrangement) -> dict[str, object]:
         "in_elements": list(arrangement.in_elements),
         "slices": [
             {
-                "box": [list(interval) for interval in found.box],
-                "shard": found.place[0] % layout.shards if layout.shards > 1 else None,
-                "ranks": list(found.ranks),
+                "box": [list(interval) for interval in part.box],
+                "shard": part.place[0] % layout.shards if layout.shards > 1 else None,
+                "ranks": list(part.ranks),
             }
-            for found in arrangement.slices()
+            for part in arrangement.slices()
         ],
     }

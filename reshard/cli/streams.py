@@ -14,14 +14,14 @@ import os
 import sys
 from typing import Any, Optional, TextIO
 
-_NOBODY_LISTENS = (errno.EPIPE, errno.ECONNRESET, errno.ESHUTDOWN)
-# Click takes ASCII for a mistake and writes UTF-8; by another name it is taken at its word.
+_CLOSED = (errno.EPIPE, errno.ECONNRESET, errno.ESHUTDOWN)
+# Click replaces ASCII by UTF-8, but not an encoding of this name.
 _ASCII = "plain_ascii"
 _LINES = {**dict.fromkeys("┌┬┐├┼┤└┴┘", "+"), "─": "-", "│": "|"}
 
 
 class Lasting(io.RawIOBase):
-    """The bytes of a stream that can be written to whatever becomes of it.
+    """The bytes of a stream; writing never fails, even if the reader has ended.
 
     Args:
         fd: the descriptor.
@@ -49,21 +49,21 @@ class Lasting(io.RawIOBase):
         return self._terminal
 
     def writable(self) -> bool:
-        """It is."""
+        """Always."""
         return True
 
     def write(self, data: Any) -> int:
-        """Write all bytes, or drop them where nothing can be written any more."""
-        left = memoryview(data)
-        while left and not self._lost:
+        """Write all bytes, or drop them if the stream is closed."""
+        view = memoryview(data)
+        while view and not self._lost:
             try:
-                left = left[os.write(self._fd, left) :]
+                view = view[os.write(self._fd, view) :]
             except BlockingIOError:
                 self._wait()
             except OSError as error:
                 self._lost = True
-                gone = error.errno in _NOBODY_LISTENS or (self._terminal and error.errno == errno.EIO)
-                self.error = None if gone else error
+                closed = error.errno in _CLOSED or (self._terminal and error.errno == errno.EIO)
+                self.error = None if closed else error
         return len(data)
 
     def _wait(self) -> None:

@@ -6,20 +6,20 @@ import re
 import sys
 import textwrap
 from collections.abc import Collection, Iterable, Sequence
+from unicodedata import east_asian_width
 
 import click
 
-from reshard.cli.output import alarming, is_verbose, on_terminal, terminal_width
-from reshard.text.wording import one_line
+from reshard.cli.output import alarming, is_verbose, on_terminal, say, terminal_width
+from reshard.text.wording import one_line, plural, printable
 
-# Rich draws so many rows in well below a second.
-_MAX_DRAWN = 1000
 # Columns without a terminal; MindSpore's longest names have about 120 characters.
 _MAX_WIDTH = 400
-# Texts are shortened to so much before a column is left out, and to so little where that is not enough.
+# Texts are shortened to this many characters before a column is left out, and to the minimum if that is not enough.
 _FAIR_TEXT = 32
 _MIN_TEXT = 12
 _GAP = 2
+_MAX_ALARMING = 20
 _NUMBER = re.compile(r"-?|[-+]?(\d[\d,]*\.?\d*(e[-+]?\d+)?|inf|nan)( ?([KMGTPE]i?)?B)?")
 
 
@@ -39,64 +39,54 @@ def table(
         title: its headline; none if empty.
         columns: the heads.
         rows: a text for each column.
-        spare: columns to leave out on a narrow terminal, the first one first.
-        alarming_rows: numbers of the rows that are coloured.
+        spare: columns to leave out on a narrow terminal, in this order.
+        alarming_rows: numbers of rows printed in red.
     """
     width = terminal_width() if on_terminal() else _MAX_WIDTH
-    whole = is_verbose() or not on_terminal()
+    in_full = is_verbose() or not on_terminal()
     cells = [[_cell(text) for text in row] for row in rows]
     heads = list(columns)
-    left_out: list[str] = []
-    while _needed(_widths(heads, cells, _FAIR_TEXT)) > width and len(left_out) < len(spare) and not whole:
-        left_out.append(spare[len(left_out)])
-        place = heads.index(left_out[-1])
+    hidden: list[str] = []
+    while _needed(_widths(heads, cells, _FAIR_TEXT)) > width and len(hidden) < len(spare) and not in_full:
+        hidden.append(spare[len(hidden)])
+        place = heads.index(hidden[-1])
         heads.pop(place)
         cells = [[*row[:place], *row[place + 1 :]] for row in cells]
     if _needed(_widths(heads, cells)) > width:
-        if whole:
+        if in_full:
             click.echo("\n".join([*([title] if title else []), *_listed(heads, cells)]))
             return
         cells = _shortened(heads, cells, width)
     _draw(title, heads, cells, alarming_rows)
-    if left_out:
-        click.echo(f"not shown on this terminal: {', '.join(left_out)}; -v shows all")
+    if hidden:
+        click.echo(f"not shown on this terminal: {', '.join(hidden)}; -v shows all")
 
 
-def _padded(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a table whose columns are as wide as their widest cells, heads included."""
-    numbers = _numeric(columns, rows)
-    widths = _widths(columns, rows)
-    return [
-        (" " * _GAP)
-        .join(f"{cell:>{width}}" if number else f"{cell:{width}}" for cell, width, number in zip(line, widths, numbers))
-        .rstrip()
-        for line in (columns, *rows)
-    ]
+def say_more(hidden: int, noun: str) -> None:
+    """A line about rows that only -v shows, if there are any."""
+    if hidden:
+        say(f"... and {plural(hidden, noun)} more; -v shows all")
+
+
+def alarming_lines(lines: Sequence[str]) -> None:
+    """Lines about tensors, in red; only the first ones without -v."""
+    shown = lines if is_verbose() else lines[:_MAX_ALARMING]
+    for line in shown:
+        click.echo(alarming(printable(line)))
+    say_more(len(lines) - len(shown), "tensor")
 
 
 def _draw(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], coloured: Collection[int]) -> None:
-    lines = _padded(columns, rows)
+    numbers = _numeric(columns, rows)
+    widths = _widths(columns, rows)
     # A blank line replaces a title, and follows every table.
-    click.echo(title)
-    if len(rows) > _MAX_DRAWN:
-        head, *body = lines
-        painted = (alarming(line) if number in coloured else line for number, line in enumerate(body))
-        click.echo("\n".join([head, *painted, ""]))
-        return
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    shown = Table(box=None, padding=(0, _GAP, 0, 0), pad_edge=False)
-    for column, number in zip(columns, _numeric(columns, rows)):
-        shown.add_column(Text(column), justify="right" if number else "left", no_wrap=True)
-    for place, row in enumerate(rows):
-        shown.add_row(*map(Text, row), style="red" if place in coloured else None)
-    console = Console(width=max(map(len, lines)) + 1, highlight=False)
-    # Through click, because rich ends the process with status 1 when a reader like `head` has enough.
-    with console.capture() as printed:
-        console.print(shown)
-    click.echo("\n".join([*(line.rstrip() for line in printed.get().splitlines()), ""]))
+    lines = [title]
+    for place, row in enumerate((columns, *rows), -1):
+        spaces = [" " * (width - _width(cell)) for cell, width in zip(row, widths)]
+        cells = (space + cell if number else cell + space for cell, space, number in zip(row, spaces, numbers))
+        line = (" " * _GAP).join(cells).rstrip()
+        lines.append(alarming(line) if place in coloured else line)
+    click.echo("\n".join([*lines, ""]))
 
 
 def _numeric(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[bool]:
@@ -106,7 +96,7 @@ def _numeric(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[bool
 
 def _widths(columns: Sequence[str], rows: Sequence[Sequence[str]], text: int = sys.maxsize) -> list[int]:
     """The width of every column where texts are shortened to ``text``."""
-    widths = [max(map(len, column)) for column in zip(columns, *rows)]
+    widths = [max(map(_width, column)) for column in zip(columns, *rows)]
     numbers = _numeric(columns, rows)
     return [
         width if number else max(len(head), min(width, text)) for head, width, number in zip(columns, widths, numbers)
@@ -135,25 +125,33 @@ def _middle_out(text: str, most: int) -> str:
         return text
     mark = _cell("…")
     mark = mark if len(mark) == 1 else "..."
-    kept = max(0, most - len(mark))
-    gone = len(text) - kept
-    starts = range(kept // 4, kept - kept // 4 + 1)
-    start = min(starts, key=lambda at: (sum(map(str.isdigit, text[at : at + gone])), abs(at - kept // 2)))
-    return text[:start] + mark + text[start + gone :]
+    length = max(0, most - len(mark))
+    cut = len(text) - length
+    starts = range(length // 4, length - length // 4 + 1)
+    start = min(starts, key=lambda at: (sum(map(str.isdigit, text[at : at + cut])), abs(at - length // 2)))
+    return text[:start] + mark + text[start + cut :]
 
 
 def _listed(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterable[str]:
     """A table's rows below each other: the first cell on a line of its own, then the others with their heads."""
     width = terminal_width() - 4
-    for first, *others in rows:
+    for first, *cells in rows:
         yield first
-        cells = (f"{head} {text}" for head, text in zip(columns[1:], others))
         yield textwrap.fill(
-            ", ".join(cells), width, initial_indent="    ", subsequent_indent="    ", break_long_words=False
+            ", ".join(f"{head} {text}" for head, text in zip(columns[1:], cells)),
+            width,
+            initial_indent="    ",
+            subsequent_indent="    ",
+            break_long_words=False,
         )
 
 
+def _width(text: str) -> int:
+    """Columns of a text: East Asian characters take two."""
+    return len(text) if text.isascii() else sum(1 + (east_asian_width(character) in "WF") for character in text)
+
+
 def _cell(text: str) -> str:
-    """Text on one line as it will be seen, for columns that are aligned."""
+    """Text on one line as it is printed, so that columns align."""
     encoding = sys.stdout.encoding or "utf-8"
     return one_line(text).encode(encoding, "backslashreplace").decode(encoding)

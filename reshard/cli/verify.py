@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Optional
 
 import click
 
-from reshard.checkpoints import FileHandles
 from reshard.cli import completion, options
 from reshard.cli.command import command, option
 from reshard.cli.output import alarming, echo_json, is_verbose, listener
 from reshard.cli.progress import progress_of
-from reshard.convert import usable_cpus
-from reshard.convert.ends import typed_strategy
+from reshard.convert.ends import options_of
 from reshard.convert.recorded import EDITS, merge_hint, was_merged
-from reshard.convert.verifying import against_manifest, of_ranks, verify_with_source
+from reshard.convert.verifying import against_manifest, of_ranks, reading_sources, verify_with_source
 from reshard.errors import TargetError, UsageError
 from reshard.forms.registry import counted_as, form_named, form_of
+from reshard.opened.opening import typed_strategy
 from reshard.records import read_manifest
 from reshard.records.status import status_of
 from reshard.strategies import Strategy
@@ -29,10 +28,7 @@ from reshard.text.name_filters import Filters
 from reshard.text.report import Report
 from reshard.text.wording import plural, printable, quoted, rank_ranges
 from reshard.verification.difference import Difference
-from reshard.verification.end_to_end import (
-    verify_copies,
-    verify_replicas,
-)
+from reshard.verification.end_to_end import verify_copies, verify_replicas
 from reshard.verification.reading import Means
 from reshard.verification.sources import CheckpointPlace, RecordedCrcs
 
@@ -96,84 +92,91 @@ def verify(
 
     With --replicas, ranks of OUT that should hold the same slices are compared with each other.
     """
-    if headers_only and (replicas or src is not None):
-        raise UsageError("--headers-only is for OUT alone", hint="--src and --replicas compare contents")
     report = Report(listener())
     filters = Filters(typed["include"], typed["exclude"])
-    decryption = options.decryption_of(typed["decrypt_key_file"], typed["decrypt_mode"])
-    found: list[Difference] = []
-    unchecked: list[int] = []
-    noun, merged = "rank", False
-    verdict = ""
-    with FileHandles(decryption=decryption) as handles:
-        progress = progress_of(typed["quiet"], typed["progress"])
-        means = Means(handles, typed["jobs"] or usable_cpus(), typed["max_memory"], progress)
-        crcs = RecordedCrcs(means, report) if typed["crc"] == "auto" else None
-        if replicas and not form_named(form_of(out)).options.by_rank:
-            if strategy is not None or typed["file_suffix"] is not None:
-                raise UsageError(
-                    f"{out}: is of the form {form_of(out)}; --strategy and --file-suffix are for rank trees",
-                    hint="leave them out",
-                )
-            whole = CheckpointPlace(out, form_of(out), Strategy.none(), typed["step"])
-            differing, verdict = verify_copies(whole, filters, means, report, crcs)
-            found += differing
-        elif replicas:
-            if strategy is None:
-                raise UsageError("--strategy is missing", hint="--replicas needs the strategy of OUT")
-            differing, verdict = verify_replicas(
-                out, typed_strategy(strategy, report), typed["step"], typed["file_suffix"], filters, means, report, crcs
-            )
-            found += differing
-        elif strategy is not None:
-            raise UsageError(
-                "--strategy needs --replicas",
-                hint="to compare with the source, pass --src SRC with --src-strategy and --dst-strategy",
-            )
-        if src is not None:
-            strategies = {"src_strategy": src_strategy, "dst_strategy": dst_strategy}
-            found += verify_with_source(out, src, {**typed, **strategies}, ranks, filters, means, report, crcs)
-            verdict = f"verified: no differences from {src}"
-        elif any(typed[name] for name in EDITS):
-            raise UsageError("--src is missing", hint="options of names and types need --src SRC")
-        elif src_strategy is not None or dst_strategy is not None:
-            raise UsageError("--src is missing", hint="--src-strategy and --dst-strategy need --src SRC")
-        elif not replicas:
-            if filters.include or filters.exclude:
-                raise UsageError(
-                    "--include and --exclude need --src or --replicas",
-                    hint="OUT alone is compared with its manifest, file by file",
-                )
-            manifest = of_ranks(read_manifest(out), ranks)
-            noun, merged = counted_as(manifest.plan.form), was_merged(out, manifest.plan)
-            if headers_only:
-                without = tuple(file._replace(crc32=None) for file in manifest.files)
-                manifest = dataclasses.replace(manifest, files=without)
-            found += against_manifest(out, manifest, ranks, means)
-            unchecked = [file.rank for file in manifest.files if file.crc32 is None]
-            verdict = "verified: no differences from the manifest in sizes, headers and checksums"
-            if unchecked:
-                verdict = (
-                    f"no differences in sizes and headers; contents of {rank_ranges(unchecked, noun)} were not compared"
-                )
-                _warn_of_changed(out, unchecked, noun, report)
-        means.check_unchanged()
-    if typed["as_json"]:
-        echo_json({"differences": [difference._asdict() for difference in found], "unchecked_ranks": unchecked})
-    if unchecked and not found and not headers_only:
-        # Users may delete the source after this output: it must not look like a check of contents.
-        with_source = f"reshard verify {shlex.quote(out)} --src SRC"
+    strategies = {"src_strategy": src_strategy, "dst_strategy": dst_strategy}
+    if headers_only and (replicas or src is not None):
+        raise UsageError("--headers-only is for OUT alone", hint="--src and --replicas compare contents")
+    if strategy is not None and not replicas:
         raise UsageError(
-            f"{out}: contents of {rank_ranges(unchecked, noun)} were not compared: the manifest has no checksums of "
-            "them; sizes and headers match it",
-            hint=f"to compare them with the source: {merge_hint(out) if merged else with_source}\n"
-            "add --headers-only if names and sizes are enough; convert --checksum crc32 records checksums",
+            "--strategy needs --replicas",
+            hint="to compare with the source, pass --src SRC with --src-strategy and --dst-strategy",
         )
-    tell_differences(found, typed["quiet"], not typed["as_json"], verdict)
+    if src is None and any(typed[name] for name in EDITS):
+        raise UsageError("--src is missing", hint="options of names and types need --src SRC")
+    if src is None and any(strategies.values()):
+        raise UsageError("--src is missing", hint="--src-strategy and --dst-strategy need --src SRC")
+    if src is None and not replicas and (filters.include or filters.exclude):
+        raise UsageError(
+            "--include and --exclude need --src or --replicas",
+            hint="OUT alone is compared with its manifest, file by file",
+        )
+    differences: list[Difference] = []
+    verdict = ""
+    manifest = None
+    progress = progress_of(typed["quiet"], typed["progress"])
+    with reading_sources(options_of(typed), progress, report) as (means, crcs):
+        if replicas:
+            differences, verdict = _compare_replicas(out, strategy, typed, filters, means, report, crcs)
+        if src is not None:
+            differences += verify_with_source(out, src, {**typed, **strategies}, ranks, filters, means, report, crcs)
+            verdict = f"verified: no differences from {src}"
+        elif not replicas:
+            manifest = of_ranks(read_manifest(out), ranks)
+            if headers_only:
+                manifest = replace(manifest, files=tuple(file._replace(crc32=None) for file in manifest.files))
+            differences = against_manifest(out, manifest, ranks, means)
+            verdict = "verified: no differences from the manifest in sizes, headers and checksums"
+    unchecked = [] if manifest is None else [file.rank for file in manifest.files if file.crc32 is None]
+    if typed["as_json"]:
+        echo_json({"differences": [difference._asdict() for difference in differences], "unchecked_ranks": unchecked})
+    if manifest is not None and unchecked:
+        noun = counted_as(manifest.plan.form)
+        contents = f"contents of {rank_ranges(unchecked, noun)} were not compared"
+        _warn_of_changed(out, unchecked, noun, report)
+        if not differences and not headers_only:
+            # Users may delete the source after this output: it must not look like a check of contents.
+            with_source = f"reshard verify {shlex.quote(out)} --src SRC"
+            raise UsageError(
+                f"{out}: {contents}: the manifest has no checksums of them; sizes and headers match it",
+                hint="to compare them with the source: "
+                f"{merge_hint(out) if was_merged(out, manifest.plan) else with_source}\n"
+                "add --headers-only if names and sizes are enough; convert --checksum crc32 records checksums",
+            )
+        verdict = f"no differences in sizes and headers; {contents}"
+    print_differences(differences, typed["quiet"], not typed["as_json"], verdict)
 
 
-def tell_differences(
-    found: Sequence[Difference],
+def _compare_replicas(
+    out: str,
+    strategy: Optional[str],
+    typed: Mapping[str, Any],
+    filters: Filters,
+    means: Means,
+    report: Report,
+    crcs: Optional[RecordedCrcs],
+) -> tuple[list[Difference], str]:
+    """Differences between copies of the same slices, and the verdict without any."""
+    form = form_of(out)
+    if form_named(form).options.by_rank:
+        if strategy is None:
+            raise UsageError("--strategy is missing", hint="--replicas needs the strategy of OUT")
+        source = typed_strategy(strategy, report)
+        differing, verdict = verify_replicas(
+            out, source, typed["step"], typed["file_suffix"], filters, means, report, crcs
+        )
+    elif strategy is not None or typed["file_suffix"] is not None:
+        raise UsageError(
+            f"{out}: is of the form {form}; --strategy and --file-suffix are for rank trees", hint="leave them out"
+        )
+    else:
+        place = CheckpointPlace(out, form, Strategy.none(), typed["step"])
+        differing, verdict = verify_copies(place, filters, means, report, crcs)
+    return list(differing), verdict
+
+
+def print_differences(
+    differences: Sequence[Difference],
     quiet: bool,
     to_standard_output: bool = False,
     verdict: str = "verified: no differences",
@@ -181,25 +184,25 @@ def tell_differences(
     """Print the differences, with -v each of them, and a line that sums up; with any, end with exit status 4.
 
     Args:
-        found: the differences.
+        differences: the differences.
         quiet: print nothing without differences.
         to_standard_output: where the differences go; the rest goes to standard error.
         verdict: the line without differences; none if empty.
     """
-    for line in map(str, found) if is_verbose() else _folded(found):
+    for line in map(str, differences) if is_verbose() else _folded(differences):
         click.echo(printable(line), err=not to_standard_output)
-    if found:
-        text = f"reshard: {plural(len(found), 'difference')}: this checkpoint must not be used"
+    if differences:
+        text = f"reshard: {plural(len(differences), 'difference')}: this checkpoint must not be used"
         click.echo(alarming(text), err=True)
         click.get_current_context().exit(DIFFERENT)
     if verdict and not quiet:
         click.echo(printable(verdict), err=True)
 
 
-def _folded(found: Sequence[Difference]) -> list[str]:
+def _folded(differences: Sequence[Difference]) -> list[str]:
     """Differences in few lines: parameters that are wrong alike together."""
     alike: dict[object, list[Difference]] = {}
-    for number, difference in enumerate(found):
+    for number, difference in enumerate(differences):
         if difference.parameter is None:
             alike[number] = [difference]
             continue
@@ -209,8 +212,8 @@ def _folded(found: Sequence[Difference]) -> list[str]:
     for group in alike.values():
         names = [difference.parameter for difference in group if difference.parameter is not None]
         lines.append(str(group[0]._replace(parameter=None)) if not names else group[0].of(listing(names)))
-    left = sum(map(len, [*alike.values()][MOST_LINES:]))
-    return [*lines[:MOST_LINES], *([f"... and {plural(left, 'more difference')}; -v shows all"] if left else [])]
+    hidden = sum(map(len, [*alike.values()][MOST_LINES:]))
+    return [*lines[:MOST_LINES], *([f"... and {plural(hidden, 'more difference')}; -v shows all"] if hidden else [])]
 
 
 def _warn_of_changed(out: str, unchecked: Sequence[int], noun: str, report: Report) -> None:

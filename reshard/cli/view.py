@@ -17,7 +17,7 @@ from reshard.text.report import Report
 from reshard.text.wording import plural
 
 if TYPE_CHECKING:
-    from reshard.view.subject import Subject
+    from reshard.inspection.subject import Subject
 
 
 def _html_path(_: click.Context, __: click.Parameter, value: Optional[str]) -> Optional[str]:
@@ -58,34 +58,30 @@ def view(src: str, output: Optional[str], stats: bool, **typed: Any) -> None:
     the bytes and requests from each source rank to each target rank of a conversion. Only headers and strategies
     are read; --stats reads all tensors. The page is one file that loads nothing and opens in any browser.
     """
+    from reshard.inspection.subject import subject_of
     from reshard.strategies import NONE
     from reshard.view.data import page_data
     from reshard.view.page import page
-    from reshard.view.subject import subject_of
 
     report = Report(listener())
     path = output or f"{os.path.basename(src.rstrip('/')) or 'checkpoint'}.html".replace("{rank}", "rank")
     _check_replaceable(path)
     source = typed["src_strategy"]
-    decryption = options.decryption_of(typed["decrypt_key_file"], typed["decrypt_mode"])
+    decryption = options.decryption_of(typed)
     strategy = None
     if source is not None:
-        from reshard.convert.ends import typed_strategy
+        from reshard.opened.opening import typed_strategy
 
         strategy = typed_strategy(NONE if source == "None" else source, report)
     subject = subject_of(src, strategy, typed["step"], typed["file_suffix"], decryption)
     moves = None if typed["dst_strategy"] is None else _moves(src, typed, subject)
-    found = _statistics(src, typed, subject) if stats else None
-    data = {**page_data(subject, strategy), "moves": moves, "statistics": found}
+    statistics = _statistics(src, typed, subject) if stats else None
+    data = {**page_data(subject, strategy), "moves": moves, "statistics": statistics}
     write_file(path, page(data), "wrote")
 
 
 def _check_replaceable(path: str) -> None:
-    """Refuse to replace a file that is no page of this command.
-
-    Raises:
-        UsageError: there is one.
-    """
+    """Refuse to replace a file that is no page of this command."""
     from reshard.storage import exists, is_directory, opened_regular, read_range
     from reshard.view.page import MARK
 
@@ -99,42 +95,31 @@ def _check_replaceable(path: str) -> None:
 
 
 def _moves(src: str, typed: Mapping[str, Any], subject: Subject) -> Optional[dict[str, Any]]:
-    """What a conversion moves; None where it is refused, which is then a problem on the page."""
+    """The bytes that a conversion moves; None if it is refused, which the page lists as a problem."""
     from reshard.cli.opened import effort_of
-    from reshard.convert.ends import read_ends
-    from reshard.plan.request import Request
+    from reshard.convert.ends import read_ends, request_of
     from reshard.view.moves import moves_data
 
     report = Report()
-    ends = read_ends(src, {**typed, "to": None, "format": "same", "max_shard_size": None}, report)
-    request = Request(
-        src=src,
-        dst=os.curdir,
-        source=ends.source,
-        target=ends.target,
-        form=ends.form,
-        to=ends.to,
-        step=typed["step"],
-        file_suffix=typed["file_suffix"],
-    )
+    request = request_of(src, os.curdir, None, typed, read_ends(src, typed, report))
     effort = effort_of(typed)
-    decryption = options.decryption_of(typed["decrypt_key_file"], typed["decrypt_mode"])
+    decryption = options.decryption_of(typed)
     try:
-        found = moves_data(request, effort.jobs, effort.max_memory, report, decryption)
+        moves = moves_data(request, effort.jobs, effort.max_memory, report, decryption)
     except InputError as error:
         subject.add(0, f"a conversion to {typed['dst_strategy']} is refused: {error.message}", error.hint)
         return None
     for text in report.warnings:
         subject.add(1, f"conversion to {typed['dst_strategy']}: {text}")
-    return found
+    return moves
 
 
-# Of what `stats --json` prints; the page knows types and shapes.
+# Columns of `stats --json`; the page has types and shapes already.
 _STATISTICS = ("name", "count", "nan", "inf", "zeros", "min", "max", "mean", "norm", "first_nonfinite")
 
 
 def _statistics(src: str, typed: Mapping[str, Any], subject: Subject) -> Optional[list[list[Any]]]:
-    """Statistics of every tensor; None where these cannot be read, which is then a problem on the page."""
+    """Statistics of every tensor; None if tensors cannot be read, which the page lists as a problem."""
     from reshard.cli.opened import opened
     from reshard.cli.progress import progress_of
     from reshard.cli.stats import statistics_json
@@ -143,19 +128,21 @@ def _statistics(src: str, typed: Mapping[str, Any], subject: Subject) -> Optiona
     from reshard.view.numbers import levels
 
     report = Report()
-    # One file is shown as whole without a strategy; its statistics need none either.
+    # A single file is shown without a strategy, so its statistics need none.
     default = NONE if subject.checkpoint is not None and subject.form.options.needs_strategy else None
     try:
         with opened(src, typed["src_strategy"] or default, typed, report) as checkpoint:
-            found = statistics_of(checkpoint, typed["max_memory"] // 2, progress_of(is_quiet(), None), magnitudes=True)
+            statistics = statistics_of(
+                checkpoint, typed["max_memory"] // 2, progress_of(is_quiet(), None), magnitudes=True
+            )
     except InputError as error:
         subject.add(1, f"statistics were not computed: {error.message}", error.hint)
         return None
-    bad = [tensor.name for tensor in found if tensor.first_nonfinite is not None]
+    bad = [tensor.name for tensor in statistics if tensor.first_nonfinite is not None]
     if bad:
         subject.add(0, f"{plural(len(bad), 'tensor')} with NaN or Inf: {listing(bad, 6)}")
     rows = []
-    for tensor in found:
+    for tensor in statistics:
         row = statistics_json(tensor)
         rows.append([*(row[key] for key in _STATISTICS), levels(tensor.magnitudes)])
     return rows

@@ -19,8 +19,8 @@ from distributed.comm.registry import get_backend
 
 from reshard._version import __version__
 from reshard.checkpoints import CheckpointIndex
-from reshard.cluster.running import LOST, MAX_END_SECONDS, Item, ItemProgress, Running, gone
-from reshard.cluster.tasks import INSTALL, Work, check_crc, not_seen, packed, unseen_paths, write_targets
+from reshard.cluster.running import LOST, MAX_END_SECONDS, Item, ItemProgress, Running, lost_scheduler
+from reshard.cluster.tasks import INSTALL, Work, check_crc, invisible_paths, not_visible, packed, write_targets
 from reshard.convert import Options
 from reshard.errors import DamagedCheckpointError, InputError, ReshardError, RetryableError, UnwritableError, UsageError
 from reshard.execute import Progress
@@ -91,7 +91,7 @@ class Cluster:
             _check_version(version, f"Dask worker {worker}")
         paths = list(plan.checkpoint.files.values())
         keys = [] if self._options.decryption is None else [self._options.decryption.shared_file]
-        self._check_seen({paths[0], paths[-1], *keys})
+        self._check_visible({paths[0], paths[-1], *keys})
 
     def check_crcs(self, files: Sequence[CheckpointIndex]) -> Mapping[str, DamagedCheckpointError]:
         """Check the CRCs of source files, each in a task of its own; see `convert.Workers`."""
@@ -114,7 +114,7 @@ class Cluster:
 
     def write(self, plan: Plan, work: Sequence[int], sources: str, sign: str, progress: Progress) -> None:
         """Write and record targets of a conversion, in tasks; see `convert.Workers`."""
-        self._check_seen({os.path.dirname(sign), sign})
+        self._check_visible({os.path.dirname(sign), sign})
         with self._lost_if_silent():
             threads = max(1, sum(self._client.nthreads().values()))
         items = _items(plan, work, threads)
@@ -130,7 +130,7 @@ class Cluster:
         reported = ItemProgress(items, progress)
         failures: dict[int, ReshardError] = {}
         tasks = [(write_targets, work_bytes, number, item.ranks) for number, item in enumerate(items)]
-        with Running(self._client, self._address, self._report, tasks, run, reported.heard, sign) as running:
+        with Running(self._client, self._address, self._report, tasks, run, reported.add_event, sign) as running:
             for number, outcome in running.outcomes():
                 if not isinstance(outcome, ReshardError):
                     reported.finished(number, outcome)
@@ -168,22 +168,22 @@ class Cluster:
         try:
             yield
         except LOST as error:
-            raise gone(self._address) from error
+            raise lost_scheduler(self._address) from error
 
     def _ask(self, function: Callable[..., Any], *arguments: Any) -> dict[str, Any]:
         """The result of every worker that is not lost meanwhile."""
         with self._lost_if_silent():
             answers = self._client.run(function, *arguments, on_error="return")
-        found = {worker: answer for worker, answer in answers.items() if not isinstance(answer, LOST)}
-        for answer in found.values():
+        results = {worker: answer for worker, answer in answers.items() if not isinstance(answer, LOST)}
+        for answer in results.values():
             if isinstance(answer, Exception):
                 raise answer
-        return found
+        return results
 
-    def _check_seen(self, paths: Iterable[str]) -> None:
-        for worker, unseen in self._ask(unseen_paths, sorted(map(_absolute, paths))).items():
-            if unseen:
-                raise not_seen(unseen, worker)
+    def _check_visible(self, paths: Iterable[str]) -> None:
+        for worker, invisible in self._ask(invisible_paths, sorted(map(_absolute, paths))).items():
+            if invisible:
+                raise not_visible(invisible, worker)
 
 
 def _items(plan: Plan, work: Sequence[int], threads: int) -> list[Item]:
@@ -215,8 +215,8 @@ def _absolute(path: str) -> str:
 
 def _check_version(version: Optional[str], who: str) -> None:
     if version != __version__:
-        has = "has no reshard" if version is None else f"has reshard {version}"
-        raise InputError(f"{who} {has}, this machine has {__version__}", hint=INSTALL)
+        state = "has no reshard" if version is None else f"has reshard {version}"
+        raise InputError(f"{who} {state}, this machine has {__version__}", hint=INSTALL)
 
 
 def scheduler_address(typed: str) -> str:
@@ -252,8 +252,8 @@ def scheduler_address(typed: str) -> str:
 
 def _check_form(address: str, file: Optional[str] = None) -> None:
     """Refuse anything but ``scheme://host:port`` before Dask parses it."""
-    found = _ADDRESS.fullmatch(address)
-    if found is None or not 0 < int(found[1]) < 1 << 16:
+    match = _ADDRESS.fullmatch(address)
+    if match is None or not 0 < int(match[1]) < 1 << 16:
         shown = address if len(address) < 80 else f"{address[:80]}..."
         where = "" if file is None else f"{file}: "
         raise UsageError(

@@ -48,7 +48,7 @@ class Running:
         report: gets a warning if there are no workers.
         tasks: functions and their arguments; the client's version is added before these.
         run: name of the run in the tasks' events.
-        heard: called with an event's task number and the event.
+        on_event: called with an event's task number and the event.
         sign: file that represents the client: running tasks end when it is removed.
     """
 
@@ -59,7 +59,7 @@ class Running:
         report: Report,
         tasks: Sequence[tuple[Any, ...]],
         run: str = "",
-        heard: Callable[[int, Mapping[str, Any]], None] = lambda number, message: None,
+        on_event: Callable[[int, Mapping[str, Any]], None] = lambda number, message: None,
         sign: Optional[str] = None,
     ) -> None:
         self._client = client
@@ -67,7 +67,7 @@ class Running:
         self._report = report
         self._tasks = tasks
         self._run = run
-        self._heard = heard
+        self._on_event = on_event
         self._sign = sign
         self._futures: list[Future] = []
         # Finished futures and events, from Dask's threads.
@@ -113,7 +113,7 @@ class Running:
             if isinstance(news, Future):
                 yield numbers.pop(news.key), self._result(news)
             else:
-                self._heard(news["item"], news)
+                self._on_event(news["item"], news)
 
     def _event(self, event: tuple[float, Mapping[str, Any]]) -> None:
         if event[1].get("run") == self._run:
@@ -125,7 +125,7 @@ class Running:
             with contextlib.suppress(OSError):
                 store_of(self._sign).touch(unlinked(self._sign))
         if self._client.status != "running":
-            raise gone(self._address)
+            raise lost_scheduler(self._address)
         with contextlib.suppress(*LOST):
             if not self._client.nthreads():
                 self._report.warn("the Dask cluster has no workers at this moment; waiting for them")
@@ -136,9 +136,9 @@ class Running:
             if error is None and not future.cancelled():
                 return future.result()
         except (*LOST, *_CANCELLED) as lost:
-            raise gone(self._address) from lost
+            raise lost_scheduler(self._address) from lost
         if error is None or isinstance(error, _CANCELLED):
-            raise gone(self._address)
+            raise lost_scheduler(self._address)
         if isinstance(error, ReshardError):
             return error
         if isinstance(error, KilledWorker):
@@ -177,7 +177,7 @@ class ItemProgress:
         self._bytes = [0] * len(items)
         self._committed: set[int] = set()
 
-    def heard(self, number: int, message: Mapping[str, Any]) -> None:
+    def add_event(self, number: int, message: Mapping[str, Any]) -> None:
         """Add a task's event: written bytes, and committed ranks with their files' sizes."""
         self._wrote(number, message["bytes"])
         for name, count in message["overflows"].items():
@@ -208,7 +208,7 @@ class ItemProgress:
             self._progress.committed(rank, size)
 
 
-def gone(address: str) -> RetryableError:
+def lost_scheduler(address: str) -> RetryableError:
     """The error for a lost scheduler."""
     return RetryableError(
         f"the Dask scheduler at {address} is gone, or has dropped the work",

@@ -57,26 +57,26 @@ class Work:
     fixed_jobs: bool
 
 
-def packed(given: object) -> bytes:
+def packed(parameters: object) -> bytes:
     """Bytes of a task's parameters: Dask must not unpack them, because another version of reshard could not."""
-    return zlib.compress(pickle.dumps(given))
+    return zlib.compress(pickle.dumps(parameters))
 
 
-def _unpacked(given: bytes) -> Any:
-    return pickle.loads(zlib.decompress(given))
+def _unpacked(data: bytes) -> Any:
+    return pickle.loads(zlib.decompress(data))
 
 
-def unseen_paths(paths: Sequence[str]) -> list[str]:
+def invisible_paths(paths: Sequence[str]) -> list[str]:
     """The paths that do not exist on this machine."""
     deadline = time.monotonic() + _MAX_SEEN_SECONDS
     while True:
-        unseen = [path for path in paths if status_at(path) is None]
-        if not unseen or time.monotonic() > deadline:
-            return unseen
+        invisible = [path for path in paths if status_at(path) is None]
+        if not invisible or time.monotonic() > deadline:
+            return invisible
         time.sleep(0.1)
 
 
-def not_seen(paths: Sequence[str], worker: str) -> InputError:
+def not_visible(paths: Sequence[str], worker: str) -> InputError:
     """The error for paths that a worker lacks."""
     return InputError(
         f"Dask worker {worker} does not see {some_names(paths, 1)}",
@@ -114,8 +114,8 @@ def write_targets(
     def write() -> dict[int, int]:
         work: Work = _unpacked(packed)
         worker = get_worker()
-        if unseen_paths([os.path.dirname(work.sign)]):
-            raise not_seen([os.path.dirname(work.sign)], worker.address)
+        if invisible_paths([os.path.dirname(work.sign)]):
+            raise not_visible([os.path.dirname(work.sign)], worker.address)
         reporter = _Reporter(work, number, worker.log_event)
         reporter.check_client()
         jobs = work.options.jobs if work.fixed_jobs else min(work.options.jobs, worker.state.nthreads)
@@ -123,7 +123,7 @@ def write_targets(
         with prepare(work.request, options, progress=reporter) as prepared:
             # The client may have ended while the worker planned.
             reporter.check_client()
-            summary = prepared.carry_out(reporter)
+            summary = prepared.carry_out()
         return {rank: store_of(path).status(path).size for rank, path in summary.target_files.items()}
 
     return _outcome(version, write)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, NamedTuple, Optional
 
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.decryption import decryption_of
 from reshard.convert.options import Options
-from reshard.defaults import usable_cpus
+from reshard.defaults import DEFAULT_PREFIX, usable_cpus
 from reshard.errors import UsageError
 from reshard.forms.form import Form, Layouts
 from reshard.forms.registry import (
@@ -21,11 +21,11 @@ from reshard.forms.registry import (
     read_checkpoint,
     strategy_of,
 )
-from reshard.forms.target import FileId
+from reshard.opened.opening import typed_strategy
 from reshard.plan.edits import NO_EDITS, Edits, edits_of
 from reshard.plan.request import Request
 from reshard.storage import asks_once
-from reshard.strategies import NONE, SAME, Strategy, read_strategy, required_strategies, shards_of
+from reshard.strategies import NONE, SAME, Strategy, required_strategies, shards_of
 from reshard.text.name_filters import Filters
 from reshard.text.report import Report
 
@@ -56,15 +56,15 @@ def read_ends(src: str, typed: Mapping[str, Any], report: Report) -> Ends:
     """
     form = form_named(form_of(src))
     source_path, target_path = typed["src_strategy"], typed["dst_strategy"]
-    name = typed["to"] or (FORMS[0].name if target_path is not None or form.options.by_rank else None)
+    name = typed.get("to") or (FORMS[0].name if target_path is not None or form.options.by_rank else None)
     if name is None and form.options.layouts is Layouts.WHOLE and (typed.get("dequantize") or typed.get("cast")):
         # Other types of the same weights are the whole conversion.
         name = form.name
     if name is None:
-        *others, last = (each.name for each in FORMS[1:])
+        *names, last = (each.name for each in FORMS[1:])
         raise UsageError(
             f"--dst-strategy or --to is missing: {src} is of the form {form.name}",
-            hint=f"add --dst-strategy FILE for rank files, or --to {', '.join(others)} or {last}",
+            hint=f"add --dst-strategy FILE for rank files, or --to {', '.join(names)} or {last}",
         )
     to = form_named(name)
     _check(src, form, to, typed)
@@ -92,13 +92,13 @@ def read_ends(src: str, typed: Mapping[str, Any], report: Report) -> Ends:
     return Ends(form.name, source, to.name, target)
 
 
-def told_by(src: str, ends: Ends, step: str) -> Ends:
+def with_recorded_target(src: str, ends: Ends, step: str) -> Ends:
     """The same with the target strategy that the source records.
 
     Args:
         src: the source.
         ends: as typed.
-        step: that is read.
+        step: the step to read.
 
     Raises:
         ReshardError: the source cannot be read, or records no strategy.
@@ -106,7 +106,7 @@ def told_by(src: str, ends: Ends, step: str) -> Ends:
     if not ends.target.is_untold:
         return ends
     if shards_of(ends.target.path) is not None:
-        # Rows of everything are cut, and which shapes they have only the conversion has to know.
+        # Verification compares full tensors, so it does not need the shapes of the cut rows.
         return ends._replace(target=Strategy.none())
     with FileHandles() as handles:
         # Reading the tensors later prints the warnings.
@@ -135,23 +135,11 @@ def _check(src: str, form: Form, to: Form, typed: Mapping[str, Any]) -> None:
     if not to.options.shards and target is not None and shards_of(target) is not None:
         sharded = " and ".join(f"--to {each.name}" for each in FORMS if each.options.shards)
         raise UsageError(f"--shards goes with {sharded}", hint="name a strategy: --dst-strategy FILE or DIR")
-    if typed["format"] not in (None, "same", *to.options.formats):
+    if typed.get("format") not in (None, "same", *to.options.formats):
         raise UsageError(f"--to {to.name} writes .{to.options.formats[0]} files", hint="leave out --format")
-    if not to.options.shard_size and typed["max_shard_size"] is not None:
+    if not to.options.shard_size and typed.get("max_shard_size") is not None:
         sized = " and ".join(f"--to {each.name}" for each in FORMS if each.options.shard_size)
         raise UsageError(f"--max-shard-size is for {sized}", hint="remove --max-shard-size")
-
-
-def typed_strategy(path: str, report: Report) -> Strategy:
-    """The strategy at a path; its notes go to the report.
-
-    Raises:
-        ReshardError: it cannot be read.
-    """
-    strategy = read_strategy(path)
-    for note in strategy.notes:
-        report.note(note)
-    return strategy
 
 
 def check_verifiable(request: Request, options: Options) -> None:
@@ -203,11 +191,11 @@ def request_of(
         dst=dst,
         source=ends.source,
         target=ends.target,
-        files=None if ranks is None else tuple(map(FileId, ranks)),
-        prefix=typed["prefix"],
+        files=None if ranks is None else tuple(ranks),
+        prefix=typed.get("prefix", DEFAULT_PREFIX),
         format=typed.get("format", "same"),
         step=typed["step"],
-        fallback=not typed["no_fallback"],
+        fallback=not typed.get("no_fallback"),
         file_suffix=typed["file_suffix"],
         filters=Filters(typed.get("include", ()), typed.get("exclude", ())),
         strict=typed.get("strict", False),
@@ -219,22 +207,14 @@ def request_of(
     )
 
 
-def options_of(typed: Mapping[str, Any], **others: Any) -> Options:
-    """How a conversion is carried out, by its parameters; ``others`` are attributes of `Options` that are none.
+def options_of(typed: Mapping[str, Any], **attributes: Any) -> Options:
+    """How a conversion is carried out, by those of its parameters that `Options` has; ``attributes`` override them.
 
     Raises:
         UsageError: a decryption mode without a key.
         InputError: the key cannot be read.
     """
-    return Options(
-        jobs=typed["jobs"] or usable_cpus(),
-        max_memory=typed["max_memory"],
-        io=typed["io"],
-        crc=typed["crc"],
-        check_replicas=typed["check_replicas"],
-        checksum=typed["checksum"],
-        overwrite=typed["overwrite"],
-        accept_changed_source=typed["accept_changed_source"],
-        decryption=decryption_of(typed["decrypt_key_file"], typed["decrypt_mode"]),
-        **{"verify": typed.get("verify", False), "dry_run": typed.get("dry_run", False), **others},
-    )
+    values = {field.name: typed[field.name] for field in fields(Options) if field.name in typed}
+    values["jobs"] = typed["jobs"] or usable_cpus()
+    values["decryption"] = decryption_of(typed["decrypt_key_file"], typed["decrypt_mode"])
+    return Options(**{**values, **attributes})

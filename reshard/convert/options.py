@@ -34,12 +34,11 @@ class Options:
             ``verify``; ``all`` compares everything, ``never`` nothing.
         checksum: ``crc32`` computes a checksum of every target file, ``none`` does not.
         overwrite: replace existing targets.
-        adding: one of several runs that fill the same directory rank by rank; what the others wrote may
-            stay beside a target that is replaced.
+        adding: one of several runs that fill the same directory rank by rank; targets of other runs may stay beside
+            a replaced one.
         dry_run: plan and check everything, write nothing.
         share: index and count, where several runs divide the target ranks among them.
-        part: only some of the target ranks asked for, on behalf of a run that has begun; everything is
-            planned as for all of them.
+        part: only some of the requested target ranks, for another run that has begun; the plan covers all of them.
         lost_only: when recovering, write only ranks that are lost or damaged.
         accept_changed_source: continue although existing targets were made from other source files.
         verify: the caller verifies the result afterwards; it is recorded.

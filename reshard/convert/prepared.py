@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -11,15 +10,15 @@ from typing import Optional
 
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import GlobalTensor
-from reshard.convert.given_command import given_command
 from reshard.convert.options import Options
+from reshard.convert.recorded import command_of
 from reshard.convert.source_crcs import Check, SourceCrcs, damaged_files
 from reshard.convert.summary import Phases, Summary, totals_of
 from reshard.convert.target_directory import TargetDirectory
-from reshard.convert.writing import Workers, Writing
+from reshard.convert.writing import State, Workers, Writing
 from reshard.errors import IncompleteSourceError, RetryableError, UsageError
 from reshard.execute import ExecutionOptions, Progress
-from reshard.execute.destination import Space, check_apart, check_bucket, check_disjoint, check_space, space_for
+from reshard.execute.destination import check_apart, check_bucket, check_disjoint, check_space
 from reshard.execute.reader import CHUNK_BYTES, BoxReader
 from reshard.forms.ranks.checkpoint import RankCheckpoint, rank_checkpoint_of
 from reshard.forms.ranks.naming import check_prefix
@@ -54,14 +53,14 @@ def transform(
         request: source, target and selection.
         options: how.
         report: gets warnings and notes as they come.
-        progress: counts bytes as they are written.
+        progress: counts bytes that are read and written.
         workers: the processes that write the targets; None for this one.
 
     Raises:
         ReshardError: the conversion is impossible, or failed; no partial file is left.
     """
     with prepare(request, options, report, progress) as prepared:
-        return prepared.carry_out(progress, workers)
+        return prepared.carry_out(workers)
 
 
 @contextlib.contextmanager
@@ -74,7 +73,7 @@ def prepare(
         request: source, target and selection.
         options: how.
         report: gets warnings and notes as they come.
-        progress: counts bytes that are read for CRCs.
+        progress: counts bytes that are read and written.
 
     Raises:
         ReshardError: the conversion is impossible; nothing has been written.
@@ -88,209 +87,30 @@ def prepare(
         check_disjoint(request.src, (), request.dst)
     additions = request.edits.additions
     with FileHandles(decryption=options.decryption) if additions is None else additions.handles as handles:
-        preparation = _Preparation(request, options, handles, report or Report(), progress or Progress())
-        yield Prepared(preparation, preparation.state())
-
-
-class State:
-    """The plan and its remaining work; made again if source files turn out to be damaged.
-
-    Attributes:
-        plan: the plan.
-        execution: options of the byte transfer.
-        asked: this run's share of the requested target files, ascending.
-        work: the ones that are not written yet.
-        directory: the records of targets; None without records.
-        sizes: size of each of ``work``, in bytes.
-    """
-
-    def __init__(
-        self,
-        plan: Plan,
-        execution: ExecutionOptions,
-        asked: tuple[int, ...],
-        work: tuple[int, ...],
-        directory: Optional[TargetDirectory],
-    ) -> None:
-        self.plan = plan
-        self.execution = execution
-        self.asked = asked
-        self.work = work
-        self.directory = directory
-        self.sizes = plan.file_bytes(work)
-
-    @property
-    def space(self) -> list[Space]:
-        """Needed and free bytes on every file system below the target directory."""
-        needed = [(os.path.dirname(self.plan.path(file)), size) for file, size in self.sizes.items()]
-        if self.work and self.directory is not None:
-            needed += [(self.plan.request.dst, file.size or 0) for file in self.plan.form.finishing()]
-        return space_for(needed)
-
-
-class _Preparation:
-    """Plans without damaged source files, and compares with the target directory."""
-
-    def __init__(
-        self, request: Request, options: Options, handles: FileHandles, report: Report, progress: Progress
-    ) -> None:
-        self.options = options
-        self.handles = handles
-        self.report = report
-        self.request = request
-        self.started = time.monotonic()
-        self._progress = progress
-        self._sampler = SourceSampler(handles)
-        self.crcs = SourceCrcs(request.damaged, report, self._sampler)
-        self.swap_test = SwapTest(request.source, request.target, handles)
-
-    def swap_reported(self) -> contextlib.AbstractContextManager[None]:
-        """Errors in this block mention swapped strategies, if the files show it."""
-        by_rank = all(form_named(form).options.by_rank for form in (self.request.form, self.request.to))
-        if not by_rank or not self.request.edits.is_empty:
-            return contextlib.nullcontext()
-        return self.swap_test.told(self.request.src, self.request.step, self.request.file_suffix)
-
-    def state(self) -> State:
-        """Plan.
-
-        Raises:
-            ReshardError: the conversion is impossible.
-        """
-        with self.swap_reported():
-            return self._state()
-
-    def _state(self) -> State:
-        options = self.options
-        while True:
-            plan = self._plan()
-            request = plan.request
-            sources = plan.checkpoint.files.values()
-            if request.exact_file:
-                strategies = (s.path for s in (request.source, request.target) if not s.is_none)
-                check_apart(request.dst, sources, strategies)
-            else:
-                check_disjoint(request.src, sources, request.dst, (plan.path(file) for file in plan.asked))
-            asked = self._share(plan)
-            directory = self._directory(plan, asked)
-            if directory is None or options.crc == "never":
-                break
-            suspects = [plan.checkpoint.indexes[holder] for holder in directory.suspects()]
-            if not self.crcs.find(plan.checkpoint, suspects, self.check(plan, self._progress)):
-                break
-        if directory is not None and options.part is not None and options.part.sources != directory.sources:
-            raise RetryableError(
-                f"{request.src}: source files have changed since the conversion was begun",
-                hint="wait until the source is written completely, then run the same command again",
-            )
-        work = asked if directory is None else tuple(directory.survey())
-        return State(plan, self._writing(plan, work), asked, work, directory)
-
-    def _plan(self) -> Plan:
-        """The plan; a recovery uses only files whose CRC is right, where they record one."""
-        options = self.options
-        while True:
-            request = replace(self.request, damaged=dict(self.crcs.damaged))
-            try:
-                plan = make_plan(request, self.handles, self.report)
-            except IncompleteSourceError as error:
-                if self.crcs.damaged:
-                    error.hint = "; ".join(filter(None, [error.hint, "to skip CRC checks: --crc never"]))
-                raise
-            if not request.recover or options.crc == "never" or options.dry_run:
-                return plan
-            # Damaged files count as lost, which changes the requested ranks.
-            if not self.crcs.find(plan.checkpoint, plan.checkpoint.indexes.values(), self.check(plan, self._progress)):
-                return plan
-
-    def _share(self, plan: Plan) -> tuple[int, ...]:
-        """The requested target files that this run writes."""
-        options = self.options
-        asked: tuple[int, ...] = plan.asked
-        if options.lost_only:
-            asked = tuple(file for file in asked if plan.form.taken_over(file) is None)
-        if options.share is not None:
-            asked = share_of(plan.data_bytes(asked), *options.share)
-        if options.part is not None:
-            asked = tuple(file for file in asked if file in options.part.ranks)
-        return asked
-
-    def _directory(self, plan: Plan, asked: tuple[int, ...]) -> Optional[TargetDirectory]:
-        if plan.request.exact_file:
-            return None
-        options = self.options
-        return TargetDirectory(
-            plan,
-            asked,
-            self._sampler,
-            self.report,
-            overwrite=options.overwrite,
-            adding=options.adding,
-            checksum=options.checksum == "crc32",
-            part=options.part is not None,
-            damaged=self.crcs.files,
-            accept_changed_source=options.accept_changed_source,
-            given=given_command(plan, options),
-            lost_only=options.lost_only,
-            # This run writes every file of the target directory.
-            whole=plan.request.files is None if options.lost_only else len(asked) == plan.form.count,
-        )
-
-    def execution(self, plan: Plan) -> ExecutionOptions:
-        """Options of the byte transfer."""
-        options = self.options
-        example = next(iter(plan.checkpoint.files.values()), None)
-        storage = storage_of(example) if example is not None else LOCAL
-        return ExecutionOptions(options.jobs, options.max_memory, options.io, storage, options.checksum == "crc32")
-
-    def _writing(self, plan: Plan, work: Sequence[int]) -> ExecutionOptions:
-        """Options of the byte transfer for some target files.
-
-        Raises:
-            UsageError: the memory is too small for the store's upload buffers.
-        """
-        store = store_of(plan.request.dst)
-        execution = replace(self.execution(plan), target=store.costs(plan.request.dst))
-        sizes = plan.file_bytes(work)
-        part = max(map(store.part_bytes, sizes.values()), default=0)
-        if part:
-            together = max(1, min(MOST_MEMBERS, execution.max_memory // (_GROUPS * 2 * part)))
-            together = max(map(len, plan.reading_groups(work, together)))
-        else:
-            # Each thread may open a whole group of targets and its sources: keep below the limit of open files.
-            limit = self.handles.limit // 4
-            together = MOST_MEMBERS if len(work) <= limit else limit // execution.threads
-            together = max(1, min(MOST_MEMBERS, together))
-        found = replace(execution, together=together, part_bytes=part, files=len(sizes), nbytes=sum(sizes.values()))
-        if part and found.max_memory < found.least_memory:
-            needed = -(-found.least_memory // (1 << 20))
-            raise UsageError(
-                f"--max-memory {found.max_memory:,} bytes: too small for the object store's parts of {part:,} bytes, "
-                "which stay in memory until uploaded",
-                hint=f"pass at least --max-memory {needed}M; some hundred MB are faster",
-            )
-        return found
-
-    def check(self, plan: Plan, progress: Progress, workers: Optional[Workers] = None) -> Check:
-        """The function that checks CRCs: of the workers, or of this process, which workers need for archives."""
-        if workers is not None and not any(index.archived for index in plan.checkpoint.indexes.values()):
-            return workers.check_crcs
-        execution = self.execution(plan)
-        return lambda files: damaged_files(files, execution, self.handles, self.report, progress)
+        yield Prepared(request, options, handles, report or Report(), progress or Progress())
 
 
 class Prepared:
-    """A planned conversion, compared with the target directory.
+    """A planned conversion without damaged source files, compared with the target directory.
 
     Attributes:
         state: the plan and its remaining work.
     """
 
-    def __init__(self, preparation: _Preparation, state: State) -> None:
-        self.state = state
-        self._preparation = preparation
-        self._options = preparation.options
-        self._report = preparation.report
+    def __init__(
+        self, request: Request, options: Options, handles: FileHandles, report: Report, progress: Progress
+    ) -> None:
+        self._started = time.monotonic()
+        self._request = request
+        self._options = options
+        self._handles = handles
+        self._report = report
+        self._progress = progress
+        self._sampler = SourceSampler(handles)
+        self._crcs = SourceCrcs(request.damaged, report, self._sampler)
+        self._swap_test = SwapTest(request.source, request.target, handles)
+        with self._swap_reported():
+            self.state = self._plan_work()
         self._planned = time.monotonic()
 
     @property
@@ -298,18 +118,121 @@ class Prepared:
         """The plan."""
         return self.state.plan
 
-    def carry_out(self, progress: Optional[Progress] = None, workers: Optional[Workers] = None) -> Summary:
+    def _swap_reported(self) -> contextlib.AbstractContextManager[None]:
+        """Errors in this block mention swapped strategies, if the files show it."""
+        by_rank = all(form_named(form).options.by_rank for form in (self._request.form, self._request.to))
+        if not by_rank or not self._request.edits.is_empty:
+            return contextlib.nullcontext()
+        return self._swap_test.told(self._request.src, self._request.step, self._request.file_suffix)
+
+    def _plan_work(self) -> State:
+        """Plan, and compare with the target directory."""
+        options = self._options
+        while True:
+            plan = self._made_plan()
+            request = plan.request
+            sources = plan.checkpoint.files.values()
+            if request.exact_file:
+                strategies = (s.path for s in (request.source, request.target) if not s.is_none)
+                check_apart(request.dst, sources, strategies)
+            else:
+                check_disjoint(request.src, sources, request.dst, (plan.path(file) for file in plan.asked))
+            requested = self._share(plan)
+            directory = None
+            if not request.exact_file:
+                command = command_of(plan, options)
+                directory = TargetDirectory(
+                    plan, options, requested, self._sampler, self._report, self._crcs.files, command
+                )
+            if directory is None or options.crc == "never":
+                break
+            suspects = [plan.checkpoint.indexes[holder] for holder in directory.suspects()]
+            if not self._crcs.find(plan.checkpoint, suspects, self._check_of(plan)):
+                break
+        if directory is not None and options.part is not None and options.part.sources != directory.sources:
+            raise RetryableError(
+                f"{request.src}: source files have changed since the conversion was begun",
+                hint="wait until the source is written completely, then run the same command again",
+            )
+        work = requested if directory is None else tuple(directory.survey())
+        return State(plan, self._writing(plan, work), requested, work, directory)
+
+    def _made_plan(self) -> Plan:
+        """The plan; a recovery uses only files whose CRC is right, where they record one."""
+        options = self._options
+        while True:
+            request = replace(self._request, damaged=dict(self._crcs.damaged))
+            try:
+                plan = make_plan(request, self._handles, self._report)
+            except IncompleteSourceError as error:
+                if self._crcs.damaged:
+                    error.hint = "; ".join(filter(None, [error.hint, "to skip CRC checks: --crc never"]))
+                raise
+            if not request.recover or options.crc == "never" or options.dry_run:
+                return plan
+            # Damaged files count as lost, which changes the requested ranks.
+            if not self._crcs.find(plan.checkpoint, plan.checkpoint.indexes.values(), self._check_of(plan)):
+                return plan
+
+    def _share(self, plan: Plan) -> tuple[int, ...]:
+        """The requested target files that this run writes."""
+        options = self._options
+        files: tuple[int, ...] = plan.asked
+        if options.lost_only:
+            files = tuple(file for file in files if plan.form.taken_over(file) is None)
+        if options.share is not None:
+            files = share_of(plan.data_bytes(files), *options.share)
+        if options.part is not None:
+            files = tuple(file for file in files if file in options.part.ranks)
+        return files
+
+    def _execution(self, plan: Plan) -> ExecutionOptions:
+        """Options of the byte transfer."""
+        options = self._options
+        example = next(iter(plan.checkpoint.files.values()), None)
+        storage = storage_of(example) if example is not None else LOCAL
+        return ExecutionOptions(options.jobs, options.max_memory, options.io, storage, options.checksum == "crc32")
+
+    def _writing(self, plan: Plan, work: Sequence[int]) -> ExecutionOptions:
+        """Options of the byte transfer for some target files."""
+        store = store_of(plan.request.dst)
+        execution = replace(self._execution(plan), target=store.costs(plan.request.dst))
+        sizes = plan.file_bytes(work)
+        part = max(map(store.part_bytes, sizes.values()), default=0)
+        if part:
+            together = max(1, min(MOST_MEMBERS, execution.max_memory // (_GROUPS * 2 * part)))
+            together = max(map(len, plan.reading_groups(work, together)))
+        else:
+            # Each thread may open a whole group of targets and its sources: keep below the limit of open files.
+            limit = self._handles.limit // 4
+            together = MOST_MEMBERS if len(work) <= limit else limit // execution.threads
+            together = max(1, min(MOST_MEMBERS, together))
+        execution = replace(execution, together=together, part_bytes=part, files=len(sizes), nbytes=sum(sizes.values()))
+        if part and execution.max_memory < execution.least_memory:
+            needed = -(-execution.least_memory // (1 << 20))
+            raise UsageError(
+                f"--max-memory {execution.max_memory:,} bytes: too small for the object store's parts of {part:,} "
+                "bytes, which stay in memory until uploaded",
+                hint=f"pass at least --max-memory {needed}M; some hundred MB are faster",
+            )
+        return execution
+
+    def _check_of(self, plan: Plan, workers: Optional[Workers] = None) -> Check:
+        """The function that checks CRCs: of the workers, or of this process, which workers need for archives."""
+        if workers is not None and not any(index.archived for index in plan.checkpoint.indexes.values()):
+            return workers.check_crcs
+        execution = self._execution(plan)
+        return lambda files: damaged_files(files, execution, self._handles, self._report, self._progress)
+
+    def carry_out(self, workers: Optional[Workers] = None) -> Summary:
         """Write the remaining files, unless it is a dry run.
 
         Args:
-            progress: counts bytes as they are written.
             workers: the processes that write the targets; None for this one.
 
         Raises:
             ReshardError: it failed; no partial file is left.
         """
-        progress = progress or Progress()
-        manifest = None
         if self._options.dry_run:
             if workers is not None and self.state.work:
                 workers.check(self.plan)
@@ -317,70 +240,55 @@ class Prepared:
                 if space.problem is not None:
                     self._report.warn(f"{space.problem}: the conversion would be refused")
         else:
-            self._settle(progress, workers)
+            self._settle(workers)
         # After the CRC checks: a damaged file is no evidence against the strategy.
-        with self._preparation.swap_reported():
-            replicas = self._check_replicas(progress, workers)
-        self._check_equal(progress)
-        state, plan = self.state, self.plan
-        work = state.work
+        with self._swap_reported():
+            replicas = self._check_replicas(workers)
+        self._check_equal()
         checked = time.monotonic()
-        if self._options.dry_run:
-            written, copied = sum(state.sizes.values()), 0
-        else:
-            writing = Writing(
-                plan,
-                work,
-                state.execution,
-                state.directory,
-                self._preparation.handles,
-                self._report,
-                progress,
-                workers,
-            )
-            written, copied = writing.write(), writing.bytes_copied
-            manifest = writing.manifest
-            work = writing.work
+        nbytes, copied, manifest, work = sum(self.state.sizes.values()), 0, None, self.state.work
+        if not self._options.dry_run:
+            writing = Writing(self.state, self._handles, self._report, self._progress, workers)
+            nbytes = writing.write()
+            copied, manifest, work = writing.bytes_copied, writing.manifest, writing.work
         ended = time.monotonic()
+        return replace(
+            self._summary(work),
+            manifest=manifest,
+            bytes_written=nbytes,
+            bytes_copied=copied,
+            replicas=replicas,
+            phases=Phases(self._planned - self._started, checked - self._planned, ended - checked),
+            seconds=ended - self._started,
+        )
+
+    def _summary(self, work: Sequence[int]) -> Summary:
+        """The part of the summary that follows from the plan and the written files."""
+        plan, requested = self.plan, self.state.requested
         lost = range(plan.form.count) if plan.request.recover else ()
         return Summary(
             step=plan.checkpoint.step,
             ranks=list(work),
             files=[plan.path(file) for file in work],
-            target_files={file: plan.path(file) for file in state.asked},
-            done_before=sorted(set(state.asked).difference(work)),
-            manifest=manifest,
-            bytes_written=written,
-            bytes_copied=copied,
+            target_files={file: plan.path(file) for file in requested},
+            done_before=sorted(set(requested).difference(work)),
             source_ranks=sorted(plan.checkpoint.indexes),
             recovered=[file for file in lost if plan.form.taken_over(file) is None],
             parameters=len(plan.sorted.resharded),
-            kinds=totals_of(plan, state.asked),
+            kinds=totals_of(plan, requested),
             copied=plan.sorted.copied,
             excluded=plan.sorted.excluded,
-            known=plan.known_names(),
+            all_names=plan.known_names(),
             left_out=plan.sorted.left_out,
             missing=plan.sorted.missing,
             unholdable=plan.sorted.unholdable,
-            replicas=replicas,
             warnings=self._report.warnings,
             notes=self._report.notes,
-            phases=Phases(
-                planning=self._planned - self._preparation.started,
-                checking=checked - self._planned,
-                writing=ended - checked,
-            ),
-            seconds=ended - self._preparation.started,
             dry_run=self._options.dry_run,
         )
 
-    def _settle(self, progress: Progress, workers: Optional[Workers]) -> None:
-        """Check before writing; damaged source files are planned without.
-
-        Raises:
-            ReshardError: the target is not writable, or intact source files are missing.
-        """
-        preparation = self._preparation
+    def _settle(self, workers: Optional[Workers]) -> None:
+        """Check before writing; damaged source files are planned without."""
         while True:
             plan, work = self.plan, self.state.work
             if workers is not None and work:
@@ -389,28 +297,25 @@ class Prepared:
             if self._options.crc == "never" or plan.request.recover or not work:
                 # The planning of a recovery has checked its files already.
                 return
-            check = preparation.check(plan, progress, workers)
-            read = plan.files_read(work)
+            check = self._check_of(plan, workers)
+            in_full = plan.files_read(work)
             wholly_read = [
                 index
                 for index in plan.checkpoint.indexes.values()
-                if read.get(index.path) or (index.archived and self._options.verify)
+                if in_full.get(index.path) or (index.archived and self._options.verify)
             ]
-            if not preparation.crcs.find(plan.checkpoint, wholly_read, check):
+            if not self._crcs.find(plan.checkpoint, wholly_read, check):
                 # Encryption tags are always checked before use, CRCs are not.
                 crcs = {index.path for index in plan.checkpoint.indexes.values() if index.crc is not None}
-                preparation.crcs.note_unchecked(path for path, whole in read.items() if path in crcs and not whole)
+                self._crcs.note_unchecked(path for path, is_full in in_full.items() if path in crcs and not is_full)
                 return
             self._plan_again()
 
     def _plan_again(self) -> None:
-        """Plan again without damaged files.
-
-        Raises:
-            IncompleteSourceError: only some of the target ranks would use an older step.
-        """
+        """Plan again without damaged files."""
         before = self.plan.checkpoint
-        self.state = self._preparation.state()
+        with self._swap_reported():
+            self.state = self._plan_work()
         request, after = self.plan.request, self.plan.checkpoint
         if request.files is None or request.step != "latest" or before.step == after.step:
             return
@@ -423,13 +328,9 @@ class Prepared:
             hint=f"pass --step {after.step} for every {counted}; to skip CRC checks: --crc never",
         )
 
-    def _check_replicas(self, progress: Progress, workers: Optional[Workers]) -> Optional[ReplicaCheck]:
-        """Compare replicas of the source, unless another run has done so.
-
-        Raises:
-            CheckpointError: replicas differ.
-        """
-        preparation, options, plan = self._preparation, self._options, self.plan
+    def _check_replicas(self, workers: Optional[Workers]) -> Optional[ReplicaCheck]:
+        """Compare replicas of the source, unless another run has done so."""
+        options, plan = self._options, self.plan
         request, checkpoint = plan.request, rank_checkpoint_of(plan.checkpoint)
         if checkpoint is None or request.source.is_none:
             return None
@@ -440,41 +341,37 @@ class Prepared:
         effort = "more" if options.check_replicas == "auto" and options.verify else options.check_replicas
         tensors = self._compared(checkpoint, effort)
         comparison = compare_replicas(
-            tensors, checkpoint.source, preparation.handles, self.state.execution, progress, effort
+            tensors, checkpoint.source, self._handles, self.state.execution, self._progress, effort
         )
         if comparison.differing:
             # Partially read files have no CRC check yet.
             doubtful = [checkpoint.indexes[rank] for rank in sorted(comparison.always)]
-            check = preparation.check(plan, progress, workers)
-            if options.crc != "never" and preparation.crcs.find(checkpoint, doubtful, check):
+            check = self._check_of(plan, workers)
+            if options.crc != "never" and self._crcs.find(checkpoint, doubtful, check):
                 self._plan_again()
                 if not options.dry_run:
-                    self._settle(progress, workers)
-                return self._check_replicas(progress, workers)
+                    self._settle(workers)
+                return self._check_replicas(workers)
             place = request.src if isinstance(request.src, str) else checkpoint.place
             raise comparison.error(request.source.path, place, checkpoint.step, request.file_suffix)
         if comparison.gradients:
             self._report.warn(comparison.gradient_warning())
         if plan.form.by_rank and request.edits.is_empty:
-            preparation.swap_test.check(checkpoint.source, tensors, comparison.check.tested, self._report)
+            self._swap_test.check(checkpoint.source, tensors, comparison.check.tested, self._report)
         return comparison.check
 
-    def _check_equal(self, progress: Progress) -> None:
-        """Compare tied tensors, of which one is written; a dry run compares only their first bytes.
-
-        Raises:
-            CheckpointError: they differ.
-        """
+    def _check_equal(self) -> None:
+        """Compare tied tensors, of which one is written; a dry run compares only their first bytes."""
         plan = self.plan
         if self._options.part is not None or not self.state.work:
             return
         equals = equal_of(plan.checkpoint, [*plan.sorted.resharded, *plan.sorted.copied])
         if not equals:
             return
-        reader = BoxReader(self._preparation.handles, self.state.execution)
+        reader = BoxReader(self._handles, self.state.execution)
         try:
             most = CHUNK_BYTES if self._options.dry_run else None
-            check_equal(plan.checkpoint, equals, reader, progress, most)
+            check_equal(plan.checkpoint, equals, reader, self._progress, most)
         finally:
             reader.close()
 
@@ -484,17 +381,19 @@ class Prepared:
         The samples do not depend on the requested target ranks: every run judges the source strategy alike.
         """
         if effort == "all" or not self.plan.request.edits.is_empty:
-            made = self.plan.checkpoint.tensors
+            tensors = self.plan.checkpoint.tensors
             stored: set[str] = set()
-            for source in (source for name in self.plan.sorted.resharded for source in made[name].sources):
+            for source in (source for name in self.plan.sorted.resharded for source in tensors[name].sources):
                 decoding = source.decoding
                 stored.update([source.name] if decoding is None else [decoding.stored, *decoding.beside])
             # Scales that no strategy lists are compared where they are read.
             return [checkpoint.tensors[name] for name in sorted(stored) if name in checkpoint.tensors]
         target, admit = self.plan.request.target, self.plan.request.filters.admit
-        listed = set(target.parameters)
+        parameters = set(target.parameters)
         return [
-            tensor for name, tensor in checkpoint.tensors.items() if admit(name) and (target.is_none or name in listed)
+            tensor
+            for name, tensor in checkpoint.tensors.items()
+            if admit(name) and (target.is_none or name in parameters)
         ]
 
 

@@ -1,4 +1,4 @@
-"""Strategies, names and types of commands that compare: as typed, or else as a conversion recorded them."""
+"""What a conversion records of its command, and what commands that compare take from these records."""
 
 from __future__ import annotations
 
@@ -7,21 +7,71 @@ import shlex
 from collections.abc import Mapping
 from typing import Any, Optional
 
+from reshard.convert.options import Options
 from reshard.errors import ReshardError, TargetError, UsageError
 from reshard.forms.registry import form_named, form_of
 from reshard.plan.edits import Edits, edits_of
-from reshard.records import Identity, strategy_digest
-from reshard.records.given import Given
+from reshard.plan.plan import Plan
+from reshard.records import Identity, RecordedCommand, strategy_digest
 from reshard.records.identity import short_digest
-from reshard.records.ledger import ledgers_in
-from reshard.storage import exists
-from reshard.strategies import names_files, read_strategy
+from reshard.records.ledger import Ledger, ledgers_in
+from reshard.storage import absolute, exists
+from reshard.strategies import NONE, Strategy, names_files, read_strategy
 from reshard.text.report import Report
+from reshard.text.wording import number_ranges
 
 EDITS = ("names", "rename", "config", "reverse", "optimizer", "cast", "dequantize")
 """The options of names and types, as click calls their values."""
 
 _OPTIONS = "--names, --reverse, --config, --optimizer, --rename, --cast, --dequantize"
+
+
+def command_of(plan: Plan, options: Options) -> Optional[RecordedCommand]:
+    """The command line of a run with absolute paths; None for a run that no command line repeats.
+
+    Args:
+        plan: with the step and format that were chosen.
+        options: how it is carried out.
+    """
+    request = plan.request
+    words = request.edits.words
+    if not isinstance(request.src, str) or options.part is not None or words is None:
+        return None
+    # To resume one of several runs is to resume all of them.
+    several = options.adding or options.share is not None
+    try:
+        src, source, target = absolute(request.src), _absolute(request.source), _absolute(request.target)
+        config = None if words.config is None else absolute(words.config)
+    except FileNotFoundError:
+        # The working directory is gone.
+        return None
+    return RecordedCommand(
+        task="recover" if request.recover else "convert",
+        src=src,
+        source_strategy=source,
+        target_strategy=target,
+        format=plan.form.format,
+        step=plan.checkpoint.step,
+        include=tuple(request.filters.include),
+        exclude=tuple(request.filters.exclude),
+        ranks=None if request.files is None or several else number_ranges(request.files),
+        **{name: getattr(request, name) for name in ("to", "max_shard_size", "file_suffix", "prefix", "strict")},
+        **{name: getattr(options, name) for name in ("crc", "check_replicas", "checksum", "verify", "lost_only")},
+        **{**vars(words), "config": config, "optimizer": "keep" if words.optimizer else None},
+    )
+
+
+def _absolute(strategy: Strategy) -> str:
+    return NONE if strategy.is_none else absolute(strategy.path) if names_files(strategy.path) else strategy.path
+
+
+def _ledgers(out: str, plan: Identity) -> list[Ledger]:
+    return [ledger for ledger in ledgers_in(out) if ledger.identity == plan]
+
+
+def _commands(out: str, plan: Identity) -> list[RecordedCommand]:
+    """The recorded commands of a directory's conversion, the latest first."""
+    return [command for ledger in _ledgers(out, plan) for command in ledger.commands()]
 
 
 def edits_of_target(
@@ -75,18 +125,14 @@ def strategies_of_target(
     missing = [name for name, path in typed.items() if path is None and needed[name]]
     if plan is None or not missing:
         return dict(typed)
-    try:
-        given = next((given for ledger in ledgers_in(out) if ledger.identity == plan for given in ledger.given()), None)
-    except TargetError as error:
-        report.warn(error.message)
-        given = None
-    if given is None:
+    commands = _commands_or_warn(out, plan, report)
+    if not commands:
         return dict(typed)
     recorded = {
-        "src_strategy": (given.source_strategy, plan.source_strategy),
-        "dst_strategy": (given.target_strategy, plan.target_strategy),
+        "src_strategy": (commands[0].source_strategy, plan.source_strategy),
+        "dst_strategy": (commands[0].target_strategy, plan.target_strategy),
     }
-    found = dict(typed)
+    paths = dict(typed)
     for name in missing:
         path, digest = recorded[name]
         option = "--" + name.replace("_", "-")
@@ -97,37 +143,40 @@ def strategies_of_target(
                     f"{option} is missing: {path}, which the records in {out} name, {problem}",
                     hint=f"add {option} FILE or DIR with the strategy that {out} was converted with",
                 )
-        found[name] = path
-    said = " ".join(f"--{name.replace('_', '-')} {found[name]}" for name in missing)
-    report.note(f"compared with the recorded strategies: {said}")
-    return found
+        paths[name] = path
+    words = " ".join(f"--{name.replace('_', '-')} {paths[name]}" for name in missing)
+    report.note(f"compared with the recorded strategies: {words}")
+    return paths
+
+
+def _commands_or_warn(out: str, plan: Identity, report: Report) -> list[RecordedCommand]:
+    try:
+        return _commands(out, plan)
+    except TargetError as error:
+        report.warn(error.message)
+        return []
 
 
 def _recorded(out: str, src: str, plan: Identity, report: Report) -> Edits:
-    try:
-        ledgers = [ledger for ledger in ledgers_in(out) if ledger.identity == plan]
-        commands = [given for ledger in ledgers for given in ledger.given()]
-    except TargetError as error:
-        report.warn(error.message)
-        commands = []
+    commands = _commands_or_warn(out, plan, report)
     if was_merged(out, plan):
         raise UsageError(
             f"{out}: was written by merge-lora, and verify --src has no adapter to add", hint=merge_hint(out)
         )
     problem = "no record lists them"
-    for given in commands:
-        said = " ".join(_words(given))
+    for command in commands:
+        words = _words(command)
         try:
-            edits = edits_of(src, _typed(given), plan.form)
+            edits = edits_of(src, vars(command), plan.form)
             digests = {short_digest(identity.encode()) for identity in edits.possible_identities()}
         except ReshardError as error:
-            problem = f"its options were {said}: {error.message}"
+            problem = f"its options were {words}: {error.message}"
             continue
         if not edits.is_empty and plan.edits in digests:
-            if said:
-                report.note(f"compared with the recorded names and types: {said}")
+            if words:
+                report.note(f"compared with the recorded names and types: {words}")
             return edits
-        problem = f"its options were {said}, and these rules have changed since"
+        problem = f"its options were {words}, and these rules have changed since"
     raise UsageError(
         f"{out}: was written with other names or types than its source has; {problem}",
         hint=f"add the options of names and types that convert had ({_OPTIONS}); if merge-lora wrote it: "
@@ -140,16 +189,15 @@ def was_merged(out: str, plan: Identity) -> bool:
     if not plan.edits:
         return False
     with contextlib.suppress(TargetError):
-        ledgers = [ledger for ledger in ledgers_in(out) if ledger.identity == plan]
-        commands = [given for ledger in ledgers for given in ledger.given()]
-        return bool(ledgers) and not any(_words(given) or _names_by_form(given, plan) for given in commands)
+        commands = _commands(out, plan)
+        return bool(_ledgers(out, plan)) and not any(_words(each) or _names_by_form(each, plan) for each in commands)
     return False
 
 
-def _names_by_form(given: Given, plan: Identity) -> bool:
+def _names_by_form(command: RecordedCommand, plan: Identity) -> bool:
     """Whether names changed without an option, as between a trainer's state and a model."""
     with contextlib.suppress(ReshardError):
-        edits = edits_of(given.src, _typed(given), plan.form)
+        edits = edits_of(command.src, vars(command), plan.form)
         return not edits.is_empty and plan.edits == short_digest(edits.identity().encode())
     return False
 
@@ -162,24 +210,6 @@ def merge_hint(out: str) -> str:
     )
 
 
-def _typed(given: Given) -> dict[str, Any]:
-    """Recorded options as click's values."""
-    return {
-        "names": given.names,
-        "rename": given.rename,
-        "config": given.config,
-        "reverse": given.reverse,
-        "optimizer": "keep" if given.optimizer else None,
-        "cast": given.cast,
-        "dequantize": given.dequantize,
-    }
-
-
-def _words(given: Given) -> list[str]:
-    """The options as words."""
-    words = [] if given.names is None else [f"--names {given.names}"]
-    words += [] if given.config is None else [f"--config {given.config}"]
-    words += ["--reverse"] if given.reverse else []
-    words += ["--optimizer keep"] if given.optimizer else []
-    words += [] if given.dequantize is None else [f"--dequantize {given.dequantize}"]
-    return [*words, *(f"--rename {one}" for one in given.rename), *(f"--cast {one}" for one in given.cast)]
+def _words(command: RecordedCommand) -> str:
+    """The options of names and types."""
+    return " ".join(word.replace("=", " ", 1) for word in command.option_words(EDITS))

@@ -45,14 +45,14 @@ class SourceCrcs:
         """
         checkable = {index.path: index for index in indexes if index.checkable or index.archived}
         new = [index for path, index in checkable.items() if path not in self._checked]
-        found = check(new) if new else {}
+        damaged = check(new) if new else {}
         self._checked.update(index.path for index in new)
         for rank, index in sorted(source.indexes.items()):
-            if index.path in found:
-                self._report.warn(f"{found[index.path].message}; rank {rank} counts as absent at {source.label}")
+            if index.path in damaged:
+                self._report.warn(f"{damaged[index.path].message}; rank {rank} counts as absent at {source.label}")
                 self.files += self._sampler.look_at({rank: index})
-        self.damaged.update((path, error.message) for path, error in found.items())
-        return bool(found)
+        self.damaged.update((path, error.message) for path, error in damaged.items())
+        return bool(damaged)
 
     def note_unchecked(self, paths: Iterable[str]) -> None:
         """Note partially read files, whose CRC is not checked."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Optional
 
 from reshard.plan.plan import Plan, in_section
@@ -23,9 +23,9 @@ class Phases:
         writing: transfer of bytes and records.
     """
 
-    planning: float
-    checking: float
-    writing: float
+    planning: float = 0.0
+    checking: float = 0.0
+    writing: float = 0.0
 
 
 @dataclass
@@ -47,7 +47,7 @@ class Summary:
             state, accumulated gradients, other values.
         copied: names of values copied as they are.
         excluded: parameters of the source that --include and --exclude leave out.
-        known: names of the checkpoint and of the target strategy, from which kinds are derived.
+        all_names: names of the checkpoint and of the target strategy, from which kinds are derived.
         left_out: others of the source that the target strategy does not have.
         missing: parameters of the target strategy that no source file holds.
         unholdable: values that the target format cannot hold.
@@ -61,74 +61,74 @@ class Summary:
     """
 
     step: Optional[str]
-    ranks: list[int]
-    files: list[str]
-    target_files: dict[int, str]
-    done_before: list[int]
-    manifest: Optional[str]
-    bytes_written: int
-    source_ranks: list[int]
-    recovered: list[int]
-    parameters: int
-    kinds: dict[str, Total]
-    copied: list[str]
-    excluded: list[str]
-    known: Collection[str]
-    left_out: list[str]
-    missing: list[str]
-    unholdable: list[str]
-    replicas: Optional[ReplicaCheck]
-    warnings: list[str]
-    notes: list[str]
-    phases: Phases
-    seconds: float
-    dry_run: bool
+    ranks: list[int] = field(default_factory=list)
+    files: list[str] = field(default_factory=list)
+    target_files: dict[int, str] = field(default_factory=dict)
+    done_before: list[int] = field(default_factory=list)
+    manifest: Optional[str] = None
+    bytes_written: int = 0
+    source_ranks: list[int] = field(default_factory=list)
+    recovered: list[int] = field(default_factory=list)
+    parameters: int = 0
+    kinds: dict[str, Total] = field(default_factory=dict)
+    copied: list[str] = field(default_factory=list)
+    excluded: list[str] = field(default_factory=list)
+    all_names: Collection[str] = ()
+    left_out: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    unholdable: list[str] = field(default_factory=list)
+    replicas: Optional[ReplicaCheck] = None
+    warnings: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    phases: Phases = field(default_factory=Phases)
+    seconds: float = 0.0
+    dry_run: bool = False
     bytes_copied: int = 0
 
 
 def totals_of(plan: Plan, files: Collection[int]) -> dict[str, Total]:
     """Per kind the names, each once, and the bytes of tensor contents in some target files together."""
-    known = plan.known_names()
+    all_names = plan.known_names()
     names: dict[str, set[str]] = defaultdict(set)
     sizes: Counter[str] = Counter()
-    for name, elements, nbytes in _held(plan, files):
-        kind = kind_of(name, elements, known)
+    for name, elements, nbytes in _tensor_totals(plan, files):
+        kind = kind_of(name, elements, all_names)
         names[kind].add(name)
         sizes[kind] += nbytes
     return {kind: Total(len(names[kind]), sizes[kind]) for kind in KINDS if kind in names}
 
 
-class _Held(NamedTuple):
+class _TensorTotal(NamedTuple):
     name: str
     elements: int
     nbytes: int
 
 
-def _held(plan: Plan, files: Collection[int]) -> Iterator[_Held]:
+def _tensor_totals(plan: Plan, files: Collection[int]) -> Iterator[_TensorTotal]:
     """Totals of the files."""
     taken_over = {file: plan.form.taken_over(file) for file in files}
     copies = [plan.checkpoint.indexes[holder] for holder in taken_over.values() if holder is not None]
-    made = sorted(file for file, holder in taken_over.items() if holder is None)
+    resharded = sorted(file for file, holder in taken_over.items() if holder is None)
     for section in plan.sections:
-        here = in_section(section, made)
+        in_this = in_section(section, resharded)
         # Files that hold the same ones of the section's tensors.
         alike: dict[object, list[int]] = defaultdict(list)
-        for file in here:
+        for file in in_this:
             alike[plan.form.names_in(file)].append(file)
-        for kind in plan.kinds_of(section) if here else ():
+        for kind in plan.kinds_of(section) if in_this else ():
             elements = math.prod(kind.tensors[0].shape)
             for members in alike.values():
                 names = plan.form.names_in(members[0])
                 nbytes = sum(plan.slice_bytes(kind, section, members).values())
                 for tensor in kind.tensors:
                     if names is None or tensor.name in names:
-                        yield _Held(tensor.name, elements, nbytes)
-    for file in made:
+                        yield _TensorTotal(tensor.name, elements, nbytes)
+    for file in resharded:
         for value in plan.values_of(file):
-            yield _Held(value.name, value.tensor.elements, value.tensor.nbytes)
+            yield _TensorTotal(value.name, value.tensor.elements, value.tensor.nbytes)
     # Files that are taken over are copied as they are, many of them built alike.
     tensors = {id(index.tensors): index.tensors for index in copies}
     counts = Counter(id(index.tensors) for index in copies)
     for number, count in counts.items():
         for stored in tensors[number].values():
-            yield _Held(stored.name, stored.elements, stored.nbytes * count)
+            yield _TensorTotal(stored.name, stored.elements, stored.nbytes * count)

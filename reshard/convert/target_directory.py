@@ -17,6 +17,7 @@ from typing import Callable, NamedTuple, Optional
 
 from reshard.checkpoints import crc_of_file
 from reshard.checkpoints.edited import EditedCheckpoint
+from reshard.convert.options import Options
 from reshard.errors import RetryableError, TargetError
 from reshard.execute import Destination
 from reshard.forms.registry import form_named, forms_among
@@ -27,11 +28,11 @@ from reshard.records import (
     MANIFEST_NAME,
     DoneRecord,
     FinishingRecord,
-    Given,
     Identity,
     Ledger,
     Manifest,
     ManifestFile,
+    RecordedCommand,
     SourceFile,
     SourceSampler,
     header_digest,
@@ -68,18 +69,18 @@ from reshard.text.wording import rank_ranges
 _FRESH = 5.0
 
 
-class _Seen(NamedTuple):
+class _Contents(NamedTuple):
     """The contents of a target directory.
 
     Attributes:
         present: names of checkpoint files, relative to the directory.
-        others: the records of other conversions, current or being replaced.
+        ledgers: the records of other conversions, current or being replaced.
         against: other conversions that are current.
         going_on: the current conversion is this one, from an earlier run.
     """
 
     present: set[str]
-    others: list[Ledger]
+    ledgers: list[Ledger]
     against: list[Identity]
     going_on: bool
 
@@ -89,63 +90,55 @@ class TargetDirectory:
 
     Args:
         plan: the plan.
-        asked: the requested target files that this run writes, ascending.
+        options: how the conversion is carried out.
+        requested: the requested target files that this run writes, ascending.
         sampler: takes samples of source files.
         report: gets warnings and notes.
-        overwrite: existing targets may be replaced.
-        adding: other ranks of the same conversion may stay.
-        checksum: the manifest gets a checksum of every file, as if any other run had requested it.
-        part: on behalf of a run that has recorded what it replaces, and that completes the directory.
         damaged: source files that count as absent, because their contents are damaged.
-        accept_changed_source: continue although finished targets were made from other source files.
-        given: the command line to record.
-        lost_only: a recovery of lost ranks only, which make the directory complete.
-        whole: every file of the directory is requested.
+        command: the command line to record.
     """
 
     def __init__(
         self,
         plan: Plan,
-        asked: Sequence[int],
+        options: Options,
+        requested: Sequence[int],
         sampler: SourceSampler,
         report: Report,
-        *,
-        overwrite: bool,
-        adding: bool,
-        checksum: bool,
-        part: bool,
         damaged: Sequence[SourceFile],
-        lost_only: bool,
-        whole: bool,
-        accept_changed_source: bool,
-        given: Optional[Given] = None,
+        command: Optional[RecordedCommand],
     ) -> None:
-        self._accept_changed_source = accept_changed_source
-        self._given = given
+        self._accept_changed_source = options.accept_changed_source
+        self._overwrite = options.overwrite
+        self._command = command
+        self._lost_only = options.lost_only
         # Ranks from an earlier run of the same recovery stay valid.
-        self._adding = adding or lost_only
-        self._part = part
-        self._lost_only = lost_only
-        self._whole = whole
-        self._checksum = checksum
+        self._adding = options.adding or options.lost_only
+        # A part of another run, which has recorded what it replaces, and which completes the directory.
+        self._part = options.part is not None
+        # Whether this run writes every file of the target directory.
+        self._whole = plan.request.files is None if options.lost_only else len(requested) == plan.form.count
+        # The manifest gets a checksum of every file, as if any other run had requested it.
+        self._checksum = options.checksum == "crc32"
         self._damaged = damaged
         request = plan.request
         self._plan = plan
-        self._overwrite = overwrite
         self._report = report
         self._root = unlinked(request.dst)
         self._everything = range(plan.form.count)
-        self._asked = asked
+        self._requested = requested
         self._sources = sampler.look_at(plan.checkpoint.indexes)
-        made = plan.checkpoint
+        checkpoint = plan.checkpoint
         # With other names, the strategy of "same" also lists parameters of absent ranks. It differs between runs
         # with different source ranks that write equal files, and from the source's strategy by its names.
-        same = form_named(request.form).options.by_rank and request.target.path == SAME and not request.edits.is_empty
+        by_source = (
+            form_named(request.form).options.by_rank and request.target.path == SAME and not request.edits.is_empty
+        )
         identity = Identity(
             source_strategy=strategy_digest(request.source),
-            target_strategy=SAME if same else strategy_digest(request.target),
+            target_strategy=SAME if by_source else strategy_digest(request.target),
             ranks=plan.form.count,
-            step=plan.checkpoint.step,
+            step=checkpoint.step,
             include=tuple(sorted(request.filters.include)),
             exclude=tuple(sorted(request.filters.exclude)),
             format=plan.form.format,
@@ -153,11 +146,11 @@ class TargetDirectory:
             task="recover" if request.recover else "convert",
             form=plan.form.name,
             division=_division(plan.form),
-            edits=short_digest(made.identity.encode()) if isinstance(made, EditedCheckpoint) else "",
+            edits=short_digest(checkpoint.identity.encode()) if isinstance(checkpoint, EditedCheckpoint) else "",
         )
         self._destination = Destination(self._root)
         self._ledger = Ledger(self._root, identity, report.note)
-        self._refusals = Refusals(self._root, identity, whole=whole, adding=self._adding)
+        self._refusals = Refusals(self._root, identity, all_files=self._whole, adding=self._adding)
         self._unfinished = _unfinished(self._root, identity)
         self._overwritten: set[int] = set()
         self._looked = 0.0
@@ -177,91 +170,93 @@ class TargetDirectory:
             TargetError: the directory contains another conversion, foreign checkpoints, or targets
                 without permission to overwrite.
         """
-        seen = self._look()
-        writing = {self._name(rank) for rank in self._asked}
-        recorded = self._recorded_by(seen.others) - writing
-        own = writing
-        if not (seen.present | recorded) <= writing:
+        contents = self._look()
+        writing = {self._name(rank) for rank in self._requested}
+        recorded = self._recorded_by(contents.ledgers) - writing
+        own_names = writing
+        if not (contents.present | recorded) <= writing:
             # For by-rank, the files of all other ranks are seldom needed.
-            own = {self._name(rank) for rank in self._everything}
-        beside = sorted(seen.present & own - writing)
-        if seen.going_on and self._overwrite and beside and not self._adding:
+            own_names = {self._name(rank) for rank in self._everything}
+        beside = sorted(contents.present & own_names - writing)
+        if contents.going_on and self._overwrite and beside and not self._adding:
             raise self._refusals.beside(beside)
         # The part of a run finds another conversion only if that began later.
-        if seen.against and seen.present and (self._part or not self._overwrite):
-            of_others = {ledger.identity: ledger.given() for ledger in seen.others}
-            commands = [of_others.get(identity, ()) for identity in seen.against]
-            unrecorded = sorted(seen.present - own - recorded)
-            raise self._refusals.another_conversion(seen.against, commands, self._given, unrecorded)
-        allowed = own if seen.going_on and (self._adding or not self._overwrite) else writing
+        if contents.against and contents.present and (self._part or not self._overwrite):
+            of_others = {ledger.identity: ledger.commands() for ledger in contents.ledgers}
+            commands = [of_others.get(identity, ()) for identity in contents.against]
+            unrecorded = sorted(contents.present - own_names - recorded)
+            raise self._refusals.another_conversion(contents.against, commands, self._command, unrecorded)
+        allowed = own_names if contents.going_on and (self._adding or not self._overwrite) else writing
         # Remains of a half-replaced conversion may be in directories that this run does not list.
-        foreign = (seen.present | recorded) - allowed
+        foreign = (contents.present | recorded) - allowed
         if self._replacing:
             foreign -= recorded
         if foreign:
             raise self._refusals.foreign(foreign, recorded)
-        if not seen.going_on:
-            self._check_other_forms(seen.others)
+        if not contents.going_on:
+            self._check_other_forms(contents.ledgers)
         self._versions = self._destination.check(writing)
         if not self._plan.form.by_rank:
             self._destination.check(_marks(self._ledger.identity))
-        if not seen.going_on and not self._overwrite:
-            marks = self._there(_marks(self._ledger.identity))
+        if not contents.going_on and not self._overwrite:
+            marks = self._existing_names(_marks(self._ledger.identity))
             if marks:
                 raise self._refusals.foreign(marks, set())
-        done = self._done()
-        left = [rank for rank in self._asked if rank not in done]
-        in_the_way = [rank for rank in left if self._name(rank) in seen.present]
+        complete = self._done()
+        missing = [rank for rank in self._requested if rank not in complete]
+        in_the_way = [rank for rank in missing if self._name(rank) in contents.present]
         if in_the_way and not self._overwrite:
             raise self._existing(in_the_way)
         self._check_sources(guarded)
-        return left
+        return missing
 
-    def _check_other_forms(self, others: Sequence[Ledger]) -> None:
+    def _check_other_forms(self, ledgers: Sequence[Ledger]) -> None:
         """Refuse unrecorded checkpoints of another form in this directory."""
         names = names_in(self._root)
         if not forms_among(self._root, names) - {self._ledger.identity.form}:
             return
-        known = {
+        recorded = {
             name.partition(os.sep)[0]
-            for identity in (self._ledger.identity, *(other.identity for other in others))
+            for identity in (self._ledger.identity, *(ledger.identity for ledger in ledgers))
             for name in (*(identity.file_of(file) for file in range(identity.ranks)), *_marks(identity))
         }
-        forms = forms_among(self._root, [name for name in names if name not in known])
+        forms = forms_among(self._root, [name for name in names if name not in recorded])
         if forms - {self._ledger.identity.form}:
             raise self._refusals.another_form(sorted(forms - {self._ledger.identity.form}))
 
-    def _look(self) -> _Seen:
+    def _look(self) -> _Contents:
         """The contents of the directory at one moment."""
         while True:
             ledgers = ledgers_in(self._root)
             mine = self._ledger.identity
-            others = [ledger for ledger in ledgers if ledger.identity != mine]
+            of_others = [ledger for ledger in ledgers if ledger.identity != mine]
             against = [ledger.identity for ledger in current(ledgers) if ledger.identity != mine]
-            going_on = len(ledgers) > len(others) and not against
+            going_on = len(ledgers) > len(of_others) and not against
             # By-rank runs check their own directory only; the first one checks all.
             everywhere = not (going_on and self._adding)
-            places = self._directories(self._everything if everywhere else self._asked)
-            places.update(os.path.dirname(other.identity.file_of(rank)) for other in others for rank in other.done())
+            places = self._directories(self._everything if everywhere else self._requested)
+            places.update(
+                os.path.dirname(foreign.identity.file_of(rank)) for foreign in of_others for rank in foreign.done()
+            )
             present = self._destination.checkpoints(places, everywhere)
             if [ledger.identity for ledger in ledgers_in(self._root)] == [ledger.identity for ledger in ledgers]:
-                return _Seen(set(present), others, against, going_on)
+                return _Contents(set(present), of_others, against, going_on)
 
     @property
     def _replacing(self) -> bool:
         """Whether targets of other conversions may be removed: this run, or its main run, replaces everything."""
         return self._overwrite and (self._whole or self._part)
 
-    def _recorded_by(self, others: Iterable[Ledger]) -> set[str]:
+    def _recorded_by(self, ledgers: Iterable[Ledger]) -> set[str]:
         """Names of unmodified targets of other conversions."""
-        return {name for other in others for name, _ in self._targets_of(other)}
+        return {name for ledger in ledgers for name, _ in self._targets_of(ledger)}
 
-    def _targets_of(self, other: Ledger) -> Iterator[tuple[str, DoneRecord]]:
-        recorded = sorted(other.done().items())
-        there = self._destination.files(other.identity.file_of(rank) for rank, _ in recorded)
+    def _targets_of(self, ledger: Ledger) -> Iterator[tuple[str, DoneRecord]]:
+        recorded = sorted(ledger.done().items())
+        statuses = self._destination.files(ledger.identity.file_of(rank) for rank, _ in recorded)
         for rank, records in recorded:
-            name = other.identity.file_of(rank)
-            record = next((record for record in records if record.matches(there.get(name))), None)
+            name = ledger.identity.file_of(rank)
+            record = next((record for record in records if record.matches(statuses.get(name))), None)
             if record is not None:
                 yield name, record
 
@@ -273,58 +268,58 @@ class TargetDirectory:
             RetryableError: the directory cannot be written.
         """
         with self._ledger.guarded() as check:
-            left = self.survey(guarded=True)
+            missing = self.survey(guarded=True)
             self._looked = time.monotonic()
             anew = self._anew
             check()
             self._ledger.begin(self._replacing)
-            if left:
+            if missing:
                 replaced = self._ledger.others() if self._replacing else []
-                self._unfinish([self._ledger.identity, *(other.identity for other in replaced)])
+                self._unfinish([self._ledger.identity, *(ledger.identity for ledger in replaced)])
             if anew:
-                self._ledger.begin_replacing(self._asked, self._sources)
+                self._ledger.begin_replacing(self._requested, self._sources)
                 if not self._ledger.done():
                     self._ledger.forget_sources()
-                    self._ledger.forget_given()
+                    self._ledger.forget_commands()
             if self._lost_only:
-                self._ledger.ask_only(self._asked)
+                self._ledger.ask_only(self._requested)
             else:
                 self._ledger.ask_all()
             self._ledger.add_sources(self._sources)
             self._ledger.add_damaged(self._damaged)
-            if self._given is not None:
-                self._ledger.add_given(self._given)
-        return left
+            if self._command is not None:
+                self._ledger.add_command(self._command)
+        return missing
 
     def suspects(self) -> list[int]:
         """Source ranks whose files were damaged in an earlier run into this directory.
 
         Runs that read only parts of them have to come to the same result as that run.
         """
-        damaged = {(found.rank, found.content) for found in self._ledger.damaged()}
+        damaged = {(file.rank, file.content) for file in self._ledger.damaged()}
         return [source.rank for source in self._sources if (source.rank, source.content) in damaged]
 
     def tidy(self) -> None:
         """Remove temporary files of killed runs in the directories of the requested ranks."""
-        self._destination.remove_dead_temporaries(self._directories(self._asked))
+        self._destination.remove_dead_temporaries(self._directories(self._requested))
 
     @property
     def is_complete(self) -> bool:
         """Whether the directory is complete, once all requested ranks are written."""
         if self._lost_only:
-            return not (self._overwrite and self._asked)
-        found = self._all_done() if self.manifest is not None else None
-        if found is None or (self._checksum and self._lacking(found)):
+            return not (self._overwrite and self._requested)
+        records = self._all_done() if self.manifest is not None else None
+        if records is None or (self._checksum and self._lacking(records)):
             return False
         if self._unfinished is not None and exists(self._unfinished):
             return False
         names = [file.name for file in self._plan.form.finishing()]
-        return len(self._there(names)) == len(names)
+        return len(self._existing_names(names)) == len(names)
 
-    def _there(self, names: Sequence[str]) -> set[str]:
+    def _existing_names(self, names: Sequence[str]) -> set[str]:
         """The existing ones of some names relative to the directory."""
-        found = status_of_each([os.path.join(self._root, name) for name in names], through_links=False)
-        return {name for name, status in zip(names, found) if status is not None}
+        statuses = status_of_each([os.path.join(self._root, name) for name in names], through_links=False)
+        return {name for name, status in zip(names, statuses) if status is not None}
 
     @property
     def manifest(self) -> Optional[str]:
@@ -333,11 +328,16 @@ class TargetDirectory:
         return path if is_regular_file(path) else None
 
     @property
+    def is_resumable(self) -> bool:
+        """Whether a command of this conversion is recorded, so that `resume` works."""
+        return bool(self._ledger.commands())
+
+    @property
     def sources(self) -> str:
         """A digest of the source files at the begin of this run."""
         # Not every machine sees fractions of seconds.
-        found = [(*source.content, source.modified // 10**9) for source in self._sources]
-        return short_digest(repr(found).encode())
+        contents = [(*source.content, source.modified // 10**9) for source in self._sources]
+        return short_digest(repr(contents).encode())
 
     @contextlib.contextmanager
     def sign_of_life(self) -> Iterator[str]:
@@ -356,15 +356,15 @@ class TargetDirectory:
         for group in groups:
             # In an object store a recent check is enough: conditional writes replace no file of another run.
             fresh = far and time.monotonic() < self._looked + _FRESH
-            left = [target for target in group if fresh or not self._finished_meanwhile(target)]
-            if left:
-                yield left
+            missing = [target for target in group if fresh or not self._finished_meanwhile(target)]
+            if missing:
+                yield missing
 
     def expected(self, target: TargetFile) -> Expected:
         """The version of a target when this run began."""
         return Expected(self._versions.get(self._name(target.rank), ""), self._run)
 
-    def finished(self, target: TargetFile, status: FileStatus, crc: Optional[int], named: bool) -> None:
+    def finished(self, target: TargetFile, status: FileStatus, crc: Optional[int], has_name: bool) -> None:
         """Record a target whose bytes are on disk.
 
         A new target is recorded before it gets its name, so it never exists without a record. A
@@ -375,30 +375,30 @@ class TargetDirectory:
             target: the target.
             status: of its file.
             crc: CRC-32 of the file, if it was computed.
-            named: whether it has its name by now.
+            has_name: whether it has its name by now.
 
         Raises:
             TargetError: another file has its name.
             RetryableError: it cannot be recorded.
         """
-        if not named:
+        if not has_name:
             self._ledger.insist()
         # A store with conditional writes keeps a file that appeared after this run began.
         conditional = store_of(target.path).conditional
-        there = self._name(target.rank) in self._versions if conditional else exists(target.path)
-        if not named and there:
+        exists_already = self._name(target.rank) in self._versions if conditional else exists(target.path)
+        if not has_name and exists_already:
             if self._overwrite:
                 self._overwritten.add(target.rank)
             elif not self._finished_meanwhile(target):
                 raise self._existing([target.rank])
-        if named == (target.rank in self._overwritten):
+        if has_name == (target.rank in self._overwritten):
             layout, headers = self._last_headers
             if layout is not target.layout:
                 headers = header_digest(target.layout)
                 self._last_headers = (target.layout, headers)
             record = DoneRecord(target.rank, status.size, status.modified, headers, crc)
-            self._ledger.record(record, flush=not named)
-        if not named:
+            self._ledger.record(record, flush=not has_name)
+        if not has_name:
             self._mark_unfinished()
 
     def _mark_unfinished(self) -> None:
@@ -430,38 +430,34 @@ class TargetDirectory:
             with self._ledger.guarded() as check:
                 self._remove_replaced(check)
         if self._overwrite:
-            self._ledger.end_replacing(self._asked)
+            self._ledger.end_replacing(self._requested)
         # A cheap check first: by-rank runs come here once per rank.
-        if len(self._asked) < len(self._everything) > len(self._ledger.done()):
+        if len(self._requested) < len(self._everything) > len(self._ledger.done()):
             return None
         computed: dict[DoneRecord, int] = {}
         while True:
             with self._ledger.guarded() as check:
-                found = self._all_done()
+                records = self._all_done()
                 check()
-                if found is None:
+                if records is None:
                     # Another rank's target was removed.
                     self._unfinish([self._ledger.identity])
                     break
-                if self._lacking(found).issubset(computed):
-                    manifest = self._write_manifest(found, computed)
+                if self._lacking(records).issubset(computed):
+                    manifest = self._write_manifest(records, computed)
                     break
-            computed.update(self._missing_checksums(found, computed))
-        if found is None:
+            computed.update(self._missing_checksums(records, computed))
+        if records is None:
             # Checksums take long: targets may have been removed meanwhile.
             self._insist_on_targets()
             return None
-        # Including those of other host names: a pod changes its name.
+        # Also those of other hosts: a restarted pod has another host name.
         self._destination.remove_dead_temporaries(self._directories(self._everything), complete=True)
         return manifest
 
     def _insist_on_targets(self) -> None:
-        """Refuse if requested targets were removed or modified.
-
-        Raises:
-            RetryableError: a target is missing or modified.
-        """
-        lost = set(self._asked) - self.recorded(self._asked)
+        """Refuse if requested targets were removed or modified."""
+        lost = set(self._requested) - self.recorded(self._requested)
         if lost:
             raise RetryableError(
                 f"{self._root}: targets of {rank_ranges(lost)}, or their records, were removed or modified by "
@@ -477,21 +473,21 @@ class TargetDirectory:
         Args:
             check: fails if the lock was lost.
         """
-        others = [other for other in self._ledger.others() if other.replaced]
-        own = {self._name(rank) for rank in self._asked}
-        for other in others:
-            for name, record in self._targets_of(other):
-                if name not in own:
+        replaced = [ledger for ledger in self._ledger.others() if ledger.replaced]
+        own_names = {self._name(rank) for rank in self._requested}
+        for ledger in replaced:
+            for name, record in self._targets_of(ledger):
+                if name not in own_names:
                     check()
                     self._destination.remove(name, record.matches)
-        places = {os.path.dirname(other.identity.file_of(rank)) for other in others for rank in other.done()}
-        left = set(self._destination.checkpoints(places)).difference(self._name(rank) for rank in self._everything)
-        if others and left:
-            raise self._refusals.foreign(left, set())
+        places = {os.path.dirname(ledger.identity.file_of(rank)) for ledger in replaced for rank in ledger.done()}
+        foreign = set(self._destination.checkpoints(places)).difference(self._name(rank) for rank in self._everything)
+        if replaced and foreign:
+            raise self._refusals.foreign(foreign, set())
         check()
-        for other in others:
-            _remove(_unfinished(self._root, other.identity))
-            other.remove()
+        for ledger in replaced:
+            _remove(_unfinished(self._root, ledger.identity))
+            ledger.remove()
 
     def _unfinish(self, identities: Iterable[Identity]) -> None:
         """Remove the files that mark conversions as complete, in reverse order of writing."""
@@ -500,11 +496,11 @@ class TargetDirectory:
             # By-rank runs skip this: every rank may have a mark, and without a manifest none exists.
             if complete or not form_named(identity.form).options.by_rank:
                 marks = [os.path.join(self._root, name) for name in reversed(_marks(identity))]
-                there = status_of_each(marks, through_links=False)
-                if identity == self._ledger.identity and any(there):
+                statuses = status_of_each(marks, through_links=False)
+                if identity == self._ledger.identity and any(statuses):
                     # A target may be missing: loaders must not take the rest for a complete checkpoint.
                     self._mark_unfinished()
-                for mark, status in zip(marks, there):
+                for mark, status in zip(marks, statuses):
                     if status is not None:
                         _remove(mark)
         Manifest.remove(self._root)
@@ -514,12 +510,9 @@ class TargetDirectory:
 
         Returns:
             The records of these files, and the names of further model files; none in rank directories.
-
-        Raises:
-            RetryableError: a file cannot be written.
         """
         marks = _marks(self._ledger.identity)
-        written: list[FinishingRecord] = []
+        finishing: list[FinishingRecord] = []
         beside: list[str] = []
         for file in self._plan.form.finishing():
             if file.name not in marks and not self._plan.form.by_rank:
@@ -540,12 +533,12 @@ class TargetDirectory:
                 raise writing_error(path, error) from error
             # Rank directories are not recorded: trainings write there later.
             if file.name in marks and not self._plan.form.by_rank:
-                written.append(FinishingRecord(file.name, size, f"{crc:08x}"))
-        return tuple(written), tuple(beside)
+                finishing.append(FinishingRecord(file.name, size, f"{crc:08x}"))
+        return tuple(finishing), tuple(beside)
 
-    def _write_manifest(self, found: Mapping[int, DoneRecord], computed: Mapping[DoneRecord, int]) -> str:
+    def _write_manifest(self, records: Mapping[int, DoneRecord], computed: Mapping[DoneRecord, int]) -> str:
         files = []
-        for rank, record in found.items():
+        for rank, record in records.items():
             if record in computed:
                 record = record._replace(crc=computed[record])
                 self._ledger.record(record, flush=False)
@@ -557,19 +550,19 @@ class TargetDirectory:
             _remove(path)
         return Manifest(self._ledger.identity, tuple(files), finishing, beside).write(self._root)
 
-    def _lacking(self, found: Mapping[int, DoneRecord]) -> set[DoneRecord]:
-        """Targets without a checksum, if any run requested checksums, in whatever order the runs end."""
-        lacking = {record for record in found.values() if record.crc is None}
-        return lacking if self._checksum or len(lacking) < len(found) else set()
+    def _lacking(self, records: Mapping[int, DoneRecord]) -> set[DoneRecord]:
+        """Targets without a checksum, if any run requested checksums; the order of the runs does not matter."""
+        lacking = {record for record in records.values() if record.crc is None}
+        return lacking if self._checksum or len(lacking) < len(records) else set()
 
     def _missing_checksums(
-        self, found: Mapping[int, DoneRecord], computed: Collection[DoneRecord]
+        self, records: Mapping[int, DoneRecord], computed: Collection[DoneRecord]
     ) -> dict[DoneRecord, int]:
         """Missing checksums of targets that were written without."""
-        lacking = self._lacking(found)
+        lacking = self._lacking(records)
         return {
             record: crc_of_file(self._plan.path(rank))
-            for rank, record in found.items()
+            for rank, record in records.items()
             if record in lacking and record not in computed
         }
 
@@ -577,14 +570,14 @@ class TargetDirectory:
         """The record of every rank of the target strategy; None if a target is missing."""
         statuses = self._statuses(self._everything)
         records = self._ledger.done()
-        found = {}
+        complete = {}
         for rank, status in statuses.items():
             matching = [record for record in records.get(rank, []) if record.matches(status)]
             if not matching:
                 return None
             # Several runs may have written equal files; a checksum of any of them is right.
-            found[rank] = next((record for record in matching if record.crc is not None), matching[0])
-        return found
+            complete[rank] = next((record for record in matching if record.crc is not None), matching[0])
+        return complete
 
     def _name(self, rank: int) -> str:
         """The file of a rank, relative to the directory."""
@@ -598,32 +591,32 @@ class TargetDirectory:
     def _anew(self) -> bool:
         """Whether this run starts to replace targets, and does not resume that."""
         # A repeated part must keep the records, which the whole run needs.
-        return self._overwrite and not self._part and not self._ledger.replacing(self._asked, self._sources)
+        return self._overwrite and not self._part and not self._ledger.replacing(self._requested, self._sources)
 
     def _status(self, rank: int) -> Optional[FileStatus]:
         return status_at(self._plan.path(rank))
 
     def _statuses(self, ranks: Iterable[int]) -> dict[int, Optional[FileStatus]]:
-        wanted = list(ranks)
-        return dict(zip(wanted, status_of_each([self._plan.path(rank) for rank in wanted])))
+        numbers = list(ranks)
+        return dict(zip(numbers, status_of_each([self._plan.path(rank) for rank in numbers])))
 
     def _done(self) -> set[int]:
         """Requested ranks with a recorded, unmodified target."""
-        return set() if self._anew else self.recorded(self._asked)
+        return set() if self._anew else self.recorded(self._requested)
 
     def recorded(self, ranks: Sequence[int]) -> set[int]:
         """The ranks with a recorded, unmodified target."""
         # Targets before records: a target that another run finishes in between has its record already.
         statuses = self._statuses(ranks)
         records = self._ledger.done(frozenset(ranks))
-        return {rank for rank, found in records.items() if any(record.matches(statuses[rank]) for record in found)}
+        return {rank for rank, of_rank in records.items() if any(record.matches(statuses[rank]) for record in of_rank)}
 
     def _finished_meanwhile(self, target: TargetFile) -> bool:
         status = self._status(target.rank)
         if status is None:
             return False
-        found = self._ledger.done((target.rank,)).get(target.rank, [])
-        return any(record.matches(status) for record in found)
+        records = self._ledger.done((target.rank,)).get(target.rank, [])
+        return any(record.matches(status) for record in records)
 
     def _existing(self, ranks: Sequence[int]) -> TargetError:
         recorded = bool(self._ledger.done(frozenset(ranks)))
@@ -631,7 +624,7 @@ class TargetDirectory:
 
     def _check_sources(self, guarded: bool) -> None:
         # Only runs with a finished target that stays, and live runs, fix the source files.
-        bound = self._ledger.done().keys() - (set(self._asked) if self._anew else set())
+        bound = self._ledger.done().keys() - (set(self._requested) if self._anew else set())
         live = guarded and self._ledger.in_use
         if not bound and not live:
             return
@@ -644,17 +637,17 @@ class TargetDirectory:
         if changes.values and not self._accept_changed_source:
             how = "shared values such as global_step differ from the files read before"
             raise self._refusals.other_source(changes.values, how)
-        others = sorted([*changes.content, *changes.values])
-        if others:
+        different = sorted([*changes.content, *changes.values])
+        if different:
             self._report.warn(
-                f"the source files of {rank_ranges(others)} differ from those at the begin of the conversion in "
+                f"the source files of {rank_ranges(different)} differ from those at the begin of the conversion in "
                 f"{self._root}; it now has targets of both"
             )
-        for ranks, what in ((changes.time, "have another time"), (changes.place, "were replaced or touched")):
+        for ranks, change in ((changes.time, "have another time"), (changes.place, "were replaced or touched")):
             if ranks:
                 than = "than when" if ranks is changes.time else "since"
                 self._report.warn(
-                    f"source files of {rank_ranges(ranks)} {what} {than} the conversion in {self._root} was begun, "
+                    f"source files of {rank_ranges(ranks)} {change} {than} the conversion in {self._root} was begun, "
                     "though sizes, headers and samples of the contents are the same; unless they were only copied, "
                     f"convert everything again with {self._refusals.replace_all}"
                 )
@@ -713,6 +706,6 @@ def beside(directory: str, identity: Identity) -> list[str]:
     Raises:
         ReshardError: it cannot be read.
     """
-    own = {identity.file_of(file) for file in range(identity.ranks)}
-    found = Destination(directory).checkpoints({os.path.dirname(name) for name in own})
-    return [name for name in found if name not in own]
+    own_names = {identity.file_of(file) for file in range(identity.ranks)}
+    names = Destination(directory).checkpoints({os.path.dirname(name) for name in own_names})
+    return [name for name in names if name not in own_names]

@@ -1,7 +1,7 @@
-"""What a planned conversion moves: from which source rank to which target rank how many bytes.
+"""Bytes that a planned conversion moves from each source rank to each target rank.
 
-Found out from the plan that a run carries out, cut into parts as a run cuts it; but of parameters
-that are taken alike only one is walked through, so that it stays quick for thousands of ranks.
+The plan is cut into parts as in a run. Of parameters with the same layouts only one is counted, and multiplied: that
+is fast enough for thousands of ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from reshard.layout import intersection, shape_of, volume_of
 from reshard.plan.pieces import Piece, StoredSlice, TargetFile, TargetTensor
 from reshard.plan.plan import Plan, in_section
 
-# Where files are looked at through memory maps, this much is read at a time at least.
+# Smallest read through a memory map.
 _PAGE = 4096
 
 
@@ -28,13 +28,12 @@ class Transfers:
     """Bytes of tensor contents that a conversion moves.
 
     Attributes:
-        taken: bytes that a target rank's file takes from a source rank's, by (source, target).
-        copied: of these, the bytes of values that are copied as they are.
-        read: bytes that requests to a source rank's file cover, by source rank; approximate where
-            they skip over what is not needed.
-        requests: ranges of a source rank's file that hold what a target rank's file takes, by (source, target). Targets
-            that are written together read a common range once.
-        value_requests: of these, the ranges of values that are copied as they are.
+        taken: bytes of a target rank's file from a source rank's, by (source, target).
+        copied: the part of them that is values copied unchanged.
+        read: bytes that requests to a source rank's file cover, by source rank; approximate if they skip gaps.
+        requests: ranges of a source rank's file that a target rank's file needs, by (source, target). Targets that are
+            written together read a common range once.
+        value_requests: the part of them that is values copied unchanged.
     """
 
     taken: Counter[tuple[int, int]] = field(default_factory=Counter)
@@ -46,51 +45,51 @@ class Transfers:
     @property
     def over_read(self) -> float:
         """Bytes read per byte taken, less one: 0.5 if every second byte is not needed or was read before."""
-        taken = sum(self.taken.values())
-        return sum(self.read.values()) / taken - 1 if taken else 0.0
+        needed = sum(self.taken.values())
+        return sum(self.read.values()) / needed - 1 if needed else 0.0
 
 
 def transfers_of(plan: Plan, work: Sequence[int], execution: ExecutionOptions) -> Transfers:
-    """What a conversion moves for some target files, ascending."""
-    found = Transfers()
-    made = []
+    """The bytes that a conversion moves for some target files, ascending."""
+    transfers = Transfers()
+    resharded = []
     for file in work:
         holder = plan.form.taken_over(file)
         if holder is None:
-            made.append(file)
+            resharded.append(file)
             continue
         size = plan.checkpoint.indexes[holder].size
-        found.taken[holder, file] += size
-        found.read[holder] += size
-        found.requests[holder, file] += 1
-    # Files of which each holds other tensors are walked through whole; of the others one tensor of each kind is.
-    alone = [file for file in made if plan.form.names_in(file) is not None]
-    together = [file for file in made if plan.form.names_in(file) is None]
+        transfers.taken[holder, file] += size
+        transfers.read[holder] += size
+        transfers.requests[holder, file] += 1
+    # Of files with the same tensors, one tensor of each kind is counted; of others, all tensors.
+    alone = [file for file in resharded if plan.form.names_in(file) is not None]
+    together = [file for file in resharded if plan.form.names_in(file) is None]
     for section in plan.sections:
-        here = in_section(section, together)
-        if here:
+        in_this = in_section(section, together)
+        if in_this:
             alike = {kind.tensors[0].name: len(kind.tensors) for kind in plan.kinds_of(section)}
-            for group in plan.groups(here, names=alike.keys()):
-                _add_group(found, group, alike, execution)
+            for group in plan.groups(in_this, names=alike.keys()):
+                _add_group(transfers, group, alike, execution)
     for group in plan.groups(alone, names=plan.checkpoint.tensors.keys()):
-        _add_group(found, group, dict.fromkeys(plan.checkpoint.tensors, 1), execution)
-    for file in made:
+        _add_group(transfers, group, dict.fromkeys(plan.checkpoint.tensors, 1), execution)
+    for file in resharded:
         for value in plan.values_of(file):
-            found.taken[value.holder, file] += value.tensor.nbytes
-            found.copied[value.holder, file] += value.tensor.nbytes
-            found.read[value.holder] += value.tensor.nbytes
-            found.requests[value.holder, file] += 1
-            found.value_requests[value.holder, file] += 1
-    return found
+            transfers.taken[value.holder, file] += value.tensor.nbytes
+            transfers.copied[value.holder, file] += value.tensor.nbytes
+            transfers.read[value.holder] += value.tensor.nbytes
+            transfers.requests[value.holder, file] += 1
+            transfers.value_requests[value.holder, file] += 1
+    return transfers
 
 
 def _stored_bytes(source: StoredSlice, nbytes: int, item_size: int) -> int:
-    """Bytes in a file of so many bytes of elements."""
+    """Bytes in a file for this many bytes of elements."""
     return nbytes if source.decoding is None else source.decoding.stored_bytes(nbytes // item_size)
 
 
 def _add_group(
-    found: Transfers, group: Sequence[TargetFile], alike: dict[str, int], execution: ExecutionOptions
+    transfers: Transfers, group: Sequence[TargetFile], alike: dict[str, int], execution: ExecutionOptions
 ) -> None:
     for target in group:
         for tensor in target.tensors:
@@ -98,17 +97,17 @@ def _add_group(
                 stored = piece.stored_size(tensor.item_size)
                 count = _stored_bytes(piece.source, piece.volume * stored, stored)
                 pair = piece.source.rank, target.rank
-                found.taken[pair] += count * alike[tensor.name]
-                found.requests[pair] += _covered(piece, tensor, execution).ranges * alike[tensor.name]
+                transfers.taken[pair] += count * alike[tensor.name]
+                transfers.requests[pair] += _covered(piece, tensor, execution).ranges * alike[tensor.name]
     for part in parts_of(group, execution.threads):
         for stretch in part.stretches:
             if stretch.shared is not None:
                 if stretch.shared.first == 0:
-                    _add_shared(found, stretch.shared, alike[stretch.shared.tensors[0].name])
+                    _add_shared(transfers, stretch.shared, alike[stretch.shared.tensors[0].name])
                 continue
             for target, segments in zip(group, stretch.segments):
                 for segment in segments:
-                    # A tensor that is written in several parts is counted with the first.
+                    # A tensor in several parts is counted with the first.
                     if isinstance(segment, Data) and segment.start == 0:
                         tensor = target.tensors[segment.tensor]
                         for piece in tensor.pieces:
@@ -117,28 +116,30 @@ def _add_group(
                                 _covered(piece, tensor, execution).nbytes,
                                 piece.stored_size(tensor.item_size),
                             )
-                            found.read[piece.source.rank] += covered * alike[tensor.name]
+                            transfers.read[piece.source.rank] += covered * alike[tensor.name]
 
 
-def _add_shared(found: Transfers, shared: SharedRows, alike: int) -> None:
-    """Rows that are read once, whole, for all members."""
+def _add_shared(transfers: Transfers, shared: SharedRows, alike: int) -> None:
+    """Rows that are read once for all members."""
     axis = len(shared.outer)
     for source, _ in shared.uses:
         outer = intersection(shared.outer, source.box[:axis])
         if outer is not None:
             elements = volume_of(outer) * volume_of(source.box[axis:])
-            found.read[source.rank] += _stored_bytes(source, elements * shared.stored_size, shared.stored_size) * alike
+            transfers.read[source.rank] += (
+                _stored_bytes(source, elements * shared.stored_size, shared.stored_size) * alike
+            )
 
 
 class _Covered(NamedTuple):
-    """Bytes of a source that are read, or lie in the pages that are looked at, and in how many ranges."""
+    """Bytes of a source that are read, or of its mapped pages, and the number of ranges."""
 
     nbytes: int
     ranges: int
 
 
 def _covered(piece: Piece, tensor: TargetTensor, execution: ExecutionOptions) -> _Covered:
-    """What is read of the source for a piece."""
+    """The ranges of the source that are read for a piece."""
     item_size = piece.stored_size(tensor.item_size)
     counts: Sequence[int] = shape_of(piece.box)
     strides = byte_strides(shape_of(piece.source.box), item_size)

@@ -1,15 +1,15 @@
-"""What was converted, compared with its source or its manifest."""
+"""Converted checkpoints compared with their sources or manifests."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Optional
 
 from reshard.checkpoints import FileHandles
-from reshard.convert.ends import read_ends, told_by
+from reshard.convert.ends import read_ends, with_recorded_target
 from reshard.convert.options import Options
 from reshard.convert.recorded import edits_of_target, strategies_of_target
 from reshard.convert.summary import Summary
@@ -40,23 +40,34 @@ from reshard.verification.reading import Means
 from reshard.verification.sources import CheckpointPlace, RecordedCrcs
 
 
+@contextlib.contextmanager
+def reading_sources(
+    options: Options, progress: Progress, report: Report
+) -> Iterator[tuple[Means, Optional[RecordedCrcs]]]:
+    """Means to read source files within these options, and the CRCs that the files record; None with ``crc="never"``.
+
+    Raises:
+        RetryableError: at the end, if a file has changed.
+    """
+    with FileHandles(decryption=options.decryption) as handles:
+        means = Means(handles, options.jobs, options.max_memory, progress)
+        yield means, RecordedCrcs(means, report) if options.crc == "auto" else None
+        means.check_unchanged()
+
+
 def verify_written(
     request: Request, how: Options, summary: Summary, progress: Progress, adapter: Optional[Adapter]
 ) -> list[Difference]:
-    """Compare what was written, and what was there before, with what the source makes of it.
-
-    Files of ranks are compared as far as they were asked for; other forms as a whole.
-    """
+    """Compare all requested target files with the source: those of ranks one by one, other forms as a whole."""
     assert isinstance(request.src, str)
     report = Report()
-    with FileHandles(decryption=how.decryption) as handles:
-        means = Means(handles, how.jobs, how.max_memory, progress)
+    with reading_sources(how, progress, report) as (means, crcs):
         step = recorded_step(request.src, request.form, summary.step)
         by_rank = form_named(request.to).options.by_rank
         files = summary.target_files
         if not by_rank:
             files = {number: os.path.relpath(real(path), real(request.dst)) for number, path in files.items()}
-        found = verify_conversion(
+        return verify_conversion(
             Converted(
                 CheckpointPlace(request.src, request.form, request.source, step, request.file_suffix),
                 request.edits,
@@ -66,11 +77,9 @@ def verify_written(
             filters=request.filters,
             means=means,
             report=report,
-            crcs=RecordedCrcs(means, report) if how.crc == "auto" else None,
+            crcs=crcs,
             known=request.damaged,
         )
-        means.check_unchanged()
-        return found
 
 
 def verify_with_source(
@@ -87,14 +96,14 @@ def verify_with_source(
 
     Args:
         out: the converted checkpoint.
-        src: what it was converted from.
-        typed: the options of strategies, names and types, ``step`` and ``file_suffix``. Those that are not given are
-            taken from the records in ``out``.
+        src: its source.
+        typed: the options of strategies, names and types, ``step`` and ``file_suffix``; by default those in the
+            records of ``out``.
         ranks: only these ranks of ``out``.
         filters: parameters that are compared.
         means: files, threads and memory.
-        report: told of warnings and notes.
-        crcs: the CRCs that source files record; None where they are not checked.
+        report: gets warnings and notes.
+        crcs: the CRCs that source files record; None if they are not checked.
 
     Raises:
         ReshardError: options contradict each other or the records, or something cannot be read.
@@ -102,9 +111,9 @@ def verify_with_source(
     if not exists(out):
         raise CheckpointError(f"{out}: does not exist", file=out)
     manifest = _manifest(out)
-    found: list[Difference] = []
+    differences: list[Difference] = []
     if manifest is not None:
-        found += against_manifest(out, of_ranks(manifest, ranks), ranks, means)
+        differences += against_manifest(out, of_ranks(manifest, ranks), ranks, means)
     plan = recorded_plan(out, manifest, report)
     to = form_of(out) if plan is None else plan.form
     by_rank = form_named(to).options.by_rank
@@ -114,29 +123,30 @@ def verify_with_source(
             hint="leave out --ranks, or --src",
         )
     strategies = {name: typed[name] for name in ("src_strategy", "dst_strategy")}
-    given = {**typed, **strategies_of_target(out, src, to, strategies, plan, report)}
-    ends = read_ends(src, {**given, "to": to, "format": None, "max_shard_size": None}, report)
+    completed = {**typed, **strategies_of_target(out, src, to, strategies, plan, report)}
+    ends = read_ends(src, {**completed, "to": to, "format": None, "max_shard_size": None}, report)
     step = typed["step"]
     if plan is not None:
         if step == "latest":
             step = recorded_step(src, ends.form, plan.step)
         if not (filters.include or filters.exclude):
             filters = Filters(plan.include, plan.exclude)
-    ends = told_by(src, ends, step)
+    ends = with_recorded_target(src, ends, step)
     if by_rank and ranks is None and manifest is None:
         ranks = recovered_ranks(out)
         if ranks is not None:
             report.note(f"compared: {rank_ranges(ranks)}, since only lost ranks were to be recovered")
     if by_rank:
-        files, others = converted_files(out, manifest, ranks)
-        found += others
+        files, unexpected = converted_files(out, manifest, ranks)
+        differences += unexpected
     else:
         files = {} if manifest is None else {file.rank: file.file for file in manifest.files}
     edits, recorded = edits_of_target(out, src, typed, plan, report)
-    told = SwapTest(ends.source, ends.target, means.handles).told(src, step, typed["file_suffix"])
-    between_ranks = by_rank and form_named(ends.form).options.by_rank and edits.is_empty
-    with told if between_ranks else contextlib.nullcontext():
-        found += verify_conversion(
+    with contextlib.ExitStack() as stack:
+        if by_rank and form_named(ends.form).options.by_rank and edits.is_empty:
+            swap_test = SwapTest(ends.source, ends.target, means.handles)
+            stack.enter_context(swap_test.told(src, step, typed["file_suffix"]))
+        differences += verify_conversion(
             Converted(CheckpointPlace(src, ends.form, ends.source, step, typed["file_suffix"]), edits, recorded),
             ConvertedTarget(out, to, ends.target, files, ranks, ends.target.path == SAME),
             filters=filters,
@@ -145,20 +155,20 @@ def verify_with_source(
             crcs=crcs,
             recovered=plan is not None and plan.task == "recover",
         )
-    return found
+    return differences
 
 
 def against_manifest(out: str, manifest: Manifest, ranks: Optional[tuple[int, ...]], means: Means) -> list[Difference]:
-    """What is not as the manifest says, of some ranks or all."""
-    found = compare_with_manifest(out, manifest, means)
-    return [difference for difference in found if ranks is None or set(difference.ranks) & set(ranks)]
+    """The differences of some ranks, or all, from the manifest."""
+    differences = compare_with_manifest(out, manifest, means)
+    return [difference for difference in differences if ranks is None or set(difference.ranks) & set(ranks)]
 
 
 def of_ranks(manifest: Manifest, ranks: Optional[tuple[int, ...]]) -> Manifest:
     """A manifest of some of its ranks, or all.
 
     Raises:
-        UsageError: it has not all of them; to look at nothing must not pass for a comparison.
+        UsageError: the manifest lacks one of them; comparing nothing must not pass.
     """
     if ranks is None:
         return manifest
@@ -178,5 +188,5 @@ def _manifest(out: str) -> Optional[Manifest]:
     try:
         return read_manifest(out)
     except InputError:
-        # A part of the ranks, or written by something else: the comparison with the source stands alone.
+        # A part of the ranks, or another program's output: only the source is compared.
         return None

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import shlex
+import os
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Callable, Optional, Protocol
 
 from reshard.checkpoints import CheckpointIndex, FileHandles
 from reshard.convert.target_directory import TargetDirectory
 from reshard.errors import DamagedCheckpointError, RetryableError
 from reshard.execute import ExecutionOptions, Progress, convert
+from reshard.execute.destination import Space, space_for
 from reshard.forms.registry import counted_as
 from reshard.plan.pieces import TargetFile
 from reshard.plan.plan import Plan
@@ -19,22 +22,22 @@ from reshard.text.messages import listing
 from reshard.text.report import Report
 from reshard.text.wording import plural, rank_ranges
 
-# Network file systems remember for up to a minute that a file is not there.
+# Network file systems cache for up to a minute that a file is missing.
 _SEEN_AFTER = 90.0
 
 
 class Workers(Protocol):
-    """Other processes, perhaps on other machines, that do the work of a conversion which is prepared here."""
+    """Other processes, perhaps on other machines, that write a conversion which is prepared here."""
 
     def check(self, plan: Plan) -> None:
-        """See that they can do the work, before anything else is done.
+        """Check that they can write, before any other step.
 
         Raises:
             ReshardError: they cannot.
         """
 
     def check_crcs(self, files: Sequence[CheckpointIndex]) -> Mapping[str, DamagedCheckpointError]:
-        """Check the CRCs of source files; errors of those whose bytes are not what their CRC was made of, by path.
+        """Check the CRCs of source files; returns the errors of damaged files, by path.
 
         Raises:
             ReshardError: a file could not be checked.
@@ -44,53 +47,74 @@ class Workers(Protocol):
         """Write and record targets of a conversion.
 
         Args:
-            plan: what they are made of.
+            plan: the plan.
             work: target files to write, ascending.
-            sources: digest of the source files it was planned with.
-            sign: a file in the target directory; when it is gone, nothing more is to be written.
-            progress: told of bytes and files written.
+            sources: digest of the source files of the plan.
+            sign: a file in the target directory; once it is removed, workers write no more.
+            progress: counts written bytes and files.
 
         Raises:
-            ReshardError: some target was not written. Nothing half-written is left.
+            ReshardError: a target was not written; no partial file is left.
         """
+
+
+@dataclass(frozen=True)
+class State:
+    """The plan and its remaining work; made again if source files turn out to be damaged.
+
+    Attributes:
+        plan: the plan.
+        execution: options of the byte transfer.
+        requested: this run's share of the requested target files, ascending.
+        work: the ones that are not written yet.
+        directory: the records of targets; None without records.
+    """
+
+    plan: Plan
+    execution: ExecutionOptions
+    requested: tuple[int, ...]
+    work: tuple[int, ...]
+    directory: Optional[TargetDirectory]
+
+    @cached_property
+    def sizes(self) -> Mapping[int, int]:
+        """Bytes of each file of ``work``."""
+        return self.plan.file_bytes(self.work)
+
+    @property
+    def space(self) -> list[Space]:
+        """Needed and free bytes on every file system below the target directory."""
+        needed = [(os.path.dirname(self.plan.path(file)), size) for file, size in self.sizes.items()]
+        if self.work and self.directory is not None:
+            needed += [(self.plan.request.dst, file.size or 0) for file in self.plan.form.finishing()]
+        return space_for(needed)
 
 
 class Writing:
     """The writing of a planned conversion.
 
     Args:
-        plan: what targets are made of.
-        work: target files that are to be written, ascending.
-        execution: how bytes are moved.
-        directory: where they are recorded; None where nothing is.
+        state: the plan and the target files to write.
         handles: open source files.
-        report: told what was written before something failed.
-        progress: told of bytes and files written.
-        workers: who writes the targets, if not this process.
+        report: gets a warning with the number of written files if one fails.
+        progress: counts written bytes and files.
+        workers: the processes that write the targets; None for this one.
 
     Attributes:
         manifest: the manifest, if it was written.
-        bytes_copied: of the contents of tensors, what the file system copied by itself.
-        work: target files that were still to be written when writing began.
+        bytes_copied: bytes of tensors that the file system copied by itself.
+        work: target files that were not written when writing began.
     """
 
     def __init__(
-        self,
-        plan: Plan,
-        work: Sequence[int],
-        execution: ExecutionOptions,
-        directory: Optional[TargetDirectory],
-        handles: FileHandles,
-        report: Report,
-        progress: Progress,
-        workers: Optional[Workers],
+        self, state: State, handles: FileHandles, report: Report, progress: Progress, workers: Optional[Workers]
     ) -> None:
         self.manifest: Optional[str] = None
         self.bytes_copied = 0
-        self.work = tuple(work)
-        self._plan = plan
-        self._execution = execution
-        self._directory = directory
+        self.work = state.work
+        self._plan = state.plan
+        self._execution = state.execution
+        self._directory = state.directory
         self._handles = handles
         self._report = report
         self._progress = progress
@@ -102,20 +126,20 @@ class Writing:
             return self._write(self._write_here)
         self._directory.tidy()
         if not self.work and self._directory.is_complete:
-            # Complete: nothing is touched, so that it may also lie where nothing can be written.
+            # Nothing is changed, so a complete directory may be read-only.
             self.manifest = self._directory.manifest
             return 0
         try:
             self.work = tuple(self._directory.begin())
-            written = self._write(self._write_here if self._workers is None else self._write_elsewhere)
-            # Targets were made one after the other: that none of their sources changed meanwhile is seen at the end.
+            nbytes = self._write(self._write_here if self._workers is None else self._write_elsewhere)
+            # Targets are written one after the other: a source that changes meanwhile is detected at the end.
             additions = self._plan.request.edits.additions
             added = () if additions is None else additions.paths
             sources = [index.path for index in self._plan.checkpoint.indexes.values()]
             sources += [file.source for file in self._plan.form.finishing() if file.source is not None]
             self._handles.check_unchanged([*sources, *added])
             self.manifest = self._directory.complete()
-            return written
+            return nbytes
         finally:
             self._directory.end()
 
@@ -139,14 +163,14 @@ class Writing:
         deadline = time.monotonic() + _SEEN_AFTER
         while len(directory.recorded(ranks)) < len(ranks):
             if time.monotonic() > deadline:
-                left = set(ranks) - directory.recorded(ranks)
+                missing = set(ranks) - directory.recorded(ranks)
                 dst = self._plan.request.dst
-                written = rank_ranges(left, counted_as(self._plan.form.name))
+                absent = rank_ranges(missing, counted_as(self._plan.form.name))
                 raise RetryableError(
-                    f"{dst}: {written} were written by workers, but are not seen here",
+                    f"{dst}: {absent} were written by workers, but are not visible here",
                     file=dst,
-                    rank=min(left),
-                    hint="the same command writes them again, if they are really not there",
+                    rank=min(missing),
+                    hint="run the same command again, which writes them if they are missing",
                 )
             time.sleep(0.5)
 
@@ -159,11 +183,8 @@ class Writing:
             write(counted)
         except BaseException:
             if self._directory is not None:
-                resume = f", or: reshard resume {shlex.quote(self._plan.request.dst)}" if counted.files else ""
-                self._report.warn(
-                    f"{counted.files} of {plural(len(self.work), 'rank')} written; run the same command again to "
-                    f"continue{resume}"
-                )
+                count = f"{counted.files} of {plural(len(self.work), counted_as(self._plan.form.name))}"
+                self._report.warn(f"{count} written; run the same command again to continue")
             raise
         finally:
             self._progress.end()
@@ -171,14 +192,14 @@ class Writing:
             if counted.overflows:
                 count = plural(sum(counted.overflows.values()), "element")
                 self._report.warn(
-                    f"{count} became infinite, being too large for the type that was asked for: "
+                    f"{count} became infinite, being too large for the requested type: "
                     + listing(sorted(counted.overflows))
                 )
         return counted.file_bytes
 
 
 class Counted(Progress):
-    """Adds up the sizes of committed files, and what was too large for its type, and passes everything on."""
+    """Adds up the sizes of committed files and the elements too large for their type, and passes all on."""
 
     def __init__(self, listener: Progress) -> None:
         self.file_bytes = 0

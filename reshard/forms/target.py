@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Callable, NamedTuple, NewType, Optional, Protocol
+from typing import Callable, NamedTuple, Optional, Protocol
 
 from reshard.checkpoints.by_name import ByName
 from reshard.checkpoints.checkpoint import GlobalTensor
@@ -14,9 +14,6 @@ from reshard.errors import IncompleteSourceError, LayoutError
 from reshard.forms.ranks import FileNames
 from reshard.layout import Box, Layout, whole
 from reshard.text.wording import quoted, rank_ranges
-
-FileId = NewType("FileId", int)
-"""The number of a target file, counted from 0; in rank directories, and only there, it is the rank."""
 
 
 @dataclass(frozen=True)

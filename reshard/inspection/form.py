@@ -171,7 +171,8 @@ def _describe(found: InspectedForm, checkpoint: Checkpoint, told: Description) -
         found.full_bytes += math.prod(tensor.shape) * tensor.item_size
     found.values = tuple(checkpoint.values())
     found.others = tuple(checkpoint.others)
-    _describe_quantised(found, checkpoint)
+    found.quantised, finding = quantised_in(checkpoint)
+    found.findings += [] if finding is None else [finding]
     if told.incomplete is not None:
         error = told.incomplete
         found.complete = False
@@ -188,19 +189,19 @@ def _shown(handles: FileHandles, held: StoredObject) -> Any:
         return None
 
 
-def _describe_quantised(found: InspectedForm, checkpoint: Checkpoint) -> None:
-    """Which schemes quantised tensors have; what is not known of them is a finding."""
+def quantised_in(checkpoint: Checkpoint) -> tuple[dict[str, int], Optional[Finding]]:
+    """The number of quantised tensors by scheme, and a finding if a scheme is unknown."""
     # Loaded only where something is quantised, or may be.
     from reshard.quantised import describe, looks_quantised, quantisation_of, recognise, stored_tensors
 
     tensors = stored_tensors(checkpoint)
     if not looks_quantised(tensors):
-        return
+        return {}, None
     try:
         how = quantisation_of(checkpoint.place, "BFloat16")
-        found.quantised = describe(recognise(tensors, how.config, how.description, how.place))
+        return describe(recognise(tensors, how.config, how.description, how.place)), None
     except InputError as error:
-        found.findings.append(Finding("quantised", error.message, error.hint))
+        return {}, Finding("quantised", error.message, error.hint)
 
 
 def _files_in(path: str) -> list[FormFile]:

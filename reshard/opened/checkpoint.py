@@ -34,7 +34,7 @@ from reshard.text.wording import quoted
 Array = npt.NDArray[Any]
 
 # Maximum number and bytes of small tensors that one thread reads as a batch.
-_MOST_TOGETHER = 64
+_MAX_TOGETHER = 64
 _BYTES_TOGETHER = 1 << 20
 
 
@@ -94,7 +94,7 @@ class OpenedCheckpoint(Mapping[str, LazyTensor]):
         self._comparing = threading.Lock()
         self._compared: set[str] = set()
         # Closes the files if the caller does not.
-        self._forgotten = weakref.finalize(self, handles.close)
+        self._finalizer = weakref.finalize(self, handles.close)
 
     @property
     def contents(self) -> OpenedContents:
@@ -222,7 +222,7 @@ class OpenedCheckpoint(Mapping[str, LazyTensor]):
             self._contents = None
         if reader is not None:
             reader.close()
-        self._forgotten()
+        self._finalizer()
 
     def __enter__(self) -> OpenedCheckpoint:
         return self
@@ -271,9 +271,6 @@ def _read_ahead(tensors: Iterable[LazyTensor], reader: BoxReader, budget: int) -
         tensors: the tensors.
         reader: reads them.
         budget: maximum bytes of arrays that are read, or being read, and not yet taken; or one tensor.
-
-    Raises:
-        ReshardError: a file cannot be read.
     """
     batches = _batches(tensors, min(_BYTES_TOGETHER, budget))
     begin = partial(_Batch.begin, reader=reader)
@@ -288,7 +285,7 @@ def _batches(tensors: Iterable[LazyTensor], most: int) -> Iterator[_Batch]:
     few: list[LazyTensor] = []
     nbytes = 0
     for tensor in tensors:
-        if few and (len(few) == _MOST_TOGETHER or nbytes + tensor.nbytes > most):
+        if few and (len(few) == _MAX_TOGETHER or nbytes + tensor.nbytes > most):
             yield _Batch(few)
             few, nbytes = [], 0
         few.append(tensor)

@@ -62,21 +62,21 @@ def check_equal(
 
 def _check(checkpoint: Checkpoint, equal: Equal, reader: BoxReader, progress: Progress, most: Optional[int]) -> None:
     first = equal.taken
-    for other in equal.others:
-        if (other.dtype, other.shape) != (first.dtype, first.shape):
-            raise _differ(checkpoint, equal, other, None)
+    for tensor_beside in equal.others:
+        if (tensor_beside.dtype, tensor_beside.shape) != (first.dtype, first.shape):
+            raise _differ(checkpoint, equal, tensor_beside, None)
     count = _elements(first, most)
     step = max(1, min(CHUNK_BYTES // first.item_size, count))
     mine, theirs = (np.empty(step * first.item_size, np.uint8) for _ in range(2))
-    target, *others = (_whole(checkpoint, tensor) for tensor in (first, *equal.others))
+    target, *copies = (_whole(checkpoint, tensor) for tensor in (first, *equal.others))
     for box in boxes_of_range(first.shape, 0, count, step):
         nbytes = volume_of(box) * first.item_size
         reader.read(target, box, mine[:nbytes].data)
-        for tensor, made in zip(equal.others, others):
-            reader.read(made, box, theirs[:nbytes].data)
+        for tensor, copy in zip(equal.others, copies):
+            reader.read(copy, box, theirs[:nbytes].data)
             if not np.array_equal(mine[:nbytes], theirs[:nbytes]):
                 raise _differ(checkpoint, equal, tensor, _first_difference(mine, theirs, box, first.item_size))
-        progress.wrote(nbytes * (1 + len(others)))
+        progress.wrote(nbytes * (1 + len(copies)))
 
 
 def _elements(tensor: GlobalTensor, most: Optional[int]) -> int:
@@ -111,22 +111,20 @@ def _holder(tensor: GlobalTensor, present: tuple[frozenset[int], ...], slices: t
     raise IncompleteSourceError(f"a slice of {quoted(tensor.name)} is on no readable rank", parameter=tensor.name)
 
 
-def _differ(
-    checkpoint: Checkpoint, equal: Equal, other: GlobalTensor, at: Optional[tuple[int, ...]]
-) -> CheckpointError:
+def _differ(checkpoint: Checkpoint, equal: Equal, copy: GlobalTensor, at: Optional[tuple[int, ...]]) -> CheckpointError:
     where = "in type or shape" if at is None else f"at {list(at)}"
     paths = []
-    for tensor in (equal.taken, other):
+    for tensor in (equal.taken, copy):
         piece = next(
             piece
             for piece in _whole(checkpoint, tensor).pieces
             if at is None or all(start <= place < stop for place, (start, stop) in zip(at, piece.box))
         )
         paths.append(piece.source.path)
-    taken = "the copy" if other.name == equal.taken.name else quoted(equal.taken.name)
+    original = "the copy" if copy.name == equal.taken.name else quoted(equal.taken.name)
     return CheckpointError(
-        f"{paths[1]}: {quoted(other.name)} differs from {taken} in {paths[0]} {where}: {equal.reason}",
+        f"{paths[1]}: {quoted(copy.name)} differs from {original} in {paths[0]} {where}: {equal.reason}",
         file=paths[1],
-        parameter=other.name,
+        parameter=copy.name,
         hint=equal.hint,
     )

@@ -87,12 +87,12 @@ class BoxReading(NamedTuple):
 
     Attributes:
         box: in elements of the tensor.
-        taken: index into the array of the box; None if all elements go to ``out`` in order.
+        chosen: index into the array of the box; None if all elements go to ``out`` in order.
         out: index of these elements in the result.
     """
 
     box: Box
-    taken: Optional[tuple[slice, ...]]
+    chosen: Optional[tuple[slice, ...]]
     out: Array
 
 
@@ -107,24 +107,24 @@ def select(index: Any, shape: Sequence[int]) -> Selection:
         IndexError: the index is not a basic one, or out of bounds.
     """
     parts = list(index) if isinstance(index, tuple) else [index]
-    named = [part for part in parts if part is not Ellipsis and part is not None]
+    positions = [part for part in parts if part is not Ellipsis and part is not None]
     if sum(part is Ellipsis for part in parts) > 1:
         raise IndexError("an index can only have a single ellipsis ('...')")
-    if len(named) > len(shape):
-        raise IndexError(f"too many indices: the tensor has {len(shape)} dimensions, but {len(named)} were indexed")
+    if len(positions) > len(shape):
+        raise IndexError(f"too many indices: the tensor has {len(shape)} dimensions, but {len(positions)} were indexed")
     axes: list[ChosenAxis] = []
     finish: list[Any] = []
     for part in parts:
         if part is Ellipsis:
-            count = len(shape) - len(named)
+            count = len(shape) - len(positions)
             axes += (ChosenAxis(0, 1, size) for size in shape[len(axes) : len(axes) + count])
             finish.append(part)
         elif part is None:
             finish.append(None)
         else:
-            axis, left = _one(part, shape[len(axes)], len(axes))
+            axis, finishing = _one(part, shape[len(axes)], len(axes))
             axes.append(axis)
-            finish.append(left)
+            finish.append(finishing)
     axes += (ChosenAxis(0, 1, size) for size in shape[len(axes) :])
     return Selection(tuple(axes), tuple(finish))
 

@@ -14,7 +14,6 @@ from reshard.defaults import MAX_MEMORY, usable_cpus
 from reshard.errors import UsageError
 from reshard.forms.form import Layouts, Reading
 from reshard.forms.registry import FORMS, check_holds_ranks, check_there, form_named, form_of
-from reshard.forms.target import FileId
 from reshard.opened.checkpoint import OpenedCheckpoint, ReadingEffort
 from reshard.plan.edits import NO_EDITS, Edits, typed_edits
 from reshard.plan.request import Request
@@ -148,14 +147,14 @@ def reading_request(
         ReshardError: the checkpoint is missing, or a strategy cannot be read.
     """
     form = form_of(src)
-    source = _source(src, form, src_strategy, file_suffix, report, option)
+    source = source_strategy(src, form, src_strategy, file_suffix, report, option)
     target, file = _target(src, form, source, dst_strategy, rank, step, report)
     return Request(
         src=src,
         dst=os.curdir,
         source=source,
         target=target,
-        files=(FileId(file),),
+        files=(file,),
         format=MEMORY,
         step=step,
         file_suffix=file_suffix,
@@ -180,10 +179,18 @@ def open_requested(
     return OpenedCheckpoint(request, FileHandles(decryption=decryption), effort, report or Report())
 
 
-def _source(
+def source_strategy(
     src: str, form: str, strategy: Optional[str], file_suffix: Optional[str], report: Report, option: str
 ) -> Strategy:
-    """The strategy of the source.
+    """The strategy of a source; `none` if its form records the layouts.
+
+    Args:
+        src: the source.
+        form: of the source.
+        strategy: as typed.
+        file_suffix: as typed; only for rank directories.
+        report: gets notes on the strategy.
+        option: spelling of the option, for messages.
 
     Raises:
         UsageError: it is missing for rank directories, or given for another form.
@@ -196,7 +203,7 @@ def _source(
                 f"{src}: rank files do not record how they are cut",
                 hint=f"add {option}FILE or {option}DIR; for an unsharded checkpoint pass none: {option}none",
             )
-        return _read(strategy, report)
+        return typed_strategy(strategy, report)
     if strategy not in (None, NONE, "None"):
         raise UsageError(f"{src}: is of the form {form}, which needs no strategy", hint="leave it out")
     if file_suffix is not None:
@@ -209,11 +216,7 @@ def _source(
 def _target(
     src: str, form: str, source: Strategy, strategy: Optional[str], rank: Optional[int], step: str, report: Report
 ) -> tuple[Strategy, int]:
-    """The strategy of the requested slices, and its rank.
-
-    Raises:
-        UsageError: the strategy or the rank is missing, or the rank is out of range.
-    """
+    """The strategy of the requested slices, and its rank."""
     if strategy is None and rank is not None:
         raise UsageError(
             f"the strategy of rank {rank} is missing", hint="add dst_strategy=..., 'same' for the source's"
@@ -221,7 +224,7 @@ def _target(
     if strategy is None:
         return Strategy.none(), 0
     if strategy != SAME:
-        target = _read(strategy, report)
+        target = typed_strategy(strategy, report)
     elif form_named(form).options.layouts is Layouts.RECORDED:
         with FileHandles() as handles:
             reading = Reading(src, handles, Report(), step, wanted=lambda name: False)
@@ -241,7 +244,12 @@ def _target(
     return target, rank or 0
 
 
-def _read(path: str, report: Report) -> Strategy:
+def typed_strategy(path: str, report: Report) -> Strategy:
+    """The strategy at a path; its notes go to the report.
+
+    Raises:
+        ReshardError: it cannot be read.
+    """
     strategy = read_strategy(path)
     for note in strategy.notes:
         report.note(note)

@@ -175,11 +175,11 @@ class LazyTensor:
 def _read(reader: BoxReader, tensor: TargetTensor, selection: Selection, out: Array) -> None:
     """Read a selection into an array of its shape and the tensor's element size, with any strides."""
     most, skip = reader.options.block_bytes, reader.options.storage.worth_skipping
-    for box, taken, part in readings(selection, tensor.shape, tensor.item_size, out, most, skip):
-        if taken is None:
+    for box, chosen, part in readings(selection, tensor.shape, tensor.item_size, out, most, skip):
+        if chosen is None:
             reader.read(tensor, box, part.reshape(-1).view(np.uint8).data)
         else:
-            reader.gather(tensor, box, taken, part)
+            reader.gather(tensor, box, chosen, part)
 
 
 def numpy_dtype(name: str, item_size: int) -> np.dtype[Any]:
@@ -222,8 +222,8 @@ def stand_in(name: str, item_size: int) -> np.dtype[Any]:
     plain = f"<u{item_size}" if item_size in _UNSIGNED else f"V{item_size}"
     # NumPy's stubs only accept the second argument here.
     make: Any = np.dtype
-    made: np.dtype[Any] = make(plain, metadata={"name": name})
-    return made
+    dtype: np.dtype[Any] = make(plain, metadata={"name": name})
+    return dtype
 
 
 def plain_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:

@@ -19,7 +19,7 @@ from reshard.checkpoints.checkpoint import Addition, Checkpoint
 from reshard.errors import IncompleteSourceError
 from reshard.forms.cuts import Cut, Cuts
 from reshard.forms.registry import counted_as
-from reshard.forms.target import FileId, Section, TargetForm
+from reshard.forms.target import Section, TargetForm
 from reshard.layout import Box, shape_of, volume_of
 from reshard.plan.groups import MOST_MEMBERS, reading_groups
 from reshard.plan.orders import Orders
@@ -409,9 +409,9 @@ class Plan:
         return StoredSlice(self.checkpoint.files[holder], holder, extents, box, decoding)
 
 
-def asked_files(request: Request, form: TargetForm) -> tuple[FileId, ...]:
+def asked_files(request: Request, form: TargetForm) -> tuple[int, ...]:
     """The requested target files, ascending."""
-    return tuple(map(FileId, range(form.count))) if request.files is None else request.files
+    return tuple(range(form.count)) if request.files is None else request.files
 
 
 def sections_of(form: TargetForm, files: Sequence[int]) -> list[Section]:

@@ -8,7 +8,6 @@ from typing import Optional, Union
 
 from reshard.defaults import DEFAULT_PREFIX
 from reshard.forms.registry import form_named
-from reshard.forms.target import FileId
 from reshard.plan.edits import NO_EDITS, Edits
 from reshard.strategies import Strategy
 from reshard.text.name_filters import Filters
@@ -44,7 +43,7 @@ class Request:
     dst: str
     source: Strategy
     target: Strategy
-    files: Optional[tuple[FileId, ...]] = None
+    files: Optional[tuple[int, ...]] = None
     prefix: Optional[str] = DEFAULT_PREFIX
     format: str = "same"
     step: str = "latest"

@@ -1,6 +1,6 @@
 """Records of a conversion in its target directory: identity, progress, manifest."""
 
-from reshard.records.given import Given
+from reshard.records.commands import RecordedCommand
 from reshard.records.identity import Identity, header_digest, strategy_digest
 from reshard.records.ledger import DoneRecord, Ledger
 from reshard.records.manifest import MANIFEST_NAME, FinishingRecord, Manifest, ManifestFile, read_manifest
@@ -10,11 +10,11 @@ __all__ = [
     "MANIFEST_NAME",
     "DoneRecord",
     "FinishingRecord",
-    "Given",
     "Identity",
     "Ledger",
     "Manifest",
     "ManifestFile",
+    "RecordedCommand",
     "SourceFile",
     "SourceSampler",
     "header_digest",

@@ -27,10 +27,12 @@ from reshard.text.wording import quoted
 
 _DIGEST_LENGTH = 16
 # Readers of a record's members, by the attribute's annotation.
-_TAKEN_AS: dict[str, Callable[[Fields, str], Any]] = {
+_READERS: dict[str, Callable[[Fields, str], Any]] = {
     "str": Fields.text,
     "Optional[str]": Fields.optional_text,
     "tuple[str, ...]": Fields.texts,
+    "bool": Fields.flag,
+    "Optional[int]": lambda fields, key: None if fields.is_null(key) else fields.integer(key, 1, 1 << 63),
     "FileNames": lambda fields, key: FileNames.from_fields(fields.fields(key)),
     "int": lambda fields, key: fields.integer(key, 1, MOST_DEVICES + 1),
 }
@@ -97,34 +99,43 @@ class Identity:
         Raises:
             JsonError: a member is missing, unknown or invalid.
         """
-        attributes = {attribute.name: attribute for attribute in dataclasses.fields(cls)}
-        unknown = [key for key in fields if key not in attributes]
-        if unknown:
-            raise JsonError(f"{quoted(unknown[0])} is unknown")
-        found: dict[str, Any] = {}
-        for name, attribute in attributes.items():
-            if name in fields or attribute.default is dataclasses.MISSING:
-                found[name] = _TAKEN_AS[str(attribute.type)](fields, name)
-        made = cls(**found)
-        if made.format not in ALL_FORMATS:
-            raise JsonError(f"{quoted(made.format)} is not a format")
-        if all(form.name != made.form for form in FORMS):
-            raise JsonError(f"{quoted(made.form)} is not a form")
-        return made
+        identity = cls(**attributes_of(cls, fields))
+        if identity.format not in ALL_FORMATS:
+            raise JsonError(f"{quoted(identity.format)} is not a format")
+        if all(form.name != identity.form for form in FORMS):
+            raise JsonError(f"{quoted(identity.form)} is not a form")
+        return identity
+
+
+def attributes_of(record: type, fields: Fields) -> dict[str, Any]:
+    """The values of a record's attributes, read by their annotations; those that are missing have defaults.
+
+    Raises:
+        JsonError: a member is missing, unknown or invalid.
+    """
+    attributes = {attribute.name: attribute for attribute in dataclasses.fields(record)}
+    unknown = [key for key in fields if key not in attributes]
+    if unknown:
+        raise JsonError(f"{quoted(unknown[0])} is unknown")
+    return {
+        name: _READERS[str(attribute.type)](fields, name)
+        for name, attribute in attributes.items()
+        if name in fields or attribute.default is dataclasses.MISSING
+    }
 
 
 def strategy_digest(strategy: Strategy) -> str:
     """A digest of a strategy's content, independent of its files."""
-    known: dict[Layout, bytes] = {}
+    texts: dict[Layout, bytes] = {}
     hashed = hashlib.sha256()
     for stage in strategy.stages:
         hashed.update(f"{stage.number} {stage.first_rank} {stage.device_count}\n".encode())
         for name in sorted(stage.layouts):
             layout = stage.layouts[name]
-            said = known.get(layout)
-            if said is None:
-                said = known[layout] = repr(dataclasses.astuple(layout)).encode()
-            hashed.update(name.encode(errors="surrogateescape") + b"\0" + said + b"\n")
+            text = texts.get(layout)
+            if text is None:
+                text = texts[layout] = repr(dataclasses.astuple(layout)).encode()
+            hashed.update(name.encode(errors="surrogateescape") + b"\0" + text + b"\n")
     return hashed.hexdigest()[:_DIGEST_LENGTH]
 
 

@@ -15,7 +15,7 @@ final one, so every finished target has a record. A record without its target, o
 of another size or time, is ignored. Comparisons read the target's status first and the
 records after it, since they are written in the other order.
 
-Commands are recorded next to them in files of their own; see `given`.
+Commands are recorded next to them in files of their own; see `commands`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from collections.abc import Collection, Iterable, Iterator
 from typing import Callable, NamedTuple, Optional
 
 from reshard.errors import ReshardError, RetryableError, TargetError
-from reshard.records.given import IS_GIVEN, Given, given_in
+from reshard.records.commands import IS_COMMAND, RecordedCommand, commands_in
 from reshard.records.identity import Identity, short_digest
 from reshard.records.record_files import make_empty, names_in, remove, remove_directory, try_lock
 from reshard.records.sources import SourceFile
@@ -58,11 +58,11 @@ _REPLACED = "replaced"
 _FILES = ("lock", "plan.json", _REPLACED)
 _REPLACING = "replacing."
 _ONLY = "only."
-# Where locks do not work, a run without any change for so long counts as dead.
+# Age in seconds at which an unchanged run counts as dead where locks do not work.
 _LONG_UNTOUCHED = 24 * 3600.0
 _TIMES = 100
 # The plan contains the patterns of --include and --exclude, whose size the command line limits.
-_LARGEST_PLAN = 16 << 20
+_MAX_PLAN_BYTES = 16 << 20
 
 
 class DoneRecord(NamedTuple):
@@ -225,10 +225,10 @@ class Ledger:
             if any(name.startswith(SIGNS) for name in names):
                 store.remove_dead_signs(self._root)
             begun = list(filter(_OURS.fullmatch, names))
-            others = [name for name in begun if name != self.identity.digest]
-            for name in others:
+            foreign = [name for name in begun if name != self.identity.digest]
+            for name in foreign:
                 self._refuse_alive(name)
-            for name in others:
+            for name in foreign:
                 # A record without a plan was created before any target was written.
                 if replacing and "plan.json" in store.own_names(os.path.join(self._root, name)):
                     make_empty(os.path.join(self._root, name, _REPLACED))
@@ -350,10 +350,10 @@ class Ledger:
         new: list[str] = []
         old: list[str] = []
         for source in sources:
-            others = recorded.get(source.rank, [])
-            if source not in others:
+            of_rank = recorded.get(source.rank, [])
+            if source not in of_rank:
                 new.append(source.record)
-            old.extend(other.record for other in others if other.content != source.content)
+            old.extend(previous.record for previous in of_rank if previous.content != source.content)
         self._mark_each("sources", new)
         self._remove_each("sources", old)
 
@@ -373,30 +373,30 @@ class Ledger:
             store_of(damaged).make_empty_directory(damaged)
             self._mark_each("damaged", names)
 
-    def add_given(self, given: Given) -> None:
+    def add_command(self, command: RecordedCommand) -> None:
         """Record a command.
 
         Raises:
             RetryableError: it cannot be written.
         """
         try:
-            given.write(self._own)
+            command.write(self._own)
         except OSError as error:
             raise writing_error(self._own, error) from error
 
-    def forget_given(self) -> None:
+    def forget_commands(self) -> None:
         """Remove recorded commands: everything will be rewritten, perhaps from other files."""
-        for name in filter(IS_GIVEN.fullmatch, names_in(self._own)):
+        for name in filter(IS_COMMAND.fullmatch, names_in(self._own)):
             remove(os.path.join(self._own, name))
 
-    def given(self) -> list[Given]:
+    def commands(self) -> list[RecordedCommand]:
         """The recorded commands, the latest first.
 
         Raises:
             TargetError: a record is damaged, or of another version.
             RetryableError: one cannot be read.
         """
-        return given_in(self._own)
+        return commands_in(self._own)
 
     def forget_sources(self) -> None:
         """Remove recorded source files: everything will be rewritten, perhaps from other files."""
@@ -502,7 +502,7 @@ def ledgers_in(destination: str) -> list[Ledger]:
         path = os.path.join(root, name, "plan.json")
         try:
             store_of(path).check_own(path, directory=False)
-            identity = Identity.from_json(read_small(path, _LARGEST_PLAN, through_links=False))
+            identity = Identity.from_json(read_small(path, _MAX_PLAN_BYTES, through_links=False))
         except (FileNotFoundError, NotADirectoryError):
             # Killed before it wrote its plan: it wrote no targets either.
             continue
@@ -518,9 +518,9 @@ def ledgers_in(destination: str) -> list[Ledger]:
     return ledgers
 
 
-def _foreign(path: str, what: str) -> TargetError:
+def _foreign(path: str, problem: str) -> TargetError:
     return TargetError(
-        f"{path}: {what}; it is not a record of reshard",
+        f"{path}: {problem}; it is not a record of reshard",
         file=path,
         hint=f"choose another DST, or remove {os.path.dirname(path)} if nothing else uses it",
     )
@@ -528,9 +528,9 @@ def _foreign(path: str, what: str) -> TargetError:
 
 def _replacing(ranks: Collection[int], sources: Iterable[SourceFile]) -> str:
     """The name that marks a run that replaces targets: a digest of its ranks and sources."""
-    what = short_digest(repr(sorted(ranks)).encode())
-    whence = short_digest(repr(sorted(sources)).encode())
-    return f"{_REPLACING}{what}.{whence}"
+    targets = short_digest(repr(sorted(ranks)).encode())
+    origins = short_digest(repr(sorted(sources)).encode())
+    return f"{_REPLACING}{targets}.{origins}"
 
 
 def _remove_records(path: str) -> None:
@@ -549,7 +549,7 @@ def _remove_records(path: str) -> None:
 
 def _is_own(name: str) -> bool:
     """Whether a file of a conversion's own directory is one of its records."""
-    return name in _FILES or name.startswith((_REPLACING, _ONLY, *SIGNS)) or IS_GIVEN.fullmatch(name) is not None
+    return name in _FILES or name.startswith((_REPLACING, _ONLY, *SIGNS)) or IS_COMMAND.fullmatch(name) is not None
 
 
 def _long_untouched(path: str) -> bool:

@@ -27,7 +27,7 @@ MANIFEST_NAME = "reshard-manifest.json"
 VERSION = 1
 
 # Some hundred bytes per rank.
-_LARGEST = 64 << 20
+_MAX_BYTES = 64 << 20
 _DIGEST = re.compile(r"[0-9a-f]{1,64}")
 _CRC = re.compile(r"[0-9a-f]{8}")
 
@@ -114,7 +114,7 @@ def read_manifest(directory: str) -> Manifest:
     """
     path = os.path.join(directory, MANIFEST_NAME)
     try:
-        content = Fields(parse_json(read_small(path, _LARGEST)), "the manifest")
+        content = Fields(parse_json(read_small(path, _MAX_BYTES)), "the manifest")
         version = content.integer("version", 0, 1 << 31)
         if version != VERSION:
             raise CheckpointError(

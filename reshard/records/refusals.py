@@ -1,4 +1,4 @@
-"""Errors about a target directory: what is in the way, how it differs from what was asked for, and what to type."""
+"""Errors about a target directory: files in the way, differences from the request, and the command to type."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Optional
 
 from reshard.errors import TargetError
 from reshard.forms.ranks import FileNames
-from reshard.records.given import Given
+from reshard.records.commands import RecordedCommand
 from reshard.records.identity import Identity
 from reshard.text.wording import rank_ranges, some_names
 
-_MOST_SHOWN = 200
-_SAID = {
+_MAX_SHOWN = 200
+_FIELD_WORDS = {
     "source_strategy": "the source strategy",
     "target_strategy": "the target strategy",
     "step": "the step",
@@ -35,14 +35,14 @@ class Refusals:
     Args:
         root: the directory.
         mine: the requested conversion.
-        whole: the command requests the whole target; otherwise several commands fill the directory.
+        all_files: the command requests the whole target; otherwise several commands fill the directory.
         adding: other ranks of the same conversion may stay next to replaced ones.
     """
 
-    def __init__(self, root: str, mine: Identity, *, whole: bool, adding: bool) -> None:
+    def __init__(self, root: str, mine: Identity, *, all_files: bool, adding: bool) -> None:
         self._root = root
         self._mine = mine
-        self._whole = whole
+        self._whole = all_files
         self._adding = adding
 
     @property
@@ -55,24 +55,26 @@ class Refusals:
 
     def another_conversion(
         self,
-        others: Sequence[Identity],
-        commands: Sequence[Sequence[Given]],
-        given: Optional[Given],
+        identities: Sequence[Identity],
+        commands: Sequence[Sequence[RecordedCommand]],
+        command: Optional[RecordedCommand],
         in_the_way: Sequence[str],
     ) -> TargetError:
         """Other conversions have begun in the directory.
 
         Args:
-            others: the other conversions, at least one.
+            identities: the other conversions, at least one.
             commands: the recorded commands of each of them, the last first.
-            given: the command of this run, if it can be recorded.
+            command: that of this run, if it can be recorded.
             in_the_way: files that a replacement of everything would not replace, because no record matches them.
         """
-        theirs, recorded = min(zip(others, commands), key=lambda other: len(differing(self._mine, other[0])))
+        theirs, recorded = min(
+            zip(identities, commands), key=lambda candidate: len(differing(self._mine, candidate[0]))
+        )
         differs = differing(self._mine, theirs)
-        options = _differing_options(given, recorded[0]) if given is not None and recorded else {}
-        said = ", ".join(
-            f"{_SAID[field]}{_values(self._mine, theirs, field)}"
+        options = _differing_options(command, recorded[0]) if command is not None and recorded else {}
+        differences = ", ".join(
+            f"{_FIELD_WORDS[field]}{_values(self._mine, theirs, field)}"
             if not options.get(field)
             else ", ".join(options[field])
             for field in differs
@@ -90,7 +92,7 @@ class Refusals:
         else:
             hint = f"to continue it, {typed}; or {elsewhere}, or {replace}"
         return TargetError(
-            f"{self._root} holds another conversion, which differs in {said or 'records that are not ours'}",
+            f"{self._root} holds another conversion, which differs in {differences or 'records that are not ours'}",
             file=self._root,
             hint=hint,
         )
@@ -163,13 +165,13 @@ class Refusals:
 
 def differing(mine: Identity, theirs: Identity) -> list[str]:
     """Attributes in which two conversions differ; names that contain the step differ with it."""
-    found = [field for field in _SAID if getattr(mine, field) != getattr(theirs, field)]
-    if "division" in found and "names" in found and mine.names.template == theirs.names.template:
+    fields = [field for field in _FIELD_WORDS if getattr(mine, field) != getattr(theirs, field)]
+    if "division" in fields and "names" in fields and mine.names.template == theirs.names.template:
         # Files of full weights are numbered: another number of files changes all names.
-        found.remove("names")
-    if "step" in found and "names" in found and mine.names.prefix is None and theirs.names.prefix is None:
-        found.remove("names")
-    return found
+        fields.remove("names")
+    if "step" in fields and "names" in fields and mine.names.prefix is None and theirs.names.prefix is None:
+        fields.remove("names")
+    return fields
 
 
 def _values(mine: Identity, theirs: Identity, field: str) -> str:
@@ -179,14 +181,14 @@ def _values(mine: Identity, theirs: Identity, field: str) -> str:
     return f" ({_shown(getattr(theirs, field))} there, {_shown(getattr(mine, field))} here)"
 
 
-# Options of the attributes of which an identity holds only a digest, as `Given` has them.
+# Options behind the digests in an identity, by attribute of `RecordedCommand`.
 _OPTIONS = {
     "division": ("max_shard_size",),
     "edits": ("names", "config", "reverse", "optimizer", "rename", "cast"),
 }
 
 
-def _differing_options(mine: Given, theirs: Given) -> dict[str, list[str]]:
+def _differing_options(mine: RecordedCommand, theirs: RecordedCommand) -> dict[str, list[str]]:
     """By attribute the options that differ between two commands, with their values."""
     return {
         field: [
@@ -203,8 +205,8 @@ def _shown(value: object) -> str:
         value = value.template if value.prefix is None else f"--prefix {shlex.quote(value.prefix)}"
     if isinstance(value, bool):
         return "given" if value else "not given"
-    said = " ".join(map(str, value)) if isinstance(value, tuple) else "" if value is None else str(value)
-    return (said if len(said) <= _MOST_SHOWN else f"{said[:_MOST_SHOWN]}...") or "none"
+    text = " ".join(map(str, value)) if isinstance(value, tuple) else "" if value is None else str(value)
+    return (text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}...") or "none"
 
 
 def _to_go_on(mine: Identity, theirs: Identity, differs: Sequence[str]) -> Optional[str]:
@@ -215,9 +217,9 @@ def _to_go_on(mine: Identity, theirs: Identity, differs: Sequence[str]) -> Optio
         if field == "step" and theirs.step is not None:
             give.append(f"--step {theirs.step}")
         elif field in ("include", "exclude"):
-            wanted, typed = getattr(theirs, field), getattr(mine, field)
-            give += [f"--{field} {shlex.quote(pattern)}" for pattern in wanted]
-            leave_out += [f"--{field} {shlex.quote(pattern)}" for pattern in typed if pattern not in wanted]
+            needed, typed = getattr(theirs, field), getattr(mine, field)
+            give += [f"--{field} {shlex.quote(pattern)}" for pattern in needed]
+            leave_out += [f"--{field} {shlex.quote(pattern)}" for pattern in typed if pattern not in needed]
         elif field == "format" and theirs.task == "convert":
             give.append(f"--format {theirs.format}")
         elif field == "names" and theirs.names.prefix is not None:
@@ -226,6 +228,6 @@ def _to_go_on(mine: Identity, theirs: Identity, differs: Sequence[str]) -> Optio
             leave_out.append("--prefix")
         else:
             return None
-    said = [f"give {' '.join(give)}"] if give else []
-    said += [f"leave out {' '.join(leave_out)}"] if leave_out else []
-    return " and ".join(said) or None
+    advice = [f"give {' '.join(give)}"] if give else []
+    advice += [f"leave out {' '.join(leave_out)}"] if leave_out else []
+    return " and ".join(advice) or None

@@ -46,8 +46,8 @@ class SourceFile(NamedTuple):
         value_names: digest of the names of the sampled small values that are shared by all ranks.
         values: digest of their contents.
         modified: time of last modification, in nanoseconds; only a hint, because files get copied.
-        inode: its inode; likewise.
-        changed: differs after every change, see `FileStatus`; likewise, but writers cannot set it.
+        inode: its inode; only a hint, too.
+        changed: differs after every change, see `FileStatus`; a hint that writers cannot set.
     """
 
     rank: int
@@ -93,14 +93,14 @@ class _HeaderStructure:
     Attributes:
         digest: of their tensors' names, types, shapes and places.
         common: small values that all ranks should share, read whole.
-        own: likewise the rank's own.
+        of_rank: likewise the rank's own.
         names: all other tensors with contents, sorted.
         tensors: all tensors by name.
     """
 
     digest: str
     common: tuple[Tensor, ...]
-    own: tuple[Tensor, ...]
+    of_rank: tuple[Tensor, ...]
     names: tuple[str, ...]
     tensors: Mapping[str, Tensor]
 
@@ -109,16 +109,16 @@ class _HeaderStructure:
         names = sorted(name for name, tensor in tensors.items() if tensor.nbytes)
         small = (tensors[name] for name in names if tensors[name].nbytes <= _VALUE_BYTES)
         common: list[Tensor] = []
-        own: list[Tensor] = []
+        of_rank: list[Tensor] = []
         for tensor in filter(_is_value, small):
-            values = own if belongs_to_rank(tensor.name) else common
+            values = of_rank if belongs_to_rank(tensor.name) else common
             if len(values) < _VALUES:
                 values.append(tensor)
-        chosen = {tensor.name for tensor in (*common, *own)}
+        chosen = {tensor.name for tensor in (*common, *of_rank)}
         return cls(
             digest_of(repr(tuple(tensor)).encode() for tensor in tensors.values()),
             tuple(common),
-            tuple(own),
+            tuple(of_rank),
             tuple(name for name in names if name not in chosen),
             tensors,
         )
@@ -134,7 +134,7 @@ class _HeaderStructure:
 
     def samples(self, rank: int) -> list[tuple[int, int]]:
         """The (offset, bytes) ranges of a rank's other samples."""
-        ranges = [extent for tensor in self.own for extent in tensor.extents]
+        ranges = [extent for tensor in self.of_rank for extent in tensor.extents]
         for number in range(min(_TENSORS, len(self.names))):
             place = (rank * _TENSORS + number + 1) * _GOLDEN % 1
             tensor = self.tensors[self.names[int(place * len(self.names))]]

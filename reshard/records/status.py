@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Optional
 
 from reshard.errors import CheckpointError, TargetError
-from reshard.records.given import Given, asked_ranks
+from reshard.records.commands import RecordedCommand, requested_ranks
 from reshard.records.identity import Identity
 from reshard.records.ledger import current, ledgers_in
 from reshard.records.manifest import MANIFEST_NAME, Manifest, read_manifest
@@ -29,8 +30,9 @@ class Status:
         bytes_done: size of the files of ``done``.
         writing: whether a run is writing, as far as locks show.
         manifest: the manifest's path, if it and all small files that it lists exist.
+        unfinished: missing small files: the manifest, or files that it lists.
         resumable: whether commands are recorded, so that `resume` works.
-        asked: the requested target ranks, ascending; None for all, or if unknown.
+        requested: the requested target ranks, ascending; None for all, or if unknown.
     """
 
     plan: Identity
@@ -41,8 +43,9 @@ class Status:
     bytes_done: int
     writing: bool
     manifest: Optional[str]
+    unfinished: tuple[str, ...] = ()
     resumable: bool = False
-    asked: Optional[tuple[int, ...]] = None
+    requested: Optional[tuple[int, ...]] = None
 
     @property
     def complete(self) -> bool:
@@ -75,67 +78,69 @@ def status_of(directory: str) -> Status:
     if not begun:
         if exists(path):
             return _by_manifest(directory)
-        meant = None if exists(directory) else path_meant(directory)
-        raise TargetError(
-            f"{directory}: holds no records of a conversion",
-            file=directory,
-            hint=meant or "name the DST of a conversion",
-        )
+        advice = "name the DST of a conversion"
+        if not exists(directory):
+            # A run that fails before its first file removes the directory that it has made.
+            advice = path_meant(directory) or f"{advice}; a run that wrote no file leaves no DST: run its command again"
+        raise TargetError(f"{directory}: holds no records of a conversion", file=directory, hint=advice)
     (ledger,) = begun
     identity = ledger.identity
-    targets = status_of_each([os.path.join(directory, identity.file_of(rank)) for rank in range(identity.ranks)])
-    statuses = {rank: status for rank, status in enumerate(targets) if status is not None}
-    records = ledger.done()
-    done: list[int] = []
-    changed: list[int] = []
-    size = 0
-    for rank, rank_records in sorted(records.items()):
-        match = next((record for record in rank_records if record.matches(statuses.get(rank))), None)
-        if match is not None:
-            done.append(rank)
-            size += match.size
-        elif rank in statuses:
-            changed.append(rank)
-    written = {*done, *changed}
+    ranks = range(identity.ranks)
+    statuses = dict(zip(ranks, status_of_each([os.path.join(directory, identity.file_of(rank)) for rank in ranks])))
+    recorded = ledger.done()
+    matching = [
+        (rank, one.size) for rank, records in recorded.items() for one in records if one.matches(statuses.get(rank))
+    ]
+    sizes = dict(matching)
     only = ledger.only()
-    wanted = tuple(range(identity.ranks) if only is None else sorted(only))
-    missing = tuple(rank for rank in wanted if rank not in written)
-    finished = path if exists(path) else None
-    # A damaged manifest is reported by commands that need it; it may be being replaced.
-    with contextlib.suppress(CheckpointError):
-        finished = _finished(directory, read_manifest(directory)) if finished else None
-    given: list[Given] = []
+    unfinished: tuple[str, ...] = (MANIFEST_NAME,)
+    if exists(path):
+        unfinished = ()
+        # A damaged manifest is reported by commands that need it; it may be being replaced.
+        with contextlib.suppress(CheckpointError):
+            unfinished = _unfinished(directory, read_manifest(directory))
+    commands: list[RecordedCommand] = []
     # Damaged records are reported by commands that need them.
     with contextlib.suppress(TargetError):
-        given = ledger.given()
-    asked = asked_ranks(given) if given else None
-    return Status(
-        identity, wanted, tuple(done), tuple(changed), missing, size, ledger.in_use, finished, bool(given), asked
+        commands = ledger.commands()
+    changed = [rank for rank in recorded if rank not in sizes and statuses.get(rank) is not None]
+    status = _status(directory, identity, ranks if only is None else sorted(only), sizes, changed, unfinished)
+    return replace(
+        status,
+        writing=ledger.in_use,
+        resumable=bool(commands),
+        requested=requested_ranks(commands) if commands else None,
     )
 
 
-def _finished(directory: str, manifest: Manifest) -> Optional[str]:
-    """The path of the manifest of a directory, if all small files that it lists exist."""
+def _status(
+    directory: str,
+    identity: Identity,
+    ranks: Iterable[int],
+    sizes: Mapping[int, int],
+    changed: Iterable[int],
+    unfinished: tuple[str, ...],
+) -> Status:
+    existing = {*sizes, *changed}
+    missing = tuple(rank for rank in ranks if rank not in existing)
+    manifest = None if unfinished else os.path.join(directory, MANIFEST_NAME)
+    complete, size = tuple(sorted(sizes)), sum(sizes.values())
+    return Status(identity, tuple(ranks), complete, tuple(sorted(changed)), missing, size, False, manifest, unfinished)
+
+
+def _unfinished(directory: str, manifest: Manifest) -> tuple[str, ...]:
+    """The small files that a manifest lists and that are missing."""
     names = [*(file.file for file in manifest.finishing), *manifest.beside]
-    complete = all(exists(os.path.join(directory, name)) for name in names)
-    return os.path.join(directory, MANIFEST_NAME) if complete else None
+    return tuple(name for name in names if not exists(os.path.join(directory, name)))
 
 
 def _by_manifest(directory: str) -> Status:
     """The status from the manifest of a directory without records, as after a copy."""
     manifest = read_manifest(directory)
-    done: list[int] = []
-    changed: list[int] = []
-    size = 0
     statuses = status_of_each([os.path.join(directory, file.file) for file in manifest.files])
-    for file, status in zip(manifest.files, statuses):
-        if status is not None and status.size == file.size:
-            done.append(file.rank)
-            size += file.size
-        elif status is not None:
-            changed.append(file.rank)
-    written = {*done, *changed}
-    wanted = tuple(range(manifest.plan.ranks))
-    missing = tuple(rank for rank in wanted if rank not in written)
-    finished = _finished(directory, manifest)
-    return Status(manifest.plan, wanted, tuple(done), tuple(changed), missing, size, False, finished)
+    existing = [(file, status) for file, status in zip(manifest.files, statuses) if status is not None]
+    sizes = {file.rank: file.size for file, status in existing if status.size == file.size}
+    changed = [file.rank for file, _ in existing if file.rank not in sizes]
+    return _status(
+        directory, manifest.plan, range(manifest.plan.ranks), sizes, changed, _unfinished(directory, manifest)
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Container
+from collections.abc import Collection, Container
 from typing import NamedTuple
 
 ACCUMULATED_GRADIENTS = "accu_grads."
@@ -18,11 +18,15 @@ def belongs_to_rank(name: str) -> bool:
     return _OF_ONE_RANK.search(name) is not None
 
 
-def as_pattern(name: str) -> str:
-    """The pattern of --include and --exclude for a parameter, quoted for a shell."""
+def as_glob(name: str) -> str:
+    """The pattern of --include and --exclude for a parameter."""
     # Special characters in brackets; ? for characters that a shell cannot pass.
-    pattern = "".join(f"[{c}]" if c in "*?[" else c if c.isprintable() and c != "'" else "?" for c in name)
-    return f"'{pattern}'"
+    return "".join(f"[{c}]" if c in "*?[" else c if c.isprintable() and c != "'" else "?" for c in name)
+
+
+def as_pattern(name: str) -> str:
+    """The same, quoted for a shell."""
+    return f"'{as_glob(name)}'"
 
 
 CURRENT_RANK = "cur_rank"
@@ -108,3 +112,16 @@ def kind_of(name: str, elements: int, known: Container[str]) -> str:
 def is_weight(name: str, known: Container[str]) -> bool:
     """Whether a parameter that a strategy lists is a weight by its name."""
     return kind_of(name, elements=2, known=known) == WEIGHTS
+
+
+def training_globs(names: Collection[str], known: Container[str]) -> list[str]:
+    """Patterns of --exclude that match optimizer state, gradients and values among names, and no weight."""
+    weights = [name for name in names if is_weight(name, known)]
+    globs: dict[str, None] = {}
+    for name in names:
+        if not is_weight(name, known):
+            prefix = state_prefix(name, known)
+            # A word of an optimizer may begin the name of a weight, too.
+            alone = prefix and not any(weight.startswith(prefix) for weight in weights)
+            globs[f"{prefix}*" if alone else as_glob(name)] = None
+    return [*globs]

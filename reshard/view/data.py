@@ -15,11 +15,11 @@ from reshard._version import __version__
 from reshard.checkpoints import CheckpointIndex
 from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor, Sharding
 from reshard.forms.form import Form
+from reshard.inspection.subject import ShownFile, Subject
 from reshard.layout import Layout
 from reshard.strategies import Strategy
 from reshard.text.names import kind_of
 from reshard.view.numbers import repeats, strides
-from reshard.view.subject import ShownFile, Subject
 
 MAX_PLACES = 300_000
 """Places of tensors in files that a page holds; files that are built alike share theirs."""

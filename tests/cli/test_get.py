@@ -160,4 +160,4 @@ def test_a_source_that_is_not_there_is_told_before_a_strategy_is_asked_for(saved
     converted: list[Argument] = ["convert", mistyped, saved.root / "out", "--to", "unified"]
     for words in (converted, ["fingerprint", mistyped]):
         fails(3, *words, says=["does not exist", f"did you mean {saved.src}"])
-    fails(2, "fingerprint", saved.src, says=["--strategy is missing"])
+    fails(2, "fingerprint", saved.src, says=["do not record how they are cut", "--strategy none"])

@@ -78,6 +78,8 @@ def examples(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     add("inspect", torn_tree(out / "torn"), "--strategy", STRATEGIES[1])
     add("inspect", file)
     add("inspect", FIXTURES / "ckpt_files" / "crc.safetensors")
+    add("suggest", source)
+    add("suggest", FIXTURES / "models" / "qwen3")
     add("verify", whole)
     add("verify", whole, "--src", source, *STRATEGIES)
     add("fingerprint", whole, "--strategy", DEMO / "dst_strategy.ckpt")

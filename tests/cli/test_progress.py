@@ -92,7 +92,7 @@ def test_a_line_of_progress_comes_though_nothing_moves(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("reshard.cli.progress.BETWEEN_LINES", 0.05)
-    bar = progress_of(quiet=False, asked=True)
+    bar = progress_of(quiet=False, requested=True)
     bar.begin(4 << 30, "writing")
     bar.wrote(1 << 30)
     said = ""

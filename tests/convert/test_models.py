@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from tests.conftest import LONG
 from tests.corpus import FIXTURES, ROOT
 from tests.model_weights import MODELS, bfloat16, cut, mindformers, weights, write_huggingface
 from tests.reference import Strategy
@@ -31,7 +31,6 @@ from tests.trees import (
     write_tree,
 )
 
-LONG = os.environ.get("RESHARD_LONG") == "1"
 FAMILIES = sorted(MODELS)
 _ASKED = [
     ("llama", ()),

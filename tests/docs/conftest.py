@@ -11,7 +11,7 @@ import pytest
 
 from docs.tools import pages
 from tests.conftest import LONG
-from tests.docs.forked import forked_command
+from tests.forked import forked_command
 from tests.running import install
 
 

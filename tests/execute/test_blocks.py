@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard.checkpoints import FileHandles
@@ -20,6 +20,7 @@ from reshard.execute.reading import ByteReader, make_reader
 from reshard.layout import Box, boxes_of_range, intersection
 from reshard.plan.pieces import Piece, StoredSlice, TargetTensor
 from reshard.storage.costs import LOCAL, REMOTE, Storage, file_system_of
+from tests.layouts import examples
 
 READERS = pytest.mark.parametrize(("storage", "mapped"), list(itertools.product([LOCAL, REMOTE], [False, True])))
 SHAPES = st.lists(st.integers(1, 6), max_size=4).map(tuple)
@@ -78,7 +79,7 @@ def tensors(draw: st.DrawFn, directory: Path) -> tuple[TargetTensor, npt.NDArray
     return TargetTensor("w", item_size, box, tuple(pieces)), full[tuple(slice(*interval) for interval in box)]
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(st.data())
 def test_elements_are_put_in_their_places_whatever_lies_together_in_memory(data: st.DataObject) -> None:
     shape = data.draw(st.lists(st.sampled_from([1, 2, 5, 17, 140, 300]), min_size=1, max_size=4), "shape")
@@ -115,7 +116,7 @@ def reader(storage: Storage, mapped: bool, handles: FileHandles) -> ByteReader:
 
 @READERS
 def test_a_tensor_is_the_same_through_any_reader_and_buffer(storage: Storage, mapped: bool, tmp_path: Path) -> None:
-    @settings(max_examples=150)
+    @examples(150)
     @given(st.data())
     def check(data: st.DataObject) -> None:
         tensor, wanted = data.draw(tensors(tmp_path))

@@ -14,6 +14,7 @@ from reshard.execute.reading import ExplicitReader
 from reshard.plan.pieces import StoredSlice
 from reshard.storage import LocalFile
 from reshard.storage.costs import REMOTE
+from tests.layouts import examples
 
 FILES = 12
 SIZE = 1 << 20
@@ -60,7 +61,7 @@ def test_what_is_read_from_files_by_turns_is_read_about_once(
     assert len(asked) <= 1 if files == 1 else len(asked) <= files * SIZE // SMALL // 2
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_whatever_is_read_is_what_the_file_holds(contents: dict[str, bytes], data: st.DataObject) -> None:
     requests = st.tuples(st.sampled_from([*contents]), st.integers(0, SIZE - 1), st.integers(1, 128 << 10))

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard.names import apply_rules, parse_rules
+from tests.layouts import examples
 from tests.names.naive import Array, arrays_of, assert_equal, numbered, redone
 
 
@@ -171,7 +172,7 @@ do = [{", ".join(chain.said)}]
     return RandomRule(text, dict(chain.sizes), arrays, made, chain.tied)
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(random_rules())
 def test_rules_make_what_numpy_makes_and_come_back(rule: RandomRule) -> None:
     table = parse_rules(rule.text, "random.toml")
@@ -191,7 +192,6 @@ def test_rules_make_what_numpy_makes_and_come_back(rule: RandomRule) -> None:
     assert bool(back.tied) == (rule.tied > 1)
 
 
-@settings(max_examples=100, deadline=None)
 @given(random_rules())
 def test_every_element_is_used_once(rule: RandomRule) -> None:
     shapes = {name: array.shape for name, array in rule.arrays.items()}

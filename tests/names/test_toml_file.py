@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard.errors import NamesError
 from reshard.names import apply_rules, parse_rules, read_config, read_rules, rules_named
+from tests.layouts import examples
 
 RULE = '[[rule]]\nfrom = ["a.{n}", "b.{n}"]\nto = "c.{n}"\n'
 SIZES = '[sizes]\nheads = "h"\ngroups = "g"\nhead_dim = "d"\n'
@@ -92,7 +93,7 @@ _PIECES = st.sampled_from(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(st.lists(_PIECES, max_size=12).map("".join))
 def test_whatever_a_file_says_it_is_read_or_refused(text: str) -> None:
     try:

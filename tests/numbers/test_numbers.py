@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import reshard
@@ -21,8 +21,7 @@ from reshard.numbers import statistics, sweep, widening
 from reshard.numbers.difference import Differences, TensorPair, differences
 from reshard.numbers.statistics import TensorStatistics, statistics_of
 from reshard.numbers.widening import BYTES, ONE, Widener, in_numpy, table
-from tests.conftest import LONG
-from tests.layouts import strategies
+from tests.layouts import examples, strategies
 from tests.reference import Array
 from tests.trees import (
     SAFETENSORS_NAMES,
@@ -35,7 +34,6 @@ from tests.trees import (
     write_tree,
 )
 
-SCALE = 20 if LONG else 1
 MEMORY = 16 << 20
 TYPES = [*SAFETENSORS_NAMES]
 PLAIN = {"Float16": "<f2", "Float32": "<f4", "Float64": "<f8", "Complex64": "<c8", "Bool": "?"}
@@ -157,7 +155,7 @@ def check_statistics(found: TensorStatistics, value: Value) -> None:
     assert isinstance(found.min, float) is value.dtype.startswith(("Float", "BFloat", "F8"))
 
 
-@settings(max_examples=40 * SCALE)
+@examples(40)
 @given(st.data())
 def test_statistics_are_numpys_whatever_the_layout(data: st.DataObject) -> None:
     shapes = st.lists(st.sampled_from([1, 2, 3, 4, 6, 8, 24]), max_size=3).map(tuple)
@@ -244,7 +242,7 @@ def test_sums_are_the_same_to_the_last_bit_whatever_the_layout_and_the_threads(
     check_statistics(found[0], full["w"])
 
 
-@settings(max_examples=60 * SCALE)
+@examples(60)
 @given(st.data())
 def test_magnitudes_are_counted_as_number_by_number(data: st.DataObject) -> None:
     """Of every type, with numbers of any bits beside ordinary ones and those below the normal ones."""
@@ -347,7 +345,7 @@ def check_difference(pair: TensorPair, one: Value, other: Value) -> None:
         assert pair.at is None
 
 
-@settings(max_examples=80 * SCALE)
+@examples(80)
 @given(st.data())
 def test_differences_are_numpys(data: st.DataObject) -> None:
     shape = data.draw(st.sampled_from([(5,), (3, 4), (2, 0), (), (7, 9)]))

@@ -13,14 +13,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import reshard
 from reshard.errors import IncompleteSourceError, ReshardError, RetryableError, UsageError
 from reshard.opened import LazyTensor
-from tests.conftest import LONG
-from tests.layouts import strategies, tensors
+from tests.layouts import examples, strategies, tensors
 from tests.reference import Array, rank_count
 from tests.running import Argument, done
 from tests.small import COPIED, World
@@ -38,8 +37,6 @@ from tests.trees import (
     write_strategy,
     write_tree,
 )
-
-SCALE = 20 if LONG else 1
 
 
 def same(found: Any, expected: Array) -> bool:
@@ -67,7 +64,7 @@ def indices(draw: st.DrawFn, shape: tuple[int, ...]) -> Any:
     return tuple(parts)
 
 
-@settings(max_examples=60 * SCALE)
+@examples(60)
 @given(st.data())
 def test_every_rank_of_every_strategy_is_read_as_the_reference_cuts_it(data: st.DataObject) -> None:
     full = data.draw(tensors())

@@ -99,7 +99,8 @@ def test_the_wheel_holds_the_package_and_nothing_else(built: Built) -> None:
     with zipfile.ZipFile(built.wheel) as archive:
         names = archive.namelist()
     package = [name for name in names if not name.startswith(f"{NAME}.dist-info/")]
-    assert sorted(package) == [name for name in repository_files() if name.startswith("reshard/")]
+    page = f"{NAME}.data/data/share/man/man1/reshard.1"
+    assert sorted(package) == [page, *(name for name in repository_files() if name.startswith("reshard/"))]
     assert "reshard/py.typed" in package
 
 
@@ -140,6 +141,8 @@ def test_the_command_works_where_pipx_installed_it(bare: Bare, tmp_path: Path) -
 
     assert Path(shutil.which("reshard", path=bare.commands["PATH"]) or "").resolve().parent == bare.python.parent
     assert __version__ in reshard("--version")
+    # pipx links it to where man looks.
+    assert (bare.python.parents[4] / "man" / "man1" / "reshard.1").is_file()
     assert "convert" in reshard("--help")
 
 

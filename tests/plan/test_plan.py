@@ -21,8 +21,8 @@ from reshard.convert.transfers import transfers_of
 from reshard.execute.destination import space_for
 from reshard.plan.request import Request
 from reshard.strategies import read_strategy
+from tests.convert.test_costs import ALONE, FULL, KINDS, Costs, convert, costs, no_windows
 from tests.corpus import ROOT
-from tests.execute.test_costs import ALONE, FULL, KINDS, Costs, convert, costs, no_windows
 from tests.layouts import examples, strategies, tensors
 from tests.running import Argument, done, fails, warns
 from tests.small import World, world_of
@@ -240,7 +240,7 @@ def test_the_pages_pictures_of_transfers_are_what_is_drawn_now(
 
 
 def test_many_target_ranks_are_shortened_unless_all_are_asked_for(tmp_path: Path) -> None:
-    from tests.execute.test_costs import columns, rows
+    from tests.convert.test_costs import columns, rows
 
     write_tree(tmp_path / "src", cut_ranks(rows(1, 1), FULL))
     old, new = write_strategy(tmp_path / "old", rows(1, 1)), write_strategy(tmp_path / "new", columns(8, 8))

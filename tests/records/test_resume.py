@@ -339,11 +339,8 @@ def part(world: World, ranks: set[int], sources: Optional[str] = None) -> None:
     if sources is None:
         with FileHandles() as handles:
             plan = make_plan(request, handles, Report())
-            directory = TargetDirectory(
-                plan, plan.asked, SourceSampler(handles), Report(), overwrite=True, adding=True, checksum=False,
-                part=True,
-                damaged=(), accept_changed_source=False, lost_only=False, whole=False,
-            )  # fmt: skip
+            options = Options(overwrite=True, adding=True, part=Part(frozenset(plan.asked), ""))
+            directory = TargetDirectory(plan, options, plan.asked, SourceSampler(handles), Report(), (), None)
             sources = directory.sources
     transform(request, Options(overwrite=True, adding=True, part=Part(frozenset(ranks), sources)))
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from reshard import transform_checkpoints
-from reshard.convert import Counted, Options, given_command
+from reshard.convert import Counted, Options
 from reshard.plan.request import Request
 from tests.running import Argument, done, fails, reshard
 from tests.small import COPIED, World, tensors
@@ -186,6 +186,21 @@ def test_a_verification_that_was_asked_for_is_made(world: World) -> None:
     assert reshard("resume", world.dst).status == 4
 
 
+def test_resume_verifies_on_request_even_a_complete_directory(world: World) -> None:
+    world.save(FULL)
+    world.convert()
+    assert resume(world)["differences"] is None
+    assert resume(world, "--verify")["differences"] == []
+    lose(world, 1)
+    assert resume(world, "--verify")["differences"] == []
+
+
+def test_resume_refuses_to_verify_a_recovery(plain: World) -> None:
+    plain.save(FULL, ranks=[0, 1, 3])
+    done("recover", plain.src, plain.dst, "--strategy", plain.old)
+    fails(2, "resume", plain.dst, "--verify", says=["--verify", "reshard verify", "--replicas --strategy"])
+
+
 @pytest.mark.parametrize("lost", ["src", "old", "new"])
 def test_a_path_that_is_gone_is_named_with_the_command_to_type(world: World, lost: str) -> None:
     world.save(FULL)
@@ -340,7 +355,7 @@ def test_an_option_that_the_command_does_not_have_is_wrong_usage(plain: World) -
 
 DAMAGE: dict[str, Any] = {
     "no object": [],
-    "another version": {"version": 2},
+    "another version": {"version": 99},
     "a key too many": {"shell": "rm"},
     "a relative source": {"src": "src"},
     "no source": {"src": None},
@@ -392,13 +407,22 @@ def test_a_hostile_prefix_does_not_lead_out_of_the_directory(world: World) -> No
     assert not list(world.root.glob("escaped*"))
 
 
-def test_nothing_that_a_run_is_given_is_forgotten() -> None:
-    """Whoever adds an attribute decides whether a run that goes on has to know it."""
-    for kind, recorded, other in (
-        (Request, given_command.RECORDED_OF_REQUEST, given_command.NOT_RECORDED_OF_REQUEST),
-        (Options, given_command.RECORDED_OF_OPTIONS, given_command.NOT_RECORDED_OF_OPTIONS),
-    ):
-        assert sorted((*recorded, *other)) == sorted(field.name for field in dataclasses.fields(kind))
+# What a record has of a request and of options; the rest is how much of the machine is used, what follows from the
+# chosen step, or concerns one run alone.
+RECORDED = {
+    Request: "src source target files prefix format step file_suffix filters strict recover to max_shard_size edits",
+    Options: "crc check_replicas checksum verify lost_only share adding",
+}
+NOT_RECORDED = {
+    Request: "dst fallback exact_file damaged form",
+    Options: "jobs max_memory io overwrite accept_changed_source dry_run part decryption",
+}
+
+
+@pytest.mark.parametrize("kind", RECORDED)
+def test_every_attribute_of_a_run_is_recorded_or_left_out_on_purpose(kind: type) -> None:
+    names = [*RECORDED[kind].split(), *NOT_RECORDED[kind].split()]
+    assert sorted(names) == sorted(field.name for field in dataclasses.fields(kind))
 
 
 def test_machines_that_share_the_work_share_the_record(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
 
-from tests.running import Argument, done, fails
+import pytest
+
+from reshard.convert import Counted
+from tests.running import Argument, Result, done, fails
 from tests.small import World, tensors
 from tests.trees import value, write_checkpoint
 
@@ -58,6 +62,14 @@ def test_a_copy_without_records_is_known_by_its_manifest(world: World) -> None:
     assert status(world)["complete"]
     (world.dst / "rank_0" / "checkpoint_0.ckpt").unlink()
     assert status(world)["missing"] == [0]
+
+
+def test_a_damaged_manifest_is_left_to_commands_that_read_it(world: World) -> None:
+    world.save(FULL)
+    world.convert()
+    (world.dst / "reshard-manifest.json").write_text("{")
+    assert status(world)["complete"]
+    fails(3, "verify", world.dst, says=["is damaged, or not a manifest"])
 
 
 def test_a_directory_without_a_conversion_is_an_error(tmp_path: Path) -> None:
@@ -130,9 +142,45 @@ def test_a_model_without_its_configuration_is_not_complete(tmp_path: Path) -> No
     assert done("status", out, "--json").json["complete"], "users may edit it"
     new.unlink()
     assert not done("status", out, "--json").json["complete"]
+    assert "not complete: config.json missing; run: reshard resume" in done("status", out).out
     assert [one["files"] for one in fails(4, "verify", out, "--headers-only", "--json").json["differences"]] == [
         ["config.json"]
     ]
     done("convert", src, out, "--to", "huggingface")
     assert json.loads(new.read_text()) == config
     assert done("status", out, "--json").json["complete"]
+
+
+def test_an_interrupted_run_names_missing_files_and_the_command_that_continues(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    src, out = tmp_path / "src", tmp_path / "out"
+    full = {f"w{number}": value(f"w{number}", (8, 16)) for number in range(3)}
+    write_checkpoint(src / "model.safetensors", full, metadata={"format": "pt"})
+    convert = ("convert", src, out, "--to", "unified", "--max-shard-size", 600, "--jobs", 1)
+
+    def interrupt_after(files: int) -> Result:
+        committed = Counted.committed
+
+        def interrupted(*arguments: Any, **_: Any) -> None:
+            if files:
+                committed(*arguments)
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            name = "Counted.committed" if files else "convert"
+            patch.setattr(f"reshard.convert.writing.{name}", interrupted)
+            return fails(130, *convert)
+
+    result = interrupt_after(0)
+    words = shlex.split(result.err.strip().splitlines()[-1].partition("to run it again: ")[2])
+    assert words == ["reshard", *map(str, convert)]
+    fails(3, "status", out, says=["a run that wrote no file leaves no DST: run its command again"])
+    result = interrupt_after(1)
+    assert result.err.strip().splitlines()[-1].strip() == f"to continue: reshard resume {out}"
+    lines = done("status", out).out
+    assert "2 files missing: 1-2 (part1.safetensors, part2.safetensors)" in lines
+    assert f"run: reshard resume {out}" in lines
+    done("resume", out)
+    (out / "reshard-manifest.json").unlink()
+    assert "not complete: reshard-manifest.json missing; run: reshard resume" in done("status", out).out

@@ -179,7 +179,7 @@ def test_plan_tells_it_in_words(tmp_path: Path) -> None:
 
 def test_how_slow_a_disk_is_does_not_change_what_is_written(tmp_path: Path) -> None:
     made = []
-    for name, milliseconds, file_system in (("here", 0, "ext4"), ("far", 8, "nfs4")):
+    for name, milliseconds, file_system in (("here", 0, "ext4"), ("far", 2, "nfs4")):
         place = tmp_path / name
         slowed(milliseconds, file_system, "convert", DEMO / "src_checkpoints", place, *WORDS, "--verify")
         made.append({name: data for name, data in tree_bytes(place).items() if name.endswith(".ckpt")})

@@ -13,11 +13,11 @@ from typing import Callable, Optional
 import pytest
 
 from reshard.storage.s3 import service
-from tests.convert.test_object_stores import tree
 from tests.corpus import ROOT
 from tests.object_store import KEY, SECRET, Answer, Objects
 from tests.running import Argument, done, fails, reshard
 from tests.sampling import some_of
+from tests.storage.test_object_stores import tree
 
 DEMO = ROOT / "fixtures" / "demo"
 CUTS: list[Argument] = [

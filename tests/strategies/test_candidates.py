@@ -6,7 +6,7 @@ import itertools
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, reject, settings
+from hypothesis import given, reject
 from hypothesis import strategies as st
 
 from reshard.errors import ReshardError, StrategyError
@@ -26,6 +26,7 @@ from reshard.strategies.rules import (
 from reshard.strategies.rules.candidates import Candidate, slices_by_device
 from reshard.strategies.rules.learn import learn, rules_text
 from reshard.strategies.rules.shown import SourceRun, model_of
+from tests.layouts import examples
 from tests.made_cases import rule
 
 # Device matrices of operators and cuts over their axes, written from the networks' code.
@@ -72,7 +73,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("made")
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
+@examples(60)
 @given(orders, shapes, st.sampled_from(SIZES), st.sampled_from(["ckpt", "json"]), some_sizes)
 def test_what_is_learned_from_a_made_strategy_makes_it_again(
     directory: Path,

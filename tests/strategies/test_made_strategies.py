@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from reshard.checkpoints.formats.dtypes import ITEM_SIZES
@@ -407,7 +407,6 @@ def test_the_record_beside_a_made_strategy_says_how_it_was_made(tmp_path: Path) 
 SIZES = st.sampled_from([1, 2, 4, 8])
 
 
-@settings(deadline=None)
 @given(dp=SIZES, cp=SIZES, mp=SIZES, outer=st.booleans(), shards=st.sampled_from([0, -1, 2, 4]), rows=st.booleans())
 def test_every_rank_holds_what_the_rule_says_it_holds(
     dp: int, cp: int, mp: int, outer: bool, shards: int, rows: bool

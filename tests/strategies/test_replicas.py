@@ -8,7 +8,7 @@ from typing import Optional
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from reshard.errors import StrategyError
 from reshard.layout import Layout
@@ -55,7 +55,6 @@ def test_replicas_of_what_mindspore_compiled_are_those_of_the_layouts(name: str)
         assert not listed or any(listed <= set(ranks) for _, ranks in found)
 
 
-@settings(max_examples=100)
 @given(st.data())
 def test_replicas_of_any_strategy_are_those_of_the_naive_comparison(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

@@ -398,7 +398,7 @@ def test_memory_does_not_grow_with_parameters_times_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     monkeypatch.setattr(reading, "MAX_SLICES", 128)
-    ranks, few, more = 64, 8, 28
+    ranks, few, more = 64, 4, 14
     peaks: list[int] = []
     for parameters in (few, few, more):
         pair = many(tmp_path / f"{len(peaks)}", ranks, parameters)

@@ -20,13 +20,13 @@ from reshard.checkpoints.formats.tensors import Tensor
 from reshard.convert.transfers import Transfers
 from reshard.forms.ranks.holding import StageSharding
 from reshard.forms.registry import FORMS
+from reshard.inspection.subject import ShownFile, Subject
 from reshard.layout import Layout
 from reshard.strategies import Stage
 from reshard.view.data import page_data
 from reshard.view.moves import pairs_data
 from reshard.view.numbers import repeats, strides
 from reshard.view.page import page
-from reshard.view.subject import ShownFile, Subject
 from tests.running import done, fails
 from tests.small import World, tensors
 from tests.trees import read_checkpoint, write_checkpoint

@@ -13,7 +13,7 @@ from reshard.forms.full.directory import HYPER_PARAMETERS, MAP_FILES, UNIFIED, f
 from reshard.forms.target import TargetForm
 from reshard.forms.writing import Selected, note_left_beside, selected
 from reshard.storage import asks_once, is_regular_file
-from reshard.text.names import as_pattern, is_weight, state_prefix
+from reshard.text.names import is_weight, training_globs
 from reshard.text.report import Report
 from reshard.text.wording import plural, quoted, some_names
 
@@ -118,18 +118,10 @@ def check_latest(form: Form, reading: Reading) -> None:
 def _warn_of_training(chosen: Selected, known: Collection[str], report: Report) -> None:
     """Advice on skipping optimizer state, gradients and counters."""
     names = [*chosen.tensors, *chosen.values]
-    others = [name for name in names if not is_weight(name, known)]
-    if not others:
-        return
-    weights = [name for name in names if is_weight(name, known)]
-    patterns: dict[str, None] = {}
-    for name in others:
-        prefix = state_prefix(name, known)
-        # A word of an optimizer may begin the name of a weight, too.
-        alone = prefix and not any(weight.startswith(prefix) for weight in weights)
-        patterns[f"'{prefix}*'" if alone else as_pattern(name)] = None
-    report.warn(
-        f"optimizer state and values of the training are written too ({plural(len(others), 'tensor')}), and loaders of "
-        "Hugging Face models do not expect them; leave them out with "
-        + " ".join(f"--exclude {pattern}" for pattern in patterns)
-    )
+    others = sum(not is_weight(name, known) for name in names)
+    if others:
+        report.warn(
+            f"optimizer state and values of the training are written too ({plural(others, 'tensor')}), and loaders of "
+            "Hugging Face models do not expect them; leave them out with "
+            + " ".join(f"--exclude '{glob}'" for glob in training_globs(names, known))
+        )

@@ -12,14 +12,14 @@ import pytest
 
 import reshard
 from reshard.storage.s3 import leases
-from tests.convert.test_killed_store_runs import job
-from tests.convert.test_object_stores import some_ranks_left
-from tests.convert.test_writing_to_stores import DEMO, TO_DEMO, demo, tree, words, written
 from tests.dask_cluster import DaskCluster
 from tests.lora.test_merge_lora import base, matrices, peft, weights
 from tests.object_store import Objects
 from tests.running import Argument, done, fails
 from tests.small import World, tensors
+from tests.storage.test_killed_store_runs import job
+from tests.storage.test_object_stores import some_ranks_left
+from tests.storage.test_writing_to_stores import DEMO, TO_DEMO, demo, tree, words, written
 
 pytestmark = pytest.mark.long
 

@@ -17,11 +17,11 @@ from typing import Callable, NamedTuple, Optional
 import pytest
 
 from reshard.storage.s3.leases import _machine
-from tests.convert.test_writing_to_stores import tree, written
 from tests.object_store import Objects
 from tests.preloaded import Preloaded
 from tests.running import Argument, done, fails, warns
 from tests.small import SOURCE, TARGET, World, tensors
+from tests.storage.test_writing_to_stores import tree, written
 from tests.trees import layout, single, value
 
 pytestmark = pytest.mark.long

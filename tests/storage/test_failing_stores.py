@@ -8,9 +8,9 @@ from typing import Optional
 
 import pytest
 
-from tests.convert.test_killed_store_runs import FORMS, check_nothing_is_left, job
 from tests.object_store import Objects
 from tests.running import Argument, done
+from tests.storage.test_killed_store_runs import FORMS, check_nothing_is_left, job
 
 pytestmark = pytest.mark.long
 

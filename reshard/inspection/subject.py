@@ -1,8 +1,8 @@
-"""A checkpoint of any form as the page shows it: its files, its tensors, and problems, from headers alone."""
+"""A checkpoint of any form for `view` and `suggest`: its files, its tensors, and problems, from headers alone."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Optional
 
@@ -12,7 +12,7 @@ from reshard.errors import UsageError
 from reshard.forms.form import Form
 from reshard.forms.registry import form_named, form_of
 from reshard.inspection.contents import Finding, InspectedContents
-from reshard.inspection.form import inspect_form
+from reshard.inspection.form import inspect_form, quantised_in
 from reshard.inspection.tree import InspectedStep, inspect_tree
 from reshard.storage import asked_once, exists, is_directory
 from reshard.strategies import Strategy
@@ -79,6 +79,8 @@ class Subject:
         files: the files of the step, by number.
         steps: all steps, newest first.
         problems: the most severe first.
+        quantised: number of quantised tensors, by scheme.
+        one_rank: the path is the directory of one rank.
     """
 
     path: str
@@ -90,6 +92,8 @@ class Subject:
     files: Sequence[ShownFile] = ()
     steps: Sequence[ShownStep] = ()
     problems: list[Problem] = field(default_factory=list)
+    quantised: Mapping[str, int] = field(default_factory=dict)
+    one_rank: bool = False
 
     def add(self, level: int, text: str, hint: Optional[str] = None) -> None:
         """Add a problem, at the place that its level gives it."""
@@ -137,6 +141,7 @@ def subject_of(
         )
     found = inspect_form(path, form.name, step)
     subject = Subject(path, form, found.step, found.complete, found.checkpoint, found.contents)
+    subject.quantised = found.quantised
     subject.files = [ShownFile(file.number, file.path, file.nbytes) for file in found.files]
     states = {None: "unknown whether it is finished", False: "not finished", True: "finished"}
     subject.steps = [
@@ -156,7 +161,7 @@ def _of_tree(
     decryption: Optional[Decryption],
 ) -> Subject:
     tree = inspect_tree(path, step, file_suffix, strategy, decryption)
-    subject = Subject(path, form)
+    subject = Subject(path, form, one_rank=tree.one_rank)
     read = [each for each in tree.steps if each.contents is not None]
     shown = tree.latest or next((each for each in read if each.checkpoint is not None), read[0] if read else None)
     _add_findings(subject, tree.findings)
@@ -174,6 +179,9 @@ def _of_tree(
         return subject
     subject.step, subject.complete = shown.step, shown.complete
     subject.checkpoint, subject.contents = shown.checkpoint, shown.contents
+    if shown.checkpoint is not None:
+        subject.quantised, finding = quantised_in(shown.checkpoint)
+        _add_findings(subject, [] if finding is None else [finding])
     subject.files = sorted(_files_of(shown), key=lambda file: (file.number or 0, file.path or ""))
     if shown.absent and shown.complete:
         subject.add(1, f"{rank_ranges(shown.absent)} left no file; replicas hold their slices", None)

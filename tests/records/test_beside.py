@@ -38,7 +38,7 @@ def test_without_what_finishes_its_form_a_directory_is_not_complete(world: World
     (world.dst / "param_name_map.json").unlink()
     found = done("status", world.dst, "--json").json
     assert not found["complete"] and not found["missing"] and found["manifest"] is None
-    assert "not complete: run the original command for" in done("status", world.dst).out
+    assert "missing; run: reshard resume" in done("status", world.dst).out
     done(*words)
     assert done("status", world.dst, "--json").json["complete"]
     assert (world.dst / "param_name_map.json").exists()

@@ -26,7 +26,7 @@ from tests.small import World, tensors
 from tests.trees import same_ranks, tree_bytes
 
 FULL = tensors()
-SOME = 300 if LONG else 15
+SOME = 300 if LONG else 9
 
 # Sends itself a signal at the so-manieth call or return since it handles signals, up to the very last one; says how
 # many there were where it has not come to that.

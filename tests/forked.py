@@ -1,6 +1,6 @@
 """A `reshard` command for shells that starts at once: each run is forked from a process that has loaded everything.
 
-Usage as a program: python -m tests.docs.forked SOCKET. It serves runs until its standard input ends.
+Usage as a program: python -m tests.forked SOCKET. It serves runs until its standard input ends.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def forked_command(place: Path, **environment: str) -> Iterator[Path]:
     command.write_text(_CLIENT.format(python=sys.executable, address=address))
     command.chmod(0o755)
     with subprocess.Popen(
-        [sys.executable, "-m", "tests.docs.forked", address],
+        [sys.executable, "-m", "tests.forked", address],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         cwd=ROOT,

@@ -1,0 +1,165 @@
+"""suggest: the commands for the usual aims with a checkpoint."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import textwrap
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Optional
+
+import click
+
+from reshard.cli import completion, options
+from reshard.cli.command import argument, command, option
+from reshard.cli.output import echo_json, say
+from reshard.defaults import MOST_DEVICES
+from reshard.text.messages import full_text
+from reshard.text.wording import byte_size, one_line, plural, step_words
+
+if TYPE_CHECKING:
+    from reshard.inspection.suggestions import Suggestions
+
+# Columns of a command on one line.
+_MOST_COLUMNS = 120
+
+
+@command(
+    "suggest",
+    """
+reshard suggest ckpt/
+reshard suggest ckpt/ --devices 16
+reshard suggest ckpt/ --src-strategy src.ckpt
+""",
+)
+@argument("src", shell_complete=completion.paths)
+@option(
+    "Target",
+    "--devices",
+    type=click.IntRange(min=1, max=MOST_DEVICES),
+    metavar="N",
+    show_default="a placeholder",
+    help="Number of devices of the next cluster.",
+)
+@options.strategy(
+    "Strategy that SRC was saved with; none if SRC is not sharded.", "src_strategy", flag="--src-strategy"
+)
+@options.source
+@options.json_output
+@options.common
+def suggest(src: str, devices: Optional[int], src_strategy: Optional[str], as_json: bool, **typed: Any) -> None:
+    """Print the commands for the usual aims with the checkpoint SRC of any form.
+
+    The aims are another cluster size, Hugging Face for inference, lost ranks, MindSpore, PyTorch and quantised
+    weights. Only names, headers, strategy files and config.json in SRC and the directory above are read. A
+    strategy is used if it is the only one there that fits the headers; the first command checks it. What only you
+    know is a placeholder in capitals. The output is a shell script.
+    """
+    from reshard.inspection.suggestions import suggest as suggestions_of
+    from reshard.storage.registry import endpoint
+
+    decryption = options.decryption_of(typed)
+    given = {
+        "--step": None if typed["step"] == "latest" else typed["step"],
+        "--file-suffix": typed["file_suffix"],
+        "--decrypt-key-file": typed["decrypt_key_file"],
+        "--decrypt-mode": typed["decrypt_mode"],
+        "--endpoint-url": endpoint(),
+    }
+    words = [word for name, value in given.items() if value is not None for word in (name, value)]
+    suggestions = suggestions_of(src, devices, src_strategy, words, typed["step"], typed["file_suffix"], decryption)
+    if as_json:
+        echo_json(_json(suggestions))
+    else:
+        _show(suggestions)
+
+
+def _json(suggestions: Suggestions) -> dict[str, object]:
+    subject, model = suggestions.subject, suggestions.model
+    return {
+        "source": subject.path,
+        "form": subject.form.name,
+        "step": subject.step,
+        "files": len([file for file in subject.files if file.state != "missing"]),
+        "complete": subject.complete,
+        "strategy": suggestions.strategy,
+        "strategies": [strategy._asdict() for strategy in suggestions.beside],
+        "model": None if model.config is None else {"config": model.config.path, "type": model.type},
+        "names": model.side,
+        "problems": [
+            {"text": full_text(problem.text), "hint": problem.hint} for problem in subject.problems if not problem.level
+        ],
+        "suggestions": [
+            {**item._asdict(), "command": list(item.command), "missing": [each._asdict() for each in item.missing]}
+            for item in suggestions.items
+        ],
+    }
+
+
+def _show(suggestions: Suggestions) -> None:
+    """A shell script with comments."""
+    subject, model = suggestions.subject, suggestions.model
+    files = [file for file in subject.files if file.state != "missing"]
+    size = byte_size(sum(file.nbytes for file in files))
+    step = "" if subject.step is None else f"{step_words(subject.step)}, "
+    _comment(f"{subject.path}: {subject.form.name}, {step}{plural(len(files), 'file')}, {size}")
+    if suggestions.strategy is not None:
+        _comment(f"strategy: {suggestions.strategy}")
+        if suggestions.found:
+            _comment("  the only one here that fits the ranks, names and shapes in the headers; is it the right one?")
+    if model.config is not None:
+        _comment(f"model: {model.type or 'unknown type'} ({model.config.path})")
+    for problem in subject.problems:
+        if not problem.level:
+            _comment(f"problem: {problem.text}")
+            if problem.hint is not None:
+                _comment(f"  {problem.hint}")
+    placeholders: dict[str, str] = {}
+    for item in suggestions.items:
+        say(f"\n# {one_line(item.title)}")
+        for each in item.missing:
+            if each.placeholder is None:
+                _comment(f"  {each.text}")
+            else:
+                placeholders.setdefault(each.placeholder, each.text)
+        click.echo(shell_command(item.command))
+    if placeholders:
+        say("\n# Replace:")
+        for placeholder, text in placeholders.items():
+            _comment(f"  {placeholder}: {text}")
+    if any("convert" in item.command for item in suggestions.items):
+        say("\n# plan instead of convert checks a conversion and writes nothing")
+
+
+def _comment(text: str) -> None:
+    indent = "# " + " " * (len(text) - len(text.lstrip()))
+    for line in text.split("\n"):
+        lines = textwrap.wrap(
+            one_line(line.strip()), _MOST_COLUMNS, initial_indent=indent, subsequent_indent=indent + "  "
+        )
+        say("\n".join(lines))
+
+
+def shell_command(words: Sequence[str]) -> str:
+    """A command for pasting, on several lines if it is long."""
+    quoted = [_quoted(word) for word in words]
+    line = " ".join(quoted)
+    if len(line) <= _MOST_COLUMNS:
+        return line
+    lines = [""]
+    for place, word in enumerate(quoted):
+        if (
+            word.startswith("--")
+            and len(f"{lines[-1]} {word} {' '.join(quoted[place + 1 : place + 2])}") > _MOST_COLUMNS
+        ):
+            lines.append("   ")
+        lines[-1] += f" {word}" if lines[-1] else word
+    return " \\\n".join(lines)
+
+
+def _quoted(word: str) -> str:
+    """A word for bash and zsh; what a terminal cannot show is escaped."""
+    if word.isprintable():
+        return shlex.quote(word)
+    escaped = (chr(byte) if 32 <= byte < 127 and byte not in b"\\'" else f"\\x{byte:02x}" for byte in os.fsencode(word))
+    return f"$'{''.join(escaped)}'"

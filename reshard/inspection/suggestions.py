@@ -1,0 +1,589 @@
+"""The commands for the usual aims with a checkpoint, from names, headers and the files beside it.
+
+Nothing is guessed. A strategy is used only if it is the only one beside the checkpoint that fits the ranks, names and
+shapes in the headers, and the first command checks it. What only the user knows is a placeholder in capitals.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Callable, NamedTuple, Optional
+
+from reshard.checkpoints import Decryption
+from reshard.checkpoints.checkpoint import Checkpoint
+from reshard.errors import CheckpointError, InputError, ReshardError
+from reshard.forms.form import Names
+from reshard.forms.ranks.steps import RANK, fixed_directory
+from reshard.forms.ranks.tree import find_rank
+from reshard.inspection.subject import Subject, subject_of
+from reshard.names import Configuration, builtin_names, config_beside, rules_named
+from reshard.names.options import settle, side_of
+from reshard.plan.edits import edited, edits_of
+from reshard.records.status import status_of
+from reshard.storage import absolute, exists, is_directory
+from reshard.strategies import NONE, Strategy, read_strategy
+from reshard.strategies.beside import equal_layouts, strategies_in
+from reshard.text.names import WEIGHTS, is_weight, training_globs
+from reshard.text.report import Report
+from reshard.text.wording import plural, rank_ranges
+
+SRC_STRATEGY, DST_STRATEGY, DEVICES = "SRC_STRATEGY", "DST_STRATEGY", "DEVICES"
+"""Placeholders of strategies, and of the number of devices."""
+
+# Options that no record contains.
+_OF_RESUME = ("--decrypt-key-file", "--decrypt-mode", "--endpoint-url")
+# Commands for one aim, where several strategies suit it.
+_MOST_TARGETS = 4
+_HUGGINGFACE, _DCP, _RANKS = "huggingface", "dcp", "ranks"
+# A side of the built-in tables; the other is Hugging Face's.
+_MINDFORMERS = "mindformers"
+_DTYPE = "BFloat16"
+_NO_EDITS: dict[str, Any] = {
+    **dict.fromkeys(("names", "config", "optimizer", "dequantize")),
+    **{"rename": (), "cast": (), "reverse": False},
+}
+
+
+class Missing(NamedTuple):
+    """A thing that only the user has.
+
+    Attributes:
+        placeholder: the word that stands for it in the command; None if the command runs without it.
+        text: what it is and where to get it, a sentence or two.
+    """
+
+    placeholder: Optional[str]
+    text: str
+
+
+class Suggestion(NamedTuple):
+    """A command for an aim.
+
+    Attributes:
+        aim: one word for scripts.
+        title: the aim, for people.
+        command: its words.
+        missing: what has to be added before it runs, or before its result is used.
+    """
+
+    aim: str
+    title: str
+    command: tuple[str, ...]
+    missing: tuple[Missing, ...] = ()
+
+
+class StrategyBeside(NamedTuple):
+    """A strategy near the checkpoint.
+
+    Attributes:
+        path: its file or directory.
+        devices: number of its ranks.
+        parameters: number of its parameters.
+        fits: whether slices in the headers have its shapes; None if the form records layouts itself.
+    """
+
+    path: str
+    devices: int
+    parameters: int
+    fits: Optional[bool]
+
+
+class Model(NamedTuple):
+    """The names of a checkpoint's tensors, by the built-in tables.
+
+    Attributes:
+        config: config.json; None if there is none.
+        type: its ``model_type``.
+        side: ``huggingface`` or ``mindformers``: the side of the tables that the names are on; None if on neither.
+        tables: the tables that have these names; only that of the model's type, if there is one.
+        refusal: why that table cannot be applied.
+        assumed: its options that neither config.json nor names determine, each with its values and meaning.
+    """
+
+    config: Optional[Configuration] = None
+    type: Optional[str] = None
+    side: Optional[str] = None
+    tables: Sequence[str] = ()
+    refusal: Optional[str] = None
+    assumed: Sequence[tuple[str, str]] = ()
+
+
+@dataclass
+class Suggestions:
+    """All commands, and what they are based on.
+
+    Attributes:
+        subject: the checkpoint.
+        strategy: the path of the strategy that commands use; None if unknown or recorded in the checkpoint.
+        found: it was found beside the checkpoint.
+        beside: other strategies near it.
+        model: its names.
+        items: the commands.
+    """
+
+    subject: Subject
+    strategy: Optional[str] = None
+    found: bool = False
+    beside: Sequence[StrategyBeside] = ()
+    model: Model = field(default_factory=Model)
+    items: Sequence[Suggestion] = ()
+
+
+def suggest(
+    src: str,
+    devices: Optional[int] = None,
+    src_strategy: Optional[str] = None,
+    options: Sequence[str] = (),
+    step: str = "latest",
+    file_suffix: Optional[str] = None,
+    decryption: Optional[Decryption] = None,
+) -> Suggestions:
+    """The commands for a checkpoint.
+
+    Args:
+        src: a checkpoint of any form.
+        devices: of the next cluster; None if unknown.
+        src_strategy: path of the strategy that it was saved with; None to look beside the checkpoint.
+        options: options that every command gets, each followed by its value; they repeat the parameters below.
+        step: which step, or ``latest``.
+        file_suffix: only files of ranks whose stem ends so.
+        decryption: the key of encrypted files.
+
+    Raises:
+        UsageError: an option does not go with the form.
+        InputError: there is no checkpoint, or no such step.
+        RetryableError: reading failed in a way that may pass.
+    """
+
+    def inspected(strategy: Optional[Strategy]) -> Subject:
+        return subject_of(src, strategy, step, file_suffix, decryption)
+
+    strategy = None if src_strategy is None else read_strategy(src_strategy)
+    subject = inspected(strategy)
+    if subject.contents is None and subject.problems:
+        raise CheckpointError(subject.problems[0].text, file=src, hint=subject.problems[0].hint)
+    places = _places(src)
+    if strategy is None and subject.form.options.by_rank and find_rank(places[0]) is not None:
+        part = "directory" if subject.one_rank else "file"
+        hint = f"pass the directory of all ranks: reshard suggest {shlex.quote(os.path.dirname(absolute(places[0])))}"
+        raise CheckpointError(f"{src}: is the {part} of one rank", file=src, hint=hint)
+    beside = strategies_in(places)
+    fitting: list[Strategy] = []
+    if subject.form.options.needs_strategy and strategy is None:
+        judged = _fitting(subject, beside, inspected)
+        fitting = [each for each, _ in judged]
+        if len(judged) == 1 and not _may_be_larger(subject, fitting[0]):
+            strategy, subject = judged[0]
+        elif judged:
+            subject.checkpoint = None
+    model = _model(src, subject, places)
+    advisor = _Advisor(src, devices, strategy, tuple(options), subject, model, beside, fitting)
+    needs = subject.form.options.needs_strategy
+    return Suggestions(
+        subject,
+        None if strategy is None else strategy.path,
+        bool(fitting),
+        [
+            StrategyBeside(
+                each.path,
+                each.device_count,
+                len(each.parameters),
+                any(each is other for other in fitting) if needs and src_strategy is None else None,
+            )
+            for each in beside
+        ],
+        model,
+        [*advisor.all()],
+    )
+
+
+def _places(src: str) -> list[str]:
+    """The directory of a checkpoint, and its parent."""
+    place = fixed_directory(src) if RANK in src else src
+    if not is_directory(place or os.curdir):
+        place = os.path.dirname(place)
+    place = place.rstrip("/") or ("/" if place.startswith("/") else "")
+    if "://" in place:
+        parent = os.path.dirname(place)
+        return [place] if parent.endswith(":/") else [place, parent]
+    if place in ("", os.curdir, os.pardir) or place.endswith(os.sep + os.pardir):
+        return [place, os.path.join(place, os.pardir)]
+    return [place, os.path.dirname(place)]
+
+
+def _present(subject: Subject) -> list[int]:
+    """Ranks with a file, ascending."""
+    return sorted({file.number for file in subject.files if file.number is not None and file.state != "missing"})
+
+
+def _may_be_larger(subject: Subject, strategy: Strategy) -> bool:
+    """Whether a strategy may be that of another, larger cluster: ranks from 0 on have files, and others do not."""
+    present = _present(subject)
+    return strategy.device_count > len(present) and present == list(range(len(present)))
+
+
+def _fitting(
+    subject: Subject, candidates: Sequence[Strategy], inspected: Callable[[Strategy], Subject]
+) -> list[tuple[Strategy, Subject]]:
+    """The strategies that list all weights and whose shapes the slices have, each with the checkpoint by it.
+
+    Of those that place every slice in the same way, only the one with the fewest devices.
+    """
+    stored = () if subject.contents is None else subject.contents.stored
+    weights = {item.name for item in stored if item.kind == WEIGHTS}
+    present = _present(subject)
+    fitting: list[tuple[Strategy, Subject]] = []
+    for strategy in sorted(candidates, key=lambda each: each.device_count):
+        if not weights or not weights.issubset(strategy.parameters) or strategy.device_count <= present[-1]:
+            continue
+        with suppress(InputError):
+            judged = inspected(strategy)
+            if judged.checkpoint is None or (judged.complete is False and _may_be_larger(subject, strategy)):
+                continue
+            if not any(_alike(judged, other, frozenset(present)) for _, other in fitting):
+                fitting.append((strategy, judged))
+    return fitting
+
+
+def _alike(subject: Subject, other: Subject, ranks: frozenset[int]) -> bool:
+    """Whether ranks hold the same boxes of all tensors by both."""
+    return _boxes(subject, ranks) == _boxes(other, ranks)
+
+
+def _boxes(subject: Subject, ranks: frozenset[int]) -> dict[str, object]:
+    checkpoint = subject.checkpoint
+    return {
+        name: {
+            (sharding.stored_box(number), ranks.intersection(sharding.holders(number)))
+            for sharding in tensor.shardings
+            for number in range(sharding.grid.slice_count)
+        }
+        for name, tensor in ({} if checkpoint is None else checkpoint.tensors).items()
+    }
+
+
+def _model(src: str, subject: Subject, places: Sequence[str]) -> Model:
+    """The names of the tensors, and the table for them."""
+    config = None
+    for place in places:
+        with suppress(ReshardError):
+            config = config or config_beside(place or os.curdir)
+    value = None if config is None else config.get("model_type")
+    type = value if isinstance(value, str) else None
+    table = type if type in builtin_names() else None
+    shapes = _model_shapes(src, subject)
+    sides: dict[str, list[str]] = {}
+    for name in builtin_names() if table is None else [table]:
+        rules = rules_named(name)
+        with suppress(InputError):
+            settled = settle(rules, None if table is None else config, shapes)
+            side = rules.sides[side_of(rules, settled, shapes, None).reverse]
+            sides.setdefault(side, []).append(name)
+    if not sides:
+        return Model(config, type)
+    side = max(sides, key=lambda each: len(sides[each]))
+    model = Model(config, type, side, sides[side])
+    if table is None or config is None:
+        return model
+    try:
+        if subject.checkpoint is not None:
+            _written(src, subject, table, config.path)
+    except InputError as error:
+        return model._replace(refusal=error.message)
+    options = {option.name: option for option in rules_named(table).options}
+    assumed = settle(rules_named(table), config, shapes).assumed
+    return model._replace(
+        assumed=[(name, f"{' or '.join(options[name].values)}. {options[name].about}") for name in assumed]
+    )
+
+
+def _model_shapes(src: str, subject: Subject) -> Mapping[str, tuple[int, ...]]:
+    """Shapes of tensors under a model's own names; of slices, if it is unknown how they are cut."""
+    if subject.checkpoint is not None:
+        with suppress(InputError):
+            return {name: tensor.shape for name, tensor in _written(src, subject).tensors.items()}
+    return {} if subject.contents is None else {item.name: item.shapes[0] for item in subject.contents.stored}
+
+
+def _written(
+    src: str, subject: Subject, table: Optional[str] = None, config: Optional[str] = None, to: str = _HUGGINGFACE
+) -> Checkpoint:
+    """The checkpoint as a conversion names its tensors.
+
+    Raises:
+        InputError: the table does not fit.
+    """
+    assert subject.checkpoint is not None
+    dequantize = _DTYPE if subject.quantised else None
+    typed = {**_NO_EDITS, "names": table, "config": config, "dequantize": dequantize}
+    return edited(subject.checkpoint, edits_of(src, typed, to), Report(), complete=bool(subject.complete))
+
+
+Words = tuple[tuple[str, ...], tuple[Missing, ...]]
+"""Words of a command, and what is missing for them."""
+
+
+class _Advisor:
+    """The commands for one checkpoint."""
+
+    def __init__(
+        self,
+        src: str,
+        devices: Optional[int],
+        strategy: Optional[Strategy],
+        options: tuple[str, ...],
+        subject: Subject,
+        model: Model,
+        beside: Sequence[Strategy],
+        fitting: Sequence[Strategy],
+    ) -> None:
+        self._src = _argument(src)
+        self._devices = devices
+        self._strategy = strategy
+        self._options = options
+        self._subject = subject
+        self._model = model
+        self._beside = beside
+        self._fitting = fitting
+        self._form = subject.form.options
+        self._outputs: set[str] = set()
+
+    def all(self) -> Iterator[Suggestion]:
+        """The commands, in the order of the work."""
+        yield from self._resume()
+        yield from self._check_strategy()
+        yield from self._recover()
+        if self._subject.complete is False:
+            # No step can be converted: problems list what is missing.
+            return
+        if self._form.shards:
+            words, missing = self._shards(self._subject.form.name)
+            yield self._convert(
+                "cluster", self._cluster_title(self._devices), self._suffix(self._devices), words, missing
+            )
+        yield from self._for_strategies()
+        if self._subject.form.name != _HUGGINGFACE:
+            yield self._huggingface()
+        if self._form.names is Names.MODEL:
+            words, missing = _together(self._shards(_DCP), self._names(_MINDFORMERS))
+            yield self._convert("pytorch", "PyTorch, a distributed checkpoint (DCP)", _DCP, words, missing)
+        if self._subject.quantised:
+            same = ("--dst-strategy", "same") if self._form.cut else ()
+            words = (*self._same_form(), *same)
+            yield self._convert("dequantize", f"Quantised weights as {_DTYPE}", _DTYPE.lower(), words)
+
+    def _resume(self) -> Iterator[Suggestion]:
+        with suppress(ReshardError):
+            status = status_of(self._src)
+            if status.resumable and not status.complete:
+                pairs = zip(self._options[::2], self._options[1::2])
+                options = (word for pair in pairs if pair[0] in _OF_RESUME for word in pair)
+                command = ("reshard", "resume", self._src, *options)
+                yield Suggestion("resume", "Complete the conversion that writes this checkpoint", command)
+
+    def _check_strategy(self) -> Iterator[Suggestion]:
+        strategies = self._fitting if self._strategy is None else [self._strategy]
+        for strategy in strategies if self._form.needs_strategy else ():
+            if not strategy.is_none:
+                command = ("reshard", "strategy", "check", _argument(strategy.path), self._src, *self._options)
+                yield Suggestion(
+                    "check-strategy", f"Check that this checkpoint was saved with {strategy.path}", command
+                )
+
+    def _recover(self) -> Iterator[Suggestion]:
+        """Lost ranks from replicas, where every slice is on some rank."""
+        lost = [file.number for file in self._subject.files if file.number is not None and file.state != "ok"]
+        if not self._form.by_rank or not lost or self._subject.complete is False:
+            return
+        strategy, missing = self._source()
+        command = ("reshard", "recover", self._src, self._out("recovered"), "--strategy", strategy[1], *self._options)
+        yield Suggestion("recover", f"Restore {rank_ranges(lost)} from replicas", command, missing)
+
+    def _for_strategies(self) -> Iterator[Suggestion]:
+        """Rank files, or the same form, with the layouts of a strategy."""
+        same_form = self._form.cut and not self._form.shards
+        to = self._same_form() if same_form else ()
+        names: Words = ((), ()) if same_form else self._names(_HUGGINGFACE)
+        targets = self._targets()
+        of: list[tuple[Optional[int], str, tuple[Missing, ...]]] = [
+            (each.device_count, _argument(each.path), ()) for each in targets[:_MOST_TARGETS]
+        ]
+        if not of and self._devices == 1:
+            of.append((1, NONE, ()))
+        elif not of:
+            of.append((self._devices, DST_STRATEGY, (Missing(DST_STRATEGY, self._dst_strategy_text()),)))
+        for count, strategy, missing in of:
+            laid_out = f", laid out as in {strategy}" if len(of) > 1 else ""
+            words, lacking = _together(((*to, "--dst-strategy", strategy), missing), names)
+            if same_form:
+                yield self._convert(
+                    "cluster", self._cluster_title(count) + laid_out, self._suffix(count), words, lacking
+                )
+            else:
+                devices = "" if count is None else f": {plural(count, 'device')}"
+                title = f"MindSpore, a file for each rank{devices}{laid_out}"
+                yield self._convert("mindspore", title, "ranks", words, lacking)
+
+    def _huggingface(self) -> Suggestion:
+        """Whole weights for inference engines."""
+        words, missing = self._names(_MINDFORMERS)
+        excluded: list[str] = [] if words else self._training_globs()
+        if self._model.side is None:
+            text = "Names stay unchanged, and engines expect those of Hugging Face: --names takes a table of your own."
+            missing = (*missing, Missing(None, text))
+        text = "Engines also need config.json and the tokenizer's files: copy them from the base model."
+        missing = (*missing, Missing(None, text))
+        words = ("--to", _HUGGINGFACE, *words, *(word for glob in excluded for word in ("--exclude", glob)))
+        return self._convert("huggingface", "Hugging Face, for inference", _HUGGINGFACE, words, missing)
+
+    def _convert(
+        self, aim: str, title: str, suffix: str, words: tuple[str, ...], missing: Sequence[Missing] = ()
+    ) -> Suggestion:
+        """A conversion, proved at its end."""
+        source, lacking = self._source()
+        # Other forms and programs have no use for codes and scales.
+        numbers = ("--dequantize", _DTYPE) if self._subject.quantised and aim != "cluster" else ()
+        command = ("reshard", "convert", self._src, self._out(suffix), "--verify", *source, *words, *numbers)
+        return Suggestion(aim, title, (*command, *self._options), (*lacking, *missing))
+
+    def _source(self) -> Words:
+        """The source's strategy."""
+        if not self._form.needs_strategy:
+            return (), ()
+        if self._strategy is not None:
+            return ("--src-strategy", _argument(self._strategy.path)), ()
+        return ("--src-strategy", SRC_STRATEGY), (Missing(SRC_STRATEGY, self._src_strategy_text()),)
+
+    def _src_strategy_text(self) -> str:
+        if len(self._fitting) > 1:
+            several = ", ".join(f"{each.path} ({plural(each.device_count, 'device')})" for each in self._fitting)
+            return f"The strategy that this checkpoint was saved with. The headers fit several: {several}."
+        if self._fitting:
+            (strategy,) = self._fitting
+            present = _present(self._subject)
+            absent = range(len(present), strategy.device_count)
+            return (
+                f"The strategy that this checkpoint was saved with. It is {strategy.path} "
+                f"({plural(strategy.device_count, 'device')}) only if {rank_ranges(absent)} are lost."
+            )
+        return (
+            "The strategy that this checkpoint was saved with: a file, a directory, or none if it is not sharded. Rank "
+            "files do not record it, and no strategy beside them fits."
+        )
+
+    def _dst_strategy_text(self) -> str:
+        devices = "the new cluster" if self._devices is None else f"{plural(self._devices, 'device')}"
+        return (
+            f"The strategy of {devices}: a file or a directory. MindSpore writes it when it compiles the network "
+            "for them; `reshard strategy derive` computes it on any machine."
+        )
+
+    def _targets(self) -> list[Strategy]:
+        """Strategies beside the checkpoint that list its weights and are not its own."""
+        names = self._written_names()
+        weights = {name for name in names if is_weight(name, names)}
+        own = self._fitting if self._strategy is None else [self._strategy]
+        return [
+            each
+            for each in self._beside
+            if weights
+            and weights.issubset(each.parameters)
+            and self._devices in (None, each.device_count)
+            and not any(equal_layouts(each, other) for other in own)
+        ]
+
+    def _written_names(self) -> frozenset[str]:
+        """Names of tensors in rank files."""
+        model = self._model
+        table = model.type if model.side == _HUGGINGFACE and model.type in model.tables else None
+        path = None if model.config is None else model.config.path
+        if self._subject.checkpoint is not None:
+            with suppress(InputError):
+                return frozenset(_written(self._src, self._subject, table, path if table else None, _RANKS).tensors)
+        stored = () if self._subject.contents is None else self._subject.contents.stored
+        return frozenset(item.name for item in stored if item.kind == WEIGHTS)
+
+    def _training_globs(self) -> list[str]:
+        """Patterns for optimizer state and values under the names that a conversion writes."""
+        stored = () if self._subject.contents is None else self._subject.contents.stored
+        names = [item.name for item in stored]
+        if self._subject.checkpoint is not None:
+            with suppress(InputError):
+                written = _written(self._src, self._subject)
+                names = [*written.tensors, *written.values()]
+        return training_globs(names, frozenset(names))
+
+    def _names(self, side: str) -> Words:
+        """The table for a target with the names of the other side."""
+        model = self._model
+        if model.side != side:
+            return (), ()
+        if model.refusal is not None:
+            return (), (Missing(None, f"Names stay unchanged, because the table does not fit: {model.refusal}"),)
+        if model.config is None or model.type is None or model.type not in model.tables:
+            tables = ", ".join(model.tables)
+            return ("--names", "TABLE", "--config", "CONFIG"), (
+                Missing(
+                    "TABLE",
+                    f"The table for the model; of the built-in ones, {tables} have such names. State its options that "
+                    "only change numbers, as in qwen3,gate_up=halves: `reshard names show TABLE`.",
+                ),
+                Missing("CONFIG", "The model's config.json."),
+            )
+        stated = [f"{name}={name.upper()}" for name, _ in model.assumed]
+        words: tuple[str, ...] = ("--names", ",".join([model.type, *stated]))
+        if absolute(model.config.path) != absolute(os.path.join(self._subject.path, "config.json")):
+            words += ("--config", _argument(model.config.path))
+        return words, tuple(Missing(name.upper(), text) for name, text in model.assumed)
+
+    def _shards(self, form: str) -> Words:
+        """A form of PyTorch, cut by rows."""
+        if self._devices is not None:
+            return ("--to", form, "--shards", str(self._devices)), ()
+        return ("--to", form, "--shards", DEVICES), (Missing(DEVICES, "The number of ranks of the new job."),)
+
+    def _same_form(self) -> tuple[str, ...]:
+        return () if self._form.by_rank else ("--to", self._subject.form.name)
+
+    @staticmethod
+    def _cluster_title(count: Optional[int]) -> str:
+        return "Another cluster" if count is None else f"Another cluster: {plural(count, 'device')}"
+
+    @staticmethod
+    def _suffix(count: Optional[int]) -> str:
+        return "resharded" if count is None else f"on-{count}"
+
+    def _out(self, suffix: str) -> str:
+        """A new directory: in this one, or for an object beside it."""
+        path = fixed_directory(self._src) if RANK in self._src else self._src
+        path = path.rstrip("/")
+        base, _, ending = os.path.basename(path).rpartition(".")
+        name = base if base and ending in ("ckpt", "safetensors") else os.path.basename(path)
+        if name in ("", os.curdir, os.pardir):
+            name = os.path.basename(absolute(path or os.curdir)) or "checkpoint"
+        out = f"{name}-{suffix}"
+        if "://" in path:
+            out = os.path.join(os.path.dirname(path), out)
+        elif (absolute(os.curdir) + os.sep).startswith(absolute(path or os.curdir) + os.sep):
+            # A target cannot be in its source.
+            above = os.path.relpath(os.path.dirname(absolute(path or os.curdir)))
+            out = os.path.join(above, out)
+        free, number = _argument(out), 1
+        while free in self._outputs or exists(free):
+            number += 1
+            free = _argument(f"{out}-{number}")
+        self._outputs.add(free)
+        return free
+
+
+def _together(*parts: Words) -> Words:
+    return tuple(word for words, _ in parts for word in words), tuple(each for _, missing in parts for each in missing)
+
+
+def _argument(path: str) -> str:
+    """A path that no command takes for an option."""
+    return f"./{path}" if path.startswith("-") else path

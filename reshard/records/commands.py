@@ -1,0 +1,220 @@
+"""The commands of the runs that fill a target directory, so that `resume` works without typing them again.
+
+``command.<digest>.json``, next to the other records of a conversion, contains one command: absolute paths, and the
+options that determine what is written and how it is checked. It contains no limits of resources and no secrets.
+Each distinct command has one file; the last one begun has the latest time.
+The identity still decides which runs are the same conversion: values of these records are checked against it
+like typed ones.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import socket
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Optional
+
+from reshard.checkpoints.formats.headers import ALL_FORMATS
+from reshard.defaults import CHOICES, DEFAULT_PREFIX, MOST_DEVICES
+from reshard.errors import RetryableError, TargetError, UsageError
+from reshard.forms.ranks import Step
+from reshard.forms.registry import FORMS
+from reshard.records.identity import attributes_of, short_digest
+from reshard.storage import is_absolute, names_in, read_small, store_of, write_whole
+from reshard.storage.json_text import Fields, parse_json
+from reshard.strategies import names_files, shards_of
+from reshard.text.wording import number_ranges
+
+VERSION = 1
+IS_COMMAND = re.compile(r"command\.[0-9a-f]{16}\.json")
+"""The names of command records."""
+
+# Enough for paths and patterns of some hundred bytes each.
+_MAX_BYTES = 1 << 20
+_MAX_RECORDS = 10_000
+_SHOWN = 40
+_RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
+_CHOICES = {
+    "task": ("convert", "recover"),
+    "format": ALL_FORMATS,
+    "to": tuple(form.name for form in FORMS),
+    "optimizer": (None, "keep"),
+    **{name: CHOICES[name] for name in ("crc", "check_replicas", "checksum")},
+}
+# Attributes whose options depend on the task or the form; those of others are as `option_words` writes them.
+_BY_TASK = ("task", "src", "source_strategy", "target_strategy", "format", "prefix", "host")
+
+
+@dataclass(frozen=True)
+class RecordedCommand:
+    """A command; other attributes than these are the options of that name, with their defaults.
+
+    Attributes:
+        task: ``convert`` or ``recover``.
+        src: the source, absolute; may contain ``{rank}``.
+        source_strategy: absolute path, or ``none``.
+        target_strategy: likewise; that of the source when recovering.
+        format: of the target files, as chosen.
+        step: the chosen step; None if file names contain none.
+        prefix: None for names as in the source.
+        ranks: the requested target ranks, such as ``0-7,12``; None for all, or for one of several processes.
+        names: a built-in table of names, or an absolute path.
+        config: absolute path.
+        host: the host where it was typed.
+    """
+
+    task: str
+    src: str
+    source_strategy: str
+    target_strategy: str
+    format: str
+    to: str = FORMS[0].name
+    max_shard_size: Optional[int] = None
+    step: Optional[str] = None
+    file_suffix: Optional[str] = None
+    ranks: Optional[str] = None
+    names: Optional[str] = None
+    config: Optional[str] = None
+    reverse: bool = False
+    optimizer: Optional[str] = None
+    dequantize: Optional[str] = None
+    rename: tuple[str, ...] = ()
+    cast: tuple[str, ...] = ()
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    prefix: Optional[str] = DEFAULT_PREFIX
+    crc: str = CHOICES["crc"][0]
+    check_replicas: str = CHOICES["check_replicas"][0]
+    checksum: str = CHOICES["checksum"][0]
+    strict: bool = False
+    verify: bool = False
+    lost_only: bool = False
+    host: str = dataclasses.field(default_factory=socket.gethostname, compare=False)
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The typed paths, without duplicates."""
+        strategies = filter(names_files, (self.source_strategy, self.target_strategy))
+        return tuple(dict.fromkeys((self.src, *strategies)))
+
+    @property
+    def rank_numbers(self) -> Optional[tuple[int, ...]]:
+        """The requested target ranks, ascending; None for all."""
+        return None if self.ranks is None else _numbers(self.ranks)
+
+    def option_words(self, names: Optional[Iterable[str]] = None) -> list[str]:
+        """Options of the same names in `convert` and `recover`, as words; defaults are left out.
+
+        Args:
+            names: only these attributes; by default all such options.
+        """
+        words: list[str] = []
+        for attribute in dataclasses.fields(self):
+            value = getattr(self, attribute.name)
+            if attribute.name in _BY_TASK or value == attribute.default:
+                continue
+            if names is None or attribute.name in names:
+                option = f"--{attribute.name.replace('_', '-')}"
+                values = value if isinstance(value, tuple) else (value,)
+                words += [option] if value is True else [f"{option}={each}" for each in values]
+        return words
+
+    def write(self, directory: str) -> None:
+        """Write the record, and make it the latest.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        content = dataclasses.asdict(self)
+        # The host is excluded: the same command from two hosts is one command.
+        host = content.pop("host")
+        digest = short_digest(json.dumps(content, sort_keys=True).encode())
+        path = os.path.join(directory, f"command.{digest}.json")
+        if not store_of(path).touch(path):
+            write_whole(path, (json.dumps({"version": VERSION, **content, "host": host}) + "\n").encode())
+
+
+def commands_in(directory: str) -> list[RecordedCommand]:
+    """The recorded commands in a directory, the latest first.
+
+    Raises:
+        TargetError: a record is damaged, or of another version.
+        RetryableError: one cannot be read.
+    """
+    try:
+        names = [name for name in names_in(directory) if IS_COMMAND.fullmatch(name)]
+        if len(names) > _MAX_RECORDS:
+            raise TargetError(f"{directory}: holds {len(names)} records of commands", file=directory, hint=_AGAIN)
+        paths = [os.path.join(directory, name) for name in names]
+        commands = [(store_of(path).status(path).modified, path, _read(path)) for path in paths]
+    except OSError as error:
+        path = error.filename or directory
+        raise RetryableError(f"{path}: cannot be read: {error.strerror or error}", file=path) from error
+    return [command for _, _, command in sorted(commands, key=lambda entry: entry[:2], reverse=True)]
+
+
+def requested_ranks(commands: Iterable[RecordedCommand]) -> Optional[tuple[int, ...]]:
+    """The target ranks that any of these commands requested, ascending; None for all."""
+    ranks = [command.rank_numbers for command in commands]
+    return None if None in ranks else tuple(sorted({rank for numbers in ranks for rank in numbers or ()}))
+
+
+_AGAIN = "run the command that began the conversion again"
+
+
+def _read(path: str) -> RecordedCommand:
+    try:
+        content = parse_json(read_small(path, _MAX_BYTES, through_links=False))
+        version = content.pop("version", None) if isinstance(content, dict) else VERSION
+        if version != VERSION:
+            raise TargetError(
+                f"{path}: version {str(version)[:_SHOWN]} is not supported by this version of reshard",
+                file=path,
+                hint="use the version of reshard that wrote it, or a newer one",
+            )
+        return _parsed(Fields(content, "the record"))
+    except (ValueError, UsageError) as error:
+        message = error.message if isinstance(error, UsageError) else str(error)
+        raise TargetError(f"{path}: is damaged: {message[:200]}", file=path, hint=_AGAIN) from error
+
+
+def _parsed(fields: Fields) -> RecordedCommand:
+    """The command in a record; a ValueError or UsageError if no run writes such a record."""
+    values = attributes_of(RecordedCommand, fields)
+    for name, value in values.items():
+        if name in _CHOICES and value not in _CHOICES[name]:
+            raise ValueError(f"{name} is {value!r}")
+        if any("\0" in text for text in (value if isinstance(value, tuple) else (value,)) if isinstance(text, str)):
+            raise ValueError(f"{name} contains a NUL character")
+    for strategy in (values["source_strategy"], values["target_strategy"]):
+        shards_of(strategy)
+        if names_files(strategy) and not is_absolute(strategy):
+            raise ValueError(f"{strategy} is not an absolute path")
+    if not is_absolute(values["src"]):
+        raise ValueError("src is not an absolute path")
+    command = RecordedCommand(**values)
+    # Raises for ranks of another spelling.
+    _ = command.rank_numbers
+    if command.step is not None and not re.fullmatch("[0-9]{1,18}", command.step):
+        Step.parse(command.step)
+    if command.lost_only and command.task != "recover":
+        raise ValueError("lost_only goes with recover")
+    return command
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    """Ranks as `number_ranges` writes them."""
+    numbers: list[int] = []
+    for part in text.split(","):
+        match = _RANGE.fullmatch(part)
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+        if last < first or last >= MOST_DEVICES or (numbers and first <= numbers[-1]):
+            raise ValueError(f"ranks are {text!r}")
+        numbers.extend(range(first, last + 1))
+    if number_ranges(numbers) != text:
+        raise ValueError(f"ranks are {text!r}")
+    return tuple(numbers)

@@ -1,0 +1,329 @@
+"""`reshard suggest`: commands that run as they are printed, and placeholders for what only the user knows."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from reshard.cli.main import cli
+from tests.corpus import FIXTURES
+from tests.model_weights import MODELS, cut, mindformers, weights, write_huggingface
+from tests.object_store import Objects
+from tests.running import Argument, done, fails, install, reshard
+from tests.small import PLAIN, World, tensors
+from tests.trees import cut_ranks, layout, single, write_strategy, write_tree
+
+DEMO = FIXTURES / "demo"
+PLACEHOLDER = re.compile(r"\b[A-Z][A-Z_]+\b")
+# Of each form, what one can do with it.
+AIMS = {
+    "ranks": ["check-strategy", "cluster", "huggingface", "pytorch"],
+    "checkpoint2": ["cluster", "huggingface", "pytorch"],
+    "unified": ["mindspore", "huggingface", "pytorch"],
+    "huggingface": ["mindspore", "pytorch"],
+    "dcp": ["cluster", "mindspore", "huggingface"],
+    "hf-sharded": ["cluster", "mindspore", "huggingface"],
+    "hyper-parallel": ["cluster", "mindspore", "huggingface"],
+}
+WRITTEN_AS = {
+    "checkpoint2": ["--dst-strategy", "same"],
+    "unified": [],
+    "huggingface": ["--exclude", "*_num", "--exclude", "global_step"],
+    **{form: ["--shards", "2"] for form in ("dcp", "hf-sharded", "hyper-parallel")},
+}
+
+
+def suggested(*words: Argument) -> Any:
+    """What `suggest --json` prints. Every command parses, and its placeholders are those that it names as missing."""
+    printed = done("suggest", *words, "--json").json
+    for item in printed["suggestions"]:
+        name, *arguments = item["command"]
+        assert name == "reshard"
+        missing = {each["placeholder"] for each in item["missing"]} - {None}
+        assert missing == placeholders(item["command"]), item
+        if not missing:
+            parse(arguments)
+    return printed
+
+
+def placeholders(command: Sequence[str]) -> set[str]:
+    return {found for word in command if "/" not in word for found in PLACEHOLDER.findall(word)}
+
+
+def parse(arguments: Sequence[str]) -> None:
+    """Parse a command line, which raises an error where it is wrong usage."""
+    group: Any = cli
+    rest = list(arguments)
+    while hasattr(group, "list_commands"):
+        group = group.get_command(cli.make_context("reshard", ["help"]), rest.pop(0))
+    group.make_context("reshard", rest).close()
+
+
+def of_aim(printed: Any, aim: str) -> Any:
+    """The only suggestion for an aim."""
+    (item,) = (item for item in printed["suggestions"] if item["aim"] == aim)
+    return item
+
+
+def run(item: Any, **replaced: str) -> None:
+    """Run a command with its placeholders replaced."""
+    words = item["command"][1:]
+    for placeholder, value in replaced.items():
+        words = [re.sub(rf"\b{placeholder}\b", value, word) for word in words]
+    done(*words)
+
+
+def run_all(printed: Any) -> list[str]:
+    """Run every command without a placeholder; their aims."""
+    items = [item for item in printed["suggestions"] if not placeholders(item["command"])]
+    for item in items:
+        run(item)
+    return [item["aim"] for item in items]
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo in every form, and its strategies in a directory beside."""
+    place = tmp_path_factory.mktemp("forms")
+    shutil.copytree(DEMO / "src_checkpoints", place / "ranks")
+    (place / "strategy").mkdir()
+    for name in ("src_strategy.ckpt", "dst_strategy.ckpt"):
+        shutil.copy(DEMO / name, place / "strategy")
+    for form, options in WRITTEN_AS.items():
+        source: list[Argument] = ["--src-strategy", place / "strategy" / "src_strategy.ckpt"]
+        done("convert", place / "ranks", place / form, "--quiet", "--to", form, *source, *options)
+    return place
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory of its own, for the targets."""
+    place = tmp_path / "here"
+    place.mkdir()
+    monkeypatch.chdir(place)
+    return place
+
+
+@pytest.mark.parametrize("form", AIMS)
+def test_every_command_for_every_form_runs_and_proves_its_result(demo: Path, form: str) -> None:
+    printed = suggested(demo / form, "--devices", 4)
+    assert printed["form"] == form
+    assert [item["aim"] for item in printed["suggestions"]] == AIMS[form]
+    # Its metadata does not record that a trainer put "model." before names, so no strategy lists them.
+    assert run_all(printed) == [aim for aim in AIMS[form] if (form, aim) != ("hyper-parallel", "mindspore")]
+    assert all("--verify" in item["command"] for item in printed["suggestions"] if "convert" in item["command"])
+
+
+@pytest.mark.long
+def test_every_command_for_one_device_runs(demo: Path) -> None:
+    for form in AIMS:
+        run_all(suggested(demo / form, "--devices", 1))
+
+
+def test_one_file_is_whole_only_if_the_user_states_it(demo: Path, tmp_path: Path) -> None:
+    done("convert", demo / "unified", tmp_path / "one", "--dst-strategy", "none", "--quiet")
+    file = shutil.copy(tmp_path / "one" / "rank_0" / "checkpoint_0.safetensors", tmp_path / "model.safetensors")
+    for item in suggested(file, "--devices", 1)["suggestions"]:
+        assert "SRC_STRATEGY" in item["command"]
+    printed = suggested(file, "--devices", 1, "--src-strategy", "none")
+    assert run_all(printed) == ["cluster", "huggingface", "pytorch"]
+
+
+def test_the_output_is_a_script(demo: Path, tmp_path: Path, elsewhere: Path) -> None:
+    source = tmp_path / "it's\na $(touch x) ünï\udcff"
+    shutil.copytree(demo / "ranks", source)
+    shutil.copytree(demo / "strategy", tmp_path / "strategies")
+    script = done("suggest", source, "--devices", 4).out
+    shell = subprocess.run(["bash", "-e"], input=script, env=install(tmp_path / "bin"), text=True, capture_output=True)
+    assert shell.returncode == 0, shell.stderr
+    assert len([*elsewhere.iterdir()]) == 3 and not (elsewhere / "x").exists()
+
+
+def test_no_path_is_taken_for_an_option(demo: Path, elsewhere: Path) -> None:
+    shutil.copytree(demo / "huggingface", elsewhere / "--quiet")
+    printed = suggested("--devices", 2, "--src", "--quiet")
+    assert of_aim(printed, "pytorch")["command"][2:4] == ["./--quiet", "./--quiet-dcp"]
+    run(of_aim(printed, "pytorch"))
+
+
+def test_targets_are_new_and_not_inside_of_the_source(
+    demo: Path, elsewhere: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(demo / "dcp", elsewhere / "ckpt")
+    (elsewhere / "ckpt-huggingface").mkdir()
+    assert of_aim(suggested("ckpt"), "huggingface")["command"][3] == "ckpt-huggingface-2"
+    monkeypatch.chdir(elsewhere / "ckpt")
+    item = of_aim(suggested("."), "huggingface")
+    assert item["command"][2:4] == [".", "../ckpt-huggingface-2"]
+    run(item)
+
+
+def test_lost_ranks_are_restored_from_replicas(plain: World) -> None:
+    plain.save(tensors(), ranks=[1, 2])
+    item = of_aim(suggested(plain.src), "recover")
+    assert item["title"] == "Restore ranks 0,3 from replicas"
+    run(item)
+    whole = Path(item["command"][3])
+    assert sorted(path.parent.name for path in whole.glob("rank_*/*.ckpt")) == ["rank_0", "rank_1", "rank_2", "rank_3"]
+    done("verify", whole, "--replicas", "--strategy", plain.old)
+
+
+def test_a_larger_strategy_is_used_only_where_ranks_are_evidently_lost(plain: World) -> None:
+    plain.new.unlink()
+    plain.save(tensors(), ranks=[0, 1])
+    printed = suggested(plain.src)
+    assert printed["strategy"] is None and "recover" not in [item["aim"] for item in printed["suggestions"]]
+    missing = of_aim(printed, "huggingface")["missing"][0]
+    assert missing["placeholder"] == "SRC_STRATEGY" and "only if ranks 2-3 are lost" in missing["text"]
+    run_all(suggested(plain.src, "--src-strategy", plain.old))
+
+
+def test_strategies_that_fit_alike_are_not_chosen_from(plain: World, tmp_path: Path) -> None:
+    """Both have the shapes of the slices, and place them on other ranks."""
+    other = single({"w": layout([2, 2], [1, -1]), "v": layout([2, 2], [-1])})
+    path = write_strategy(tmp_path / "strategies" / "other", other)
+    plain.save(tensors())
+    printed = suggested(plain.src)
+    assert printed["strategy"] is None
+    assert all(item["aim"] == "check-strategy" or "SRC_STRATEGY" in item["command"] for item in printed["suggestions"])
+    checks = {item["command"][3]: item for item in printed["suggestions"] if item["aim"] == "check-strategy"}
+    assert checks.keys() == {str(plain.old), str(path)}
+    run(checks[str(plain.old)])
+    assert reshard(*checks[str(path)]["command"][1:]).status == 4
+    assert str(path) in of_aim(printed, "huggingface")["missing"][0]["text"]
+
+
+def test_a_strategy_of_more_devices_that_places_slices_alike_is_no_doubt(plain: World, tmp_path: Path) -> None:
+    larger = single({"w": layout([4, 2], [0, -1]), "v": layout([4, 2], [-1])})
+    write_strategy(tmp_path / "strategies" / "larger", larger)
+    plain.save(tensors())
+    printed = suggested(plain.src)
+    assert printed["strategy"] == str(plain.old)
+    titles = [item["title"] for item in printed["suggestions"] if item["aim"] == "cluster"]
+    assert sorted(re.findall(r"[0-9]+ devices", "\n".join(titles))) == ["2 devices", "8 devices"]
+
+
+def test_a_strategy_that_does_not_list_a_weight_is_not_used(plain: World) -> None:
+    plain.save({**tensors(), "extra": tensors()["w"]}, copied={"extra": tensors()["w"]})
+    assert suggested(plain.src)["strategy"] is None
+
+
+def test_copies_of_a_strategy_in_two_formats_are_one(plain: World, tmp_path: Path) -> None:
+    copy = write_strategy(tmp_path / "strategies" / "copy", PLAIN, {"w": (8, 6), "v": (4,)}, "json")
+    plain.save(tensors())
+    assert suggested(plain.src)["strategy"] in (str(plain.old), str(copy))
+
+
+def test_without_a_strategy_its_place_is_named(demo: Path, tmp_path: Path) -> None:
+    source = shutil.copytree(demo / "ranks", tmp_path / "alone" / "ckpt")
+    printed = suggested(source)
+    assert [item["aim"] for item in printed["suggestions"]] == ["cluster", "huggingface", "pytorch"]
+    item = of_aim(printed, "cluster")
+    assert placeholders(item["command"]) == {"SRC_STRATEGY", "DST_STRATEGY"}
+    strategy = str(demo / "strategy")
+    run(item, SRC_STRATEGY=f"{strategy}/src_strategy.ckpt", DST_STRATEGY=f"{strategy}/dst_strategy.ckpt")
+
+
+def test_an_incomplete_checkpoint_is_not_converted(demo: Path, tmp_path: Path) -> None:
+    source = shutil.copytree(demo / "ranks", tmp_path / "torn" / "ckpt")
+    shutil.copytree(demo / "strategy", tmp_path / "torn" / "strategy")
+    shutil.rmtree(source / "rank_5")
+    printed = suggested(source)
+    assert printed["complete"] is False and [item["aim"] for item in printed["suggestions"]] == ["check-strategy"]
+    assert any("rank 5" in problem["text"] for problem in printed["problems"])
+
+
+def test_an_unfinished_conversion_is_resumed_first(demo: Path, tmp_path: Path) -> None:
+    strategies: list[Argument] = [
+        "--src-strategy",
+        demo / "strategy/src_strategy.ckpt",
+        "--dst-strategy",
+        demo / "strategy/dst_strategy.ckpt",
+    ]
+    done("by-rank", 1, demo / "ranks", tmp_path / "part", *strategies, "--quiet")
+    printed = suggested(tmp_path / "part")
+    assert printed["suggestions"][0]["command"] == ["reshard", "resume", str(tmp_path / "part")]
+    run(printed["suggestions"][0])
+    assert "resume" not in [item["aim"] for item in suggested(tmp_path / "part")["suggestions"]]
+
+
+def test_options_are_repeated_in_every_command(world: World) -> None:
+    world.save_step("1_10", tensors())
+    world.save_step("2_10", tensors("later"))
+    printed = suggested(world.src, "--step", "1_10", "--devices", 2)
+    assert printed["step"] == "1_10"
+    assert all(item["command"][-2:] == ["--step", "1_10"] for item in printed["suggestions"])
+    assert run_all(printed)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_mindformers_names_become_those_of_hugging_face(family: str, tmp_path: Path) -> None:
+    config, full = MODELS[family][0], weights(family)
+    ours = mindformers(family, full, config)
+    strategy = cut(ours, config["num_hidden_layers"])
+    write_strategy(tmp_path / "run" / "strategy", strategy)
+    write_tree(tmp_path / "run" / "ckpt", cut_ranks(strategy, ours, {}), "rank_{rank}/net-1_10.ckpt")
+    item = of_aim(suggested(tmp_path / "run" / "ckpt"), "huggingface")
+    assert placeholders(item["command"]) == {"TABLE", "CONFIG"}
+    (tmp_path / "run" / "config.json").write_text(json.dumps({**config, "model_type": family}))
+    item = of_aim(suggested(tmp_path / "run" / "ckpt"), "huggingface")
+    # Without them, gate and up, or q, k and v would be exchanged, and shapes would not show it.
+    assert placeholders(item["command"]) == ({"GATE_UP", "QKV"} if family == "qwen3" else set())
+    run(item, GATE_UP="interleaved", QKV="grouped")
+    expected = write_huggingface(tmp_path / "expected", full, config)
+    done("diff", item["command"][3], expected)
+
+
+def test_a_table_that_does_not_fit_is_not_used(tmp_path: Path) -> None:
+    config, full = MODELS["qwen3"][0], weights("qwen3")
+    write_huggingface(tmp_path / "model", full, {**config, "num_hidden_layers": 5, "model_type": "qwen3"})
+    item = of_aim(suggested(tmp_path / "model"), "mindspore")
+    assert "--names" not in item["command"]
+    assert any("does not fit" in each["text"] for each in item["missing"])
+
+
+def test_quantised_weights_become_numbers(tmp_path: Path) -> None:
+    printed = suggested(FIXTURES / "fp8", "--devices", 2)
+    assert run_all(printed) == ["pytorch", "dequantize"]
+    assert all("--dequantize" in item["command"] for item in printed["suggestions"])
+
+
+@pytest.mark.long
+def test_commands_for_objects_write_objects(demo: Path, objects: Objects) -> None:
+    source = objects.upload(demo / "huggingface", "models/demo")
+    item = of_aim(suggested(source, "--devices", 2), "pytorch")
+    assert item["command"][3] == objects.path("models/demo-dcp")
+    run(item)
+    assert "models/demo-dcp/.metadata" in objects.content()
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("strategy/src_strategy.ckpt", "is a strategy file, not a checkpoint"),
+        ("ranks/rank_3", "is the directory of one rank"),
+        ("ranks/rank_3/mlp-2_10.ckpt", "is the file of one rank"),
+        ("nothing", "does not exist"),
+    ],
+)
+def test_what_is_no_checkpoint_is_an_error(demo: Path, path: str, text: str) -> None:
+    fails(3, "suggest", demo / path, says=[text])
+
+
+def test_the_strategy_of_a_form_that_records_layouts_is_wrong_usage(demo: Path) -> None:
+    result = reshard("suggest", demo / "dcp", "--src-strategy", "none")
+    assert result.status == 2
+
+
+def test_json_and_text_have_the_same_commands(demo: Path) -> None:
+    text = done("suggest", demo / "ranks").out.replace(" \\\n", " ")
+    commands = [shlex.split(line) for line in text.splitlines() if line and not line.startswith("#")]
+    assert commands == [item["command"] for item in suggested(demo / "ranks")["suggestions"]]
