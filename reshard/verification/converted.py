@@ -165,10 +165,10 @@ class _Comparison:
         admit: Callable[[str], bool],
     ) -> None:
         self._source, self._indexes, self._new, self._means = source, indexes, strategy, means
-        left_out = set() if strategy.is_none else set(source.listed_names).difference(strategy.parameters)
+        not_in_target = set() if strategy.is_none else set(source.listed_names).difference(strategy.parameters)
 
         def converted(name: str) -> bool:
-            return name not in left_out and admit(name)
+            return name not in not_in_target and admit(name)
 
         if isinstance(source, StoredSource):
             source.check_read(converted)

@@ -11,25 +11,12 @@ from typing import Callable, Optional
 from reshard.errors import InputError
 from reshard.strategies import Strategy
 from reshard.text.names import belongs_to_rank
-from reshard.text.report import Report
 from reshard.text.wording import rank_ranges
 from reshard.verification.boxes import Box, volume_of, whole_box
 from reshard.verification.difference import Difference, kind_of_tensor
 from reshard.verification.reading import Means, sums
-from reshard.verification.sources import read_files_of_ranks
 from reshard.verification.stored import SliceSet, StoredSource, StoredTensor, value_content
 from reshard.verification.sums import PRIME
-
-
-def compare_replicas(
-    files: Mapping[int, str],
-    strategy: Strategy,
-    means: Means,
-    admit: Callable[[str], bool] = lambda name: True,
-) -> list[Difference]:
-    """Differing copies of slices within a checkpoint of ranks; see `compare_copies`."""
-    source, problems = read_files_of_ranks(files, strategy, means.handles, Report(), {}, admit)
-    return compare_copies(source, means, admit, problems)
 
 
 def compare_copies(

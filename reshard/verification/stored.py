@@ -257,11 +257,8 @@ class StoredTensor:
 
     def paths(self) -> set[str]:
         """The files of its elements."""
-        return {self.indexes[file].path for file in self.first_files()}
-
-    def first_files(self) -> set[int]:
-        """The lowest file of each slice."""
-        return {files[0] for slices in self.slice_sets for files in slices.files_of.values() if files}
+        first_files = {files[0] for slices in self.slice_sets for files in slices.files_of.values() if files}
+        return {self.indexes[file].path for file in first_files}
 
 
 def read_box(index: CheckpointIndex, name: str, slice_box: Box, box: Box, out: Words, handles: FileHandles) -> None:

@@ -59,7 +59,6 @@ class DType(NamedTuple):
         numpy: NumPy's name; None if NumPy lacks it.
         extended: the name in ml_dtypes, if NumPy lacks it.
         layout: its bits; None unless it is a floating point type with a sign.
-        packed: numbers in an element.
     """
 
     name: str
@@ -69,14 +68,13 @@ class DType(NamedTuple):
     numpy: Optional[str] = None
     extended: Optional[str] = None
     layout: Optional[FloatLayout] = None
-    packed: int = 1
 
 
 _TABLE = (
     DType("Bool", 1, "BOOL", "Bool", "?"),
     # Two values share a byte; files and this package count the packed bytes. safetensors files mark such a tensor in
     # their metadata.
-    DType(INT4, 1, "I8", INT4, "i1", packed=2),
+    DType(INT4, 1, "I8", INT4, "i1"),
     DType("Int8", 1, "I8", "Int8", "i1"),
     DType("UInt8", 1, "U8", "UInt8", "u1"),
     DType("Float8E4M3FN", 1, "F8_E4M3", None, None, "float8_e4m3fn", FloatLayout(4, 3, 7, infinite=False)),

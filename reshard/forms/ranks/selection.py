@@ -282,7 +282,7 @@ class StepSelector:
         loaded = step.loaded(stage)
         stored = {name for rank in loaded for name in step.indexes[rank].tensors}
         if not loaded:
-            names = "; the strategy lists there " + listing(stage.layouts, _MOST_PATTERNS) if stage.layouts else ""
+            names = "; its parameters: " + listing(stage.layouts, _MOST_PATTERNS) if stage.layouts else ""
             yield f"no rank of {where} has a readable file" + names
         elif not stored:
             yield f"the files of {where} hold nothing"
