@@ -303,7 +303,7 @@ def test_a_rank_list_starts_without_what_it_does_not_use(world: World) -> None:
         "import sys; from reshard.cli.main import main\n"
         "try: main()\n"
         "except SystemExit: pass\n"
-        "heavy = {'tqdm', 'dask', 'safetensors'}\n"
+        "heavy = {'rich', 'tqdm', 'dask', 'safetensors'}\n"
         "print(sorted({name.split('.')[0] for name in sys.modules} & heavy))"
     )
     words = ["rank-list", "0", "--src-strategy", world.old, "--dst-strategy", world.new]

@@ -121,7 +121,7 @@ def test_completing_a_command_loads_nothing_heavy() -> None:
         "try: main()\n"
         "except SystemExit: pass\n"
         # Not google: a .pth file of protobuf 3.20 makes it at the start.
-        "print(sorted({'numpy', 'tqdm', 'google.protobuf'} & sys.modules.keys()))"
+        "print(sorted({'numpy', 'rich', 'tqdm', 'google.protobuf'} & sys.modules.keys()))"
     )
     asked = {"_RESHARD_COMPLETE": "bash_complete", "COMP_WORDS": "reshard ", "COMP_CWORD": "1"}
     out = subprocess.run(
