@@ -6,6 +6,7 @@ rounds first. NaN stays NaN. Values too large become infinite and are counted.
 
 from __future__ import annotations
 
+import functools
 import threading
 from typing import Any, Callable, Optional
 
@@ -17,7 +18,7 @@ from reshard.checkpoints.formats.dtypes import DTYPES, ITEM_SIZES, NUMPY_NAMES
 Words = npt.NDArray[Any]
 
 # Elements that are cast at a time: with their temporaries they fit into the cache.
-_BLOCK = 1 << 15
+_BLOCK = 1 << 16
 _ROOMS = threading.local()
 
 
@@ -74,28 +75,55 @@ class Cast:
 
     def _block(self, source: Words, out: Words) -> int:
         """Cast some elements; the number that became infinite."""
-        if self.stored == "Float32" and self.dtype == "BFloat16" and source.flags.c_contiguous:
-            if _narrow_ordinary(source.reshape(-1), out):
-                return 0
-        elif self.stored == "BFloat16" and self.dtype == "Float32":
+        together = source.flags.c_contiguous and source.size <= _BLOCK
+        if together and _cast_ordinary(self.stored, self.dtype, source.reshape(-1), out):
+            return 0
+        if self.stored == "BFloat16" and self.dtype == "Float32":
             out[...] = source
             np.left_shift(out, 16, out=out)
             return 0
-        out[...] = cast_words(source, self.stored, self.dtype)
+        if self.stored_size == 2:
+            # All indices are valid; in its default mode NumPy would write to a copy first.
+            np.take(_table(self.stored, self.dtype), source, out=out, mode="wrap")
+        else:
+            out[...] = cast_words(source, self.stored, self.dtype)
         if self.stored == "Float16":
             return 0
         infinities = int(np.count_nonzero((out & self._without_sign) == self._infinity))
         return infinities - _infinities(source, self.stored) if infinities else 0
 
 
-def _narrow_ordinary(bits: Words, out: Words) -> bool:
-    """Cast Float32 to BFloat16 if no element is infinite or NaN or becomes infinite; returns whether it did.
+@functools.cache
+def _table(stored: str, dtype: str) -> Words:
+    """All elements of a type of two bytes as another type."""
+    return cast_words(np.arange(1 << 16, dtype="u2"), stored, dtype)
+
+
+def _cast_ordinary(stored: str, dtype: str, source: Words, out: Words) -> bool:
+    """Cast contiguous elements if all are finite and stay so; returns whether it did.
 
     This common case takes few steps over memory that stays in the cache.
     """
-    if len(bits) > _BLOCK:
+    if stored == "Float32" and dtype == "BFloat16":
+        return _ordinary_bfloat16(source, out)
+    if stored == "Float32" and dtype == "Float16":
+        return _ordinary_float16(source, out)
+    if stored != "Float64" or dtype != "BFloat16":
         return False
-    room = _room(len(bits))
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        bits = source.view("f8").astype("f4").view("u4")
+    if not _ordinary_bfloat16(bits, out):
+        return False
+    # The second rounding is only wrong where the first one ended in the middle between two elements.
+    middle = np.flatnonzero(bits.astype("u2") == 0x8000)
+    if len(middle):
+        out[np.unravel_index(middle, out.shape)] = cast_words(source[middle], stored, dtype)
+    return True
+
+
+def _ordinary_bfloat16(bits: Words, out: Words) -> bool:
+    """Float32 to BFloat16; see `_cast_ordinary`."""
+    room, _ = _rooms(len(bits))
     np.bitwise_and(bits, 0x7FFFFFFF, out=room)
     if room.max(initial=0) >= 0x7F7F8000:
         return False
@@ -108,12 +136,40 @@ def _narrow_ordinary(bits: Words, out: Words) -> bool:
     return True
 
 
-def _room(count: int) -> Words:
-    """Memory of this thread for some words."""
-    words: Optional[Words] = getattr(_ROOMS, "words", None)
-    if words is None:
-        words = _ROOMS.words = np.empty(_BLOCK, "u4")
-    return words[:count]
+def _ordinary_float16(bits: Words, out: Words) -> bool:
+    """Float32 to Float16; see `_cast_ordinary`.
+
+    Added to 2**13 times the power of two below it, or the least one of Float16, a number is rounded to the digits that
+    Float16 has: they are the last bits of the sum.
+    """
+    room, powers = _rooms(len(bits))
+    np.bitwise_and(bits, 0x7FFFFFFF, out=room)
+    # From 65520 on, half way to the next power of two, elements become infinite.
+    if room.max(initial=0) >= 0x477FF000:
+        return False
+    np.bitwise_and(room, 0x7F800000, out=powers)
+    np.maximum(powers, 0x38800000, out=powers)
+    np.add(powers, 13 << 23, out=powers)
+    sums = room.view("f4")
+    np.add(sums, powers.view("f4"), out=sums)
+    np.subtract(room, powers, out=room)
+    # The digits begin with a one, which counts as a step of the exponent; those of subnormal numbers do not.
+    np.subtract(powers, 0x38800000 + (13 << 23), out=powers)
+    np.right_shift(powers, 13, out=powers)
+    np.add(room, powers, out=room)
+    np.right_shift(bits, 16, out=powers)
+    np.bitwise_and(powers, 0x8000, out=powers)
+    np.bitwise_or(room, powers, out=room)
+    out[...] = room.reshape(out.shape)
+    return True
+
+
+def _rooms(count: int) -> Words:
+    """Memory of this thread for two arrays of words."""
+    rooms: Optional[Words] = getattr(_ROOMS, "words", None)
+    if rooms is None:
+        rooms = _ROOMS.words = np.empty((2, _BLOCK), "u4")
+    return rooms[:, :count]
 
 
 def cast_words(source: Words, stored: str, dtype: str) -> Words:

@@ -21,12 +21,12 @@ from reshard.storage import (
     for_each,
     is_directory,
     is_regular_file,
-    look_error,
     names_in,
     names_in_each,
     real,
     same_store,
     status_at,
+    status_error,
     status_of_each,
     store_of,
     writing_error,
@@ -333,7 +333,7 @@ def _naming(path: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise look_error(path, error) from error
+        raise status_error(path, error) from error
 
 
 def _contains(directory: str, path: str) -> bool:

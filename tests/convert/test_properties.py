@@ -381,6 +381,6 @@ def test_a_target_is_made_of_the_same_files_whatever_is_written_with_it(data: st
         request = Request(str(world.src), "dst", read_strategy(str(world.old)), read_strategy(str(world.new)))
         whole, part = make_plan(request, handles, Report()), make_plan(request, handles, Report())
         together = data.draw(st.integers(1, 4))
-        expected = {made.rank: [*made.tensors] for group in whole.groups(whole.asked) for made in group}
+        expected = {made.rank: [*made.tensors] for group in whole.groups(whole.requested) for made in group}
         found = {made.rank: [*made.tensors] for group in part.groups(sorted(left), together) for made in group}
         assert found == {rank: expected[rank] for rank in left}

@@ -14,7 +14,7 @@ from typing import Any, Callable, NamedTuple
 import numpy as np
 
 from reshard.checkpoints import CheckpointIndex, Decryption, FileHandles, read_index
-from reshard.forms.form import Reading
+from reshard.forms.form import ReadRequest
 from reshard.forms.full.contents import read_huggingface, read_unified
 from reshard.forms.full.directory import HUGGINGFACE_INDEX, UNIFIED_MAP
 from reshard.forms.ranks import find_checkpoints
@@ -156,7 +156,7 @@ def read_distributed(path: Path) -> None:
         if not (path.parent / name).exists():
             (path.parent / name).write_bytes(content)
     with FileHandles() as handles:
-        found = form_named(form).read(Reading(str(path.parent), handles, Report()))
+        found = form_named(form).read(ReadRequest(str(path.parent), handles, Report()))
         for index in found.indexes.values():
             for tensor in index.tensors.values():
                 for start, size in tensor.extents:
