@@ -78,20 +78,20 @@ def measure(gigabytes: float = GIGABYTES, names: Optional[list[str]] = None) -> 
 
 
 def _measure_case(section: Section, place: Path, case: Case, model: Model, jobs: list[int]) -> None:
-    made = place / "made"
+    target = place / "dst"
     write_checkpoint(place / "src", model, case.old, "safetensors")
     write_strategy(place / "old", model, case.old)
     write_strategy(place / "new", model, case.new)
-    words = reshard("convert", place / "src", made, "--src-strategy", place / "old", "--dst-strategy", place / "new")
+    words = reshard("convert", place / "src", target, "--src-strategy", place / "old", "--dst-strategy", place / "new")
     runs: dict[int, list[Run]] = {number: [] for number in jobs}
     copies: list[float] = []
     for _ in range(TURNS):
         for number in jobs:
-            remove(made)
+            remove(target)
             # The default of --max-memory on a machine of so many cores.
             runs[number].append(run([*words, "--quiet", "--jobs", number, "--max-memory", f"{max(64, 8 * number)}M"]))
-        copies.append(_copies_at_once(made, place / "copied"))
-    assert wrong_slices(made, model, case.new, "safetensors") == 0
+        copies.append(_copies_at_once(target, place / "copied"))
+    assert wrong_slices(target, model, case.new, "safetensors") == 0
     size = model.nbytes / 1e9
     speeds = [f"{size / min(one.seconds for one in runs[number]):.1f}" for number in jobs]
     section.row(case.name, *speeds, f"{size / min(copies):.1f}", "")
@@ -101,14 +101,14 @@ def _measure_case(section: Section, place: Path, case: Case, model: Model, jobs:
     section.row("... writes", *(f"{writes[number]:.0f}" for number in jobs), "", f"{writes[MANY] / writes[FEW]:.1f}")
 
 
-def _copies_at_once(made: Path, copied: Path) -> float:
+def _copies_at_once(target: Path, copied: Path) -> float:
     """Seconds that as many `cp` take as there are target files."""
     remove(copied)
-    files = [path for path in made.glob("rank_*/*")]
+    files = [path for path in target.glob("rank_*/*")]
     for path in files:
         (copied / path.parent.name).mkdir(parents=True)
     begun = perf_counter()
-    running = [subprocess.Popen(["cp", str(path), str(copied / path.relative_to(made))]) for path in files]
+    running = [subprocess.Popen(["cp", str(path), str(copied / path.relative_to(target))]) for path in files]
     if any([one.wait() for one in running]):
         raise RuntimeError("cp failed")
     seconds = perf_counter() - begun

@@ -36,7 +36,7 @@ OWN_THREAD = "reshard-own"
 """Prefix of the names of threads that hold no lock which a worker takes."""
 
 MIN_BYTES_PER_PROCESS = 64 << 20
-"""Minimum bytes of work per process: the start of a process costs about a tenth of the time of so many bytes."""
+"""Minimum bytes of work per process: starting a process costs about a tenth of the time to move them."""
 
 BASE_OF_PROCESSES = 32 << 20
 """Memory of all worker processes beside buffers, part of the 100 MiB that a command may take beside --max-memory."""

@@ -141,7 +141,7 @@ class BoxReader:
             out: exactly their bytes.
 
         Raises:
-            ReshardError: a file cannot be read, or is not what it was.
+            ReshardError: a file cannot be read, or was modified.
         """
         if self.threads > 1 and len(out) > self.chunk_bytes(len(out)):
             for _ in in_order(self.pool, [self.parts(tensor, box, out)], list, 1):
@@ -178,7 +178,7 @@ class BoxReader:
             out: the array to fill; of elements of the tensor's size.
 
         Raises:
-            ReshardError: a file cannot be read, or is not what it was.
+            ReshardError: a file cannot be read, or was modified.
         """
         with self.worker() as worker:
             nbytes = volume_of(box) * tensor.item_size

@@ -2,7 +2,7 @@
 
 Both readers have the same two methods. Explicit reads are the default: a file that shrinks while it is read is an
 error, while a process that has it mapped is killed; and no page fault costs a round trip. Memory maps let NumPy gather
-strided rows without reading the gaps; they are for files that nobody writes to.
+strided rows without reading the gaps; they are for files that no process writes to.
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ def choose_io(requested: str, storage: Storage) -> ChosenIo:
         storage: storage of the source files.
     """
     if requested == "pread":
-        return ChosenIo("pread", "as asked for")
+        return ChosenIo("pread", "as requested")
     if not storage.mappable:
         return ChosenIo("pread", "as nothing can be mapped in an object store")
     if requested == "mmap":
-        return ChosenIo("mmap", "as asked for")
+        return ChosenIo("mmap", "as requested")
     if storage.remote:
         return ChosenIo("pread", "as mmap would take a round trip for each page")
     return ChosenIo("pread", "as mmap is hardly quicker on a local disk, and ends the run if a file becomes shorter")

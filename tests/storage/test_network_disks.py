@@ -205,8 +205,8 @@ def test_maps_are_used_where_they_are_asked_for_and_can_be_made(asked: str, stor
 
 def test_plan_tells_what_maps_were_asked_for(tmp_path: Path) -> None:
     words: list[Argument] = ["plan", DEMO / "src_checkpoints", tmp_path / "out", *WORDS, "--io", "mmap"]
-    assert done(*words, "--json").json["io"] == {"way": "mmap", "why": "as asked for"}
-    assert "io       mmap, as asked for" in done(*words).out
+    assert done(*words, "--json").json["io"] == {"way": "mmap", "why": "as requested"}
+    assert "io       mmap, as requested" in done(*words).out
 
 
 @pytest.mark.parametrize("files", [2, 8, 30])
