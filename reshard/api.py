@@ -22,9 +22,9 @@ from reshard.forms import FORM_CLASSES, SHORT_NAMES
 from reshard.forms.full.written_files import parse_size
 from reshard.opened.opening import Path, Texts, text_of, texts_of
 from reshard.plan.request import Request
+from reshard.text.in_python import errors_in_python, in_python
 from reshard.text.messages import block
 from reshard.text.name_filters import Filters
-from reshard.text.python_words import in_python, python_words
 from reshard.text.report import Report, logged
 
 
@@ -123,7 +123,7 @@ class Conversion:
     decrypt_key_file: Optional[Path] = None
     decrypt_mode: Optional[str] = None
 
-    @python_words()
+    @errors_in_python()
     def plan(self) -> Planned:
         """Plan and check the conversion; nothing is written.
 
@@ -138,7 +138,7 @@ class Conversion:
             moved = transfers_of(state.plan, state.work, state.execution)
             return Planned(_in_python(summary), moved, state.execution.buffer_bytes, state.space)
 
-    @python_words()
+    @errors_in_python()
     def convert(self, verify: bool = False) -> Summary:
         """Convert, or continue an interrupted conversion.
 
@@ -163,7 +163,7 @@ class Conversion:
             _refuse(verify_written(request, how, summary, Progress(), None), request.dst)
         return _in_python(summary)
 
-    @python_words()
+    @errors_in_python()
     def verify(self) -> None:
         """Compare ``dst`` with ``src``; strategies, step, names and types default to those in the records of ``dst``.
 

@@ -26,7 +26,7 @@ from reshard.opened import LazyTensor, OpenedCheckpoint
 from reshard.opened.indexing import select
 from reshard.opened.tensor import stand_in
 from reshard.plan.edits import edits_of
-from reshard.storage import is_directory, store_of, unlinked, write_parts, writing_error
+from reshard.storage import store_of, unlinked, write_parts, writing_error
 from reshard.text.globs import Glob
 from reshard.text.messages import listing
 from reshard.text.near_names import near_names
@@ -40,16 +40,6 @@ _MAX_PRINTED = 1 << 20
 # Beyond these NumPy shows the ends only.
 _MAX_SHOWN = 1000
 _STANDARD_OUTPUT = "-"
-
-
-def _npy_path(_: click.Context, __: click.Parameter, value: Optional[str]) -> Optional[str]:
-    # A name typed by mistake may be that of a checkpoint.
-    if value is not None and value != _STANDARD_OUTPUT:
-        if not value.lower().endswith(".npy"):
-            raise UsageError(f"--output {value}: the name has to end in .npy")
-        if is_directory(value):
-            raise UsageError(f"--output {value}: is a directory", hint="name a file to write")
-    return value
 
 
 @command(
@@ -72,7 +62,7 @@ reshard get iterations/ lm_head.weight -o head.npy
     "--output",
     "-o",
     metavar="FILE.npy|-",
-    callback=_npy_path,
+    callback=options.path_to_write("--output", ".npy", standard_output=True),
     shell_complete=completion.paths,
     help="Write a .npy file for numpy.load; - is standard output.",
 )

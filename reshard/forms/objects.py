@@ -1,4 +1,4 @@
-"""Objects in checkpoints of PyTorch, such as a learning rate: read as data, shown where they are plain."""
+"""Objects other than tensors in PyTorch's checkpoints, for display: unpickled as inert data."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _ALLOWED = among([*FROM_TORCH, NAMESPACE])
 
 
 def shown_object(handles: FileHandles, stored: StoredObject) -> Any:
-    """An object as JSON has it.
+    """An object as a JSON value.
 
     Raises:
-        NotPlain: it is more than numbers, text, lists and dictionaries, or damaged.
+        NotPlain: it holds more than numbers, text, lists and dictionaries, or is damaged.
         ReshardError: reading failed.
     """
     if stored.length > MAX_SHOWN:

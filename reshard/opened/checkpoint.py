@@ -18,11 +18,11 @@ from reshard.checkpoints.formats.pickles import NotPlain
 from reshard.errors import CheckpointError
 from reshard.execute import ExecutionOptions
 from reshard.execute.casts import Overflowed
+from reshard.execute.equal import check_equal, equal_of
 from reshard.execute.reader import BoxReader, in_order
 from reshard.forms.objects import shown_object
 from reshard.layout import whole_box
 from reshard.opened.contents import OpenedContents, in_file_order
-from reshard.opened.equal import check_equal, equal_of
 from reshard.opened.tensor import LazyTensor
 from reshard.plan.pieces import TargetTensor
 from reshard.plan.planner import make_plan
@@ -111,7 +111,7 @@ class OpenedCheckpoint(Mapping[str, LazyTensor]):
                 raise ValueError("the checkpoint is closed")
             if self._contents is None:
                 plan = make_plan(self._request, self._handles, self._report)
-                self._contents = OpenedContents(plan, plan.asked[0])
+                self._contents = OpenedContents(plan, plan.requested[0])
             return self._contents
 
     @property

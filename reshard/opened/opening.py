@@ -12,15 +12,15 @@ from reshard.checkpoints.decryption import decryption_of
 from reshard.checkpoints.formats.dtypes import MEMORY
 from reshard.defaults import MAX_MEMORY, usable_cpus
 from reshard.errors import UsageError
-from reshard.forms.form import Layouts, Reading
-from reshard.forms.registry import FORMS, check_holds_ranks, check_there, form_named, form_of
+from reshard.forms.form import Layouts, ReadRequest
+from reshard.forms.registry import FORMS, check_exists, check_holds_ranks, form_named, form_of
 from reshard.opened.checkpoint import OpenedCheckpoint, ReadingEffort
 from reshard.plan.edits import NO_EDITS, Edits, typed_edits
 from reshard.plan.request import Request
-from reshard.storage import asks_once
+from reshard.storage import caches_listings
 from reshard.strategies import NONE, SAME, SHARDS, Strategy, read_strategy, shards_of
+from reshard.text.in_python import errors_in_python, in_python
 from reshard.text.name_filters import Filters
-from reshard.text.python_words import in_python, python_words
 from reshard.text.report import Report, logged
 from reshard.text.wording import plural
 
@@ -28,7 +28,7 @@ Path = Union[str, "os.PathLike[str]"]
 Texts = Union[str, Sequence[str]]
 
 
-@python_words()
+@errors_in_python()
 def open(
     src: Path,
     *,
@@ -120,7 +120,7 @@ def open(
     return open_requested(request, ReadingEffort(jobs or usable_cpus(), max_memory, io), decryption, report)
 
 
-@asks_once
+@caches_listings
 def reading_request(
     src: str,
     src_strategy: Optional[str],
@@ -200,7 +200,7 @@ def source_strategy(
     Raises:
         UsageError: it is missing for rank directories, or given for another form.
     """
-    check_there(src)
+    check_exists(src)
     if form_named(form).options.needs_strategy:
         if strategy is None:
             check_holds_ranks(src)
@@ -235,7 +235,7 @@ def _target(
         target = typed_strategy(strategy, report)
     elif form_named(form).options.layouts is Layouts.RECORDED:
         with FileHandles() as handles:
-            reading = Reading(src, handles, Report(), step, wanted=lambda name: False)
+            reading = ReadRequest(src, handles, Report(), step, required=lambda name: False)
             target = form_named(form).strategy_of(form_named(form).read(reading))
     elif form_named(form).options.needs_strategy:
         # Cut like the source, under any names.

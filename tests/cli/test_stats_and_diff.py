@@ -14,12 +14,6 @@ from tests.small import World, tensors
 from tests.trees import Value, cut_ranks, layout, single, text, write_checkpoint, write_strategy, write_tree
 
 
-@pytest.fixture
-def saved(world: World) -> World:
-    world.save(tensors())
-    return world
-
-
 def stats(path: Path, *options: Any) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = done("stats", path, *options, "--json").json["tensors"]
     return rows

@@ -25,7 +25,7 @@ from reshard.checkpoints.formats.pickles import PickledInstance, pickled, plain,
 from reshard.checkpoints.placed import PlacedFile, Placement, Stored
 from reshard.errors import CheckpointError
 from reshard.forms.chunks import ChunkedCheckpoint
-from reshard.forms.form import Reading
+from reshard.forms.form import ReadRequest
 from reshard.forms.registry import form_named, form_of
 from reshard.text.report import Report
 from tests.checkpoint_writing import write_safetensors
@@ -46,7 +46,7 @@ def named(case: Case) -> str:
 
 
 def read(path: Path, handles: FileHandles) -> ChunkedCheckpoint:
-    found = form_named(form_of(str(path))).read(Reading(str(path), handles, Report()))
+    found = form_named(form_of(str(path))).read(ReadRequest(str(path), handles, Report()))
     assert isinstance(found, ChunkedCheckpoint)
     return found
 

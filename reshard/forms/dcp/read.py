@@ -10,13 +10,13 @@ from typing import NamedTuple, Optional
 from reshard.checkpoints.checkpoint import StoredObject
 from reshard.checkpoints.formats.dtypes import ARCHIVES
 from reshard.checkpoints.formats.tensors import CheckpointIndex, Tensor, check_shape
-from reshard.checkpoints.name_order import natural_order
 from reshard.checkpoints.placed import Placement, Stored
 from reshard.errors import CheckpointError, DamagedCheckpointError, InputError, UsageError, one_error
 from reshard.forms.chunks import Chunk, ChunkedCheckpoint, ChunkedTensor, chunked_checkpoint
 from reshard.forms.dcp.metadata import METADATA, ReadMetadata, Record, read_metadata
-from reshard.forms.form import Reading, SavedStep
+from reshard.forms.form import ReadRequest, SavedStep
 from reshard.storage import UnfitError, names_in, read_small, status_of_each
+from reshard.text.name_order import natural_order
 from reshard.text.report import Report
 from reshard.text.wording import plural, quoted, some_names, step_words
 
@@ -160,7 +160,7 @@ def _tracked(root: str) -> Optional[int]:
     return int(text)
 
 
-def read_distributed(form: str, reading: Reading) -> ChunkedCheckpoint:
+def read_distributed(form: str, reading: ReadRequest) -> ChunkedCheckpoint:
     """Read a checkpoint of either form.
 
     Raises:
@@ -181,7 +181,7 @@ def read_distributed(form: str, reading: Reading) -> ChunkedCheckpoint:
     checkpoint.step = None if place.step is None else str(place.step)
     checkpoint.label = place.label
     if reading.complete:
-        checkpoint.check(reading.wanted)
+        checkpoint.check(reading.required)
     return checkpoint
 
 
@@ -229,7 +229,7 @@ class _Files:
         faults: tensors that cannot be read, and why, by name.
     """
 
-    def __init__(self, directory: str, described: ReadMetadata, reading: Reading) -> None:
+    def __init__(self, directory: str, described: ReadMetadata, reading: ReadRequest) -> None:
         self.faults: dict[str, InputError] = {}
         self._described = described
         chunks_of_file: dict[str, list[tuple[Record, Stored, tuple[int, ...]]]] = {}
@@ -271,7 +271,7 @@ class _Files:
             check_shape(directory, name, sizes)
 
     @staticmethod
-    def _sizes_of(directory: str, paths: Sequence[str], reading: Reading) -> dict[str, int]:
+    def _sizes_of(directory: str, paths: Sequence[str], reading: ReadRequest) -> dict[str, int]:
         sizes: dict[str, int] = {}
         problems: list[InputError] = []
         missing: list[str] = []
@@ -295,7 +295,7 @@ class _Files:
         return sizes
 
     def _place(
-        self, path: str, chunks: Sequence[tuple[Record, Stored, tuple[int, ...]]], reading: Reading
+        self, path: str, chunks: Sequence[tuple[Record, Stored, tuple[int, ...]]], reading: ReadRequest
     ) -> Optional[InputError]:
         """Give the tensors of a file their places; an error where the file is too short for them."""
         if not chunks:

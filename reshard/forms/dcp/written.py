@@ -20,7 +20,7 @@ from reshard.errors import CheckpointError
 from reshard.forms.chunk_files import ChunkFiles
 from reshard.forms.dcp.metadata import HYPER, METADATA, TORCH
 from reshard.forms.dcp.read import BACKEND, COMMON, DCP, HYPER_PARALLEL
-from reshard.forms.form import Wanted
+from reshard.forms.form import WriteRequest
 from reshard.forms.target import FinishingFile
 from reshard.forms.writing import Selected
 from reshard.layout import Box, shape_of, volume_of
@@ -60,7 +60,7 @@ class _DistributedFiles(ChunkFiles):
 
     holds_empty = False
 
-    def __init__(self, checkpoint: Checkpoint, chosen: Selected, wanted: Wanted, name_of: Any) -> None:
+    def __init__(self, checkpoint: Checkpoint, chosen: Selected, wanted: WriteRequest, name_of: Any) -> None:
         super().__init__(wanted.target, chosen, name_of)
         self._nested: Mapping[str, tuple[Any, ...]] = getattr(checkpoint, "nested", {})
         self._objects = {name: stored for name, stored in checkpoint.objects.items() if wanted.admit(name)}
@@ -130,7 +130,7 @@ class DcpFiles(_DistributedFiles):
     name = DCP
     format = ARCHIVES
 
-    def __init__(self, checkpoint: Checkpoint, chosen: Selected, wanted: Wanted) -> None:
+    def __init__(self, checkpoint: Checkpoint, chosen: Selected, wanted: WriteRequest) -> None:
         super().__init__(checkpoint, chosen, wanted, lambda rank: f"__{rank}_0")
         # Megatron looks for these by their names.
         self._common = self._objects.pop(COMMON, None)
@@ -236,7 +236,7 @@ class HyperParallelFiles(_DistributedFiles):
     name = HYPER_PARALLEL
     format = "safetensors"
 
-    def __init__(self, checkpoint: Checkpoint, chosen: Selected, wanted: Wanted) -> None:
+    def __init__(self, checkpoint: Checkpoint, chosen: Selected, wanted: WriteRequest) -> None:
         super().__init__(checkpoint, chosen, wanted, lambda rank: f"_rank{rank}_")
 
     def lay_out(self, tensors: Sequence[OutputTensor], boxes: Sequence[Box]) -> OutputLayout:

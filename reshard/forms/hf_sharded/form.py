@@ -11,14 +11,14 @@ from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.checkpoints.formats.output import OutputLayout, OutputTensor, lay_out_safetensors
 from reshard.forms.chunk_files import ChunkFiles
 from reshard.forms.chunks import ChunkedCheckpoint, described, strategy_of
-from reshard.forms.form import Description, Form, FormOptions, Layouts, Names, Reading, Wanted
+from reshard.forms.form import Description, Form, FormOptions, Layouts, Names, ReadRequest, WriteRequest
 from reshard.forms.full.form import check_latest
 from reshard.forms.hf_sharded.headers import FULL_SHAPE, INFO, OFFSETS
 from reshard.forms.hf_sharded.reading import SHARD, read_shards, shards_in
 from reshard.forms.target import FinishingFile, TargetForm
 from reshard.forms.writing import Selected, selected
 from reshard.layout import Box
-from reshard.storage import asks_once, is_directory, names_in
+from reshard.storage import caches_listings, is_directory, names_in
 from reshard.strategies import Strategy
 
 VERSION_KEY, _VERSION = "DCP_VERSION", "1.0"
@@ -46,8 +46,8 @@ class HfShardedForm(Form):
         directory = shards_in(src, names)
         return directory == src or (directory is not None and not consolidated)
 
-    @asks_once
-    def read(self, reading: Reading) -> ChunkedCheckpoint:
+    @caches_listings
+    def read(self, reading: ReadRequest) -> ChunkedCheckpoint:
         """By the headers of all files."""
         check_latest(self, reading)
         return read_shards(self.name, reading)
@@ -56,12 +56,12 @@ class HfShardedForm(Form):
         """As the headers place the chunks."""
         return strategy_of(cast(ChunkedCheckpoint, checkpoint))
 
-    def target(self, checkpoint: Checkpoint, wanted: Wanted) -> TargetForm:
+    def target(self, checkpoint: Checkpoint, request: WriteRequest) -> TargetForm:
         """A file for every rank, and the other files of a Hugging Face directory."""
         from reshard.forms.full.beside import files_beside
 
-        chosen = selected(checkpoint, wanted)
-        return _Shards(wanted.target, chosen, files_beside(checkpoint, chosen.tensors, wanted))
+        chosen = selected(checkpoint, request)
+        return _Shards(request.target, chosen, files_beside(checkpoint, chosen.tensors, request))
 
     def describe(self, checkpoint: Checkpoint) -> Description:
         """The number of chunks, and missing elements."""

@@ -9,15 +9,15 @@ from collections.abc import Mapping, Sequence
 from typing import Optional
 
 from reshard.checkpoints.formats.tensors import CheckpointIndex, Tensor
-from reshard.checkpoints.name_order import layers_in_order, natural_order
 from reshard.errors import CheckpointError, InputError
 from reshard.forms.chunks import Chunk, ChunkedCheckpoint, ChunkedTensor, chunked_checkpoint
-from reshard.forms.form import Reading
+from reshard.forms.form import ReadRequest
 from reshard.forms.full.contents import Contents
-from reshard.forms.full.directory import others_in, say_unread
+from reshard.forms.full.directory import extra_files_in, report_unread
 from reshard.forms.hf_sharded.headers import HeaderEntry, entries_of
 from reshard.storage import is_directory, names_in
 from reshard.text.messages import listing
+from reshard.text.name_order import layers_in_order, natural_order
 from reshard.text.names import as_pattern
 from reshard.text.report import Report
 from reshard.text.wording import number_ranges, plural, quoted
@@ -38,7 +38,7 @@ def shards_in(path: str, names: Sequence[str]) -> Optional[str]:
     return None
 
 
-def read_shards(form: str, reading: Reading) -> ChunkedCheckpoint:
+def read_shards(form: str, reading: ReadRequest) -> ChunkedCheckpoint:
     """Read a directory of shards.
 
     Raises:
@@ -55,15 +55,15 @@ def read_shards(form: str, reading: Reading) -> ChunkedCheckpoint:
         )
     present = names if directory == reading.path else names_in(directory)
     files = natural_order(filter(SHARD.fullmatch, present))
-    say_unread(directory, present, files, SHARD, None, reading.report)
+    report_unread(directory, present, files, SHARD, None, reading.report)
     contents = Contents.read(directory, files, reading.handles, reading.damaged)
     shards = _Shards(directory, files, [contents.indexes[number] for number in range(len(files))])
     tensors, faults = shards.tensors()
     shards.check_files(tensors, faults, reading.report)
     checkpoint = chunked_checkpoint(form, directory, shards.indexes, tensors.values(), faults, shards.hint)
-    checkpoint.others = others_in(directory, present, files)
+    checkpoint.extra_files = extra_files_in(directory, present, files)
     if reading.complete:
-        checkpoint.check(reading.wanted)
+        checkpoint.check(reading.required)
     return checkpoint
 
 
