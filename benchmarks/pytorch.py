@@ -10,11 +10,11 @@ from typing import NamedTuple, Optional
 
 from benchmarks.against_mindspore import quietly
 from benchmarks.measure import COMPARED, MIB, Run, Section, against_copy, memory_backed, remove, reshard, run
-from benchmarks.synthetic import Model, Scheme, write_strategy
+from benchmarks.synthetic import Scheme, write_strategy
 from benchmarks.synthetic_forms import INDEX, write_huggingface, wrong_in_full_weights
+from benchmarks.throughput import MODEL
 
 ENVIRONMENT = Path(__file__).resolve().parent.parent / ".venv-conformance-transformers" / "bin" / "python"
-MODEL = Model(layers=6, matrices=8, rows=1536, columns=1536)
 PAIRS = 4
 RANKS = 8
 FILES = 3
@@ -50,7 +50,8 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 state = {}
-_load_state_dict(state, FileSystemReader(sys.argv[1]), _EmptyStateDictLoadPlanner(), no_dist=True)
+reader, planner = FileSystemReader(sys.argv[1]), _EmptyStateDictLoadPlanner()
+_load_state_dict(state, storage_reader=reader, planner=planner, no_dist=True)
 safetensors.torch.save_file(state, sys.argv[2])
 """
 _TO_TORCH_SAVE = """
