@@ -190,8 +190,8 @@ def _floats(source: Words, stored: str) -> Words:
         wide: Words = source.astype("u4")
         wide <<= 16
         return wide.view("f4")
-    floats: Words = source.view(NUMPY_NAMES[stored])
-    return floats
+    numbers: Words = source.view(NUMPY_NAMES[stored])
+    return numbers
 
 
 def _to_bfloat16(bits: Words) -> Words:

@@ -23,7 +23,7 @@ from reshard.execute import Progress
 from reshard.execute.reader import in_order
 from reshard.layout import boxes_of_range, intersection, volume_of
 from reshard.opened import LazyTensor, OpenedCheckpoint
-from reshard.processes import Crew, Tell, may_fork, private_bytes, worth_having
+from reshard.processes import Crew, Notify, may_fork, private_bytes, process_count
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -176,7 +176,7 @@ def _processes(checkpoints: Sequence[OpenedCheckpoint], nbytes: int, max_memory:
     options = [checkpoint.reader.options for checkpoint in checkpoints]
     if not may_fork() or not all(one.storage.mappable for one in options):
         return 1
-    return worth_having(min(one.jobs for one in options), nbytes, max_memory, private_bytes())
+    return process_count(min(one.jobs for one in options), nbytes, max_memory, private_bytes())
 
 
 @contextlib.contextmanager
@@ -188,11 +188,11 @@ def _elsewhere(
 ) -> Iterator[Callable[[_Chunk], _P]]:
     """Worker processes that compute chunks while the block runs."""
 
-    def serve(chunk: _Chunk, _: Sequence[int], send: Tell) -> tuple[_P, list[dict[str, FileVersion]]]:
+    def serve(chunk: _Chunk, _: Sequence[int], notify: Notify) -> tuple[_P, list[dict[str, FileVersion]]]:
         for number, checkpoint in enumerate(checkpoints):
-            checkpoint.reader.overflowed = lambda *overflow, number=number: send((number, *overflow))
+            checkpoint.reader.overflowed = lambda *overflow, number=number: notify((number, *overflow))
         seen_before = [checkpoint.handles.seen for checkpoint in checkpoints]
-        result = work(chunk, send)
+        result = work(chunk, notify)
         return result, [checkpoint.handles.seen_after(count) for checkpoint, count in zip(checkpoints, seen_before)]
 
     def receive(message: Union[int, tuple[int, str, int]]) -> None:
@@ -204,7 +204,7 @@ def _elsewhere(
 
     def call(chunk: _Chunk) -> _P:
         result: _P
-        result, versions_seen = crew.call(chunk, told=receive)
+        result, versions_seen = crew.call(chunk, notify=receive)
         for checkpoint, versions in zip(checkpoints, versions_seen):
             checkpoint.handles.see(versions)
         return result

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple, Optional
 import numpy as np
 
 from reshard.checkpoints import reading_error
-from reshard.checkpoints.by_name import ByName
 from reshard.checkpoints.checkpoint import (
+    ByName,
     CastWords,
     Checkpoint,
     GlobalTensor,

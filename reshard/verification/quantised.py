@@ -20,7 +20,7 @@ from reshard.checkpoints.formats.dtypes import ITEM_SIZES
 from reshard.quantised import Quantisation, recognise, stored_tensors
 from reshard.verification.boxes import Box, Shape, shape_of, whole_box
 from reshard.verification.rounding import decoded, words_as
-from reshard.verification.stored import AS_RECORDED, Content, Shards, StoredSource, StoredTensor, Way, Words
+from reshard.verification.stored import AS_RECORDED, Content, Shards, SliceSet, StoredSource, StoredTensor, Words
 
 Numbers = npt.NDArray[np.float64]
 
@@ -184,5 +184,5 @@ def _entry(base: StoredSource, name: str) -> Content:
         return base.tensors[name]
     files = base.values[name]
     entry = base.value(name, files[0])
-    way = Way(0, {whole_box(entry.shape): tuple(files)})
-    return StoredTensor(name, name, entry.dtype, ITEM_SIZES[entry.dtype], entry.shape, (way,), base.indexes)
+    slices = SliceSet(0, {whole_box(entry.shape): tuple(files)})
+    return StoredTensor(name, name, entry.dtype, ITEM_SIZES[entry.dtype], entry.shape, (slices,), base.indexes)
