@@ -254,6 +254,21 @@ class View:
         )
         return View(tuple(self.shape[dimension] for dimension in order), tuple(regions))
 
+    def with_swapped_source(self, source: int) -> View:
+        """The same elements if the last two dimensions of a source are swapped where it is stored."""
+
+        def swapped(region: Region) -> Region:
+            *outer, row, column = range(len(region.source_origin))
+            stored = {row: column, column: row}
+            places = [region.source_origin[stored.get(place, place)] for place in (*outer, row, column)]
+            loops = [
+                loop._replace(source_dimension=stored.get(loop.source_dimension, loop.source_dimension))
+                for loop in region.loops
+            ]
+            return _region(source, region.origin, places, loops)
+
+        return View(self.shape, tuple(swapped(each) if each.source == source else each for each in self.regions))
+
     def reshape(self, shape: Sequence[int]) -> View:
         """The same elements in C order, as a tensor of another shape.
 

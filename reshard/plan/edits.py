@@ -394,7 +394,6 @@ def _dequantised(
 ) -> tuple[Checkpoint, dict[str, View]]:
     """The dequantised source, and views of tensors whose dimensions are swapped."""
     # Loaded only here: most conversions have nothing quantised.
-    from reshard.layout import View
     from reshard.quantised import dequantised, describe
 
     dequantised_checkpoint, recognised = dequantised(checkpoint, quantisation)
@@ -404,12 +403,15 @@ def _dequantised(
         report.note(f"{plural(count, 'tensor')} dequantised to {quantisation.dtype}: {scheme}")
     if recognised.left_out:
         report.note(f"{len(recognised.left_out)} scales of activations left out: " + listing([*recognised.left_out]))
-    swapped = {name: each.shape for name, each in recognised.tensors.items() if each.swapped}
-    views = {
-        name: View.whole(0, shape).transpose((*range(len(shape) - 2), len(shape) - 1, len(shape) - 2))
-        for name, shape in swapped.items()
-    }
+    views = {name: _swapped(each.shape) for name, each in recognised.tensors.items() if each.swapped}
     return dequantised_checkpoint, views
+
+
+def _swapped(shape: Sequence[int]) -> View:
+    """A tensor with its last two dimensions swapped, given its stored shape."""
+    from reshard.layout import View
+
+    return View.whole(0, shape).transpose((*range(len(shape) - 2), len(shape) - 1, len(shape) - 2))
 
 
 def _check_not_quantised(checkpoint: Checkpoint) -> None:
@@ -487,15 +489,17 @@ def _ruled(
             )
         if len(sources) == 1 and view.is_all_of(_shape(checkpoint, recipes[sources[0]])):
             ruled_recipes[name] = recipes[sources[0]]
-        elif any(recipes[source].view is not None for source in sources):
-            swapped = next(source for source in sources if recipes[source].view is not None)
-            raise CheckpointError(
-                f"{quoted(name)}: rules of packing cannot use {quoted(swapped)}, whose dimensions are swapped",
-                parameter=swapped,
-                hint="convert in two steps: first --dequantize, then --names",
-            )
         else:
-            # Only the first table packs; the renames after it do not.
+            for number, source in enumerate(sources):
+                source_view = recipes[source].view
+                if source_view is None:
+                    continue
+                # Only the first table packs, and before it only dequantised tensors have a view.
+                if source_view != _swapped(checkpoint.tensors[recipes[source].sources[0]].shape):
+                    raise CheckpointError(
+                        f"{quoted(name)}: {quoted(source)} is already made of parts of tensors", parameter=source
+                    )
+                view = view.with_swapped_source(number)
             ruled_recipes[name] = Recipe(tuple(recipes[source].sources[0] for source in sources), view)
     for names, reason in ((applied.dropped, "dropped by a rule"), (applied.skipped_state, _STATE)):
         if names:

@@ -120,6 +120,19 @@ def test_parts_of_regions_in_a_box_are_what_lies_in_it(case: tuple[View, Array, 
     np.testing.assert_array_equal(elements(parts, view.shape, sources), expected)
 
 
+@given(made())
+@settings(max_examples=200)
+def test_sources_that_are_stored_with_swapped_dimensions_give_the_same_elements(
+    case: tuple[View, Array, list[Array]],
+) -> None:
+    view, array, sources = case
+    for number, source in enumerate(sources):
+        if source.ndim > 1:
+            view = view.with_swapped_source(number)
+    stored = [source.swapaxes(-1, -2) if source.ndim > 1 else source for source in sources]
+    np.testing.assert_array_equal(elements(view.regions, view.shape, stored), array)
+
+
 @given(made(), st.data())
 @settings(max_examples=200)
 def test_cutting_a_source_loses_and_doubles_nothing(case: tuple[View, Array, list[Array]], data: Any) -> None:

@@ -269,3 +269,40 @@ def test_a_mistake_in_the_arithmetic_is_found(tmp_path: Path, monkeypatch: pytes
 
     assert result.status == 4
     warns(result, "must not be used")
+
+
+def test_tables_of_names_pack_and_split_swapped_tensors(tmp_path: Path) -> None:
+    """gpt-oss stores experts with their last two dimensions swapped."""
+    (quantised,) = write_model(tmp_path / "src", "mxfp4")
+    table = tmp_path / "table.toml"
+    table.write_text(
+        """
+        title = "halves of experts, rows and columns"
+        sides = ["a", "b"]
+
+        [[rule]]
+        from = "e.up"
+        to = ["first", "second"]
+        do = [{ split = 2, into = 2 }, { transpose = [1, 0, 2] }]
+
+        [[rule]]
+        from = "norm.weight"
+        to = "norm"
+
+        [[rule]]
+        from = "router.bias"
+        to = "bias"
+        """
+    )
+
+    edits = ("--dequantize", "bf16", "--names", table, "--verify")
+    done("convert", tmp_path / "src", tmp_path / "out", "--to", "huggingface", *edits)
+
+    written = {
+        name: value
+        for path in (tmp_path / "out").glob("*.safetensors")
+        for name, value in read_checkpoint(path).items()
+    }
+    whole = quantised.as_type("BFloat16").array
+    for name, half in zip(("first", "second"), np.split(whole, 2, axis=2)):
+        np.testing.assert_array_equal(written[name].array, half.transpose(1, 0, 2))
