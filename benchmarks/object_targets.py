@@ -11,7 +11,7 @@ from benchmarks.measure import MIB, Section, memory_backed, remove, reshard, run
 from benchmarks.object_store import DELAYS, MEMORY, MODEL, PAIRS, served, told
 from benchmarks.synthetic import wrong_slices
 from benchmarks.throughput import COLUMNS_CUT, SHARDS, Claim, prepare
-from reshard.storage.s3.new_object import LEAST_PART_BYTES
+from reshard.storage.s3.new_object import MIN_PART_BYTES
 
 # Bytes a second of the link.
 RATE = 200e6
@@ -57,7 +57,7 @@ def uploaded(place: Path, endpoint: str, options: list[object], claim: Claim) ->
         whole.append(found.seconds)
         anonymous = max(anonymous, found.anonymous)
         remove(place / "bucket" / "raw")
-        plain = run([sys.executable, "-m", "benchmarks.object_writes", endpoint, threads, LEAST_PART_BYTES, local])
+        plain = run([sys.executable, "-m", "benchmarks.object_writes", endpoint, threads, MIN_PART_BYTES, local])
         theirs.append(seconds_of(endpoint))
         processor.append(found.cpu / plain.cpu)
     assert wrong_slices(place / "bucket" / "made", MODEL, claim.new, claim.ending) == 0

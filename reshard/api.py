@@ -18,13 +18,13 @@ from reshard.defaults import CHOICES, DEFAULT_PREFIX, MAX_MEMORY
 from reshard.errors import UsageError, VerificationError
 from reshard.execute import Progress
 from reshard.execute.destination import Space
-from reshard.forms import FORM_CLASSES
+from reshard.forms import FORM_CLASSES, SHORT_NAMES
 from reshard.forms.full.written_files import parse_size
 from reshard.opened.opening import Path, Texts, text_of, texts_of
 from reshard.plan.request import Request
+from reshard.text.in_python import errors_in_python, in_python
 from reshard.text.messages import block
 from reshard.text.name_filters import Filters
-from reshard.text.python_words import in_python, python_words
 from reshard.text.report import Report, logged
 
 
@@ -55,7 +55,8 @@ class Conversion:
         dst: the target directory.
         src_strategy: strategy file or directory of rank files; ``"none"`` for an unsharded checkpoint.
         dst_strategy: strategy of the target; ``"none"`` for one unsharded rank, ``"same"`` for that of ``src``.
-        to: form of the target: ``"ranks"``, ``"checkpoint2"``, ``"unified"`` or ``"huggingface"``.
+        to: form of the target: ``"ranks"``, ``"checkpoint2"``, ``"unified"``, ``"huggingface"`` or ``"hf"``, ``"dcp"``,
+            ``"hf-sharded"`` or ``"hyper-parallel"``.
         ranks: only these target ranks, or numbers of target files; by default all.
         shard: write share I of N, ``(I, N)``.
         prefix: of target file names.
@@ -122,7 +123,7 @@ class Conversion:
     decrypt_key_file: Optional[Path] = None
     decrypt_mode: Optional[str] = None
 
-    @python_words()
+    @errors_in_python()
     def plan(self) -> Planned:
         """Plan and check the conversion; nothing is written.
 
@@ -137,7 +138,7 @@ class Conversion:
             moved = transfers_of(state.plan, state.work, state.execution)
             return Planned(_in_python(summary), moved, state.execution.buffer_bytes, state.space)
 
-    @python_words()
+    @errors_in_python()
     def convert(self, verify: bool = False) -> Summary:
         """Convert, or continue an interrupted conversion.
 
@@ -162,7 +163,7 @@ class Conversion:
             _refuse(verify_written(request, how, summary, Progress(), None), request.dst)
         return _in_python(summary)
 
-    @python_words()
+    @errors_in_python()
     def verify(self) -> None:
         """Compare ``dst`` with ``src``; strategies, step, names and types default to those in the records of ``dst``.
 
@@ -186,6 +187,7 @@ class Conversion:
         return {
             **vars(self),
             **{name: text_of(getattr(self, name)) for name in paths},
+            "to": None if self.to is None else SHORT_NAMES.get(self.to, self.to),
             "step": str(self.step),
             "no_fallback": not self.fallback,
             **{name: texts_of(getattr(self, name)) for name in ("include", "exclude", "rename", "cast")},
@@ -200,7 +202,7 @@ class Conversion:
         return request_between(os.fspath(self.src), os.fspath(self.dst), self._ranks(), self._typed(), report)
 
     def _options(self, dry_run: bool = False, verify: bool = False) -> Options:
-        for name, choices in {"to": (None, *FORM_CLASSES), **CHOICES}.items():
+        for name, choices in {"to": (None, *FORM_CLASSES, *SHORT_NAMES), **CHOICES}.items():
             value = getattr(self, name)
             if value not in choices:
                 raise UsageError(f"{name}={value!r} is none of {', '.join(map(repr, filter(None, choices)))}")

@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 
 # Devices of all stages: more than any cluster has, and few enough for arrays.
-MOST_DEVICES = 1 << 20
+MAX_DEVICES = 1 << 20
 
 # Devices times different layouts of all stages: limits arrays with a number per device and layout to some hundred MB,
 # and commands that only read strategies to some seconds. MindSpore compiles tens of different layouts.
-MOST_SLICE_NUMBERS = 1 << 22
+MAX_SLICE_NUMBERS = 1 << 22
 
 # Pipeline stages.
-MOST_STAGES = 1 << 10
+MAX_STAGES = 1 << 10
 
 # Prefix of converted files; the rank follows.
 DEFAULT_PREFIX = "checkpoint_"

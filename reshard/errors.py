@@ -18,7 +18,7 @@ _MAX_HINTS = 3
 
 
 class ReshardError(Exception):
-    """Base of all errors that are meant for the user.
+    """Base of all errors for users.
 
     Attributes:
         message: the problem; lists of parameters are shortened.
@@ -76,7 +76,7 @@ class LayoutError(InputError):
 
 
 class StrategyError(InputError):
-    """A file is no strategy file, or is damaged, or contradicts itself or other stages."""
+    """A strategy file is damaged or of another kind, or contradicts itself or other stages."""
 
 
 class NamesError(InputError):
@@ -116,7 +116,7 @@ class UnwritableError(RetryableError):
 
 
 class VerificationError(ReshardError):
-    """A checkpoint differs from what it was compared with, and must not be used.
+    """A checkpoint differs from its source or record, and must not be used.
 
     Attributes:
         differences: the differences.

@@ -8,7 +8,7 @@ from typing import Callable, Optional, Union
 
 from reshard.convert import Options, transform, usable_cpus
 from reshard.errors import UsageError
-from reshard.forms.full import UNIFIED
+from reshard.forms.full.directory import UNIFIED
 from reshard.forms.registry import form_named, form_of
 from reshard.mindspore_api import LOG, checked_format, path_of
 from reshard.plan.edits import NO_EDITS, Edits
@@ -62,7 +62,7 @@ def unified_safetensors(
         file_suffix=file_suffix,
         # As options of the command line where possible, so that `reshard resume` works.
         filters=Filters(exclude=() if renamed else tuple(map(pattern_of, dropped))),
-        edits=Edits(exactly=tuple(names.items()), words=None) if renamed else NO_EDITS,
+        edits=Edits(exactly=tuple(names.items()), typed=None) if renamed else NO_EDITS,
         to=UNIFIED,
     )
     jobs = max(1, min(max_process_num, usable_cpus()))
@@ -125,15 +125,15 @@ def load_distributed_checkpoint(
             "MindSpore",
             hint="pass format='safetensors' and unified_safetensors_dir; transform_checkpoints converts files of ranks",
         )
-    for name, given in {
+    for name, is_set in {
         "checkpoint_filenames": checkpoint_filenames is not None,
         "train_strategy_filename": train_strategy_filename is not None,
         "strict_load": strict_load,
         "dec_key": dec_key is not None,
         "dec_mode": dec_mode != "AES-GCM",
     }.items():
-        if given:
-            raise UsageError(f"load_distributed_checkpoint: {name} goes with format='ckpt'", hint="leave it out")
+        if is_set:
+            raise UsageError(f"load_distributed_checkpoint: {name} needs format='ckpt'", hint="remove it")
     if unified_safetensors_dir is None or dst_safetensors_dir is None:
         raise UsageError(
             "load_distributed_checkpoint: unified_safetensors_dir or dst_safetensors_dir is missing", hint="pass both"
@@ -146,7 +146,7 @@ def load_distributed_checkpoint(
     form = form_of(src)
     if form_named(form).options.cut:
         raise UsageError(
-            f"{src}: contains no unified weights",
+            f"{src}: holds files of ranks, not unified weights",
             file=src,
             hint="unified_safetensors makes them; transform_checkpoints converts files of ranks",
         )
@@ -165,8 +165,8 @@ def load_distributed_checkpoint(
             edits=_in_network(name_map),
         )
         summary = transform(request, Options(jobs=max(1, min(max_process_num, usable_cpus()))), logged())
-        listed = frozenset(target.parameters)
-        missing = [name for name in summary.missing if is_weight(name, listed)]
+        parameters = frozenset(target.parameters)
+        missing = [name for name in summary.missing if is_weight(name, parameters)]
         if missing:
             LOG.warning("%s", f"in {target.path}, but not in {src}: {listing(missing)}")
     return True
@@ -205,7 +205,7 @@ def _in_network(name_map: Optional[Mapping[str, str]]) -> Edits:
                 f"name_map: {names[name]!r} and {new!r} are both {name!r} in the files",
                 hint="pass one of them, and copy the other after loading",
             )
-    return Edits(exactly=tuple(names.items()), words=None)
+    return Edits(exactly=tuple(names.items()), typed=None)
 
 
 def _share(split: Sequence[int]) -> Optional[tuple[int, int]]:

@@ -44,7 +44,7 @@ class Stopped(KeyboardInterrupt):
     """
 
     def __init__(self, number: int) -> None:
-        super().__init__(f"{_WORDS[signal.Signals(number)]}; nothing half-written was left behind")
+        super().__init__(f"{_WORDS[signal.Signals(number)]}; no partial file remains")
         self.status = 128 + number
 
 

@@ -16,7 +16,7 @@ from reshard.cli.output import echo_json, say, show_notes, totals_json, totals_w
 from reshard.cli.tables import say_more, table
 from reshard.errors import UsageError
 from reshard.forms.registry import form_named, form_of
-from reshard.storage import absolute, asked_once, exists, is_directory
+from reshard.storage import absolute, exists, is_directory, listings_cached
 from reshard.text.messages import full_text
 from reshard.text.wording import byte_size, one_line, plural, some_names, stepped_ranges, stepped_rank_ranges
 
@@ -69,7 +69,7 @@ def inspect(
     directories, iterations, files, tensors, their layouts and missing parts are shown.
     """
     decryption = options.decryption_of(typed)
-    with asked_once():
+    with listings_cached():
         form = form_of(path)
         several = "{rank}" in path or not exists(path) or is_directory(path)
     if not form_named(form).options.by_rank:

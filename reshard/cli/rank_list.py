@@ -118,7 +118,7 @@ def _of_checkpoint(rank: int, src: str, typed: dict[str, Any]) -> Sequence[int]:
     format = "safetensors" if to is None or "safetensors" in form_named(to).options.formats else "same"
     report = Report(listener())
     request = request_between(src, "", (rank,), {**typed, "format": format}, report)
-    if form_named(request.to).options.by_rank and not request.target.is_untold:
+    if form_named(request.to).options.by_rank and not request.target.is_placeholder:
         check_target_ranks(request)
     decryption = options.decryption_of(typed)
     with FileHandles(decryption=decryption) as handles:

@@ -219,7 +219,7 @@ def _differences(change: Change) -> list[str]:
 
 
 def _movement(move: Move) -> Iterator[str]:
-    if move.kept:
+    if move.unchanged:
         yield "every rank has its slice already"
         return
     unchanged = True
@@ -275,7 +275,7 @@ def _change_row(change: Change) -> dict[str, object]:
                 "joined": [list(span) for span in move.joined],
                 "divided": [list(span) for span in move.divided],
                 "ranks_read": list(move.ranks_read),
-                "kept": move.kept,
+                "kept": move.unchanged,
             }
             for move in change.moves
         ],

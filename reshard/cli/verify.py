@@ -15,15 +15,16 @@ from reshard.cli.command import command, option
 from reshard.cli.output import alarming, echo_json, is_verbose, listener
 from reshard.cli.progress import progress_of
 from reshard.convert.ends import options_of
-from reshard.convert.recorded import EDITS, merge_hint, was_merged
+from reshard.convert.recorded import merge_hint, was_merged
 from reshard.convert.verifying import against_manifest, of_ranks, reading_sources, verify_with_source
 from reshard.errors import TargetError, UsageError
 from reshard.forms.registry import counted_as, form_named, form_of
 from reshard.opened.opening import typed_strategy
 from reshard.records import read_manifest
+from reshard.records.commands import EDITS
 from reshard.records.status import status_of
 from reshard.strategies import Strategy
-from reshard.text.messages import MOST_LINES, listing
+from reshard.text.messages import MAX_LINES, listing
 from reshard.text.name_filters import Filters
 from reshard.text.report import Report
 from reshard.text.wording import plural, printable, quoted, rank_ranges
@@ -212,8 +213,8 @@ def _folded(differences: Sequence[Difference]) -> list[str]:
     for group in alike.values():
         names = [difference.parameter for difference in group if difference.parameter is not None]
         lines.append(str(group[0]._replace(parameter=None)) if not names else group[0].of(listing(names)))
-    hidden = sum(map(len, [*alike.values()][MOST_LINES:]))
-    return [*lines[:MOST_LINES], *([f"... and {plural(hidden, 'more difference')}; -v shows all"] if hidden else [])]
+    hidden = sum(map(len, [*alike.values()][MAX_LINES:]))
+    return [*lines[:MAX_LINES], *([f"... and {plural(hidden, 'more difference')}; -v shows all"] if hidden else [])]
 
 
 def _warn_of_changed(out: str, unchecked: Sequence[int], noun: str, report: Report) -> None:

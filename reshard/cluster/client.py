@@ -25,7 +25,7 @@ from reshard.convert import Options
 from reshard.errors import DamagedCheckpointError, InputError, ReshardError, RetryableError, UnwritableError, UsageError
 from reshard.execute import Progress
 from reshard.forms.registry import counted_as
-from reshard.plan.groups import MOST_MEMBERS, bundles
+from reshard.plan.groups import MAX_GROUP, bundles
 from reshard.plan.plan import Plan
 from reshard.plan.request import Request
 from reshard.storage import UnfitError, exists, is_absolute, read_small, too_long
@@ -189,7 +189,7 @@ class Cluster:
 def _items(plan: Plan, work: Sequence[int], threads: int) -> list[Item]:
     sizes = plan.data_bytes(work)
     # Idle workers cost more than several readers of the same rows.
-    together = max(1, min(MOST_MEMBERS, len(work) // threads))
+    together = max(1, min(MAX_GROUP, len(work) // threads))
     groups = plan.reading_groups(work, together)
     count = max(_MIN_ITEMS, _ITEMS_PER_THREAD * threads)
     return [Item(ranks, sum(sizes[rank] for rank in ranks)) for ranks in bundles(groups, sizes, count)]

@@ -14,8 +14,8 @@ from reshard.errors import UsageError
 from reshard.forms.form import Form, Layouts
 from reshard.forms.registry import (
     FORMS,
+    check_exists,
     check_holds_ranks,
-    check_there,
     form_named,
     form_of,
     read_checkpoint,
@@ -24,7 +24,7 @@ from reshard.forms.registry import (
 from reshard.opened.opening import typed_strategy
 from reshard.plan.edits import NO_EDITS, Edits, edits_of
 from reshard.plan.request import Request
-from reshard.storage import asks_once
+from reshard.storage import caches_listings
 from reshard.strategies import NONE, SAME, Strategy, required_strategies, shards_of
 from reshard.text.name_filters import Filters
 from reshard.text.report import Report
@@ -46,7 +46,7 @@ class Ends(NamedTuple):
     target: Strategy
 
 
-@asks_once
+@caches_listings
 def read_ends(src: str, typed: Mapping[str, Any], report: Report) -> Ends:
     """The forms and strategies of source and target.
 
@@ -70,7 +70,7 @@ def read_ends(src: str, typed: Mapping[str, Any], report: Report) -> Ends:
     _check(src, form, to, typed)
     needs_strategy = form.options.needs_strategy
     if source_path is None:
-        (check_holds_ranks if needs_strategy else check_there)(src)
+        (check_holds_ranks if needs_strategy else check_exists)(src)
     if to.options.shards and target_path is None:
         raise UsageError(
             f"--to {to.name}: --shards or --dst-strategy is missing",
@@ -103,7 +103,7 @@ def with_recorded_target(src: str, ends: Ends, step: str) -> Ends:
     Raises:
         ReshardError: the source cannot be read, or records no strategy.
     """
-    if not ends.target.is_untold:
+    if not ends.target.is_placeholder:
         return ends
     if shards_of(ends.target.path) is not None:
         # Verification compares full tensors, so it does not need the shapes of the cut rows.
@@ -156,7 +156,7 @@ def check_verifiable(request: Request, options: Options) -> None:
         )
 
 
-@asks_once
+@caches_listings
 def request_between(
     src: str, dst: str, ranks: Optional[Sequence[int]], typed: Mapping[str, Any], report: Report
 ) -> Request:

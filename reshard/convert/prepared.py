@@ -19,12 +19,12 @@ from reshard.convert.writing import State, Workers, Writing
 from reshard.errors import IncompleteSourceError, RetryableError, UsageError
 from reshard.execute import ExecutionOptions, Progress
 from reshard.execute.destination import check_apart, check_bucket, check_disjoint, check_space
+from reshard.execute.equal import check_equal, equal_of
 from reshard.execute.reader import CHUNK_BYTES, BoxReader
 from reshard.forms.ranks.checkpoint import RankCheckpoint, rank_checkpoint_of
 from reshard.forms.ranks.naming import check_prefix
 from reshard.forms.registry import counted_as, form_named
-from reshard.opened.equal import check_equal, equal_of
-from reshard.plan.groups import MOST_MEMBERS, share_of
+from reshard.plan.groups import MAX_GROUP, share_of
 from reshard.plan.plan import Plan
 from reshard.plan.planner import make_plan
 from reshard.plan.request import Request
@@ -78,7 +78,7 @@ def prepare(
     Raises:
         ReshardError: the conversion is impossible; nothing has been written.
     """
-    if form_named(request.to).options.by_rank and not request.target.is_untold:
+    if form_named(request.to).options.by_rank and not request.target.is_placeholder:
         check_target_ranks(request)
     if request.prefix is not None:
         check_prefix(request.prefix)
@@ -123,7 +123,7 @@ class Prepared:
         by_rank = all(form_named(form).options.by_rank for form in (self._request.form, self._request.to))
         if not by_rank or not self._request.edits.is_empty:
             return contextlib.nullcontext()
-        return self._swap_test.told(self._request.src, self._request.step, self._request.file_suffix)
+        return self._swap_test.explain_errors(self._request.src, self._request.step, self._request.file_suffix)
 
     def _plan_work(self) -> State:
         """Plan, and compare with the target directory."""
@@ -136,7 +136,7 @@ class Prepared:
                 strategies = (s.path for s in (request.source, request.target) if not s.is_none)
                 check_apart(request.dst, sources, strategies)
             else:
-                check_disjoint(request.src, sources, request.dst, (plan.path(file) for file in plan.asked))
+                check_disjoint(request.src, sources, request.dst, (plan.path(file) for file in plan.requested))
             requested = self._share(plan)
             directory = None
             if not request.exact_file:
@@ -177,9 +177,9 @@ class Prepared:
     def _share(self, plan: Plan) -> tuple[int, ...]:
         """The requested target files that this run writes."""
         options = self._options
-        files: tuple[int, ...] = plan.asked
+        files: tuple[int, ...] = plan.requested
         if options.lost_only:
-            files = tuple(file for file in files if plan.form.taken_over(file) is None)
+            files = tuple(file for file in files if plan.form.copied_file(file) is None)
         if options.share is not None:
             files = share_of(plan.data_bytes(files), *options.share)
         if options.part is not None:
@@ -200,13 +200,13 @@ class Prepared:
         sizes = plan.file_bytes(work)
         part = max(map(store.part_bytes, sizes.values()), default=0)
         if part:
-            together = max(1, min(MOST_MEMBERS, execution.max_memory // (_GROUPS * 2 * part)))
+            together = max(1, min(MAX_GROUP, execution.max_memory // (_GROUPS * 2 * part)))
             together = max(map(len, plan.reading_groups(work, together)))
         else:
             # Each thread may open a whole group of targets and its sources: keep below the limit of open files.
             limit = self._handles.limit // 4
-            together = MOST_MEMBERS if len(work) <= limit else limit // execution.threads
-            together = max(1, min(MOST_MEMBERS, together))
+            together = MAX_GROUP if len(work) <= limit else limit // execution.threads
+            together = max(1, min(MAX_GROUP, together))
         execution = replace(execution, together=together, part_bytes=part, files=len(sizes), nbytes=sum(sizes.values()))
         if part and execution.max_memory < execution.least_memory:
             needed = -(-execution.least_memory // (1 << 20))
@@ -273,7 +273,7 @@ class Prepared:
             target_files={file: plan.path(file) for file in requested},
             done_before=sorted(set(requested).difference(work)),
             source_ranks=sorted(plan.checkpoint.indexes),
-            recovered=[file for file in lost if plan.form.taken_over(file) is None],
+            recovered=[file for file in lost if plan.form.copied_file(file) is None],
             parameters=len(plan.sorted.resharded),
             kinds=totals_of(plan, requested),
             copied=plan.sorted.copied,

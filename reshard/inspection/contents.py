@@ -22,7 +22,7 @@ class Finding(NamedTuple):
     Attributes:
         kind: one word for scripts.
         text: one or a few lines.
-        hint: what to do about it, or None.
+        hint: the remedy, or None.
         step: its step, or None.
         refuses: whether conversions refuse such files.
     """
@@ -104,18 +104,18 @@ def contents_of(indexes: Mapping[int, CheckpointIndex]) -> InspectedContents:
         sets[frozenset(tensors)] += ranks
         for tensor in tensors.values():
             size = tensor.nbytes * len(ranks)
-            other = entries.get(tensor.name)
-            if other is None:
+            entry = entries.get(tensor.name)
+            if entry is None:
                 kind = kind_of(tensor.name, tensor.elements, all_names)
-                made = InspectedTensor(tensor.name, (tensor.dtype,), (tensor.shape,), len(ranks), size, kind)
+                merged = InspectedTensor(tensor.name, (tensor.dtype,), (tensor.shape,), len(ranks), size, kind)
             else:
-                made = other._replace(
-                    dtypes=other.dtypes if tensor.dtype in other.dtypes else (*other.dtypes, tensor.dtype),
-                    shapes=other.shapes if tensor.shape in other.shapes else (*other.shapes, tensor.shape),
-                    files=other.files + len(ranks),
-                    nbytes=other.nbytes + size,
+                merged = entry._replace(
+                    dtypes=entry.dtypes if tensor.dtype in entry.dtypes else (*entry.dtypes, tensor.dtype),
+                    shapes=entry.shapes if tensor.shape in entry.shapes else (*entry.shapes, tensor.shape),
+                    files=entry.files + len(ranks),
+                    nbytes=entry.nbytes + size,
                 )
-            entries[tensor.name] = made
+            entries[tensor.name] = merged
     return InspectedContents(
         tuple(entries.values()),
         tuple(sorted((tuple(sorted(ranks)), names) for names, ranks in sets.items())),
@@ -134,7 +134,7 @@ def _totals(items: Iterator[tuple[str, int]]) -> dict[str, Total]:
 
 
 def conversion_findings(contents: InspectedContents) -> Iterator[Finding]:
-    """How conversions treat text, Int4, map tensors and other special entries."""
+    """Findings on text, Int4, map tensors and other special entries, as conversions treat them."""
     of: dict[str, list[str]] = defaultdict(list)
     for item in contents.stored:
         for dtype in item.dtypes:

@@ -12,11 +12,11 @@ from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import Checkpoint, StoredObject
 from reshard.checkpoints.formats.pickles import NotPlain
 from reshard.errors import InputError
-from reshard.forms.form import Description, Reading, SavedStep
+from reshard.forms.form import Description, ReadRequest, SavedStep
 from reshard.forms.objects import shown_object
 from reshard.forms.registry import form_named
 from reshard.inspection.contents import Finding, InspectedContents, contents_of, conversion_findings
-from reshard.storage import asks_once, is_directory, names_in, status_at
+from reshard.storage import caches_listings, is_directory, names_in, status_at
 from reshard.text.names import kind_of
 from reshard.text.report import Report
 
@@ -25,7 +25,7 @@ class FormFile(NamedTuple):
     """A file of weights.
 
     Attributes:
-        number: as `--ranks` counts it; None if the checkpoint cannot be read.
+        number: its number in `--ranks`; None if the checkpoint cannot be read.
         path: the file.
         nbytes: its size.
         names: number of its entries; None if unknown.
@@ -37,8 +37,8 @@ class FormFile(NamedTuple):
     names: Optional[int]
 
 
-class LaidOut(NamedTuple):
-    """A tensor.
+class InspectedLayout(NamedTuple):
+    """A tensor with a layout.
 
     Attributes:
         name: its name.
@@ -76,11 +76,11 @@ class InspectedForm:
         values: names of entries that are copied unchanged.
         contents: the entries of the files; None if none could be read.
         full_bytes: size of all tensors together, each whole and once.
-        objects: what is no tensor, by name: its value as JSON has it, or None where it is not plain.
+        objects: pickled objects by name: the value as JSON, or None where JSON has no equivalent.
         others: other files of the model.
-        quantised: how many tensors are quantised, by scheme.
+        quantised: number of quantised tensors, by scheme.
         findings: notes and problems.
-        checkpoint: its tensors and the files that hold them; None where it cannot be read.
+        checkpoint: the checkpoint; None where it cannot be read.
     """
 
     path: str
@@ -89,7 +89,7 @@ class InspectedForm:
     complete: bool = False
     iterations: list[SavedStep] = field(default_factory=list)
     files: list[FormFile] = field(default_factory=list)
-    tensors: list[LaidOut] = field(default_factory=list)
+    tensors: list[InspectedLayout] = field(default_factory=list)
     values: tuple[str, ...] = ()
     objects: Mapping[str, Any] = field(default_factory=dict)
     contents: Optional[InspectedContents] = None
@@ -105,7 +105,7 @@ class InspectedForm:
         return sum(file.nbytes for file in self.files)
 
 
-@asks_once
+@caches_listings
 def inspect_form(path: str, form: str, step: str = "latest") -> InspectedForm:
     """Inspect a checkpoint.
 
@@ -117,89 +117,89 @@ def inspect_form(path: str, form: str, step: str = "latest") -> InspectedForm:
     Raises:
         UsageError: ``step`` is not an iteration, or the form has none.
         InputError: the iteration or the checkpoint is missing.
-        RetryableError: reading failed in a way that may pass.
+        RetryableError: reading failed; a retry may help.
     """
-    found = InspectedForm(path, form)
+    inspected = InspectedForm(path, form)
     reader = form_named(form)
     report = Report()
     with FileHandles() as handles:
-        found.iterations = reader.steps(path)
+        inspected.iterations = reader.steps(path)
         # A missing step that was requested is an error, not a finding.
         reader.check_step(path, step)
         try:
-            checkpoint = reader.read(Reading(path, handles, report, step, complete=False))
+            checkpoint = reader.read(ReadRequest(path, handles, report, step, complete=False))
         except InputError as error:
-            found.files = _files_in(path)
-            if not found.files and not found.iterations:
+            inspected.files = _files_in(path)
+            if not inspected.files and not inspected.iterations:
                 # Nothing to show.
                 raise
-            found.findings.append(Finding("unreadable", error.message, error.hint, refuses=True))
+            inspected.findings.append(Finding("unreadable", error.message, error.hint, refuses=True))
         else:
-            _describe(found, checkpoint, reader.describe(checkpoint))
-            found.objects = {name: _shown(handles, held) for name, held in sorted(checkpoint.objects.items())}
-    found.findings += [Finding("warning", text) for text in report.warnings]
-    return found
+            _describe(inspected, checkpoint, reader.describe(checkpoint))
+            inspected.objects = {name: _shown(handles, stored) for name, stored in sorted(checkpoint.objects.items())}
+    inspected.findings += [Finding("warning", text) for text in report.warnings]
+    return inspected
 
 
-def _describe(found: InspectedForm, checkpoint: Checkpoint, told: Description) -> None:
-    found.checkpoint = checkpoint
-    found.step = checkpoint.step
-    found.complete = True
-    listed: dict[str, FormFile] = {}
+def _describe(inspected: InspectedForm, checkpoint: Checkpoint, description: Description) -> None:
+    inspected.checkpoint = checkpoint
+    inspected.step = checkpoint.step
+    inspected.complete = True
+    files_by_path: dict[str, FormFile] = {}
     for number, path in sorted(checkpoint.files.items()):
-        # What a file holds may be shared out over several numbers.
-        index, known = checkpoint.indexes[number], listed.get(path)
-        names = len(index.tensors) + (known.names or 0 if known else 0)
-        listed[path] = FormFile(known.number if known else number, path, index.size, names)
-    found.files = [*listed.values()]
-    contents = found.contents = contents_of(checkpoint.indexes)
+        # A file may have several numbers, each with some of its entries.
+        index, earlier = checkpoint.indexes[number], files_by_path.get(path)
+        names = len(index.tensors) + (earlier.names or 0 if earlier else 0)
+        files_by_path[path] = FormFile(earlier.number if earlier else number, path, index.size, names)
+    inspected.files = [*files_by_path.values()]
+    contents = inspected.contents = contents_of(checkpoint.indexes)
     for name in sorted(checkpoint.tensors):
         tensor = checkpoint.tensors[name]
         files = frozenset().union(*checkpoint.present(tensor))
-        found.tensors.append(
-            LaidOut(
+        inspected.tensors.append(
+            InspectedLayout(
                 name,
                 tensor.dtype,
                 tensor.shape,
                 kind_of(name, math.prod(tensor.shape), checkpoint.tensors),
                 tensor.shardings[0].grid.cuts,
-                told.ranks.get(name),
+                description.ranks.get(name),
                 len(files),
-                told.lost.get(name, 0),
+                description.lost.get(name, 0),
             )
         )
-        found.full_bytes += math.prod(tensor.shape) * tensor.item_size
-    found.values = tuple(checkpoint.values())
-    found.others = tuple(checkpoint.others)
-    found.quantised, finding = quantised_in(checkpoint)
-    found.findings += [] if finding is None else [finding]
-    if told.incomplete is not None:
-        error = told.incomplete
-        found.complete = False
-        found.findings.append(Finding("incomplete", error.message, error.hint, checkpoint.step, refuses=True))
-    if told.unplaced is not None:
-        found.findings.append(Finding("unplaced", told.unplaced))
-    found.findings += conversion_findings(contents)
+        inspected.full_bytes += math.prod(tensor.shape) * tensor.item_size
+    inspected.values = tuple(checkpoint.values())
+    inspected.others = tuple(checkpoint.extra_files)
+    inspected.quantised, finding = quantised_in(checkpoint)
+    inspected.findings += [] if finding is None else [finding]
+    if description.incomplete is not None:
+        error = description.incomplete
+        inspected.complete = False
+        inspected.findings.append(Finding("incomplete", error.message, error.hint, checkpoint.step, refuses=True))
+    if description.unplaced is not None:
+        inspected.findings.append(Finding("unplaced", description.unplaced))
+    inspected.findings += conversion_findings(contents)
 
 
-def _shown(handles: FileHandles, held: StoredObject) -> Any:
+def _shown(handles: FileHandles, stored: StoredObject) -> Any:
     try:
-        return shown_object(handles, held)
+        return shown_object(handles, stored)
     except NotPlain:
         return None
 
 
 def quantised_in(checkpoint: Checkpoint) -> tuple[dict[str, int], Optional[Finding]]:
     """The number of quantised tensors by scheme, and a finding if a scheme is unknown."""
-    # Loaded only where something is quantised, or may be.
+    # Loaded only here: most checkpoints are not quantised.
     from reshard.quantised import describe, looks_quantised, quantisation_of, recognise, stored_tensors
 
     tensors = stored_tensors(checkpoint)
     if not looks_quantised(tensors):
         return {}, None
     try:
-        how = quantisation_of(checkpoint.place, "BFloat16")
-        return describe(recognise(tensors, how.config, how.description, how.place)), None
+        source = quantisation_of(checkpoint.place, "BFloat16")
+        return describe(recognise(tensors, source.config, source.description, source.place)), None
     except InputError as error:
         return {}, Finding("quantised", error.message, error.hint)
 
@@ -207,10 +207,10 @@ def quantised_in(checkpoint: Checkpoint) -> tuple[dict[str, int], Optional[Findi
 def _files_in(path: str) -> list[FormFile]:
     """Files of weights of a directory that cannot be read as a checkpoint."""
     directory = path if is_directory(path) else os.path.dirname(path) or os.curdir
-    found = []
+    weights = []
     for name in names_in(directory):
         place = os.path.join(directory, name)
         status = status_at(place) if name.endswith(".safetensors") else None
         if status is not None:
-            found.append(FormFile(None, place, status.size, None))
-    return found
+            weights.append(FormFile(None, place, status.size, None))
+    return weights

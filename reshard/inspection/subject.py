@@ -1,4 +1,4 @@
-"""A checkpoint of any form for `view` and `suggest`: its files, its tensors, and problems, from headers alone."""
+"""A checkpoint of any form for `view` and `suggest`: its files, tensors and problems, from headers alone."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from reshard.forms.registry import form_named, form_of
 from reshard.inspection.contents import Finding, InspectedContents
 from reshard.inspection.form import inspect_form, quantised_in
 from reshard.inspection.tree import InspectedStep, inspect_tree
-from reshard.storage import asked_once, exists, is_directory
+from reshard.storage import exists, is_directory, listings_cached
 from reshard.strategies import Strategy
 from reshard.text.wording import rank_ranges, step_words
 
 
 class ShownFile(NamedTuple):
-    """A file of the step that is shown.
+    """A file of the shown step.
 
     Attributes:
         number: its rank, or its number in a form without ranks; None where the checkpoint cannot be read.
-        path: the file; None of a rank that has none.
+        path: the file; None for a rank without a file.
         nbytes: its size.
         state: ``ok``, ``damaged`` or ``missing``.
     """
@@ -36,13 +36,13 @@ class ShownFile(NamedTuple):
 
 
 class ShownStep(NamedTuple):
-    """A step, in words of its form.
+    """A step, in the terms of its form.
 
     Attributes:
-        step: its name; None of files without a step in their names.
-        nbytes: bytes of its files; None where these were not looked at.
-        state: whether it is complete, in words.
-        shown: whether the page shows this one.
+        step: its name; None for files without a step in their names.
+        nbytes: bytes of its files; None where sizes were not read.
+        state: whether it is complete, as text.
+        shown: whether it is the shown step.
     """
 
     step: Optional[str]
@@ -96,13 +96,13 @@ class Subject:
     one_rank: bool = False
 
     def add(self, level: int, text: str, hint: Optional[str] = None) -> None:
-        """Add a problem, at the place that its level gives it."""
+        """Add a problem, in the order of levels."""
         self.problems.append(Problem(level, str(text), None if hint is None else str(hint)))
         self.problems.sort(key=lambda problem: problem.level)
 
     @property
     def unit(self) -> str:
-        """What the numbers of files count: ``rank`` or ``file``."""
+        """The unit of file numbers: ``rank`` or ``file``."""
         return self.form.options.unit
 
 
@@ -117,17 +117,17 @@ def subject_of(
 
     Args:
         path: a checkpoint of any form.
-        strategy: what it was saved with; None where its form records that, or it is not known.
-        step: which step, or ``latest``.
-        file_suffix: only files of ranks whose stem ends so.
+        strategy: its source strategy; None where its form records layouts, or it is unknown.
+        step: the step, or ``latest``.
+        file_suffix: only files of ranks whose stem has this ending.
         decryption: the key of encrypted files.
 
     Raises:
-        UsageError: an option does not go with the form.
-        InputError: there is no checkpoint, or no such step.
-        RetryableError: reading failed in a way that may pass.
+        UsageError: an option does not suit the form.
+        InputError: the checkpoint or the step is missing.
+        RetryableError: reading failed; a retry may help.
     """
-    with asked_once():
+    with listings_cached():
         form = form_named(form_of(path))
         one_file = exists(path) and not is_directory(path)
     if form.options.by_rank:
@@ -137,18 +137,18 @@ def subject_of(
     if strategy is not None or file_suffix is not None:
         raise UsageError(
             f"{path} is of the form {form.name}; --src-strategy and --file-suffix go with rank files",
-            hint="leave them out",
+            hint="remove these options",
         )
-    found = inspect_form(path, form.name, step)
-    subject = Subject(path, form, found.step, found.complete, found.checkpoint, found.contents)
-    subject.quantised = found.quantised
-    subject.files = [ShownFile(file.number, file.path, file.nbytes) for file in found.files]
+    inspected = inspect_form(path, form.name, step)
+    subject = Subject(path, form, inspected.step, inspected.complete, inspected.checkpoint, inspected.contents)
+    subject.quantised = inspected.quantised
+    subject.files = [ShownFile(file.number, file.path, file.nbytes) for file in inspected.files]
     states = {None: "unknown whether it is finished", False: "not finished", True: "finished"}
     subject.steps = [
-        ShownStep(str(each.number), None, states[each.finished], str(each.number) == found.step)
-        for each in reversed(found.iterations)
+        ShownStep(str(each.number), None, states[each.finished], str(each.number) == inspected.step)
+        for each in reversed(inspected.iterations)
     ]
-    _add_findings(subject, found.findings)
+    _add_findings(subject, inspected.findings)
     return subject
 
 
@@ -162,8 +162,9 @@ def _of_tree(
 ) -> Subject:
     tree = inspect_tree(path, step, file_suffix, strategy, decryption)
     subject = Subject(path, form, one_rank=tree.one_rank)
-    read = [each for each in tree.steps if each.contents is not None]
-    shown = tree.latest or next((each for each in read if each.checkpoint is not None), read[0] if read else None)
+    readable = [each for each in tree.steps if each.contents is not None]
+    fallback = readable[0] if readable else None
+    shown = tree.latest or next((each for each in readable if each.checkpoint is not None), fallback)
     _add_findings(subject, tree.findings)
     for each in tree.steps:
         if each.complete is False:
@@ -210,5 +211,5 @@ def _add_findings(subject: Subject, findings: Sequence[Finding]) -> None:
         subject.add(level, of + finding.text, finding.hint)
 
 
-# Kinds of findings that a conversion survives and a person should see first.
+# Kinds of findings that are shown first, although a conversion may succeed.
 _SEVERE = frozenset(["damaged", "gap", "empty_rank", "empty_file", "lacking", "vanished", "warning"])

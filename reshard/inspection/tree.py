@@ -1,8 +1,8 @@
 """Inspection of a rank tree, from names, sizes and headers alone.
 
 Names and sizes are read for the whole tree, headers for one step: the newest, or the requested one. With a
-strategy, the code of conversions checks steps, from the newest to the first complete one. Everything that a
-conversion would refuse is a finding here.
+strategy, the code of conversions checks steps, from the newest to the first complete one. Every error of a
+conversion is a finding here.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from dataclasses import dataclass, field
 from typing import Optional
 
 from reshard.checkpoints import Decryption, FileHandles, reading_error
-from reshard.defaults import MOST_DEVICES
+from reshard.defaults import MAX_DEVICES
 from reshard.errors import CheckpointError, InputError, UsageError
 from reshard.forms.ranks import SourceTree, Step, find_checkpoints
 from reshard.forms.ranks.checkpoint import RankCheckpoint, SourceStep
 from reshard.forms.ranks.coverage import LostParameter, check_ranks
 from reshard.forms.ranks.selection import Incomplete, StepSelector
 from reshard.forms.ranks.steps import saved_at_fault
-from reshard.forms.ranks.tree import find_rank, passed_over
+from reshard.forms.ranks.tree import find_rank, skipped_directories
 from reshard.inspection.contents import Finding, InspectedContents, contents_of, conversion_findings, error_by_name
 from reshard.records.ledger import ledgers_in
 from reshard.records.manifest import MANIFEST_NAME
-from reshard.storage import absolute, asked_once, exists, is_directory, names_in, storage_of, store_of
+from reshard.storage import absolute, exists, is_directory, listings_cached, names_in, storage_of, store_of
 from reshard.strategies import Strategy
 from reshard.strategies.replicas import replicas_of_strategy
 from reshard.text.messages import listing
@@ -38,11 +38,11 @@ from reshard.text.report import Report
 from reshard.text.wording import plural, rank_ranges, some_names
 
 # Maximum files to open in order to recognise a directory without checkpoints.
-_MOST_TRIED = 8
+_MAX_TRIED = 8
 # Maximum sets of names to compare with each other; a de-duplicated save has one per rank.
-_MOST_SETS = 64
+_MAX_SETS = 64
 # Maximum names in a line.
-_MOST_PATTERNS = 6
+_MAX_PATTERNS = 6
 # Concurrent requests for sizes: network storage is slow for any number of CPUs.
 _IN_FLIGHT = 16
 
@@ -58,14 +58,14 @@ class InspectedStep:
         ambiguous: whether a rank has several files of it.
         saved_at: ``"breakpoint"`` or ``"ttp"`` by the names, ``"end of life"`` by the headers.
         one_per_group: with a strategy, whether only one rank of each replica group has a file.
-        damaged: why a rank's file counts as absent, by rank, if headers were read.
+        damaged: the damage of files that count as absent, by rank, if headers were read.
         contents: the entries of the files, if headers were read.
         complete: whether a conversion would accept it; None if not checked.
         missing: the reasons if it is incomplete, a line each.
         lost: parameters with a slice in no file.
         not_saved: parameters of the strategy in no file.
         full_bytes: size of all parameters together, each whole and once; None if unknown.
-        checkpoint: its tensors and who holds them, complete or not, where a strategy was named and fits.
+        checkpoint: the checkpoint, complete or not; None without a strategy that fits.
     """
 
     step: Optional[str]
@@ -105,7 +105,7 @@ class InspectedTree:
         findings: notes and problems.
         one_rank: whether it is the directory of one rank.
         strategy: the strategy's path, ``none``, or None if no strategy was named.
-        latest: the step that ``latest`` takes; None if a step was named or there is none.
+        latest: the step that ``latest`` selects; None if a step was requested or none is complete.
     """
 
     path: str
@@ -139,7 +139,7 @@ def inspect_tree(
         RetryableError: listing or reading failed.
     """
     # Headers are read outside: files may vanish in the meantime.
-    with asked_once():
+    with listings_cached():
         one_rank = None
         try:
             tree = find_checkpoints(path, file_suffix)
@@ -153,9 +153,9 @@ def inspect_tree(
                 f"{path} is the directory of one rank; --strategy is for a rank tree",
                 hint=f"pass the directory of all ranks, {os.path.dirname(absolute(path))}",
             )
-        named = None if step == "latest" else tree.named(step)
+        requested = None if step == "latest" else tree.named(step)
         inspection = _Inspection(tree, strategy, one_rank is not None, decryption)
-    return inspection.run(named)
+    return inspection.run(requested)
 
 
 def _other_directory(path: str) -> Optional[CheckpointError]:
@@ -169,7 +169,7 @@ def _other_directory(path: str) -> Optional[CheckpointError]:
             hint=f"`reshard status {shlex.quote(path)}` shows what is done and what is missing",
         )
     with suppress(OSError):
-        for name in names_in(path)[:_MOST_TRIED]:
+        for name in names_in(path)[:_MAX_TRIED]:
             if error_by_name(os.path.join(path, name)) is not None:
                 return CheckpointError(
                     f"{path}: holds no checkpoints; {name} is a strategy or group_info file",
@@ -194,9 +194,9 @@ class _Inspection:
         self._one_rank = one_rank
         self._strategy = strategy
         self._groups: list[tuple[int, ...]] = []
-        # Without a strategy, the highest rank with a directory counts as the last.
+        # Without a strategy, the last rank is the highest one with a directory.
         last = tree.ranks[-1]
-        ranks: Collection[int] = tree.ranks if one_rank or last >= MOST_DEVICES else range(last + 1)
+        ranks: Collection[int] = tree.ranks if one_rank or last >= MAX_DEVICES else range(last + 1)
         if strategy is not None:
             self._groups = [group.ranks for group in replicas_of_strategy(strategy).groups]
             ranks = range(strategy.device_count)
@@ -204,29 +204,29 @@ class _Inspection:
         self._findings: list[Finding] = []
         sizes = _sizes([file.path for file in tree.files])
         self._steps = {number: self._by_names(number, sizes) for number in tree.steps}
-        self._look_at_names()
+        self._find_in_names()
 
-    def run(self, named: Optional[Step]) -> InspectedTree:
-        """The whole inspection, with headers of the step ``named``, or of the newest."""
-        found = InspectedTree(self._tree.root, self._tree.ranks, list(self._steps.values()), self._findings)
-        found.one_rank = self._one_rank
+    def run(self, requested: Optional[Step]) -> InspectedTree:
+        """The inspection, with headers of the ``requested`` step, or of the newest."""
+        inspected = InspectedTree(self._tree.root, self._tree.ranks, list(self._steps.values()), self._findings)
+        inspected.one_rank = self._one_rank
         with FileHandles(decryption=self._decryption) as handles:
             if self._strategy is not None:
-                found.strategy = self._strategy.path
-                taken = self._judge(named, handles)
-                found.latest = taken if named is None else None
-            if all(step.contents is None for step in found.steps):
-                self._read_headers(named or self._tree.steps[0], handles)
-        return found
+                inspected.strategy = self._strategy.path
+                latest = self._judge(requested, handles)
+                inspected.latest = latest if requested is None else None
+            if all(step.contents is None for step in inspected.steps):
+                self._read_headers(requested or self._tree.steps[0], handles)
+        return inspected
 
-    def _say(self, kind: str, text: str, hint: Optional[str] = None, step: Optional[str] = None) -> None:
+    def _note(self, kind: str, text: str, hint: Optional[str] = None, step: Optional[str] = None) -> None:
         self._add(Finding(kind, text, hint, step))
 
-    def _refuses(self, kind: str, error: InputError, step: Optional[Step] = None) -> None:
+    def _add_refusal(self, kind: str, error: InputError, step: Optional[Step] = None) -> None:
         self._add(Finding(kind, error.message, error.hint, _named(step), refuses=True))
 
     def _add(self, finding: Finding) -> None:
-        if all(finding.text != other.text for other in self._findings):
+        if all(finding.text != earlier.text for earlier in self._findings):
             self._findings.append(finding)
 
     def _by_names(self, number: Optional[Step], sizes: Mapping[str, Optional[int]]) -> InspectedStep:
@@ -234,58 +234,58 @@ class _Inspection:
         for file in self._tree.by_step[number]:
             size = sizes[file.path]
             if size is None:
-                self._say("vanished", f"{file.path}: vanished during the inspection", step=_named(number))
+                self._note("vanished", f"{file.path}: vanished during the inspection", step=_named(number))
             else:
                 files.append((file.rank, file.path, size))
-        held = {rank for rank, _, _ in files}
-        step = InspectedStep(_named(number), files, tuple(rank for rank in self._expected if rank not in held))
+        holders = {rank for rank, _, _ in files}
+        step = InspectedStep(_named(number), files, tuple(rank for rank in self._expected if rank not in holders))
         marks = {saved_at_fault(path) for _, path, _ in files}
         step.saved_at = marks.pop() if len(marks) == 1 else None
         if self._strategy is not None and any(len(group) > 1 for group in self._groups):
-            step.one_per_group = all(len(held.intersection(group)) == 1 for group in self._groups)
+            step.one_per_group = all(len(holders.intersection(group)) == 1 for group in self._groups)
         return step
 
-    def _look_at_names(self) -> None:
-        """Findings that need no headers."""
+    def _find_in_names(self) -> None:
+        """Add findings that need no headers."""
         tree = self._tree
         if not tree.single_file and is_directory(tree.root) and _converted(tree.root):
-            self._say(
+            self._note(
                 "conversion",
                 f"{tree.root}: was written by reshard",
                 hint=f"`reshard status {shlex.quote(tree.root)}` shows what is done and what is missing",
             )
-        unfinished, saves = ([], []) if tree.single_file else passed_over(tree.root)
+        unfinished, saves = ([], []) if tree.single_file else skipped_directories(tree.root)
         for path in unfinished:
-            self._say("unfinished", f"{path}: is unfinished (its name ends in _tmp) and is skipped")
+            self._note("unfinished", f"{path}: is unfinished (its name ends in _tmp) and is skipped")
         for path in saves:
-            self._say(
+            self._note(
                 "save_at_fault", f"{path}: a save at a fault, a checkpoint of its own", hint="inspect it by itself"
             )
         gaps = sorted(set(self._expected) - set(tree.ranks))
         if gaps:
-            self._say("gap", f"{rank_ranges(gaps)}: no directory and no file")
+            self._note("gap", f"{rank_ranges(gaps)}: no directory and no file")
         with_files = {file.rank for file in tree.files}
         empty = [rank for rank in tree.ranks if rank not in with_files]
         if empty:
-            self._say("empty_rank", f"{rank_ranges(empty)}: a directory without a matching checkpoint file")
+            self._note("empty_rank", f"{rank_ranges(empty)}: a directory without a matching checkpoint file")
         try:
             tree.check_comparable()
         except CheckpointError as error:
-            self._refuses("series", error)
+            self._add_refusal("series", error)
         for number, step in self._steps.items():
             nothing = [path for _, path, size in step.files if not size]
             if nothing:
-                self._say(
+                self._note(
                     "empty_file",
                     f"{plural(len(nothing), 'file')} of no bytes: {some_names(nothing, 3)}",
                     step=step.step,
                 )
             try:
                 for note in tree.of_step(number).notes:
-                    self._say("different_saves", note, step=step.step)
+                    self._note("different_saves", note, step=step.step)
             except CheckpointError as error:
                 step.ambiguous = True
-                self._refuses("ambiguous", error, number)
+                self._add_refusal("ambiguous", error, number)
 
     def _read_headers(self, number: Optional[Step], handles: FileHandles) -> None:
         """The contents of the files of one step, complete or not."""
@@ -293,19 +293,19 @@ class _Inspection:
             source = SourceStep(self._tree.of_step(number), handles, Report())
             source.load(source.files)
         except InputError as error:
-            self._refuses("unreadable", error, number)
+            self._add_refusal("unreadable", error, number)
             return
         self._note_contents(source)
 
-    def _judge(self, named: Optional[Step], handles: FileHandles) -> Optional[InspectedStep]:
+    def _judge(self, requested: Optional[Step], handles: FileHandles) -> Optional[InspectedStep]:
         """Check steps as a conversion does, newest first; the step that it would read."""
         assert self._strategy is not None
-        whole = Strategy.none()
-        selector = StepSelector(self._strategy, whole, None, Filters(), handles, Report())
+        target = Strategy.none()
+        selector = StepSelector(self._strategy, target, None, Filters(), handles, Report())
         source: Optional[SourceStep] = None
         try:
             check_ranks(self._tree, self._strategy, handles)
-            for candidate in self._tree.candidates(_named(named)):
+            for candidate in self._tree.candidates(_named(requested)):
                 source = SourceStep(candidate, handles, Report())
                 checkpoint, missing = selector.judge(source)
                 step = self._note_contents(source)
@@ -314,7 +314,7 @@ class _Inspection:
                     return step
                 source = None
         except InputError as error:
-            self._refuses("refused", error, None if source is None else source.step)
+            self._add_refusal("refused", error, None if source is None else source.step)
             if source is not None and len(source.indexes) + len(source.damaged) == len(source.files):
                 # The headers are valid, but do not fit the strategy.
                 self._note_contents(source)
@@ -325,7 +325,7 @@ class _Inspection:
         step.damaged = dict(source.damaged)
         step.contents = contents_of(source.indexes)
         for text in source.damaged.values():
-            self._say("damaged", text, step=step.step)
+            self._note("damaged", text, step=step.step)
         for finding in conversion_findings(step.contents):
             self._add(finding._replace(step=step.step))
         if self._strategy is None:
@@ -335,14 +335,14 @@ class _Inspection:
         return step
 
     def _guess_lacking(self, step: InspectedStep, contents: InspectedContents) -> None:
-        """Files with fewer names than others, unless stages or a de-duplicated save explain that."""
-        for ranks, names in contents.sets if len(contents.sets) <= _MOST_SETS else ():
-            for others, more in contents.sets:
+        """Add findings on files whose names are a part of another file's."""
+        for ranks, names in contents.sets if len(contents.sets) <= _MAX_SETS else ():
+            for other_ranks, more in contents.sets:
                 if names < more:
                     lacking = sorted(more - names)
-                    self._say(
+                    self._note(
                         "lacking",
-                        f"{rank_ranges(ranks)} may lack {plural(len(lacking), 'name')} that {rank_ranges(others)} "
+                        f"{rank_ranges(ranks)} may lack {plural(len(lacking), 'name')} that {rank_ranges(other_ranks)} "
                         "hold (a guess; --strategy checks it): " + listing(lacking, 3),
                         step=step.step,
                     )
@@ -353,10 +353,10 @@ def _note_verdict(step: InspectedStep, checkpoint: RankCheckpoint, missing: Opti
     step.complete = missing is None
     step.checkpoint = checkpoint
     if missing is not None:
-        step.missing, step.lost = missing.lines(_MOST_PATTERNS), missing.lost
-    found = checkpoint.tensors
-    step.not_saved = sorted(checkpoint.laid_out - found.keys())
-    step.full_bytes = sum(math.prod(item.shape) * item.item_size for item in found.values())
+        step.missing, step.lost = missing.lines(_MAX_PATTERNS), missing.lost
+    tensors = checkpoint.tensors
+    step.not_saved = sorted(checkpoint.laid_out - tensors.keys())
+    step.full_bytes = sum(math.prod(item.shape) * item.item_size for item in tensors.values())
 
 
 def _sizes(paths: Sequence[str]) -> dict[str, Optional[int]]:

@@ -69,8 +69,8 @@ def _maps(
         yield ()
         return
     for axes in _chains(matrix, cuts[0], free):
-        for rest in _maps(matrix, cuts[1:], free.difference(axes)):
-            yield (axes, *rest)
+        for later_axes in _maps(matrix, cuts[1:], free.difference(axes)):
+            yield (axes, *later_axes)
 
 
 def _chains(matrix: tuple[int, ...], count: int, free: frozenset[int]) -> Iterator[tuple[int, ...]]:
@@ -81,8 +81,8 @@ def _chains(matrix: tuple[int, ...], count: int, free: frozenset[int]) -> Iterat
     for axis in sorted(free):
         size = matrix[len(matrix) - 1 - axis]
         if count % size == 0:
-            for rest in _chains(matrix, count // size, free - {axis}):
-                yield (axis, *rest)
+            for later_axes in _chains(matrix, count // size, free - {axis}):
+                yield (axis, *later_axes)
 
 
 def _orders(sizes: Counter[int]) -> Iterator[tuple[int, ...]]:
@@ -90,8 +90,8 @@ def _orders(sizes: Counter[int]) -> Iterator[tuple[int, ...]]:
     if not sizes:
         yield ()
     for size in sorted(sizes):
-        for rest in _orders(sizes - Counter([size])):
-            yield (size, *rest)
+        for later_sizes in _orders(sizes - Counter([size])):
+            yield (size, *later_sizes)
 
 
 def _prime_factors(number: int) -> list[int]:

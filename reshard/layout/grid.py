@@ -32,11 +32,11 @@ def whole_box(shape: Sequence[int]) -> Box:
     return tuple((0, size) for size in shape)
 
 
-def intersection(one: Box, other: Box) -> Optional[Box]:
+def intersection(first: Box, second: Box) -> Optional[Box]:
     """The common part of two boxes, or None if it is empty."""
     common = []
-    for (start, stop), (first, last) in zip(one, other):
-        low, high = max(start, first), min(stop, last)
+    for (start, stop), (begin, end) in zip(first, second):
+        low, high = max(start, begin), min(stop, end)
         if low >= high:
             return None
         common.append((low, high))
@@ -65,14 +65,14 @@ def place_of(number: int, cuts: Sequence[int]) -> tuple[int, ...]:
 def boxes_of_range(shape: Sequence[int], start: int, stop: int, most: int) -> Iterator[Box]:
     """The elements ``start`` to ``stop`` of a C-order array, as boxes of at most ``most`` elements.
 
-    A file is written front to back, so a tensor is produced in C order. Any run of elements in C order is a short
-    sequence of boxes that fix the outer axes, take a range of one axis and all of the inner ones.
+    A file is written front to back, so a tensor is produced in C order. A few boxes cover any run of elements in C
+    order: each is one position of the outer axes, a range of one axis and all of the inner ones.
 
     Args:
         shape: elements per dimension.
         start: first element, counted in C order.
         stop: one past the last.
-        most: elements in a box at the most, at least 1.
+        most: maximum number of elements in a box, at least 1.
     """
     rows = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
     if not shape:

@@ -4,9 +4,8 @@ A stage's devices form a row-major grid, the *device matrix*. The *tensor map* l
 dimension, the axes of that grid that split the dimension; *optimizer sharding* cuts the
 resulting slice once more along dimension 0 among the ranks that hold the same slice.
 
-Everything here is local to a stage: ranks are local ranks ``0 .. device_count - 1``, axes are
-counted from the **right** as MindSpore counts them, and a dimension split over several axes names
-the most significant axis first. This module is independent of files, dtypes and bytes.
+Ranks are local ranks of the stage, ``0 .. device_count - 1``. Axes are counted from the **right** as
+MindSpore counts them, and a dimension split over several axes lists the most significant axis first.
 
 A slice is always a box: one cut per dimension. `Layout.cuts` gives the slices per dimension,
 `Layout.slice_of_rank` the slice of each rank, and `Layout.grid` their places in a tensor of a given shape.
@@ -59,7 +58,7 @@ class Layout:
     expandable: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse a layout that contradicts itself, before anything is computed from it."""
+        """Refuse a layout that contradicts itself."""
         if any(size < 1 for size in self.device_matrix):
             raise LayoutError(f"device matrix {list(self.device_matrix)} has an axis smaller than 1")
         axes = [axis for dimension in self.tensor_map for axis in dimension]
@@ -129,13 +128,13 @@ class Layout:
 
     @cached_property
     def tensor_cuts(self) -> tuple[int, ...]:
-        """Slices per dimension before optimizer sharding."""
+        """Slices per dimension, without optimizer shards."""
         sizes = self.device_matrix[::-1]
         return tuple(math.prod(sizes[axis] for axis in axes) for axes in self.tensor_map)
 
     @cached_property
     def replica_count(self) -> int:
-        """Ranks that hold the same slice before optimizer sharding."""
+        """Ranks that hold the same slice, where optimizer shards are not distinguished."""
         return self.device_count // math.prod(self.tensor_cuts)
 
     @cached_property

@@ -28,11 +28,11 @@ from reshard.layout.views import ZEROS, Region, View
 
 
 class Cell(NamedTuple):
-    """A box of the tensor, and the slice of every source grid that it lies in.
+    """A box of the tensor, and the slice of every source grid that contains it.
 
     Attributes:
         box: interval per dimension, in elements of the full tensor.
-        slices: slice number per source grid, in the order they were given.
+        slices: slice number per source grid, in the order of the grids.
         region: its source, for a view of other tensors; the grids are those of this source.
     """
 
@@ -71,10 +71,10 @@ class Overlap:
 
     def cells(self, target_slice: int) -> tuple[Cell, ...]:
         """The cells of a target slice in C order; none for an empty slice."""
-        found = self._cells.get(target_slice)
-        if found is None:
-            found = self._cells[target_slice] = tuple(self._find_cells(target_slice))
-        return found
+        cells = self._cells.get(target_slice)
+        if cells is None:
+            cells = self._cells[target_slice] = tuple(self._find_cells(target_slice))
+        return cells
 
     def _find_cells(self, target_slice: int) -> list[Cell]:
         index = self.target.slice_index(target_slice)
@@ -91,14 +91,8 @@ class Overlap:
             )
         cells = []
         for combination in itertools.product(*choices):
-            slices = []
-            for number, grid in enumerate(self.sources):
-                slice_number = 0
-                for dimension, (interval, _) in enumerate(combination):
-                    position = self._positions[dimension][number][interval]
-                    slice_number = slice_number * grid.cuts[dimension] + position
-                slices.append(slice_number)
-            cells.append(Cell(tuple(bounds for _, bounds in combination), tuple(slices)))
+            slices = _slices(self.sources, self._positions, [interval for interval, _ in combination])
+            cells.append(Cell(tuple(bounds for _, bounds in combination), slices))
         return cells
 
 
@@ -125,18 +119,18 @@ class ViewOverlap:
 
     def cells(self, target_slice: int) -> tuple[Cell, ...]:
         """The cells of a target slice, by region; those of zeros have no slices."""
-        found = self._cells.get(target_slice)
-        if found is None:
+        cells = self._cells.get(target_slice)
+        if cells is None:
             box = self.target.slice_box(target_slice)
             parts = (part for region in self.view.regions for part in region.within_box(box))
-            found = self._cells[target_slice] = tuple(cell for part in parts for cell in self._cells_of(part))
-        return found
+            cells = self._cells[target_slice] = tuple(cell for part in parts for cell in self._cells_of(part))
+        return cells
 
     def _cells_of(self, region: Region) -> Iterable[Cell]:
         if region.source == ZEROS:
             return [Cell(region.box, (), region)]
         edges, positions = self._refined[region.source]
-        # Regions with the number of the refined interval that they lie in, per dimension so far.
+        # Regions with the numbers of the refined intervals that contain them, of the dimensions so far.
         parts: list[tuple[Region, tuple[int, ...]]] = [(region, ())]
         for dimension, bounds in enumerate(edges):
             cut = []
@@ -150,24 +144,29 @@ class ViewOverlap:
                     inside = part.within_source(dimension, bounds[number], bounds[number + 1])
                     cut += ((each, (*intervals, number)) for each in inside)
             parts = cut
-        return [Cell(part.box, self._slices(region.source, positions, at), part) for part, at in parts]
+        grids = self._grids[region.source]
+        return [Cell(part.box, _slices(grids, positions, intervals), part) for part, intervals in parts]
 
-    def _slices(self, source: int, positions: Sequence[Sequence[Sequence[int]]], at: Sequence[int]) -> tuple[int, ...]:
-        slices = []
-        for number, grid in enumerate(self._grids[source]):
-            slice_number = 0
-            for dimension, interval in enumerate(at):
-                slice_number = slice_number * grid.cuts[dimension] + positions[dimension][number][interval]
-            slices.append(slice_number)
-        return tuple(slices)
+
+def _slices(
+    grids: Sequence[Grid], positions: Sequence[Sequence[Sequence[int]]], intervals: Sequence[int]
+) -> tuple[int, ...]:
+    """The slice number in each grid that contains one refined interval per dimension; ``positions`` of `refined`."""
+    slices = []
+    for number, grid in enumerate(grids):
+        slice_number = 0
+        for dimension, interval in enumerate(intervals):
+            slice_number = slice_number * grid.cuts[dimension] + positions[dimension][number][interval]
+        slices.append(slice_number)
+    return tuple(slices)
 
 
 def refined(grids: Sequence[Grid], shape: Sequence[int]) -> tuple[list[list[int]], list[list[list[int]]]]:
     """The common refinement of grids over one tensor.
 
     Returns:
-        Per dimension the edges of its intervals, ascending; and per dimension and grid the position of the slice
-        that every interval lies in.
+        Per dimension the edges of its intervals, ascending; and per dimension, grid and interval the position of the
+        slice that contains it.
     """
     all_edges: list[list[int]] = []
     positions: list[list[list[int]]] = []

@@ -63,7 +63,7 @@ class Region(NamedTuple):
 
     @property
     def box(self) -> Box:
-        """The smallest box of the view that it lies in."""
+        """The smallest box of the view that contains it."""
         stops = [start + 1 for start in self.origin]
         for loop in self.loops:
             stops[loop.dimension] += (loop.length - 1) * loop.step
@@ -71,7 +71,7 @@ class Region(NamedTuple):
 
     @property
     def source_box(self) -> Box:
-        """The smallest box of the source that it lies in."""
+        """The smallest box of the source that contains it."""
         stops = [start + 1 for start in self.source_origin]
         for loop in self.loops:
             stops[loop.source_dimension] += (loop.length - 1) * loop.source_step
@@ -97,11 +97,11 @@ class Region(NamedTuple):
 
     def within_box(self, box: Box) -> Iterator[Region]:
         """The parts in a box of the view."""
-        found: Iterable[Region] = [self]
+        regions: Iterable[Region] = [self]
         for dimension, ((start, stop), (low, high)) in enumerate(zip(box, self.box)):
             if start > low or stop < high:
-                found = [part for region in found for part in region.within(dimension, start, stop)]
-        yield from found
+                regions = [part for region in regions for part in region.within(dimension, start, stop)]
+        yield from regions
 
     def moved(self, offsets: Sequence[int]) -> Region:
         """The same elements at other positions of the view."""
@@ -126,8 +126,8 @@ class Region(NamedTuple):
         if low + span < inner:
             return [self._carried(dimension, inner, outer, low)]
         widest = max(crossing, key=lambda loop: loop.step)
-        others = span - (widest.length - 1) * widest.step
-        if widest.step > inner or inner % widest.step or low % widest.step + others >= widest.step:
+        other_spans = span - (widest.length - 1) * widest.step
+        if widest.step > inner or inner % widest.step or low % widest.step + other_spans >= widest.step:
             # Row by row of the new outer dimension. The built-in operations need no such case.
             touched = range(outer, (self.box[dimension][1] - 1) // inner + 1)
             parts = (part for row in touched for part in self.within(dimension, row * inner, (row + 1) * inner))
@@ -136,20 +136,20 @@ class Region(NamedTuple):
         place = self.loops.index(widest)
         head = min(widest.length, -(low // widest.step) % turn)
         full = (widest.length - head) // turn
-        left = widest.length - head - full * turn
-        found = []
+        tail = widest.length - head - full * turn
+        regions = []
         if head:
-            found += self._part([place], [(0, head)])._split(dimension, inner)
+            regions += self._part([place], [(0, head)])._split(dimension, inner)
         if full:
             # As one loop over whole rows, and one within a row.
             rows = Loop(full, dimension, inner, widest.source_dimension, widest.source_step * turn)
             loops = (*self.loops[:place], rows, widest._replace(length=turn), *self.loops[place + 1 :])
             moved = self._part([place], [(head, 1)])
             whole_rows = Region(self.source, moved.origin, moved.source_origin, loops)
-            found.append(whole_rows._carried(dimension, inner, *divmod(moved.origin[dimension], inner)))
-        if left:
-            found += self._part([place], [(head + full * turn, left)])._split(dimension, inner)
-        return found
+            regions.append(whole_rows._carried(dimension, inner, *divmod(moved.origin[dimension], inner)))
+        if tail:
+            regions += self._part([place], [(head + full * turn, tail)])._split(dimension, inner)
+        return regions
 
     def _carried(self, dimension: int, inner: int, outer: int, low: int) -> Region:
         """The region where every loop stays in one of the two dimensions that a dimension becomes."""
@@ -196,10 +196,10 @@ class View:
         """Views one after the other along a dimension.
 
         Raises:
-            LayoutError: there are none, or they differ in another dimension.
+            LayoutError: no views, or views that differ in another dimension.
         """
         if not views:
-            raise LayoutError("there are no tensors to join")
+            raise LayoutError("no tensors to join")
         first = views[0].shape
         _check_dimension(dimension, first)
         regions: list[Region] = []
@@ -238,7 +238,7 @@ class View:
             order: the old dimension of each new one.
 
         Raises:
-            LayoutError: it is not a permutation of the dimensions.
+            LayoutError: ``order`` is not a permutation of the dimensions.
         """
         if sorted(order) != list(range(len(self.shape))):
             raise LayoutError(f"{list(order)} is not a permutation of the dimensions of shape {list(self.shape)}")
@@ -281,7 +281,7 @@ class View:
         return self.shape == tuple(shape) and self.regions == View.whole(0, shape).regions
 
     def keeps_rows(self, shapes: Sequence[Sequence[int]]) -> bool:
-        """Whether neighbours along the last dimension of a source stay neighbours, apart from cuts between runs.
+        """Whether neighbours along the last dimension of a source stay neighbours, except at edges of regions.
 
         Args:
             shapes: of the sources.
@@ -289,10 +289,10 @@ class View:
         last = len(self.shape) - 1
         for region in self.regions:
             # Loops of zeros go along the view on both sides.
-            other = last if region.source == ZEROS else len(shapes[region.source]) - 1
-            along = [loop for loop in region.loops if loop.dimension == last or loop.source_dimension == other]
+            last_of_source = last if region.source == ZEROS else len(shapes[region.source]) - 1
+            along = [loop for loop in region.loops if loop.dimension == last or loop.source_dimension == last_of_source]
             length = along[0].length if along else 1
-            if along not in ([], [Loop(length, last, 1, other, 1)]):
+            if along not in ([], [Loop(length, last, 1, last_of_source, 1)]):
                 return False
             if region.source == ZEROS and length < self.shape[last]:
                 return False
@@ -308,7 +308,7 @@ class View:
 
     @cached_property
     def _hash(self) -> int:
-        # Cached, because views are dictionary keys per layer and may have a region per expert.
+        # Cached: views are dictionary keys for every layer, and may have a region per expert.
         return hash((self.shape, self.regions))
 
 
@@ -318,20 +318,20 @@ def _region(source: int, origin: Sequence[int], source_origin: Sequence[int], lo
         (loop for loop in loops if loop.length > 1),
         key=lambda loop: (loop.dimension, -loop.step, loop.source_dimension),
     )
-    found: list[Loop] = []
+    joined: list[Loop] = []
     for loop in ordered:
-        before = found[-1] if found else None
+        before = joined[-1] if joined else None
         if (
             before is not None
             and (before.dimension, before.source_dimension) == (loop.dimension, loop.source_dimension)
             and (before.step, before.source_step) == (loop.length * loop.step, loop.length * loop.source_step)
         ):
-            found[-1] = loop._replace(length=before.length * loop.length)
+            joined[-1] = loop._replace(length=before.length * loop.length)
         else:
-            found.append(loop)
+            joined.append(loop)
     if source == ZEROS:
         source_origin = [0] * len(source_origin)
-    return Region(source, tuple(origin), tuple(source_origin), tuple(found))
+    return Region(source, tuple(origin), tuple(source_origin), tuple(joined))
 
 
 def _ranges(steps: Sequence[tuple[int, int]], low: int, high: int) -> Iterator[tuple[tuple[int, int], ...]]:
@@ -362,8 +362,8 @@ def _ranges(steps: Sequence[tuple[int, int]], low: int, high: int) -> Iterator[t
             yield ((number, last + 1 - number), *((0, each) for each, _ in inner))
             number = last + 1
             continue
-        for rest in _ranges(inner, low - number * step, high - number * step):
-            yield ((number, 1), *rest)
+        for inner_ranges in _ranges(inner, low - number * step, high - number * step):
+            yield ((number, 1), *inner_ranges)
         number += 1
 
 
@@ -408,16 +408,16 @@ def _regrouped(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[int, in
     at = to = 0
     while at < len(old) or to < len(new):
         begin, start = at, to
-        here, there = 1, 1
+        old_elements, new_elements = 1, 1
         if at < len(old):
-            here, at = old[at], at + 1
+            old_elements, at = old[at], at + 1
         if to < len(new):
-            there, to = new[to], to + 1
-        while here != there:
-            if here < there:
-                here, at = here * old[at], at + 1
+            new_elements, to = new[to], to + 1
+        while old_elements != new_elements:
+            if old_elements < new_elements:
+                old_elements, at = old_elements * old[at], at + 1
             else:
-                there, to = there * new[to], to + 1
+                new_elements, to = new_elements * new[to], to + 1
         yield begin, at - begin, new[start:to]
 
 

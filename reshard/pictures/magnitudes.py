@@ -1,4 +1,4 @@
-"""Pictures of magnitudes: how many elements there are of every power of two, in all and by parameter."""
+"""Pictures of magnitudes: elements per power of two, of all parameters together and by parameter."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _MARGIN = 16.0
 _PLOT = 560.0
 _HEIGHT = 160.0
 _ROW = 16.0
-_MOST_ROWS = 60
-_LONGEST = 48
+_MAX_ROWS = 60
+_MAX_LENGTH = 48
 # Minimum number of powers of two in a picture: wider bars would fill it.
-_LEAST = 12
+_MIN_EXPONENTS = 12
 _NUMBER = re.compile(r"[0-9]+")
 _COLOURS = {
     "bar": ("fill", "#2f6fd0", "#5b9bff"),
@@ -35,26 +35,26 @@ _COLOURS = {
 _HALF = (-14, 15)
 
 
-def magnitudes_picture(title: str, found: Sequence[TensorStatistics]) -> bytes:
+def magnitudes_picture(title: str, statistics: Sequence[TensorStatistics]) -> bytes:
     """A histogram of all elements by their binary exponents, and a row of shades for each kind of parameter.
 
     Args:
         title: name of the checkpoint.
-        found: statistics with magnitudes.
+        statistics: statistics with magnitudes.
 
     Returns:
         SVG.
     """
-    values = [tensor for tensor in found if is_value(tensor.name, tensor.count)]
-    rows = _rows([tensor for tensor in found if tensor not in values])
+    values = [tensor for tensor in statistics if is_value(tensor.name, tensor.count)]
+    rows = _rows([tensor for tensor in statistics if tensor not in values])
     total: Counts = sum((row.counts for row in rows), np.zeros(EXPONENTS, np.int64))
     present = np.flatnonzero(total)
     low, high = (int(present[0]), int(present[-1])) if len(present) else (ONE, ONE)
-    low, high = min(low, high - _LEAST + 1), high
-    shown = rows[:_MOST_ROWS]
+    low, high = min(low, high - _MIN_EXPONENTS + 1), high
+    shown = rows[:_MAX_ROWS]
     label = max([len(row.label) for row in shown], default=0) * CHARACTER_WIDTH + _MARGIN
     left, bar = _MARGIN + label, _PLOT / (high - low + 1)
-    body, y = paragraph(_MARGIN, _MARGIN + LINE_HEIGHT, _heading(title, found), left + _PLOT, font_weight="bold")
+    body, y = paragraph(_MARGIN, _MARGIN + LINE_HEIGHT, _heading(title, statistics), left + _PLOT, font_weight="bold")
     y += LINE_HEIGHT / 2
     body += _bars(total, low, high, left, y, bar)
     y += _HEIGHT
@@ -77,12 +77,12 @@ def magnitudes_picture(title: str, found: Sequence[TensorStatistics]) -> bytes:
 
 
 class _Row(NamedTuple):
-    """Parameters of one name but for its numbers.
+    """Parameters whose names differ only in numbers.
 
     Attributes:
-        label: the name; with the numbers of NaN and infinite elements, if there are any.
+        label: the name, followed by the numbers of NaN and infinite elements above 0.
         counts: elements by exponent.
-        bad: whether there are any.
+        bad: whether some elements are NaN or infinite.
     """
 
     label: str
@@ -90,29 +90,29 @@ class _Row(NamedTuple):
     bad: bool
 
 
-def _rows(found: Sequence[TensorStatistics]) -> list[_Row]:
-    """Counts by name, those of all layers together: first where NaN or Inf is, then in the order of the names."""
+def _rows(statistics: Sequence[TensorStatistics]) -> list[_Row]:
+    """Counts by name, all layers together: first rows with NaN or Inf, then in the order of the names."""
     kinds: dict[str, list[TensorStatistics]] = {}
-    for tensor in found:
+    for tensor in statistics:
         name = one_line(_NUMBER.sub("*", tensor.name))
-        shown = name if len(name) <= _LONGEST else f"{name[: _LONGEST // 2]}...{name[-_LONGEST // 2 + 3 :]}"
+        shown = name if len(name) <= _MAX_LENGTH else f"{name[: _MAX_LENGTH // 2]}...{name[-_MAX_LENGTH // 2 + 3 :]}"
         kinds.setdefault(shown, []).append(tensor)
     rows = []
     for name, tensors in kinds.items():
         counts = np.sum([each.magnitudes for each in tensors if each.magnitudes is not None], axis=0, dtype=np.int64)
         nan, inf = sum(each.nan for each in tensors), sum(each.inf for each in tensors)
-        marks = [f"{count} {what}" for count, what in ((nan, "NaN"), (inf, "Inf")) if count]
+        marks = [f"{count} {label}" for count, label in ((nan, "NaN"), (inf, "Inf")) if count]
         if marks or np.any(counts):
             rows.append(_Row(f"{name}: {', '.join(marks)}" if marks else name, np.atleast_1d(counts), bool(marks)))
     return sorted(rows, key=lambda row: not row.bad)
 
 
 def _legend(values: Sequence[TensorStatistics]) -> list[str]:
-    """What the marks mean, and what is not drawn."""
+    """The meaning of bars, rows and colours, and the omitted tensors."""
     lines = [
         "Bars: all elements, by powers of two. Rows: the elements of one kind of parameter, all layers together; the "
         "darkest field has the most of its row. Zeros, NaN and infinite elements are not in bars and rows.",
-        "Red names: there are NaN or infinite elements.",
+        "Red names: some elements are NaN or infinite.",
         "Orange line: normal numbers of Float16. Powers of two below 1/16384 lose precision there, and numbers from "
         "65520 on are infinite.",
     ]
@@ -123,32 +123,32 @@ def _legend(values: Sequence[TensorStatistics]) -> list[str]:
     return lines
 
 
-def _heading(title: str, found: Sequence[TensorStatistics]) -> str:
-    said: Mapping[str, int] = {
-        what: sum(getattr(tensor, key) for tensor in found)
-        for key, what in (("zeros", "zero"), ("nan", "NaN"), ("inf", "infinite"))
+def _heading(title: str, statistics: Sequence[TensorStatistics]) -> str:
+    counts: Mapping[str, int] = {
+        label: sum(getattr(tensor, key) for tensor in statistics)
+        for key, label in (("zeros", "zero"), ("nan", "NaN"), ("inf", "infinite"))
     }
-    others = "".join(f", {count} {what}" for what, count in said.items() if count)
-    return f"{title}: {plural(sum(tensor.count for tensor in found), 'element')}{others}"
+    counted = "".join(f", {count} {label}" for label, count in counts.items() if count)
+    return f"{title}: {plural(sum(tensor.count for tensor in statistics), 'element')}{counted}"
 
 
 def _bars(total: Counts, low: int, high: int, left: float, y: float, bar: float) -> list[str]:
     most = int(total.max()) or 1
-    whole = int(total.sum()) or 1
-    made = []
+    elements = int(total.sum()) or 1
+    rectangles = []
     for exponent in range(low, high + 1):
         count = int(total[exponent]) if exponent < len(total) else 0
         if count:
             height = max(1.0, _HEIGHT * count / most)
             x = left + (exponent - low) * bar
-            made.append(
-                rectangle(x, y + _HEIGHT - height, max(1.0, bar - 1), height, "bar", _said(exponent, count, whole))
+            rectangles.append(
+                rectangle(x, y + _HEIGHT - height, max(1.0, bar - 1), height, "bar", _said(exponent, count, elements))
             )
-    return made
+    return rectangles
 
 
 def _shades(counts: Counts, low: int, high: int, left: float, y: float, bar: float) -> list[str]:
-    most, whole = int(counts.max()), int(counts.sum())
+    most, elements = int(counts.max()), int(counts.sum())
     return [
         rectangle(
             left + (exponent - low) * bar,
@@ -156,8 +156,8 @@ def _shades(counts: Counts, low: int, high: int, left: float, y: float, bar: flo
             bar,
             _ROW - 2,
             "bar",
-            _said(exponent, int(counts[exponent]), whole),
-            # Few are seen, too.
+            _said(exponent, int(counts[exponent]), elements),
+            # A few elements stay visible.
             fill_opacity=0.12 + 0.88 * float(counts[exponent]) / most,
         )
         for exponent in range(low, high + 1)
@@ -168,17 +168,17 @@ def _shades(counts: Counts, low: int, high: int, left: float, y: float, bar: flo
 def _axis(low: int, high: int, left: float, y: float, bar: float) -> list[str]:
     """Powers of two below the bars, and the range of Float16."""
     width = bar * (high - low + 1)
-    made = [rectangle(left, y, width, 1, "soft")]
+    marks = [rectangle(left, y, width, 1, "soft")]
     first, last = (max(low, min(high + 1, ONE + power)) for power in (_HALF[0], _HALF[1] + 1))
     if last > first:
         place = (left + (first - low) * bar, y + 3)
-        made.append(rectangle(*place, (last - first) * bar, 3, "half", "normal numbers of Float16: 2^-14 to 2^15"))
+        marks.append(rectangle(*place, (last - first) * bar, 3, "half", "normal numbers of Float16: 2^-14 to 2^15"))
     step = max(1, round((high - low + 1) / 10))
     for exponent in range(low, high + 1, step):
         x = left + (exponent - low + 0.5) * bar
-        made.append(text(x, y + 1.4 * LINE_HEIGHT, f"2^{exponent - ONE}", "soft", text_anchor="middle"))
-    return made
+        marks.append(text(x, y + 1.4 * LINE_HEIGHT, f"2^{exponent - ONE}", "soft", text_anchor="middle"))
+    return marks
 
 
-def _said(exponent: int, count: int, whole: int) -> str:
-    return f"2^{exponent - ONE} to 2^{exponent - ONE + 1}: {plural(count, 'element')} ({count / whole:.2%})"
+def _said(exponent: int, count: int, elements: int) -> str:
+    return f"2^{exponent - ONE} to 2^{exponent - ONE + 1}: {plural(count, 'element')} ({count / elements:.2%})"

@@ -1,7 +1,6 @@
 """The slices of one parameter in one stage, for drawing: their boxes and ranks.
 
-Only JSON strategies contain the full shape. A dimension of unknown size is measured in its
-own slices: a slice is then at ``1/8..2/8`` of it.
+Only JSON strategies contain the full shape. The unit of a dimension of unknown size is a slice: ``1/8..2/8``.
 """
 
 from __future__ import annotations
@@ -49,12 +48,12 @@ class Arrangement:
 
     def __init__(self, holding: Holding, axis_names: tuple[str, ...] = ()) -> None:
         self.axis_names = axis_names
-        layout, *others = holding.layout.regroupings() or [holding.layout]
+        layout, *alternatives = holding.layout.regroupings() or [holding.layout]
         self.holding = holding._replace(layout=layout)
         self.layout = layout
         self.readings = tuple(
-            f"the file can also mean shape {list(other.recorded_shape or ())}, tensor map {other.map_text}"
-            for other in others
+            f"the file can also mean shape {list(alternative.recorded_shape or ())}, tensor map {alternative.map_text}"
+            for alternative in alternatives
         )
         shape: Sequence[Optional[int]] = layout.recorded_shape or [None] * len(layout.cuts)
         known_sizes = [sum(layout.uneven) if layout.uneven and not d else size for d, size in enumerate(shape)]
@@ -176,9 +175,9 @@ class Arrangement:
         shards = self.layout.shards
         return f", shard {position % shards + 1} of {shards}" if shards > 1 else ""
 
-    def holders_text(self, found: Slice) -> str:
+    def holders_text(self, slice_: Slice) -> str:
         """The ranks of a slice in words."""
-        return stepped_rank_ranges(found.ranks)
+        return stepped_rank_ranges(slice_.ranks)
 
     def shard_order(self) -> Optional[str]:
         """The order of optimizer shards on a slice's ranks, for pictures that do not distinguish shards."""

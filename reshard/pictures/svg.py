@@ -50,7 +50,7 @@ def element(name: str, *children: str, **attributes: Union[str, float, None]) ->
 
 
 def text(x: float, y: float, words: str, class_: str = "ink", **attributes: Union[str, float, None]) -> str:
-    """One line of text with its baseline at (x, y), at its start or as ``text_anchor`` says."""
+    """One line of text whose baseline starts at (x, y), or has its ``text_anchor`` there."""
     return element("text", _escaped(words), x=x, y=y, class_=class_, **attributes)
 
 
@@ -59,8 +59,8 @@ def paragraph(
 ) -> tuple[list[str], float]:
     """Text in lines of about ``width``, and the baseline of the next line."""
     lines = textwrap.wrap(words, max(10, int(width / CHARACTER_WIDTH))) or [""]
-    made = [text(x, y + LINE_HEIGHT * number, line, class_, **attributes) for number, line in enumerate(lines)]
-    return made, y + LINE_HEIGHT * len(lines)
+    elements = [text(x, y + LINE_HEIGHT * number, line, class_, **attributes) for number, line in enumerate(lines)]
+    return elements, y + LINE_HEIGHT * len(lines)
 
 
 def rectangle(
@@ -82,8 +82,8 @@ def document(width: float, height: float, title: str, body: Iterable[str], colou
         colours: more classes: painted property, colour on light and on dark pages.
     """
     classes = {**_COLOURS, **(colours or {})}
-    light = "".join(f".{name}{{{what}:{colour}}}" for name, (what, colour, _) in classes.items())
-    dark = "".join(f".{name}{{{what}:{colour}}}" for name, (what, _, colour) in classes.items())
+    light = "".join(f".{name}{{{painted}:{colour}}}" for name, (painted, colour, _) in classes.items())
+    dark = "".join(f".{name}{{{painted}:{colour}}}" for name, (painted, _, colour) in classes.items())
     style = (
         f"text{{font:{FONT_SIZE}px system-ui,-apple-system,'Segoe UI',Helvetica,Arial,sans-serif}}"
         f".line{{fill:none}}{light}@media (prefers-color-scheme:dark){{{dark}}}"

@@ -14,15 +14,15 @@ from reshard.text.wording import plural, stepped_ranges
 
 _WIDTH = 860
 _MARGIN = 16.0
-_MOST_ROWS = 32
-_MOST_COLUMNS = 16
-_MOST_PANELS = 8
-_MOST_MATRIX = 16
+_MAX_ROWS = 32
+_MAX_COLUMNS = 16
+_MAX_PANELS = 8
+_MAX_MATRIX = 16
 _ROW = 22
 _GAP = 18.0
 _SMALL = 10
-_HIGHEST = 700.0
-_SMALLEST_STRIPE = 2.0
+_MAX_HEIGHT = 700.0
+_MIN_STRIPE = 2.0
 
 # Degrees between neighbouring hues: the golden angle, so that few hues are far apart, whatever their number.
 _TURN = 137.50776
@@ -35,7 +35,7 @@ class _Colours:
     """A colour for every different slice that is drawn.
 
     Attributes:
-        used: as `svg.document` takes them.
+        used: colours by class, as for `svg.document`.
     """
 
     def __init__(self) -> None:
@@ -95,21 +95,21 @@ def parameter_picture(name: str, arrangements: Sequence[Arrangement]) -> bytes:
 def _stage(arrangement: Arrangement, colours: _Colours, line: float) -> tuple[list[str], float]:
     layout = arrangement.layout
     room = _WIDTH - 2 * _MARGIN
-    said = [
+    headlines = [
         (arrangement.holding.stage.label, "ink"),
         (f"device matrix {list(layout.device_matrix)}, tensor map {layout.map_text}", "ink"),
         *((words, "soft") for words in (*arrangement.axis_lines(), *arrangement.dimension_lines())),
     ]
     body = []
-    for words, colour in said:
+    for words, colour in headlines:
         parts, line = svg.paragraph(_MARGIN, line, words, room, colour)
         body += parts
-    told_apart = layout.shards == 1 or layout.cuts[0] <= _MOST_ROWS
-    drawn = arrangement if told_apart else arrangement.without_shards
+    distinguished = layout.shards == 1 or layout.cuts[0] <= _MAX_ROWS
+    drawn = arrangement if distinguished else arrangement.without_shards
     parts, line = _matrix(arrangement, drawn, colours, line + 12)
     body += parts
     notes = [*arrangement.readings, arrangement.summary()]
-    if not told_apart:
+    if not distinguished:
         notes.append(str(arrangement.shard_order()))
     notes.append("A rank has the colour of the box that it holds; every other box has another colour.")
     for words in notes:
@@ -124,8 +124,8 @@ def _matrix(arrangement: Arrangement, drawn: Arrangement, colours: _Colours, top
     columns, rows = sizes[-1], math.prod(sizes[:-1])
     last = arrangement.layout.device_count - 1
     width = max(34.0, (len(arrangement.rank_label(last)) + 2) * (svg.CHARACTER_WIDTH + 0.6))
-    others = ", ".join(str(axis) for axis in range(len(sizes) - 1, 0, -1))
-    rows_of = f"{'axis' if len(sizes) == 2 else 'axes'} {others}, rows"
+    row_axes = ", ".join(str(axis) for axis in range(len(sizes) - 1, 0, -1))
+    rows_of = f"{'axis' if len(sizes) == 2 else 'axes'} {row_axes}, rows"
     if arrangement.axis_names:
         rows_of = f"{', '.join(arrangement.axis_names[:-1])}, rows"
     columns_of = f"{arrangement.axis_name(0)}, columns"
@@ -134,12 +134,12 @@ def _matrix(arrangement: Arrangement, drawn: Arrangement, colours: _Colours, top
     body = [svg.text(_MARGIN, top + 12, columns_of, "soft")]
     if len(sizes) > 1:
         body.append(svg.text(_MARGIN, top + 13 + _ROW, rows_of, "soft"))
-    across = shown_positions(columns, max(3, min(_MOST_MATRIX, int((_WIDTH - left - _MARGIN) / width))))
+    across = shown_positions(columns, max(3, min(_MAX_MATRIX, int((_WIDTH - left - _MARGIN) / width))))
     for place, column in enumerate(across):
-        said = "…" if column is None else str(column)
-        body.append(svg.text(left + (place + 0.5) * width, top + 12, said, "soft", text_anchor="middle"))
+        label_of_column = "…" if column is None else str(column)
+        body.append(svg.text(left + (place + 0.5) * width, top + 12, label_of_column, "soft", text_anchor="middle"))
     line = top + 20
-    for row in shown_positions(rows, _MOST_MATRIX):
+    for row in shown_positions(rows, _MAX_MATRIX):
         if row is None:
             body.append(svg.text(left + width / 2, line + 12, "…", "soft", text_anchor="middle"))
             line += _GAP
@@ -177,9 +177,9 @@ def _tensor(arrangement: Arrangement, drawn: Arrangement, colours: _Colours, top
     panels = math.prod(cuts[dimension] for dimension in further)
     body: list[str] = []
     line = top
-    for panel in shown_positions(panels, _MOST_PANELS):
+    for panel in shown_positions(panels, _MAX_PANELS):
         if panel is None:
-            left_out = plural(panels - _MOST_PANELS + 1, "more panel")
+            left_out = plural(panels - _MAX_PANELS + 1, "more panel")
             body.append(svg.text(_MARGIN, line + 12, f"… {left_out} left out", "soft"))
             line += svg.LINE_HEIGHT + 8
             continue
@@ -207,26 +207,26 @@ def _panel(
     rows = 1 if down is None else drawn.layout.cuts[down]
     labels = [] if down is None else [drawn.interval(down, at) for at in (0, rows - 1)]
     left = _MARGIN + (0 if down is None else max(92.0, 12 + max(map(len, labels)) * svg.CHARACTER_WIDTH))
-    height = float(max(3, min(rows, _MOST_ROWS)) * _ROW * (2 if stripes > 1 else 1))
+    height = float(max(3, min(rows, _MAX_ROWS)) * _ROW * (2 if stripes > 1 else 1))
     if down is not None and drawn.layout.uneven is not None:
         # High enough to label the smallest slice, unless it is very small.
         sizes = [drawn.length(down, at) for at in range(rows)]
-        height = max(height, min(_HIGHEST, _ROW * sum(sizes) / max(1, min(sizes))))
+        height = max(height, min(_MAX_HEIGHT, _ROW * sum(sizes) / max(1, min(sizes))))
     body = []
     if down is not None:
         body.append(svg.text(_MARGIN, top + 12, f"dimension {down}", "soft"))
     if across is not None:
         body.append(svg.text(left, top + 12, f"dimension {across}", "soft"))
     top += 20 if down is not None or across is not None else 4
-    columns = _bands(drawn, across, left, _WIDTH - _MARGIN - left, _MOST_COLUMNS)
+    columns = _bands(drawn, across, left, _WIDTH - _MARGIN - left, _MAX_COLUMNS)
     if across is not None:
         body += list(_column_labels(drawn, across, columns, top + 12))
         top += 20
-    bands = _bands(drawn, down, top, height, _MOST_ROWS)
+    bands = _bands(drawn, down, top, height, _MAX_ROWS)
     for row in bands:
         if down is not None and row.size >= 12:
-            said = "…" if row.position is None else drawn.interval(down, row.position)
-            body.append(svg.text(left - 8, row.start + row.size / 2 + 4, said, "soft", text_anchor="end"))
+            label = "…" if row.position is None else drawn.interval(down, row.position)
+            body.append(svg.text(left - 8, row.start + row.size / 2 + 4, label, "soft", text_anchor="end"))
         for column in columns:
             if row.position is None or column.position is None:
                 continue
@@ -247,10 +247,10 @@ def _bands(drawn: Arrangement, dimension: Optional[int], start: float, room: flo
     sizes = [0 if at is None else drawn.length(dimension, at) for at in positions]
     gaps = positions.count(None)
     # An empty dimension has no proportions.
-    whole = sum(sizes) or len(sizes)
+    total = sum(sizes) or len(sizes)
     bands = []
     for at, size in zip(positions, sizes if sum(sizes) else [1] * len(sizes)):
-        length = _GAP if at is None else (room - gaps * _GAP) * size / whole
+        length = _GAP if at is None else (room - gaps * _GAP) * size / total
         bands.append(_Band(at, start, length))
         start += length
     return bands
@@ -258,27 +258,27 @@ def _bands(drawn: Arrangement, dimension: Optional[int], start: float, room: flo
 
 def _column_labels(drawn: Arrangement, dimension: int, columns: Sequence[_Band], line: float) -> Iterator[str]:
     for band in columns:
-        said = "…" if band.position is None else drawn.interval(dimension, band.position)
-        if len(said) * svg.CHARACTER_WIDTH <= band.size:
-            yield svg.text(band.start + band.size / 2, line, said, "soft", text_anchor="middle")
+        label = "…" if band.position is None else drawn.interval(dimension, band.position)
+        if len(label) * svg.CHARACTER_WIDTH <= band.size:
+            yield svg.text(band.start + band.size / 2, line, label, "soft", text_anchor="middle")
 
 
 def _left_out(
     drawn: Arrangement, down: Optional[int], across: Optional[int], left: float, line: float
 ) -> Iterator[str]:
-    said = []
-    for dimension, most in ((down, _MOST_ROWS), (across, _MOST_COLUMNS)):
+    notes = []
+    for dimension, most in ((down, _MAX_ROWS), (across, _MAX_COLUMNS)):
         if dimension is not None and drawn.layout.cuts[dimension] > most:
             count = drawn.layout.cuts[dimension] - most + 1
-            said.append(f"{count} of {drawn.layout.cuts[dimension]} slices of dimension {dimension} are left out")
-    if said:
-        yield svg.text(left, line, "; ".join(said), "soft")
+            notes.append(f"{count} of {drawn.layout.cuts[dimension]} slices of dimension {dimension} are left out")
+    if notes:
+        yield svg.text(left, line, "; ".join(notes), "soft")
 
 
 def _box(
     drawn: Arrangement,
     colours: _Colours,
-    found: Slice,
+    slice_: Slice,
     stripes: int,
     x: float,
     y: float,
@@ -286,23 +286,24 @@ def _box(
     height: float,
 ) -> Iterator[str]:
     """A slice with its ranks; if they do not fit, a pointer on it shows them."""
-    held = drawn.holders_text(found)
+    ranks = drawn.holders_text(slice_)
     shards = drawn.layout.shards
-    shard = drawn.shard_text(found.place[0]) if found.place else ""
+    shard = drawn.shard_text(slice_.place[0]) if slice_.place else ""
     # The shards of a slice are close together, slices are apart.
-    height -= 3 if shards > 1 and (found.place[0] + 1) % shards == 0 else 0
-    class_ = colours.of(drawn, found.place)
-    where = ", ".join(f"dimension {d} {drawn.interval(d, at)}" for d, at in enumerate(found.place))
-    yield svg.rectangle(x + 0.5, y + 0.5, max(0.5, width - 1), max(0.5, height - 1), class_, f"{where}: {held}{shard}")
-    if stripes > 1 and height / stripes >= _SMALLEST_STRIPE:
+    height -= 3 if shards > 1 and (slice_.place[0] + 1) % shards == 0 else 0
+    box = (x + 0.5, y + 0.5, max(0.5, width - 1), max(0.5, height - 1))
+    class_ = colours.of(drawn, slice_.place)
+    where = ", ".join(f"dimension {d} {drawn.interval(d, at)}" for d, at in enumerate(slice_.place))
+    yield svg.rectangle(*box, class_, f"{where}: {ranks}{shard}")
+    if stripes > 1 and height / stripes >= _MIN_STRIPE:
         lines = "".join(f"M{x:g} {y + height * at / stripes:.6g}h{width:g}" for at in range(1, stripes))
         yield svg.element("path", d=lines, class_="line", stroke_width=0.5)
-    short = stepped_ranges(found.ranks)
-    first = f"{found.ranks[0]}{',…' if len(found.ranks) > 1 else ''}"
+    short = stepped_ranges(slice_.ranks)
+    first = f"{slice_.ranks[0]}{',…' if len(slice_.ranks) > 1 else ''}"
     normal = svg.FONT_SIZE
-    fitting = ((held + shard, normal), (held, normal), (short, normal), (short, _SMALL), (first, _SMALL))
-    for said, size in fitting:
-        if (len(said) + 1) * svg.CHARACTER_WIDTH * size / normal <= width and height >= 13:
+    fitting = ((ranks + shard, normal), (ranks, normal), (short, normal), (short, _SMALL), (first, _SMALL))
+    for label, size in fitting:
+        if (len(label) + 1) * svg.CHARACTER_WIDTH * size / normal <= width and height >= 13:
             style = f"font-size:{size}px" if size == _SMALL else None
-            yield svg.text(x + width / 2, y + height / 2 + 4, said, text_anchor="middle", style=style)
+            yield svg.text(x + width / 2, y + height / 2 + 4, label, text_anchor="middle", style=style)
             return

@@ -1,4 +1,4 @@
-"""A map of which source ranks give how many bytes to which target ranks."""
+"""A heat map of the bytes from each source rank to each target rank."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import NamedTuple, Optional
 from reshard.pictures import svg
 from reshard.text.wording import byte_size, plural, rank_ranges
 
-#: Maximum rows or columns: more cannot be distinguished on a screen, so neighbouring ranks share one.
-MOST_CELLS = 128
+#: Maximum number of rows or columns that a screen shows distinctly; beyond it, neighbouring ranks share one.
+MAX_CELLS = 128
 _LEVELS = 12
 _SIDE = 640
-_LARGEST_CELL = 56
+_MAX_CELL = 56
 _LEGIBLE_CELL = 46
 # Lines between smaller cells would hide them: only lines at the labels are drawn.
 _CELL_WITH_LINES = 8
@@ -43,7 +43,7 @@ def transfer_map(
 ) -> bytes:
     """Draw the bytes moved from source ranks (rows) to target ranks (columns) as an SVG heat map.
 
-    With more than `MOST_CELLS` ranks on a side, neighbours are added up, and the picture
+    With more than `MAX_CELLS` ranks on a side, neighbours are added up, and the picture
     contains a note. Pairs with only copied values have a colour of their own.
 
     Args:
@@ -76,22 +76,8 @@ def transfer_map(
     left, width = 84.0 + down.room_for_stages, max(across.length + 100 + down.room_for_stages, 480)
     body, line = svg.paragraph(16, 26, title, width - 32, style="font-weight:600")
     top = line + 34 + across.room_for_stages
-    body += [
-        svg.text(
-            left + across.length / 2, top - 26 - across.room_for_stages, f"target {target_noun}", text_anchor="middle"
-        ),
-        svg.text(0, 0, f"source {source_noun}", text_anchor="middle", transform=_upright(24, top + down.length / 2)),
-    ]
-    body += [svg.text(left + at, top - 8, str(rank), "soft", text_anchor="middle") for at, rank in across.ticks()]
-    body += [svg.text(left - 8, top + at + 4, str(rank), "soft", text_anchor="end") for at, rank in down.ticks()]
-    body += [
-        svg.text(left + at, top - 26, words, "soft", text_anchor="middle") for at, words in across.stage_captions()
-    ]
-    body += [
-        svg.text(0, 0, words, "soft", text_anchor="middle", transform=_upright(left - 48, top + at))
-        for at, words in down.stage_captions()
-    ]
     grid = _CellGrid(down, across, left, top)
+    body += grid.labels()
     body += grid.lines()
     body += grid.painted(heat, most)
     if only_values:
@@ -153,9 +139,9 @@ class _Axis:
         self.noun = noun
         self._distance = distance
         self.stages = tuple(stages) if len(stages) > 1 else ()
-        self.ranks_per_cell = max(1, math.ceil(ranks / MOST_CELLS))
+        self.ranks_per_cell = max(1, math.ceil(ranks / MAX_CELLS))
         self.cells = math.ceil(ranks / self.ranks_per_cell)
-        self.cell = min(_LARGEST_CELL, _SIDE // max(1, self.cells))
+        self.cell = min(_MAX_CELL, _SIDE // max(1, self.cells))
         self.length = self.cell * self.cells
 
     def ranks_of(self, cell: int) -> str:
@@ -204,6 +190,23 @@ class _CellGrid(NamedTuple):
     left: float
     top: float
 
+    def labels(self) -> list[str]:
+        """The nouns, ranks and stages of both axes."""
+        down, across, left, top = self
+        title_top = top - 26 - across.room_for_stages
+        labels = [
+            svg.text(left + across.length / 2, title_top, f"target {across.noun}", text_anchor="middle"),
+            svg.text(0, 0, f"source {down.noun}", text_anchor="middle", transform=_upright(24, top + down.length / 2)),
+        ]
+        labels += [svg.text(left + at, top - 8, str(rank), "soft", text_anchor="middle") for at, rank in across.ticks()]
+        labels += [svg.text(left - 8, top + at + 4, str(rank), "soft", text_anchor="end") for at, rank in down.ticks()]
+        for at, words in across.stage_captions():
+            labels.append(svg.text(left + at, top - 26, words, "soft", text_anchor="middle"))
+        for at, words in down.stage_captions():
+            place = _upright(left - 48, top + at)
+            labels.append(svg.text(0, 0, words, "soft", text_anchor="middle", transform=place))
+        return labels
+
     def painted(self, cells: Pairs, most: int) -> list[str]:
         """One path per level of colour: far smaller than an element per cell."""
         levels: dict[int, list[tuple[int, int]]] = {}
@@ -246,7 +249,7 @@ class _CellGrid(NamedTuple):
         return f"translate({self.left:g} {self.top:g})"
 
     def _ruled(self, rows: Iterable[float], columns: Iterable[float], class_: str, width: float) -> str:
-        # In the pixels that `area` leaves free.
+        # `area` leaves these pixels free.
         d = "".join(f"M0 {at + 0.5:g}h{self.across.length}" for at in rows)
         d += "".join(f"M{at + 0.5:g} 0v{self.down.length}" for at in columns)
         return svg.element("path", d=d, class_=class_, fill="none", stroke_width=width, transform=self._place)
@@ -275,19 +278,19 @@ def _summary(moved: Pairs, copied: int, heat: Pairs, down: _Axis, across: _Axis)
     pairs = sum(1 for size in moved.values() if size)
     values = f", {byte_size(copied)} of it unchanged values" if copied else ""
     of = down.ranks * across.ranks
-    said = [
+    lines = [
         f"{byte_size(sum(moved.values()))} from {plural(down.ranks, f'source {down.noun}')} to "
         f"{plural(across.ranks, f'target {across.noun}')}{values}; {pairs} of {of} pairs exchange data."
     ]
     if down.ranks_per_cell * across.ranks_per_cell > 1:
-        said.append(
+        lines.append(
             f"Neighbours are added up: a cell is {plural(down.ranks_per_cell, f'source {down.noun}')} by "
             f"{plural(across.ranks_per_cell, f'target {across.noun}')}, and is labelled by the first."
         )
     if heat:
         (row, column), size = max(heat.items(), key=lambda item: item[1])
-        said.append(
+        lines.append(
             f"The strongest colour is {byte_size(size)}, as from source {down.ranks_of(row)} "
             f"to target {across.ranks_of(column)}."
         )
-    return said
+    return lines

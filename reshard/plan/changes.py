@@ -19,16 +19,16 @@ from reshard.layout import Layout, Overlap, stand_in_shape
 from reshard.plan.replicas import choose, common_dimensions
 from reshard.strategies import Strategy
 
-# Cells that are looked at one by one, where several stages hold a parameter.
-_MOST_CELLS = 1 << 16
+# Maximum number of cells to examine, where several stages hold a parameter.
+_MAX_CELLS = 1 << 16
 
 UNCHANGED, MOVED, CUT_DIFFERENTLY, CONTRADICTING = "unchanged", "moved", "cut_differently", "contradicting"
 EFFECTS = (UNCHANGED, MOVED, CUT_DIFFERENTLY, CONTRADICTING)
-"""Whether the same ranks hold the same slices, other ranks do, slices are others, or it cannot be one tensor."""
+"""Same ranks with the same slices; other ranks with these slices; other slices; layouts that fit no common tensor."""
 
 
 class Span(NamedTuple):
-    """The least and the most of a number that differs from slice to slice."""
+    """The minimum and maximum of a number that differs from slice to slice."""
 
     least: int
     most: int
@@ -39,13 +39,13 @@ class Move:
     """How the slices of one target stage are made.
 
     Attributes:
-        source: the source stage that fits best: the one that fewest slices have to be joined of.
+        source: the source stage whose slices overlap the fewest others: fewest have to be joined.
         target: the target stage.
-        joined: per dimension, source slices that a target slice takes from.
-        divided: per dimension, target slices that a source slice gives to.
-        ranks_read: source ranks that a target rank reads for one parameter; of slices spread evenly, where
-            several source stages hold it and they are very many.
-        kept: every rank has the slice already that it gets.
+        joined: per dimension, source slices that overlap a target slice.
+        divided: per dimension, target slices that overlap a source slice.
+        ranks_read: source ranks that a target rank reads for one parameter; for a sample of slices, where several
+            source stages hold very many.
+        unchanged: every rank holds the same slice before and after.
     """
 
     source: Holding
@@ -53,7 +53,7 @@ class Move:
     joined: tuple[Span, ...]
     divided: tuple[Span, ...]
     ranks_read: Span
-    kept: bool
+    unchanged: bool
 
 
 @dataclass
@@ -81,7 +81,7 @@ class Change:
             [(holding.stage.number, holding.stage.first_rank, holding.stage.device_count) for holding in holdings]
             for holdings in (self.sources, self.targets)
         ]
-        return self.problem is None and stages[0] == stages[1] and all(move.kept for move in self.moves)
+        return self.problem is None and stages[0] == stages[1] and all(move.unchanged for move in self.moves)
 
     @property
     def effect(self) -> str:
@@ -124,16 +124,18 @@ def changes_between(source: Strategy, target: Strategy) -> Changes:
     if target.is_none:
         after = {name: () for name in before}
     # Holdings distinguish layouts with equal cuts, so a kind may occur several times.
-    met: dict[object, Change] = {}
+    by_layouts: dict[object, Change] = {}
     kinds: dict[object, Change] = {}
-    for name, held in before.items():
+    for name, numbered in before.items():
         if name not in after:
             continue
-        key = tuple((number, id(layout)) for number, layout in (*held, (-1, None), *after[name]))
-        change = met.get(key)
+        key = tuple((number, id(layout)) for number, layout in (*numbered, (-1, None), *after[name]))
+        change = by_layouts.get(key)
         if change is None:
-            made = _change(source, target, held, after[name])
-            change = met[key] = kinds.setdefault((_cuts(made.sources), _cuts(made.targets), made.problem), made)
+            first = _change(source, target, numbered, after[name])
+            change = by_layouts[key] = kinds.setdefault(
+                (_cuts(first.sources), _cuts(first.targets), first.problem), first
+            )
         change.names.append(name)
     return Changes(
         sorted(kinds.values(), key=lambda change: (change.unchanged, -len(change.names))),
@@ -142,15 +144,15 @@ def changes_between(source: Strategy, target: Strategy) -> Changes:
     )
 
 
-_Held = tuple[tuple[int, Layout], ...]
+_NumberedLayouts = tuple[tuple[int, Layout], ...]
 
 
-def _holders(strategy: Strategy) -> dict[str, _Held]:
+def _holders(strategy: Strategy) -> dict[str, _NumberedLayouts]:
     holders: dict[str, list[tuple[int, Layout]]] = {}
     for number, stage in enumerate(strategy.stages):
         for name, layout in stage.layouts.items():
             holders.setdefault(name, []).append((number, layout))
-    return {name: tuple(held) for name, held in holders.items()}
+    return {name: tuple(numbered) for name, numbered in holders.items()}
 
 
 def _cuts(holdings: Sequence[Holding]) -> tuple[object, ...]:
@@ -161,12 +163,12 @@ def _cuts(holdings: Sequence[Holding]) -> tuple[object, ...]:
     )
 
 
-def _change(source: Strategy, target: Strategy, before: _Held, after: _Held) -> Change:
+def _change(source: Strategy, target: Strategy, before: _NumberedLayouts, after: _NumberedLayouts) -> Change:
     sources = tuple(Holding(source.stages[number], layout) for number, layout in before)
     targets = tuple(Holding(target.stages[number], layout) for number, layout in after)
     try:
-        known: dict[Optional[Layout], _Overlapping] = {}
-        moves = tuple(_move(source, target, sources, holding, known) for holding in targets or (None,))
+        overlaps: dict[Optional[Layout], _Overlapping] = {}
+        moves = tuple(_move(source, target, sources, holding, overlaps) for holding in targets or (None,))
     except LayoutError as error:
         recorded = (holding.layout.recorded_shape for holding in (*sources, *targets))
         shapes = sorted({str(list(shape)) for shape in recorded if shape is not None})
@@ -174,7 +176,7 @@ def _change(source: Strategy, target: Strategy, before: _Held, after: _Held) -> 
         return Change(sources, targets, problem=error.message + of_shape)
     if not sources:
         sources = (moves[0].source,)
-    # As they were regrouped for the first target, in words as in numbers.
+    # Messages and counts use the source as it is regrouped for the first target.
     return Change(sources, tuple(move.target for move in moves), moves)
 
 
@@ -182,73 +184,73 @@ class _Overlapping(NamedTuple):
     """The part of a move that depends on layouts alone; stages with equal cuts share it.
 
     Attributes:
-        held: the sources' layouts, regrouped.
+        sources: the sources' layouts, regrouped.
         goal: the target's layout, regrouped.
-        joined: per source layout, for each dimension, slices of it that a target slice takes from.
+        joined: per source layout and dimension, its slices that overlap a target slice.
         ranks_read: source ranks that a target rank reads.
         shape: of an example tensor with these cuts.
     """
 
-    held: tuple[Layout, ...]
+    sources: tuple[Layout, ...]
     goal: Layout
     joined: dict[Layout, tuple[Span, ...]]
     ranks_read: Span
     shape: tuple[int, ...]
 
 
-def _overlapping(sources: Sequence[Holding], wanted: Optional[Layout]) -> _Overlapping:
+def _overlapping(sources: Sequence[Holding], target_layout: Optional[Layout]) -> _Overlapping:
     if sources:
-        layouts, goal = common_dimensions([holding.layout for holding in sources], wanted)
+        layouts, goal = common_dimensions([holding.layout for holding in sources], target_layout)
     else:
-        assert wanted is not None
-        (goal,), whole = common_dimensions([wanted], None)
-        layouts = [whole]
+        assert target_layout is not None
+        (goal,), undivided = common_dimensions([target_layout], None)
+        layouts = [undivided]
     shape = stand_in_shape(layouts, goal)
     grids = [layout.grid(shape) for layout in layouts]
     overlap = Overlap(grids, goal.grid(shape))
-    met = _met(overlap)
-    most = math.prod(span.most for span in met)
+    spans = _slices_met(overlap)
+    most_slices = math.prod(span.most for span in spans)
     if len(layouts) == 1:
-        # A rank holds one slice of the stage's, so no rank meets two needs.
-        read = Span(math.prod(span.least for span in met), most)
+        # A rank holds one slice of its stage, so no rank meets two needs.
+        ranks_read = Span(math.prod(span.least for span in spans), most_slices)
     else:
-        held = [Holding(holding.stage, layout) for holding, layout in zip(sources, layouts)]
-        slices = range(0, goal.slice_count, max(1, goal.slice_count * most * len(held) // _MOST_CELLS))
-        counts = [_ranks_read(overlap, held, number) for number in slices]
-        read = Span(min(counts), max(counts))
-    joined = {layout: _met(Overlap([grid], overlap.target)) for layout, grid in zip(layouts, grids)}
-    return _Overlapping(tuple(layouts), goal, joined, read, shape)
+        holdings = [Holding(holding.stage, layout) for holding, layout in zip(sources, layouts)]
+        slices = range(0, goal.slice_count, max(1, goal.slice_count * most_slices * len(holdings) // _MAX_CELLS))
+        counts = [_ranks_read(overlap, holdings, number) for number in slices]
+        ranks_read = Span(min(counts), max(counts))
+    joined = {layout: _slices_met(Overlap([grid], overlap.target)) for layout, grid in zip(layouts, grids)}
+    return _Overlapping(tuple(layouts), goal, joined, ranks_read, shape)
 
 
 def _move(
     source: Strategy,
     target: Strategy,
     sources: Sequence[Holding],
-    wanted: Optional[Holding],
-    known: dict[Optional[Layout], _Overlapping],
+    target_holding: Optional[Holding],
+    overlaps: dict[Optional[Layout], _Overlapping],
 ) -> Move:
-    layout = None if wanted is None else wanted.layout
-    if layout not in known:
-        known[layout] = _overlapping(sources, layout)
-    found = known[layout]
+    layout = None if target_holding is None else target_holding.layout
+    if layout not in overlaps:
+        overlaps[layout] = _overlapping(sources, layout)
+    overlapping = overlaps[layout]
     stages = [holding.stage for holding in sources] or [source.stages[0]]
-    held = [Holding(stage, layout) for stage, layout in zip(stages, found.held)]
-    goal = Holding(target.stages[0] if wanted is None else wanted.stage, found.goal)
-    kept = [_kept(holding, goal) for holding in held]
-    fit = {layout: sum(span.most for span in spans) for layout, spans in found.joined.items()}
-    best, _ = min(zip(held, kept), key=lambda pair: (fit[pair[0].layout], not pair[1]))
+    holdings = [Holding(stage, layout) for stage, layout in zip(stages, overlapping.sources)]
+    goal = Holding(target.stages[0] if target_holding is None else target_holding.stage, overlapping.goal)
+    unchanged = [_is_unchanged(holding, goal) for holding in holdings]
+    fit = {layout: sum(span.most for span in spans) for layout, spans in overlapping.joined.items()}
+    best, _ = min(zip(holdings, unchanged), key=lambda pair: (fit[pair[0].layout], not pair[1]))
     return Move(
         best,
         goal,
-        found.joined[best.layout],
-        _met(Overlap([goal.layout.grid(found.shape)], best.layout.grid(found.shape))),
-        found.ranks_read,
-        any(kept),
+        overlapping.joined[best.layout],
+        _slices_met(Overlap([goal.layout.grid(overlapping.shape)], best.layout.grid(overlapping.shape))),
+        overlapping.ranks_read,
+        any(unchanged),
     )
 
 
-def _met(overlap: Overlap) -> tuple[Span, ...]:
-    """Per dimension how many of the sources' slices a target's slice meets."""
+def _slices_met(overlap: Overlap) -> tuple[Span, ...]:
+    """Per dimension the number of source slices that overlap a target slice."""
     spans = []
     for dimension, cuts in enumerate(overlap.target.cuts):
         counts = [last - first for first, last in (overlap.intervals(dimension, at) for at in range(cuts))]
@@ -256,15 +258,15 @@ def _met(overlap: Overlap) -> tuple[Span, ...]:
     return tuple(spans)
 
 
-def _ranks_read(overlap: Overlap, held: Sequence[Holding], number: int) -> int:
+def _ranks_read(overlap: Overlap, holdings: Sequence[Holding], number: int) -> int:
     needs = [
-        sorted(rank for holding, at in zip(held, cell.slices) for rank in holding.ranks(at))
+        sorted(rank for holding, at in zip(holdings, cell.slices) for rank in holding.ranks(at))
         for cell in overlap.cells(number)
     ]
     return len(choose(needs, 0))
 
 
-def _kept(source: Holding, target: Holding) -> bool:
+def _is_unchanged(source: Holding, target: Holding) -> bool:
     """Whether every rank of the target stage holds the same slice in the source stage."""
     before, after = source.layout, target.layout
     first = target.stage.first_rank - source.stage.first_rank

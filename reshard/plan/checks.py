@@ -1,4 +1,4 @@
-"""Everything that can be wrong with a planned conversion, found before anything is written."""
+"""Problems of a planned conversion, found before anything is written."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from reshard.text.report import Report
 from reshard.text.wording import plural, quoted
 
 
-def check(plan: Plan, values: CopiedValues, found: Sequence[InputError], report: Report) -> None:
+def check(plan: Plan, values: CopiedValues, earlier: Sequence[InputError], report: Report) -> None:
     """Find all problems before anything is written.
 
     Args:
         plan: the plan.
         values: the copied values.
-        found: earlier problems.
+        earlier: earlier problems.
         report: gets warnings.
 
     Raises:
@@ -32,10 +32,10 @@ def check(plan: Plan, values: CopiedValues, found: Sequence[InputError], report:
     """
     problems: list[InputError] = []
     request = plan.request
-    # Where tensors get other names, patterns are of these.
+    # Patterns match the names as they are written, so a source's names count only where no edit changes them.
     source = request.source.parameters if request.edits.is_empty else ()
     warn_of_unmatched(request.filters, (plan.checkpoint.names(), source, request.target.parameters), report)
-    _check_anything(plan, values)
+    _check_not_empty(plan)
     for section in plan.sections:
         for name in plan.names_of(section):
             try:
@@ -51,7 +51,7 @@ def check(plan: Plan, values: CopiedValues, found: Sequence[InputError], report:
         if tensor.dtype == MAP_TENSOR or (tensor.dtype != TEXT and not can_hold(format, tensor.dtype)):
             problems.append(_cannot_hold(name, tensor.dtype, format))
     problems += values.problems()
-    problems += found
+    problems += earlier
     missing = plan.sorted.missing
     if request.strict and missing:
         problems.append(
@@ -68,7 +68,7 @@ def check(plan: Plan, values: CopiedValues, found: Sequence[InputError], report:
     if plan.sorted.unholdable:
         report.warn(f"{format} cannot hold text; left out: " + listing(plan.sorted.unholdable))
     _warn_of_types(plan, report)
-    plain = {name for section in plan.sections for name in plan.names_of(section) if _plain(plan, name, section)}
+    plain = {name for section in plan.sections for name in plan.names_of(section) if _lacks_shard(plan, name, section)}
     if plain:
         report.note(
             "accu_grads.* are stored without the optimizer shard that a strategy records for them, and are "
@@ -76,21 +76,21 @@ def check(plan: Plan, values: CopiedValues, found: Sequence[InputError], report:
         )
 
 
-def _check_anything(plan: Plan, values: CopiedValues) -> None:
+def _check_not_empty(plan: Plan) -> None:
     """Refuse a conversion that would write empty files, or only copied values."""
     tensors = plan.checkpoint.tensors
     everywhere = set().union(*(section.layouts.keys() for section in plan.form.sections))
     admit = plan.request.filters.admit
     # Some forms list only the requested files.
-    asked = any(map(admit, tensors)) or plan.form.by_rank
-    if tensors and asked and not plan.form.takes_everything and everywhere.isdisjoint(tensors):
+    selected = any(map(admit, tensors)) or plan.form.by_rank
+    if tensors and selected and not plan.form.takes_everything and everywhere.isdisjoint(tensors):
         raise CheckpointError(
             f"none of the {plural(len(tensors), 'parameter')} of the checkpoint is in the target "
             f"strategy ({plan.request.target.path})",
             hint="pass the target strategy of the same model; where only the names differ, as between Hugging Face's "
             "and MindFormers', --names gives the others (`reshard names list`)",
         )
-    # Judged over all target files: a single requested file may be empty.
+    # All target files count: a single requested one may be empty.
     resharded = any(admit(name) and name in everywhere for name in tensors)
     if not resharded and not plan.sorted.copied:
         raise CheckpointError(
@@ -107,27 +107,29 @@ def _check_anything(plan: Plan, values: CopiedValues) -> None:
 
 def _warn_of_weights(plan: Plan, report: Report) -> None:
     """Warn of weights in one strategy only, a sign of different models; for optimizer state it is normal."""
-    known = plan.known_names()
-    for names, what in (
+    names_of_parameters = plan.known_names()
+    for names, difference in (
         (plan.sorted.left_out, "the checkpoint holds and the target strategy does not list (left out)"),
         (plan.sorted.missing, "the target strategy lists and no source file holds (missing)"),
     ):
-        weights = [name for name in names if is_weight(name, known)]
+        weights = [name for name in names if is_weight(name, names_of_parameters)]
         if weights:
             report.warn(
-                f"{plural(len(weights), 'weight')} that {what}: " + listing(weights) + "; are both of the same model?"
+                f"{plural(len(weights), 'weight')} that {difference}: "
+                + listing(weights)
+                + "; are both of the same model?"
             )
 
 
-def _plain(plan: Plan, name: str, section: Section) -> bool:
-    """Whether an optimizer shard that a strategy records for a parameter is not made."""
+def _lacks_shard(plan: Plan, name: str, section: Section) -> bool:
+    """Whether a parameter is stored without the optimizer shard that a strategy records."""
     return plan.checkpoint.tensors[name].shards.plain or (
         section.layouts[name].shards != plan.cut_of(name, section).target.shards
     )
 
 
 def problems_of_form(plan: Plan) -> list[InputError]:
-    """Problems of tensors that the target form cannot record."""
+    """Errors for layouts that the target form cannot record."""
     if not plan.form.limits_layouts:
         return []
     problems: list[InputError] = []
@@ -161,9 +163,9 @@ def _cannot_hold(name: str, dtype: str, format: str) -> CheckpointError:
             parameter=name,
             hint=f"leave it out with --exclude {as_pattern(name)}",
         )
-    other = "safetensors" if format == "ckpt" else "ckpt"
+    alternative = "safetensors" if format == "ckpt" else "ckpt"
     return CheckpointError(
         f"{quoted(name)} is {dtype}, which .{format} files cannot hold",
         parameter=name,
-        hint=f"write --format {other}, or leave it out with --exclude {as_pattern(name)}",
+        hint=f"write --format {alternative}, or leave it out with --exclude {as_pattern(name)}",
     )

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Callable, Optional, Protocol
 
 from reshard.checkpoints import FileHandles, Tensor
-from reshard.checkpoints.checkpoint import Addition, Checkpoint, Equal, GlobalTensor
+from reshard.checkpoints.checkpoint import Addition, Checkpoint, GlobalTensor, TiedTensors
 from reshard.checkpoints.edited import EditedCheckpoint, Recipe
 from reshard.checkpoints.formats.dtypes import CAST_TO, INT4, dtype_named
 from reshard.errors import CheckpointError, UsageError
-from reshard.forms.form import Names, Written
+from reshard.forms.form import EditedStep, Names
 from reshard.forms.registry import form_named, form_of
-from reshard.plan.wanted_types import CastAsked, cast, tell_casts, warn_of_uncast
+from reshard.plan.casts import CastRule, cast, note_casts, warn_of_uncast
 from reshard.storage import absolute, is_regular_file
 from reshard.strategies import SAME, Strategy
 from reshard.text.messages import listing
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 
 
 PLAIN_WEIGHTS, PLAIN_ALL = "weights", "all"
-"""The part of a trainer's state that gets the names of a model."""
+"""The part of a trainer's state that is renamed to a model's names."""
 
 _STATE = "left out: optimizer state follows its weights with --optimizer keep"
 
 
 @dataclass(frozen=True)
-class Words:
+class TypedEdits:
     """The options of edits as typed, for records and resume.
 
     Attributes:
@@ -92,16 +92,16 @@ class Edits:
         renames: rules that give other names, after the table.
         config: the model's sizes for the rules.
         reverse: whether the table is read from right to left; None: the direction that fits.
-        optimizer: whether the table's rules apply to optimizer state, too.
+        optimizer: whether the table's rules also apply to optimizer state.
         casts: requested types; the last match wins.
         additions: additions to tensors under their old names; they exclude casts.
         plain: first change names of a trainer's state to those of a model: ``weights`` skips optimizer state, ``all``
-            gives it MindSpore's names; None to keep names.
+            gives it MindSpore's names; None for unchanged names.
         trainer: last, change names to those of a trainer's state.
         exactly: other names of single tensors, after the rules; None for skipped ones.
-        quantisation: how quantised tensors are recognised, and the type that they get first; None to copy codes and
-            scales unchanged.
-        words: the options as typed; None for edits without options of a conversion.
+        quantisation: how quantised tensors are recognised, and their type after dequantising, the first edit; None to
+            copy codes and scales unchanged.
+        typed: the options as typed; None for edits without options of a conversion.
     """
 
     table: Optional[NameRules] = None
@@ -109,13 +109,13 @@ class Edits:
     config: Optional[Mapping[str, object]] = None
     reverse: Optional[bool] = None
     optimizer: bool = False
-    casts: tuple[CastAsked, ...] = ()
+    casts: tuple[CastRule, ...] = ()
     additions: Optional[Additions] = None
     exactly: tuple[tuple[str, Optional[str]], ...] = ()
     plain: Optional[str] = None
     trainer: bool = False
     quantisation: Optional[Quantisation] = None
-    words: Optional[Words] = field(default=Words(), compare=False)
+    typed: Optional[TypedEdits] = field(default=TypedEdits(), compare=False)
 
     def __post_init__(self) -> None:
         if self.additions is not None and (self.table is not None or self.casts):
@@ -123,7 +123,7 @@ class Edits:
 
     @property
     def is_empty(self) -> bool:
-        """Whether all names, packing and types stay as they are."""
+        """Whether all names, packing and types are unchanged."""
         return self == NO_EDITS
 
     def identity(self, options: Optional[Mapping[str, str]] = None, reverse: bool = False) -> str:
@@ -135,7 +135,7 @@ class Edits:
         """
         table = None
         if self.table is not None:
-            # Only the sizes that the table reads: the rest of a configuration may change between two runs.
+            # The rest of a configuration may change between two runs.
             sizes = json.dumps(self.table.size_values(self.config), sort_keys=True)
             table = (self.table.text, sorted((options or {}).items()), reverse, self.optimizer, sizes)
         renames = () if self.renames is None else tuple(rule.where for rule in self.renames.rules)
@@ -145,8 +145,8 @@ class Edits:
 
     def possible_names(self, name: str) -> Iterator[Optional[str]]:
         """The possible names of a tensor; None for a name that depends on other tensors."""
-        others = (self.table, self.renames, self.additions, self.quantisation)
-        if self.exactly or any(each is not None for each in others):
+        rules = (self.table, self.renames, self.additions, self.quantisation)
+        if self.exactly or any(each is not None for each in rules):
             yield None
         elif self.plain is None:
             yield from (name, None if self.trainer else name)
@@ -167,19 +167,21 @@ class Edits:
         from reshard.names import plain_names
 
         keys = getattr(checkpoint, "nested", {})
-        found = plain_names(checkpoint.tensors, checkpoint.objects, keys, self.plain == PLAIN_ALL)
-        if found.rooted:
+        renamed = plain_names(checkpoint.tensors, checkpoint.objects, keys, self.plain == PLAIN_ALL)
+        if renamed.rooted:
             report.note("names: the trainer's prefix 'model.' is removed")
-        if found.left_out:
+        if renamed.left_out:
             report.note(
-                f"{plural(len(found.left_out), 'tensor')} of the optimizer left out: " + listing(found.left_out)
+                f"{plural(len(renamed.left_out), 'tensor')} of the optimizer left out: " + listing(renamed.left_out)
             )
-        if found.outside:
-            report.note(f"{plural(len(found.outside), 'tensor')} beside the model left out: " + listing(found.outside))
-        return found.names
+        if renamed.outside:
+            report.note(
+                f"{plural(len(renamed.outside), 'tensor')} beside the model left out: " + listing(renamed.outside)
+            )
+        return renamed.names
 
     def nested(self, names: Collection[str]) -> Optional[Mapping[str, tuple[str, ...]]]:
-        """The keys of a trainer's state by the names of its tensors; None to keep the source's."""
+        """The keys of a trainer's state by the names of its tensors; None for the source's keys."""
         if not self.trainer:
             return None
         from reshard.names import trainer_keys
@@ -197,14 +199,32 @@ class Edits:
             return {}
         from reshard.names import trainer_names
 
-        found = trainer_names(names)
+        renamed = trainer_names(names)
         report.note("names: weights get the prefix 'model.', as in a trainer's state")
-        if any(new is not None and new.startswith("optimizer.") for new in found.values()):
+        if any(new is not None and new.startswith("optimizer.") for new in renamed.values()):
             report.note(
                 "optimizer.state has no step for each parameter, which MindSpore does not save: torch loads it with "
                 "DefaultLoadPlanner(allow_partial_load=True)"
             )
-        return found
+        return renamed
+
+    def laid_out(self, target: Strategy, names: Collection[str]) -> Strategy:
+        """The target's strategy for the names of a trainer's state; strategies list those of the model.
+
+        Args:
+            target: the strategy.
+            names: of all tensors that are written.
+        """
+        if not self.trainer or target.is_placeholder or target.is_none or set(target.parameters).issuperset(names):
+            return target
+        from reshard.names import name_before
+
+        after = {name_before(name): name for name in names}
+        stages = (
+            replace(stage, layouts={after.get(name, name): layout for name, layout in stage.layouts.items()})
+            for stage in target.stages
+        )
+        return replace(target, stages=tuple(stages), original=target)
 
     def possible_identities(self) -> Iterator[str]:
         """All possible identities, since names decide options and direction.
@@ -221,23 +241,24 @@ class Edits:
             for reverse in (False, True) if self.reverse is None else (self.reverse,):
                 yield self.identity(options, reverse)
 
-    def written(self, target: Strategy) -> Callable[[Checkpoint], Written]:
-        """A function that edits a checkpoint, complete or not; see `forms.form.Reading`.
+    def step_editor(self, target: Strategy) -> Callable[[Checkpoint], EditedStep]:
+        """A function that edits a checkpoint, complete or not; see `forms.form.ReadRequest`.
 
         Args:
             target: the strategy of the target, which may be `same`.
         """
 
-        def written(checkpoint: Checkpoint) -> Written:
+        def edit(checkpoint: Checkpoint) -> EditedStep:
             # The notes are printed when the chosen step is edited.
-            made = edited(checkpoint, self, Report(), complete=False)
-            return Written(made.tensors, same_layouts(target, made) if target.path == SAME else target, made.unseen)
+            result = edited(checkpoint, self, Report(), complete=False)
+            laid_out = same_layouts(target, result) if target.path == SAME else self.laid_out(target, result.tensors)
+            return EditedStep(result.tensors, laid_out, result.unseen)
 
-        return written
+        return edit
 
 
 NO_EDITS = Edits()
-"""All names, packing and types stay as they are."""
+"""Unchanged names, packing and types."""
 
 
 def edited(checkpoint: Checkpoint, edits: Edits, report: Report, complete: bool = True) -> EditedCheckpoint:
@@ -250,7 +271,7 @@ def edited(checkpoint: Checkpoint, edits: Edits, report: Report, complete: bool 
         complete: whether no slice of the source is missing.
 
     Raises:
-        InputError: they do not fit the source.
+        InputError: the edits do not fit the source.
     """
     # Loaded only here: most conversions have no rules.
     from reshard.names import apply_rules
@@ -258,71 +279,100 @@ def edited(checkpoint: Checkpoint, edits: Edits, report: Report, complete: bool 
     views: Mapping[str, View] = {}
     if edits.quantisation is not None:
         checkpoint, views = _dequantised(checkpoint, edits.quantisation, report)
-    made: Mapping[str, Recipe] = {name: Recipe((name,), views.get(name)) for name in checkpoint.tensors}
-    kept = {*checkpoint.values(), *checkpoint.without_layout()}
-    made, kept = _exactly(made, kept, edits.first_names(checkpoint, report))
-    tied: list[Equal] = []
+    recipes: Mapping[str, Recipe] = {name: Recipe((name,), views.get(name)) for name in checkpoint.tensors}
+    values = {*checkpoint.values(), *checkpoint.without_layout()}
+    recipes, values = _exactly(recipes, values, edits.first_names(checkpoint, report))
+    tied: list[TiedTensors] = []
     unseen: dict[str, Optional[str]] = {name: name for name in checkpoint.unseen}
     if edits.additions is not None:
-        added = edits.additions.fit(checkpoint.tensors)
-        is_part = edits.additions.is_part
-        made = {name: replace(each, added=added.get(name)) for name, each in made.items() if not is_part(name)}
-        kept = {name for name in kept if not is_part(name)}
-        report.note(f"{plural(len(added), 'tensor')} added to: " + listing([*added]))
+        recipes, values = _with_additions(checkpoint, recipes, values, edits.additions, report)
     identity = edits.identity()
     if edits.table is not None:
         if edits.quantisation is None:
             _check_not_quantised(checkpoint)
         applied = apply_rules(
-            edits.table, _shapes(checkpoint, made, kept), edits.config, edits.reverse, edits.optimizer
+            edits.table, _shapes(checkpoint, recipes, values), edits.config, edits.reverse, edits.optimizer
         )
         identity = edits.identity(applied.options, applied.reversed)
         old, new = edits.table.sides[:: -1 if applied.reversed else 1]
         report.note(f"names and packing by the rules {edits.table.path}: {old} to {new}")
         if applied.tied and not complete:
-            one, other = applied.tied[0]
+            first, second = applied.tied[0]
             raise CheckpointError(
-                f"{quoted(one)} and {quoted(other)} cannot be compared without the whole source",
-                parameter=other,
+                f"{quoted(first)} and {quoted(second)} cannot be compared without the whole source",
+                parameter=second,
             )
         tied = _tied(checkpoint, applied)
-        made, kept = _ruled(checkpoint, made, kept, applied, edits.table, report)
+        recipes, values = _ruled(checkpoint, recipes, values, applied, edits.table, report)
         unseen = dict.fromkeys(unseen)
     if edits.renames is not None:
-        shapes = _shapes(checkpoint, made, kept)
-        # New names do not depend on shapes. A rule that fits a parameter of an absent rank is used.
-        shapes.update((name, ()) for name in unseen.values() if name is not None)
-        applied = apply_rules(edits.renames, shapes, optimizer=True, values=kept.intersection(checkpoint.values()))
-        renamed = {each.sources[0]: name for name, each in applied.made.items()}
-        unseen = {name: None if old is None else renamed.get(old) for name, old in unseen.items()}
-        seen = {name: each for name, each in applied.made.items() if name not in unseen.values()}
-        made, kept = _ruled(checkpoint, made, kept, replace(applied, made=seen), edits.renames, report)
+        recipes, values, unseen = _renamed(checkpoint, recipes, values, unseen, edits.renames, report)
     if edits.exactly:
-        made, kept = _exactly(made, kept, dict(edits.exactly))
+        recipes, values = _exactly(recipes, values, dict(edits.exactly))
         unseen = dict.fromkeys(unseen)
-    last = edits.last_names({*made, *(name for name in unseen.values() if name is not None)}, report)
+    last = edits.last_names({*recipes, *(name for name in unseen.values() if name is not None)}, report)
     if last:
-        made, kept = _exactly(made, kept, last)
+        recipes, values = _exactly(recipes, values, last)
         unseen = {name: None if new is None else last.get(new, new) for name, new in unseen.items()}
-    loose = sorted(name for name in kept if edits.trainer and not is_training_value(name))
-    if loose:
-        report.warn(
-            f"{plural(len(loose), 'single value')} without a layout keeps its name, while a trainer has buffers of a "
-            f"model under {quoted('model.' + loose[0])} and so on: " + listing(loose)
-        )
+    if edits.trainer:
+        _warn_of_buffers(values, report)
     if edits.casts:
-        made = cast(checkpoint, made, kept, {name for name in unseen.values() if name is not None}, edits.casts)
-        tell_casts(checkpoint, made, report)
-        warn_of_uncast(checkpoint, made, kept, edits.casts, report)
-    _check_types(checkpoint, made)
-    return EditedCheckpoint(checkpoint, made, kept, identity, tied, unseen, edits.nested(made))
+        recipes = cast(checkpoint, recipes, values, {name for name in unseen.values() if name is not None}, edits.casts)
+        note_casts(checkpoint, recipes, report)
+        warn_of_uncast(checkpoint, recipes, values, edits.casts, report)
+    _check_types(checkpoint, recipes)
+    return EditedCheckpoint(checkpoint, recipes, values, identity, tied, unseen, edits.nested(recipes))
+
+
+def _with_additions(
+    checkpoint: Checkpoint,
+    recipes: Mapping[str, Recipe],
+    values: AbstractSet[str],
+    additions: Additions,
+    report: Report,
+) -> tuple[dict[str, Recipe], set[str]]:
+    added, is_part = additions.fit(checkpoint.tensors), additions.is_part
+    report.note(f"{plural(len(added), 'tensor')} added to: " + listing([*added]))
+    remaining = {name: replace(recipe, added=added.get(name)) for name, recipe in recipes.items() if not is_part(name)}
+    return remaining, {name for name in values if not is_part(name)}
+
+
+def _renamed(
+    checkpoint: Checkpoint,
+    recipes: Mapping[str, Recipe],
+    values: AbstractSet[str],
+    unseen: Mapping[str, Optional[str]],
+    renames: NameRules,
+    report: Report,
+) -> tuple[dict[str, Recipe], set[str], dict[str, Optional[str]]]:
+    """Tensors, values and unseen names after rules that give other names."""
+    from reshard.names import apply_rules
+
+    shapes = _shapes(checkpoint, recipes, values)
+    # New names do not depend on shapes. A rule that fits a parameter of an absent rank is used.
+    shapes.update((name, ()) for name in unseen.values() if name is not None)
+    applied = apply_rules(renames, shapes, optimizer=True, values={*values}.intersection(checkpoint.values()))
+    new_names = {recipe.sources[0]: name for name, recipe in applied.views.items()}
+    unseen = {name: None if old is None else new_names.get(old) for name, old in unseen.items()}
+    present = {name: recipe for name, recipe in applied.views.items() if name not in unseen.values()}
+    return *_ruled(checkpoint, recipes, values, replace(applied, views=present), renames, report), unseen
+
+
+def _warn_of_buffers(values: AbstractSet[str], report: Report) -> None:
+    """Warn of values that may be buffers of a model: a trainer has these under other names."""
+    names = sorted(name for name in values if not is_training_value(name))
+    if names:
+        report.warn(
+            f"{plural(len(names), 'single value')} without a layout keeps its name, while a trainer has "
+            f"buffers of a model under {quoted('model.' + names[0])} and so on: " + listing(names)
+        )
 
 
 def between_forms(edits: Edits, form: str, to: str) -> Edits:
-    """The edits with the names that a conversion between two forms gives by itself.
+    """The edits, with the renaming that a conversion between two forms implies.
 
-    A trainer's names become those of a model where the target has no others, and a model's names those of a trainer's
-    state where the target's trainers expect them. With --rename all names are as typed.
+    A trainer's names become those of a model where the target has only these, and a model's names those of a trainer's
+    state where the target's trainers expect them. --rename turns this off.
 
     Args:
         edits: the requested edits.
@@ -347,7 +397,7 @@ def _dequantised(
     from reshard.layout import View
     from reshard.quantised import dequantised, describe
 
-    made, recognised = dequantised(checkpoint, quantisation)
+    dequantised_checkpoint, recognised = dequantised(checkpoint, quantisation)
     if not recognised.tensors:
         report.warn("--dequantize: no tensor of the source is quantised")
     for scheme, count in describe(recognised).items():
@@ -359,7 +409,7 @@ def _dequantised(
         name: View.whole(0, shape).transpose((*range(len(shape) - 2), len(shape) - 1, len(shape) - 2))
         for name, shape in swapped.items()
     }
-    return made, views
+    return dequantised_checkpoint, views
 
 
 def _check_not_quantised(checkpoint: Checkpoint) -> None:
@@ -388,16 +438,16 @@ def same_layouts(strategy: Strategy, checkpoint: EditedCheckpoint) -> Strategy:
     Raises:
         CheckpointError: packed tensors have other layouts.
     """
-    packed = [name for name, made in checkpoint.made.items() if made.view is not None]
+    packed = [name for name, recipe in checkpoint.recipes.items() if recipe.view is not None]
     if packed:
         raise CheckpointError(
             "the source's strategy has no layouts for packed tensors: " + listing(packed),
             parameter=packed[0],
             hint="pass the target's strategy with --dst-strategy; `reshard strategy make` writes one from rules",
         )
-    names = {name: made.sources[0] for name, made in checkpoint.made.items()}
+    names = {name: recipe.sources[0] for name, recipe in checkpoint.recipes.items()}
     names.update((name, name) for name in checkpoint.values())
-    # Runs with other ranks' files have to get the same strategy.
+    # Runs that read other ranks' files need the same strategy.
     names.update((new, name) for name, new in checkpoint.unseen.items() if new is not None)
     stages = (
         replace(stage, layouts={name: stage.layouts[old] for name, old in names.items() if old in stage.layouts})
@@ -408,8 +458,8 @@ def same_layouts(strategy: Strategy, checkpoint: EditedCheckpoint) -> Strategy:
 
 def _ruled(
     checkpoint: Checkpoint,
-    made: Mapping[str, Recipe],
-    kept: AbstractSet[str],
+    recipes: Mapping[str, Recipe],
+    values: AbstractSet[str],
     applied: Applied,
     rules: NameRules,
     report: Report,
@@ -421,23 +471,24 @@ def _ruled(
     """
     from reshard.names import warning_of
 
-    found: dict[str, Recipe] = {}
-    still: set[str] = set()
-    for name, (_, sources, view) in applied.made.items():
-        if not all(source in made for source in sources):
+    ruled_recipes: dict[str, Recipe] = {}
+    ruled_values: set[str] = set()
+    for name, (_, sources, view) in applied.views.items():
+        if not all(source in recipes for source in sources):
             if sources == (name,) and view.is_all_of(_stored(checkpoint, name).shape):
-                still.add(name)
+                ruled_values.add(name)
                 continue
-            loose = next(source for source in sources if source not in made)
+            no_layout = next(source for source in sources if source not in recipes)
             raise CheckpointError(
-                f"{quoted(name)} would be made of {quoted(loose)}, whose layout is unknown",
-                parameter=loose,
-                hint=f"values keep their names: remove the rule or --rename that matches {loose}, or drop it by a rule",
+                f"{quoted(name)} would be made of {quoted(no_layout)}, whose layout is unknown",
+                parameter=no_layout,
+                hint=f"values keep their names: remove the rule or --rename that matches {no_layout}, or drop it "
+                "by a rule",
             )
-        if len(sources) == 1 and view.is_all_of(_shape(checkpoint, made[sources[0]])):
-            found[name] = made[sources[0]]
-        elif any(made[source].view is not None for source in sources):
-            swapped = next(source for source in sources if made[source].view is not None)
+        if len(sources) == 1 and view.is_all_of(_shape(checkpoint, recipes[sources[0]])):
+            ruled_recipes[name] = recipes[sources[0]]
+        elif any(recipes[source].view is not None for source in sources):
+            swapped = next(source for source in sources if recipes[source].view is not None)
             raise CheckpointError(
                 f"{quoted(name)}: rules of packing cannot use {quoted(swapped)}, whose dimensions are swapped",
                 parameter=swapped,
@@ -445,74 +496,76 @@ def _ruled(
             )
         else:
             # Only the first table packs; the renames after it do not.
-            found[name] = Recipe(tuple(made[source].sources[0] for source in sources), view)
-    for names, why in ((applied.dropped, "dropped by a rule"), (applied.unspoken, _STATE)):
+            ruled_recipes[name] = Recipe(tuple(recipes[source].sources[0] for source in sources), view)
+    for names, reason in ((applied.dropped, "dropped by a rule"), (applied.skipped_state, _STATE)):
         if names:
-            report.note(f"{len(names)} {why}: " + listing(sorted(names)))
+            report.note(f"{len(names)} {reason}: " + listing(sorted(names)))
     for note in applied.notes:
         report.note(note)
     warning = warning_of(rules, applied)
     if warning is not None:
         report.warn(warning)
-    return found, still
+    return ruled_recipes, ruled_values
 
 
-def _tied(checkpoint: Checkpoint, applied: Applied) -> list[Equal]:
+def _tied(checkpoint: Checkpoint, applied: Applied) -> list[TiedTensors]:
     """Tied tensors, of which rules use one. Rules that move values are refused elsewhere."""
     tensors = checkpoint.tensors
     return [
-        Equal(
-            tensors[one],
-            (tensors[other],),
+        TiedTensors(
+            tensors[first],
+            (tensors[second],),
             "the rules write only the first, as for a tied model",
             "if the model does not tie them, set tie_word_embeddings to false in config.json; options of built-in "
             "rules: reshard names show TABLE",
         )
-        for one, other in applied.tied
-        if one in tensors and other in tensors
+        for first, second in applied.tied
+        if first in tensors and second in tensors
     ]
 
 
 def _exactly(
-    made: Mapping[str, Recipe], kept: AbstractSet[str], names: Mapping[str, Optional[str]]
+    recipes: Mapping[str, Recipe], values: AbstractSet[str], names: Mapping[str, Optional[str]]
 ) -> tuple[dict[str, Recipe], set[str]]:
     """Tensors and values under other names.
 
     Raises:
         CheckpointError: two tensors would get one name, or a value another.
     """
-    still = {name for name in kept if names.get(name, name) is not None}
-    found: dict[str, Recipe] = {}
-    for name, tensor in made.items():
+    remaining = {name for name in values if names.get(name, name) is not None}
+    renamed_recipes: dict[str, Recipe] = {}
+    for name, recipe in recipes.items():
         new = names.get(name, name)
         if new is None:
             continue
-        if new in found or new in still:
+        if new in renamed_recipes or new in remaining:
             raise CheckpointError(
                 f"{quoted(name)}: another tensor would also get the name {quoted(new)}",
                 parameter=name,
                 hint="give every tensor its own name",
             )
-        found[new] = tensor
-    renamed = [name for name in sorted(still) if names.get(name, name) != name]
+        renamed_recipes[new] = recipe
+    renamed = [name for name in sorted(remaining) if names.get(name, name) != name]
     if renamed:
         raise CheckpointError(
             f"{quoted(renamed[0])}: its layout is unknown; values without a layout keep their names",
             parameter=renamed[0],
             hint="keep its name",
         )
-    return found, still
+    return renamed_recipes, remaining
 
 
-def _shapes(checkpoint: Checkpoint, made: Mapping[str, Recipe], kept: AbstractSet[str]) -> dict[str, tuple[int, ...]]:
+def _shapes(
+    checkpoint: Checkpoint, recipes: Mapping[str, Recipe], values: AbstractSet[str]
+) -> dict[str, tuple[int, ...]]:
     """The shapes of tensors and values."""
-    shapes = {name: _shape(checkpoint, tensor) for name, tensor in made.items()}
-    shapes.update((name, _stored(checkpoint, name).shape) for name in kept)
+    shapes = {name: _shape(checkpoint, recipe) for name, recipe in recipes.items()}
+    shapes.update((name, _stored(checkpoint, name).shape) for name in values)
     return shapes
 
 
-def _shape(checkpoint: Checkpoint, made: Recipe) -> tuple[int, ...]:
-    return checkpoint.tensors[made.sources[0]].shape if made.view is None else made.view.shape
+def _shape(checkpoint: Checkpoint, recipe: Recipe) -> tuple[int, ...]:
+    return checkpoint.tensors[recipe.sources[0]].shape if recipe.view is None else recipe.view.shape
 
 
 def _stored(checkpoint: Checkpoint, name: str) -> Tensor:
@@ -520,17 +573,17 @@ def _stored(checkpoint: Checkpoint, name: str) -> Tensor:
     return checkpoint.indexes[checkpoint.holders(name)[0]].tensors[name]
 
 
-def _check_types(checkpoint: Checkpoint, made: Mapping[str, Recipe]) -> None:
-    """Refuse tensors that would mix types, or divide bytes.
+def _check_types(checkpoint: Checkpoint, recipes: Mapping[str, Recipe]) -> None:
+    """Refuse tensors of mixed types, and views that divide a byte.
 
     Raises:
-        CheckpointError: a tensor would.
+        CheckpointError: a tensor is refused.
     """
-    for name, tensor in made.items():
-        if tensor.view is not None:
-            _check_packed(name, [checkpoint.tensors[source] for source in tensor.sources], tensor.view)
-        if tensor.dtype is None and len(tensor.sources) > 1:
-            types = {checkpoint.tensors[source].dtype: source for source in tensor.sources}
+    for name, recipe in recipes.items():
+        if recipe.view is not None:
+            _check_packed(name, [checkpoint.tensors[source] for source in recipe.sources], recipe.view)
+        if recipe.dtype is None and len(recipe.sources) > 1:
+            types = {checkpoint.tensors[source].dtype: source for source in recipe.sources}
             if len(types) > 1:
                 parts = " and ".join(f"{quoted(source)}, which is {dtype}" for dtype, source in types.items())
                 raise CheckpointError(
@@ -569,15 +622,15 @@ def typed_edits(
     cast: Sequence[str] = (),
     dequantize: Optional[str] = None,
 ) -> Edits:
-    """The edits of options, empty where names and types stay as they are.
+    """The edits of options; empty for unchanged names and types.
 
     Args:
         src: the source; its config.json is the default.
         names: a built-in table of rules, or the file of one.
         rename: other names, ``OLD=NEW``.
-        config: the file with the sizes that the table needs.
+        config: the file with the model's sizes.
         reverse: read the table from right to left.
-        optimizer: apply it to optimizer state as well.
+        optimizer: apply it also to optimizer state.
         cast: ``DTYPE`` or ``GLOB=DTYPE``.
         dequantize: type for quantised tensors; None to copy them unchanged.
 
@@ -585,8 +638,8 @@ def typed_edits(
         UsageError: options contradict each other, or name an unknown type.
         ReshardError: a table cannot be read.
     """
-    for option, given in (("reverse", reverse), ("optimizer", optimizer)):
-        if given and names is None:
+    for option, is_set in (("reverse", reverse), ("optimizer", optimizer)):
+        if is_set and names is None:
             raise UsageError(f"--{option} needs --names", hint="name a table: `reshard names list`")
     if config is not None and names is None and dequantize is None:
         raise UsageError("--config needs --names or --dequantize", hint="name a table: `reshard names list`")
@@ -607,9 +660,9 @@ def typed_edits(
         config=sizes,
         reverse=True if reverse else None,
         optimizer=optimizer,
-        casts=tuple(map(CastAsked.parse, cast)),
+        casts=tuple(map(CastRule.parse, cast)),
         quantisation=None if dequantize is None else _quantisation(dequantize, src, sizes),
-        words=Words(names, tuple(rename), config, reverse, optimizer, tuple(cast), dequantize),
+        typed=TypedEdits(names, tuple(rename), config, reverse, optimizer, tuple(cast), dequantize),
     )
 
 

@@ -1,9 +1,8 @@
-"""Which target files are written together, and which by which of several runs.
+"""Groups of target files that are written together, and shares of several runs.
 
 Where the target cuts a tensor's inner dimensions more finely than the source, several target files
-take columns of the same rows. Written one by one, each would read all of these rows; together they
-are read once. Files that share rows of a tensor are linked; groups are the linked files,
-in pieces of bounded size.
+contain columns of the same rows. Written one by one, each reads all of these rows; written together, they
+read them once. Files that share rows of a tensor are linked; groups are linked files, up to a maximum number.
 """
 
 from __future__ import annotations
@@ -14,12 +13,12 @@ from reshard.forms.cuts import Cut
 from reshard.forms.target import Section
 from reshard.layout import Overlap
 
-# Every member has a file open and a share of the buffers.
-MOST_MEMBERS = 16
+# Every file of a group is open and has a share of the buffers.
+MAX_GROUP = 16
 
 
 def reading_groups(
-    files: Sequence[int], section: Section, cuts: Iterable[Cut], most: int = MOST_MEMBERS
+    files: Sequence[int], section: Section, cuts: Iterable[Cut], most: int = MAX_GROUP
 ) -> Iterator[tuple[int, ...]]:
     """Groups of target files that read the same rows, each ascending.
 
@@ -27,7 +26,7 @@ def reading_groups(
         files: target files of one section, ascending.
         section: that section.
         cuts: how its tensors are cut, each kind once.
-        most: members of a group at the most.
+        most: maximum number of files in a group.
     """
     leader = {file: file for file in files}
 
@@ -42,9 +41,9 @@ def reading_groups(
             continue
         first_with: dict[object, int] = {}
         for file in files:
-            other = first_with.setdefault(_rows_of(cut, section.position(file)), file)
-            one, two = sorted((find(other), find(file)))
-            leader[two] = one
+            first = first_with.setdefault(_rows_of(cut, section.position(file)), file)
+            lower, higher = sorted((find(first), find(file)))
+            leader[higher] = lower
     linked: dict[int, list[int]] = {}
     for file in files:
         linked.setdefault(find(file), []).append(file)
@@ -59,14 +58,14 @@ def _splits_rows(cut: Cut) -> bool:
         # Packed tensors have rows of other lengths.
         return False
     for dimension in range(1, len(cut.target.cuts)):
-        met = [cut.overlap.intervals(dimension, position) for position in range(cut.target.cuts[dimension])]
-        if any(one[1] > other[0] for one, other in zip(met, met[1:])):
+        intervals = [cut.overlap.intervals(dimension, position) for position in range(cut.target.cuts[dimension])]
+        if any(interval[1] > following[0] for interval, following in zip(intervals, intervals[1:])):
             return True
     return False
 
 
 def _rows_of(cut: Cut, position: int) -> object:
-    """The key of targets that take parts of the same rows of the same source slices."""
+    """A key; target files that contain parts of the same rows of the same source slices have equal keys."""
     assert isinstance(cut.overlap, Overlap)
     index = cut.target.slice_index(cut.slice_of(position))
     inner = (cut.overlap.intervals(dimension, index[dimension]) for dimension in range(1, len(index)))
@@ -76,13 +75,13 @@ def _rows_of(cut: Cut, position: int) -> object:
 def share_of(sizes: Mapping[int, int], index: int, count: int) -> tuple[int, ...]:
     """The ranks that one of ``count`` runs writes, ascending.
 
-    Neighbouring ranks stay together, since they tend to read the same source files, and the shares
-    are as equal in bytes as that allows. Every rank is in exactly one share.
+    Neighbouring ranks stay together, since they tend to read the same source files; so shares are only
+    nearly equal in bytes. Every rank is in exactly one share.
 
     Args:
         sizes: bytes of every rank's file.
-        index: which run, from 0.
-        count: their number.
+        index: number of the run, from 0.
+        count: number of runs.
     """
     total = sum(sizes.values())
     chosen = []
@@ -100,10 +99,9 @@ def share_of(sizes: Mapping[int, int], index: int, count: int) -> tuple[int, ...
 
 
 def bundles(groups: Iterable[tuple[int, ...]], sizes: Mapping[int, int], count: int) -> Iterator[tuple[int, ...]]:
-    """Groups of ranks put together, in their order, into bundles of about a ``count``-th of all bytes.
+    """Bundles of groups of ranks, in order, each of about a ``count``-th of all bytes.
 
-    No group is divided. Only a single group makes a bundle larger than that, and there are
-    fewer than two bundles for each of ``count``.
+    No group is divided. Only a bundle of one group may be larger; the number of bundles is below twice ``count``.
 
     Args:
         groups: ranks that stay together; at least one in each.
@@ -112,13 +110,13 @@ def bundles(groups: Iterable[tuple[int, ...]], sizes: Mapping[int, int], count: 
     """
     fair = sum(sizes.values()) / count
     bundle: list[int] = []
-    held = 0
+    bundle_bytes = 0
     for group in groups:
         size = sum(sizes[rank] for rank in group)
-        if bundle and held + size > fair:
+        if bundle and bundle_bytes + size > fair:
             yield tuple(bundle)
-            bundle, held = [], 0
+            bundle, bundle_bytes = [], 0
         bundle += group
-        held += size
+        bundle_bytes += size
     if bundle:
         yield tuple(bundle)

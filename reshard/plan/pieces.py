@@ -18,7 +18,7 @@ from reshard.layout import Box, Region, shape_of, volume_of
 
 
 class Piece(NamedTuple):
-    """A part of the full tensor, taken from one stored slice that contains it.
+    """A part of the full tensor, contained in one stored slice.
 
     Attributes:
         source: the slice.
@@ -39,15 +39,15 @@ class Piece(NamedTuple):
         return volume_of(self.box) if self.region is None else self.region.volume
 
     @property
-    def taken(self) -> object:
-        """Which elements of the stored tensor it is; the same for pieces that take the same."""
+    def elements(self) -> object:
+        """A key of the elements of the stored tensor; pieces with the same elements have equal keys."""
         if self.region is None:
             return self.box
         loops = sorted((loop.source_dimension, loop.source_step, loop.length) for loop in self.region.loops)
         return self.region.source_origin, tuple(loops)
 
     def stored_size(self, item_size: int) -> int:
-        """Bytes of a stored element, where a target's has ``item_size``."""
+        """Bytes of a stored element; ``item_size`` where elements are not cast."""
         return item_size if self.dtype is None else ITEM_SIZES[self.dtype]
 
 
@@ -60,7 +60,7 @@ class TargetTensor(NamedTuple):
         box: the box.
         pieces: its pieces, without overlaps.
         dtype: its type, where elements are cast; None where all are copied.
-        padded: whether pieces leave elements out.
+        padded: whether some elements are in no piece.
         added: the addition to the elements.
     """
 
@@ -92,7 +92,7 @@ class TargetFile:
         path: final name.
         layout: literal bytes and tensor data in file order.
         tensors: the tensors, numbered as in ``layout``.
-        source_paths: the source files that its bytes come from.
+        source_paths: the source files of its bytes.
     """
 
     rank: int

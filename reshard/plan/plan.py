@@ -1,8 +1,8 @@
 """The plan of a conversion: the parts of each target file.
 
-It is made by `planner.make_plan`, which finds every problem before anything is written, and never changed.
-Which of its files are written, by whom and when, is not its concern: they are handed in. The plan of
-all files is never held as objects; `Plan.target_file` makes one file's.
+`planner.make_plan` makes it and finds every problem before anything is written; it never changes. A run passes
+the numbers of the files that it writes. `Plan.target_file` makes the parts of one file, because those of all files
+may exceed the memory.
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ from reshard.forms.cuts import Cut, Cuts
 from reshard.forms.registry import counted_as
 from reshard.forms.target import Section, TargetForm
 from reshard.layout import Box, shape_of, volume_of
-from reshard.plan.groups import MOST_MEMBERS, reading_groups
-from reshard.plan.orders import Orders
+from reshard.plan.groups import MAX_GROUP, reading_groups
 from reshard.plan.pieces import Piece, StoredSlice, TargetFile, TargetTensor
 from reshard.plan.replicas import ReplicaChoice, choose
 from reshard.plan.request import Request
-from reshard.plan.target_tensors import Alike, CellSource, FileOrder, Kind, TargetTensors
+from reshard.plan.target_tensors import Alike, CellSource, FileOrder, Kind, Orders, TargetTensors
 from reshard.plan.values import CopiedValue
 from reshard.storage import unlinked
 from reshard.text.wording import quoted
@@ -38,11 +37,11 @@ class Sorted:
 
     Attributes:
         resharded: in source and target.
-        excluded: in the source, and left out by the filters.
+        excluded: in the source, skipped by the filters.
         left_out: only in the source.
         missing: in the target strategy, but in no source file.
-        copied: not laid out; copied as they are.
-        unholdable: in the files, but the target format cannot hold them (text in safetensors).
+        copied: without a layout; copied unchanged.
+        unholdable: in the files, but the target format has no type for them (text in safetensors).
     """
 
     resharded: list[str]
@@ -54,7 +53,7 @@ class Sorted:
 
 
 class ValuesOfFiles(Protocol):
-    """Which values are copied as they are."""
+    """The values that are copied unchanged, per target file."""
 
     def of(self, file: int) -> list[CopiedValue]:
         """The values of one target file."""
@@ -67,14 +66,14 @@ class Plan:
         request: the request.
         checkpoint: the source.
         form: the target files.
-        values: which values are copied to which file.
+        values: the copied values of each file.
         sorted: the source's tensors by their treatment.
         cuts: how tensors are cut.
-        choice: which replicas are read; None where strategies do not decide it.
+        choice: the replicas to read; None where strategies alone do not determine them.
 
     Attributes:
-        asked: requested target files, ascending.
-        sections: the sections that these are in.
+        requested: requested target files, ascending.
+        sections: the sections of these files.
     """
 
     def __init__(
@@ -91,8 +90,8 @@ class Plan:
         self.checkpoint = checkpoint
         self.form = form
         self.sorted = sorted
-        self.asked = asked_files(request, form)
-        self.sections = sections_of(form, self.asked)
+        self.requested = requested_files(request, form)
+        self.sections = sections_of(form, self.requested)
         self._values = values
         self._cuts = cuts
         self._choice = choice
@@ -121,24 +120,24 @@ class Plan:
         return frozenset(self.checkpoint.names()).union(self.request.target.parameters)
 
     def groups(
-        self, files: Sequence[int], most: int = MOST_MEMBERS, names: Optional[Collection[str]] = None
+        self, files: Sequence[int], most: int = MAX_GROUP, names: Optional[Collection[str]] = None
     ) -> Iterator[list[TargetFile]]:
-        """The plan of some target files, made a group at a time; a group's files are written together.
+        """The parts of some target files, a group at a time; a group's files are written together.
 
         Args:
-            files: which, ascending.
-            most: members of a group at the most.
-            names: only these tensors, and nothing that is copied; by default everything.
+            files: numbers of the files, ascending.
+            most: maximum number of files in a group.
+            names: only these tensors, without copied values; by default everything.
         """
-        made = [file for file in files if self.form.taken_over(file) is None]
-        for members in self.reading_groups(made, most):
+        converted = [file for file in files if self.form.copied_file(file) is None]
+        for members in self.reading_groups(converted, most):
             yield [self.target_file(file, names) for file in members]
-        if names is None and len(made) < len(files):
-            for file in sorted(set(files).difference(made)):
+        if names is None and len(converted) < len(files):
+            for file in sorted(set(files).difference(converted)):
                 yield [self.target_file(file)]
 
-    def reading_groups(self, files: Sequence[int], most: int = MOST_MEMBERS) -> Iterator[tuple[int, ...]]:
-        """Some of the target files, ascending, in groups of ``most`` at the most that read the same rows."""
+    def reading_groups(self, files: Sequence[int], most: int = MAX_GROUP) -> Iterator[tuple[int, ...]]:
+        """Some of the target files, ascending, in groups of up to ``most`` that read the same rows."""
         for section in self.sections:
             cuts = {kind.cut.number: kind.cut for kind in self.kinds_of(section)}.values()
             alike: dict[Optional[frozenset[str]], list[int]] = {}
@@ -148,7 +147,7 @@ class Plan:
                 yield from reading_groups(members, section, cuts, most)
 
     def names_of(self, section: Section) -> list[str]:
-        """Names of the tensors that a section gets, sorted."""
+        """Names of the tensors of a section, sorted."""
         resharded = self.sorted.resharded
         if len(section.layouts) >= len(resharded):
             return [name for name in resharded if name in section.layouts]
@@ -160,7 +159,7 @@ class Plan:
         return self._cuts.of(self.checkpoint.tensors[name], section)
 
     def kinds_of(self, section: Section) -> Sequence[Kind]:
-        """The tensors that a section gets, by kind."""
+        """The tensors of a section, by kind."""
         if section.number not in self._kinds:
             kinds: dict[tuple[object, ...], Kind] = {}
             for name in self.names_of(section):
@@ -180,43 +179,43 @@ class Plan:
         return [value for value in self._values.of(file) if value.name not in self._unholdable]
 
     def data_bytes(self, files: Iterable[int]) -> dict[int, int]:
-        """Bytes of tensor contents in each of some target files; of one that is taken over, all of its bytes."""
+        """Bytes of tensor contents in each of some target files; for one copied whole, its size."""
         total = {}
         made = []
         for file in files:
-            taken_over = self.form.taken_over(file)
+            taken_over = self.form.copied_file(file)
             if taken_over is None:
                 made.append(file)
                 total[file] = sum(value.tensor.nbytes for value in self.values_of(file))
             else:
                 total[file] = self.checkpoint.indexes[taken_over].size
         for section in self.sections:
-            here = in_section(section, made)
+            files_here = in_section(section, made)
             for kind in self.kinds_of(section):
-                for file, nbytes in self.slice_bytes(kind, section, here).items():
+                for file, nbytes in self.slice_bytes(kind, section, files_here).items():
                     total[file] += nbytes * kind.count(self.form.names_in(file))
         return total
 
     def slice_bytes(self, kind: Kind, section: Section, files: Iterable[int]) -> dict[int, int]:
-        """Bytes of the slice of one tensor of a kind that each of some files of a section gets."""
+        """Bytes of a kind's slice of one tensor, for each of some files of a section."""
         # Many files have the same slice.
-        known: dict[int, int] = {}
-        found = {}
+        bytes_of_slice: dict[int, int] = {}
+        sizes = {}
         for file in files:
             number = kind.cut.slice_of(section.position(file))
-            if number not in known:
-                known[number] = volume_of(kind.box_of(section.position(file))) * kind.item_size
-            found[file] = known[number]
-        return found
+            if number not in bytes_of_slice:
+                bytes_of_slice[number] = volume_of(kind.box_of(section.position(file))) * kind.item_size
+            sizes[file] = bytes_of_slice[number]
+        return sizes
 
     def file_bytes(self, files: Iterable[int]) -> dict[int, int]:
         """Size of each of some target files; files of tensors of the same sizes are laid out once."""
-        known: dict[object, int] = {}
-        found = {}
+        size_of_key: dict[object, int] = {}
+        sizes = {}
         for file in files:
-            taken_over = self.form.taken_over(file)
+            taken_over = self.form.copied_file(file)
             if taken_over is not None:
-                found[file] = self.checkpoint.indexes[taken_over].size
+                sizes[file] = self.checkpoint.indexes[taken_over].size
                 continue
             section = self.form.section_of(file)
             position = section.position(file)
@@ -229,29 +228,29 @@ class Plan:
                 file if self.form.boxed else None,
                 names,
             )
-            if key not in known:
-                known[key] = self.target_file(file).layout.size
-            found[file] = known[key]
-        return found
+            if key not in size_of_key:
+                size_of_key[key] = self.target_file(file).layout.size
+            sizes[file] = size_of_key[key]
+        return sizes
 
     def target_file(self, file: int, names: Optional[Collection[str]] = None) -> TargetFile:
         """The parts of one target file.
 
         Args:
             file: its number.
-            names: only these tensors, and nothing that is copied; by default everything.
+            names: only these tensors, without copied values; by default everything.
         """
-        taken_over = self.form.taken_over(file)
+        taken_over = self.form.copied_file(file)
         if taken_over is not None:
             index = self.checkpoint.indexes[taken_over]
             box = ((0, index.size),)
             source = StoredSlice(index.path, taken_over, box, box)
-            whole = TargetTensor(index.path, 1, box, (Piece(source, box),) if index.size else ())
-            return TargetFile(file, self.path(file), lay_out_copy(index.size), (whole,), frozenset([index.path]))
+            content = TargetTensor(index.path, 1, box, (Piece(source, box),) if index.size else ())
+            return TargetFile(file, self.path(file), lay_out_copy(index.size), (content,), frozenset([index.path]))
         section = self.form.section_of(file)
         leader = self._leaders[file]
         base = [self._base(leader)] + ([self._base(file)] if file != leader else [])
-        inside = _both(self.form.names_in(file), names)
+        inside = _intersection(self.form.names_in(file), names)
         kinds = [kind for kind in self.kinds_of(section) if inside is None or kind.count(inside)]
         alike = [self._alike(file, leader, kind, base) for kind in kinds]
         values = self.values_of(file) if names is None else []
@@ -261,7 +260,7 @@ class Plan:
             piece = Piece(StoredSlice(self.checkpoint.files[holder], holder, stored.extents, box), box)
             tensors.append(TargetTensor(stored.name, 1, box, (piece,) if stored.nbytes else ()))
         order = self._order_of(file, kinds, values, inside)
-        holders = {take.rank for one in alike for take in one.takes} | {value.holder for value in values}
+        holders = {take.rank for slices in alike for take in slices.takes} | {value.holder for value in values}
         return TargetFile(
             file,
             self.path(file),
@@ -271,7 +270,7 @@ class Plan:
         )
 
     def layout_of(self, file: int) -> OutputLayout:
-        """Where the bytes of any target file go, asked for or not, that is made anew."""
+        """The layout of any target file, requested or not, that is not copied whole."""
         inside = self.form.names_in(file)
         kinds = self.kinds_of(self.form.section_of(file))
         kinds = [kind for kind in kinds if inside is None or kind.count(inside)]
@@ -293,10 +292,9 @@ class Plan:
         return frozenset().union(*(each.paths for each in added if each is not None))
 
     def files_read(self, files: Sequence[int]) -> dict[str, bool]:
-        """Source files with a checksum that are read for some target files, and whether all of their contents are.
+        """Source files with a checksum that some target files read; True where they read all of the contents.
 
-        Only files whose contents can be checked matter here, so the plan of all targets is walked only where
-        there are any.
+        Without a checksum in the source, the parts of the target files are not made.
         """
         recorded = {
             self.checkpoint.files[holder]: index for holder, index in self.checkpoint.indexes.items() if index.checkable
@@ -311,7 +309,7 @@ class Plan:
                     if piece.source.path in recorded:
                         stored = piece.stored_size(tensor.item_size)
                         entry = used.setdefault((piece.source.path, piece.source.extents), (stored, {}))
-                        entry[1][piece.taken] = piece.volume
+                        entry[1][piece.elements] = piece.volume
         # Copied values are compared over all files, so all of them are read.
         copied = set(self.sorted.copied) | self._unholdable
         return {
@@ -328,11 +326,11 @@ class Plan:
     def _leaders(self) -> Mapping[int, int]:
         """The file whose replicas each target file prefers, because they read the same rows.
 
-        It does not depend on which files are still to be written, nor on how many together: every part
-        of a run reads the files that were chosen, and checked, for all of it.
+        It depends on the requested files only, so that every part of a run reads the source files that were
+        checked for the whole run.
         """
-        made = [file for file in self.asked if self.form.taken_over(file) is None]
-        return {file: members[0] for members in self.reading_groups(made) for file in members}
+        converted = [file for file in self.requested if self.form.copied_file(file) is None]
+        return {file: members[0] for members in self.reading_groups(converted) for file in members}
 
     def _base(self, file: int) -> tuple[int, ...]:
         """The source files that a target file prefers."""
@@ -342,8 +340,8 @@ class Plan:
             except IncompleteSourceError:
                 # A listed parameter may be in no file; all parameters in the files are complete.
                 return ()
-        found = self._needs.get(file)
-        if found is None:
+        chosen = self._needs.get(file)
+        if chosen is None:
             section = self.form.section_of(file)
             position = section.position(file)
             names = self.form.names_in(file)
@@ -353,8 +351,8 @@ class Plan:
                 if kind.count(names)
                 for cell in kind.cut.overlap.cells(kind.cut.slice_of(position))
             }
-            found = self._needs[file] = choose([need for need in needs if need], self._turn(file))
-        return found
+            chosen = self._needs[file] = choose([need for need in needs if need], self._turn(file))
+        return chosen
 
     def _turn(self, file: int) -> int:
         """A file's place among the files with the same needs."""
@@ -363,7 +361,7 @@ class Plan:
         return self.form.section_of(file).position(file)
 
     def _alike(self, file: int, leader: int, kind: Kind, base: Sequence[Sequence[int]]) -> Alike:
-        """The target slice of a kind of tensor, and where each of its cells is taken from."""
+        """The target slice of a kind of tensor, and the source slice of each of its cells."""
         cut, example = kind.cut, kind.tensors[0]
         position = self.form.section_of(file).position(file)
         turn = self._turn(leader)
@@ -409,7 +407,7 @@ class Plan:
         return StoredSlice(self.checkpoint.files[holder], holder, extents, box, decoding)
 
 
-def asked_files(request: Request, form: TargetForm) -> tuple[int, ...]:
+def requested_files(request: Request, form: TargetForm) -> tuple[int, ...]:
     """The requested target files, ascending."""
     return tuple(range(form.count)) if request.files is None else request.files
 
@@ -430,12 +428,12 @@ def _holds(ascending: Sequence[str], name: str) -> bool:
     return place < len(ascending) and ascending[place] == name
 
 
-def _both(one: Optional[frozenset[str]], other: Optional[Collection[str]]) -> Optional[Collection[str]]:
+def _intersection(first: Optional[frozenset[str]], second: Optional[Collection[str]]) -> Optional[Collection[str]]:
     """The intersection of two collections; None is everything."""
-    if one is None:
-        return other
-    return one if other is None else one.intersection(other)
+    if first is None:
+        return second
+    return first if second is None else first.intersection(second)
 
 
-def _bytes_used(item_size: int, taken: Mapping[object, int]) -> int:
-    return item_size * sum(taken.values())
+def _bytes_used(item_size: int, elements: Mapping[object, int]) -> int:
+    return item_size * sum(elements.values())

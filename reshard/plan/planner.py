@@ -10,14 +10,14 @@ from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.checkpoints.formats.dtypes import MEMORY, TEXT
 from reshard.errors import UsageError
 from reshard.forms.cuts import Cuts
-from reshard.forms.form import Names, Reading, Wanted
+from reshard.forms.form import Names, ReadRequest, WriteRequest
 from reshard.forms.ranks.checkpoint import rank_checkpoint_of
 from reshard.forms.registry import counted_as, form_named
 from reshard.forms.target import TargetForm
-from reshard.forms.writing import note_objects_left
+from reshard.forms.writing import note_skipped_objects
 from reshard.plan.checks import check, problems_of_form
 from reshard.plan.edits import edited, same_layouts
-from reshard.plan.plan import Plan, Sorted, ValuesOfFiles, asked_files, sections_of
+from reshard.plan.plan import Plan, Sorted, ValuesOfFiles, requested_files, sections_of
 from reshard.plan.recovery import RecoveredFiles, Recovery, ValuesOfRecovery
 from reshard.plan.replicas import ReplicaChoice
 from reshard.plan.request import Request
@@ -34,14 +34,19 @@ def make_plan(request: Request, handles: FileHandles, report: Report) -> Plan:
         ReshardError: the request cannot be met; nothing has been written.
     """
     source = form_named(request.form)
-    checkpoint = base = source.read(_reading(request, handles, report))
+    checkpoint = base = source.read(_read_request(request, handles, report))
     shards = shards_of(request.target.path)
-    if request.target.is_untold and shards is None:
+    if request.target.is_placeholder and shards is None:
         request = replace(request, target=source.strategy_of(base))
+        for note in request.target.notes:
+            report.note(note)
     if not request.edits.is_empty:
-        checkpoint = made = edited(base, request.edits, report)
+        checkpoint = edited_checkpoint = edited(base, request.edits, report)
         if request.target.path == SAME:
-            request = replace(request, target=same_layouts(request.target, made))
+            target = same_layouts(request.target, edited_checkpoint)
+        else:
+            target = request.edits.laid_out(request.target, edited_checkpoint.tensors)
+        request = replace(request, target=target)
     if shards is not None:
         shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
         request = replace(request, target=Strategy.shards(shards, shapes))
@@ -52,51 +57,52 @@ def make_plan(request: Request, handles: FileHandles, report: Report) -> Plan:
         recovery = Recovery(request, ranks, handles)
         form: TargetForm = RecoveredFiles(request, ranks, recovery)
     else:
-        target = form_named(request.to)
-        form = target.target(checkpoint, _wanted(request, handles, report))
-        if target.options.names is not Names.TRAINER:
-            note_objects_left(checkpoint, request.filters.admit, report)
+        written = form_named(request.to)
+        form = written.target(checkpoint, _write_request(request, handles, report))
+        if written.options.names is not Names.TRAINER and request.format != MEMORY:
+            note_skipped_objects(checkpoint, request.filters.admit, report)
     values = CopiedValues(checkpoint, form, request.filters, request.source.device_count > 1, handles)
     copied = values if recovery is None else ValuesOfRecovery(values, recovery)
     between_ranks = source.options.by_rank and form.by_rank and request.edits.is_empty
     choice = ReplicaChoice(request.source, request.target) if between_ranks else None
     plan = _plan(request, checkpoint, form, values, copied, choice, report)
     if recovery is not None:
-        problems = recovery.problems(plan.asked)
+        problems = recovery.problems(plan.requested)
     elif request.edits.is_empty:
         problems = source.problems(base, request.source, request.strict, report) + problems_of_form(plan)
     else:
         problems = problems_of_form(plan)
     check(plan, values, problems, report)
     if recovery is not None:
-        recovery.tell(plan.asked, form, values, report)
+        recovery.note(plan.requested, form, values, report)
     return plan
 
 
-def _reading(request: Request, handles: FileHandles, report: Report) -> Reading:
+def _read_request(request: Request, handles: FileHandles, report: Report) -> ReadRequest:
     """The source of a request, to be read."""
-    return Reading(
+    shards = shards_of(request.target.path) is not None
+    return ReadRequest(
         request.src,
         handles,
         report,
         request.step,
         request.damaged,
-        _wanted_by(request),
+        _is_required(request),
         source=request.source,
         # Rows of everything are cut, whatever the source holds.
-        target=request.target if shards_of(request.target.path) is None else Strategy.none(),
-        ranks=request.target_ranks,
+        target=Strategy.none() if shards else request.target,
+        ranks=None if shards else request.target_ranks,
         filters=request.filters,
         file_suffix=request.file_suffix,
         fallback=request.fallback,
-        written=None if request.edits.is_empty else request.edits.written(request.target),
+        edit=None if request.edits.is_empty else request.edits.step_editor(request.target),
     )
 
 
-def _wanted(request: Request, handles: FileHandles, report: Report) -> Wanted:
+def _write_request(request: Request, handles: FileHandles, report: Report) -> WriteRequest:
     """The target of a request."""
     edits = request.edits
-    return Wanted(
+    return WriteRequest(
         request.dst,
         request.source,
         request.target,
@@ -134,19 +140,16 @@ def _plan(
     return Plan(request, checkpoint, form, copied, sort(request, checkpoint, form, values), Cuts(), choice)
 
 
-def _wanted_by(request: Request) -> Callable[[str], bool]:
+def _is_required(request: Request) -> Callable[[str], bool]:
     """Whether a tensor is written at all."""
     edits, admit = request.edits, request.filters.admit
     if not edits.is_empty:
-        # What may be written under some name has to be there.
+        # A tensor is required if any of its possible names is written.
         return lambda name: any(new is None or admit(new) for new in edits.possible_names(name))
-    listed = set(request.target.parameters)
-    everything = request.target.is_none or request.target.is_untold
+    target_names = set(request.target.parameters)
+    everything = request.target.is_none or request.target.is_placeholder
 
-    def wanted(name: str) -> bool:
-        return request.filters.admit(name) and (everything or name in listed)
-
-    return wanted
+    return lambda name: admit(name) and (everything or name in target_names)
 
 
 def sort(request: Request, checkpoint: Checkpoint, form: TargetForm, values: CopiedValues) -> Sorted:
@@ -159,20 +162,22 @@ def sort(request: Request, checkpoint: Checkpoint, form: TargetForm, values: Cop
         values: the copied values.
     """
     admit = request.filters.admit
-    sections = sections_of(form, asked_files(request, form))
-    wanted = set().union(*(section.layouts.keys() for section in sections))
-    resharded = sorted(name for name in checkpoint.tensors if admit(name) and name in wanted)
+    sections = sections_of(form, requested_files(request, form))
+    target_names = set().union(*(section.layouts.keys() for section in sections))
+    resharded = sorted(name for name in checkpoint.tensors if admit(name) and name in target_names)
     left_out: list[str] = []
     copied = set(values.names)
-    there = checkpoint.names().intersection(checkpoint.laid_out) - copied
+    laid_out = checkpoint.names().intersection(checkpoint.laid_out) - copied
     if form.takes_everything:
-        wanted = there
+        target_names = laid_out
     else:
         everywhere = set().union(*(section.layouts.keys() for section in form.sections))
-        left_out = sorted(name for name in there if admit(name) and name not in everywhere)
-    missing = sorted(name for name in wanted if admit(name) and name not in checkpoint.tensors and name not in copied)
+        left_out = sorted(name for name in laid_out if admit(name) and name not in everywhere)
+    missing = sorted(
+        name for name in target_names if admit(name) and name not in checkpoint.tensors and name not in copied
+    )
     unholdable = sorted(
         name for name, tensor in values.examples() if tensor.dtype == TEXT and not can_hold(form.format, tensor.dtype)
     )
-    excluded = sorted(name for name in there if not admit(name))
+    excluded = sorted(name for name in laid_out if not admit(name))
     return Sorted(resharded, excluded, left_out, missing, sorted(copied.difference(unholdable)), unholdable)

@@ -1,12 +1,11 @@
 """The plan of a recovery: the same layout, with lost slices from replicas.
 
-A rank whose file holds everything that its stage has at this step keeps that file, byte for byte,
-whatever else it holds. Any other rank gets the file that a conversion to the same strategy would
-write, parameter by parameter from whichever ranks have its slices; and what ranks of its stage hold
-although only another stage's strategy lists it (tied embeddings): its own, where its file has it, or
-that of a rank that is known to hold the same.
+An intact file, which holds everything that its stage has at this step, is copied byte for byte. Any other rank
+gets the file that a conversion to the same strategy writes, each parameter from a rank with its slice. Ranks may
+also hold parameters that only another stage's strategy lists (tied embeddings): these come from the rank's own
+file, or from a rank with a certain replica.
 
-Files are named as in the source, to be copied back into it.
+Files have the names of the source, so that they can be copied back into it.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typing import Optional
 from reshard.checkpoints import FileHandles
 from reshard.errors import IncompleteSourceError, InputError
 from reshard.forms.ranks.checkpoint import RankCheckpoint
-from reshard.forms.ranks.form import format_asked, rank_names
+from reshard.forms.ranks.form import rank_names, target_format
 from reshard.forms.ranks.rank_files import RankFiles
 from reshard.forms.target import TargetForm
 from reshard.layout.candidates import cuts_of, possible_holders
@@ -35,8 +34,8 @@ class Recovery:
     """Intact files of ranks, and the contents of the others.
 
     Args:
-        request: what was asked for; source and target strategy are the same.
-        checkpoint: the files that are left.
+        request: the request; source and target strategy are the same.
+        checkpoint: the surviving files.
         handles: open source files.
 
     Attributes:
@@ -47,7 +46,7 @@ class Recovery:
         self._strategy = request.source
         self._checkpoint = checkpoint
         self._step = checkpoint.source
-        self.format = format_asked(request.format, checkpoint, recover=True)
+        self.format = target_format(request.format, checkpoint, recover=True)
         self._handles = handles
         self._admit = request.filters.admit
         self._lacked: dict[tuple[int, int], list[str]] = {}
@@ -55,20 +54,20 @@ class Recovery:
         self._holders: dict[tuple[str, int], dict[int, int]] = {}
 
     def intact(self, rank: int) -> bool:
-        """Whether a rank's own file holds all that its stage's ranks have to hold at this step."""
+        """Whether a rank's own file holds everything that its stage has at this step."""
         index = self._step.indexes.get(rank)
         if index is None or index.format != self.format:
             return False
         if self._strategy.is_none:
             return True
         stage = self._strategy.stage_of(rank)
-        # Files that are built alike share their tensors, so this is decided once for all of them.
+        # Files with equal headers share their tensors, and one answer.
         key = (stage.number, id(index.tensors))
         if key not in self._lacked:
             counts, ranks = self._held_in(stage)
-            wanted = {name for name in stage.layouts if name in self._checkpoint.tensors and self._admit(name)}
-            wanted.update(name for name, count in counts.items() if ranks > 2 and count == ranks - 1)
-            self._lacked[key] = sorted(wanted - index.tensors.keys())
+            required = {name for name in stage.layouts if name in self._checkpoint.tensors and self._admit(name)}
+            required.update(name for name, count in counts.items() if ranks > 2 and count == ranks - 1)
+            self._lacked[key] = sorted(required - index.tensors.keys())
         # Most .ckpt files leave out tensors without elements.
         return all(self._is_empty(name, rank, stage) for name in self._lacked[key])
 
@@ -93,56 +92,57 @@ class Recovery:
         return [
             IncompleteSourceError(
                 f"{rank_ranges(nowhere)} held " + listing(names) + ", which the strategy lists for another stage only, "
-                "and of no rank that is left it is certain that it holds the same",
+                "and no surviving rank is certain to hold a replica",
                 rank=min(nowhere),
                 parameter=names[0],
                 hint="recover the other ranks with --ranks",
             )
         ]
 
-    def tell(self, ranks: Sequence[int], form: TargetForm, values: CopiedValues, report: Report) -> None:
-        """Note the names of lost files and the contents that only lost ranks had."""
+    def note(self, ranks: Sequence[int], form: TargetForm, values: CopiedValues, report: Report) -> None:
+        """Note the new names of lost files; warn of contents that only lost ranks had."""
         lost = [rank for rank in ranks if not self.intact(rank)]
-        unnamed = [rank for rank in lost if rank not in self._step.found.files]
+        unnamed = [rank for rank in lost if rank not in self._step.step_files.files]
         if form.names.own and unnamed:
             report.note(
-                f"files are not named alike; {rank_ranges(unnamed)} gets a name as most have: "
+                f"file names differ in their prefixes; {rank_ranges(unnamed)} gets the most frequent one: "
                 f"{form.names.of(unnamed[0])}.{form.format}"
             )
-        own = [name for name in values.names if belongs_to_rank(name)]
-        if own and lost:
+        belonging = [name for name in values.names if belongs_to_rank(name)]
+        if belonging and lost:
             report.warn(
-                listing(own) + f" of {rank_ranges(lost)} belongs to the rank and is lost with it; the copy of another "
+                listing(belonging)
+                + f" of {rank_ranges(lost)} belongs to the rank and is lost with it; the copy of another "
                 "rank is written instead"
             )
         for stage in self._strategy.stages:
             if self._step.loaded(stage) or not set(lost).intersection(stage.ranks):
                 continue
             # A stage holds unlisted copies of other stages' tied parameters.
-            listed = {name for other in self._strategy.stages for name in other.layouts}
-            unknown = sorted(name for name in listed - stage.layouts.keys() if self._admit(name))
+            listed_names = {name for each in self._strategy.stages for name in each.layouts}
+            unknown = sorted(name for name in listed_names - stage.layouts.keys() if self._admit(name))
             if unknown:
                 report.warn(
-                    f"no rank is left to tell whether {rank_ranges(stage.ranks)} held " + listing(unknown) + ", which "
-                    "the strategy lists for other stages only, as it does tied parameters; their files are written "
-                    "without"
+                    f"{rank_ranges(stage.ranks)} may have held copies of " + listing(unknown) + ", as of tied "
+                    "parameters; the strategy lists them for other stages only and no file of this stage is left, "
+                    "so the new files lack them"
                 )
 
     def values_of(self, rank: int, values: list[CopiedValue]) -> list[CopiedValue]:
-        """Copied entries of a lost rank: given values, and parameters that only another stage's strategy lists."""
+        """Copied entries of a lost rank: these values, and parameters that only another stage's strategy lists."""
         index = self._step.indexes.get(rank)
         if index is not None:
-            # Its own file lacks something else.
+            # Its own file survives, but lacks other parameters.
             values = [
                 CopiedValue(value.name, rank, index.tensors[value.name]) if value.name in index.tensors else value
                 for value in values
             ]
-        found = [
+        unlisted = [
             CopiedValue(name, holder, self._step.indexes[holder].tensors[name])
             for name, holder in self._unlisted(rank).items()
             if holder is not None
         ]
-        return values + found
+        return values + unlisted
 
     def _held_in(self, stage: Stage) -> tuple[Counter[str], int]:
         """Per name the number of a stage's files that hold it, and the number of files."""
@@ -161,16 +161,16 @@ class Recovery:
         strategy = self._strategy
         stage = strategy.stage_of(rank)
         counts, ranks = self._held_in(stage)
-        listed = {name for other in strategy.stages if other is not stage for name in other.layouts}
-        # A parameter that some of the others lack may have been missing on the lost rank, too.
+        listed_elsewhere = {name for other in strategy.stages if other is not stage for name in other.layouts}
+        # A parameter that other ranks of the stage lack may have been missing on the lost rank, too.
         least = 1 if self._step.deduplicated(stage) else max(1, ranks - 1)
-        names = sorted(name for name in listed - stage.layouts.keys() if counts[name] >= least)
+        names = sorted(name for name in listed_elsewhere - stage.layouts.keys() if counts[name] >= least)
         return {name: self._unlisted_holder(name, rank, stage) for name in names}
 
     def _unlisted_holder(self, name: str, rank: int, stage: Stage) -> Optional[int]:
         """The rank with a certain replica of a rank's tensor, itself first; None without one."""
-        own = self._step.indexes.get(rank)
-        if own is not None and name in own.tensors:
+        index = self._step.indexes.get(rank)
+        if index is not None and name in index.tensors:
             return rank
         key = (name, stage.number)
         if key not in self._holders:
@@ -180,9 +180,9 @@ class Recovery:
     def _holders_of(self, name: str, stage: Stage) -> dict[int, int]:
         """Per rank of a stage a rank with a certain replica.
 
-        Nothing records how the tensor is cut; that some ranks agree proves nothing. But its slices follow
-        some layout: where all layouts that what is left allows give a rank the slice of the same
-        survivors, it held that.
+        No strategy records how the tensor is cut, and equal contents on some ranks prove no replica. But its
+        slices follow some layout: where all layouts that fit the surviving files give a rank the slice of the
+        same survivors, the rank held that slice.
         """
         holders = [rank for rank in self._step.loaded(stage) if name in self._step.indexes[rank].tensors]
         if not holders or name not in self._checkpoint.tensors:
@@ -195,22 +195,21 @@ class Recovery:
             return {}
         content = self._contents(name, holders)
         fitting = [way for way in ways if _explains(way, content, stage.first_rank)]
-        known = {}
+        replicas = {}
         for rank in stage.ranks:
-            same = {self._content_of(way, rank - stage.first_rank, content, stage.first_rank) for way in fitting}
-            only = same.pop() if len(same) == 1 else None
-            if only is not None:
-                known[rank] = only
-        return known
+            contents = {self._content_of(way, rank - stage.first_rank, content, stage.first_rank) for way in fitting}
+            sole_content = contents.pop() if len(contents) == 1 else None
+            if sole_content is not None:
+                replicas[rank] = sole_content
+        return replicas
 
     def _contents(self, name: str, holders: Sequence[int]) -> dict[int, int]:
         """Per rank the lowest rank that holds an equal tensor of this name."""
         first: list[int] = []
         equal: dict[int, int] = {}
         for rank in holders:
-            equal[rank] = next(
-                (other for other in first if same_value(self._checkpoint, self._handles, name, other, rank)), rank
-            )
+            replicas = (one for one in first if same_value(self._checkpoint, self._handles, name, one, rank))
+            equal[rank] = next(replicas, rank)
             if equal[rank] == rank:
                 first.append(rank)
         return equal
@@ -218,7 +217,8 @@ class Recovery:
     @staticmethod
     def _content_of(way: Sequence[int], local: int, content: Mapping[int, int], first_rank: int) -> Optional[int]:
         """The content, by its lowest holder, that one way gives a local rank; None where no survivor has it."""
-        return next((equal for rank, equal in content.items() if way[rank - first_rank] == way[local]), None)
+        slice_number = way[local]
+        return next((equal for rank, equal in content.items() if way[rank - first_rank] == slice_number), None)
 
 
 class RecoveredFiles(RankFiles):
@@ -226,18 +226,18 @@ class RecoveredFiles(RankFiles):
 
     Args:
         request: the request.
-        checkpoint: the files that are left.
-        recovery: which of them are intact.
+        checkpoint: the surviving files.
+        recovery: distinguishes intact files.
     """
 
     def __init__(self, request: Request, checkpoint: RankCheckpoint, recovery: Recovery) -> None:
         # Named as in the source, unless --prefix is given.
-        names = checkpoint.source.found.names if request.prefix is None else None
+        names = checkpoint.source.step_files.names if request.prefix is None else None
         names = rank_names(request.prefix, checkpoint) if names is None else names
         super().__init__(request.target, checkpoint.tensors, recovery.format, names)
         self._recovery = recovery
 
-    def taken_over(self, file: int) -> Optional[int]:
+    def copied_file(self, file: int) -> Optional[int]:
         """The rank's own file, if it is intact."""
         return file if self._recovery.intact(file) else None
 

@@ -1,14 +1,12 @@
-"""Which replica of each slice a target rank reads.
+"""The choice of the replica of each slice that a target rank reads.
 
-Any rank that holds a slice will do. The choice depends on strategies alone, so `rank-list` works
-before any checkpoint exists and is right for `by-rank`:
+The choice depends on strategies alone, so `rank-list` needs no checkpoint and `by-rank` reads the same ranks:
 
 1. A target rank has *needs*: source slices, each with the source ranks that hold it.
-2. Ranks without alternative are taken first; then, until every need is met, the rank that meets
-   most open needs: few files per target rank. Among equals the targets that have the same needs
-   take turns: balanced shares. Otherwise the lowest rank.
-3. A rank whose needs are all met by others is dropped again, so no rank of the list could be left
-   out.
+2. Ranks without alternative are chosen first; then, until every need is met, the rank that meets
+   most open needs: few files per target rank. Among equal ranks, targets with the same needs
+   take turns: balanced shares. Otherwise the lowest rank is chosen.
+3. A rank whose needs are all met by others is removed again, so the list has no superfluous rank.
 """
 
 from __future__ import annotations
@@ -45,11 +43,11 @@ def common_dimensions(sources: Sequence[Layout], target: Optional[Layout]) -> tu
     """Regroup layouts of the JSON writer's expanded form to the same number of dimensions.
 
     Without a file, only another strategy shows a tensor's own number of dimensions. Every
-    grouping that fits all layouts names the same bytes, so the one with most dimensions will do.
+    grouping that fits all layouts gives the same bytes; this one has most dimensions.
 
     Args:
         sources: one layout per stage that holds the parameter.
-        target: the layout it is converted to; None is one device that takes it whole.
+        target: the layout it is converted to; None for one device that holds it whole.
 
     Raises:
         LayoutError: no grouping fits.
@@ -59,15 +57,15 @@ def common_dimensions(sources: Sequence[Layout], target: Optional[Layout]) -> tu
     for dimensions in sorted({len(layout.cuts) for layout in choices[0]}, reverse=True):
         fitting = [[layout for layout in choice if len(layout.cuts) == dimensions] for choice in choices]
         shapes = {layout.recorded_shape for choice in fitting for layout in choice if layout.recorded_shape}
-        asked: list[Optional[tuple[int, ...]]] = [*sorted(shapes, reverse=True)]
-        for shape in asked or [None]:
+        candidate_shapes: list[Optional[tuple[int, ...]]] = [*sorted(shapes, reverse=True)]
+        for shape in candidate_shapes or [None]:
             picked = [
                 next((layout for layout in choice if shape is None or layout.recorded_shape in (None, shape)), None)
                 for choice in fitting
             ]
-            found = [layout for layout in picked if layout is not None]
-            if len(found) == len(layouts):
-                return (found, whole(dimensions)) if target is None else (found[:-1], found[-1])
+            regrouped = [layout for layout in picked if layout is not None]
+            if len(regrouped) == len(layouts):
+                return (regrouped, whole(dimensions)) if target is None else (regrouped[:-1], regrouped[-1])
     maps = ", ".join(layout.map_text for layout in layouts)
     raise LayoutError(f"tensor maps {maps} cannot lay out one tensor")
 
@@ -121,8 +119,8 @@ class ReplicaChoice:
         """Refuse strategies of different models."""
         if self.source.is_none or self.target.is_none or any(self._kinds.values()):
             return
-        listed = set(self.source.parameters)
-        if listed and not any(name in listed for name in self.target.parameters):
+        source_names = set(self.source.parameters)
+        if source_names and not any(name in source_names for name in self.target.parameters):
             raise StrategyError(
                 f"no parameter is in both strategies, {self.source.path} and {self.target.path}",
                 hint="pass strategies of the same model",
@@ -134,18 +132,18 @@ class ReplicaChoice:
             return [Need("every parameter", (0,))]
         stage = self.target.stage_of(target_rank)
         local = target_rank - stage.first_rank
-        found: dict[tuple[tuple[int, int, int], ...], Need] = {}
+        needs: dict[tuple[tuple[int, int, int], ...], Need] = {}
         for kind in self._kinds_of(stage):
             for cell in kind.overlap.cells(int(kind.target.slice_of_rank[local])):
                 key = tuple(
                     (holding.stage.number, id(holding.layout), number)
                     for holding, number in zip(kind.holdings, cell.slices)
                 )
-                if key not in found:
+                if key not in needs:
                     ranks = [rank for holding, n in zip(kind.holdings, cell.slices) for rank in holding.ranks(n)]
-                    found[key] = Need(kind.parameter, tuple(sorted(ranks)))
+                    needs[key] = Need(kind.parameter, tuple(sorted(ranks)))
         distinct: dict[tuple[int, ...], Need] = {}
-        for need in (*found.values(), *self._deciding[stage.number].values()):
+        for need in (*needs.values(), *self._deciding[stage.number].values()):
             distinct.setdefault(need.ranks, need)
         return list(distinct.values())
 
@@ -191,11 +189,12 @@ class ReplicaChoice:
         names = self.source.parameters if self.target.is_none else stage.layouts
         deciding = self._deciding.setdefault(stage.number, {})
         for name in names:
-            holdings = [Holding(held, held.layouts[name]) for held in self.source.stages if name in held.layouts]
+            holders = (holder for holder in self.source.stages if name in holder.layouts)
+            holdings = [Holding(holder, holder.layouts[name]) for holder in holders]
             if not holdings:
                 continue
             target = None if self.target.is_none else stage.layouts[name]
-            ranks = _told_by(name, holdings, target)
+            ranks = _deciding_ranks(name, holdings, target)
             if ranks:
                 deciding.setdefault(ranks, Need(name, ranks))
             layouts = [holding.layout for holding in holdings]
@@ -209,7 +208,7 @@ class ReplicaChoice:
                     fits = True
                 except LayoutError as error:
                     problem = error
-            # Of two readings the untrue one need not even fit.
+            # The wrong one of two readings may not fit.
             if problem is not None and not fits:
                 raise StrategyError(
                     f"{quoted(name)}: {problem.message}\n"
@@ -225,8 +224,8 @@ class ReplicaChoice:
         grouped, cut = common_dimensions(sources, target)
         shape = stand_in_shape(grouped, cut)
         overlap = Overlap([layout.grid(shape) for layout in grouped], cut.grid(shape))
-        held = tuple(Holding(holding.stage, layout) for holding, layout in zip(holdings, grouped))
-        return _Kind(name, held, overlap, cut)
+        regrouped = tuple(Holding(holding.stage, layout) for holding, layout in zip(holdings, grouped))
+        return _Kind(name, regrouped, overlap, cut)
 
 
 def _unavailable(target_rank: int, lost: Sequence[Need]) -> IncompleteSourceError:
@@ -250,8 +249,8 @@ def readings(
 ) -> list[tuple[list[Layout], Optional[Layout]]]:
     """The possible readings of a parameter's layouts.
 
-    Accumulated gradients are often stored without the optimizer shard that their layout records;
-    only the files decide, so without files both readings count.
+    Accumulated gradients are often stored without the optimizer shard that their layout records.
+    Only the files decide, so without files both readings count.
     """
     result = [(list(sources), target)]
     if name.startswith(ACCUMULATED_GRADIENTS):
@@ -262,11 +261,11 @@ def readings(
     return result
 
 
-def _told_by(name: str, holdings: Sequence[Holding], target: Optional[Layout]) -> tuple[int, ...]:
-    """Ranks, ascending; one of their files shows whether recorded optimizer shards are made.
+def _deciding_ranks(name: str, holdings: Sequence[Holding], target: Optional[Layout]) -> tuple[int, ...]:
+    """Ranks, ascending; a file of one of them decides whether recorded optimizer shards are real.
 
-    None where the target records none, and where every stage that holds the parameter records some, so
-    that any file tells.
+    Empty where the target records no shards, and where every stage that holds the parameter records some, so that
+    any file decides.
     """
     if not name.startswith(ACCUMULATED_GRADIENTS) or target is None or target.shards == 1:
         return ()
@@ -281,7 +280,7 @@ def choose(needs: Sequence[Sequence[int]], turn: int) -> tuple[int, ...]:
 
     Args:
         needs: per need the ranks that meet it, ascending, at least one.
-        turn: which of the targets with these needs is asking; they take turns among equals.
+        turn: number of this target among the targets with these needs, which take turns among equal ranks.
     """
     chosen = {ranks[0] for ranks in needs if len(ranks) == 1}
     chosen.update(_greedy([ranks for ranks in needs if chosen.isdisjoint(ranks)], turn))
@@ -301,7 +300,7 @@ def choose(needs: Sequence[Sequence[int]], turn: int) -> tuple[int, ...]:
 def _greedy(needs: Sequence[Sequence[int]], turn: int) -> Iterator[int]:
     """Ranks by greedy choice: each meets most of the needs still open.
 
-    Needs are looked at once for each rank that meets them, however many ranks are taken.
+    Each pair of a need and a rank is visited once, however many ranks are chosen.
     """
     needs_of: dict[int, list[int]] = {}
     for number, ranks in enumerate(needs):
@@ -342,11 +341,11 @@ class _Ordered:
     def __init__(self, numbers: Iterable[int]) -> None:
         self._numbers = sorted(numbers)
         self._left = len(self._numbers)
-        # A Fenwick tree: entry n counts the numbers left among the n & -n that end with the n-th.
+        # A Fenwick tree: entry n counts the remaining numbers among the n & -n that end with the n-th.
         self._counts = [place & -place for place in range(self._left + 1)]
 
     def __len__(self) -> int:
-        """How many are left."""
+        """The number of remaining elements."""
         return self._left
 
     def __getitem__(self, index: int) -> int:

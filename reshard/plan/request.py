@@ -23,16 +23,16 @@ class Request:
         source: strategy the checkpoint was saved with; `none` where the checkpoint records its layouts.
         target: strategy it is converted to; `none` for full tensors, `same` for the source's own.
         files: requested target files, ascending; None for all.
-        prefix: target file names begin so; None for the names of the source's files, where ranks stay the same.
+        prefix: prefix of target file names; None for the names of the source's files, where ranks are unchanged.
         format: ``same``, ``ckpt`` or ``safetensors``; `formats.dtypes.MEMORY` where nothing is written.
         step: ``latest`` or ``<epoch>_<step>``.
         fallback: whether ``latest`` may be an older step than the newest, where that is not complete.
-        file_suffix: only source files whose stem ends so.
+        file_suffix: only source files whose stem has this ending.
         filters: which parameters are written.
         strict: missing parameters and unlisted tied ones are errors.
         exact_file: ``dst`` is the file itself.
         damaged: source files that count as absent, with the reason, by path.
-        recover: source and target are the same strategy, and intact files stay as they are.
+        recover: source and target are the same strategy, and intact files are copied.
         form: of the source; see `forms.registry`.
         to: form that is written.
         max_shard_size: bytes of tensors in a file of full weights; None for the default.

@@ -1,19 +1,23 @@
-"""The tensors of a target file, in columns; objects are made on demand.
+"""The tensors of a target file, in columns, and their order; objects are made on demand.
 
-A file may have hundreds of thousands, and a group of files is written at a time. Tensors of one kind differ in
-their names and the places of their slices; everything else is shared.
+A file may have hundreds of thousands, and several files are written at a time. Tensors of one kind share everything
+but their names and the places of their slices.
 """
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import NamedTuple, Optional, Union, overload
+from weakref import WeakValueDictionary
 
-from reshard.checkpoints import OutputLayout
+from reshard.checkpoints import OutputLayout, OutputTensor, Tensor
 from reshard.checkpoints.checkpoint import Addition, GlobalTensor
+from reshard.checkpoints.formats.dtypes import MEMORY
 from reshard.forms.cuts import Cut
-from reshard.layout import Box, Cell, Region
+from reshard.forms.target import TargetForm
+from reshard.layout import Box, Cell, Region, shape_of, whole_box
 from reshard.plan.pieces import Piece, StoredSlice, TargetTensor
 
 StoredAt = Callable[[str, int, int, Box], StoredSlice]
@@ -21,7 +25,7 @@ StoredAt = Callable[[str, int, int, Box], StoredSlice]
 
 
 class CellSource(NamedTuple):
-    """A cell of one kind of parameter, and the source rank and slice it is taken from.
+    """A cell of one kind of parameter, and its source rank and slice.
 
     Attributes:
         box: the cell.
@@ -39,12 +43,12 @@ class CellSource(NamedTuple):
 
 
 class Alike(NamedTuple):
-    """Tensors of one target file that are taken alike.
+    """Tensors of one target file with equal slices and sources.
 
     Attributes:
         item_size: bytes of an element.
         box: the slice of each of them.
-        takes: its parts.
+        takes: the sources of its cells.
         dtype: their type, where elements are cast.
         padded: whether some elements are in no source.
     """
@@ -100,7 +104,7 @@ class TargetTensors(Sequence[TargetTensor]):
 
     @property
     def names(self) -> Sequence[str]:
-        """Their names, in the order of the file; no tensor is made for it."""
+        """Their names, in the order of the file, without making a tensor."""
         return self._order.names
 
     def __len__(self) -> int:
@@ -114,18 +118,15 @@ class TargetTensors(Sequence[TargetTensor]):
 
     def __getitem__(self, place: Union[int, slice]) -> Union[TargetTensor, list[TargetTensor]]:
         if isinstance(place, slice):
-            return [self._made(at) for at in range(*place.indices(len(self)))]
-        last = self._last
-        if last is not None and last[0] == place:
-            return last[1]
-        made = self._made(place)
-        self._last = place, made
-        return made
+            return [self._tensor(at) for at in range(*place.indices(len(self)))]
+        if self._last is None or self._last[0] != place:
+            self._last = place, self._tensor(place)
+        return self._last[1]
 
     def __iter__(self) -> Iterator[TargetTensor]:
-        return map(self._made, range(len(self)))
+        return map(self._tensor, range(len(self)))
 
-    def _made(self, place: int) -> TargetTensor:
+    def _tensor(self, place: int) -> TargetTensor:
         number = self._order.numbers[place]
         if number >= len(self._alike):
             return self._single[number - len(self._alike)]
@@ -142,7 +143,7 @@ class TargetTensors(Sequence[TargetTensor]):
 
 
 class Kind(NamedTuple):
-    """Tensors that are cut alike and held by the same source files, and so are taken alike.
+    """Tensors that are cut alike and held by the same source files.
 
     Attributes:
         cut: how they are cut.
@@ -161,14 +162,94 @@ class Kind(NamedTuple):
         return self.cut.overlap.target.slice_box(self.cut.slice_of(position))
 
     def count(self, names: Optional[Collection[str]]) -> int:
-        """How many of them have one of some names; all where None."""
+        """The number of its tensors with these names; None counts all."""
         return len(self.tensors) if names is None else sum(tensor.name in names for tensor in self.tensors)
 
     def holders(self, cell: Cell) -> list[tuple[int, int]]:
-        """The files that hold a cell, and their sharding; none for elements without a source."""
+        """The files that hold a cell, each with the number of its sharding; none for elements without a source."""
         first = 0 if cell.region is None else self.cut.firsts[cell.region.source] if cell.slices else 0
-        found: list[tuple[int, int]] = []
+        holders: list[tuple[int, int]] = []
         for index, number in enumerate(cell.slices, first):
             sharding, present = self.cut.shardings[index], self.present[index]
-            found += [(holder, index) for holder in sharding.holders(number) if holder in present]
-        return found
+            holders += [(holder, index) for holder in sharding.holders(number) if holder in present]
+        return holders
+
+
+class Orders:
+    """The orders of target files; files of the same tensors share one.
+
+    Args:
+        form: the target files.
+    """
+
+    def __init__(self, form: TargetForm) -> None:
+        self._form = form
+        self._format = form.format
+        self._orders: WeakValueDictionary[object, FileOrder] = WeakValueDictionary()
+        self._last: Optional[FileOrder] = None
+
+    def of(
+        self,
+        section: int,
+        kinds: Sequence[Kind],
+        boxes: Sequence[Box],
+        values: Sequence[Tensor],
+        names: Optional[Collection[str]],
+    ) -> FileOrder:
+        """The order and layout of a file of these tensors.
+
+        Args:
+            section: number of the file's section.
+            kinds: the kinds of its tensors.
+            boxes: the slice, per kind.
+            values: its copied values.
+            names: the kinds' tensors in this file; None for all.
+        """
+        value_types = tuple((value.name, value.dtype, value.dims, value.nbytes) for value in values)
+        shapes = [shape_of(box) for box in boxes]
+        differing = tuple(boxes) if self._form.boxed else tuple(shapes)
+        key = (section, differing, value_types, None if names is None else frozenset(names))
+        order = self._orders.get(key)
+        if order is None:
+            order = self._orders[key] = self._make(kinds, boxes, shapes, values, names)
+        # Other orders live as long as a file that is being written refers to them.
+        self._last = order
+        return order
+
+    def _make(
+        self,
+        kinds: Sequence[Kind],
+        boxes: Sequence[Box],
+        shapes: Sequence[tuple[int, ...]],
+        values: Sequence[Tensor],
+        names: Optional[Collection[str]],
+    ) -> FileOrder:
+        entries = [
+            (tensor.name, number)
+            for number, kind in enumerate(kinds)
+            for tensor in kind.tensors
+            if names is None or tensor.name in names
+        ]
+        entries += ((stored.name, len(kinds) + number) for number, stored in enumerate(values))
+        # The choice of source files must not change the order. In .safetensors wider
+        # elements come first, which keeps every tensor aligned.
+        if self._format not in ("ckpt", MEMORY):
+            widths = [kind.item_size if math.prod(shape) else 0 for kind, shape in zip(kinds, shapes)]
+            widths += (stored.item_size if stored.nbytes and math.prod(stored.shape) else 0 for stored in values)
+            entries.sort(key=lambda entry: (-widths[entry[1]], entry[0]))
+        else:
+            entries.sort(key=lambda entry: entry[0])
+        sizes = [math.prod(shape) * kind.item_size for kind, shape in zip(kinds, shapes)]
+        outputs = []
+        for name, number in entries:
+            if number < len(kinds):
+                # Tensors of one kind are of one type.
+                dtype = kinds[number].tensors[0].dtype
+                outputs.append(OutputTensor(name, dtype, shapes[number], sizes[number]))
+            else:
+                stored = values[number - len(kinds)]
+                dims = stored.dims if self._format == "ckpt" else stored.shape
+                outputs.append(OutputTensor(name, stored.dtype, dims, stored.nbytes))
+        parts = [*boxes, *(whole_box(stored.shape) for stored in values)]
+        layout = self._form.lay_out(outputs, [parts[number] for _, number in entries])
+        return FileOrder([name for name, _ in entries], array("I", (number for _, number in entries)), layout)

@@ -1,9 +1,9 @@
-"""Values that are not laid out: copied to the target's files as they are.
+"""Values without a layout, copied unchanged to the target's files.
 
 `global_step`, `learning_rate`, text and the like are usually the same in every file. They come from
 the lowest source rank that has them; where copies differ, a warning names them. A few belong to a
-rank by nature (`cur_rank`, the state of random generators): a target rank gets the values of the source
-rank with its own number, if that exists.
+rank (`cur_rank`, the state of random generators): a target rank gets those of the source rank with its own
+number, if that exists.
 """
 
 from __future__ import annotations
@@ -34,18 +34,19 @@ class CopiedValue(NamedTuple):
 
 
 class CopiedValues:
-    """Which values are copied, and from where.
+    """The copied values of a conversion.
 
     Args:
         source: the checkpoint.
         form: the target files.
-        filters: which names are.
+        filters: select the names.
         sliced: whether tensors without a layout may be slices.
         handles: open source files.
 
     Attributes:
         names: all copied names, sorted.
-        differing: names whose copies differ though not by nature, with the files that differ from the lowest.
+        differing: names whose copies differ though they do not belong to a rank, with the files that differ from
+            the lowest.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class CopiedValues:
             name for name in source.without_layout() if not any(name in section.layouts for section in form.sections)
         )
         self.names = sorted(name for name in (*source.values(), *laid_out_by_none) if filters.admit(name))
-        # Where the target's strategy lists a value, only the sections get it for which it does.
+        # Where the target's strategy lists a value, only sections that list it get it.
         self._sections = {
             name: frozenset(section.number for section in form.sections if name in section.layouts)
             for name in self.names
@@ -81,8 +82,8 @@ class CopiedValues:
             if not self._form.takes_value(name, file):
                 continue
             holders = self._source.holders(name)
-            own = self._form.by_rank and belongs_to_rank(name) and file in holders
-            holder = file if own else holders[0]
+            from_own_rank = self._form.by_rank and belongs_to_rank(name) and file in holders
+            holder = file if from_own_rank else holders[0]
             values.append(CopiedValue(name, holder, self._source.indexes[holder].tensors[name]))
         return values
 
@@ -95,14 +96,14 @@ class CopiedValues:
                 layout = section.layouts.get(name)
                 if layout is None:
                     continue
-                # Entries of several files may be slices, even if equal; a single element cannot.
+                # Entries of several files may be slices, even if equal; a single element is none.
                 sliced = self._sliced and tensor.nbytes > tensor.item_size
-                told = layout.recorded_shape not in (None, tensor.shape)
-                if layout.slice_count > 1 or sliced or name in self.differing or told:
+                other_shape = layout.recorded_shape not in (None, tensor.shape)
+                if layout.slice_count > 1 or sliced or name in self.differing or other_shape:
                     path = self._source.files[holder]
                     yield CheckpointError(
-                        f"{quoted(name)}: the target strategy lays it out, but the source strategy does not say how it "
-                        f"is cut in {path}",
+                        f"{quoted(name)}: the target strategy has a layout for it, the source strategy has none "
+                        f"(file {path})",
                         file=path,
                         rank=holder,
                         parameter=name,
@@ -111,7 +112,7 @@ class CopiedValues:
                     break
 
     def _differing(self, name: str) -> tuple[int, ...]:
-        """Files whose copy differs from that of the lowest, though not by nature."""
+        """Files whose copy differs from that of the lowest; none for values that belong to a rank."""
         if belongs_to_rank(name):
             return ()
         holders = self._source.holders(name)
@@ -120,7 +121,7 @@ class CopiedValues:
         )
 
     def warn_of_differing(self, report: Report) -> None:
-        """Name values whose copies differ, grouped by files."""
+        """Warn of values whose copies differ, grouped by files."""
         alike: dict[tuple[int, tuple[int, ...]], list[str]] = {}
         for name, ranks in self.differing.items():
             alike.setdefault((self._source.holders(name)[0], ranks), []).append(name)
@@ -133,32 +134,32 @@ class CopiedValues:
             )
 
 
-def same_value(source: Checkpoint, handles: FileHandles, name: str, one: int, other: int) -> bool:
+def same_value(source: Checkpoint, handles: FileHandles, name: str, first_file: int, second_file: int) -> bool:
     """Whether two files of a source hold the same bytes of a tensor, of the same type and shape.
 
     Raises:
         ReshardError: a file cannot be read.
     """
-    first = source.indexes[one].tensors[name]
-    second = source.indexes[other].tensors[name]
+    first = source.indexes[first_file].tensors[name]
+    second = source.indexes[second_file].tensors[name]
     if (first.dtype, first.shape, first.nbytes) != (second.dtype, second.shape, second.nbytes):
         return False
-    blocks = zip(_blocks(source.files[one], handles, first), _blocks(source.files[other], handles, second))
+    blocks = zip(_blocks(source.files[first_file], handles, first), _blocks(source.files[second_file], handles, second))
     return all(mine == theirs for mine, theirs in blocks)
 
 
 def _blocks(path: str, handles: FileHandles, tensor: Tensor) -> Iterator[bytes]:
-    """A tensor's bytes in blocks that do not depend on how it is spread over extents."""
+    """A tensor's bytes in blocks of one size, so that tensors of other extents can be compared."""
     pending = b""
     for offset, length in tensor.extents:
-        done = 0
-        while done < length:
+        position = 0
+        while position < length:
             try:
                 with handles.borrow(path) as file:
-                    block = read_range(file, offset + done, min(_BLOCK - len(pending), length - done))
+                    block = read_range(file, offset + position, min(_BLOCK - len(pending), length - position))
             except OSError as error:
                 raise reading_error(path, error) from error
-            done += len(block)
+            position += len(block)
             pending += block
             if len(pending) == _BLOCK:
                 yield pending

@@ -13,13 +13,12 @@ import dataclasses
 import json
 import os
 import re
-import socket
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Optional
 
 from reshard.checkpoints.formats.headers import ALL_FORMATS
-from reshard.defaults import CHOICES, DEFAULT_PREFIX, MOST_DEVICES
+from reshard.defaults import CHOICES, DEFAULT_PREFIX, MAX_DEVICES
 from reshard.errors import RetryableError, TargetError, UsageError
 from reshard.forms.ranks import Step
 from reshard.forms.registry import FORMS
@@ -30,6 +29,9 @@ from reshard.strategies import names_files, shards_of
 from reshard.text.wording import number_ranges
 
 VERSION = 1
+EDITS = ("names", "config", "reverse", "optimizer", "dequantize", "rename", "cast")
+"""The options of names and types."""
+
 IS_COMMAND = re.compile(r"command\.[0-9a-f]{16}\.json")
 """The names of command records."""
 
@@ -93,7 +95,7 @@ class RecordedCommand:
     strict: bool = False
     verify: bool = False
     lost_only: bool = False
-    host: str = dataclasses.field(default_factory=socket.gethostname, compare=False)
+    host: str = dataclasses.field(default_factory=lambda: os.uname().nodename, compare=False)
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -212,7 +214,7 @@ def _numbers(text: str) -> tuple[int, ...]:
     for part in text.split(","):
         match = _RANGE.fullmatch(part)
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
-        if last < first or last >= MOST_DEVICES or (numbers and first <= numbers[-1]):
+        if last < first or last >= MAX_DEVICES or (numbers and first <= numbers[-1]):
             raise ValueError(f"ranks are {text!r}")
         numbers.extend(range(first, last + 1))
     if number_ranges(numbers) != text:

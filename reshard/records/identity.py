@@ -17,7 +17,7 @@ from typing import Any, Callable, Optional, Union
 
 from reshard.checkpoints import Literal, OutputLayout
 from reshard.checkpoints.formats.headers import ALL_FORMATS
-from reshard.defaults import MOST_DEVICES
+from reshard.defaults import MAX_DEVICES
 from reshard.forms.ranks import FileNames
 from reshard.forms.registry import FORMS
 from reshard.layout import Layout
@@ -34,7 +34,7 @@ _READERS: dict[str, Callable[[Fields, str], Any]] = {
     "bool": Fields.flag,
     "Optional[int]": lambda fields, key: None if fields.is_null(key) else fields.integer(key, 1, 1 << 63),
     "FileNames": lambda fields, key: FileNames.from_fields(fields.fields(key)),
-    "int": lambda fields, key: fields.integer(key, 1, MOST_DEVICES + 1),
+    "int": lambda fields, key: fields.integer(key, 1, MAX_DEVICES + 1),
 }
 
 
@@ -125,7 +125,8 @@ def attributes_of(record: type, fields: Fields) -> dict[str, Any]:
 
 
 def strategy_digest(strategy: Strategy) -> str:
-    """A digest of a strategy's content, independent of its files."""
+    """A digest of a strategy's content as read, independent of its files."""
+    strategy = strategy.original or strategy
     texts: dict[Layout, bytes] = {}
     hashed = hashlib.sha256()
     for stage in strategy.stages:

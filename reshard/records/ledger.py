@@ -36,7 +36,7 @@ from reshard.storage import (
     SIGNS,
     FileStatus,
     Lock,
-    Tell,
+    Notify,
     UnfitError,
     exists,
     for_each,
@@ -111,12 +111,12 @@ class Ledger:
     Args:
         destination: the target directory.
         identity: which conversion.
-        tell: called when another run keeps this one waiting.
+        notify: called when another run keeps this one waiting.
     """
 
-    def __init__(self, destination: str, identity: Identity, tell: Tell = lambda text: None) -> None:
+    def __init__(self, destination: str, identity: Identity, notify: Notify = lambda text: None) -> None:
         self.identity = identity
-        self._tell = tell
+        self._notify = notify
         self._destination = destination
         self._root = os.path.join(destination, OWN)
         self._own = os.path.join(self._root, identity.digest)
@@ -158,7 +158,7 @@ class Ledger:
             self._made_destination = make_directory(self._destination) or self._made_destination
             self._make_root()
             self._check_own()
-            with store_of(self._root).lock(os.path.join(self._root, "lock"), self._make_root, self._tell) as check:
+            with store_of(self._root).lock(os.path.join(self._root, "lock"), self._make_root, self._notify) as check:
                 yield check
         except OSError as error:
             raise writing_error(self._root, error) from error
@@ -248,7 +248,7 @@ class Ledger:
                         self._make_own()
             else:
                 self._make_own()
-            self._writing = store.share(os.path.join(self._own, "lock"), self._tell)
+            self._writing = store.share(os.path.join(self._own, "lock"), self._notify)
             store.remove_dead_signs(self._own)
             path = os.path.join(self._own, "plan.json")
             if not exists(path):

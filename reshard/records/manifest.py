@@ -13,14 +13,14 @@ import re
 from dataclasses import dataclass
 from typing import NamedTuple, Optional
 
-from reshard.defaults import MOST_DEVICES
+from reshard.defaults import MAX_DEVICES
 from reshard.errors import CheckpointError, RetryableError
 from reshard.forms.ranks.naming import check_inside
 from reshard.records.identity import Identity
 from reshard.records.ledger import ledgers_in
 from reshard.storage import UnfitError, is_directory, read_small, remove_file, too_long, write_whole, writing_error
 from reshard.storage.json_text import Fields, JsonError, parse_json
-from reshard.text.near_names import path_meant
+from reshard.text.near_names import similar_path_hint
 from reshard.text.wording import quoted
 
 MANIFEST_NAME = "reshard-manifest.json"
@@ -134,7 +134,7 @@ def read_manifest(directory: str) -> Manifest:
             raise CheckpointError(
                 f"{directory}: is not a directory",
                 file=directory,
-                hint=path_meant(directory) or "name the DST of a conversion",
+                hint=similar_path_hint(directory) or "name the DST of a conversion",
             ) from None
         hint = "it is written when all target ranks are converted; run the same command again to continue"
         if any(ledger.only() for ledger in ledgers_in(directory)):
@@ -162,7 +162,7 @@ def _file(entry: Fields) -> ManifestFile:
     for digest in (headers, crc):
         if digest is not None and not _DIGEST.fullmatch(digest):
             raise JsonError(f"{quoted(digest)} is not a digest")
-    return ManifestFile(entry.integer("rank", 0, MOST_DEVICES), name, entry.integer("size", 0, 1 << 63), headers, crc)
+    return ManifestFile(entry.integer("rank", 0, MAX_DEVICES), name, entry.integer("size", 0, 1 << 63), headers, crc)
 
 
 def _finishing(entry: Fields) -> FinishingRecord:

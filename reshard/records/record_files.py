@@ -11,7 +11,7 @@ import errno
 from collections.abc import Iterator
 from typing import Callable, Optional
 
-from reshard.storage import for_each, look_error, store_of, writing_error
+from reshard.storage import for_each, status_error, store_of, writing_error
 from reshard.storage.directories import not_ours
 
 IN_ORDER = ("plan.json", "replaced")
@@ -30,7 +30,7 @@ def names_in(path: str) -> list[str]:
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
-        raise look_error(path, error) from error
+        raise status_error(path, error) from error
 
 
 @contextlib.contextmanager
@@ -44,7 +44,7 @@ def try_lock(path: str) -> Iterator[Optional[bool]]:
         try:
             alone = stack.enter_context(store_of(path).try_lock(path))
         except OSError as error:
-            raise look_error(path, error) from error
+            raise status_error(path, error) from error
         yield alone
 
 

@@ -14,7 +14,7 @@ from reshard.records.identity import Identity
 from reshard.records.ledger import current, ledgers_in
 from reshard.records.manifest import MANIFEST_NAME, Manifest, read_manifest
 from reshard.storage import exists, status_of_each
-from reshard.text.near_names import path_meant
+from reshard.text.near_names import similar_path_hint
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,10 @@ def status_of(directory: str) -> Status:
         advice = "name the DST of a conversion"
         if not exists(directory):
             # A run that fails before its first file removes the directory that it has made.
-            advice = path_meant(directory) or f"{advice}; a run that wrote no file leaves no DST: run its command again"
+            advice = (
+                similar_path_hint(directory)
+                or f"{advice}; a run that wrote no file leaves no DST: run its command again"
+            )
         raise TargetError(f"{directory}: holds no records of a conversion", file=directory, hint=advice)
     (ledger,) = begun
     identity = ledger.identity

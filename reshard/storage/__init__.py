@@ -14,7 +14,6 @@ from reshard.storage.files import (
     is_regular_file,
     leads_to_directory,
     leads_to_file,
-    look_error,
     make_directory,
     names_in,
     names_in_each,
@@ -25,14 +24,15 @@ from reshard.storage.files import (
     read_small,
     remove_file,
     status_at,
+    status_error,
     status_of_each,
     too_long,
     write_parts,
     write_whole,
     writing_error,
 )
+from reshard.storage.listing_cache import caches_listings, listings_cached
 from reshard.storage.local import LocalFile
-from reshard.storage.once import asked_once, asks_once
 from reshard.storage.registry import (
     STORES,
     absolute,
@@ -53,11 +53,11 @@ from reshard.storage.store import (
     FileStatus,
     Lock,
     NewFile,
+    Notify,
     OpenFile,
     ReadableFile,
     Sending,
     Store,
-    Tell,
 )
 
 __all__ = [
@@ -69,15 +69,14 @@ __all__ = [
     "LocalFile",
     "Lock",
     "NewFile",
+    "Notify",
     "OpenFile",
     "ReadableFile",
     "Sending",
     "Store",
-    "Tell",
     "UnfitError",
     "absolute",
-    "asked_once",
-    "asks_once",
+    "caches_listings",
     "common_directory",
     "cut_short",
     "entries_of_each",
@@ -90,7 +89,7 @@ __all__ = [
     "is_regular_file",
     "leads_to_directory",
     "leads_to_file",
-    "look_error",
+    "listings_cached",
     "make_directory",
     "names_in",
     "names_in_each",
@@ -103,6 +102,7 @@ __all__ = [
     "remove_file",
     "same_store",
     "status_at",
+    "status_error",
     "status_of_each",
     "storage_of",
     "store_of",

@@ -32,7 +32,7 @@ class Storage(NamedTuple):
         held: bytes held during a request, in addition to the buffer that it fills.
         round_trip: measured seconds until the first byte of a request; None if not measured.
         mappable: whether files can be mapped into memory.
-        large: bytes that each request should have room for before more than a few per CPU are in flight.
+        large: bytes of buffer per request, required before more than a few per CPU are in flight.
     """
 
     remote: bool
@@ -61,17 +61,17 @@ _SHARE = 16 << 20
 _SECONDS_PER_REQUEST = 1.5e-3
 _REMEMBERED = 64
 # Shorter requests were answered by a cache of this machine.
-_LEAST_WAIT = 5e-4
+_MIN_WAIT = 5e-4
 # At least this share of requests must be slow: on a busy machine, some local ones are slow, too.
 _ONE_OF = 4
 
 
-def storage_with(round_trip: float, held: int = 0, least: Storage = OBJECTS) -> Storage:
+def storage_with(round_trip: float, buffered: int = 0, least: Storage = OBJECTS) -> Storage:
     """Storage with a round trip of ``round_trip`` seconds.
 
     Args:
         round_trip: seconds until the first byte comes.
-        held: bytes held during a request, in addition to the buffer that it fills.
+        buffered: bytes held during a request, in addition to the buffer that it fills.
         least: minimum values for this kind of storage.
     """
     passed = int(_SHARE * round_trip)
@@ -80,7 +80,7 @@ def storage_with(round_trip: float, held: int = 0, least: Storage = OBJECTS) -> 
         worth_skipping=_within(least.worth_skipping, passed, 4 << 20),
         window=_within(least.window, passed, 1 << 20),
         small=_within(least.small, passed // 4, 256 << 10),
-        held=held,
+        held=buffered,
         round_trip=round_trip,
     )
 
@@ -95,11 +95,11 @@ def round_trip_of(seconds: Sequence[float]) -> Optional[float]:
     It is the median of the slow requests. Fast ones were answered by a cache of this machine and are left out.
     If nearly all were fast, no round trip is measured.
     """
-    # Imported only after measurements: it slows the start of a command.
+    # Imported on demand: it slows the start of a command.
     from statistics import median_low
 
-    waited = [one for one in seconds if one >= _LEAST_WAIT]
-    return median_low(waited) if waited and _ONE_OF * len(waited) >= len(seconds) else None
+    slow = [duration for duration in seconds if duration >= _MIN_WAIT]
+    return median_low(slow) if slow and _ONE_OF * len(slow) >= len(seconds) else None
 
 
 class Measured:
@@ -121,35 +121,35 @@ class Measured:
         with self._lock:
             self._seconds.append(seconds)
 
-    def storage(self, held: int = 0) -> Storage:
+    def storage(self, buffered: int = 0) -> Storage:
         """The storage that follows from the measurements."""
         with self._lock:
             round_trip = round_trip_of(self._seconds)
         if round_trip is None:
-            return storage_with(self._usual, held, self._least)._replace(round_trip=None)
-        return storage_with(round_trip, held, self._least)
+            return storage_with(self._usual, buffered, self._least)._replace(round_trip=None)
+        return storage_with(round_trip, buffered, self._least)
 
 
 def storage_on(path: str) -> Storage:
-    """The storage that a local path lies on; one of unknown kind counts as remote."""
+    """The storage of a local path; an unknown file system counts as remote."""
     return LOCAL if file_system_of(path) in _LOCAL_FILE_SYSTEMS else REMOTE
 
 
 def file_system_of(path: str) -> str:
-    """The type of a path's file system, in the kernel's words; empty if unknown."""
+    """The type of a path's file system, as the kernel names it; empty if unknown."""
     try:
         with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as mounts:
             lines = mounts.read().splitlines()
     except OSError:
         return ""
     real = os.path.realpath(path)
-    best, kind = "", ""
+    mount_point, kind = "", ""
     for line in lines:
         before, _, after = line.partition(" - ")
         point = before.split(" ")[4].replace("\\040", " ")
         inside = point == "/" or real == point or real.startswith(point + "/")
-        if inside and len(point) >= len(best):
-            best, kind = point, after.split(" ")[0]
+        if inside and len(point) >= len(mount_point):
+            mount_point, kind = point, after.split(" ")[0]
     return kind
 
 

@@ -37,12 +37,12 @@ def open_directory(path: str, trusted: str = "", make: bool = False) -> tuple[in
     """
     parts = [part for part in path[len(trusted) :].split(os.sep) if part not in ("", os.curdir)]
     reached = trusted or (os.sep if os.path.isabs(path) else os.curdir)
-    made = False
+    created = False
     # Search permission suffices for directories above; the last one is listed and flushed.
     fd = os.open(reached, _DIRECTORY | (os.O_PATH if parts else os.O_RDONLY))
     for place, part in enumerate(parts, start=1):
         reached = os.path.join(reached, part)
-        made = False
+        created = False
         flags = _DIRECTORY | os.O_NOFOLLOW | (os.O_PATH if place < len(parts) else os.O_RDONLY)
         try:
             try:
@@ -52,7 +52,7 @@ def open_directory(path: str, trusted: str = "", make: bool = False) -> tuple[in
                     raise
                 with contextlib.suppress(FileExistsError):
                     os.mkdir(part, dir_fd=fd)
-                    made = True
+                    created = True
                 inner = os.open(part, flags, dir_fd=fd)
         except OSError as error:
             error.filename = reached
@@ -60,7 +60,7 @@ def open_directory(path: str, trusted: str = "", make: bool = False) -> tuple[in
         finally:
             os.close(fd)
         fd = inner
-    return fd, made
+    return fd, created
 
 
 @contextlib.contextmanager
@@ -130,9 +130,9 @@ def make_directory(path: str) -> bool:
     Raises:
         OSError: it cannot be made.
     """
-    fd, made = open_directory(path, make=True)
+    fd, created = open_directory(path, make=True)
     os.close(fd)
-    return made
+    return created
 
 
 def remove_file(path: str) -> None:

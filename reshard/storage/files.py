@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Callable, Optional, Union
 
 from reshard.errors import InputError, ReshardError, RetryableError, TargetError, UnwritableError, UsageError
-from reshard.storage.once import listed
+from reshard.storage.listing_cache import cached_entry
 from reshard.storage.registry import for_each, store_of
 from reshard.storage.store import DirectoryEntry, Expected, FileStatus, NewFile, ReadableFile, Sending
 
@@ -59,7 +59,7 @@ def status_at(path: str, through_links: bool = True) -> Optional[FileStatus]:
         if error.errno == errno.ELOOP:
             # A circle of links counts as missing, like a dangling link.
             return None
-        raise look_error(path, error) from error
+        raise status_error(path, error) from error
 
 
 def status_of_each(paths: Sequence[str], through_links: bool = True) -> list[Optional[FileStatus]]:
@@ -95,7 +95,7 @@ def is_directory(path: str) -> bool:
     Raises:
         ReshardError: as `status_at`.
     """
-    entry = listed(path)
+    entry = cached_entry(path)
     if entry is not None:
         return entry.is_dir()
     status = status_at(path)
@@ -108,7 +108,7 @@ def is_regular_file(path: str) -> bool:
     Raises:
         ReshardError: as `status_at`.
     """
-    entry = listed(path)
+    entry = cached_entry(path)
     if entry is not None:
         return entry.is_file()
     status = status_at(path)
@@ -126,7 +126,7 @@ def names_in(directory: str) -> list[str]:
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
-        raise look_error(directory, error) from error
+        raise status_error(directory, error) from error
 
 
 def leads_to_directory(entry: DirectoryEntry) -> bool:
@@ -156,22 +156,22 @@ def _leads_to(kind: Callable[[], bool]) -> bool:
         raise
 
 
-def look_error(path: str, error: OSError) -> ReshardError:
+def status_error(path: str, error: OSError) -> ReshardError:
     """The error for a path whose status cannot be read."""
     if error.errno == errno.ENAMETOOLONG:
         return too_long(path)
     if error.errno in _FORBIDDEN:
-        return InputError(f"{path}: may not be looked at: {error.strerror}", file=path)
-    return RetryableError(f"{path}: cannot be looked at: {error.strerror or error}", file=path)
+        return InputError(f"{path}: no permission to read its status: {error.strerror}", file=path)
+    return RetryableError(f"{path}: its status cannot be read: {error.strerror or error}", file=path)
 
 
-def writing_error(path: str, error: OSError, what: str = "written", rank: Optional[int] = None) -> ReshardError:
+def writing_error(path: str, error: OSError, action: str = "written", rank: Optional[int] = None) -> ReshardError:
     """The error for a file or directory that cannot be written or removed: lasting, or worth a retry.
 
     Args:
         path: of the file.
         error: of the system.
-        what: the failed action, a participle.
+        action: the failed action, a participle.
         rank: rank of the file, if it has one.
     """
     if error.errno == errno.ENAMETOOLONG:
@@ -180,19 +180,19 @@ def writing_error(path: str, error: OSError, what: str = "written", rank: Option
     reason = error.strerror or error
     if error.errno in _NO_DIRECTORY:
         return TargetError(
-            f"{path}: may not be {what}{whose}: {error.filename or 'its directory'} is a link or no directory",
+            f"{path}: may not be {action}{whose}: {error.filename or 'its directory'} is a link or no directory",
             file=path,
             rank=rank,
-            hint="remove what stands in the place of a directory, or choose another place",
+            hint="remove this link or file, or choose another place",
         )
     if is_read_only(error):
         return TargetError(
-            f"{path}: may not be {what}{whose}: {reason}",
+            f"{path}: may not be {action}{whose}: {reason}",
             file=path,
             rank=rank,
             hint=f"choose another place, or get {store_of(path).missing_right(path)}",
         )
-    problem = "no space left" if error.errno in _FULL else f"cannot be {what}"
+    problem = "no space left" if error.errno in _FULL else f"cannot be {action}"
     kind = UnwritableError if error.errno in _EVERYWHERE else RetryableError
     return kind(f"{path}: {problem}{whose}: {reason}", file=path, rank=rank)
 
@@ -339,12 +339,12 @@ def fill(file: ReadableFile, offset: int, out: memoryview, rank: Optional[int] =
         RetryableError: the file became shorter.
         OSError: reading failed.
     """
-    done = 0
-    while done < len(out):
-        count = file.read_into(offset + done, out[done:])
+    position = 0
+    while position < len(out):
+        count = file.read_into(offset + position, out[position:])
         if count == 0:
             raise cut_short(file.path, rank)
-        done += count
+        position += count
 
 
 def cut_short(path: str, rank: Optional[int] = None) -> RetryableError:
@@ -396,18 +396,18 @@ def write_parts(path: str, size: int, parts: Iterable[Union[bytes, memoryview]])
 
 
 def _gathered(parts: Iterable[Union[bytes, memoryview]]) -> Iterator[memoryview]:
-    """The same bytes in parts that are large enough for a request."""
-    held = bytearray()
+    """The same bytes, with small parts joined."""
+    buffer = bytearray()
     for part in parts:
         data = memoryview(part).cast("B")
-        if not held and len(data) >= _WORTH_WRITING:
+        if not buffer and len(data) >= _WORTH_WRITING:
             yield data
             continue
-        held += data
-        if len(held) >= _WORTH_WRITING:
-            yield memoryview(held)
-            held = bytearray()
-    yield memoryview(held)
+        buffer += data
+        if len(buffer) >= _WORTH_WRITING:
+            yield memoryview(buffer)
+            buffer = bytearray()
+    yield memoryview(buffer)
 
 
 def write_whole(path: str, data: bytes) -> None:

@@ -18,16 +18,16 @@ from reshard.text.wording import quoted
 _SPACE = re.compile(r"[ \t\n\r]*")
 # The only spelling of half of a surrogate pair.
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
-_MOST_VALUES = 1 << 22
+_MAX_VALUES = 1 << 22
 # Digits of a 64-bit number, with its sign.
-_MOST_DIGITS = 20
-_MOST_ITEM = 1 << 20
+_MAX_DIGITS = 20
+_MAX_ITEM = 1 << 20
 # Maximum length of numbers, flags and null.
-_LONGEST_TOKEN = 32
+_MAX_TOKEN_LENGTH = 32
 # A number ends only if so many characters follow: ``1`` may become ``1e-5``.
 _NUMBER_GOES_ON = 3
 _SHOWN = 40
-_MOST_DEPTH = 100
+_MAX_DEPTH = 100
 _NOTHING: frozenset[str] = frozenset()
 _WINDOW = 1 << 18
 
@@ -36,7 +36,7 @@ class JsonError(ValueError):
     """The text is not JSON, or has unexpected values; the message can follow ``is damaged:``."""
 
 
-def parse_json(data: bytes, most_values: int = _MOST_VALUES) -> Any:
+def parse_json(data: bytes, most_values: int = _MAX_VALUES) -> Any:
     """The value of a JSON text.
 
     Args:
@@ -62,7 +62,7 @@ def parse_json(data: bytes, most_values: int = _MOST_VALUES) -> Any:
 
 
 class JsonStream:
-    """Reads a large text, an object or array at a time; what was read is not kept.
+    """Reads a large text, an object or array at a time; earlier text is not kept.
 
     Args:
         read: returns the next bytes of the text, none at its end.
@@ -72,7 +72,7 @@ class JsonStream:
         JsonError: from every method: the text is not JSON, or the next value has another type.
     """
 
-    def __init__(self, read: Callable[[], bytes], most_item: int = _MOST_ITEM) -> None:
+    def __init__(self, read: Callable[[], bytes], most_item: int = _MAX_ITEM) -> None:
         self._read = read
         self._most_item = most_item
         self._decode = codecs.getincrementaldecoder("utf-8")().decode
@@ -80,14 +80,14 @@ class JsonStream:
         self._position = 0
         self._ended = False
 
-    def members(self, known: Optional[Container[str]] = None) -> Iterator[str]:
+    def members(self, earlier_keys: Optional[Container[str]] = None) -> Iterator[str]:
         """The keys of the next object; the caller reads each value before the next key.
 
         Args:
-            known: earlier keys, if the caller keeps them; a duplicate of one is an error.
+            earlier_keys: earlier keys, if the caller keeps them; a duplicate of one is an error.
         """
         self._expect("{", "an object")
-        taken: set[str] = set()
+        own_keys: set[str] = set()
         if self._next() == "}":
             self._position += 1
             return
@@ -95,10 +95,10 @@ class JsonStream:
             if self._next() != '"':
                 raise JsonError("it is not valid JSON (a key is expected)")
             key = self.value()
-            if key in (taken if known is None else known):
+            if key in (own_keys if earlier_keys is None else earlier_keys):
                 raise _twice(key)
-            if known is None:
-                taken.add(key)
+            if earlier_keys is None:
+                own_keys.add(key)
             self._expect(":", "a colon")
             yield key
             if self._ends("}"):
@@ -159,7 +159,7 @@ class JsonStream:
 
     def skip(self, depth: int = 0) -> None:
         """Skip the next value; none of it is kept, whatever its size."""
-        if depth > _MOST_DEPTH:
+        if depth > _MAX_DEPTH:
             raise JsonError("its JSON is nested too deeply")
         begins = self._next()
         if begins == "{":
@@ -186,9 +186,9 @@ class JsonStream:
                 return ""
             self._more()
 
-    def _expect(self, mark: str, what: str) -> None:
+    def _expect(self, mark: str, description: str) -> None:
         if self._next() != mark:
-            raise JsonError(f"it is not valid JSON ({what} is expected)")
+            raise JsonError(f"it is not valid JSON ({description} is expected)")
         self._position += 1
 
     def _ends(self, mark: str) -> bool:
@@ -203,10 +203,10 @@ class JsonStream:
         data = self._read()
         self._ended = not data
         try:
-            read = self._decode(data, self._ended)
+            text = self._decode(data, self._ended)
         except UnicodeError:
             raise JsonError("its text is not valid UTF-8") from None
-        self._text = self._text[self._position :] + read
+        self._text = self._text[self._position :] + text
         self._position = 0
 
 
@@ -241,7 +241,7 @@ def _decoded(text: str, start: int) -> tuple[Any, int]:
         raise
     except json.JSONDecodeError as error:
         # More text cannot cure an error before the end.
-        unended = error.msg.startswith("Unterminated") or error.pos > len(text) - _LONGEST_TOKEN
+        unended = error.msg.startswith("Unterminated") or error.pos > len(text) - _MAX_TOKEN_LENGTH
         kind = _UnendedError if unended else JsonError
         raise kind(f"it is not valid JSON ({error})") from None
 
@@ -267,7 +267,7 @@ def _twice(key: str) -> JsonError:
 
 def _integer(digits: str) -> int:
     # Without a limit, a number of millions of digits takes minutes to convert.
-    if len(digits) > _MOST_DIGITS:
+    if len(digits) > _MAX_DIGITS:
         raise JsonError("it holds a number that is too large")
     return int(digits)
 

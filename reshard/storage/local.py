@@ -23,7 +23,7 @@ from reshard.storage import directories, locks, temporary
 from reshard.storage.costs import FileSystems, Measured, Storage
 from reshard.storage.new_local_file import NewLocalFile
 from reshard.storage.registry import absolute
-from reshard.storage.store import DirectoryEntry, Expected, FileStatus, Lock, OpenFile, Sending, Sign, Store, Tell
+from reshard.storage.store import DirectoryEntry, Expected, FileStatus, Lock, Notify, OpenFile, Sending, Sign, Store
 
 # Seconds. No single write takes longer.
 _MOMENT = 600.0
@@ -225,13 +225,13 @@ class LocalStore(Store):
                     return
             raise directories.not_ours(path)
 
-    def lock(self, path: str, again: Callable[[], None], tell: Tell) -> AbstractContextManager[Callable[[], None]]:
+    def lock(self, path: str, again: Callable[[], None], notify: Notify) -> AbstractContextManager[Callable[[], None]]:
         """Hold a file's lock exclusively."""
-        return locks.lock(path, again, tell)
+        return locks.lock(path, again, notify)
 
-    def share(self, path: str, tell: Tell) -> Lock:
+    def share(self, path: str, notify: Notify) -> Lock:
         """Hold a file's lock shared."""
-        return locks.share(path, tell)
+        return locks.share(path, notify)
 
     def try_lock(self, path: str) -> AbstractContextManager[Optional[bool]]:
         """Hold a file's lock exclusively, if it is free."""

@@ -17,7 +17,7 @@ from typing import Callable, Optional
 from reshard.errors import RetryableError
 from reshard.storage import temporary
 from reshard.storage.directories import opened_own
-from reshard.storage.store import Tell
+from reshard.storage.store import Notify
 
 MESSAGE_AFTER = 2.0
 """Seconds of waiting for a lock before a message."""
@@ -33,7 +33,7 @@ class Waiting:
 
     Args:
         path: path of the lock.
-        tell: called once with a message.
+        notify: called once with a message.
         hint: advice for a lock that is held for too long.
         max_pause: maximum seconds of a pause.
         longer: additional seconds before the error.
@@ -43,14 +43,14 @@ class Waiting:
     def __init__(
         self,
         path: str,
-        tell: Tell,
+        notify: Notify,
         hint: str,
         max_pause: float = 0.1,
         longer: float = 0.0,
         holder: Callable[[], Optional[str]] = lambda: None,
     ) -> None:
         self._path = path
-        self._tell: Optional[Tell] = tell
+        self._notify: Optional[Notify] = notify
         self._hint = hint
         self._max_pause = max_pause
         self._longer = longer
@@ -73,9 +73,9 @@ class Waiting:
             raise RetryableError(
                 f"{self._path}: another process has held this lock for {limit:.0f} s", file=self._path, hint=self._hint
             )
-        if waited > MESSAGE_AFTER and self._tell is not None:
-            self._tell(f"waiting for {self._path}, which another process has locked")
-            self._tell = None
+        if waited > MESSAGE_AFTER and self._notify is not None:
+            self._notify(f"waiting for {self._path}, which another process has locked")
+            self._notify = None
         # Imported only here: it slows the start of a command.
         import random
 
@@ -127,9 +127,9 @@ class FileSign:
         os.close(self._fd)
 
 
-def share(path: str, tell: Tell) -> FileLock:
+def share(path: str, notify: Notify) -> FileLock:
     """See `Store.share`."""
-    waiting = _waiting(path, tell)
+    waiting = _waiting(path, notify)
     fd = _open(path, os.O_RDWR | os.O_CREAT)
     try:
         while _is_busy(fd, fcntl.LOCK_SH):
@@ -160,9 +160,9 @@ def try_lock(path: str) -> Iterator[Optional[bool]]:
 
 
 @contextlib.contextmanager
-def lock(path: str, again: Callable[[], None], tell: Tell) -> Iterator[Callable[[], None]]:
+def lock(path: str, again: Callable[[], None], notify: Notify) -> Iterator[Callable[[], None]]:
     """See `Store.lock`."""
-    waiting = _waiting(path, tell)
+    waiting = _waiting(path, notify)
     while True:
         try:
             fd = _open(path, os.O_RDWR | os.O_CREAT)
@@ -182,9 +182,9 @@ def lock(path: str, again: Callable[[], None], tell: Tell) -> Iterator[Callable[
             os.close(fd)
 
 
-def _waiting(path: str, tell: Tell) -> Waiting:
+def _waiting(path: str, notify: Notify) -> Waiting:
     return Waiting(
-        path, tell, f"`fuser {path}` on each machine that writes there lists the process; end it if it hangs"
+        path, notify, f"`fuser {path}` on each machine that writes there lists the process; end it if it hangs"
     )
 
 

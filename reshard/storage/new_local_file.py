@@ -14,14 +14,14 @@ from reshard.storage.costs import file_system_of
 from reshard.storage.store import FileStatus, NewFile
 
 _TIMES = 4
-# Where room that was allocated is there whatever happens, and allocating it writes nothing.
+# File systems that guarantee allocated space, and allocate it without writing.
 _ALLOCATING = frozenset(["ext4", "xfs", "tmpfs"])
-# Where the server copies a range of a file, or both files come to share it. Elsewhere the kernel reads and writes it.
+# File systems whose server copies a range of a file, or that share it; on others the kernel reads and writes it.
 _COPYING = frozenset(["btrfs", "xfs", "bcachefs", "ocfs2", "nfs4", "ceph", "cifs", "smb3"])
 
 
 class WrittenFile(NewFile):
-    """A file that has no name yet, of which somebody else writes parts; who made it finishes it.
+    """A file without a final name of which another process writes parts; the process that made it finishes it.
 
     Args:
         descriptor: of the file, open for reading and writing.
@@ -32,43 +32,45 @@ class WrittenFile(NewFile):
 
     @property
     def descriptor(self) -> Optional[int]:
-        """What other processes may write through."""
+        """The descriptor through which other processes may write."""
         return self._fd
 
     def write(self, offset: int, data: memoryview) -> None:
         """Write bytes at an offset."""
-        done = 0
-        while done < len(data):
-            done += os.pwrite(self._fd, data[done:], offset + done)
+        written_bytes = 0
+        while written_bytes < len(data):
+            written_bytes += os.pwrite(self._fd, data[written_bytes:], offset + written_bytes)
         # Writing to disk starts now, not at the flush; see docs/benchmarks.md.
-        os.posix_fadvise(self._fd, offset, done, os.POSIX_FADV_DONTNEED)
+        os.posix_fadvise(self._fd, offset, written_bytes, os.POSIX_FADV_DONTNEED)
 
     def copy(self, descriptor: int, start: int, offset: int, count: int) -> bool:
-        """Have the kernel copy it."""
-        done = 0
-        while done < count:
-            copied = os.copy_file_range(descriptor, self._fd, count - done, start + done, offset + done)
+        """Copy a range in the kernel."""
+        copied_bytes = 0
+        while copied_bytes < count:
+            copied = os.copy_file_range(
+                descriptor, self._fd, count - copied_bytes, start + copied_bytes, offset + copied_bytes
+            )
             if not copied:
                 return False
-            done += copied
+            copied_bytes += copied
         return True
 
     def window(self, offset: int, count: int) -> memoryview:
-        """A map of some bytes of the file, which has all of its room."""
+        """A map of some bytes of the file, whose space is allocated."""
         first = offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
         mapped = mmap.mmap(self._fd, offset + count - first, offset=first)
         return memoryview(mapped)[offset - first :]
 
     def finish(self) -> FileStatus:
-        """Not here."""
+        """Refused: the process that made it finishes it."""
         raise OSError(errno.EPERM, "is finished by the process that made it")
 
     def publish(self) -> Optional[FileStatus]:
-        """Not here."""
+        """Refused: the process that made it publishes it."""
         raise OSError(errno.EPERM, "is published by the process that made it")
 
     def discard(self) -> None:
-        """Nothing: the file is another's."""
+        """Do nothing: the file belongs to another process."""
 
     def close(self) -> None:
         """Close the descriptor."""
@@ -116,7 +118,7 @@ class NewLocalFile(WrittenFile):
         return self._file_system in _COPYING and hasattr(os, "copy_file_range")
 
     def allocate(self, size: int) -> bool:
-        """Give it all of its room, where that can be relied on; whether it has."""
+        """Allocate all of its space, on file systems that guarantee it; whether it is allocated."""
         if not size or self._file_system not in _ALLOCATING:
             return False
         os.posix_fallocate(self._fd, 0, size)

@@ -38,7 +38,7 @@ def cipher_of(head: bytes) -> Optional[str]:
 
 
 def is_ckpt(head: bytes) -> bool:
-    """Whether this head is of a `.ckpt` without encryption; strategies have a number in that place."""
+    """Whether this head is of an unencrypted `.ckpt`; strategies have a number in its place."""
     # A message in field 1, whose length takes up to ten bytes; in it, a field of a value.
     length = next((position for position in range(1, 11) if head[position : position + 1] < b"\x80"), 10)
     return head[:1] == b"\x0a" and head[length + 1 : length + 2] in _VALUE_PARTS

@@ -78,15 +78,15 @@ def store_of(path: str) -> Store:
     """
     scheme = scheme_of(path)
     if scheme:
-        from reshard.storage.once import through
+        from reshard.storage.listing_cache import with_cache
 
-        return through(STORES[scheme[:-3]](path))
+        return with_cache(STORES[scheme[:-3]](path))
     check_scheme(path)
     return STORES[""](path)
 
 
 def check_scheme(path: str) -> None:
-    """Refuse a URL of an unsupported scheme, which would be taken for a directory's name.
+    """Refuse a URL of an unsupported scheme, which is also a valid name of a directory.
 
     Raises:
         UsageError: the scheme is unsupported.
@@ -108,9 +108,9 @@ def check_scheme(path: str) -> None:
     )
 
 
-def same_store(path: str, other: str) -> bool:
+def same_store(first: str, second: str) -> bool:
     """Whether two paths are in one store."""
-    return scheme_of(path) == scheme_of(other)
+    return scheme_of(first) == scheme_of(second)
 
 
 def storage_of(path: str) -> Storage:
@@ -124,11 +124,11 @@ def storage_of(path: str) -> Storage:
 
 
 def for_each(call: Callable[[str], T], paths: Sequence[str]) -> list[T]:
-    """What a function returns for each path, in order; `Store.at_a_time` paths concurrently."""
+    """The results of a function for each path, in order; `Store.at_a_time` paths concurrently."""
     together = store_of(paths[0]).at_a_time if paths else 1
     if len(paths) < 2 or together == 1:
         return [call(path) for path in paths]
-    # The cache of `asked_once` is shared with these threads.
+    # The cache of `listings_cached` is shared with these threads.
     contexts = [contextvars.copy_context() for _ in paths]
     with ThreadPoolExecutor(min(together, len(paths))) as pool:
         return list(pool.map(lambda context, path: context.run(call, path), contexts, paths))

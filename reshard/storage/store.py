@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import stat
 import threading
@@ -70,7 +71,7 @@ class ReadableFile(Protocol):
 
     @property
     def cipher(self) -> Optional[str]:
-        """Its encryption mode, in MindSpore's words; None if not encrypted."""
+        """MindSpore's name of its encryption mode; None if not encrypted."""
 
     def size(self) -> int:
         """Its current size in bytes."""
@@ -134,7 +135,7 @@ class NewFile(Protocol):
 
     @property
     def descriptor(self) -> Optional[int]:
-        """What other processes may write through; None where they cannot."""
+        """The descriptor through which other processes may write; None where they cannot."""
         return None
 
     @property
@@ -143,15 +144,15 @@ class NewFile(Protocol):
         return False
 
     def copy(self, descriptor: int, start: int, offset: int, count: int) -> bool:
-        """Have the file system copy a range of another file, open as ``descriptor``, to an offset; whether it has."""
+        """Copy a range of another file, open as ``descriptor``, to an offset in the file system; whether it did."""
         return False
 
     def allocate(self, size: int) -> bool:
-        """Give the file all of its room before anything is written, where that can be done; whether it has it."""
+        """Allocate all of the file's space before anything is written, if possible; whether it is allocated."""
         return False
 
     def window(self, offset: int, count: int) -> memoryview:
-        """A map of some bytes of the file, once it has all of its room, to be written."""
+        """A writable map of some bytes of the file, after `allocate`."""
         raise OSError(errno.ENODEV, "cannot be mapped")
 
     def write(self, offset: int, data: memoryview) -> None:
@@ -167,7 +168,7 @@ class NewFile(Protocol):
         """Give the file its name, replacing another of that name; atomic and durable. After `finish`.
 
         Returns:
-            None; or the status of a file that another run of the same conversion put there first, and that stays.
+            None; or the status of an equal file that another run of the same conversion published first; it stays.
         """
 
     def discard(self) -> None:
@@ -192,13 +193,34 @@ class Expected(NamedTuple):
 class Sending:
     """Threads that send parts of new files, a few at a time; the threads that fill parts wait for them.
 
+    The memory of sent parts is filled again: new memory costs a page fault for every page.
+
     Args:
         at_a_time: number of parts.
     """
 
     def __init__(self, at_a_time: int) -> None:
+        self._at_a_time = at_a_time
         self._pool = ThreadPoolExecutor(at_a_time, thread_name_prefix="reshard-sending")
         self._free = threading.BoundedSemaphore(at_a_time)
+        self._buffers: list[mmap.mmap] = []
+        self._lock = threading.Lock()
+
+    def buffer(self, size: int) -> mmap.mmap:
+        """Memory for a part; its content is arbitrary."""
+        with self._lock:
+            # Memory of another size is released, so that buffers never exceed the parts at a time.
+            while self._buffers:
+                buffer = self._buffers.pop()
+                if len(buffer) == size:
+                    return buffer
+        return mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+    def give_back(self, buffer: mmap.mmap) -> None:
+        """Keep the memory of a sent part for another."""
+        with self._lock:
+            if len(self._buffers) < self._at_a_time:
+                self._buffers.append(buffer)
 
     def submit(self, send: Callable[[], None]) -> Future[None]:
         """Send a part; waits until a thread is free."""
@@ -210,9 +232,10 @@ class Sending:
     def close(self) -> None:
         """End submission; returns when all parts are sent."""
         self._pool.shutdown()
+        self._buffers.clear()
 
 
-Tell = Callable[[str], None]
+Notify = Callable[[str], None]
 """Called with a message, once, at the start of a long wait."""
 
 SIGNS = ("lock.", "sign.")
@@ -342,7 +365,7 @@ class Store(Protocol):
         self.write_whole(path, b"")
 
     def touch(self, path: str) -> bool:
-        """Set the time of a file to now; False if it is missing, or has to be rewritten for that."""
+        """Set the time of a file to now; False if it is missing, or the store cannot set times."""
         return False
 
     @abstractmethod
@@ -402,7 +425,7 @@ class Store(Protocol):
         return None
 
     @abstractmethod
-    def lock(self, path: str, again: Callable[[], None], tell: Tell) -> AbstractContextManager[Callable[[], None]]:
+    def lock(self, path: str, again: Callable[[], None], notify: Notify) -> AbstractContextManager[Callable[[], None]]:
         """Hold a lock exclusively while a block runs, after waiting for it; without locks, hold nothing.
 
         Yields a check that raises `OSError` once the lock is lost.
@@ -410,19 +433,19 @@ class Store(Protocol):
         Args:
             path: the file to lock, made if missing. Its holder may remove it.
             again: makes the file's directory again, if it was removed.
-            tell: called when the wait is long.
+            notify: called when the wait is long.
 
         Raises:
             RetryableError: another process holds it for too long.
         """
 
     @abstractmethod
-    def share(self, path: str, tell: Tell) -> Lock:
+    def share(self, path: str, notify: Notify) -> Lock:
         """Hold a shared lock, after waiting for it; without locks, hold nothing.
 
         Args:
             path: the file to lock, made if missing.
-            tell: called when the wait is long.
+            notify: called when the wait is long.
 
         Raises:
             RetryableError: another process holds it exclusively for too long.

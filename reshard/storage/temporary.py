@@ -15,7 +15,6 @@ import fcntl
 import functools
 import hashlib
 import os
-import platform
 import re
 import time
 from typing import NamedTuple, Optional
@@ -130,9 +129,9 @@ def write_whole(path: str, data: bytes) -> None:
     with directories.opened(directory) as directory_fd:
         fd, unnamed = create(directory, directory_fd)
         try:
-            done = 0
-            while done < len(data):
-                done += os.pwrite(fd, data[done:], done)
+            written_bytes = 0
+            while written_bytes < len(data):
+                written_bytes += os.pwrite(fd, data[written_bytes:], written_bytes)
             os.fsync(fd)
             rename(unnamed, path, directory_fd)
         except BaseException:
@@ -187,17 +186,17 @@ def _remove_if_dead(name: str, directory_fd: int, writer: _Writer, complete: boo
 
 
 def _dead(fd: int, writer: _Writer, complete: bool) -> bool:
-    here = writer.machine == machine()
+    this_machine = writer.machine == machine()
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             return False
         # Each container of a machine has its own process numbers.
-        if here and writer.namespace == namespace():
+        if this_machine and writer.namespace == namespace():
             return not os.path.exists(f"/proc/{writer.process}")
-        here = complete = False
-    return complete or here or time.time() - os.fstat(fd).st_mtime > _UNTOUCHED_SECONDS
+        this_machine = complete = False
+    return complete or this_machine or time.time() - os.fstat(fd).st_mtime > _UNTOUCHED_SECONDS
 
 
 @functools.cache
@@ -208,7 +207,7 @@ def machine() -> str:
             boot = file.read()
     except OSError:
         boot = ""
-    return hashlib.sha256(f"{platform.node()} {boot}".encode()).hexdigest()[:8]
+    return hashlib.sha256(f"{os.uname().nodename} {boot}".encode()).hexdigest()[:8]
 
 
 @functools.cache

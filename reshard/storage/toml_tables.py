@@ -1,4 +1,4 @@
-"""Files of rules in TOML: read, checked against a schema, and written for people."""
+"""Files of rules in TOML: reading, checking against a schema, writing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Callable, NamedTuple
 
 from reshard.errors import InputError, RetryableError
 from reshard.storage import UnfitError, exists, is_regular_file, read_small
-from reshard.text.near_names import near_names, path_meant
+from reshard.text.near_names import near_names, similar_path_hint
 from reshard.text.wording import quoted
 
 _ENDING = ".toml"
@@ -45,14 +45,14 @@ class TomlKey(NamedTuple):
         default: the value where the key is absent.
         required: whether it must be present.
         allowed: the allowed texts; empty for any.
-        written: description of the value, for messages; empty for the kind's.
+        description: description of the value, for messages; empty for the kind's.
     """
 
     kind: str
     default: Any = None
     required: bool = False
     allowed: tuple[str, ...] = ()
-    written: str = ""
+    description: str = ""
 
 
 Schema = Mapping[str, TomlKey]
@@ -91,7 +91,7 @@ class TomlFile:
             raise self._error(f"{self.path} is not UTF-8; this is not a file of rules", file=self.path) from error
         except FileNotFoundError as error:
             problem = f"{self.path}: this file of rules is missing"
-            raise self._error(problem, file=self.path, hint=path_meant(self.path)) from error
+            raise self._error(problem, file=self.path, hint=similar_path_hint(self.path)) from error
         except OSError as error:
             problem = f"{self.path} cannot be read: {error.strerror or error}"
             raise RetryableError(problem, file=self.path) from error
@@ -141,7 +141,7 @@ class TomlFile:
             value = [value]
         words, fits = _KINDS[schema.kind]
         if not fits(value) or (schema.allowed and value not in schema.allowed):
-            raise self.wrong(where, f"{key} must be {schema.written or ' or '.join(schema.allowed) or words}")
+            raise self.wrong(where, f"{key} must be {schema.description or ' or '.join(schema.allowed) or words}")
         return tuple(value) if schema.kind in ("texts", "sizes") else value
 
     def wrong(self, where: str, problem: str) -> InputError:
@@ -173,9 +173,9 @@ class BuiltinFiles:
         """The path of a built-in file."""
         return os.path.join(self._directory, name + _ENDING)
 
-    def has(self, named: str) -> bool:
+    def has(self, text: str) -> bool:
         """Whether a text is a built-in name, and not a path: a model's directory may have the same name."""
-        return named in self.names() and not is_regular_file(named)
+        return text in self.names() and not is_regular_file(text)
 
     def check_exists(self, path: str) -> None:
         """Refuse a text that is neither a built-in name nor an existing path.
@@ -186,19 +186,19 @@ class BuiltinFiles:
         if not exists(path) and not path.endswith(_ENDING):
             raise self._error(
                 f"{path}: no file and no built-in {self._kind} has this name"
-                + did_you_mean(path, self.names(), known=False),
+                + did_you_mean(path, self.names(), list_all=False),
                 file=path,
                 hint=f"{self._listed_by} lists the built-in ones",
             )
 
 
-def did_you_mean(name: str, names: Iterable[str], known: bool = True) -> str:
-    """The end of a sentence about an unknown name: the nearest one, or all of them where ``known``."""
+def did_you_mean(name: str, names: Iterable[str], list_all: bool = True) -> str:
+    """The end of a sentence about an unknown name: the nearest one, or all of them where ``list_all``."""
     names = list(names)
     near = near_names(name, names)
     if near:
         return f". Did you mean {near[0]}?"
-    return f"; known: {', '.join(names) or 'none'}" if known else ""
+    return f"; known: {', '.join(names) or 'none'}" if list_all else ""
 
 
 def toml_string(text: str) -> str:

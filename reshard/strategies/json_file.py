@@ -18,7 +18,7 @@ from reshard.text.wording import quoted
 
 _AGAIN = "copy the original again, or have MindSpore write it again"
 # A table with hand-made slices has a number per slice, and may have a hundred thousand slices.
-_LONGEST_ITEM = 1 << 22
+_MAX_ITEM_LENGTH = 1 << 22
 _INT32 = 2**31
 _UINT32 = 2**32
 _INT64 = 2**63
@@ -40,7 +40,7 @@ class _StrategyJson:
     """A file that is read item by item: only layouts are kept in memory."""
 
     def __init__(self, data: bytes) -> None:
-        self._stream = JsonStream(windows_of(data), _LONGEST_ITEM)
+        self._stream = JsonStream(windows_of(data), _MAX_ITEM_LENGTH)
         self._items: list[StrategyItem] = []
         self._layouts: dict[str, RecordedLayout] = {}
         self._distinct: dict[RecordedLayout, RecordedLayout] = {}

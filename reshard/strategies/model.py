@@ -15,17 +15,16 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Optional
 
-from reshard.defaults import MOST_DEVICES
+from reshard.defaults import MAX_DEVICES
 from reshard.errors import LayoutError, UsageError
 from reshard.layout import Layout
 from reshard.text.wording import rank_ranges, some_numbers
 
-# No cluster has this many devices: a larger number is damage, and would cost memory per device.
 # Maximum dimensions: MindSpore's tensors have 8; expanded maps and axes of size 1 need some more.
-MOST_ENTRIES = 64
+MAX_ENTRIES = 64
 # Maximum joins: each may double the readings of an expanded map; MindSpore's files have one or two.
-MOST_JOINS = 8
-_MOST_ELEMENTS = 2**62
+MAX_JOINS = 8
+_MAX_ELEMENTS = 2**62
 
 NONE = "none"
 """The name of the strategy of one device with all tensors whole."""
@@ -34,7 +33,7 @@ SAME = "same"
 """The name of the strategy that the source records."""
 
 SHARDS = "shards:"
-"""Begins what stands for rows cut over a number of ranks, as in ``shards:8``; it is typed as ``--shards 8``."""
+"""The prefix of rows cut over a number of ranks, as in ``shards:8``; users type ``--shards 8``."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ class RecordedLayout:
     Attributes:
         device_matrix: sizes of the device grid's axes, slowest first.
         tensor_maps: one map of all dimensions where flat, one map per dimension where nested.
-        nested: which of the two.
+        nested: whether the maps are nested.
         tensor_shape: full shape (JSON only), in the expanded form where the map is.
         field: number of fields of a table whose slices interleave them; 0 in all known files.
         shard_step: optimizer shard step as recorded.
@@ -100,7 +99,7 @@ class RecordedLayout:
         uneven = self._uneven()
         shape = None if uneven is not None else self._shape()
         joins = self.joins
-        if joins > MOST_JOINS:
+        if joins > MAX_JOINS:
             raise LayoutError(f"tensor map {list(self.tensor_maps[0])} can be grouped in too many ways")
         return Layout(
             self.device_matrix,
@@ -139,17 +138,17 @@ class RecordedLayout:
 
     def _check_bounds(self) -> None:
         entries = max(len(self.device_matrix), sum(max(1, len(entry)) for entry in self.tensor_maps))
-        if entries > MOST_ENTRIES:
+        if entries > MAX_ENTRIES:
             raise LayoutError(f"a layout of {entries} entries: no device matrix or tensor map is that long")
-        if math.prod(self.device_matrix) > MOST_DEVICES:
+        if math.prod(self.device_matrix) > MAX_DEVICES:
             matrix = list(self.device_matrix)
-            raise LayoutError(f"device matrix {matrix} has more than {MOST_DEVICES} devices")
+            raise LayoutError(f"device matrix {matrix} has more than {MAX_DEVICES} devices")
         if self.field:
             raise LayoutError(f"field is {self.field}: slices that interleave fields are not supported")
         if self.shard_step < 0:
             raise LayoutError(f"optimizer shard step {self.shard_step} is negative")
         for size in (*(self.tensor_shape or ()), *(self.split_sizes if self.split_offsets else ())):
-            if not 0 <= size <= _MOST_ELEMENTS:
+            if not 0 <= size <= _MAX_ELEMENTS:
                 raise LayoutError(f"a dimension or slice of {size} elements")
 
     def _uneven(self) -> Optional[tuple[int, ...]]:
@@ -174,21 +173,30 @@ class RecordedLayout:
 
 
 def shards_of(path: str) -> Optional[int]:
-    """The ranks of ``shards:8``; None for anything else that names a strategy.
+    """The number of ranks in ``shards:8``; None for other strategies.
 
     Raises:
-        UsageError: it is no number of ranks.
+        UsageError: the number of ranks is invalid.
     """
     if not path.startswith(SHARDS):
         return None
     text = path[len(SHARDS) :]
-    if not (text.isascii() and text.isdigit() and 0 < int(text[:9]) <= MOST_DEVICES and len(text) < 9):
-        raise UsageError(f"{path!r} is no number of shards such as {SHARDS}8: 1 to {MOST_DEVICES}")
+    if not (text.isascii() and text.isdigit() and 0 < int(text[:9]) <= MAX_DEVICES and len(text) < 9):
+        raise UsageError(f"{path!r}: the number of shards must be 1 to {MAX_DEVICES}, as in {SHARDS}8")
     return int(text)
 
 
+def rows_over(count: int, shape: tuple[int, ...]) -> Layout:
+    """The layout of rows over ranks in parts of one size, the last smaller or empty; a scalar is on each rank."""
+    if not shape:
+        return Layout((count,), ())
+    part = -(-shape[0] // count)
+    sizes = tuple(max(0, min(part, shape[0] - part * rank)) for rank in range(count))
+    return Layout((count,), ((0,), *((),) * (len(shape) - 1)), uneven=sizes)
+
+
 def names_files(path: str) -> bool:
-    """Whether what names a strategy is a path."""
+    """Whether a strategy's name is a path."""
     return path not in (NONE, SAME) and not path.startswith(SHARDS)
 
 
@@ -260,14 +268,16 @@ class Strategy:
     """The layouts of all parameters over all ranks.
 
     Attributes:
-        stages: pipeline stages in order, at least one; none until the source gives them.
+        stages: pipeline stages in order, at least one; none in a placeholder, until the source is read.
         path: the file or directory it was read from, or ``none``.
         notes: notes for the user, such as skipped files.
+        original: the strategy as read, where its names were changed to those of the target.
     """
 
     stages: tuple[Stage, ...]
     path: str
     notes: tuple[str, ...] = field(default=(), compare=False)
+    original: Optional[Strategy] = field(default=None, compare=False, repr=False)
 
     @classmethod
     def none(cls) -> Strategy:
@@ -285,32 +295,28 @@ class Strategy:
 
         Args:
             count: ranks.
-            shapes: of all tensors; None as long as the source is not read.
+            shapes: of all tensors; None until the source is read.
         """
         path = f"{SHARDS}{count}"
         if shapes is None:
             return cls((), path)
-        known: dict[tuple[int, ...], Layout] = {}
+        layouts_by_shape: dict[tuple[int, ...], Layout] = {}
         layouts = {}
         for name, shape in shapes.items():
-            if shape not in known:
-                rows = shape[0] if shape else 0
-                part = -(-rows // count)
-                sizes = tuple(max(0, min(part, rows - part * rank)) for rank in range(count))
-                whole = ((),) * max(0, len(shape) - 1)
-                known[shape] = Layout((count,), ((0,), *whole) if shape else (), uneven=sizes if shape else None)
-            layouts[name] = known[shape]
+            if shape not in layouts_by_shape:
+                layouts_by_shape[shape] = rows_over(count, shape)
+            layouts[name] = layouts_by_shape[shape]
         return cls((Stage(0, 0, count, layouts, (path,)),), path)
 
     @property
-    def is_untold(self) -> bool:
+    def is_placeholder(self) -> bool:
         """True for `same` and for shards, until the source is read."""
         return not self.stages
 
     @property
     def is_none(self) -> bool:
         """True for `none`: a single device, and no list of parameters."""
-        return not self.is_untold and not any(stage.files for stage in self.stages)
+        return not self.is_placeholder and not any(stage.files for stage in self.stages)
 
     @cached_property
     def device_count(self) -> int:
@@ -321,7 +327,7 @@ class Strategy:
         """The stage of a global rank.
 
         Raises:
-            UsageError: there is no such rank.
+            UsageError: the rank is out of range.
         """
         if not 0 <= rank < self.device_count:
             raise UsageError(

@@ -19,12 +19,11 @@ from reshard.storage import ReadableFile, UnfitError, opened_regular, read_range
 from reshard.storage.other_files import cipher_of, is_ckpt, kind_by_head
 from reshard.strategies import json_file, protobuf_file
 from reshard.strategies.model import StrategyFile
-from reshard.text.near_names import path_meant
+from reshard.text.near_names import similar_path_hint
 
-# Maximum size: real files have some ten KB per hundred parameters. Parsed JSON takes several times its size.
-LARGEST_PROTOBUF = 2**26
-LARGEST_JSON = 2**26
-LARGEST_GROUP_INFO = 2**23
+# Real files have some ten KB per hundred parameters. Parsed JSON takes several times its size.
+MAX_STRATEGY = 2**26
+MAX_GROUP_INFO = 2**23
 _HEAD = 32
 _INACCESSIBLE = (errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
 
@@ -66,22 +65,21 @@ def read_bytes(path: str) -> Union[bytes, OtherFile]:
         size = file.size()
         head = read_range(file, 0, min(size, _HEAD))
         kind = _kind_by_head(head, size)
-        if kind == "a checkpoint" and size <= LARGEST_GROUP_INFO:
+        if kind == "a checkpoint" and size <= MAX_GROUP_INFO:
             # Its groups look like values of a checkpoint.
             content = read_range(file, 0, size)
             kind = kind if protobuf_file.parse_group_map(content, path) is None else "a group_info file"
         if kind is not None:
             return OtherFile(path, kind)
-        limit = LARGEST_JSON if _looks_like_json(head) else LARGEST_PROTOBUF
-        if size <= limit:
+        if size <= MAX_STRATEGY:
             return read_range(file, 0, size)
-        if _must_be_one(path, head):
+        if _must_be_strategy(path, head):
             raise StrategyError(
-                f"{path} is larger than any strategy file ({limit >> 20} MiB)",
+                f"{path} is larger than any strategy file ({MAX_STRATEGY >> 20} MiB)",
                 file=path,
                 hint="pass a strategy file, not a checkpoint",
             )
-        return OtherFile(path, "too large for one")
+        return OtherFile(path, "too large for a strategy")
 
 
 def parse(path: str, data: bytes) -> Union[StrategyFile, OtherFile]:
@@ -99,7 +97,7 @@ def parse(path: str, data: bytes) -> Union[StrategyFile, OtherFile]:
     parsed = protobuf_file.parse_strategy(data, path)
     if parsed is not None:
         return parsed
-    if _must_be_one(path, data):
+    if _must_be_strategy(path, data):
         raise StrategyError(
             f"{path} is damaged: it cannot be read as a strategy file",
             file=path,
@@ -160,7 +158,7 @@ def opened(path: str) -> Iterator[Union[ReadableFile, OtherFile]]:
 def read_error(path: str, error: OSError) -> ReshardError:
     """The error for a file or directory that cannot be opened or read."""
     if isinstance(error, FileNotFoundError):
-        return StrategyError(f"{path}: no file or directory has this name", file=path, hint=path_meant(path))
+        return StrategyError(f"{path}: no file or directory has this name", file=path, hint=similar_path_hint(path))
     if error.errno == errno.ENAMETOOLONG:
         return too_long(path)
     kind = StrategyError if error.errno in _INACCESSIBLE else RetryableError
@@ -171,7 +169,7 @@ def _looks_like_json(data: bytes) -> bool:
     return data[:1024].lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"{")
 
 
-def _must_be_one(path: str, data: bytes) -> bool:
+def _must_be_strategy(path: str, data: bytes) -> bool:
     # MindSpore writes field 1, current_stage, first.
     return data[:1] == b"\x08" or ("strategy" in os.path.basename(path) and path.endswith((".ckpt", ".json")))
 
@@ -211,10 +209,10 @@ def read_group_info(path: str) -> GroupInfo:
     """
     with opened(path) as file:
         size = 0 if isinstance(file, OtherFile) else file.size()
-        data = b"" if isinstance(file, OtherFile) else read_range(file, 0, min(size, LARGEST_GROUP_INFO))
+        data = b"" if isinstance(file, OtherFile) else read_range(file, 0, min(size, MAX_GROUP_INFO))
     is_strategy = protobuf_file.parse_strategy(data, path) is not None
     # Items of a strategy have the same structure as rank lists.
-    if data and size <= LARGEST_GROUP_INFO and not is_strategy:
+    if data and size <= MAX_GROUP_INFO and not is_strategy:
         content = protobuf_file.parse_group_map(data, path)
         if content is not None:
             return GroupInfo(path, *content)
@@ -227,9 +225,9 @@ def read_group_info(path: str) -> GroupInfo:
 
 
 def _kind(path: str, data: bytes) -> Optional[str]:
-    other = read_bytes(path)
-    if isinstance(other, OtherFile):
-        return other.kind
+    content = read_bytes(path)
+    if isinstance(content, OtherFile):
+        return content.kind
     return None if data else "empty"
 
 

@@ -46,9 +46,9 @@ _MESSAGES: dict[str, tuple[tuple[str, int, str], ...]] = {
 _PACKAGE = "reshard.strategies"
 # Limits above any real file: some seconds, some hundred MB. An item has some hundred
 # bytes, a list of ranks some hundred KB.
-_LARGEST_FIELD = 1 << 22
-_MOST_FIELDS = 1 << 20
-_MOST_NUMBERS = 1 << 22
+_MAX_FIELD = 1 << 22
+_MAX_FIELDS = 1 << 20
+_MAX_NUMBERS = 1 << 22
 Ranks = tuple[int, ...]
 
 
@@ -94,8 +94,8 @@ def parse_strategy(data: bytes, path: str) -> Optional[StrategyFile]:
                 numbers += sum(len(entry) + 1 for entry in recorded.tensor_maps)
                 numbers += len(recorded.device_matrix) + len(recorded.split_sizes) + len(recorded.split_offsets)
             layouts[name] = recorded
-        if numbers > _MOST_NUMBERS:
-            raise StrategyError(f"{path} holds more numbers than any strategy file ({_MOST_NUMBERS})", file=path)
+        if numbers > _MAX_NUMBERS:
+            raise StrategyError(f"{path} holds more numbers than any strategy file ({_MAX_NUMBERS})", file=path)
     return StrategyFile(path, "protobuf", tuple(items), layouts, stages[-1] & 0xFFFFFFFF)
 
 
@@ -198,7 +198,7 @@ def _is_message(data: bytes) -> bool:
     try:
         for _ in _fields(data):
             count += 1
-            if count > _MOST_FIELDS:
+            if count > _MAX_FIELDS:
                 return False
     except _NotAMessage:
         return False
@@ -242,7 +242,7 @@ def _fields(data: bytes) -> Iterator[tuple[int, Union[int, bytes]]]:
             elif wire_type == 2:
                 length = varint()
                 start, position = position, position + length
-                if length > _LARGEST_FIELD or position > end:
+                if length > _MAX_FIELD or position > end:
                     raise _NotAMessage
                 yield number, data[start:position]
             elif wire_type in (1, 5):

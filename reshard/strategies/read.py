@@ -30,6 +30,7 @@ from reshard.strategies.stages import (
     same_content,
     stage_list,
 )
+from reshard.text.name_order import natural_order
 from reshard.text.wording import some_names
 
 _RANK_DIRECTORY = re.compile(r"(rank_|rank|)[0-9]+")
@@ -77,7 +78,7 @@ def required_strategies(source: Optional[str], target: Optional[str]) -> tuple[s
     """The values of --src-strategy and --dst-strategy.
 
     Raises:
-        UsageError: one was left out; guessing 'none' would silently copy slices as whole tensors.
+        UsageError: one is missing; the default 'none' would silently copy slices as whole tensors.
     """
     if source is not None and target is not None:
         return source, target
@@ -223,22 +224,17 @@ def _names_in(directory: str, leave_out: Optional[str]) -> list[str]:
     left_out = real(leave_out) if leave_out is not None else None
     # Records of made strategies are skipped without a note.
     names = [name for name in names if not name.endswith(RECORD)]
-    kept = [name for name in names if left_out != real(os.path.join(directory, name))]
-    return sorted(kept, key=_natural)
+    remaining = [name for name in names if left_out != real(os.path.join(directory, name))]
+    # rank_2 before rank_10.
+    return natural_order(remaining)
 
 
 def _is_of_rank(path: str) -> bool:
     return _RANK_DIRECTORY.fullmatch(os.path.basename(path)) is not None and is_directory(path)
 
 
-def _natural(name: str) -> list[tuple[int, str]]:
-    # rank_2 before rank_10.
-    parts = re.split(r"([0-9]+)", name)
-    return [(int(part), "") if index % 2 else (0, part) for index, part in enumerate(parts)]
-
-
 def _read_files(directory: str, names: Iterable[str]) -> tuple[list[FileRecord], list[str]]:
-    others: dict[str, list[str]] = {}
+    skipped: dict[str, list[str]] = {}
     # Content and name's ending both determine the kind of a file.
     parsed: dict[tuple[bytes, str], Union[StrategyFile, OtherFile]] = {}
     copies: dict[tuple[bytes, str], list[str]] = {}
@@ -253,9 +249,9 @@ def _read_files(directory: str, names: Iterable[str]) -> tuple[list[FileRecord],
             file = parsed[key] if key in parsed else parsed.setdefault(key, parse(path, data))
             copies.setdefault(key, []).append(path)
         if isinstance(file, OtherFile):
-            others.setdefault(file.kind or "not a strategy", []).append(name)
+            skipped.setdefault(file.kind or "not a strategy", []).append(name)
     files = [records_of(file, copies[key]) for key, file in parsed.items() if isinstance(file, StrategyFile)]
-    return files, [f"{directory}: skipped {some_names(names)} ({kind})" for kind, names in others.items()]
+    return files, [f"{directory}: skipped {some_names(names)} ({kind})" for kind, names in skipped.items()]
 
 
 def _skipped_merged(file: FileRecord, stages: Iterable[Stage]) -> str:

@@ -15,7 +15,7 @@ from typing import Optional
 
 import numpy as np
 
-from reshard.defaults import MOST_DEVICES
+from reshard.defaults import MAX_DEVICES
 from reshard.errors import StrategyError
 from reshard.layout.layout import IntArray, Layout
 from reshard.storage import absolute
@@ -83,20 +83,20 @@ def replicas_of_group_infos(infos: Sequence[GroupInfo]) -> Replicas:
     info_of: dict[int, GroupInfo] = {}
     joined = _Joined()
     for info in infos:
-        own = _own_rank(info.file)
+        own_rank = _own_rank(info.file)
         if not info.restore_ranks:
-            whose = "" if own is None else f" of rank {own}"
+            whose = "" if own_rank is None else f" of rank {own_rank}"
             notes.append(f"{info.file}: lists no ranks: the replicas{whose} are unknown")
             continue
-        _check(info, own)
-        if own is not None:
-            earlier = info_of.setdefault(own, info)
+        _check(info, own_rank)
+        if own_rank is not None:
+            earlier = info_of.setdefault(own_rank, info)
             if set(earlier.restore_ranks) != set(info.restore_ranks):
                 raise StrategyError(
-                    f"rank {own}: {earlier.file} lists {sorted(earlier.restore_ranks)}, "
+                    f"rank {own_rank}: {earlier.file} lists {sorted(earlier.restore_ranks)}, "
                     f"but {info.file} lists {sorted(info.restore_ranks)}",
                     file=info.file,
-                    rank=own,
+                    rank=own_rank,
                     hint="pass the files of one run",
                 )
         joined.add(info, notes)
@@ -135,16 +135,16 @@ def _own_rank(path: str) -> Optional[int]:
     return int(match[1]) if match is not None else None
 
 
-def _check(info: GroupInfo, own: Optional[int]) -> None:
+def _check(info: GroupInfo, own_rank: Optional[int]) -> None:
     largest = max(info.restore_ranks)
-    if largest >= MOST_DEVICES:
+    if largest >= MAX_DEVICES:
         problem = f"{info.file} is damaged: it lists rank {largest}, more than any cluster has"
         raise StrategyError(problem, file=info.file, rank=largest)
-    if own is not None and own not in info.restore_ranks:
+    if own_rank is not None and own_rank not in info.restore_ranks:
         raise StrategyError(
-            f"{info.file} is in the place of rank {own}'s file, but lists {rank_ranges(info.restore_ranks)}",
+            f"{info.file} is in the place of rank {own_rank}'s file, but lists {rank_ranges(info.restore_ranks)}",
             file=info.file,
-            rank=own,
+            rank=own_rank,
             hint="pass the files of one run, each in its original place",
         )
 
@@ -178,7 +178,7 @@ class _Joined:
         for rank in ranks:
             merged |= self._set_of.get(rank, set())
             self._file_of.setdefault(rank, info.file)
-        self.sets = [kept for kept in self.sets if kept.isdisjoint(merged)]
+        self.sets = [disjoint for disjoint in self.sets if disjoint.isdisjoint(merged)]
         self.sets.append(merged)
         for rank in merged:
             self._set_of[rank] = merged

@@ -1,11 +1,11 @@
 """The stages that a strategy file describes, and the agreement of their copies.
 
-1. A file is merged when every parameter is named ``<number>-<name>`` and these numbers are the
-   stages of its strategy items; otherwise it is the file of one stage, which its items name.
+1. A file is merged if every parameter is named ``<number>-<name>`` and these numbers are the
+   stages of its strategy items; otherwise it is the file of one stage, which its items give.
    Names and items that contradict each other are an error.
-2. Every layout is checked, and all layouts of a stage must lay out equally many devices.
+2. Every layout is checked, and all layouts of a stage must have the same number of devices.
 3. Copies of a stage, of any form, must agree on every parameter. Values that only one form
-   records are taken from the copy that has them.
+   records come from the copy that has them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Optional
 
-from reshard.defaults import MOST_DEVICES, MOST_SLICE_NUMBERS, MOST_STAGES
+from reshard.defaults import MAX_DEVICES, MAX_SLICE_NUMBERS, MAX_STAGES
 from reshard.errors import LayoutError, StrategyError
 from reshard.layout import Layout
 from reshard.strategies.model import RecordedLayout, Stage, StrategyFile, StrategyItem
@@ -106,7 +106,9 @@ def records_of(file: StrategyFile, paths: Sequence[str] = ()) -> FileRecord:
     items: dict[int, list[StrategyItem]] = {number: [] for number in sorted(of_stage)}
     for item in file.items:
         items[item.stage].append(item)
-    stages = tuple(_stage_record(number, file, paths, tuple(own), of_stage[number]) for number, own in items.items())
+    stages = tuple(
+        _stage_record(number, file, paths, tuple(own_items), of_stage[number]) for number, own_items in items.items()
+    )
     return FileRecord(file, paths, True, stages)
 
 
@@ -119,10 +121,10 @@ def agreed_stages(copies: Mapping[int, Sequence[StageRecord]]) -> tuple[Stage, .
     Raises:
         StrategyError: copies disagree, or there are more stages or devices than any cluster has.
     """
-    if len(copies) > MOST_STAGES:
+    if len(copies) > MAX_STAGES:
         path = next(iter(copies.values()))[0].paths[0]
         raise StrategyError(
-            f"{path} is of {len(copies)} pipeline stages, and no pipeline has more than {MOST_STAGES}", file=path
+            f"{path} is of {len(copies)} pipeline stages, and no pipeline has more than {MAX_STAGES}", file=path
         )
     stages: list[Stage] = []
     first_rank = slice_numbers = 0
@@ -139,15 +141,15 @@ def agreed_stages(copies: Mapping[int, Sequence[StageRecord]]) -> tuple[Stage, .
         paths = tuple(dict.fromkeys(path for record in records for path in record.paths))
         stages.append(Stage(number, first_rank, records[0].device_count, layouts, paths))
         first_rank += records[0].device_count
-        if first_rank > MOST_DEVICES:
-            problem = f"{paths[0]}: all stages together have more than {MOST_DEVICES} devices"
+        if first_rank > MAX_DEVICES:
+            problem = f"{paths[0]}: all stages together have more than {MAX_DEVICES} devices"
             raise StrategyError(problem, file=paths[0])
         slice_numbers += len(set(layouts.values())) * records[0].device_count
-        if slice_numbers > MOST_SLICE_NUMBERS:
+        if slice_numbers > MAX_SLICE_NUMBERS:
             raise StrategyError(
                 f"{paths[0]}: {plural(len(set(layouts.values())), 'different layout')} of "
                 f"{plural(records[0].device_count, 'device')}: "
-                f"their product, over all stages, is more than the limit of {MOST_SLICE_NUMBERS}",
+                f"their product, over all stages, is more than the limit of {MAX_SLICE_NUMBERS}",
                 file=paths[0],
                 hint="MindSpore compiles tens of different layouts; pass the strategy file that it wrote",
             )
@@ -192,17 +194,17 @@ def missing_text(numbers: Sequence[int]) -> str:
 
 
 def _check_prefixes(file: StrategyFile, of_items: list[int], of_names: list[int]) -> None:
-    named = f"{file.path} names its parameters <stage>-<name> with {stage_list(of_names)}"
+    description = f"{file.path} names its parameters <stage>-<name> with {stage_list(of_names)}"
     problem = None
     if not of_items:
         if missing_stages(of_names):
-            problem = f"{named}, but has no strategy items, and {missing_text(missing_stages(of_names))}"
+            problem = f"{description}, but has no strategy items, and {missing_text(missing_stages(of_names))}"
     elif file.form == "json":
         # Items are keyed by node name, so a later stage's may have overwritten an earlier one's.
         if not set(of_items) <= set(of_names):
-            problem = f"{named}, but its strategy items are of {stage_list(of_items)}"
+            problem = f"{description}, but its strategy items are of {stage_list(of_items)}"
     elif of_items != of_names:
-        problem = f"{named}, but its strategy items are of {stage_list(of_items)}"
+        problem = f"{description}, but its strategy items are of {stage_list(of_items)}"
     if problem is not None:
         raise StrategyError(
             problem, file=file.path, hint="merge the stages' own files again with reshard merge-pipeline"
@@ -228,8 +230,8 @@ def _stage_record(
         name, problem = problems[0]
         text = f"{where}: parameter {quoted(name)}: {problem}"
         if len(problems) > 1:
-            others = listing([other for other, _ in problems[1:]], 3)
-            text += f" (and {plural(len(problems) - 1, 'more parameter')}: " + others + ")"
+            further = listing([parameter for parameter, _ in problems[1:]], 3)
+            text += f" (and {plural(len(problems) - 1, 'more parameter')}: " + further + ")"
         raise StrategyError(text, file=file.path, parameter=name)
     counts: dict[int, list[str]] = {}
     for name, layout in layouts.items():
@@ -250,8 +252,8 @@ def _normal_form(record: RecordedLayout) -> Layout:
     return record.layout()
 
 
-def _check_same_parameters(number: int, one: StageRecord, other: StageRecord) -> None:
-    for having, lacking in ((one, other), (other, one)):
+def _check_same_parameters(number: int, first: StageRecord, second: StageRecord) -> None:
+    for having, lacking in ((first, second), (second, first)):
         names = [name for name in having.layouts if name not in lacking.layouts]
         if names:
             raise StrategyError(
@@ -259,12 +261,11 @@ def _check_same_parameters(number: int, one: StageRecord, other: StageRecord) ->
                 "only the first lists " + listing(names),
                 file=lacking.file.path,
                 parameter=names[0],
-                hint=_which_belong_together(one),
+                hint=_disagreement_hint(first),
             )
 
 
-def _which_belong_together(record: StageRecord) -> str:
-    """A hint for files of a stage that disagree."""
+def _disagreement_hint(record: StageRecord) -> str:
     hint = "keep the files of one run in the directory"
     if record.number is None:
         # Usually written by hand: MindSpore's own have items.
@@ -273,32 +274,32 @@ def _which_belong_together(record: StageRecord) -> str:
 
 
 def _disagreement(
-    number: int, names: Sequence[str], earlier: Sequence[StageRecord], other: StageRecord
+    number: int, names: Sequence[str], earlier: Sequence[StageRecord], differing: StageRecord
 ) -> StrategyError:
-    one = next(
+    first = next(
         (
             record
             for record in earlier
-            if any(_agreed(record.layouts[name], other.layouts[name]) is None for name in names)
+            if any(_agreed(record.layouts[name], differing.layouts[name]) is None for name in names)
         ),
         earlier[0],
     )
     return StrategyError(
-        f"stage {number}: {one.file.path} and {other.file.path} disagree on the layout of " + listing(names),
-        file=other.file.path,
+        f"stage {number}: {first.file.path} and {differing.file.path} disagree on the layout of " + listing(names),
+        file=differing.file.path,
         parameter=names[0],
-        hint=_which_belong_together(other),
+        hint=_disagreement_hint(differing),
     )
 
 
 @lru_cache(maxsize=4096)
-def _agreed(one: Layout, other: Layout) -> Optional[Layout]:
+def _agreed(first: Layout, second: Layout) -> Optional[Layout]:
     """The layout that both describe, with the details of either; None if they differ."""
-    expandable = one.expandable and other.expandable
+    expandable = first.expandable and second.expandable
     # An expanded map and the tensor's own: the latter groups the former.
-    one, other = _grouped_like(one, other), _grouped_like(other, one)
-    shapes = {layout.recorded_shape for layout in (one, other) if layout.recorded_shape is not None}
-    plain, other_plain = (replace(layout, recorded_shape=None, expandable=False) for layout in (one, other))
+    first, second = _grouped_like(first, second), _grouped_like(second, first)
+    shapes = {layout.recorded_shape for layout in (first, second) if layout.recorded_shape is not None}
+    plain, other_plain = (replace(layout, recorded_shape=None, expandable=False) for layout in (first, second))
     if plain != other_plain or len(shapes) > 1:
         return None
     return replace(plain, recorded_shape=shapes.pop() if shapes else None, expandable=expandable)

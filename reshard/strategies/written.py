@@ -204,7 +204,7 @@ def _unless_ambiguous(flat: RecordedLayout, recorded: RecordedLayout, shape: tup
         if len(readings) == 1:
             return flat
     except LayoutError:
-        # More entries may be joined than readers try.
+        # `RecordedLayout.layout` limits the number of joins.
         pass
     maps = tuple(axes or (-1,) for axes in recorded.dimensions)
     return replace(recorded, tensor_maps=maps, nested=True, tensor_shape=shape)

@@ -1,8 +1,8 @@
 """Advice on a pattern of --include or --exclude that matches nothing.
 
-People type regular expressions (``adam.*``), braces as in a shell (``{adam_m,adam_v}.*``), lists, a name's beginning
-without a star (``adam``), other separators (``adam_m_*``), other capitals, another optimizer's names, and they mistype.
-Each of these habits gives other patterns; the first match becomes the advice.
+Frequent mistakes: regular expressions (``adam.*``), braces as in a shell (``{adam_m,adam_v}.*``), lists, a name's
+beginning without a star (``adam``), other separators (``adam_m_*``), other capitals, another optimizer's names, typing
+errors. The correction of each gives other patterns; the first match becomes the advice.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from reshard.text.report import Report
 from reshard.text.wording import plural, quoted
 
 _SEPARATORS = "._/:-"
-# Limit of patterns from one, as by braces.
-_MOST_PATTERNS = 6
-_MOST_BEGINNINGS = 6
-_MOST_STARS = 4
+# Limit of patterns made from one with braces or alternatives.
+_MAX_PATTERNS = 6
+_MAX_BEGINNINGS = 6
+_MAX_STARS = 4
 # Limit of patterns with their own advice.
-_MOST_ADVISED = 8
-# Names that a pattern for optimizer state is tried with.
-_MOST_EXAMPLES = 500
-# To compare longer names, or more words with each other, would take minutes.
-_LONGEST_NAME = 300
-_LONGEST_WORD = 60
-_MOST_WORDS = 5000
+_MAX_ADVISED = 8
+# Limit of parameters whose optimizer state a pattern is compared with.
+_MAX_EXAMPLES = 500
+# Comparing longer names, or more words with each other, takes minutes.
+_MAX_NAME_LENGTH = 300
+_MAX_WORD_LENGTH = 60
+_MAX_WORDS = 5000
 _ANY_OPTIMIZER = re.compile(r"\W*(opt|optim|optimi[sz]ers?|moments?|momentum|states?)\W*", re.IGNORECASE)
 # Translated patterns, without anchors.
 _TRANSLATED = re.compile(r"\(\?s:(.*)\)\\[zZ]", re.DOTALL)
@@ -49,18 +49,18 @@ _STATE = "the checkpoint's optimizer state"
 _Patterns = tuple[str, ...]
 
 
-class Meant(NamedTuple):
-    """Patterns that match, and probably the intended ones.
+class Correction(NamedTuple):
+    """Patterns that match, probably the intended ones.
 
     Attributes:
         patterns: the patterns.
-        matched: names that one of them matches.
-        habit: why they were not typed, in words; empty where that is plain to see.
+        matched: number of names that one of them matches.
+        reason: an explanation of the mistake; empty where the correction shows it.
     """
 
     patterns: _Patterns
     matched: int
-    habit: str = ""
+    reason: str = ""
 
 
 def warn_of_unmatched(filters: Filters, names: Iterable[Iterable[str]], report: Report) -> None:
@@ -68,92 +68,91 @@ def warn_of_unmatched(filters: Filters, names: Iterable[Iterable[str]], report: 
 
     Args:
         filters: the patterns.
-        names: everything that a pattern may match, from several places.
+        names: all names that a pattern may match, from several sources.
         report: gets the warnings.
     """
     if not filters.include and not filters.exclude:
         return
-    known = set().union(*names)
+    all_names = set().union(*names)
     for option, patterns in (("--include", filters.include), ("--exclude", filters.exclude)):
-        unmatched = _unmatched(patterns, known)
-        more = unmatched[_MOST_ADVISED:]
+        unmatched = _unmatched(patterns, all_names)
+        more = unmatched[_MAX_ADVISED:]
         if more:
             report.warn(
                 f"{plural(len(unmatched), 'pattern')} of {option} match no parameter or value of the checkpoint; "
-                f"besides those below {', '.join(map(quoted, more[:_MOST_ADVISED]))}"
-                + (" ..." if len(more) > _MOST_ADVISED else "")
+                f"besides those below {', '.join(map(quoted, more[:_MAX_ADVISED]))}"
+                + (" ..." if len(more) > _MAX_ADVISED else "")
             )
-        for pattern in unmatched[:_MOST_ADVISED]:
+        for pattern in unmatched[:_MAX_ADVISED]:
             # No warning of --exclude 'adam_*' for a checkpoint without optimizer state.
-            if option == "--include" or not _is_for_absent_kind(pattern, known):
-                advice = _advice(option, pattern, known)
+            if option == "--include" or not _is_for_absent_kind(pattern, all_names):
+                advice = _advice(option, pattern, all_names)
                 report.warn(f"{option} {quoted(pattern)} matches no parameter or value of the checkpoint; {advice}")
 
 
 def _unmatched(patterns: Sequence[str], names: Iterable[str]) -> list[str]:
-    """The patterns that none of the names fits, each once."""
-    left = dict.fromkeys(patterns)
-    globs = Globs(left)
+    """The patterns that match none of the names, each once."""
+    unmatched = dict.fromkeys(patterns)
+    globs = Globs(unmatched)
     for name in names:
         for pattern in globs.matching(name):
-            left.pop(pattern, None)
-        if not left:
+            unmatched.pop(pattern, None)
+        if not unmatched:
             break
-    return list(left)
+    return list(unmatched)
 
 
-def _is_for_absent_kind(pattern: str, known: Collection[str]) -> bool:
+def _is_for_absent_kind(pattern: str, names: Collection[str]) -> bool:
     """Whether a pattern is for optimizer state or accumulated gradients, and the checkpoint holds none of that kind."""
-    kinds = {kind_of(name, 2, known) for name in known}
+    kinds = {kind_of(other, 2, names) for other in names}
     fits = Glob(pattern).matches
-    examples = list(itertools.islice(known, _MOST_EXAMPLES))
+    examples = list(itertools.islice(names, _MAX_EXAMPLES))
     return any(
-        kind not in kinds and any(fits(prefix + name) for prefix in prefixes for name in examples)
+        kind not in kinds and any(fits(prefix + other) for prefix in prefixes for other in examples)
         for kind, prefixes in ((OPTIMIZER_STATE, STATE_PREFIXES), (GRADIENTS, (ACCUMULATED_GRADIENTS,)))
     )
 
 
-def _advice(option: str, pattern: str, known: Iterable[str]) -> str:
-    names = sorted(name for name in known if len(name) <= _LONGEST_NAME)
-    meant = meant_by(pattern, names)
-    if meant is not None:
-        options = " ".join(f"{option} {quoted(found)}" for found in meant.patterns)
-        return f"{options} would match {meant.matched}" + (f" ({meant.habit})" if meant.habit else "")
+def _advice(option: str, pattern: str, all_names: Iterable[str]) -> str:
+    names = sorted(name for name in all_names if len(name) <= _MAX_NAME_LENGTH)
+    correction = _correction(pattern, names)
+    if correction is not None:
+        options = " ".join(f"{option} {quoted(matching)}" for matching in correction.patterns)
+        return f"{options} would match {correction.matched}" + (f" ({correction.reason})" if correction.reason else "")
     beginnings = Counter(name[: name.find(".") + 1] or name for name in names)
-    said = [
+    shown = [
         quoted(beginning) + (f" ({count})" if count > 1 else "")
-        for beginning, count in beginnings.most_common(_MOST_BEGINNINGS)
+        for beginning, count in beginnings.most_common(_MAX_BEGINNINGS)
     ]
-    more = len(beginnings) - len(said)
-    return f"the checkpoint's names begin with {', '.join(said)}" + (f" and {plural(more, 'other')}" if more else "")
+    more = len(beginnings) - len(shown)
+    return f"the checkpoint's names begin with {', '.join(shown)}" + (f" and {plural(more, 'other')}" if more else "")
 
 
-def meant_by(pattern: str, names: Collection[str]) -> Optional[Meant]:
-    """The probable intention of a pattern that matches no name; None without a guess."""
-    known = frozenset(names)
-    state = tuple(
-        sorted({f"{state_prefix(name, known)}*" for name in names if kind_of(name, 2, known) == OPTIMIZER_STATE})
-    )
-    if _ANY_OPTIMIZER.fullmatch(pattern) and 0 < len(state) <= _MOST_PATTERNS:
-        return Meant(state, _count(state, names), _STATE)
-    for patterns, habit in _readings(pattern):
-        for way in (_with_stars, _loosely, _spelled):
-            found = way(patterns, names)
-            if found:
-                return Meant(found, _count(found, names), habit)
-    if state_prefix(pattern, known) and 0 < len(state) <= _MOST_PATTERNS:
-        return Meant(state, _count(state, names), _STATE)
+def _correction(pattern: str, names: Collection[str]) -> Optional[Correction]:
+    """The probable correction of a pattern that matches no name; None without a guess."""
+    parameters = frozenset(names)
+    state_names = (name for name in names if kind_of(name, 2, parameters) == OPTIMIZER_STATE)
+    state = tuple(sorted({f"{state_prefix(name, parameters)}*" for name in state_names}))
+    if _ANY_OPTIMIZER.fullmatch(pattern) and 0 < len(state) <= _MAX_PATTERNS:
+        return Correction(state, _count(state, names), _STATE)
+    for patterns, reason in _readings(pattern):
+        for method in (_with_stars, _loosely, _spelled):
+            matching = method(patterns, names)
+            if matching:
+                return Correction(matching, _count(matching, names), reason)
+    if state_prefix(pattern, parameters) and 0 < len(state) <= _MAX_PATTERNS:
+        return Correction(state, _count(state, names), _STATE)
     return None
 
 
 def _readings(pattern: str) -> Iterator[tuple[_Patterns, str]]:
     """The pattern as typed, and its other readings, such as a regular expression."""
     unquoted = pattern.strip("'\" ")
-    listed = tuple(part for part in re.split(r"[,;\s]+", unquoted) if part)
+    parts = tuple(part for part in re.split(r"[,;\s]+", unquoted) if part)
     if "{" in pattern:
         yield _without_braces(unquoted), "braces are not expanded"
-    elif 1 < len(listed) <= _MOST_PATTERNS:
-        yield listed, "one pattern for each option"
+    elif 1 < len(parts) <= _MAX_PATTERNS:
+        yield parts, "one pattern for each option"
     expression = (_from_expression(unquoted), "patterns are as in a shell, no regular expressions")
     # A point and a star may be literal.
     yield from (expression, ((unquoted,), "")) if re.search(r"[\\^$|()]", unquoted) else (((unquoted,), ""), expression)
@@ -173,18 +172,18 @@ def _from_expression(pattern: str) -> _Patterns:
     """A regular expression as patterns; only the usual syntax for names."""
     if not re.search(r"\.[*+]|\\|^\^|\$$|[|()]|\]\+", pattern):
         return (pattern,)
-    made: list[str] = []
+    patterns: list[str] = []
     for alternative in _alternatives(pattern):
         text = re.sub(r"^\^|\$$", "", alternative)
         text = re.sub(r"(\.|\\[dwsS]|\[[^]]*\])([*+]\??|\{[^}]*\})", "*", text)
         text = re.sub(r"\\d", "[0-9]", text)
         text = re.sub(r"\\(.)", r"\1", text)
-        made.append(re.sub(r"\*{2,}", "*", text))
-    return tuple(dict.fromkeys(made[:_MOST_PATTERNS]))
+        patterns.append(re.sub(r"\*{2,}", "*", text))
+    return tuple(dict.fromkeys(patterns[:_MAX_PATTERNS]))
 
 
 def _alternatives(expression: str) -> Iterable[str]:
-    """``a(b|c)|d`` as ``ab``, ``ac``, ``d``; groups within groups are left as they are."""
+    """``a(b|c)|d`` as ``ab``, ``ac``, ``d``; groups within groups are unchanged."""
     parts = re.split(r"\((?:\?:)?([^()]*)\)", expression)
     choices = [[part] if at % 2 == 0 else part.split("|") for at, part in enumerate(parts)]
     grouped = _products(choices) or (expression,)
@@ -192,27 +191,27 @@ def _alternatives(expression: str) -> Iterable[str]:
 
 
 def _products(choices: Sequence[Sequence[str]]) -> _Patterns:
-    """Every row of choices as one text; none where they are too many."""
+    """Every row of choices as one text; none beyond the limit."""
     count = 1
     for choice in choices:
         count *= len(choice)
-    return tuple("".join(row) for row in product(*choices)) if count <= _MOST_PATTERNS else ()
+    return tuple("".join(row) for row in product(*choices)) if count <= _MAX_PATTERNS else ()
 
 
 def _with_stars(patterns: _Patterns, names: Collection[str]) -> _Patterns:
-    """The patterns that match, where need be with stars before and behind."""
-    return tuple(found for found in (_first(_starred(pattern), names) for pattern in patterns) if found is not None)
+    """The patterns that match, if necessary with stars before and behind."""
+    return tuple(first for first in (_first(_starred(pattern), names) for pattern in patterns) if first is not None)
 
 
 def _starred(pattern: str) -> Iterator[str]:
     yield pattern
     bare = pattern.strip("*")
-    # The beginning of a name first: that is where optimizers and modules put theirs.
+    # Optimizers and modules are prefixes, so the beginning of a name is the first guess.
     yield from (f"{bare}*", f"*{bare}", f"*{bare}*") if bare else ()
 
 
 def _first(patterns: Iterable[str], names: Collection[str]) -> Optional[str]:
-    """The first that matches some names, and not all of them."""
+    """The first pattern that matches some names, and not all of them."""
     for pattern in patterns:
         fits = Glob(pattern).matches
         count = sum(1 for name in names if fits(name))
@@ -222,29 +221,30 @@ def _first(patterns: Iterable[str], names: Collection[str]) -> Optional[str]:
 
 
 def _loosely(patterns: _Patterns, names: Collection[str]) -> _Patterns:
-    """Patterns like these in other capitals and with other separators, as the names that match have them."""
-    found: dict[str, None] = {}
+    """These patterns with the capitals and separators of the names that match when both are ignored."""
+    patterns_of_names: dict[str, None] = {}
     for pattern in patterns:
-        # An expression with many stars could take for ever.
-        for starred in _starred(pattern) if pattern.count("*") <= _MOST_STARS else ():
+        # An expression with many stars takes exponential time.
+        for starred in _starred(pattern) if pattern.count("*") <= _MAX_STARS else ():
             literals, expression = _loose_expression(starred)
             kinds = Counter(match.groups() for match in map(expression.fullmatch, names) if match)
             if kinds and sum(kinds.values()) < max(2, len(names)):
-                found.update(dict.fromkeys(_filled(literals, texts) for texts, _ in kinds.most_common(2)))
+                patterns_of_names.update(dict.fromkeys(_filled(literals, texts) for texts, _ in kinds.most_common(2)))
                 break
-    return tuple(found)
+    return tuple(patterns_of_names)
 
 
 def _loose_expression(pattern: str) -> tuple[list[str], re.Pattern[str]]:
     """The literal and wildcard parts of a pattern, and an expression with a group for each literal part."""
     parts = re.split(r"([*?]|\[[^]]*\])", pattern)
-    said = []
+    expressions = []
     for at, part in enumerate(parts):
         if at % 2:
-            said.append(".*?" if part == "*" else _TRANSLATED.sub(r"\1", translate(part)))
+            expressions.append(".*?" if part == "*" else _TRANSLATED.sub(r"\1", translate(part)))
         else:
-            said.append("(" + "".join(f"[{_SEPARATORS}]" if c in _SEPARATORS else re.escape(c) for c in part) + ")")
-    return parts, re.compile("".join(said), re.IGNORECASE | re.DOTALL)
+            characters = (f"[{_SEPARATORS}]" if c in _SEPARATORS else re.escape(c) for c in part)
+            expressions.append(f"({''.join(characters)})")
+    return parts, re.compile("".join(expressions), re.IGNORECASE | re.DOTALL)
 
 
 def _filled(parts: Sequence[str], texts: Sequence[str]) -> str:
@@ -253,24 +253,24 @@ def _filled(parts: Sequence[str], texts: Sequence[str]) -> str:
 
 def _spelled(patterns: _Patterns, names: Collection[str]) -> _Patterns:
     """Similar patterns with words from the names."""
-    # Loaded only here: needed only where something is wrong.
+    # Loaded only here: a run without mistakes does not need it.
     from difflib import get_close_matches
 
-    words = {word for name in names for word in re.split(r"[./:]", name) if 0 < len(word) <= _LONGEST_WORD}
-    if len(words) > _MOST_WORDS:
+    words = {word for name in names for word in re.split(r"[./:]", name) if 0 < len(word) <= _MAX_WORD_LENGTH}
+    if len(words) > _MAX_WORDS:
         return ()
-    made = []
+    corrected = []
     for pattern in patterns:
         parts = re.split(r"([./:*?]|\[[^]]*\])", pattern)
         for at in range(0, len(parts), 2):
-            if parts[at] and parts[at] not in words and len(parts[at]) <= _LONGEST_WORD:
-                near = get_close_matches(parts[at], sorted(words), n=1, cutoff=0.75)
-                parts[at] = near[0] if near else parts[at]
-        made.append("".join(parts))
-    return _with_stars(tuple(made), names) if tuple(made) != patterns else ()
+            if parts[at] and parts[at] not in words and len(parts[at]) <= _MAX_WORD_LENGTH:
+                similar = get_close_matches(parts[at], sorted(words), n=1, cutoff=0.75)
+                parts[at] = similar[0] if similar else parts[at]
+        corrected.append("".join(parts))
+    return _with_stars(tuple(corrected), names) if tuple(corrected) != patterns else ()
 
 
 def _count(patterns: _Patterns, names: Collection[str]) -> int:
-    """How many names one of the patterns matches."""
+    """The number of names that one of the patterns matches."""
     globs = Globs(patterns)
     return sum(1 for name in names if globs.match(name))

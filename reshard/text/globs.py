@@ -1,8 +1,8 @@
 """Patterns as in a shell, matched in linear time for any pattern and text.
 
-``*`` is anything, ``?`` one character, ``[a-c]`` one of a set, ``[!a-c]`` or ``[^a-c]`` one that is not. A
-regular expression with many stars can take longer than the universe is old; here the pieces between
-stars are found one after the other, which is all that a pattern of a shell needs.
+``*`` is any text, ``?`` one character, ``[a-c]`` one of a set, ``[!a-c]`` or ``[^a-c]`` one outside it. A
+regular expression with many stars may take exponential time; here the pieces between stars are searched one after
+the other.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple, Optional
 
-# Without the guards, `*{number}` would take the 12 of x12 for 2.
+# Without the guards, `*{number}` would match only the 2 of x12.
 _NUMBER = r"(?<![0-9])([0-9]+)(?![0-9])"
 
 
 def pattern_of(text: str) -> str:
-    """The pattern that a text alone fits."""
+    """The pattern that matches only this text."""
     return "".join(f"[{character}]" if character in "*?[" else character for character in text)
 
 
@@ -35,8 +35,8 @@ class Glob:
         number: a placeholder for a whole number; none if empty.
 
     Attributes:
-        pattern: as it was given.
-        head: the characters that it begins with, up to the first wildcard.
+        pattern: the pattern.
+        head: its characters before the first wildcard.
         literal: whether it has no wildcard.
     """
 
@@ -65,28 +65,28 @@ class Glob:
     def numbers(self, text: str) -> Optional[list[tuple[int, int]]]:
         """The positions of the numbers in a text, in order; None if it does not match.
 
-        Of several ways to fit, every star takes as much as it can, the first one first.
+        Stars are greedy, the first one first.
         """
         first = self._expressions[0].match(text)
         if first is None:
             return None
         if len(self._expressions) == 1:
             return _groups(first) if first.end() == len(text) else None
-        found = self._last.search(text, first.end())
-        if found is None:
+        last_match = self._last.search(text, first.end())
+        if last_match is None:
             return None
-        taken = [found]
+        matches = [last_match]
         for piece, expression in zip(self._pieces[-2:0:-1], self._expressions[-2:0:-1]):
-            # Pieces as far right as possible leave most room for the rest.
-            before = _rightmost(piece, expression, text, first.end(), taken[-1].start())
+            # Pieces as far right as possible leave most text for the stars before them.
+            before = _rightmost(piece, expression, text, first.end(), matches[-1].start())
             if before is None:
                 return None
-            taken.append(before)
-        return [span for match in (first, *reversed(taken)) for span in _groups(match)]
+            matches.append(before)
+        return [span for match in (first, *reversed(matches)) for span in _groups(match)]
 
 
 class Globs:
-    """Several patterns, of which a text may match any; an index by first character skips most.
+    """Several patterns, of which a text may match any; an index by their heads skips most.
 
     Args:
         patterns: the patterns.
@@ -122,7 +122,7 @@ def _groups(match: re.Match[str]) -> list[tuple[int, int]]:
 
 
 def _rightmost(piece: _Piece, expression: re.Pattern[str], text: str, start: int, stop: int) -> Optional[re.Match[str]]:
-    """The last place between two where a piece fits."""
+    """The last match of a piece between two positions."""
     if piece.literal is not None:
         at = text.rfind(piece.literal, start, stop)
         return expression.match(text, at) if at >= 0 else None
@@ -144,7 +144,7 @@ def _pieces(pattern: str, number: str) -> list[_Piece]:
             continue
         character = pattern[position]
         position += 1
-        # A bracket that comes first in a set belongs to it.
+        # A closing bracket right after the opening one belongs to the set.
         first = position + (pattern[position : position + 1] in ("!", "^"))
         closing = pattern.find("]", first + 1) if character == "[" else -1
         if character == "*":

@@ -9,7 +9,7 @@ from reshard.text.name_patterns import name_patterns
 from reshard.text.wording import one_line, quoted
 
 #: Lines of a list in a message.
-MOST_LINES = 12
+MAX_LINES = 12
 # Lists up to this length are printed in full.
 _FEW = 3
 
@@ -17,11 +17,9 @@ _FEW = 3
 class Message(str):
     """A text in which lists of names are folded; text may be put before and after it with ``+``.
 
-    It is a `str` and works wherever text does.
-
     Attributes:
         full: the text with every name.
-        shortened: whether patterns or lines are left out.
+        shortened: whether patterns or lines are omitted.
     """
 
     full: str
@@ -29,10 +27,10 @@ class Message(str):
 
     def __new__(cls, text: str, full: Optional[str] = None, shortened: bool = False) -> Message:
         """Args: full: the text with every name, where that is another one."""
-        made = super().__new__(cls, text)
-        made.full = text if full is None else full
-        made.shortened = shortened
-        return made
+        message = super().__new__(cls, text)
+        message.full = text if full is None else full
+        message.shortened = shortened
+        return message
 
     def __add__(self, after: str) -> Message:
         return joined("", (self, after))
@@ -47,7 +45,7 @@ def full_text(text: str) -> str:
 
 
 def is_shortened(text: str) -> bool:
-    """Whether something is left out of a text that its full text has."""
+    """Whether a text omits patterns or lines of its full text."""
     return isinstance(text, Message) and text.shortened
 
 
@@ -56,15 +54,15 @@ def listing(names: Collection[str], most: int = 5) -> Message:
 
     Args:
         names: the names, each once.
-        most: patterns at the most.
+        most: maximum number of patterns.
     """
     full = ", ".join(f"'{one_line(name)}'" for name in names)
     if len(names) <= _FEW:
         return Message(", ".join(map(quoted, names)), full)
     patterns = name_patterns(names)
-    said = [quoted(text) if size == 1 else f"{quoted(text)} ({size})" for text, size in patterns[:most]]
-    left = sum(size for _, size in patterns[most:])
-    return Message(", ".join(said) + (f" and {left} more" if left else ""), full, left > 0)
+    shown = [quoted(text) if size == 1 else f"{quoted(text)} ({size})" for text, size in patterns[:most]]
+    omitted = sum(size for _, size in patterns[most:])
+    return Message(", ".join(shown) + (f" and {omitted} more" if omitted else ""), full, omitted > 0)
 
 
 def joined(separator: str, texts: Iterable[str]) -> Message:
@@ -73,8 +71,8 @@ def joined(separator: str, texts: Iterable[str]) -> Message:
     return Message(separator.join(texts), separator.join(map(full_text, texts)), any(map(is_shortened, texts)))
 
 
-def block(headline: str, lines: Sequence[str], most: int = MOST_LINES) -> Message:
-    """A headline and lines below it; how many are left out after ``most``, in full all of them."""
-    left = len(lines) - most
-    shown = joined("\n", [headline, *(lines if left <= 0 else [*lines[:most], f"... and {left} more lines"])])
-    return Message(shown, joined("\n", [headline, *lines]).full, shown.shortened or left > 0)
+def block(headline: str, lines: Sequence[str], most: int = MAX_LINES) -> Message:
+    """A headline and up to ``most`` lines below it, then the number of omitted lines; the full text has all lines."""
+    omitted = len(lines) - most
+    shown = joined("\n", [headline, *(lines if omitted <= 0 else [*lines[:most], f"... and {omitted} more lines"])])
+    return Message(shown, joined("\n", [headline, *lines]).full, shown.shortened or omitted > 0)

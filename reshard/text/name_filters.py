@@ -1,4 +1,4 @@
-"""Which parameters are written, by name: ``--include`` and ``--exclude``."""
+"""Selection of parameters by name: ``--include`` and ``--exclude``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from reshard.text.globs import Globs
 
 @dataclass(frozen=True)
 class Filters:
-    """Which parameters are written; they never decide which step is taken."""
+    """Patterns that select the parameters to write; they never decide the step."""
 
     include: Sequence[str] = field(default=())
     exclude: Sequence[str] = field(default=())

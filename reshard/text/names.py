@@ -14,7 +14,7 @@ _OF_ONE_RANK = re.compile(r"(^|[._])(cur_rank|rng_state|generator(_\d+)?\._?(see
 
 
 def belongs_to_rank(name: str) -> bool:
-    """Whether a value outside the strategies differs between ranks by nature."""
+    """Whether a value outside the strategies belongs to its rank: copies on other ranks differ."""
     return _OF_ONE_RANK.search(name) is not None
 
 
@@ -37,7 +37,7 @@ KINDS = (WEIGHTS, OPTIMIZER_STATE, GRADIENTS, OTHER)
 
 
 class Total(NamedTuple):
-    """How many names, and how many bytes of tensor contents."""
+    """Number of names, and bytes of tensor contents."""
 
     names: int
     nbytes: int
@@ -49,12 +49,15 @@ _OPTIMIZER_WORDS = (
     *("main_param.", "max_exp_avg_sq.", "max_exp_avg_sq_col.", "max_exp_avg_sq_row.", "moment1.", "moment2."),
     *("muon_m.", "muon_v."),
 )
-STATE_PREFIXES = (
-    *_OPTIMIZER_WORDS,
+_ALSO_MODULES = (
     *("accum.", "accum_update.", "delta.", "exp_inf.", "linear.", "mean_grad.", "mean_square.", "moments.", "prev."),
     *("rms.", "square_average.", "stat.", "vhat."),
 )
+STATE_PREFIXES = (*_OPTIMIZER_WORDS, *_ALSO_MODULES)
 """Prefixes of optimizer state before the name of its parameter."""
+
+TRAINER_OPTIMIZERS = ("optimizer.", "optim.")
+"""Keys before the optimizer state of PyTorch's trainers."""
 
 _OTHER = re.compile(
     r"(global_step|current_iterator_step|last_overflow_iterator_step|epoch_num|step_num|learning_rate|"
@@ -62,20 +65,20 @@ _OTHER = re.compile(
 )
 
 
-def state_prefix(name: str, known: Container[str]) -> str:
+def state_prefix(name: str, parameters: Container[str]) -> str:
     """``adam_m.`` of ``adam_m.w``: the mark of optimizer state and accumulated gradients; empty for other names.
 
     Modules may be called ``linear`` or ``stat``: these words mark state only before the name of a parameter.
 
     Args:
         name: a name.
-        known: names of the parameters of the checkpoint or strategy.
+        parameters: names of the parameters of the checkpoint or strategy.
     """
-    word, dot, rest = name.partition(".")
+    word, dot, parameter = name.partition(".")
     prefix = word + dot
-    if not rest or (prefix != ACCUMULATED_GRADIENTS and prefix not in STATE_PREFIXES):
+    if not parameter or prefix not in (ACCUMULATED_GRADIENTS, *STATE_PREFIXES, *TRAINER_OPTIMIZERS):
         return ""
-    return prefix if prefix == ACCUMULATED_GRADIENTS or prefix in _OPTIMIZER_WORDS or rest in known else ""
+    return "" if prefix in _ALSO_MODULES and parameter not in parameters else prefix
 
 
 def is_value(name: str, elements: int) -> bool:
@@ -93,15 +96,15 @@ def is_training_value(name: str) -> bool:
     return _OTHER.fullmatch(name) is not None or belongs_to_rank(name)
 
 
-def kind_of(name: str, elements: int, known: Container[str]) -> str:
+def kind_of(name: str, elements: int, parameters: Container[str]) -> str:
     """The kind of a tensor by its name: one of `KINDS`.
 
     Args:
         name: its name in the checkpoint.
         elements: its number of elements.
-        known: names of the parameters of the checkpoint or strategy.
+        parameters: names of the parameters of the checkpoint or strategy.
     """
-    prefix = state_prefix(name, known)
+    prefix = state_prefix(name, parameters)
     if prefix == ACCUMULATED_GRADIENTS:
         return GRADIENTS
     if is_value(name, elements):
@@ -109,18 +112,18 @@ def kind_of(name: str, elements: int, known: Container[str]) -> str:
     return OPTIMIZER_STATE if prefix else WEIGHTS
 
 
-def is_weight(name: str, known: Container[str]) -> bool:
+def is_weight(name: str, parameters: Container[str]) -> bool:
     """Whether a parameter that a strategy lists is a weight by its name."""
-    return kind_of(name, elements=2, known=known) == WEIGHTS
+    return kind_of(name, elements=2, parameters=parameters) == WEIGHTS
 
 
-def training_globs(names: Collection[str], known: Container[str]) -> list[str]:
+def training_globs(names: Collection[str], parameters: Container[str]) -> list[str]:
     """Patterns of --exclude that match optimizer state, gradients and values among names, and no weight."""
-    weights = [name for name in names if is_weight(name, known)]
+    weights = [name for name in names if is_weight(name, parameters)]
     globs: dict[str, None] = {}
     for name in names:
-        if not is_weight(name, known):
-            prefix = state_prefix(name, known)
+        if not is_weight(name, parameters):
+            prefix = state_prefix(name, parameters)
             # A word of an optimizer may begin the name of a weight, too.
             alone = prefix and not any(weight.startswith(prefix) for weight in weights)
             globs[f"{prefix}*" if alone else as_glob(name)] = None

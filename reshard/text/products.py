@@ -10,7 +10,7 @@ from typing import Protocol
 
 
 class ExpressionError(ValueError):
-    """A text that is no product of sizes."""
+    """A text is not a product of sizes."""
 
 
 class SizeError(ExpressionError):
@@ -26,10 +26,10 @@ class SizeLookup(Protocol):
 
 @dataclass(frozen=True)
 class Product:
-    """Numbers and named sizes multiplied, some of them divided by.
+    """A product of numbers and named sizes, some of them divisors.
 
     Attributes:
-        number: the numbers in it.
+        number: the product of its numbers.
         powers: the exponent of each size; negative for divisors.
     """
 
@@ -43,7 +43,7 @@ class Product:
 
     @property
     def text(self) -> str:
-        """As it is written in rules."""
+        """The product as written in rules."""
         above = [name for name, power in self.powers for _ in range(power)]
         below = [f"/{name}" for name, power in self.powers for _ in range(-power)]
         if self.number.numerator != 1 or not above:
@@ -56,39 +56,39 @@ class Product:
         """Its value for some sizes.
 
         Raises:
-            SizeError: it divides by nothing.
+            SizeError: it divides by 0.
         """
-        found = self.number
+        value = self.number
         for name, power in self.powers:
             size = sizes[name]
             if not size and power < 0:
                 raise SizeError(f"{self.text} divides by {name}, which is 0")
-            found *= Fraction(size) ** power
-        return found
+            value *= Fraction(size) ** power
+        return value
 
     def whole(self, sizes: SizeLookup) -> int:
-        """The number that it is for some sizes.
+        """Its value for some sizes, a whole number.
 
         Raises:
-            SizeError: it is no whole number.
+            SizeError: the value is not a whole number.
         """
-        found = self.value(sizes)
-        if found.denominator != 1:
-            raise SizeError(f"{self.text} is {found}, no whole number")
-        return int(found)
+        value = self.value(sizes)
+        if value.denominator != 1:
+            raise SizeError(f"{self.text} is {value}, no whole number")
+        return int(value)
 
 
 def read_product(text: str, name: re.Pattern[str], number: re.Pattern[str], example: str) -> Product:
     """Read a product.
 
     Args:
-        text: as it is written, with blanks around names and numbers or without.
+        text: the product; blanks around names and numbers are ignored.
         name: expression that names match.
         number: expression that numbers match.
         example: an example product for messages.
 
     Raises:
-        ExpressionError: the text is none.
+        ExpressionError: the text is not a product.
     """
     multiplied = Fraction(1)
     powers: Counter[str] = Counter()

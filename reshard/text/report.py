@@ -1,4 +1,4 @@
-"""Warnings and notes of all rooms, for whatever output shows them."""
+"""Warnings and notes of all rooms."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from reshard.text.messages import full_text
 
 
 class Report:
-    """Collects warnings and notes without repetition, and passes them on as they come.
+    """Warnings and notes without repetition, passed to a listener at once.
 
     Attributes:
         warnings: possible problems of the result, with the name of every parameter.
@@ -23,16 +23,16 @@ class Report:
 
     def warn(self, text: str) -> None:
         """Warn of a possible problem of the result."""
-        self._say("warning", self.warnings, text)
+        self._add("warning", self.warnings, text)
 
     def note(self, text: str) -> None:
         """Note a decision."""
-        self._say("note", self.notes, text)
+        self._add("note", self.notes, text)
 
-    def _say(self, kind: str, said: list[str], text: str) -> None:
-        if full_text(text) in said:
+    def _add(self, kind: str, earlier: list[str], text: str) -> None:
+        if full_text(text) in earlier:
             return
-        said.append(full_text(text))
+        earlier.append(full_text(text))
         if self._listener is not None:
             self._listener(kind, text)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from typing import Optional
 
-# Characters of a name in a message; the longest that MindSpore makes have about 120.
-_LONGEST_SHOWN = 240
+# Maximum number of characters of a name in a message; MindSpore's longest names have about 120.
+_MAX_SHOWN = 240
 
 
 def number_ranges(numbers: Iterable[int]) -> str:
@@ -17,27 +17,27 @@ def number_ranges(numbers: Iterable[int]) -> str:
 def stepped_ranges(numbers: Iterable[int], most: int = 12) -> str:
     """Ascending numbers with regular gaps written short: ``0-504 step 8``, ``0-3..504-507 step 8``.
 
-    For people: after ``most`` ranges, only the number of the others.
+    Only the count of numbers follows after ``most`` ranges.
     """
     runs = _runs(numbers)
-    said: list[str] = []
+    ranges: list[str] = []
     first = 0
-    while first < len(runs) and len(said) < most:
+    while first < len(runs) and len(ranges) < most:
         start, stop = runs[first]
         last = first
         step = runs[first + 1][0] - start if first + 1 < len(runs) else 0
         while last + 1 < len(runs) and runs[last + 1] == (runs[last][0] + step, runs[last][0] + step + stop - start):
             last += 1
         if last < first + 2:
-            said.append(str(start) if start == stop else f"{start}-{stop}")
+            ranges.append(str(start) if start == stop else f"{start}-{stop}")
             last = first
         elif start == stop:
-            said.append(f"{start}-{runs[last][0]} step {step}")
+            ranges.append(f"{start}-{runs[last][0]} step {step}")
         else:
-            said.append(f"{start}-{stop}..{runs[last][0]}-{runs[last][1]} step {step}")
+            ranges.append(f"{start}-{stop}..{runs[last][0]}-{runs[last][1]} step {step}")
         first = last + 1
-    left = sum(stop - start + 1 for start, stop in runs[first:])
-    return ",".join(said) + (f" and {left} more" if left else "")
+    omitted = sum(stop - start + 1 for start, stop in runs[first:])
+    return ",".join(ranges) + (f" and {omitted} more" if omitted else "")
 
 
 def _runs(numbers: Iterable[int]) -> list[tuple[int, int]]:
@@ -119,6 +119,6 @@ def one_line(text: str) -> str:
 def quoted(name: str) -> str:
     """A parameter's name in a message: in quotes, on one line, shortened in the middle if very long."""
     shown = one_line(name)
-    if len(shown) > _LONGEST_SHOWN:
-        shown = f"{shown[: _LONGEST_SHOWN // 2]}...{shown[-_LONGEST_SHOWN // 4 :]}"
+    if len(shown) > _MAX_SHOWN:
+        shown = f"{shown[: _MAX_SHOWN // 2]}...{shown[-_MAX_SHOWN // 4 :]}"
     return f"'{shown}'"

@@ -1,4 +1,4 @@
-"""What the page shows of a checkpoint, as JSON: tables of what tensors share, and columns of indices into them.
+"""The page's data on a checkpoint, as JSON: tables of types and layouts, and columns of indices into them.
 
 A checkpoint has thousands of tensors and ranks but tens of layouts, types and file structures, so that the page of
 10,000 parameters on 4,096 ranks is small. `page.js` reads it.
@@ -22,18 +22,18 @@ from reshard.text.names import kind_of
 from reshard.view.numbers import repeats, strides
 
 MAX_PLACES = 300_000
-"""Places of tensors in files that a page holds; files that are built alike share theirs."""
+"""Maximum number of places of tensors in a page; files with equal headers share theirs."""
 
 
 class Table:
-    """Different values, each once, numbered in the order of their coming."""
+    """Distinct values, numbered in the order of insertion."""
 
     def __init__(self) -> None:
         self.values: list[Any] = []
         self._numbers: dict[object, int] = {}
 
     def number(self, key: object, value: Any = None) -> int:
-        """The number of a value; ``key`` tells values apart, by default the value is its own key."""
+        """The number of a value; equal values have equal keys, by default the value is its own key."""
         if key not in self._numbers:
             self._numbers[key] = len(self.values)
             self.values.append(key if value is None else value)
@@ -44,11 +44,11 @@ class Table:
 
 
 def page_data(subject: Subject, strategy: Optional[Strategy] = None) -> dict[str, Any]:
-    """What the page shows of a checkpoint.
+    """The page's data on a checkpoint.
 
     Args:
         subject: the checkpoint.
-        strategy: what it was saved with, for the words of its layouts; None where its form records them.
+        strategy: its source strategy, which describes layouts; None where its form records them.
 
     Returns:
         Plain JSON: lists, objects, texts and integers.
@@ -94,10 +94,10 @@ def _aliases(subject: Subject) -> dict[int, int]:
     """The number of the file by further holder numbers: a file with several chunks of a tensor has several."""
     if subject.checkpoint is None:
         return {}
-    known = {file.path: file.number for file in subject.files if file.number is not None}
-    listed = set(known.values())
-    paths = ((holder, index.path) for holder, index in subject.checkpoint.indexes.items() if holder not in listed)
-    return {holder: known[path] for holder, path in paths if path in known}
+    numbers = {file.path: file.number for file in subject.files if file.number is not None}
+    shown = set(numbers.values())
+    further = {number: index.path for number, index in subject.checkpoint.indexes.items() if number not in shown}
+    return {number: numbers[path] for number, path in further.items() if path in numbers}
 
 
 class _Parameters:
@@ -137,17 +137,17 @@ class _Parameters:
         self.columns["layout"].append(layout)
 
     def replicas(self) -> list[Optional[int]]:
-        """Per file the first file that holds the same slices by the layouts; None where that is not known."""
+        """Per file the first file with the same slices by the layouts; None where layouts are unknown."""
         numbers = [file.number for file in self._files]
         if not self.layouts.holding or None in numbers:
             return [None] * len(numbers)
-        held: dict[int, list[tuple[int, int]]] = {}
+        slices_of_file: dict[int, list[tuple[int, int]]] = {}
         for way, holders in enumerate(self.layouts.holding):
             for slice_number, files in enumerate(holders):
                 for file in files:
-                    held.setdefault(self.aliases.get(file, file), []).append((way, slice_number))
+                    slices_of_file.setdefault(self.aliases.get(file, file), []).append((way, slice_number))
         first: dict[object, Optional[int]] = {}
-        return [first.setdefault(tuple(held.get(number or 0, (number,))), number) for number in numbers]
+        return [first.setdefault(tuple(slices_of_file.get(number or 0, (number,))), number) for number in numbers]
 
 
 class _Layouts:
@@ -166,7 +166,7 @@ class _Layouts:
         self._stages = () if strategy is None else strategy.stages
         self._holders = Table()
         self._present = Table()
-        # Tensors that are read alike share their shardings, which are kept here, so that no other gets their identity.
+        # Tensors share shardings. Keeping these prevents that a new object gets the identity of a deleted one.
         self._known: dict[tuple[int, ...], tuple[Sequence[Sharding], tuple[Any, ...]]] = {}
         self._words: dict[int, tuple[Layout, str]] = {}
 
@@ -179,9 +179,9 @@ class _Layouts:
             self._known[key] = (tensor.shardings, tuple(map(self._cut, tensor.shardings)))
         cuts = self._known[key][1]
         words = self._layout_words(tensor.name)
-        whole = (words, tuple((*cut, self._present.number(files)) for cut, files in zip(cuts, present)))
-        if whole in self.layouts:
-            return self.layouts.number(whole)
+        layout_key = (words, tuple((*cut, self._present.number(files)) for cut, files in zip(cuts, present)))
+        if layout_key in self.layouts:
+            return self.layouts.number(layout_key)
         shardings = []
         for (counts, edges, holders), files in zip(cuts, present):
             lacking = sorted({file for each in self.holding[holders] for file in each}.difference(files))
@@ -193,7 +193,7 @@ class _Layouts:
                     "absent": lacking,
                 }
             )
-        return self.layouts.number(whole, {"words": words, "shardings": shardings})
+        return self.layouts.number(layout_key, {"words": words, "shardings": shardings})
 
     def _cut(self, sharding: Sharding) -> tuple[Any, ...]:
         """Cuts per dimension, the edges of those that are not cut evenly, and the number of its holders."""
@@ -208,8 +208,8 @@ class _Layouts:
         copies = len(holders[0]) if holders else 0
         even = all(len(files) == copies for files in holders)
         short = strides(flat) if even and copies else None
-        said = {"lists": holders} if short is None else {"copies": copies, "strides": short}
-        number = self._holders.number(tuple(holders), said)
+        shown = {"lists": holders} if short is None else {"copies": copies, "strides": short}
+        number = self._holders.number(tuple(holders), shown)
         if number == len(self.holding):
             self.holding.append(list(holders))
         return grid.cuts, uneven, number
@@ -232,7 +232,7 @@ class _Layouts:
 def _structures(checkpoint: Optional[Checkpoint], names: Sequence[str]) -> Optional[dict[str, Any]]:
     """Places of tensors in files: per structure its files, and by parameter the offset and size of its slice.
 
-    Offsets are counted from the end of the entry before. None where there are too many.
+    Offsets are counted from the end of the previous entry. None beyond `MAX_PLACES`.
     """
     if checkpoint is None:
         return {"files": [], "parameters": [], "gaps": [], "bytes": []}
@@ -242,7 +242,7 @@ def _structures(checkpoint: Optional[Checkpoint], names: Sequence[str]) -> Optio
     if sum(len(index.tensors) for index, _ in alike.values()) > MAX_PLACES:
         return None
     numbers = {name: number for number, name in enumerate(names)}
-    found: dict[str, list[Any]] = {"files": [], "parameters": [], "gaps": [], "bytes": []}
+    structures: dict[str, list[Any]] = {"files": [], "parameters": [], "gaps": [], "bytes": []}
     for index, files in alike.values():
         end, last = 0, 0
         parameters, gaps, sizes = [], [], []
@@ -254,8 +254,8 @@ def _structures(checkpoint: Optional[Checkpoint], names: Sequence[str]) -> Optio
             gaps.append(offset - end)
             sizes.append(tensor.nbytes)
             last, end = numbers[tensor.name], offset + tensor.nbytes
-        found["files"].append(strides(files) or {"list": files})
-        found["parameters"].append(repeats(parameters))
-        found["gaps"].append(repeats(gaps))
-        found["bytes"].append(repeats(sizes))
-    return found
+        structures["files"].append(strides(files) or {"list": files})
+        structures["parameters"].append(repeats(parameters))
+        structures["gaps"].append(repeats(gaps))
+        structures["bytes"].append(repeats(sizes))
+    return structures

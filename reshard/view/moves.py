@@ -1,4 +1,4 @@
-"""What the page shows of a conversion: bytes and requests between every source and every target."""
+"""The page's data on a conversion: bytes and requests between every source and every target."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from reshard.view.data import Table
 from reshard.view.numbers import repeats
 
 MAX_NUMBERS = 1_000_000
-"""Numbers of pairs that a page holds; beyond, neighbouring ranks are added up."""
+"""Maximum number of integers for pairs in a page; beyond it, neighbouring ranks are added up."""
 
 Pair = tuple[int, int]
 """Bytes and requests."""
@@ -30,7 +30,7 @@ Rows = dict[int, dict[int, Pair]]
 def moves_data(
     request: Request, jobs: int, max_memory: int, report: Report, decryption: Optional[Decryption] = None
 ) -> dict[str, Any]:
-    """What the page shows of a conversion.
+    """The page's data on a conversion.
 
     Args:
         request: the conversion; nothing is written.
@@ -49,8 +49,8 @@ def moves_data(
         plan = make_plan(request, handles, report)
         example = next(iter(plan.checkpoint.files.values()), None)
         storage = LOCAL if example is None else storage_of(example)
-        moved = transfers_of(plan, plan.asked, ExecutionOptions(jobs, max_memory, "auto", storage))
-        sizes = plan.file_bytes(plan.asked)
+        moved = transfers_of(plan, plan.requested, ExecutionOptions(jobs, max_memory, "auto", storage))
+        sizes = plan.file_bytes(plan.requested)
     by_rank = form_named(request.form).options.by_rank
     sources = request.source.device_count if by_rank else max(plan.checkpoint.files, default=-1) + 1
     targets = plan.form.count
@@ -61,7 +61,7 @@ def moves_data(
         "target_noun": counted_as(request.to),
         "sources": sources,
         "targets": targets,
-        "bytes": repeats(sizes[number] for number in plan.asked),
+        "bytes": repeats(sizes[number] for number in plan.requested),
         "taken": sum(moved.taken.values()),
         "copied_bytes": sum(moved.copied.values()),
         "requests": sum(moved.requests.values()),
@@ -72,13 +72,13 @@ def moves_data(
 def pairs_data(moved: Transfers, targets: int, most: int = MAX_NUMBERS) -> dict[str, Any]:
     """Bytes and requests of every pair, in patterns that targets share.
 
-    Values such as global_step come from one source, whichever target they go to, so they are listed by themselves: the
-    patterns of the others are relative to a target's first source.
+    Values such as global_step come from one source for all targets, so they have patterns of their own: patterns are
+    relative to a target's first source.
 
     Args:
         moved: by pair of source and target.
         targets: number of targets.
-        most: numbers that the pairs may take; beyond, 2, 4, 8 ... neighbouring sources and targets are one.
+        most: maximum number of integers for the pairs; beyond it, 2, 4, 8 ... neighbouring sources and targets are one.
     """
     together = 1
     rows = [_rows(moved, copied=False), _rows(moved, copied=True)]
@@ -96,26 +96,26 @@ def pairs_data(moved: Transfers, targets: int, most: int = MAX_NUMBERS) -> dict[
 
 
 def _rows(moved: Transfers, copied: bool) -> Rows:
-    """Bytes and requests by target and source, of values that are copied or of all others."""
-    found: Rows = defaultdict(dict)
-    for pair, taken in moved.taken.items():
+    """Bytes and requests by target and source, of copied values or of all other tensors."""
+    rows: Rows = defaultdict(dict)
+    for pair, moved_bytes in moved.taken.items():
         source, target = pair
         of_values, each = moved.copied.get(pair, 0), moved.value_requests.get(pair, 0)
-        nbytes, requests = (of_values, each) if copied else (taken - of_values, moved.requests[pair] - each)
+        nbytes, requests = (of_values, each) if copied else (moved_bytes - of_values, moved.requests[pair] - each)
         if nbytes or requests:
-            found[target][source] = (nbytes, requests)
-    return found
+            rows[target][source] = (nbytes, requests)
+    return rows
 
 
 def _halved(rows: Rows) -> Rows:
     """The same with every two neighbours added up."""
-    found: Rows = defaultdict(dict)
+    halved_rows: Rows = defaultdict(dict)
     for target, row in rows.items():
-        halved = found[target // 2]
+        halved = halved_rows[target // 2]
         for source, (nbytes, requests) in row.items():
             before = halved.get(source // 2, (0, 0))
             halved[source // 2] = (before[0] + nbytes, before[1] + requests)
-    return found
+    return halved_rows
 
 
 def _by_target(

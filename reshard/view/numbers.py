@@ -15,41 +15,41 @@ Numbers = npt.NDArray[np.int64]
 
 def repeats(values: Iterable[Any]) -> list[Any]:
     """Values as ``[value, count, value, count ...]``."""
-    found: list[Any] = []
+    runs: list[Any] = []
     for value in values:
-        if found and found[-2] == value:
-            found[-1] += 1
+        if runs and runs[-2] == value:
+            runs[-1] += 1
         else:
-            found += [value, 1]
-    return found
+            runs += [value, 1]
+    return runs
 
 
 def strides(values: Sequence[int]) -> Optional[list[int]]:
     """Numbers as ``[first, count, stride, count, stride ...]``, the innermost count first.
 
-    The numbers are the first one plus every sum of multiples of the strides, each below its count, as ranks that hold
-    slices are. None where they are no such numbers.
+    The numbers are the first one plus every sum of multiples of the strides, each below its count, like the ranks of a
+    slice. None for other numbers.
     """
     array: Numbers = np.asarray(values, np.int64)
     if not len(array):
         return None
-    found = [int(array[0])]
-    rest = array
-    while len(rest) > 1:
-        stride = int(rest[1] - rest[0])
-        unequal = np.flatnonzero(np.diff(rest) != stride)
-        count = int(unequal[0]) + 1 if len(unequal) else len(rest)
-        if len(rest) % count:
+    form = [int(array[0])]
+    remaining = array
+    while len(remaining) > 1:
+        stride = int(remaining[1] - remaining[0])
+        unequal = np.flatnonzero(np.diff(remaining) != stride)
+        count = int(unequal[0]) + 1 if len(unequal) else len(remaining)
+        if len(remaining) % count:
             return None
-        found += [count, stride]
-        rest = rest[::count]
-    return found if np.array_equal(from_strides(found), array) else None
+        form += [count, stride]
+        remaining = remaining[::count]
+    return form if np.array_equal(from_strides(form), array) else None
 
 
-def from_strides(found: Sequence[int]) -> Numbers:
+def from_strides(form: Sequence[int]) -> Numbers:
     """The numbers that `strides` returned."""
-    numbers: Numbers = np.array([found[0]], np.int64)
-    for count, stride in zip(found[1::2], found[2::2]):
+    numbers: Numbers = np.array([form[0]], np.int64)
+    for count, stride in zip(form[1::2], form[2::2]):
         steps: Numbers = np.arange(count, dtype=np.int64) * stride
         numbers = (steps[:, np.newaxis] + numbers).reshape(-1)
     return numbers
@@ -58,7 +58,7 @@ def from_strides(found: Sequence[int]) -> Numbers:
 def levels(magnitudes: Optional[Numbers]) -> Optional[list[Any]]:
     """Counts by binary exponent as the lowest exponent and a digit from 0 to 8 for each, relative to the largest.
 
-    Only exponents of which no element is there are 0. None where there are no counts.
+    A digit is 0 only for exponents without elements. None without counts.
     """
     present: Any = np.flatnonzero(magnitudes) if magnitudes is not None else []
     if magnitudes is None or not len(present):

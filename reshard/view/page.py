@@ -13,13 +13,13 @@ from typing import Any
 from reshard.text.wording import one_line
 
 MARK = "<!-- reshard view -->"
-"""Near the beginning of every page, so that no other file is replaced by one."""
+"""A mark near the beginning of every page; only files with it are replaced."""
 
 
 def page(data: Mapping[str, Any]) -> bytes:
     """The page as HTML, UTF-8.
 
-    Names come from files of others: in the data every ``<`` is escaped, and the script writes texts as text nodes only.
+    Names come from untrusted files: in the data every ``<`` is escaped, and the script writes texts as text nodes only.
     The policy permits this script and this style by their hashes, and nothing else.
 
     Args:
@@ -29,7 +29,7 @@ def page(data: Mapping[str, Any]) -> bytes:
     policy = (
         f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; base-uri 'none'; form-action 'none'"
     )
-    # Lone surrogates, of names that are no UTF-8, stay escapes.
+    # Lone surrogates, from names that are not UTF-8, stay escapes.
     text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     title = html.escape(one_line(str(data["source"])))
     parts = [
@@ -49,5 +49,5 @@ def _asset(name: str) -> str:
 
 
 def _hash(text: str) -> str:
-    """What a Content-Security-Policy permits an inline script or style by."""
+    """The hash by which a Content-Security-Policy permits an inline script or style."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

@@ -285,14 +285,14 @@ def test_a_pattern_that_fits_only_what_cannot_be_cast_is_refused(tmp_path: Path,
     full = {"m.scale.weight": value("scale", (4, 4), dtype), "m.w.weight": value("w", (4, 4))}
     write_checkpoint(tmp_path / "src" / "model.safetensors", full)
     words: list[Argument] = ["convert", tmp_path / "src", tmp_path / "out", "--to", "huggingface"]
-    fails(3, *words, "--cast", "m.scale.*=Float16", says=["m.scale.*=Float16", "only floating numbers are cast"])
+    fails(3, *words, "--cast", "m.scale.*=Float16", says=["m.scale.*=Float16", "only floating-point tensors are cast"])
     done(*words, "--cast", "m.*=BFloat16", "--verify")
 
 
 @pytest.mark.parametrize(
     ("status", "cast", "says"),
     [
-        (3, "steps=Float32", ["only floating numbers are cast", "'steps'"]),
+        (3, "steps=Float32", ["only floating-point tensors are cast", "'steps'"]),
         (3, "step=Float32", ["matches no tensor of the target", "did you mean 'steps'?"]),
         (2, "=Float32", ["the pattern of names before = is missing"]),
         (2, "Float32=", ["no type to cast to"]),

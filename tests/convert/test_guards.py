@@ -164,7 +164,7 @@ def test_threads_that_die_are_never_taken_for_success(world: World, jobs: int, m
     monkeypatch.setattr(part_writing, "PartBuffer", NoMemory)
     with FileHandles() as handles, pytest.raises(MemoryError):
         plan = make_plan(requests(world), handles, Report())
-        targets = plan.groups(plan.asked)
+        targets = plan.groups(plan.requested)
         convert(targets, handles, ExecutionOptions(jobs), Progress())
     assert not list(world.dst.glob("rank_*/*"))
 
@@ -174,7 +174,7 @@ def test_a_part_that_is_skipped_is_never_taken_for_success(world: World, monkeyp
     monkeypatch.setattr(TargetWriter, "part_done", lambda self: False)
     with FileHandles() as handles, pytest.raises(ReshardError, match="not finished"):
         plan = make_plan(requests(world), handles, Report())
-        targets = plan.groups(plan.asked)
+        targets = plan.groups(plan.requested)
         convert(targets, handles, ExecutionOptions(1), Progress())
     assert not [path for path in world.dst.rglob("*") if path.is_file()]
 

@@ -344,7 +344,7 @@ def test_how_bytes_are_moved_does_not_change_them(data: st.DataObject) -> None:
             with contextlib.ExitStack() as changed:
                 if name == "tiny":
                     # Buffers smaller than a row of most tensors; 16 bytes hold an element.
-                    changed.enter_context(mock.patch.object(execution, "LEAST_BLOCK_BYTES", 32))
+                    changed.enter_context(mock.patch.object(execution, "MIN_BLOCK_BYTES", 32))
                 if name == "remote":
                     changed.enter_context(mock.patch.object(storage_module, "file_system_of", lambda path: "nfs"))
                 world.dst = world.root / name
@@ -381,6 +381,6 @@ def test_a_target_is_made_of_the_same_files_whatever_is_written_with_it(data: st
         request = Request(str(world.src), "dst", read_strategy(str(world.old)), read_strategy(str(world.new)))
         whole, part = make_plan(request, handles, Report()), make_plan(request, handles, Report())
         together = data.draw(st.integers(1, 4))
-        expected = {made.rank: [*made.tensors] for group in whole.groups(whole.asked) for made in group}
+        expected = {made.rank: [*made.tensors] for group in whole.groups(whole.requested) for made in group}
         found = {made.rank: [*made.tensors] for group in part.groups(sorted(left), together) for made in group}
         assert found == {rank: expected[rank] for rank in left}

@@ -339,8 +339,8 @@ def part(world: World, ranks: set[int], sources: Optional[str] = None) -> None:
     if sources is None:
         with FileHandles() as handles:
             plan = make_plan(request, handles, Report())
-            options = Options(overwrite=True, adding=True, part=Part(frozenset(plan.asked), ""))
-            directory = TargetDirectory(plan, options, plan.asked, SourceSampler(handles), Report(), (), None)
+            options = Options(overwrite=True, adding=True, part=Part(frozenset(plan.requested), ""))
+            directory = TargetDirectory(plan, options, plan.requested, SourceSampler(handles), Report(), (), None)
             sources = directory.sources
     transform(request, Options(overwrite=True, adding=True, part=Part(frozenset(ranks), sources)))
 

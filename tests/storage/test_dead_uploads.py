@@ -14,7 +14,7 @@ import pytest
 
 from reshard.storage import new_file, store_of
 from reshard.storage.s3 import leases
-from reshard.storage.s3.new_object import LEAST_PART_BYTES as PART
+from reshard.storage.s3.new_object import MIN_PART_BYTES as PART
 from tests.corpus import ROOT
 from tests.object_store import Objects
 from tests.storage.places import wait_until_killed

@@ -29,7 +29,7 @@ from reshard.storage import (
     write_whole,
 )
 from reshard.storage.s3 import leases
-from reshard.storage.s3.new_object import LEAST_PART_BYTES as PART
+from reshard.storage.s3.new_object import MIN_PART_BYTES as PART
 from reshard.storage.s3.new_object import part_bytes
 from reshard.storage.s3.service import service
 from tests.corpus import ROOT
@@ -577,6 +577,22 @@ def test_so_many_parts_are_sent_at_a_time_while_others_are_filled(objects: Objec
         file.publish()
     sending.close()
     assert most == [3] and objects.content() == {"file": data}
+
+
+def test_memory_of_sent_parts_is_used_again_and_never_exceeds_the_parts_at_a_time() -> None:
+    sending = Sending(2)
+    sent = [sending.buffer(PART) for _ in range(3)]
+    assert len({id(buffer) for buffer in sent}) == 3
+    for buffer in sent:
+        sending.give_back(buffer)
+    again = [sending.buffer(PART) for _ in range(3)]
+    assert sum(any(buffer is old for old in sent) for buffer in again) == 2
+    assert len({id(buffer) for buffer in again}) == 3
+    sending.give_back(again[0])
+    # The last part of a file is smaller.
+    assert len(sending.buffer(PART - 1)) == PART - 1
+    assert all(buffer is not again[0] for buffer in [sending.buffer(PART)])
+    sending.close()
 
 
 def test_parts_that_cannot_be_sent_fail_the_file_and_leave_nothing(objects: Objects) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from reshard.storage import Store, asked_once, exists, is_directory, store_of
+from reshard.storage import Store, exists, is_directory, listings_cached, store_of
 from tests.corpus import ROOT
 from tests.forms import FORMS, to
 from tests.running import Argument, done, fails, reshard
@@ -105,7 +105,7 @@ def test_two_conversions_never_write_to_a_registered_store_at_a_time(world: Worl
 
 def test_what_was_looked_at_is_looked_at_again_once_something_was_written(toy: ToyStore) -> None:
     place = ToyPlace(toy)
-    with asked_once():
+    with listings_cached():
         assert not exists(f"{place.path}/new") and not is_directory(place.path)
         place.put("new", b"")
         # Written by others, whom nobody sees in such a block.

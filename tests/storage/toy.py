@@ -14,7 +14,7 @@ from typing import Callable, Optional
 from urllib.parse import quote, unquote
 from uuid import uuid4
 
-from reshard.storage import DirectoryEntry, Expected, FileStatus, NewFile, OpenFile, Sending, Store, Tell
+from reshard.storage import DirectoryEntry, Expected, FileStatus, NewFile, Notify, OpenFile, Sending, Store
 from reshard.storage.costs import LOCAL, Storage
 from reshard.storage.locks import Waiting
 from reshard.storage.s3.store import ObjectEntry
@@ -99,9 +99,9 @@ class ToyStore(Store):
         self.file(_below(path)).unlink(missing_ok=True)
 
     @contextlib.contextmanager
-    def lock(self, path: str, again: Callable[[], None], tell: Tell) -> Iterator[Callable[[], None]]:
+    def lock(self, path: str, again: Callable[[], None], notify: Notify) -> Iterator[Callable[[], None]]:
         """A file that only one can make."""
-        waiting = Waiting(path, tell, "remove it")
+        waiting = Waiting(path, notify, "remove it")
         while True:
             try:
                 os.close(os.open(self.file(_key(path)), os.O_CREAT | os.O_EXCL))
@@ -113,7 +113,7 @@ class ToyStore(Store):
         finally:
             self.remove(path)
 
-    def share(self, path: str, tell: Tell) -> _ToySign:
+    def share(self, path: str, notify: Notify) -> _ToySign:
         """A file of its own beside the path."""
         return _ToySign(self, f"{path}.{uuid4().hex}")
 

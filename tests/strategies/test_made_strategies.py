@@ -186,7 +186,7 @@ def test_parameters_without_a_rule_are_grouped_and_the_lines_that_settle_it_do(t
         ('[[parameter]]\nmatch = "*"\nmap = ["mp"]\n', "mp=4", "map has 1 entries, and the tensor 2 dimensions"),
         ('[[parameter]]\nmatch = "*"\nmap = ["mp", "mp"]\n', "mp=4", "mp cuts two dimensions"),
         ('[[parameter]]\nmatch = "*"\nmatrix = ["dp"]\nmap = ["mp", "None"]\n', "mp=4", "is not the 4 devices"),
-        ('[[parameter]]\nmatch = "*"\nmap = ["tp", "None"]\n', "mp=4", "tp has no size; write mp for it"),
+        ('[[parameter]]\nmatch = "*"\nmap = ["tp", "None"]\n', "mp=4", "tp has no size; write mp"),
         ('[[parameter]]\nmatch = "*"\nmap = ["mp", "none"]\n', "mp=4", "'none' is written \"None\""),
         ('[[parameter]]\nmatch = "*"\nmap = [["mp", "dp"], "None"]\n', "dp=2,mp=4", "nested = true"),
         ('[[parameter]]\nmatch = "*"\nmap = ["ep", "None"]\n', "mp=4,ep=2", "ep is not an axis of the matrix"),

@@ -545,7 +545,7 @@ def test_a_file_that_may_not_be_read_is_refused(tmp_path: Path) -> None:
 
 def test_a_strategy_of_impossible_size_is_refused_unread(tmp_path: Path) -> None:
     path = write_strategy(tmp_path / "s.ckpt", 0, {"w": layout([2], [0])})
-    os.truncate(path, one_file.LARGEST_PROTOBUF + 1)
+    os.truncate(path, one_file.MAX_STRATEGY + 1)
     refused(path, "larger than any strategy file")
 
 

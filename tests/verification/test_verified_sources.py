@@ -273,7 +273,7 @@ def test_shards_that_only_lost_files_could_tell_of_are_not_guessed(tmp_path: Pat
     lose(world, [2, 3])
     result = world.verify()
     assert result.status == 3
-    warns(result, "'accu_grads.emb': only files of ranks 2-3 show whether its optimizer shards are made")
+    warns(result, "'accu_grads.emb': only files of ranks 2-3 show whether it has optimizer shards")
     assert differences(world, "--exclude", "accu_grads.*") == [("extra", "accu_grads.emb", [0, 1])]
 
 

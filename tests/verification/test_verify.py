@@ -219,7 +219,7 @@ def test_an_older_step_beside_the_newest_is_a_difference_and_not_taken_for_it(wo
     assert world.verify("--ranks", "0").status == 0
     (world.dst / "rank_1" / "net-1_10.ckpt").unlink()
     result = world.verify()
-    assert result.status == 4 and "rank 1: there is no file" in result.out
+    assert result.status == 4 and "rank 1: is missing" in result.out
 
 
 def test_what_files_lack_is_noted_when_replicas_are_compared(world: World) -> None:
@@ -321,7 +321,7 @@ def rows_swapped(patch: pytest.MonkeyPatch) -> None:
 
 
 def copied_from_zeros(patch: pytest.MonkeyPatch) -> None:
-    """A scalar that is lost on its way."""
+    """A scalar that is lost on its slice_set."""
     plain = filling.BlockFiller.fill
 
     def fill(self: Any, tensor: TargetTensor, block: Any, out: memoryview) -> None:

@@ -16,7 +16,7 @@ _SCHEME = "s3://"
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}")
 # Other programs may resolve these names, which no object store does.
 _NO_NAMES = ("", ".", "..")
-_LONGEST_KEY = 1024
+_MAX_KEY_LENGTH = 1024
 # Metadata with the time of writing in seconds; other programs use this key, too.
 _MODIFIED = "mtime"
 _SECONDS = re.compile(r"([0-9]{1,10})(?:\.([0-9]{1,18}))?")
@@ -56,7 +56,7 @@ class Address(NamedTuple):
                 file=path,
                 hint="write the key as it is: s3://bucket/prefix/name",
             )
-        if len(key.encode(errors="surrogateescape")) > _LONGEST_KEY:
+        if len(key.encode(errors="surrogateescape")) > _MAX_KEY_LENGTH:
             raise UsageError(f"{path[:300]}...: is too long for a key", file=path, hint="give a shorter one")
         return cls(bucket, key)
 

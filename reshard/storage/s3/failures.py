@@ -128,8 +128,8 @@ def _of_response(response: dict[str, Any], path: str, secrets: Collection[str]) 
     if status == 412:
         return OSError(errno.ESTALE, CHANGED, path)
     if 300 <= status < 400:
-        what = "redirects to another address, which is not followed: give the bucket's own with --endpoint-url"
-        return OSError(errno.EREMOTE, f"the object store {what} ({code or status})", path)
+        advice = "redirects to another address, which is not followed: pass the bucket's own as --endpoint-url"
+        return OSError(errno.EREMOTE, f"the object store {advice} ({code or status})", path)
     return OSError(errno.EIO, f"{_WRONG}: {text or f'status {status}'}", path)
 
 

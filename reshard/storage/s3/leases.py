@@ -23,7 +23,7 @@ from reshard.storage import temporary
 from reshard.storage.locks import Waiting
 from reshard.storage.s3.address import Address
 from reshard.storage.s3.service import Service
-from reshard.storage.store import Tell
+from reshard.storage.store import Notify
 
 PUT_AGAIN_AFTER = 20.0
 """Seconds between rewrites of an object that shows life."""
@@ -186,7 +186,7 @@ class Lease:
             self._released = True
 
 
-def waiting(service: Service, path: str, tell: Tell) -> Waiting:
+def waiting(service: Service, path: str, notify: Notify) -> Waiting:
     """A `Waiting` for the lock of an object."""
 
     def held_by() -> Optional[str]:
@@ -196,7 +196,7 @@ def waiting(service: Service, path: str, tell: Tell) -> Waiting:
             return None
 
     hint = "its content begins with a digest of the machine and the holder's process id; end that process if it hangs"
-    return Waiting(path, tell, hint, _MAX_PAUSE, _OTHER_CLOCK, held_by)
+    return Waiting(path, notify, hint, _MAX_PAUSE, _OTHER_CLOCK, held_by)
 
 
 def remove_dead(service: Service, path: str, etag: str) -> None:
@@ -232,20 +232,20 @@ def delete_version(service: Service, path: str, etag: str) -> None:
 
 
 @contextlib.contextmanager
-def held_alone(service: Service, path: str, wait: Callable[[], None], tell: Tell) -> Iterator[Callable[[], None]]:
+def held_alone(service: Service, path: str, wait: Callable[[], None], notify: Notify) -> Iterator[Callable[[], None]]:
     """Hold a lock exclusively while the block runs; yields a check that raises `OSError` once the lock is lost.
 
     Args:
         service: the service.
         path: path of the lock's object.
         wait: called while another process holds it; pauses, and raises after the maximum time.
-        tell: called if the service has no conditional writes; then no lock is held.
+        notify: called if the service has no conditional writes; then no lock is held.
 
     Raises:
         OSError: the service returned an unexpected answer.
     """
     if not has_conditional_writes(service, path):
-        tell(
+        notify(
             f"{service.name} has no conditional writes, by which runs see each other: "
             f"let no other run write to {path.rpartition('/.reshard/')[0]} at the same time"
         )
@@ -260,11 +260,11 @@ def held_alone(service: Service, path: str, wait: Callable[[], None], tell: Tell
         if etag is not None:
             break
         wait()
-    held = Lease(service, path, name.encode(), guarded=True, lock_etag=etag)
+    lease = Lease(service, path, name.encode(), guarded=True, lock_etag=etag)
     try:
-        yield held.check
+        yield lease.check
     finally:
-        held.release()
+        lease.release()
 
 
 def _owner(content: bytes) -> str:

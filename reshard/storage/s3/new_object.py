@@ -1,4 +1,4 @@
-"""Objects while they are written: in parts, in any order, which nobody sees before all of them are there.
+"""Objects while they are written: in parts, in any order; the object is invisible until all parts are stored.
 
 An object of one part is written with one request. A larger one is a multipart upload; see `s3/uploads.py`.
 """
@@ -22,24 +22,28 @@ from reshard.storage.s3.uploads import abort_all, claim
 from reshard.storage.store import Expected, FileStatus, NewFile, Sending
 
 # Services accept no smaller parts, except the last, and no more parts.
-LEAST_PART_BYTES = 5 << 20
-_MOST_PARTS = 10_000
+MIN_PART_BYTES = 5 << 20
+_MAX_PARTS = 10_000
 _MAPPED_BYTES = 1 << 20
 
 
 def part_bytes(size: int) -> int:
     """Bytes of each part of an object of a size, except the last."""
-    needed = -(-size // _MOST_PARTS)
-    return max(LEAST_PART_BYTES, -(-needed // (1 << 20)) << 20)
+    needed = -(-size // _MAX_PARTS)
+    return max(MIN_PART_BYTES, -(-needed // (1 << 20)) << 20)
 
 
 class _Part:
-    """A part while it is filled."""
+    """A part while it is filled; it is sent only when every byte was written."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, sending: Optional[Sending]) -> None:
         # Mapped memory is released once the part is sent; the heap would keep the memory of many threads.
-        self.data: Union[bytearray, mmap.mmap] = bytearray(0 if size >= _MAPPED_BYTES else size)
-        if size >= _MAPPED_BYTES:
+        self.data: Union[bytearray, mmap.mmap]
+        if size < _MAPPED_BYTES:
+            self.data = bytearray(size)
+        elif sending is not None:
+            self.data = sending.buffer(size)
+        else:
             self.data = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self.left = size
 
@@ -87,26 +91,26 @@ class NewObject(NewFile):
         self._putting = 0
         self._gone = False
         if size <= self._part_bytes:
-            self._filling[0] = _Part(size)
+            self._filling[0] = _Part(size, None)
 
     def write(self, offset: int, data: memoryview) -> None:
         """Add bytes; a part that becomes full is uploaded."""
         if offset + len(data) > self._size:
-            raise OSError(errno.EINVAL, f"bytes come beyond the {self._size} that it was to have", self._path)
-        done = 0
-        while done < len(data):
-            number, start = divmod(offset + done, self._part_bytes)
+            raise OSError(errno.EINVAL, f"bytes beyond its size of {self._size}", self._path)
+        written_bytes = 0
+        while written_bytes < len(data):
+            number, start = divmod(offset + written_bytes, self._part_bytes)
             with self._lock:
                 part = self._filling.get(number)
                 if part is None:
                     size = min(self._part_bytes, self._size - number * self._part_bytes)
-                    part = self._filling[number] = _Part(size)
-            count = min(len(data) - done, len(part.data) - start)
+                    part = self._filling[number] = _Part(size, self._sending)
+            count = min(len(data) - written_bytes, len(part.data) - start)
             # NumPy copies without holding the GIL.
             np.frombuffer(part.data, np.uint8)[start : start + count] = np.frombuffer(
-                data[done : done + count], np.uint8
+                data[written_bytes : written_bytes + count], np.uint8
             )
-            done += count
+            written_bytes += count
             with self._lock:
                 part.left -= count
                 full = part.left == 0
@@ -120,8 +124,10 @@ class NewObject(NewFile):
             return self._put_part(number, part)
         sent = self._sending.submit(lambda: self._put_part(number, part))
         with self._lock:
-            failed = next((one for one in self._sent if one.done() and one.exception() is not None), None)
-            self._sent = [one for one in self._sent if not one.done()]
+            # Each future is tested once: a part that fails meanwhile must not be dropped as completed.
+            completed = {future for future in self._sent if future.done()}
+            failed = next((future for future in completed if future.exception() is not None), None)
+            self._sent = [future for future in self._sent if future not in completed]
             self._sent += [sent] if failed is None else [failed, sent]
         if failed is not None:
             failed.result()
@@ -143,6 +149,8 @@ class NewObject(NewFile):
         with self._lock:
             self._etags[number + 1] = etag
             self._uploaded += len(part.data)
+        if self._sending is not None and isinstance(part.data, mmap.mmap):
+            self._sending.give_back(part.data)
 
     def _begun(self) -> str:
         """The upload's number; the first call begins the upload."""
@@ -174,14 +182,14 @@ class NewObject(NewFile):
     def _given_up(self) -> OSError:
         return OSError(errno.ECANCELED, "was given up", self._path)
 
-    def _request(self, operation: str, **wanted: Any) -> Any:
+    def _request(self, operation: str, **arguments: Any) -> Any:
         bucket, key = Address.parse(self._path)
-        return self._service.request(self._path, operation, Bucket=bucket, Key=key, **wanted)
+        return self._service.request(self._path, operation, Bucket=bucket, Key=key, **arguments)
 
     def finish(self) -> FileStatus:
         """Wait until every part is stored, except for an object of one part."""
-        for one in self._sent:
-            one.result()
+        for sent in self._sent:
+            sent.result()
         # Missing bytes show in the size, which the caller compares.
         size = self._uploaded
         if self._size <= self._part_bytes:
@@ -204,7 +212,7 @@ class NewObject(NewFile):
         return None
 
     def _publish_expecting(self, expected: Expected) -> Optional[FileStatus]:
-        """Publish it under a condition; the status of an object that another run of the same conversion wrote first."""
+        """Publish it under a condition; the status of an equal object that another run published first, or None."""
         conditional = knows_conditions(self._service, self._path)
         if conditional:
             try:
@@ -214,17 +222,17 @@ class NewObject(NewFile):
                 if error.errno not in (errno.ESTALE, errno.ENOENT, errno.ENOTSUP):
                     raise
                 conditional = error.errno != errno.ENOTSUP
-        there = self._head()
-        if there is not None and self._is_ours(there):
+        current = self._head()
+        if current is not None and self._is_ours(current):
             return None
-        if not conditional and (there or {}).get("ETag", "") == expected.version:
+        if not conditional and (current or {}).get("ETag", "") == expected.version:
             self._publish()
             return None
-        if there is not None and there.get("Metadata", {}).get(RUN) == expected.run:
-            version = version_of(there, there.get("ContentLength"), Address.parse(self._path), self._path)
+        if current is not None and current.get("Metadata", {}).get(RUN) == expected.run:
+            version = version_of(current, current.get("ContentLength"), Address.parse(self._path), self._path)
             return version.status(self._service.name)
-        what = "removed" if there is None else "written"
-        raise OSError(errno.ESTALE, f"another program has {what} this object since the run began", self._path)
+        change = "removed" if current is None else "written"
+        raise OSError(errno.ESTALE, f"another program has {change} this object since the run began", self._path)
 
     def _publish(self, **condition: str) -> None:
         if self._size <= self._part_bytes:
@@ -236,10 +244,10 @@ class NewObject(NewFile):
             self._request("complete_multipart_upload", UploadId=self._upload, MultipartUpload=parts, **condition)
         except FileNotFoundError:
             # It succeeded and the answer was lost, or another program aborted it, or removed the object to replace.
-            there = self._head()
-            if there is not None and self._is_ours(there):
+            current = self._head()
+            if current is not None and self._is_ours(current):
                 return
-            if condition and (there or {}).get("ETag") != condition.get("IfMatch"):
+            if condition and (current or {}).get("ETag") != condition.get("IfMatch"):
                 raise
             raise OSError(errno.ECANCELED, "another program aborted its upload", self._path) from None
 
@@ -251,8 +259,8 @@ class NewObject(NewFile):
 
     def _is_ours(self, head: Any) -> bool:
         """Whether an object was written by this upload."""
-        written = head.get("Metadata", {}).get(WRITE)
-        return bool(head.get("ContentLength") == self._size and written == self._metadata[WRITE])
+        upload_number = head.get("Metadata", {}).get(WRITE)
+        return bool(head.get("ContentLength") == self._size and upload_number == self._metadata[WRITE])
 
     def discard(self) -> None:
         """Abort its upload, unless it is complete."""
@@ -289,10 +297,10 @@ class NewObject(NewFile):
         else:
             lease.abandon()
 
-    def _aborted_unanswered(self, own: str) -> bool:
+    def _aborted_unanswered(self, mark: str) -> bool:
         """Abort uploads whose numbers were lost in transit; whether none can remain."""
         try:
-            return abort_all(self._service, self._path, own)
+            return abort_all(self._service, self._path, mark)
         except PermissionError:
             return True
         except OSError:

@@ -21,8 +21,8 @@ from reshard.storage.store import FileStatus
 HEAD = 64 << 10
 # Requests up to this size are answered from windows, which grow with sequential reading.
 _SMALL = 256 << 10
-_LEAST_WINDOW = 64 << 10
-_MOST_WINDOW = 1 << 20
+_MIN_WINDOW = 64 << 10
+_MAX_WINDOW = 1 << 20
 _NEAR = 1 << 20
 # Bytes on both sides of an expected request.
 _MARGIN = 4 << 10
@@ -111,20 +111,20 @@ class ObjectReader:
         Raises:
             OSError: it was replaced, or the service does not answer.
         """
-        done = 0
+        received = 0
 
         def advance(count: int) -> None:
-            nonlocal done
-            done += count
+            nonlocal received
+            received += count
 
         def get() -> None:
-            while done < len(out):
-                before = done
-                self._get(version.address, version.path, offset + done, out[done:], version, advance)
-                if done == before:
+            while received < len(out):
+                before = received
+                self._get(version.address, version.path, offset + received, out[received:], version, advance)
+                if received == before:
                     raise StrangeAnswer(version.path, "a range without a byte")
 
-        self.service.outside(lambda: self.service.again(version.path, get, lambda: done))
+        self.service.outside(lambda: self.service.again(version.path, get, lambda: received))
 
     def _get(
         self,
@@ -165,15 +165,15 @@ class ObjectReader:
                     path, f"bytes {start} to {stop} where {offset} to {offset + len(out)} were requested"
                 )
             self.measured.request(time.perf_counter() - begun)
-            done = 0
-            while done < stop - start:
-                data = body.read(min(_CHUNK, stop - start - done))
+            received = 0
+            while received < stop - start:
+                data = body.read(min(_CHUNK, stop - start - received))
                 if not data:
                     break
-                out[done : done + len(data)] = data
-                done += len(data)
+                out[received : received + len(data)] = data
+                received += len(data)
                 advance(len(data))
-            return current, done
+            return current, received
         except BaseException:
             # The rest of the answer is not read: the connection cannot be used again.
             body.close()
@@ -254,7 +254,7 @@ class ObjectFile:
     def read_into(self, offset: int, out: memoryview) -> int:
         """Likewise into ``out``, from its beginning; the number of bytes read."""
         count = max(0, min(len(out), self._version.size - offset))
-        if count <= _LEAST_WINDOW:
+        if count <= _MIN_WINDOW:
             out[:count] = self._small(offset, count)
         else:
             self._reader.read_into(self._version, offset, out[:count])
@@ -290,8 +290,8 @@ class ObjectFile:
         if cached is not None and not ahead:
             return cached
         _, stop, length = windows.last(self._version)
-        grown = min(_MOST_WINDOW, 2 * length) if 0 <= offset - stop <= _NEAR else 0
-        places = [(offset, max(count, grown, _LEAST_WINDOW))] if cached is None else []
+        grown = min(_MAX_WINDOW, 2 * length) if 0 <= offset - stop <= _NEAR else 0
+        places = [(offset, max(count, grown, _MIN_WINDOW))] if cached is None else []
         # Probable next requests: reading them in parallel takes no longer.
         places += [(max(0, place - _MARGIN), 4 * _MARGIN) for place in ahead if place < self._version.size]
         ranges = [(start, min(size, self._version.size - start)) for start, size in places]

@@ -17,7 +17,7 @@ from reshard.storage.s3.new_object import NewObject, part_bytes
 from reshard.storage.s3.objects import HELD, ObjectFile, ObjectReader, version_of
 from reshard.storage.s3.service import Service, service
 from reshard.storage.s3.uploads import remove_dead
-from reshard.storage.store import DirectoryEntry, Expected, FileStatus, Sending, Store, Tell
+from reshard.storage.store import DirectoryEntry, Expected, FileStatus, Notify, Sending, Store
 
 
 class ObjectEntry(NamedTuple):
@@ -79,8 +79,8 @@ class S3Store(Store):
         # Some programs write an object with an empty name for a directory.
         marked = False
         for page in self._service.pages(directory, prefix):
-            for listed in page.objects:
-                name = listed.key[len(prefix) :]
+            for object_ in page.objects:
+                name = object_.key[len(prefix) :]
                 marked = marked or not name
                 if name:
                     entries[name] = ObjectEntry(name, directory=False)
@@ -167,14 +167,14 @@ class S3Store(Store):
         key = Address.parse(directory).key
         alive: list[bool] = []
         for page in self._service.pages(directory, f"{key}/{start}"):
-            alive += [is_alive(listed.key[len(key) + 1 + len(start) :], listed.age) for listed in page.objects]
+            alive += [is_alive(object_.key[len(key) + 1 + len(start) :], object_.age) for object_ in page.objects]
         return alive
 
-    def lock(self, path: str, again: Callable[[], None], tell: Tell) -> AbstractContextManager[Callable[[], None]]:
+    def lock(self, path: str, again: Callable[[], None], notify: Notify) -> AbstractContextManager[Callable[[], None]]:
         """Hold a lock's object exclusively."""
-        return leases.held_alone(self._service, path, leases.waiting(self._service, path, tell).pause, tell)
+        return leases.held_alone(self._service, path, leases.waiting(self._service, path, notify).pause, notify)
 
-    def share(self, path: str, tell: Tell) -> Lease:
+    def share(self, path: str, notify: Notify) -> Lease:
         """An object whose name begins with a path, which shows that this process lives."""
         return Lease(self._service, f"{path}.{holder()}", guarded=has_conditional_writes(self._service, path))
 
@@ -193,11 +193,11 @@ class S3Store(Store):
         key = Address.parse(directory).key
         with contextlib.suppress(OSError):
             for page in self._service.pages(directory, f"{key}/"):
-                for listed in page.objects:
-                    name = listed.key.rpartition(".")[2]
-                    if is_holder(name) and not is_alive(name, listed.age):
-                        path = f"{directory}/{listed.key[len(key) + 1 :]}"
-                        leases.remove_dead(self._service, path, listed.etag)
+                for object_ in page.objects:
+                    name = object_.key.rpartition(".")[2]
+                    if is_holder(name) and not is_alive(name, object_.age):
+                        path = f"{directory}/{object_.key[len(key) + 1 :]}"
+                        leases.remove_dead(self._service, path, object_.etag)
 
     def _object(self, address: Address, path: str) -> Optional[FileStatus]:
         try:

@@ -18,7 +18,7 @@ from reshard.storage.s3.service import Service, field
 
 _MARK = ".reshard-tmp-"
 # Maximum size of a mark: an object's path has at most some KiB in any encoding.
-_LARGEST_MARK = 16 << 10
+_MAX_MARK = 16 << 10
 
 
 def claim(service: Service, path: str) -> Lease:
@@ -57,14 +57,14 @@ def _marks(service: Service, directory: str, all_of_them: bool = False) -> list[
     prefix = Address.parse(directory).prefix
     marks = []
     for page in service.pages(directory, prefix + _MARK):
-        for listed in page.objects:
-            name = listed.key[len(prefix) + len(_MARK) :]
-            if is_holder(name) and listed.size <= _LARGEST_MARK:
-                marks.append(_Mark(f"{directory.rstrip('/')}/{_MARK}{name}", is_alive(name, listed.age)))
+        for object_ in page.objects:
+            name = object_.key[len(prefix) + len(_MARK) :]
+            if is_holder(name) and object_.size <= _MAX_MARK:
+                marks.append(_Mark(f"{directory.rstrip('/')}/{_MARK}{name}", is_alive(name, object_.age)))
     if not all_of_them and all(mark.alive for mark in marks):
         return marks
-    written = service.each(lambda mark: _writes(service, directory.rstrip("/"), mark.path), marks)
-    return [mark._replace(writes=path) for mark, path in zip(marks, written)]
+    paths = service.each(lambda mark: _writes(service, directory.rstrip("/"), mark.path), marks)
+    return [mark._replace(writes=path) for mark, path in zip(marks, paths)]
 
 
 def _writes(service: Service, directory: str, path: str) -> Optional[str]:
@@ -74,14 +74,14 @@ def _writes(service: Service, directory: str, path: str) -> Optional[str]:
         OSError: the service returned an unexpected answer.
     """
     try:
-        written = str(json.loads(service.read(path).content)["writes"])
-        # A name that is impossible for us is not an error.
-        written.encode()
-        Address.parse(written)
+        target = str(json.loads(service.read(path).content)["writes"])
+        # Another program's mark may contain any name.
+        target.encode()
+        Address.parse(target)
     except (FileNotFoundError, ValueError, LookupError, TypeError, RecursionError, UsageError):
         return None
     # Objects elsewhere are not touched.
-    return written if _directory(written) == directory and not written.endswith("/") else None
+    return target if _directory(target) == directory and not target.endswith("/") else None
 
 
 def remove_dead(service: Service, directory: str) -> None:
@@ -146,13 +146,13 @@ def _abort(service: Service, path: str, uploads: list[str]) -> None:
             service.request(path, "abort_multipart_upload", Bucket=bucket, Key=key, UploadId=upload)
 
 
-def abort_all(service: Service, path: str, own: str) -> bool:
+def abort_all(service: Service, path: str, own_mark: str) -> bool:
     """Abort all uploads of an object, unless another process writes it, too.
 
     Args:
         service: the service.
         path: path of the object.
-        own: path of this process's mark.
+        own_mark: path of this process's mark.
 
     Returns:
         Whether no upload remains.
@@ -163,7 +163,7 @@ def abort_all(service: Service, path: str, own: str) -> bool:
     uploads = _uploads(service, path)
     # The marks are read after the uploads, as in `remove_dead`.
     marks = _marks(service, _directory(path), all_of_them=True) if uploads else []
-    if any(mark.alive and mark.writes == path and mark.path != own for mark in marks):
+    if any(mark.alive and mark.writes == path and mark.path != own_mark for mark in marks):
         return False
     _abort(service, path, uploads)
     return True

@@ -9,14 +9,14 @@ from typing import Generic, Optional, TypeVar
 K = TypeVar("K")
 
 # Maximum bytes of the windows of all objects, and number of windows of each.
-_MOST_BYTES = 16 << 20
-_MOST_WINDOWS = 128
+_MAX_BYTES = 16 << 20
+_MAX_WINDOWS = 128
 # Jumps with a smaller difference are alike: contents of equal size between names of different length.
 _ALIKE = 1 << 10
 # Minimum bytes of a jump.
-_LEAST_JUMP = 64 << 10
-_MOST_AHEAD = 64
-_MOST_REMEMBERED = 512
+_MIN_JUMP = 64 << 10
+_MAX_AHEAD = 64
+_MAX_REMEMBERED = 512
 
 
 class Windows(Generic[K]):
@@ -26,7 +26,7 @@ class Windows(Generic[K]):
         most: maximum bytes of all windows.
     """
 
-    def __init__(self, most: int = _MOST_BYTES) -> None:
+    def __init__(self, most: int = _MAX_BYTES) -> None:
         self._most = most
         # Offset and bytes of each, the last one last.
         self._held: OrderedDict[K, list[tuple[int, bytes]]] = OrderedDict()
@@ -58,7 +58,7 @@ class Windows(Generic[K]):
             self._held.move_to_end(of)
             windows.append((start, data))
             self._bytes += len(data)
-            if len(windows) > _MOST_WINDOWS:
+            if len(windows) > _MAX_WINDOWS:
                 self._bytes -= len(windows.pop(0)[1])
             while self._bytes > self._most and len(self._held) > 1:
                 _, dropped = self._held.popitem(last=False)
@@ -90,14 +90,14 @@ class Jumps:
             return []
         length = offset - self._last
         self._last = offset
-        if length < _LEAST_JUMP:
+        if length < _MIN_JUMP:
             return []
-        self._lengths = [*self._lengths[-_MOST_REMEMBERED:], length]
+        self._lengths = [*self._lengths[-_MAX_REMEMBERED:], length]
         while self._expected and self._expected[0] < offset - _ALIKE:
             self._expected.pop(0)
         if self._expected and abs(self._expected[0] - offset) <= _ALIKE:
             self._expected.pop(0)
-            self._ahead = min(_MOST_AHEAD, 2 * self._ahead)
+            self._ahead = min(_MAX_AHEAD, 2 * self._ahead)
             if self._expected:
                 return []
         else:

@@ -221,15 +221,15 @@ class Candidate(NamedTuple):
             slices = self._slices_of(dimension, shape[dimension], sizes, split_sizes)
             for factor in cut.factors if slices else ():
                 run = _run_of(self.matrix, factor)
-                if any(run.start < other.stop and start < run.stop for start, other in runs.items()):
+                if any(run.start < earlier.stop and start < run.stop for start, earlier in runs.items()):
                     raise NoCandidateError(f"{factor.text} cuts two dimensions")
                 runs[run.start] = _Run(run.stop, dimension, min(factor.whole(sizes), cut.most or slices))
         axes, places = self._merged_axes(counts, runs)
         if not axes:
             return NamedLayout((Axis("dp", 1),), ((),) * len(shape), self.nested, split_sizes)
         maps: list[list[int]] = [[] for _ in shape]
-        for start, taken in runs.items():
-            maps[taken.dimension] += [len(axes) - 1 - place for place in places[start]]
+        for start, cutting in runs.items():
+            maps[cutting.dimension] += [len(axes) - 1 - place for place in places[start]]
         return NamedLayout(tuple(axes), tuple(map(tuple, maps)), self.nested, split_sizes)
 
     def _slices_of(self, dimension: int, size: int, sizes: AxisSizes, split_sizes: Sequence[int]) -> int:
@@ -282,13 +282,16 @@ class Candidate(NamedTuple):
 
     def _add_run(self, axes: list[Axis], counts: Sequence[int], start: int, run: _Run) -> list[int]:
         names = [axis.text for axis in self.matrix[start : run.stop]]
-        name, whole = "*".join(names), math.prod(counts[start : run.stop])
-        if run.slices < whole:
+        name, count = "*".join(names), math.prod(counts[start : run.stop])
+        if run.slices < count:
             # The repeats of a capped cut are innermost.
-            axes += [Axis(f"min({name},{run.slices})", run.slices), Axis(f"{name}/{run.slices}", whole // run.slices)]
+            axes += [
+                Axis(f"min({name},{run.slices})", run.slices),
+                Axis(f"{name}/{run.slices}", count // run.slices),
+            ]
             return [len(axes) - 2]
         if not self.nested:
-            axes.append(Axis(name, whole))
+            axes.append(Axis(name, count))
             return [len(axes) - 1]
         axes += map(Axis, names, counts[start : run.stop])
         return list(range(len(axes) - len(names), len(axes)))
@@ -382,7 +385,7 @@ def candidates_showing(
     # Experts across model parallel ranks are cut through the Layout interface, which writes nested maps. MindSpore
     # 2.10 writes flat ones; then the rule has to be stated, because it would explain wrong sizes.
     if any(one.nested is False for one in observed):
-        agreeing = {candidate: same for candidate, same in agreeing.items() if not candidate.has_experts_across_model}
+        agreeing = {candidate: exact for candidate, exact in agreeing.items() if not candidate.has_experts_across_model}
     caps = {cut.most for candidate in agreeing for cut in candidate.cuts if cut.most is not None}
     distinct: dict[object, Candidate] = {}
     for candidate in sorted(agreeing, key=lambda candidate: not agreeing[candidate]):

@@ -36,17 +36,17 @@ ASSUMPTIONS = {
     DP_OUTERMOST: "data parallel is outermost in the device matrix where no strategy shows the order of devices; "
     "if that is wrong, ranks get other ranks' slices of the right shape",
 }
-"""What may be assumed, and its meaning."""
+"""The assumptions of --assume, and their meaning."""
 
 _WHY = {
     "mp": "code may cap a cut, for example at the number of key and value heads",
-    "cp": "what context parallelism cuts",
-    "ep": "what expert parallelism cuts",
+    "cp": "the strategies do not show what context parallelism cuts",
+    "ep": "the strategies do not show what expert parallelism cuts",
 }
 _NOT_SHOWN = toml_string(NOT_SHOWN)
 # Cuts that a whole dimension may have at other sizes, and the size that must be above 1 for each.
 _WIDER = (("mp", "mp"), ("mp*cp", "cp"))
-_NOTHING_OF_MP = "what model parallelism cuts"
+_MP_NOT_SHOWN = "the strategies do not show what model parallelism cuts"
 
 
 class Learned(NamedTuple):
@@ -113,9 +113,9 @@ def learn(
     return Learned(weights, shards, shown, tuple(unexplained))
 
 
-def _same(one: AxisSizes, other: AxisSizes) -> bool:
-    names = {*one.named, *other.named} - {"pp"}
-    return all(one.named.get(name) == other.named.get(name) for name in names)
+def _same(first: AxisSizes, second: AxisSizes) -> bool:
+    names = {*first.named, *second.named} - {"pp"}
+    return all(first.named.get(name) == second.named.get(name) for name in names)
 
 
 def _check_sizes_cut(sources: Sequence[SourceRun], weights: Mapping[str, ShownWeight]) -> None:
@@ -138,8 +138,8 @@ def _recorded(source: SourceRun, tensor: FullTensor) -> Optional[RecordedLayout]
     if not holding:
         return None
     stage, layout = holding[0]
-    own = layout_for(layout, tensor, source.strategy.path)
-    return RecordedLayout.of(own, source.recorded[stage.number][tensor.name].nested or None)
+    reading = layout_for(layout, tensor, source.strategy.path)
+    return RecordedLayout.of(reading, source.recorded[stage.number][tensor.name].nested or None)
 
 
 def _shown_for(sources: Sequence[SourceRun], assume: Sequence[str]) -> tuple[Shown, ...]:
@@ -160,7 +160,7 @@ def _shown_for(sources: Sequence[SourceRun], assume: Sequence[str]) -> tuple[Sho
 
 
 def _pipeline(sources: Sequence[SourceRun], model: ModelTensors) -> Pipeline:
-    """Which weights outside the layers are on the first stage, and which on the last."""
+    """The weights outside the layers on the first stage and on the last."""
     first, last = [], []
     for name in model.weights:
         if is_numbered(name):
@@ -244,12 +244,12 @@ def _head(learned: Learned, sources: Sequence[SourceRun], model: ModelTensors, n
         yield "shown_for = ["
         for condition, _ in shown_for:
             name = condition.text.partition("<=")[0]
-            why = _NOTHING_OF_MP if condition.text == "mp<=1" else _WHY[name]
+            why = _MP_NOT_SHOWN if condition.text == "mp<=1" else _WHY[name]
             yield f"    {toml_string(condition.text)},  # {why}"
         yield "]"
     if no_shards:
         yield ""
-        yield "# Which parameters have opted out of optimizer shards is not shown: true or false, here or in a rule."
+        yield "# The strategies do not show which parameters opt out of optimizer shards: true or false, also in rules"
         yield f"optimizer_shard = {_NOT_SHOWN}"
     states = Counter(model.states.values())
     if states:
@@ -261,10 +261,10 @@ def _head(learned: Learned, sources: Sequence[SourceRun], model: ModelTensors, n
     names = list(model.weights)
     for key, placed in (("first", pipeline.first), ("last", pipeline.last)):
         yield f"{key} = {quoted_list(patterns_for(placed, names))}"
-    others = [name for name in names if name not in (*pipeline.first, *pipeline.last) and not is_numbered(name)]
-    if others:
-        yield "# The stage of these is not shown; for a target with several stages, put each in one of the lists:"
-        yield from (f"#     {toml_string(pattern)}," for pattern in patterns_for(others, names))
+    unplaced = [name for name in names if name not in (*pipeline.first, *pipeline.last) and not is_numbered(name)]
+    if unplaced:
+        yield "# The strategies do not show the stage of these; for several stages, put each in one of the lists:"
+        yield from (f"#     {toml_string(pattern)}," for pattern in patterns_for(unplaced, names))
 
 
 def _layout_words(sources: Sequence[SourceRun], name: str) -> str:
@@ -285,7 +285,7 @@ def _layout_lines(weight: ShownWeight, wider: str, mp_shown: bool) -> Iterator[s
         candidates = candidates[:1]
     matrices = [quoted_list([axis.text for axis in matrix]) for matrix in dict.fromkeys(c.matrix for c in candidates)]
     if len(matrices) > 1:
-        yield "# which order of devices is not shown"
+        yield "# The strategies do not show the order of devices:"
         yield f"matrix = [{', '.join(matrices)}]"
     elif candidates and candidates[0].matrix != DEFAULT_MATRIX:
         yield f"matrix = {matrices[0]}"

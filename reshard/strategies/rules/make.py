@@ -1,6 +1,6 @@
 """Making a strategy: rules, shapes and sizes in; the records of a compile out, or an error with what is undecided.
 
-1. Every weight takes the first rule that matches its name. Where the rule leaves its cuts open, all candidates are
+1. Every weight has the first rule that matches its name. Where the rule leaves its cuts open, all candidates are
    tried; they must give the same slices.
 2. Weights go to stages: layers by number, others by ``[pipeline]``.
 3. The optimizer's shards are those that the compiler makes.
@@ -90,9 +90,9 @@ class Unsettled(NamedTuple):
 
     Attributes:
         problem: in words.
-        settled_by: per possibility, the lines of a rule without its match; none if rules cannot settle it.
+        settled_by: per possibility, the lines of a rule without its match; none if rules cannot settle the value.
         comment: the comment above these lines.
-        options: options that settle it, one of them correct for the run; then no lines are printed.
+        options: options that settle the value, one of them correct for the run; then no lines are printed.
     """
 
     problem: str
@@ -157,9 +157,9 @@ def make_strategy(rules: LayoutRules, tensors: ModelTensors, target: TargetRun, 
     _check_cutting(rules, target.sizes, {size for each in placed.values() for size in each.cut_by})
     stage_of = stages_of(names, rules.pipeline, target.sizes.stages, target.layers_per_stage, rules.path)
     devices = target.sizes.stage_devices
-    made = [MadeStage(number, number * devices) for number in range(target.sizes.stages)]
+    stages = [MadeStage(number, number * devices) for number in range(target.sizes.stages)]
     for name, (layout, rule, _) in placed.items():
-        stage, tensor = made[stage_of[name]], tensors.weights[name]
+        stage, tensor = stages[stage_of[name]], tensors.weights[name]
         try:
             record = _with_shards(layout, rule, rules, tensors, tensor, stage.first_rank, target)
         except UnsettledError as problem:
@@ -174,8 +174,8 @@ def make_strategy(rules: LayoutRules, tensors: ModelTensors, target: TargetRun, 
             stage.shapes[prefix + name] = tensor.shape
             stage.axes[prefix + name] = axes
     _check_settled(unsettled, rules.path, names, where)
-    _check_groups({name: (each.layout, made[stage_of[name]].first_rank) for name, each in placed.items()})
-    return made
+    _check_groups({name: (each.layout, stages[stage_of[name]].first_rank) for name, each in placed.items()})
+    return stages
 
 
 def _check_devices(target: TargetRun) -> None:
@@ -270,10 +270,10 @@ def _candidates(
     if rule.candidates:
         return rule.candidates
     if not rule.has_cuts:
-        whole = quoted_list(["None"] * len(shape))
+        uncut = quoted_list(["None"] * len(shape))
         raise UnsettledError(
             f"no rule fits (shape {list(shape)})",
-            ((f"map = {whole}",),),
+            ((f"map = {uncut}",),),
             'for a whole tensor; "mp" for a dimension that mp cuts',
         )
     entries = ((WHOLE,),) * len(shape) if rule.entries is None else rule.entries
@@ -354,12 +354,12 @@ def _check_cutting(rules: LayoutRules, sizes: AxisSizes, cut_by: set[str]) -> No
 
 def _check_groups(placed: Mapping[str, tuple[NamedLayout, int]]) -> None:
     """Refuse layouts, given with the first rank of their stage, whose groups the compiler refuses."""
-    seen: set[tuple[Layout, int]] = set()
-    for name, (named, first_rank) in placed.items():
-        layout, offset = named.layout, first_rank % SERVER
-        if (layout, offset) in seen:
+    checked: set[tuple[Layout, int]] = set()
+    for name, (named_layout, first_rank) in placed.items():
+        layout, offset = named_layout.layout, first_rank % SERVER
+        if (layout, offset) in checked:
             continue
-        seen.add((layout, offset))
+        checked.add((layout, offset))
         group = forbidden_group(layout, offset)
         if group:
             ranks = [rank + first_rank - offset for rank in group]
@@ -372,14 +372,14 @@ def _check_groups(placed: Mapping[str, tuple[NamedLayout, int]]) -> None:
 
 
 def _check_settled(
-    unsettled_groups: Mapping[Unsettled, Sequence[str]], path: str, known: Sequence[str], where: str
+    unsettled_groups: Mapping[Unsettled, Sequence[str]], path: str, all_names: Sequence[str], where: str
 ) -> None:
     """Refuse open values of rules.
 
     Args:
         unsettled_groups: the parameters by open value.
         path: the rules.
-        known: all parameters, so that printed patterns match no others.
+        all_names: all parameters, so that printed patterns match no others.
         where: the place for the printed lines.
 
     Raises:
@@ -390,7 +390,7 @@ def _check_settled(
     count = sum(map(len, unsettled_groups.values()))
     texts: list[str] = [f"{path} does not settle {plural(count, 'parameter')}:"]
     for unsettled, names in unsettled_groups.items():
-        lines = "".join(f"\n    {line}" for line in _lines(unsettled, names, known))
+        lines = "".join(f"\n    {line}" for line in _lines(unsettled, names, all_names))
         texts.append(f"{unsettled.problem}: {plural(len(names), 'parameter')}: " + listing(names) + lines)
     more = len(unsettled_groups) - _MAX_GROUPS
     shown = joined("\n", texts[: _MAX_GROUPS + 1])
@@ -410,11 +410,11 @@ def _check_settled(
     )
 
 
-def _lines(unsettled: Unsettled, names: Sequence[str], known: Sequence[str]) -> Iterator[str]:
+def _lines(unsettled: Unsettled, names: Sequence[str], all_names: Sequence[str]) -> Iterator[str]:
     """The rules that settle a value, with a comment above each."""
     if unsettled.options:
         return
-    match = f"match = {one_or_list(patterns_for(names, known))}"
+    match = f"match = {one_or_list(patterns_for(names, all_names))}"
     for number, way in enumerate(unsettled.settled_by):
         comment = unsettled.comment if number == 0 else "or"
         yield from (f"# {comment}",) if comment else ()

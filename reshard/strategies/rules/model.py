@@ -1,7 +1,7 @@
-"""LayoutRules: cuts of parameters, in named axes, for any sizes of these.
+"""Rules of layouts: cuts of parameters, in named axes, for any sizes of these.
 
 A rule is for all parameters whose names match its patterns. It contains the grid of named axes of a stage's
-devices, slowest first, and the axes that cut each dimension. AxisSizes turn it into a device matrix and
+devices, slowest first, and the axes that cut each dimension. With `AxisSizes` it gives a device matrix and a
 tensor map.
 """
 
@@ -30,11 +30,11 @@ MapEntry = Optional[tuple[AxisCut, ...]]
 
 @dataclass(frozen=True)
 class LayoutRule:
-    """The layout of parameters, as far as known.
+    """The layout of parameters; some attributes may be unknown.
 
     Attributes:
         patterns: the parameters, as shell patterns.
-        where: the rule in words, for messages.
+        where: the place of the rule, for messages.
         matrices: device matrices; the candidates if unknown.
         entries: a cut per dimension; None if the rule leaves cuts open.
         every_dimension_whole: all dimensions are whole, for any number of them.
@@ -46,7 +46,7 @@ class LayoutRule:
         candidates: all candidates that strategies allow, instead of ``matrices`` and ``entries``.
         recorded: exactly this layout, from a strategy with the target's sizes.
         shard_shown_for: the condition for ``optimizer_shard``; always if None.
-        stated: the attributes of a partial rule; later rules give the others. None: the rule is complete.
+        stated: the attributes of a partial rule; later rules have the others. None: the rule is complete.
         variants: the rules that replace this one for values of a switch.
     """
 
@@ -117,8 +117,8 @@ def _merged(rules: Sequence[LayoutRule]) -> LayoutRule:
             fields += _CUTS
         elif "matrices" in stated:
             fields.append("matrices")
-            kept = tuple(each for each in merged.candidates if each.matrix in rule.matrices)
-            merged = replace(merged, candidates=kept or merged.candidates)
+            possible = tuple(each for each in merged.candidates if each.matrix in rule.matrices)
+            merged = replace(merged, candidates=possible or merged.candidates)
         changes = {field: getattr(rule, field) for field in fields}
         merged = replace(merged, patterns=rule.patterns, where=rule.where, **changes)
     return merged
@@ -144,7 +144,7 @@ class Shown(NamedTuple):
 
     Attributes:
         condition: the comparison.
-        hint: what to do beyond it; the default hint if None.
+        hint: advice beyond it; the default hint if None.
     """
 
     condition: SizeCondition
@@ -202,21 +202,21 @@ class LayoutRules:
         Raises:
             UsageError: no rule has this switch, or it does not have this value.
         """
-        known: dict[str, dict[str, None]] = {}
+        switches: dict[str, dict[str, None]] = {}
         for rule in self.rules:
             for variant in rule.variants:
-                known.setdefault(variant.switch, {})[variant.value] = None
+                switches.setdefault(variant.switch, {})[variant.value] = None
         for name, value in stated.items():
-            if name not in known:
+            if name not in switches:
                 raise UsageError(
-                    f"--set {name}: {self.path} has no switch of this name; known: {', '.join(known) or 'none'}"
+                    f"--set {name}: {self.path} has no switch of this name; known: {', '.join(switches) or 'none'}"
                 )
-            if value.lower() not in known[name]:
-                raise UsageError(f"--set {name}={value}: {name} is one of {', '.join(known[name])}")
-        return replace(self, rules=tuple(_held(rule, stated) for rule in self.rules))
+            if value.lower() not in switches[name]:
+                raise UsageError(f"--set {name}={value}: {name} is one of {', '.join(switches[name])}")
+        return replace(self, rules=tuple(_variant_of(rule, stated) for rule in self.rules))
 
 
-def _held(rule: LayoutRule, stated: Mapping[str, str]) -> LayoutRule:
+def _variant_of(rule: LayoutRule, stated: Mapping[str, str]) -> LayoutRule:
     for switch, value, instead in rule.variants:
         if stated.get(switch, "").lower() == value:
             return instead

@@ -71,9 +71,9 @@ def forbidden_group(layout: Layout, offset: int) -> tuple[int, ...]:
     for axes in layout.tensor_map:
         # Ranks that differ only in their part of this dimension.
         strides = [(int(np.prod(sizes[:axis], dtype=np.int64)), sizes[axis]) for axis in axes]
-        rest = ranks - sum((ranks // stride % size * stride for stride, size in strides), np.zeros_like(ranks))
+        remainder = ranks - sum((ranks // stride % size * stride for stride, size in strides), np.zeros_like(ranks))
         count = int(np.prod([size for _, size in strides], dtype=np.int64))
-        groups.append(np.argsort(rest, kind="stable").astype(np.int64).reshape(-1, count) + offset)
+        groups.append(np.argsort(remainder, kind="stable").astype(np.int64).reshape(-1, count) + offset)
     for each in groups:
         forbidden = np.flatnonzero(~_allowed(each))
         if forbidden.size:

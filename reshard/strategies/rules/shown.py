@@ -55,8 +55,8 @@ class SourceRun:
             stages = plural(len(strategy.stages), "stage")
             raise self._wrong(f"has {stages}, and {sizes.text} has {sizes.stages}")
         if counts != {sizes.stage_devices}:
-            has = " and ".join(str(count) for count in sorted(counts))
-            raise self._wrong(f"has {has} devices in a stage, and {sizes.text} are {sizes.stage_devices}")
+            devices = " and ".join(str(count) for count in sorted(counts))
+            raise self._wrong(f"has {devices} devices in a stage, and {sizes.text} are {sizes.stage_devices}")
 
     def _wrong(self, problem: str) -> StrategyError:
         return StrategyError(
@@ -88,23 +88,23 @@ class ShownWeight:
     capped: Optional[int] = None
 
 
-def model_of(source: SourceRun, shapes: Optional[ModelTensors], others: Sequence[SourceRun] = ()) -> ModelTensors:
+def model_of(source: SourceRun, shapes: Optional[ModelTensors], compared: Sequence[SourceRun] = ()) -> ModelTensors:
     """The weights that a strategy lists, with their shapes and their optimizer state.
 
     Args:
         source: the strategy.
         shapes: the model's tensors; if None, all dimensions get a size that everything divides.
-        others: strategies that will be compared.
+        compared: strategies that will be compared.
 
     Raises:
         StrategyError: a weight's shape is unknown.
     """
-    listed: dict[str, None] = dict.fromkeys(source.strategy.parameters)
-    belonging = belonging_to_weights(listed)
+    parameters: dict[str, None] = dict.fromkeys(source.strategy.parameters)
+    belonging = belonging_to_weights(parameters)
     weights: dict[str, FullTensor] = {}
     missing: list[str] = []
-    dividing = math.prod(one.sizes.stage_devices for one in (source, *others)) ** 2
-    for name in listed:
+    dividing = math.prod(one.sizes.stage_devices for one in (source, *compared)) ** 2
+    for name in parameters:
         if name in belonging:
             continue
         if shapes is None:
@@ -164,10 +164,10 @@ def names_by_sizes(source: SourceRun) -> AxisNames:
     model = model_of(source, None)
     for name, weight in shown_weights([source], model).items():
         for candidate in weight.candidates:
-            named = candidate.layout(weight.tensor.shape, source.sizes)
-            axes = tuple(axis.name for axis in named.axes)
-            if axes_of.setdefault((name, named.device_matrix), axes) != axes:
-                axes_of[name, named.device_matrix] = ()
+            layout = candidate.layout(weight.tensor.shape, source.sizes)
+            axes = tuple(axis.name for axis in layout.axes)
+            if axes_of.setdefault((name, layout.device_matrix), axes) != axes:
+                axes_of[name, layout.device_matrix] = ()
 
     def names(name: str, matrix: tuple[int, ...]) -> tuple[str, ...]:
         weight = name if name in model.weights else name.partition(".")[2]
@@ -181,10 +181,10 @@ def _observed(sources: Sequence[SourceRun], tensor: FullTensor) -> list[Observat
     observed: dict[Observation, None] = {}
     for source in sources:
         for stage, layout in source.holding(tensor.name):
-            own = layout_for(layout, tensor, source.strategy.path)
+            reading = layout_for(layout, tensor, source.strategy.path)
             recorded = source.recorded[stage.number][tensor.name]
             nested = None if recorded.tensor_shape is not None and not recorded.nested else recorded.nested
-            observed[Observation(source.sizes, slices_by_device(own), own.device_matrix, nested)] = None
+            observed[Observation(source.sizes, slices_by_device(reading), reading.device_matrix, nested)] = None
     return list(observed)
 
 
@@ -218,19 +218,19 @@ def shown_shards(
     shards: dict[str, ShownShards] = {}
     for name, weight in weights.items():
         # A weight with a capped cut may opt out where the cap is reached.
-        seen: dict[bool, set[bool]] = {False: set(), True: set()}
+        observed: dict[bool, set[bool]] = {False: set(), True: set()}
         for source, run in evidence:
             capped = weight.capped is not None and source.sizes["mp"] > weight.capped
             for stage, layout in source.holding(name):
                 shown = run.may_shard(weight.tensor, stage, layout)
                 if shown is not None:
-                    seen[capped].add(shown)
-        shards[name] = _together(seen, weight.capped)
+                    observed[capped].add(shown)
+        shards[name] = _together(observed, weight.capped)
     return shards
 
 
-def _together(seen: Mapping[bool, set[bool]], cap: Optional[int]) -> ShownShards:
-    below, beyond = (next(iter(shown)) if len(shown) == 1 else None for shown in (seen[False], seen[True]))
+def _together(observed: Mapping[bool, set[bool]], cap: Optional[int]) -> ShownShards:
+    below, beyond = (next(iter(shown)) if len(shown) == 1 else None for shown in (observed[False], observed[True]))
     if cap is None:
         return below, None
     if below is None and beyond is None:

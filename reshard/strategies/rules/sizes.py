@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property, lru_cache
 
-from reshard.defaults import MOST_DEVICES, MOST_STAGES
+from reshard.defaults import MAX_DEVICES, MAX_STAGES
 from reshard.errors import UsageError
 from reshard.text import products
 from reshard.text.products import ExpressionError
@@ -47,14 +47,14 @@ class AxisSizes:
     """Devices per kind of parallelism.
 
     Attributes:
-        given: the sizes stated, by name; axes of a model's own may have any other name.
+        stated: the stated sizes, by name; axes of a model's own may have any other name.
     """
 
-    given: tuple[tuple[str, int], ...]
+    stated: tuple[tuple[str, int], ...]
 
     @cached_property
     def _by_name(self) -> Mapping[str, int]:
-        return {**dict.fromkeys(NAMES, 1), **dict(self.given)}
+        return {**dict.fromkeys(NAMES, 1), **dict(self.stated)}
 
     def __getitem__(self, name: str) -> int:
         """The size of an axis.
@@ -63,8 +63,8 @@ class AxisSizes:
             ExpressionError: no axis has this name.
         """
         if name not in self._by_name:
-            meant = _ELSEWHERE.get(name)
-            hint = f"write {meant} for it" if meant is not None else f"--sizes {name}=N gives it one"
+            usual_name = _ELSEWHERE.get(name)
+            hint = f"write {usual_name}" if usual_name is not None else f"add --sizes {name}=N"
             raise ExpressionError(f"{name} has no size; {hint}")
         return self._by_name[name]
 
@@ -86,7 +86,7 @@ class AxisSizes:
     @property
     def text(self) -> str:
         """``dp=2,mp=4``, as typed."""
-        return ",".join(f"{name}={size}" for name, size in self.given)
+        return ",".join(f"{name}={size}" for name, size in self.stated)
 
 
 def parse_sizes(text: str) -> AxisSizes:
@@ -95,7 +95,7 @@ def parse_sizes(text: str) -> AxisSizes:
     Raises:
         UsageError: the text is invalid.
     """
-    given: dict[str, int] = {}
+    sizes_by_name: dict[str, int] = {}
     for part in text.split(","):
         name, _, number = (word.strip() for word in part.partition("="))
         if not _NAME.fullmatch(name) or not re.fullmatch(r"[0-9]{1,9}", number):
@@ -107,14 +107,14 @@ def parse_sizes(text: str) -> AxisSizes:
                 f"{text!r}: {name} is not a number of devices: use --layers-per-stage with the layers of each "
                 "stage, in rounds of all stages where they are interleaved: 2,2,2,2 for two stages in two rounds"
             )
-        if name in given:
+        if name in sizes_by_name:
             raise UsageError(f"{text!r}: {name} is given twice")
-        given[name] = int(number)
-        if not 1 <= given[name] <= (MOST_STAGES if name == STAGES else MOST_DEVICES):
+        sizes_by_name[name] = int(number)
+        if not 1 <= sizes_by_name[name] <= (MAX_STAGES if name == STAGES else MAX_DEVICES):
             raise UsageError(f"{text!r}: {name}={number} is not a number of devices")
-    sizes = AxisSizes(tuple(given.items()))
-    if sizes.stage_devices * sizes.stages > MOST_DEVICES:
-        raise UsageError(f"{text!r} is more than {MOST_DEVICES} devices")
+    sizes = AxisSizes(tuple(sizes_by_name.items()))
+    if sizes.stage_devices * sizes.stages > MAX_DEVICES:
+        raise UsageError(f"{text!r} is more than {MAX_DEVICES} devices")
     return sizes
 
 

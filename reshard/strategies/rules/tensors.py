@@ -7,6 +7,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Optional
 
+from reshard.text.globs import Globs, pattern_of
+from reshard.text.name_order import natural_order
 from reshard.text.names import ACCUMULATED_GRADIENTS, state_prefix
 
 # A number in a name, as of layers and experts.
@@ -78,18 +80,18 @@ def belonging_to_weights(
     """
     by_prefix: dict[str, list[str]] = {}
     for name in names:
-        prefix, _, rest = name.partition(".")
-        if rest in names:
-            by_prefix.setdefault(f"{prefix}.", []).append(rest)
+        prefix, _, weight = name.partition(".")
+        if weight in names:
+            by_prefix.setdefault(f"{prefix}.", []).append(weight)
     weights = len(names) - sum(map(len, by_prefix.values()))
     belonging = {}
     for prefix, of in by_prefix.items():
-        known = state_prefix(prefix + of[0], names)
-        if not known and 2 * len(of) <= weights:
+        optimizer = state_prefix(prefix + of[0], names)
+        if not optimizer and 2 * len(of) <= weights:
             continue
         for weight in of:
-            same = shapes is None or shapes[prefix + weight] == shapes[weight]
-            if same or prefix.endswith(_FACTORED):
+            same_shape = shapes is None or shapes[prefix + weight] == shapes[weight]
+            if same_shape or prefix.endswith(_FACTORED):
                 belonging[prefix + weight] = prefix[:-1], weight
     return belonging
 
@@ -103,44 +105,28 @@ def states_by_weight(belonging: Mapping[str, tuple[str, str]]) -> dict[str, tupl
     return {weight: tuple(prefixes) for weight, prefixes in states.items()}
 
 
-def patterns_for(names: Sequence[str], known: Iterable[str]) -> list[str]:
+def patterns_for(names: Sequence[str], all_names: Iterable[str]) -> list[str]:
     """Shell patterns that match exactly these of all names, with ``*`` for numbers where possible."""
     numbered: dict[str, list[str]] = {}
     chosen = frozenset(names)
-    all_of: dict[str, int] = {}
-    for name in known:
+    counts: dict[str, int] = {}
+    for name in all_names:
         pattern = numberless(name)
-        all_of[pattern] = all_of.get(pattern, 0) + 1
+        counts[pattern] = counts.get(pattern, 0) + 1
     for name in names:
         numbered.setdefault(numberless(name), []).append(name)
     patterns: list[str] = []
     for pattern, fitting in numbered.items():
-        if len(fitting) > 1 and all_of.get(pattern) == len(fitting):
+        if len(fitting) > 1 and counts.get(pattern) == len(fitting):
             patterns.append(pattern)
         else:
-            patterns += [_literal(name) for name in fitting]
+            patterns += map(pattern_of, fitting)
     # A star matches more than numbers. If the patterns match other names, names are listed one by one.
-    return _natural(patterns if _fits_only(patterns, chosen, known) else [_literal(name) for name in names])
-
-
-def _natural(patterns: Sequence[str]) -> list[str]:
-    return sorted(
-        patterns,
-        key=lambda text: [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"([0-9]+)", text)],
-    )
+    globs = Globs(patterns)
+    fits_only = all(name in chosen for name in all_names if globs.match(name))
+    return natural_order(patterns if fits_only else map(pattern_of, names))
 
 
 def numberless(name: str) -> str:
     """A name with ``*`` for every number."""
-    return _NUMBER.sub("*", _literal(name))
-
-
-def _literal(name: str) -> str:
-    return "".join(f"[{character}]" if character in "*?[" else character for character in name)
-
-
-def _fits_only(patterns: Sequence[str], chosen: frozenset[str], known: Iterable[str]) -> bool:
-    from reshard.text.globs import Globs
-
-    globs = Globs(patterns)
-    return all(name in chosen for name in known if globs.match(name))
+    return _NUMBER.sub("*", pattern_of(name))

@@ -1,4 +1,4 @@
-"""LayoutRules of layouts as a TOML file, or built-in. The whole file is checked when it is read."""
+"""Rules of layouts in TOML files, given by users or built-in. The whole file is checked when it is read."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _BUILTIN = BuiltinFiles(__file__, "rules", StrategyError, "reshard strategy rule
 _TEXTS = TomlKey("texts", ())
 _TOP = {
     "pipeline": TomlKey("table", {}),
-    "parameter": TomlKey("tables", (), written="written [[parameter]]"),
+    "parameter": TomlKey("tables", (), description="written [[parameter]]"),
     "optimizer_states": TomlKey("texts"),
     "shown_for": _TEXTS,
     "shown_with": _TEXTS,
@@ -49,7 +49,7 @@ _PARAMETER = {
     "dtype": TomlKey("text"),
     "split_sizes": TomlKey("sizes", ()),
     "trained": TomlKey("flag", True),
-    "set": TomlKey("tables", (), written='a list such as [{ vocab_emb_dp = true, map = ["None", "None"] }]'),
+    "set": TomlKey("tables", (), description='a list such as [{ vocab_emb_dp = true, map = ["None", "None"] }]'),
 }
 # Attributes of `LayoutRule` whose names differ from their keys.
 _FIELDS = {"matrix": "matrices", "map": "entries"}
@@ -65,21 +65,21 @@ def builtin_title(name: str) -> str:
     return read_rules(_BUILTIN.path(name)).text.partition("\n")[0].lstrip("# ")
 
 
-def is_builtin(named: str) -> bool:
+def is_builtin(text: str) -> bool:
     """Whether a text is the name of built-in rules, and not a path."""
-    return _BUILTIN.has(named)
+    return _BUILTIN.has(text)
 
 
-def rules_named(named: str) -> LayoutRules:
+def rules_named(text: str) -> LayoutRules:
     """The rules of a file, or built-in ones.
 
     Raises:
         StrategyError: neither exists, or the file is invalid.
     """
-    if is_builtin(named):
-        return replace(read_rules(_BUILTIN.path(named)), path=named)
-    _BUILTIN.check_exists(named)
-    return read_rules(named)
+    if is_builtin(text):
+        return replace(read_rules(_BUILTIN.path(text)), path=text)
+    _BUILTIN.check_exists(text)
+    return read_rules(text)
 
 
 def read_rules(path: str, partial: bool = False) -> LayoutRules:
@@ -108,7 +108,7 @@ def parse_rules(text: str, path: str, partial: bool = False) -> LayoutRules:
     for pattern in pipeline.layers:
         if pattern.count(LAYER) != 1:
             raise file.wrong("[pipeline]", f"layers: {quoted(pattern)} must have {LAYER} once")
-    # LayoutRules inherit these two from the top of the file.
+    # Each rule inherits these two from the top of the file.
     inherited = {
         "matrices": file.matrices(top["matrix"], "rules") or (DEFAULT_MATRIX,),
         "optimizer_shard": file.optimizer_shard(top["optimizer_shard"], "rules"),

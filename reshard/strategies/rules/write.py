@@ -9,7 +9,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Optional
 
-from reshard.defaults import MOST_DEVICES
+from reshard.defaults import MAX_DEVICES
 from reshard.errors import TargetError, UsageError
 from reshard.storage import (
     UnfitError,
@@ -45,7 +45,7 @@ from reshard.text.products import ExpressionError
 from reshard.text.wording import plural
 
 _NAME = f"ckpt_strategy_rank_{RANK}.ckpt"
-_LARGEST_RECORD = 1 << 26
+_MAX_RECORD = 1 << 26
 
 
 class WrittenStrategy(NamedTuple):
@@ -83,10 +83,10 @@ def write_strategy(
         ReshardError: writing failed.
     """
     files = {path: _as_file(path, of, merged=len(of) > 1) for path, of in _files(out, stages).items()}
-    written = {path: WRITERS[file.form](file) for path, file in files.items()}
+    contents = {path: WRITERS[file.form](file) for path, file in files.items()}
     for path in files:
         _check_no_source(path, sources)
-    unfinished = [path for path, data in written.items() if not _is_there(real(path), data, overwrite)]
+    unfinished = [path for path, data in contents.items() if not _is_there(real(path), data, overwrite)]
     _check_no_other_stages(out, files)
     record_file = record_path(out)
     content = {**record, "axes": _axes(stages)}
@@ -97,12 +97,12 @@ def write_strategy(
             store_of(directory).remove_dead(directory, complete=False)
         if unfinished:
             remove_file(real(record_file))
-            first, *others = files
-            if others:
+            first, *later = files
+            if later:
                 for path in dict.fromkeys((first, *unfinished)):
                     remove_file(real(path))
-            for path in (*(path for path in reversed(others) if path in unfinished), first):
-                write_whole(real(path), written[path])
+            for path in (*(path for path in reversed(later) if path in unfinished), first):
+                write_whole(real(path), contents[path])
         path = record_file
         write_whole(
             real(record_file),
@@ -178,17 +178,17 @@ def _check_no_other_stages(out: str, files: Collection[str]) -> None:
         return
     if RANK in out:
         parts = out.split(RANK)
-        named = re.compile(re.escape(parts[0]) + "([0-9]+)" + r"\1".join(map(re.escape, parts[1:])))
-        candidates = list(filter(named.fullmatch, glob.glob("*".join(map(glob.escape, parts)))))
+        expression = re.compile(re.escape(parts[0]) + "([0-9]+)" + r"\1".join(map(re.escape, parts[1:])))
+        candidates = list(filter(expression.fullmatch, glob.glob("*".join(map(glob.escape, parts)))))
     else:
         names = names_in(out) if is_directory(out) else []
         candidates = [os.path.join(out, name) for name in names if name.endswith(ENDINGS)]
-    others = [path for path in sorted(candidates) if path not in files and _is_strategy(path)]
-    if others:
+    other_stages = [path for path in sorted(candidates) if path not in files and _is_strategy(path)]
+    if other_stages:
         raise TargetError(
-            f"{out} has {plural(len(others), 'strategy file')} that would be read as stages, too: "
-            + listing(list(map(os.path.basename, others))),
-            file=others[0],
+            f"{out} has {plural(len(other_stages), 'strategy file')} that would be read as stages, too: "
+            + listing(list(map(os.path.basename, other_stages))),
+            file=other_stages[0],
             hint="remove them, or choose another name for OUT",
         )
 
@@ -226,7 +226,7 @@ def recorded_names(path: str) -> Optional[AxisNames]:
     """
     for record in record_paths(path):
         try:
-            content = parse_json(read_small(record, _LARGEST_RECORD))
+            content = parse_json(read_small(record, _MAX_RECORD))
             sizes = AxisSizes(tuple((str(name), int(size)) for name, size in content["sizes"].items()))
             names = {
                 str(parameter): tuple(map(str, group["names"]))
@@ -244,7 +244,7 @@ def _fitting(names: tuple[str, ...], matrix: tuple[int, ...], sizes: AxisSizes) 
     """The names, if their sizes are those of the matrix; otherwise the record is of another strategy."""
     try:
         cuts = list(map(cut_of, names))
-        counts = tuple(min(cut.factors[0].whole(sizes), cut.most or MOST_DEVICES) for cut in cuts)
+        counts = tuple(min(cut.factors[0].whole(sizes), cut.most or MAX_DEVICES) for cut in cuts)
     except (ExpressionError, IndexError):
         return ()
     return names if counts == matrix else ()

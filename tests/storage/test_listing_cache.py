@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from reshard.errors import RetryableError
-from reshard.storage import asked_once, exists, is_directory, is_regular_file, names_in, status_at, store_of
+from reshard.storage import exists, is_directory, is_regular_file, listings_cached, names_in, status_at, store_of
 from tests.object_store import Objects
 
 KEYS = ["run/rank_0/net.ckpt", "run/rank_1/net.ckpt", "run/rank_1/more/x", "run/notes", "run/step.10/a", "run/empty/"]
@@ -32,7 +32,7 @@ def run(objects: Objects) -> Objects:
 
 def test_what_is_there_is_asked_for_once(run: Objects) -> None:
     run.faults.asked.clear()
-    with asked_once():
+    with listings_cached():
         for _ in range(3):
             assert exists(run.path("run")) and is_directory(run.path("run"))
             assert names_in(run.path("run")) == ["empty", "notes", "rank_0", "rank_1", "step.10"]
@@ -45,13 +45,13 @@ def test_what_is_there_is_asked_for_once(run: Objects) -> None:
 
 def test_behind_the_block_it_is_asked_anew(run: Objects) -> None:
     path = run.path("run/new")
-    with asked_once():
+    with listings_cached():
         assert names_in(run.path("run")) and not exists(path)
         run.put("run/new", b"1")
         # Of one moment, as far as it was asked for.
         assert not exists(path)
         assert store_of(path).open(path).read(0, 1) == b"1"
-        with asked_once():
+        with listings_cached():
             assert not exists(path)
         assert not exists(path)
     assert exists(path) and "new" in names_in(run.path("run"))
@@ -59,7 +59,7 @@ def test_behind_the_block_it_is_asked_anew(run: Objects) -> None:
 
 def test_whoever_writes_asks_anew(run: Objects) -> None:
     path = run.path("run/new")
-    with asked_once():
+    with listings_cached():
         assert not exists(path) and "new" not in names_in(run.path("run"))
         store_of(path).write_whole(path, b"1")
         assert is_regular_file(path) and "new" in names_in(run.path("run"))
@@ -68,14 +68,15 @@ def test_whoever_writes_asks_anew(run: Objects) -> None:
 
 
 def test_other_threads_ask_for_themselves(run: Objects) -> None:
-    with asked_once(), ThreadPoolExecutor(1) as pool:
+    with listings_cached(), ThreadPoolExecutor(1) as pool:
         assert not exists(run.path("run/new"))
         run.put("run/new", b"1")
         assert pool.submit(exists, run.path("run/new")).result()
 
 
-def test_what_may_pass_is_asked_again(run: Objects) -> None:
-    with asked_once():
+def test_what_may_pass_is_asked_again(run: Objects, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("reshard.storage.s3.failures.pause", lambda times: 0.0)
+    with listings_cached():
         run.faults.choose = lambda *_: "unavailable"
         for ask in (is_directory, names_in):
             with pytest.raises(RetryableError):
@@ -90,7 +91,7 @@ def test_what_may_pass_is_asked_again(run: Objects) -> None:
 )  # fmt: skip
 @given(st.lists(st.tuples(st.sampled_from(QUESTIONS), st.sampled_from(PATHS)), max_size=12))
 def test_answers_are_those_of_the_store(run: Objects, asked: list[tuple[Callable[[str], Any], str]]) -> None:
-    with asked_once():
+    with listings_cached():
         found = [ask(run.path(path)) for ask, path in asked]
     assert found == [answers(run)[ask, path] for ask, path in asked]
 

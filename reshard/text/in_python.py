@@ -1,4 +1,4 @@
-"""Options in messages, as a script writes them: ``src_strategy=FILE`` for ``--src-strategy FILE``."""
+"""Messages with parameters of Python in the place of options: ``src_strategy=FILE`` for ``--src-strategy FILE``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def in_python(text: str) -> str:
 
 
 @contextlib.contextmanager
-def python_words() -> Iterator[None]:
+def errors_in_python() -> Iterator[None]:
     """Errors that leave this block name parameters instead of options."""
     try:
         yield

@@ -20,11 +20,11 @@ from reshard.text.report import Report
 from reshard.text.wording import quoted
 
 
-class CastAsked(NamedTuple):
+class CastRule(NamedTuple):
     """A requested type.
 
     Attributes:
-        pattern: of the names, as they are written, of the tensors that get it; None for all weights.
+        pattern: pattern of the written names; None for all weights.
         dtype: the type.
     """
 
@@ -32,63 +32,63 @@ class CastAsked(NamedTuple):
     dtype: str
 
     @classmethod
-    def parse(cls, text: str) -> CastAsked:
+    def parse(cls, text: str) -> CastRule:
         """The request in ``DTYPE`` or ``GLOB=DTYPE``.
 
         Raises:
             UsageError: it names no type that elements can be cast to.
         """
-        # A pattern may hold the sign, a type may not.
+        # A pattern may contain "=", a type may not.
         pattern, equals, dtype = text.rpartition("=")
-        found = dtype_named(dtype)
+        known_dtype = dtype_named(dtype)
         if equals and not pattern:
             raise UsageError(
                 f"--cast {text}: the pattern of names before = is missing", hint=f"for all weights: --cast {dtype}"
             )
-        if found is None or found not in CAST_TO:
+        if known_dtype is None or known_dtype not in CAST_TO:
             raise UsageError(
                 f"--cast {text}: {dtype!r} is no type to cast to",
                 hint=f"use {', '.join(CAST_TO[:-1])} or {CAST_TO[-1]}; fp32, fp16 and bf16 are short for them",
             )
-        return cls(pattern if equals else None, found)
+        return cls(pattern if equals else None, known_dtype)
 
 
 def cast(
     checkpoint: Checkpoint,
-    made: Mapping[str, Recipe],
-    kept: AbstractSet[str],
+    recipes: Mapping[str, Recipe],
+    values: AbstractSet[str],
     unseen: AbstractSet[str],
-    casts: Sequence[CastAsked],
+    casts: Sequence[CastRule],
 ) -> dict[str, Recipe]:
     """The same tensors with the requested types.
 
     Args:
         checkpoint: the source.
-        made: recipes of its tensors.
-        kept: names of copied values.
+        recipes: recipes of its tensors.
+        values: names of copied values.
         unseen: names of parameters that only absent ranks hold.
         casts: the requested types.
 
     Raises:
         CheckpointError: a pattern fits no tensor, or the elements of one cannot be cast.
     """
-    wanted = _Wanted(casts, made.keys() | kept | unseen)
+    requested = _RequestedTypes(casts, recipes.keys() | values | unseen)
     for name in unseen:
-        # A pattern that fits a parameter of an absent rank is used.
-        wanted.of(name)
-    found = {}
+        # Marks patterns of an absent rank's parameters as used.
+        requested.of(name)
+    cast_recipes = {}
     refused: dict[tuple[str, str], list[str]] = {}
-    for name, tensor in made.items():
-        types = {checkpoint.tensors[source].dtype for source in tensor.sources}
-        floating = not all(_is_no_float(each) for each in types)
-        dtype = wanted.of(name, floating)
+    for name, recipe in recipes.items():
+        types = {checkpoint.tensors[source].dtype for source in recipe.sources}
+        floating = not all(_is_no_float(dtype_of_part) for dtype_of_part in types)
+        dtype = requested.of(name, floating)
         if dtype is None or types == {dtype} or not floating:
-            found[name] = tensor
+            cast_recipes[name] = recipe
             continue
-        for each in types:
-            if each != dtype and each not in CASTABLE:
-                refused.setdefault((each, dtype), []).append(name)
-        found[name] = replace(tensor, dtype=dtype)
+        for dtype_of_part in types:
+            if dtype_of_part != dtype and dtype_of_part not in CASTABLE:
+                refused.setdefault((dtype_of_part, dtype), []).append(name)
+        cast_recipes[name] = replace(recipe, dtype=dtype)
     if refused:
         (stored, dtype), names = min(refused.items())
         raise CheckpointError(
@@ -96,53 +96,53 @@ def cast(
             parameter=names[0],
             hint="select the tensors to cast: --cast 'GLOB=DTYPE'",
         )
-    wanted.check(found)
-    return found
+    requested.check(cast_recipes)
+    return cast_recipes
 
 
-def tell_casts(checkpoint: Checkpoint, made: Mapping[str, Recipe], report: Report) -> None:
+def note_casts(checkpoint: Checkpoint, recipes: Mapping[str, Recipe], report: Report) -> None:
     """Note the number of tensors per pair of types."""
     counts = Counter(
         (checkpoint.tensors[tensor.sources[0]].dtype, tensor.dtype)
-        for tensor in made.values()
+        for tensor in recipes.values()
         if tensor.dtype is not None
     )
-    said = [f"{count} from {stored} to {dtype}" for (stored, dtype), count in sorted(counts.items())]
-    report.note("cast: " + (", ".join(said) if said else "nothing, all tensors have the requested types"))
+    parts = [f"{count} from {stored} to {dtype}" for (stored, dtype), count in sorted(counts.items())]
+    report.note("cast: " + (", ".join(parts) if parts else "nothing, all tensors have the requested types"))
 
 
-class _Wanted:
-    """Which type each tensor is to get."""
+class _RequestedTypes:
+    """The requested type of each tensor."""
 
-    def __init__(self, casts: Sequence[CastAsked], known: AbstractSet[str]) -> None:
-        self._known = known
-        self._casts = [(None if asked.pattern is None else Glob(asked.pattern), asked.dtype) for asked in casts]
-        self._met = [False] * len(casts)
+    def __init__(self, casts: Sequence[CastRule], names: AbstractSet[str]) -> None:
+        self._names = names
+        self._casts = [(None if rule.pattern is None else Glob(rule.pattern), rule.dtype) for rule in casts]
+        self._matched = [False] * len(casts)
 
     def of(self, name: str, floating: bool = True) -> Optional[str]:
         """The requested type for a tensor; None without one. Patterns match floating tensors only."""
-        found = None
+        requested = None
         for number, (glob, dtype) in enumerate(self._casts):
-            if is_weight(name, self._known) if glob is None else glob.matches(name):
-                self._met[number] |= floating
-                found = dtype
-        return found
+            if is_weight(name, self._names) if glob is None else glob.matches(name):
+                self._matched[number] |= floating
+                requested = dtype
+        return requested
 
     def check(self, names: Mapping[str, object]) -> None:
-        """Refuse patterns that match nothing: tensors would silently keep their types.
+        """Refuse unused patterns: tensors would silently keep their types.
 
         Raises:
-            CheckpointError: there is one.
+            CheckpointError: a pattern is unused.
         """
-        for (glob, dtype), met in zip(self._casts, self._met):
-            if not met and glob is not None:
-                others = [name for name in names if glob.matches(name)]
-                if others:
+        for (glob, dtype), matched in zip(self._casts, self._matched):
+            if not matched and glob is not None:
+                not_floating = [name for name in names if glob.matches(name)]
+                if not_floating:
                     raise CheckpointError(
-                        f"--cast {glob.pattern}={dtype}: only floating numbers are cast, and these are none: "
-                        + listing(others),
-                        parameter=others[0],
-                        hint="leave it out: they stay as they are",
+                        f"--cast {glob.pattern}={dtype}: only floating-point tensors are cast, and these are not: "
+                        + listing(not_floating),
+                        parameter=not_floating[0],
+                        hint="remove this --cast: these tensors are copied unchanged",
                     )
                 near = near_names(glob.pattern, names)
                 raise CheckpointError(
@@ -157,17 +157,17 @@ def _is_no_float(dtype: str) -> bool:
 
 def warn_of_uncast(
     checkpoint: Checkpoint,
-    made: Mapping[str, Recipe],
-    kept: AbstractSet[str],
-    casts: Sequence[CastAsked],
+    recipes: Mapping[str, Recipe],
+    values: AbstractSet[str],
+    casts: Sequence[CastRule],
     report: Report,
 ) -> None:
     """Warn of weights that are copied and keep their type."""
-    known = made.keys() | kept
-    wanted = _Wanted(casts, known)
+    names = recipes.keys() | values
+    requested = _RequestedTypes(casts, names)
     uncast = []
-    for name in sorted(kept):
-        dtype = wanted.of(name) if is_weight(name, known) else None
+    for name in sorted(values):
+        dtype = requested.of(name) if is_weight(name, names) else None
         stored = checkpoint.indexes[checkpoint.holders(name)[0]].tensors[name]
         if dtype is not None and stored.dtype in CASTABLE and stored.dtype != dtype:
             uncast.append(name)

@@ -28,7 +28,7 @@ _Status = Union[FileStatus, OSError]
 _Entries = Union[list[DirectoryEntry], OSError]
 
 
-class _LookCache:
+class _ListingCache:
     """Results, by path without a trailing slash.
 
     Attributes:
@@ -51,11 +51,11 @@ class _LookCache:
         return self._named[directory]
 
 
-_cache: ContextVar[Optional[_LookCache]] = ContextVar("looks", default=None)
+_cache: ContextVar[Optional[_ListingCache]] = ContextVar("listings", default=None)
 
 
 @contextlib.contextmanager
-def asked_once() -> Iterator[None]:
+def listings_cached() -> Iterator[None]:
     """Cache statuses and listings of object stores in this block and thread.
 
     For blocks that inspect a source. The first write in a block ends the cache. Files are opened anew each time.
@@ -63,25 +63,25 @@ def asked_once() -> Iterator[None]:
     if _cache.get() is not None:
         yield
         return
-    token = _cache.set(_LookCache())
+    token = _cache.set(_ListingCache())
     try:
         yield
     finally:
         _cache.reset(token)
 
 
-def asks_once(function: _F) -> _F:
+def caches_listings(function: _F) -> _F:
     """Run a function in such a block."""
 
     @functools.wraps(function)
-    def cached(*arguments: object, **named: object) -> object:
-        with asked_once():
-            return function(*arguments, **named)
+    def cached(*arguments: object, **keywords: object) -> object:
+        with listings_cached():
+            return function(*arguments, **keywords)
 
     return cached  # type: ignore[return-value]
 
 
-def listed(path: str) -> Optional[DirectoryEntry]:
+def cached_entry(path: str) -> Optional[DirectoryEntry]:
     """The entry of a path in the cached list of its directory; None outside such a block."""
     cache = _cache.get()
     if cache is None or not cache.valid:
@@ -90,13 +90,13 @@ def listed(path: str) -> Optional[DirectoryEntry]:
     return cache.named(directory).get(name)
 
 
-def through(store: Store) -> Store:
+def with_cache(store: Store) -> Store:
     """A store; inside such a block, with its cache."""
     cache = _cache.get()
-    return store if cache is None or not cache.valid else cast(Store, _Once(store, cache))
+    return store if cache is None or not cache.valid else cast(Store, _CachedStore(store, cache))
 
 
-class _Once:
+class _CachedStore:
     """A store with cached statuses and listings.
 
     Args:
@@ -104,7 +104,7 @@ class _Once:
         cache: the results so far.
     """
 
-    def __init__(self, store: Store, cache: _LookCache) -> None:
+    def __init__(self, store: Store, cache: _ListingCache) -> None:
         self._store = store
         self._cache = cache
 
