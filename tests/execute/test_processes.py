@@ -163,7 +163,7 @@ def small_steps(crews: list[int], monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(reading, "_MIN_BLOCK", 512)
     monkeypatch.setattr(reading, "_MAX_BLOCK", 512)
     monkeypatch.setattr(reading, "_TINY", 0)
-    monkeypatch.setattr(reading, "_TAKEN_BLOCKS", 3)
+    monkeypatch.setattr(reading, "_MAX_TASKS", 3)
     monkeypatch.setattr(sweep, "CHUNK_ELEMENTS", 700)
     return crews
 
