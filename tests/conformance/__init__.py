@@ -1,1 +1,1 @@
-"""Tests against a real MindSpore; they skip where it is not installed. `make conformance` runs them."""
+"""Comparisons with MindSpore and other libraries; `make conformance` runs them."""
