@@ -22,7 +22,6 @@ from reshard.storage import (
     is_directory,
     is_regular_file,
     names_in,
-    names_in_each,
     real,
     same_store,
     status_at,
@@ -67,7 +66,7 @@ class Destination:
             entries.update(filter(_RANK_DIRECTORY.fullmatch, names_in(self.path)))
         # A directory that another run which gave up has removed meanwhile holds nothing.
         ordered = sorted(entries)
-        listed = names_in_each([os.path.join(self.path, entry) if entry else self.path for entry in ordered])
+        listed = for_each(names_in, [os.path.join(self.path, entry) if entry else self.path for entry in ordered])
         return sorted(
             os.path.join(entry, name)
             for entry, names in zip(ordered, listed)
