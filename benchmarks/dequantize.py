@@ -29,6 +29,7 @@ from benchmarks.measure import (
 ROOT = Path(__file__).resolve().parent.parent
 TORCH = ROOT / ".venv-conformance-transformers" / "bin" / "python"
 PAIRS = 4
+SCRIPT_PAIRS = 2
 FILES = 3
 MATRICES = 6
 ROWS, COLUMNS = 8192, 7168
@@ -85,7 +86,7 @@ def measure() -> Section:
                 run(words)
                 (place / "out").rename(place / "pattern")
                 copy = ["cp", "-r", place / "pattern", place / "copied"]
-                compared, *rates = _compared(place, words, copy)
+                compared, *rates = _compared(place, words, copy, PAIRS)
                 section.row(scheme.name, on, *compared.cells(), *(f"{written / rate / 1e9:.2f} GB/s" for rate in rates))
     section.say(
         "Against torch: a script like those that are published with models, `benchmarks/whole_files.py`, on the CPU. "
@@ -99,7 +100,7 @@ def measure() -> Section:
         write(place / "src", SCHEMES[0])
         words = reshard("convert", place / "src", place / "out", "--dequantize", "BFloat16", "--quiet")
         script = [TORCH, Path(__file__).with_name("whole_files.py"), place / "src", place / "copied"]
-        compared, _, _ = _compared(place, words, script)
+        compared, _, _ = _compared(place, words, script, SCRIPT_PAIRS)
         remove(place / "out", place / "copied")
         run(words)
         run(script)
@@ -108,17 +109,19 @@ def measure() -> Section:
     return section
 
 
-def _compared(place: Path, ours: Sequence[object], theirs: Sequence[object]) -> tuple[Compared, float, float]:
+def _compared(
+    place: Path, ours: Sequence[object], theirs: Sequence[object], count: int
+) -> tuple[Compared, float, float]:
     """Two commands in pairs, neither with the output of the other beside it, and the least processor time of each."""
     least = [math.inf, math.inf]
 
     def measured(number: int, words: Sequence[object]) -> Run:
         remove(place / "out", place / "copied")
-        taken = run(words)
-        least[number] = min(least[number], taken.cpu)
-        return taken
+        result = run(words)
+        least[number] = min(least[number], result.cpu)
+        return result
 
-    return pairs(lambda: measured(0, ours), lambda: measured(1, theirs), PAIRS), least[0], least[1]
+    return pairs(lambda: measured(0, ours), lambda: measured(1, theirs), count), least[0], least[1]
 
 
 def _tensors(directory: Path) -> dict[str, bytes]:

@@ -30,6 +30,8 @@ class Run(NamedTuple):
         resident: the resident peaks of its processes, mapped files included, added up.
         cpu: seconds of processor time.
         user: of these, seconds outside the kernel.
+        reads: system calls of all its processes that read.
+        writes: system calls of all its processes that write.
     """
 
     seconds: float
@@ -37,6 +39,8 @@ class Run(NamedTuple):
     resident: int
     cpu: float
     user: float
+    reads: int = 0
+    writes: int = 0
 
 
 class Compared(NamedTuple):
@@ -155,6 +159,7 @@ def run(command: Sequence[object]) -> Run:
     """
     # Without compiled modules every start would be measured with compiling them.
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
+    reads, writes = _calls()
     started = perf_counter()
     process = subprocess.Popen(list(map(str, command)), env=environment, stdout=subprocess.DEVNULL)
     with _Sampler(process.pid) as sampler:
@@ -163,7 +168,14 @@ def run(command: Sequence[object]) -> Run:
     process.returncode = status
     if status:
         raise RuntimeError(f"{' '.join(map(str, command))} ended with status {os.WEXITSTATUS(status)}")
-    return Run(seconds, sampler.anonymous, sampler.resident, used.ru_utime + used.ru_stime, used.ru_utime)
+    calls = [after - before for after, before in zip(_calls(), (reads, writes))]
+    return Run(seconds, sampler.anonymous, sampler.resident, used.ru_utime + used.ru_stime, used.ru_utime, *calls)
+
+
+def _calls() -> tuple[int, int]:
+    """System calls of this process and of the children it has waited for: reads and writes."""
+    counts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(counts["syscr"]), int(counts["syscw"])
 
 
 def times(commands: Sequence[Sequence[object]], count: int) -> list[list[float]]:

@@ -18,7 +18,7 @@ from reshard.defaults import CHOICES, DEFAULT_PREFIX, MAX_MEMORY
 from reshard.errors import UsageError, VerificationError
 from reshard.execute import Progress
 from reshard.execute.destination import Space
-from reshard.forms import FORM_CLASSES
+from reshard.forms import FORM_CLASSES, SHORT_NAMES
 from reshard.forms.full.written_files import parse_size
 from reshard.opened.opening import Path, Texts, text_of, texts_of
 from reshard.plan.request import Request
@@ -55,7 +55,8 @@ class Conversion:
         dst: the target directory.
         src_strategy: strategy file or directory of rank files; ``"none"`` for an unsharded checkpoint.
         dst_strategy: strategy of the target; ``"none"`` for one unsharded rank, ``"same"`` for that of ``src``.
-        to: form of the target: ``"ranks"``, ``"checkpoint2"``, ``"unified"`` or ``"huggingface"``.
+        to: form of the target: ``"ranks"``, ``"checkpoint2"``, ``"unified"``, ``"huggingface"`` or ``"hf"``, ``"dcp"``,
+            ``"hf-sharded"`` or ``"hyper-parallel"``.
         ranks: only these target ranks, or numbers of target files; by default all.
         shard: write share I of N, ``(I, N)``.
         prefix: of target file names.
@@ -186,6 +187,7 @@ class Conversion:
         return {
             **vars(self),
             **{name: text_of(getattr(self, name)) for name in paths},
+            "to": None if self.to is None else SHORT_NAMES.get(self.to, self.to),
             "step": str(self.step),
             "no_fallback": not self.fallback,
             **{name: texts_of(getattr(self, name)) for name in ("include", "exclude", "rename", "cast")},
@@ -200,7 +202,7 @@ class Conversion:
         return request_between(os.fspath(self.src), os.fspath(self.dst), self._ranks(), self._typed(), report)
 
     def _options(self, dry_run: bool = False, verify: bool = False) -> Options:
-        for name, choices in {"to": (None, *FORM_CLASSES), **CHOICES}.items():
+        for name, choices in {"to": (None, *FORM_CLASSES, *SHORT_NAMES), **CHOICES}.items():
             value = getattr(self, name)
             if value not in choices:
                 raise UsageError(f"{name}={value!r} is none of {', '.join(map(repr, filter(None, choices)))}")

@@ -1,7 +1,7 @@
-"""Worker processes: copies of this one, made by `fork`, that carry out requests of its threads.
+"""Worker processes: copies of this process, made by `fork`, that carry out requests of its threads.
 
-A worker has all that this process has at that moment, such as the plan, so requests are small. It writes nothing
-but what it is handed, and owns no file: it may be killed at any moment, and is when it is not needed any more.
+A worker starts with a copy of this process's memory, such as the plan, so requests are small. It writes only to
+descriptors that it receives, and owns no file: it can be killed at any moment, and is killed at the end.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ from reshard.errors import RetryableError
 if TYPE_CHECKING:
     import socket
 
-Tell = Callable[[Any], None]
-"""Passes something on before the answer to a request."""
+Notify = Callable[[Any], None]
+"""Receives a message that a worker sends before its answer."""
 
-Serve = Callable[[Any, Sequence[int], Tell], Any]
-"""Carries out a request in a worker, given open descriptors that it has to close, and returns the answer."""
+Serve = Callable[[Any, Sequence[int], Notify], Any]
+"""Carries out a request in a worker and returns the answer; it closes the descriptors that it receives."""
 
 OWN_THREAD = "reshard-own"
-"""What the names of threads begin with that hold no lock which a worker takes."""
+"""Prefix of the names of threads that hold no lock which a worker takes."""
 
-WORTH_A_PROCESS = 64 << 20
-"""Bytes: with fewer, a process costs more than it brings."""
+MIN_BYTES_PER_PROCESS = 64 << 20
+"""Minimum bytes of work per process: the start of a process costs about a tenth of the time of so many bytes."""
 
 BASE_OF_PROCESSES = 32 << 20
-"""Of the 100 MiB that a command may take beside --max-memory, what all worker processes may."""
+"""Memory of all worker processes beside buffers, part of the 100 MiB that a command may take beside --max-memory."""
 
 _MAX_PROCESSES = 64
 _LENGTH = struct.Struct("<Q")
-_TOLD, _DONE, _FAILED = range(3)
+_MESSAGE, _ANSWER, _ERROR = range(3)
 _MAX_DESCRIPTORS = 64
 _SET_PARENT_DEATH_SIGNAL = 1
 # Measured for 16 and 64 workers of a process with a small plan; see docs/benchmarks.md.
 _MIN_PRIVATE = 4 << 20
-# Of what was there before there was a plan, workers look at little. A small plan has fewer blocks of memory than this.
+# Workers use few of the objects that were made before the plan. A small plan takes fewer blocks of memory than this.
 _BLOCKS, _USUAL_BLOCKS, _BYTES_PER_BLOCK = sys.getallocatedblocks(), 200_000, 100
-# A signal between the fork and the first line of a worker would run the handlers of this process there.
+# Blocked during a fork: else a signal could run this process's handlers in the worker.
 _SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGALRM}
 
 
@@ -61,58 +61,59 @@ class LostWorkerError(RetryableError):
 
 
 def other_threads() -> list[threading.Thread]:
-    """All threads of Python in this process but the main one."""
+    """All Python threads of this process except the main thread."""
     return [thread for thread in threading.enumerate() if thread is not threading.main_thread()]
 
 
 def may_fork() -> bool:
-    """Whether this process can be copied: another thread could hold a lock, which nobody gives up in a copy.
+    """Whether this process can be forked: a lock that another thread holds would never be released in the copy.
 
-    The kernel ends workers with the thread that made them, so that has to be the main thread.
+    Only the main thread forks: the kernel kills workers at the end of the thread that forked them.
     """
-    main = threading.current_thread() is threading.main_thread()
-    return main and all(thread.name.startswith(OWN_THREAD) for thread in other_threads())
+    in_main = threading.current_thread() is threading.main_thread()
+    return in_main and all(thread.name.startswith(OWN_THREAD) for thread in other_threads())
 
 
 def anonymous_bytes() -> int:
-    """Bytes of memory of this process that no file holds."""
+    """Bytes of anonymous memory of this process."""
     with open("/proc/self/status", encoding="ascii", errors="replace") as status:
         fields = dict(line.split(":", 1) for line in status)
     return int(fields["RssAnon"].split()[0]) << 10
 
 
 def private_bytes() -> int:
-    """Bytes that a copy of this process comes to hold by itself, at the most: Python writes to objects it looks at."""
-    grown = sys.getallocatedblocks() - _BLOCKS
-    return _MIN_PRIVATE + max(0, grown - _USUAL_BLOCKS) * _BYTES_PER_BLOCK
+    """Upper bound of the bytes that a worker does not share with this process: Python writes to objects it reads."""
+    blocks = sys.getallocatedblocks() - _BLOCKS
+    return _MIN_PRIVATE + max(0, blocks - _USUAL_BLOCKS) * _BYTES_PER_BLOCK
 
 
-def worth_having(jobs: int, nbytes: int, max_memory: int, private: int) -> int:
-    """How many processes are worth having; less than 2 for none.
+def process_count(jobs: int, nbytes: int, max_memory: int, private: int) -> int:
+    """The number of worker processes for some work; less than 2 for none.
 
     Args:
         jobs: CPUs to keep busy.
-        nbytes: bytes that are to be moved or read.
-        max_memory: bytes for all buffers together, of which half may go to what processes hold beside buffers.
-        private: bytes that each process comes to hold beside its buffers.
+        nbytes: bytes to move or read.
+        max_memory: bytes for all buffers together; half of it may go to the private bytes of processes.
+        private: bytes of each process beside its buffers.
     """
-    return min(jobs, _MAX_PROCESSES, nbytes // WORTH_A_PROCESS, max(BASE_OF_PROCESSES, max_memory // 2) // private)
+    room = max(BASE_OF_PROCESSES, max_memory // 2)
+    return min(jobs, _MAX_PROCESSES, nbytes // MIN_BYTES_PER_PROCESS, room // private)
 
 
 class Crew:
     """Worker processes with some threads each; any number of threads of this process may call them.
 
     Args:
-        processes: how many.
-        threads: requests that each carries out at a time.
+        processes: number of processes; fewer are used if the system starts fewer.
+        threads: requests that each process carries out at a time.
         serve: carries them out.
 
     Raises:
-        RetryableError: not even one process can be started.
+        RetryableError: no process can be started.
     """
 
     def __init__(self, processes: int, threads: int, serve: Serve) -> None:
-        # Loaded where it is needed: it takes a while.
+        # Slow imports.
         import ctypes
         import socket
 
@@ -122,8 +123,6 @@ class Crew:
         prctl = getattr(ctypes.CDLL(None), "prctl", None)
         parent = os.getpid()
         seats = []
-        # Pages stay shared as long as nobody writes to them; the collector would, in every worker.
-        gc.freeze()
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         try:
             for _ in range(processes):
@@ -132,59 +131,57 @@ class Crew:
                     while len(pairs) < threads:
                         pairs.append(socket.socketpair())
                     with warnings.catch_warnings():
-                        # Of threads that libraries have started for computations.
+                        # Python warns of threads that libraries have started for computations.
                         warnings.simplefilter("ignore", DeprecationWarning)
                         pid = os.fork()
                 except OSError as error:
                     for end in itertools.chain(*pairs):
                         end.close()
                     if self._workers:
-                        # Fewer do it, too.
                         break
                     raise RetryableError(
                         f"no worker process can be started: {error.strerror}",
                         hint="run the same command with --jobs 1",
                     ) from error
-                self._ends += [mine for mine, _ in pairs]
+                self._ends += [end for end, _ in pairs]
                 if not pid:
-                    _work(parent, prctl, self._ends, [theirs for _, theirs in pairs], serve)
+                    _work(parent, prctl, self._ends, [end for _, end in pairs], serve)
                 worker = _Worker(pid)
                 self._workers.append(worker)
-                for mine, theirs in pairs:
-                    theirs.close()
-                    seats.append(Seat(mine, worker))
+                for end, workers_end in pairs:
+                    workers_end.close()
+                    seats.append(Seat(end, worker))
         except BaseException:
             self.close()
             raise
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-            gc.unfreeze()
-        # Requests of a moment go to several processes.
+        # Simultaneous requests go to different processes.
         for first in range(threads):
             for seat in seats[first::threads]:
                 self._idle.put(seat)
 
-    def call(self, request: object, descriptors: Sequence[int] = (), told: Tell = lambda message: None) -> Any:
-        """Have a worker carry out a request; waits until one is free.
+    def call(self, request: object, descriptors: Sequence[int] = (), notify: Notify = lambda message: None) -> Any:
+        """Have a worker carry out a request; waits for a free worker.
 
         Args:
             request: the request.
-            descriptors: open files that the worker gets, too.
-            told: called with what the worker tells before it answers, by this thread.
+            descriptors: open files that are sent to the worker.
+            notify: called in this thread with the messages that the worker sends before its answer.
 
         Returns:
             The answer.
 
         Raises:
             LostWorkerError: the worker died.
-            BaseException: what was raised there.
+            BaseException: raised in the worker.
         """
         with self.seat() as seat:
-            return seat.call(request, descriptors, told)
+            return seat.call(request, descriptors, notify)
 
     @contextlib.contextmanager
     def seat(self) -> Iterator[Seat]:
-        """A thread of a worker that nobody else calls while the block runs; waits until one is free."""
+        """A thread of a worker, reserved while the block runs; waits for a free one."""
         seat = self._idle.get()
         try:
             yield seat
@@ -192,12 +189,12 @@ class Crew:
             self._idle.put(seat)
 
     def kill(self) -> None:
-        """Kill all workers; those who wait for them hear of it."""
+        """Kill all workers; calls that wait for them raise `LostWorkerError`."""
         for worker in self._workers:
             worker.kill()
 
     def close(self) -> None:
-        """End all workers, whatever they are doing."""
+        """Kill all workers and wait for their end."""
         self.kill()
         for worker in self._workers:
             worker.end()
@@ -212,7 +209,7 @@ class Crew:
 
 
 class _Worker:
-    """A process, until it was waited for."""
+    """A worker process."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
@@ -226,64 +223,71 @@ class _Worker:
                 os.kill(self._pid, signal.SIGKILL)
 
     def end(self) -> str:
-        """Wait for its end; how it ended."""
+        """Wait for its end and describe it, as in ``was killed by signal 9``."""
         with self._lock:
             if self._status is None:
                 try:
                     self._status = os.waitpid(self._pid, 0)[1]
                 except ChildProcessError:
-                    # The program that this is a part of waits for all of its children.
+                    # The embedding program has waited for all of its children.
                     return "ended"
         if os.WIFSIGNALED(self._status):
             number = os.WTERMSIG(self._status)
-            return f"was killed by signal {number}" + (", for want of memory perhaps" if number == 9 else "")
+            return f"was killed by signal {number}" + (" (out of memory?)" if number == signal.SIGKILL else "")
         return f"ended with status {os.WEXITSTATUS(self._status)}"
 
 
 class Seat:
-    """What leads to one thread of a worker."""
+    """The connection to one thread of a worker."""
 
     def __init__(self, end: socket.socket, worker: _Worker) -> None:
         self._end = end
         self._worker = worker
-        # Unless an answer was left in the middle.
-        self._heard_out = True
+        # A part of an answer is still unread.
+        self._interrupted = False
 
-    def call(self, request: object, descriptors: Sequence[int] = (), told: Tell = lambda message: None) -> Any:
-        """As `Crew.call`, of this thread."""
+    def call(self, request: object, descriptors: Sequence[int] = (), notify: Notify = lambda message: None) -> Any:
+        """As `Crew.call`, in this thread of the worker."""
         try:
-            if not self._heard_out:
+            if self._interrupted:
                 raise EOFError
             _send(self._end, pickle.dumps(request, pickle.HIGHEST_PROTOCOL), descriptors)
             kind, value = _receive(self._end)[0]
-            while kind == _TOLD:
-                told(value)
+            while kind == _MESSAGE:
+                notify(value)
                 kind, value = _receive(self._end)[0]
         except (EOFError, ConnectionError):
             raise LostWorkerError(f"a worker process {self._worker.end()}") from None
         except BaseException:
-            # The rest of its answer would be taken for the answer to the next request.
+            # The rest of its answer would be read as the answer to the next request.
             self._worker.kill()
-            self._heard_out = False
+            self._interrupted = True
             raise
-        if kind == _DONE:
+        if kind == _ANSWER:
             return value
-        error, where = value
-        raise error from RuntimeError(where)
+        error, trace = value
+        raise error from RuntimeError(trace)
 
 
 def _work(
-    parent: int, prctl: Optional[Any], others: Sequence[socket.socket], ends: Sequence[socket.socket], serve: Serve
+    parent: int,
+    prctl: Optional[Any],
+    parents_ends: Sequence[socket.socket],
+    ends: Sequence[socket.socket],
+    serve: Serve,
 ) -> NoReturn:
-    """Be a worker, until nobody has requests any more."""
+    """Carry out requests in a worker until the parent closes its ends."""
     try:
+        # The collector would write to all objects, so that their pages are no longer shared. Frozen only here: an
+        # embedding program may have frozen objects of its own.
+        gc.freeze()
         for number in _SIGNALS:
             signal.signal(number, signal.SIG_IGN)
         if prctl is not None:
             prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
         if os.getppid() == parent:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
-            for end in others:
+            for end in parents_ends:
                 end.close()
             threads = [threading.Thread(target=_answer, args=(end, serve)) for end in ends[1:]]
             for thread in threads:
@@ -292,23 +296,23 @@ def _work(
             for thread in threads:
                 thread.join()
     finally:
-        # Never as this process ends otherwise: what it would tidy up is its parent's.
+        # No other way out: handlers at exit would tidy up files of the parent.
         os._exit(0)
 
 
 def _answer(end: socket.socket, serve: Serve) -> None:
-    def tell(message: Any) -> None:
-        _send(end, _packed(_TOLD, message))
+    """Answer the requests of one end."""
+
+    def notify(message: Any) -> None:
+        _send(end, _packed(_MESSAGE, message))
 
     with contextlib.suppress(EOFError, ConnectionError):
         while True:
             request, descriptors = _receive(end)
             try:
-                answer = _packed(
-                    _DONE, serve(request, descriptors, lambda message: _send(end, _packed(_TOLD, message)))
-                )
+                answer = _packed(_ANSWER, serve(request, descriptors, notify))
             except BaseException as error:
-                answer = _failed(error)
+                answer = _packed_error(error)
             _send(end, answer)
 
 
@@ -316,13 +320,13 @@ def _packed(kind: int, value: object) -> bytes:
     return pickle.dumps((kind, value), pickle.HIGHEST_PROTOCOL)
 
 
-def _failed(error: BaseException) -> bytes:
-    where = traceback.format_exc()
+def _packed_error(error: BaseException) -> bytes:
+    trace = traceback.format_exc()
     try:
-        packed = _packed(_FAILED, (error, where))
+        packed = _packed(_ERROR, (error, trace))
         pickle.loads(packed)
     except Exception:
-        return _packed(_FAILED, (RuntimeError(str(error)), where))
+        return _packed(_ERROR, (RuntimeError(str(error)), trace))
     return packed
 
 
@@ -336,30 +340,30 @@ def _send(end: socket.socket, packed: bytes, descriptors: Sequence[int] = ()) ->
 
 
 def _receive(end: socket.socket) -> tuple[Any, list[int]]:
-    """A message, and the descriptors that came with it.
+    """A message and its descriptors.
 
     Raises:
-        EOFError: nobody sends any more.
+        EOFError: the other end is closed.
     """
     import socket
     from array import array
 
-    room = array("i")
-    data, rights, _, _ = end.recvmsg(_LENGTH.size, socket.CMSG_SPACE(_MAX_DESCRIPTORS * room.itemsize))
-    for _, _, given in rights:
-        room.frombytes(given[: len(given) // room.itemsize * room.itemsize])
+    descriptors = array("i")
+    data, rights, _, _ = end.recvmsg(_LENGTH.size, socket.CMSG_SPACE(_MAX_DESCRIPTORS * descriptors.itemsize))
+    for _, _, numbers in rights:
+        descriptors.frombytes(numbers[: len(numbers) // descriptors.itemsize * descriptors.itemsize])
     while 0 < len(data) < _LENGTH.size:
-        data += _some(end, _LENGTH.size - len(data))
+        data += _received(end, _LENGTH.size - len(data))
     if not data:
         raise EOFError
-    (left,) = _LENGTH.unpack(data)
+    (length,) = _LENGTH.unpack(data)
     packed = bytearray()
-    while left > len(packed):
-        packed += _some(end, min(left - len(packed), 1 << 20))
-    return pickle.loads(packed), list(room)
+    while len(packed) < length:
+        packed += _received(end, min(length - len(packed), 1 << 20))
+    return pickle.loads(packed), list(descriptors)
 
 
-def _some(end: socket.socket, most: int) -> bytes:
+def _received(end: socket.socket, most: int) -> bytes:
     data = end.recv(most)
     if not data:
         raise EOFError

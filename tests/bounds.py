@@ -1,4 +1,4 @@
-"""What a command may take at the most: seconds, memory, words."""
+"""Bounds of a command: seconds, memory, length of messages."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ MEGABYTES = 300
 
 
 class TookTooLong(BaseException):
-    """So that nothing takes it for an error of the command."""
+    """No Exception: no handler of the command catches it."""
 
 
 @contextlib.contextmanager
 def within(seconds: int = SECONDS) -> Iterator[None]:
-    """Ends a hang."""
+    """Raise TookTooLong in the main thread after a timeout."""
 
     def stop(number: int, frame: Optional[FrameType]) -> None:
         raise TookTooLong
@@ -37,7 +37,7 @@ def within(seconds: int = SECONDS) -> Iterator[None]:
 
 
 def refused(status: int, *words: Argument, says: Sequence[Argument] = ()) -> Result:
-    """The command fails so, in time, with few and short lines, none of them about a bug."""
+    """The command fails with this status before the timeout, in a few short lines without an internal error."""
     with within():
         result = fails(status, *words, says=says)
     assert "internal error" not in result.err
@@ -47,7 +47,7 @@ def refused(status: int, *words: Argument, says: Sequence[Argument] = ()) -> Res
 
 
 def measured(*words: Argument) -> tuple[Result, int]:
-    """A command in a process of its own, and the most memory it took, in MiB."""
+    """Run a command in a process of its own; its result and its peak memory in MiB."""
     report = 'print(next(line for line in open("/proc/self/status") if "VmHWM" in line).split()[1], file=sys.stderr)'
     code = f"import sys; from reshard.cli.main import main\ntry: main()\nfinally: {report}"
     process = subprocess.run(

@@ -19,9 +19,9 @@ import hypothesis
 import pytest
 
 from tests.object_store import object_proxy, object_server, objects
-from tests.small import plain, world
+from tests.small import plain, saved, world
 
-__all__ = ["object_proxy", "object_server", "objects", "plain", "world"]
+__all__ = ["object_proxy", "object_server", "objects", "plain", "saved", "world"]
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     # Of tests in the background of a script, whose commands would ignore it as well.
@@ -99,5 +99,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item, long in zip(items, is_long) if not long]
 
 
-def pytest_report_header() -> str:
-    return "long tests: all" if LONG else "long tests: none; make test-all (RESHARD_LONG=1) runs them"
+def pytest_report_header() -> list[str]:
+    return [
+        "long tests: all" if LONG else "long tests: none; make test-all (RESHARD_LONG=1) runs them",
+        "conformance: make conformance (RESHARD_CONFORMANCE=1) compares with MindSpore and other libraries",
+    ]

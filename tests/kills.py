@@ -29,7 +29,7 @@ from reshard.strategies import read_strategy
 
 
 def load_commands() -> None:
-    """Load all that commands would, so that processes forked from this one spend their time on the work."""
+    """Import what commands import: forked processes then spend their time on the work."""
     for module in pkgutil.iter_modules(reshard.cli.__path__, "reshard.cli."):
         importlib.import_module(module.name)
     # Loaded where the first strategy is read.
@@ -55,7 +55,7 @@ def run_here(words: list[str], log: Path) -> int:
 
 
 def wait(process: int, until: float) -> None:
-    """Wait for a moment, or for a process to end before it: on a busy machine most moments come too late."""
+    """Wait until a moment, or until a process ends before it."""
     while time.monotonic() < until and os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
         time.sleep(0.001)
 
@@ -87,12 +87,12 @@ class Rounds:
         return ["by-rank", rank, str(self.root / "src"), str(self.dst), "--checksum", "crc32", *self.strategies]
 
     def finish(self, process: int) -> None:
-        """Wait for a process that nobody kills: it must end well."""
+        """Wait for a process that is not killed: it must succeed."""
         _, status = os.waitpid(process, 0)
         assert status == 0, (self.root / "log").read_text()
 
     def kill_some(self, processes: int) -> None:
-        """Start processes and kill each at some moment."""
+        """Start processes and kill each at a random moment."""
         running = {}
         now = time.monotonic()
         for number in range(processes):
@@ -109,7 +109,7 @@ class Rounds:
         self.check(alone=processes == 1)
 
     def check(self, alone: bool) -> None:
-        """Whatever has a final name is whole, and stays what it was once it was recorded."""
+        """Every file under a final name is complete, and unchanged once it was recorded."""
         for path in self.dst.glob("rank_*/checkpoint_*"):
             name = path.relative_to(self.dst)
             assert path.read_bytes() == self.whole[name], f"{name} is torn"
@@ -122,7 +122,7 @@ class Rounds:
         assert not manifest.exists() or manifest.read_bytes() == self.manifest
 
     def end(self) -> None:
-        """Let one run come to its end, the same command or `resume`, compare, and begin anew."""
+        """Let one run finish, the same command or `resume`, compare, and start over."""
         recorded = any(self.dst.glob(".reshard/*/command.*.json"))
         resumed = recorded and self.random.random() < 0.5
         words = ["resume", str(self.dst)] if resumed else self.words(self.dst)
@@ -138,7 +138,7 @@ class Rounds:
 
 
 def main(root: Path, kills: int, seed: int, processes: int) -> None:
-    """Kill so many processes, and say what happened."""
+    """Kill `kills` processes and print a summary."""
     load_commands()
     rounds = Rounds(root, seed)
     while rounds.kills < kills:

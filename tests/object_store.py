@@ -342,7 +342,7 @@ def object_proxy(object_server: int) -> Iterator[Proxy]:
 
 @pytest.fixture
 def objects(object_server: int, object_proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> Iterator[Objects]:
-    """A bucket of the test's own, which commands find through the environment."""
+    """A bucket of the test's own, which commands find through the environment; pauses before retries are short."""
     import boto3
 
     object_proxy.faults = Faults()
@@ -364,6 +364,7 @@ def objects(object_server: int, object_proxy: Proxy, monkeypatch: pytest.MonkeyP
     # Nothing that was learned of the service in another test counts.
     service._service.cache_clear()
     use_endpoint(None)
+    monkeypatch.setattr("reshard.storage.s3.failures.pause", lambda times: 0.005)
     client = boto3.client("s3", endpoint_url=f"http://127.0.0.1:{object_server}")
     bucket = f"bucket-{uuid.uuid4().hex[:12]}"
     client.create_bucket(Bucket=bucket)

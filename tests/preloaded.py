@@ -40,12 +40,12 @@ class Run:
         self._ended.set()
 
     def send(self, what: int) -> None:
-        """Send it a signal, unless it has ended."""
+        """Send a signal, unless the command has ended."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.process, what)
 
     def result(self) -> Result:
-        """Of the command, which is waited for; the status is negative where a signal has ended it."""
+        """Wait for the command; the status is negative if a signal ended it."""
         assert self._ended.wait(120), f"hangs: {self._log.read_text()}"
         assert self._status is not None
         return Result(self._status, "", self._log.read_text())
@@ -55,7 +55,7 @@ class Preloaded:
     """Starts runs.
 
     Args:
-        directory: for what they say.
+        directory: for their output.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -109,7 +109,7 @@ class Preloaded:
 
 
 def load() -> None:
-    """Load everything that commands load."""
+    """Import what commands import."""
     import reshard.cli
 
     for module in pkgutil.iter_modules(reshard.cli.__path__, "reshard.cli."):

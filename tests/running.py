@@ -51,22 +51,22 @@ def done(*arguments: Argument, subprocess_: bool = False) -> Result:
 
 
 def fails(status: int, *arguments: Argument, says: Sequence[Argument] = ()) -> Result:
-    """Run one command, which must end with `status` and an error holding every text of `says`."""
+    """Run one command, which must end with `status` and an error that contains every text of `says`."""
     result = reshard(*arguments)
     assert result.status == status, f"{arguments} gave {result.status}, not {status}:\n{result.err}{result.out}"
-    assert result.err.strip(), "an error without a word"
+    assert result.err.strip(), "an error without a message"
     warns(result, *says)
     return result
 
 
 def warns(result: Result, *says: Argument) -> None:
-    """The command's standard error holds every text of `says`."""
+    """The command's standard error contains every text of `says`."""
     for part in says:
-        assert flat(str(part)) in flat(result.err), f"{part!r} is not said:\n{result.err}"
+        assert flat(str(part)) in flat(result.err), f"{part!r} is missing:\n{result.err}"
 
 
 def flat(text: str) -> str:
-    """Text without its line breaks, which may stand anywhere, and its capitals."""
+    """Text in lower case, with single spaces for line breaks."""
     return " ".join(text.split()).lower()
 
 
@@ -75,7 +75,7 @@ def in_process(words: list[str]) -> Result:
 
     out, err = io.StringIO(), io.StringIO()
     status = 0
-    before = sys.argv
+    previous = sys.argv
     sys.argv = ["reshard", *words]
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -84,7 +84,7 @@ def in_process(words: list[str]) -> Result:
             except SystemExit as stop:
                 status = stop.code if isinstance(stop.code, int) else 1 if stop.code else 0
     finally:
-        sys.argv = before
+        sys.argv = previous
     return Result(status, out.getvalue(), err.getvalue())
 
 
@@ -94,7 +94,7 @@ def in_subprocess(words: list[str]) -> Result:
 
 
 def install(directory: Path) -> dict[str, str]:
-    """Put a `reshard` command into `directory`; the environment in which a shell finds it."""
+    """Write a `reshard` command into `directory`; returns an environment with it in PATH."""
     directory.mkdir(parents=True, exist_ok=True)
     command = directory / "reshard"
     command.write_text(f"#!{sys.executable}\n{LAUNCHER}\n")
@@ -106,25 +106,25 @@ def install(directory: Path) -> dict[str, str]:
     }
 
 
-def say_on_terminal(columns: int, script: str, *words: str, **environment: str) -> str:
-    """What a Python script says on a terminal of so many columns; it must succeed."""
+def terminal_output(columns: int, script: str, *words: str, **environment: str) -> str:
+    """The output of a Python script on a terminal of this width; it must succeed."""
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
-    kept = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "COLUMNS")}
+    inherited = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "COLUMNS")}
     with subprocess.Popen(
         [sys.executable, "-c", script, *words],
         stdin=slave,
         stdout=slave,
         stderr=slave,
         cwd=ROOT,
-        env={**kept, "TERM": "xterm", **environment},
+        env={**inherited, "TERM": "xterm", **environment},
     ) as process:
         os.close(slave)
-        said = b""
-        # Linux tells the end of a terminal as an error.
+        output = b""
+        # Linux reports the end of a terminal as an error.
         with contextlib.suppress(OSError):
             while part := os.read(master, 65536):
-                said += part
+                output += part
         os.close(master)
-    assert process.returncode == 0, said
-    return said.decode().replace("\r\n", "\n")
+    assert process.returncode == 0, output
+    return output.decode().replace("\r\n", "\n")

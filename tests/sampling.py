@@ -1,4 +1,4 @@
-"""Parameters of which the default suite takes some and the long one all."""
+"""Test parameters: a sample in the default suite, all in the long one."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import pytest
 
 
 def some_of(values: Iterable[Any], one_of: int, first: int = 0) -> list[Any]:
-    """Values, of which all but one of so many run with `make test-all` only.
+    """Pytest parameters; all but one of each `one_of` are marked long.
 
     Args:
         values: single values, or tuples of several.
-        one_of: how many there are to one that runs always.
-        first: number of the first that does.
+        one_of: the size of a group of which one value runs in the default suite.
+        first: index of the first such value.
     """
-    found = []
+    parameters = []
     for number, value in enumerate(values):
         marks = [] if number % one_of == first else [pytest.mark.long]
-        found.append(
+        parameters.append(
             pytest.param(*value, marks=marks) if isinstance(value, tuple) else pytest.param(value, marks=marks)
         )
-    return found
+    return parameters

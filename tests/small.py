@@ -107,6 +107,10 @@ class World:
     def convert(self, *options: Argument) -> Result:
         return done(*self.words(*options))
 
+    def verify(self, *options: Argument) -> Result:
+        strategies = ("--src-strategy", self.old, "--dst-strategy", self.new)
+        return reshard("verify", self.dst, "--src", self.src, *strategies, *options)
+
     def by_rank(self, rank: int, *options: Argument) -> Result:
         return done(*self.words(rank, *options, command="by-rank"))
 
@@ -138,6 +142,13 @@ def world_of(source: Strategy, target: Strategy) -> Iterator[World]:
 @pytest.fixture
 def world(tmp_path: Path) -> World:
     return World(tmp_path, SOURCE, TARGET)
+
+
+@pytest.fixture
+def saved(world: World) -> World:
+    """Its source is saved."""
+    world.save(tensors())
+    return world
 
 
 @pytest.fixture

@@ -1,13 +1,12 @@
-"""Checkpoint files: per name the type, the shape and the byte ranges, and how files are laid out.
+"""Checkpoint files: per name the type, the shape and the byte ranges, and the layout of new files.
 
-Reading: `read_index` reads the headers of one file. Writing: `lay_out_ckpt` and
-`lay_out_safetensors` place every byte of a new file before a tensor is read. Nothing here knows
-of strategies or forms, and nothing holds a tensor in memory.
+Reading: `read_index` reads the headers of one file. Writing: `lay_out_ckpt` and `lay_out_safetensors` place every
+byte of a new file before a tensor is read. This room does not depend on strategies or forms, and keeps no tensor in
+memory.
 """
 
 from reshard.checkpoints.decryption import Decryption
 from reshard.checkpoints.files import FileHandles, reading_error
-from reshard.checkpoints.formats.alike import KnownStructures
 from reshard.checkpoints.formats.crc import CrcCheck, check_crc, check_crcs, crc_of_file
 from reshard.checkpoints.formats.dtypes import can_hold, mindspore_reads
 from reshard.checkpoints.formats.headers import format_of, read_index
@@ -29,7 +28,6 @@ __all__ = [
     "Data",
     "Decryption",
     "FileHandles",
-    "KnownStructures",
     "Literal",
     "OutputLayout",
     "OutputTensor",

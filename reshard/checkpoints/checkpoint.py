@@ -1,75 +1,76 @@
-"""A checkpoint as the plan sees it, whatever its form: global tensors, stored as boxes in files.
+"""The model of a checkpoint of any form: global tensors, stored as boxes in files.
 
-The files of a checkpoint are numbered; the number is the file's *holder number*. In a tree of rank
-directories it is the rank. A tensor is cut by one grid or by several (stages that share it), and each box
-of a grid is held by any number of files: replicas.
+The files of a checkpoint are numbered; the number is the file's *holder number*. In a tree of rank directories it is
+the rank. One or several grids (of stages that share a tensor) cut a tensor, and any number of files, replicas, hold
+each box of a grid.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
-from typing import Any, Callable, NamedTuple, Optional, Protocol
+from typing import Any, Callable, NamedTuple, Optional, Protocol, TypeVar
 
 import numpy.typing as npt
 
-from reshard.checkpoints.by_name import ByName
 from reshard.checkpoints.formats.tensors import CheckpointIndex
 from reshard.errors import InputError, one_error
 from reshard.layout import Box, Grid, View
 from reshard.text.wording import step_words
 
+V = TypeVar("V")
+
 
 class Sharding(Protocol):
-    """A grid over a tensor, and who holds each of its boxes."""
+    """A grid over a tensor, and the files of each of its boxes."""
 
     @property
     def grid(self) -> Grid:
-        """How the tensor is cut."""
+        """The grid."""
 
     def holders(self, slice_number: int) -> Sequence[int]:
         """The recorded files of a box of the grid, ascending."""
 
     def stored_box(self, slice_number: int) -> Box:
-        """The box that these files hold: this one, or a larger one that it is part of."""
+        """The box that these files store: this box, or a larger one."""
 
 
 @dataclass(frozen=True)
 class FileSharding:
-    """A sharding that is known file by file.
+    """A sharding with a list of files per box.
 
     Attributes:
-        grid: how the tensor is cut.
-        held_by: per box of the grid the files that hold it, ascending.
-        parts_of: per box of the grid the stored box that it is part of, where files hold boxes that are no grid; None
-            where they hold those of the grid.
+        grid: the grid.
+        files_of: per box of the grid the files that hold it, ascending.
+        parts_of: per box of the grid the larger box in files, if the stored boxes form no grid; None if files store
+            the boxes of the grid.
     """
 
     grid: Grid
-    held_by: tuple[tuple[int, ...], ...]
+    files_of: tuple[tuple[int, ...], ...]
     parts_of: Optional[tuple[Box, ...]] = None
 
     def holders(self, slice_number: int) -> Sequence[int]:
         """The files that hold a box of the grid, ascending."""
-        return self.held_by[slice_number]
+        return self.files_of[slice_number]
 
     def stored_box(self, slice_number: int) -> Box:
-        """The box that these files hold."""
+        """The box that these files store."""
         return self.grid.slice_box(slice_number) if self.parts_of is None else self.parts_of[slice_number]
 
     @cached_property
     def present(self) -> frozenset[int]:
         """All files that hold some box."""
-        return frozenset(chain.from_iterable(self.held_by))
+        return frozenset(chain.from_iterable(self.files_of))
 
 
 class ShardReading(NamedTuple):
     """Evidence in files about optimizer shards that a strategy records for accumulated gradients.
 
     Attributes:
-        plain: recorded shards are not made.
+        plain: the files have no shards, although the strategy records them.
         unsharded: no shard is recorded.
         undecided: unread files that would show whether the recorded shard exists; empty if it is decided.
     """
@@ -80,21 +81,21 @@ class ShardReading(NamedTuple):
 
     @classmethod
     def of_all(cls, readings: Sequence[ShardReading]) -> ShardReading:
-        """The evidence for a tensor made of several."""
-        told = [each for each in readings if not each.unsharded and not each.undecided]
-        undecided = () if told else tuple(sorted({file for each in readings for file in each.undecided}))
-        return cls(any(each.plain for each in told), not told and not undecided, undecided)
+        """The evidence for a tensor with several sources."""
+        decided = [each for each in readings if not each.unsharded and not each.undecided]
+        undecided = () if decided else tuple(sorted({file for each in readings for file in each.undecided}))
+        return cls(any(each.plain for each in decided), not decided and not undecided, undecided)
 
 
 AS_RECORDED = ShardReading()
-"""Of all tensors but accumulated gradients."""
+"""The reading of all tensors except accumulated gradients."""
 
 
 class Addition(Protocol):
     """An addition to the elements of a tensor.
 
     Attributes:
-        paths: the files that it is read from.
+        paths: the files to read it from.
     """
 
     paths: frozenset[str]
@@ -103,7 +104,7 @@ class Addition(Protocol):
         """Add to some elements in place.
 
         Args:
-            box: which elements of the full tensor they are.
+            box: the box of these elements in the full tensor.
             words: the elements as unsigned words of their size, in the shape of the box, with one more dimension of one
                 word.
         """
@@ -114,10 +115,10 @@ class StoredSlice(NamedTuple):
 
     Attributes:
         path: the file.
-        rank: the source rank it belongs to.
-        extents: (offset, bytes) runs in the file that make up the slice in C order.
-        box: the part of the full tensor that it holds, of the tensor in the files.
-        decoding: how its bytes become elements; None where they are elements.
+        rank: the source rank of the file.
+        extents: (offset, bytes) runs in the file; joined they are the slice in C order.
+        box: its box in the full tensor of the files.
+        decoding: the conversion of its bytes to elements; None if they are elements.
     """
 
     path: str
@@ -135,13 +136,13 @@ CastWords = Callable[[npt.NDArray[Any], str], npt.NDArray[Any]]
 
 
 class Decoding(Protocol):
-    """How the bytes of a quantised tensor become elements.
+    """The conversion of a quantised tensor's bytes to elements.
 
     Attributes:
         name: of the tensor.
-        stored: name of the tensor in the files that holds the bytes.
-        beside: names of those that hold its scales and zero points.
-        dtype: type that the elements get, one of `dtypes.CAST_TO`.
+        stored: name of the tensor with the bytes, in the files.
+        beside: names of the tensors with its scales and zero points.
+        dtype: type of the elements, one of `dtypes.CAST_TO`.
     """
 
     name: str
@@ -153,9 +154,9 @@ class Decoding(Protocol):
         """Fill ``out`` with elements of a slice.
 
         Args:
-            read: reads the bytes of slices as they are stored.
+            read: reads stored bytes of slices.
             source: the slice; its box counts elements.
-            start: where to begin, in bytes of elements from the first one of the slice.
+            start: offset of the first byte, in bytes of the slice's elements.
             out: a whole number of elements.
             cast: from Float32 to the type of the elements.
 
@@ -163,11 +164,11 @@ class Decoding(Protocol):
             How many elements became infinite.
 
         Raises:
-            ReshardError: the bytes cannot be read, or a scale is no positive number.
+            ReshardError: the bytes cannot be read, or a scale is not a positive number.
         """
 
     def stored_bytes(self, elements: int) -> int:
-        """Bytes in the files of so many elements."""
+        """Bytes in the files for a number of elements."""
 
 
 class GlobalTensor(NamedTuple):
@@ -178,13 +179,13 @@ class GlobalTensor(NamedTuple):
         dtype: MindSpore's name of its element type.
         item_size: bytes of one element.
         shape: shape of the full tensor.
-        shardings: the ways in which files hold it, at least one; any of them will do.
-        shards: of accumulated gradients, whether recorded optimizer shards are made.
-        stored: its source tensors in the files, if it is not one itself; the shardings are then
-            theirs, one after the other. Types may differ from its own: its elements are cast.
-        view: its elements of them; None for all of a single one.
+        shardings: its shardings in files, at least one; any of them is enough.
+        shards: evidence about optimizer shards of accumulated gradients.
+        stored: its source tensors in the files, if it is not in the files itself; the shardings are then
+            those of all sources in a row. Types may differ from its own: its elements are cast.
+        view: its elements of the sources; None for all elements of a single source.
         added: the addition to its elements; None without one.
-        decoding: how bytes in the files become its elements; None where they are elements.
+        decoding: the conversion of bytes in the files to its elements; None if they are elements.
     """
 
     name: str
@@ -204,8 +205,28 @@ class GlobalTensor(NamedTuple):
         return self.stored or (self,)
 
 
+class ByName(Mapping[str, V]):
+    """Values by name; only the names are in memory.
+
+    Args:
+        names: all names, in order.
+    """
+
+    def __init__(self, names: Collection[str]) -> None:
+        self._names = names
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
 class TensorsInOrder(ByName[GlobalTensor]):
-    """Some tensors by name, in an order of their own; none is held here, since there may be very many.
+    """A selection of tensors by name, in its own order. Only names are in memory.
 
     Args:
         tensors: all tensors.
@@ -222,28 +243,28 @@ class TensorsInOrder(ByName[GlobalTensor]):
         return self._tensors[name]
 
 
-class Equal(NamedTuple):
-    """Tied tensors, of which only one is read. Readers compare them first.
+class TiedTensors(NamedTuple):
+    """Tied tensors. Readers compare them, then use the representative.
 
     Attributes:
-        taken: the one that is read.
-        others: the tensors equal to it.
-        reason: the consequence of a difference, to follow ``... differ:``.
-        hint: the hint of that error.
+        representative: the tensor to use.
+        copies: the tensors equal to it.
+        reason: the consequence of a difference, for the error's text after ``... differ:``.
+        hint: the error's hint.
     """
 
-    taken: GlobalTensor
-    others: tuple[GlobalTensor, ...]
+    representative: GlobalTensor
+    copies: tuple[GlobalTensor, ...]
     reason: str
     hint: str
 
 
 class StoredObject(NamedTuple):
-    """What is no tensor, such as the groups of an optimizer's parameters: a pickle, carried and never run.
+    """An object other than a tensor, such as an optimizer's parameter groups: a pickle, copied and never executed.
 
     Attributes:
-        path: the file that holds it.
-        offset: its first byte there.
+        path: its file.
+        offset: its first byte in the file.
         length: its bytes.
         archived: whether it is an archive of ``torch.save``, not a bare pickle.
     """
@@ -255,22 +276,7 @@ class StoredObject(NamedTuple):
 
 
 class Checkpoint(Protocol):
-    """One step of a source, from its headers and metadata.
-
-    Attributes:
-        form: the name of its form, as `forms.registry` lists them.
-        step: the step in the notation of its form, such as ``3_10`` or ``20``; None if unknown.
-        label: how the step is called in messages.
-        place: the common directory of its files.
-        files: path of every file that counts, by holder number.
-        indexes: their headers.
-        tensors: tensors with a layout, by name.
-        laid_out: names with a known layout, in files or not.
-        unseen: those that may be in missing files.
-        training: metadata of the training, as in common.json of Checkpoint 2.0.
-        others: files beside the weights that belong to the model, relative to the directory.
-        objects: what is no tensor, by name.
-    """
+    """One step of a source, from its headers and metadata."""
 
     @property
     def form(self) -> str:
@@ -278,11 +284,11 @@ class Checkpoint(Protocol):
 
     @property
     def step(self) -> Optional[str]:
-        """The step in words of its form."""
+        """The step in the notation of its form, such as ``3_10`` or ``20``; None if unknown."""
 
     @property
     def label(self) -> str:
-        """How the step is called in messages."""
+        """The step's name in messages."""
 
     @property
     def place(self) -> str:
@@ -290,7 +296,7 @@ class Checkpoint(Protocol):
 
     @property
     def files(self) -> Mapping[int, str]:
-        """Path of every file that counts, by holder number."""
+        """Path of every file, by holder number."""
 
     @property
     def indexes(self) -> Mapping[int, CheckpointIndex]:
@@ -310,61 +316,61 @@ class Checkpoint(Protocol):
 
     @property
     def training(self) -> Mapping[str, Any]:
-        """Metadata of the training."""
+        """Metadata of the training, as in common.json of Checkpoint 2.0."""
 
     @property
-    def others(self) -> Sequence[str]:
+    def extra_files(self) -> Sequence[str]:
         """Files beside the weights that belong to the model, relative to the directory."""
 
     @property
     def objects(self) -> Mapping[str, StoredObject]:
-        """What is no tensor, by name."""
+        """Objects other than tensors, by name."""
 
     def order(self) -> list[str]:
-        """Names of all tensors, in the order in which files hold them."""
+        """Names of all tensors, in the order of the files."""
 
-    def equal(self) -> Sequence[Equal]:
-        """Tied tensors; headers do not show that they are equal."""
+    def tied_tensors(self) -> Sequence[TiedTensors]:
+        """Tied tensors, which should be equal; headers cannot show it."""
 
     def names(self) -> set[str]:
         """Names of all entries of all files."""
 
     def values(self) -> Sequence[str]:
-        """Names that files hold and that are not laid out: scalars, text; sorted."""
+        """Names in files without a layout, such as scalars and text, sorted."""
 
     def without_layout(self) -> Sequence[str]:
-        """Names of weights, each whole wherever it is, that nothing lays out, sorted.
+        """Names of weights without a layout, each whole in every file that holds it, sorted.
 
-        Where a target does not lay them out either, they are copied as values are.
+        If the target has no layout for them either, they are copied like values.
         """
 
     def holders(self, name: str) -> list[int]:
         """The files that hold an entry of this name, ascending."""
 
     def present(self, tensor: GlobalTensor) -> tuple[frozenset[int], ...]:
-        """The files that do hold a tensor, per way of holding it."""
+        """Per sharding of a tensor, the existing files that hold it."""
 
 
 def order_in_files(checkpoint: Checkpoint) -> list[str]:
-    """Names of all tensors, in the order in which files hold them."""
-    found: dict[str, None] = {}
-    known: set[int] = set()
+    """Names of all tensors, in the order of the files."""
+    names: dict[str, None] = {}
+    visited: set[int] = set()
     for holder in sorted(checkpoint.indexes):
         tensors = checkpoint.indexes[holder].tensors
-        if id(tensors) not in known:
-            known.add(id(tensors))
-            found.update(dict.fromkeys(tensors))
-    return [name for name in found if name in checkpoint.tensors]
+        if id(tensors) not in visited:
+            visited.add(id(tensors))
+            names.update(dict.fromkeys(tensors))
+    return [name for name in names if name in checkpoint.tensors]
 
 
 @dataclass
 class RecordedCheckpoint:
-    """A checkpoint whose files and metadata record all of it; see `Checkpoint` for what is not described here.
+    """A checkpoint whose files and metadata record all of it; see `Checkpoint` for the other attributes.
 
     Attributes:
-        plain: names that are not laid out, such as ``global_step``.
-        unlaid: names of weights without a layout, each whole wherever it is.
-        faults: tensors that cannot be read, and why, by name.
+        plain: names without a layout, such as ``global_step``.
+        without_layouts: names of weights without a layout, each whole in every file that holds it.
+        faults: by name of an unreadable tensor, the error.
     """
 
     form: str
@@ -373,10 +379,10 @@ class RecordedCheckpoint:
     indexes: Mapping[int, CheckpointIndex]
     tensors: Mapping[str, GlobalTensor]
     plain: Collection[str] = ()
-    others: Sequence[str] = ()
+    extra_files: Sequence[str] = ()
     step: Optional[str] = None
     label: str = step_words(None)
-    unlaid: Collection[str] = ()
+    without_layouts: Collection[str] = ()
     training: Mapping[str, Any] = field(default_factory=dict)
     faults: Mapping[str, InputError] = field(default_factory=dict)
     objects: Mapping[str, StoredObject] = field(default_factory=dict)
@@ -388,54 +394,54 @@ class RecordedCheckpoint:
 
     @property
     def unseen(self) -> Collection[str]:
-        """None: what is recorded and not there is refused."""
+        """None: a missing file is an error."""
         return ()
 
     def order(self) -> list[str]:
-        """Names of all tensors, in the order in which files hold them."""
+        """Names of all tensors, in the order of the files."""
         return order_in_files(self)
 
-    def equal(self) -> Sequence[Equal]:
-        """None: every tensor stands for itself."""
+    def tied_tensors(self) -> Sequence[TiedTensors]:
+        """None: no tied tensors."""
         return ()
 
     def names(self) -> set[str]:
-        """Names of all that is read."""
+        """Names of all tensors and values."""
         return {*self.tensors, *self.plain}
 
     def values(self) -> Sequence[str]:
-        """Names of what is not laid out, sorted."""
+        """Names of values, sorted."""
         return sorted(self.plain)
 
     def without_layout(self) -> Sequence[str]:
         """Names of weights without a layout, sorted."""
-        return sorted(self.unlaid)
+        return sorted(self.without_layouts)
 
     def holders(self, name: str) -> list[int]:
         """The files that hold an entry of this name, ascending."""
-        known: dict[int, bool] = {}
-        found = []
+        is_in: dict[int, bool] = {}
+        files = []
         for file, index in self.indexes.items():
             contents = id(index.tensors)
-            if contents not in known:
-                known[contents] = name in index.tensors
-            if known[contents]:
-                found.append(file)
-        return sorted(found)
+            if contents not in is_in:
+                is_in[contents] = name in index.tensors
+            if is_in[contents]:
+                files.append(file)
+        return sorted(files)
 
     def present(self, tensor: GlobalTensor) -> tuple[frozenset[int], ...]:
-        """The files that do hold a tensor, per way of holding it."""
+        """Per sharding of a tensor, the existing files that hold it."""
         return tuple(sharding.present for sharding in tensor.shardings if isinstance(sharding, FileSharding))
 
-    def check(self, wanted: Optional[Callable[[str], bool]] = None) -> None:
-        """Insist that every tensor that is wanted can be read.
+    def check(self, required: Optional[Callable[[str], bool]] = None) -> None:
+        """Check that every required tensor can be read.
 
         Args:
-            wanted: whether a name is; all are by default.
+            required: whether a tensor is required, by name; by default all.
 
         Raises:
-            InputError: some cannot; all of them are named.
+            InputError: some tensors cannot be read; names all of them.
         """
-        faults = [error for name, error in self.faults.items() if wanted is None or wanted(name)]
+        faults = [error for name, error in self.faults.items() if required is None or required(name)]
         if faults:
             raise one_error(faults, f"{self.label} in {self.place} contradicts itself")

@@ -1,7 +1,7 @@
-"""The key of encrypted `.ckpt` files, and which files are read with it.
+"""The key of encrypted `.ckpt` files, and decryption of files.
 
-The key comes from a file or from standard input. It is never shown, never recorded, and handed to no other process:
-that gets the name of the file and reads it where it is.
+The key comes from a file or from standard input. It is never printed, recorded, or sent to another process: workers
+get the file's name and read the key from it.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ _KEY_SIZES = {"AES-GCM": (16, 24, 32), "AES-CBC": (16, 24, 32), "SM4-CBC": (16,)
 _LONGEST_KEY = max(map(max, _KEY_SIZES.values()))
 _LINE_ENDS = (b"\r\n", b"\n")
 _OPTION = "--decrypt-key-file"
-_CONTENT = "it is to hold the bytes of MindSpore's enc_key as they are, neither as hexadecimal digits nor in quotes"
+_CONTENT = "it must contain the raw bytes of MindSpore's enc_key, neither hexadecimal digits nor quotes"
 
 
 class Decryption:
-    """A key, and the mode that files must be encrypted in.
+    """A key, and the required mode of encryption.
 
     Pickled, it is the name of the key's file; unpickling reads the key from that file.
 
     Attributes:
-        key_file: where the key came from; `STANDARD_INPUT` or a file.
-        mode: MindSpore's name of it; None for the mode of each file.
+        key_file: the key's file, or `STANDARD_INPUT`.
+        mode: MindSpore's name of the mode; None for the mode of each file.
         key: 16, 24 or 32 bytes.
     """
 
@@ -40,7 +40,7 @@ class Decryption:
         """Read the key.
 
         Args:
-            key_file: a file with nothing in it but the key and perhaps the end of a line, or `STANDARD_INPUT`.
+            key_file: a file that contains only the key and perhaps the end of a line, or `STANDARD_INPUT`.
             mode: ``AES-GCM``, ``AES-CBC`` or ``SM4-CBC``, or None.
 
         Raises:
@@ -72,7 +72,7 @@ class Decryption:
 
 
 def _read_key(key_file: str) -> bytes:
-    # A key passed instead of its file must not appear in a log: the value is never repeated.
+    # Messages omit the option's value: a user may have passed the key itself.
     try:
         with contextlib.ExitStack() as stack:
             # Pipes such as the shell's <(...) are allowed.
@@ -95,7 +95,7 @@ def _read_key(key_file: str) -> bytes:
 class DecryptedFiles:
     """Opens files and decrypts encrypted ones on reading; thread-safe.
 
-    What is known of a file is kept for when it is opened again, which its user sees to be the same file.
+    Caches the blocks of files by path; callers make sure that a path stays one version.
 
     Args:
         decryption: the key.
@@ -108,7 +108,7 @@ class DecryptedFiles:
         self._known: dict[str, Optional[EncryptedBlocks]] = {}
 
     def open(self, file: ReadableFile) -> ReadableFile:
-        """The file as it is to be read.
+        """The file, decrypted if it is encrypted.
 
         Raises:
             DamagedCheckpointError: it is encrypted, and truncated or damaged.
@@ -127,28 +127,28 @@ class DecryptedFiles:
         mode = cipher_of(read_range(file, 0, min(file.size(), MARK_SIZE)))
         if mode is None:
             return None
-        key, wanted = self._decryption.key, self._decryption.mode
-        if wanted not in (mode, None):
+        key, required_mode = self._decryption.key, self._decryption.mode
+        if required_mode not in (mode, None):
             raise EncryptedCheckpointError(
-                f"{file.path}: is encrypted with {mode}, not with {wanted}",
+                f"{file.path}: is encrypted with {mode}, not with {required_mode}",
                 file=file.path,
                 hint="remove --decrypt-mode to use the mode of each file",
             )
         if len(key) not in _KEY_SIZES[mode]:
             raise EncryptedCheckpointError(
-                f"{file.path}: is encrypted with {mode}, of which a key has 16 bytes; the one given has {len(key)}",
+                f"{file.path}: is encrypted with {mode}, which needs a key of 16 bytes; this key has {len(key)}",
                 file=file.path,
                 hint=f"name a file with the right key: {_OPTION} FILE",
             )
-        found = self._keys.get(mode) or self._keys.setdefault(mode, CipherKey(mode, key, file.path))
-        return EncryptedBlocks(file, found)
+        cipher_key = self._keys.get(mode) or self._keys.setdefault(mode, CipherKey(mode, key, file.path))
+        return EncryptedBlocks(file, cipher_key)
 
 
 def decryption_of(key_file: Optional[str], mode: Optional[str]) -> Optional[Decryption]:
-    """How encrypted source files are read; None without a key.
+    """The decryption of source files; None without a key.
 
     Raises:
-        UsageError: there is a mode without a key.
+        UsageError: a mode without a key.
         InputError: the key cannot be read.
     """
     if key_file is None:

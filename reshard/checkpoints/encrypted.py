@@ -1,16 +1,16 @@
-"""Encrypted `.ckpt` files: their blocks, read from any place on in constant memory.
+"""Encrypted `.ckpt` files: random access to their blocks in constant memory.
 
-MindSpore encrypts a `.ckpt` in blocks, 64 MiB of it each, and writes these one after the other:
+MindSpore encrypts a `.ckpt` in blocks of 64 MiB, and writes these one after the other:
 
     mark (4 bytes, of the mode), with AES-GCM a tag (16), length of all that follows (4),
     length of the IV (4), IV (16), length of the cipher text (4), cipher text
 
 Numbers are little-endian. A CRC of zero may follow the last block, without meaning.
 
-* AES-GCM takes the first 12 bytes of the IV. Its cipher text is that of counter mode, so any range can be decrypted
-  by itself, but a tag is of a whole block. So a block is read once to compare its tag, before anything of it is used.
-* AES-CBC and SM4-CBC fill the last 16 bytes up (PKCS #7). Every 16 bytes are decrypted with the 16 before them, so
-  any range can be had by itself, too. Nothing authenticates them.
+* AES-GCM uses the first 12 bytes of the IV. Its cipher text is that of counter mode, so any range can be decrypted
+  by itself, but a tag covers a whole block. So a block is read once to check its tag, before its first use.
+* AES-CBC and SM4-CBC pad the last 16 bytes (PKCS #7). Every 16 bytes are decrypted with the 16 before them, so any
+  range can be decrypted by itself, too. They have no authentication.
 """
 
 from __future__ import annotations
@@ -34,27 +34,27 @@ _CHUNK = 256 << 10
 _UNIT = 16
 _IV_SIZE = 16
 _NONCE_SIZE = 12
-# Counter 1 is for the tag.
+# The tag uses counter 1.
 _FIRST_COUNTER = 2
 # Mark, tag, length of the rest, length of the IV, IV, length of the cipher text.
 _GCM_HEADER = struct.Struct("<4s16sII16sI")
 _CBC_HEADER = struct.Struct("<4s0sII16sI")
 _TAG_BEFORE_CIPHER_TEXT = _GCM_HEADER.size - 4
 _REST_OF_HEADER = 4 + _IV_SIZE + 4
-# 64 TiB in blocks of MindSpore's.
+# 64 TiB in MindSpore's blocks.
 _MOST_BLOCKS = 1 << 20
 
 
 class CipherKey:
-    """A key for one mode; for any number of threads.
+    """A key for one mode; thread-safe.
 
     Args:
         mode: MindSpore's name of it.
-        key: as many bytes as the mode takes.
+        key: of a length that the mode accepts.
         path: the file, for messages.
 
     Raises:
-        InputError: a package is missing, or cannot do this.
+        InputError: a package is missing, or lacks the mode.
     """
 
     def __init__(self, mode: str, key: bytes, path: str) -> None:
@@ -63,7 +63,7 @@ class CipherKey:
             from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
         except ModuleNotFoundError as error:
             raise InputError(
-                f"{path}: is encrypted; to decrypt it takes the package cryptography, which is not installed",
+                f"{path}: is encrypted; decryption needs the package cryptography, which is not installed",
                 file=path,
                 hint="pip install 'reshard[crypto]'; in the clone of reshard: pip install '.[crypto]'",
             ) from error
@@ -77,24 +77,24 @@ class CipherKey:
             self.cbc(bytes(_IV_SIZE))
         except (AttributeError, UnsupportedAlgorithm) as error:
             raise InputError(
-                f"{path}: is encrypted with {mode}, which the OpenSSL of the package cryptography cannot do here",
+                f"{path}: is encrypted with {mode}, which the OpenSSL of the package cryptography lacks here",
                 file=path,
                 hint="install a newer cryptography, or one whose OpenSSL has SM4",
             ) from error
-        # Free buffers; threads that find none make some.
-        self._rooms: list[tuple[memoryview, memoryview]] = []
+        # Free buffers for threads.
+        self._buffers: list[tuple[memoryview, memoryview]] = []
 
     def cbc(self, iv: bytes) -> Any:
-        """A decryptor of whole units of 16 bytes after ``iv``, the unit before them."""
+        """A decryptor of whole units of 16 bytes; ``iv`` is the unit before them."""
         return self._cipher(self._algorithm, self._modes.CBC(iv)).decryptor()
 
     def counter(self, iv: bytes, unit: int) -> Any:
-        """A decryptor of AES-GCM's cipher text from a unit of 16 bytes on, without its tag."""
+        """A decryptor of AES-GCM's cipher text from a unit of 16 bytes on, ignoring its tag."""
         start = iv[:_NONCE_SIZE] + (_FIRST_COUNTER + unit).to_bytes(_UNIT - _NONCE_SIZE, "big")
         return self._cipher(self._algorithm, self._modes.CTR(start)).decryptor()
 
     def has_tag(self, file: ReadableFile, offset: int, size: int, iv: bytes, tag: bytes) -> bool:
-        """Whether cipher text of AES-GCM in a file has a tag."""
+        """Whether cipher text of AES-GCM in a file fits its tag."""
         decryptor = self._cipher(self._algorithm, self._modes.GCM(iv[:_NONCE_SIZE], tag)).decryptor()
         for _ in self.plain(decryptor, file, offset, size):
             pass
@@ -105,36 +105,36 @@ class CipherKey:
         return True
 
     def plain(self, decryptor: Any, file: ReadableFile, offset: int, size: int) -> Iterator[memoryview]:
-        """The plain text of a range of a file, in pieces that are valid until the next one.
+        """The plain text of a range of a file, in pieces that are valid until the next piece.
 
         Args:
-            decryptor: of `cbc`, then for a range of whole units; of `counter` or for a tag.
+            decryptor: of `cbc`, for a range of whole units; of `counter`; or one that checks a tag.
             file: the file.
-            offset: where the cipher text begins in it.
+            offset: of the cipher text in it.
             size: bytes.
         """
         try:
-            room = self._rooms.pop()
+            buffers = self._buffers.pop()
         except IndexError:
             # The package requires a buffer larger than its output.
-            room = memoryview(bytearray(_CHUNK)), memoryview(bytearray(_CHUNK + _UNIT))
-        cipher_text, plain = room
+            buffers = memoryview(bytearray(_CHUNK)), memoryview(bytearray(_CHUNK + _UNIT))
+        cipher_text, plain = buffers
         try:
-            for done in range(0, size, _CHUNK):
-                count = min(_CHUNK, size - done)
-                fill(file, offset + done, cipher_text[:count])
+            for position in range(0, size, _CHUNK):
+                count = min(_CHUNK, size - position)
+                fill(file, offset + position, cipher_text[:count])
                 decryptor.update_into(cipher_text[:count], plain)
                 yield plain[:count]
         finally:
-            self._rooms.append(room)
+            self._buffers.append(buffers)
 
 
 class EncryptedBlocks:
     """The places of a file's blocks, and the compared tags; thread-safe.
 
     Attributes:
-        size: bytes that were encrypted.
-        mode: how.
+        size: bytes of plain text.
+        mode: of encryption.
     """
 
     def __init__(self, file: ReadableFile, key: CipherKey) -> None:
@@ -142,17 +142,17 @@ class EncryptedBlocks:
 
         Args:
             file: the file.
-            key: its key, presumably.
+            key: the key to try.
 
         Raises:
-            DamagedCheckpointError: it is truncated, or damaged.
-            EncryptedCheckpointError: its key seems to be another one.
+            DamagedCheckpointError: the file is truncated, or damaged.
+            EncryptedCheckpointError: the key seems to be wrong.
         """
         self.size = 0
         self.mode = key.mode
         self._path = file.path
         self._key = key
-        # Of each block: where it begins in what was encrypted, where its cipher text begins in the file, and its IV.
+        # Per block: the start of its plain text, the offset of its cipher text in the file, and its IV.
         self._starts = array("Q")
         self._places = array("Q")
         self._ivs = bytearray()
@@ -160,7 +160,7 @@ class EncryptedBlocks:
         self._sound = bytearray(len(self._starts))
         self._lock = threading.Lock()
         self._turns: dict[int, threading.Lock] = {}
-        # AES-GCM has tags; for other modes this is the only check.
+        # The only check of modes without tags.
         if self.mode != GCM and not self._begins_well(file):
             raise self._failed(file, "the result is not a checkpoint")
 
@@ -175,15 +175,19 @@ class EncryptedBlocks:
                 raise self._damaged(f"it has more than {_MOST_BLOCKS} encrypted blocks")
             if size - position < header.size:
                 raise self._damaged(f"its last block has no more than {size - position} bytes: it is truncated")
-            mark, _, rest, iv_size, iv, length = header.unpack(read_range(file, position, header.size))
+            mark, _, length_after_tag, iv_size, iv, length = header.unpack(read_range(file, position, header.size))
             units = self.mode == GCM or length % _UNIT == 0
-            if CIPHERS.get(mark) != self.mode or (iv_size, rest) != (_IV_SIZE, _REST_OF_HEADER + length) or not units:
-                raise self._damaged(f"at byte {position} there is no block of {self.mode} as MindSpore writes it")
+            if (
+                CIPHERS.get(mark) != self.mode
+                or (iv_size, length_after_tag) != (_IV_SIZE, _REST_OF_HEADER + length)
+                or not units
+            ):
+                raise self._damaged(f"at byte {position} no block of {self.mode} begins as MindSpore writes it")
             position += header.size
             if not length or length > size - position:
                 raise self._damaged(
-                    f"its block at byte {position - header.size} has {length} bytes, of which {size - position} are "
-                    "there: it is truncated"
+                    f"its block at byte {position - header.size} has {length} bytes, but only {size - position} "
+                    "follow: it is truncated"
                 )
             self._starts.append(self.size)
             self._places.append(position)
@@ -192,55 +196,55 @@ class EncryptedBlocks:
             position += length
 
     def _without_padding(self, file: ReadableFile, length: int) -> int:
-        """Bytes of the block that was found last, of CBC, which has so many encrypted."""
+        """Bytes of plain text in the last block of CBC so far; ``length`` counts its cipher text."""
         number = len(self._starts) - 1
         last = self._some(file, number, length - _UNIT, _UNIT)
         padding = last[-1]
         if not 1 <= padding <= _UNIT or last[_UNIT - padding :] != bytes([padding]) * padding:
-            raise self._failed(file, "the end of a block is not padded as it should be")
+            raise self._failed(file, "the end of a block has invalid padding")
         return length - padding
 
     def read_into(self, file: ReadableFile, offset: int, out: memoryview) -> int:
-        """Fill ``out``, or as much of it as there is, with what was encrypted, from an offset on; how much.
+        """Fill ``out`` with plain text from an offset on; returns the bytes, fewer at the end.
 
         Raises:
-            DamagedCheckpointError: a tag is another one.
-            EncryptedCheckpointError: the same, and the key seems wrong.
+            DamagedCheckpointError: a tag is wrong.
+            EncryptedCheckpointError: a tag is wrong, and the key seems to be wrong.
             RetryableError: the file became shorter.
             OSError: reading failed.
         """
         count = max(0, min(len(out), self.size - offset))
-        done = 0
-        while done < count:
-            number = bisect_right(self._starts, offset + done) - 1
-            inside = offset + done - self._starts[number]
-            length = min(self._length(number) - inside, count - done)
+        filled = 0
+        while filled < count:
+            number = bisect_right(self._starts, offset + filled) - 1
+            inside = offset + filled - self._starts[number]
+            length = min(self._length(number) - inside, count - filled)
             if self.mode == GCM:
                 self._check(file, number)
-            self._copy(file, number, inside, out[done : done + length])
-            done += length
+            self._copy(file, number, inside, out[filled : filled + length])
+            filled += length
         return count
 
     def _length(self, number: int) -> int:
-        """Bytes that were encrypted in a block."""
+        """Bytes of plain text in a block."""
         stop = self._starts[number + 1] if number + 1 < len(self._starts) else self.size
         return stop - self._starts[number]
 
     def _copy(self, file: ReadableFile, number: int, inside: int, out: memoryview) -> None:
-        """Fill ``out`` from an offset in a block on."""
+        """Fill ``out`` with a block's plain text, from an offset in it on."""
         skip = inside % _UNIT
         size = skip + len(out)
         if self.mode != GCM:
             size = -(-size // _UNIT) * _UNIT
-        done = 0
+        filled = 0
         for piece in self._units(file, number, inside - skip, size):
-            piece = piece[skip : skip + len(out) - done]
-            out[done : done + len(piece)] = piece
-            done += len(piece)
+            piece = piece[skip : skip + len(out) - filled]
+            out[filled : filled + len(piece)] = piece
+            filled += len(piece)
             skip = 0
 
     def _units(self, file: ReadableFile, number: int, inside: int, size: int) -> Iterator[memoryview]:
-        """The plain text of a block's range that begins at a unit, and in CBC ends at one."""
+        """The plain text of a range of a block; it begins at a unit, and in CBC ends at one."""
         iv = bytes(self._ivs[number * _IV_SIZE : (number + 1) * _IV_SIZE])
         place = self._places[number] + inside
         if self.mode == GCM:
@@ -253,60 +257,59 @@ class EncryptedBlocks:
         return b"".join(map(bytes, self._units(file, number, inside, size)))
 
     def check_all(self, file: ReadableFile, on_block: Callable[[int], None]) -> None:
-        """Compare every tag that was not compared before.
+        """Check every tag that was not checked before.
 
         Args:
             file: the file, encrypted with AES-GCM.
             on_block: called after every block with its number of bytes.
 
         Raises:
-            DamagedCheckpointError: one is another.
+            DamagedCheckpointError: a tag is wrong.
         """
         for number in range(len(self._starts)):
             self._check(file, number)
             on_block(self._length(number))
 
     def _check(self, file: ReadableFile, number: int) -> None:
-        """See that a block of AES-GCM has its tag, once."""
+        """Check the tag of a block of AES-GCM, once."""
         if self._sound[number]:
             return
         with self._lock:
             turn = self._turns.setdefault(number, threading.Lock())
-        # Who else wants the block waits for the answer; other blocks are checked meanwhile.
+        # One thread checks a block while others wait for its result; other blocks are checked meanwhile.
         with turn:
             if not self._sound[number]:
                 place = self._places[number]
                 iv = bytes(self._ivs[number * _IV_SIZE : (number + 1) * _IV_SIZE])
                 tag = read_range(file, place - _TAG_BEFORE_CIPHER_TEXT, _UNIT)
                 if not self._key.has_tag(file, place, self._length(number), iv, tag):
-                    raise self._failed(file, f"the tag of block {number + 1} of {len(self._starts)} is another one")
+                    raise self._failed(file, f"the tag of block {number + 1} of {len(self._starts)} is wrong")
                 self._sound[number] = True
         with self._lock:
             self._turns.pop(number, None)
 
     def _begins_well(self, file: ReadableFile) -> bool:
-        """Whether its first bytes are a checkpoint's, which checks the key."""
+        """Whether the plain text begins like a checkpoint, which tests the key."""
         size = min(_UNIT, self._length(0)) if self.mode == GCM else _UNIT
         return is_ckpt(self._some(file, 0, 0, size))
 
-    def _failed(self, file: ReadableFile, how: str) -> CheckpointError:
+    def _failed(self, file: ReadableFile, problem: str) -> CheckpointError:
         """The error of a failed decryption: wrong key, or damaged file."""
         if self._begins_well(file):
-            return self._damaged(f"{how} ({self.mode})")
+            return self._damaged(f"{problem} ({self.mode})")
         return EncryptedCheckpointError(
-            f"{self._path}: cannot be decrypted with {self.mode}: {how}; the key is not the one that it was encrypted "
-            "with, or the file is damaged",
+            f"{self._path}: cannot be decrypted with {self.mode}: {problem}; the key is wrong, or the file is damaged",
             file=self._path,
             hint="check the file of --decrypt-key-file; if the key is right, restore the checkpoint from a copy, or "
             "move it away to count as absent",
         )
 
-    def _damaged(self, what: str) -> DamagedCheckpointError:
-        return DamagedCheckpointError(f"{self._path}: is damaged: {what}", file=self._path)
+    def _damaged(self, problem: str) -> DamagedCheckpointError:
+        return DamagedCheckpointError(f"{self._path}: is damaged: {problem}", file=self._path)
 
 
 class DecryptedFile:
-    """The plain text of an encrypted file, read like a file.
+    """The plain text of an encrypted file, with the methods of a file.
 
     Args:
         file: the encrypted file.
@@ -322,7 +325,7 @@ class DecryptedFile:
         self._blocks = blocks
 
     def size(self) -> int:
-        """Bytes that were encrypted."""
+        """Bytes of plain text."""
         return self._blocks.size
 
     def status(self) -> FileStatus:
@@ -336,13 +339,13 @@ class DecryptedFile:
         return bytes(out)
 
     def read_into(self, offset: int, out: memoryview) -> int:
-        """Likewise into ``out``, from its beginning; how many."""
+        """Likewise into ``out``; returns the bytes."""
         return self._blocks.read_into(self._file, offset, out)
 
     def check(self, on_block: Callable[[int], None]) -> None:
-        """Compare all tags with the cipher texts.
+        """Check all tags.
 
         Raises:
-            DamagedCheckpointError: one is another.
+            DamagedCheckpointError: a tag is wrong.
         """
         self._blocks.check_all(self._file, on_block)

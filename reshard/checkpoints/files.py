@@ -17,7 +17,7 @@ from reshard.checkpoints.placed import PlacedFile, Placement
 from reshard.errors import CheckpointError, ReshardError, RetryableError
 from reshard.storage import FileStatus, OpenFile, ReadableFile, store_of, too_long
 
-# Half of the process's limit: the rest is for outputs, pipes and libraries.
+# Half of the process's limit: outputs, pipes and libraries need the other half.
 _SHARE_OF_LIMIT = 2
 _MOST_HANDLES = 1024
 
@@ -25,7 +25,7 @@ _CHANGED = "it was replaced or changed while it was read"
 
 _BEING_WRITTEN = "another process is writing to it"
 
-# Errors that the same call will give again; anything else (stale handle, I/O error) may pass.
+# Permanent errors; others (stale handle, I/O error) may pass.
 _LASTING = {
     errno.EACCES: "may not be read",
     errno.EPERM: "may not be read",
@@ -38,10 +38,10 @@ _LASTING = {
 }
 
 
-def changed_meanwhile(path: str, how: str) -> RetryableError:
-    """The error for a file that changed after it was read."""
+def changed_meanwhile(path: str, problem: str) -> RetryableError:
+    """The error for a file that changed after its first read."""
     return RetryableError(
-        f"{path}: {how}",
+        f"{path}: {problem}",
         file=path,
         hint="wait until nothing writes to it any more, then give the same command again",
     )
@@ -59,10 +59,19 @@ def reading_error(path: str, error: OSError) -> ReshardError:
     return RetryableError(f"{path}: cannot be read: {error.strerror or error}", file=path)
 
 
+@contextlib.contextmanager
+def reading(path: str) -> Iterator[None]:
+    """Replace an OSError by its `reading_error`."""
+    try:
+        yield
+    except OSError as error:
+        raise reading_error(path, error) from error
+
+
 class FileVersion(NamedTuple):
     """The identity of a file's version, which differs after a replacement or a write.
 
-    A writer can set the time of last modification, but not that of last change.
+    A writer can set the time of last modification, but not the time of last change.
 
     Attributes:
         device: the device's number on this machine.
@@ -97,12 +106,11 @@ class _Handle:
 class FileHandles:
     """A cache of files open for reading that closes the least recently used ones.
 
-    A file in use is never closed; so if more than ``limit`` files are in use at one moment,
-    all of them stay open until they are given back.
+    Files in use are never closed: more than ``limit`` files may be open while threads use them.
 
     Attributes:
-        limit: most files kept open.
-        opened: how often a file was opened so far.
+        limit: maximum of open files.
+        opened: number of opens so far.
     """
 
     def __init__(self, limit: Optional[int] = None, decryption: Optional[Decryption] = None) -> None:
@@ -118,7 +126,7 @@ class FileHandles:
         self._handles: OrderedDict[str, _Handle] = OrderedDict()
         self._decrypted = None if decryption is None else DecryptedFiles(decryption)
         self._placements: dict[str, Placement] = {}
-        # Of every file when it was first opened.
+        # The version of every file at its first open.
         self._first_seen: dict[str, FileVersion] = {}
         # Files whose reads all check the opened version.
         self._pinned: set[str] = set()
@@ -129,8 +137,7 @@ class FileHandles:
 
         Raises:
             CheckpointError: it is encrypted, and the key does not decrypt it.
-            OSError: the file cannot be opened, or is another one than when it was opened before; see
-                `reading_error`.
+            OSError: the file cannot be opened, or changed since its first open; see `reading_error`.
         """
         with self._lock:
             handle = self._handles.setdefault(path, _Handle())
@@ -154,7 +161,7 @@ class FileHandles:
                 self._close_idle(self.limit)
 
     def place(self, path: str, placement: Placement) -> None:
-        """From now on `borrow` gives a file that is read by the places of its tensors."""
+        """Make `borrow` return a `PlacedFile`, whose tensors are read by their places."""
         self._placements[path] = placement
 
     def close(self) -> None:
@@ -173,14 +180,14 @@ class FileHandles:
     ) -> None:
         self.close()
 
-    def _anew(self, path: str) -> OpenFile:
+    def _open_again(self, path: str) -> OpenFile:
         store = store_of(path)
         try:
             return store.open(path)
         except OSError as error:
             if error.errno not in (errno.EMFILE, errno.ENFILE):
                 raise
-            # Other code used up the descriptors: close some and try once more.
+            # Other code used up the descriptors: close some and retry once.
             self.close()
             return store.open(path)
 
@@ -188,9 +195,9 @@ class FileHandles:
         """Open a file for `borrow`; the only place that opens source files.
 
         Raises:
-            OSError: it cannot be opened, or is another one than when it was opened before.
+            OSError: it cannot be opened, or changed since its first open.
         """
-        file = self._anew(path)
+        file = self._open_again(path)
         try:
             if path not in self._first_seen and file.being_written():
                 raise OSError(errno.EBUSY, _BEING_WRITTEN, path)
@@ -205,49 +212,51 @@ class FileHandles:
         return file
 
     def _check_unchanged(self, path: str, status: FileStatus) -> None:
-        """Refuse a file that changed since its header or a part of it was read."""
-        seen = FileVersion.of(status)
+        """Refuse a file that changed since its first open."""
+        version = FileVersion.of(status)
         with self._lock:
-            first_seen = self._first_seen.setdefault(path, seen)
-        if seen != first_seen:
+            first_seen = self._first_seen.setdefault(path, version)
+        if version != first_seen:
             raise OSError(errno.ESTALE, _CHANGED, path)
 
     @property
     def seen(self) -> int:
-        """How many files were opened so far; see `seen_after`."""
+        """The number of distinct files opened so far; see `seen_after`."""
         return len(self._first_seen)
 
     def seen_after(self, count: int) -> dict[str, FileVersion]:
-        """Files that were opened for the first time after so many others, as they were then."""
+        """The versions of files first opened after the first ``count`` files."""
         with self._lock:
             return dict(itertools.islice(self._first_seen.items(), count, None))
 
     def see(self, versions: Mapping[str, FileVersion]) -> None:
-        """Take over what a copy of this in another process has seen.
+        """Add the versions of files that a worker process opened.
 
         Raises:
-            RetryableError: a file was another one here.
+            RetryableError: a file has another version here.
         """
         with self._lock:
-            changed = [path for path, seen in versions.items() if self._first_seen.setdefault(path, seen) != seen]
+            changed = [
+                path for path, version in versions.items() if self._first_seen.setdefault(path, version) != version
+            ]
         for path in changed:
             raise changed_meanwhile(path, _CHANGED)
 
     def check_unchanged(self, paths: Iterable[str]) -> None:
-        """Check that files are unchanged since they were first opened, by name and by open handle.
+        """Check that files are unchanged since their first open, by name and by open handle.
 
-        All reads so far are then of one version.
+        Then all reads so far are of one version.
 
         Raises:
-            ReshardError: a file was written to, replaced or removed meanwhile, or cannot be looked at.
+            ReshardError: a file was written to, replaced or removed meanwhile, or its status cannot be read.
         """
         for path in paths:
             first_seen = self._first_seen.get(path)
             if first_seen is None or path in self._pinned:
                 continue
             try:
-                # NFS caches attributes for up to a minute, but asks the server on open.
-                file = self._anew(path)
+                # NFS caches attributes for up to a minute, but an open fetches them from the server.
+                file = self._open_again(path)
                 try:
                     versions = [FileVersion.of(file.status())]
                 finally:
@@ -257,12 +266,12 @@ class FileHandles:
                     if handle is not None and handle.opened is not None:
                         versions.append(FileVersion.of(handle.opened.status()))
             except OSError as error:
-                raise changed_meanwhile(path, f"cannot be looked at any more: {error.strerror or error}") from error
+                raise changed_meanwhile(path, f"cannot be opened any more: {error.strerror or error}") from error
             if any(version != first_seen for version in versions):
                 raise changed_meanwhile(path, _CHANGED)
 
     def _close_idle(self, keep: int) -> None:
-        """Close the longest unused idle files until ``keep`` are left."""
+        """Close the longest unused idle files, down to ``keep`` files."""
         surplus = len(self._handles) - keep
         if surplus <= 0:
             return

@@ -32,7 +32,7 @@ from reshard.errors import DamagedCheckpointError
 from reshard.storage import FileStatus, ReadableFile, fill
 from reshard.text.wording import quoted
 
-# Of elements that do not lie in C order so much is read at once, or so many times what is wanted of it.
+# Limits of one read of elements out of C order: bytes, or a multiple of the requested bytes.
 _SPAN_BYTES = 1 << 20
 _SPAN_FACTOR = 4
 _CHECK_BYTES = 4 << 20
@@ -46,7 +46,7 @@ class Stored(NamedTuple):
         dtype: MindSpore's name of its type.
         shape: elements per dimension.
         offset: where the record begins that holds it; 0 where the file has a header of its own.
-        length: bytes of that record; -1 likewise.
+        length: bytes of that record; -1 where the file has a header of its own.
         key: its name in the header of the file.
     """
 
@@ -68,7 +68,7 @@ class Placement:
 
     Args:
         path: the file.
-        tensors: what it holds, records in the order of their offsets; either all of them are records or none.
+        tensors: its tensors, records in the order of their offsets; all of them are records, or none is.
 
     Attributes:
         size: the end of the last place.
@@ -79,7 +79,7 @@ class Placement:
         self._path = path
         self._tensors = tensors
         self._starts = array("Q")
-        self._found: dict[int, Elements] = {}
+        self._located: dict[int, Elements] = {}
         self._reading = threading.Lock()
         for stored in tensors:
             # So far apart as the records are, windows of the file are windows of these places.
@@ -116,32 +116,32 @@ class Placement:
             CheckpointError: nothing there is such a tensor.
             OSError: reading failed.
         """
-        found = self._found.get(number)
-        if found is None:
+        elements = self._located.get(number)
+        if elements is None:
             stored = self._tensors[number]
             if stored.length >= 0:
-                found = archived_tensor(file, stored.offset, stored.length)
-                self._check(stored, found)
-                self._found[number] = found
+                elements = archived_tensor(file, stored.offset, stored.length)
+                self._check(stored, elements)
+                self._located[number] = elements
             else:
                 with self._reading:
-                    if number not in self._found:
-                        self._found.update(enumerate(self._by_header(file)))
-                found = self._found[number]
-        return found
+                    if number not in self._located:
+                        self._located.update(enumerate(self._by_header(file)))
+                elements = self._located[number]
+        return elements
 
     def _by_header(self, file: ReadableFile) -> list[Elements]:
         """Where the elements of all tensors are, in a file with one header, whatever its name ends in."""
         keys = [stored.key for stored in self._tensors]
         if file.read(0, len(HEAD)) == HEAD:
-            held = archived_tensors(file, keys)
-            found = [held[key] for key in keys]
+            archived = archived_tensors(file, keys)
+            located = [archived[key] for key in keys]
         else:
             tensors = read_safetensors_index(file, file.size()).tensors
-            found = [self._in_safetensors(tensors.get(key), key) for key in keys]
-        for stored, elements in zip(self._tensors, found):
+            located = [self._in_safetensors(tensors.get(key), key) for key in keys]
+        for stored, elements in zip(self._tensors, located):
             self._check(stored, elements)
-        return found
+        return located
 
     def _in_safetensors(self, tensor: Optional[Tensor], key: str) -> Elements:
         if tensor is None:
@@ -150,12 +150,12 @@ class Placement:
         strides = [math.prod(tensor.shape[dimension + 1 :]) for dimension in range(len(tensor.shape))]
         return Elements(tensor.dtype, tensor.shape, tuple(strides), offset, ArchiveEntry(offset, tensor.nbytes, 0))
 
-    def _check(self, tensor: Stored, found: Elements) -> None:
+    def _check(self, tensor: Stored, elements: Elements) -> None:
         # Megatron's local tensors have fewer dimensions than their boxes, which begin with ones.
-        shapes = [[size for size in shape if size != 1] for shape in (tensor.shape, found.shape)]
-        if tensor.dtype != found.dtype or shapes[0] != shapes[1]:
+        shapes = [[size for size in shape if size != 1] for shape in (tensor.shape, elements.shape)]
+        if tensor.dtype != elements.dtype or shapes[0] != shapes[1]:
             raise DamagedCheckpointError(
-                f"{self._path}: {quoted(tensor.name)} is {found.dtype} {list(found.shape)} in the file, and "
+                f"{self._path}: {quoted(tensor.name)} is {elements.dtype} {list(elements.shape)} in the file, and "
                 f"{tensor.dtype} {list(tensor.shape)} by the metadata",
                 file=self._path,
                 parameter=tensor.name,
@@ -196,7 +196,7 @@ class PlacedFile:
 
     Args:
         file: the file.
-        placement: what lies in it.
+        placement: the places of its tensors.
     """
 
     descriptor: Optional[int] = None
@@ -212,7 +212,7 @@ class PlacedFile:
         return self._placement.size
 
     def status(self) -> FileStatus:
-        """What the store has of the file."""
+        """The status of the file in its store."""
         return self._file.status()
 
     def read(self, offset: int, count: int) -> bytes:
@@ -308,7 +308,7 @@ def _boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[_Box]:
         yield ()
         return
     inner = math.prod(shape[1:])
-    whole = tuple((0, size) for size in shape[1:])
+    inner_box = tuple((0, size) for size in shape[1:])
     first, last = -(-start // inner), stop // inner
     if first > last or (start < first * inner and stop < first * inner):
         row = start // inner
@@ -318,7 +318,7 @@ def _boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[_Box]:
         row = first - 1
         yield from (((row, row + 1), *box) for box in _boxes(shape[1:], start - row * inner, inner))
     if first < last:
-        yield ((first, last), *whole)
+        yield ((first, last), *inner_box)
     if last * inner < stop:
         yield from (((last, last + 1), *box) for box in _boxes(shape[1:], 0, stop - last * inner))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Optional
 
 import click
@@ -103,8 +103,21 @@ def _heads(result: Differences, verbose: bool) -> Iterator[str]:
         if names:
             text = listing(names)
             yield f"{len(names)} {where}: {full_text(text) if verbose else text}"
+    rename = _rename_by_prefix(result.only_a, result.only_b)
+    if rename is not None:
+        yield f"names differ by a prefix; to compare the tensors, add --rename '{rename}'"
     for name, (shape_a, shape_b) in result.shapes.items():
         yield f"{name}: {shape_words(shape_a)} in A, {shape_words(shape_b)} in B"
+
+
+def _rename_by_prefix(only_a: Sequence[str], only_b: Sequence[str]) -> Optional[str]:
+    """The rule that gives most names of A those of B, if one prefix is all that differs."""
+    for longer, shorter, rule in ((only_a, only_b, "{}*=*"), (only_b, only_a, "*={}*")):
+        first = min(shorter, default="")
+        prefix = next((name[: -len(first)] for name in longer if first and name.endswith("." + first)), "")
+        if prefix and 2 * len({prefix + name for name in shorter}.intersection(longer)) > len(shorter):
+            return rule.format(prefix)
+    return None
 
 
 _SPARE = ("type", "relative", "shape")

@@ -15,17 +15,17 @@ from reshard.cli.command import argument, command, option
 from reshard.cli.output import echo_json, listener
 from reshard.cli.progress import progress_of
 from reshard.convert.ends import options_of
-from reshard.convert.recorded import EDITS
 from reshard.convert.verifying import reading_sources
 from reshard.errors import IncompleteSourceError, InputError, UsageError, one_error
 from reshard.execute import ExecutionOptions
+from reshard.execute.equal import check_equal, equal_of
 from reshard.execute.reader import BoxReader
 from reshard.forms.ranks import SourceTree, find_checkpoints
 from reshard.forms.ranks.coverage import check_ranks
 from reshard.forms.registry import form_named, form_of
-from reshard.opened.equal import check_equal, equal_of
 from reshard.opened.opening import source_strategy
 from reshard.plan.edits import edits_of
+from reshard.records.commands import EDITS
 from reshard.storage import storage_of
 from reshard.strategies import Strategy
 from reshard.text.filter_advice import warn_of_unmatched
@@ -119,7 +119,9 @@ def _fingerprints_of(
 ) -> Fingerprints:
     """The fingerprints of a checkpoint, or of some of its files."""
     edits = edits_of(src, typed)
-    place = _place(src, strategy, typed, report)
+    form, suffix = form_of(src), typed["file_suffix"]
+    saved = source_strategy(src, form, strategy, suffix, report, "--strategy ")
+    place = CheckpointPlace(src, form, saved, typed["step"], suffix)
     by_rank = form_named(place.form).options.by_rank
     filters = Filters(typed["include"], typed["exclude"])
     progress = progress_of(typed["quiet"], typed["progress"])
@@ -150,13 +152,6 @@ def _fingerprints_of(
     else:
         result.read = dict.fromkeys(ranks, "")
     return result
-
-
-def _place(src: str, strategy: Optional[str], typed: Mapping[str, Any], report: Report) -> CheckpointPlace:
-    """The source to read."""
-    form, suffix = form_of(src), typed["file_suffix"]
-    source = source_strategy(src, form, strategy, suffix, report, "--strategy ")
-    return CheckpointPlace(src, form, source, typed["step"], suffix)
 
 
 def _some_ranks(

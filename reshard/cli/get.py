@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import json
 import math
 import os
 import sys
@@ -25,7 +26,7 @@ from reshard.opened import LazyTensor, OpenedCheckpoint
 from reshard.opened.indexing import select
 from reshard.opened.tensor import stand_in
 from reshard.plan.edits import edits_of
-from reshard.storage import is_directory, store_of, unlinked, write_parts, writing_error
+from reshard.storage import store_of, unlinked, write_parts, writing_error
 from reshard.text.globs import Glob
 from reshard.text.messages import listing
 from reshard.text.near_names import near_names
@@ -39,16 +40,6 @@ _MAX_PRINTED = 1 << 20
 # Beyond these NumPy shows the ends only.
 _MAX_SHOWN = 1000
 _STANDARD_OUTPUT = "-"
-
-
-def _npy_path(_: click.Context, __: click.Parameter, value: Optional[str]) -> Optional[str]:
-    # A name typed by mistake may be that of a checkpoint.
-    if value is not None and value != _STANDARD_OUTPUT:
-        if not value.lower().endswith(".npy"):
-            raise UsageError(f"--output {value}: the name has to end in .npy")
-        if is_directory(value):
-            raise UsageError(f"--output {value}: is a directory", hint="name a file to write")
-    return value
 
 
 @command(
@@ -71,7 +62,7 @@ reshard get iterations/ lm_head.weight -o head.npy
     "--output",
     "-o",
     metavar="FILE.npy|-",
-    callback=_npy_path,
+    callback=options.path_to_write("--output", ".npy", standard_output=True),
     shell_complete=completion.paths,
     help="Write a .npy file for numpy.load; - is standard output.",
 )
@@ -96,11 +87,17 @@ def get(
     The tensor is printed whole, however the checkpoint is sharded; --slice reads a part. NAME may be a pattern
     such as '*.norm.weight'. All matches are printed; --output needs exactly one. NumPy has no BFloat16 and
     8-bit floats: they are converted to Float32, which is exact, or with --raw to unsigned integers with the
-    same bits. Int4 tensors are printed as packed bytes.
+    same bits. Int4 tensors are printed as packed bytes. Objects of PyTorch's checkpoints, such as a learning rate,
+    are printed as JSON.
     """
     report = Report(listener())
     chosen = _index(index)
     with opened(src, strategy, typed, report, edits=edits_of(src, typed)) as checkpoint:
+        if name in checkpoint.objects and name not in checkpoint:
+            if output is not None or index is not None:
+                raise UsageError(f"{quoted(name)} is no tensor", hint="leave out --output and --slice")
+            _print_object(name, checkpoint.get_object(name), as_json)
+            return
         names = _names(checkpoint, name)
         if output is not None:
             if as_json:
@@ -121,6 +118,15 @@ def get(
             packed = ", two values a byte" if tensor.dtype_name == INT4 else ""
             say(f"{one_line(tensor.name)}  {tensor.dtype_name}  {shape_words(tensor.shape)}{packed}")
         _print(array)
+
+
+def _print_object(name: str, value: Any, as_json: bool) -> None:
+    if as_json:
+        echo_json([{"name": name, "object": value}])
+        return
+    if not is_quiet():
+        say(f"{one_line(name)}  object")
+    click.echo(json.dumps(value, indent=2 if isinstance(value, (dict, list)) else None))
 
 
 def _index(text: Optional[str]) -> Any:
@@ -153,7 +159,7 @@ def _names(checkpoint: OpenedCheckpoint, typed: str) -> list[str]:
     glob = Glob(typed)
     matches = [name for name in checkpoint if glob.matches(name)]
     if not matches:
-        near = near_names(typed, checkpoint)
+        near = near_names(typed, [*checkpoint, *checkpoint.objects])
         raise CheckpointError(
             f"no tensor {quoted(typed)}",
             parameter=typed,

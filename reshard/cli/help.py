@@ -43,10 +43,10 @@ def completion(ctx: click.Context, shell: str) -> None:
     """
     from click.shell_completion import ShellComplete, get_completion_class
 
-    made = get_completion_class(shell)
-    assert made is not None
+    shell_class = get_completion_class(shell)
+    assert shell_class is not None
     # Not made.source(): click starts the shell there to check its version.
-    click.echo(ShellComplete.source(made(ctx.find_root().command, {}, "reshard", "_RESHARD_COMPLETE")))
+    click.echo(ShellComplete.source(shell_class(ctx.find_root().command, {}, "reshard", "_RESHARD_COMPLETE")))
 
 
 def _find(root: click.Context, names: tuple[str, ...]) -> tuple[click.Command, click.Context]:

@@ -18,7 +18,7 @@ from reshard.convert.ends import options_of, request_between
 from reshard.errors import UsageError
 from reshard.forms.registry import FORMS, form_named, form_of
 from reshard.opened import open_requested, reading_request
-from reshard.plan.edits import Edits
+from reshard.plan.edits import Edits, TypedEdits
 from reshard.plan.request import Request
 from reshard.storage import is_regular_file, real
 from reshard.strategies import NONE, SAME
@@ -94,7 +94,7 @@ def merge_lora(
     if alpha is not None and not MIN_ALPHA <= alpha <= MAX_ALPHA:
         raise UsageError(f"--alpha {alpha:g}: is not a number between {MIN_ALPHA:g} and {MAX_ALPHA:g}")
     report = Report(listener())
-    request = request_between(base, out, None, {**typed, **_NO_EDITS}, report)
+    request = request_between(base, out, None, {**typed, **vars(TypedEdits()), "optimizer": None}, report)
     scale = scale_of(adapter, alpha, report)
     infinite: Counter[str] = Counter()
 
@@ -164,14 +164,3 @@ def _to_verify(reading: Request, scale: Scale) -> Adapter:
     assert isinstance(reading.src, str)
     step = recorded_step(reading.src, reading.form, reading.step)
     return Adapter(CheckpointPlace(reading.src, reading.form, reading.source, step, reading.file_suffix), scale)
-
-
-_NO_EDITS = {
-    "names": None,
-    "rename": (),
-    "config": None,
-    "reverse": False,
-    "optimizer": None,
-    "cast": (),
-    "dequantize": None,
-}

@@ -14,7 +14,7 @@ from reshard.cli.errors import set_debug, set_quiet, set_verbose
 from reshard.cli.shard import ShardType
 from reshard.defaults import CHOICES, DEFAULT_PREFIX, MAX_DEVICES, MAX_MEMORY
 from reshard.errors import UsageError
-from reshard.forms import FORM_CLASSES
+from reshard.forms import FORM_CLASSES, SHORT_NAMES
 from reshard.storage import is_directory, use_endpoint
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class FormType(Choice):
 
         if isinstance(value, str) and dtype_named(value) is not None:
             self.fail(f"{value} is a type, not a form: --cast {value}", param, ctx)
-        return super().convert("huggingface" if value == "hf" else value, param, ctx)
+        return super().convert(SHORT_NAMES.get(value, value), param, ctx)
 
 
 class ShardSizeType(click.ParamType):  # type: ignore[type-arg, unused-ignore]
@@ -103,13 +103,27 @@ def _set_endpoint(_: click.Context, __: click.Parameter, value: Optional[str]) -
         use_endpoint(value)
 
 
-def _svg_path(_: click.Context, __: click.Parameter, value: Optional[str]) -> Optional[str]:
-    # A name typed by mistake may be that of a strategy or a checkpoint.
-    if value is not None and not value.lower().endswith(".svg"):
-        raise UsageError(f"--svg {value}: the name has to end in .svg")
-    if value is not None and is_directory(value):
-        raise UsageError(f"--svg {value}: is a directory", hint="name a file to write")
-    return value
+def path_to_write(
+    name: str, *endings: str, standard_output: bool = False
+) -> Callable[[click.Context, click.Parameter, Optional[str]], Optional[str]]:
+    """Callback of an option that names a file to write: a name typed by mistake may be that of a checkpoint.
+
+    Args:
+        name: of the option, for messages.
+        endings: of the file's name, the usual one first.
+        standard_output: ``-`` is allowed.
+    """
+
+    def check(_: click.Context, __: click.Parameter, value: Optional[str]) -> Optional[str]:
+        if value is None or (standard_output and value == "-"):
+            return value
+        if not value.lower().endswith(endings):
+            raise UsageError(f"{name} {value}: the name has to end in {endings[0]}")
+        if is_directory(value):
+            raise UsageError(f"{name} {value}: is a directory", hint="name a file to write")
+        return value
+
+    return check
 
 
 def choice(group: str, name: str, text: str) -> Callable[[F], F]:
@@ -198,7 +212,14 @@ def verbose(text: str, **attributes: Any) -> Callable[[F], F]:
 
 def svg(text: str) -> Callable[[F], F]:
     """--svg, for `output.write_picture`."""
-    return option("Output", "--svg", metavar="FILE", callback=_svg_path, shell_complete=completion.paths, help=text)
+    return option(
+        "Output",
+        "--svg",
+        metavar="FILE",
+        callback=path_to_write("--svg", ".svg"),
+        shell_complete=completion.paths,
+        help=text,
+    )
 
 
 def crc(text: str) -> Callable[[F], F]:

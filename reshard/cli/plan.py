@@ -89,6 +89,7 @@ def print_plan(
 def _json(prepared: Prepared, summary: Summary, moved: Transfers) -> dict[str, Any]:
     plan, state = prepared.plan, prepared.state
     execution = state.execution.shared(private_bytes())
+    uploads, part_bytes = state.execution.uploads, state.execution.part_bytes
     sources = _source_bytes(moved)
     return {
         **summary_json(summary),
@@ -116,7 +117,7 @@ def _json(prepared: Prepared, summary: Summary, moved: Transfers) -> dict[str, A
         "threads": execution.threads,
         "io": state.execution.chosen_io._asdict(),
         "requests": _requests_json(state.execution),
-        "uploads": _uploads_json(state.execution),
+        "uploads": {"at_a_time": uploads, "part_bytes": part_bytes} if part_bytes else None,
         "space": [
             {"directory": space.place, "bytes_needed": space.needed, "bytes_free": space.free} for space in state.space
         ],
@@ -136,6 +137,8 @@ def _lines(prepared: Prepared, summary: Summary, moved: Transfers, verbose: bool
         write_size, read_size = byte_size(summary.bytes_written), byte_size(sum(moved.read.values()))
         execution = state.execution.shared(private_bytes())
         memory, buffers = byte_size(_expected_memory(execution)), byte_size(execution.buffer_bytes)
+        parts = f"{state.execution.uploads} parts at a time, of up to {byte_size(state.execution.part_bytes)}"
+        uploads = [f"  uploads  {parts}"] if state.execution.part_bytes else []
         who = plural(execution.threads, "thread" if execution.processes < 2 else "worker")
         lines += [
             f"  write    {plural(len(summary.ranks), 'file')}, {write_size}: {rank_ranges(summary.ranks, files)}",
@@ -143,7 +146,7 @@ def _lines(prepared: Prepared, summary: Summary, moved: Transfers, verbose: bool
             f"source {rank_ranges(moved.read, source_files)}{_over_read(moved)}",
             f"  memory   about {memory}, {buffers} of it buffers of {who}",
             *_requests(state.execution),
-            *_uploads(state.execution),
+            *uploads,
             "  io       {}, {}".format(*state.execution.chosen_io),
             *(_room(space, several=len(spaces) > 1) for space in spaces),
         ]
@@ -236,17 +239,6 @@ def _requests(execution: ExecutionOptions) -> list[str]:
     if storage.round_trip is None:
         return [f"{line}, by default: no round trip measured yet"]
     return [f"{line}, of which one took {1000 * storage.round_trip:.1f} ms so far"]
-
-
-def _uploads_json(execution: ExecutionOptions) -> Optional[dict[str, Any]]:
-    return {"at_a_time": execution.uploads, "part_bytes": execution.part_bytes} if execution.part_bytes else None
-
-
-def _uploads(execution: ExecutionOptions) -> list[str]:
-    """How a target is uploaded that is in an object store, as a line."""
-    if not execution.part_bytes:
-        return []
-    return [f"  uploads  {execution.uploads} parts at a time, of up to {byte_size(execution.part_bytes)}"]
 
 
 def _expected_memory(execution: ExecutionOptions) -> int:

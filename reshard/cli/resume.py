@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import shlex
-import socket
 from collections.abc import Sequence
 from typing import Any, Optional
 
@@ -146,7 +145,7 @@ def _check_paths(command: RecordedCommand, status: Status, dst: str, words: Sequ
     """Check that source and strategies exist, and that the strategies are unchanged."""
     for path in command.paths:
         if not _exists(path):
-            where = "any more" if command.host == socket.gethostname() else f"here, as it did on {command.host}"
+            where = "any more" if command.host == os.uname().nodename else f"here, as it did on {command.host}"
             raise InputError(
                 f"{path}: does not exist {where}; the conversion in {dst} was begun with it",
                 file=path,

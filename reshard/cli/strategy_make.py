@@ -262,7 +262,7 @@ def under_names(tensors: ModelTensors, table: Optional[str], config: Optional[st
     shapes = {name: tensor.shape for name, tensor in tensors.weights.items()}
     applied = apply_rules(rules_named(table), shapes, sizes)
     renamed = []
-    for name, result in applied.made.items():
+    for name, result in applied.views.items():
         (dtype, *more_dtypes) = {tensors.weights[source].dtype for source in result.sources}
         renamed.append(FullTensor(name, result.view.shape, None if more_dtypes else dtype))
     return model_tensors(tensors.path, renamed, tensors.item_sizes)

@@ -59,14 +59,14 @@ def suggest(src: str, devices: Optional[int], src_strategy: Optional[str], as_js
     from reshard.storage.registry import endpoint
 
     decryption = options.decryption_of(typed)
-    given = {
+    repeated = {
         "--step": None if typed["step"] == "latest" else typed["step"],
         "--file-suffix": typed["file_suffix"],
         "--decrypt-key-file": typed["decrypt_key_file"],
         "--decrypt-mode": typed["decrypt_mode"],
         "--endpoint-url": endpoint(),
     }
-    words = [word for name, value in given.items() if value is not None for word in (name, value)]
+    words = [word for name, value in repeated.items() if value is not None for word in (name, value)]
     suggestions = suggestions_of(src, devices, src_strategy, words, typed["step"], typed["file_suffix"], decryption)
     if as_json:
         echo_json(_json(suggestions))
@@ -106,7 +106,9 @@ def _show(suggestions: Suggestions) -> None:
     if suggestions.strategy is not None:
         _comment(f"strategy: {suggestions.strategy}")
         if suggestions.found:
-            _comment("  the only one here that fits the ranks, names and shapes in the headers; is it the right one?")
+            _comment(
+                "  the only one here that fits the ranks, names and shapes in the headers; the first command tests it"
+            )
     if model.config is not None:
         _comment(f"model: {model.type or 'unknown type'} ({model.config.path})")
     for problem in subject.problems:

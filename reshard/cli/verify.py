@@ -15,12 +15,13 @@ from reshard.cli.command import command, option
 from reshard.cli.output import alarming, echo_json, is_verbose, listener
 from reshard.cli.progress import progress_of
 from reshard.convert.ends import options_of
-from reshard.convert.recorded import EDITS, merge_hint, was_merged
+from reshard.convert.recorded import merge_hint, was_merged
 from reshard.convert.verifying import against_manifest, of_ranks, reading_sources, verify_with_source
 from reshard.errors import TargetError, UsageError
 from reshard.forms.registry import counted_as, form_named, form_of
 from reshard.opened.opening import typed_strategy
 from reshard.records import read_manifest
+from reshard.records.commands import EDITS
 from reshard.records.status import status_of
 from reshard.strategies import Strategy
 from reshard.text.messages import MAX_LINES, listing

@@ -6,8 +6,6 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Optional
 
-import click
-
 from reshard.cli import completion, options
 from reshard.cli.command import argument, command, option
 from reshard.cli.output import is_quiet, listener, write_file
@@ -18,12 +16,6 @@ from reshard.text.wording import plural
 
 if TYPE_CHECKING:
     from reshard.inspection.subject import Subject
-
-
-def _html_path(_: click.Context, __: click.Parameter, value: Optional[str]) -> Optional[str]:
-    if value is not None and not value.lower().endswith((".html", ".htm")):
-        raise UsageError(f"-o {value}: the name has to end in .html")
-    return value
 
 
 @command(
@@ -42,7 +34,7 @@ reshard view iterations/ --dst-strategy same --stats
     "-o",
     "--output",
     metavar="FILE.html",
-    callback=_html_path,
+    callback=options.path_to_write("-o", ".html", ".htm"),
     shell_complete=completion.paths,
     show_default="name of SRC, in this directory",
     help="Page to write.",

@@ -14,8 +14,8 @@ from reshard.errors import UsageError
 from reshard.forms.form import Form, Layouts
 from reshard.forms.registry import (
     FORMS,
+    check_exists,
     check_holds_ranks,
-    check_there,
     form_named,
     form_of,
     read_checkpoint,
@@ -70,7 +70,7 @@ def read_ends(src: str, typed: Mapping[str, Any], report: Report) -> Ends:
     _check(src, form, to, typed)
     needs_strategy = form.options.needs_strategy
     if source_path is None:
-        (check_holds_ranks if needs_strategy else check_there)(src)
+        (check_holds_ranks if needs_strategy else check_exists)(src)
     if to.options.shards and target_path is None:
         raise UsageError(
             f"--to {to.name}: --shards or --dst-strategy is missing",

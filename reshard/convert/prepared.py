@@ -19,11 +19,11 @@ from reshard.convert.writing import State, Workers, Writing
 from reshard.errors import IncompleteSourceError, RetryableError, UsageError
 from reshard.execute import ExecutionOptions, Progress
 from reshard.execute.destination import check_apart, check_bucket, check_disjoint, check_space
+from reshard.execute.equal import check_equal, equal_of
 from reshard.execute.reader import CHUNK_BYTES, BoxReader
 from reshard.forms.ranks.checkpoint import RankCheckpoint, rank_checkpoint_of
 from reshard.forms.ranks.naming import check_prefix
 from reshard.forms.registry import counted_as, form_named
-from reshard.opened.equal import check_equal, equal_of
 from reshard.plan.groups import MAX_GROUP, share_of
 from reshard.plan.plan import Plan
 from reshard.plan.planner import make_plan
@@ -123,7 +123,7 @@ class Prepared:
         by_rank = all(form_named(form).options.by_rank for form in (self._request.form, self._request.to))
         if not by_rank or not self._request.edits.is_empty:
             return contextlib.nullcontext()
-        return self._swap_test.told(self._request.src, self._request.step, self._request.file_suffix)
+        return self._swap_test.explain_errors(self._request.src, self._request.step, self._request.file_suffix)
 
     def _plan_work(self) -> State:
         """Plan, and compare with the target directory."""
@@ -179,7 +179,7 @@ class Prepared:
         options = self._options
         files: tuple[int, ...] = plan.requested
         if options.lost_only:
-            files = tuple(file for file in files if plan.form.taken_over(file) is None)
+            files = tuple(file for file in files if plan.form.copied_file(file) is None)
         if options.share is not None:
             files = share_of(plan.data_bytes(files), *options.share)
         if options.part is not None:
@@ -273,7 +273,7 @@ class Prepared:
             target_files={file: plan.path(file) for file in requested},
             done_before=sorted(set(requested).difference(work)),
             source_ranks=sorted(plan.checkpoint.indexes),
-            recovered=[file for file in lost if plan.form.taken_over(file) is None],
+            recovered=[file for file in lost if plan.form.copied_file(file) is None],
             parameters=len(plan.sorted.resharded),
             kinds=totals_of(plan, requested),
             copied=plan.sorted.copied,

@@ -13,17 +13,13 @@ from reshard.forms.registry import form_named, form_of
 from reshard.plan.edits import Edits, edits_of
 from reshard.plan.plan import Plan
 from reshard.records import Identity, RecordedCommand, strategy_digest
+from reshard.records.commands import EDITS
 from reshard.records.identity import short_digest
 from reshard.records.ledger import Ledger, ledgers_in
 from reshard.storage import absolute, exists
 from reshard.strategies import NONE, Strategy, names_files, read_strategy
 from reshard.text.report import Report
 from reshard.text.wording import number_ranges
-
-EDITS = ("names", "rename", "config", "reverse", "optimizer", "cast", "dequantize")
-"""The options of names and types, as click calls their values."""
-
-_OPTIONS = "--names, --reverse, --config, --optimizer, --rename, --cast, --dequantize"
 
 
 def command_of(plan: Plan, options: Options) -> Optional[RecordedCommand]:
@@ -177,9 +173,10 @@ def _recorded(out: str, src: str, plan: Identity, report: Report) -> Edits:
                 report.note(f"compared with the recorded names and types: {words}")
             return edits
         problem = f"its options were {words}, and these rules have changed since"
+    options = ", ".join(f"--{name}" for name in EDITS)
     raise UsageError(
         f"{out}: was written with other names or types than its source has; {problem}",
-        hint=f"add the options of names and types that convert had ({_OPTIONS}); if merge-lora wrote it: "
+        hint=f"add the options of names and types that convert had ({options}); if merge-lora wrote it: "
         + merge_hint(out),
     )
 

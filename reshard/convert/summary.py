@@ -106,7 +106,7 @@ class _TensorTotal(NamedTuple):
 
 def _tensor_totals(plan: Plan, files: Collection[int]) -> Iterator[_TensorTotal]:
     """Totals of the files."""
-    taken_over = {file: plan.form.taken_over(file) for file in files}
+    taken_over = {file: plan.form.copied_file(file) for file in files}
     copies = [plan.checkpoint.indexes[holder] for holder in taken_over.values() if holder is not None]
     resharded = sorted(file for file, holder in taken_over.items() if holder is None)
     for section in plan.sections:

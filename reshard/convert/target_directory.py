@@ -53,7 +53,6 @@ from reshard.storage import (
     opened_regular,
     read_range,
     remove_file,
-    status_at,
     status_of_each,
     store_of,
     unlinked,
@@ -172,7 +171,7 @@ class TargetDirectory:
         """
         contents = self._look()
         writing = {self._name(rank) for rank in self._requested}
-        recorded = self._recorded_by(contents.ledgers) - writing
+        recorded = {name for ledger in contents.ledgers for name, _ in self._targets_of(ledger)} - writing
         own_names = writing
         if not (contents.present | recorded) <= writing:
             # For by-rank, the files of all other ranks are seldom needed.
@@ -202,7 +201,7 @@ class TargetDirectory:
             marks = self._existing_names(_marks(self._ledger.identity))
             if marks:
                 raise self._refusals.foreign(marks, set())
-        complete = self._done()
+        complete = set() if self._anew else self.recorded(self._requested)
         missing = [rank for rank in self._requested if rank not in complete]
         in_the_way = [rank for rank in missing if self._name(rank) in contents.present]
         if in_the_way and not self._overwrite:
@@ -247,11 +246,8 @@ class TargetDirectory:
         """Whether targets of other conversions may be removed: this run, or its main run, replaces everything."""
         return self._overwrite and (self._whole or self._part)
 
-    def _recorded_by(self, ledgers: Iterable[Ledger]) -> set[str]:
-        """Names of unmodified targets of other conversions."""
-        return {name for ledger in ledgers for name, _ in self._targets_of(ledger)}
-
     def _targets_of(self, ledger: Ledger) -> Iterator[tuple[str, DoneRecord]]:
+        """Names and records of unmodified targets of another conversion."""
         recorded = sorted(ledger.done().items())
         statuses = self._destination.files(ledger.identity.file_of(rank) for rank, _ in recorded)
         for rank, records in recorded:
@@ -356,7 +352,7 @@ class TargetDirectory:
         for group in groups:
             # In an object store a recent check is enough: conditional writes replace no file of another run.
             fresh = far and time.monotonic() < self._looked + _FRESH
-            missing = [target for target in group if fresh or not self._finished_meanwhile(target)]
+            missing = [target for target in group if fresh or not self.recorded((target.rank,))]
             if missing:
                 yield missing
 
@@ -389,7 +385,7 @@ class TargetDirectory:
         if not has_name and exists_already:
             if self._overwrite:
                 self._overwritten.add(target.rank)
-            elif not self._finished_meanwhile(target):
+            elif not self.recorded((target.rank,)):
                 raise self._existing([target.rank])
         if has_name == (target.rank in self._overwritten):
             layout, headers = self._last_headers
@@ -593,30 +589,19 @@ class TargetDirectory:
         # A repeated part must keep the records, which the whole run needs.
         return self._overwrite and not self._part and not self._ledger.replacing(self._requested, self._sources)
 
-    def _status(self, rank: int) -> Optional[FileStatus]:
-        return status_at(self._plan.path(rank))
-
     def _statuses(self, ranks: Iterable[int]) -> dict[int, Optional[FileStatus]]:
         numbers = list(ranks)
         return dict(zip(numbers, status_of_each([self._plan.path(rank) for rank in numbers])))
-
-    def _done(self) -> set[int]:
-        """Requested ranks with a recorded, unmodified target."""
-        return set() if self._anew else self.recorded(self._requested)
 
     def recorded(self, ranks: Sequence[int]) -> set[int]:
         """The ranks with a recorded, unmodified target."""
         # Targets before records: a target that another run finishes in between has its record already.
         statuses = self._statuses(ranks)
+        if not any(statuses.values()):
+            # The records of many ranks are a long list to read for each new target.
+            return set()
         records = self._ledger.done(frozenset(ranks))
         return {rank for rank, of_rank in records.items() if any(record.matches(statuses[rank]) for record in of_rank)}
-
-    def _finished_meanwhile(self, target: TargetFile) -> bool:
-        status = self._status(target.rank)
-        if status is None:
-            return False
-        records = self._ledger.done((target.rank,)).get(target.rank, [])
-        return any(record.matches(status) for record in records)
 
     def _existing(self, ranks: Sequence[int]) -> TargetError:
         recorded = bool(self._ledger.done(frozenset(ranks)))

@@ -54,7 +54,7 @@ def transfers_of(plan: Plan, work: Sequence[int], execution: ExecutionOptions) -
     transfers = Transfers()
     resharded = []
     for file in work:
-        holder = plan.form.taken_over(file)
+        holder = plan.form.copied_file(file)
         if holder is None:
             resharded.append(file)
             continue

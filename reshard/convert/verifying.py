@@ -78,7 +78,7 @@ def verify_written(
             means=means,
             report=report,
             crcs=crcs,
-            known=request.damaged,
+            damage_by_path=request.damaged,
         )
 
 
@@ -145,7 +145,7 @@ def verify_with_source(
     with contextlib.ExitStack() as stack:
         if by_rank and form_named(ends.form).options.by_rank and edits.is_empty:
             swap_test = SwapTest(ends.source, ends.target, means.handles)
-            stack.enter_context(swap_test.told(src, step, typed["file_suffix"]))
+            stack.enter_context(swap_test.explain_errors(src, step, typed["file_suffix"]))
         differences += verify_conversion(
             Converted(CheckpointPlace(src, ends.form, ends.source, step, typed["file_suffix"]), edits, recorded),
             ConvertedTarget(out, to, ends.target, files, ranks, ends.target.path == SAME),

@@ -1,7 +1,7 @@
-"""Moving bytes: the reader of boxes, buffers, budget, concurrency and commit.
+"""The executor: the reader of boxes, buffers, threads and processes, and commit.
 
-The executor is given target files, laid out and cut into pieces, and writes each of them once, in
-order, under a temporary name. It knows boxes and byte ranges; it knows nothing of layouts.
+Its input is target files with their pieces. It writes each file once, in order, under a temporary name. It handles
+boxes and byte ranges, not layouts.
 """
 
 from reshard.execute.destination import Destination

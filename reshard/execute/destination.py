@@ -1,7 +1,7 @@
-"""What a target directory may hold before anything is written into it.
+"""Checks of the target directory and of free space before anything is written.
 
-Nothing is ever replaced that this conversion would not write itself, and no checkpoint of another
-conversion may remain beside the new ones, where a training job would load the two as one.
+A conversion replaces only files that it would write itself. No checkpoint of another conversion may remain beside
+the new ones: a training job would load both as one.
 """
 
 from __future__ import annotations
@@ -45,49 +45,51 @@ class Destination:
     def __init__(self, path: str) -> None:
         self.path = path
 
-    def checkpoints(self, directories: Collection[str], others: bool = True) -> list[str]:
+    def checkpoints(self, directories: Collection[str], all_ranks: bool = True) -> list[str]:
         """Checkpoint files in some of its directories, by name relative to it, sorted.
 
         Args:
-            directories: where to look, relative to it; an empty name stands for itself.
-            others: look into all rank directories too.
+            directories: directories to list, relative to it; an empty name is the target directory itself.
+            all_ranks: list all rank directories, too.
 
         Raises:
-            TargetError: it is something else than a directory.
+            TargetError: the path is not a directory.
             RetryableError: it cannot be read.
         """
-        there = status_at(self.path)
-        if not there.directory if there is not None else exists(self.path):
+        status = status_at(self.path)
+        if not status.directory if status is not None else exists(self.path):
             raise TargetError(f"{self.path} is not a directory", file=self.path, hint="choose another DST")
         entries = set(directories)
-        if others:
-            # One listing tells which of many rank directories are there.
+        if all_ranks:
+            # One listing of the target directory instead of a look for each of many rank directories.
             entries = {name for name in entries if not _RANK_DIRECTORY.fullmatch(name)}
             entries.update(filter(_RANK_DIRECTORY.fullmatch, names_in(self.path)))
-        # A directory that another run which gave up has removed meanwhile holds nothing.
+        # A directory that another run has just removed lists as empty.
         ordered = sorted(entries)
-        listed = for_each(names_in, [os.path.join(self.path, entry) if entry else self.path for entry in ordered])
+        names_by_entry = for_each(
+            names_in, [os.path.join(self.path, entry) if entry else self.path for entry in ordered]
+        )
         return sorted(
             os.path.join(entry, name)
-            for entry, names in zip(ordered, listed)
+            for entry, names in zip(ordered, names_by_entry)
             for name in names
             if name.endswith(_CHECKPOINT_ENDINGS) and name != UNFINISHED
         )
 
     def check(self, writing: Iterable[str]) -> dict[str, str]:
-        """Refuse to write where something else stands, or through links.
+        """Refuse to replace anything but regular files, or to write through links.
 
         Args:
             writing: files that will be written, by name.
 
         Returns:
-            The versions of those that are there, by name; empty texts in a store that has none.
+            The versions of existing files, by name; empty texts in a store without versions.
 
         Raises:
-            TargetError: there is something that is no file, or a directory is a link that leads elsewhere.
+            TargetError: one is not a regular file, or its directory is a link to another place.
         """
         names = list(writing)
-        found: dict[str, str] = {}
+        versions: dict[str, str] = {}
         for name, status in zip(names, status_of_each([self._path(name) for name in names], through_links=False)):
             path = self._path(name)
             if not self._inside(name):
@@ -99,23 +101,23 @@ class Destination:
             if status is not None and not status.regular and not is_regular_file(path):
                 raise TargetError(f"{path} is not a regular file", file=path, hint="remove it, or choose another DST")
             if status is not None:
-                found[name] = status.version
-        return found
+                versions[name] = status.version
+        return versions
 
     def files(self, names: Iterable[str]) -> dict[str, FileStatus]:
-        """The status of those of some names, relative to it, that are files there, not through links.
+        """The status of existing regular files among these names, relative to it; links are not followed.
 
         Raises:
-            ReshardError: one cannot be looked at.
+            ReshardError: the status of one cannot be read.
         """
         inside = [name for name in names if self._inside(name)]
-        found = status_of_each([self._path(name) for name in inside], through_links=False)
-        return {name: status for name, status in zip(inside, found) if status is not None and status.regular}
+        statuses = status_of_each([self._path(name) for name in inside], through_links=False)
+        return {name: status for name, status in zip(inside, statuses) if status is not None and status.regular}
 
-    def remove(self, name: str, same: Callable[[FileStatus], bool]) -> None:
-        """Remove a file if its status is as expected, for good, and its directories that hold nothing else.
+    def remove(self, name: str, unchanged: Callable[[FileStatus], bool]) -> None:
+        """Remove a file if it is unchanged, and its directories that are then empty.
 
-        What lies behind a link stays.
+        Files behind links stay.
 
         Raises:
             ReshardError: it cannot be removed.
@@ -125,7 +127,7 @@ class Destination:
         path = self._path(name)
         store = store_of(path)
         try:
-            store.remove(path, if_same=lambda status: status.regular and same(status))
+            store.remove(path, if_same=lambda status: status.regular and unchanged(status))
         except (FileNotFoundError, NotADirectoryError):
             return
         except OSError as error:
@@ -137,11 +139,11 @@ class Destination:
                 directory = os.path.dirname(directory)
 
     def remove_dead_temporaries(self, directories: Iterable[str], complete: bool = False) -> None:
-        """Remove what killed runs left, here and in these directories.
+        """Remove temporary files of killed runs, here and in these directories.
 
         Args:
             directories: relative to it.
-            complete: nothing is left to be written, so that what nobody holds is nobody's, of other machines too.
+            complete: all files are written: temporary files of other machines without a lock are removed, too.
         """
         places = [self.path, *(os.path.join(self.path, name) for name in directories if name)]
         for_each(lambda place: store_of(place).remove_dead(place, complete), places)
@@ -150,22 +152,22 @@ class Destination:
         return os.path.join(self.path, name)
 
     def _inside(self, name: str) -> bool:
-        """Whether the directory of a file is, or will be, where its name says: on the way to it are no links."""
+        """Whether no directory on the path of a file is a link to another place."""
         above = os.path.normpath(os.path.dirname(name) or os.curdir)
         return above == os.curdir or real(self._path(above)) == os.path.join(real(self.path), above)
 
 
 def check_bucket(dst: str) -> None:
-    """Insist that the bucket of a target directory is there, where it lies in an object store.
+    """Check that the bucket of a target directory in an object store exists.
 
     Args:
         dst: as typed.
 
     Raises:
-        UsageError: it is no path that its store can have.
-        InputError: there is no such bucket.
+        UsageError: the path is not valid in its store.
+        InputError: the bucket does not exist.
     """
-    # Who may list a part of a bucket alone is told that all of it may not be listed, where there is one.
+    # Credentials for a part of a bucket may not list its root: that is no error.
     with contextlib.suppress(OSError):
         store_of(dst).check_root(dst)
 
@@ -176,7 +178,7 @@ def check_disjoint(
     dst: str,
     targets: Iterable[str] = (),
 ) -> None:
-    """Refuse a source and a target of which one contains the other, by whatever names, links or mounts.
+    """Refuse a source and a target of which one contains the other, also through links or mounts.
 
     Args:
         src: SRC as typed.
@@ -186,7 +188,7 @@ def check_disjoint(
 
     Raises:
         UsageError: they overlap.
-        RetryableError: one of them cannot be looked at.
+        RetryableError: the status of one cannot be read.
     """
     if isinstance(src, str) and not same_store(src, dst):
         return
@@ -199,7 +201,7 @@ def check_disjoint(
                 f"SRC {src} and DST {dst} overlap", file=dst, hint="choose a DST outside the source's directories"
             )
     rank_directories = isinstance(src, str) and "{rank}" in os.path.dirname(src)
-    held: dict[Hashable, str] = {}
+    sources_by_place: dict[Hashable, str] = {}
     for path in sources:
         place_of_file = real(path)
         if _contains(target, place_of_file) or places.contains(target, place_of_file):
@@ -209,54 +211,55 @@ def check_disjoint(
         for name in (place_of_file, os.path.dirname(place_of_file)):
             place = places.of(name)
             if place is not None:
-                held.setdefault(place, path)
+                sources_by_place.setdefault(place, path)
     for path in targets:
         place_of_file = real(path)
-        source = held.get(places.of(place_of_file), held.get(places.of(os.path.dirname(place_of_file))))
+        beside = sources_by_place.get(places.of(os.path.dirname(place_of_file)))
+        source = sources_by_place.get(places.of(place_of_file), beside)
         if source is not None:
             raise UsageError(
-                f"{path} is, by another name, where source file {source} lies", file=path, hint="choose another DST"
+                f"{path} is another name of a place of source file {source}", file=path, hint="choose another DST"
             )
 
 
 def check_apart(target: str, sources: Iterable[str], strategies: Iterable[str]) -> None:
-    """Refuse to replace what a target is made from by the target, or what is no file.
+    """Refuse a target that would replace an input, or anything but a regular file.
 
     Args:
-        target: a file that is to be written, wherever it lies; beside source files, too.
+        target: a file that will be written; it may lie beside source files.
         sources: the source files.
         strategies: files or directories.
 
     Raises:
-        UsageError: the target is one of them, by whatever name, or a file of a strategy directory.
-        TargetError: something that is no file stands there.
-        RetryableError: one of them cannot be looked at.
+        UsageError: the target is one of them, also by another name, or a file of a strategy directory.
+        TargetError: the target exists and is not a regular file.
+        RetryableError: the status of one cannot be read.
     """
     places = _Places()
     place, around = places.of(target), places.of(os.path.dirname(target))
     if place is not None:
         inputs = [*((path, "source file") for path in sources), *((path, "strategy") for path in strategies)]
-        for path, what in inputs:
+        for path, kind in inputs:
             if places.of(path) in (place, around):
-                raise UsageError(f"{target} is {what} {path}, or lies in it", file=target, hint="choose another name")
+                raise UsageError(f"{target} is {kind} {path}, or lies in it", file=target, hint="choose another name")
     Destination(os.path.dirname(target)).check([os.path.basename(target)])
 
 
 class _Places:
-    """Where files and directories lie: the same place may have several names, as mounts have."""
+    """Places of files and directories: one place may have several names, through mounts."""
 
     def __init__(self) -> None:
         self._known: dict[str, Optional[Hashable]] = {}
 
     def of(self, path: str) -> Optional[Hashable]:
-        """The place of a path; None where there is nothing."""
+        """The place of a path; None if nothing exists there."""
         if path not in self._known:
-            with _asking(path):
+            with _naming(path):
                 self._known[path] = store_of(path).place(path)
         return self._known[path]
 
     def contains(self, directory: str, path: str) -> bool:
-        """Whether a directory is a path, or one of the directories above it."""
+        """Whether a directory is a path or one of its parents."""
         place = self.of(directory)
         while place is not None:
             if self.of(path) == place:
@@ -274,7 +277,7 @@ class Space(NamedTuple):
     Attributes:
         place: a directory on it, below which files will be written.
         needed: bytes that will be written to it.
-        free: bytes that may be; None where it does not say.
+        free: free bytes; None if unknown.
     """
 
     place: str
@@ -283,39 +286,39 @@ class Space(NamedTuple):
 
     @property
     def problem(self) -> Optional[str]:
-        """In words, that there is not enough; None where there is."""
+        """The message for too little space; None if there is enough."""
         if self.free is None or self.needed <= self.free:
             return None
         return f"{self.place}: {self.needed:,} bytes are needed, but its file system has {self.free:,} free"
 
 
 def space_for(needed: Iterable[tuple[str, int]]) -> list[Space]:
-    """The room that every file system has that will be written to, and what of it is needed.
+    """Needed and free space of every file system of the target.
 
     Args:
         needed: directories, existing or not, and bytes that will be written to each.
 
     Raises:
-        RetryableError: a file system cannot be asked.
+        RetryableError: the free space cannot be read.
     """
     places: dict[int, str] = {}
     totals: Counter[int] = Counter()
     for directory, count in needed:
-        with _asking(directory):
+        with _naming(directory):
             volume = store_of(directory).volume(directory)
         if volume is not None:
             device, place = volume
             places.setdefault(device, place)
             totals[device] += count
-    found = []
+    spaces = []
     for device, place in places.items():
-        with _asking(place):
-            found.append(Space(place, totals[device], store_of(place).free(place)))
-    return found
+        with _naming(place):
+            spaces.append(Space(place, totals[device], store_of(place).free(place)))
+    return spaces
 
 
 def check_space(spaces: Iterable[Space]) -> None:
-    """Refuse to begin what cannot be finished.
+    """Refuse a conversion that cannot be finished.
 
     Raises:
         UnwritableError: some file system has less free space than is needed on it.
@@ -326,8 +329,8 @@ def check_space(spaces: Iterable[Space]) -> None:
 
 
 @contextlib.contextmanager
-def _asking(path: str) -> Iterator[None]:
-    """Turn what the file system says into an error that names the path."""
+def _naming(path: str) -> Iterator[None]:
+    """Turn errors of the file system into errors that name the path."""
     try:
         yield
     except OSError as error:

@@ -1,8 +1,8 @@
 """Filling a block of a target tensor from stored slices.
 
-The strided side is always memory, never the file. Rows that lie close together in the source are
-read in one request with what lies between them and gathered by NumPy; rows far apart are read one by
-one; and what is contiguous on both sides goes straight into the block.
+The strided side is always memory, never the file. Rows that are close together in the source are read in one request,
+with the gaps, and gathered by NumPy. Rows far apart are read one by one. Bytes that are contiguous on both sides are
+read directly into the block.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from reshard.layout import Box, Loop, Region, boxes_of_range, inside, intersecti
 from reshard.plan.pieces import StoredSlice, TargetTensor
 
 _WORDS = (8, 4, 2, 1)
-# Elements along the sides of a tile of a transposed copy: this where neighbours lie together in the source, twice as
-# many where they do in the target. Smaller ones cost more calls, larger ones leave the cache.
+# Elements along the sides of a tile of a transposed copy: this number along the source's contiguous axis, twice as
+# many along the target's. Smaller tiles cost more calls, larger ones do not fit the cache.
 _TILE = 128
-_LEAST_TILE = 16
+_MIN_TILE = 16
 _TILE_GAP = 8
 _FAR = 1 << 62
 _ROOMS = threading.local()
 
 
 class Run(NamedTuple):
-    """Bytes that lie together in a stored slice as they do in a box of a target tensor.
+    """Bytes that are contiguous both in a stored slice and in a box of a target tensor.
 
     Attributes:
         offset: of its first byte in the box.
         source: the slice.
-        start: its first byte there.
+        start: of its first byte in the slice.
         length: bytes.
     """
 
@@ -48,44 +48,43 @@ class Run(NamedTuple):
 
 
 def runs_of_box(tensor: TargetTensor, block: Box) -> Optional[list[Run]]:
-    """The runs that make a box of a target tensor, counted from its own origin; None where it is not made of runs."""
+    """The runs that make a box of a target tensor, counted from its own origin; None if other elements are in it."""
     if tensor.padded or tensor.added is not None:
         return None
     box = tuple((start + low, start + high) for (start, _), (low, high) in zip(tensor.box, block))
-    found = []
+    runs = []
     for piece in tensor.pieces:
         common = intersection(piece.box, box)
         if common is None:
             continue
         if piece.region is not None or piece.dtype is not None or piece.source.decoding is not None:
             return None
-        if not (_lies_together(common, box) and _lies_together(common, piece.source.box)):
+        if not (_is_contiguous(common, box) and _is_contiguous(common, piece.source.box)):
             return None
-        offset, start = (_offset_in(common, whole) * tensor.item_size for whole in (box, piece.source.box))
-        found.append(Run(offset, piece.source, start, volume_of(common) * tensor.item_size))
-    return found or None
+        offset, start = (_offset_in(common, outer) * tensor.item_size for outer in (box, piece.source.box))
+        runs.append(Run(offset, piece.source, start, volume_of(common) * tensor.item_size))
+    return runs or None
 
 
-def _lies_together(part: Box, whole: Box) -> bool:
+def _is_contiguous(part: Box, box: Box) -> bool:
     """Whether the elements of a part of a box follow each other in it."""
     axis = next((axis for axis, (low, high) in enumerate(part) if high - low > 1), len(part))
-    return part[axis + 1 :] == whole[axis + 1 :]
+    return part[axis + 1 :] == box[axis + 1 :]
 
 
-def _offset_in(part: Box, whole: Box) -> int:
-    """The number of the first element of a part of a box in it."""
-    strides = byte_strides(shape_of(whole), 1)
-    return sum((low - first) * stride for (low, _), (first, _), stride in zip(part, whole, strides))
+def _offset_in(part: Box, box: Box) -> int:
+    """The number of the first element of a part in its box, in C order."""
+    strides = byte_strides(shape_of(box), 1)
+    return sum((low - first) * stride for (low, _), (first, _), stride in zip(part, box, strides))
 
 
 class BlockFiller:
     """Fills blocks of target tensors through one reader; one per thread.
 
     Args:
-        reader: where bytes come from.
-        scratch: room for rows that have to be read before they are gathered; half of it must hold an
-            element.
-        overflowed: told of elements that a cast made infinite.
+        reader: reads stored bytes.
+        scratch: buffer for rows that are read before they are gathered; half of it must hold an element.
+        overflowed: counts elements that a cast made infinite.
     """
 
     def __init__(self, reader: ByteReader, scratch: Bytes, overflowed: Overflowed = lambda name, count: None) -> None:
@@ -93,8 +92,7 @@ class BlockFiller:
         self._overflowed = overflowed
         half = len(scratch) // 2
         self._scratch = scratch[:half]
-        # Shared rows stay while they are handed out, and must not be overwritten by reading them; nor must what is
-        # to be cast.
+        # Shared rows and elements to cast: reading them uses the other half.
         self._room = scratch[half:]
 
     def fill(self, tensor: TargetTensor, block: Box, out: memoryview) -> None:
@@ -134,7 +132,7 @@ class BlockFiller:
         """Fill the same rows of every member, reading each source's rows once.
 
         Args:
-            shared: the tensor and who takes what of it.
+            shared: the tensor and the boxes of its members.
             rows: a box of the outer dimensions, counted from the members' origin there; at most
                 `most_shared_rows`.
             outs: per member exactly the rows' bytes.
@@ -147,12 +145,12 @@ class BlockFiller:
         cast = None
         if shared.dtype is not None:
             cast = Cast(shared.dtype, str(example.dtype), example.name, self._overflowed)
-        for source, taken in shared.uses:
+        for source, uses in shared.uses:
             region = intersection((*outer, *source.box[axis:]), source.box)
             if region is None:
                 continue
             data = self._rows(source, region, shared.stored_size)
-            for member, box in taken:
+            for member, box in uses:
                 common = intersection(box, region)
                 if common is not None:
                     out = views[member][inside(common, boxes[member])]
@@ -162,7 +160,7 @@ class BlockFiller:
                 tensor.added.add(box, view)
 
     def _rows(self, source: StoredSlice, region: Box, item_size: int) -> Words:
-        """A region of whole rows of a stored slice, as it lies in a map or read into the scratch room."""
+        """A region of whole rows of a stored slice, in a map or read into the scratch buffer."""
         word = word_of(item_size)
         counts = shape_of(region)
         strides = byte_strides(shape_of(source.box), item_size)
@@ -179,7 +177,7 @@ class BlockFiller:
         return data
 
     def _fill_region(self, source: StoredSlice, region: Box, out: Words, item_size: int, cast: Optional[Cast]) -> None:
-        """Fill ``out`` with a box that lies in source and target alike."""
+        """Fill ``out`` with a box whose dimensions have the same order in source and target."""
         stored_size = item_size if cast is None else cast.stored_size
         strides = byte_strides(shape_of(source.box), stored_size)
         start = sum((low - first) * stride for (low, _), (first, _), stride in zip(region, source.box, strides))
@@ -188,7 +186,7 @@ class BlockFiller:
     def _fill_loops(
         self, source: StoredSlice, region: Region, box: Box, view: Words, item_size: int, cast: Optional[Cast]
     ) -> None:
-        """Fill what of a block, given its box, is a region of the source."""
+        """Fill the part of a block, given its box, that comes from a region of the source."""
         stored_size = item_size if cast is None else cast.stored_size
         strides = byte_strides(shape_of(source.box), stored_size)
         start = sum((at - first) * stride for at, (first, _), stride in zip(region.source_origin, source.box, strides))
@@ -211,7 +209,7 @@ class BlockFiller:
         stored_size: int,
         cast: Optional[Cast],
     ) -> None:
-        """Copy strided elements of a stored slice, or cast them by way of the scratch room."""
+        """Copy strided elements of a stored slice, or cast them through the scratch buffer."""
         if cast is None:
             self._copy(source, start, counts, strides, out, stored_size)
             return
@@ -232,7 +230,7 @@ class BlockFiller:
         out: Words,
         item_size: int,
     ) -> None:
-        """Copy strided elements of a stored slice, however they have to be cut to fit the scratch room.
+        """Copy strided elements of a stored slice, in parts that fit the scratch buffer.
 
         Args:
             source: the slice.
@@ -262,7 +260,7 @@ class BlockFiller:
             self._copy(source, begin, shape_of(part), strides, out[inside], item_size)
 
     def _parts(self, counts: Sequence[int], strides: Sequence[int], item_size: int) -> list[Box]:
-        """Cut a region that cannot be read at once along its outermost axis longer than 1."""
+        """Cut a region that does not fit the scratch buffer along its outermost axis longer than 1."""
         axis = next(axis for axis, count in enumerate(counts) if count > 1)
         row_span = span_of(counts[axis + 1 :], strides[axis + 1 :], item_size)
         gap = strides[axis] - row_span
@@ -285,12 +283,12 @@ def byte_strides(shape: Sequence[int], item_size: int) -> list[int]:
 
 
 def span_of(counts: Sequence[int], strides: Sequence[int], item_size: int) -> int:
-    """Bytes from the first byte of a region to its last, with what lies between."""
+    """Bytes from the first byte of a region to its last, including gaps."""
     return sum((count - 1) * stride for count, stride in zip(counts, strides)) + item_size
 
 
 def runs(counts: Sequence[int], strides: Sequence[int], item_size: int) -> int:
-    """How many contiguous runs a region consists of."""
+    """The number of contiguous runs of a region."""
     run = item_size
     for axis in range(len(counts) - 1, -1, -1):
         if strides[axis] != run:
@@ -315,7 +313,7 @@ def gather(data: Bytes, counts: Sequence[int], strides: Sequence[int], out: Word
 
 
 def loops_in_source(region: Region, strides: Sequence[int]) -> tuple[list[Loop], list[int], list[int]]:
-    """The loops of a region in the order in which they step through its source, the widest first.
+    """The loops of a region by their steps in the source, the widest first.
 
     Args:
         region: the region.
@@ -330,9 +328,9 @@ def loops_in_source(region: Region, strides: Sequence[int]) -> tuple[list[Loop],
 
 
 def word_of(item_size: int) -> int:
-    """Bytes of the words that elements are handled as.
+    """Bytes of the words that elements are copied as.
 
-    Elements go as numbers, not as rows of bytes: short rows then cost an instruction, not a call.
+    Words, not rows of bytes: a short row then costs an instruction, not a call.
     """
     return next(size for size in _WORDS if item_size % size == 0)
 
@@ -344,15 +342,15 @@ def as_words(data: memoryview, shape: Sequence[int], item_size: int) -> Words:
 
 
 def put(source: Words, out: Words, cast: Optional[Cast] = None) -> None:
-    """Copy elements, or cast them, wherever both lie; arrays of one word or more per element in the last dimension.
+    """Copy elements, or cast them, between arrays of one word or more per element in the last dimension.
 
-    Where neighbours here are far apart there, tile by tile through a room in the cache: its rows are not as far apart
-    as a power of two, which those of tensors often are, so that they do not drive each other out.
+    Transposed copies go tile by tile through a buffer in the cache. Rows of tensors are often a power of two apart,
+    so that they evict each other from the cache; rows of the buffer are not.
     """
     axes = range(source.ndim - 1)
     near_source = min(axes, key=lambda axis: source.strides[axis] if source.shape[axis] > 1 else _FAR, default=0)
     near_out = min(axes, key=lambda axis: out.strides[axis] if out.shape[axis] > 1 else _FAR, default=0)
-    if near_source == near_out or min(source.shape[near_source], source.shape[near_out]) < _LEAST_TILE:
+    if near_source == near_out or min(source.shape[near_source], source.shape[near_out]) < _MIN_TILE:
         if cast is None:
             out[...] = source
         else:
@@ -360,28 +358,28 @@ def put(source: Words, out: Words, cast: Optional[Cast] = None) -> None:
         return
     order = sorted(axes, key=lambda axis: -source.strides[axis])
     steps = {near_source: min(source.shape[near_source], _TILE), near_out: min(source.shape[near_out], 2 * _TILE)}
-    left = 2 * _TILE * _TILE // math.prod(steps.values())
+    budget = 2 * _TILE * _TILE // math.prod(steps.values())
     for axis in reversed(order):
         if axis not in steps:
-            steps[axis] = max(1, min(source.shape[axis], left))
-            left //= steps[axis]
+            steps[axis] = max(1, min(source.shape[axis], budget))
+            budget //= steps[axis]
     slices = [
         [slice(first, first + steps[axis]) for first in range(0, source.shape[axis], steps[axis])] for axis in axes
     ]
     room: Optional[Words] = None
     for tile in itertools.product(*slices):
-        taken, given = source[tile], out[tile]
-        if room is None or room.shape != given.shape:
-            room = _tile_like(given, order)
+        source_tile, out_tile = source[tile], out[tile]
+        if room is None or room.shape != out_tile.shape:
+            room = _tile_like(out_tile, order)
         if cast is None:
-            room[...] = taken
+            room[...] = source_tile
         else:
-            cast.put(taken, room)
-        given[...] = room
+            cast.put(source_tile, room)
+        out_tile[...] = room
 
 
 def _tile_like(out: Words, order: Sequence[int]) -> Words:
-    """A room of this thread for a tile, with the axes in this order in memory."""
+    """A buffer of this thread for a tile, with the axes in this order in memory."""
     shape = [out.shape[axis] for axis in order]
     row = (shape[-1] + _TILE_GAP) * out.shape[-1]
     count = math.prod(shape[:-1]) * row

@@ -1,7 +1,7 @@
 """Writing a part of the files of a group: block by block through a buffer per file, in one thread.
 
-Long runs of bytes that lie in a source file as they will in the target are copied by the file system where it can do
-that by itself: a server copies them without sending them here, or both files share what is on disk.
+The file system copies long runs of bytes that are contiguous in source and target, where that saves work: a server
+copies them without sending them here, or both files share blocks on disk.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from reshard.execute.writing import PartBuffer, TargetWriter
 from reshard.layout import boxes_of_range, volume_of
 from reshard.plan.pieces import TargetTensor
 
-# Bytes of a run: shorter ones are as quick by way of memory, many together.
-_WORTH_COPYING = 1 << 20
+# Minimum bytes of a run: shorter runs are as fast through memory, many in one write.
+_MIN_COPIED_RUN = 1 << 20
 
 
 class PartWriter:
     """Writes parts.
 
     Args:
-        worker: reads what they are made of.
+        worker: reads the tensors.
         handles: open source files.
-        stopped: whether to end in the middle of a part, which is then not written.
-        wrote: told how many bytes of tensors are done.
-        copied: told how many of these the file system has copied.
+        stopped: returns whether to stop in the middle of a part, which is then incomplete.
+        wrote: counts bytes of tensors that are done.
+        copied: counts those that the file system has copied.
     """
 
     def __init__(
@@ -97,26 +97,26 @@ class PartWriter:
                 self._wrote(count)
 
     def _copy(self, tensor: TargetTensor, first: int, last: int, buffer: PartBuffer) -> int:
-        """Have the file system copy elements of a tensor from the first one on, as far as it can; how many."""
-        done = 0
+        """Have the file system copy elements of a tensor, from the first one on; returns their number."""
+        copied = 0
         for box in boxes_of_range(tensor.shape, first, last, last - first):
             runs = runs_of_box(tensor, box)
             count = volume_of(box) * tensor.item_size
-            if runs is None or min(run.length for run in runs) < _WORTH_COPYING:
+            if runs is None or min(run.length for run in runs) < _MIN_COPIED_RUN:
                 break
             buffer.flush()
             if not all(self._copy_run(run, buffer) for run in runs):
-                # By way of memory then, all of the box; the rest of the file, too.
+                # The box, and the rest of the file, go through memory.
                 buffer.writer.copies = False
                 break
             buffer.skip(count)
             self._wrote(count)
             self._copied(count)
-            done += volume_of(box)
-        return done
+            copied += volume_of(box)
+        return copied
 
     def _copy_run(self, run: Run, buffer: PartBuffer) -> bool:
-        """Have the file system copy a run; False where it cannot, for whatever reason: a read and a write will tell."""
+        """Have the file system copy a run; False after any failure: a read and a write then give the reason."""
         place = buffer.position + run.offset
         try:
             for offset, length in file_ranges(run.source.extents, run.start, run.length):
@@ -136,7 +136,7 @@ class PartWriter:
             *(buffer.size // row for buffer, row in zip(buffers, shared.row_bytes)),
         )
         if most < 1:
-            # Not even a row fits for everyone at once: each member by itself.
+            # A row of all members does not fit the buffers: write each member alone.
             for tensor, row, buffer in zip(shared.tensors, shared.row_bytes, buffers):
                 data = Data(buffer.position, 0, shared.first * row, shared.last * row)
                 self._write_alone([data], (tensor,), buffer)

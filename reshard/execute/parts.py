@@ -1,8 +1,7 @@
-"""Cutting the files of a group into parts that threads can take.
+"""Cutting the files of a group into parts for threads.
 
-A part is a stretch of every file of a group, in file order, of some tens of MiB in all. Within it
-goes one tensor after the other. Where members of the group take different columns of the same rows,
-the tensor is marked as shared, so that its rows are read once for all of them.
+A part is a range of every file of a group, some tens of MiB together, tensor by tensor in file order. Where members
+of the group hold different columns of the same rows, the tensor is marked as shared: its rows are read once for all.
 """
 
 from __future__ import annotations
@@ -20,29 +19,29 @@ from reshard.plan.pieces import StoredSlice, TargetFile, TargetTensor
 
 Segment = Union[Literal, Data]
 
-# Bytes of a part: large enough that threads seldom meet, small enough to share out one file.
-MOST_PART_BYTES = 64 << 20
-LEAST_PART_BYTES = 4 << 20
+# Bytes of a part: large enough that threads seldom wait for each other, small enough to divide one file among them.
+MAX_PART_BYTES = 64 << 20
+MIN_PART_BYTES = 4 << 20
 _PARTS_PER_THREAD = 4
-# Tensors of all files of a part together, which are objects until it is written.
-MOST_STRETCHES = 4096
-# Rows are read whole for all members, so they must need most of them between them.
-_LEAST_SHARE = 0.5
+# Tensors of all files of a part together: each is an object until the part is written.
+MAX_STRETCHES = 4096
+# Shared rows are read whole: members together must take at least this share of them.
+_MIN_SHARE = 0.5
 
 
 class SharedRows(NamedTuple):
-    """Rows of one tensor that several members take columns of.
+    """Rows of one tensor of which several members hold columns.
 
     Rows are numbered in C order over the outer dimensions, in which all members hold the same box.
 
     Attributes:
         tensors: the tensor as each member holds it.
-        outer: the box that all of them hold of the outer dimensions.
+        outer: their common box of the outer dimensions.
         first: first row.
         last: one past the last row.
         row_bytes: bytes of a row, per member.
-        uses: per stored slice, which member takes which box of it.
-        dtype: type of the stored elements, where they are cast.
+        uses: per stored slice, members and the boxes that they take from it.
+        dtype: type of the stored elements, if they are cast.
     """
 
     tensors: tuple[TargetTensor, ...]
@@ -68,8 +67,8 @@ class Stretch(NamedTuple):
     """A tensor, or a part of one, in every file of the group.
 
     Attributes:
-        segments: per member, what is written, in file order.
-        shared: rows to be read once for all members, in place of the data in ``segments``.
+        segments: per member, the segments to write, in file order.
+        shared: rows to read once for all members, instead of the data in ``segments``.
     """
 
     segments: tuple[list[Segment], ...]
@@ -77,7 +76,7 @@ class Stretch(NamedTuple):
 
 
 class FilesPart(NamedTuple):
-    """What one thread writes: where it begins in every file, and what follows."""
+    """The work of one thread: the offset of its first byte in every file, and the tensors from there on."""
 
     offsets: tuple[int, ...]
     stretches: list[Stretch]
@@ -88,10 +87,10 @@ def parts_of(group: Sequence[TargetFile], threads: int) -> Iterator[FilesPart]:
 
     Args:
         group: the files.
-        threads: how many threads may come to help; large files are cut into some parts for each.
+        threads: maximum number of threads; large files are cut into some parts for each.
     """
     share = sum(target.layout.size for target in group) // (_PARTS_PER_THREAD * threads)
-    part_bytes = max(LEAST_PART_BYTES, min(MOST_PART_BYTES, share))
+    part_bytes = max(MIN_PART_BYTES, min(MAX_PART_BYTES, share))
     offsets = [0] * len(group)
     start, stretches, size = tuple(offsets), list[Stretch](), 0
     for stretch in _stretches(group, part_bytes):
@@ -100,7 +99,7 @@ def parts_of(group: Sequence[TargetFile], threads: int) -> Iterator[FilesPart]:
             count = sum(len(s.data) if isinstance(s, Literal) else s.stop - s.start for s in segments)
             offsets[member] += count
             size += count
-        if size >= part_bytes or len(stretches) * len(group) >= MOST_STRETCHES:
+        if size >= part_bytes or len(stretches) * len(group) >= MAX_STRETCHES:
             yield FilesPart(start, stretches)
             start, stretches, size = tuple(offsets), [], 0
     if stretches or not any(offsets):
@@ -114,7 +113,7 @@ def _stretches(group: Sequence[TargetFile], part_bytes: int) -> Iterator[Stretch
                 yield Stretch((piece,))
         return
     if not _alike(group):
-        # Members that order their tensors differently cannot go side by side.
+        # Members with other orders of tensors cannot be written side by side.
         for number, target in enumerate(group):
             for _, segments in _by_tensor(target):
                 yield Stretch(tuple(segments if member == number else [] for member in range(len(group))))
@@ -130,7 +129,7 @@ def _stretches(group: Sequence[TargetFile], part_bytes: int) -> Iterator[Stretch
 
 
 def _alike(group: Sequence[TargetFile]) -> bool:
-    """Whether all files have the same tensors one after the other, and something behind the last, or not."""
+    """Whether all files have the same tensors in the same order, and all or none have bytes after the last."""
     layouts = {id(target.layout): target.layout for target in group}.values()
     if len(layouts) == 1:
         return True
@@ -160,7 +159,7 @@ def _by_tensor(target: TargetFile) -> Iterator[tuple[int, list[Segment]]]:
 
 
 def _split(segments: list[Segment], target: TargetFile, part_bytes: int) -> Iterator[list[Segment]]:
-    """Cut a large tensor of a single file at element boundaries, as whole rows where they are small."""
+    """Cut a large tensor of a single file at element boundaries, between rows if a row fits into a part."""
     pending: list[Segment] = []
     for segment in segments:
         if isinstance(segment, Literal) or segment.stop - segment.start <= part_bytes:
@@ -182,10 +181,10 @@ def _split(segments: list[Segment], target: TargetFile, part_bytes: int) -> Iter
 
 def _shared_rows(tensors: tuple[TargetTensor, ...], segments: tuple[list[Segment], ...]) -> Optional[SharedRows]:
     """The rows of a tensor that members share, or None where reading them once gains nothing."""
-    data = [[segment for segment in mine if isinstance(segment, Data)] for mine in segments]
+    data = [[segment for segment in of_member if isinstance(segment, Data)] for of_member in segments]
     first = tensors[0]
-    if any(len(mine) != 1 or mine[0] is not all_of_it[-1] for mine, all_of_it in zip(data, segments)):
-        # Several records, or something behind the data: only what comes before it can go before the rows.
+    if any(len(records) != 1 or records[0] is not of_member[-1] for records, of_member in zip(data, segments)):
+        # Several records, or literal bytes after the data: only bytes before the data can precede the rows.
         return None
     if any(tensor.item_size != first.item_size or tensor.padded for tensor in tensors):
         return None
@@ -194,7 +193,7 @@ def _shared_rows(tensors: tuple[TargetTensor, ...], segments: tuple[list[Segment
         return None
     axis = next((a for a, bounds in enumerate(zip(*(t.box for t in tensors))) if len(set(bounds)) > 1), None)
     if axis is None:
-        # Replicas: everything is outer, and a row is an element; take the last dimension as the row.
+        # Replicas: all dimensions are equal, so take the last one as the row.
         axis = len(first.box) - 1
     if axis < 1:
         return None
@@ -202,64 +201,65 @@ def _shared_rows(tensors: tuple[TargetTensor, ...], segments: tuple[list[Segment
     for member, tensor in enumerate(tensors):
         for piece in tensor.pieces:
             uses.setdefault(piece.source, []).append((member, piece.box))
-    read = written = 0
-    for source, taken in uses.items():
-        read += volume_of(source.box[axis:])
-        written += sum(volume_of(box[axis:]) for _, box in taken)
-    if all(len({member for member, _ in taken}) < 2 for taken in uses.values()) or written < read * _LEAST_SHARE:
+    elements_read = elements_used = 0
+    for source, boxes in uses.items():
+        elements_read += volume_of(source.box[axis:])
+        elements_used += sum(volume_of(box[axis:]) for _, box in boxes)
+    if elements_used < elements_read * _MIN_SHARE:
+        return None
+    if all(len({member for member, _ in boxes}) < 2 for boxes in uses.values()):
         return None
     outer = first.box[:axis]
     rows = volume_of(outer)
     row_bytes = tuple(tensor.nbytes // rows for tensor in tensors)
-    shared = tuple((source, tuple(taken)) for source, taken in uses.items())
-    return SharedRows(tensors, outer, 0, rows, row_bytes, shared, types.pop())
+    uses_of_sources = tuple((source, tuple(boxes)) for source, boxes in uses.items())
+    return SharedRows(tensors, outer, 0, rows, row_bytes, uses_of_sources, types.pop())
 
 
 def _split_shared(shared: SharedRows, segments: tuple[list[Segment], ...], part_bytes: int) -> Iterator[Stretch]:
-    """Cut shared rows where all members together take more than a part's bytes."""
+    """Cut shared rows so that all members together take at most the bytes of a part."""
     step = max(1, part_bytes // sum(shared.row_bytes))
     for first in range(0, shared.last, step):
         last = min(shared.last, first + step)
         cut = tuple(
             [
                 Data(s.offset + first * row, s.tensor, first * row, last * row) if isinstance(s, Data) else s
-                for s in mine
+                for s in of_member
                 if first == 0 or isinstance(s, Data)
             ]
-            for mine, row in zip(segments, shared.row_bytes)
+            for of_member, row in zip(segments, shared.row_bytes)
         )
         yield Stretch(cut, shared._replace(first=first, last=last))
 
 
 class Parts:
-    """The parts of a group's files, cut as they are taken; for any number of threads.
+    """The parts of a group's files, cut when they are taken; for any number of threads.
 
     Args:
         files: the files.
-        threads: how many threads may come to help.
-        alone: whether nobody elsewhere takes parts of these files: then those before one that is taken are kept,
-            because they will be.
+        threads: maximum number of threads.
+        alone: whether all parts are taken here; else other processes take some, and skipped parts are dropped.
     """
 
     def __init__(self, files: Sequence[TargetFile], threads: int, alone: bool) -> None:
         self.files = files
         self._alone = alone
         self._lock = threading.Lock()
-        self._coming = parts_of(files, threads)
-        self._next: Optional[FilesPart] = next(self._coming)
+        self._remaining = parts_of(files, threads)
+        self._next: Optional[FilesPart] = next(self._remaining)
         self._number = 0
-        self._kept: dict[int, FilesPart] = {}
+        self._skipped: dict[int, FilesPart] = {}
 
     def take(self, number: int) -> tuple[Optional[FilesPart], bool]:
-        """A part by its number, None where there are fewer; and whether none follows it."""
+        """A part by its number, None if there are fewer parts; and whether it is the last."""
         with self._lock:
-            if number in self._kept:
-                return self._kept.pop(number), False
+            if number in self._skipped:
+                return self._skipped.pop(number), False
             while self._next is not None:
-                part, self._next = self._next, next(self._coming, None)
+                part, self._next = self._next, next(self._remaining, None)
                 self._number += 1
                 if self._number > number:
                     return part, self._next is None
                 if self._alone:
-                    self._kept[self._number - 1] = part
+                    self._skipped[self._number - 1] = part
             return None, True

@@ -1,7 +1,7 @@
-"""The one reader of boxes: whatever a tensor is made of, its elements in memory.
+"""The one reader of boxes: the elements of any tensor in memory, copied, cast or edited.
 
-Executor, opened checkpoints, statistics and comparisons of replicas all read through a `BoxReader`, and those
-that read many things at once go through `in_order`; only verification has its own.
+Executor, opened checkpoints, statistics and comparisons of replicas read through a `BoxReader`, and through `in_order`
+where threads read ahead. Only verification has its own reader.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _T = TypeVar("_T")
 _R = TypeVar("_R")
 
 CHUNK_BYTES = 8 << 20
-"""Bytes that one thread reads at a time where several read, at the most."""
+"""Maximum bytes that one of several threads reads at a time."""
 _MIN_CHUNK_BYTES = 1 << 20
 
 
@@ -40,7 +40,7 @@ class Worker(NamedTuple):
 
     Attributes:
         filler: fills boxes.
-        block: a buffer for whoever has the worker.
+        block: a buffer for the owner of the worker.
     """
 
     filler: BlockFiller
@@ -50,18 +50,18 @@ class Worker(NamedTuple):
 class BoxReader:
     """Reads boxes of tensors, for any number of threads.
 
-    There are never more workers than the memory allows: a thread waits while all of them are in use.
+    The memory limits the number of workers: a thread waits while all of them are in use.
 
     Args:
         handles: open source files.
-        options: CPUs, memory and what the files lie on.
-        overflowed: told of elements that a cast made infinite, by several threads.
-        threads: how many read at a time; by default as the options say.
+        options: CPUs, memory and storage.
+        overflowed: counts elements that a cast made infinite; called by several threads.
+        threads: maximum number of threads that read at a time; by default that of the options.
 
     Attributes:
-        threads: how many read at a time.
+        threads: maximum number of threads that read at a time.
         options: the options.
-        overflowed: told of elements that a cast made infinite.
+        overflowed: counts elements that a cast made infinite.
     """
 
     def __init__(
@@ -77,12 +77,12 @@ class BoxReader:
         self.overflowed = overflowed
         self._change = threading.Condition()
         self._idle: list[Worker] = []
-        self._made = 0
+        self._workers = 0
         self._pool: Optional[ThreadPoolExecutor] = None
 
     @property
     def pool(self) -> ThreadPoolExecutor:
-        """Threads that read for others. What they do must not wait for the pool."""
+        """Threads that read for others. Their tasks must not wait for the pool."""
         with self._change:
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(self.threads, "reshard-read")
@@ -92,10 +92,10 @@ class BoxReader:
     def worker(self) -> Iterator[Worker]:
         """A worker for this thread; waits while all are in use."""
         with self._change:
-            while not self._idle and self._made >= self.threads:
+            while not self._idle and self._workers >= self.threads:
                 self._change.wait()
             worker = self._idle.pop() if self._idle else None
-            self._made += worker is None
+            self._workers += worker is None
         try:
             if worker is None:
                 worker = self.new_worker()
@@ -103,13 +103,13 @@ class BoxReader:
         finally:
             with self._change:
                 if worker is None:
-                    self._made -= 1
+                    self._workers -= 1
                 else:
                     self._idle.append(worker)
                 self._change.notify()
 
     def new_worker(self) -> Worker:
-        """A worker that nobody else will get."""
+        """A worker for the caller alone."""
         options = self.options
         maps = max(1, self._handles.limit // (4 * options.threads))
         reader = make_reader(
@@ -119,17 +119,17 @@ class BoxReader:
             options.window_bytes,
             maps,
             options.threads,
-            self._tell_overflow,
+            self._count_overflow,
         )
-        # A part of a buffer that nobody uses is never touched, and so takes no memory.
+        # Unused parts of these buffers are never touched, so they take no memory.
         scratch, block = (np.empty(options.block_bytes, np.uint8) for _ in range(2))
-        return Worker(BlockFiller(reader, scratch, self._tell_overflow), block)
+        return Worker(BlockFiller(reader, scratch, self._count_overflow), block)
 
-    def _tell_overflow(self, name: str, count: int) -> None:
+    def _count_overflow(self, name: str, count: int) -> None:
         self.overflowed(name, count)
 
     def share(self, processes: int) -> None:
-        """Divide the memory among copies of this in so many processes."""
+        """Divide the memory among copies of this reader in several processes."""
         self.options = replace(self.options, jobs=processes, processes=processes)
 
     def read(self, tensor: TargetTensor, box: Box, out: memoryview) -> None:
@@ -150,7 +150,7 @@ class BoxReader:
             self.read_alone(tensor, box, out)
 
     def parts(self, tensor: TargetTensor, box: Box, out: memoryview) -> Iterator[Callable[[], None]]:
-        """What each of several threads has to do to read a large box."""
+        """The tasks that read a large box, for several threads."""
         first = 0
         most = max(1, self.chunk_bytes(len(out)) // tensor.item_size)
         for part in boxes_of_range(shape_of(box), 0, volume_of(box), most):
@@ -160,22 +160,22 @@ class BoxReader:
             first = last
 
     def chunk_bytes(self, nbytes: int) -> int:
-        """Bytes that one thread reads at a time of so many, so that all threads have some."""
+        """Bytes that one thread reads at a time of ``nbytes``, so that all threads have work."""
         return min(CHUNK_BYTES, max(_MIN_CHUNK_BYTES, nbytes // self.threads))
 
     def read_alone(self, tensor: TargetTensor, box: Box, out: memoryview) -> None:
-        """Likewise, by this thread."""
+        """As `read`, in this thread alone."""
         with self.worker() as worker:
             worker.filler.fill(tensor, box, out)
 
-    def gather(self, tensor: TargetTensor, box: Box, taken: tuple[slice, ...], out: Array) -> None:
-        """Read a box of which not everything is taken, or whose elements go to places apart.
+    def gather(self, tensor: TargetTensor, box: Box, index: tuple[slice, ...], out: Array) -> None:
+        """Read selected elements of a box, also into an array that is not contiguous.
 
         Args:
             tensor: the tensor.
-            box: which elements are read.
-            taken: which of them are taken: an index into the array of the box.
-            out: where they go; of elements of the tensor's size.
+            box: the elements to read.
+            index: the elements to copy to ``out``, as an index into the array of the box.
+            out: the array to fill; of elements of the tensor's size.
 
         Raises:
             ReshardError: a file cannot be read, or is not what it was.
@@ -185,10 +185,10 @@ class BoxReader:
             # A single element may be a long text.
             room = worker.block[:nbytes] if nbytes <= len(worker.block) else np.empty(nbytes, np.uint8)
             worker.filler.fill(tensor, box, room.data)
-            out[...] = room.view(out.dtype).reshape(shape_of(box))[taken]
+            out[...] = room.view(out.dtype).reshape(shape_of(box))[index]
 
     def close(self) -> None:
-        """End the threads; what they are reading is finished first."""
+        """End the threads after their current tasks."""
         with self._change:
             pool, self._pool = self._pool, None
         if pool is not None:
@@ -203,46 +203,46 @@ def in_order(
     size: Callable[[_T], int] = lambda task: 1,
     stop: Optional[threading.Event] = None,
 ) -> Iterator[tuple[_T, list[_R]]]:
-    """Have threads work ahead on tasks, within a bound, and give the results in the order of the tasks.
+    """Have threads work ahead on tasks, within a bound, and yield the results in the order of the tasks.
 
     Args:
         pool: the threads.
         tasks: taken one by one, as they are begun.
-        begin: gives the parts of a task, each for one thread.
-        memory: how much may be under way, or done and not yet taken; or a single task.
-        size: how much of it a task takes.
-        stop: set when nobody waits for results any more: parts that take long look at it.
+        begin: returns the parts of a task, each for one thread.
+        memory: maximum sum of the sizes of tasks that are begun and not yet yielded; or a single task.
+        size: returns the size of a task.
+        stop: set when no more results are needed, so that long parts can end early.
 
     Yields:
-        Each task, and what its parts returned.
+        Each task, and the results of its parts.
 
     Raises:
-        BaseException: whatever a part raised; by then no part is at work any more.
+        BaseException: raised by a part; all parts have ended by then.
     """
-    coming: deque[tuple[_T, list[Future[_R]]]] = deque()
+    begun: deque[tuple[_T, list[Future[_R]]]] = deque()
     waiting = iter(tasks)
     following = next(waiting, None)
-    held = 0
+    size_of_begun = 0
     try:
-        while following is not None or coming:
-            while following is not None and (not coming or held + size(following) <= memory):
-                held += size(following)
+        while following is not None or begun:
+            while following is not None and (not begun or size_of_begun + size(following) <= memory):
+                size_of_begun += size(following)
                 futures: list[Future[_R]] = []
-                coming.append((following, futures))
-                # One by one: where a part cannot be started, those before it are known to be at work.
+                begun.append((following, futures))
+                # One by one: if a part cannot be started, the futures of those before it are in the list.
                 futures.extend(pool.submit(part) for part in begin(following))
                 following = next(waiting, None)
-            task, futures = coming[0]
+            task, futures = begun[0]
             results = [future.result() for future in futures]
-            coming.popleft()
-            held -= size(task)
+            begun.popleft()
+            size_of_begun -= size(task)
             yield task, results
             del task, futures, results
     finally:
         if stop is not None:
             stop.set()
-        left: Sequence[Future[_R]] = [future for _, futures in coming for future in futures]
-        for future in left:
+        unfinished: Sequence[Future[_R]] = [future for _, futures in begun for future in futures]
+        for future in unfinished:
             future.cancel()
-        # Nobody may write to an array that its owner believes to have back.
-        wait(left)
+        # After this, no part may write to arrays of the caller.
+        wait(unfinished)

@@ -1,9 +1,8 @@
 """Byte ranges of source files, through explicit reads or memory maps.
 
-Both readers offer the same two methods. Explicit reads are the default: a file that shrinks while it
-is read gives an error, where a process that has it mapped is killed, and no page fault costs a round
-trip. Memory maps let NumPy gather strided rows without reading what lies between; for files that
-nobody writes to.
+Both readers have the same two methods. Explicit reads are the default: a file that shrinks while it is read is an
+error, while a process that has it mapped is killed; and no page fault costs a round trip. Memory maps let NumPy gather
+strided rows without reading the gaps; they are for files that nobody writes to.
 """
 
 from __future__ import annotations
@@ -26,22 +25,22 @@ from reshard.storage.costs import LOCAL, Storage
 
 Bytes = npt.NDArray[np.uint8]
 
-# After this many bytes through maps of all threads pages are given back, so that resident memory stays flat.
-_GIVE_BACK = 64 << 20
-_LEAST_GIVEN_BACK = 4 << 20
-# A look at a few bytes brings in their page, of up to 64 KiB, or as much of smaller ones around it.
+# Bytes read through maps of all threads before their pages are released, so that resident memory stays flat.
+_RELEASE_AFTER = 64 << 20
+_MIN_RELEASED = 4 << 20
+# Bytes that a page fault brings in around the bytes that are read.
 _AROUND = 64 << 10
-_MAPS = 64
-_MOST_WINDOWS = 32
-_MOST_REMOTE_WINDOWS = 256
-# Where many threads share little memory their windows are smaller than the storage would like, down to this.
-_LEAST_WINDOW = 256 << 10
-# ... and where many files take turns, as when they are joined, down to this where a request takes a round trip.
-_SMALLEST_WINDOW = 4 << 10
+_MAX_MAPS = 64
+_MAX_WINDOWS = 32
+_MAX_REMOTE_WINDOWS = 256
+# Minimum size of windows where many threads share little memory.
+_MIN_WINDOW = 256 << 10
+# Minimum size of windows on remote storage where many files are read in turns, as when they are joined.
+_MIN_REMOTE_WINDOW = 4 << 10
 
 
 class ChosenIo(NamedTuple):
-    """How sources are read.
+    """The way in which sources are read.
 
     Attributes:
         way: ``pread`` or ``mmap``.
@@ -52,21 +51,21 @@ class ChosenIo(NamedTuple):
     why: str
 
 
-def choose_io(asked: str, storage: Storage) -> ChosenIo:
-    """How to read sources.
+def choose_io(requested: str, storage: Storage) -> ChosenIo:
+    """The way in which to read sources.
 
-    On local disks maps take between 0.8 and 1.1 of the time of explicit reads (`benchmarks/io.py`), within what runs
-    differ by: too little for what they risk.
+    On local disks maps take 0.8 to 1.1 of the time of explicit reads (`benchmarks/io.py`). Runs differ as much, so
+    maps are not worth their risk.
 
     Args:
-        asked: ``auto``, ``mmap`` or ``pread``.
-        storage: what the source files lie on.
+        requested: ``auto``, ``mmap`` or ``pread``.
+        storage: storage of the source files.
     """
-    if asked == "pread":
+    if requested == "pread":
         return ChosenIo("pread", "as asked for")
     if not storage.mappable:
         return ChosenIo("pread", "as nothing can be mapped in an object store")
-    if asked == "mmap":
+    if requested == "mmap":
         return ChosenIo("mmap", "as asked for")
     if storage.remote:
         return ChosenIo("pread", "as mmap would take a round trip for each page")
@@ -77,7 +76,7 @@ class ByteReader(Protocol):
     """Reads bytes of stored slices; offsets count from the slice's first byte.
 
     Attributes:
-        worth_skipping: a request costs about as much as reading this many bytes that are not needed.
+        worth_skipping: bytes whose reading costs as much as a request; longer gaps are skipped.
     """
 
     worth_skipping: int
@@ -90,47 +89,47 @@ class ByteReader(Protocol):
         """
 
     def view(self, source: StoredSlice, start: int, length: int) -> Optional[Bytes]:
-        """The bytes as they lie in memory, or None where they have to be read."""
+        """The bytes in a memory map, or None where they have to be read."""
 
 
 class ExplicitReader:
-    """Reads with `pread`, in the requests it is given; for one thread.
+    """Reads with `pread`, a request for each call; for one thread.
 
-    Small tensors lie close together, and a request costs as much as copying many of them, so small
-    requests are answered from windows of the file that are kept for a while. Where one that answered a
-    single request before there was no room for it any more is asked for again, more and smaller ones are kept.
+    Small tensors are close together in files, and a request costs as much as copying many of them. So small reads are
+    copied from windows of the file, which are cached. Where more files are read in turns than windows fit the memory,
+    windows are smaller.
 
     Args:
         handles: open source files.
-        storage: what they lie on.
-        window_bytes: memory for windows; room for one there is always.
+        storage: storage of the files.
+        window_bytes: memory for windows; one window is always cached.
     """
 
     def __init__(self, handles: FileHandles, storage: Storage = LOCAL, window_bytes: int = 1 << 20) -> None:
         self.worth_skipping = storage.worth_skipping
         self._handles = handles
-        self._window_size = min(storage.window, max(_LEAST_WINDOW, window_bytes))
+        self._window_size = min(storage.window, max(_MIN_WINDOW, window_bytes))
         self._small = min(storage.small, self._window_size)
-        self._smallest = _SMALLEST_WINDOW if storage.remote else self._window_size
+        self._smallest = _MIN_REMOTE_WINDOW if storage.remote else self._window_size
         self._window_bytes = window_bytes
-        # By file, and where in it they begin.
+        # By file, size of windows, and number of the window in the file.
         self._windows: OrderedDict[tuple[str, int, int], bytes] = OrderedDict()
-        self._held = 0
-        # Files of the last small requests, of each of which a window should stay.
-        self._most = _MOST_REMOTE_WINDOWS if storage.remote else _MOST_WINDOWS
-        self._files: deque[str] = deque(maxlen=self._most)
+        self._cached_bytes = 0
+        # Files of the last small reads: a window of each should be cached.
+        self._max_windows = _MAX_REMOTE_WINDOWS if storage.remote else _MAX_WINDOWS
+        self._files: deque[str] = deque(maxlen=self._max_windows)
 
     def read_into(self, source: StoredSlice, start: int, out: memoryview) -> None:
         """Fill ``out`` with the bytes from ``start`` on."""
-        done = 0
+        first = 0
         for offset, length in file_ranges(source.extents, start, len(out)):
-            part = out[done : done + length]
+            part = out[first : first + length]
             if length > self._small or not self._read_small(source, offset, part):
                 self._read(source, offset, part)
-            done += length
+            first += length
 
     def _read_small(self, source: StoredSlice, offset: int, out: memoryview) -> bool:
-        """Fill ``out`` from a window; False where it does not lie in one."""
+        """Fill ``out`` from a window; False if the bytes are not in one window."""
         self._files.append(source.path)
         size = self._size_of_windows(len(out))
         number, inside = divmod(offset, size)
@@ -145,25 +144,27 @@ class ExplicitReader:
             except OSError as error:
                 raise unreadable(source, error) from error
             self._windows[key] = window
-            self._held += len(window)
-            while len(self._windows) > 1 and (self._held > self._window_bytes or len(self._windows) > self._most):
+            self._cached_bytes += len(window)
+            while len(self._windows) > 1 and (
+                self._cached_bytes > self._window_bytes or len(self._windows) > self._max_windows
+            ):
                 _, dropped = self._windows.popitem(last=False)
-                self._held -= len(dropped)
+                self._cached_bytes -= len(dropped)
         if inside + len(out) > len(window):
             return False
         out[:] = window[inside : inside + len(out)]
         return True
 
-    def _size_of_windows(self, wanted: int) -> int:
-        """Bytes of a window: where files take turns, each needs its own, or none would be used twice."""
+    def _size_of_windows(self, min_size: int) -> int:
+        """Bytes of a window: where files are read in turns, a window of each must fit the memory to be reused."""
         size = self._window_size
         files = len(set(self._files))
-        while files * size > self._window_bytes and size // 2 >= max(wanted, self._smallest):
+        while files * size > self._window_bytes and size // 2 >= max(min_size, self._smallest):
             size //= 2
         return size
 
     def view(self, source: StoredSlice, start: int, length: int) -> Optional[Bytes]:
-        """Always None: there is nothing to look at before it is read."""
+        """None: nothing is mapped."""
         return None
 
     def _read(self, source: StoredSlice, offset: int, out: memoryview) -> None:
@@ -175,31 +176,35 @@ class ExplicitReader:
 
 
 class MappedReader:
-    """Looks at files through memory maps, and gives their pages back; for one thread."""
+    """Reads strided bytes through memory maps and releases their pages; for one thread."""
 
     def __init__(
-        self, handles: FileHandles, explicit: ByteReader, most_maps: int = _MAPS, give_back: int = _GIVE_BACK
+        self,
+        handles: FileHandles,
+        explicit: ByteReader,
+        most_maps: int = _MAX_MAPS,
+        release_after: int = _RELEASE_AFTER,
     ) -> None:
         """Prepare.
 
         Args:
             handles: open files.
-            explicit: for what is read.
-            most_maps: files mapped at a time.
-            give_back: bytes looked at after which pages are given back.
+            explicit: reads contiguous bytes.
+            most_maps: maximum number of mapped files.
+            release_after: bytes read before pages are released.
         """
         self.worth_skipping = explicit.worth_skipping
         self._handles = handles
         self._explicit = explicit
-        self._maps = _Maps(most_maps, give_back)
+        self._maps = _Maps(most_maps, release_after)
 
     def read_into(self, source: StoredSlice, start: int, out: memoryview) -> None:
         """Fill ``out`` with the bytes from ``start`` on."""
-        # A contiguous run is copied once either way, and a read spares the page faults.
+        # A contiguous run is copied once in both ways, and a read avoids page faults.
         self._explicit.read_into(source, start, out)
 
     def view(self, source: StoredSlice, start: int, length: int) -> Optional[Bytes]:
-        """The bytes in the map, or None where they are not in one piece."""
+        """The bytes in the map, or None if they are not contiguous in the file."""
         ranges = list(file_ranges(source.extents, start, length))
         if len(ranges) != 1:
             return None
@@ -214,53 +219,53 @@ class MappedReader:
 
 
 class _Maps:
-    """A few memory maps, least recently used first, and how much was looked at through them."""
+    """A few memory maps, least recently used first, and the bytes read through them."""
 
-    def __init__(self, most: int, give_back: int) -> None:
+    def __init__(self, most: int, release_after: int) -> None:
         self._most = max(1, most)
-        self._give_back = give_back
+        self._release_after = release_after
         self._maps: OrderedDict[str, mmap.mmap] = OrderedDict()
-        self._looked_at = 0
+        self._bytes_read = 0
 
     def of(self, source: StoredSlice, handles: FileHandles) -> Optional[mmap.mmap]:
-        """The map of a file, or None where no more files can be mapped, or this one cannot."""
-        found = self._maps.get(source.path)
-        if found is not None:
+        """The map of a file, or None if it cannot be mapped."""
+        mapped = self._maps.get(source.path)
+        if mapped is not None:
             self._maps.move_to_end(source.path)
-            return found
+            return mapped
         try:
             with handles.borrow(source.path) as file:
                 if file.descriptor is None:
                     return None
-                found = mmap.mmap(file.descriptor, 0, prot=mmap.PROT_READ)
+                mapped = mmap.mmap(file.descriptor, 0, prot=mmap.PROT_READ)
         except OSError as error:
-            # Too many descriptors or maps, or a file system without: it can still be read.
+            # Too many descriptors or maps, or a file system without maps: the file can still be read.
             if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENODEV):
                 return None
             raise unreadable(source, error) from error
         except ValueError as error:
             raise cut_short(source.path, source.rank) from error
-        self._maps[source.path] = found
+        self._maps[source.path] = mapped
         if len(self._maps) > self._most:
-            # Unmapped when its last array is gone.
+            # Unmapped when its last array is deleted.
             self._maps.popitem(last=False)
-        return found
+        return mapped
 
     def look(self, length: int) -> None:
-        """Count what is about to be looked at; give all pages back when it has become much."""
-        self._looked_at += length + _AROUND
-        if self._looked_at >= self._give_back:
+        """Count bytes that will be read; release all pages after many."""
+        self._bytes_read += length + _AROUND
+        if self._bytes_read >= self._release_after:
             for mapped in self._maps.values():
                 mapped.madvise(mmap.MADV_DONTNEED)
-            self._looked_at = 0
+            self._bytes_read = 0
 
 
 class ElementReader:
-    """Reads elements: those of quantised tensors are decoded, all others are bytes as they are stored; for one thread.
+    """Reads elements; those of quantised tensors are decoded. For one thread.
 
     Args:
         stored: reads stored bytes.
-        overflowed: called with elements that became infinite.
+        overflowed: counts elements that became infinite.
     """
 
     def __init__(self, stored: ByteReader, overflowed: Overflowed) -> None:
@@ -279,7 +284,7 @@ class ElementReader:
             self._overflowed(decoding.name, overflowed)
 
     def view(self, source: StoredSlice, start: int, length: int) -> Optional[Bytes]:
-        """The bytes as they lie in memory, or None where they have to be read."""
+        """The bytes in a memory map, or None where they have to be read."""
         return None if source.decoding is not None else self._stored.view(source, start, length)
 
 
@@ -299,22 +304,22 @@ def make_reader(
     """A reader for one thread.
 
     Args:
-        storage: what the source files lie on.
-        mapped: look at files through memory maps where that spares copying.
+        storage: storage of the source files.
+        mapped: read files through memory maps where that saves a copy.
         handles: open source files.
-        window_bytes: memory for windows, in which small requests are answered.
-        most_maps: files mapped at a time; a map holds a descriptor.
-        threads: how many threads have a reader.
-        overflowed: called with elements that become infinite where they are decoded.
+        window_bytes: memory for windows of small reads.
+        most_maps: maximum number of mapped files; a map holds a descriptor.
+        threads: number of threads that have a reader.
+        overflowed: counts elements that become infinite where they are decoded.
     """
     reader: ByteReader = ExplicitReader(handles, storage, window_bytes)
     if mapped:
-        reader = MappedReader(handles, reader, min(_MAPS, most_maps), max(_LEAST_GIVEN_BACK, _GIVE_BACK // threads))
+        reader = MappedReader(handles, reader, min(_MAX_MAPS, most_maps), max(_MIN_RELEASED, _RELEASE_AFTER // threads))
     return ElementReader(reader, overflowed)
 
 
 def unreadable(source: StoredSlice, error: Exception) -> ReshardError:
-    """The error for a file that cannot be read any more."""
+    """The error for a file that can no longer be read."""
     if isinstance(error, OSError) and is_read_only(error):
         return reading_error(source.path, error)
     return RetryableError(

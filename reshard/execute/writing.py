@@ -1,4 +1,4 @@
-"""Target files: written once, seen by nobody until they are whole, on disk or in their store, and recorded."""
+"""Target files: written once under a temporary name, renamed when they are complete, on disk and recorded."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ _ONE = 1 << 31
 _X_TO_8 = 1 << 23
 
 Checksum = tuple[int, int, int]
-"""Of a piece of a file: where it begins, bytes, CRC-32."""
+"""Of a piece of a file: offset, bytes, CRC-32."""
 
 Finish = Callable[[TargetFile, FileStatus, Optional[int], bool], None]
-"""Told of a target whose bytes are on disk, before it gets its name and after: status, CRC-32, which."""
+"""Receives a target whose bytes are on disk, its status and CRC-32, and whether it has its final name."""
 
 Expect = Callable[[TargetFile], Optional[Expected]]
-"""Says what a target may replace; None for anything."""
+"""Returns the file that a target may replace; None for any."""
 
 
 class PartDone(NamedTuple):
-    """What came of a part of a file.
+    """The result of writing a part of a file.
 
     Attributes:
-        written: bytes.
-        checksums: of them.
-        error: why the file was given up, if it was.
+        nbytes: bytes written.
+        checksums: of these bytes; None if they are not computed.
+        error: the error after which the file is not finished.
     """
 
-    written: int
+    nbytes: int
     checksums: Optional[list[Checksum]]
     error: Optional[ReshardError]
 
@@ -50,22 +50,22 @@ class TargetWriter:
     """One target file while it is being written; several threads may write parts of it.
 
     Args:
-        target: what is written.
+        target: the file to write.
         finish: called when its bytes are on disk, before it gets its name and after.
         checksum: compute a CRC-32 of the whole file on the way.
-        expected: what it may replace; None for anything.
-        sending: sends its parts, where its store takes files in parts.
-        file: the file, where it has been made.
-        allocated: give it all of its room first where that can be done, so that it is `mapped`.
-        mapped: whether another has done so.
-        copies: whether its file system copies ranges of files, where another has looked.
+        expected: the file that it may replace; None for any.
+        sending: sends its parts, if its store takes files in parts.
+        file: the open file, if another process has created it.
+        allocated: allocate its space first if possible, so that it is `mapped`.
+        mapped: whether another process has allocated its space.
+        copies: whether its file system copies ranges of files, as another process has found out.
 
     Attributes:
-        error: why the file was given up, if it was; others can still be finished.
-        checksums: of what was written: offset, bytes, CRC-32; None where they are not computed.
-        written: bytes that were written.
-        mapped: whether the file has all of its room on disk, so that it is written through maps.
-        copies: whether its file system copies ranges of files; not where checksums are computed on the way.
+        error: the error after which the file is not finished; other files can still be.
+        checksums: offset, bytes and CRC-32 of each write; None if they are not computed.
+        written: bytes written.
+        mapped: whether the file has all of its space on disk, so that it is written through maps.
+        copies: whether its file system copies ranges of files; False where checksums are computed on the way.
     """
 
     def __init__(
@@ -94,8 +94,8 @@ class TargetWriter:
         self._open_parts = 0
         self._sealed = False
         self._closed = False
-        # Threads that are writing at this moment: the file is closed when none is, because the number of its
-        # descriptor would else be given to another one under their hands.
+        # Threads that are writing: the file is closed after the last, because the system could give the number of its
+        # descriptor to another file while they write.
         self._users = 0
         self.error: Optional[ReshardError] = None
 
@@ -110,7 +110,7 @@ class TargetWriter:
             self._sealed = True
 
     def part_done(self) -> bool:
-        """A part is written; whether it was the last one."""
+        """A part is written; returns whether it was the last."""
         with self._lock:
             self._open_parts -= 1
             return self._sealed and self._open_parts == 0
@@ -119,7 +119,7 @@ class TargetWriter:
         """Write bytes at an offset of the file; nothing once `error` is set.
 
         Raises:
-            UnwritableError: the bytes cannot be written, and no other file's could; names file and rank.
+            UnwritableError: the bytes cannot be written, nor those of other files; names file and rank.
         """
         if self.error is not None:
             return
@@ -132,7 +132,7 @@ class TargetWriter:
         self.wrote(offset, data)
 
     def wrote(self, offset: int, data: memoryview) -> None:
-        """These bytes are in the file."""
+        """Count bytes that are in the file."""
         crc = None if self.checksums is None else zlib.crc32(data)
         with self._lock:
             self.written += len(data)
@@ -140,25 +140,25 @@ class TargetWriter:
                 self.checksums.append((offset, len(data), crc))
 
     def copy(self, descriptor: int, start: int, offset: int, count: int) -> bool:
-        """Have the file system copy a range of another file to an offset; whether it could.
+        """Have the file system copy a range of another file to an offset; returns whether it can.
 
         Raises:
-            OSError: it could not.
+            OSError: the copy failed.
         """
         with self._used() as file:
             return file.copy(descriptor, start, offset, count)
 
     def copied(self, count: int) -> None:
-        """So many bytes were copied to the file."""
+        """Count bytes that the file system has copied to the file."""
         with self._lock:
             self.written += count
 
     def window(self, offset: int, count: int) -> memoryview:
-        """A map of a range of the file, which is `mapped`, to write it through.
+        """A writable map of a range of the file, which is `mapped`.
 
         Raises:
-            UnwritableError: there is none, and of no other file there would be.
-            RetryableError: there is none.
+            UnwritableError: it cannot be mapped, nor can other files.
+            RetryableError: it cannot be mapped.
         """
         try:
             with self._used() as file:
@@ -171,7 +171,7 @@ class TargetWriter:
         """A descriptor of the file, for workers that write to it while the block runs; None once `error` is set.
 
         Raises:
-            UnwritableError: it cannot be written, and no other file could.
+            UnwritableError: it cannot be written, nor can other files.
         """
         with contextlib.ExitStack() as stack:
             descriptor = None
@@ -183,34 +183,34 @@ class TargetWriter:
             yield descriptor
 
     def begin(self) -> None:
-        """Make the file, unless it is there or `error` is set.
+        """Create the file, unless it exists or `error` is set.
 
         Raises:
-            UnwritableError: it cannot be written, and no other file could.
+            UnwritableError: it cannot be written, nor can other files.
         """
         with self.handed_out():
             pass
 
-    def adopt(self, done: PartDone) -> None:
-        """What came of a part that a worker has written."""
-        if done.error is not None:
-            self.fail(done.error)
+    def adopt(self, result: PartDone) -> None:
+        """Add the result of a part that a worker has written."""
+        if result.error is not None:
+            self.fail(result.error)
         with self._lock:
-            self.written += done.written
+            self.written += result.nbytes
             if self.checksums is not None:
-                self.checksums += done.checksums or ()
+                self.checksums += result.checksums or ()
 
     @property
     def done(self) -> PartDone:
-        """What came of all parts that this has written."""
+        """The result of all parts that this writer has written."""
         return PartDone(self.written, self.checksums, self.error)
 
     def commit(self) -> None:
         """Flush the file to disk and give it its final name, unless `error` is set or is set by it.
 
         Raises:
-            UnwritableError: it cannot be done, and with no other file could; names file and rank.
-            TargetError: a file has come to stand in its place.
+            UnwritableError: it cannot be written, nor can other files; names file and rank.
+            TargetError: another file was written in its place meanwhile.
         """
         if self.error is not None:
             return
@@ -224,8 +224,7 @@ class TargetWriter:
 
     def _publish(self, file: NewFile) -> None:
         status = file.finish()
-        # A file that got its room first has its size whatever was written to it; bytes that were written twice are no
-        # substitute for others.
+        # An allocated file has its size from the beginning, so written bytes are counted, too.
         planned = self.target.layout.size
         if status.size != planned or self.written != planned:
             size = status.size if status.size != planned else self.written
@@ -253,10 +252,10 @@ class TargetWriter:
 
     @contextlib.contextmanager
     def _used(self) -> Iterator[NewFile]:
-        """The file, made when it is first asked for; not closed while the block runs.
+        """The file, created at the first use; it is not closed while the block runs.
 
         Raises:
-            OSError: there is none.
+            OSError: it cannot be created, or was discarded.
         """
         with self._lock:
             if self._closed:
@@ -281,31 +280,31 @@ class TargetWriter:
             idle.close()
 
     def fail(self, error: ReshardError) -> None:
-        """Give the file up; the first reason counts."""
+        """Discard the file because of an error; later errors are ignored."""
         with self._lock:
             if self.error is None:
                 self.error = error
         self.discard()
 
     def _fail(self, error: OSError) -> None:
-        said = writing_error(self.target.path, error, rank=self.target.rank)
-        if isinstance(said, (UnwritableError, UsageError)) or error.errno == errno.EROFS:
-            # No other file would fare better.
-            raise said from error
-        self.fail(said)
+        failure = writing_error(self.target.path, error, rank=self.target.rank)
+        if isinstance(failure, (UnwritableError, UsageError)) or error.errno == errno.EROFS:
+            # No other file can be written.
+            raise failure from error
+        self.fail(failure)
 
 
 class PartBuffer:
     """Collects a part of a target file in order, and writes it in large requests.
 
-    What is asked for with `reserve` is filled in place, so nothing is copied on its way out. While many write to one
-    file, the kernel lets one write at a time: then what is filled is the file itself, in a map. It has all of its
-    room on disk by then, so that a full disk is an error and no signal.
+    Callers fill the memory that `reserve` returns, so nothing is copied once more. The kernel lets one thread at a time
+    write to a file, so with many writers this memory is a map of the file. The file has all of its space on disk by
+    then: a full disk is an error, not a signal.
 
     Args:
         memory: the buffer, at least one byte.
         writer: of the file.
-        offset: where in it the part begins.
+        offset: of the part in the file.
     """
 
     def __init__(self, memory: npt.NDArray[np.uint8], writer: TargetWriter, offset: int) -> None:
@@ -328,21 +327,21 @@ class PartBuffer:
 
     @property
     def position(self) -> int:
-        """Where in the file the next byte goes."""
+        """The offset of the next byte in the file."""
         return self._offset + self._used
 
     def skip(self, count: int) -> None:
-        """The next ``count`` bytes were copied to the file; after `flush`."""
+        """Skip ``count`` bytes that the file system has copied; call `flush` before."""
         self.writer.copied(count)
         self._offset += count
 
     def expect(self, offset: int) -> None:
-        """Insist that what comes next belongs at this offset of the file.
+        """Check that the next byte belongs at this offset of the file.
 
-        A mistake in the order of segments would keep the size and so pass unseen; it ends the run.
+        Segments in a wrong order would not change the size of the file, so they end the run.
         """
         if self.position != offset:
-            raise RuntimeError(f"bytes for offset {offset} came at {self.position}")
+            raise RuntimeError(f"bytes of offset {offset} would be written at {self.position}")
 
     def put(self, data: memoryview) -> None:
         """Append bytes."""
@@ -351,7 +350,7 @@ class PartBuffer:
             self.reserve(len(part))[:] = part
 
     def flush(self) -> None:
-        """Write what was collected."""
+        """Write the collected bytes."""
         if self._used:
             data = self._memory[: self._used]
             if self.writer.mapped:
@@ -364,10 +363,10 @@ class PartBuffer:
 
 
 def joined_crc(pieces: Iterable[tuple[int, int, int]]) -> int:
-    """The CRC-32 of pieces put together, such as those of a file that several threads write.
+    """The CRC-32 of joined pieces, such as those of a file that several threads write.
 
-    A CRC is a remainder of polynomials over GF(2), so the CRC of a concatenation follows from those of its parts: the
-    first one times x to the number of bits behind it, plus the second one.
+    A CRC is a remainder of polynomials over GF(2). The CRC of two joined pieces is that of the first, times x to the
+    number of bits of the second, plus that of the second.
 
     Args:
         pieces: (offset, bytes, CRC-32) of each, without gaps from offset 0, in any order.
@@ -376,10 +375,10 @@ def joined_crc(pieces: Iterable[tuple[int, int, int]]) -> int:
         ValueError: there is a gap or an overlap.
     """
     crc = position = 0
-    for offset, length, own in sorted(pieces):
+    for offset, length, piece_crc in sorted(pieces):
         if offset != position:
             raise ValueError(f"bytes {position} to {offset} have no checksum")
-        crc = _times(crc, _shift(length)) ^ own
+        crc = _times(crc, _shift(length)) ^ piece_crc
         position += length
     return crc
 
@@ -396,13 +395,13 @@ def _shift(length: int) -> int:
     return power
 
 
-def _times(one: int, other: int) -> int:
+def _times(first: int, second: int) -> int:
     """The product of two polynomials modulo that of CRC-32."""
     product = 0
     bit = _ONE
     while bit:
-        if one & bit:
-            product ^= other
-        other = other >> 1 ^ (_POLYNOMIAL if other & 1 else 0)
+        if first & bit:
+            product ^= second
+        second = second >> 1 ^ (_POLYNOMIAL if second & 1 else 0)
         bit >>= 1
     return product

@@ -11,5 +11,8 @@ FORM_CLASSES = {
 }
 """Module and class of every form, by its name; `registry.FORMS` loads them. Help needs only the names.
 
-A source is of the first form that recognises it. The first of all is that of a source which no form recognises.
+The first form that recognises a source reads it. An unrecognised source is of the first form in this table.
 """
+
+SHORT_NAMES = {"hf": "huggingface"}
+"""Other names of forms, for options."""

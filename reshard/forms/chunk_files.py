@@ -1,6 +1,6 @@
 """Checkpoints of chunks to be written: which chunk goes into which file.
 
-Every chunk is written once. Of the ranks that hold the same one, that is taken which has fewest bytes so far.
+Every chunk is written once, by the replica with the fewest bytes so far.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class ChunkFiles(TargetForm):
 
     Args:
         strategy: how tensors are laid out.
-        chosen: what is written.
-        name_of: what the file of a rank is called, without its ending.
+        chosen: the selected part of the checkpoint.
+        name_of: the name of the file of a rank, without its ending.
     """
 
     by_rank = False
@@ -64,12 +64,12 @@ class ChunkFiles(TargetForm):
         self.sections: list[Section] = []
         self._layout_of: Optional[Callable[[int], OutputLayout]] = None
         for stage, section in zip(strategy.stages, stage_sections(strategy, chosen.tensors)):
-            own = [
+            tensors = [
                 tensor
                 for name, tensor in chosen.tensors.items()
                 if name in section.layouts and name not in self._layouts
             ]
-            self._add_files(stage, section, own, bool(chosen.values) and not self._files)
+            self._add_files(stage, section, tensors, bool(chosen.values) and not self._files)
         names = tuple(NamedFile(number, name_of(file.rank)) for number, file in enumerate(self._files))
         self.names = FileNames("file{rank}", names)
         self._section_numbers = [section.number for section in self.sections for _ in section.files]
@@ -101,7 +101,7 @@ class ChunkFiles(TargetForm):
         return file == 0 and name in self._values
 
     def planned(self, layout_of: Callable[[int], OutputLayout]) -> None:
-        """Keep the layouts of files for what finishes the directory."""
+        """Keep the layouts of files for the metadata."""
         self._layout_of = layout_of
 
     def layout_of(self, file: int) -> OutputLayout:
@@ -110,7 +110,7 @@ class ChunkFiles(TargetForm):
         return self._layout_of(file)
 
     def file_name(self, file: int) -> str:
-        """What a file is called, relative to the directory."""
+        """The name of a file in the directory."""
         return f"{self.names.of(file)}.{self.format}"
 
     def chunks(self) -> Iterator[tuple[GlobalTensor, list[WrittenChunk]]]:

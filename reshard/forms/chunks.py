@@ -1,8 +1,8 @@
 """Checkpoints whose metadata states for every stored tensor which box of a larger one it is.
 
-Such metadata speaks of chunks: offsets, sizes, and where the bytes are. They may be slices of a grid, or any boxes.
-A file may hold several chunks of one tensor, so what it holds is shared out over several holder numbers, each with one
-chunk of a name: files have the first numbers, and what is shared out the numbers after them.
+Metadata lists chunks: offsets, sizes, and the place of the bytes. Chunks are slices of a grid, or any boxes. A file may
+hold several chunks of one tensor. Its contents are then divided over several holder numbers, each with one chunk of a
+name: files have the first numbers, further parts of files the numbers after them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from reshard.checkpoints.formats.tensors import CheckpointIndex, Tensor, check_s
 from reshard.errors import CheckpointError, InputError, LayoutError, one_error
 from reshard.forms.form import Description
 from reshard.layout import Covering, Grid, Layout, covering
-from reshard.strategies import SAME, Stage, Strategy
+from reshard.strategies import SAME, Stage, Strategy, rows_over
 from reshard.text.messages import listing
 from reshard.text.names import as_pattern, is_value
 from reshard.text.wording import plural, quoted
@@ -49,7 +49,7 @@ class ChunkedTensor(NamedTuple):
         name: its name.
         dtype: MindSpore's name of its element type.
         shape: of the full tensor.
-        chunks: what is stored of it; equal boxes are replicas.
+        chunks: its stored boxes; equal ones are replicas.
     """
 
     name: str
@@ -64,7 +64,7 @@ class ChunkedCheckpoint(RecordedCheckpoint):
 
     Attributes:
         file_count: files; several holder numbers may be of one file.
-        chunks: what metadata says, by name of the tensor.
+        chunks: tensors as metadata describes them, by name.
         chunk_holders: per tensor the holder number of each chunk; None for chunks without elements of others.
         nested: keys of the nested dictionaries that names were made of, where that is recorded.
     """
@@ -88,40 +88,40 @@ def chunked_checkpoint(
     Args:
         form: the name of the form.
         place: the directory.
-        files: what is in the files, by number; a file whose entries are all given with the chunks has none.
-        tensors: what metadata says, each name once.
-        faults: tensors that are known to be unreadable.
-        hint: what to do about elements that no file holds.
+        files: indexes of the files, by number; without tensors if all entries come with the chunks.
+        tensors: tensors as metadata describes them, each name once.
+        faults: unreadable tensors, and why, by name.
+        hint: the cure for missing elements.
     """
-    made = _Making(place, files, hint)
-    found: dict[str, GlobalTensor] = {}
-    known: dict[str, ChunkedTensor] = {}
+    builder = _Builder(place, files, hint)
+    laid_out: dict[str, GlobalTensor] = {}
+    accepted: dict[str, ChunkedTensor] = {}
     refused = dict(faults)
     for tensor in tensors:
         if tensor.name in refused:
             continue
         try:
-            found[tensor.name] = made.tensor(tensor)
-            known[tensor.name] = tensor
+            laid_out[tensor.name] = builder.tensor(tensor)
+            accepted[tensor.name] = tensor
         except InputError as error:
             refused[tensor.name] = error
-    plain = {name for name, tensor in found.items() if math.prod(tensor.shape) == 1 and is_value(name, 1)}
+    plain = {name for name, tensor in laid_out.items() if math.prod(tensor.shape) == 1 and is_value(name, 1)}
     return ChunkedCheckpoint(
         form,
         place,
-        {number: index.path for number, index in made.indexes.items()},
-        made.indexes,
-        {name: tensor for name, tensor in found.items() if name not in plain},
+        {number: index.path for number, index in builder.indexes.items()},
+        builder.indexes,
+        {name: tensor for name, tensor in laid_out.items() if name not in plain},
         plain,
         faults=refused,
         file_count=len(files),
-        chunks=known,
-        chunk_holders=made.holders,
+        chunks=accepted,
+        chunk_holders=builder.holders,
     )
 
 
 def described(checkpoint: ChunkedCheckpoint) -> Description:
-    """What inspection shows of a checkpoint of chunks: why it is not complete, if so."""
+    """The description of a checkpoint of chunks: why it is not complete, if so."""
     incomplete = None
     if checkpoint.faults:
         incomplete = one_error([*checkpoint.faults.values()], f"{checkpoint.place} is not complete")
@@ -131,31 +131,31 @@ def described(checkpoint: ChunkedCheckpoint) -> Description:
 def strategy_of(checkpoint: ChunkedCheckpoint) -> Strategy:
     """The strategy that cuts every tensor as the checkpoint does: rank ``r`` gets chunk ``r`` of each.
 
-    Raises:
-        CheckpointError: no strategy cuts some tensor so.
+    Tensors that no strategy cuts so are cut by rows; a note of the strategy names them.
     """
     grids = {name: tensor.shardings[0] for name, tensor in checkpoint.tensors.items()}
-    count = max((sharding.grid.slice_count for sharding in grids.values()), default=1)
+    # Boxes that lie in no grid refine one another into more slices than there are ranks.
+    regular = {name: each.grid for name, each in grids.items() if getattr(each, "parts_of", None) is None}
+    count = max((grid.slice_count for grid in regular.values()), default=max(1, checkpoint.file_count))
     layouts: dict[str, Layout] = {}
-    odd: list[str] = []
-    for name, sharding in grids.items():
-        layout = _layout_of(sharding.grid, count) if getattr(sharding, "parts_of", None) is None else None
+    by_rows: list[str] = []
+    for name, tensor in checkpoint.tensors.items():
+        layout = _layout_of(regular[name], count) if name in regular else None
         if layout is None:
-            odd.append(name)
-        else:
-            layouts[name] = layout
-    if odd:
-        raise CheckpointError(
-            f"{checkpoint.place}: no strategy over {plural(count, 'rank')} cuts tensors as it does: " + listing(odd),
-            file=checkpoint.place,
-            parameter=odd[0],
-            hint="cut rows with --shards N, or name a strategy: --dst-strategy FILE or DIR",
+            by_rows.append(name)
+            layout = rows_over(count, tensor.shape)
+        layouts[name] = layout
+    notes: tuple[str, ...] = ()
+    if by_rows:
+        notes = (
+            f"{plural(len(by_rows), 'tensor')} cut by rows, because no strategy over {plural(count, 'rank')} has their "
+            "uneven cuts: " + listing(by_rows),
         )
-    return Strategy((Stage(0, 0, count, layouts, (checkpoint.place,)),), SAME)
+    return Strategy((Stage(0, 0, count, layouts, (checkpoint.place,)),), SAME, notes)
 
 
 def _layout_of(grid: Grid, count: int) -> Optional[Layout]:
-    """A layout over so many ranks whose slices are those of a grid; None where there is none."""
+    """A layout over ``count`` ranks whose slices are those of a grid; None if no layout is."""
     cuts, rows = grid.cuts, grid.edges[:1]
     if all(cut == 1 for cut in cuts[1:]) and cuts and cuts[0] > 1:
         sizes = [b - a for a, b in zip(rows[0], rows[0][1:])]
@@ -169,12 +169,12 @@ def _layout_of(grid: Grid, count: int) -> Optional[Layout]:
     return Layout(matrix, tuple(() if cut == 1 else (len(cuts) - 1 - at,) for at, cut in enumerate(cuts)))
 
 
-class _Making:
-    """Lays chunks out, those of tensors that are cut and held alike once.
+class _Builder:
+    """Lays chunks out, once for tensors that are cut and stored alike.
 
     Attributes:
-        indexes: what is in the files, by holder number.
-        holders: per tensor the holder number of each chunk that is of use.
+        indexes: the contents of files, by holder number.
+        holders: per tensor the holder number of each chunk; None for a chunk that is never read.
     """
 
     def __init__(self, place: str, files: Sequence[CheckpointIndex], hint: str) -> None:
@@ -185,7 +185,7 @@ class _Making:
         self._hint = hint
         # Holder numbers of a file, and the entries of each that are given with chunks.
         self._numbers: list[list[int]] = [[] for _ in files]
-        self._met: dict[tuple[int, str], int] = {}
+        self._chunk_counts: dict[tuple[int, str], int] = {}
         self._entries: dict[int, dict[str, Tensor]] = {}
         self._coverings: dict[object, Covering] = {}
         self._shardings: dict[object, tuple[FileSharding]] = {}
@@ -226,24 +226,24 @@ class _Making:
                 covered = self._coverings[key] = covering(shape, starts, sizes)
         except LayoutError as error:
             raise self._fault(name, f"of shape {list(shape)}: {error.message}") from error
-        taken = {number for members in covered.members for number in members}
-        # An entry without elements is of no use to anybody.
-        holders = {number: self._holder(name, chunk) for number, chunk in enumerate(chunks) if number in taken}
+        used = {number for members in covered.members for number in members}
+        # Entries without elements are never read.
+        holders = {number: self._holder(name, chunk) for number, chunk in enumerate(chunks) if number in used}
         self.holders[name] = [holders.get(number) for number in range(len(chunks))]
         return GlobalTensor(name, dtype, item_size, shape, self._sharding(key, covered, holders))
 
     def _sharding(self, key: object, covered: Covering, holders: Mapping[int, int]) -> tuple[FileSharding]:
-        held = tuple(tuple(sorted(holders[number] for number in members)) for members in covered.members)
-        found = self._shardings.get((key, held))
-        if found is None:
+        holders_of_box = tuple(tuple(sorted(holders[number] for number in members)) for members in covered.members)
+        shardings = self._shardings.get((key, holders_of_box))
+        if shardings is None:
             if covered.box_of_slice is None:
-                sharding = FileSharding(covered.grid, held)
+                sharding = FileSharding(covered.grid, holders_of_box)
             else:
                 of = covered.box_of_slice.tolist()
                 boxes = tuple(covered.boxes[number] for number in of)
-                sharding = FileSharding(covered.grid, tuple(held[number] for number in of), boxes)
-            found = self._shardings[key, held] = (sharding,)
-        return found
+                sharding = FileSharding(covered.grid, tuple(holders_of_box[number] for number in of), boxes)
+            shardings = self._shardings[key, holders_of_box] = (sharding,)
+        return shardings
 
     def _holder(self, name: str, chunk: Chunk) -> int:
         """The holder number under which a chunk is found."""
@@ -251,8 +251,8 @@ class _Making:
         if stored is None:
             return chunk.file
         numbers = self._numbers[chunk.file]
-        place = self._met.get((chunk.file, name), 0)
-        self._met[chunk.file, name] = place + 1
+        place = self._chunk_counts.get((chunk.file, name), 0)
+        self._chunk_counts[chunk.file, name] = place + 1
         number = numbers[place] if place < len(numbers) else self._new(chunk.file)
         self._entries[number][name] = stored if stored.name == name else stored._replace(name=name)
         return number
@@ -269,9 +269,9 @@ class _Making:
         self.indexes[number] = replace(index, tensors=entries, crc=crc)
         return number
 
-    def _fault(self, name: str, what: str) -> CheckpointError:
+    def _fault(self, name: str, problem: str) -> CheckpointError:
         return CheckpointError(
-            f"{self._place}: {quoted(name)} {what}",
+            f"{self._place}: {quoted(name)} {problem}",
             file=self._place,
             parameter=name,
             hint=f"{self._hint}, or leave it out with --exclude {as_pattern(name)}",

@@ -22,11 +22,11 @@ class Cut:
     """The cut of tensors of one kind for one section of the target.
 
     Attributes:
-        number: numbers the kinds in the order they were met.
+        number: of the kind, counted from 0.
         overlap: the cells of every target slice.
         target: the target layout.
-        shardings: the source's shardings of these tensors, or of their sources one after the other.
-        firsts: the number of the first sharding of each of these sources.
+        shardings: the source's shardings of these tensors, or the shardings of all their sources in a row.
+        firsts: per source, the index of its first sharding.
     """
 
     number: int
@@ -45,8 +45,8 @@ class Cuts:
 
     def __init__(self) -> None:
         self._cuts: dict[object, Cut] = {}
-        # Cache by identity: equal tensors share layout and shardings. References are kept, or a new object
-        # could get the same id.
+        # Cache by identity: equal tensors share layout and shardings. Without the references a new object could
+        # get the id of a freed one.
         self._by_reading: dict[tuple[object, ...], tuple[Cut, Layout, tuple[Sharding, ...]]] = {}
 
     def of(self, tensor: GlobalTensor, section: Section) -> Cut:
@@ -56,17 +56,17 @@ class Cuts:
             CheckpointError: the target layout does not fit the tensor; names it.
         """
         recorded = section.layouts[tensor.name]
-        made_of = (tensor.view, *(len(each.shardings) for each in tensor.stored))
-        key = (section.number, id(recorded), *map(id, tensor.shardings), tensor.shape, tensor.shards, made_of)
-        found = self._by_reading.get(key)
-        if found is None:
-            found = self._by_reading[key] = (self._make(tensor, section), recorded, tensor.shardings)
-        return found[0]
+        kind = (tensor.view, *(len(each.shardings) for each in tensor.stored))
+        key = (section.number, id(recorded), *map(id, tensor.shardings), tensor.shape, tensor.shards, kind)
+        cached = self._by_reading.get(key)
+        if cached is None:
+            cached = self._by_reading[key] = (self._make(tensor, section), recorded, tensor.shardings)
+        return cached[0]
 
     def _make(self, tensor: GlobalTensor, section: Section) -> Cut:
         try:
             layout = layout_in(tensor, section.layouts[tensor.name], section.in_pipeline)
-            # By identity, with references kept, as above.
+            # The cut references its shardings, so their ids stay unique.
             counts = [len(each.shardings) for each in tensor.sources]
             key = (section.number, tensor.shape, *map(id, tensor.shardings), layout, tensor.view, *counts)
             if key not in self._cuts:

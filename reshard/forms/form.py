@@ -30,18 +30,18 @@ class Layouts(Enum):
 
 
 class Names(Enum):
-    """What names of tensors look like."""
+    """Names that tensors of a form have."""
 
-    MODEL = "those of a model's own parameters"
-    ANY = "those of a model, or of a trainer's state that it is part of"
-    TRAINER = "likewise; trainers expect those of their state"
+    MODEL = "names of a model's parameters"
+    ANY = "names of a model's parameters, or of a trainer's state"
+    TRAINER = "likewise; trainers expect the names of their state"
 
 
 class FormOptions(NamedTuple):
     """The options of a form, and its words in messages.
 
     Attributes:
-        unit: what numbers of files count, ``rank`` or ``file``; ranks load their files by themselves.
+        unit: the unit of file numbers, ``rank`` or ``file``; each rank loads its own file.
         title: the form's name in sentences.
         layouts: where layouts are recorded.
         steps: a source may hold several steps, for --step.
@@ -49,7 +49,7 @@ class FormOptions(NamedTuple):
         shard_size: the size of target files can be chosen, with --max-shard-size.
         shards: tensors may be cut by rows over a number of files, with --shards.
         mindspore: MindSpore loads its files.
-        names: what names of tensors look like.
+        names: the names that its tensors have.
         metadata: keys in the headers of its files that its reader checks.
     """
 
@@ -80,14 +80,13 @@ class FormOptions(NamedTuple):
         return self.layouts is not Layouts.WHOLE
 
 
-class Written(NamedTuple):
-    """The result that a conversion would write from a step.
+class EditedStep(NamedTuple):
+    """A step with the edits of a conversion.
 
     Attributes:
         tensors: by target name.
         target: their strategy.
-        unseen: per parameter that the strategy lists and no file holds, the name that it would get; None where that is
-            unknown.
+        unseen: per parameter that the strategy lists and no file holds, its target name; None if unknown.
     """
 
     tensors: Mapping[str, GlobalTensor]
@@ -100,7 +99,7 @@ def _all(name: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Reading:
+class ReadRequest:
     """A request to read a checkpoint. Forms ignore attributes that do not concern them.
 
     Attributes:
@@ -108,16 +107,16 @@ class Reading:
         handles: open files.
         report: gets notes on skipped parts.
         step: ``latest``, or a step in the notation of the form.
-        damaged: files that count as absent, and why, by path.
-        wanted: whether a tensor has to be complete.
+        damaged: per path of a file that counts as absent, the reason.
+        required: whether a tensor has to be complete.
         complete: refuse an incomplete step.
-        source: the strategy that it was saved with, where the form needs one.
-        target: the strategy that it is converted to.
+        source: the strategy of the source, where the form needs one.
+        target: the strategy of the target.
         ranks: the requested target ranks; None for all.
         filters: the selection of names.
         file_suffix: only files whose stem ends so.
         fallback: whether ``latest`` may be an older step, if the newest is incomplete.
-        written: edits a checkpoint, complete or not; raises an InputError if the edits do not fit. None without
+        edit: edits a checkpoint, complete or not; raises an InputError if the edits do not fit. None without
             edits.
     """
 
@@ -126,7 +125,7 @@ class Reading:
     report: Report
     step: str = "latest"
     damaged: Mapping[str, str] = field(default_factory=dict)
-    wanted: Callable[[str], bool] = _all
+    required: Callable[[str], bool] = _all
     complete: bool = True
     source: Strategy = field(default_factory=Strategy.none)
     target: Strategy = field(default_factory=Strategy.none)
@@ -134,16 +133,16 @@ class Reading:
     filters: Filters = field(default_factory=Filters)
     file_suffix: Optional[str] = None
     fallback: bool = True
-    written: Optional[Callable[[Checkpoint], Written]] = None
+    edit: Optional[Callable[[Checkpoint], EditedStep]] = None
 
     @property
     def path(self) -> str:
-        """The source; only files of ranks are named one by one."""
+        """The source; rank files alone may be a mapping."""
         return str(self.src)
 
 
 @dataclass(frozen=True)
-class Wanted:
+class WriteRequest:
     """A request to write a checkpoint. Forms ignore attributes that do not concern them.
 
     Attributes:
@@ -154,7 +153,7 @@ class Wanted:
         report: gets warnings and notes.
         admit: whether a name is written.
         format: of the files, or ``same``.
-        prefix: target file names begin so; None for the names of the source's files.
+        prefix: the beginning of target file names; None keeps the names of the source's files.
         max_shard_size: bytes of tensors in a file; None for the default.
         on_disk: a directory is written, not one exact file or none.
         config: the configuration with the model's sizes; None if none was read.
@@ -183,8 +182,8 @@ class SavedStep(NamedTuple):
     Attributes:
         number: its number.
         path: its directory.
-        finished: whether it is not newer than the last finished one; None if unknown.
-        latest: whether it is the last finished one.
+        finished: whether it is at most as new as the last finished step; None if unknown.
+        latest: whether it is the last finished step.
     """
 
     number: int
@@ -198,8 +197,8 @@ class Description(NamedTuple):
 
     Attributes:
         ranks: the number of ranks that each tensor is laid out over, if known.
-        lost: the number of slices of a tensor that are in no readable file.
-        incomplete: the reason if it is not complete.
+        lost: per tensor, the number of slices that no readable file holds.
+        incomplete: the reason, if the checkpoint is not complete.
         unplaced: a sentence on skipped tensors, if any.
     """
 
@@ -210,25 +209,19 @@ class Description(NamedTuple):
 
 
 class SavedCut(Protocol):
-    """How the metadata of a checkpoint records that a tensor is cut.
-
-    Attributes:
-        layout: the layout; None where every file holds the whole tensor.
-        ranks: the ranks that the layout is over, in its order; without a layout, all that hold the tensor.
-        rank_of: the files that hold a slice, each with the rank whose slice it is; empty without a layout.
-    """
+    """The layout of a tensor in a checkpoint's metadata."""
 
     @property
     def layout(self) -> Optional[Layout]:
-        """The layout."""
+        """The layout; None where every file holds the whole tensor."""
 
     @property
     def ranks(self) -> Sequence[int]:
-        """The ranks that the layout is over."""
+        """The ranks of the layout, in its order; without a layout, all ranks that hold the tensor."""
 
     @property
     def rank_of(self) -> Sequence[tuple[int, int]]:
-        """The files that hold a slice, each with the rank whose slice it is."""
+        """The files that hold a slice, each with its rank; empty without a layout."""
 
 
 class Form(Protocol):
@@ -253,12 +246,12 @@ class Form(Protocol):
             ReshardError: the path cannot be listed.
         """
 
-    def read(self, reading: Reading) -> Checkpoint:
+    def read(self, request: ReadRequest) -> Checkpoint:
         """Read a source from metadata and headers alone.
 
         Raises:
-            UsageError: the step is none of this form.
-            InputError: it is not complete, damaged, or contradicts itself.
+            UsageError: the text is not a step of this form.
+            InputError: the source is incomplete, damaged, or contradicts itself.
             RetryableError: reading failed in a way that may pass.
         """
 
@@ -275,7 +268,7 @@ class Form(Protocol):
         return None
 
     def problems(self, checkpoint: Checkpoint, source: Strategy, strict: bool, report: Report) -> list[InputError]:
-        """Contradictions between a source's files and its strategy that are no errors of reading.
+        """Contradictions between files and strategy that the reader tolerates.
 
         Args:
             checkpoint: the source.
@@ -285,7 +278,7 @@ class Form(Protocol):
         """
         return []
 
-    def target(self, checkpoint: Checkpoint, wanted: Wanted) -> TargetForm:
+    def target(self, checkpoint: Checkpoint, request: WriteRequest) -> TargetForm:
         """The target files for a checkpoint of any form.
 
         Raises:
@@ -309,15 +302,15 @@ class Form(Protocol):
         return iter(())
 
     def check_beside(
-        self, directory: str, written: Checkpoint, source: Checkpoint, cast: bool, report: Report
+        self, directory: str, target: Checkpoint, source: Checkpoint, cast: bool, report: Report
     ) -> Iterator[tuple[str, str]]:
-        """Compare the further files of a source with those of the target.
+        """Compare files beside the weights, such as configurations, of source and target.
 
         Args:
             directory: the target directory.
-            written: the checkpoint in it.
-            source: the checkpoint that was converted.
-            cast: whether weights were cast; then a configuration may name another type.
+            target: the checkpoint in it.
+            source: the converted checkpoint.
+            cast: whether weights were cast; the configuration may then name another type.
             report: warned of files that differ.
 
         Yields:

@@ -21,7 +21,7 @@ from reshard.text.names import ACCUMULATED_GRADIENTS
 from reshard.text.report import Report
 from reshard.text.wording import quoted, rank_ranges
 
-_WANTED = (
+_HINT = (
     "pass an unsharded checkpoint, a Hugging Face directory or its index, a JSON strategy with shapes, "
     "or rank directories with the strategy they were saved with"
 )
@@ -52,10 +52,10 @@ def read_shapes(path: str, strategy: Optional[Strategy], handles: FileHandles, r
         tensors = _of_ranks(path, strategy, handles)
     else:
         tensors = _of_index(read_index(handles, path))
-    found = list(tensors)
-    if not found:
-        raise CheckpointError(f"{path}: holds no tensors", file=path, hint=_WANTED)
-    return model_tensors(path, found, ITEM_SIZES)
+    full_tensors = list(tensors)
+    if not full_tensors:
+        raise CheckpointError(f"{path}: holds no tensors", file=path, hint=_HINT)
+    return model_tensors(path, full_tensors, ITEM_SIZES)
 
 
 def _of_index(index: CheckpointIndex) -> Iterator[FullTensor]:
@@ -65,25 +65,25 @@ def _of_index(index: CheckpointIndex) -> Iterator[FullTensor]:
 
 
 def _is_value(tensor: Tensor) -> bool:
-    """Whether a tensor is none that strategies list: counters, learning rates, text."""
+    """Whether a tensor is a counter, learning rate or text, which strategies do not list."""
     return tensor.is_value or tensor.dtype in NO_ARRAYS
 
 
 def strategy_shapes(strategy: Strategy) -> Optional[ModelTensors]:
-    """The tensors of a strategy that records their shapes, as JSON does; None where one lacks its shape."""
+    """The tensors of a strategy that records all shapes, as JSON does; else None."""
     if any(layout.recorded_shape is None for stage in strategy.stages for layout in stage.layouts.values()):
         return None
     return model_tensors(strategy.path, _of_strategy(strategy), ITEM_SIZES)
 
 
 def _of_strategy(strategy: Strategy) -> Iterator[FullTensor]:
-    seen: dict[str, tuple[int, ...]] = {}
+    shape_of: dict[str, tuple[int, ...]] = {}
     for stage in strategy.stages:
         for name, layout in stage.layouts.items():
             shapes = {
-                (sum(one.uneven), *shape[1:]) if one.uneven and shape else shape
-                for one in layout.regroupings()
-                for shape in [one.recorded_shape]
+                (sum(grouping.uneven), *shape[1:]) if grouping.uneven and shape else shape
+                for grouping in layout.regroupings()
+                for shape in [grouping.recorded_shape]
             }
             shape = shapes.pop() if len(shapes) == 1 else None
             if shape is None:
@@ -93,11 +93,11 @@ def _of_strategy(strategy: Strategy) -> Iterator[FullTensor]:
                     parameter=name,
                     hint="pass --shapes with a checkpoint",
                 )
-            if seen.setdefault(name, shape) != shape:
+            if shape_of.setdefault(name, shape) != shape:
                 raise StrategyError(
                     f"{strategy.path}: {quoted(name)} has several shapes", file=strategy.path, parameter=name
                 )
-    yield from (FullTensor(name, shape) for name, shape in seen.items())
+    yield from (FullTensor(name, shape) for name, shape in shape_of.items())
 
 
 def _of_ranks(path: str, strategy: Optional[Strategy], handles: FileHandles) -> Iterator[FullTensor]:
@@ -131,7 +131,7 @@ def _of_ranks(path: str, strategy: Optional[Strategy], handles: FileHandles) -> 
         raise CheckpointError(
             f"{path}: none has no ranks' slices", file=path, hint="pass the strategy that it was saved with"
         )
-    seen: dict[str, tuple[tuple[int, ...], str]] = {}
+    descriptions: dict[str, tuple[tuple[int, ...], str]] = {}
     for stage in strategy.stages:
         ranks = [rank for rank in sorted(step.files) if rank in stage.ranks]
         if not ranks:
@@ -142,12 +142,12 @@ def _of_ranks(path: str, strategy: Optional[Strategy], handles: FileHandles) -> 
             for name in [name for name in stage.layouts if name in missing and name in index.tensors]:
                 missing.discard(name)
                 tensor = index.tensors[name]
-                found = _full(path, stage, name, tensor), tensor.dtype
-                if seen.setdefault(name, found) != found:
+                description = _full(path, stage, name, tensor), tensor.dtype
+                if descriptions.setdefault(name, description) != description:
                     raise CheckpointError(f"{path}: {quoted(name)} has several shapes", file=path, parameter=name)
             if not missing:
                 break
-    yield from (FullTensor(name, shape, dtype) for name, (shape, dtype) in seen.items())
+    yield from (FullTensor(name, shape, dtype) for name, (shape, dtype) in descriptions.items())
 
 
 def _full(path: str, stage: Stage, name: str, tensor: Tensor) -> tuple[int, ...]:

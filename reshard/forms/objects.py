@@ -1,4 +1,4 @@
-"""What is no tensor in a checkpoint of PyTorch's side, for people: read as data, shown where it is plain."""
+"""Objects other than tensors in PyTorch's checkpoints, for display: unpickled as inert data."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ MAX_SHOWN = 1 << 20
 _ALLOWED = among([*FROM_TORCH, NAMESPACE])
 
 
-def shown_object(handles: FileHandles, held: StoredObject) -> Any:
-    """An object as JSON has it.
+def shown_object(handles: FileHandles, stored: StoredObject) -> Any:
+    """An object as a JSON value.
 
     Raises:
-        NotPlain: it is more than numbers, text, lists and dictionaries, or damaged.
+        NotPlain: it holds more than numbers, text, lists and dictionaries, or is damaged.
         ReshardError: reading failed.
     """
-    if held.length > MAX_SHOWN:
+    if stored.length > MAX_SHOWN:
         raise NotPlain("it is too large to be shown")
     try:
-        with contextlib.closing(handles.open_file(held.path)) as file:
-            if held.archived:
-                return plain(Archive(file, held.offset, held.length).pickled(_ALLOWED))
-            return plain(read_pickle(read_range(file, held.offset, held.length), _ALLOWED))
+        with contextlib.closing(handles.open_file(stored.path)) as file:
+            if stored.archived:
+                return plain(Archive(file, stored.offset, stored.length).pickled(_ALLOWED))
+            return plain(read_pickle(read_range(file, stored.offset, stored.length), _ALLOWED))
     except (PickleError, InputError) as error:
         raise NotPlain(str(error)) from error
     except OSError as error:
-        raise reading_error(held.path, error) from error
+        raise reading_error(stored.path, error) from error

@@ -10,7 +10,7 @@ from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.checkpoints.files import FileHandles
 from reshard.errors import CheckpointError
 from reshard.forms import FORM_CLASSES
-from reshard.forms.form import Form, Reading
+from reshard.forms.form import Form, ReadRequest
 from reshard.forms.ranks import find_checkpoints
 from reshard.forms.ranks.steps import RANK
 from reshard.storage import caches_listings, exists
@@ -19,13 +19,13 @@ from reshard.text.near_names import similar_path_hint
 from reshard.text.report import Report
 
 
-def _made(place: str) -> Form:
+def _load(place: str) -> Form:
     module, _, name = place.partition(":")
     form: Form = getattr(importlib.import_module(f"reshard.forms.{module}"), name)()
     return form
 
 
-FORMS: list[Form] = [_made(place) for place in FORM_CLASSES.values()]
+FORMS: list[Form] = [_load(place) for place in FORM_CLASSES.values()]
 """All forms, in the order of `FORM_CLASSES`."""
 
 
@@ -52,31 +52,31 @@ def form_of(src: str) -> str:
     return next((form for form in FORMS if form.recognise(src)), FORMS[0]).name
 
 
-def check_there(src: str) -> None:
-    """Refuse a source that is not there.
+def check_exists(src: str) -> None:
+    """Refuse a missing source.
 
     Args:
-        src: a directory, a file, or a path with ``{rank}`` in it, which only its readers look for.
+        src: a directory or a file. A path with ``{rank}`` passes: only its readers look for it.
 
     Raises:
-        CheckpointError: it is not there.
+        CheckpointError: it does not exist.
     """
     if RANK not in src and not exists(src):
         raise CheckpointError(f"{src}: does not exist", file=src, hint=similar_path_hint(src))
 
 
 def check_holds_ranks(src: str) -> None:
-    """Refuse a source without rank files, before a missing strategy is an error.
+    """Refuse a source without rank files; called before a missing strategy is reported.
 
     Raises:
-        CheckpointError: it is missing, or holds no checkpoint.
+        CheckpointError: it does not exist, or holds no checkpoint.
     """
-    check_there(src)
+    check_exists(src)
     find_checkpoints(src)
 
 
 def forms_among(directory: str, names: Sequence[str]) -> set[str]:
-    """The forms, rank directories apart, that these entries of a directory are taken for by one reader or another.
+    """The forms that recognise these entries of a directory, rank directories apart.
 
     Raises:
         ReshardError: the path cannot be listed.
@@ -92,10 +92,10 @@ def read_checkpoint(
     handles: FileHandles,
     report: Report,
     damaged: Mapping[str, str],
-    wanted: Callable[[str], bool],
+    required: Callable[[str], bool],
 ) -> Checkpoint:
-    """Read a source of any form but rank trees, from metadata and headers alone; see `Form.read` and `Reading`."""
-    return form_named(form).read(Reading(src, handles, report, step, damaged, wanted))
+    """Read a source of any form but rank trees, from metadata and headers alone; see `Form.read` and `ReadRequest`."""
+    return form_named(form).read(ReadRequest(src, handles, report, step, damaged, required))
 
 
 def strategy_of(checkpoint: Checkpoint) -> Strategy:

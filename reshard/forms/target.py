@@ -6,8 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Callable, NamedTuple, Optional, Protocol
 
-from reshard.checkpoints.by_name import ByName
-from reshard.checkpoints.checkpoint import GlobalTensor
+from reshard.checkpoints.checkpoint import ByName, GlobalTensor
 from reshard.checkpoints.formats.dtypes import MEMORY
 from reshard.checkpoints.formats.output import OutputLayout, OutputTensor, lay_out_ckpt, lay_out_safetensors
 from reshard.errors import IncompleteSourceError, LayoutError
@@ -26,7 +25,7 @@ class Section:
         layouts: layouts of these files by name, as recorded or whole.
         in_pipeline: whether it is one of several stages.
         label: its name in messages.
-        devices: which device of the layouts each of its files is; None where they count alike.
+        devices: per file its device in the layouts; None where files and devices have the same order.
     """
 
     number: int
@@ -37,7 +36,7 @@ class Section:
     devices: Optional[tuple[int, ...]] = None
 
     def position(self, file: int) -> int:
-        """Which device of the layouts a file is."""
+        """The device of a file in the layouts."""
         number = file - self.files.start
         return number if self.devices is None else self.devices[number]
 
@@ -59,17 +58,17 @@ class FinishingFile(NamedTuple):
 
 
 class TargetForm(Protocol):
-    """A form of checkpoint to be written.
+    """The files of a checkpoint to write.
 
     Attributes:
-        name: that of the form, as `forms.registry` lists them.
-        by_rank: a file's number is the rank that will read it, and all that rank reads.
-        takes_everything: it contains everything of the source, and needs nothing else.
+        name: of the form, as in `forms.registry`.
+        by_rank: a file's number is the rank that loads it; a rank loads no other file.
+        takes_everything: it contains every tensor of the source.
         format: ``ckpt`` or ``safetensors``.
         names: the files' names, by number.
-        sections: all sections, in the order of their files; every file is in one.
+        sections: all sections, in the order of their files; every file is in one section.
         metadata: of every safetensors file, instead of the usual.
-        boxed: files record which boxes their tensors are, so that slices of one shape are laid out differently.
+        boxed: files record the boxes of their tensors, so slices of equal shape get different headers.
         limits_layouts: some layouts cannot be recorded; `check_layout` decides.
     """
 
@@ -84,11 +83,11 @@ class TargetForm(Protocol):
     boxed: bool = False
 
     def lay_out(self, tensors: Sequence[OutputTensor], boxes: Sequence[Box]) -> OutputLayout:
-        """Where the bytes of a file go.
+        """The places of a file's bytes.
 
         Args:
-            tensors: what is in it, in order.
-            boxes: which box of the full tensor each of them is.
+            tensors: its tensors, in order.
+            boxes: the box of each in the full tensor.
 
         Raises:
             CheckpointError: the format cannot hold a tensor.
@@ -98,10 +97,10 @@ class TargetForm(Protocol):
         return lay_out_ckpt(tensors) if self.format == "ckpt" else lay_out_safetensors(tensors, self.metadata)
 
     def planned(self, layout_of: Callable[[int], OutputLayout]) -> None:
-        """Get to know the plan, before `finishing` is asked for.
+        """Receive the plan's layouts of files; called before `finishing`.
 
         Args:
-            layout_of: how a file is laid out, by its number.
+            layout_of: the layout of a file, by its number.
         """
         return
 
@@ -115,24 +114,24 @@ class TargetForm(Protocol):
 
     @property
     def count(self) -> int:
-        """Files in all; their numbers begin at 0."""
+        """The number of files, counted from 0."""
 
     def section_of(self, file: int) -> Section:
         """The section of a file."""
 
     def names_in(self, file: int) -> Optional[frozenset[str]]:
-        """Which of its section's tensors a file holds; None, as for most forms, for all."""
+        """The tensors of its section that a file holds; None for all."""
         return None
 
     def takes_value(self, name: str, file: int) -> bool:
-        """Whether a file gets a value that is copied as it is, where the section's layouts do not forbid it."""
+        """Whether a file gets a copied value, unless the section lays the value out."""
 
-    def taken_over(self, file: int) -> Optional[int]:
-        """The number of the source file that a file copies byte for byte; None if it is written anew."""
+    def copied_file(self, file: int) -> Optional[int]:
+        """The number of the source file that a file copies byte for byte; None if its bytes are computed."""
         return None
 
     def finishing(self) -> Sequence[FinishingFile]:
-        """Files to write after all others, in this order; the last one completes the directory."""
+        """Files to write after all others, in this order; the last completes the directory."""
 
 
 class WholeLayouts(ByName[Layout]):
@@ -140,7 +139,7 @@ class WholeLayouts(ByName[Layout]):
 
     Args:
         tensors: by name.
-        names: only these; all where None.
+        names: a selection; None for all.
     """
 
     def __init__(self, tensors: Mapping[str, GlobalTensor], names: Optional[Collection[str]] = None) -> None:
@@ -154,11 +153,10 @@ class WholeLayouts(ByName[Layout]):
 
 
 def layout_in(tensor: GlobalTensor, recorded: Layout, in_pipeline: bool) -> Layout:
-    """The layout that a tensor gets where a strategy records ``recorded``.
+    """The real layout of a target tensor, from the recorded layout.
 
-    Accumulated gradients are written the way they were stored. Where the source cannot tell,
-    because it records no shard, a target with a pipeline has none either: the compiler records
-    but does not make it there.
+    Accumulated gradients keep the optimizer shards of the source's files. Where the source records no
+    shard, a target with a pipeline gets none: MindSpore's compiler records one there, but writes none.
 
     Args:
         tensor: the tensor.
@@ -167,7 +165,7 @@ def layout_in(tensor: GlobalTensor, recorded: Layout, in_pipeline: bool) -> Layo
 
     Raises:
         LayoutError: the recorded layout does not fit the tensor.
-        IncompleteSourceError: files that decide it were not read.
+        IncompleteSourceError: the files that decide it were not read.
     """
     plain, unsharded, undecided = tensor.shards
     if undecided and recorded.shards > 1:
@@ -197,7 +195,7 @@ def layout_in(tensor: GlobalTensor, recorded: Layout, in_pipeline: bool) -> Layo
 
 
 UNFINISHED = "reshard-unfinished.safetensors"
-"""The file that makes loaders fail while others are missing."""
+"""A file that makes loaders fail while others are missing."""
 
 UNFINISHED_CONTENT = b"This checkpoint is not complete. Missing files: reshard status. To continue: reshard resume.\n"
 """Its content, which no loader accepts as a safetensors header."""

@@ -1,4 +1,4 @@
-"""The selection from a checkpoint, for all target forms."""
+"""Tensors and values to write, and their shares of the target's files, for all target forms."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy.typing as npt
 from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor, TensorsInOrder
 from reshard.checkpoints.formats.dtypes import NO_ARRAYS
 from reshard.errors import InputError
-from reshard.forms.form import Wanted
+from reshard.forms.form import WriteRequest
 from reshard.forms.target import Section, layout_in
 from reshard.layout import Layout, volume_of
 from reshard.text.messages import listing
@@ -35,10 +35,10 @@ class Selected(NamedTuple):
     names: Sequence[str]
 
 
-def selected(checkpoint: Checkpoint, wanted: Wanted) -> Selected:
+def selected(checkpoint: Checkpoint, request: WriteRequest) -> Selected:
     """The requested part of a checkpoint."""
-    names = [name for name in checkpoint.order() if wanted.admit(name)]
-    values = _sizes_of_values(checkpoint, [name for name in checkpoint.values() if wanted.admit(name)])
+    names = [name for name in checkpoint.order() if request.admit(name)]
+    values = _sizes_of_values(checkpoint, [name for name in checkpoint.values() if request.admit(name)])
     return Selected(TensorsInOrder(checkpoint.tensors, layers_in_order(names)), values, names)
 
 
@@ -46,8 +46,8 @@ class SharedOut(NamedTuple):
     """Slices of some tensors, each in the file of one device of a stage.
 
     Attributes:
-        layouts: how the tensors are cut, by name.
-        names: per device with a file, ascending, the tensors of its slices; equal sets are one object.
+        layouts: by name.
+        names: per device with a file, ascending, the names of its tensors; equal sets are one object.
     """
 
     layouts: dict[str, Layout]
@@ -104,36 +104,36 @@ def share_out(
         for device in writers:
             names.setdefault(device, []).append(tensor.name)
     # Files of the same names share them.
-    known: dict[frozenset[str], frozenset[str]] = {}
+    shared: dict[frozenset[str], frozenset[str]] = {}
     sets = ((device, frozenset(names[device])) for device in sorted(names))
-    return SharedOut(layouts, {device: known.setdefault(held, held) for device, held in sets})
+    return SharedOut(layouts, {device: shared.setdefault(file_names, file_names) for device, file_names in sets})
 
 
 def _size(tensor: GlobalTensor) -> int:
     return math.prod(tensor.shape) * tensor.item_size
 
 
-def note_left_beside(checkpoint: Checkpoint, report: Report) -> None:
+def note_uncopied_files(checkpoint: Checkpoint, report: Report) -> None:
     """Note further files of the source that the target form does not contain."""
-    if checkpoint.others:
-        report.note("files other than weights are not copied: " + ", ".join(checkpoint.others[:8]))
+    if checkpoint.extra_files:
+        report.note("files other than weights are not copied: " + ", ".join(checkpoint.extra_files[:8]))
 
 
-def note_objects_left(checkpoint: Checkpoint, admit: Callable[[str], bool], report: Report) -> None:
-    """Name objects that the target has no place for."""
-    left = sorted(filter(admit, checkpoint.objects))
-    if left:
+def note_skipped_objects(checkpoint: Checkpoint, admit: Callable[[str], bool], report: Report) -> None:
+    """Name objects that the target cannot hold."""
+    skipped = sorted(filter(admit, checkpoint.objects))
+    if skipped:
         report.note(
-            f"{plural(len(left), 'object')} left out, because only dcp and hyper-parallel hold what is no tensor: "
-            + listing(left)
+            f"{plural(len(skipped), 'object')} skipped: only dcp and hyper-parallel hold objects other than tensors: "
+            + listing(skipped)
         )
 
 
 def _sizes_of_values(checkpoint: Checkpoint, names: Sequence[str]) -> dict[str, int]:
     """Bytes of every value that safetensors can hold."""
-    found = {}
+    sizes = {}
     for name in names:
         tensor = checkpoint.indexes[checkpoint.holders(name)[0]].tensors[name]
         if tensor.dtype not in NO_ARRAYS:
-            found[name] = tensor.nbytes
-    return found
+            sizes[name] = tensor.nbytes
+    return sizes

@@ -12,7 +12,7 @@ from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import Checkpoint, StoredObject
 from reshard.checkpoints.formats.pickles import NotPlain
 from reshard.errors import InputError
-from reshard.forms.form import Description, Reading, SavedStep
+from reshard.forms.form import Description, ReadRequest, SavedStep
 from reshard.forms.objects import shown_object
 from reshard.forms.registry import form_named
 from reshard.inspection.contents import Finding, InspectedContents, contents_of, conversion_findings
@@ -127,7 +127,7 @@ def inspect_form(path: str, form: str, step: str = "latest") -> InspectedForm:
         # A missing step that was requested is an error, not a finding.
         reader.check_step(path, step)
         try:
-            checkpoint = reader.read(Reading(path, handles, report, step, complete=False))
+            checkpoint = reader.read(ReadRequest(path, handles, report, step, complete=False))
         except InputError as error:
             inspected.files = _files_in(path)
             if not inspected.files and not inspected.iterations:
@@ -170,7 +170,7 @@ def _describe(inspected: InspectedForm, checkpoint: Checkpoint, description: Des
         )
         inspected.full_bytes += math.prod(tensor.shape) * tensor.item_size
     inspected.values = tuple(checkpoint.values())
-    inspected.others = tuple(checkpoint.others)
+    inspected.others = tuple(checkpoint.extra_files)
     inspected.quantised, finding = quantised_in(checkpoint)
     inspected.findings += [] if finding is None else [finding]
     if description.incomplete is not None:

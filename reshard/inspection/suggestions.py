@@ -270,8 +270,10 @@ def _model(src: str, subject: Subject, places: Sequence[str]) -> Model:
     """The names of the tensors, and the table for them."""
     config = None
     for place in places:
-        with suppress(ReshardError):
+        try:
             config = config or config_beside(place or os.curdir)
+        except ReshardError as error:
+            subject.add(0, error.message, error.hint)
     value = None if config is None else config.get("model_type")
     type = value if isinstance(value, str) else None
     table = type if type in builtin_names() else None

@@ -24,7 +24,7 @@ from reshard.forms.ranks.checkpoint import RankCheckpoint, SourceStep
 from reshard.forms.ranks.coverage import LostParameter, check_ranks
 from reshard.forms.ranks.selection import Incomplete, StepSelector
 from reshard.forms.ranks.steps import saved_at_fault
-from reshard.forms.ranks.tree import find_rank, passed_over
+from reshard.forms.ranks.tree import find_rank, skipped_directories
 from reshard.inspection.contents import Finding, InspectedContents, contents_of, conversion_findings, error_by_name
 from reshard.records.ledger import ledgers_in
 from reshard.records.manifest import MANIFEST_NAME
@@ -254,7 +254,7 @@ class _Inspection:
                 f"{tree.root}: was written by reshard",
                 hint=f"`reshard status {shlex.quote(tree.root)}` shows what is done and what is missing",
             )
-        unfinished, saves = ([], []) if tree.single_file else passed_over(tree.root)
+        unfinished, saves = ([], []) if tree.single_file else skipped_directories(tree.root)
         for path in unfinished:
             self._note("unfinished", f"{path}: is unfinished (its name ends in _tmp) and is skipped")
         for path in saves:

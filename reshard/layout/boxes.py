@@ -45,7 +45,7 @@ def covering(shape: Sequence[int], starts: Numbers, sizes: Numbers) -> Covering:
     Args:
         shape: of the tensor; at most 2^40 elements.
         starts: first element per dimension, shape (boxes, dimensions).
-        sizes: elements per dimension, likewise.
+        sizes: elements per dimension, shape (boxes, dimensions).
 
     Raises:
         LayoutError: boxes lie outside the tensor, overlap, or leave elements out; names the elements.
@@ -67,8 +67,8 @@ def covering(shape: Sequence[int], starts: Numbers, sizes: Numbers) -> Covering:
     number = number.reshape(-1)
     order = np.argsort(number, kind="stable")
     bounds = np.searchsorted(number[order], np.arange(len(distinct) + 1))
-    taken = filled[order].tolist()
-    members = tuple(tuple(taken[a:b]) for a, b in zip(bounds, bounds[1:]))
+    numbers = filled[order].tolist()
+    members = tuple(tuple(numbers[a:b]) for a, b in zip(bounds, bounds[1:]))
     first, last = distinct[:, : len(shape)], distinct[:, len(shape) :]
     boxes = tuple(tuple(zip(*pair)) for pair in zip(first.tolist(), last.tolist()))
     edges = [np.unique(np.concatenate([first[:, d], last[:, d], [0, size]])) for d, size in enumerate(shape)]
@@ -118,9 +118,9 @@ def _owners(
     for number in range(len(boxes)):
         part = owners[tuple(map(slice, low[number].tolist(), high[number].tolist()))]
         if part.max() >= 0:
-            other = boxes[int(part.max())]
+            overlapped = boxes[int(part.max())]
             raise LayoutError(
-                f"{elements_of(boxes[number], shape)} and {elements_of(other, shape)} overlap, and are no replicas"
+                f"{elements_of(boxes[number], shape)} and {elements_of(overlapped, shape)} overlap, and are no replicas"
             )
         part[...] = number
     missing = np.argwhere(owners < 0)

@@ -1,8 +1,8 @@
 """Low-rank adapters: merging them into their base model.
 
 `pairs` maps matrices to weights, `scale` computes their factor (with `module_patterns` for modules with their own
-alpha), `low_rank` adds the product of two matrices to a weight as it is written, and `adapter` combines these for the
-plan.
+alpha), `low_rank` adds the product of two matrices to a weight during the conversion, and `adapter` combines these
+for the plan.
 """
 
 from reshard.lora.adapter import Adapter, check_beside, read_adapter

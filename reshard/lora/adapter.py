@@ -1,4 +1,4 @@
-"""An adapter for the plan: the products that it adds to weights, and other tensors that it shares with the base."""
+"""An adapter for the plan: its additions to weights, and a comparison of other tensors with the base."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from reshard.text.messages import listing
 from reshard.text.names import is_weight
 from reshard.text.wording import quoted
 
-# Cache of matrices for other tiles of their weights, and one block of a matrix, in bytes.
-_HELD_BYTES = 32 << 20
+# Size of the cache of matrices, and of one block of a matrix, in bytes.
+_CACHE_BYTES = 32 << 20
 _BLOCK_BYTES = 4 << 20
 MAX_RANK = 4096
 """Largest rank of an adapter: the parts of the two matrices for one tile then take 17 MiB."""
-# Cache of product tiles that are only partly used, in bytes.
+# Size of the cache of partly used product tiles, in bytes.
 _TILE_BYTES = 16 << 20
 
 
@@ -36,7 +36,7 @@ class Adapter:
     """The additions of an adapter; see `edits.Additions`.
 
     Args:
-        tensors: the adapter's, opened.
+        tensors: of the adapter, opened.
         place: its path, for messages.
         pairs: its matrices.
         scale: the factor of their products.
@@ -56,8 +56,8 @@ class Adapter:
         self._pairs = pairs
         self._scale = scale
         self._overflowed = overflowed
-        self._held: OrderedDict[tuple[str, int], Matrix] = OrderedDict()
-        self._held_bytes = 0
+        self._cached: OrderedDict[tuple[str, int], Matrix] = OrderedDict()
+        self._cached_bytes = 0
         self._products = Products(_TILE_BYTES)
         self._lock = threading.Lock()
         ranks = {pair.stem: self._rank(pair) for pair in pairs}
@@ -78,41 +78,41 @@ class Adapter:
         """The addition to each weight.
 
         Args:
-            tensors: the base's.
+            tensors: of the base.
 
         Raises:
-            CheckpointError: a pair fits no weight, or several fit one.
+            CheckpointError: a pair fits no weight, or several pairs fit one.
         """
-        found: dict[str, Addition] = {}
+        additions: dict[str, Addition] = {}
         weights = [name for name in tensors if not is_matrix(name)]
         for pair in self._pairs:
             name = weight_of(pair, tensors.keys())
-            if name in found:
+            if name in additions:
                 raise CheckpointError(
                     f"{self._place}: several pairs of matrices belong to {quoted(name)}; one is {quoted(pair.down)}",
                     file=self._place,
                     parameter=pair.down,
                 )
-            found[name] = self._addition(pair, tensors[name])
-        # The base may be its own adapter: then its weights are beside the matrices.
-        others = [name for name in whole_weights(self._tensors.keys()) if name not in weights]
-        if others:
+            additions[name] = self._addition(pair, tensors[name])
+        # A checkpoint may be base and adapter at once: then it has all weights beside the matrices.
+        missing = [name for name in whole_weights(self._tensors.keys()) if name not in weights]
+        if missing:
             raise CheckpointError(
-                f"{self._place}: contains weights that the base lacks: " + listing(others),
+                f"{self._place}: contains weights that the base lacks: " + listing(missing),
                 file=self._place,
-                parameter=others[0],
+                parameter=missing[0],
                 hint="is it the adapter of another model?",
             )
-        return found
+        return additions
 
     def other_alphas(self) -> dict[float, list[str]]:
         """The modules with their own alpha, by alpha."""
-        found: dict[float, list[str]] = {}
+        modules: dict[float, list[str]] = {}
         for pair in self._pairs:
             alpha = self._scale.alpha_of(pair.stem)
             if alpha != self._scale.alpha:
-                found.setdefault(alpha, []).append(module_of(pair.stem))
-        return found
+                modules.setdefault(alpha, []).append(module_of(pair.stem))
+        return modules
 
     def is_part(self, name: str) -> bool:
         """Whether a tensor of the base is a matrix of an adapter."""
@@ -175,37 +175,37 @@ class Adapter:
         )
 
     def _matrices(self, pair: Pair, rows: Span, columns: Span) -> tuple[Matrix, Matrix]:
-        """Some rows of the first and some columns of the second of two matrices whose product has a weight's shape."""
+        """Rows of the left and columns of the right factor of a product with the weight's shape."""
         if self._scale.transposed:
             return self._part(pair.down, 1, rows).T, self._part(pair.up, 0, columns).T
         return self._part(pair.up, 0, rows), self._part(pair.down, 1, columns)
 
     def _part(self, name: str, dimension: int, span: Span) -> Matrix:
-        """Some rows or columns of a matrix in Float32, read with their whole block."""
+        """Rows or columns of a matrix in Float32, read with their whole block."""
         tensor = self._tensors[name]
         length, rank = tensor.shape[dimension], tensor.shape[1 - dimension]
-        # A multiple of the tile size, so that no tile crosses a block.
+        # A multiple of the tile size: no tile may cross a block.
         block = max(1, _BLOCK_BYTES // (4 * rank * LARGEST_SIDE)) * LARGEST_SIDE
         number = span[0] // block
         with self._lock:
-            found = self._held.get((name, number))
-            if found is not None:
-                self._held.move_to_end((name, number))
-        if found is None:
+            block_matrix = self._cached.get((name, number))
+            if block_matrix is not None:
+                self._cached.move_to_end((name, number))
+        if block_matrix is None:
             index = slice(number * block, min((number + 1) * block, length))
-            found = self._read(tensor, index if dimension == 0 else (slice(None), index))
+            block_matrix = self._read(tensor, index if dimension == 0 else (slice(None), index))
             with self._lock:
-                if (name, number) not in self._held:
-                    self._held[name, number] = found
-                    self._held_bytes += found.nbytes
-                while self._held_bytes > _HELD_BYTES:
-                    self._held_bytes -= self._held.popitem(last=False)[1].nbytes
-        here = slice(span[0] - number * block, span[1] - number * block)
-        return found[here] if dimension == 0 else found[:, here]
+                if (name, number) not in self._cached:
+                    self._cached[name, number] = block_matrix
+                    self._cached_bytes += block_matrix.nbytes
+                while self._cached_bytes > _CACHE_BYTES:
+                    self._cached_bytes -= self._cached.popitem(last=False)[1].nbytes
+        inner = slice(span[0] - number * block, span[1] - number * block)
+        return block_matrix[inner] if dimension == 0 else block_matrix[:, inner]
 
     @staticmethod
     def _read(tensor: LazyTensor, index: Any) -> Matrix:
-        """Some elements in Float32."""
+        """Elements in Float32."""
         array: npt.NDArray[np.generic] = np.ascontiguousarray(tensor[index])
         words = array.view(f"u{array.dtype.itemsize}")
         if tensor.dtype_name == "Float32":
@@ -223,7 +223,7 @@ def read_adapter(tensors: OpenedCheckpoint, place: str, scale: Scale, overflowed
         overflowed: called with the number of elements that become infinite.
 
     Raises:
-        CheckpointError: there is no adapter, or its kind is not supported.
+        CheckpointError: no adapter, or an unsupported kind.
         ReshardError: a file cannot be read.
     """
     return Adapter(tensors, place, pairs_of(tensors.keys(), place), scale, overflowed)
@@ -232,8 +232,8 @@ def read_adapter(tensors: OpenedCheckpoint, place: str, scale: Scale, overflowed
 def check_beside(adapter: OpenedCheckpoint, place: str, base: OpenedCheckpoint) -> None:
     """Compare the tensors that an adapter and its base share, element by element.
 
-    Training may save the whole model beside the matrices. Merging ignores other trained weights, and matrices of
-    another adapter in the base, so both must be refused.
+    Training may save the whole model beside the matrices. A merge ignores other trained weights, and matrices of
+    another adapter in the base, so both are refused.
 
     Args:
         adapter: the adapter's tensors.
@@ -241,15 +241,15 @@ def check_beside(adapter: OpenedCheckpoint, place: str, base: OpenedCheckpoint) 
         base: the base's tensors.
 
     Raises:
-        CheckpointError: some differ, or the base has matrices that the adapter lacks.
+        CheckpointError: tensors differ, or the base has matrices that the adapter lacks.
         ReshardError: a file cannot be read.
     """
     matrices = [name for name in base if is_weight(name, base) and is_matrix(name)]
-    others = [name for name in matrices if name not in adapter or not _same(adapter[name], base[name])]
-    if others:
+    foreign = [name for name in matrices if name not in adapter or not _same(adapter[name], base[name])]
+    if foreign:
         raise CheckpointError(
-            f"the base contains matrices of another adapter than {place}: " + listing(others),
-            parameter=others[0],
+            f"the base contains matrices of another adapter than {place}: " + listing(foreign),
+            parameter=foreign[0],
             hint="merge them first, with this base as BASE and as ADAPTER, or skip them with "
             "`reshard convert --exclude '*lora_*'`",
         )
@@ -264,8 +264,11 @@ def check_beside(adapter: OpenedCheckpoint, place: str, base: OpenedCheckpoint) 
         )
 
 
-def _same(one: LazyTensor, other: LazyTensor) -> bool:
-    """Whether two tensors have one type and shape and the same bytes."""
-    if (one.dtype_name, one.shape) != (other.dtype_name, other.shape):
+def _same(first: LazyTensor, second: LazyTensor) -> bool:
+    """Whether two tensors have the same type, shape and bytes."""
+    if (first.dtype_name, first.shape) != (second.dtype_name, second.shape):
         return False
-    return all(mine.tobytes() == theirs.tobytes() for mine, theirs in zip(one.blocks(), other.blocks()))
+    return all(
+        first_block.tobytes() == second_block.tobytes()
+        for first_block, second_block in zip(first.blocks(), second.blocks())
+    )

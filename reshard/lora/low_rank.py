@@ -1,7 +1,7 @@
 """Adding the product of two thin matrices to a weight, tile by tile.
 
 The blocks of a weight depend on threads and memory. Tiles do not: they begin at multiples of their size and are
-computed completely, so every element is the same in every run.
+computed completely, so every run gives the same bytes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from reshard.layout import Box, inside, intersection
 
 Matrix = npt.NDArray[np.float32]
 Span = tuple[int, int]
-"""First row or column, and the one after the last."""
+"""First row or column, and one past the last."""
 
 _ROWS, _COLUMNS = 64, 1024
 LARGEST_SIDE = 1024
@@ -34,26 +34,26 @@ class Products:
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._held: OrderedDict[tuple[str, Box], Matrix] = OrderedDict()
+        self._tiles: OrderedDict[tuple[str, Box], Matrix] = OrderedDict()
         self._nbytes = 0
         self._lock = threading.Lock()
 
     def find(self, name: str, tile: Box) -> Optional[Matrix]:
         """A cached tile of a weight's product."""
         with self._lock:
-            found = self._held.get((name, tile))
-            if found is not None:
-                self._held.move_to_end((name, tile))
-            return found
+            product = self._tiles.get((name, tile))
+            if product is not None:
+                self._tiles.move_to_end((name, tile))
+            return product
 
-    def hold(self, name: str, tile: Box, product: Matrix) -> None:
+    def add(self, name: str, tile: Box, product: Matrix) -> None:
         """Cache a tile and drop the least recently used ones."""
         with self._lock:
-            if (name, tile) not in self._held:
-                self._held[name, tile] = product
+            if (name, tile) not in self._tiles:
+                self._tiles[name, tile] = product
                 self._nbytes += product.nbytes
             while self._nbytes > self._most:
-                self._nbytes -= self._held.popitem(last=False)[1].nbytes
+                self._nbytes -= self._tiles.popitem(last=False)[1].nbytes
 
 
 class LowRank:
@@ -63,7 +63,7 @@ class LowRank:
         name: of the weight.
         shape: rows and columns of the weight.
         dtype: its type.
-        matrices: reads some rows of ``up`` and some columns of ``down``.
+        matrices: reads rows of ``up`` and columns of ``down``.
         scale: factor of the product.
         overflowed: called with the number of elements that become infinite.
         products: cache of partly used tiles.
@@ -103,23 +103,23 @@ class LowRank:
                 if common is None:
                     continue
                 product = self._product(tile, common == tile)
-                here = words[inside(common, box)]
+                target = words[inside(common, box)]
                 if self._dtype == "Float32":
-                    values = here.view("f4")[..., 0]
+                    values = target.view("f4")[..., 0]
                     values += product[inside(common, tile)]
                     continue
-                wide = cast_words(here, self._dtype, "Float32").view("f4")
+                wide = cast_words(target, self._dtype, "Float32").view("f4")
                 wide[..., 0] += product[inside(common, tile)]
-                self._cast.put(wide.view("u4"), here)
+                self._cast.put(wide.view("u4"), target)
 
-    def _product(self, tile: Box, alone: bool) -> Matrix:
+    def _product(self, tile: Box, complete: bool) -> Matrix:
         """A tile of the addition; cached unless one block uses all of it."""
-        found = self._products.find(self._name, tile)
-        if found is None:
+        product = self._products.find(self._name, tile)
+        if product is None:
             rows, columns = tile
             up, down = self._matrices(rows, columns)
-            found = up @ down
-            found *= self._scale
-            if not alone:
-                self._products.hold(self._name, tile, found)
-        return found
+            product = up @ down
+            product *= self._scale
+            if not complete:
+                self._products.add(self._name, tile, product)
+        return product

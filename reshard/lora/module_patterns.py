@@ -1,6 +1,6 @@
-r"""Keys of alpha_pattern and rank_pattern, matched as PEFT matches them, but in bounded time.
+r"""Keys of alpha_pattern and rank_pattern, with PEFT's matches, but in bounded time.
 
-PEFT takes the first key for which ``re.match(rf"(.*\.)?({key})$", module)`` succeeds. Python's `re` backtracks: some
+PEFT uses the first key for which ``re.match(rf"(.*\.)?({key})$", module)`` succeeds. Python's `re` backtracks: some
 keys take exponential time. Here all possible matches advance together, one character of the name at a time.
 """
 
@@ -25,7 +25,7 @@ MAX_STEPS = 20_000_000
 
 # Without these characters `re` does not backtrack.
 _BRANCHING = frozenset("*+?{[(|\\")
-# `re` compares about so many characters in the time of one step.
+# Characters that `re` compares in the time of one step.
 _CHARACTERS_PER_STEP = 1024
 _COUNTED = re.compile(r"\{(?!\})([0-9]*)(,?)([0-9]*)\}")
 _ESCAPES = frozenset(string.punctuation + " dDwWsS")
@@ -102,33 +102,33 @@ class KeyPattern:
         """Whether a module's name matches, and the number of steps."""
         if self._plain is not None:
             return self._plain.match(module) is not None, 1 + len(module) * len(self.key) // _CHARACTERS_PER_STEP
-        here = self._reached([self._first], module, 0)
-        steps = len(here)
+        states = self._reached([self._first], module, 0)
+        steps = len(states)
         for place, character in enumerate(module):
-            if 0 in here or not here:
+            if 0 in states or not states:
                 break
-            found: list[int] = []
-            for number in here:
+            reached: list[int] = []
+            for number in states:
                 kind, test, following = self._states[number]
                 if kind == _ONE and (test == character if isinstance(test, str) else test.match(character)):
-                    found += following
-            here = self._reached(found, module, place + 1)
-            steps += len(here)
-        return 0 in here, steps
+                    reached += following
+            states = self._reached(reached, module, place + 1)
+            steps += len(states)
+        return 0 in states, steps
 
     def _reached(self, numbers: list[int], text: str, place: int) -> set[int]:
-        """The states that are reachable without another character."""
-        found: set[int] = set()
+        """The states reachable without another character."""
+        reached: set[int] = set()
         while numbers:
             number = numbers.pop()
-            if number in found:
+            if number in reached:
                 continue
-            found.add(number)
+            reached.add(number)
             kind, _, following = self._states[number]
             at_end = place >= len(text) - 1 and text[place:] in ("", "\n")
             if kind == _SPLIT or (kind == _BEGIN and not place) or (kind == _END and at_end):
                 numbers += following
-        return found
+        return reached
 
     def _add(self, kind: int, test: _Test, following: tuple[int, ...]) -> int:
         self._states.append(_State(kind, test, following))
@@ -177,10 +177,10 @@ class _Parser:
 
     def parse(self) -> _Node:
         """The expression up to the end of the text or group."""
-        ways = [self._sequence()]
+        alternatives = [self._sequence()]
         while self._next("|"):
-            ways.append(self._sequence())
-        return ways[0] if len(ways) == 1 else _Node(_SPLIT, parts=tuple(ways))
+            alternatives.append(self._sequence())
+        return alternatives[0] if len(alternatives) == 1 else _Node(_SPLIT, parts=tuple(alternatives))
 
     def _sequence(self) -> _Node:
         parts = []
@@ -189,10 +189,10 @@ class _Parser:
         return _Node(_MATCH, parts=tuple(parts))
 
     def _next(self, text: str) -> bool:
-        """Skip this text if it comes next, and return whether it did."""
-        there = self._text.startswith(text, self._place)
-        self._place += len(text) if there else 0
-        return there
+        """Skip this text if it comes next; returns whether it did."""
+        is_next = self._text.startswith(text, self._place)
+        self._place += len(text) if is_next else 0
+        return is_next
 
     def _one(self) -> _Node:
         if self._next("("):
@@ -209,7 +209,7 @@ class _Parser:
                 raise self._unsupported()
             return self._test(self._text[self._place : self._place + 2])
         if character in ".[":
-            # A first closing bracket is a member of the class.
+            # A closing bracket at the beginning is a member of the class.
             end = re.compile(r"\.|\[\^?\]?(?:[^]\\]|\\.)*\]", re.DOTALL).match(self._text, self._place)
             assert end is not None
             return self._test(end[0])
@@ -269,9 +269,11 @@ class KeyPatterns:
             KeyPatternError: matching takes too long.
         """
         if module not in self._keys:
-            # Without a matching expression PEFT looks up the name itself.
-            known = module if module in self._values else None
-            self._keys[module] = next((each.key for each in self._patterns if self._fits(each, module)), known)
+            # If no expression matches, PEFT looks up the name itself.
+            own_key = module if module in self._values else None
+            self._keys[module] = next(
+                (pattern.key for pattern in self._patterns if self._fits(pattern, module)), own_key
+            )
         key = self._keys[module]
         return None if key is None else self._values[key]
 
@@ -292,8 +294,8 @@ class KeyPatterns:
         ]
 
     def _fits(self, pattern: KeyPattern, module: str) -> bool:
-        found, steps = pattern.matches(module)
+        is_match, steps = pattern.matches(module)
         self._steps += steps
         if self._steps > MAX_STEPS:
             raise KeyPatternError(f"{quoted(pattern.key)} and the other keys take too long to match: simplify them")
-        return found
+        return is_match

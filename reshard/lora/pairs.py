@@ -1,4 +1,4 @@
-"""Names of an adapter's matrices: their pairs, and the weights that they change."""
+"""Names of an adapter's matrices: their pairs, and their weights."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Pair(NamedTuple):
 
     Attributes:
         stem: prefix of their names: the module.
-        down: name of A, which has a row for each of the ranks.
-        up: name of B, which has a column for each.
+        down: name of A, with as many rows as the rank.
+        up: name of B, with as many columns as the rank.
     """
 
     stem: str
@@ -44,52 +44,52 @@ class Pair(NamedTuple):
 
 
 def is_matrix(name: str) -> bool:
-    """Whether a name is that of an adapter's matrix."""
+    """Whether this is the name of an adapter's matrix."""
     return _MATRIX.fullmatch(name) is not None
 
 
 def module_of(stem: str) -> str:
-    """The module of a pair as PEFT matches it with patterns: without PEFT's prefix."""
+    """The module of a pair, without PEFT's prefix, as PEFT compares it with patterns."""
     return stem[len(_PEFT) :] if stem.startswith(_PEFT) else stem
 
 
 def pairs_of(names: Iterable[str], place: str) -> list[Pair]:
-    """The pairs among the tensors of an adapter, sorted; optimizer state and values beside them do not count.
+    """The pairs among the tensors of an adapter, sorted; optimizer state and values are skipped.
 
     Args:
         names: of all tensors.
         place: path of the adapter, for messages.
 
     Raises:
-        CheckpointError: there is no pair, a matrix has no partner, or there are several adapters or unknown kinds.
+        CheckpointError: no pair, a matrix without its partner, several adapters, or unknown kinds.
     """
-    found: dict[str, dict[str, str]] = {}
-    others = []
-    # First matrix of each adapter, by the parts of its name other than module and side.
+    sides_of: dict[str, dict[str, str]] = {}
+    unmatched = []
+    # First matrix of each adapter, by its name without module and side.
     adapters: dict[tuple[str, ...], str] = {}
-    known = frozenset(names)
-    for name in sorted(known):
+    all_names = frozenset(names)
+    for name in sorted(all_names):
         match = _MATRIX.fullmatch(name)
-        if not is_weight(name, known):
+        if not is_weight(name, all_names):
             continue
         if match is None:
-            others.append(name)
+            unmatched.append(name)
             continue
         side = (match["upper"] or match["lower"]).upper()
         adapters.setdefault((match["before"], str(match["adapter"]), str(match["lower"] is None)), name)
-        if side in found.setdefault(match["stem"], {}):
+        if side in sides_of.setdefault(match["stem"], {}):
             raise CheckpointError(
-                f"{place}: {quoted(name)} and {quoted(found[match['stem']][side])} are both matrices of one adapter",
+                f"{place}: {quoted(name)} and {quoted(sides_of[match['stem']][side])} are both matrices of one adapter",
                 file=place,
                 parameter=name,
                 hint="merge one adapter after the other, each from its own directory",
             )
-        found[match["stem"]][side] = name
-    for name in others:
-        for sign, what in _UNKNOWN.items():
+        sides_of[match["stem"]][side] = name
+    for name in unmatched:
+        for sign, kind in _UNKNOWN.items():
             if sign in name:
                 raise CheckpointError(
-                    f"{place}: {quoted(name)} is of {what}, which merge-lora does not support",
+                    f"{place}: {quoted(name)} is of {kind}, which merge-lora does not support",
                     file=place,
                     parameter=name,
                 )
@@ -100,43 +100,43 @@ def pairs_of(names: Iterable[str], place: str) -> list[Pair]:
             parameter=min(adapters.values()),
             hint="merge one adapter after the other, each from its own directory",
         )
-    alone = [name for sides in found.values() if len(sides) < 2 for name in sides.values()]
-    if alone:
+    unpaired = [name for sides in sides_of.values() if len(sides) < 2 for name in sides.values()]
+    if unpaired:
         raise CheckpointError(
-            f"{place}: without the other matrix of their pair: " + listing(alone), file=place, parameter=alone[0]
+            f"{place}: without the other matrix of their pair: " + listing(unpaired), file=place, parameter=unpaired[0]
         )
-    if not found:
+    if not sides_of:
         raise CheckpointError(
             f"{place}: contains no matrices of an adapter, such as model.layers.0.self_attn.q_proj.lora_A.weight",
             file=place,
         )
-    return [Pair(stem, sides["A"], sides["B"]) for stem, sides in sorted(found.items())]
+    return [Pair(stem, sides["A"], sides["B"]) for stem, sides in sorted(sides_of.items())]
 
 
 def whole_weights(names: Iterable[str]) -> list[str]:
     """Weights of an adapter other than its matrices, sorted."""
-    known = frozenset(names)
-    return sorted(name for name in known if is_weight(name, known) and not is_matrix(name))
+    all_names = frozenset(names)
+    return sorted(name for name in all_names if is_weight(name, all_names) and not is_matrix(name))
 
 
 def weight_of(pair: Pair, weights: Collection[str]) -> str:
-    """The weight that a pair changes.
+    """The weight of a pair.
 
     Args:
         pair: the pair.
         weights: names of the base's tensors.
 
     Raises:
-        CheckpointError: there is none, or there are several.
+        CheckpointError: no weight, or several weights fit.
     """
     stems = list(dict.fromkeys([pair.stem, module_of(pair.stem)]))
-    wanted = [form.format(stem=stem) for stem in stems for form in _WEIGHTS]
-    found = [name for name in dict.fromkeys(wanted) if name in weights]
-    if len(found) == 1:
-        return found[0]
-    if found:
+    possible = [form.format(stem=stem) for stem in stems for form in _WEIGHTS]
+    candidates = [name for name in dict.fromkeys(possible) if name in weights]
+    if len(candidates) == 1:
+        return candidates[0]
+    if candidates:
         raise CheckpointError(
-            f"{quoted(pair.down)} may belong to {' or '.join(map(quoted, found))}",
+            f"{quoted(pair.down)} may belong to {' or '.join(map(quoted, candidates))}",
             parameter=pair.down,
         )
     expected = f"{stems[-1]}.weight"

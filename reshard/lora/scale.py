@@ -22,12 +22,12 @@ _PEFT_CONFIG, _MINDFORMERS_CONFIG = "adapter_config.json", "mindformers_adapter_
 _MAX_CONFIG_BYTES = 1 << 22
 _ALPHA = "pass --alpha"
 MIN_ALPHA, MAX_ALPHA = 1e-9, 1e9
-"""Limits of every alpha: smaller ones vanish in Float32, larger ones overflow 16-bit weights."""
+"""Limits of every alpha: smaller values vanish in Float32, larger values overflow 16-bit weights."""
 # Initialisations that subtract the initial product from the weights.
 _OTHER_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _SAME_BASE = ("gaussian", "orthogonal", "eva")
-# Keys of PEFT that do not change the products, or that are read here.
-_UNDERSTOOD = frozenset(
+# Keys of PEFT that this module reads, or that do not change the products.
+_SUPPORTED_KEYS = frozenset(
     (
         *("peft_type", "task_type", "auto_mapping", "base_model_name_or_path", "revision", "inference_mode"),
         *("peft_version", "r", "lora_alpha", "lora_dropout", "alpha_pattern", "rank_pattern", "use_rslora"),
@@ -46,9 +46,9 @@ class Scale:
     Attributes:
         path: its file, for messages.
         alpha: of modules without a key in ``alphas``.
-        alphas: values of other modules.
-        rank: of the matrices; None if the file does not contain it.
-        ranks: values of other modules.
+        alphas: alphas by module.
+        rank: of modules without a key in ``ranks``; None if the file does not contain it.
+        ranks: ranks by module.
         by_root: alpha is divided by the root of the rank instead.
         transposed: weights have a row for each input.
     """
@@ -71,13 +71,13 @@ class Scale:
         return self.alpha_of(stem) / (math.sqrt(rank) if self.by_root else rank)
 
     def check(self, ranks: Mapping[str, int]) -> None:
-        """Refuse a configuration of other matrices.
+        """Refuse a configuration that does not fit the matrices.
 
         Args:
             ranks: of all pairs, by stem.
 
         Raises:
-            CheckpointError: a key matches none of them, or a rank differs.
+            CheckpointError: a key matches no module, or a rank differs.
         """
         modules = [module_of(stem) for stem in ranks]
         try:
@@ -91,8 +91,8 @@ class Scale:
                         hint="correct the key, or remove it from a copy of the file",
                     )
             for stem, rank in ranks.items():
-                other = self.ranks.value(module_of(stem))
-                stated, name = (self.rank, "r") if other is None else (other, "rank_pattern")
+                own_rank = self.ranks.value(module_of(stem))
+                stated, name = (self.rank, "r") if own_rank is None else (own_rank, "rank_pattern")
                 if stated is not None and stated != rank:
                     raise CheckpointError(
                         f"{self.path}: {name} is {stated:g} for {quoted(module_of(stem))}, whose matrices have rank "
@@ -114,7 +114,7 @@ def scale_of(adapter: str, alpha: Optional[float], report: Report) -> Scale:
         report: gets a warning if the adapter needs another base.
 
     Raises:
-        CheckpointError: there is no configuration, or it is not supported.
+        CheckpointError: the configuration is missing or unsupported.
         RetryableError: reading failed.
     """
     place = adapter if is_directory(adapter) else os.path.dirname(adapter)
@@ -133,12 +133,12 @@ def scale_of(adapter: str, alpha: Optional[float], report: Report) -> Scale:
             )
         return Scale("--alpha", alpha)
     config = _config(path)
-    _check_understood(path, config)
+    _check_supported(path, config)
     start = config.get("init_lora_weights")
     if isinstance(start, str) and start.lower().startswith(_OTHER_BASE):
         report.warn(
             f"{path}: init_lora_weights is {quoted(start)}: training changed the base before the first step, and the "
-            "adapter fits only the base that was saved after that"
+            "adapter fits only that changed base"
         )
     if alpha is None:
         alpha = _number(path, "lora_alpha", config.get("lora_alpha"))
@@ -154,18 +154,18 @@ def scale_of(adapter: str, alpha: Optional[float], report: Report) -> Scale:
     )
 
 
-def _check_understood(path: str, config: Mapping[str, Any]) -> None:
+def _check_supported(path: str, config: Mapping[str, Any]) -> None:
     """Refuse unknown keys of a configuration, because they may change the products.
 
     Raises:
-        CheckpointError: there are some.
+        CheckpointError: the configuration has unknown keys.
     """
     unknown = {
         key: value
         for key, value in config.items()
-        # MindFormers' configuration has keys of its own.
-        if (key not in _UNDERSTOOD if os.path.basename(path) == _PEFT_CONFIG else key in _UNSUPPORTED)
-        # PEFT takes even an empty list of these tokens for activated LoRA.
+        # MindFormers' configuration has further keys.
+        if (key not in _SUPPORTED_KEYS if os.path.basename(path) == _PEFT_CONFIG else key in _UNSUPPORTED)
+        # For PEFT, even an empty list of these tokens is activated LoRA.
         and (value not in (None, False, {}, []) or (key == "alora_invocation_tokens" and value is not None))
     }
     for key, usual in (("peft_type", "LORA"), ("bias", "none")):
@@ -185,10 +185,10 @@ def _check_understood(path: str, config: Mapping[str, Any]) -> None:
 
 
 def _patterns(path: str, name: str, config: Mapping[str, Any]) -> KeyPatterns:
-    """The values of modules.
+    """The values of a pattern by module.
 
     Raises:
-        CheckpointError: they are invalid.
+        CheckpointError: the values are invalid.
     """
     values = config.get(name) or {}
     if not isinstance(values, Mapping):

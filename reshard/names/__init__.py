@@ -1,11 +1,11 @@
-"""Names and packing of tensors: rules that make the tensors of one model code those of another.
+"""Names and packing of tensors: rules that convert the tensors of one model code to those of another.
 
 `model` contains the types of a table of rules, `toml_file` reads it; `matching` finds the rules that match names,
-`apply` the elements of each result. This room does not depend on files of tensors, dtypes or layouts.
+`apply` computes the results as views. This room does not depend on files of tensors, dtypes or layouts.
 """
 
-from reshard.names.apply import Applied, AppliedStep, MadeView, apply_rules, warning_of
-from reshard.names.frameworks import plain_names, possible_plain_names, trainer_keys, trainer_names
+from reshard.names.apply import Applied, AppliedStep, NamedView, apply_rules, warning_of
+from reshard.names.frameworks import name_before, plain_names, possible_plain_names, trainer_keys, trainer_names
 from reshard.names.model import NameRules
 from reshard.names.operations import SizedOperation
 from reshard.names.options import possible_options
@@ -17,12 +17,13 @@ __all__ = [
     "Applied",
     "AppliedStep",
     "Configuration",
-    "MadeView",
     "NameRules",
+    "NamedView",
     "SizedOperation",
     "apply_rules",
     "builtin_names",
     "config_beside",
+    "name_before",
     "parse_renames",
     "parse_rules",
     "plain_names",

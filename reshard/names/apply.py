@@ -22,12 +22,12 @@ from reshard.text.products import SizeError
 from reshard.text.wording import plural
 
 
-class MadeView(NamedTuple):
+class NamedView(NamedTuple):
     """A tensor in the other naming.
 
     Attributes:
         name: its name.
-        sources: names of the tensors that the view is made of, in the view's numbering.
+        sources: names of the tensors in the view, in its numbering.
         view: the elements.
     """
 
@@ -42,8 +42,8 @@ class AppliedStep(NamedTuple):
     Attributes:
         rule: the rule, for messages.
         operations: the operations on the list of sources, in order; none where only the name changes.
-        sources: names of the tensors taken, in order.
-        targets: names of the tensors made, in order.
+        sources: names of the operands, in order.
+        targets: names of the results, in order.
     """
 
     rule: str
@@ -57,22 +57,22 @@ class Applied:
     """The result of rules on a checkpoint.
 
     Attributes:
-        reversed: whether the rules were read from right to left.
+        reversed: whether the rules were applied from right to left.
         steps: the steps, in the order of the rules and of the numbers in names.
-        made: the tensors made, by name, in the order of `steps`.
+        views: the results, by name, in the order of `steps`.
         dropped: names that a rule skips.
-        unspoken: optimizer state that was not requested, or whose weight matches no rule.
+        skipped_state: optimizer state that was not requested, or whose weight matches no rule.
         tied: pairs of source tensors that should be equal; the first of each is used.
         notes: notes for the user.
-        assumed: options at their default because nothing states them: ``gate_up=interleaved``.
+        assumed: options with their default value: ``gate_up=interleaved``.
         options: all options of the table with their values.
     """
 
     reversed: bool
     steps: tuple[AppliedStep, ...]
-    made: Mapping[str, MadeView]
+    views: Mapping[str, NamedView]
     dropped: tuple[str, ...]
-    unspoken: tuple[str, ...]
+    skipped_state: tuple[str, ...]
     tied: tuple[tuple[str, str], ...]
     notes: tuple[str, ...]
     assumed: tuple[str, ...]
@@ -92,11 +92,11 @@ def apply_rules(
     Args:
         rules: the table.
         shapes: of all tensors of the source: weights, optimizer state, values.
-        config: the content of config.json, if there is one.
-        reverse: whether the source is on the right side; None: the side that fits.
+        config: the content of config.json, if any.
+        reverse: whether the source is on the right side; None: decide by its names.
         optimizer: whether optimizer state and gradients follow their weights. They always do in a table that keeps
             names without a rule.
-        values: names without a layout. Counters and the like among them match no name with a star.
+        values: names without a layout. Counters among them match no name with a star.
 
     Raises:
         NamesError: rules and source do not fit, a size is missing or contradicts a shape.
@@ -107,15 +107,15 @@ def apply_rules(
     run.sort()
     check_complete(side, run.instances, run.problems, rules.keeps_others)
     run.check_used()
-    run.make()
+    run.compute_views()
     run.problems.check()
     return run.applied()
 
 
 def warning_of(rules: NameRules, applied: Applied) -> Optional[str]:
-    """A warning about options at their default; None if all are stated.
+    """A warning about options with their default value, or None.
 
-    The other value would give the same names and shapes, and a model with wrong numbers.
+    A wrong value gives the same names and shapes, but a model with wrong numbers.
     """
     if not applied.assumed:
         return None
@@ -127,12 +127,12 @@ def warning_of(rules: NameRules, applied: Applied) -> Optional[str]:
     )
 
 
-class _Class(NamedTuple):
+class _ShapeClass(NamedTuple):
     """A rule on tensors of certain shapes.
 
     Attributes:
-        operations: in numbers.
-        views: per target its sources and the view of them.
+        operations: with their sizes.
+        views: per target its sources and its view.
         notes: notes for the user.
         error: the problem, if it cannot be applied.
     """
@@ -155,12 +155,12 @@ class _Application:
     values: AbstractSet[str]
     problems: Misfits = field(init=False)
     instances: dict[InstanceKey, Instance] = field(default_factory=dict)
-    kept: list[str] = field(default_factory=list)
+    unchanged: list[str] = field(default_factory=list)
     fixed: list[str] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
-    unspoken: list[str] = field(default_factory=list)
+    skipped_state: list[str] = field(default_factory=list)
     steps: list[AppliedStep] = field(default_factory=list)
-    made: dict[str, MadeView] = field(default_factory=dict)
+    views: dict[str, NamedView] = field(default_factory=dict)
     tied: list[tuple[str, str]] = field(default_factory=list)
     notes: dict[str, list[str]] = field(default_factory=dict)
 
@@ -169,10 +169,10 @@ class _Application:
         self.problems = Misfits(
             self.rules.path, side, self.side.reverse, self.side.patterns(), self.settled.values, self.shapes
         )
-        self._classes: dict[tuple[int, tuple[Shape, ...]], _Class] = {}
+        self._classes: dict[tuple[int, tuple[Shape, ...]], _ShapeClass] = {}
 
     def sort(self) -> None:
-        """Assign every name to a rule, or to the names that are kept, dropped or refused."""
+        """Assign every name to a rule, or to unchanged, skipped or refused names."""
         for name, shape in self.shapes.items():
             prefix = state_prefix(name, self.shapes)
             base = name[len(prefix) :]
@@ -182,9 +182,9 @@ class _Application:
             if self._matched(name, name, ""):
                 continue
             if self.rules.keeps_others or (kind := kind_of(name, math.prod(shape), self.shapes)) == OTHER:
-                self.kept.append(name)
+                self.unchanged.append(name)
             elif kind != WEIGHTS:
-                self.unspoken.append(name)
+                self.skipped_state.append(name)
             else:
                 number = self.side.beyond(name)
                 if number is None:
@@ -195,9 +195,9 @@ class _Application:
 
     def _sort_state(self, name: str, prefix: str, base: str) -> None:
         if not (self.optimizer or self.rules.keeps_others):
-            self.unspoken.append(name)
+            self.skipped_state.append(name)
         elif not self._matched(name, base, prefix):
-            (self.kept if self.rules.keeps_others else self.unspoken).append(name)
+            (self.unchanged if self.rules.keeps_others else self.skipped_state).append(name)
 
     def _matched(self, name: str, fitting: str, prefix: str) -> bool:
         """Assign a name to the rule that it matches; False if it matches none. Several rules are a misfit."""
@@ -225,21 +225,21 @@ class _Application:
     def _source_of(self, match: NameMatch) -> Pattern:
         return self.side.sided[match.key.rule].sources[match.column].pattern
 
-    def make(self) -> None:
-        """Make all targets whose sources are complete."""
+    def compute_views(self) -> None:
+        """Compute the targets with complete sources."""
         for key in self._in_order():
             sided = self.side.sided[key.rule]
             names = self._sources(key, sided)
             if names is None:
                 continue
-            made = self._class(key.rule, sided, tuple(self.shapes[name] for name in names))
-            if made.error:
-                self.problems.unfit.setdefault(f"{sided.rule.where}: {made.error}", []).append(names[0])
+            shape_class = self._class(key.rule, sided, tuple(self.shapes[name] for name in names))
+            if shape_class.error:
+                self.problems.unfit.setdefault(f"{sided.rule.where}: {shape_class.error}", []).append(names[0])
                 continue
-            targets = self._targets(key, sided, len(made.views), names)
+            targets = self._targets(key, sided, len(shape_class.views), names)
             if targets is not None:
-                self._add(sided, made, names, targets)
-        for name in self.kept:
+                self._add(sided, shape_class, names, targets)
+        for name in self.unchanged:
             view = View.whole(0, self.shapes[name])
             self._add_step(AppliedStep("", (), (name,), (name,)), [((0,), view)])
         if self.rules.keeps_others:
@@ -254,16 +254,16 @@ class _Application:
                     self.problems.note_unused(sided)
 
     def _sources(self, key: InstanceKey, sided: SidedRule) -> Optional[tuple[str, ...]]:
-        """The names that a rule needs; None if some are missing, which is noted."""
-        here = self.instances[key].names
+        """The names that a rule needs; None, after noting them, if some are missing."""
+        names = self.instances[key].names
         count = 1
         if sided.stacked is not None:
             count = self.side.counts.get(sided.stacked) or self.instances[key].count()
-        complete = len(here) == count * len(sided.sources)
+        complete = len(names) == count * len(sided.sources)
         sources = []
         for column, pattern in enumerate(sided.sources):
             for value in range(count):
-                name = here.get((column, value))
+                name = names.get((column, value))
                 if name is not None:
                     sources.append(name)
                 elif self.problems.missing_enough:
@@ -273,11 +273,11 @@ class _Application:
         return tuple(sources) if complete else None
 
     def _targets(
-        self, key: InstanceKey, sided: SidedRule, made: int, names: tuple[str, ...]
+        self, key: InstanceKey, sided: SidedRule, view_count: int, names: tuple[str, ...]
     ) -> Optional[tuple[str, ...]]:
-        each, rest = divmod(made, len(sided.targets))
+        each, remainder = divmod(view_count, len(sided.targets))
         expected = 1 if sided.unstacked is None else self.side.counts.get(sided.unstacked)
-        if rest or (expected is not None and each != expected):
+        if remainder or (expected is not None and each != expected):
             problem = f"{sided.rule.where}: makes {each} of {{{sided.unstacked}}}, and by {self.side.sizes.source} "
             self.problems.unfit.setdefault(f"{problem}there are {expected}", []).append(names[0])
             return None
@@ -285,35 +285,37 @@ class _Application:
             _named(key, sided, pattern, value, sided.unstacked) for pattern in sided.targets for value in range(each)
         )
 
-    def _class(self, number: int, sided: SidedRule, shapes: tuple[Shape, ...]) -> _Class:
-        """A rule on tensors of these shapes; thousands of layers and experts share one."""
-        made = self._classes.get((number, shapes))
-        if made is None:
+    def _class(self, number: int, sided: SidedRule, shapes: tuple[Shape, ...]) -> _ShapeClass:
+        """A rule on tensors of these shapes, which thousands of layers and experts share."""
+        shape_class = self._classes.get((number, shapes))
+        if shape_class is None:
             try:
-                made = self._sized(sided, shapes)
+                shape_class = self._sized(sided, shapes)
             except SizeError as error:
-                made = _Class((), (), (), str(error))
-            self._classes[number, shapes] = made
-        return made
+                shape_class = _ShapeClass((), (), (), str(error))
+            self._classes[number, shapes] = shape_class
+        return shape_class
 
-    def _sized(self, sided: SidedRule, shapes: tuple[Shape, ...]) -> _Class:
+    def _sized(self, sided: SidedRule, shapes: tuple[Shape, ...]) -> _ShapeClass:
         operations, notes = [], []
-        now = [*shapes]
-        for operation in sided.rule.way(self.side.reverse):
-            sized = operation.sized(now, self.side.sizes)
-            now = sized.shapes
+        shapes_now = [*shapes]
+        for operation in sided.rule.in_direction(self.side.reverse):
+            sized = operation.sized(shapes_now, self.side.sizes)
+            shapes_now = sized.shapes
             if sized.operation is not None:
                 operations.append(sized.operation)
             if sized.note is not None:
                 notes.append(sized.note)
         views = tuple(_needed(view, len(shapes)) for view in views_of(operations, shapes))
-        return _Class(tuple(operations), views, tuple(notes))
+        return _ShapeClass(tuple(operations), views, tuple(notes))
 
-    def _add(self, sided: SidedRule, made: _Class, names: tuple[str, ...], targets: tuple[str, ...]) -> None:
-        self._add_step(AppliedStep(sided.rule.where, made.operations, names, targets), made.views)
-        for note in made.notes:
+    def _add(
+        self, sided: SidedRule, shape_class: _ShapeClass, names: tuple[str, ...], targets: tuple[str, ...]
+    ) -> None:
+        self._add_step(AppliedStep(sided.rule.where, shape_class.operations, names, targets), shape_class.views)
+        for note in shape_class.notes:
             self.notes.setdefault(note, []).extend(targets)
-        for operation in made.operations:
+        for operation in shape_class.operations:
             if operation.kind == TAKE:
                 each = len(names) // operation.count
                 self.tied += [(names[number % each], name) for number, name in enumerate(names) if number >= each]
@@ -322,13 +324,13 @@ class _Application:
         self.steps.append(step)
         for target, (needed, view) in zip(step.targets, views):
             sources = step.sources if needed is None else tuple(step.sources[number] for number in needed)
-            if target in self.made:
-                others = (*self.problems.twice.get(target, self.made[target].sources[:1]), *sources[:1])
-                self.problems.twice[target] = tuple(dict.fromkeys(others))
-            self.made[target] = MadeView(target, sources, view)
+            if target in self.views:
+                sources_of_both = (*self.problems.twice.get(target, self.views[target].sources[:1]), *sources[:1])
+                self.problems.twice[target] = tuple(dict.fromkeys(sources_of_both))
+            self.views[target] = NamedView(target, sources, view)
 
     def _in_order(self) -> Iterator[InstanceKey]:
-        """All instances in the order of the rules, those of a layer together."""
+        """All instances in the order of the rules, a layer's instances together."""
         block: list[int] = []
         blocks, last = [block], None
         for number, sided in enumerate(self.side.sided):
@@ -345,10 +347,10 @@ class _Application:
         )
 
     def _in_source_order(self) -> None:
-        """Order the targets as their sources: only names change."""
+        """Order the targets like their sources: only names change."""
         place = {name: number for number, name in enumerate(self.shapes)}
         self.steps.sort(key=lambda step: place[step.sources[0]])
-        self.made = {target: self.made[target] for step in self.steps for target in step.targets}
+        self.views = {target: self.views[target] for step in self.steps for target in step.targets}
 
     def applied(self) -> Applied:
         """The result."""
@@ -359,16 +361,16 @@ class _Application:
                 + listing(sorted(self.fixed))
             )
         notes += [
-            f"the number of {number}s is taken from the names: no configuration contains it"
+            f"the number of {number}s comes from the names: no configuration contains it"
             for number, count in self.side.counts.items()
             if count is None and any(number in sided.free for sided in self.side.sided)
         ]
         return Applied(
             self.side.reverse,
             tuple(self.steps),
-            self.made,
+            self.views,
             tuple(self.dropped),
-            tuple(self.unspoken),
+            tuple(self.skipped_state),
             tuple(self.tied),
             tuple(notes),
             tuple(f"{name}={self.settled.values[name]}" for name in self.settled.assumed),
@@ -384,8 +386,8 @@ def _named(key: InstanceKey, sided: SidedRule, pattern: SizedPattern, value: int
 
 
 def _needed(view: View, sources: int) -> tuple[Optional[tuple[int, ...]], View]:
-    """The sources that a view needs, None for all, and the view with these renumbered."""
-    # A view without elements, or of zeros only, still takes its type from a source.
+    """The sources that a view needs, None for all, and the view with its sources renumbered."""
+    # A view without elements, or of zeros only, still gets its type from a source.
     needed = sorted({region.source for region in view.regions} - {ZEROS}) or [0]
     if len(needed) == sources:
         return None, view

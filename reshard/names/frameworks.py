@@ -1,4 +1,4 @@
-"""What PyTorch's trainers put before and around the names of a model's tensors, and taking it off.
+"""Names in the states of PyTorch's trainers: words before and in a model's names, added and removed.
 
 | in a trainer's state | in a model, and in MindSpore's checkpoints |
 | --- | --- |
@@ -15,27 +15,26 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Optional
 
-from reshard.text.names import is_weight
+from reshard.text.names import TRAINER_OPTIMIZERS, is_weight
 
 MODEL = "model."
 _STATES = {"exp_avg": "adam_m.", "exp_avg_sq": "adam_v.", "fp32_param": "main_param."}
-_OPTIMIZERS = ("optimizer.", "optim.")
 # Between these and the names of parameters.
 _INNER = ("optim.", "state.")
 # Modules around others, of torch.compile, FSDP and activation checkpointing.
 _WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
-# What a causal language model of Hugging Face has beside its own ``model.``.
+# Names of a causal language model of Hugging Face in a trainer's state.
 _CAUSAL = ("model.model.", "model.lm_head.")
 
 
 class PlainNames(NamedTuple):
-    """Names without what a trainer adds.
+    """Names without the words of a trainer.
 
     Attributes:
-        names: the new name of every tensor; None for what is left out.
-        rooted: names began with ``model.``, which is taken off.
+        names: the new name of every tensor; None for skipped tensors.
+        rooted: names began with ``model.``, which is removed.
         left_out: optimizer state that has no other name.
-        outside: tensors of the trainer's state beside the model and its optimizer, such as a generator's.
+        outside: other tensors of the state, such as those of a generator.
     """
 
     names: dict[str, Optional[str]]
@@ -49,45 +48,46 @@ def plain_names(
 ) -> PlainNames:
     """The names of tensors of a trainer's state as a model has them.
 
-    ``model.`` is taken off where the keys of nested dictionaries are recorded and it is one. Else it is taken off
-    where every weight has it and something shows that it is a trainer's: optimizer state beside the weights, or a
-    second ``model.`` or ``lm_head.`` behind it.
+    ``model.`` is removed if it is a recorded key of nested dictionaries. Without records it is removed if every weight
+    has it and the state is a trainer's: it has optimizer state, or a second ``model.`` or ``lm_head.`` follows.
 
     Args:
         names: of all tensors.
-        objects: names of what is no tensor.
+        objects: names of objects.
         keys: by name, where it is recorded, the keys of the nested dictionaries that it was made of.
         optimizer: optimizer state is kept, under MindSpore's names.
     """
-    weights = [name for name in names if not name.startswith(_OPTIMIZERS)]
+    weights = [name for name in names if not name.startswith(TRAINER_OPTIMIZERS)]
     unrecorded = [name for name in weights if name not in keys]
     rooted = {name for name in weights if name in keys and len(keys[name]) > 1 and keys[name][0] == MODEL[:-1]}
     if unrecorded and all(name.startswith(MODEL) for name in unrecorded):
-        beside = any(name.startswith(_OPTIMIZERS) for name in (*names, *objects))
+        beside = any(name.startswith(TRAINER_OPTIMIZERS) for name in (*names, *objects))
         if beside or any(name.startswith(_CAUSAL) for name in unrecorded):
             rooted.update(unrecorded)
-    found: dict[str, Optional[str]] = {}
+    new_names: dict[str, Optional[str]] = {}
     left_out: list[str] = []
     # Of a nested state, a key beside "model" is not of the model. Counters and MindSpore's optimizer state stay.
-    known = frozenset(names)
+    all_names = frozenset(names)
     outside = [
-        name for name in weights if rooted and keys.get(name, (MODEL[:-1],))[0] != MODEL[:-1] and is_weight(name, known)
+        name
+        for name in weights
+        if rooted and keys.get(name, (MODEL[:-1],))[0] != MODEL[:-1] and is_weight(name, all_names)
     ]
     for name in names:
-        if name.startswith(_OPTIMIZERS):
-            found[name] = _state_name(name) if optimizer else None
-            if found[name] is None:
+        if name.startswith(TRAINER_OPTIMIZERS):
+            new_names[name] = _state_name(name) if optimizer else None
+            if new_names[name] is None:
                 left_out.append(name)
         elif name in outside:
-            found[name] = None
+            new_names[name] = None
         else:
-            found[name] = _unwrapped(name[len(MODEL) :] if name in rooted else name)
-    return PlainNames(found, bool(rooted), left_out, outside)
+            new_names[name] = _unwrapped(name[len(MODEL) :] if name in rooted else name)
+    return PlainNames(new_names, bool(rooted), left_out, outside)
 
 
 def possible_plain_names(name: str, optimizer: bool) -> list[str]:
     """The names that `plain_names` may give a tensor, whatever the others are; none where it is left out."""
-    if name.startswith(_OPTIMIZERS):
+    if name.startswith(TRAINER_OPTIMIZERS):
         state = _state_name(name) if optimizer else None
         return [] if state is None else [state]
     unrooted = [name[len(MODEL) :]] if name.startswith(MODEL) else []
@@ -96,13 +96,13 @@ def possible_plain_names(name: str, optimizer: bool) -> list[str]:
 
 def _state_name(name: str) -> Optional[str]:
     """MindSpore's name of optimizer state; None where it has none."""
-    rest = name.partition(".")[2]
+    inner_name = name.partition(".")[2]
     for inner in _INNER:
-        rest = rest[len(inner) :] if rest.startswith(inner) else rest
-    first, _, behind = rest.partition(".")
-    before, _, last = rest.rpartition(".")
+        inner_name = inner_name[len(inner) :] if inner_name.startswith(inner) else inner_name
+    first, _, behind = inner_name.partition(".")
+    before, _, last = inner_name.rpartition(".")
     state, parameter = (first, behind) if first in _STATES else (last, before)
-    # A number counts parameters, and nothing says which one it is.
+    # A number counts parameters of an unknown order.
     if state not in _STATES or not parameter or parameter.isdigit():
         return None
     return _STATES[state] + _unwrapped(parameter)
@@ -117,24 +117,32 @@ def _unwrapped(name: str) -> str:
 
 def trainer_keys(name: str) -> tuple[str, ...]:
     """The keys of the nested dictionaries of a trainer's state for a name that `trainer_names` made."""
-    root, _, rest = name.partition(".")
+    root, _, inner_name = name.partition(".")
     if root + "." == MODEL:
-        return root, rest
-    inner, _, last = rest.rpartition(".")
-    if root + "." in _OPTIMIZERS and inner.startswith("state."):
+        return root, inner_name
+    inner, _, last = inner_name.rpartition(".")
+    if root + "." in TRAINER_OPTIMIZERS and inner.startswith("state."):
         return root, "state", inner[len("state.") :], last
     return (name,)
 
 
+def name_before(name: str) -> str:
+    """The name that a model, or MindSpore's optimizer, has for a tensor that `trainer_names` named."""
+    keys = trainer_keys(name)
+    if len(keys) == len(("optimizer", "state", "NAME", "KEY")) and keys[-1] in _STATES:
+        return _STATES[keys[-1]] + keys[-2]
+    return keys[-1]
+
+
 def trainer_names(names: Collection[str]) -> dict[str, Optional[str]]:
     """The names of tensors of a model, and of MindSpore's optimizer state, as a trainer's state has them."""
-    known = frozenset(names)
+    all_names = frozenset(names)
     states = {prefix: state for state, prefix in _STATES.items()}
-    found: dict[str, Optional[str]] = {}
+    new_names: dict[str, Optional[str]] = {}
     for name in names:
         word, dot, parameter = name.partition(".")
-        if word + dot in states and parameter in known:
-            found[name] = f"optimizer.state.{parameter}.{states[word + dot]}"
+        if word + dot in states and parameter in all_names:
+            new_names[name] = f"optimizer.state.{parameter}.{states[word + dot]}"
         else:
-            found[name] = MODEL + name if is_weight(name, known) else name
-    return found
+            new_names[name] = MODEL + name if is_weight(name, all_names) else name
+    return new_names

@@ -1,4 +1,4 @@
-"""Names of a checkpoint matched with the names of rules: the rule, the side, and the numbers."""
+"""Matches of a checkpoint's names with rules: the rule, the side, and the numbers."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from reshard.names.sizes import ModelSizes
 
 
 class InstanceKey(NamedTuple):
-    """The names that are converted together.
+    """Names that one rule converts together.
 
     Attributes:
         rule: number of the rule.
         prefix: the prefix of all its names, for optimizer state.
-        values: of the numbers that both sides have, in the order of `SidedRule.free`.
+        values: of the numbers of both sides, in the order of `SidedRule.free`.
         stars: the texts that stars match.
     """
 
@@ -31,9 +31,9 @@ class NameMatch(NamedTuple):
     """A name that matches a rule.
 
     Attributes:
-        key: the names that it is converted with.
-        column: the index of the rule's name that it matches.
-        value: of the number that is stacked; 0 where none is.
+        key: the names converted together with it.
+        column: the index of the matching name in the rule.
+        value: of the stacked number; 0 without one.
     """
 
     key: InstanceKey
@@ -43,15 +43,15 @@ class NameMatch(NamedTuple):
 
 @dataclass(frozen=True)
 class SidedRule:
-    """A rule read from one of its sides.
+    """A rule in one direction.
 
     Attributes:
         rule: the rule.
-        sources: the names that it reads.
-        targets: the names that it makes.
-        free: the numbers that both have, in the order of the first name.
-        stacked: the number that sources alone have.
-        unstacked: the number that targets alone have.
+        sources: the names of operands.
+        targets: the names of results.
+        free: the numbers of both, in the order of the first name.
+        stacked: the number that only sources have.
+        unstacked: the number that only targets have.
     """
 
     rule: NameRule
@@ -64,10 +64,10 @@ class SidedRule:
 
 @dataclass
 class Side:
-    """One side of a table, as the side that a checkpoint has.
+    """The side of a table that a checkpoint is on.
 
     Args:
-        rules: the rules that apply.
+        rules: the applicable rules.
         numbers: the numbers in names.
         sizes: of the model.
         reverse: whether this is the right side.
@@ -87,22 +87,22 @@ class Side:
             (number, column) for number, each in enumerate(self.sided) for column in range(len(each.sources))
         ]
         self._index = PatternIndex(pattern for each in self.sided for pattern in each.sources)
-        # Cache: names are matched when the side is chosen, and again when it is used.
-        self._asked: dict[str, list[NameMatch]] = {}
+        # Cache: the choice of the side and its use match the same names.
+        self._matches: dict[str, list[NameMatch]] = {}
 
     def matches(self, name: str, prefix: str = "") -> list[NameMatch]:
-        """The ways in which a name matches: none, one, or several."""
-        matches = self._asked.get(name)
+        """The matches of a name: none, one, or several."""
+        matches = self._matches.get(name)
         if matches is None:
             fits = self._index.fits(name)
             matches = [self._match(number, fit) for number, fit in fits if self._out_of_range(fit) is None]
-            self._asked[name] = matches
+            self._matches[name] = matches
         if not prefix:
             return matches
         return [match._replace(key=match.key._replace(prefix=prefix)) for match in matches]
 
     def beyond(self, name: str) -> Optional[str]:
-        """The number in a name that is too large for the model, if the name matches otherwise."""
+        """The number in a name that is too large for the model; None if the name does not match at all."""
         for _, fit in self._index.fits(name):
             number = self._out_of_range(fit)
             if number is not None:
@@ -146,7 +146,7 @@ class Instance:
     """The names of a rule for some values of its numbers.
 
     Attributes:
-        names: per column and value of the number that is stacked, the name.
+        names: the name, per column and value of the stacked number.
     """
 
     names: dict[tuple[int, int], str] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Problems between a table and a checkpoint, and missing names; all are reported at once."""
+"""Problems between a table and a checkpoint, reported all at once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from reshard.text.near_names import near_names
 from reshard.text.wording import quoted
 
 MOST_MISSING = 10000
-"""Maximum number of missing names that are counted: a number in a name may be huge."""
+"""Maximum number of missing names to count: a number in a name may be huge."""
 _MOST_PATTERNS = 6
 
 
@@ -28,9 +28,9 @@ class Misfits:
 
     Args:
         path: the table.
-        side: the name of the side that the checkpoint is on.
-        reverse: whether that is the right side.
-        known: the names of rules on this side.
+        side: the name of the checkpoint's side.
+        reverse: whether it is the right side.
+        patterns: the names of rules on this side.
         options: the values of the table's options.
         names: of the checkpoint.
     """
@@ -38,7 +38,7 @@ class Misfits:
     path: str
     side: str
     reverse: bool
-    known: Sequence[str]
+    patterns: Sequence[str]
     options: Mapping[str, str]
     names: Collection[str]
     unmatched: list[str] = field(default_factory=list)
@@ -53,7 +53,7 @@ class Misfits:
 
     @property
     def missing_enough(self) -> bool:
-        """Whether no more missing names need to be looked for."""
+        """Whether the count of missing names reached its limit."""
         return len(self.missing) >= MOST_MISSING
 
     def note_unused(self, sided: SidedRule) -> None:
@@ -75,15 +75,15 @@ class Misfits:
             for problem, names in self.unfit.items()
         ]
         for pattern, near in self.unused.items():
-            meant = f"; did you mean {quoted(near[0])}?" if near else ""
+            suggestion = f"; did you mean {quoted(near[0])}?" if near else ""
             number = re.search(r"\{.*?\}", pattern)
             digits = f"; {number.group()} matches digits only, * matches any text" if number else ""
-            lines.append(Message(f"no name matches {quoted(pattern)}{meant}{digits}"))
+            lines.append(Message(f"no name matches {quoted(pattern)}{suggestion}{digits}"))
         if self.other_shapes:
             lines.append("state of another shape than its weight cannot follow it: " + listing(self.other_shapes))
         if lines:
             headline = f"the rules {self.path} do not fit the checkpoint ({self.side}):"
-            raise NamesError(block(headline, [_indented(line) for line in lines]), hint=self._hint())
+            raise NamesError(block(headline, [joined("", ["  ", line]) for line in lines]), hint=self._hint())
 
     def _hint(self) -> Optional[str]:
         hints = []
@@ -98,28 +98,28 @@ class Misfits:
         return "\n".join(hints) or None
 
     def _dropping(self, name: str) -> str:
-        """How to skip a tensor, and those whose names differ in numbers only.
+        """Advice on a rule that skips a tensor, and tensors whose names differ only in numbers.
 
         --include and --exclude match the new names, so they cannot skip it.
         """
         table = "the table" if "." in self.path else f"a copy of the table (reshard names show {self.path} > mine.toml)"
         side = "to" if self.reverse else "from"
-        rule = f'[[rule]]\n    {side} = "{_with_numbers(name, "*")}"\n    do = "drop"'
+        rule = f'[[rule]]\n    {side} = "{_numbers_replaced(name, "*")}"\n    do = "drop"'
         return f"to skip tensors that the model does not need, add a rule to {table}:\n    {rule}"
 
     def _unmatched(self) -> list[Message]:
         lines = []
         for names in _grouped(self.unmatched):
-            meant_by = near_names(_with_numbers(names[0], "{number}"), self.known)
-            near = [name for name in meant_by if name not in names]
-            meant = f"; did you mean {quoted(near[0])}?" if near else ""
-            lines.append("no rule matches " + listing(names) + meant)
+            candidates = near_names(_numbers_replaced(names[0], "{number}"), self.patterns)
+            near = [name for name in candidates if name not in names]
+            suggestion = f"; did you mean {quoted(near[0])}?" if near else ""
+            lines.append("no rule matches " + listing(names) + suggestion)
         return lines
 
     def _beyond(self) -> list[Message]:
         groups: dict[tuple[str, int, str], list[str]] = {}
-        for name, why in self.beyond.items():
-            groups.setdefault(why, []).append(name)
+        for name, limit in self.beyond.items():
+            groups.setdefault(limit, []).append(name)
         return [
             listing(names) + f": {number} must be less than {count}, by {source}"
             for (number, count, source), names in groups.items()
@@ -132,60 +132,52 @@ class Misfits:
         lines = []
         for names in _grouped(self.missing):
             near = near_names(names[0], self.unmatched)
-            meant = f"; is it {quoted(near[0])}?" if near else ""
-            lines.append("missing: " + listing(names) + more + meant)
+            suggestion = f"; is it {quoted(near[0])}?" if near else ""
+            lines.append("missing: " + listing(names) + more + suggestion)
         return lines
 
     @staticmethod
-    def _by_patterns(reasons_by_name: dict[str, tuple[str, ...]], one: str, several: str) -> list[Message]:
+    def _by_patterns(reasons_by_name: dict[str, tuple[str, ...]], singular: str, plural: str) -> list[Message]:
         groups: dict[tuple[str, ...], list[str]] = {}
-        for name, why in reasons_by_name.items():
-            groups.setdefault(why, []).append(name)
+        for name, patterns in reasons_by_name.items():
+            groups.setdefault(patterns, []).append(name)
         return [
-            listing(names) + f" {one if len(names) == 1 else several}: {', '.join(map(quoted, why))}"
-            for why, names in groups.items()
+            listing(names) + f" {singular if len(names) == 1 else plural}: {', '.join(map(quoted, patterns))}"
+            for patterns, names in groups.items()
         ]
 
 
 def _grouped(names: Collection[str]) -> list[list[str]]:
-    """Names in groups that differ in numbers only."""
-    import re
-
+    """Names in groups that differ only in numbers."""
     groups: dict[str, list[str]] = {}
     for name in dict.fromkeys(names):
         groups.setdefault(re.sub("[0-9]+", "0", name), []).append(name)
     return list(groups.values())
 
 
-def _with_numbers(name: str, number: str) -> str:
-    """A name as rules write it, with something in the place of each number."""
-    import re
-
+def _numbers_replaced(name: str, number: str) -> str:
+    """A name with a text in place of each number."""
     return re.sub("(?<![a-z0-9])[0-9]+(?![a-z0-9])", number, name)
 
 
-def _indented(line: str) -> Message:
-    return joined("", ["  ", line])
-
-
 def check_complete(side: Side, instances: Instances, problems: Misfits, keeps_others: bool) -> None:
-    """Note rules without any name where the model needs them; rules with some names missing are noted elsewhere.
+    """Note needed rules without any name; `_Application` notes rules with only some names.
 
     Args:
         side: the table.
         instances: the matched names, by rule.
         problems: receives the missing names.
-        keeps_others: whether names without a rule are kept, so that numbers without a count may have gaps.
+        keeps_others: names without a rule stay unchanged, so numbers without a count may have gaps.
     """
-    seen: dict[str, set[int]] = {}
+    values_of: dict[str, set[int]] = {}
     present: dict[int, dict[Stars, set[tuple[int, ...]]]] = {}
     for key in instances:
         if key.prefix:
             continue
         present.setdefault(key.rule, {}).setdefault(key.stars, set()).add(key.values)
         for number, value in zip(side.sided[key.rule].free, key.values):
-            seen.setdefault(number, set()).add(value)
-    expected = _Expected(side, seen)
+            values_of.setdefault(number, set()).add(value)
+    expected = _Expected(side, values_of)
     choices: dict[tuple[str, frozenset[str]], dict[str, list[int]]] = {}
     for place, sided in enumerate(side.sided):
         rule = sided.rule
@@ -195,7 +187,7 @@ def check_complete(side: Side, instances: Instances, problems: Misfits, keeps_ot
             cases = choices.setdefault((rule.choice, frozenset(sided.free)), {})
             cases.setdefault(rule.case, []).append(place)
         elif place not in present and any(source.pattern.stars for source in sided.sources):
-            # Without any name the texts for the stars are unknown.
+            # The texts of the stars are unknown.
             if not rule.optional and next(iter(expected.values(sided)), None) is not None:
                 problems.note_unused(sided)
         elif place in present or not rule.optional:
@@ -206,34 +198,34 @@ def check_complete(side: Side, instances: Instances, problems: Misfits, keeps_ot
 
 
 class _Expected:
-    """The values that the numbers in names should have."""
+    """The expected values of the numbers in names."""
 
-    def __init__(self, side: Side, seen: dict[str, set[int]]) -> None:
-        self._seen = seen
+    def __init__(self, side: Side, present_values: dict[str, set[int]]) -> None:
+        self._seen = present_values
         self._counts = side.counts
         self._exact = {number.name for number in side.numbers if not number.may_miss}
 
     def values(self, sided: SidedRule) -> Iterator[tuple[int, ...]]:
-        """All values for which a rule should have names."""
+        """All values of a rule's numbers for which names are expected."""
         return _product([self._of(number) for number in sided.free])
 
     def _of(self, number: str) -> Iterable[int]:
         count = self._counts.get(number)
         if count is not None and number in self._exact:
             return range(count)
-        seen = self._seen.get(number, set())
-        # Numbers of the table begin at 0 and have no gaps; others may have any values.
-        return range(max(seen) + 1) if seen and number in self._counts else sorted(seen)
+        present = self._seen.get(number, set())
+        # Numbers of the table start at 0 without gaps; other numbers may have any values.
+        return range(max(present) + 1) if present and number in self._counts else sorted(present)
 
 
 def _product(values: Sequence[Iterable[int]]) -> Iterator[tuple[int, ...]]:
-    """All combinations, lazily: a configuration may give more than fit in memory."""
+    """All combinations, lazily: with a wrong configuration they may not fit in memory."""
     if not values:
         yield ()
         return
     for first in values[0]:
-        for rest in _product(values[1:]):
-            yield (first, *rest)
+        for later in _product(values[1:]):
+            yield (first, *later)
 
 
 def _note(
@@ -250,10 +242,10 @@ def _note(
             continue
         if problems.missing_enough:
             return
-        named = dict(zip(sided.free, values))
+        values_by_name = dict(zip(sided.free, values))
         if sided.stacked is not None:
-            named[sided.stacked] = 0
-        problems.missing += [source.name(named, stars) for source in sided.sources]
+            values_by_name[sided.stacked] = 0
+        problems.missing += [source.name(values_by_name, stars) for source in sided.sources]
 
 
 def _check_choice(
@@ -264,25 +256,29 @@ def _check_choice(
     present: dict[int, dict[Stars, set[tuple[int, ...]]]],
     problems: Misfits,
 ) -> None:
-    """Check that for each value of the numbers, names of exactly one case are present."""
+    """Check that names of exactly one case are present for each value of the numbers."""
     any_rule = side.sided[next(iter(cases.values()))[0]]
     free = any_rule.free
     # Rules of a choice have no stars.
-    held = {rule: present.get(rule, {}).get((), set()) for rules in cases.values() for rule in rules}
+    present_values = {rule: present.get(rule, {}).get((), set()) for rules in cases.values() for rule in rules}
     wrong: dict[str, list[tuple[int, ...]]] = {}
     for values in expected.values(any_rule):
-        ways = {
+        values_of = {
             rule: tuple(dict(zip(free, values))[each] for each in side.sided[rule].free)
             for rules in cases.values()
             for rule in rules
         }
-        touched = [case for case, rules in cases.items() if any(ways[rule] in held[rule] for rule in rules)]
-        if len(touched) == 1:
-            for rule in cases[touched[0]]:
+        used_cases = [
+            case for case, rules in cases.items() if any(values_of[rule] in present_values[rule] for rule in rules)
+        ]
+        if len(used_cases) == 1:
+            for rule in cases[used_cases[0]]:
                 if not side.sided[rule].rule.optional:
-                    _note(side, rule, [ways[rule]], held[rule], (), problems)
+                    _note(side, rule, [values_of[rule]], present_values[rule], (), problems)
             continue
-        problem = f"both {' and '.join(touched)} are present" if touched else f"none of {', '.join(cases)} is present"
+        problem = (
+            f"both {' and '.join(used_cases)} are present" if used_cases else f"none of {', '.join(cases)} is present"
+        )
         wrong.setdefault(f"{choice}: {problem}", []).append(values)
         if len(wrong[f"{choice}: {problem}"]) > 100000:
             break

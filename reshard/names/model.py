@@ -1,4 +1,4 @@
-"""Rules of names: which names on one side make which names on the other, and by which operations."""
+"""Rules of names: names on one side, names on the other, and the operations between them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from reshard.names.sizes import ModelSize, config_value
 from reshard.text.products import Product
 
 EITHER, FORWARD = "either", "forward"
-"""The directions of a table without --reverse: the one that fits, or left to right only."""
+"""The direction of a table without --reverse: by the names of the source, or always left to right."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Number:
 
     Attributes:
         name: its name in patterns, such as ``layer``.
-        count: the number of its values, from 0; without it, the values found.
+        count: the number of its values, from 0; without it, the values in the checkpoint's names.
         may_miss: whether it may have fewer values, or none.
     """
 
@@ -37,10 +37,10 @@ class TableOption:
     Attributes:
         name: its name.
         values: the allowed values; any number if empty.
-        default: the value if nothing states it.
-        key: the key of config.json that states it, if any.
-        told: the option's value per value of that key, as JSON spells it; `values` need no entry.
-        seen: the option's value per name that a checkpoint may have, on either side; the first match wins.
+        default: the value if neither the user, the configuration nor names determine it.
+        key: the key of config.json that determines it, if any.
+        config_values: the option's value per value of that key, as JSON spells it; `values` need no entry.
+        name_values: the option's value per name that a checkpoint may have, on either side; the first match wins.
         about: a description, one sentence.
     """
 
@@ -48,14 +48,14 @@ class TableOption:
     values: tuple[str, ...]
     default: Optional[str]
     key: Optional[str]
-    told: tuple[tuple[str, str], ...]
-    seen: tuple[tuple[Pattern, str], ...]
+    config_values: tuple[tuple[str, str], ...]
+    name_values: tuple[tuple[Pattern, str], ...]
     about: str
 
 
 @dataclass(frozen=True)
 class OptionCondition:
-    """An option and the values of it for which a rule applies.
+    """An option, and its values for which a rule applies.
 
     Attributes:
         option: its name.
@@ -71,7 +71,7 @@ class NameRule:
     """Names that are converted together.
 
     Attributes:
-        where: the rule in words, for messages.
+        where: the rule's place, for messages.
         left: the patterns of its names on the left; none if names on the right are skipped.
         right: the patterns on the right; none if names on the left are skipped.
         operations: the operations from left to right; none where only the name changes.
@@ -110,8 +110,8 @@ class NameRule:
                 numbers.add(operation.stack.number)
         return frozenset(numbers)
 
-    def way(self, reverse: bool) -> tuple[Operation, ...]:
-        """The operations in execution order."""
+    def in_direction(self, reverse: bool) -> tuple[Operation, ...]:
+        """The operations from one side to the other, in execution order."""
         return tuple(each.inverse() for each in reversed(self.operations)) if reverse else self.operations
 
 
@@ -127,7 +127,7 @@ class NameRules:
         sizes: the sizes of the model that it uses.
         numbers: the numbers in its names.
         options: its options.
-        chosen: values of options that were stated.
+        chosen: values of options that the user stated.
         direction: ``EITHER`` or ``FORWARD``.
         keeps_others: whether names without a rule stay unchanged, instead of being an error.
         text: the content of the file.
@@ -146,14 +146,14 @@ class NameRules:
     text: str = ""
 
     def size_values(self, config: Optional[Mapping[str, object]]) -> dict[str, object]:
-        """The values in a configuration from which the table takes sizes.
+        """The values in a configuration that the table's sizes use.
 
         Args:
-            config: the content of config.json, if there is one.
+            config: the content of config.json, if any.
 
         Returns:
-            Values by key, as in JSON; keys that are absent or null are left out.
+            Values by key, as in JSON; without keys that are absent or null.
         """
-        keys = {key for size in self.sizes for one in size.told_by for key in one.names}
+        keys = {key for size in self.sizes for one in size.products for key in one.names}
         values = {key: config_value(config, key) for key in sorted(keys)}
         return {key: value for key, value in values.items() if value is not None}

@@ -1,7 +1,7 @@
-"""Operations of rules on tensors: as rules have them, and with the sizes of real tensors.
+"""Operations of rules on tensors: as in rules, and with the sizes of real tensors.
 
-An operation takes a list of tensors and returns another. The tensors of a rule are in *columns*, one per name of the
-rule; a column is one tensor, or one per value of a stacked number, in order.
+An operation converts a list of tensors to another list. The tensors of a rule are in *columns*, one per name of the
+rule; a column is one tensor, or one tensor per value of a stacked number, in order.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ TRANSPOSE, RESHAPE, PAD, UNPAD, COPY, TAKE = "transpose", "reshape", "pad", "unp
 
 @dataclass(frozen=True)
 class SizedOperation:
-    """An operation on a list of tensors, in numbers alone.
+    """An operation on a list of tensors, with its sizes.
 
     With ``n`` tensors in the list, numbered from 0, ``k = len(sizes)`` and ``c = count``:
 
-    * ``join``: the list is ``k`` columns of ``n // k`` tensors. Result ``i`` is made of tensors ``i``, ``i + n // k``,
-      ...: along ``dimension`` it has ``groups`` groups, and each of them ``sizes[0]`` elements of the first of these
-      tensors, then ``sizes[1]`` of the second, and so on, each tensor's elements in their order.
+    * ``join``: the list is ``k`` columns of ``n // k`` tensors. Result ``i`` joins tensors ``i``, ``i + n // k``, ...:
+      along ``dimension`` it has ``groups`` groups, each with ``sizes[0]`` elements of the first of these tensors, then
+      ``sizes[1]`` of the second, and so on, each tensor's elements in their order.
     * ``cut``: the inverse. The result has ``k`` columns of ``n`` tensors each.
     * ``stack``: the list is columns of ``c`` tensors each, which are stacked along a new dimension ``dimension``.
     * ``unstack``: the inverse; each tensor is replaced by ``c`` tensors in its place.
@@ -41,7 +41,7 @@ class SizedOperation:
     * ``take``: the list is ``c`` columns that should be equal, of ``n // c`` tensors each; the first column stays.
 
     Attributes:
-        kind: one of these words.
+        kind: one of these names.
         dimension: the dimension, from 0.
         groups: see ``join``.
         sizes: elements.
@@ -63,7 +63,7 @@ class SizedStep(NamedTuple):
     """An operation on real tensors.
 
     Attributes:
-        operation: in numbers; None if it changes nothing.
+        operation: with its sizes; None if it changes nothing.
         shapes: of the results.
         note: a note for the user, if any.
     """
@@ -74,7 +74,7 @@ class SizedStep(NamedTuple):
 
 
 class Operation(ABC):
-    """An operation as rules write it."""
+    """An operation of a rule."""
 
     @abstractmethod
     def inverse(self) -> Operation:
@@ -85,7 +85,7 @@ class Operation(ABC):
         """The operation for tensors of these shapes.
 
         Args:
-            shapes: of the tensors that it takes.
+            shapes: of its operands.
             sizes: of the model.
 
         Raises:
@@ -119,40 +119,41 @@ class Join(Operation):
     def sized(self, shapes: Sequence[Shape], sizes: ModelSizes) -> SizedStep:
         """See `Operation`."""
         per_column = len(shapes) // self.count
-        made = []
+        results = []
         lengths = None
         for number in range(per_column):
             joined = shapes[number::per_column]
             _dimension(self.dimension, joined[0])
             if len({_without(shape, self.dimension) for shape in joined}) != 1:
                 raise SizeError(f"shapes {_some(joined)} differ in a dimension other than {self.dimension}")
-            here = tuple(shape[self.dimension] for shape in joined)
-            if lengths not in (None, here):
+            own_lengths = tuple(shape[self.dimension] for shape in joined)
+            if lengths not in (None, own_lengths):
                 raise SizeError(f"shapes {_some(shapes)} differ")
-            lengths = here
-            made.append(_with(joined[0], self.dimension, sum(here)))
+            lengths = own_lengths
+            results.append(_with(joined[0], self.dimension, sum(own_lengths)))
         assert lengths is not None
         self._check(lengths, shapes, sizes)
-        return SizedStep(self._operation(JOIN, lengths, sizes), made)
+        return SizedStep(self._operation(JOIN, lengths, sizes), results)
 
     def lengths(self, total: int, sizes: ModelSizes) -> tuple[int, ...]:
         """The elements of each tensor, given their sum."""
         if self.parts is not None:
             lengths = [None if part is None else sizes.value(part) for part in self.parts]
-            rest = total - sum(length or 0 for length in lengths)
-            if rest < 0:
+            remaining = total - sum(length or 0 for length in lengths)
+            if remaining < 0:
                 raise SizeError(
-                    f"{total} elements along dimension {self.dimension} contradict {sizes.source}: {self.said(lengths)}"
+                    f"{total} elements along dimension {self.dimension} contradict {sizes.source}: "
+                    + self.parts_text(lengths)
                 )
-            return tuple(rest if length is None else length for length in lengths)
+            return tuple(remaining if length is None else length for length in lengths)
         if total % self.count:
             raise SizeError(
                 f"{total} elements along dimension {self.dimension} do not divide into {self.count} equal parts"
             )
         return (total // self.count,) * self.count
 
-    def said(self, lengths: Sequence[Optional[int]]) -> str:
-        """The parts in words."""
+    def parts_text(self, lengths: Sequence[Optional[int]]) -> str:
+        """The parts with their lengths, for messages."""
         return ", ".join(
             f"{part.text} = {length}" for part, length in zip(self.parts or (), lengths) if part is not None
         )
@@ -163,7 +164,7 @@ class Join(Operation):
             raise SizeError(f"shapes {_some(shapes)} differ along dimension {self.dimension}, and no parts are stated")
         if tuple(lengths) != expected:
             assert self.parts is not None
-            parts = self.said(expected)
+            parts = self.parts_text(expected)
             raise SizeError(f"shapes {_some(shapes)} contradict {sizes.source}: {parts}")
 
     def _operation(self, kind: str, lengths: Sequence[int], sizes: ModelSizes) -> SizedOperation:
@@ -177,7 +178,7 @@ class Join(Operation):
                     f"{lengths[0]} elements along dimension {self.dimension} do not divide into blocks of {block}"
                 )
             groups = lengths[0] // block
-        # Without elements, any number of groups is right.
+        # A tensor without elements fits any number of groups.
         if not groups and any(lengths):
             raise SizeError(f"{lengths[0]} elements along dimension {self.dimension} do not divide into 0 groups")
         groups = groups or 1
@@ -211,10 +212,10 @@ class Split(Operation):
             raise SizeError(f"shapes {_some(shapes)} differ")
         lengths = self.join.lengths(total, sizes)
         if sum(lengths) != total:
-            parts = self.join.said(lengths)
+            parts = self.join.parts_text(lengths)
             raise SizeError(f"shape {list(shapes[0])} contradicts {sizes.source}: dimension {dimension} has {parts}")
-        made = [_with(shape, dimension, length) for length in lengths for shape in shapes]
-        return SizedStep(self.join._operation(CUT, lengths, sizes), made)
+        results = [_with(shape, dimension, length) for length in lengths for shape in shapes]
+        return SizedStep(self.join._operation(CUT, lengths, sizes), results)
 
 
 @dataclass(frozen=True)
@@ -238,14 +239,14 @@ class Stack(Operation):
     def sized(self, shapes: Sequence[Shape], sizes: ModelSizes) -> SizedStep:
         """See `Operation`."""
         count = len(shapes) // self.columns
-        made = []
+        results = []
         for column in range(self.columns):
             shape = shapes[column * count]
-            if any(other != shape for other in shapes[column * count : (column + 1) * count]):
+            if any(another != shape for another in shapes[column * count : (column + 1) * count]):
                 raise SizeError(f"shapes {_some(dict.fromkeys(shapes))} differ, so they cannot be stacked")
             _dimension(self.dimension, (*shape, 0))
-            made.append((*shape[: self.dimension], count, *shape[self.dimension :]))
-        return SizedStep(SizedOperation(STACK, self.dimension, count=count), made)
+            results.append((*shape[: self.dimension], count, *shape[self.dimension :]))
+        return SizedStep(SizedOperation(STACK, self.dimension, count=count), results)
 
 
 @dataclass(frozen=True)
@@ -270,8 +271,8 @@ class Unstack(Operation):
         if len(counts) != 1:
             raise SizeError(f"shapes {_some(shapes)} differ along dimension {self.stack.dimension}")
         count = counts.pop()
-        made = [_without(shape, self.stack.dimension) for shape in shapes for _ in range(count)]
-        return SizedStep(SizedOperation(UNSTACK, self.stack.dimension, count=count), made)
+        results = [_without(shape, self.stack.dimension) for shape in shapes for _ in range(count)]
+        return SizedStep(SizedOperation(UNSTACK, self.stack.dimension, count=count), results)
 
 
 @dataclass(frozen=True)
@@ -295,8 +296,8 @@ class Transpose(Operation):
         order = tuple(reversed(range(len(shapes[0])))) if self.order is None else self.order
         if any(len(shape) != len(order) for shape in shapes):
             raise SizeError(f"shapes {_some(dict.fromkeys(shapes))} do not have {len(order)} dimensions")
-        made = [tuple(shape[dimension] for dimension in order) for shape in shapes]
-        return SizedStep(SizedOperation(TRANSPOSE, order=order), made)
+        results = [tuple(shape[dimension] for dimension in order) for shape in shapes]
+        return SizedStep(SizedOperation(TRANSPOSE, order=order), results)
 
 
 @dataclass(frozen=True)
@@ -319,18 +320,23 @@ class Reshape(Operation):
         """See `Operation`."""
         if any(shape != shapes[0] for shape in shapes):
             raise SizeError(f"shapes {_some(dict.fromkeys(shapes))} differ")
-        known = {name: sizes[name] for one in (*self.before, *self.after) for name in one.names if name in sizes}
-        solution = solved(self.before, shapes[0], known)
-        for one in self.after:
-            for name in one.names:
-                if name not in solution and name not in known:
-                    expected = ", ".join(each.text for each in self.before)
+        known_sizes = {
+            name: sizes[name]
+            for expression in (*self.before, *self.after)
+            for name in expression.names
+            if name in sizes
+        }
+        solution = solved(self.before, shapes[0], known_sizes)
+        for expression in self.after:
+            for name in expression.names:
+                if name not in solution and name not in known_sizes:
+                    expected = ", ".join(expression.text for expression in self.before)
                     raise SizeError(f"{name} does not follow from [{expected}]")
-        all_sizes = {**known, **solution}
-        made = tuple(one.whole(all_sizes) for one in self.after)
-        if math.prod(made) != math.prod(shapes[0]):
-            raise SizeError(f"shape {list(shapes[0])} cannot become {list(made)}: the numbers of elements differ")
-        return SizedStep(SizedOperation(RESHAPE, shape=made), [made] * len(shapes))
+        all_sizes = {**known_sizes, **solution}
+        new_shape = tuple(expression.whole(all_sizes) for expression in self.after)
+        if math.prod(new_shape) != math.prod(shapes[0]):
+            raise SizeError(f"shape {list(shapes[0])} cannot become {list(new_shape)}: the numbers of elements differ")
+        return SizedStep(SizedOperation(RESHAPE, shape=new_shape), [new_shape] * len(shapes))
 
 
 @dataclass(frozen=True)
@@ -344,14 +350,14 @@ class Check(Operation):
     shape: tuple[Product, ...]
 
     def inverse(self) -> Check:
-        """The same."""
+        """The check itself."""
         return self
 
     def sized(self, shapes: Sequence[Shape], sizes: ModelSizes) -> SizedStep:
         """See `Operation`."""
-        known = {name: sizes[name] for one in self.shape for name in one.names if name in sizes}
+        known_sizes = {name: sizes[name] for expression in self.shape for name in expression.names if name in sizes}
         for shape in shapes:
-            solved(self.shape, shape, known)
+            solved(self.shape, shape, known_sizes)
         return SizedStep(None, [*shapes])
 
 
@@ -362,7 +368,7 @@ class Pad(Operation):
     Attributes:
         dimension: the dimension.
         size: the size without padding.
-        multiple: the padded size is the least multiple of this.
+        multiple: the padded size is the smallest fitting multiple of this.
     """
 
     dimension: int
@@ -404,12 +410,12 @@ class Pad(Operation):
                 )
         if before == after:
             return SizedStep(None, [*shapes])
-        made = [_with(shape, self.dimension, after) for shape in shapes]
+        results = [_with(shape, self.dimension, after) for shape in shapes]
         if kind == PAD:
             note = f"padded with zeros along dimension {self.dimension} from {before} to {after}"
         else:
             note = f"padding of dimension {self.dimension} removed: {before} to {after}"
-        return SizedStep(SizedOperation(kind, self.dimension, sizes=(before, after)), made, note)
+        return SizedStep(SizedOperation(kind, self.dimension, sizes=(before, after)), results, note)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Operations as a rule writes them: ``do = ["transpose", { concat = 1 }, { stack = "expert" }]``."""
+"""A reader of a rule's operations: ``do = ["transpose", { concat = 1 }, { stack = "expert" }]``."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ Parsed = TypeVar("Parsed")
 _MOST_DIMENSIONS = 16
 _MOST_TENSORS = 4096
 _ONE = "1"
-# The mark of a part that has the remaining elements.
+# A part with the remaining elements.
 _REST = "rest"
 
 
 class RuleFile(TomlFile):
-    """A file of rules of names, with the values that are special to it."""
+    """A file of rules of names."""
 
     def word(self, name: str, where: str) -> str:
         """A name that products and patterns may use."""
@@ -73,15 +73,15 @@ class OperationReader:
         self._sizes = sizes
 
     def operations(self, entries: Sequence[Any]) -> tuple[Operation, ...]:
-        """The operations, each checked against the number of tensors that it gets.
+        """The operations, each checked against the number of its operands.
 
         Raises:
             NamesError: an operation is unknown, or does not fit the number of tensors.
         """
         operations = tuple(map(self._operation, entries))
         if self._columns != self._right:
-            made = f"{self._columns} tensor{'s' if self._columns > 1 else ''}"
-            raise self._wrong(f"makes {made}, and to has {self._right} names: add or remove an operation")
+            results = f"{self._columns} tensor{'s' if self._columns > 1 else ''}"
+            raise self._wrong(f"makes {results}, and to has {self._right} names: add or remove an operation")
         return operations
 
     def _operation(self, entry: Any) -> Operation:
@@ -91,8 +91,8 @@ class OperationReader:
         kinds = [kind for kind in _OPERATIONS if kind in table]
         if not kinds:
             near = [near_name for key in table for near_name in near_names(str(key), _OPERATIONS)]
-            meant = f". Did you mean {near[0]}?" if near else f"; known: {', '.join(_OPERATIONS)}"
-            raise self._wrong(f"do: there is no operation {quoted(str(next(iter(table))))}{meant}")
+            suggestion = f". Did you mean {near[0]}?" if near else f"; known: {', '.join(_OPERATIONS)}"
+            raise self._wrong(f"do: there is no operation {quoted(str(next(iter(table))))}{suggestion}")
         make, keys = _OPERATIONS[kinds[0]]
         self._file.values(table, dict.fromkeys((kinds[0], *keys), TomlKey("any")), f"{self._where}: do")
         return make(self, table[kinds[0]], table)
@@ -124,7 +124,7 @@ class OperationReader:
         return tuple(None if part == _REST else self._product(part) for part in value)
 
     def _join(self, kind: str, dimension: Any, table: dict[str, Any]) -> Join:
-        """A join of the tensors at hand, or the join whose inverse splits the one at hand."""
+        """A join of the current tensors, or the join whose inverse splits the current tensor."""
         inverse = kind in ("split", "deinterleave", "ungroup_qkv")
         count = self._into(kind, table) if inverse else self._columns
         if inverse and self._columns != 1:
@@ -148,7 +148,7 @@ class OperationReader:
         return Join(along, count, rows, groups)
 
     def _into(self, kind: str, table: dict[str, Any]) -> int:
-        """The number of results of a split: the parts stated, or the names."""
+        """The number of results of a split: that of its parts, or of the names."""
         parts = table.get("parts")
         count = len(parts) if isinstance(parts, list) else table.get("into", self._right)
         if kind == "ungroup_qkv":

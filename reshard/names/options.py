@@ -1,4 +1,4 @@
-"""The options of a table, and the side that a checkpoint is on: stated, given by config.json or names, or default."""
+"""The options of a table, and the side that a checkpoint is on: stated, from config.json or names, or default."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _NUMBER = re.compile(r"0|[1-9][0-9]{0,8}")
 
 @dataclass(frozen=True)
 class Settled:
-    """A table whose options have values.
+    """A table with values of its options.
 
     Attributes:
         rules: the rules whose conditions hold.
         sizes: of the model.
         values: per option its value.
-        assumed: options with values to choose from that have their default.
+        assumed: options with listed values that have their default.
     """
 
     rules: tuple[NameRule, ...]
@@ -40,7 +40,7 @@ class Settled:
 
 
 def with_options(rules: NameRules, stated: Mapping[str, str]) -> NameRules:
-    """A table with options stated.
+    """A table with stated options.
 
     Raises:
         UsageError: the option or the value is unknown.
@@ -62,44 +62,45 @@ def settle(rules: NameRules, config: Optional[Mapping[str, object]], names: Cont
 
     Args:
         rules: the table.
-        config: the content of config.json, if there is one.
+        config: the content of config.json, if any.
         names: of the checkpoint.
 
     Raises:
-        NamesError: an option has no value, or the configuration gives an unknown one.
+        NamesError: an option has no value, or an unknown value in the configuration.
     """
     stated = dict(rules.chosen)
     sizes = ModelSizes(rules.sizes, config)
     stated_values = {
-        option.name: _told(option, stated, config, rules) or _seen(option, sizes, names) for option in rules.options
+        option.name: _stated_value(option, stated, config, rules) or _value_from_names(option, sizes, names)
+        for option in rules.options
     }
-    values = {option.name: stated_values[option.name] or _usual(option, rules) for option in rules.options}
+    values = {option.name: stated_values[option.name] or _default(option, rules) for option in rules.options}
     numbers = {option.name: int(values[option.name]) for option in rules.options if not option.values}
-    held = tuple(rule for rule in rules.rules if all(_holds(condition, values) for condition in rule.when))
-    # Numbers are left out: a wrong number contradicts a shape.
+    applicable = tuple(rule for rule in rules.rules if all(_holds(condition, values) for condition in rule.when))
+    # Without numeric options: a wrong number contradicts a shape.
     assumed = tuple(option.name for option in rules.options if option.values and stated_values[option.name] is None)
-    return Settled(held, ModelSizes(rules.sizes, config, numbers), values, assumed)
+    return Settled(applicable, ModelSizes(rules.sizes, config, numbers), values, assumed)
 
 
 def possible_options(rules: NameRules, config: Optional[Mapping[str, object]]) -> Iterator[dict[str, str]]:
-    """All combinations of values that the options may have, for a checkpoint with unknown names.
+    """All possible combinations of option values, for a checkpoint with unknown names.
 
     Args:
         rules: the table.
-        config: the content of config.json, if there is one.
+        config: the content of config.json, if any.
 
     Raises:
-        NamesError: an option has no value, or the configuration gives an unknown one.
+        NamesError: an option has no value, or an unknown value in the configuration.
     """
     stated = dict(rules.chosen)
-    ways = []
+    choices = []
     for option in rules.options:
-        value = _told(option, stated, config, rules)
-        if value is None and option.seen:
-            ways.append(sorted({value for _, value in option.seen} | {_usual(option, rules)}))
+        value = _stated_value(option, stated, config, rules)
+        if value is None and option.name_values:
+            choices.append(sorted({value for _, value in option.name_values} | {_default(option, rules)}))
         else:
-            ways.append([value or _usual(option, rules)])
-    for values in itertools.product(*ways):
+            choices.append([value or _default(option, rules)])
+    for values in itertools.product(*choices):
         yield {option.name: value for option, value in zip(rules.options, values)}
 
 
@@ -107,34 +108,34 @@ def _holds(condition: OptionCondition, values: Mapping[str, str]) -> bool:
     return values[condition.option] in condition.values
 
 
-def _told(
+def _stated_value(
     option: TableOption, stated: Mapping[str, str], config: Optional[Mapping[str, object]], rules: NameRules
 ) -> Optional[str]:
-    """The value of an option that the user or the configuration states, if any."""
+    """The value of an option from the user or the configuration, if any."""
     if option.name in stated:
         return stated[option.name]
     value = None if option.key is None else config_value(config, option.key)
     if value is None:
         return None
     spelled = str(value).lower() if isinstance(value, bool) else str(value)
-    meant = dict(option.told).get(spelled, spelled)
-    if meant in option.values or (not option.values and _NUMBER.fullmatch(meant)):
-        return meant
+    value_name = dict(option.config_values).get(spelled, spelled)
+    if value_name in option.values or (not option.values and _NUMBER.fullmatch(value_name)):
+        return value_name
     path = getattr(config, "path", "config.json")
     raise NamesError(
         f"{path}: {option.key} is {quoted(spelled)}, which is not a value of {option.name} in {rules.path}"
     )
 
 
-def _seen(option: TableOption, sizes: ModelSizes, names: Container[str]) -> Optional[str]:
-    """The value that follows from the checkpoint's names: the default if none of them is present."""
-    for pattern, value in option.seen:
+def _value_from_names(option: TableOption, sizes: ModelSizes, names: Container[str]) -> Optional[str]:
+    """The value of an option from the checkpoint's names; the default if no name decides."""
+    for pattern, value in option.name_values:
         if SizedPattern(pattern, sizes.value).name({}, ()) in names:
             return value
-    return option.default if option.seen else None
+    return option.default if option.name_values else None
 
 
-def _usual(option: TableOption, rules: NameRules) -> str:
+def _default(option: TableOption, rules: NameRules) -> str:
     if option.default is not None:
         return option.default
     choices = ", ".join(option.values) or "a number"
@@ -149,18 +150,18 @@ def side_of(rules: NameRules, settled: Settled, shapes: Mapping[str, Shape], rev
 
     Args:
         rules: the table.
-        settled: the same with values of its options.
+        settled: the table with values of its options.
         shapes: of all tensors of the source.
-        reverse: whether it is the right side; None: the side that matches the names of more weights.
+        reverse: whether it is the right side; None: the side that matches more weights.
 
     Raises:
-        NamesError: both sides match as many.
+        NamesError: both sides match the same number of weights.
     """
     if reverse is None and rules.direction == FORWARD:
         reverse = False
     if reverse is not None:
         return Side(settled.rules, rules.numbers, settled.sizes, reverse)
-    sides = [Side(settled.rules, rules.numbers, settled.sizes, way) for way in (False, True)]
+    sides = [Side(settled.rules, rules.numbers, settled.sizes, is_right) for is_right in (False, True)]
     weights = [name for name, shape in shapes.items() if kind_of(name, math.prod(shape), shapes) == WEIGHTS]
     fitting = [sum(bool(side.matches(name)) for name in weights) for side in sides]
     if fitting[0] != fitting[1]:
@@ -180,7 +181,7 @@ def side_of(rules: NameRules, settled: Settled, shapes: Mapping[str, Shape], rev
 
 
 def _examples(sides: list[Side], weights: list[str]) -> Optional[str]:
-    known = [side.patterns()[:1] for side in sides]
-    if not weights or not all(known):
+    examples = [side.patterns()[:1] for side in sides]
+    if not weights or not all(examples):
         return None
-    return f"the rules have names such as {known[0][0]} and {known[1][0]}; the checkpoint has {weights[0]}"
+    return f"the rules have names such as {examples[0][0]} and {examples[1][0]}; the checkpoint has {weights[0]}"

@@ -1,4 +1,4 @@
-"""Names of rules: ``model.layers.{layer}.mlp.down_proj.weight``, with numbers and stars for the parts that differ."""
+"""Patterns of names in rules, with numbers and stars: ``model.layers.{layer}.mlp.down_proj.weight``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NAME = re.compile(r"[a-z][a-z0-9_]*")
 _DIGITS = re.compile(r"[0-9]+")
 _CANONICAL = re.compile(r"0|[1-9][0-9]{0,8}")
 _ANY = "*"
-# Replaces digits in the skeleton of a name, which all layers share. A name with this character causes no confusion.
+# Replaces digits in the skeleton of a name, which all layers share.
 _SOME = "\0"
 _MOST_STARS = 8
 
@@ -29,7 +29,7 @@ class NumberPlace(NamedTuple):
 
     Attributes:
         number: its name, such as ``layer``; empty for a size.
-        offset: the product that is added to it, if any.
+        offset: the product to add to it, if any.
     """
 
     number: str
@@ -53,7 +53,7 @@ class Pattern:
     """Names that differ in numbers or, with stars, in any text.
 
     Attributes:
-        text: as it is written.
+        text: in rules.
         parts: in the order of the text: characters, a `NumberPlace`, or None for a star.
     """
 
@@ -84,7 +84,7 @@ class Pattern:
 def pattern(text: str) -> Pattern:
     """Read a pattern.
 
-    ``{layer}`` is a number, ``{mtp+layers}`` one to which a size is added, ``{=layers}`` a size, ``*`` anything.
+    ``{layer}`` is a number, ``{mtp+layers}`` a number plus a size, ``{=layers}`` a size, ``*`` any text.
 
     Raises:
         PatternError: the text is not a pattern.
@@ -119,25 +119,25 @@ def pattern(text: str) -> Pattern:
     return Pattern(text, tuple(parts))
 
 
-def _place(text: str, whole: str) -> NumberPlace:
+def _place(text: str, pattern_text: str) -> NumberPlace:
     if text.startswith("="):
         name, offset = "", text[1:]
     else:
         name, _, offset = text.partition("+")
     if not _NAME.fullmatch(name) and not text.startswith("="):
-        raise PatternError(f"{whole!r}: {{{text}}} is not a number such as {{layer}}")
+        raise PatternError(f"{pattern_text!r}: {{{text}}} is not a number such as {{layer}}")
     try:
         return NumberPlace(name, product(offset) if offset or "+" in text or not name else None)
     except ExpressionError as error:
-        raise PatternError(f"{whole!r}: {error}") from error
+        raise PatternError(f"{pattern_text!r}: {error}") from error
 
 
 class SizedPattern:
-    """A pattern whose offsets are known.
+    """A pattern with the values of its offsets.
 
     Args:
         pattern: the pattern.
-        value: the number that a product of sizes is; its errors go through.
+        value: returns the value of a product of sizes; its errors pass.
     """
 
     def __init__(self, pattern: Pattern, value: Callable[[Product], int]) -> None:
@@ -150,7 +150,7 @@ class SizedPattern:
             else:
                 self._parts.append(part)
         self._starred = None in self._parts
-        # For a pattern without stars: its text without digits, and per run of digits the number or the digits.
+        # For a pattern without stars: its text without digits, and per run of digits a number's place or the digits.
         self._digits: list[object] = []
         skeleton = ""
         for part in self._parts:
@@ -177,7 +177,7 @@ class SizedPattern:
         return "".join(texts)
 
     def fit_digits(self, digits: Sequence[str]) -> Optional[Fit]:
-        """The numbers of a name with the same skeleton, given its digits; None if other digits differ."""
+        """The numbers of a name with the same skeleton, by its digits; None if fixed digits differ."""
         values: dict[str, int] = {}
         if len(digits) != len(self._digits):
             return None
@@ -192,7 +192,7 @@ class SizedPattern:
         return Fit(values, ())
 
     def fits(self, name: str) -> list[Fit]:
-        """The ways in which a name matches stars: none, one, or two of several."""
+        """The matches of a name with stars: none, one, or two of several."""
         fits = []
         for fit in (self._extreme_fit(name, False), self._extreme_fit(name, True)):
             if fit is not None and fit not in fits:
@@ -231,7 +231,7 @@ class SizedPattern:
 
 
 class PatternIndex:
-    """Many patterns with a fast search for those that a name matches, if they have no stars.
+    """A fast search for the patterns that a name matches.
 
     Args:
         patterns: the patterns.
@@ -247,12 +247,12 @@ class PatternIndex:
                 self._by_skeleton.setdefault(each.skeleton, []).append((number, each))
 
     def fits(self, name: str) -> list[tuple[int, Fit]]:
-        """The indices of the patterns that a name matches, with the fit; twice if it matches in several ways."""
+        """The indices of matching patterns, with the fit; an index comes twice if several fits exist."""
         matches = []
-        alike = self._by_skeleton.get(_DIGITS.sub(_SOME, name))
-        if alike:
+        candidates = self._by_skeleton.get(_DIGITS.sub(_SOME, name))
+        if candidates:
             digits = _DIGITS.findall(name)
-            for number, each in alike:
+            for number, each in candidates:
                 fit = each.fit_digits(digits)
                 if fit is not None:
                     matches.append((number, fit))

@@ -1,8 +1,8 @@
 """The sizes of a model that rules need: heads, groups, experts, layers.
 
-A table gives every size as keys of config.json, in order of precedence, with simple products such as
-``hidden_size/num_attention_heads``. A key that is absent or null is skipped. A size without a value is an error where
-it is needed, and is never guessed from shapes.
+A table defines every size by keys of config.json, in order of precedence, with simple products such as
+``hidden_size/num_attention_heads``. Keys that are absent or null are skipped. Using a size without a value is an
+error: it is never guessed from shapes.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ def product(text: str) -> Product:
 
 @dataclass(frozen=True)
 class ModelSize:
-    """A size that a table names.
+    """A size of a table.
 
     Attributes:
         name: its name in rules.
-        told_by: products of keys of config.json; the first with values for all keys wins.
+        products: products of keys of config.json; the first with values for all keys wins.
     """
 
     name: str
-    told_by: tuple[Product, ...]
+    products: tuple[Product, ...]
 
     @property
     def text(self) -> str:
         """The products, for messages."""
-        return " or ".join(one.text for one in self.told_by)
+        return " or ".join(one.text for one in self.products)
 
 
 class Configuration(dict[str, object]):
@@ -69,8 +69,8 @@ class ModelSizes:
 
     Args:
         sizes: of the table.
-        config: the content of config.json, if there is one.
-        stated: values of options that are numbers.
+        config: the content of config.json, if any.
+        stated: values of numeric options.
     """
 
     def __init__(
@@ -89,30 +89,30 @@ class ModelSizes:
         return name in self._sizes or name in self._known
 
     def known(self, name: str) -> Optional[int]:
-        """A size of the table; None if the configuration does not give it.
+        """A size of the table; None if the configuration does not determine it.
 
         Raises:
             NamesError: the configuration's value is not a size.
         """
         if name not in self._known:
-            self._known[name] = self._told(self._sizes[name])
+            self._known[name] = self._stated_value(self._sizes[name])
         return self._known[name]
 
     def __getitem__(self, name: str) -> int:
         """A size of the table.
 
         Raises:
-            NamesError: the configuration does not give it.
+            NamesError: the configuration does not determine it.
         """
         value = self.known(name)
         if value is None:
             size = self._sizes[name]
             if self._config is None:
                 raise NamesError(
-                    f"the rules need the size {name} from config.json ({size.text}), and there is no config.json",
+                    f"the rules need the size {name} from config.json ({size.text}), which is missing",
                     hint="add --config FILE with the model's config.json",
                 )
-            keys = [key for one in size.told_by for key in one.names]
+            keys = [key for one in size.products for key in one.names]
             near = [near_key for key in keys for near_key in near_names(key, self._config)]
             raise NamesError(
                 f"{self.source} does not give the size {name}: it has no {size.text}"
@@ -126,8 +126,8 @@ class ModelSizes:
         """The value of a product of sizes.
 
         Raises:
-            NamesError: the configuration does not give a size.
-            SizeError: it is not a whole number.
+            NamesError: the configuration does not determine a size.
+            SizeError: the value is not a whole number.
         """
         return expression.whole(self)
 
@@ -137,8 +137,8 @@ class ModelSizes:
             return None
         return self.value(expression)
 
-    def _told(self, size: ModelSize) -> Optional[int]:
-        for expression in size.told_by:
+    def _stated_value(self, size: ModelSize) -> Optional[int]:
+        for expression in size.products:
             values = [self._key(key) for key in expression.names]
             if None in values:
                 continue
@@ -168,13 +168,13 @@ def config_value(config: Optional[Mapping[str, object]], key: str) -> Optional[o
     return value  # type: ignore[no-any-return]
 
 
-def solved(expressions: Sequence[Product], shape: Sequence[int], known: Mapping[str, int]) -> dict[str, int]:
+def solved(expressions: Sequence[Product], shape: Sequence[int], known_sizes: Mapping[str, int]) -> dict[str, int]:
     """The sizes for which expressions are equal to a shape.
 
     Args:
         expressions: one per dimension.
         shape: elements per dimension.
-        known: known sizes; others are computed from the shape.
+        known_sizes: known sizes; others are computed from the shape.
 
     Returns:
         All sizes in the expressions.
@@ -185,11 +185,11 @@ def solved(expressions: Sequence[Product], shape: Sequence[int], known: Mapping[
     expected = "[" + ", ".join(one.text for one in expressions) + "]"
     if len(expressions) != len(shape):
         raise SizeError(f"shape {list(shape)} is not {expected}")
-    sizes = {name: known[name] for one in expressions for name in one.names if name in known}
-    open_ones = list(zip(expressions, shape))
-    while open_ones:
+    sizes = {name: known_sizes[name] for one in expressions for name in one.names if name in known_sizes}
+    unsolved = list(zip(expressions, shape))
+    while unsolved:
         remaining = []
-        for expression, length in open_ones:
+        for expression, length in unsolved:
             unknown = [(name, power) for name, power in expression.powers if name not in sizes]
             if not unknown:
                 if expression.whole(sizes) != length:
@@ -199,21 +199,25 @@ def solved(expressions: Sequence[Product], shape: Sequence[int], known: Mapping[
                     )
             elif len(unknown) == 1 and abs(unknown[0][1]) == 1:
                 name, power = unknown[0]
-                rest = expression.number * math.prod(
-                    Fraction(sizes[other]) ** times for other, times in expression.powers if other != name
+                factor = expression.number * math.prod(
+                    Fraction(sizes[other_name]) ** times
+                    for other_name, times in expression.powers
+                    if other_name != name
                 )
-                if not rest or (power < 0 and not length):
+                if not factor or (power < 0 and not length):
                     raise SizeError(f"shape {list(shape)} does not determine {name} of {expected}")
-                value = Fraction(length) / rest if power > 0 else rest / length
+                value = Fraction(length) / factor if power > 0 else factor / length
                 if value.denominator != 1:
-                    sizes_text = ", ".join(f"{other} {sizes[other]}" for other in expression.names if other != name)
+                    sizes_text = ", ".join(
+                        f"{other_name} {sizes[other_name]}" for other_name in expression.names if other_name != name
+                    )
                     raise SizeError(
                         f"shape {list(shape)} is not {expected}{' with ' if sizes_text else ''}{sizes_text}"
                     )
                 sizes[name] = int(value)
             else:
                 remaining.append((expression, length))
-        if len(remaining) == len(open_ones):
+        if len(remaining) == len(unsolved):
             raise SizeError(f"shape {list(shape)} does not determine the sizes in {expected}")
-        open_ones = remaining
+        unsolved = remaining
     return sizes

@@ -1,4 +1,4 @@
-"""Tables as users name them: built-in or files, with options, or single renames; and the model's configuration."""
+"""Tables by their names in options: built-in or files, with options, or single renames; the model's configuration."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from reshard.storage.json_text import JsonError, parse_json
 from reshard.storage.toml_tables import BuiltinFiles
 
 RENAME = "rename"
-"""The path of rules that are typed as renames."""
+"""The path of a table of renames."""
 
 _BUILTIN = BuiltinFiles(__file__, "table", NamesError, "reshard names list")
 _OPTIONS = re.compile(r"(?:,[a-z][a-z0-9_]*=[A-Za-z0-9_]+)+\Z")
@@ -31,38 +31,33 @@ def builtin_names() -> list[str]:
     return _BUILTIN.names()
 
 
-def builtin_table(name: str) -> NameRules:
-    """A built-in table."""
-    return replace(read_rules(_BUILTIN.path(name)), path=name)
-
-
-def rules_named(named: str) -> NameRules:
+def rules_named(text_of_user: str) -> NameRules:
     """The table of a file, or a built-in one; options may follow: ``qwen3,gate_up=halves``.
 
     Raises:
         NamesError: neither exists, or the file is not a table of rules.
         UsageError: the option or its value is unknown.
     """
-    options = None if is_regular_file(named) else _OPTIONS.search(named)
-    table = named if options is None else named[: options.start()]
+    options = None if is_regular_file(text_of_user) else _OPTIONS.search(text_of_user)
+    table = text_of_user if options is None else text_of_user[: options.start()]
     stated: dict[str, str] = {}
     for text in options[0][1:].split(",") if options is not None else ():
         name, _, value = text.partition("=")
         if name in stated:
-            raise UsageError(f"{named}: {name} is stated twice")
+            raise UsageError(f"{text_of_user}: {name} is stated twice")
         stated[name] = value
     return with_options(_table(table), stated)
 
 
-def _table(named: str) -> NameRules:
-    if _BUILTIN.has(named):
-        return builtin_table(named)
-    _BUILTIN.check_exists(named)
-    return read_rules(named)
+def _table(name: str) -> NameRules:
+    if _BUILTIN.has(name):
+        return replace(read_rules(_BUILTIN.path(name)), path=name)
+    _BUILTIN.check_exists(name)
+    return read_rules(name)
 
 
 def parse_renames(renames: Sequence[str]) -> NameRules:
-    """Rules that rename: ``OLD=NEW``, where each ``*`` of OLD matches any text, which is kept in NEW.
+    """Rules that rename: ``OLD=NEW``. A ``*`` in NEW stands for the text that the ``*`` in OLD matches.
 
     Other names are unchanged; optimizer state follows its weight.
 

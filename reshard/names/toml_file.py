@@ -1,4 +1,4 @@
-"""Rules of names as a TOML file. The whole file is checked when it is read; an unknown key is an error."""
+"""A reader of rules of names in TOML. It checks the whole file; an unknown key is an error."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MOST_RULES = 10000
 _EXAMPLES = "for an example: reshard names show qwen3"
 _KEEP = "keep"
 _DROP = "drop"
-# The operation of a rule that changes names only.
+# The operation of a rule without operations.
 _RENAME = "rename"
 _TABLE = TomlKey("table", {})
 _TOP = {
@@ -84,16 +84,16 @@ def parse_rules(text: str, path: str) -> NameRules:
         ModelSize(file.word(name, "sizes"), file.products(content, f"sizes.{name}"))
         for name, content in top["sizes"].items()
     )
-    named = [size.name for size in sizes]
-    numbers = tuple(_number(file, name, content, named) for name, content in top["numbers"].items())
-    options = tuple(_option(file, name, content, named) for name, content in top["options"].items())
-    # An option without a list of values is a number, and can be used as a size.
-    known_sizes = {*named, *(option.name for option in options if not option.values)}
+    size_names = [size.name for size in sizes]
+    numbers = tuple(_number(file, name, content, size_names) for name, content in top["numbers"].items())
+    options = tuple(_option(file, name, content, size_names) for name, content in top["options"].items())
+    # An option without a list of values is a number, which products may use as a size.
+    usable_sizes = {*size_names, *(option.name for option in options if not option.values)}
     blocks = {name: _block(file, name, content) for name, content in top["blocks"].items()}
     rules = [
         rule
         for number, table in enumerate(top["rule"], 1)
-        for rule in _rules(file, table, number, blocks, known_sizes, options)
+        for rule in _rules(file, table, number, blocks, usable_sizes, options)
     ]
     if len(rules) > _MOST_RULES:
         raise file.wrong("rules", f"are more than {_MOST_RULES}")
@@ -160,7 +160,7 @@ def _option(file: RuleFile, name: str, content: Any, sizes: Collection[str]) -> 
 
 
 def _block(file: RuleFile, name: str, content: Any) -> list[_NameBlock]:
-    """The names that a block stands for."""
+    """The substitutions of a block."""
     where = f"blocks.{file.word(name, 'blocks')}"
     if not isinstance(content, list) or not all(isinstance(block, dict) for block in content):
         raise file.wrong(where, "must be a list of tables with from and to")
@@ -232,7 +232,7 @@ def _rule(
 
 
 def _check_names(file: RuleFile, rule: NameRule, where: str, sizes: set[str]) -> None:
-    """All names of a side must have the same numbers and stars; the other side must have those that are not stacked."""
+    """Check that all names of a side have the same numbers and stars, and both sides the same unstacked numbers."""
     for each in (*rule.left, *rule.right):
         for offset in each.products:
             for name in offset.names:

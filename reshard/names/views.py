@@ -11,11 +11,11 @@ from reshard.names.operations import Shape, SizedOperation
 
 
 def views_of(operations: Sequence[SizedOperation], shapes: Sequence[Shape]) -> list[View]:
-    """The tensors that a chain of operations makes.
+    """The results of a chain of operations.
 
     Args:
         operations: the chain.
-        shapes: of the sources, which are numbered in this order.
+        shapes: of the sources, numbered in this order.
     """
     views = [View.whole(number, shape) for number, shape in enumerate(shapes)]
     for operation in operations:
@@ -69,8 +69,8 @@ def _joined(views: Sequence[View], operation: SizedOperation) -> View:
         view.reshape((*shape[:dimension], groups, size, *shape[dimension + 1 :]))
         for view, size in zip(views, operation.sizes)
     ]
-    whole = (*shape[:dimension], groups * sum(operation.sizes), *shape[dimension + 1 :])
-    return View.concat(grouped, dimension + 1).reshape(whole)
+    joined_shape = (*shape[:dimension], groups * sum(operation.sizes), *shape[dimension + 1 :])
+    return View.concat(grouped, dimension + 1).reshape(joined_shape)
 
 
 def _cut(view: View, operation: SizedOperation) -> list[View]:
@@ -82,10 +82,10 @@ def _cut(view: View, operation: SizedOperation) -> list[View]:
     else:
         place = dimension + 1
         grouped = view.reshape((*shape[:dimension], groups, sum(operation.sizes), *shape[dimension + 1 :]))
-    found, start = [], 0
+    pieces, start = [], 0
     for size in operation.sizes:
         length = size if place != dimension or groups == 1 else size * groups
         piece = grouped.part(place, start, start + length)
-        found.append(piece.reshape((*shape[:dimension], groups * size, *shape[dimension + 1 :])))
+        pieces.append(piece.reshape((*shape[:dimension], groups * size, *shape[dimension + 1 :])))
         start += length
-    return found
+    return pieces

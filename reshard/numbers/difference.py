@@ -62,9 +62,9 @@ class Differences:
 
     Attributes:
         only_a: names that only A has, sorted.
+        only_b: names that only B has, sorted.
         shapes: names of tensors of different shapes, with both shapes.
         pairs: all other tensors, by name.
-        pairs: all others, by name.
     """
 
     only_a: list[str]
@@ -113,17 +113,19 @@ def differences(a: OpenedCheckpoint, b: OpenedCheckpoint, max_memory: int, progr
     shapes = {name: (a[name].shape, b[name].shape) for name in common if a[name].shape != b[name].shape}
     alike = [name for name in common if name not in shapes]
     # Text and unknown types have no numbers: their bytes are compared.
-    others = {name for name in alike if not _comparable(a[name], b[name])}
+    opaque = {name for name in alike if not _comparable(a[name], b[name])}
     order = in_file_order(a.contents, alike)
     paths = in_file_order(b.contents, alike).paths
-    names = [name for name in order.names if name not in others]
+    names = [name for name in order.names if name not in opaque]
     items = [SweepItem((a[name], b[name])) for name in names]
     parts = sweep(items, [a, b], lambda: _DifferenceComputer(items), max_memory, progress)
     pairs = [_together(item, some) for item, some in zip(items, parts)]
-    for name in others:
-        same = a[name].dtype_name == b[name].dtype_name and a.get_tensor(name).tobytes() == b.get_tensor(name).tobytes()
+    for name in opaque:
+        equal = (
+            a[name].dtype_name == b[name].dtype_name and a.get_tensor(name).tobytes() == b.get_tensor(name).tobytes()
+        )
         dtypes = (a[name].dtype_name, b[name].dtype_name)
-        pairs.append(TensorPair(name, dtypes, a[name].shape, same, 0 if same else None))
+        pairs.append(TensorPair(name, dtypes, a[name].shape, equal, 0 if equal else None))
     a.check_unchanged(order.paths)
     b.check_unchanged(paths)
     return Differences(
@@ -134,10 +136,10 @@ def differences(a: OpenedCheckpoint, b: OpenedCheckpoint, max_memory: int, progr
     )
 
 
-def _comparable(one: LazyTensor, other: LazyTensor) -> bool:
+def _comparable(a: LazyTensor, b: LazyTensor) -> bool:
     """Whether the difference of two tensors can be computed; a byte of Int4 is two numbers."""
-    packed = (one.dtype_name == INT4) != (other.dtype_name == INT4)
-    return is_number(one.dtype_name) and is_number(other.dtype_name) and not packed
+    packed = (a.dtype_name == INT4) != (b.dtype_name == INT4)
+    return is_number(a.dtype_name) and is_number(b.dtype_name) and not packed
 
 
 def _together(item: SweepItem, parts: Sequence[_PartialDifference]) -> TensorPair:
@@ -176,30 +178,30 @@ class _DifferenceComputer:
 
     def compute(self, number: int, blocks: Iterator[SweepBlock]) -> _PartialDifference:
         """The differences of some blocks of a pair."""
-        one, other = self._items[number].tensors
-        same_type = one.dtype_name == other.dtype_name
+        a, b = self._items[number].tensors
+        same_type = a.dtype_name == b.dtype_name
         partial = _PartialDifference()
         with np.errstate(all="ignore"):
-            for first, (mine, theirs) in blocks:
-                count = len(mine) // one.itemsize
+            for first, (a_block, b_block) in blocks:
+                count = len(a_block) // a.itemsize
                 for start in range(0, count, _AT_ONCE):
-                    left = mine[start * one.itemsize : (start + _AT_ONCE) * one.itemsize]
-                    right = theirs[start * other.itemsize : (start + _AT_ONCE) * other.itemsize]
-                    if same_type and _same(left, right):
+                    a_bytes = a_block[start * a.itemsize : (start + _AT_ONCE) * a.itemsize]
+                    b_bytes = b_block[start * b.itemsize : (start + _AT_ONCE) * b.itemsize]
+                    if same_type and _same(a_bytes, b_bytes):
                         continue
                     partial.identical = False
-                    self._compare(partial, first + start, (left, one.dtype_name), (right, other.dtype_name))
+                    self._compare(partial, first + start, (a_bytes, a.dtype_name), (b_bytes, b.dtype_name))
         return partial
 
     def _compare(
-        self, partial: _PartialDifference, first: int, one: tuple[Bytes, str], other: tuple[Bytes, str]
+        self, partial: _PartialDifference, first: int, a_raw: tuple[Bytes, str], b_raw: tuple[Bytes, str]
     ) -> None:
         """Subtract some elements."""
-        a, b = (widener.doubles(*raw) for widener, raw in zip(self._wideners, (one, other)))
+        a, b = (widener.doubles(*raw) for widener, raw in zip(self._wideners, (a_raw, b_raw)))
         count = len(a)
         distance = self._distance[:count]
-        if one[1] == other[1] and one[1] in _LONG:
-            np.copyto(distance, _exact_distances(one[0], other[0], one[1]))
+        if a_raw[1] == b_raw[1] and a_raw[1] in _LONG:
+            np.copyto(distance, _exact_distances(a_raw[0], b_raw[0], a_raw[1]))
         elif a.dtype == b.dtype == np.float64:
             np.abs(np.subtract(a, b, out=distance), out=distance)
         else:
@@ -212,7 +214,7 @@ class _DifferenceComputer:
             distance[(a == b) | (np.isnan(a) & np.isnan(b)) | nan] = 0
             most = distance.max()
         # Int4 has two numbers in a byte.
-        packed = 2 if one[1] == INT4 else 1
+        packed = 2 if a_raw[1] == INT4 else 1
         differing = int(np.count_nonzero(distance != 0))
         if nan is not None and nan.any():
             only_a = int(np.count_nonzero(nan & np.isnan(a)))
@@ -243,16 +245,16 @@ class _DifferenceComputer:
             partial.at = first + int(distance.argmax()) // packed
 
 
-def _same(left: Bytes, right: Bytes) -> bool:
+def _same(a: Bytes, b: Bytes) -> bool:
     """Whether all bytes are equal."""
-    if len(left) % 8 == 0:
-        return bool((left.view(np.uint64) == right.view(np.uint64)).all())
-    return bool((left == right).all())
+    if len(a) % 8 == 0:
+        return bool((a.view(np.uint64) == b.view(np.uint64)).all())
+    return bool((a == b).all())
 
 
-def _exact_distances(one: Bytes, other: Bytes, dtype: str) -> npt.NDArray[np.uint64]:
+def _exact_distances(a_bytes: Bytes, b_bytes: Bytes, dtype: str) -> npt.NDArray[np.uint64]:
     """The distances of 64-bit integers, which Float64 cannot represent."""
-    a, b = one.view(INTEGERS[dtype]), other.view(INTEGERS[dtype])
+    a, b = a_bytes.view(INTEGERS[dtype]), b_bytes.view(INTEGERS[dtype])
     # Exact modulo 2^64: distances are smaller.
     distances: npt.NDArray[np.uint64] = np.maximum(a, b).view(np.uint64) - np.minimum(a, b).view(np.uint64)
     return distances

@@ -293,17 +293,17 @@ def _totals(numbers: Array, doubles: npt.NDArray[np.float64], exponent: int) -> 
     if numbers.dtype != np.float64:
         return [_Scaled(float(doubles.sum()))]
     scale = _SUM_SCALE if exponent > _LARGE_SUM else 0
-    rest = np.ldexp(doubles, -scale)
-    lost = 0.0
-    while len(rest) > 1:
-        half = len(rest) // 2
-        one, other = rest[:half], rest[half : 2 * half]
-        total = one + other
-        part = total - one
+    sums = np.ldexp(doubles, -scale)
+    errors = 0.0
+    while len(sums) > 1:
+        half = len(sums) // 2
+        a, b = sums[:half], sums[half : 2 * half]
+        total = a + b
+        part = total - a
         # The rounding errors of the sums.
-        lost += float(((one - (total - part)) + (other - part)).sum())
-        rest = np.append(total, rest[2 * half :])
-    return [_Scaled(float(rest[0]), scale), _Scaled(lost, scale)]
+        errors += float(((a - (total - part)) + (b - part)).sum())
+        sums = np.append(total, sums[2 * half :])
+    return [_Scaled(float(sums[0]), scale), _Scaled(errors, scale)]
 
 
 def _squares(doubles: npt.NDArray[np.float64], exponent: int) -> _Scaled:
@@ -313,11 +313,11 @@ def _squares(doubles: npt.NDArray[np.float64], exponent: int) -> _Scaled:
     """
     if abs(exponent) > _LARGE_SQUARE:
         return _Scaled(_squares(np.ldexp(doubles, -exponent), 0).value, 2 * exponent)
-    whole = len(doubles) - len(doubles) % _DOT
-    rows = doubles[:whole].reshape(-1, _DOT)
-    rest = doubles[whole:]
+    even = len(doubles) - len(doubles) % _DOT
+    rows = doubles[:even].reshape(-1, _DOT)
+    tail = doubles[even:]
     products = np.matmul(rows[:, np.newaxis, :], rows[:, :, np.newaxis]).reshape(-1)
-    return _Scaled(math.fsum([*products, np.dot(rest, rest)]))
+    return _Scaled(math.fsum([*products, np.dot(tail, tail)]))
 
 
 def _sum(numbers: Sequence[_Scaled]) -> _Scaled:
@@ -345,12 +345,12 @@ def _add_complex(sums: _PartialStatistics, numbers: Array, place: int) -> None:
     sums.inf += int(np.count_nonzero(~nan & ~finite))
     sums.zeros += int(np.count_nonzero(numbers == 0))
     sums.finite += int(np.count_nonzero(finite))
-    kept = numbers[finite].astype(np.complex128)
-    if len(kept):
-        parts = kept.view(np.float64)
+    finite_numbers = numbers[finite].astype(np.complex128)
+    if len(finite_numbers):
+        parts = finite_numbers.view(np.float64)
         sums.squares.append(_squares(parts, _exponent(parts)))
     if sums.magnitudes is not None:
-        sums.magnitudes.add(np.abs(kept))
+        sums.magnitudes.add(np.abs(finite_numbers))
 
 
 def _slices(block: SweepBlock, width: int) -> Iterator[tuple[int, Bytes]]:

@@ -23,7 +23,7 @@ from reshard.execute import Progress
 from reshard.execute.reader import in_order
 from reshard.layout import boxes_of_range, intersection, volume_of
 from reshard.opened import LazyTensor, OpenedCheckpoint
-from reshard.processes import Crew, Tell, may_fork, private_bytes, worth_having
+from reshard.processes import Crew, Notify, may_fork, private_bytes, process_count
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -138,7 +138,7 @@ def sweep(
     """
     most = max(1, (max_memory + _SPARE) // _THREAD_BYTES)
     nbytes = sum(item.nbytes for item in items)
-    own = threading.local()
+    thread = threading.local()
     stop = threading.Event()
     lock = threading.Lock()
 
@@ -147,11 +147,12 @@ def sweep(
             progress.wrote(count)
 
     def work(chunk: _Chunk, count_read: Callable[[int], None] = count_read) -> _P:
-        if not hasattr(own, "computer"):
-            own.computer = make()
-            own.rooms = [np.empty(_BLOCK_BYTES, np.uint8) for _ in checkpoints]
-        with contextlib.closing(_blocks(items[chunk.item], checkpoints, chunk, own.rooms, stop, count_read)) as blocks:
-            computer: Computer[_P] = own.computer
+        if not hasattr(thread, "computer"):
+            thread.computer = make()
+            thread.rooms = [np.empty(_BLOCK_BYTES, np.uint8) for _ in checkpoints]
+        blocks_of_chunk = _blocks(items[chunk.item], checkpoints, chunk, thread.rooms, stop, count_read)
+        with contextlib.closing(blocks_of_chunk) as blocks:
+            computer: Computer[_P] = thread.computer
             return computer.compute(chunk.item, blocks)
 
     results: list[list[_P]] = [[] for _ in items]
@@ -164,18 +165,18 @@ def sweep(
         progress.begin(nbytes, "reading")
         stack.callback(progress.end)
         pool = stack.enter_context(ThreadPoolExecutor(threads))
-        done = in_order(pool, _chunks(items), lambda chunk: [partial(work_on, chunk)], _AHEAD * threads, stop=stop)
-        for chunk, parts in done:
+        finished = in_order(pool, _chunks(items), lambda chunk: [partial(work_on, chunk)], _AHEAD * threads, stop=stop)
+        for chunk, parts in finished:
             results[chunk.item] += parts
     return results
 
 
 def _processes(checkpoints: Sequence[OpenedCheckpoint], nbytes: int, max_memory: int) -> int:
-    """How many worker processes read; less than 2 where this process does."""
+    """The number of worker processes that read; less than 2 if this process reads."""
     options = [checkpoint.reader.options for checkpoint in checkpoints]
     if not may_fork() or not all(one.storage.mappable for one in options):
         return 1
-    return worth_having(min(one.jobs for one in options), nbytes, max_memory, private_bytes())
+    return process_count(min(one.jobs for one in options), nbytes, max_memory, private_bytes())
 
 
 @contextlib.contextmanager
@@ -183,28 +184,28 @@ def _elsewhere(
     processes: int,
     checkpoints: Sequence[OpenedCheckpoint],
     work: Callable[[_Chunk, Callable[[int], None]], _P],
-    tell: Callable[[int], None],
+    count_read: Callable[[int], None],
 ) -> Iterator[Callable[[_Chunk], _P]]:
-    """Have worker processes do what is done with a chunk, while the block runs."""
+    """Worker processes that compute chunks while the block runs."""
 
-    def serve(chunk: _Chunk, _: Sequence[int], told: Tell) -> tuple[_P, list[dict[str, FileVersion]]]:
+    def serve(chunk: _Chunk, _: Sequence[int], notify: Notify) -> tuple[_P, list[dict[str, FileVersion]]]:
         for number, checkpoint in enumerate(checkpoints):
-            checkpoint.reader.overflowed = lambda *what, number=number: told((number, *what))
-        known = [checkpoint.handles.seen for checkpoint in checkpoints]
-        result = work(chunk, told)
-        return result, [checkpoint.handles.seen_after(count) for checkpoint, count in zip(checkpoints, known)]
+            checkpoint.reader.overflowed = lambda *overflow, number=number: notify((number, *overflow))
+        seen_before = [checkpoint.handles.seen for checkpoint in checkpoints]
+        result = work(chunk, notify)
+        return result, [checkpoint.handles.seen_after(count) for checkpoint, count in zip(checkpoints, seen_before)]
 
-    def heard(message: Union[int, tuple[int, str, int]]) -> None:
+    def receive(message: Union[int, tuple[int, str, int]]) -> None:
         if isinstance(message, int):
-            tell(message)
+            count_read(message)
         else:
             number, name, count = message
             checkpoints[number].reader.overflowed(name, count)
 
     def call(chunk: _Chunk) -> _P:
         result: _P
-        result, seen = crew.call(chunk, told=heard)
-        for checkpoint, versions in zip(checkpoints, seen):
+        result, versions_seen = crew.call(chunk, notify=receive)
+        for checkpoint, versions in zip(checkpoints, versions_seen):
             checkpoint.handles.see(versions)
         return result
 

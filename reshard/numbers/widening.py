@@ -62,8 +62,8 @@ def table(dtype: str) -> Doubles:
     layout = DTYPES[dtype].layout
     if dtype == INT4:
         halves = np.stack([codes & 15, codes >> 4], axis=1)
-        made: Doubles = np.where(halves > 7, halves - 16, halves).astype(np.float64)
-        return made
+        pairs: Doubles = np.where(halves > 7, halves - 16, halves).astype(np.float64)
+        return pairs
     if dtype == "Int8":
         values = codes.astype(np.uint8).view(np.int8).astype(np.float64)
     elif dtype == "Bool":
@@ -206,8 +206,8 @@ class Magnitudes:
     def taken(self) -> Counts:
         """The counts so far, by exponent of a Float64; counting restarts at zero."""
         self._count_waiting()
-        taken, self._counts = self._counts, np.zeros(EXPONENTS, np.int64)
-        return taken
+        counts, self._counts = self._counts, np.zeros(EXPONENTS, np.int64)
+        return counts
 
     def _add_singles(self, singles: npt.NDArray[np.float32]) -> int:
         count = len(singles)

@@ -14,13 +14,15 @@ import numpy as np
 import numpy.typing as npt
 
 from reshard.checkpoints import FileHandles
+from reshard.checkpoints.formats.pickles import NotPlain
 from reshard.errors import CheckpointError
 from reshard.execute import ExecutionOptions
 from reshard.execute.casts import Overflowed
+from reshard.execute.equal import check_equal, equal_of
 from reshard.execute.reader import BoxReader, in_order
+from reshard.forms.objects import shown_object
 from reshard.layout import whole_box
 from reshard.opened.contents import OpenedContents, in_file_order
-from reshard.opened.equal import check_equal, equal_of
 from reshard.opened.tensor import LazyTensor
 from reshard.plan.pieces import TargetTensor
 from reshard.plan.planner import make_plan
@@ -149,7 +151,7 @@ class OpenedCheckpoint(Mapping[str, LazyTensor]):
 
     @property
     def form(self) -> str:
-        """``ranks``, ``checkpoint2``, ``unified`` or ``huggingface``."""
+        """The name of its form, such as ``ranks`` or ``dcp``."""
         return self.contents.plan.checkpoint.form
 
     @property
@@ -173,6 +175,31 @@ class OpenedCheckpoint(Mapping[str, LazyTensor]):
 
     def __len__(self) -> int:
         return len(self.contents.entries)
+
+    @property
+    def objects(self) -> Sequence[str]:
+        """The names of what is no tensor, such as an iteration or a learning rate, sorted; see `get_object`."""
+        return sorted(self.contents.plan.checkpoint.objects)
+
+    def get_object(self, name: str) -> Any:
+        """What is no tensor, as numbers, texts, lists and dictionaries; tuples are lists.
+
+        Raises:
+            CheckpointError: it does not exist, or is more than that.
+            ReshardError: its file cannot be read.
+        """
+        held = self.contents.plan.checkpoint.objects.get(name)
+        if held is None:
+            raise NoSuchTensorError(f"no object {quoted(name)}", parameter=name)
+        try:
+            return shown_object(self._handles, held)
+        except NotPlain as error:
+            raise CheckpointError(
+                f"{held.path}: the object {quoted(name)} cannot be shown: {error}",
+                file=held.path,
+                parameter=name,
+                hint="dcp and hyper-parallel carry objects unchanged: convert --to dcp",
+            ) from error
 
     def get_slice(self, name: str) -> LazyTensor:
         """The tensor of a name, for slicing."""

@@ -12,13 +12,13 @@ from reshard.checkpoints.decryption import decryption_of
 from reshard.checkpoints.formats.dtypes import MEMORY
 from reshard.defaults import MAX_MEMORY, usable_cpus
 from reshard.errors import UsageError
-from reshard.forms.form import Layouts, Reading
-from reshard.forms.registry import FORMS, check_holds_ranks, check_there, form_named, form_of
+from reshard.forms.form import Layouts, ReadRequest
+from reshard.forms.registry import FORMS, check_exists, check_holds_ranks, form_named, form_of
 from reshard.opened.checkpoint import OpenedCheckpoint, ReadingEffort
 from reshard.plan.edits import NO_EDITS, Edits, typed_edits
 from reshard.plan.request import Request
 from reshard.storage import caches_listings
-from reshard.strategies import NONE, SAME, Strategy, read_strategy
+from reshard.strategies import NONE, SAME, SHARDS, Strategy, read_strategy, shards_of
 from reshard.text.in_python import errors_in_python, in_python
 from reshard.text.name_filters import Filters
 from reshard.text.report import Report, logged
@@ -34,6 +34,7 @@ def open(
     *,
     src_strategy: Optional[Path] = None,
     dst_strategy: Optional[Path] = None,
+    shards: Optional[int] = None,
     rank: Optional[int] = None,
     step: Union[str, int] = "latest",
     file_suffix: Optional[str] = None,
@@ -62,7 +63,8 @@ def open(
         src_strategy: strategy file or directory that rank directories were saved with; ``"none"`` for an unsharded
             checkpoint. Other forms record their layouts.
         dst_strategy: strategy of the requested slices; ``"same"`` for the source's.
-        rank: rank of ``dst_strategy`` whose slices are read.
+        shards: number of ranks over which rows are cut, as PyTorch's FSDP cuts them, in place of ``dst_strategy``.
+        rank: rank of ``dst_strategy`` or ``shards`` whose slices are read.
         step: step to read, ``"3_10"`` or an iteration's number; ``latest`` is the newest complete one.
         file_suffix: read only files of ranks whose stem ends with it.
         include: read only names that match this pattern, or one of these.
@@ -100,11 +102,14 @@ def open(
     )
     if io not in ("auto", "mmap", "pread"):
         raise UsageError(f"io {io!r} is none of 'auto', 'mmap' and 'pread'")
+    if shards is not None and dst_strategy is not None:
+        raise UsageError("shards= and dst_strategy= both cut the tensors", hint="leave out one of them")
+    cut = text_of(dst_strategy) if shards is None else f"{SHARDS}{shards}"
     decryption = decryption_of(text_of(decrypt_key_file), decrypt_mode)
     request = reading_request(
         os.fspath(src),
         text_of(src_strategy),
-        text_of(dst_strategy),
+        cut,
         rank,
         str(step),
         file_suffix,
@@ -195,7 +200,7 @@ def source_strategy(
     Raises:
         UsageError: it is missing for rank directories, or given for another form.
     """
-    check_there(src)
+    check_exists(src)
     if form_named(form).options.needs_strategy:
         if strategy is None:
             check_holds_ranks(src)
@@ -223,18 +228,21 @@ def _target(
         )
     if strategy is None:
         return Strategy.none(), 0
-    if strategy != SAME:
+    shards = shards_of(strategy)
+    if shards is not None:
+        target = Strategy.shards(shards)
+    elif strategy != SAME:
         target = typed_strategy(strategy, report)
     elif form_named(form).options.layouts is Layouts.RECORDED:
         with FileHandles() as handles:
-            reading = Reading(src, handles, Report(), step, wanted=lambda name: False)
+            reading = ReadRequest(src, handles, Report(), step, required=lambda name: False)
             target = form_named(form).strategy_of(form_named(form).read(reading))
     elif form_named(form).options.needs_strategy:
         # Cut like the source, under any names.
         target = replace(source, path=SAME)
     else:
         raise UsageError(f"{src}: holds full weights, which have no strategy for slices")
-    count = target.device_count
+    count = shards or target.device_count
     if rank is None and count > 1:
         raise UsageError(f"the target strategy ({strategy}) has {plural(count, 'rank')}", hint="add rank=...")
     if rank is not None and not 0 <= rank < count:

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Callable, Optional, Protocol
 
 from reshard.checkpoints import FileHandles, Tensor
-from reshard.checkpoints.checkpoint import Addition, Checkpoint, Equal, GlobalTensor
+from reshard.checkpoints.checkpoint import Addition, Checkpoint, GlobalTensor, TiedTensors
 from reshard.checkpoints.edited import EditedCheckpoint, Recipe
 from reshard.checkpoints.formats.dtypes import CAST_TO, INT4, dtype_named
 from reshard.errors import CheckpointError, UsageError
-from reshard.forms.form import Names, Written
+from reshard.forms.form import EditedStep, Names
 from reshard.forms.registry import form_named, form_of
 from reshard.plan.casts import CastRule, cast, note_casts, warn_of_uncast
 from reshard.storage import absolute, is_regular_file
@@ -208,6 +208,24 @@ class Edits:
             )
         return renamed
 
+    def laid_out(self, target: Strategy, names: Collection[str]) -> Strategy:
+        """The target's strategy for the names of a trainer's state; strategies list those of the model.
+
+        Args:
+            target: the strategy.
+            names: of all tensors that are written.
+        """
+        if not self.trainer or target.is_placeholder or target.is_none or set(target.parameters).issuperset(names):
+            return target
+        from reshard.names import name_before
+
+        after = {name_before(name): name for name in names}
+        stages = (
+            replace(stage, layouts={after.get(name, name): layout for name, layout in stage.layouts.items()})
+            for stage in target.stages
+        )
+        return replace(target, stages=tuple(stages), original=target)
+
     def possible_identities(self) -> Iterator[str]:
         """All possible identities, since names decide options and direction.
 
@@ -223,21 +241,20 @@ class Edits:
             for reverse in (False, True) if self.reverse is None else (self.reverse,):
                 yield self.identity(options, reverse)
 
-    def written(self, target: Strategy) -> Callable[[Checkpoint], Written]:
-        """A function that edits a checkpoint, complete or not; see `forms.form.Reading`.
+    def step_editor(self, target: Strategy) -> Callable[[Checkpoint], EditedStep]:
+        """A function that edits a checkpoint, complete or not; see `forms.form.ReadRequest`.
 
         Args:
             target: the strategy of the target, which may be `same`.
         """
 
-        def written(checkpoint: Checkpoint) -> Written:
+        def edit(checkpoint: Checkpoint) -> EditedStep:
             # The notes are printed when the chosen step is edited.
             result = edited(checkpoint, self, Report(), complete=False)
-            return Written(
-                result.tensors, same_layouts(target, result) if target.path == SAME else target, result.unseen
-            )
+            laid_out = same_layouts(target, result) if target.path == SAME else self.laid_out(target, result.tensors)
+            return EditedStep(result.tensors, laid_out, result.unseen)
 
-        return written
+        return edit
 
 
 NO_EDITS = Edits()
@@ -265,7 +282,7 @@ def edited(checkpoint: Checkpoint, edits: Edits, report: Report, complete: bool 
     recipes: Mapping[str, Recipe] = {name: Recipe((name,), views.get(name)) for name in checkpoint.tensors}
     values = {*checkpoint.values(), *checkpoint.without_layout()}
     recipes, values = _exactly(recipes, values, edits.first_names(checkpoint, report))
-    tied: list[Equal] = []
+    tied: list[TiedTensors] = []
     unseen: dict[str, Optional[str]] = {name: name for name in checkpoint.unseen}
     if edits.additions is not None:
         recipes, values = _with_additions(checkpoint, recipes, values, edits.additions, report)
@@ -335,10 +352,10 @@ def _renamed(
     # New names do not depend on shapes. A rule that fits a parameter of an absent rank is used.
     shapes.update((name, ()) for name in unseen.values() if name is not None)
     applied = apply_rules(renames, shapes, optimizer=True, values={*values}.intersection(checkpoint.values()))
-    new_names = {recipe.sources[0]: name for name, recipe in applied.made.items()}
+    new_names = {recipe.sources[0]: name for name, recipe in applied.views.items()}
     unseen = {name: None if old is None else new_names.get(old) for name, old in unseen.items()}
-    present = {name: recipe for name, recipe in applied.made.items() if name not in unseen.values()}
-    return *_ruled(checkpoint, recipes, values, replace(applied, made=present), renames, report), unseen
+    present = {name: recipe for name, recipe in applied.views.items() if name not in unseen.values()}
+    return *_ruled(checkpoint, recipes, values, replace(applied, views=present), renames, report), unseen
 
 
 def _warn_of_buffers(values: AbstractSet[str], report: Report) -> None:
@@ -421,14 +438,14 @@ def same_layouts(strategy: Strategy, checkpoint: EditedCheckpoint) -> Strategy:
     Raises:
         CheckpointError: packed tensors have other layouts.
     """
-    packed = [name for name, recipe in checkpoint.made.items() if recipe.view is not None]
+    packed = [name for name, recipe in checkpoint.recipes.items() if recipe.view is not None]
     if packed:
         raise CheckpointError(
             "the source's strategy has no layouts for packed tensors: " + listing(packed),
             parameter=packed[0],
             hint="pass the target's strategy with --dst-strategy; `reshard strategy make` writes one from rules",
         )
-    names = {name: recipe.sources[0] for name, recipe in checkpoint.made.items()}
+    names = {name: recipe.sources[0] for name, recipe in checkpoint.recipes.items()}
     names.update((name, name) for name in checkpoint.values())
     # Runs that read other ranks' files need the same strategy.
     names.update((new, name) for name, new in checkpoint.unseen.items() if new is not None)
@@ -456,7 +473,7 @@ def _ruled(
 
     ruled_recipes: dict[str, Recipe] = {}
     ruled_values: set[str] = set()
-    for name, (_, sources, view) in applied.made.items():
+    for name, (_, sources, view) in applied.views.items():
         if not all(source in recipes for source in sources):
             if sources == (name,) and view.is_all_of(_stored(checkpoint, name).shape):
                 ruled_values.add(name)
@@ -480,7 +497,7 @@ def _ruled(
         else:
             # Only the first table packs; the renames after it do not.
             ruled_recipes[name] = Recipe(tuple(recipes[source].sources[0] for source in sources), view)
-    for names, reason in ((applied.dropped, "dropped by a rule"), (applied.unspoken, _STATE)):
+    for names, reason in ((applied.dropped, "dropped by a rule"), (applied.skipped_state, _STATE)):
         if names:
             report.note(f"{len(names)} {reason}: " + listing(sorted(names)))
     for note in applied.notes:
@@ -491,11 +508,11 @@ def _ruled(
     return ruled_recipes, ruled_values
 
 
-def _tied(checkpoint: Checkpoint, applied: Applied) -> list[Equal]:
+def _tied(checkpoint: Checkpoint, applied: Applied) -> list[TiedTensors]:
     """Tied tensors, of which rules use one. Rules that move values are refused elsewhere."""
     tensors = checkpoint.tensors
     return [
-        Equal(
+        TiedTensors(
             tensors[first],
             (tensors[second],),
             "the rules write only the first, as for a tied model",

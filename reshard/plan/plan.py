@@ -129,7 +129,7 @@ class Plan:
             most: maximum number of files in a group.
             names: only these tensors, without copied values; by default everything.
         """
-        converted = [file for file in files if self.form.taken_over(file) is None]
+        converted = [file for file in files if self.form.copied_file(file) is None]
         for members in self.reading_groups(converted, most):
             yield [self.target_file(file, names) for file in members]
         if names is None and len(converted) < len(files):
@@ -183,7 +183,7 @@ class Plan:
         total = {}
         made = []
         for file in files:
-            taken_over = self.form.taken_over(file)
+            taken_over = self.form.copied_file(file)
             if taken_over is None:
                 made.append(file)
                 total[file] = sum(value.tensor.nbytes for value in self.values_of(file))
@@ -213,7 +213,7 @@ class Plan:
         size_of_key: dict[object, int] = {}
         sizes = {}
         for file in files:
-            taken_over = self.form.taken_over(file)
+            taken_over = self.form.copied_file(file)
             if taken_over is not None:
                 sizes[file] = self.checkpoint.indexes[taken_over].size
                 continue
@@ -240,7 +240,7 @@ class Plan:
             file: its number.
             names: only these tensors, without copied values; by default everything.
         """
-        taken_over = self.form.taken_over(file)
+        taken_over = self.form.copied_file(file)
         if taken_over is not None:
             index = self.checkpoint.indexes[taken_over]
             box = ((0, index.size),)
@@ -329,7 +329,7 @@ class Plan:
         It depends on the requested files only, so that every part of a run reads the source files that were
         checked for the whole run.
         """
-        converted = [file for file in self.requested if self.form.taken_over(file) is None]
+        converted = [file for file in self.requested if self.form.copied_file(file) is None]
         return {file: members[0] for members in self.reading_groups(converted) for file in members}
 
     def _base(self, file: int) -> tuple[int, ...]:

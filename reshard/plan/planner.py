@@ -10,11 +10,11 @@ from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.checkpoints.formats.dtypes import MEMORY, TEXT
 from reshard.errors import UsageError
 from reshard.forms.cuts import Cuts
-from reshard.forms.form import Names, Reading, Wanted
+from reshard.forms.form import Names, ReadRequest, WriteRequest
 from reshard.forms.ranks.checkpoint import rank_checkpoint_of
 from reshard.forms.registry import counted_as, form_named
 from reshard.forms.target import TargetForm
-from reshard.forms.writing import note_objects_left
+from reshard.forms.writing import note_skipped_objects
 from reshard.plan.checks import check, problems_of_form
 from reshard.plan.edits import edited, same_layouts
 from reshard.plan.plan import Plan, Sorted, ValuesOfFiles, requested_files, sections_of
@@ -34,14 +34,19 @@ def make_plan(request: Request, handles: FileHandles, report: Report) -> Plan:
         ReshardError: the request cannot be met; nothing has been written.
     """
     source = form_named(request.form)
-    checkpoint = base = source.read(_reading(request, handles, report))
+    checkpoint = base = source.read(_read_request(request, handles, report))
     shards = shards_of(request.target.path)
     if request.target.is_placeholder and shards is None:
         request = replace(request, target=source.strategy_of(base))
+        for note in request.target.notes:
+            report.note(note)
     if not request.edits.is_empty:
         checkpoint = edited_checkpoint = edited(base, request.edits, report)
         if request.target.path == SAME:
-            request = replace(request, target=same_layouts(request.target, edited_checkpoint))
+            target = same_layouts(request.target, edited_checkpoint)
+        else:
+            target = request.edits.laid_out(request.target, edited_checkpoint.tensors)
+        request = replace(request, target=target)
     if shards is not None:
         shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
         request = replace(request, target=Strategy.shards(shards, shapes))
@@ -52,10 +57,10 @@ def make_plan(request: Request, handles: FileHandles, report: Report) -> Plan:
         recovery = Recovery(request, ranks, handles)
         form: TargetForm = RecoveredFiles(request, ranks, recovery)
     else:
-        target = form_named(request.to)
-        form = target.target(checkpoint, _wanted(request, handles, report))
-        if target.options.names is not Names.TRAINER:
-            note_objects_left(checkpoint, request.filters.admit, report)
+        written = form_named(request.to)
+        form = written.target(checkpoint, _write_request(request, handles, report))
+        if written.options.names is not Names.TRAINER and request.format != MEMORY:
+            note_skipped_objects(checkpoint, request.filters.admit, report)
     values = CopiedValues(checkpoint, form, request.filters, request.source.device_count > 1, handles)
     copied = values if recovery is None else ValuesOfRecovery(values, recovery)
     between_ranks = source.options.by_rank and form.by_rank and request.edits.is_empty
@@ -73,30 +78,31 @@ def make_plan(request: Request, handles: FileHandles, report: Report) -> Plan:
     return plan
 
 
-def _reading(request: Request, handles: FileHandles, report: Report) -> Reading:
-    """How the source of a request is read."""
-    return Reading(
+def _read_request(request: Request, handles: FileHandles, report: Report) -> ReadRequest:
+    """The source of a request, to be read."""
+    shards = shards_of(request.target.path) is not None
+    return ReadRequest(
         request.src,
         handles,
         report,
         request.step,
         request.damaged,
-        _is_written(request),
+        _is_required(request),
         source=request.source,
-        # Shards of rows are made for every tensor of the source, which is not read yet.
-        target=request.target if shards_of(request.target.path) is None else Strategy.none(),
-        ranks=request.target_ranks,
+        # Rows of everything are cut, whatever the source holds.
+        target=Strategy.none() if shards else request.target,
+        ranks=None if shards else request.target_ranks,
         filters=request.filters,
         file_suffix=request.file_suffix,
         fallback=request.fallback,
-        written=None if request.edits.is_empty else request.edits.written(request.target),
+        edit=None if request.edits.is_empty else request.edits.step_editor(request.target),
     )
 
 
-def _wanted(request: Request, handles: FileHandles, report: Report) -> Wanted:
+def _write_request(request: Request, handles: FileHandles, report: Report) -> WriteRequest:
     """The target of a request."""
     edits = request.edits
-    return Wanted(
+    return WriteRequest(
         request.dst,
         request.source,
         request.target,
@@ -134,8 +140,8 @@ def _plan(
     return Plan(request, checkpoint, form, copied, sort(request, checkpoint, form, values), Cuts(), choice)
 
 
-def _is_written(request: Request) -> Callable[[str], bool]:
-    """Whether a tensor of a name is written at all."""
+def _is_required(request: Request) -> Callable[[str], bool]:
+    """Whether a tensor is written at all."""
     edits, admit = request.edits, request.filters.admit
     if not edits.is_empty:
         # A tensor is required if any of its possible names is written.

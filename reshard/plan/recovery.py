@@ -17,7 +17,7 @@ from typing import Optional
 from reshard.checkpoints import FileHandles
 from reshard.errors import IncompleteSourceError, InputError
 from reshard.forms.ranks.checkpoint import RankCheckpoint
-from reshard.forms.ranks.form import format_asked, rank_names
+from reshard.forms.ranks.form import rank_names, target_format
 from reshard.forms.ranks.rank_files import RankFiles
 from reshard.forms.target import TargetForm
 from reshard.layout.candidates import cuts_of, possible_holders
@@ -46,7 +46,7 @@ class Recovery:
         self._strategy = request.source
         self._checkpoint = checkpoint
         self._step = checkpoint.source
-        self.format = format_asked(request.format, checkpoint, recover=True)
+        self.format = target_format(request.format, checkpoint, recover=True)
         self._handles = handles
         self._admit = request.filters.admit
         self._lacked: dict[tuple[int, int], list[str]] = {}
@@ -102,7 +102,7 @@ class Recovery:
     def note(self, ranks: Sequence[int], form: TargetForm, values: CopiedValues, report: Report) -> None:
         """Note the new names of lost files; warn of contents that only lost ranks had."""
         lost = [rank for rank in ranks if not self.intact(rank)]
-        unnamed = [rank for rank in lost if rank not in self._step.found.files]
+        unnamed = [rank for rank in lost if rank not in self._step.step_files.files]
         if form.names.own and unnamed:
             report.note(
                 f"file names differ in their prefixes; {rank_ranges(unnamed)} gets the most frequent one: "
@@ -232,12 +232,12 @@ class RecoveredFiles(RankFiles):
 
     def __init__(self, request: Request, checkpoint: RankCheckpoint, recovery: Recovery) -> None:
         # Named as in the source, unless --prefix is given.
-        names = checkpoint.source.found.names if request.prefix is None else None
+        names = checkpoint.source.step_files.names if request.prefix is None else None
         names = rank_names(request.prefix, checkpoint) if names is None else names
         super().__init__(request.target, checkpoint.tensors, recovery.format, names)
         self._recovery = recovery
 
-    def taken_over(self, file: int) -> Optional[int]:
+    def copied_file(self, file: int) -> Optional[int]:
         """The rank's own file, if it is intact."""
         return file if self._recovery.intact(file) else None
 

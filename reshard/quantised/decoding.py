@@ -1,8 +1,8 @@
-"""A checkpoint whose quantised tensors are the numbers that their codes and scales stand for.
+"""A checkpoint whose quantised tensors are dequantised when they are read.
 
-It stands between the files and everything that cuts, renames, packs or casts tensors: these see elements of a floating
-point type. Only readers of bytes see codes. A slice is decoded where it is read, with the few scales that it needs, so
-that neither codes nor scales of whole tensors are ever in memory.
+Code that cuts, renames, packs or casts tensors sees elements of a floating point type; only readers of bytes see codes.
+A slice is decoded when it is read, with the few scales that it needs: codes and scales of whole tensors are never in
+memory.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any, NamedTuple, Optional
 import numpy as np
 
 from reshard.checkpoints import reading_error
-from reshard.checkpoints.by_name import ByName
 from reshard.checkpoints.checkpoint import (
+    ByName,
     CastWords,
     Checkpoint,
     GlobalTensor,
@@ -68,11 +68,11 @@ class _Scales:
     """Scales, or zero points, of one tensor.
 
     Attributes:
-        name: of the tensor that holds them.
-        dtype: their type.
-        shape: scales per dimension, with dimensions of one that the stored tensor may lack.
-        slices: where they lie; together all of them.
-        copies: all of them in other files, where no strategy lists them: they have to be equal.
+        name: the stored tensor.
+        dtype: its type.
+        shape: scales per dimension; the stored tensor may lack dimensions of one scale.
+        slices: its slices in the files, which together hold all scales.
+        copies: whole copies in other files that no strategy lists: they must be equal.
     """
 
     name: str
@@ -82,7 +82,7 @@ class _Scales:
     copies: tuple[StoredSlice, ...] = ()
 
     def read(self, read: ReadBytes, box: Box) -> Words:
-        """Some of them, as words.
+        """The scales of a box, as words.
 
         Raises:
             ReshardError: they cannot be read.
@@ -93,7 +93,7 @@ class _Scales:
             common = intersection(source.box, box)
             if common is None:
                 continue
-            # Whole rows of the slice, of which columns are taken afterwards: there are few scales.
+            # Whole rows of the slice are read, and columns chosen in memory: there are few scales.
             row_shape = shape_of(source.box)[1:]
             (first, last), origin = common[0], source.box[0][0]
             row_bytes = math.prod(row_shape) * item_size
@@ -107,32 +107,32 @@ class _Scales:
         """Compare all copies.
 
         Raises:
-            CheckpointError: a copy differs, so each file has the scales of its own codes.
+            CheckpointError: a copy differs, so each file has scales of its own.
             ReshardError: they cannot be read.
         """
         nbytes = math.prod(self.shape) * ITEM_SIZES[self.dtype]
-        first, other = (np.empty(min(nbytes, _COMPARED), "u1") for _ in range(2))
+        expected, actual = (np.empty(min(nbytes, _COMPARED), "u1") for _ in range(2))
         for start in range(0, nbytes if self.copies else 0, _COMPARED):
             count = min(_COMPARED, nbytes - start)
-            read(self.slices[0], start, first[:count].data)
+            read(self.slices[0], start, expected[:count].data)
             for copy in self.copies:
-                read(copy, start, other[:count].data)
-                if not np.array_equal(first[:count], other[:count]):
+                read(copy, start, actual[:count].data)
+                if not np.array_equal(expected[:count], actual[:count]):
                     raise _different(self.name, self.slices[0], copy)
 
 
-def _different(name: str, one: StoredSlice, other: StoredSlice) -> CheckpointError:
+def _different(name: str, a: StoredSlice, b: StoredSlice) -> CheckpointError:
     return CheckpointError(
-        f"{quoted(name)} differs in {one.path} and {other.path}, and the source strategy does not list it",
-        file=other.path,
-        rank=other.rank,
+        f"{quoted(name)} differs in {a.path} and {b.path}, and the source strategy does not list it",
+        file=b.path,
+        rank=b.rank,
         parameter=name,
         hint="without --dequantize, codes are copied as they are",
     )
 
 
 class ScaledCodes:
-    """How the codes of one tensor become elements; see `checkpoint.Decoding`."""
+    """Decodes one tensor; see `checkpoint.Decoding`."""
 
     def __init__(self, tensor: Quantised, dtype: str, scales: _Scales, offsets: Optional[_Scales]) -> None:
         self.name = tensor.name
@@ -148,11 +148,11 @@ class ScaledCodes:
         self._exponents = scales.dtype in EXPONENTS and offsets is None
 
     def stored_bytes(self, elements: int) -> int:
-        """Bytes in the files of so many elements."""
+        """Bytes of this many elements in the files."""
         return -(-elements // self._per_byte)
 
     def read_into(self, read: ReadBytes, source: StoredSlice, start: int, out: memoryview, cast: CastWords) -> int:
-        """Fill ``out`` with elements of a slice."""
+        """Fill ``out`` with elements of a slice; see `checkpoint.Decoding`."""
         if not self._compared:
             for scales_or_offsets in (self._scales, self._offsets):
                 if scales_or_offsets is not None:
@@ -178,13 +178,13 @@ class ScaledCodes:
             read(source, low // self._per_byte, codes.data)
             placed = tuple((at + begin, at + end) for (at, _), (begin, end) in zip(source.box, box))
             tables, numbers = self._tables(read, scale_box(placed, self._tensor.block), cast)
-            whole = first <= low and low + count <= last
-            room = words[low - first : low - first + count] if whole else np.empty(count, words.dtype)
+            inside_out = first <= low and low + count <= last
+            room = words[low - first : low - first + count] if inside_out else np.empty(count, words.dtype)
             form = (*shape_of(box)[:-1], shape_of(box)[-1] // self._per_byte)
             overflowed += dequantise(
                 codes.reshape(form), tables, numbers, self._tensor.block, placed, room.reshape(shape_of(box))
             )
-            if not whole:
+            if not inside_out:
                 begin, end = max(low, first), min(low + count, last)
                 words[begin - first : end - first] = room[begin - low : end - low]
             low += count
@@ -214,58 +214,59 @@ class ScaledCodes:
         return result
 
     def _checked(self, scales: Floats, box: Box) -> Floats:
-        """The scales, all of which are positive numbers.
+        """The scales, which must be positive numbers.
 
         Raises:
             CheckpointError: one is not.
         """
-        good = (scales > 0) & (scales < np.inf)
-        if not good.all():
-            first = tuple(np.argwhere(~good)[0].tolist())
+        valid = (scales > 0) & (scales < np.inf)
+        if not valid.all():
+            first = tuple(np.argwhere(~valid)[0].tolist())
             place, value = [at + low for at, (low, _) in zip(first, box)], scales[first]
             raise CheckpointError(
-                f"{quoted(self._scales.name)}: the scale at {place} is {value}, so {quoted(self._tensor.name)} has no "
-                "values there",
+                f"{quoted(self._scales.name)}: the scale at {place} is {value}, so this part of "
+                f"{quoted(self._tensor.name)} cannot be dequantised",
                 parameter=self._tensor.name,
-                hint="the checkpoint is damaged, or was quantised wrongly; without --dequantize it is copied as it is",
+                hint="the checkpoint is damaged or was quantised wrongly; without --dequantize, it is copied unchanged",
             )
         return scales
 
 
 class DequantisedCheckpoint(EditedCheckpoint):
-    """A checkpoint whose quantised tensors have been given the type and shape of the numbers that they stand for.
+    """A checkpoint whose quantised tensors have the type and shape of their dequantised elements.
 
     Args:
-        base: the checkpoint as it is stored.
-        recognised: what of it is quantised.
-        dtype: type that the numbers get, one of `dtypes.CAST_TO`.
+        base: the stored checkpoint.
+        recognised: its quantised tensors.
+        dtype: the dequantised type, one of `dtypes.CAST_TO`.
     """
 
     def __init__(self, base: Checkpoint, recognised: Recognised, dtype: str) -> None:
-        gone = {source for each in recognised.tensors.values() for source in each.sources}.union(recognised.left_out)
-        written = {each.codes: name for name, each in recognised.tensors.items()}
-        stored = [name for name in base.tensors if name in written or name not in gone]
-        made = {written.get(name, name): Recipe((name,)) for name in stored}
-        kept = {*base.values(), *base.without_layout()} - gone
-        super().__init__(base, made, kept, "", (), {name: name for name in base.unseen})
-        self.tensors = _Tensors(base, recognised, dtype, made.keys())
-        self._written = recognised.tensors
+        dropped = {source for each in recognised.tensors.values() for source in each.sources}
+        dropped.update(recognised.left_out)
+        new_names = {each.codes: name for name, each in recognised.tensors.items()}
+        stored = [name for name in base.tensors if name in new_names or name not in dropped]
+        recipes = {new_names.get(name, name): Recipe((name,)) for name in stored}
+        values = {*base.values(), *base.without_layout()} - dropped
+        super().__init__(base, recipes, values, "", (), {name: name for name in base.unseen})
+        self.tensors = _Tensors(base, recognised, dtype, recipes.keys())
+        self._quantised = recognised.tensors
 
     def present(self, tensor: GlobalTensor) -> tuple[frozenset[int], ...]:
-        """The files that do hold a tensor, or its codes, per way of holding it."""
-        quantised = self._written.get(tensor.name)
+        """The files that hold a tensor, or its codes, per sharding."""
+        quantised = self._quantised.get(tensor.name)
         return self.base.present(tensor if quantised is None else self.base.tensors[quantised.codes])
 
 
 class _Tensors(ByName[GlobalTensor]):
-    """Tensors by name, those of quantised ones made when they are asked for."""
+    """Tensors by name; quantised ones are created on first access."""
 
     def __init__(self, base: Checkpoint, recognised: Recognised, dtype: str, names: Collection[str]) -> None:
         super().__init__(names)
         self._base = base
         self._quantised = recognised.tensors
         self._dtype = dtype
-        self._known: dict[str, GlobalTensor] = {}
+        self._created: dict[str, GlobalTensor] = {}
 
     def __getitem__(self, name: str) -> GlobalTensor:
         if name not in self._names:
@@ -273,12 +274,12 @@ class _Tensors(ByName[GlobalTensor]):
         tensor = self._quantised.get(name)
         if tensor is None:
             return self._base.tensors[name]
-        found = self._known.get(name)
-        if found is None:
+        created = self._created.get(name)
+        if created is None:
             codes = self._base.tensors[tensor.codes]
             scales = _scales(self._base, tensor.scales, tensor)
             offsets = None if tensor.offsets is None else _scales(self._base, tensor.offsets, tensor)
-            found = self._known[name] = GlobalTensor(
+            created = self._created[name] = GlobalTensor(
                 name,
                 self._dtype,
                 ITEM_SIZES[self._dtype],
@@ -287,7 +288,7 @@ class _Tensors(ByName[GlobalTensor]):
                 codes.shards,
                 decoding=ScaledCodes(tensor, self._dtype, scales, offsets),
             )
-        return found
+        return created
 
 
 @dataclass(frozen=True)
@@ -298,7 +299,7 @@ class _Unpacked:
     base: Sharding
 
     def holders(self, slice_number: int) -> Sequence[int]:
-        """The files that are said to hold a box of the grid, ascending."""
+        """The files that are recorded to hold a box of the grid, ascending."""
         return self.base.holders(slice_number)
 
     def stored_box(self, slice_number: int) -> Box:
@@ -310,7 +311,7 @@ def _unpacked(sharding: Sharding, tensor: Quantised, codes: GlobalTensor) -> Sha
     """A sharding of codes, in elements.
 
     Raises:
-        CheckpointError: it cuts groups that share a scale and lie in a dimension of their own.
+        CheckpointError: it cuts groups of codes that have a dimension of their own.
     """
     if tensor.shape == codes.shape:
         return sharding
@@ -325,10 +326,10 @@ def _unpacked(sharding: Sharding, tensor: Quantised, codes: GlobalTensor) -> Sha
 
 
 def _scales(base: Checkpoint, name: str, tensor: Quantised) -> _Scales:
-    """Where scales lie.
+    """The slices of scales in the files.
 
     Raises:
-        CheckpointError: some are in no file that can be read.
+        CheckpointError: a slice is in no readable file.
     """
     shape = tensor.scale_shape or (1,)
     stored = base.tensors.get(name)
@@ -353,29 +354,29 @@ def _scales(base: Checkpoint, name: str, tensor: Quantised) -> _Scales:
             if holders:
                 extents = base.indexes[holders[0]].tensors[name].extents
                 stored_slice = StoredSlice(base.files[holders[0]], holders[0], extents, _lengthened(box, shape))
-                # Of boxes that are no grid several slices may lie in one.
+                # Where boxes are no grid, one box may hold several slices.
                 if stored_slice not in slices:
                     slices.append(stored_slice)
         else:
             return _Scales(name, stored.dtype, shape, tuple(slices))
     raise CheckpointError(
-        f"a slice of the scales {quoted(name)} is in no readable file, and {quoted(tensor.name)} has no values without",
+        f"a slice of the scales {quoted(name)} is in no readable file, and {quoted(tensor.name)} needs them",
         parameter=tensor.name,
     )
 
 
 def _lengthened(box: Box, shape: Sequence[int]) -> Box:
-    """A box of scales with the dimensions of one that the stored tensor lacks."""
+    """A box of scales with the dimensions of one scale that the stored tensor lacks."""
     return (*box, *((0, size) for size in shape[len(box) :])) if len(box) <= len(shape) else box[: len(shape)]
 
 
 class Quantisation(NamedTuple):
-    """What is needed to recognise quantised tensors, and the type that they get.
+    """Settings by which quantised tensors are recognised, and the type that they get.
 
     Attributes:
         dtype: one of `dtypes.CAST_TO`.
-        config: config.json of the model; None where there is none.
-        description: quant_model_description.json of msmodelslim; None where there is none.
+        config: config.json of the model; None without one.
+        description: quant_model_description.json of msmodelslim; None without one.
         place: the file of ``config``, for messages.
     """
 
@@ -386,21 +387,21 @@ class Quantisation(NamedTuple):
 
     @property
     def identity(self) -> str:
-        """A text, the same for what gives the same tensors."""
+        """A text that is the same for settings that give the same tensors."""
         settings = None if self.config is None else stated_settings(self.config)
         return repr((self.dtype, json.dumps([settings, self.description], sort_keys=True)))
 
 
 def quantisation_of(directory: str, dtype: str, config: Optional[Mapping[str, Any]] = None) -> Quantisation:
-    """How the tensors of a directory are quantised, from what lies beside them.
+    """The settings of quantised tensors, from the files of a directory.
 
     Args:
         directory: the checkpoint.
-        dtype: type that the numbers get, one of `dtypes.CAST_TO`.
-        config: in place of config.json in the directory.
+        dtype: the dequantised type, one of `dtypes.CAST_TO`.
+        config: replaces config.json of the directory.
 
     Raises:
-        CheckpointError: a file is no JSON object.
+        CheckpointError: a file is not a JSON object.
         ReshardError: a file cannot be read.
     """
     place = getattr(config, "path", os.path.join(directory, _CONFIG))
@@ -410,25 +411,25 @@ def quantisation_of(directory: str, dtype: str, config: Optional[Mapping[str, An
 
 
 def _json_object(path: str, most: int) -> Optional[Mapping[str, Any]]:
-    """A small JSON file; None where there is none."""
+    """The content of a small JSON file; None if it does not exist."""
     if not is_regular_file(path):
         return None
     try:
-        found = parse_json(read_small(path, most))
+        content = parse_json(read_small(path, most))
     except (UnfitError, JsonError) as error:
         raise CheckpointError(f"{path} {error}", file=path) from error
     except OSError as error:
         raise reading_error(path, error) from error
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise CheckpointError(f"{path}: is not a JSON object", file=path)
-    return found
+    return content
 
 
 def dequantised(checkpoint: Checkpoint, quantisation: Quantisation) -> tuple[Checkpoint, Recognised]:
-    """A checkpoint with numbers in place of codes and scales; the checkpoint itself where nothing is quantised.
+    """The dequantised checkpoint, or the checkpoint itself if nothing is quantised.
 
     Raises:
-        CheckpointError: something is quantised in a way that is not known, or does not fit together.
+        CheckpointError: a tensor is quantised in an unknown way, or scales do not fit.
     """
     tensors = stored_tensors(checkpoint)
     recognised = recognise(tensors, quantisation.config, quantisation.description, quantisation.place)
@@ -439,8 +440,8 @@ def dequantised(checkpoint: Checkpoint, quantisation: Quantisation) -> tuple[Che
 
 def stored_tensors(checkpoint: Checkpoint) -> dict[str, TypedShape]:
     """Types and shapes of all tensors and values of a checkpoint."""
-    found = {name: TypedShape(tensor.dtype, tensor.shape) for name, tensor in checkpoint.tensors.items()}
+    stored = {name: TypedShape(tensor.dtype, tensor.shape) for name, tensor in checkpoint.tensors.items()}
     for name in (*checkpoint.values(), *checkpoint.without_layout()):
         entry = checkpoint.indexes[checkpoint.holders(name)[0]].tensors[name]
-        found[name] = TypedShape(entry.dtype, entry.shape)
-    return found
+        stored[name] = TypedShape(entry.dtype, entry.shape)
+    return stored

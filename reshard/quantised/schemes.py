@@ -1,8 +1,8 @@
-"""Which tensors of a checkpoint are quantised, and how: from names, types, shapes and `quantization_config`.
+"""Quantised tensors of a checkpoint, recognised by names, types, shapes and `quantization_config`.
 
-Nothing is assumed. A tensor is quantised where a tensor of scales stands beside it, a scheme that is known here has
-scales of that name, and their shape is exactly that of the blocks. Whatever looks like a scale and fits nothing is an
-error: without its scale a weight is garbage that no loader notices.
+Nothing is assumed. A tensor is quantised if the checkpoint has a tensor of scales for it, a known scheme names scales
+so, and their shape is exactly that of the blocks. A scale that fits no tensor is an error: without its scale, a weight
+is garbage that no loader notices.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _PACKED = ("Int8", "UInt8")
 # Elements per scale of the MX formats, which their definition fixes.
 _MX = 32
 
-# What stands at the end of a scale's name, and in its place at the end of its weight's; the first that exists counts.
+# Endings of names of scales, and of their weights; the first that exists counts.
 _SCALES = (
     (".weight_scale_inv", ".weight"),
     (".weight_scale", ".weight"),
@@ -31,9 +31,9 @@ _SCALES = (
     ("_scale_inv", ""),
     ("_scales", "_blocks"),
 )
-# Zero points, named as the scale of the same weight is.
+# Endings of zero points; the rest of the name is the weight's.
 _OFFSETS = (".weight_offset", ".weight_zero_point")
-# Scales of activations and of the cache of keys and values: a model without quantisation has no use for them.
+# Scales of activations and of the cache of keys and values: a dequantised model does not use them.
 _OF_ACTIVATIONS = (
     ".input_scale",
     ".input_zero_point",
@@ -47,7 +47,7 @@ _OF_ACTIVATIONS = (
     ".deq_scale",
     ".quant_bias",
 )
-# Ends of the names of what belongs to schemes that are not known here.
+# Endings of tensors of schemes that are not supported.
 _OTHER_SCHEMES = {
     ".weight_packed": "weights packed into words (compressed-tensors pack-quantized or nvfp4)",
     ".weight_global_scale": "two levels of scales (nvfp4)",
@@ -63,15 +63,15 @@ _OTHER_SCHEMES = {
     ".weight_scale_second": "two levels of scales (W4A8)",
     ".scale_second": "two levels of scales (W4A8)",
 }
-# Ends of names that no unquantised model has. Others, such as logit_scale, may be parameters.
+# Endings that no unquantised model has. Others, such as logit_scale, may be parameters.
 _ONLY_QUANTISED = (".weight_scale", ".weight_scale_inv", "_scale_inv", "_blocks", *_OFFSETS)
 
 METHODS = ("fp8", "compressed-tensors", "mxfp4")
-"""Methods of `quantization_config` whose weights are known here."""
+"""Supported methods of `quantization_config`."""
 
 
 class TypedShape(NamedTuple):
-    """Of a tensor in the files what a scheme is recognised by."""
+    """Type and shape of a stored tensor."""
 
     dtype: str
     shape: Shape
@@ -79,18 +79,18 @@ class TypedShape(NamedTuple):
 
 @dataclass(frozen=True)
 class Quantised:
-    """How one tensor is quantised.
+    """A quantised tensor.
 
     Attributes:
-        name: of the dequantised tensor.
-        codes: the stored tensor with the elements.
-        code: what its bytes mean, one of `values.CODES`.
-        scales: the stored tensor with the scales.
-        offsets: the one with zero points; None where there are none.
-        shape: of the dequantised tensor.
+        name: name of the dequantised tensor.
+        codes: the stored tensor of the elements.
+        code: the type of its bytes, one of `values.CODES`.
+        scales: the stored tensor of the scales.
+        offsets: the stored tensor of the zero points; None without them.
+        shape: shape of the dequantised tensor.
         block: elements per scale, per dimension.
-        scheme: what it is called.
-        swapped: whether the model has its last two dimensions the other way round than they are stored.
+        scheme: name of the scheme.
+        swapped: whether the last two dimensions of the stored tensor are swapped in the model.
     """
 
     name: str
@@ -110,16 +110,16 @@ class Quantised:
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """The stored tensors that it is made of."""
+        """The stored tensors of codes, scales and zero points."""
         return tuple(name for name in (self.codes, self.scales, self.offsets) if name is not None)
 
 
 class Recognised(NamedTuple):
-    """What of a checkpoint is quantised.
+    """The quantised tensors of a checkpoint.
 
     Attributes:
-        tensors: by the names of the dequantised tensors.
-        left_out: stored tensors that mean nothing once weights are dequantised: scales of activations.
+        tensors: the quantised tensors, by dequantised name.
+        left_out: stored tensors that a dequantised model does not use: scales of activations.
     """
 
     tensors: Mapping[str, Quantised]
@@ -136,22 +136,22 @@ def recognise(
 
     Args:
         stored: all tensors, by name.
-        config: config.json; None where there is none.
-        description: quant_model_description.json of msmodelslim; None where there is none.
+        config: config.json; None without one.
+        description: quant_model_description.json of msmodelslim; None without one.
         place: the file of ``config``, for messages.
 
     Raises:
-        CheckpointError: something is quantised in a way that is not known here, a scale is missing or belongs to
-            nothing, or its shape does not fit.
+        CheckpointError: a tensor is quantised in an unknown way, a scale is missing or has no weight, or its shape
+            does not fit.
     """
     settings = _settings(config, place)
-    found: dict[str, Quantised] = {}
+    quantised: dict[str, Quantised] = {}
     used: set[str] = set()
     for name, tensor in stored.items():
         pair = _scale_of(name, stored)
         if pair is None:
             continue
-        scales, written = pair
+        scales, new_name = pair
         offsets = _offsets_of(name, scales, stored)
         if settings is None and description is None:
             raise CheckpointError(
@@ -159,16 +159,16 @@ def recognise(
                 parameter=name,
                 hint="name the model's own config.json with --config",
             )
-        found[written] = _quantised(name, tensor, scales, offsets, written, stored, settings or {}, description)
-        used.update(found[written].sources)
+        quantised[new_name] = _quantised(name, tensor, scales, offsets, new_name, stored, settings or {}, description)
+        used.update(quantised[new_name].sources)
     left_out = [name for name in stored if name not in used and name.endswith(_OF_ACTIVATIONS)]
     used.update(left_out)
-    _check_rest(stored, used, found, settings, description)
-    return Recognised(found, left_out)
+    _check_unused(stored, used, quantised, settings, description)
+    return Recognised(quantised, left_out)
 
 
 def describe(recognised: Recognised) -> dict[str, int]:
-    """How many tensors each scheme has."""
+    """The number of tensors of each scheme."""
     counts: dict[str, int] = {}
     for each in recognised.tensors.values():
         counts[each.scheme] = counts.get(each.scheme, 0) + 1
@@ -176,12 +176,12 @@ def describe(recognised: Recognised) -> dict[str, int]:
 
 
 def looks_quantised(stored: Mapping[str, TypedShape]) -> bool:
-    """Whether any weight of a checkpoint has a scale beside it."""
+    """Whether any weight of a checkpoint has a scale."""
     return any(_scale_of(name, stored) is not None for name in stored)
 
 
 def stated_settings(config: Mapping[str, Any]) -> Any:
-    """How config.json says that a model is quantised; None where it does not, anything where it is damaged."""
+    """The settings of quantisation in config.json, unchecked; None without them."""
     return config.get("quantization_config", config.get("compression_config"))
 
 
@@ -189,23 +189,23 @@ def _settings(config: Optional[Mapping[str, Any]], place: str) -> Optional[Mappi
     """`quantization_config`, checked.
 
     Raises:
-        CheckpointError: the method is not known here.
+        CheckpointError: the method is not supported.
     """
-    found = None if config is None else stated_settings(config)
-    if found is None:
+    settings = None if config is None else stated_settings(config)
+    if settings is None:
         return None
-    if not isinstance(found, dict) or found.get("quant_method") not in METHODS:
-        method = found.get("quant_method") if isinstance(found, dict) else found
+    if not isinstance(settings, dict) or settings.get("quant_method") not in METHODS:
+        method = settings.get("quant_method") if isinstance(settings, dict) else settings
         raise CheckpointError(
             f"{place}: quantization_config has quant_method {method!r}, which reshard cannot dequantise",
             file=place,
             hint=f"it dequantises {', '.join(METHODS)}, and W8A8_DYNAMIC of msmodelslim",
         )
-    return found
+    return settings
 
 
 def _scale_of(name: str, stored: Mapping[str, TypedShape]) -> Optional[tuple[str, str]]:
-    """The scales of a tensor of codes, and the name that the dequantised tensor gets."""
+    """The scales of a tensor of codes, and the name of the dequantised tensor."""
     for scale, weight in _SCALES:
         if not name.endswith(weight):
             continue
@@ -225,15 +225,15 @@ def _quantised(
     tensor: TypedShape,
     scales: str,
     offsets: Optional[str],
-    written: str,
+    new_name: str,
     stored: Mapping[str, TypedShape],
     settings: Mapping[str, Any],
     description: Optional[Mapping[str, Any]],
 ) -> Quantised:
-    """How a tensor with scales is quantised.
+    """The quantised tensor of some codes and scales.
 
     Raises:
-        CheckpointError: in no way that is known here, or the scales do not fit.
+        CheckpointError: the scheme is unknown, or the scales do not fit.
     """
     scale = stored[scales]
     if scale.dtype not in SCALE_TYPES:
@@ -257,7 +257,7 @@ def _quantised(
     # gpt-oss stores [experts, out, in] in blocks, and its unquantised weights are [experts, in, out].
     swapped = scales.endswith("_scales") and len(shape) > 2
     candidates = [
-        Quantised(written, name, code, scales, offsets, shape, block, scheme, swapped) for scheme, block in schemes
+        Quantised(new_name, name, code, scales, offsets, shape, block, scheme, swapped) for scheme, block in schemes
     ]
     fitting = [each for each in candidates if _fits(scale.shape, each)]
     if not fitting:
@@ -275,15 +275,15 @@ def _quantised(
         )
     if offsets is not None and stored[offsets].shape != scale.shape:
         raise CheckpointError(
-            f"{quoted(offsets)} has the shape {list(stored[offsets].shape)}, the scales {quoted(scales)} of the same "
-            f"weight have {list(scale.shape)}",
+            f"{quoted(offsets)} has the shape {list(stored[offsets].shape)}, but the scales {quoted(scales)} of the "
+            f"same weight have {list(scale.shape)}",
             parameter=name,
         )
     return fitting[0]
 
 
 def _fits(shape: Shape, candidate: Quantised) -> bool:
-    """Whether stored scales are those of a scheme; only dimensions of one scale may be absent."""
+    """Whether stored scales have the shape of a scheme; only dimensions of one scale may be absent."""
     needed = candidate.scale_shape
     if math.prod(needed) == 1:
         return math.prod(shape) == 1
@@ -293,7 +293,7 @@ def _fits(shape: Shape, candidate: Quantised) -> bool:
 def _blocks(
     name: str, shape: Shape, settings: Mapping[str, Any], description: Optional[Mapping[str, Any]]
 ) -> Iterator[tuple[str, Shape]]:
-    """The blocks that a weight of FP8 or Int8 may have by its configuration, each with its name."""
+    """The possible blocks of a weight of FP8 or Int8 by its configuration, each with its name."""
     rank = len(shape)
     per_tensor, per_channel = ("per tensor", shape), ("per channel", (*(1,) * (rank - 1), *shape[-1:]))
     if description is not None and settings == {}:
@@ -346,24 +346,24 @@ def _in_blocks(name: str, sizes: object, rank: int, key: str) -> tuple[str, Shap
     return f"in blocks of {sizes[0]} x {sizes[1]}", (*(1,) * (rank - 2), *sizes)
 
 
-def _check_rest(
+def _check_unused(
     stored: Mapping[str, TypedShape],
     used: set[str],
-    found: Mapping[str, Quantised],
+    quantised: Mapping[str, Quantised],
     settings: Optional[Mapping[str, Any]],
     description: Optional[Mapping[str, Any]],
 ) -> None:
-    """Refuse what looks quantised and was not recognised.
+    """Refuse tensors that look quantised and were not recognised.
 
     Raises:
-        CheckpointError: there is something.
+        CheckpointError: there is one.
     """
     for name, tensor in stored.items():
         if name in used:
             continue
-        other = next((what for end, what in _OTHER_SCHEMES.items() if name.endswith(end)), None)
-        if other is not None:
-            raise _unknown(name, name, other)
+        scheme = next((scheme for end, scheme in _OTHER_SCHEMES.items() if name.endswith(end)), None)
+        if scheme is not None:
+            raise _unknown(name, name, scheme)
         if name.endswith(_ONLY_QUANTISED) or (name.endswith(".scale") and tensor.dtype == "Float8E8M0"):
             raise CheckpointError(
                 f"{quoted(name)} belongs to a quantised weight that is not in the checkpoint",
@@ -371,7 +371,7 @@ def _check_rest(
                 hint=f"if nothing is missing, leave it out with --exclude '{name}'",
             )
         coded = tensor.dtype in FP8 or (tensor.dtype in _PACKED and name.endswith(".weight"))
-        if coded and (settings is not None or found):
+        if coded and (settings is not None or quantised):
             raise CheckpointError(
                 f"{quoted(name)} is {tensor.dtype}, but no tensor holds its scales",
                 parameter=name,
@@ -384,10 +384,10 @@ def _check_rest(
             )
 
 
-def _unknown(name: str, scales: str, what: str) -> CheckpointError:
+def _unknown(name: str, scales: str, problem: str) -> CheckpointError:
     beside = "" if scales == name else f" beside {quoted(scales)}"
     return CheckpointError(
-        f"{quoted(name)}{beside}: {what}: reshard cannot dequantise this scheme",
+        f"{quoted(name)}{beside}: {problem}: reshard cannot dequantise this scheme",
         parameter=name,
         hint="without --dequantize, codes and scales are copied as they are",
     )

@@ -13,7 +13,6 @@ import dataclasses
 import json
 import os
 import re
-import socket
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Optional
@@ -30,6 +29,9 @@ from reshard.strategies import names_files, shards_of
 from reshard.text.wording import number_ranges
 
 VERSION = 1
+EDITS = ("names", "config", "reverse", "optimizer", "dequantize", "rename", "cast")
+"""The options of names and types."""
+
 IS_COMMAND = re.compile(r"command\.[0-9a-f]{16}\.json")
 """The names of command records."""
 
@@ -93,7 +95,7 @@ class RecordedCommand:
     strict: bool = False
     verify: bool = False
     lost_only: bool = False
-    host: str = dataclasses.field(default_factory=socket.gethostname, compare=False)
+    host: str = dataclasses.field(default_factory=lambda: os.uname().nodename, compare=False)
 
     @property
     def paths(self) -> tuple[str, ...]:

@@ -125,7 +125,8 @@ def attributes_of(record: type, fields: Fields) -> dict[str, Any]:
 
 
 def strategy_digest(strategy: Strategy) -> str:
-    """A digest of a strategy's content, independent of its files."""
+    """A digest of a strategy's content as read, independent of its files."""
+    strategy = strategy.original or strategy
     texts: dict[Layout, bytes] = {}
     hashed = hashlib.sha256()
     for stage in strategy.stages:

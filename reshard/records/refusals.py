@@ -9,7 +9,7 @@ from typing import Optional
 
 from reshard.errors import TargetError
 from reshard.forms.ranks import FileNames
-from reshard.records.commands import RecordedCommand
+from reshard.records.commands import EDITS, RecordedCommand
 from reshard.records.identity import Identity
 from reshard.text.wording import rank_ranges, some_names
 
@@ -184,7 +184,7 @@ def _values(mine: Identity, theirs: Identity, field: str) -> str:
 # Options behind the digests in an identity, by attribute of `RecordedCommand`.
 _OPTIONS = {
     "division": ("max_shard_size",),
-    "edits": ("names", "config", "reverse", "optimizer", "rename", "cast"),
+    "edits": EDITS,
 }
 
 

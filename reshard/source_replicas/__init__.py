@@ -1,10 +1,11 @@
-"""Whether a source strategy fits the bytes in the files, checked before anything is written.
+"""Checks of a source strategy against the bytes in the files, before anything is written.
 
 `choice` chooses bytes and ranks, `samples` and `compare` compare replicas, `distinct` compares slices that should
-differ, and `outcome` words the result. A conversion calls `compare_replicas` and `compare_slices` once each.
+differ, and `outcome` contains the results and their messages. A conversion calls `compare_replicas` and
+`compare_slices` once each.
 """
 
-from reshard.source_replicas.compare import compare_replicas, holders_alike
+from reshard.source_replicas.compare import compare_replicas, ranks_by_content
 from reshard.source_replicas.distinct import Distinctness, SameSlices, compare_slices, misplaced
 from reshard.source_replicas.outcome import Differing, ReplicaCheck, ReplicaComparison
 
@@ -16,6 +17,6 @@ __all__ = [
     "SameSlices",
     "compare_replicas",
     "compare_slices",
-    "holders_alike",
     "misplaced",
+    "ranks_by_content",
 ]

@@ -1,12 +1,12 @@
-"""The bytes and ranks to compare, to show whether a source's strategy is the right one.
+"""The bytes and ranks to compare, to test a source's strategy.
 
-Ranks with the same slice of a parameter by the strategy must hold equal bytes. A wrong strategy with
-as many slices passes every comparison of shapes, but its replicas are not replicas in the files. The compared ranks
-decide whether that shows: a rank's place in the device matrix is its number in mixed radix,
-and the replicas of a group differ in the digits of the axes that do not split the parameter. With any
-other device matrix, the digits that a slice depends on change along one of these axes, in steps of one or
-of a divisor of the group's size. So a *probe* compares the first rank of a group with the ranks at these
-distances, and with the last: about ten ranks of a thousand. Further samples compare any two ranks.
+Ranks with the same slice of a parameter by the strategy must hold equal bytes. A wrong strategy with the same number
+of slices passes every comparison of shapes, but its replicas are not replicas in the files. Only some pairs of ranks
+show it: a rank's place in the device matrix is its number in mixed radix, and the replicas of a group differ in the
+digits of the axes that do not split the parameter. With any other device matrix, the digits that determine a slice
+change along one of these axes, in steps of one or of a divisor of the group's size. So a *probe* compares the first
+rank of a group with the ranks at these distances, and with the last: about ten ranks of a thousand. Further samples
+compare any two ranks.
 
 This module reads no files.
 """
@@ -46,7 +46,7 @@ class HolderGroup(NamedTuple):
     box: Box
 
     def probed(self) -> list[int]:
-        """The available ranks to compare, the first one first: they reveal a wrong device matrix."""
+        """The available ranks to compare, from the first on: they reveal a wrong device matrix."""
         count, start = len(self.ranks), self.ranks.index(self.available[0])
         steps = dict.fromkeys([0, *_divisors(count), count - 1])
         available = set(self.available)
@@ -136,7 +136,7 @@ class Replicated(NamedTuple):
                 yield (*fixed, (first, min(first + count, stop)), *self.box[axis + 1 :])
 
     def _run_shape(self, most: int) -> tuple[int, int]:
-        """The dimension of which a contiguous run has several elements, and how many; all of the later ones."""
+        """The outermost dimension with several elements of a contiguous run, and their number."""
         axis = len(self.box) - 1
         inner = 1
         while axis > 0 and all(group.box[axis] == self.box[axis] for group in self.groups):
@@ -151,12 +151,12 @@ class Replicated(NamedTuple):
         return axis, max(1, min(stop - start, most // inner))
 
 
-class AlikeParameters:
+class ParameterGroup:
     """Parameters with the same cuts and the same available ranks.
 
     Attributes:
         parameters: the parameters, weights first.
-        is_cut: whether ranks hold parts of them; a parameter that every rank holds whole tests less of a strategy.
+        is_cut: whether ranks hold parts of them; a parameter that is whole on every rank tests less of a strategy.
         structure: the parts of their layouts that determine the replicas.
     """
 
@@ -168,7 +168,7 @@ class AlikeParameters:
         self.structure = tuple((layout.device_matrix, layout.tensor_map, layout.shards) for layout in layouts)
         self._shape = example.shape
         self._present = present
-        self._made: dict[int, Replicated] = {}
+        self._replicated: dict[int, Replicated] = {}
 
     def __len__(self) -> int:
         """Number of boxes of each parameter that several available ranks hold by the strategy."""
@@ -176,18 +176,18 @@ class AlikeParameters:
 
     def replicated(self, number: int) -> Replicated:
         """One of these boxes, by number."""
-        if number not in self._made:
+        if number not in self._replicated:
             slices = self._slices[number]
             boxes = [sharding.grid.slice_box(part) for sharding, part in zip(self._shardings, slices)]
             box = tuple((max(start for start, _ in cut), min(stop for _, stop in cut)) for cut in zip(*boxes))
             groups = []
-            for sharding, present, part, held in zip(self._shardings, self._present, slices, boxes):
+            for sharding, present, part, box_of_group in zip(self._shardings, self._present, slices, boxes):
                 ranks = tuple(sharding.holders(part))
                 available = tuple(rank for rank in ranks if rank in present)
                 if available:
-                    groups.append(HolderGroup(ranks, available, held))
-            self._made[number] = Replicated(box, tuple(groups))
-        return self._made[number]
+                    groups.append(HolderGroup(ranks, available, box_of_group))
+            self._replicated[number] = Replicated(box, tuple(groups))
+        return self._replicated[number]
 
     @cached_property
     def _slices(self) -> list[tuple[int, ...]]:
@@ -207,19 +207,19 @@ class AlikeParameters:
             parts = [(number,) for number in range(layouts[0].slice_count)]
             if layouts[0].uneven is not None:
                 parts = [part for part in parts if volume_of(self._shardings[0].grid.slice_box(*part))]
-        return [part for part in parts if sum(held[number] for held, number in zip(counts, part)) > 1]
+        return [part for part in parts if sum(count[number] for count, number in zip(counts, part)) > 1]
 
 
-def alike(parameters: Collection[GlobalTensor], step: SourceStep) -> list[AlikeParameters]:
-    """Parameters grouped by layout and holders; groups that test most of a strategy first.
+def group_parameters(parameters: Collection[GlobalTensor], step: SourceStep) -> list[ParameterGroup]:
+    """Parameters grouped by layout and holders, most useful groups first.
 
-    Values of single ranks have no replicas and are left out.
+    Values of single ranks have no replicas and are skipped.
 
     Args:
         parameters: the parameters to compare.
         step: the step's files.
     """
-    groups: dict[object, AlikeParameters] = {}
+    groups: dict[object, ParameterGroup] = {}
     names = {parameter.name for parameter in parameters}
     for parameter in parameters:
         if belongs_to_rank(parameter.name):
@@ -229,7 +229,7 @@ def alike(parameters: Collection[GlobalTensor], step: SourceStep) -> list[AlikeP
         gradients = parameter.name.startswith(ACCUMULATED_GRADIENTS)
         key = (parameter.shape, parameter.item_size, layouts, present, gradients)
         if key not in groups:
-            groups[key] = AlikeParameters(parameter, present)
+            groups[key] = ParameterGroup(parameter, present)
         groups[key].parameters.append(parameter)
     for kind in groups.values():
         kind.parameters.sort(key=lambda parameter: (not is_weight(parameter.name, names), number_of(parameter.name)))
@@ -240,7 +240,7 @@ def alike(parameters: Collection[GlobalTensor], step: SourceStep) -> list[AlikeP
 
 
 def number_of(*words: object) -> int:
-    """A number that is the same in every run, and spread over 64 bits."""
+    """A hash of 64 bits, equal in every run."""
     data = repr(words).encode()
     return zlib.crc32(data) << 32 | zlib.crc32(data[::-1], 1)
 

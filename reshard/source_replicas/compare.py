@@ -1,8 +1,8 @@
 """Comparing replicas: samples of them, or everything.
 
-Constant values, such as zeros of an optimizer before its first step or a norm's ones, test nothing: another place is
-tried, and boxes that are constant there too do not count. Accumulated gradients may differ between
-data-parallel ranks until they are reduced: only a full comparison includes them, and reports them separately.
+Constant values, such as zeros of an optimizer before its first step or a norm's ones, test nothing: a sample then moves
+to another place, and constant boxes do not count. Accumulated gradients may differ between data-parallel ranks until
+they are reduced: only a full comparison includes them, and reports them separately.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from reshard.execute.reading import Bytes
 from reshard.forms.ranks.checkpoint import SourceStep
 from reshard.forms.ranks.holding import stage_shardings
 from reshard.layout import boxes_of_range, shape_of, volume_of
-from reshard.source_replicas.choice import AlikeParameters, Holder, Replicated, alike
+from reshard.source_replicas.choice import Holder, ParameterGroup, Replicated, group_parameters
 from reshard.source_replicas.outcome import ReplicaComparison, Tally, is_gradient
 from reshard.source_replicas.samples import EFFORTS, MOST_PLACES, ReplicaFiles, Samples, own_sample_box
 
 # Maximum ranks to group by content.
 _MOST_GROUPED = 64
-# Bytes of a tensor per part, and files that a thread compares with one other.
+# Bytes of a tensor per part, and files that a thread compares with the first.
 _PART_BYTES = 64 << 20
 _MOST_FILES = 64
-# Parts per thread that are in work, or wait for an earlier one.
+# Parts per thread that are in work, or wait for an earlier part.
 _AHEAD = 4
 
 
@@ -53,7 +53,7 @@ def compare_replicas(
         handles: open files.
         execution: storage, threads and memory.
         progress: counts bytes of full comparisons.
-        effort: ``auto``, some KiB of some parameters; ``more``, some of every parameter; ``all``, everything.
+        effort: ``auto``, some KiB of some parameters; ``more``, samples of every parameter; ``all``, everything.
 
     Raises:
         RetryableError: with ``all``, a file cannot be read; samples skip unreadable files. Or ranks differ, and their
@@ -61,7 +61,7 @@ def compare_replicas(
     """
     everything = effort == "all"
     chosen = [parameter for parameter in parameters if everything or not is_gradient(parameter)]
-    kinds = alike(chosen, step)
+    kinds = group_parameters(chosen, step)
     tally = Tally(step)
     with contextlib.closing(ReplicaFiles(step, handles, execution)) as files:
         if everything:
@@ -70,15 +70,15 @@ def compare_replicas(
             Samples(kinds, files, EFFORTS[effort], tally).run()
     result = tally.result(kinds, "everything" if everything else "samples")
     if result.differing:
-        # Files that are being overwritten differ temporarily, with the right strategy, too.
+        # With the right strategy, too, files differ while another process overwrites them.
         handles.check_unchanged(index.path for index in step.indexes.values())
     return result
 
 
-def holders_alike(
+def ranks_by_content(
     parameter: GlobalTensor, step: SourceStep, handles: FileHandles, execution: ExecutionOptions
 ) -> list[list[int]]:
-    """Group the ranks of the first stage with a parameter by a sample of each one's slice.
+    """Group the ranks of the first stage with a parameter by samples of their slices.
 
     Returns:
         Groups of ranks with equal samples; only the first ranks of a large stage.
@@ -103,7 +103,7 @@ def holders_alike(
 class _ComparedPart(NamedTuple):
     """Work for one thread: a box of a parameter, compared between one rank and some others."""
 
-    kind: AlikeParameters
+    kind: ParameterGroup
     parameter: GlobalTensor
     replicated: Replicated
     holders: list[Holder]
@@ -122,7 +122,7 @@ class Everything:
 
     def __init__(
         self,
-        kinds: Sequence[AlikeParameters],
+        kinds: Sequence[ParameterGroup],
         files: ReplicaFiles,
         execution: ExecutionOptions,
         progress: Progress,
@@ -139,7 +139,7 @@ class Everything:
         self._own = threading.local()
 
     def run(self) -> None:
-        """Compare it.
+        """Compare all slices.
 
         Raises:
             RetryableError: a file cannot be read.
@@ -148,10 +148,10 @@ class Everything:
         self._progress.begin(self._nbytes(), "comparing replicas")
         try:
             with ThreadPoolExecutor(threads) as pool:
-                done = in_order(
+                results = in_order(
                     pool, self._parts(), lambda part: [partial(self._compare, part)], _AHEAD * threads, stop=self._stop
                 )
-                for part, ((varied, ranks),) in done:
+                for part, ((varied, ranks),) in results:
                     if varied:
                         self._tally.add(part.kind, part.parameter, ranks)
         finally:
@@ -169,9 +169,9 @@ class Everything:
         """All parts, in an order that reads few files at a time."""
         for kind in self._kinds:
             for replicated in map(kind.replicated, range(len(kind))):
-                first, *others = replicated.holders
-                for start in range(0, len(others), _MOST_FILES):
-                    holders = [first, *others[start : start + _MOST_FILES]]
+                first, *other_holders = replicated.holders
+                for start in range(0, len(other_holders), _MOST_FILES):
+                    holders = [first, *other_holders[start : start + _MOST_FILES]]
                     for parameter in kind.parameters:
                         for piece in _pieces(replicated, parameter.item_size):
                             yield _ComparedPart(kind, parameter, piece, holders)
@@ -180,32 +180,32 @@ class Everything:
         """Whether the compared bytes are not constant, and the first two ranks that differ, if any."""
         if not hasattr(self._own, "buffers"):
             self._own.buffers = np.empty((2, self._execution.block_bytes), np.uint8)
-        one, other = self._own.buffers
-        parameter, (first, *others) = part.parameter, part.holders
+        first_buffer, other_buffer = self._own.buffers
+        parameter, (first, *other_holders) = part.parameter, part.holders
         varied = False
-        for box in part.replicated.runs(max(1, len(one) // parameter.item_size)):
+        for box in part.replicated.runs(max(1, len(first_buffer) // parameter.item_size)):
             if self._stop.is_set():
                 break
-            mine = one[: volume_of(box) * parameter.item_size]
-            theirs = other[: len(mine)]
-            self._files.read(parameter, first, box, mine.data)
-            for holder in others:
-                self._files.read(parameter, holder, box, theirs.data)
-                if not np.array_equal(mine, theirs):
+            first_bytes = first_buffer[: volume_of(box) * parameter.item_size]
+            other_bytes = other_buffer[: len(first_bytes)]
+            self._files.read(parameter, first, box, first_bytes.data)
+            for holder in other_holders:
+                self._files.read(parameter, holder, box, other_bytes.data)
+                if not np.array_equal(first_bytes, other_bytes):
                     return True, (first.rank, holder.rank)
-            varied = varied or not _is_constant(mine, parameter.item_size)
+            varied = varied or not _is_constant(first_bytes, parameter.item_size)
             with self._lock:
-                self._progress.wrote(len(mine) * len(part.holders))
+                self._progress.wrote(len(first_bytes) * len(part.holders))
         return varied, None
 
 
 def _reads(holders: int) -> int:
-    """How often a box with so many holders is read: the first one's once for every batch of others."""
+    """The number of reads of a box by its holders; the first holder is read once per batch of others."""
     return holders - 1 + -(-(holders - 1) // _MOST_FILES)
 
 
 def _pieces(replicated: Replicated, item_size: int) -> Iterator[Replicated]:
-    """A large box as several ones, for several threads."""
+    """A large box in several parts, for several threads."""
     most = max(1, _PART_BYTES // item_size)
     if volume_of(replicated.box) <= most:
         yield replicated

@@ -11,7 +11,7 @@ from typing import NamedTuple, Optional
 from reshard.checkpoints.checkpoint import GlobalTensor
 from reshard.errors import CheckpointError
 from reshard.forms.ranks.checkpoint import SourceStep
-from reshard.source_replicas.choice import AlikeParameters
+from reshard.source_replicas.choice import ParameterGroup
 from reshard.text.messages import Message, joined, listing
 from reshard.text.names import ACCUMULATED_GRADIENTS, is_weight
 from reshard.text.wording import plural, quoted, rank_ranges
@@ -21,11 +21,11 @@ _MOST_EXAMPLES = 2
 
 @dataclass(frozen=True)
 class ReplicaCheck:
-    """How well a source strategy was tested against the files.
+    """The extent of a test of a source strategy against the files.
 
     Attributes:
         compared: ``samples``, ``everything``, or ``nothing`` if disabled.
-        samples: compared boxes of parameters, without constant ones.
+        samples: compared boxes of parameters, without constant boxes.
         parameters: number of their parameters.
         untested: number of parameters without two readable replicas.
         tested: whether cut parameters were compared, if there are any.
@@ -38,13 +38,13 @@ class ReplicaCheck:
     tested: bool = False
 
     def __str__(self) -> str:
-        """The result in words."""
+        """The result, for messages."""
         if self.compared == "nothing":
             return "replicas were not compared (--check-replicas never)"
         if not self.samples:
             return "no parameter has replicas to compare, so only shapes were checked"
-        how = "all bytes" if self.compared == "everything" else plural(self.samples, "sample")
-        agree = f"replicas of {plural(self.parameters, 'parameter')} agree ({how})"
+        extent = "all bytes" if self.compared == "everything" else plural(self.samples, "sample")
+        agree = f"replicas of {plural(self.parameters, 'parameter')} agree ({extent})"
         if self.untested:
             return f"{agree}; {plural(self.untested, 'other')} without replicas, checked by shape only"
         return agree if self.tested else f"{agree}; cut parameters were checked by shape only"
@@ -55,7 +55,7 @@ class Differing(NamedTuple):
 
     Attributes:
         parameter: its name.
-        ranks: two ranks that should hold the same.
+        ranks: two ranks that should hold equal bytes.
         files: their files.
         is_cut: whether ranks hold parts of it.
     """
@@ -70,9 +70,9 @@ class ReplicaComparison(NamedTuple):
     """The result of comparing replicas.
 
     Attributes:
-        check: how well the strategy was tested.
+        check: the extent of the test.
         differing: parameters with differing replicas, by name.
-        gradients: accumulated gradients likewise.
+        gradients: accumulated gradients with differing replicas.
         compared_cut: number of compared parameters that are cut.
         of_a_layout: whether all compared parameters of some layout differ.
     """
@@ -178,7 +178,7 @@ class Tally:
         self._compared: dict[int, set[str]] = defaultdict(set)
         self._differing: dict[str, Differing] = {}
 
-    def add(self, kind: AlikeParameters, parameter: GlobalTensor, ranks: Optional[tuple[int, int]]) -> None:
+    def add(self, kind: ParameterGroup, parameter: GlobalTensor, ranks: Optional[tuple[int, int]]) -> None:
         """Count a compared box that is not constant.
 
         Args:
@@ -192,7 +192,7 @@ class Tally:
             files = self._step.files[ranks[0]], self._step.files[ranks[1]]
             self._differing[parameter.name] = Differing(parameter.name, ranks, files, kind.is_cut)
 
-    def result(self, kinds: Sequence[AlikeParameters], compared: str) -> ReplicaComparison:
+    def result(self, kinds: Sequence[ParameterGroup], compared: str) -> ReplicaComparison:
         """The result.
 
         Args:
@@ -226,6 +226,6 @@ def is_gradient(parameter: GlobalTensor) -> bool:
     return parameter.name.startswith(ACCUMULATED_GRADIENTS)
 
 
-def _relevance(differing: Differing, known: Container[str]) -> tuple[bool, bool, str]:
+def _relevance(differing: Differing, all_names: Container[str]) -> tuple[bool, bool, str]:
     """Sort key: the most relevant differences first."""
-    return not differing.is_cut, not is_weight(differing.parameter, known), differing.parameter
+    return not differing.is_cut, not is_weight(differing.parameter, all_names), differing.parameter

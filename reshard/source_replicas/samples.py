@@ -1,7 +1,7 @@
-"""Comparing samples: some KiB of some parameters on some ranks, until that is enough.
+"""Comparing samples: some KiB of some parameters on some ranks, up to a limit.
 
-Parameters of each layout take turns. The first sample of a layout probes a whole group of replicas, until one is not
-constant. After a difference, all further samples of the layout probe; other samples compare two ranks.
+Parameters of each layout take turns. The first sample of a layout probes a whole group of replicas, until a sample is
+not constant. After a difference, all further samples of the layout probe; other samples compare two ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from reshard.execute.reader import BoxReader, in_order
 from reshard.forms.ranks.checkpoint import SourceStep
 from reshard.layout import Box, volume_of
 from reshard.plan.pieces import Piece, StoredSlice, TargetTensor
-from reshard.source_replicas.choice import AlikeParameters, Holder, HolderGroup, Replicated, number_of
+from reshard.source_replicas.choice import Holder, HolderGroup, ParameterGroup, Replicated, number_of
 from reshard.source_replicas.outcome import Tally
 
 _T = TypeVar("_T")
@@ -33,14 +33,14 @@ MOST_PLACES = 4
 """Maximum places to try if all elements are equal."""
 
 UNREADABLE = (DamagedCheckpointError, RetryableError)
-"""Errors for which samples skip a file: the conversion reports them if it needs the file."""
+"""Errors for which samples skip a file: the conversion reports them, if it needs the file."""
 
-# Concurrent requests where each takes a round trip.
+# Concurrent requests on remote storage.
 _IN_FLIGHT = 16
 
 
 class ReplicaFiles:
-    """The files of a step; any number of threads may read them.
+    """The files of a step; thread-safe.
 
     Args:
         step: the step.
@@ -51,7 +51,7 @@ class ReplicaFiles:
     def __init__(self, step: SourceStep, handles: FileHandles, execution: ExecutionOptions) -> None:
         self._step = step
         self._remote = execution.storage.remote
-        # No read-ahead: bytes next to a sample are not needed.
+        # No read-ahead: samples are small.
         options = replace(execution, io="pread", storage=execution.storage._replace(small=0))
         self._reader = BoxReader(handles, options, threads=max(execution.threads, _IN_FLIGHT))
 
@@ -74,11 +74,11 @@ class ReplicaFiles:
         return bytes(data)
 
     def each(self, work: Callable[[_T], _R], tasks: Iterable[_T]) -> Iterator[_R]:
-        """The results of tasks in order; concurrently if requests take a round trip."""
+        """The results of tasks in order; concurrently on remote storage."""
         if not self._remote:
             return map(work, tasks)
-        done = in_order(self._reader.pool, tasks, lambda task: [partial(work, task)], 2 * _IN_FLIGHT)
-        return (result for _, (result,) in done)
+        results = in_order(self._reader.pool, tasks, lambda task: [partial(work, task)], 2 * _IN_FLIGHT)
+        return (result for _, (result,) in results)
 
     def close(self) -> None:
         """End the threads."""
@@ -90,7 +90,7 @@ class SamplingEffort(NamedTuple):
 
     Attributes:
         turns: samples of a parameter.
-        reads: requests after which only layouts without a probe are sampled.
+        reads: requests after which only unprobed layouts are sampled.
         most_reads: maximum number of requests.
         seconds: maximum time.
     """
@@ -108,7 +108,7 @@ EFFORTS = {"auto": SamplingEffort(1, 256, 1024, 1.0), "more": SamplingEffort(4, 
 class _Sample(NamedTuple):
     """A parameter, a box of it that several ranks hold, and the ranks to compare."""
 
-    kind: AlikeParameters
+    kind: ParameterGroup
     parameter: GlobalTensor
     replicated: Replicated
     holders: list[Holder]
@@ -159,7 +159,7 @@ class Samples:
     """
 
     def __init__(
-        self, kinds: Sequence[AlikeParameters], files: ReplicaFiles, effort: SamplingEffort, tally: Tally
+        self, kinds: Sequence[ParameterGroup], files: ReplicaFiles, effort: SamplingEffort, tally: Tally
     ) -> None:
         self._kinds = [kind for kind in kinds if len(kind)]
         self._files = files
@@ -167,24 +167,24 @@ class Samples:
         self._tally = tally
         self._reads = 0
         self._deadline = time.monotonic() + effort.seconds
-        # Structures of layouts: the probed ones, and those with differences.
+        # Structures of probed layouts, and of layouts with differences.
         self._probed: set[object] = set()
         self._doubtful: set[object] = set()
 
     def run(self) -> None:
-        """Compare them."""
+        """Compare samples."""
         for turn in itertools.count():
             samples = list(self._samples(turn))
             if not samples:
                 return
             firsts = list(self._files.each(self._first, samples))
             compared = _Compared({}, set())
-            for number, holder, same in self._files.each(self._same, self._others(samples, firsts, compared)):
+            for number, holder, is_equal in self._files.each(self._same, self._others(samples, firsts, compared)):
                 if compared.open(number):
                     self._reads += 1
-                    if same is None:
+                    if is_equal is None:
                         compared.skipped.add(number)
-                    elif not same:
+                    elif not is_equal:
                         compared.differing[number] = (samples[number].holders[0].rank, holder.rank)
             for number, (sample, first) in enumerate(zip(samples, firsts)):
                 if first is not None and number not in compared.skipped:
@@ -196,7 +196,7 @@ class Samples:
     def _others(
         self, samples: Sequence[_Sample], firsts: Sequence[Optional[_First]], compared: _Compared
     ) -> Iterator[tuple[int, _Sample, _First, Holder]]:
-        """The holders to compare with the first one of every sample, until the time limit."""
+        """The holders to compare with the first holder of every sample, until the time limit."""
         for number, (sample, first) in enumerate(zip(samples, firsts)):
             if first is None or time.monotonic() > self._deadline:
                 compared.skipped.add(number)
@@ -213,7 +213,7 @@ class Samples:
             self._doubtful.add(sample.kind.structure)
 
     def _samples(self, turn: int) -> Iterator[_Sample]:
-        """One sample of every group that has more, until a limit is reached."""
+        """One sample of every group, until a limit is reached."""
         if time.monotonic() > self._deadline:
             return
         reads = self._reads
@@ -266,5 +266,5 @@ def sample_box(replicated: Replicated, parameter: GlobalTensor, number: int) -> 
 
 def own_sample_box(parameter: GlobalTensor, holder: Holder, place: int) -> tuple[tuple[int, int], ...]:
     """A box to sample in a holder's slice; at the same place in slices of the same shape."""
-    own = Replicated(holder.box, (HolderGroup((holder.rank,), (holder.rank,), holder.box),))
-    return sample_box(own, parameter, number_of(parameter.name, place))
+    replicated = Replicated(holder.box, (HolderGroup((holder.rank,), (holder.rank,), holder.box),))
+    return sample_box(replicated, parameter, number_of(parameter.name, place))

@@ -1,7 +1,7 @@
-"""Whether a strategy fits a checkpoint: the work of `reshard strategy check`.
+"""The check of a strategy against a checkpoint, for `reshard strategy check`.
 
-The files show the shapes of every rank's slices, and which ranks hold the same bytes. Shapes are read and replicas
-compared as in a conversion. Every contradiction is reported; only unreadable files are errors.
+It compares the shapes of every rank's slices, and the bytes of replicas, as in a conversion. Every contradiction is
+reported; only unreadable files are errors.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from reshard.source_replicas import (
     SameSlices,
     compare_replicas,
     compare_slices,
-    holders_alike,
     misplaced,
+    ranks_by_content,
 )
 from reshard.strategies import Stage, Strategy
 from reshard.text.filter_advice import warn_of_unmatched
@@ -38,7 +38,7 @@ _NO_STAGE = -1
 
 
 class Misfit(NamedTuple):
-    """Parameters whose slices do not have the shapes that the strategy gives to any tensor.
+    """Parameters whose slices' shapes fit no tensor by the strategy.
 
     Attributes:
         parameters: their names, sorted; all have the same problem.
@@ -49,7 +49,7 @@ class Misfit(NamedTuple):
     detail: str
 
 
-class HeldAlike(NamedTuple):
+class EqualRanks(NamedTuple):
     """Groups of ranks with equal bytes of a parameter.
 
     Attributes:
@@ -68,17 +68,17 @@ class StrategyCheck:
     Attributes:
         step: the checked step; None if file names contain none.
         ranks: ranks with a readable file.
-        absent_ranks: ranks of the strategy without one.
-        beyond_ranks: ranks with files that are not among the strategy's devices.
+        absent_ranks: ranks of the strategy without a readable file.
+        beyond_ranks: ranks with files beyond the strategy's devices.
         parameters: listed parameters whose slices have the right shapes.
-        misfits: listed parameters whose slices have other shapes.
-        not_held: listed parameters that are in no file.
+        misfits: listed parameters whose slices have wrong shapes.
+        not_held: listed parameters in no file.
         not_listed: unlisted tensors that are equal on all ranks, or single values.
         not_described: unlisted tensors that differ between ranks: probably slices.
         comparison: the comparison of replicas.
         same_slices: parameters with equal bytes on ranks that should hold different slices by the strategy;
             empty if these are too few to contradict it.
-        misplaced: parameters in files of pipeline stages that do not list them; empty unless they are most
+        misplaced: parameters in files of pipeline stages that do not list them; empty unless these are the majority
             and replicas could not test the strategy.
         alike: for a parameter that contradicts the strategy, the ranks with equal bytes.
     """
@@ -95,7 +95,7 @@ class StrategyCheck:
     comparison: ReplicaComparison
     same_slices: list[SameSlices]
     misplaced: list[str]
-    alike: Optional[HeldAlike]
+    alike: Optional[EqualRanks]
 
     @property
     def fits(self) -> bool:
@@ -122,9 +122,9 @@ def check_strategy(
     Args:
         strategy: the strategy.
         path: tree, file or `{rank}` path of the checkpoint.
-        step: ``latest``, for the newest that most ranks have, or ``<epoch>_<step>``.
+        step: ``latest``, for the newest step of all ranks, or ``<epoch>_<step>``.
         file_suffix: only files whose stem ends so.
-        filters: which parameters are checked.
+        filters: the selection of parameters.
         everything: compare replicas in full, not samples.
         handles: open files.
         execution: threads and memory.
@@ -139,19 +139,19 @@ def check_strategy(
     if not source.indexes:
         raise CheckpointError(f"{path}: no file of {source.label} is readable", file=path)
     warn_of_unmatched(filters, (strategy.parameters, source.names()), report)
-    listed = {name for name in listed_by_source(strategy, source) if filters.admit(name)}
-    held = {name for name in source.names() if filters.admit(name)}
-    if not listed and not held:
+    laid_out = {name for name in listed_by_source(strategy, source) if filters.admit(name)}
+    stored = {name for name in source.names() if filters.admit(name)}
+    if not laid_out and not stored:
         raise CheckpointError(
             "nothing to check: no parameter of the checkpoint is selected",
             hint="check --include and --exclude",
         )
-    parameters = read_parameters(strategy, source, listed, set())
+    parameters = read_parameters(strategy, source, laid_out, set())
     effort = "all" if everything else "more"
     comparison = compare_replicas(parameters.values(), source, handles, execution, progress, effort)
-    not_described = _not_described(sorted(held - listed), source, handles, execution)
+    not_described = _not_described(sorted(stored - laid_out), source, handles, execution)
     slices = compare_slices(parameters.values(), source, handles, execution)
-    same_slices = slices.same if slices.speaks_against else []
+    same_slices = slices.same if slices.contradicts else []
     wrong = [*(item.parameter for item in comparison.differing), *(item.parameter for item in same_slices)]
     return StrategyCheck(
         step=None if source.step is None else str(source.step),
@@ -159,21 +159,21 @@ def check_strategy(
         absent_ranks=sorted(set(range(strategy.device_count)) - source.readable),
         beyond_ranks=sorted(rank for rank in source.files if rank >= strategy.device_count),
         parameters=sorted(parameters),
-        misfits=_misfits(sorted(listed & held - parameters.keys()), strategy, source),
-        not_held=sorted(listed - held),
-        not_listed=sorted(held - listed - set(not_described)),
+        misfits=_misfits(sorted(laid_out & stored - parameters.keys()), strategy, source),
+        not_held=sorted(laid_out - stored),
+        not_listed=sorted(stored - laid_out - set(not_described)),
         not_described=not_described,
         comparison=comparison,
         same_slices=same_slices,
         misplaced=[] if comparison.check.tested else misplaced(strategy, source),
         alike=None
         if not wrong
-        else HeldAlike(wrong[0], holders_alike(parameters[wrong[0]], source, handles, execution)),
+        else EqualRanks(wrong[0], ranks_by_content(parameters[wrong[0]], source, handles, execution)),
     )
 
 
 def _step(tree: SourceTree, step: str) -> StepFiles:
-    """The files of the newest step that all ranks have, or else of the newest."""
+    """The files of the newest step that all ranks have, or else of the newest step."""
     newest: Optional[StepFiles] = None
     for candidate in tree.candidates(step):
         if len(candidate.files) == len(tree.ranks):
@@ -199,7 +199,7 @@ def _not_described(
     """Unlisted tensors of several elements that differ between ranks."""
     everywhere = Stage(_NO_STAGE, 0, max(step.indexes) + 1, {})
     different = []
-    same = []
+    comparable = []
     for name in names:
         tensors = [step.indexes[rank].tensors[name] for rank in step.holders(name)]
         if belongs_to_rank(name) or any(tensor.elements <= 1 for tensor in tensors):
@@ -210,6 +210,6 @@ def _not_described(
         layout = Layout((everywhere.device_count,), ((),) * len(tensors[0].shape))
         shape = tensors[0].shape
         shardings = (StageSharding(everywhere, layout, layout.grid(shape)),)
-        same.append(GlobalTensor(name, tensors[0].dtype, tensors[0].item_size, shape, shardings))
-    comparison = compare_replicas(same, step, handles, execution, Progress(), "more")
+        comparable.append(GlobalTensor(name, tensors[0].dtype, tensors[0].item_size, shape, shardings))
+    comparison = compare_replicas(comparable, step, handles, execution, Progress(), "more")
     return sorted([*different, *(differing.parameter for differing in comparison.differing)])

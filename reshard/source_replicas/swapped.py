@@ -1,11 +1,11 @@
 """Detection of swapped source and target strategies.
 
-The files show it in two ways:
+It has two kinds of evidence:
 
-* The source's strategy does not fit them, and the target's does: every rank is present, every slice has a shape that
-  the layouts allow, nothing is missing, and samples of replicas are equal.
+* The source's strategy does not fit the files, and the target's does: every rank is present, every slice has a shape
+  that fits the layouts, nothing is missing, and samples of replicas are equal.
 * Ranks hold equal bytes where the source's strategy has different slices; or they hold the parameters of other
-  pipeline stages, and no replicas confirm the strategy. This is also reported of a strategy if neither fits.
+  pipeline stages, and no replicas confirm the strategy. This is an error even if the target's strategy does not fit.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class _StrategyFit(NamedTuple):
 
     Attributes:
         step: the files.
-        parameters: its parameters, as the files hold them.
+        parameters: its parameters in the files.
         tested: whether contents were compared, not only shapes.
     """
 
@@ -56,11 +56,11 @@ class _StrategyFit(NamedTuple):
 
 
 class SwapTest:
-    """Two strategies, and files that were saved with one of them.
+    """Two strategies, and files of one of them.
 
     Args:
-        source: the given source strategy.
-        target: the given target strategy.
+        source: the source strategy.
+        target: the target strategy.
         handles: open files.
     """
 
@@ -70,8 +70,10 @@ class SwapTest:
         self._handles = handles
 
     @contextlib.contextmanager
-    def told(self, src: Union[str, Mapping[int, str]], step: str, file_suffix: Optional[str]) -> Iterator[None]:
-        """Turn an error about the source's files into one about swapped strategies, if they are swapped.
+    def explain_errors(
+        self, src: Union[str, Mapping[int, str]], step: str, file_suffix: Optional[str]
+    ) -> Iterator[None]:
+        """Replace an error about the source's files by an error about swapped strategies, if they are swapped.
 
         Args:
             src: tree, file or `{rank}` path of the source; single files of ranks are not checked.
@@ -108,7 +110,7 @@ class SwapTest:
 
         Args:
             step: the files.
-            parameters: the converted parameters, as the files hold them by the source's strategy.
+            parameters: the converted parameters, read with the source's strategy.
             tested: whether replicas confirmed it.
             report: gets a warning if only the number of ranks contradicts it.
 
@@ -119,14 +121,14 @@ class SwapTest:
         if not tested:
             self._check_stages(step)
         slices = self._slices(parameters, step)
-        if slices.speaks_against:
+        if slices.contradicts:
             fit = self._fit(self._target, StepFiles(step.step, {rank: step.files[rank] for rank in step.readable}))
-            if fit is None or self._slices(fit.parameters.values(), fit.step).speaks_against:
+            if fit is None or self._slices(fit.parameters.values(), fit.step).contradicts:
                 raise self._too_fine(slices, step)
             raise self._error(fit)
         count = self._target.device_count
         by_count = self._source.device_count != count and step.readable == frozenset(range(count))
-        # If every rank holds everything whole, single ranks are replicas; it is common to keep only rank 0.
+        # Whole parameters on every rank are replicas; it is common to keep only rank 0 of them.
         if by_count and not tested and any(_cuts(self._source, item.name) != _WHOLE for item in parameters):
             report.warn(
                 f"the source strategy ({self._source.path}) has {plural(self._source.device_count, 'device')}, the "
@@ -143,19 +145,19 @@ class SwapTest:
                 "lists for other pipeline stages only, and no replicas confirm it: " + listing(names),
                 file=step.place,
                 parameter=names[0],
-                hint="pass the strategy that this checkpoint was saved with; if it is, and ranks hold what is not "
-                "theirs: --check-replicas never",
+                hint="pass the strategy that this checkpoint was saved with; if it is this one, and ranks hold "
+                "parameters of other stages: --check-replicas never",
             )
 
     def _too_fine(self, slices: Distinctness, step: SourceStep) -> CheckpointError:
         """The error for files with coarser cuts than the source's strategy."""
-        name, (one, other), _ = slices.same[0]
+        name, (first, second), _ = slices.same[0]
         return CheckpointError(
             f"the source strategy ({self._source.path}) does not fit this checkpoint: ranks hold equal bytes where "
             f"they should hold different slices, of {len(slices.same)} of {slices.compared} sampled parameters\n"
-            f"  {quoted(name)} on rank {one} and rank {other} ({step.files[one]} and {step.files[other]})",
-            file=step.files[other],
-            rank=other,
+            f"  {quoted(name)} on rank {first} and rank {second} ({step.files[first]} and {step.files[second]})",
+            file=step.files[second],
+            rank=second,
             parameter=name,
             hint="pass the strategy that this checkpoint was saved with; if parts of its parameters are intentional "
             "copies of each other: --check-replicas never",
@@ -167,11 +169,11 @@ class SwapTest:
         step.load(step.files)
         if step.readable != frozenset(range(strategy.device_count)):
             return None
-        listed = listed_by_source(strategy, step)
-        # Files alone may not determine the cuts of gradients.
-        judged = {name for name in listed if not name.startswith(ACCUMULATED_GRADIENTS)}
+        laid_out = listed_by_source(strategy, step)
+        # Without gradients: files alone may not determine their cuts.
+        decisive = {name for name in laid_out if not name.startswith(ACCUMULATED_GRADIENTS)}
         try:
-            parameters = read_parameters(strategy, step, listed, judged)
+            parameters = read_parameters(strategy, step, laid_out, decisive)
         except InputError:
             return None
         if not parameters or lost_slices(parameters.values(), step):
@@ -189,7 +191,7 @@ class SwapTest:
         return ExecutionOptions(jobs=1, storage=storage_of(next(iter(step.files.values()))))
 
     def _error(self, fit: _StrategyFit, lost: Optional[IncompleteSourceError] = None) -> CheckpointError:
-        """The error about swapped strategies, and about lost ranks in case they are not swapped."""
+        """The error about swapped strategies, with the error about lost ranks."""
         source, target = self._source, self._target
         text = f"the source strategy ({source.path}) does not fit the checkpoint"
         if source.device_count != target.device_count:

@@ -15,7 +15,6 @@ import fcntl
 import functools
 import hashlib
 import os
-import platform
 import re
 import time
 from typing import NamedTuple, Optional
@@ -208,7 +207,7 @@ def machine() -> str:
             boot = file.read()
     except OSError:
         boot = ""
-    return hashlib.sha256(f"{platform.node()} {boot}".encode()).hexdigest()[:8]
+    return hashlib.sha256(f"{os.uname().nodename} {boot}".encode()).hexdigest()[:8]
 
 
 @functools.cache

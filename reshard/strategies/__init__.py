@@ -15,6 +15,7 @@ from reshard.strategies.model import (
     StrategyFile,
     StrategyItem,
     names_files,
+    rows_over,
     shards_of,
 )
 from reshard.strategies.one_file import GroupInfo, read_group_info, read_strategy_file
@@ -37,5 +38,6 @@ __all__ = [
     "read_strategy",
     "read_strategy_file",
     "required_strategies",
+    "rows_over",
     "shards_of",
 ]

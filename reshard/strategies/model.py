@@ -186,6 +186,15 @@ def shards_of(path: str) -> Optional[int]:
     return int(text)
 
 
+def rows_over(count: int, shape: tuple[int, ...]) -> Layout:
+    """The layout of rows over ranks in parts of one size, the last smaller or empty; a scalar is on each rank."""
+    if not shape:
+        return Layout((count,), ())
+    part = -(-shape[0] // count)
+    sizes = tuple(max(0, min(part, shape[0] - part * rank)) for rank in range(count))
+    return Layout((count,), ((0,), *((),) * (len(shape) - 1)), uneven=sizes)
+
+
 def names_files(path: str) -> bool:
     """Whether a strategy's name is a path."""
     return path not in (NONE, SAME) and not path.startswith(SHARDS)
@@ -262,11 +271,13 @@ class Strategy:
         stages: pipeline stages in order, at least one; none in a placeholder, until the source is read.
         path: the file or directory it was read from, or ``none``.
         notes: notes for the user, such as skipped files.
+        original: the strategy as read, where its names were changed to those of the target.
     """
 
     stages: tuple[Stage, ...]
     path: str
     notes: tuple[str, ...] = field(default=(), compare=False)
+    original: Optional[Strategy] = field(default=None, compare=False, repr=False)
 
     @classmethod
     def none(cls) -> Strategy:
@@ -293,13 +304,7 @@ class Strategy:
         layouts = {}
         for name, shape in shapes.items():
             if shape not in layouts_by_shape:
-                rows = shape[0] if shape else 0
-                part = -(-rows // count)
-                sizes = tuple(max(0, min(part, rows - part * rank)) for rank in range(count))
-                inner = ((),) * max(0, len(shape) - 1)
-                layouts_by_shape[shape] = Layout(
-                    (count,), ((0,), *inner) if shape else (), uneven=sizes if shape else None
-                )
+                layouts_by_shape[shape] = rows_over(count, shape)
             layouts[name] = layouts_by_shape[shape]
         return cls((Stage(0, 0, count, layouts, (path,)),), path)
 

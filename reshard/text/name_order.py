@@ -22,10 +22,10 @@ def _natural_key(text: str) -> tuple[tuple[int, int, str], ...]:
 
 
 def layers_in_order(names: Iterable[str]) -> list[str]:
-    """Names in the same order, but numbers ascending wherever names agree up to a number.
+    """Names in their original order, but with numbers ascending where names agree up to a number.
 
-    Files hold names in any order, such as layer 10 before layer 2, or a few tensors of every layer. The result has the
-    tensors of a layer together, in their old order, at the place of the first tensor of any layer.
+    Files hold names in any order, such as layer 10 before layer 2, or a few tensors of every layer. The result has
+    the names of a layer together, at the place of the first layer, in their original order.
 
     Args:
         names: each once.

@@ -49,12 +49,15 @@ _OPTIMIZER_WORDS = (
     *("main_param.", "max_exp_avg_sq.", "max_exp_avg_sq_col.", "max_exp_avg_sq_row.", "moment1.", "moment2."),
     *("muon_m.", "muon_v."),
 )
-STATE_PREFIXES = (
-    *_OPTIMIZER_WORDS,
+_ALSO_MODULES = (
     *("accum.", "accum_update.", "delta.", "exp_inf.", "linear.", "mean_grad.", "mean_square.", "moments.", "prev."),
     *("rms.", "square_average.", "stat.", "vhat."),
 )
+STATE_PREFIXES = (*_OPTIMIZER_WORDS, *_ALSO_MODULES)
 """Prefixes of optimizer state before the name of its parameter."""
+
+TRAINER_OPTIMIZERS = ("optimizer.", "optim.")
+"""Keys before the optimizer state of PyTorch's trainers."""
 
 _OTHER = re.compile(
     r"(global_step|current_iterator_step|last_overflow_iterator_step|epoch_num|step_num|learning_rate|"
@@ -73,9 +76,9 @@ def state_prefix(name: str, parameters: Container[str]) -> str:
     """
     word, dot, parameter = name.partition(".")
     prefix = word + dot
-    if not parameter or (prefix != ACCUMULATED_GRADIENTS and prefix not in STATE_PREFIXES):
+    if not parameter or prefix not in (ACCUMULATED_GRADIENTS, *STATE_PREFIXES, *TRAINER_OPTIMIZERS):
         return ""
-    return prefix if prefix == ACCUMULATED_GRADIENTS or prefix in _OPTIMIZER_WORDS or parameter in parameters else ""
+    return "" if prefix in _ALSO_MODULES and parameter not in parameters else prefix
 
 
 def is_value(name: str, elements: int) -> bool:

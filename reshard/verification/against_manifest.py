@@ -1,4 +1,4 @@
-"""Whether a target directory matches its manifest, without source or strategies."""
+"""Comparison of a target directory with its manifest, without source or strategies."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-from reshard.checkpoints import CheckpointIndex, FileHandles, crc_of_file, read_index, reading_error
+from reshard.checkpoints import CheckpointIndex, FileHandles, crc_of_file, read_index
 from reshard.checkpoints.checkpoint import Checkpoint
+from reshard.checkpoints.files import reading
 from reshard.checkpoints.formats.dtypes import ARCHIVES
 from reshard.checkpoints.placed import PlacedFile
 from reshard.errors import CheckpointError
@@ -30,8 +31,8 @@ _PROGRESS = threading.Lock()
 def compare_with_manifest(directory: str, manifest: Manifest, means: Means) -> list[Difference]:
     """Compare a directory with its manifest.
 
-    Every file's size and headers are compared; contents too if the manifest has their checksum. For forms other than
-    rank directories, the index and other metadata are compared in full, and must agree with the files.
+    Compares every file's size and headers, and its contents if the manifest has their checksum. For forms other than
+    rank directories, the index and other metadata must also agree with the files.
 
     Args:
         directory: the manifest's directory.
@@ -55,39 +56,37 @@ def compare_with_manifest(directory: str, manifest: Manifest, means: Means) -> l
 
     try:
         with ThreadPoolExecutor(means.jobs) as pool:
-            found = [difference for some in pool.map(compare, manifest.files) for difference in some]
+            differences = [difference for some in pool.map(compare, manifest.files) for difference in some]
     finally:
         means.progress.end()
     if by_rank:
-        return [*found, *_foreign_ranks(directory, manifest)]
-    found += [
+        return [*differences, *_foreign_ranks(directory, manifest)]
+    differences += [
         Difference("file", None, (), text, (file.file,))
         for file in manifest.finishing
         for text in _finishing_differences(os.path.join(directory, file.file), file)
     ]
     for name in manifest.beside:
-        # Users may edit these files.
+        # Only their existence is checked: users may edit these files.
         if status_at(os.path.join(directory, name)) is None:
-            found.append(Difference("file", None, (), f"{os.path.join(directory, name)} is missing", (name,)))
-    found += _foreign_files(directory, manifest)
-    if not found:
+            differences.append(Difference("file", None, (), f"{os.path.join(directory, name)} is missing", (name,)))
+    differences += _foreign_files(directory, manifest)
+    if not differences:
         names = [file.file for file in manifest.files]
-        written, found = read_written(directory, manifest.plan.form, means.handles, names)
-        if written is not None:
-            found += _archives(written.checkpoint, means.handles)
-    return found
+        checkpoint, differences = read_written(directory, manifest.plan.form, means.handles, names)
+        if checkpoint is not None:
+            differences += _archives(checkpoint.checkpoint, means.handles)
+    return differences
 
 
 def _archives(checkpoint: Checkpoint, handles: FileHandles) -> Iterator[Difference]:
-    """Files in which archives do not hold the tensors that the metadata lists."""
+    """Files whose archives lack tensors of the metadata."""
     paths = {index.path for index in checkpoint.indexes.values() if index.format == ARCHIVES}
     for path in sorted(paths):
         try:
-            with handles.borrow(path) as file:
+            with reading(path), handles.borrow(path) as file:
                 if isinstance(file, PlacedFile):
                     file.locate_all()
-        except OSError as error:
-            raise reading_error(path, error) from error
         except CheckpointError as error:
             yield Difference("file", None, (), error.message, (os.path.relpath(path, checkpoint.place),))
 
@@ -97,7 +96,7 @@ def _differences(path: str, file: ManifestFile, means: Means, block: int) -> Ite
     if wrong:
         yield from wrong
         return
-    # What archives hold is in the metadata, which is read when all files are there.
+    # Archives have no header of their own; `_archives` compares them with the metadata.
     if not path.endswith(f".{ARCHIVES}"):
         try:
             index = read_index(means.handles, path)
@@ -132,16 +131,18 @@ def _crc_differences(path: str, crc: int, recorded: str) -> list[str]:
 
 
 def _foreign_files(directory: str, manifest: Manifest) -> Iterator[Difference]:
-    """Files of weights and steps that the manifest does not list, next to its own."""
-    known = {file.file for file in manifest.files}
-    places = {os.path.dirname(name) for name in known}
+    """Weights and steps beside the manifest's files that it does not list."""
+    recorded = {file.file for file in manifest.files}
+    places = {os.path.dirname(name) for name in recorded}
     paths = {place: os.path.join(directory, place) for place in places}
-    beside = [
+    neighbours = [
         os.path.join(place, name) for place, path in paths.items() if is_directory(path) for name in names_in(path)
     ]
-    others = {name for name in beside if name.endswith(".safetensors") and not os.path.basename(name).startswith(".")}
+    weights = {
+        name for name in neighbours if name.endswith(".safetensors") and not os.path.basename(name).startswith(".")
+    }
     steps = {os.path.relpath(step.path, directory) for step in form_named(manifest.plan.form).steps(directory)}
-    for name in sorted([*others.difference(known), *steps.difference(places)]):
+    for name in sorted([*weights.difference(recorded), *steps.difference(places)]):
         yield Difference("file", None, (), f"{os.path.join(directory, name)} is not of this conversion", (name,))
 
 
@@ -149,24 +150,21 @@ def _header_digest(index: CheckpointIndex, handles: FileHandles) -> str:
     """A digest of all bytes that are not tensor contents, in file order; see `records.header_digest`."""
     hashed = hashlib.sha256()
     position = 0
-    try:
-        with handles.borrow(index.path) as file:
-            for offset, size in itertools.chain(index.extents(), [(index.size, 0)]):
-                hashed.update(read_range(file, position, offset - position))
-                position = offset + size
-    except OSError as error:
-        raise reading_error(index.path, error) from error
+    with reading(index.path), handles.borrow(index.path) as file:
+        for offset, size in itertools.chain(index.extents(), [(index.size, 0)]):
+            hashed.update(read_range(file, position, offset - position))
+            position = offset + size
     return hashed.hexdigest()[:16]
 
 
 def _foreign_ranks(directory: str, manifest: Manifest) -> Iterator[Difference]:
     """Checkpoints in rank directories that the manifest does not list."""
-    known = {os.path.join(directory, file.file) for file in manifest.files}
+    recorded = {os.path.join(directory, file.file) for file in manifest.files}
     try:
         tree = find_checkpoints(directory)
     except CheckpointError:
-        # No checkpoints, or names that contradict each other: the listed files were compared by path.
+        # No checkpoints, or contradicting names: the recorded files were already compared by path.
         return
     for candidate in tree.files:
-        if candidate.path not in known:
+        if candidate.path not in recorded:
             yield Difference("file", None, (candidate.rank,), f"{candidate.path} is not of this conversion")

@@ -1,6 +1,6 @@
-"""The box of a tensor on each device, straight from the device matrix and the tensor map.
+"""The box of a tensor on each device, from the device matrix and the tensor map.
 
-Written for proof alone, as plainly as possible: nothing of `reshard.layout` computes anything here.
+Written for proof alone, as plainly as possible: it shares no code with `reshard.layout`.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from typing import NamedTuple, Optional
 from reshard.errors import LayoutError
 
 Box = tuple[tuple[int, int], ...]
-"""Per dimension the first element and the one after the last."""
+"""Per dimension the first element, and one past the last."""
 
 Shape = tuple[int, ...]
 
 
-class Recorded(NamedTuple):
-    """A layout as a strategy records it.
+class LayoutValues(NamedTuple):
+    """The recorded values of a strategy's layout.
 
     Attributes:
         device_matrix: sizes of the axes of devices, slowest first.
         tensor_map: per dimension the axes that cut it, counted from the right, most significant first.
-        shard_size: optimizer shards of a group of replicas; 0 for none, -1 for as many as there are replicas.
+        shard_size: optimizer shards of a group of replicas; 0 for none, -1 for one per replica.
         uneven: sizes of the slices of dimension 0, if a table is split by hand.
         shape: full shape, if recorded; with one entry per entry of the map.
         expandable: whether several entries of the map may be one dimension.
@@ -48,7 +48,7 @@ class Recorded(NamedTuple):
                 replicas //= sizes[axis]
         return {0: 1, -1: replicas}.get(self.shard_size, self.shard_size)
 
-    def unsharded(self) -> Recorded:
+    def unsharded(self) -> LayoutValues:
         """The same without optimizer shards."""
         return self._replace(shard_size=0)
 
@@ -68,9 +68,9 @@ def whole_box(shape: Shape) -> Box:
     return tuple((0, size) for size in shape)
 
 
-def common(one: Box, other: Box) -> Optional[Box]:
-    """The elements in both boxes; None if there are none."""
-    both = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other))
+def common(first: Box, second: Box) -> Optional[Box]:
+    """The common elements of two boxes; None without any."""
+    both = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(first, second))
     return both if all(start < stop for start, stop in both) else None
 
 
@@ -80,21 +80,21 @@ def within(box: Box, around: Box) -> tuple[slice, ...]:
 
 
 @lru_cache(maxsize=64)
-def device_boxes(layout: Recorded, shape: Shape) -> Optional[tuple[Box, ...]]:
+def device_boxes(layout: LayoutValues, shape: Shape) -> Optional[tuple[Box, ...]]:
     """The box of each device in a tensor of this shape; None if the layout does not fit the shape."""
     for tensor_map in _maps(layout, shape):
         boxes = _plain_boxes(layout, tensor_map, shape)
         if boxes is not None:
             boxes = _sharded(boxes, layout.shards)
         if boxes is not None:
-            # Equal boxes are one object: there may be very many devices.
+            # Equal boxes are one object, to save memory with many devices.
             distinct: dict[Box, Box] = {}
             return tuple(distinct.setdefault(box, box) for box in boxes)
     return None
 
 
-def target_boxes(layout: Recorded, shape: Shape) -> tuple[Box, ...]:
-    """Likewise.
+def target_boxes(layout: LayoutValues, shape: Shape) -> tuple[Box, ...]:
+    """The box of each device in a tensor of this shape.
 
     Raises:
         LayoutError: the layout does not fit the shape.
@@ -108,7 +108,7 @@ def target_boxes(layout: Recorded, shape: Shape) -> tuple[Box, ...]:
     return boxes
 
 
-def _maps(layout: Recorded, shape: Shape) -> Iterator[tuple[tuple[int, ...], ...]]:
+def _maps(layout: LayoutValues, shape: Shape) -> Iterator[tuple[tuple[int, ...], ...]]:
     """The tensor map with one entry per dimension, for every possible grouping of entries."""
     entries = layout.tensor_map
     if len(entries) == len(shape):
@@ -121,7 +121,7 @@ def _maps(layout: Recorded, shape: Shape) -> Iterator[tuple[tuple[int, ...], ...
     for ends in itertools.combinations(range(1, len(entries)), len(shape) - 1):
         groups = [range(start, stop) for start, stop in zip((0, *ends), (*ends, len(entries)))]
         fits = all(math.prod(layout.shape[at] for at in group) == size for group, size in zip(groups, shape))
-        # All entries of a dimension but its last have the size of their axes.
+        # Every entry of a dimension but the last has the size of its axes.
         if fits and all(
             entries[at] and layout.shape[at] == math.prod(sizes[axis] for axis in entries[at])
             for group in groups
@@ -130,18 +130,18 @@ def _maps(layout: Recorded, shape: Shape) -> Iterator[tuple[tuple[int, ...], ...
             yield tuple(tuple(axis for at in group for axis in entries[at]) for group in groups)
 
 
-def _plain_boxes(layout: Recorded, tensor_map: Sequence[Sequence[int]], shape: Shape) -> Optional[list[Box]]:
+def _plain_boxes(layout: LayoutValues, tensor_map: Sequence[Sequence[int]], shape: Shape) -> Optional[list[Box]]:
     """The boxes without optimizer shards."""
     sizes = layout.device_matrix[::-1]
-    by_hand = layout.uneven or ()
-    starts = [0, *itertools.accumulate(by_hand)]
+    uneven = layout.uneven or ()
+    starts = [0, *itertools.accumulate(uneven)]
     boxes = []
     for device in range(math.prod(sizes)):
         # The device's place along every axis, the last axis first.
-        places, rest = [], device
+        places, remaining = [], device
         for size in sizes:
-            places.append(rest % size)
-            rest //= size
+            places.append(remaining % size)
+            remaining //= size
         box = []
         for dimension, axes in enumerate(tensor_map):
             slices, number = 1, 0
@@ -149,7 +149,7 @@ def _plain_boxes(layout: Recorded, tensor_map: Sequence[Sequence[int]], shape: S
                 slices *= sizes[axis]
                 number = number * sizes[axis] + places[axis]
             if dimension == 0 and layout.uneven is not None:
-                if len(by_hand) != slices or starts[-1] != shape[0]:
+                if len(uneven) != slices or starts[-1] != shape[0]:
                     return None
                 box.append((starts[number], starts[number + 1]))
                 continue
@@ -165,11 +165,11 @@ def _sharded(boxes: list[Box], shards: int) -> Optional[list[Box]]:
     """Boxes, each cut along dimension 0 for their devices, in order."""
     if shards == 1:
         return boxes
-    met: dict[Box, int] = {}
+    counts: dict[Box, int] = {}
     sharded = []
     for box in boxes:
-        number = met.get(box, 0) % shards
-        met[box] = met.get(box, 0) + 1
+        number = counts.get(box, 0) % shards
+        counts[box] = counts.get(box, 0) + 1
         start, stop = box[0]
         if (stop - start) % shards:
             return None

@@ -1,9 +1,8 @@
-"""Whether a converted checkpoint is what its source makes of it.
+"""Comparison of a converted checkpoint with its source.
 
-The box of each tensor in each file of a rank follows from the source and the target's strategy alone. Other
-forms are read by their own reader, like by any loader: every tensor of the source has to be present, with its type
-and shape, each slice equal to the source, and laid out as the target's strategy lists it. Nothing else may be
-present.
+The box of each tensor in each rank's file follows from the source and the target's strategy alone. Other forms are
+read with their own reader, as by any loader: the target must have every tensor of the source, with its type and
+shape, each slice equal to the source, and the layout of the target's strategy. It must have no other tensors.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Callable, Optional, Union
 
-from reshard.checkpoints import CheckpointIndex, FileHandles, KnownStructures, can_hold, format_of
+from reshard.checkpoints import CheckpointIndex, FileHandles, can_hold, format_of
 from reshard.checkpoints.formats.dtypes import INT4
 from reshard.checkpoints.formats.headers import read_headers
 from reshard.errors import DamagedCheckpointError, IncompleteSourceError, LayoutError
@@ -21,12 +20,20 @@ from reshard.forms.form import Layouts
 from reshard.forms.registry import form_named
 from reshard.strategies import Stage, Strategy
 from reshard.text.wording import number_ranges, quoted, rank_ranges
-from reshard.verification.boxes import Box, Recorded, device_boxes, shape_of, target_boxes, volume_of, whole_box
+from reshard.verification.boxes import Box, LayoutValues, device_boxes, shape_of, target_boxes, volume_of, whole_box
 from reshard.verification.difference import Difference, kind_of_tensor
 from reshard.verification.edited import EditedSource
 from reshard.verification.library import library_differences
 from reshard.verification.reading import Comparison, Means, compare
-from reshard.verification.stored import Content, StoredSource, StoredTensor, Way, by_box, recorded_layout, value_content
+from reshard.verification.stored import (
+    Content,
+    SliceSet,
+    StoredSource,
+    StoredTensor,
+    by_box,
+    recorded_layout,
+    value_content,
+)
 from reshard.verification.values import ExpectedValues, RecoveryValues
 
 AnySource = Union[StoredSource, EditedSource]
@@ -45,12 +52,12 @@ def compare_ranks(
     """Compare rank directories with their source.
 
     Args:
-        source: the step that was converted, under the names and types of the target.
+        source: the converted step, with the names and types of the target.
         files: all files of the converted checkpoint, by rank.
         target: their strategy.
         means: files, threads and memory.
-        ranks: target ranks to compare; None for all of the strategy, without any others.
-        admit: which parameters were converted, by name.
+        ranks: target ranks to compare; None for all of the strategy: then other ranks are differences.
+        admit: whether a parameter was converted, by name.
         recovered: the target was written by a recovery (see `RecoveryValues`).
 
     Returns:
@@ -60,23 +67,23 @@ def compare_ranks(
         InputError: the source lacks slices that the target ranks need, or does not fit its strategy.
         RetryableError: reading failed.
     """
-    wanted = sorted(range(target.device_count) if ranks is None else set(ranks))
-    indexes, damaged = _read_files({rank: files[rank] for rank in wanted if rank in files}, means.handles)
+    compared = sorted(range(target.device_count) if ranks is None else set(ranks))
+    indexes, damaged = _read_files({rank: files[rank] for rank in compared if rank in files}, means.handles)
     beyond = [rank for rank in sorted(files) if ranks is None and rank >= target.device_count]
-    found = [Difference("file", None, (rank,), f"{files[rank]} is not of this conversion") for rank in beyond]
-    for rank in wanted:
+    differences = [Difference("file", None, (rank,), f"{files[rank]} is not of this conversion") for rank in beyond]
+    for rank in compared:
         if rank not in indexes:
-            found.append(Difference("file", None, (rank,), damaged.get(rank, "there is no file")))
-    found += _RankFiles(source, indexes, target, means, admit, recovered).run()
+            differences.append(Difference("file", None, (rank,), damaged.get(rank, "is missing")))
+    differences += _RankFiles(source, indexes, target, means, admit, recovered).run()
     for rank, index in indexes.items():
-        found += [Difference("file", None, (rank,), text) for text in library_differences(index)]
-    return found
+        differences += [Difference("file", None, (rank,), text) for text in library_differences(index)]
+    return differences
 
 
 def compare_form(
     source: AnySource,
-    written: StoredSource,
-    target: Strategy,
+    target_files: StoredSource,
+    strategy: Strategy,
     directory: str,
     means: Means,
     admit: Callable[[str], bool] = lambda name: True,
@@ -84,12 +91,12 @@ def compare_form(
     """Compare a checkpoint of any other form with its source.
 
     Args:
-        source: the step that was converted, under the names and types of the target.
-        written: the converted checkpoint, all of it.
-        target: its strategy; `none` if tensors are whole.
+        source: the converted step, with the names and types of the target.
+        target_files: the converted checkpoint.
+        strategy: its strategy; `none` if tensors are whole.
         directory: its directory; names of files are relative to it.
         means: files, threads and memory.
-        admit: which parameters were converted, by name.
+        admit: whether a parameter was converted, by name.
 
     Returns:
         Every difference, by parameter.
@@ -98,7 +105,7 @@ def compare_form(
         InputError: the source lacks compared slices, or does not fit its strategy.
         RetryableError: reading failed.
     """
-    return _Files(source, written, target, directory, means, admit).run()
+    return _Files(source, target_files, strategy, directory, means, admit).run()
 
 
 def _read_files(files: Mapping[int, str], handles: FileHandles) -> tuple[dict[int, CheckpointIndex], dict[int, str]]:
@@ -110,7 +117,7 @@ def _read_files(files: Mapping[int, str], handles: FileHandles) -> tuple[dict[in
     """
     indexes: dict[int, CheckpointIndex] = {}
     damaged: dict[int, str] = {}
-    for rank, header in read_headers(handles, dict(sorted(files.items())), KnownStructures(handles)):
+    for rank, header in read_headers(handles, dict(sorted(files.items()))):
         if isinstance(header, DamagedCheckpointError):
             damaged[rank] = header.message
         else:
@@ -118,24 +125,24 @@ def _read_files(files: Mapping[int, str], handles: FileHandles) -> tuple[dict[in
     return indexes, damaged
 
 
-def _layout_in(stage: Stage, content: Content, strategy: Strategy) -> Recorded:
+def _layout_in(stage: Stage, content: Content, strategy: Strategy) -> LayoutValues:
     """The layout of a tensor in a target stage.
 
-    Accumulated gradients have optimizer shards if the source's have them. If the source's strategy records none,
-    a target with a pipeline has none either: for pipelines, the compiler records shards that it does not make.
+    Accumulated gradients have optimizer shards if the source's files have them. If the source's strategy records
+    none, a target with a pipeline has none either: MindSpore's compiler records them there, but writes none.
 
     Raises:
-        IncompleteSourceError: only missing files show whether optimizer shards are made.
+        IncompleteSourceError: only missing files show whether the source has optimizer shards.
     """
     if strategy.is_none:
-        return Recorded((stage.device_count,), ((),) * len(content.shape))
+        return LayoutValues((stage.device_count,), ((),) * len(content.shape))
     layout, shards = recorded_layout(stage.layouts[content.name]), content.shards
     if shards.plain or (shards.unrecorded and len(strategy.stages) > 1):
         return layout.unsharded()
     if shards.undecided and layout.shards > 1:
         raise IncompleteSourceError(
-            f"{quoted(content.name)}: only files of {rank_ranges(shards.undecided)} show whether its optimizer shards "
-            "are made, and all of them are missing",
+            f"{quoted(content.name)}: only files of {rank_ranges(shards.undecided)} show whether it has optimizer "
+            "shards, and all of them are missing",
             parameter=content.name,
             hint="restore one of them",
         )
@@ -146,7 +153,7 @@ class _Comparison:
     """The comparison of numbered files with a source; in rank directories the number is the rank.
 
     Raises:
-        CheckpointError: source files contain a requested entry that is not read.
+        CheckpointError: source files contain a requested entry that the reader skips.
     """
 
     def __init__(
@@ -158,10 +165,10 @@ class _Comparison:
         admit: Callable[[str], bool],
     ) -> None:
         self._source, self._indexes, self._new, self._means = source, indexes, strategy, means
-        left_out = set() if strategy.is_none else set(source.listed).difference(strategy.parameters)
+        not_in_target = set() if strategy.is_none else set(source.listed_names).difference(strategy.parameters)
 
         def converted(name: str) -> bool:
-            return name not in left_out and admit(name)
+            return name not in not_in_target and admit(name)
 
         if isinstance(source, StoredSource):
             source.check_read(converted)
@@ -173,10 +180,10 @@ class _Comparison:
         """Every difference, whole files first, then by parameter."""
         self._check_names()
         self._check_metadata()
-        slices = [one for name in self._names for one in self._slices(self._source.tensors[name])]
+        slices = [item for name in self._names for item in self._slices(self._source.tensors[name])]
         values = self._value_origins()
         copies = [*self._value_copies({key: origins[0] for key, origins in values.items()})]
-        self._means.progress.begin(sum(one.nbytes for one in [*slices, *copies]), "verifying")
+        self._means.progress.begin(sum(item.nbytes for item in [*slices, *copies]), "verifying")
         try:
             wrong = compare(slices, self._means)
             for name in wrong.stages:
@@ -186,13 +193,13 @@ class _Comparison:
             self._compare_values(values)
         finally:
             self._means.progress.end()
-        return sorted(self._differences, key=lambda one: (one.parameter or "", one.kind, one.ranks, one.files))
+        return sorted(self._differences, key=lambda item: (item.parameter or "", item.kind, item.ranks, item.files))
 
     def _add(self, kind: str, name: Optional[str], detail: str, numbers: Iterable[int] = ()) -> None:
         self._differences.append(Difference(kind, name, tuple(sorted(numbers)), detail))
 
     def _check_names(self) -> None:
-        """Report names in the files that neither the source nor the strategies list there."""
+        """Report names in the files that neither the source nor the strategies expect there."""
         raise NotImplementedError
 
     def _strange_metadata(self, number: int, index: CheckpointIndex) -> Iterable[str]:
@@ -200,11 +207,11 @@ class _Comparison:
         raise NotImplementedError
 
     def _slices(self, content: Content) -> Iterator[Comparison]:
-        """The slices of a tensor to compare by bytes; other problems are reported here."""
+        """The slices of a tensor to compare by bytes. Reports all other problems."""
         raise NotImplementedError
 
     def _values(self) -> Iterator[tuple[str, int, Sequence[int]]]:
-        """Per value and file, the source files that it may be a copy of; missing ones are reported here."""
+        """Per value and file, the source files of possible originals. Reports missing values."""
         raise NotImplementedError
 
     def _check_metadata(self) -> None:
@@ -220,17 +227,17 @@ class _Comparison:
         return {item for index in self._source.indexes.values() for item in index.metadata.items()}
 
     def _value_origins(self) -> dict[tuple[str, int], list[int]]:
-        """Per value and file, the source files that it may be a copy of, by type and shape."""
-        found: dict[tuple[str, int], list[int]] = {}
+        """Per value and file, the source files of possible originals with its type and shape."""
+        fitting_origins: dict[tuple[str, int], list[int]] = {}
         for name, number, origins in self._values():
             problems = {origin: self._value_problem(name, number, origin) for origin in origins}
             fitting = [origin for origin, problem in problems.items() if problem is None]
             if fitting:
-                found[name, number] = fitting
+                fitting_origins[name, number] = fitting
             else:
                 kind, detail = problems[origins[0]] or ("", "")
                 self._add(kind, name, detail, [number])
-        return found
+        return fitting_origins
 
     def _value_problem(self, name: str, number: int, origin: int) -> Optional[tuple[str, str]]:
         """The difference between the header of a file's value and the source's: kind and detail, or None."""
@@ -247,17 +254,19 @@ class _Comparison:
         numbers: dict[tuple[str, int], list[int]] = defaultdict(list)
         for (name, number), origin in origins.items():
             numbers[name, origin].append(number)
-        for (name, origin), found in numbers.items():
+        for (name, origin), copies in numbers.items():
             content = value_content(self._source.indexes, name, origin)
-            yield Comparison(content, Way(0, {whole_box(content.shape): tuple(found)}), self._indexes)
+            yield Comparison(content, SliceSet(0, {whole_box(content.shape): tuple(copies)}), self._indexes)
 
     def _compare_values(self, origins: Mapping[tuple[str, int], list[int]]) -> None:
-        """Compare each copy with its origin; a copy with several possible origins with one after the other."""
+        """Compare each copy with its possible origins, one after the other."""
         wrong: dict[str, list[int]] = defaultdict(list)
         counted = True
         while origins:
-            found = compare(self._value_copies({key: each[0] for key, each in origins.items()}), self._means, counted)
-            differing = {(name, number) for (_, name), numbers in found.files.items() for number in numbers}
+            mismatches = compare(
+                self._value_copies({key: each[0] for key, each in origins.items()}), self._means, counted
+            )
+            differing = {(name, number) for (_, name), numbers in mismatches.files.items() for number in numbers}
             for name, number in differing:
                 if len(origins[name, number]) == 1:
                     wrong[name].append(number)
@@ -285,11 +294,11 @@ class _RankFiles(_Comparison):
         self._present = {
             stage.number: [rank for rank in sorted(indexes) if rank in stage.ranks] for stage in strategy.stages
         }
-        self._ways: dict[object, Way] = {}
+        self._ways: dict[object, SliceSet] = {}
         self._known_metadata = self._source_metadata
 
     def _is_converted(self, name: str, stage: Stage) -> bool:
-        """Whether a stage's ranks hold slices of a tensor of the source."""
+        """Whether a stage's ranks must hold slices of a tensor."""
         return name in self._converted and (self._new.is_none or name in stage.layouts)
 
     def _check_names(self) -> None:
@@ -297,15 +306,15 @@ class _RankFiles(_Comparison):
         for rank, index in self._indexes.items():
             alike[id(index.tensors)].append(rank)
         extra: dict[str, list[int]] = defaultdict(list)
-        for same in alike.values():
+        for group in alike.values():
             for stage in self._new.stages:
-                ranks = [rank for rank in same if rank in stage.ranks]
-                for name in self._indexes[same[0]].tensors if ranks else ():
+                ranks = [rank for rank in group if rank in stage.ranks]
+                for name in self._indexes[group[0]].tensors if ranks else ():
                     if not self._is_converted(name, stage):
                         extra[name] += [rank for rank in ranks if not self._copied.origins(name, rank)]
         for name, ranks in extra.items():
             if ranks:
-                self._add("extra", name, "is in the file, but the source and the strategies do not put it there", ranks)
+                self._add("extra", name, "is not expected in this file by the source and the strategies", ranks)
 
     def _strange_metadata(self, number: int, index: CheckpointIndex) -> Iterable[str]:
         return _strange_metadata(index, self._known_metadata, self._copied.metadata(number))
@@ -341,7 +350,7 @@ class _RankFiles(_Comparison):
             self._add(kind, name, detail, ranks)
         key = (layout, content.shape, stage.number, tuple(right))
         if key not in self._ways:
-            self._ways[key] = Way(stage.number, by_box(boxes, stage.first_rank, right))
+            self._ways[key] = SliceSet(stage.number, by_box(boxes, stage.first_rank, right))
         yield Comparison(content, self._ways[key], self._indexes, stage.number)
 
     def _values(self) -> Iterator[tuple[str, int, Sequence[int]]]:
@@ -361,15 +370,15 @@ class _Files(_Comparison):
     def __init__(
         self,
         source: AnySource,
-        written: StoredSource,
+        target_files: StoredSource,
         strategy: Strategy,
         directory: str,
         means: Means,
         admit: Callable[[str], bool],
     ) -> None:
-        super().__init__(source, written.indexes, strategy, means, admit)
-        self._written, self._directory = written, directory
-        self._form = form_named(written.checkpoint.form)
+        super().__init__(source, target_files.indexes, strategy, means, admit)
+        self._written, self._directory = target_files, directory
+        self._form = form_named(target_files.checkpoint.form)
         self._value_files = {
             name: files
             for name, files in self._value_files.items()
@@ -385,71 +394,73 @@ class _Files(_Comparison):
         self._differences.append(Difference(kind, name, (), detail, names))
 
     def _check_names(self) -> None:
-        for name in self._written.held.keys() - {*self._names, *self._value_files}:
-            detail = "is there, but the source and the strategies do not put it there"
-            self._add("extra", name, detail, self._written.held[name])
+        for name in self._written.holders.keys() - {*self._names, *self._value_files}:
+            detail = "is not expected in this file by the source and the strategies"
+            self._add("extra", name, detail, self._written.holders[name])
 
     def _strange_metadata(self, number: int, index: CheckpointIndex) -> Iterable[str]:
         if index.format != "safetensors":
             return
-        own = {key: text for key, text in index.metadata.items() if key in self._form.options.metadata}
-        yield from _strange_metadata(index, self._known_metadata, own, self._format)
+        allowed = {key: text for key, text in index.metadata.items() if key in self._form.options.metadata}
+        yield from _strange_metadata(index, self._known_metadata, allowed, self._format)
         if "format" not in index.metadata:
             yield f"its metadata has no 'format', which should be {self._format!r}"
 
     def _values(self) -> Iterator[tuple[str, int, Sequence[int]]]:
         for name, files in self._value_files.items():
-            for number in self._written.held.get(name, ()):
+            for number in self._written.holders.get(name, ()):
                 yield name, number, files[:1]
-            if name not in self._written.held:
+            if name not in self._written.holders:
                 self._add("missing", name, "is in no file")
 
     def _slices(self, content: Content) -> Iterator[Comparison]:
-        name, written = content.name, self._written
-        numbers = written.held.get(name)
+        name, target_files = content.name, self._written
+        numbers = target_files.holders.get(name)
         if numbers is None:
             self._add("missing", name, "is in no file")
             return
-        held = {number: written.value(name, number) for number in numbers}
-        wrong = [number for number, tensor in held.items() if tensor.dtype != content.dtype]
+        headers = {number: target_files.value(name, number) for number in numbers}
+        wrong = [number for number, tensor in headers.items() if tensor.dtype != content.dtype]
         if wrong:
-            detail = f"is {held[wrong[0]].dtype}, but {content.dtype} {self._source.origin}"
+            detail = f"is {headers[wrong[0]].dtype}, but {content.dtype} {self._source.origin}"
             self._add("type", name, detail, wrong)
             return
-        layouts, laid_out = self._form.options.layouts, written.tensors.get(name)
+        layouts, laid_out = self._form.options.layouts, target_files.tensors.get(name)
         boxed = self._form.options.shards
         if laid_out is None and (layouts is Layouts.WHOLE or boxed):
-            # A tensor of one element looks like a value if all tensors are whole.
-            wrong = [number for number, tensor in held.items() if tensor.shape != content.shape]
+            # In forms of whole tensors, a tensor of one element counts as a value.
+            wrong = [number for number, tensor in headers.items() if tensor.shape != content.shape]
             if wrong:
-                detail = f"has shape {list(held[wrong[0]].shape)}, not {list(content.shape)}"
+                detail = f"has shape {list(headers[wrong[0]].shape)}, not {list(content.shape)}"
                 self._add("shape", name, detail, wrong)
                 return
-            yield Comparison(content, Way(0, {whole_box(content.shape): numbers}), written.indexes)
+            yield Comparison(content, SliceSet(0, {whole_box(content.shape): numbers}), target_files.indexes)
             return
-        saved = self._form.saved_cut(written.checkpoint, name)
+        saved = self._form.saved_cut(target_files.checkpoint, name)
         if laid_out is None or (layouts is Layouts.RECORDED and saved is None and not boxed):
             self._add("missing", name, "is in a file, but no metadata lists it", numbers)
             return
         assert isinstance(laid_out, StoredTensor)
-        unlisted = set(numbers).difference(*(files for way in laid_out.ways for files in way.held.values()))
-        # Chunks without elements are there for ranks that have no rows.
-        unlisted = {number for number in unlisted if held[number].elements}
+        unlisted = set(numbers).difference(
+            *(files for slices in laid_out.slice_sets for files in slices.files_of.values())
+        )
+        # Ranks without rows have chunks without elements.
+        unlisted = {number for number in unlisted if headers[number].elements}
         if unlisted:
             self._add("extra", name, "is in the file, but no metadata lists it there", unlisted)
         if laid_out.shape != content.shape:
             self._add("shape", name, f"has shape {list(laid_out.shape)}, not {list(content.shape)}", numbers)
             return
         if not laid_out.is_whole():
-            self._add("missing", name, "is not whole: slices are in no file")
+            self._add("missing", name, "is incomplete: no file holds some of its slices")
         if saved is not None:
             recorded = None if saved.layout is None else recorded_layout(saved.layout)
             for detail in self._wrong_layout(content, recorded, saved.ranks):
                 self._add("strategy", name, detail)
-        for way in laid_out.ways:
-            yield Comparison(content, way, written.indexes, way.number)
+        for slices in laid_out.slice_sets:
+            yield Comparison(content, slices, target_files.indexes, slices.number)
 
-    def _wrong_layout(self, content: Content, recorded: Optional[Recorded], ranks: Sequence[int]) -> Iterator[str]:
+    def _wrong_layout(self, content: Content, recorded: Optional[LayoutValues], ranks: Sequence[int]) -> Iterator[str]:
         """Differences of a recorded layout from the target strategy's."""
         stage = next(stage for stage in self._new.stages if self._new.is_none or content.name in stage.layouts)
         try:
@@ -460,36 +471,36 @@ class _Files(_Comparison):
         if tuple(ranks) != tuple(stage.ranks):
             yield f"is laid out over ranks {number_ranges(ranks)}, not {number_ranges(stage.ranks)}"
             return
-        whole = (whole_box(content.shape),) * len(ranks)
-        found = whole if recorded is None else device_boxes(recorded, content.shape) or ()
-        if found != boxes:
-            cuts, wanted = _cuts(found), _cuts(boxes)
-            if cuts != wanted:
-                yield f"is cut into {cuts} slices per dimension, not {wanted}"
+        whole_boxes = (whole_box(content.shape),) * len(ranks)
+        recorded_boxes = whole_boxes if recorded is None else device_boxes(recorded, content.shape) or ()
+        if recorded_boxes != boxes:
+            recorded_cuts, expected_cuts = _cuts(recorded_boxes), _cuts(boxes)
+            if recorded_cuts != expected_cuts:
+                yield f"is cut into {recorded_cuts} slices per dimension, not {expected_cuts}"
             else:
-                yield "has its slices on other ranks than the target's strategy gives them to"
+                yield "has its slices on other ranks than in the target's strategy"
 
 
 def _strange_metadata(
-    index: CheckpointIndex, known: Collection[tuple[str, str]], allowed: Mapping[str, str], format: str = "ms"
+    index: CheckpointIndex, copied: Collection[tuple[str, str]], allowed: Mapping[str, str], format: str = "ms"
 ) -> Iterator[str]:
-    """Metadata of a safetensors file that is neither correct for it nor copied from the source.
+    """Metadata of a safetensors file that is neither expected nor copied from the source.
 
     Args:
         index: the file.
-        known: the metadata of all source files.
+        copied: the metadata of all source files.
         allowed: metadata that the file may also have.
         format: the correct ``format``.
     """
     for key, text in index.metadata.items():
         tensor = index.tensors.get(key)
-        right = {"format": format, "remove_redundancy": "False"}.get(key)
-        if right is None and tensor is not None and tensor.dtype == INT4:
-            right = INT4
-        # The target has every slice, with any remove_redundancy in the source.
-        same_as_source = allowed.get(key) == text or (key != "remove_redundancy" and (key, text) in known)
-        if text != right and key != "crc_num" and not same_as_source:
-            expected = "nothing" if right is None else repr(right)
+        correct = {"format": format, "remove_redundancy": "False"}.get(key)
+        if correct is None and tensor is not None and tensor.dtype == INT4:
+            correct = INT4
+        # The source's remove_redundancy does not count: the target has every slice.
+        same_as_source = allowed.get(key) == text or (key != "remove_redundancy" and (key, text) in copied)
+        if text != correct and key != "crc_num" and not same_as_source:
+            expected = "nothing" if correct is None else repr(correct)
             yield f"its metadata has {text!r} for {key!r}, not {expected}"
 
 

@@ -11,25 +11,12 @@ from typing import Callable, Optional
 from reshard.errors import InputError
 from reshard.strategies import Strategy
 from reshard.text.names import belongs_to_rank
-from reshard.text.report import Report
 from reshard.text.wording import rank_ranges
 from reshard.verification.boxes import Box, volume_of, whole_box
 from reshard.verification.difference import Difference, kind_of_tensor
 from reshard.verification.reading import Means, sums
-from reshard.verification.sources import read_files_of_ranks
-from reshard.verification.stored import StoredSource, StoredTensor, Way, value_content
+from reshard.verification.stored import SliceSet, StoredSource, StoredTensor, value_content
 from reshard.verification.sums import PRIME
-
-
-def compare_replicas(
-    files: Mapping[int, str],
-    strategy: Strategy,
-    means: Means,
-    admit: Callable[[str], bool] = lambda name: True,
-) -> list[Difference]:
-    """Differing copies of slices within a checkpoint of ranks; see `compare_copies`."""
-    source, problems = read_files_of_ranks(files, strategy, means.handles, Report(), {}, admit)
-    return compare_copies(source, means, admit, problems)
 
 
 def compare_copies(
@@ -40,14 +27,13 @@ def compare_copies(
 ) -> list[Difference]:
     """Compare the copies of each slice within a checkpoint.
 
-    Of three or more copies, the file that differs from most is reported; of two, both files. Missing files are
-    skipped.
+    Of three or more copies, the minority is reported; of two, both files. Missing files are skipped.
 
     Args:
         source: the checkpoint.
         means: files, threads and memory.
         admit: whether a parameter is compared, by name.
-        problems: contradictions to the strategy, by parameter.
+        problems: contradictions with the strategy, by parameter.
 
     Returns:
         Every difference, by parameter.
@@ -74,8 +60,8 @@ def compare_copies(
         kinds: dict[str, dict[int, Hashable]] = defaultdict(dict)
         for (name, file), number in sums(_value_copies(source, values), means):
             kinds[name][file] = (kind_of_tensor(source.value(name, file)), number)
-        for name, each in kinds.items():
-            differences += _minority(name, each)
+        for name, copies in kinds.items():
+            differences += _minority(name, copies)
     finally:
         means.progress.end()
     return sorted(differences, key=lambda difference: (difference.parameter or "", difference.kind, difference.ranks))
@@ -95,40 +81,44 @@ def has_copies(tensor: StoredTensor) -> bool:
     return any(volume_of(box) for _, box, _ in _copied_slices(tensor))
 
 
-def _copied_slices(tensor: StoredTensor) -> list[tuple[Way, Box, tuple[int, ...]]]:
+def _copied_slices(tensor: StoredTensor) -> list[tuple[SliceSet, Box, tuple[int, ...]]]:
     """The slices of a parameter in several files or stages."""
-    tied = len(tensor.ways) > 1
+    tied = len(tensor.slice_sets) > 1
     return [
-        (way, box, files)
-        for way in tensor.ways
-        for box, files in way.held.items()
+        (slices, box, files)
+        for slices in tensor.slice_sets
+        for box, files in slices.files_of.items()
         if len(files) > 1 or (files and tied)
     ]
 
 
 def _differing_slices(tensors: Iterable[StoredTensor], means: Means) -> Iterator[Difference]:
     copies = (
-        ((tensor, way.number, box, file), replace(tensor, ways=(Way(way.number, {box: (file,)}),)), box)
+        (
+            (tensor, slices.number, box, file),
+            replace(tensor, slice_sets=(SliceSet(slices.number, {box: (file,)}),)),
+            box,
+        )
         for tensor in tensors
-        for way, box, files in _copied_slices(tensor)
+        for slices, box, files in _copied_slices(tensor)
         for file in files
     )
-    for _, of_tensor in itertools.groupby(sums(copies, means), key=lambda item: item[0][0].name):
+    for _, tensor_sums in itertools.groupby(sums(copies, means), key=lambda item: item[0][0].name):
         totals: dict[int, int] = defaultdict(int)
         agree = True
-        for (tensor, stage, _), of_slice in itertools.groupby(of_tensor, key=lambda item: item[0][:3]):
-            by_file = {file: total for (*_, file), total in of_slice}
+        for (tensor, stage, _), slice_sums in itertools.groupby(tensor_sums, key=lambda item: item[0][:3]):
+            by_file = {file: total for (*_, file), total in slice_sums}
             totals[stage] += Counter(by_file.values()).most_common(1)[0][0]
             for difference in _minority(tensor.name, by_file):
                 agree = False
                 yield difference
-        whole = {way.number for way in tensor.whole_ways()}
-        if agree and len({totals[stage] % PRIME for stage in whole & set(totals)}) > 1:
+        complete = {slices.number for slices in tensor.whole_slice_sets()}
+        if agree and len({totals[stage] % PRIME for stage in complete & set(totals)}) > 1:
             yield Difference("stages", tensor.name, (), "pipeline stages hold different values of it")
 
 
 def _minority(name: str, copies: Mapping[int, Hashable]) -> Iterator[Difference]:
-    """The files whose copy differs from most."""
+    """The files whose copy differs from the majority, or all files without a majority."""
     ranked = Counter(copies.values()).most_common(2)
     if len(ranked) == 1:
         return
@@ -137,22 +127,22 @@ def _minority(name: str, copies: Mapping[int, Hashable]) -> Iterator[Difference]
         most = rank_ranges(set(copies) - set(wrong))
         yield Difference("replica", name, tuple(wrong), f"differs from the copies on {most}")
     else:
-        yield Difference("replicas", name, tuple(copies), "copies differ, and no majority shows which is wrong")
+        yield Difference("replicas", name, tuple(copies), "copies differ, without a majority that shows the wrong one")
 
 
 def not_held(source: StoredSource, strategy: Strategy, admit: Callable[[str], bool]) -> dict[str, list[int]]:
-    """Ranks, ascending, whose files lack a parameter that other ranks' files hold and theirs could hold, too.
+    """Per parameter the ranks of its stages, ascending, whose files lack it although other files hold it.
 
-    This is not a difference: de-duplicated saves omit replicas, and conversions read the copy of any rank.
+    This is not a difference: de-duplicated saves omit replicas, and conversions read any rank's copy.
     """
-    alike: dict[int, list[int]] = defaultdict(list)
+    groups: dict[int, list[int]] = defaultdict(list)
     for rank, index in source.indexes.items():
-        alike[id(index.tensors)].append(rank)
+        groups[id(index.tensors)].append(rank)
     lacking: dict[str, list[int]] = defaultdict(list)
-    for same in alike.values():
-        tensors = source.indexes[same[0]].tensors
+    for group in groups.values():
+        tensors = source.indexes[group[0]].tensors
         for stage in strategy.stages:
-            ranks = [rank for rank in same if rank in stage.ranks]
+            ranks = [rank for rank in group if rank in stage.ranks]
             for name in stage.layouts if ranks else ():
                 if name in source.tensors and name not in tensors and admit(name):
                     lacking[name] += ranks

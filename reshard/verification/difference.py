@@ -13,8 +13,8 @@ class Difference(NamedTuple):
 
     Attributes:
         kind: ``file`` (missing or damaged), ``missing``, ``extra``, ``type``, ``shape``, ``content``,
-            ``replica`` (copies disagree, and the wrong one is known), ``replicas`` (the wrong one is
-            unknown), ``stages`` (pipeline stages disagree) or ``strategy`` (files do not fit it).
+            ``replica`` (a minority of copies differs), ``replicas`` (copies differ without a majority), ``stages``
+            (pipeline stages disagree) or ``strategy`` (files do not fit it).
         parameter: the parameter, or None for a whole file.
         ranks: the wrong ranks, ascending; all candidates if unknown. Empty for forms without ranks.
         detail: the problem; printed after the parameter's name, ranks and files.

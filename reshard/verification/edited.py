@@ -1,7 +1,6 @@
-"""The tensors of a source under other names, packing and types.
+"""The tensors of a source with other names, packing and types.
 
-The rules themselves, as operations in numbers, come from `names`. `rules` carries them out and `rounding` casts, both
-with NumPy alone.
+The rules, as numeric operations, come from `names`. `rules` executes them and `rounding` casts, both with NumPy alone.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from reshard.text.near_names import near_names
 from reshard.text.report import Report
 from reshard.text.wording import quoted
 from reshard.verification.boxes import Shape
-from reshard.verification.rules import MadeTensor, lists_of, taken
+from reshard.verification.rules import DerivedTensor, lists_of, needed_sources
 from reshard.verification.stored import Content, Shards, StoredSource, StoredTensor
 
 if TYPE_CHECKING:
@@ -39,7 +38,7 @@ class _Recipe(NamedTuple):
 
 
 class EditedSource:
-    """A complete source under other names, packing and types; see `stored.StoredSource`.
+    """A complete source with other names, packing and types; see `stored.StoredSource`.
 
     Args:
         base: the source.
@@ -49,9 +48,9 @@ class EditedSource:
     Attributes:
         base: the source.
         indexes: the headers of its files.
-        tensors: the made tensors, by name.
-        values: the kept values, with their files.
-        listed: names of the tensors.
+        tensors: the edited tensors, by name.
+        values: the remaining values, with their files.
+        listed_names: names of the tensors.
         tied: pairs of names in the source that should be equal; only the first is used.
 
     Raises:
@@ -61,7 +60,7 @@ class EditedSource:
     origin = "by the rules and casts"
 
     def __init__(self, base: StoredSource, edits: Edits, report: Report) -> None:
-        # Imported only here: most checkpoints are compared under their own names.
+        # Imported only here: most checkpoints are compared without rules.
         from reshard.names import apply_rules, warning_of
 
         base.check_read(lambda name: True)
@@ -70,39 +69,39 @@ class EditedSource:
         self.indexes: Mapping[int, CheckpointIndex] = base.indexes
         self.tied: tuple[tuple[str, str], ...] = ()
         self._originals: Mapping[str, Content] = base.tensors
-        kept = set(base.values)
+        kept_values = set(base.values)
         if edits.quantisation is not None:
             from reshard.verification.quantised import dequantised_tensors
 
-            self._originals, kept = dequantised_tensors(base, edits.quantisation)
+            self._originals, kept_values = dequantised_tensors(base, edits.quantisation)
         recipes = {name: _Recipe((), (name,)) for name in self._originals}
         first = edits.first_names(base.checkpoint, report)
         if first:
             recipes = {new: recipes[old] for old, new in first.items() if new is not None}
         if edits.table is not None:
             applied = apply_rules(
-                edits.table, self._shapes(recipes, kept), edits.config, edits.reverse, edits.optimizer
+                edits.table, self._shapes(recipes, kept_values), edits.config, edits.reverse, edits.optimizer
             )
             warning = warning_of(edits.table, applied)
             if warning is not None:
                 report.warn(warning)
-            recipes, kept = _ruled(recipes, kept, applied)
+            recipes, kept_values = _ruled(recipes, kept_values, applied)
             self.tied = tuple(pair for pair in applied.tied if all(name in base.tensors for name in pair))
-            for names, why in ((applied.dropped, "dropped by a rule"), (applied.unspoken, "optimizer state")):
+            for names, why in ((applied.dropped, "dropped by a rule"), (applied.skipped_state, "optimizer state")):
                 if names:
                     report.note(f"not compared, {why}: " + listing(sorted(names)))
         if edits.renames is not None:
-            values = kept - set(base.checkpoint.without_layout())
-            applied = apply_rules(edits.renames, self._shapes(recipes, kept), optimizer=True, values=values)
-            recipes, kept = _ruled(recipes, kept, applied)
+            values = kept_values - set(base.checkpoint.without_layout())
+            applied = apply_rules(edits.renames, self._shapes(recipes, kept_values), optimizer=True, values=values)
+            recipes, kept_values = _ruled(recipes, kept_values, applied)
         last = edits.last_names(recipes.keys(), Report())
         recipes = {last.get(name) or name: recipe for name, recipe in recipes.items()}
-        self.values = {name: files for name, files in base.values.items() if name in kept}
-        types = _types({*recipes, *kept}, recipes, edits.casts)
+        self.values = {name: files for name, files in base.values.items() if name in kept_values}
+        types = _types({*recipes, *kept_values}, recipes, edits.casts)
         self.tensors: dict[str, Content] = {
-            name: self._made(name, recipe, types.get(name)) for name, recipe in recipes.items()
+            name: self._content(name, recipe, types.get(name)) for name, recipe in recipes.items()
         }
-        self.listed: Collection[str] = self.tensors.keys()
+        self.listed_names: Collection[str] = self.tensors.keys()
 
     @property
     def names(self) -> set[str]:
@@ -114,23 +113,23 @@ class EditedSource:
         return self.indexes[file].tensors[name]
 
     def used(self) -> dict[str, StoredTensor]:
-        """The tensors of the source that others are made of, by name."""
-        made: list[Content] = [
+        """The source's tensors that edited tensors are computed from, by name."""
+        derived: list[Content] = [
             source
             for tensor in self.tensors.values()
             if not isinstance(tensor, StoredTensor)
-            for source in (tensor.sources if isinstance(tensor, MadeTensor) else [tensor])
+            for source in (tensor.sources if isinstance(tensor, DerivedTensor) else [tensor])
         ]
-        stored = itertools.chain.from_iterable(getattr(each, "sources", [each]) for each in made)
+        stored = itertools.chain.from_iterable(getattr(each, "sources", [each]) for each in derived)
         return {each.name: each for each in stored if isinstance(each, StoredTensor)}
 
     def same_layouts(self, strategy: Strategy) -> Strategy:
-        """The source's strategy under the new names.
+        """The source's strategy with the new names.
 
         Raises:
-            CheckpointError: tensors are packed differently, so that it does not list their cuts.
+            CheckpointError: tensors are packed differently, so the strategy has no layouts for them.
         """
-        packed = sorted(name for name, one in self.tensors.items() if isinstance(one, MadeTensor) and one.operations)
+        packed = sorted(name for name, one in self.tensors.items() if isinstance(one, DerivedTensor) and one.operations)
         if packed:
             raise CheckpointError(
                 "the source's layouts do not fit tensors that are packed differently: " + listing(packed),
@@ -139,30 +138,30 @@ class EditedSource:
             )
         before = {name: name for name in self.values}
         for name, tensor in self.tensors.items():
-            before[name] = tensor.sources[0].name if isinstance(tensor, MadeTensor) else tensor.stored_name  # type: ignore[attr-defined]
+            before[name] = tensor.sources[0].name if isinstance(tensor, DerivedTensor) else tensor.stored_name  # type: ignore[attr-defined]
         stages = (
             replace(stage, layouts={name: stage.layouts[old] for name, old in before.items() if old in stage.layouts})
             for stage in strategy.stages
         )
         return replace(strategy, stages=tuple(stages))
 
-    def _shapes(self, recipes: Mapping[str, _Recipe], kept: Collection[str]) -> dict[str, Shape]:
+    def _shapes(self, recipes: Mapping[str, _Recipe], kept_values: Collection[str]) -> dict[str, Shape]:
         """The shapes of tensors and values."""
         shapes = {name: self._lists(recipe)[-1][recipe.number] for name, recipe in recipes.items()}
-        return {**shapes, **{name: self.value(name, self.base.values[name][0]).shape for name in kept}}
+        return {**shapes, **{name: self.value(name, self.base.values[name][0]).shape for name in kept_values}}
 
     def _lists(self, recipe: _Recipe) -> list[list[Shape]]:
         return lists_of(recipe.operations, [self._originals[source].shape for source in recipe.sources])
 
-    def _made(self, name: str, recipe: _Recipe, requested: Optional[str]) -> Content:
-        """A tensor.
+    def _content(self, name: str, recipe: _Recipe, requested: Optional[str]) -> Content:
+        """An edited tensor.
 
         Raises:
-            CheckpointError: its elements cannot be cast, or have several types.
+            CheckpointError: its elements cannot be cast.
         """
         sources = [self._originals[source] for source in recipe.sources]
         lists = self._lists(recipe)
-        used = [sources[number] for number in sorted(taken(recipe.operations, lists[0], recipe.number))]
+        used = [sources[number] for number in sorted(needed_sources(recipe.operations, lists[0], recipe.number))]
         types = {source.dtype: source for source in used}
         cast = requested is not None and types.keys() != {requested} and any("Float" in dtype for dtype in types)
         if not recipe.operations and not cast:
@@ -180,56 +179,58 @@ class EditedSource:
                     )
             dtype, item_size = requested, ITEM_SIZES[requested]
         shape, shards = lists[-1][recipe.number], _of_all([source.shards for source in used])
-        return MadeTensor(name, dtype, item_size, shape, tuple(sources), recipe.operations, recipe.number, cast, shards)
+        return DerivedTensor(
+            name, dtype, item_size, shape, tuple(sources), recipe.operations, recipe.number, cast, shards
+        )
 
 
 def _of_all(readings: Sequence[Shards]) -> Shards:
-    """Whether recorded optimizer shards are made, for a tensor made of several; any source that shows it decides."""
+    """The `Shards` of a tensor from those of its sources; any source that shows them decides."""
     decided = [each for each in readings if not each.unrecorded and not each.undecided]
     undecided = () if decided else tuple(sorted({rank for each in readings for rank in each.undecided}))
     return Shards(any(each.plain for each in decided), not decided and not undecided, undecided)
 
 
 def _ruled(
-    recipes: Mapping[str, _Recipe], kept: Collection[str], applied: Applied
+    recipes: Mapping[str, _Recipe], kept_values: Collection[str], applied: Applied
 ) -> tuple[dict[str, _Recipe], set[str]]:
     """The tensors and values after rules.
 
     Raises:
-        CheckpointError: rules take an entry without a layout.
+        CheckpointError: an operation of the rules has a source without a layout.
     """
     recipes_by_name: dict[str, _Recipe] = {}
-    still: set[str] = set()
+    remaining_values: set[str] = set()
     for step in applied.steps:
         loose = [source for source in step.sources if source not in recipes]
         if loose:
             if step.sources != step.targets or step.operations:
                 raise CheckpointError(
-                    f"{quoted(step.targets[0])} is to be made of {quoted(loose[0])}, whose layout is unknown",
+                    f"{quoted(step.targets[0])} needs {quoted(loose[0])}, whose layout is unknown",
                     parameter=loose[0],
                     hint="values keep their names",
                 )
-            still.update(loose)
+            remaining_values.update(loose)
         elif not step.operations:
             recipes_by_name.update((target, recipes[source]) for target, source in zip(step.targets, step.sources))
         else:
             sources = [recipes[source] for source in step.sources]
-            # Only the first table packs; the rules after it give other names.
+            # Only the first table packs; later rules only rename.
             assert not any(source.operations for source in sources)
             names = tuple(source.sources[0] for source in sources)
             recipes_by_name.update(
                 (name, _Recipe(step.operations, names, number)) for number, name in enumerate(step.targets)
             )
-    return recipes_by_name, still & set(kept)
+    return recipes_by_name, remaining_values & set(kept_values)
 
 
 def _types(
-    known: Collection[str], names: Collection[str], casts: Sequence[tuple[Optional[str], str]]
+    all_names: Collection[str], names: Collection[str], casts: Sequence[tuple[Optional[str], str]]
 ) -> dict[str, str]:
     """The requested types, by name.
 
     Args:
-        known: the names of all tensors and values.
+        all_names: the names of all tensors and values.
         names: the names of the tensors.
         casts: types, each with a pattern of names or, for all weights, None; the last match wins.
 
@@ -239,7 +240,7 @@ def _types(
     types: dict[str, str] = {}
     for pattern, dtype in casts:
         glob = None if pattern is None else Glob(pattern)
-        matching = [name for name in names if (is_weight(name, known) if glob is None else glob.matches(name))]
+        matching = [name for name in names if (is_weight(name, all_names) if glob is None else glob.matches(name))]
         if pattern is not None and not matching:
             near = near_names(pattern, [*names])
             raise CheckpointError(

@@ -1,4 +1,4 @@
-"""Verification from end to end: which files are compared with which."""
+"""Verification from end to end: reading source and target, and comparing them."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ class Converted(NamedTuple):
     Attributes:
         place: the source.
         edits: names, packing and types.
-        recorded: whether the edits come from the target's records, perhaps of another source.
-        beside: whether other files of the model, such as a tokenizer, have to be next to the target's weights, too.
+        recorded: the edits come from the target's records, perhaps of another source.
+        beside: other files of the model, such as a tokenizer, must exist in the target.
         adapter: the adapter added to its weights, if any.
     """
 
@@ -66,7 +66,7 @@ class Converted(NamedTuple):
 
 
 class Adapter(NamedTuple):
-    """A low-rank adapter that was added.
+    """A low-rank adapter that was merged into the weights.
 
     Attributes:
         place: its checkpoint.
@@ -87,7 +87,7 @@ class ConvertedTarget(NamedTuple):
         files: in rank directories the converted files, by rank; for other forms the files relative to the directory,
             by number, empty if no record lists them.
         ranks: target ranks to compare; None for all. Other forms are compared as a whole.
-        cut_as_source: the strategy is the source's with the source's names, even if tensors were renamed.
+        cut_as_source: the strategy is the source's, with its names, even if tensors were renamed.
     """
 
     directory: str
@@ -106,7 +106,7 @@ def verify_conversion(
     means: Means,
     report: Report,
     crcs: Optional[RecordedCrcs],
-    known: Optional[Mapping[str, str]] = None,
+    damage_by_path: Optional[Mapping[str, str]] = None,
     recovered: bool = False,
 ) -> list[Difference]:
     """Compare a converted checkpoint with its source.
@@ -118,7 +118,7 @@ def verify_conversion(
         means: files, threads and memory.
         report: gets notes on step and names.
         crcs: checks the CRCs of source files; None to check none.
-        known: damage that the conversion detected, by path. If given, the CRCs of other files are checked
+        damage_by_path: damage that the conversion detected, by path. If given, the CRCs of other files are checked
             only if something differs.
         recovered: the target was written by a recovery.
 
@@ -129,53 +129,73 @@ def verify_conversion(
         ReshardError: the source lacks compared slices, or cannot be read.
     """
     place, edits = converted.place, converted.edits
-    by_rank = form_named(place.form).options.by_rank and form_named(target.form).options.by_rank
-    unchanged = edits.is_empty and converted.adapter is None
-    if unchanged:
-        read = reader_of(place, means.handles, report, target=target.strategy, ranks=target.ranks, filters=filters)
-    elif by_rank and converted.adapter is None:
-        read = reader_of(
-            place, means.handles, report, target=target.strategy, ranks=target.ranks, filters=filters, edits=edits
-        )
-    elif converted.adapter is None and not form_named(place.form).options.by_rank:
-        read = reader_of(place, means.handles, report, filters=filters, edits=edits)
-    else:
-        # The needed slices are known only after rules or an adapter are applied to all tensors.
-        read = reader_of(place, means.handles, report)
+    read = _source_reader(converted, target, filters, means, report)
 
     def differences(source: StoredSource) -> list[Difference]:
-        if unchanged:
+        if edits.is_empty and converted.adapter is None:
             warn_of_unmatched(filters, (place.strategy.parameters, target.strategy.parameters, source.names), report)
             return _compared(source, target, converted, filters.admit, means, report, recovered)
         if converted.recorded and _without_rules(source, edits, _weights_of(target, means.handles)):
             report.note(
-                f"{target.directory} has the names of {place.path}, to which the recorded rules would give others: "
-                "compared without them; for another comparison add --names or --rename"
+                f"{target.directory} has the names of {place.path}, which the recorded rules would change: compared "
+                "without them; for another comparison add --names or --rename"
             )
             casts = replace(edits, table=None, renames=None)
             plain = converted._replace(edits=casts, recorded=False, beside=False)
-            return verify_conversion(plain, target, filters=filters, means=means, report=report, crcs=crcs, known=known)
-        edited = EditedSource(source, edits, report)
-        if converted.adapter is not None:
-            adapter = converted.adapter
-            matrices = reader_of(adapter.place, means.handles, Report())({})
-            edited.tensors = sums_of(edited.tensors, matrices, adapter.place.path, adapter.scale)
-        laid_out = edited.same_layouts(target.strategy) if target.cut_as_source else target.strategy
-        warn_of_unmatched(filters, (laid_out.parameters, edited.names), report)
-        found = [*_untied(edited, means), *_disagreeing(edited, means)]
-        renamed = target._replace(strategy=laid_out)
-        return [*found, *_compared(edited, renamed, converted, filters.admit, means, report)]
+            return verify_conversion(
+                plain, target, filters=filters, means=means, report=report, crcs=crcs, damage_by_path=damage_by_path
+            )
+        return _edited_differences(source, converted, target, filters, means, report)
 
-    damaged = dict(known or {})
-    if known is not None:
+    damaged = dict(damage_by_path or {})
+    if damage_by_path is not None:
         source = read(damaged)
         different = differences(source)
-        # The conversion used a replica in place of a file with a wrong CRC.
+        # The conversion read a replica instead of a file with a wrong CRC.
         more = crcs.damaged(source.files_read) if different and crcs is not None else {}
         if not more:
             return different
         damaged.update(more)
     return differences(read_sound(read, crcs, damaged))
+
+
+def _source_reader(
+    converted: Converted, target: ConvertedTarget, filters: Filters, means: Means, report: Report
+) -> Callable[[Mapping[str, str]], StoredSource]:
+    """A reader of the source's needed slices; see `reader_of`."""
+    place, edits = converted.place, None if converted.edits.is_empty else converted.edits
+    by_rank, to_ranks = (form_named(form).options.by_rank for form in (place.form, target.form))
+    if converted.adapter is None and (edits is None or (by_rank and to_ranks)):
+        return reader_of(
+            place, means.handles, report, target=target.strategy, ranks=target.ranks, filters=filters, edits=edits
+        )
+    if converted.adapter is None and not by_rank:
+        return reader_of(place, means.handles, report, filters=filters, edits=edits)
+    # The needed slices are known only after rules or an adapter are applied to all tensors.
+    return reader_of(place, means.handles, report)
+
+
+def _edited_differences(
+    source: StoredSource,
+    converted: Converted,
+    target: ConvertedTarget,
+    filters: Filters,
+    means: Means,
+    report: Report,
+) -> list[Difference]:
+    """The differences of a target with other names, packing or types, or an adapter."""
+    edited = EditedSource(source, converted.edits, report)
+    if converted.adapter is not None:
+        place, scale = converted.adapter
+        matrices = reader_of(place, means.handles, Report())({})
+        edited.tensors = sums_of(edited.tensors, matrices, place.path, scale)
+    strategy = target.strategy
+    as_source = target.cut_as_source
+    laid_out = edited.same_layouts(strategy) if as_source else converted.edits.laid_out(strategy, edited.tensors)
+    warn_of_unmatched(filters, (laid_out.parameters, edited.names), report)
+    disagreements = [*_untied(edited, means), *_disagreeing(edited, means)]
+    renamed = target._replace(strategy=laid_out)
+    return [*disagreements, *_compared(edited, renamed, converted, filters.admit, means, report)]
 
 
 def _compared(
@@ -192,27 +212,33 @@ def _compared(
         return compare_ranks(
             source, target.files, target.strategy, means, ranks=target.ranks, admit=admit, recovered=recovered
         )
-    written, found = read_written(target.directory, target.form, means.handles, [*target.files.values()] or None)
-    if written is None:
-        return found
-    found += compare_form(source, written, target.strategy, target.directory, means, admit)
+    checkpoint, differences = read_written(
+        target.directory, target.form, means.handles, [*target.files.values()] or None
+    )
+    if checkpoint is None:
+        return differences
+    differences += compare_form(source, checkpoint, target.strategy, target.directory, means, admit)
     if converted.beside:
         edits = converted.edits
         cast = bool(edits.casts) or edits.quantisation is not None
-        beside = form.check_beside(target.directory, written.checkpoint, source.checkpoint, cast, report)
-        found += [Difference("file", None, (), text, (name,)) for name, text in beside]
-    return found
+        beside = form.check_beside(target.directory, checkpoint.checkpoint, source.checkpoint, cast, report)
+        differences += [Difference("file", None, (), text, (name,)) for name, text in beside]
+    return differences
 
 
 def _weights_of(target: ConvertedTarget, handles: FileHandles) -> set[str]:
-    """Names of weights in a converted checkpoint, for rank directories those in one file; empty if none is readable.
+    """Names of weights in a converted checkpoint; empty if no file is readable. Of rank directories, one file counts.
 
     Raises:
         RetryableError: reading failed.
     """
     if not form_named(target.form).options.by_rank:
-        written, _ = read_written(target.directory, target.form, handles)
-        return set() if written is None else {name for name in written.tensors if is_weight(name, written.tensors)}
+        checkpoint, _ = read_written(target.directory, target.form, handles)
+        return (
+            set()
+            if checkpoint is None
+            else {name for name in checkpoint.tensors if is_weight(name, checkpoint.tensors)}
+        )
     for path in target.files.values():
         try:
             tensors = read_index(handles, path).tensors
@@ -222,50 +248,52 @@ def _weights_of(target: ConvertedTarget, handles: FileHandles) -> set[str]:
     return set()
 
 
-def _without_rules(base: StoredSource, edits: Edits, written: Collection[str]) -> bool:
+def _without_rules(base: StoredSource, edits: Edits, target_weights: Collection[str]) -> bool:
     """Whether a source already has the names of the target, which recorded rules would change.
 
-    A checkpoint may be converted to other names and back, and then be compared with the first one. Its records
-    have only the rules of the way back, and the first one lacks the names that these rules need.
+    An example is a checkpoint that was converted to other names and back, and is compared with the original. Its
+    records have only the rules of the second conversion, which do not fit the original's names.
 
     Args:
         base: the source, complete.
         edits: the recorded edits.
-        written: names of the target's weights.
+        target_weights: names of the target's weights.
     """
-    if not written or not base.names.issuperset(written):
+    if not target_weights or not base.names.issuperset(target_weights):
         return False
     try:
-        return not EditedSource(base, edits, Report()).names.issuperset(written)
+        return not EditedSource(base, edits, Report()).names.issuperset(target_weights)
     except InputError:
         # The rules do not fit the source's names.
         return True
 
 
 def _untied(source: EditedSource, means: Means) -> list[Difference]:
-    """Tied tensors of a source that differ from the one that was written instead."""
-    found = []
-    for one, other in source.tied:
-        first, second = source.base.tensors[one], source.base.tensors[other]
+    """Tied tensors of a source that differ from the tensor written for both."""
+    differences = []
+    for written_name, tied_name in source.tied:
+        first, second = source.base.tensors[written_name], source.base.tensors[tied_name]
         assert isinstance(second, StoredTensor)
         different = (first.dtype, first.shape) != (second.dtype, second.shape)
         if not different:
             assert isinstance(first, StoredTensor)
             # The copies are read under their own names.
-            expected = replace(first, name=other)
-            copies = [Comparison(expected, way, second.indexes, way.number) for way in second.ways]
+            expected = replace(first, name=tied_name)
+            copies = [Comparison(expected, slices, second.indexes, slices.number) for slices in second.slice_sets]
             different = bool(compare(copies, means, counted=False).files)
         if different:
-            detail = f"is tied to {quoted(one)}, which is written in its place, but their contents differ"
-            found.append(Difference("content", other, (), detail))
-    return found
+            detail = f"is tied to {quoted(written_name)}, which is written in its place, but their contents differ"
+            differences.append(Difference("content", tied_name, (), detail))
+    return differences
 
 
 def _disagreeing(source: EditedSource, means: Means) -> list[Difference]:
-    """Sources of made tensors with different values in several pipeline stages that are each complete."""
-    shared = [tensor for tensor in source.used().values() if len(tensor.ways) > 1]
+    """Sources of edited tensors with different values in several complete pipeline stages."""
+    shared = [tensor for tensor in source.used().values() if len(tensor.slice_sets) > 1]
     comparisons = [
-        Comparison(tensor, way, tensor.indexes, way.number) for tensor in shared for way in tensor.whole_ways()[1:]
+        Comparison(tensor, slices, tensor.indexes, slices.number)
+        for tensor in shared
+        for slices in tensor.whole_slice_sets()[1:]
     ]
     wrong = compare(comparisons, means, counted=False)
     names = dict.fromkeys(name for _, name in wrong.files)
@@ -275,16 +303,16 @@ def _disagreeing(source: EditedSource, means: Means) -> list[Difference]:
 
 
 def recorded_step(src: str, form: str, step: Optional[str]) -> str:
-    """The step to read, for a conversion that recorded one.
+    """The step to read for a recorded conversion.
 
     Args:
         src: its source.
         form: the source's form.
-        step: the recorded step; None if there is none.
+        step: the recorded step; None without one.
     """
-    found = form_named(form)
-    # The directory of a single iteration holds one step, and its name may lack the step's number.
-    several = found.options.steps and (found.options.by_rank or found.steps(src))
+    source_form = form_named(form)
+    # The directory of a single iteration is read without a step: its name may lack the number.
+    several = source_form.options.steps and (source_form.options.by_rank or source_form.steps(src))
     return step if step is not None and several else "latest"
 
 
@@ -317,31 +345,31 @@ def verify_replicas(
 
     def read(damaged: Mapping[str, str]) -> StoredSource:
         problems.clear()
-        found, contradicting = read_files_of_ranks(
+        differences, contradicting = read_files_of_ranks(
             candidate.files, strategy, means.handles, Report(), damaged, filters.admit
         )
         problems.update(contradicting)
-        return found
+        return differences
 
-    held = read_sound(read, crcs, copies=True)
-    warn_of_unmatched(filters, (strategy.parameters, held.names), report)
-    _check_anything_left(held, filters, problems)
-    found = compare_copies(held, means, filters.admit, problems)
-    _note_not_held(held, strategy, filters, report)
-    return found, _verdict(held, filters, report)
+    source = read_sound(read, crcs, all_files=True)
+    warn_of_unmatched(filters, (strategy.parameters, source.names), report)
+    _check_anything_left(source, filters, problems)
+    differences = compare_copies(source, means, filters.admit, problems)
+    _note_not_held(source, strategy, filters, report)
+    return differences, _verdict(source, filters, report)
 
 
-def _check_anything_left(held: StoredSource, filters: Filters, problems: Mapping[str, InputError]) -> None:
-    if not (problems or any(map(filters.admit, [*held.tensors, *held.values]))):
+def _check_anything_left(source: StoredSource, filters: Filters, problems: Mapping[str, InputError]) -> None:
+    if not (problems or any(map(filters.admit, [*source.tensors, *source.values]))):
         raise CheckpointError(
             "nothing to compare: no parameter of the checkpoint is selected",
             hint="check --include and --exclude, and whether the strategy belongs to this model",
         )
 
 
-def _verdict(held: StoredSource, filters: Filters, report: Report) -> str:
+def _verdict(source: StoredSource, filters: Filters, report: Report) -> str:
     """The line to print if no copies differ; empty if there are no copies, after a warning."""
-    tensors = [tensor for name, tensor in held.tensors.items() if filters.admit(name)]
+    tensors = [tensor for name, tensor in source.tensors.items() if filters.admit(name)]
     alone = sum(1 for tensor in tensors if isinstance(tensor, StoredTensor) and not has_copies(tensor))
     if alone == len(tensors):
         report.warn("no two files hold the same slice of a parameter: nothing was compared")
@@ -361,26 +389,26 @@ def verify_copies(
     Raises:
         ReshardError: it cannot be read.
     """
-    held = read_sound(reader_of(place, means.handles, report, incomplete=True), crcs, copies=True)
-    warn_of_unmatched(filters, (held.names,), report)
-    _check_anything_left(held, filters, {})
+    source = read_sound(reader_of(place, means.handles, report, incomplete=True), crcs, all_files=True)
+    warn_of_unmatched(filters, (source.names,), report)
+    _check_anything_left(source, filters, {})
     root = place.path if is_directory(place.path) else os.path.dirname(place.path)
-    found = []
-    for difference in compare_copies(held, means, filters.admit):
-        files = tuple(os.path.relpath(held.checkpoint.files[number], root) for number in difference.ranks)
+    differences = []
+    for difference in compare_copies(source, means, filters.admit):
+        files = tuple(os.path.relpath(source.checkpoint.files[number], root) for number in difference.ranks)
         detail = "differs from the copies in other files" if difference.kind == "replica" else difference.detail
-        found.append(difference._replace(ranks=(), files=files, detail=detail))
-    return found, _verdict(held, filters, report)
+        differences.append(difference._replace(ranks=(), files=files, detail=detail))
+    return differences, _verdict(source, filters, report)
 
 
-def _note_not_held(held: StoredSource, strategy: Strategy, filters: Filters, report: Report) -> None:
-    """Report parameters that some files lack: a de-duplicated save is compared as far as possible."""
+def _note_not_held(source: StoredSource, strategy: Strategy, filters: Filters, report: Report) -> None:
+    """Report parameters that some files lack, as in a de-duplicated save."""
     by_ranks: dict[tuple[int, ...], list[str]] = {}
-    missing = not_held(held, strategy, filters.admit)
+    missing = not_held(source, strategy, filters.admit)
     for name, ranks in missing.items():
         by_ranks.setdefault(tuple(ranks), []).append(name)
     if by_ranks:
-        # Parameters that few ranks lack come first: in a de-duplicated save they are the exception.
+        # Parameters that few ranks lack come first: they are the exception in a de-duplicated save.
         sets = sorted(by_ranks, key=lambda ranks: (len(ranks), ranks))
         lines = [listing(by_ranks[ranks], _MAX_SHOWN) + f" not on {rank_ranges(ranks)}" for ranks in sets]
         more = len(sets) - _MAX_SHOWN
@@ -396,11 +424,11 @@ def recorded_plan(out: str, manifest: Optional[Manifest], report: Report) -> Opt
 
     Args:
         out: the directory.
-        manifest: its manifest, where there is one.
+        manifest: its manifest, if it has one.
         report: gets warnings about unreadable records.
 
     Returns:
-        None if there are no records, or they contradict each other.
+        None if the directory has no records, or they contradict each other.
 
     Raises:
         RetryableError: records cannot be read.
@@ -427,28 +455,28 @@ def recovered_ranks(out: str) -> Optional[tuple[int, ...]]:
 def converted_files(
     out: str, manifest: Optional[Manifest], ranks: Optional[tuple[int, ...]]
 ) -> tuple[dict[int, str], list[Difference]]:
-    """The files of a converted checkpoint by rank, and a difference for each file of another step next to them.
+    """The files of a converted checkpoint by rank, and a difference for each file of another step.
 
-    Without a manifest these are the files of the newest step.
+    Without a manifest, the newest step counts.
 
     Args:
         out: the directory.
-        manifest: its manifest, where there is one.
+        manifest: its manifest, if it has one.
         ranks: compared ranks; None for all.
 
     Raises:
         ReshardError: manifest and files are missing, or the newest step is ambiguous.
     """
     if manifest is not None:
-        listed = {file.rank: os.path.join(out, file.file) for file in manifest.files}
-        return {rank: path for rank, path in listed.items() if is_regular_file(path)}, []
+        paths = {file.rank: os.path.join(out, file.file) for file in manifest.files}
+        return {rank: path for rank, path in paths.items() if is_regular_file(path)}, []
     tree = find_checkpoints(out)
     newest = next(iter(tree.candidates()), None)
     if newest is None:
         raise CheckpointError(f"{out}: holds no checkpoints", file=out)
-    others = [
+    other_steps = [
         Difference("file", None, (file.rank,), f"{file.path} is not of the newest step, which was compared")
         for file in tree.files
         if file.step != newest.step and (ranks is None or file.rank in ranks)
     ]
-    return newest.files, others
+    return newest.files, other_steps

@@ -1,7 +1,7 @@
 """Fingerprints of a checkpoint: equal before and after any conversion, mergeable across machines.
 
-A result keeps the sum of every slice, so that results of several machines, each from some
-ranks' files, can be merged, and compared where they overlap.
+A result contains the sum of every slice, so results of several machines, each from some ranks' files, can be
+merged, and are compared where they overlap.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from reshard.verification.sums import PRIME, VERSION, fingerprint
 
 _SUM_BYTES = 16
 SEVERAL = -1
-"""The stage number for a sum over a whole parameter that no single stage has."""
+"""The stage number of a sum over a parameter that no single stage holds completely."""
 
 
 class FingerprintEntry(NamedTuple):
@@ -46,8 +46,8 @@ class ParameterSums:
         name: its name.
         dtype: MindSpore's name of its element type.
         shape: shape of the full tensor.
-        slices: the sum of every slice that was read, by stage and box; stage -1 for a whole
-            parameter that only several stages together have.
+        slices: the sum of every read slice, by stage and box; `SEVERAL` for a parameter that only several stages
+            together hold completely.
     """
 
     name: str
@@ -66,23 +66,23 @@ class ParameterSums:
         for (stage, box), total in self.slices.items():
             totals[stage] = (totals.get(stage, 0) + total) % PRIME
             elements[stage] += math.prod(stop - start for start, stop in box)
-        whole = {stage: total for stage, total in totals.items() if elements[stage] == math.prod(self.shape)}
-        if len(set(whole.values())) > 1:
+        complete = {stage: total for stage, total in totals.items() if elements[stage] == math.prod(self.shape)}
+        if len(set(complete.values())) > 1:
             raise CheckpointError(
                 f"{quoted(self.name)} has different values in pipeline stages {number_ranges(self._stages)}, which "
                 "share it",
                 parameter=self.name,
                 hint="`reshard verify --replicas` shows where copies differ",
             )
-        made = fingerprint(self.name, self.dtype, self.shape, next(iter(whole.values()))) if whole else None
-        return FingerprintEntry(self.name, self.dtype, self.shape, made)
+        digest = fingerprint(self.name, self.dtype, self.shape, next(iter(complete.values()))) if complete else None
+        return FingerprintEntry(self.name, self.dtype, self.shape, digest)
 
     @property
     def _stages(self) -> set[int]:
         return {stage for stage, _ in self.slices if stage != SEVERAL}
 
     def check_cuts(self) -> None:
-        """Refuse overlapping slices of one stage: they are of different strategies."""
+        """Refuse overlapping slices of one stage, which come from different strategies."""
         for _, group in itertools.groupby(sorted(self.slices), key=lambda key: key[0]):
             for intervals in zip(*(box for _, box in group)):
                 ordered = sorted(interval for interval in set(intervals) if interval[0] < interval[1])
@@ -105,7 +105,7 @@ class ValueSum(NamedTuple):
 
 
 class _SliceSums(Mapping[tuple[int, Box], int]):
-    """Sums by stage and box in few bytes: parameters with the same cuts share the places."""
+    """Sums by stage and box; compact, because parameters with the same cuts share the places."""
 
     def __init__(self, places: dict[tuple[int, Box], int], sums: bytes) -> None:
         self._places = places
@@ -144,9 +144,9 @@ class Fingerprints:
     Attributes:
         parameters: the parameters with a layout, by name.
         values: all other entries, by name and rank.
-        groups: the files of the checkpoint, as half-open ranges of numbers: those of a pipeline stage
-            together, which hold the same names unless the save was de-duplicated, and others one by one.
-        read: the files that were read, each with a digest of the names in it.
+        groups: the files of the checkpoint, as half-open ranges of numbers. A range holds the files of a pipeline
+            stage, whose names agree unless the save was de-duplicated, or a single file.
+        read: per read file a digest of the names in it.
     """
 
     parameters: dict[str, ParameterSums] = field(default_factory=dict)
@@ -170,13 +170,13 @@ class Fingerprints:
 
     @property
     def unread(self) -> list[int]:
-        """Files that were not read and may hold parameters that no read file holds."""
-        found: list[int] = []
+        """Unread files that may hold parameters of no read file."""
+        unread: list[int] = []
         for start, stop in sorted(self.groups):
-            here = range(start, stop)
-            if len({self.read[file] for file in here if file in self.read}) != 1:
-                found += (file for file in here if file not in self.read)
-        return found
+            group = range(start, stop)
+            if len({self.read[file] for file in group if file in self.read}) != 1:
+                unread += (file for file in group if file not in self.read)
+        return unread
 
     @property
     def complete(self) -> bool:
@@ -185,15 +185,15 @@ class Fingerprints:
 
     @property
     def differing(self) -> list[str]:
-        """Values with different copies on ranks, without those that are rank-specific."""
+        """Values whose copies on ranks differ, except rank-specific ones."""
         return sorted(
             name for name, copies in self.values.items() if len(set(copies.values())) > 1 and not belongs_to_rank(name)
         )
 
     def whole(self) -> Optional[str]:
-        """One fingerprint of everything that a conversion keeps, or None if a part was not read.
+        """One fingerprint of the checkpoint, or None if a part was not read.
 
-        Text and map tensors, which some formats cannot hold, and rank-specific values do not count.
+        Text, map tensors and rank-specific values do not count: conversions may drop or change them.
         """
         entries = [
             entry for entry in self.entries() if entry.dtype not in NO_ARRAYS and not belongs_to_rank(entry.name)
@@ -227,14 +227,14 @@ class Fingerprints:
         for name, copies in other.values.items():
             if name in self.parameters:
                 raise _contradiction(name, "the strategy")
-            here = self.values.setdefault(name, {})
+            own_copies = self.values.setdefault(name, {})
             for rank, copy in copies.items():
-                if here.setdefault(rank, copy) != copy:
+                if own_copies.setdefault(rank, copy) != copy:
                     raise _contradiction(name, f"the copy of rank {rank}")
 
     def to_json(self) -> dict[str, Any]:
         """The documented JSON, for `read_fingerprints`."""
-        made = {entry.name: entry.fingerprint for entry in self.entries()}
+        digests = {entry.name: entry.fingerprint for entry in self.entries()}
         return {
             "version": VERSION,
             "fingerprint": self.whole(),
@@ -248,7 +248,7 @@ class Fingerprints:
                     "name": name,
                     "dtype": parameter.dtype,
                     "shape": list(parameter.shape),
-                    "fingerprint": made[name],
+                    "fingerprint": digests[name],
                     "slices": [
                         {
                             "stage": None if stage == SEVERAL else stage,
@@ -263,7 +263,7 @@ class Fingerprints:
             "values": [
                 {
                     "name": name,
-                    "fingerprint": made[name],
+                    "fingerprint": digests[name],
                     "copies": [
                         {"rank": rank, "dtype": dtype, "shape": list(shape), "sum": f"{total:032x}"}
                         for rank, (dtype, shape, total) in sorted(copies.items())
@@ -279,16 +279,16 @@ def digest_of(names: Iterable[str]) -> str:
     return hashlib.blake2b(repr(sorted(names)).encode(), digest_size=8).hexdigest()
 
 
-def _contradiction(name: str, what: str) -> InputError:
+def _contradiction(name: str, subject: str) -> InputError:
     return InputError(
-        f"{quoted(name)}: the results to merge differ in {what}",
+        f"{quoted(name)}: the results to merge differ in {subject}",
         parameter=name,
         hint="merge results of one checkpoint and one strategy",
     )
 
 
 def fingerprints(source: AnySource, means: Means, admit: Callable[[str], bool] = lambda name: True) -> Fingerprints:
-    """Sum every distinct slice once, in the lowest file that has it, and every copy of a value.
+    """Sum every distinct slice once, from its lowest file, and every copy of a value.
 
     Args:
         source: the checkpoint.
@@ -311,32 +311,32 @@ def fingerprints(source: AnySource, means: Means, admit: Callable[[str], bool] =
     means.progress.begin(total, "reading")
     try:
         parts = (((name, place), part, place[1]) for name, tensor in tensors.items() for place, part in _slices(tensor))
-        for name, some in itertools.groupby(sums(parts, means), key=lambda item: item[0][0]):
-            places, totals = zip(*((place, found) for (_, place), found in some))
+        for name, slice_sums in itertools.groupby(sums(parts, means), key=lambda item: item[0][0]):
+            places, totals = zip(*((place, slice_sum) for (_, place), slice_sum in slice_sums))
             tensor = tensors[name]
             result.parameters[name] = ParameterSums(name, tensor.dtype, tensor.shape, shared.sums(places, totals))
-        # A parameter without slices in the read files.
+        # Parameters without slices in the read files.
         for name, tensor in tensors.items():
             if name not in result.parameters:
                 result.parameters[name] = ParameterSums(name, tensor.dtype, tensor.shape, shared.sums((), ()))
-        wholes = (((name, file), content, whole_box(content.shape)) for name, file, content in copies)
-        equal: dict[ValueSum, ValueSum] = {}
-        for (name, file), found in sums(wholes, means):
+        value_parts = (((name, file), content, whole_box(content.shape)) for name, file, content in copies)
+        shared_copies: dict[ValueSum, ValueSum] = {}
+        for (name, file), slice_sum in sums(value_parts, means):
             header = source.value(name, file)
-            copy = ValueSum(header.dtype, header.shape, found)
-            result.values.setdefault(name, {})[file] = equal.setdefault(copy, copy)
+            copy = ValueSum(header.dtype, header.shape, slice_sum)
+            result.values.setdefault(name, {})[file] = shared_copies.setdefault(copy, copy)
     finally:
         means.progress.end()
     return result
 
 
 def _slices(tensor: Content) -> Iterator[tuple[tuple[int, Box], Content]]:
-    """The summed boxes of a tensor: stage and box, and the tensor of that stage alone."""
+    """The boxes to sum of a tensor: stage and box, and the tensor with the slices of that stage alone."""
     if not isinstance(tensor, StoredTensor):
         yield (0, whole_box(tensor.shape)), tensor
         return
-    for way in tensor.ways:
-        for box in sorted(box for box, files in way.held.items() if files):
-            yield (way.number, box), replace(tensor, ways=(way,))
-    if not tensor.whole_ways() and tensor.is_whole():
+    for slices in tensor.slice_sets:
+        for box in sorted(box for box, files in slices.files_of.items() if files):
+            yield (slices.number, box), replace(tensor, slice_sets=(slices,))
+    if not tensor.whole_slice_sets() and tensor.is_whole():
         yield (SEVERAL, whole_box(tensor.shape)), tensor

@@ -1,6 +1,6 @@
 """A check of .safetensors files with the library that loaders use.
 
-This package's own code both writes and reads the files, and could misunderstand the format twice in the same way.
+This package's own writer and reader could share a misunderstanding of the format.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from reshard.text.wording import one_line, plural, quoted, some_names
 
 # Bytes of the header length at the beginning of a file.
 _LENGTH = 8
-# Types that every version of the library reads. The table is independent, so that a mistake in the writer's shows.
+# Types that every version of the library reads. The table is independent, to find mistakes in the writer's.
 _TYPES = {
     "Bool": "BOOL",
     "Int4": "I8",
@@ -41,13 +41,13 @@ def library_differences(index: CheckpointIndex) -> Iterator[str]:
     """Differences between the safetensors library's reading of a file and ours, or its refusal; a line each.
 
     Args:
-        index: the header as this package reads it. Files of another format are skipped, and files with types that
-            some versions of the library do not read.
+        index: the header in our reading. Files of another format, or with types that some versions of the library
+            refuse, are skipped.
     """
     tensors = index.tensors
     if index.format != "safetensors" or not all(tensor.dtype in _TYPES for tensor in tensors.values()):
         return
-    # Imported only here: nothing else at run time needs it.
+    # Imported only here: no other command needs it.
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -71,7 +71,7 @@ def _on_disk(path: str) -> Iterator[str]:
     """A file that the library can open; for an object, a sparse file of its size with its header.
 
     Raises:
-        UnfitError: the path is no regular file or object.
+        UnfitError: the path is not a regular file or object.
         RetryableError: the sparse file cannot be written.
         OSError: the object cannot be read.
     """

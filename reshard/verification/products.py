@@ -1,8 +1,8 @@
-"""Weights to which the product of an adapter's two thin matrices was added, computed again in tiles, in Float64.
+"""Weights plus the product of an adapter's two thin matrices, computed again in tiles, in Float64.
 
 The conversion multiplies and adds in Float32, in an order that depends on the processor, and rounds once to the
-weight's type. Its elements are not compared bit by bit: each may differ from the exact one by a bound on these
-roundings.
+weight's type. So elements are not compared bit by bit: each may differ from the exact result by a bound on these
+rounding errors.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 Numbers = npt.NDArray[np.float64]
 
 TILE = (128, 2048)
-"""Rows and columns that are computed at a time: ten arrays of some MB."""
+"""Rows and columns of a tile: ten arrays of some MB."""
 
 # Half a unit in the last place of a Float32, by size.
 _FLOAT32 = 2.0**-24
-# Roundings beside those of the sum: of either matrix, the scale, its product, the weight added.
+# Rounding errors besides the sum's: of either matrix, the scale, its product, the addition to the weight.
 _OTHER_ROUNDINGS = 8
 
 
@@ -93,14 +93,14 @@ class Sum:
 
     def tiles(self, box: Box) -> Iterator[Box]:
         """A box in tiles."""
-        (first, last), (left, right) = box
+        (first, last), (left_edge, right_edge) = box
         for row in range(first, last, TILE[0]):
-            for column in range(left, right, TILE[1]):
-                yield (row, min(row + TILE[0], last)), (column, min(column + TILE[1], right))
+            for column in range(left_edge, right_edge, TILE[1]):
+                yield (row, min(row + TILE[0], last)), (column, min(column + TILE[1], right_edge))
 
-    def fits(self, weight: Words, found: Words, box: Box, handles: FileHandles) -> bool:
+    def fits(self, weight: Words, written: Words, box: Box, handles: FileHandles) -> bool:
         """Whether elements equal the weight's plus the product's, within the bound on rounding."""
-        number, before = decoded(found, self.dtype), decoded(weight, self.dtype)
+        number, before = decoded(written, self.dtype), decoded(weight, self.dtype)
         rows, columns = box[::-1] if self.transposed else box
         ranks = (0, self.up.shape[1])
         up = decoded(self.up.read((rows, ranks), handles), self.up.dtype)
@@ -131,7 +131,7 @@ def sums_of(tensors: dict[str, Content], adapter: StoredSource, place: str, scal
     Raises:
         CheckpointError: the two do not fit each other.
     """
-    # Imported only here. Only names and scales come from that room.
+    # Only names and scales come from that room.
     from reshard.lora.pairs import is_matrix, pairs_of, weight_of
 
     pairs = pairs_of(adapter.names, place)

@@ -1,8 +1,8 @@
-"""Numbers that the codes and scales of quantised tensors stand for, one table and one product at a time.
+"""Elements of quantised tensors, by a naive computation of their own.
 
-Which tensors are codes and scales of which, and how many elements share a scale, is taken from `quantised.recognise`,
-as conversions take it. What a code stands for, which scale belongs to it and how the product is rounded is worked out
-here: from the definition of the types, by indices of single elements, in Float64, which holds every product exactly.
+`quantised.recognise` finds codes, scales and blocks, for conversions and here. The number of a code, the scale of an
+element and the rounding of the product are computed here: from the definition of the types, with indices of single
+elements, in Float64, which holds every product exactly.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from reshard.checkpoints.formats.dtypes import ITEM_SIZES
 from reshard.quantised import Quantisation, recognise, stored_tensors
 from reshard.verification.boxes import Box, Shape, shape_of, whole_box
 from reshard.verification.rounding import decoded, words_as
-from reshard.verification.stored import AS_RECORDED, Content, Shards, StoredSource, StoredTensor, Way, Words
+from reshard.verification.stored import AS_RECORDED, Content, Shards, SliceSet, StoredSource, StoredTensor, Words
 
 Numbers = npt.NDArray[np.float64]
 
 
 def _number(code: int, exponent: int, mantissa: int, bias: int, largest: int) -> float:
-    """What a code with a sign stands for; codes of a size above ``largest`` are NaN."""
+    """The number of a code with a sign; codes without sign above ``largest`` are NaN."""
     size = code & (1 << (exponent + mantissa)) - 1
     if size > largest:
         return math.nan
@@ -53,18 +53,18 @@ _EXPONENTS = np.array([math.ldexp(1, code - 127) for code in range(255)] + [math
 
 @dataclass(frozen=True)
 class Dequantised:
-    """A tensor of codes with scales, as numbers; see `stored.Content`.
+    """A dequantised tensor; see `stored.Content`.
 
     Attributes:
         name: see `Content`.
         dtype: see `Content`.
         shape: see `Content`.
-        code: what the bytes of the codes mean.
+        code: type of the bytes of the codes.
         block: elements per scale, per dimension of the codes.
-        codes: the tensor with the codes.
-        scales: the one with the scales.
-        offsets: the one with zero points; None where there are none.
-        swapped: whether the last two dimensions of the codes change places.
+        codes: the stored codes.
+        scales: the stored scales.
+        offsets: the stored zero points; None without them.
+        swapped: whether the last two dimensions of the codes are swapped.
     """
 
     name: str
@@ -77,7 +77,7 @@ class Dequantised:
     offsets: Optional[Content]
     swapped: bool
 
-    # NaN stays NaN, whatever its other bits are.
+    # NaN stays NaN; its other bits may differ.
     cast = True
 
     @property
@@ -87,7 +87,7 @@ class Dequantised:
 
     @property
     def shards(self) -> Shards:
-        """Of accumulated gradients, which are never quantised."""
+        """As recorded: only accumulated gradients differ, which are never quantised."""
         return AS_RECORDED
 
     @property
@@ -97,11 +97,11 @@ class Dequantised:
 
     @property
     def sources(self) -> list[Content]:
-        """The tensors in the files that it is made of."""
+        """The stored tensors of codes, scales and zero points."""
         return [each for each in (self.codes, self.scales, self.offsets) if each is not None]
 
     def paths(self) -> Collection[str]:
-        """The files of which something may be read."""
+        """The files that may be read."""
         return {path for source in self.sources for path in source.paths()}
 
     def read(self, box: Box, handles: FileHandles, room: Any = None) -> Words:
@@ -121,7 +121,7 @@ class Dequantised:
         table = _TABLES[self.code]
         if table.ndim == 1:
             return table[self.codes.read(box, handles).reshape(shape_of(box))]
-        # Bytes that hold an element of the box, which may begin or end within one.
+        # Bytes with elements of the box, which may begin or end within a byte.
         low, high = box[-1]
         along = (low // 2, (high + 1) // 2)
         if len(self.codes.shape) == len(self.shape):
@@ -136,7 +136,7 @@ class Dequantised:
         return numbers[..., low % 2 : low % 2 + high - low]
 
     def _spread(self, scales: Content, box: Box, handles: FileHandles) -> Numbers:
-        """For each element of a box its scale, or zero point."""
+        """The scale, or zero point, of each element of a box."""
         around = tuple((low // size, (high - 1) // size + 1) for (low, high), size in zip(box, self.block))
         # Scales may lack dimensions of which there is one.
         stored = tuple(around[: len(scales.shape)])
@@ -151,17 +151,20 @@ class Dequantised:
 
 
 def dequantised_tensors(base: StoredSource, quantisation: Quantisation) -> tuple[dict[str, Content], set[str]]:
-    """The tensors of a source with numbers in place of codes, and the names of the values that are kept.
+    """The dequantised tensors of a source, and the names of the values that remain.
 
     Raises:
-        CheckpointError: something is quantised in a way that is not known, or does not fit together.
+        CheckpointError: a tensor is quantised in an unknown way, or scales do not fit.
     """
-    how = recognise(stored_tensors(base.checkpoint), quantisation.config, quantisation.description, quantisation.place)
-    gone = {source for each in how.tensors.values() for source in each.sources}.union(how.left_out)
-    found: dict[str, Content] = {name: tensor for name, tensor in base.tensors.items() if name not in gone}
-    for name, each in how.tensors.items():
+    recognised = recognise(
+        stored_tensors(base.checkpoint), quantisation.config, quantisation.description, quantisation.place
+    )
+    dropped = {source for each in recognised.tensors.values() for source in each.sources}
+    dropped.update(recognised.left_out)
+    tensors: dict[str, Content] = {name: tensor for name, tensor in base.tensors.items() if name not in dropped}
+    for name, each in recognised.tensors.items():
         shape = (*each.shape[:-2], each.shape[-1], each.shape[-2]) if each.swapped else each.shape
-        found[name] = Dequantised(
+        tensors[name] = Dequantised(
             name,
             quantisation.dtype,
             shape,
@@ -172,7 +175,7 @@ def dequantised_tensors(base: StoredSource, quantisation: Quantisation) -> tuple
             None if each.offsets is None else _entry(base, each.offsets),
             each.swapped,
         )
-    return found, set(base.values) - gone
+    return tensors, set(base.values) - dropped
 
 
 def _entry(base: StoredSource, name: str) -> Content:
@@ -181,5 +184,5 @@ def _entry(base: StoredSource, name: str) -> Content:
         return base.tensors[name]
     files = base.values[name]
     entry = base.value(name, files[0])
-    way = Way(0, {whole_box(entry.shape): tuple(files)})
-    return StoredTensor(name, name, entry.dtype, ITEM_SIZES[entry.dtype], entry.shape, (way,), base.indexes)
+    slices = SliceSet(0, {whole_box(entry.shape): tuple(files)})
+    return StoredTensor(name, name, entry.dtype, ITEM_SIZES[entry.dtype], entry.shape, (slices,), base.indexes)

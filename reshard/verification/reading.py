@@ -1,4 +1,4 @@
-"""Reading tensors block by block, in several threads and bounded memory: to compare their bytes, or to sum them."""
+"""Comparing and summing tensors, block by block, in several threads or processes and bounded memory."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ import numpy as np
 
 from reshard.checkpoints import CheckpointIndex, FileHandles
 from reshard.checkpoints.files import FileVersion
-from reshard.processes import WORTH_A_PROCESS, Crew, Tell, may_fork, private_bytes, worth_having
+from reshard.processes import MIN_BYTES_PER_PROCESS, Crew, Notify, may_fork, private_bytes, process_count
 from reshard.storage import storage_of
 from reshard.verification.boxes import Box, shape_of, volume_of, whole_box, within
 from reshard.verification.products import Sum
 from reshard.verification.rounding import same_nans
-from reshard.verification.rules import MadeTensor
-from reshard.verification.stored import Content, Rooms, StoredTensor, Way, Words, read_box
+from reshard.verification.rules import DerivedTensor
+from reshard.verification.stored import Buffers, Content, SliceSet, StoredTensor, Words, read_box
 from reshard.verification.sums import PRIME, Workspace
 
 # Small blocks stay in the cache; large ones have longer runs where dimensions are transposed.
-_MIN_BLOCK, _MAX_BLOCK, _MAX_BLOCK_MADE = 256 << 10, 1 << 20, 4 << 20
-# Blocks that a thread holds at a time: the expected one, a part of it, a copy, and intermediate results.
-_COPIES, _COPIES_MADE = 4, 12
-# A thread takes this many blocks, or bytes, at a time.
-_TAKEN_BLOCKS, _TAKEN_BYTES = 64, 1 << 20
+_MIN_BLOCK, _MAX_BLOCK, _MAX_BLOCK_DERIVED = 256 << 10, 1 << 20, 4 << 20
+# Blocks in a thread's memory: the expected block, a part of it, a copy, and intermediate results.
+_COPIES, _COPIES_DERIVED = 4, 12
+# Limits of a batch for a thread.
+_MAX_TASKS, _MAX_TASK_BYTES = 64, 1 << 20
 _K = TypeVar("_K")
-# If the first blocks are this small, one thread is faster than several, unless reads wait for a network.
+# If the first blocks are this small, one thread is faster than several, except on a network.
 _PEEKED, _TINY = 64, 8 << 10
 
 
 MAX_SLICES = 1 << 14
-"""Slices that are held in memory at a time: some MB."""
+"""Slices in memory at a time: some MB."""
 
 
 class Progress(Protocol):
-    """Counts the bytes that are read; called from several threads, one at a time."""
+    """Counts the bytes read; called from several threads, one at a time."""
 
     def begin(self, total: int, doing: str) -> None:
         """``total`` bytes will be read; ``doing`` names the work, such as ``verifying``."""
@@ -61,7 +61,7 @@ class Means:
         handles: open files.
         jobs: CPUs to keep busy.
         max_memory: bytes for all buffers together.
-        progress: counts the bytes that are read.
+        progress: counts the bytes read.
         read: files whose contents were read so far.
     """
 
@@ -81,35 +81,35 @@ class Means:
 
 
 class Comparison(NamedTuple):
-    """A tensor, and the copies of its slices that have to be equal to it.
+    """A tensor, and copies of its slices that must equal it.
 
     Attributes:
         content: the tensor.
-        copies: the files that hold a slice, by its box.
+        copies: the copies.
         indexes: the headers of these files.
         place: a key for the differences, such as the stage.
     """
 
     content: Content
-    copies: Way
+    copies: SliceSet
     indexes: Mapping[int, CheckpointIndex]
     place: object = None
 
     @property
     def regions(self) -> list[Box]:
-        """The boxes of the tensor that are read: all of it, or the slices alone if they do not cover it."""
-        boxes = [box for box, files in self.copies.held.items() if files and volume_of(box)]
-        whole = whole_box(self.content.shape)
-        return [whole] if sum(map(volume_of, boxes)) >= volume_of(whole) > 0 else boxes
+        """The boxes of the tensor to read: all of it, or only the slices if they do not cover it."""
+        boxes = [box for box, files in self.copies.files_of.items() if files and volume_of(box)]
+        everything = whole_box(self.content.shape)
+        return [everything] if sum(map(volume_of, boxes)) >= volume_of(everything) > 0 else boxes
 
     @property
     def nbytes(self) -> int:
         """Bytes of the tensor and of the copies."""
-        copies = sum(volume_of(box) * len(files) for box, files in self.copies.held.items())
+        copies = sum(volume_of(box) * len(files) for box, files in self.copies.files_of.items())
         return self.content.item_size * (sum(map(volume_of, self.regions)) + copies)
 
 
-class Wrong:
+class Mismatches:
     """The differences of comparisons.
 
     Attributes:
@@ -132,16 +132,16 @@ class Wrong:
         with self._lock:
             self.stages.add(name)
 
-    def take(self) -> tuple[dict[tuple[object, str], set[int]], set[str]]:
-        """What was found until now, which is forgotten here."""
-        found = dict(self.files), set(self.stages)
+    def drain(self) -> tuple[dict[tuple[object, str], set[int]], set[str]]:
+        """Remove and return all differences."""
+        drained = dict(self.files), set(self.stages)
         self.files.clear()
         self.stages.clear()
-        return found
+        return drained
 
-    def add(self, found: tuple[dict[tuple[object, str], set[int]], set[str]]) -> None:
-        """What another has taken."""
-        files, stages = found
+    def add(self, drained: tuple[dict[tuple[object, str], set[int]], set[str]]) -> None:
+        """Add the drained differences of another process."""
+        files, stages = drained
         with self._lock:
             for place, wrong in files.items():
                 self.files[place] |= wrong
@@ -155,35 +155,35 @@ class _Task(NamedTuple):
     run: Callable[[], None]
 
 
-def compare(comparisons: Iterable[Comparison], means: Means, counted: bool = True) -> Wrong:
+def compare(comparisons: Iterable[Comparison], means: Means, counted: bool = True) -> Mismatches:
     """Compare copies with their tensors, byte by byte.
 
     Args:
-        comparisons: the comparisons; evaluated as threads take them.
+        comparisons: the comparisons; consumed lazily.
         means: files, threads and memory.
         counted: whether to count bytes in the progress, which the caller begins and ends.
 
     Raises:
         ReshardError: a file cannot be read, or was cut short meanwhile.
     """
-    wrong, rooms = Wrong(), Rooms()
+    mismatches, buffers = Mismatches(), Buffers()
 
     def tasks() -> Iterator[_Task]:
         for one in comparisons:
             means.read.update(one.content.paths())
-            means.read.update(one.indexes[file].path for files in one.copies.held.values() for file in files)
+            means.read.update(one.indexes[file].path for files in one.copies.files_of.values() for file in files)
             for region in one.regions:
                 for block in _blocks(one.content, region, means):
-                    yield _task(one, block, means, rooms, wrong)
+                    yield _task(one, block, means, buffers, mismatches)
 
-    _carry_out(tasks(), means, wrong, counted=counted)
-    return wrong
+    _run_tasks(tasks(), means, mismatches, counted=counted)
+    return mismatches
 
 
-def _task(one: Comparison, block: Box, means: Means, rooms: Rooms, wrong: Wrong) -> _Task:
-    meeting = [*one.copies.meeting(block)]
+def _task(one: Comparison, block: Box, means: Means, buffers: Buffers, mismatches: Mismatches) -> _Task:
+    meeting = [*one.copies.overlapping(block)]
     count = volume_of(block) + sum(volume_of(both) * len(files) for _, both, files in meeting)
-    return _Task(one.content.item_size * count, lambda: _compare_block(one, block, meeting, means, rooms, wrong))
+    return _Task(one.content.item_size * count, lambda: _compare_block(one, block, meeting, means, buffers, mismatches))
 
 
 def _compare_block(
@@ -191,51 +191,53 @@ def _compare_block(
     block: Box,
     meeting: Sequence[tuple[Box, Box, tuple[int, ...]]],
     means: Means,
-    rooms: Rooms,
-    wrong: Wrong,
+    buffers: Buffers,
+    mismatches: Mismatches,
 ) -> None:
     content, name, handles = one.content, one.content.name, means.handles
-    expected = (
-        content.read(block, handles, rooms.room) if isinstance(content, StoredTensor) else content.read(block, handles)
-    )
-    if isinstance(content, StoredTensor) and len(content.ways) > 1:
-        for way in content.whole_ways()[1:]:
-            if not _same(expected, content.read_ways([way], block, handles)):
-                wrong.add_stages(name)
+    if isinstance(content, StoredTensor):
+        expected = content.read(block, handles, buffers.buffer)
+        for slices in content.whole_slice_sets()[1:]:
+            if not _same(expected, content.read_slice_sets([slices], block, handles)):
+                mismatches.add_stages(name)
+    else:
+        expected = content.read(block, handles)
     if content.cast:
         same_nans(expected, content.dtype)
-    for held, both, files in meeting:
+    for stored_box, both, files in meeting:
         part = expected[within(both, block)]
-        found = rooms.room("copy", shape_of(both), content.item_size)
+        copy = buffers.buffer("copy", shape_of(both), content.item_size)
         for file in files:
-            read_box(one.indexes[file], name, held, both, found, handles)
+            read_box(one.indexes[file], name, stored_box, both, copy, handles)
             if isinstance(content, Sum):
-                right = content.fits(part, found, both, handles)
+                right = content.fits(part, copy, both, handles)
             else:
                 if content.cast:
-                    same_nans(found, content.dtype)
-                right = _same(part, found)
+                    same_nans(copy, content.dtype)
+                right = _same(part, copy)
             if not right:
-                wrong.add_file(one.place, name, file)
+                mismatches.add_file(one.place, name, file)
 
 
-def _same(one: Words, other: Words) -> bool:
+def _same(first: Words, second: Words) -> bool:
     """Whether two arrays of the same shape hold the same bytes."""
-    if one.dtype.kind == "V" or (one.flags.c_contiguous and other.flags.c_contiguous):
+    if first.dtype.kind == "V" or (first.flags.c_contiguous and second.flags.c_contiguous):
         # Eight bytes at a time: the array of comparisons takes an eighth of the memory.
-        mine, theirs = (np.ascontiguousarray(each).reshape(-1).view(np.uint8) for each in (one, other))
-        many = len(mine) // 8 * 8
-        return np.array_equal(mine[:many].view("<u8"), theirs[:many].view("<u8")) and np.array_equal(
-            mine[many:], theirs[many:]
+        first_bytes, second_bytes = (
+            np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in (first, second)
         )
-    return np.array_equal(one, other)
+        many = len(first_bytes) // 8 * 8
+        return np.array_equal(first_bytes[:many].view("<u8"), second_bytes[:many].view("<u8")) and np.array_equal(
+            first_bytes[many:], second_bytes[many:]
+        )
+    return np.array_equal(first, second)
 
 
 def sums(parts: Iterable[tuple[_K, Content, Box]], means: Means) -> Iterator[tuple[_K, int]]:
     """Sum boxes of tensors (see `sums`), several at a time.
 
     Args:
-        parts: per part a key, the tensor and the box; evaluated as threads take them.
+        parts: per part a key, the tensor and the box; consumed lazily.
         means: files, threads and memory; the caller begins and ends the progress.
 
     Yields:
@@ -250,20 +252,20 @@ def sums(parts: Iterable[tuple[_K, Content, Box]], means: Means) -> Iterator[tup
 
 
 def _sums(parts: Sequence[tuple[Content, Box]], means: Means) -> list[int]:
-    totals, rooms = _Totals(), threading.local()
+    totals, buffers = _Totals(), threading.local()
 
     def add(number: int, content: Content, block: Box) -> None:
-        if not hasattr(rooms, "space"):
-            rooms.space = Workspace(Workspace.LEAST_MEMORY)
+        if not hasattr(buffers, "space"):
+            buffers.space = Workspace(Workspace.LEAST_MEMORY)
         words = content.read(block, means.handles)
         if content.cast:
             same_nans(words, content.dtype)
-        held = words.reshape(-1).view(np.uint8).data
+        content_bytes = words.reshape(-1).view(np.uint8).data
 
-        def give(offset: int, out: memoryview) -> None:
-            out[:] = held[offset : offset + len(out)]
+        def copy_range(offset: int, out: memoryview) -> None:
+            out[:] = content_bytes[offset : offset + len(out)]
 
-        totals.add({number: rooms.space.sum(content.shape, content.item_size, block, give)})
+        totals.add({number: buffers.space.sum(content.shape, content.item_size, block, copy_range)})
 
     def tasks() -> Iterator[_Task]:
         for number, (content, box) in enumerate(parts):
@@ -272,7 +274,7 @@ def _sums(parts: Sequence[tuple[Content, Box]], means: Means) -> list[int]:
                 nbytes = volume_of(block) * content.item_size
                 yield _Task(nbytes, lambda number=number, content=content, block=block: add(number, content, block))  # type: ignore[misc]
 
-    _carry_out(tasks(), means, totals, Workspace.LEAST_MEMORY)
+    _run_tasks(tasks(), means, totals, Workspace.LEAST_MEMORY)
     return [totals.sums[number] for number in range(len(parts))]
 
 
@@ -289,43 +291,43 @@ class _Totals:
         self.sums: dict[int, int] = defaultdict(int)
         self._lock = threading.Lock()
 
-    def take(self) -> dict[int, int]:
-        """The sums until now, which begin anew here."""
-        found, self.sums = self.sums, defaultdict(int)
-        return dict(found)
+    def drain(self) -> dict[int, int]:
+        """Remove and return all sums."""
+        drained, self.sums = self.sums, defaultdict(int)
+        return dict(drained)
 
     def add(self, sums: dict[int, int]) -> None:
-        """Sums that another has taken."""
+        """Add the drained sums of another process."""
         with self._lock:
             for number, total in sums.items():
                 self.sums[number] = (self.sums[number] + total) % PRIME
 
 
 class _Results(Protocol):
-    """What tasks find, in this process and in its copies."""
+    """Results of tasks, in this process and in its workers."""
 
-    def take(self) -> Any:
-        """What was found until now, which is forgotten here."""
+    def drain(self) -> Any:
+        """Remove and return all results."""
 
-    def add(self, found: Any) -> None:
-        """What another process has taken."""
+    def add(self, drained: Any) -> None:
+        """Add the drained results of another process."""
 
 
-def _carry_out(tasks: Iterator[_Task], means: Means, results: _Results, least: int = 1, counted: bool = True) -> None:
-    """Run tasks, made as they are taken, in threads or in worker processes, which make the same tasks again.
+def _run_tasks(tasks: Iterator[_Task], means: Means, results: _Results, least: int = 1, counted: bool = True) -> None:
+    """Run tasks in threads, or in forked worker processes, each with its own copy of the iterator of tasks.
 
     Args:
         tasks: the tasks.
         means: files, CPUs and memory.
-        results: what the tasks find.
-        least: bytes of memory that each needs at least.
-        counted: whether what is read counts in the progress.
+        results: the results of the tasks.
+        least: smallest memory of a task in bytes.
+        counted: whether to count bytes in the progress.
     """
     first, nbytes = [], 0
     for task in itertools.islice(tasks, _PEEKED * max(1, means.jobs)):
         first.append(task)
         nbytes += task.nbytes
-        if len(first) >= _PEEKED and nbytes >= means.jobs * WORTH_A_PROCESS:
+        if len(first) >= _PEEKED and nbytes >= means.jobs * MIN_BYTES_PER_PROCESS:
             break
     if not first:
         return
@@ -336,95 +338,105 @@ def _carry_out(tasks: Iterator[_Task], means: Means, results: _Results, least: i
     tasks = itertools.chain(first, tasks)
     processes = 1
     if threads > 1 and storage.mappable and may_fork():
-        processes = min(threads, worth_having(means.jobs, nbytes, means.max_memory, private_bytes()))
+        processes = min(threads, process_count(means.jobs, nbytes, means.max_memory, private_bytes()))
     if processes < 2:
-        alone = contextlib.nullcontext(lambda number, taken: [task.run() for task in taken])
-        _take_turns(tasks, means, threads, lambda: alone, counted)
+        in_process = contextlib.nullcontext(lambda number, batch: [task.run() for task in batch])
+        _run_in_threads(tasks, means, threads, lambda: in_process, counted)
         return
-    theirs, turn = tasks, itertools.count()
+    worker_tasks, turn = tasks, itertools.count()
 
-    def serve(wanted: int, _: Sequence[int], tell: Tell) -> tuple[Any, dict[str, FileVersion]]:
-        known = means.handles.seen
-        taken = next(taken for taken in iter(lambda: [*_taken(theirs)], None) if next(turn) == wanted)
-        for task in taken:
+    def serve(batch_number: int, _: Sequence[int], notify: Notify) -> tuple[Any, dict[str, FileVersion]]:
+        versions = means.handles.seen
+        batch = next(batch for batch in iter(lambda: [*_next_tasks(worker_tasks)], None) if next(turn) == batch_number)
+        for task in batch:
             task.run()
-        return results.take(), means.handles.seen_after(known)
+        return results.drain(), means.handles.seen_after(versions)
 
     @contextlib.contextmanager
-    def elsewhere() -> Iterator[_CarryOut]:
-        # One worker for all numbers of a thread: they ascend, and a worker cannot go back to tasks that it has passed.
+    def in_worker() -> Iterator[_RunTasks]:
+        # One worker per thread: a worker cannot return to earlier tasks, and the numbers of one thread ascend.
         with crew.seat() as seat:
 
-            def call(number: int, taken: Sequence[_Task]) -> None:
-                found, seen = seat.call(number)
-                results.add(found)
-                means.handles.see(seen)
+            def call(number: int, batch: Sequence[_Task]) -> None:
+                drained, new_versions = seat.call(number)
+                results.add(drained)
+                means.handles.see(new_versions)
 
             yield call
 
     with Crew(processes, 1, serve) as crew:
-        _take_turns(tasks, means, processes, elsewhere, counted)
+        _run_in_threads(tasks, means, processes, in_worker, counted)
 
 
-_CarryOut = Callable[[int, Sequence[_Task]], object]
+_RunTasks = Callable[[int, Sequence[_Task]], object]
 
 
-def _take_turns(
+def _run_in_threads(
     tasks: Iterator[_Task],
     means: Means,
     threads: int,
-    beginning: Callable[[], AbstractContextManager[_CarryOut]],
+    new_runner: Callable[[], AbstractContextManager[_RunTasks]],
     counted: bool,
 ) -> None:
-    """Have threads take some tasks at a time, by number, until there are no more; each begins by itself."""
+    """Run numbered batches of tasks in threads.
+
+    Args:
+        tasks: the tasks.
+        means: gets the progress.
+        threads: number of threads.
+        new_runner: returns a context of a thread, with a function that runs a batch.
+        counted: whether to count bytes in the progress.
+    """
     lock, stop, turn = threading.Lock(), threading.Event(), itertools.count()
 
     def work() -> None:
-        with beginning() as carry_out:
+        with new_runner() as run_tasks:
             while not stop.is_set():
                 with lock:
-                    number, taken = next(turn), [*_taken(tasks)]
-                if not taken:
+                    number, batch = next(turn), [*_next_tasks(tasks)]
+                if not batch:
                     return
-                carry_out(number, taken)
+                run_tasks(number, batch)
                 if counted:
                     with lock:
-                        means.progress.wrote(sum(task.nbytes for task in taken))
+                        means.progress.wrote(sum(task.nbytes for task in batch))
 
     with ThreadPoolExecutor(threads) as pool:
         try:
-            for done in as_completed([pool.submit(work) for _ in range(threads)]):
-                done.result()
+            for finished in as_completed([pool.submit(work) for _ in range(threads)]):
+                finished.result()
         except BaseException:
-            # Also Ctrl-C: threads stop after the block that they read.
+            # Also after Ctrl-C: threads stop after their current block.
             stop.set()
             raise
 
 
-def _taken(tasks: Iterator[_Task]) -> Iterator[_Task]:
-    """The next tasks for one thread; none when all are taken."""
+def _next_tasks(tasks: Iterator[_Task]) -> Iterator[_Task]:
+    """The next batch of tasks; empty at the end."""
     nbytes = 0
-    for task in itertools.islice(tasks, _TAKEN_BLOCKS):
+    for task in itertools.islice(tasks, _MAX_TASKS):
         yield task
         nbytes += task.nbytes
-        if nbytes >= _TAKEN_BYTES:
+        if nbytes >= _MAX_TASK_BYTES:
             return
 
 
 def _blocks(content: Content, box: Box, means: Means) -> Iterator[Box]:
-    """A box in blocks, a few of which fit into the memory of a thread."""
-    copies, largest = (_COPIES_MADE, _MAX_BLOCK_MADE) if isinstance(content, MadeTensor) else (_COPIES, _MAX_BLOCK)
+    """The blocks of a box, small enough for the memory of a thread."""
+    copies, largest = (
+        (_COPIES_DERIVED, _MAX_BLOCK_DERIVED) if isinstance(content, DerivedTensor) else (_COPIES, _MAX_BLOCK)
+    )
     most = max(_MIN_BLOCK, min(means.max_memory // _threads(means) // copies, largest)) // content.item_size
     most = max(1, most)
     if isinstance(content, Sum):
         return content.tiles(box)
-    if isinstance(content, MadeTensor) and any(operation.kind == "transpose" for operation in content.operations):
+    if isinstance(content, DerivedTensor) and any(operation.kind == "transpose" for operation in content.operations):
         return _halves(box, most)
     return _rows(box, most)
 
 
 def _rows(box: Box, most: int, at: int = 0) -> Iterator[Box]:
-    """A box in boxes of at most so many elements, each of which lies in one piece if all of it does."""
+    """The parts of a box, of at most ``most`` elements each; contiguous if the box is."""
     if volume_of(box) <= most or at == len(box):
         yield box
         return
@@ -437,7 +449,7 @@ def _rows(box: Box, most: int, at: int = 0) -> Iterator[Box]:
 
 
 def _halves(box: Box, most: int) -> Iterator[Box]:
-    """Likewise, with sides of similar length, because dimensions are transposed."""
+    """Likewise, with sides of similar length, for transpositions."""
     if volume_of(box) <= most:
         yield box
         return

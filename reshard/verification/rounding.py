@@ -1,8 +1,8 @@
-"""Casts of floating point elements, by arithmetic on the numbers themselves.
+"""Casts of floating point elements, by arithmetic on numbers.
 
-A conversion rounds by shifting bits. Here every element is a Float64, which represents the numbers of all other types
-exactly. The processor rounds the sum with a number so large that all bits beyond the type's are lost: to the nearest,
-ties to even, once. The subtraction of the large number is exact.
+A conversion rounds by shifting bits. Here every element becomes a Float64, which represents the numbers of all other
+types exactly. Adding a number so large that all bits beyond the type's are lost makes the processor round to the
+nearest, ties to even, once. Subtracting that number again is exact.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _EXPONENT = 0x7FF0000000000000
 class _Type(NamedTuple):
     """A floating point type.
 
-    digits: bits of a number's digits, with the implicit first one.
-        digits: bits of a number's digits, with the first, which is not stored.
-        least: the exponent of its least normal number, ``2**least``.
+    Attributes:
+        digits: bits of the significand, with the implicit first bit.
+        least: the exponent of the smallest normal number, ``2**least``.
     """
 
     digits: int
@@ -38,7 +38,7 @@ _TYPES = {
     "Float16": _Type(11, -14),
     "BFloat16": _Type(8, -126),
 }
-# Beyond the numbers of every type except Float64, which is no target of casts, and far below the largest exponent.
+# Larger than the numbers of every target type, which Float64 is not, and far below Float64's largest exponent.
 _TOO_LARGE = 2.0**130
 
 
@@ -51,16 +51,16 @@ def words_as(words: Words, stored: str, dtype: str) -> Words:
         dtype: their new type, one of `dtypes.CAST_TO`.
 
     Returns:
-        Unsigned words of the other type's size, in the same shape. NaN stays NaN, of the same sign, with as many of
-        its other bits as the type has.
+        Unsigned words of the new type's size, in the same shape. NaN stays NaN, with its sign and the leading bits
+        of its payload.
     """
     if stored == dtype:
         return words
     result = np.empty(words.size, f"<u{ITEM_SIZES[dtype]}")
     flat = np.ascontiguousarray(words).reshape(-1)
     for first in range(0, flat.size, _BLOCK):
-        some = flat[first : first + _BLOCK]
-        result[first : first + _BLOCK] = _encoded(_rounded(decoded(some, stored), dtype), some, stored, dtype)
+        block = flat[first : first + _BLOCK]
+        result[first : first + _BLOCK] = _encoded(_rounded(decoded(block, stored), dtype), block, stored, dtype)
     return result.reshape(words.shape)
 
 
@@ -82,7 +82,7 @@ def half_unit(sizes: Words, dtype: str) -> Words:
     """The largest distance between a number and the nearest one of a type.
 
     Args:
-        sizes: numbers, as Float64, none of them negative.
+        sizes: numbers, as Float64, not negative.
         dtype: a floating point type.
     """
     digits, least = _TYPES[dtype]
@@ -111,8 +111,8 @@ def same_nans(words: Words, dtype: str) -> None:
 
 def _infinite(dtype: str) -> int:
     """The bits of infinity."""
-    kept = _TYPES[dtype].digits - 1
-    return ((1 << (ITEM_SIZES[dtype] * 8 - 1)) - 1) >> kept << kept
+    fraction_bits = _TYPES[dtype].digits - 1
+    return ((1 << (ITEM_SIZES[dtype] * 8 - 1)) - 1) >> fraction_bits << fraction_bits
 
 
 def _rounded(numbers: Words, dtype: str) -> Words:
@@ -137,23 +137,23 @@ def _encoded(numbers: Words, words: Words, stored: str, dtype: str) -> Words:
         else:
             size = ITEM_SIZES[dtype]
             encoded = numbers.astype(f"<f{size}").view(f"<u{size}")
-    none = np.isnan(numbers)
-    if none.any():
-        encoded[none] = _nans(words[none], stored, dtype)
+    nans = np.isnan(numbers)
+    if nans.any():
+        encoded[nans] = _nans(words[nans], stored, dtype)
     return encoded
 
 
 def _nans(words: Words, stored: str, dtype: str) -> Words:
     """NaN of one type as NaN of another."""
     bits, other_bits = ITEM_SIZES[stored] * 8, ITEM_SIZES[dtype] * 8
-    kept, other_kept = _TYPES[stored].digits - 1, _TYPES[dtype].digits - 1
+    fraction_bits, other_fraction_bits = _TYPES[stored].digits - 1, _TYPES[dtype].digits - 1
     wide = words.astype("<u8")
     sign = wide >> np.uint64(bits - 1) << np.uint64(other_bits - 1)
-    payload = wide & np.uint64((1 << kept) - 1)
-    if kept > other_kept:
-        payload >>= np.uint64(kept - other_kept)
+    payload = wide & np.uint64((1 << fraction_bits) - 1)
+    if fraction_bits > other_fraction_bits:
+        payload >>= np.uint64(fraction_bits - other_fraction_bits)
     else:
-        payload <<= np.uint64(other_kept - kept)
-    quiet = 1 << (other_kept - 1)
+        payload <<= np.uint64(other_fraction_bits - fraction_bits)
+    quiet = 1 << (other_fraction_bits - 1)
     nans: Words = (sign | payload | np.uint64(_infinite(dtype) | quiet)).astype(f"<u{other_bits // 8}")
     return nans

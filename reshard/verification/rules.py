@@ -1,7 +1,7 @@
-"""Tensors that rules of names and packing make, computed with NumPy as `names.SizedOperation` describes.
+"""Results of rules of names and packing, computed with NumPy from `names.SizedOperation`.
 
-An operation works on whole blocks: it reads the boxes that it needs of the tensors before it, and reshapes,
-concatenates, transposes and slices them. Nothing here composes operations or uses the views of a conversion.
+An operation works on blocks: it reads boxes of its operands, and reshapes, concatenates, transposes and slices them.
+Nothing here composes operations or uses the views of a conversion.
 """
 
 from __future__ import annotations
@@ -24,19 +24,13 @@ from reshard.verification.stored import AS_RECORDED, Content, Shards, Words, wor
 
 
 @dataclass(frozen=True)
-class MadeTensor:
-    """A tensor that is made of others; see `stored.Content`.
+class DerivedTensor:
+    """A tensor computed from others; see `stored.Content` for the other attributes.
 
     Attributes:
-        name: see `Content`.
-        dtype: see `Content`.
-        item_size: see `Content`.
-        shape: see `Content`.
-        sources: the tensors that the operations take, in order.
-        operations: carried out one after the other.
-        number: number of the tensor in the list of results.
-        cast: see `Content`.
-        shards: see `Content`.
+        sources: the operands of the first operation, in order.
+        operations: in order of execution.
+        number: index of the tensor in the last operation's results.
     """
 
     name: str
@@ -66,7 +60,7 @@ class MadeTensor:
 
 
 def shapes_after(operation: SizedOperation, shapes: Sequence[Shape]) -> list[Shape]:
-    """The shapes of the tensors that an operation makes of a list of tensors."""
+    """The shapes of an operation's results for operands of these shapes."""
     kind, at, count = operation.kind, operation.dimension, operation.count
     if kind == "join":
         size = operation.groups * sum(operation.sizes)
@@ -91,15 +85,15 @@ def shapes_after(operation: SizedOperation, shapes: Sequence[Shape]) -> list[Sha
 
 
 def lists_of(operations: Sequence[SizedOperation], shapes: Sequence[Shape]) -> list[list[Shape]]:
-    """The shapes of the tensors at the beginning, and after each operation."""
+    """The shapes of the sources, and of the results of each operation."""
     lists = [[*shapes]]
     for operation in operations:
         lists.append(shapes_after(operation, lists[-1]))
     return lists
 
 
-def taken(operations: Sequence[SizedOperation], shapes: Sequence[Shape], number: int) -> set[int]:
-    """The numbers of the tensors that a tensor may have elements of."""
+def needed_sources(operations: Sequence[SizedOperation], shapes: Sequence[Shape], number: int) -> set[int]:
+    """The indexes of the sources that a result may have elements of."""
     lists = lists_of(operations, shapes)
     numbers = {number}
     for operation, before in zip(reversed(operations), lists[-2::-1]):
@@ -116,29 +110,29 @@ def _inputs(operation: SizedOperation, count: int, number: int) -> Sequence[int]
         return range(number * operation.count, (number + 1) * operation.count)
     if kind == "unstack":
         return [number // operation.count]
-    # The other operations make one tensor of one, or several of each, column by column.
+    # The other operations have one result per operand, or several, column by column.
     return [number % count]
 
 
 class _Leaf:
     """A tensor in files, in the requested type."""
 
-    def __init__(self, made: MadeTensor, source: Content, handles: FileHandles) -> None:
-        self.shape, self.words = source.shape, words_of(made.item_size)
-        self._made, self._source, self._handles = made, source, handles
+    def __init__(self, result: DerivedTensor, source: Content, handles: FileHandles) -> None:
+        self.shape, self.words = source.shape, words_of(result.item_size)
+        self._result, self._source, self._handles = result, source, handles
 
     def read(self, box: Box) -> Words:
         if not volume_of(box):
             return np.empty(shape_of(box), self.words)
         stored_words = self._source.read(box, self._handles)
-        stored, dtype = self._source.dtype, self._made.dtype
+        stored, dtype = self._source.dtype, self._result.dtype
         if stored == dtype:
             return stored_words
-        if not self._made.cast:
+        if not self._result.cast:
             raise CheckpointError(
-                f"{quoted(self._made.name)} would be made of elements of types {dtype} and {stored} "
+                f"{quoted(self._result.name)} would have elements of types {dtype} and {stored} "
                 f"({quoted(self._source.name)})",
-                parameter=self._made.name,
+                parameter=self._result.name,
             )
         return words_as(stored_words, stored, dtype)
 
@@ -196,8 +190,8 @@ class _Step:
         if operation.groups == 1:
             return self._inputs[0].read(_replaced(box, at, (box[at][0] + skipped, box[at][1] + skipped)))
         first, last = _groups(box[at], size)
-        whole = self._inputs[0].read(_replaced(box, at, (first * total, last * total)))
-        groups = _split(whole, at, last - first, total)
+        groups_of_all = self._inputs[0].read(_replaced(box, at, (first * total, last * total)))
+        groups = _split(groups_of_all, at, last - first, total)
         groups = groups[(slice(None),) * (at + 1) + (slice(skipped, skipped + size),)]
         return _along(_merged(groups, at), at, box[at], first * size)
 
@@ -224,7 +218,7 @@ class _Step:
         return np.concatenate([unpadded, np.zeros(shape, unpadded.dtype)], at)
 
     def _reshape(self, box: Box) -> Words:
-        """Dimension by dimension, if both shapes have the same edges; else all elements between two are read."""
+        """Reads a covering box per group of dimensions with the same elements, then selects elements."""
         before, after = self._inputs[0].shape, self.shape
         groups = _same_elements(before, after)
         needed: list[tuple[int, int]] = []
@@ -238,12 +232,12 @@ class _Step:
             start = _flat([low for low, _ in covering], before[old.start : old.stop])
             flat.append(range(start, start + volume_of(tuple(covering))))
         elements = self._inputs[0].read(tuple(needed)).reshape([len(each) for each in flat])
-        for place, ((_, new), there) in enumerate(zip(groups, flat)):
+        for place, ((_, new), span) in enumerate(zip(groups, flat)):
             positions = np.zeros((), np.int64)
             for (start, stop), size in zip(box[new.start : new.stop], after[new.start : new.stop]):
                 positions = positions[..., None] * size + np.arange(start, stop)
-            selected = positions.reshape(-1) - there.start
-            if len(selected) != len(there):
+            selected = positions.reshape(-1) - span.start
+            if len(selected) != len(span):
                 if len(selected) and selected[-1] - selected[0] + 1 == len(selected):
                     elements = elements[(slice(None),) * place + (slice(selected[0], selected[-1] + 1),)]
                 else:
@@ -266,7 +260,7 @@ def _groups(interval: tuple[int, int], size: int) -> tuple[int, int]:
 
 
 def _split(array: Words, at: int, groups: int, size: int) -> Words:
-    """An array with one dimension as two: groups, and elements of each."""
+    """An array with one dimension split in two: groups, and elements of each."""
     return array.reshape(*array.shape[:at], groups, size, *array.shape[at + 1 :])
 
 
@@ -276,7 +270,7 @@ def _merged(array: Words, at: int) -> Words:
 
 
 def _along(array: Words, at: int, interval: tuple[int, int], begins: int) -> Words:
-    """An interval of one dimension of an array whose first element has number ``begins``."""
+    """An interval of one dimension of an array; ``begins`` is the number of its first element."""
     return array[(slice(None),) * at + (slice(interval[0] - begins, interval[1] - begins),)]
 
 
@@ -289,7 +283,7 @@ def _flat(index: Sequence[int], shape: Sequence[int]) -> int:
 
 
 def _covering(first: int, last: int, shape: Sequence[int]) -> list[tuple[int, int]]:
-    """The smallest box without gaps in C order that contains two elements, by number, and all between them."""
+    """The smallest box, contiguous in C order, that contains two elements, by number, and all between them."""
     box: list[tuple[int, int]] = []
     for dimension, size in enumerate(shape):
         inner = math.prod(shape[dimension + 1 :])
@@ -303,13 +297,13 @@ def _covering(first: int, last: int, shape: Sequence[int]) -> list[tuple[int, in
 
 
 def _same_elements(before: Shape, after: Shape) -> list[tuple[range, range]]:
-    """The fewest dimensions of two shapes, from the first on, that have the same elements."""
+    """The smallest groups of dimensions of two shapes that have the same elements."""
     ends: dict[int, int] = {}
-    for end, product in enumerate(itertools.accumulate(before, lambda one, other: one * other), 1):
+    for end, product in enumerate(itertools.accumulate(before, lambda size, factor: size * factor), 1):
         ends.setdefault(product, end)
     groups = []
     old = new = 0
-    for end, product in enumerate(itertools.accumulate(after, lambda one, other: one * other), 1):
+    for end, product in enumerate(itertools.accumulate(after, lambda size, factor: size * factor), 1):
         if ends.get(product, 0) > old:
             groups.append((range(old, ends[product]), range(new, end)))
             old, new = ends[product], end

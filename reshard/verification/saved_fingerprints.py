@@ -1,7 +1,7 @@
-"""Reading the results of `reshard fingerprint --json`, to merge them.
+"""A reader of the results of `reshard fingerprint --json`, to merge them.
 
-Results of large checkpoints have hundreds of MB, and are untrusted input: they are parsed slice by slice, and a few
-bytes of each are kept.
+Results of large checkpoints have hundreds of MB, and are untrusted input: they are parsed slice by slice, into a few
+bytes each.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _LONGEST_ITEM = 1 << 16
 
 
 def read_fingerprints(path: str) -> Fingerprints:
-    """Read a result that was printed with --json.
+    """Read a saved result.
 
     Raises:
-        InputError: the file is not one, or of another version.
+        InputError: the file is not a result, or of another version.
         RetryableError: reading failed.
     """
     try:
@@ -49,7 +49,7 @@ def read_fingerprints(path: str) -> Fingerprints:
 
 
 class _SavedResult:
-    """One file while it is read.
+    """The parser of one file.
 
     Attributes:
         result: its content.
@@ -102,14 +102,14 @@ class _SavedResult:
             raise JsonError(f"there are more than {MAX_DEVICES} files")
 
     def _parameter(self) -> None:
-        about: dict[str, object] = {}
+        members: dict[str, object] = {}
         parts: list[tuple[tuple[int, Box], int]] = []
         for key in self._stream.members():
             if key == "slices":
                 parts = [self._slice() for _ in self._stream.elements()]
             else:
-                about[key] = self._stream.value()
-        fields = Fields(about, "parameters")
+                members[key] = self._stream.value()
+        fields = Fields(members, "parameters")
         name, shape = fields.text("name"), fields.integers("shape", 0, _MOST_ELEMENTS)
         for (_, box), _ in parts:
             if len(box) != len(shape) or not all(stop <= size for (_, stop), size in zip(box, shape)):
@@ -117,8 +117,8 @@ class _SavedResult:
         if name in self.result.parameters or len({place for place, _ in parts}) < len(parts):
             raise JsonError(f"it lists {quoted(name)}, or a slice of it, twice")
         slices = self._shared.sums((place for place, _ in parts), (total for _, total in parts))
-        self.result.parameters[name] = made = ParameterSums(name, fields.text("dtype"), shape, slices)
-        made.check_cuts()
+        self.result.parameters[name] = parameter = ParameterSums(name, fields.text("dtype"), shape, slices)
+        parameter.check_cuts()
 
     def _slice(self) -> tuple[tuple[int, Box], int]:
         self._slices += 1
@@ -135,18 +135,18 @@ class _SavedResult:
         return (stage, tuple(box)), _sum(fields)
 
     def _value(self) -> None:
-        about: dict[str, object] = {}
+        members: dict[str, object] = {}
         copies: dict[int, ValueSum] = {}
         for key in self._stream.members():
             if key != "copies":
-                about[key] = self._stream.value()
+                members[key] = self._stream.value()
                 continue
             for _ in self._stream.elements():
                 fields = Fields(self._stream.value(), "copies")
                 rank = fields.integer("rank", 0, MAX_DEVICES)
                 shape = fields.integers("shape", 0, _MOST_ELEMENTS)
                 copies[rank] = ValueSum(fields.text("dtype"), shape, _sum(fields))
-        name = Fields(about, "values").text("name")
+        name = Fields(members, "values").text("name")
         if name in self.result.values:
             raise JsonError(f"it lists {quoted(name)} twice")
         if copies:

@@ -1,7 +1,7 @@
-"""Reading the checkpoints that are compared, by the readers of their forms.
+"""Readers of the compared checkpoints.
 
-Step, completeness and damaged files are decided by the code of conversions: a mistake there shows as a refusal, or as
-a difference in the compared bytes.
+Conversions share this code for step, completeness and damaged files: a mistake in it shows as a refusal, or as a
+difference in the compared bytes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Callable, NamedTuple, Optional
 
 from reshard.checkpoints import CheckpointIndex, FileHandles, check_crcs
 from reshard.errors import InputError
-from reshard.forms.form import Reading
+from reshard.forms.form import ReadRequest
 from reshard.forms.ranks import StepFiles
 from reshard.forms.ranks.parameters import read_some_ranks
 from reshard.forms.registry import form_named, read_checkpoint
@@ -34,13 +34,13 @@ _MIN_BLOCK, _MAX_BLOCK = 4 << 10, 8 << 20
 
 
 class CheckpointPlace(NamedTuple):
-    """Where a checkpoint is.
+    """The place of a checkpoint.
 
     Attributes:
         path: tree, file or `{rank}` path, or the directory of another form.
         form: its form.
         strategy: strategy of rank directories; `none` if the form records the layouts.
-        step: which step; ``latest`` for the newest complete one.
+        step: the step; ``latest`` for the newest complete one.
         file_suffix: only files whose stem ends so.
     """
 
@@ -63,7 +63,7 @@ def reader_of(
     incomplete: bool = False,
     edits: Optional[Edits] = None,
 ) -> Callable[[Mapping[str, str]], StoredSource]:
-    """A function that reads the step, given the damage of files by path.
+    """A function that reads the step. Its argument is the damage of files, by path.
 
     It raises an InputError if the step is incomplete or contradicts itself, and a RetryableError if reading
     failed.
@@ -79,33 +79,33 @@ def reader_of(
         incomplete: whether lost slices are allowed; for forms other than rank directories.
         edits: the names and types that decide which tensors of rank directories are needed.
     """
-    form, chosen = form_named(place.form), Filters() if filters is None else filters
+    form, filter_names = form_named(place.form), Filters() if filters is None else filters
     target = Strategy.none() if target is None else target
-    listed = None if target.is_none else frozenset(target.parameters)
+    strategy_names = None if target.is_none else frozenset(target.parameters)
 
     def is_needed(name: str) -> bool:
         if files is not None or incomplete:
             return False
         if edits is not None:
-            return any(new is None or chosen.admit(new) for new in edits.possible_names(name))
-        return chosen.admit(name) and (listed is None or name in listed)
+            return any(new is None or filter_names.admit(new) for new in edits.possible_names(name))
+        return filter_names.admit(name) and (strategy_names is None or name in strategy_names)
 
-    reading = Reading(
+    request = ReadRequest(
         place.path,
         handles,
         report,
         place.step,
-        wanted=is_needed,
+        required=is_needed,
         source=place.strategy,
         target=target,
         ranks=ranks,
-        filters=chosen,
+        filters=filter_names,
         file_suffix=place.file_suffix,
-        written=None if edits is None else edits.written(target),
+        edit=None if edits is None else edits.step_editor(target),
     )
 
     def read(damaged: Mapping[str, str]) -> StoredSource:
-        checkpoint = form.read(replace(reading, damaged=damaged))
+        checkpoint = form.read(replace(request, damaged=damaged))
         for rank, path in checkpoint.files.items() if form.options.by_rank else ():
             if path in damaged:
                 report.warn(f"{damaged[path]}; rank {rank} counts as absent at {checkpoint.label}")
@@ -141,7 +141,7 @@ def read_written(
         directory: its directory.
         form: its form.
         handles: open files.
-        files: its files, relative to the directory; None for those that its reader finds.
+        files: its files, relative to the directory; None for all files in it.
 
     Returns:
         The checkpoint, or None if its reader refuses it; and the differences of whole files.
@@ -151,24 +151,24 @@ def read_written(
     """
     try:
         checkpoint = read_checkpoint(form, directory, "latest", handles, Report(), {}, lambda name: True)
-        written = StoredSource(checkpoint, Strategy.none())
+        source = StoredSource(checkpoint, Strategy.none())
         problems = form_named(form).check_written(directory, checkpoint)
         differences = [Difference("file", None, (), text, (name,)) for name, text in problems]
     except InputError as error:
         return None, [Difference("file", None, (), error.message)]
-    read = {os.path.relpath(index.path, directory): index for index in checkpoint.indexes.values()}
-    for name, index in read.items():
+    indexes = {os.path.relpath(index.path, directory): index for index in checkpoint.indexes.values()}
+    for name, index in indexes.items():
         differences += [Difference("file", None, (), text, (name,)) for text in library_differences(index)]
     read_paths = {os.path.relpath(path, directory) for path in checkpoint.files.values()}
     if files is not None:
         unread, foreign = sorted(set(files) - read_paths), sorted(read_paths.difference(files))
         if unread:
-            differences.append(
-                Difference("file", None, (), "its reader does not read it as part of the checkpoint", (*unread,))
-            )
+            differences.append(Difference("file", None, (), "the form's reader skips it", (*unread,)))
         if foreign:
-            differences.append(Difference("file", None, (), "is read, but is not of this conversion", (*foreign,)))
-    return written, differences
+            differences.append(
+                Difference("file", None, (), "is not of this conversion, but loaders read it", (*foreign,))
+            )
+    return source, differences
 
 
 class RecordedCrcs:
@@ -211,27 +211,27 @@ class RecordedCrcs:
 def read_sound(
     read: Callable[[Mapping[str, str]], StoredSource],
     crcs: Optional[RecordedCrcs],
-    known: Mapping[str, str] = MappingProxyType({}),
-    copies: bool = False,
+    damage: Mapping[str, str] = MappingProxyType({}),
+    all_files: bool = False,
 ) -> StoredSource:
     """Read a step without the files that do not match their recorded CRC.
 
-    Only files whose contents will be read are checked: of several replicas the lowest rank's. If it is damaged,
-    the next one replaces it and is checked.
+    Only files to read are checked: of several replicas the lowest rank's. If it is damaged, the next replica
+    replaces it and is checked.
 
     Args:
-        read: reads a step, given the damage of files by path.
+        read: reads a step; its argument is the damage of files, by path.
         crcs: checks CRCs; None if only `known` files are damaged.
-        known: damage that is already known, by path.
-        copies: the contents of all files will be read.
+        damage: damage that is already known, by path.
+        all_files: the contents of all files will be read.
 
     Raises:
         ReshardError: as `read`, or a file cannot be read.
     """
-    damaged = dict(known)
+    damaged = dict(damage)
     while True:
         source = read(damaged)
-        more = {} if crcs is None else crcs.damaged(source.indexes.values() if copies else source.files_read)
-        if not more:
+        new_damage = {} if crcs is None else crcs.damaged(source.indexes.values() if all_files else source.files_read)
+        if not new_damage:
             return source
-        damaged.update(more)
+        damaged.update(new_damage)

@@ -1,30 +1,28 @@
-"""A sum over the elements of a tensor that does not depend on how the tensor is cut.
+"""A sum over the elements of a tensor that is independent of its slices.
 
-Every element has a weight that depends on its place in the full tensor alone, so the sums of slices
-that do not overlap add up to the sum of the whole, on whatever machines they were made. Steps:
+Every element has a weight that depends only on its place in the full tensor, so the sums of disjoint slices
+add up to the sum of the whole, on any machines. Steps:
 
-1. The tensor is a tensor of bytes, an element being one more dimension. It is seen as *rows*: a row
-   is the smallest group of trailing dimensions that has at least 1024 bytes. A row is read as signed
-   little-endian words of 4 bytes, filled up with zeros at its end, and is cut into *tiles* of 512 words.
+1. The tensor is a tensor of bytes, with the bytes of an element as one more dimension. Its *rows* are the smallest
+   groups of trailing dimensions with at least 1024 bytes. A row consists of signed little-endian words of 4 bytes,
+   padded with zeros at its end, and is cut into *tiles* of 512 words.
 2. Per tile and *column* (eight independent instances), ``y = sum(b[place in tile] * word)`` with b from
    -2**13 to 2**13 - 1. Every partial sum is an integer of at most 2**53, so double precision is
    exact in any order of additions, and the matrix products of BLAS do the work.
 3. Per column, ``t = sum(a[tile] * y)`` in whole numbers of any size; a has 48 bits.
 4. The sum is ``sum(g[column] * t) mod 2**127 - 1``.
 
-A slice that begins or ends within a word has zeros in the place of the other bytes: a word is a
-weighted sum of its bytes too, so the parts still add up.
+A slice that begins or ends within a word has zeros for the other bytes: a word is itself a weighted sum of its
+bytes, so the parts still add up.
 
-How likely is it that two different tensors have the same sum? Their difference has a tile with a
-word d != 0. Whatever the other weights are, at most one of the 2**14 values of d's weight b makes
-that tile's y zero; otherwise at most one of the 2**48 values of its weight a makes t zero. So a
-column misses the difference with probability 2**-14 + 2**-48 at most, and the columns are
-independent: all eight miss it with 2**-111 at most. The last step adds 2**-127. This holds for whatever
-happens to a checkpoint by accident. The weights are fixed and public, so it is no protection
-against forgery.
+The probability that two different tensors have the same sum: their difference has a tile with a word d != 0. For any
+other weights, at most one of the 2**14 values of d's weight b makes that tile's y zero; otherwise at most one of the
+2**48 values of its weight a makes t zero. So a column misses the difference with probability 2**-14 + 2**-48 at most,
+and the columns are independent: all eight miss it with 2**-111 at most. The last step adds 2**-127. This holds for
+accidental damage. It is no protection against forgery: the weights are fixed and public.
 
 Weights come from the splitmix64 generator (Steele, Lea and Flood, "Fast splittable pseudorandom
-number generators", 2014). They are part of the fingerprint's definition: changing anything here
+number generators", 2014). They are part of the fingerprint's definition: any change here
 needs another `VERSION`.
 """
 
@@ -52,7 +50,7 @@ _COLUMNS = 8
 _INNER_BITS = 13
 # Words per matrix product: OpenBLAS starts threads of its own above 2**18 multiplications.
 _PRODUCT = (1 << 18) // _COLUMNS
-# As many tiles' terms of 51 bits fit an int64.
+# The sum of this many terms of 51 bits fits an int64.
 _MOST_TILES = 1 << 12
 _FEW_TILES = 2
 
@@ -68,8 +66,7 @@ class Workspace:
     """The buffers of one thread; sums boxes, a block at a time.
 
     Args:
-        memory: bytes for all buffers. More than `MOST_MEMORY` are not used; `LEAST_MEMORY` are used even if fewer
-            are given.
+        memory: bytes for all buffers; the use is at least `LEAST_MEMORY` and at most `MOST_MEMORY`.
         block: bytes to sum at a time; by default as many as the memory allows.
     """
 
@@ -81,14 +78,14 @@ class Workspace:
         self._block = np.empty(block or max(_LEAST_BLOCK, min(size, _MOST_BLOCK)), dtype=np.uint8)
         self._floats = np.empty(_PRODUCT, dtype=np.float64)
 
-    def sum(self, shape: Sequence[int], item_size: int, box: Box, read: Callable[[int, memoryview], None]) -> int:
+    def sum(self, shape: Sequence[int], item_size: int, box: Box, fill: Callable[[int, memoryview], None]) -> int:
         """The sum over a box of a tensor.
 
         Args:
             shape: shape of the full tensor.
             item_size: bytes of an element.
             box: interval per dimension.
-            read: fills a buffer with the box's bytes in C order from a given byte on.
+            fill: fills a buffer with the box's bytes in C order, from an offset on.
 
         Returns:
             A number below `PRIME`.
@@ -96,8 +93,8 @@ class Workspace:
         rows = _Rows((*shape, item_size), (*box, (0, item_size)))
         totals = [0] * _COLUMNS
         for block in rows.blocks(self._block.size):
-            raw = self._block[: block.held]
-            read(block.offset, raw.data)
+            raw = self._block[: block.nbytes]
+            fill(block.offset, raw.data)
             for column, total in enumerate(self._add(rows, block, rows.dense(raw, block))):
                 totals[column] += total
         return sum(factor * total for factor, total in zip(_factors(), totals)) % PRIME
@@ -137,7 +134,7 @@ class Workspace:
 
 
 class _RowBlock(NamedTuple):
-    """A part of a box that is read at once: whole rows, or a part of one.
+    """A part of a box that is read at once: whole rows, or a part of one row.
 
     Attributes:
         row: the first row, counted within the box.
@@ -145,7 +142,7 @@ class _RowBlock(NamedTuple):
         start: the first byte within the full tensor's row.
         positions: number of positions of the row's first dimension.
         offset: offset of the block in the box's bytes.
-        held: bytes of the box in it.
+        nbytes: bytes of the box in it.
     """
 
     row: int
@@ -153,7 +150,7 @@ class _RowBlock(NamedTuple):
     start: int
     positions: int
     offset: int
-    held: int
+    nbytes: int
 
 
 class _Rows:
@@ -186,7 +183,7 @@ class _Rows:
             return
         at_once = most // self._unit
         if at_once >= _TILE_BYTES:
-            # After so many positions, a tile ends.
+            # A tile ends after a multiple of this many positions.
             at_once -= at_once % _TILE_BYTES
         for row in range(rows):
             for begin in range(self._first // at_once * at_once, self._last, at_once):
@@ -199,16 +196,16 @@ class _Rows:
 
     def numbers(self, block: _RowBlock) -> Numbers:
         """The block's rows as rows of the full tensor."""
-        rest = np.arange(block.row, block.row + block.rows)
+        remaining = np.arange(block.row, block.row + block.rows)
         numbers, stride = np.zeros(block.rows, dtype=np.int64), 1
         for size, (start, stop) in zip(reversed(self._outer_shape), reversed(self._outer_box)):
-            numbers += (rest % (stop - start) + start) * stride
-            rest //= stop - start
+            numbers += (remaining % (stop - start) + start) * stride
+            remaining //= stop - start
             stride *= size
         return numbers.astype(np.uint64)
 
     def dense(self, raw: Bytes, block: _RowBlock) -> Bytes:
-        """The block as (rows, bytes), with zeros, which add nothing, in places outside the box."""
+        """The block as (rows, bytes), with zeros outside the box, which add nothing."""
         if self._held != self._unit:
             filled = np.zeros((block.rows * block.positions, *self._unit_shape), raw.dtype)
             inside = tuple(slice(start, stop) for start, stop in self._unit_box)
@@ -234,14 +231,14 @@ def _weighted(tiles: Numbers, sums: Floats) -> list[int]:
     columns = np.arange(_COLUMNS, dtype=np.uint64)
     weights = _splitmix64(tiles[:, None] * np.uint64(_COLUMNS) + columns, 1)
     if len(tiles) <= _FEW_TILES:
-        # Python's integers of any size are faster than eight arrays of a few each.
+        # Python's integers are faster than NumPy for small arrays.
         rows = zip((weights >> np.uint64(16)).tolist(), sums.tolist())
         products = [[factor * int(number) for factor, number in zip(*row)] for row in rows]
         return [sum(column) for column in zip(*products)]
     high = (weights >> np.uint64(40)).astype(np.int64)
     low = (weights >> np.uint64(16) & np.uint64(0xFFFFFF)).astype(np.int64)
-    whole = sums.astype(np.int64)
-    upper, lower = whole >> 27, whole & 0x7FFFFFF
+    integers = sums.astype(np.int64)
+    upper, lower = integers >> 27, integers & 0x7FFFFFF
     parts = [(upper, high, 51), (upper, low, 27), (lower, high, 24), (lower, low, 0)]
     totals = [0] * _COLUMNS
     for numbers, factors, shift in parts:

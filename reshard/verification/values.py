@@ -20,7 +20,7 @@ class ExpectedValues:
         target: the target's strategy.
 
     Attributes:
-        keeps_files: whether a target file may be a copy of the source's, which may omit empty slices.
+        keeps_files: a target file may be a copy of the source's, which may omit empty slices.
     """
 
     keeps_files = False
@@ -45,7 +45,7 @@ class ExpectedValues:
         return list(self._files)
 
     def origins(self, name: str, rank: int) -> tuple[int, ...]:
-        """The source ranks whose copy a target rank may hold; none if it gets no copy."""
+        """The source ranks whose copy a target rank may hold; empty if it gets no copy."""
         if self._target.stage_of(rank).number not in self._stages.get(name, ()):
             return ()
         holders = self._files[name]
@@ -56,41 +56,43 @@ class ExpectedValues:
         return True
 
     def metadata(self, rank: int) -> Mapping[str, str]:
-        """Metadata that a target rank's file may have in any case."""
+        """Metadata that a target rank's file may always have."""
         return {}
 
 
 class RecoveryValues(ExpectedValues):
     """The entries that a recovery copies.
 
-    A complete file of the source is copied unchanged: with entries that other ranks lack, and without entries that they
-    have. The file of a lost rank gets every value, and the entries of ranks of its stage that the strategy
-    lists for other stages only. Any copy of these may be the one that the lost file held.
+    A complete file of the source is copied unchanged, even if its entries differ from other ranks'. The file of a lost
+    rank gets every value, and the entries of its stage's ranks that the strategy lists only for other stages. Any
+    copy of these may have been in the lost file.
     """
 
     keeps_files = True
 
     @property
     def names(self) -> list[str]:
-        """All values, and entries that the strategy lists for other stages only."""
+        """All values, and entries that the strategy lists only for other stages."""
         return [*self._files, *sorted(set().union(*self._unlisted.values()))]
 
     def origins(self, name: str, rank: int) -> tuple[int, ...]:
         """See `ExpectedValues`."""
-        own = self._holds(rank, name)
+        has_copy = self._holds(rank, name)
         stage = self._target.stage_of(rank)
         if name in self._files:
-            return (rank,) if own else super().origins(name, rank)
+            return (rank,) if has_copy else super().origins(name, rank)
         if name not in self._unlisted[stage.number]:
             return ()
-        return (rank,) if own else tuple(other for other in stage.ranks if self._holds(other, name))
+        return (rank,) if has_copy else tuple(candidate for candidate in stage.ranks if self._holds(candidate, name))
 
     def is_needed(self, name: str, rank: int) -> bool:
         """See `ExpectedValues`."""
         if rank in self._indexes:
             return self._holds(rank, name)
         ranks = self._target.stage_of(rank).ranks
-        return name in self._files or all(self._holds(other, name) for other in ranks if other in self._indexes)
+        return name in self._files or all(
+            self._holds(candidate, name) for candidate in ranks if candidate in self._indexes
+        )
 
     def metadata(self, rank: int) -> Mapping[str, str]:
         """See `ExpectedValues`."""
@@ -101,14 +103,14 @@ class RecoveryValues(ExpectedValues):
 
     @cached_property
     def _unlisted(self) -> dict[int, set[str]]:
-        """Per stage the entries in files of its ranks that the strategy lists for other stages only."""
+        """Per stage the entries in files of its ranks that the strategy lists only for other stages."""
         entries: dict[int, set[str]] = {stage.number: set() for stage in self._target.stages}
         if self._target.is_none:
             return entries
-        seen: set[tuple[int, int]] = set()
+        visited: set[tuple[int, int]] = set()
         for rank, index in self._indexes.items():
             stage = self._target.stage_of(rank)
-            if (stage.number, id(index.tensors)) not in seen:
-                seen.add((stage.number, id(index.tensors)))
+            if (stage.number, id(index.tensors)) not in visited:
+                visited.add((stage.number, id(index.tensors)))
                 entries[stage.number] |= (index.tensors.keys() - stage.layouts.keys()).intersection(self._tensors)
         return entries

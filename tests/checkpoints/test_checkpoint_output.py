@@ -17,19 +17,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard.checkpoints import (
-    CheckpointIndex,
     Data,
-    FileHandles,
     Literal,
     OutputLayout,
     OutputTensor,
     can_hold,
     lay_out_ckpt,
     lay_out_safetensors,
-    read_index,
 )
 from reshard.errors import CheckpointError
 from tests.checkpoint_writing import Source, ckpt_bytes, parts, random_arrays, text
+from tests.checkpoints.test_ckpt_index import index_of
 from tests.corpus import FIXTURES
 
 FILES = FIXTURES / "ckpt_files"
@@ -59,11 +57,6 @@ def fill(layout: OutputLayout, contents: Sequence[bytes]) -> bytes:
 def written(tensors: Mapping[str, Source], metadata: Optional[Mapping[str, str]] = None) -> bytes:
     listed, contents = outputs(tensors)
     return fill(lay_out_safetensors(listed, metadata), contents)
-
-
-def index_of(path: Path) -> CheckpointIndex:
-    with FileHandles() as handles:
-        return read_index(handles, str(path))
 
 
 # .ckpt

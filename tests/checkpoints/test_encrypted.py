@@ -274,11 +274,11 @@ def test_damage_of_cbc_is_told_from_a_wrong_key_where_the_beginning_is_right(mod
     data = path.read_bytes()
     # The padding of the last block.
     path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    with pytest.raises(DamagedCheckpointError, match="padded"):
+    with pytest.raises(DamagedCheckpointError, match="padding"):
         contents(path, decryption)
-    # The first bytes: nothing tells whether it is the key.
+    # The first bytes: the key may be wrong, too.
     path.write_bytes(data[:32] + bytes(16) + data[48:])
-    with pytest.raises(EncryptedCheckpointError, match="the key is not"):
+    with pytest.raises(EncryptedCheckpointError, match="the key is wrong"):
         contents(path, decryption)
 
 
@@ -298,7 +298,7 @@ def test_a_wrong_key_is_an_error_that_names_the_file_and_no_key(world: World, mo
     encrypt_tree(world.src, mode, block)
     wrong = with_key(world.root / "key", OTHER_KEY)
     path = str(world.src / "rank_0" / "net-1_10.ckpt")
-    result = world.refuses(3, path, mode, "the key is not the one", options=tuple(wrong))
+    result = world.refuses(3, path, mode, "the key is wrong", options=tuple(wrong))
     assert OTHER_KEY.decode() not in result.err
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.corpus import FIXTURES
 from tests.running import LAUNCHER, Argument, done, fails
 from tests.small import World, tensors
 from tests.trees import Value, scalar, text, write_checkpoint
@@ -161,3 +162,13 @@ def test_a_source_that_is_not_there_is_told_before_a_strategy_is_asked_for(saved
     for words in (converted, ["fingerprint", mistyped]):
         fails(3, *words, says=["does not exist", f"did you mean {saved.src}"])
     fails(2, "fingerprint", saved.src, says=["do not record how they are cut", "--strategy none"])
+
+
+def test_objects_are_printed_as_json(tmp_path: Path) -> None:
+    src = FIXTURES / "dcp" / "hyper_w2_later" / "checkpoint"
+    assert done("get", src, "optimizer.lr").out == "optimizer.lr  object\n0.001\n"
+    assert done("get", src, "extra", "--json").json == [{"name": "extra", "object": {"names": ["a", "b"], "epoch": 2}}]
+    fails(2, "get", src, "optimizer.lr", "--slice", "0", says=["'optimizer.lr' is no tensor"])
+    fails(3, "get", src, "optimizer.ls", says=["did you mean 'optimizer.lr'"])
+    # Commands that write nothing leave nothing out.
+    assert "left out" not in done("get", src, "model.norm.weight").err

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from reshard.cli.progress import progress_of
-from tests.running import Argument, done, say_on_terminal
+from tests.running import Argument, done, terminal_output
 from tests.small import World, tensors
 
 SCRIPT = """
@@ -29,7 +29,7 @@ bar.end()
 
 def on_terminal(columns: int, *words: str) -> str:
     """What the script says on a terminal of so many columns."""
-    return say_on_terminal(columns, SCRIPT, *words)
+    return terminal_output(columns, SCRIPT, *words)
 
 
 @pytest.mark.parametrize(("columns", "shown"), [(80, " of 4.0 GiB, "), (40, "% ")])

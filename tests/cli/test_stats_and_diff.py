@@ -14,12 +14,6 @@ from tests.small import World, tensors
 from tests.trees import Value, cut_ranks, layout, single, text, write_checkpoint, write_strategy, write_tree
 
 
-@pytest.fixture
-def saved(world: World) -> World:
-    world.save(tensors())
-    return world
-
-
 def stats(path: Path, *options: Any) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = done("stats", path, *options, "--json").json["tensors"]
     return rows
@@ -165,3 +159,14 @@ def test_nan_is_told_with_the_checkpoint_that_holds_it(tmp_path: Path) -> None:
     (row,) = done("diff", *words, "--json").json["differing"]
     assert (row["nan"], row["nan_a"], row["nan_b"]) == (1, 1, 0)
     assert "w: 1 NaN in B only" in done("diff", *words[1::-1], *words[2:]).out
+
+
+def test_a_prefix_that_one_side_lacks_is_named_with_the_rule_that_adds_it(tmp_path: Path) -> None:
+    def saved_as(name: str, prefix: str) -> Path:
+        ones = {f"{prefix}{each}": Value("Float32", np.full(2, 0x3F800000, "<u4")) for each in ("x.w", "y.w")}
+        return write_checkpoint(tmp_path / name, {**ones, "other": text("a")})
+
+    one, other = saved_as("a.ckpt", "model."), saved_as("b.ckpt", "")
+    for pair, rule in (((one, other), "model.*=*"), ((other, one), "*=model.*")):
+        assert f"--rename '{rule}'" in done("diff", *pair, "--strategy", "none").out
+        assert "all equal in every byte" in done("diff", *pair, "--strategy", "none", "--rename", rule).out

@@ -20,7 +20,7 @@ from tests.corpus import CORPUS, FIXTURES, ROOT, needs_corpus
 from tests.layouts import examples, layouts, shapes, strategies, tensors
 from tests.number_words import numbers_named
 from tests.reference import Box, boxes
-from tests.running import LAUNCHER, done, fails, reshard, say_on_terminal
+from tests.running import LAUNCHER, done, fails, reshard, terminal_output
 from tests.small import World
 from tests.strategy_writing import protobuf
 from tests.trees import layout, single, write_strategy
@@ -31,7 +31,7 @@ WEIGHT = "backbone.blocks.0.output.mapping.weight"
 
 def on_terminal(columns: int, *words: object, **environment: str) -> str:
     """What a command says on a terminal of so many columns."""
-    return say_on_terminal(columns, LAUNCHER, *map(str, words), **environment)
+    return terminal_output(columns, LAUNCHER, *map(str, words), **environment)
 
 
 # strategy show.

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.running import LAUNCHER, done, say_on_terminal
+from tests.running import LAUNCHER, done, terminal_output
 from tests.trees import Value, write_checkpoint
 
 NAME = "model.decoder.layers.{}.mlp.experts.local_experts.{}.linear_fc1.weight"
@@ -45,7 +45,7 @@ def test_a_table_stays_a_table_as_wide_as_the_terminal(columns: int, command: st
         "inspect": [str(checkpoint)],
         "diff": [str(checkpoint), str(other), "--strategy", "none"],
     }
-    lines = plain(say_on_terminal(columns, LAUNCHER, command, *words[command]))
+    lines = plain(terminal_output(columns, LAUNCHER, command, *words[command]))
     rows = [line for line in lines if line.startswith("model.") and "[256," in line]
     assert len(rows) == 4
     assert all(len(line) <= columns for line in rows) and all("…" in line or columns == 120 for line in rows)
@@ -58,12 +58,12 @@ def test_a_table_stays_a_table_as_wide_as_the_terminal(columns: int, command: st
 def test_a_table_that_goes_elsewhere_and_one_with_v_hold_whole_names(checkpoint: Path) -> None:
     names = [NAME.format(layer, expert) for layer in (0, 11) for expert in (3, 25)]
     found = done("stats", checkpoint, "--strategy", "none").out
-    verbose = say_on_terminal(80, LAUNCHER, "stats", str(checkpoint), "--strategy", "none", "-v")
+    verbose = terminal_output(80, LAUNCHER, "stats", str(checkpoint), "--strategy", "none", "-v")
     for name in names:
         assert name in found and name in verbose
 
 
 def test_what_is_left_out_for_want_of_room_is_named(checkpoint: Path) -> None:
-    said = say_on_terminal(80, LAUNCHER, "stats", str(checkpoint), "--strategy", "none")
+    said = terminal_output(80, LAUNCHER, "stats", str(checkpoint), "--strategy", "none")
     assert "not shown on this terminal: norm" in said and "-v shows all" in said
-    assert "not shown" not in say_on_terminal(120, LAUNCHER, "stats", str(checkpoint), "--strategy", "none")
+    assert "not shown" not in terminal_output(120, LAUNCHER, "stats", str(checkpoint), "--strategy", "none")

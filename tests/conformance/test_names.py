@@ -95,7 +95,7 @@ def test_names_are_those_of_mindformers_tables(table: str) -> None:
     """`weight_mapping` says what each tensor is called before it is packed."""
     config, shapes = TINY[table]
     model = {"deepseek_v3": "deepseek3"}.get(table, table)
-    made = apply_rules(rules_named(table), shapes, config).made
+    made = apply_rules(rules_named(table), shapes, config).views
     targets: dict[str, set[str]] = {}
     for each in made.values():
         for source in each.sources:
@@ -116,7 +116,7 @@ def test_names_are_those_of_mindformers_tables(table: str) -> None:
 def test_the_layer_that_predicts_further_tokens_has_the_names_that_mindformers_knows() -> None:
     """Those of DeepSeek-V4's converters, but for attention and the bias of experts, which V4 has not alike."""
     config, shapes = TINY["deepseek_v3"]
-    made = apply_rules(rules_named("deepseek_v3"), shapes, config).made
+    made = apply_rules(rules_named("deepseek_v3"), shapes, config).views
 
     [known] = oracles.done(oracles.mindformers_names(_VERSION, [{"do": "known", "model": "deepseek4"}]))
 
@@ -130,7 +130,7 @@ def test_the_layer_that_predicts_further_tokens_has_the_names_that_mindformers_k
 @pytest.mark.parametrize("table", ["llama", "qwen2"])
 def test_legacy_names_are_those_of_mindformers_scripts(table: str) -> None:
     config, shapes = TINY[table]
-    made = apply_rules(rules_named(table), shapes, config).made
+    made = apply_rules(rules_named(table), shapes, config).views
     ours = {each.sources[0]: name for name, each in made.items()}
     jobs = [
         {"do": "legacy_names", "names": [*ours], "back": False},

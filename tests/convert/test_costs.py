@@ -9,7 +9,6 @@ from typing import Any, NamedTuple, Optional
 
 import pytest
 
-from reshard.checkpoints.formats import alike
 from reshard.checkpoints.formats import headers as opening
 from reshard.execute import options, reading
 from reshard.storage import ReadableFile, fill
@@ -53,7 +52,7 @@ class Costs:
 @pytest.fixture
 def costs(monkeypatch: pytest.MonkeyPatch) -> Costs:
     counted = Costs(count_opened(monkeypatch))
-    find = alike.KnownStructures.find
+    find = opening.KnownStructures.find
 
     def counting_find(self: Any, file: ReadableFile, format: str, size: int) -> Any:
         counted.compared.append(file.path)
@@ -63,7 +62,7 @@ def costs(monkeypatch: pytest.MonkeyPatch) -> Costs:
         counted.reads.append((file.path, len(out)))
         fill(file, offset, out, *rank)
 
-    monkeypatch.setattr(alike.KnownStructures, "find", counting_find)
+    monkeypatch.setattr(opening.KnownStructures, "find", counting_find)
     monkeypatch.setattr(reading, "fill", counting_fill)
     for name in ("read_ckpt_index", "read_safetensors_index"):
         parse = getattr(opening, name)
@@ -214,7 +213,7 @@ def test_requests_grow_with_the_bytes_and_not_faster(
     layers: int, tmp_path: Path, costs: Costs, no_windows: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tensors larger than the buffers: the requests are as large as these allow."""
-    monkeypatch.setattr(options, "MOST_BLOCK_BYTES", 16 << 10)
+    monkeypatch.setattr(options, "MAX_BLOCK_BYTES", 16 << 10)
     full = {f"w{number}": value(f"w{number}", (64, 1024)) for number in range(layers)}
     old, new = (single({name: layout([n], [0, -1]) for name in full}) for n in (4, 2))
     write_tree(tmp_path / "src", cut_ranks(old, full))

@@ -273,7 +273,7 @@ def test_a_configuration_of_weights_of_several_types_stays_as_it_is(tmp_path: Pa
         told = done("convert", world.hf, out, "--to", "huggingface", "--cast", "BFloat16", "--cast", "*norm*=Float32")
         assert (out / "config.json").read_text() == config
         assert ("have several types (bfloat16, float32)" in flat(told.err)) == ("dtype" in config)
-        assert ("is taken over as it is" in flat(told.err)) == (config == "no configuration")
+        assert ("is copied unchanged" in flat(told.err)) == (config == "no configuration")
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
@@ -286,7 +286,7 @@ def test_what_went_forth_and_back_is_verified_with_what_was_at_the_beginning(tmp
     done("convert", tmp_path / "ranks", tmp_path / "two", *ranks, "--to", "checkpoint2", "--dst-strategy", "same")
 
     said = done("verify", back, "--src", world.hf)
-    warns(said, f"has the names of {world.hf}, to which the recorded rules would give others: compared without them")
+    warns(said, f"has the names of {world.hf}, which the recorded rules would change: compared without them")
     both: list[Argument] = [*ranks, "--dst-strategy", world.d]
     warns(done("verify", tmp_path / "again", "--src", tmp_path / "ranks", *both), "compared without them")
     warns(done("verify", tmp_path / "again", "--src", tmp_path / "two", *both[2:]), "compared without them")

@@ -344,7 +344,7 @@ def test_how_bytes_are_moved_does_not_change_them(data: st.DataObject) -> None:
             with contextlib.ExitStack() as changed:
                 if name == "tiny":
                     # Buffers smaller than a row of most tensors; 16 bytes hold an element.
-                    changed.enter_context(mock.patch.object(execution, "LEAST_BLOCK_BYTES", 32))
+                    changed.enter_context(mock.patch.object(execution, "MIN_BLOCK_BYTES", 32))
                 if name == "remote":
                     changed.enter_context(mock.patch.object(storage_module, "file_system_of", lambda path: "nfs"))
                 world.dst = world.root / name

@@ -11,6 +11,7 @@ import pytest
 
 import reshard
 from reshard.cli.main import cli
+from reshard.convert import Options
 from reshard.errors import CheckpointError, ReshardError, TargetError, UsageError, VerificationError
 from reshard.text.in_python import in_python
 from tests.corpus import ROOT
@@ -62,7 +63,7 @@ def test_names_and_packing(tmp_path: Path) -> None:
         tmp_path / "ranks",
         tmp_path / "back",
         src_strategy="none",
-        to="huggingface",
+        to="hf",
         config=QWEN3 / "config.json",
         **rules,
     )
@@ -147,3 +148,23 @@ def test_a_conversion_has_the_parameters_of_the_command() -> None:
     options = {str(option.name) for option in command.params} - ONLY_COMMAND
     names = {"fallback" if name == "no_fallback" else name for name in options}
     assert {field.name for field in dataclasses.fields(reshard.Conversion)} == names
+
+
+# Attributes of a run that no option sets by its name.
+NO_OPTION = {"adding", "share", "part", "decryption"}
+
+
+@pytest.mark.parametrize("name", ["convert", "by-rank", "plan", "merge-lora", "recover"])
+def test_every_attribute_of_a_run_is_an_option_of_commands_that_write(name: str) -> None:
+    """Options are copied by name, so another name would leave an attribute at its default."""
+    attributes = {field.name for field in dataclasses.fields(Options)} - NO_OPTION
+    command = cli.get_command(click.Context(cli), name)
+    assert command is not None
+    options = {str(parameter.name) for parameter in command.params}
+    assert attributes - options == ({"verify"} if name == "recover" else {"lost_only"})
+
+
+def test_every_attribute_of_a_run_is_a_parameter_of_conversions() -> None:
+    attributes = {field.name for field in dataclasses.fields(Options)} - NO_OPTION
+    parameters = {field.name for field in dataclasses.fields(reshard.Conversion)}
+    assert attributes - parameters == {"dry_run", "verify", "lost_only"}

@@ -127,3 +127,29 @@ def test_blocks_and_tiles_give_what_elements_give_and_count_what_overflows(
         np.testing.assert_array_equal(view, cast_words(values.view("u4"), "Float32", dtype))
         assert sum(count for _, count in told) == overflows
         assert {name for name, _ in told} == {"w"}
+
+
+@pytest.mark.parametrize(("stored", "dtype"), PAIRS)
+def test_blocks_of_ordinary_numbers_give_what_elements_give(stored: str, dtype: str) -> None:
+    """Around every element of the narrower type and every middle between two, in blocks without special ones."""
+    narrower = stored if WORDS[stored] == "u2" else dtype if WORDS[dtype] == "u2" else "Float16"
+    largest = 65504.0 if "Float16" in (stored, dtype, narrower) else 2.0**127
+    random = np.random.default_rng(0)
+    with np.errstate(all="ignore"):
+        numbers = cast_words(np.arange(1 << 16, dtype="u2"), narrower, "Float32").view("f4").astype("f8")
+        numbers = np.sort(numbers[np.abs(numbers) <= largest])
+        middles = (numbers[1:] + numbers[:-1]) / 2
+        normal = random.standard_normal(200_000)
+        values = np.concatenate([numbers, middles, normal, normal * 1e-5])
+        if WORDS[stored] == "u2":
+            words = np.arange(1 << 16, dtype="u2")
+            words = words[np.abs(cast_words(words, stored, "Float32").view("f4")) <= largest]
+        else:
+            exact = values.astype("f4" if stored == "Float32" else "f8")
+            away = [np.nextafter(exact, np.array(end, exact.dtype)) for end in (-np.inf, np.inf)]
+            words = np.concatenate([exact, *away]).view(WORDS[stored])
+    out = np.empty(len(words), WORDS[dtype])
+
+    Cast(stored, dtype, "w", lambda name, count: pytest.fail("overflow")).put(words, out)
+
+    np.testing.assert_array_equal(out, cast_words(words, stored, dtype))

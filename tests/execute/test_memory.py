@@ -85,7 +85,7 @@ def test_pages_that_are_hardly_looked_at_are_given_back_too(tmp_path: Path) -> N
     size, step = 256 * MIB, 64 << 10
     path = tmp_path / "tensor"
     path.write_bytes(bytes(size))
-    reader = MappedReader(FileHandles(), ExplicitReader(FileHandles()), give_back=16 * MIB)
+    reader = MappedReader(FileHandles(), ExplicitReader(FileHandles()), release_after=16 * MIB)
     source = StoredSlice(str(path), 0, ((0, size),), ((0, size),))
     before = most = mapped_and_resident()
     for start in range(0, size, step):
@@ -245,7 +245,8 @@ def test_memory_of_all_processes_together_stays_under_the_limit(kind: str, jobs:
     write_checkpoint(place / "src", model, old, "safetensors")
     write_strategy(place / "old", model, old)
     write_strategy(place / "new", model, new)
-    code = "from reshard import processes; processes.WORTH_A_PROCESS = 1 << 20; from reshard.entry import main; main()"
+    small = "from reshard import processes; processes.MIN_BYTES_PER_PROCESS = 1 << 20"
+    code = f"{small}; from reshard.entry import main; main()"
     options = ["--src-strategy", place / "old", "--dst-strategy", place / "new", "--max-memory", f"{limit}M"]
     words = ["convert", place / "src", place / "dst", *options, "--jobs", jobs, "--quiet"]
     assert run([sys.executable, "-c", code, *words]).anonymous < limit * MIB + 100 * MIB

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import random
 import signal
@@ -22,7 +23,7 @@ from reshard import processes
 from reshard.errors import CheckpointError, RetryableError
 from reshard.execute import part_writing, parts, run
 from reshard.numbers import sweep
-from reshard.processes import OWN_THREAD, Crew, LostWorkerError, Tell, may_fork
+from reshard.processes import OWN_THREAD, Crew, LostWorkerError, Notify, may_fork
 from reshard.storage.new_local_file import NewLocalFile, WrittenFile
 from reshard.verification import reading
 from tests.conftest import LONG
@@ -40,9 +41,10 @@ FULL = tensors()
 FORCED = """
 import os, signal, sys, time
 from reshard import processes
-from reshard.execute import parts
-processes.WORTH_A_PROCESS = 1
-parts.LEAST_PART_BYTES = parts.MOST_PART_BYTES = 20000
+from reshard.execute import parts, run
+run.usable_cpus = lambda: 64
+processes.MIN_BYTES_PER_PROCESS = 1
+parts.MIN_PART_BYTES = parts.MAX_PART_BYTES = 20000
 from reshard.storage.new_local_file import WrittenFile
 write, window, parent, calls = WrittenFile.write, WrittenFile.window, os.getpid(), 0
 def each(at):
@@ -86,10 +88,11 @@ def crews(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             made.append(count)
             super().__init__(count, *others)
 
+    monkeypatch.setattr(run, "usable_cpus", lambda: 64)
     for module in (run, reading, sweep):
         monkeypatch.setattr(module, "Crew", Counted)
         monkeypatch.setattr(module, "private_bytes", lambda: 1 << 20)
-    monkeypatch.setattr(processes, "WORTH_A_PROCESS", 1)
+    monkeypatch.setattr(processes, "MIN_BYTES_PER_PROCESS", 1)
     return made
 
 
@@ -142,8 +145,8 @@ def test_whoever_writes_them_files_are_the_same(
     number = 3 * (checksum == "crc32") + list(KINDS).index(kind)
     workers = WORKERS if LONG else [WORKERS[number]]
     for jobs, part_bytes in workers:
-        monkeypatch.setattr(parts, "MOST_PART_BYTES", part_bytes)
-        monkeypatch.setattr(parts, "LEAST_PART_BYTES", part_bytes)
+        monkeypatch.setattr(parts, "MAX_PART_BYTES", part_bytes)
+        monkeypatch.setattr(parts, "MIN_PART_BYTES", part_bytes)
         words[2] = str(tmp_path / f"dst{jobs}-{part_bytes}")
         done(*words, "--jobs", jobs, "--checksum", checksum)
         found = tree_bytes(Path(words[2]))
@@ -255,7 +258,7 @@ def test_long_runs_are_copied_by_a_file_system_that_can(
 ) -> None:
     words = prepared(tmp_path, "rows")
     monkeypatch.setattr("reshard.storage.new_local_file.file_system_of", lambda path: "xfs")
-    monkeypatch.setattr(part_writing, "_WORTH_COPYING", 1000)
+    monkeypatch.setattr(part_writing, "_MIN_COPIED_RUN", 1000)
     copy, calls = os.copy_file_range, 0
 
     def copied(source: int, target: int, count: int, *places: int) -> int:
@@ -369,7 +372,7 @@ def test_a_process_with_threads_of_others_is_not_copied(world: World, crews: lis
         assert crews == [2]
 
 
-def serve(request: Any, descriptors: Sequence[int], tell: Tell) -> Any:
+def serve(request: Any, descriptors: Sequence[int], tell: Notify) -> Any:
     for descriptor in descriptors:
         os.write(descriptor, str(request).encode())
         os.close(descriptor)
@@ -396,7 +399,7 @@ def crew() -> Iterator[Crew]:
 def test_a_worker_answers_and_tells(crew: Crew) -> None:
     told: list[Any] = []
     large = "x" * 3_000_000
-    assert crew.call(large, told=told.append)[0] == large
+    assert crew.call(large, notify=told.append)[0] == large
     assert told == [("half", large)]
     pids = {crew.call(number)[1] for number in range(4)}
     assert len(pids) == 2 and os.getpid() not in pids
@@ -430,7 +433,7 @@ def test_who_fails_to_hear_a_worker_out_leaves_no_answer_to_the_next() -> None:
 
     with Crew(1, 1, serve) as crew:
         with pytest.raises(ValueError, match="first"):
-            crew.call("first", told=failing)
+            crew.call("first", notify=failing)
         with pytest.raises(LostWorkerError):
             crew.call("second")
 
@@ -458,3 +461,14 @@ def test_a_crew_leaves_no_process() -> None:
     for pid in pids:
         with pytest.raises(ChildProcessError):
             os.waitpid(pid, os.WNOHANG)
+
+
+def test_objects_that_a_program_has_frozen_stay_frozen() -> None:
+    gc.freeze()
+    try:
+        frozen = gc.get_freeze_count()
+        with Crew(1, 1, serve) as crew:
+            crew.call("said")
+        assert gc.get_freeze_count() == frozen
+    finally:
+        gc.unfreeze()

@@ -53,8 +53,8 @@ def convert(place: Path, old: object, new: Strategy, *options: Argument) -> None
 def test_a_full_tensor_is_read_once_for_all_its_column_slices(
     data: int, model: int, part_bytes: int, tmp_path: Path, bytes_read: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parts, "MOST_PART_BYTES", part_bytes)
-    monkeypatch.setattr(parts, "LEAST_PART_BYTES", part_bytes)
+    monkeypatch.setattr(parts, "MAX_PART_BYTES", part_bytes)
+    monkeypatch.setattr(parts, "MIN_PART_BYTES", part_bytes)
     write_tree(tmp_path / "src", {0: FULL}, "rank_{rank}/net-1_1.ckpt")
     convert(tmp_path, "none", columns(data, model))
     # A group has at most 16 members, so the rows are read once per group.

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from reshard.errors import CheckpointError, IncompleteSourceError, InputError, ReshardError
-from reshard.forms.checkpoint2 import Checkpoint2
+from reshard.forms.checkpoint2.checkpoint import Checkpoint2
 from reshard.text.report import Report
 from tests.checkpoint2_writing import Laid, Saving, numbered, saving
 from tests.checkpoint_writing import write_safetensors
@@ -72,8 +72,8 @@ def test_what_is_lost_is_told_all_at_once(tmp_path: Path) -> None:
     for word in ("iteration 10", "is not complete", *gone, "'first.weight'", "does not exist", "bring the files back"):
         assert word in said
     with pytest.raises(IncompleteSourceError):
-        read(iteration, wanted=lambda name: name == "first.weight")
-    checkpoint = read(iteration, wanted=lambda name: name == "second.weight")
+        read(iteration, required=lambda name: name == "first.weight")
+    checkpoint = read(iteration, required=lambda name: name == "second.weight")
     assert checkpoint.lost.keys() >= {"first.weight"} and checkpoint.lost["first.weight"].files == (gone[0],)
 
 
@@ -194,7 +194,7 @@ def test_a_contradiction_names_file_and_parameter_and_matters_only_to_that(
     assert caught.value.status == 3
     assert "'first.weight'" in str(caught.value) and str(iteration) in str(caught.value)
     assert len(str(caught.value)) < 2000
-    same(read(iteration, wanted=lambda name: name != FIRST), saved, FIRST)
+    same(read(iteration, required=lambda name: name != FIRST), saved, FIRST)
 
 
 def test_a_file_of_another_save_is_found_out(tmp_path: Path) -> None:
@@ -224,7 +224,7 @@ def test_states_in_the_files_of_another_stage_are_found_though_the_listed_files_
         if "opt-0000004" not in file.name and "opt-0000006" not in file.name:
             (tmp_path / file.name).symlink_to(file)
     report = Report()
-    found = read(tmp_path, report=report, wanted=lambda name: "layers.0" in name)
+    found = read(tmp_path, report=report, required=lambda name: "layers.0" in name)
     for name in ("exp_avg.embedding.weight", "exp_avg_sq.layers.0.linear_fc1.weight"):
         assert full_bytes(found, name) == full_bytes(checkpoint, name)
     assert any("files of another pipeline stage" in warning for warning in report.warnings)
@@ -251,14 +251,14 @@ def test_a_state_that_is_not_listed_is_cut_as_its_parameter(tmp_path: Path) -> N
     change(iteration, drop)
     report = Report()
     same(read(iteration, report=report), saved)
-    assert "states of the optimizer that are not listed" in report.warnings[0]
+    assert "unlisted states of the optimizer" in report.warnings[0]
 
 
 @pytest.mark.parametrize(
     ("array", "told"),
     [
-        (numbered((4,), 7), "taken as whole"),
-        (numbered((300_000,), 7), "taken as whole"),
+        (numbered((4,), 7), "read as whole"),
+        (numbered((300_000,), 7), "read as whole"),
         (np.zeros(4, np.float32), "its elements are all the same"),
         ([numbered((4,), 4 * (rank % 2)) for rank in range(8)], "ranks hold different values"),
         ([numbered((4,), 4 * (rank // 4)) for rank in range(8)], "ranks hold different values"),
@@ -273,7 +273,7 @@ def test_parameters_that_are_not_listed_are_whole_only_where_their_values_show_i
     report = Report()
     checkpoint = read(saved.write(tmp_path / ITERATION), report=report)
     assert len(report.warnings) == 1 and told in report.warnings[0] and "'table'" in report.warnings[0]
-    if told == "taken as whole":
+    if told == "read as whole":
         assert full_bytes(checkpoint, "table") == array.tobytes()
         assert all("table" in layouts for layouts in checkpoint.layouts().values())
     else:
@@ -285,7 +285,7 @@ def test_a_cut_that_only_absent_ranks_would_show_is_not_taken_as_whole(tmp_path:
     iteration = saved.write(tmp_path / ITERATION)
     for rank in (1, 3, 5, 7):
         (iteration / saved.file("model", rank)).unlink()
-    checkpoint = read(iteration, wanted=lambda name: False)
+    checkpoint = read(iteration, required=lambda name: False)
     assert checkpoint.unplaced == {"table": "it is missing in files that would decide it"}
 
 
@@ -294,7 +294,7 @@ def test_a_name_in_two_files_of_one_rank_is_an_error(tmp_path: Path) -> None:
     write_safetensors(tmp_path / "opt-0000000-0000001.safetensors", {"w": numbered((2,))})
     with pytest.raises(CheckpointError, match="'w' is in two files"):
         read(tmp_path)
-    assert [*read(tmp_path, wanted=lambda name: name == "v").tensors] == ["v"]
+    assert [*read(tmp_path, required=lambda name: name == "v").tensors] == ["v"]
 
 
 def test_an_iteration_that_lacks_its_metadata_is_an_error(tmp_path: Path) -> None:

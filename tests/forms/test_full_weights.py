@@ -16,7 +16,8 @@ import pytest
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.errors import CheckpointError, ReshardError
-from reshard.forms.full import FullWeights, full_weights_form, read_huggingface, read_unified
+from reshard.forms.full.contents import FullWeights, read_huggingface, read_unified
+from reshard.forms.full.directory import full_weights_form
 from reshard.text.report import Report
 from tests.checkpoint_writing import STORED, write_safetensors
 from tests.corpus import CORPUS2, FIXTURES
@@ -142,7 +143,7 @@ def test_other_files_of_the_model_are_named_and_other_weights_are_not_among_them
     (directory / "link.json").symlink_to("config.json")
     report = Report()
     found = read(directory, report)
-    assert found.others == (
+    assert found.extra_files == (
         *("README.md", "config.json", "link.json", "modeling_x.py", "tokenizer.json", "tokenizer.model"),
     )
     (note,) = report.notes
@@ -215,7 +216,7 @@ def test_tensors_that_no_index_lists_are_taken_with_a_warning(tmp_path: Path) ->
     directory = saved(tmp_path, {ONE: {"a": W}, TWO: {"b": V, "c": W}}, {"a": ONE, "b": TWO})
     report = Report()
     assert read(directory, report).order() == ["a", "b", "c"]
-    assert "does not list 1 tensor of its files: 'c'; they are taken all the same" in report.warnings[0]
+    assert "does not list 1 tensor of its files: 'c'; they are read all the same" in report.warnings[0]
 
 
 @pytest.mark.parametrize(
@@ -262,7 +263,7 @@ def test_files_without_an_index(tmp_path: Path) -> None:
     one = tmp_path / "one"
     write_safetensors(one / "model.safetensors", {"a": W, "b": V})
     (one / "config.json").write_text("{}")
-    assert read(one).order() == ["a", "b"] and read(one).others == ("config.json",)
+    assert read(one).order() == ["a", "b"] and read(one).extra_files == ("config.json",)
     several = tmp_path / "several"
     write_safetensors(several / ONE, {"a": W})
     refused(several, "has 1 file of the 2 in their names", "no model.safetensors.index.json")

@@ -204,7 +204,7 @@ def test_the_newest_step_that_its_target_can_have_is_taken_where_none_is_whole(t
     world = World(tmp_path, TARGET, TARGET)
     world.save_step("1_9", OLD, ranks=[1])
     world.save_step("1_10", NEW, ranks=[1])
-    warns(world.by_rank(1), "holds 2 steps, and step 1_10 is taken; give every rank --step 1_10")
+    warns(world.by_rank(1), "holds 2 steps, and step 1_10 is used; give every rank --step 1_10")
     same_ranks(world.found(), {1: world.expected(NEW)[1]})
     fails(3, *world.words(), says=["no step", "1_10", "rank 0"])
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Optional
 
 from reshard.checkpoints.checkpoint import Checkpoint
-from reshard.forms.form import Form, FormOptions, Reading, Wanted
+from reshard.forms.form import Form, FormOptions, ReadRequest, WriteRequest
 from reshard.forms.full.contents import Contents, FullWeights
 from reshard.forms.ranks import FileNames
 from reshard.forms.ranks.naming import NamedFile
@@ -33,16 +33,16 @@ class ToyForm(Form):
         """By the list."""
         return is_directory(src) and LIST in (names_in(src) if names is None else names)
 
-    def read(self, reading: Reading) -> Checkpoint:
+    def read(self, request: ReadRequest) -> Checkpoint:
         """What the list names."""
-        files = json.loads(Path(reading.path, LIST).read_text())
-        contents = Contents.read(reading.path, files, reading.handles, reading.damaged)
+        files = json.loads(Path(request.path, LIST).read_text())
+        contents = Contents.read(request.path, files, request.handles, request.damaged)
         tensors, values = contents.tensors(len(files))
-        return FullWeights(self.name, reading.path, contents.paths, contents.indexes, tensors, values)
+        return FullWeights(self.name, request.path, contents.paths, contents.indexes, tensors, values)
 
-    def target(self, checkpoint: Checkpoint, wanted: Wanted) -> TargetForm:
+    def target(self, checkpoint: Checkpoint, request: WriteRequest) -> TargetForm:
         """A file for every tensor and every value."""
-        return _ToyFiles(checkpoint, wanted)
+        return _ToyFiles(checkpoint, request)
 
     def marks(self, files: Sequence[str]) -> list[str]:
         """The list."""
@@ -56,8 +56,8 @@ class _ToyFiles(TargetForm):
     format = "safetensors"
     metadata = None
 
-    def __init__(self, checkpoint: Checkpoint, wanted: Wanted) -> None:
-        tensors, values, _ = selected(checkpoint, wanted)
+    def __init__(self, checkpoint: Checkpoint, request: WriteRequest) -> None:
+        tensors, values, _ = selected(checkpoint, request)
         self._held = [*tensors, *values]
         names = [f"tensor-{number}" for number in range(len(self._held))]
         self.names = FileNames("file{rank}", tuple(NamedFile(number, name) for number, name in enumerate(names)))

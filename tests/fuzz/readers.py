@@ -14,8 +14,9 @@ from typing import Any, Callable, NamedTuple
 import numpy as np
 
 from reshard.checkpoints import CheckpointIndex, Decryption, FileHandles, read_index
-from reshard.forms.form import Reading
-from reshard.forms.full import HUGGINGFACE_INDEX, UNIFIED_MAP, read_huggingface, read_unified
+from reshard.forms.form import ReadRequest
+from reshard.forms.full.contents import read_huggingface, read_unified
+from reshard.forms.full.directory import HUGGINGFACE_INDEX, UNIFIED_MAP
 from reshard.forms.ranks import find_checkpoints
 from reshard.forms.registry import form_named
 from reshard.storage import read_range
@@ -155,7 +156,7 @@ def read_distributed(path: Path) -> None:
         if not (path.parent / name).exists():
             (path.parent / name).write_bytes(content)
     with FileHandles() as handles:
-        found = form_named(form).read(Reading(str(path.parent), handles, Report()))
+        found = form_named(form).read(ReadRequest(str(path.parent), handles, Report()))
         for index in found.indexes.values():
             for tensor in index.tensors.values():
                 for start, size in tensor.extents:

@@ -11,7 +11,7 @@ import pytest
 
 from reshard.forms.ranks import find_checkpoints
 from tests.checkpoint_writing import write_sparse
-from tests.running import LAUNCHER, Argument, done, fails, flat, say_on_terminal, warns
+from tests.running import LAUNCHER, Argument, done, fails, flat, terminal_output, warns
 from tests.small import World, tensors
 from tests.strategy_writing import numbers
 from tests.trees import (
@@ -471,7 +471,7 @@ def test_a_tree_of_terabytes_is_looked_at_by_headers_alone(tmp_path: Path) -> No
 def test_no_name_is_folded_or_shortened_with_v_however_narrow_the_terminal(columns: int, tmp_path: Path) -> None:
     names = [f"backbone.layers.{word}.attention.projection.weight" for word in ("one", "two")]
     path = write_checkpoint(tmp_path / "net.ckpt", {name: value(name, (4, 4)) for name in names})
-    lines = say_on_terminal(columns, LAUNCHER, "inspect", str(path), "-v").splitlines()
+    lines = terminal_output(columns, LAUNCHER, "inspect", str(path), "-v").splitlines()
     for name in names:
         assert any(line.strip().startswith(name) for line in lines), lines
     assert any("Float32" in line for line in lines)

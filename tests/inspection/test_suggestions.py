@@ -201,6 +201,21 @@ def test_strategies_that_fit_alike_are_not_chosen_from(plain: World, tmp_path: P
     assert str(path) in of_aim(printed, "huggingface")["missing"][0]["text"]
 
 
+def test_every_command_refuses_a_wrong_strategy_that_fits_the_headers(plain: World, tmp_path: Path) -> None:
+    other = single({"w": layout([2, 2], [1, -1]), "v": layout([2, 2], [-1])})
+    path = write_strategy(tmp_path / "strategies" / "other", other)
+    plain.save(tensors())
+    plain.old.unlink()
+    printed = suggested(plain.src, "--devices", 8)
+    assert printed["strategy"] == str(path)
+    statuses = {
+        item["aim"]: reshard(*item["command"][1:]).status
+        for item in printed["suggestions"]
+        if not placeholders(item["command"])
+    }
+    assert statuses == {"check-strategy": 4, "huggingface": 3, "pytorch": 3}
+
+
 def test_a_strategy_of_more_devices_that_places_slices_alike_is_no_doubt(plain: World, tmp_path: Path) -> None:
     larger = single({"w": layout([4, 2], [0, -1]), "v": layout([4, 2], [-1])})
     write_strategy(tmp_path / "strategies" / "larger", larger)
@@ -288,6 +303,14 @@ def test_a_table_that_does_not_fit_is_not_used(tmp_path: Path) -> None:
     item = of_aim(suggested(tmp_path / "model"), "mindspore")
     assert "--names" not in item["command"]
     assert any("does not fit" in each["text"] for each in item["missing"])
+
+
+def test_a_damaged_configuration_is_a_problem(tmp_path: Path) -> None:
+    config, full = MODELS["qwen3"][0], weights("qwen3")
+    (write_huggingface(tmp_path / "model", full, config) / "config.json").write_text("{")
+    printed = suggested(tmp_path / "model")
+    assert printed["model"] is None and "config.json" in printed["problems"][0]["text"]
+    assert placeholders(of_aim(printed, "mindspore")["command"]) == {"DST_STRATEGY", "TABLE", "CONFIG"}
 
 
 def test_quantised_weights_become_numbers(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from reshard.layout.views import ZEROS, View
-from reshard.names import Applied, MadeView, SizedOperation
+from reshard.names import Applied, NamedView, SizedOperation
 
 Array = npt.NDArray[np.int64]
 Shapes = Mapping[str, tuple[int, ...]]
@@ -42,13 +42,13 @@ def elements(view: View, sources: Sequence[Array]) -> Array:
     return found
 
 
-def array_of(made: MadeView, arrays: Mapping[str, Array]) -> Array:
+def array_of(made: NamedView, arrays: Mapping[str, Array]) -> Array:
     return elements(made.view, [arrays[name] for name in made.sources])
 
 
 def arrays_of(applied: Applied, arrays: Mapping[str, Array]) -> dict[str, Array]:
     """All tensors that rules make."""
-    return {name: array_of(made, arrays) for name, made in applied.made.items()}
+    return {name: array_of(made, arrays) for name, made in applied.views.items()}
 
 
 def redone(applied: Applied, arrays: Mapping[str, Array]) -> dict[str, Array]:

@@ -45,7 +45,7 @@ def test_a_tiny_model_comes_back_as_it_was_and_every_element_is_used_once(name: 
     back = apply_rules(table, {tensor: array.shape for tensor, array in made.items()}, config)
 
     assert not there.reversed and back.reversed
-    assert not there.dropped and not there.unspoken
+    assert not there.dropped and not there.skipped_state
     assert_equal(redone(there, arrays), made)
     returned = arrays_of(back, made)
     assert_equal(redone(back, made), returned)
@@ -68,12 +68,12 @@ def test_a_real_model_comes_back_as_it_was_and_every_element_is_used_once(name: 
 
     there = apply_rules(table, shapes, config)
     assert_each_element_once(there, shapes)
-    made = {tensor: each.view.shape for tensor, each in there.made.items()}
+    made = {tensor: each.view.shape for tensor, each in there.views.items()}
     back = apply_rules(table, made, config)
     taken = {one for one, _ in there.tied}
-    assert_each_element_once(back, made, {name for name, each in there.made.items() if taken & {*each.sources}})
+    assert_each_element_once(back, made, {name for name, each in there.views.items() if taken & {*each.sources}})
 
-    assert {tensor: each.view.shape for tensor, each in back.made.items()} == shapes
+    assert {tensor: each.view.shape for tensor, each in back.views.items()} == shapes
     # What is made of what was made: each tensor is itself again.
     for tensor in _one_of_each_kind(shapes):
         assert_itself_again(back, there, tensor)
@@ -82,7 +82,7 @@ def test_a_real_model_comes_back_as_it_was_and_every_element_is_used_once(name: 
 def assert_each_element_once(applied: Applied, shapes: Shapes, twice: Collection[str] = ()) -> None:
     """By counting: the regions of every tensor are all of it, and so are those of every source."""
     taken: Counter[str] = Counter()
-    for made in applied.made.values():
+    for made in applied.views.values():
         assert sum(region.volume for region in made.view.regions) == math.prod(made.view.shape)
         for region in made.view.regions:
             taken[made.sources[region.source]] += region.volume
@@ -94,11 +94,11 @@ def assert_each_element_once(applied: Applied, shapes: Shapes, twice: Collection
 
 def assert_itself_again(back: Applied, there: Applied, tensor: str) -> None:
     """A tensor that was made back is the one that it was, at places all over it."""
-    made = back.made[tensor]
+    made = back.views[tensor]
     twins = {other: one for one, other in there.tied}
     for position in _places(made.view.shape):
         source, place = _at(made.view, position)
-        between = there.made[made.sources[source]]
+        between = there.views[made.sources[source]]
         first, origin = _at(between.view, place)
         assert (between.sources[first], origin) == (twins.get(tensor, tensor), position)
 
@@ -132,7 +132,7 @@ def test_a_model_whose_output_is_its_embedding_needs_no_head() -> None:
 
     applied = apply_rules(rules_named("qwen3"), tied, {**config, "tie_word_embeddings": True})
 
-    assert "output_layer.weight" not in applied.made
+    assert "output_layer.weight" not in applied.views
     with pytest.raises(NamesError, match=r"missing: 'lm_head\.weight'"):
         apply_rules(rules_named("qwen3"), tied, config)
 
@@ -147,8 +147,8 @@ def test_what_a_configuration_of_mindformers_says_holds() -> None:
         {**config, "use_interleaved_weight_layout_mlp": False, "use_contiguous_weight_layout_attention": True},
     )
 
-    assert told.made == stated.made
-    assert told.made != apply_rules(rules_named("qwen3"), shapes, config).made
+    assert told.views == stated.views
+    assert told.views != apply_rules(rules_named("qwen3"), shapes, config).views
 
 
 def test_what_is_usual_is_said() -> None:
@@ -164,7 +164,7 @@ def test_a_layer_that_predicts_further_tokens_can_be_dropped() -> None:
 
     applied = apply_rules(rules_named("deepseek_v3,mtp=dropped"), shapes, config)
 
-    assert not any(name.startswith("mtp.") for name in applied.made)
+    assert not any(name.startswith("mtp.") for name in applied.views)
     assert {name for name in shapes if name.startswith("model.layers.3.")} == set(applied.dropped)
 
 
@@ -174,10 +174,10 @@ def test_a_layer_that_predicts_further_tokens_may_be_absent_whatever_the_configu
     less = {name: shape for name, shape in shapes.items() if not name.startswith("model.layers.3.")}
 
     there = apply_rules(rules_named("deepseek_v3"), less, config)
-    back = apply_rules(rules_named("deepseek_v3"), {name: m.view.shape for name, m in there.made.items()}, config)
+    back = apply_rules(rules_named("deepseek_v3"), {name: m.view.shape for name, m in there.views.items()}, config)
 
-    assert not any(name.startswith("mtp.") for name in there.made)
-    assert {name: made.view.shape for name, made in back.made.items()} == less
+    assert not any(name.startswith("mtp.") for name in there.views)
+    assert {name: made.view.shape for name, made in back.views.items()} == less
 
 
 def test_a_layer_that_predicts_further_tokens_is_there_whole() -> None:
@@ -202,9 +202,9 @@ def test_padding_is_said() -> None:
     table = rules_named("llama,vocab_multiple=8")
 
     there = apply_rules(table, shapes, config)
-    back = apply_rules(table, {name: made.view.shape for name, made in there.made.items()}, config)
+    back = apply_rules(table, {name: made.view.shape for name, made in there.views.items()}, config)
 
-    assert there.made["lm_head.weight"].view.shape == (16, 6)
+    assert there.views["lm_head.weight"].view.shape == (16, 6)
     assert "padded with zeros along dimension 0 from 11 to 16" in " ".join(there.notes)
     assert "removed" in " ".join(back.notes)
 

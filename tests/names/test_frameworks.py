@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from reshard.names import plain_names, possible_plain_names, trainer_keys, trainer_names
+from reshard.names import name_before, plain_names, possible_plain_names, trainer_keys, trainer_names
 from tests.forms.test_hf_sharded import CHUNKS, FULL, Chunk, converted, rows, write_shards
-from tests.running import done, fails
+from tests.running import Argument, done, fails
+from tests.small import World, tensors
 from tests.trees import Value, read_checkpoint, value
 
 MODEL = ["model.embed.weight", "model.layers.0.up.weight"]
@@ -68,6 +69,7 @@ def test_names_go_back_as_a_trainers() -> None:
     assert trainer_keys("model.a.weight") == ("model", "a.weight")
     assert trainer_keys("optimizer.state.a.weight.exp_avg") == ("optimizer", "state", "a.weight", "exp_avg")
     assert trainer_keys("global_step") == ("global_step",)
+    assert {name_before(new) for new in found.values() if new} == set(names)
     made = [new or "" for new in found.values()]
     again = plain_names(made, (), {name: trainer_keys(name) for name in made}, True).names
     assert (again["adam_m.other"], again["model.model.b.weight"]) == ("adam_m.other", "model.b.weight")
@@ -120,3 +122,27 @@ def test_tensors_beside_the_model_of_a_nested_state_are_left_out() -> None:
 
     assert (found.names, found.outside) == ({"model.a": "a", "rng": None}, ["rng"])
     assert plain_names(["a", "rng"], (), {"a": ("a",), "rng": ("rng",)}, True).names == {"a": "a", "rng": "rng"}
+
+
+@pytest.mark.parametrize("form", ["dcp", "hyper-parallel"])
+def test_a_strategy_lists_the_names_of_the_model(form: str, plain: World, tmp_path: Path) -> None:
+    plain.save(tensors(names=["w", "v"]))
+    strategies: list[Argument] = ["--src-strategy", plain.old, "--dst-strategy", plain.new]
+    done("convert", plain.src, plain.dst, "--to", form, *strategies, "--verify")
+    slices = {each["name"]: each["cuts"] for each in done("inspect", plain.dst, "--json").json["tensors"]}
+    assert slices == {"model.w": [1, 2], "model.v": [1]}
+    assert "wrote" not in done("resume", plain.dst).err
+    done("verify", plain.dst, "--src", plain.src, *strategies)
+    done("by-rank", 1, plain.src, tmp_path / "one", "--to", form, *strategies)
+    done("resume", tmp_path / "one")
+    # A strategy may list the names of the target as well.
+    done("convert", plain.dst, tmp_path / "same", "--to", form, "--dst-strategy", "same", "--verify")
+
+
+def test_optimizer_state_of_a_trainer_is_no_weight(tmp_path: Path) -> None:
+    state = {STATE: value("m", (4, 2)), "model.layers.0.up.weight": value("w", (4, 2))}
+    src = write_shards(tmp_path / "src", state, [Chunk(name, ((0, 4), (0, 2)), 1) for name in state])
+    assert "weights 1 (32 B), optimizer state 1 (32 B)" in done("inspect", src).out
+    done("convert", src, tmp_path / "out", "--to", "dcp", "--dst-strategy", "same", "--cast", "bf16", "--verify")
+    types = {each["name"]: each["dtype"] for each in done("inspect", tmp_path / "out", "--json").json["tensors"]}
+    assert types == {STATE: "Float32", "model.layers.0.up.weight": "BFloat16"}

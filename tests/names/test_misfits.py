@@ -116,7 +116,7 @@ def test_what_a_star_stood_for_is_there_for_every_value_of_the_numbers(counted: 
     } - shapes.keys()
     unfit = {parts for parts, there in texts.items() if not there} - {("extra",)}
     if not missing and not unfit:
-        assert apply_rules(table, shapes, {"num_hidden_layers": 3}).made
+        assert apply_rules(table, shapes, {"num_hidden_layers": 3}).views
         return
     with pytest.raises(NamesError) as caught:
         apply_rules(table, shapes, {"num_hidden_layers": 3})
@@ -135,7 +135,7 @@ def test_what_is_missing_beside_a_star_is_named() -> None:
 
 def test_a_rename_may_concern_some_layers_alone() -> None:
     shapes = {"m.0.a.w": (2,), "m.0.b.w": (2,), "m.1.a.w": (2,)}
-    assert set(apply_rules(parse_renames(["m.{layer}.*=n.{layer}.*"]), shapes).made) == {
+    assert set(apply_rules(parse_renames(["m.{layer}.*=n.{layer}.*"]), shapes).views) == {
         "n.0.a.w",
         "n.0.b.w",
         "n.1.a.w",
@@ -184,7 +184,7 @@ def test_experts_that_are_missing_or_too_many_are_an_error() -> None:
     table = rules_named("qwen3_moe")
     refused(table, EXPERTS, {**MIXTURE, "num_experts": 4}, ["missing: 'model.layers.0.mlp.experts.3.gate_proj.weight'"])
     refused(table, EXPERTS, {**MIXTURE, "num_experts": 2}, ["expert must be less than 2, by config.json"])
-    made = {name: each.view.shape for name, each in apply_rules(table, EXPERTS, MIXTURE).made.items()}
+    made = {name: each.view.shape for name, each in apply_rules(table, EXPERTS, MIXTURE).views.items()}
     refused(table, made, {**MIXTURE, "num_experts": 4}, ["is not [experts*hidden, columns] with experts 4"])
     refused(table, made, {**MIXTURE, "num_experts": 2}, ["is not [experts*hidden, columns] with experts 2"])
 
@@ -200,7 +200,7 @@ def test_a_layer_is_dense_or_has_experts() -> None:
 def test_both_sides_and_neither_are_no_direction() -> None:
     turned = parse_rules('[[rule]]\nfrom = "*.w"\nto = "*.w"\ndo = "transpose"', "t.toml")
     refused(turned, {"a.w": (2, 3)}, None, ["match the checkpoint as left as well as right", "--reverse"])
-    assert apply_rules(turned, {"a.w": (2, 3)}, reverse=True).made["a.w"].view.shape == (3, 2)
+    assert apply_rules(turned, {"a.w": (2, 3)}, reverse=True).views["a.w"].view.shape == (3, 2)
     refused(rules_named("qwen3"), {"something": (2, 2)}, QWEN3, ["match none of the checkpoint's 1 weights"])
 
 
@@ -236,7 +236,7 @@ def test_a_star_of_a_rename_matches_no_counters() -> None:
 
     applied = apply_rules(parse_renames(["*=model.*"]), shapes, values=values)
 
-    made = {name: each.sources for name, each in applied.made.items()}
+    made = {name: each.sources for name, each in applied.views.items()}
     # A weight without a layout is not left under its old name in silence: the conversion refuses it.
     assert made == {
         "model.a.w": ("a.w",),
@@ -245,7 +245,7 @@ def test_a_star_of_a_rename_matches_no_counters() -> None:
     }
     assert [note for note in applied.notes if "global_step" in note]
     named = apply_rules(parse_renames(["global_step=step"]), shapes, values=values)
-    assert named.made["step"].sources == ("global_step",)
+    assert named.views["step"].sources == ("global_step",)
 
 
 def test_renames_keep_everything_else_and_states_follow_their_weights() -> None:
@@ -253,7 +253,7 @@ def test_renames_keep_everything_else_and_states_follow_their_weights() -> None:
 
     applied = apply_rules(parse_renames(["model.*=net.*", "head=out"]), shapes)
 
-    made = {name: each.sources for name, each in applied.made.items()}
+    made = {name: each.sources for name, each in applied.views.items()}
     assert made == {
         "net.a.w": ("model.a.w",),
         "adam_m.net.a.w": ("adam_m.model.a.w",),
@@ -271,8 +271,8 @@ def test_optimizer_state_is_left_out_unless_it_is_asked_for() -> None:
     kept = apply_rules(table, shapes, QWEN3, optimizer=True)
     weights, states = arrays_of(alone, arrays), arrays_of(kept, arrays)
 
-    assert len(alone.unspoken) == len(SHAPES)
-    assert not kept.unspoken
+    assert len(alone.skipped_state) == len(SHAPES)
+    assert not kept.skipped_state
     assert_equal({"global_step": weights.pop("global_step")}, {"global_step": arrays["global_step"]})
     # The running numbers of the states are those of the weights, so much later.
     later = arrays["adam_m.lm_head.weight"].min() - arrays["lm_head.weight"].min()
@@ -327,6 +327,6 @@ def test_what_names_no_table_is_an_error(typed: str, says: str) -> None:
 
 def test_heads_that_fit_the_packed_tensor_alone_are_an_error_on_the_way_back() -> None:
     table = rules_named("qwen3")
-    made = {name: each.view.shape for name, each in apply_rules(table, SHAPES, QWEN3).made.items()}
+    made = {name: each.view.shape for name, each in apply_rules(table, SHAPES, QWEN3).views.items()}
     wrong = {**QWEN3, "num_attention_heads": 2, "num_key_value_heads": 3}
     refused(table, made, wrong, ["shape [6, 12] is not [hidden, heads*head_dim] with heads 2, head_dim 3"])

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 import reshard
 from reshard.errors import IncompleteSourceError, ReshardError, RetryableError, UsageError
 from reshard.opened import LazyTensor
+from tests.corpus import FIXTURES
 from tests.layouts import examples, strategies, tensors
 from tests.reference import Array, rank_count
 from tests.running import Argument, done
@@ -510,3 +511,28 @@ def test_files_that_nobody_closes_are_closed_with_the_checkpoint(plain: World) -
     assert any(str(plain.src) in path for path in open_files())
     del opened
     assert not any(str(plain.src) in path for path in open_files())
+
+
+@pytest.mark.parametrize("form", ["ranks", "dcp"])
+def test_rows_are_cut_over_shards_as_fsdp_cuts_them(form: str, plain: World) -> None:
+    plain.save(small_tensors(names=["w", "v"]))
+    src, options = plain.src, dict[str, Any](src_strategy=plain.old)
+    if form == "dcp":
+        src, options = plain.dst, {}
+        done(*plain.words("--to", "dcp", "--rename", "*=*"))
+    full = small_tensors()["w"].array
+    for rank, rows in enumerate([full[:3], full[3:6], full[6:]]):
+        with reshard.open(src, shards=3, rank=rank, **options) as opened:
+            assert opened["w"][...].tobytes() == rows.tobytes()
+    with pytest.raises(UsageError, match="both cut"):
+        reshard.open(src, shards=3, rank=0, dst_strategy=plain.new, **options)
+    with pytest.raises(UsageError, match="3 ranks"):
+        reshard.open(src, shards=3, **options)
+
+
+def test_objects_of_a_trainer_are_values_of_python() -> None:
+    with reshard.open(FIXTURES / "dcp" / "hyper_w2_later" / "checkpoint") as opened:
+        assert opened.objects == ["extra", "optimizer.lr", "optimizer.step"]
+        assert opened.get_object("extra") == {"names": ["a", "b"], "epoch": 2}
+        with pytest.raises(KeyError):
+            opened.get_object("model.norm.weight")

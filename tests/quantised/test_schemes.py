@@ -174,7 +174,7 @@ REFUSED = [
     ("quantised as W4A8", INT8, None, {"a.weight": "W4A8"}),
     ("quantised as W8A8_DYNAMIC, but", {"a.weight": TypedShape("Int8", (8, 6))}, None, {"a.weight": "W8A8_DYNAMIC"}),
     (
-        "shape \\[8\\], the scales",
+        "shape \\[8\\], but the scales",
         {**INT8, "a.weight_offset": TypedShape("Float32", (8,))},
         None,
         {"a.weight": "W8A8_DYNAMIC"},

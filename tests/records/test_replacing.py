@@ -171,7 +171,7 @@ def test_a_recovery_of_another_step_is_replaced(plain: World) -> None:
     assert list(tree_bytes(plain.dst)) == [f"rank_{rank}/net-1_20.ckpt" for rank in range(4)]
 
 
-@pytest.mark.parametrize("kind", some_of(KILLED, 2))
+@pytest.mark.parametrize("kind", some_of(KILLED, 3))
 def test_a_run_that_is_killed_while_it_replaces_is_gone_on_with(kind: str, world: World) -> None:
     """At every call that changes something on disk, and twice in a row."""
     first, second = KILLED[kind]

@@ -7,9 +7,9 @@ import json
 import os
 import shlex
 import shutil
-import socket
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -224,7 +224,7 @@ def test_another_machine_that_does_not_see_the_source_is_told_where_it_was(
     world.save(FULL)
     world.by_rank(0)
     shutil.move(world.src, world.root / "elsewhere")
-    monkeypatch.setattr(socket, "gethostname", lambda: "another")
+    monkeypatch.setattr(os, "uname", lambda: SimpleNamespace(nodename="another"))
     host = json.loads(records(world)[0].read_text())["host"]
     fails(3, "resume", world.dst, says=[f"{world.src}: does not exist here, as it did on {host}"])
 
@@ -343,7 +343,7 @@ def test_without_a_record_of_the_command_it_has_to_be_typed(world: World) -> Non
 def test_what_is_no_target_of_a_conversion_is_an_error(world: World) -> None:
     world.save(FULL)
     fails(3, "resume", world.src, says=["holds no records of a conversion"])
-    fails(3, "resume", world.root / "nothing", says=["holds no records of a conversion"])
+    fails(3, "resume", world.root / "nothing", says=["holds no records of a conversion", "run its command again"])
 
 
 def test_an_option_that_the_command_does_not_have_is_wrong_usage(plain: World) -> None:
@@ -428,6 +428,6 @@ def test_every_attribute_of_a_run_is_recorded_or_left_out_on_purpose(kind: type)
 def test_machines_that_share_the_work_share_the_record(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     world.save(FULL)
     world.by_rank(0)
-    monkeypatch.setattr(socket, "gethostname", lambda: "another")
+    monkeypatch.setattr(os, "uname", lambda: SimpleNamespace(nodename="another"))
     world.by_rank(1)
     assert len(records(world)) == 1

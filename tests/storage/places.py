@@ -129,7 +129,7 @@ def toy(tmp_path: Path) -> Iterator[ToyStore]:
 
 
 @pytest.fixture(params=["local", "toy", "objects", "failing"])
-def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
     if request.param == "local":
         yield LocalPlace(tmp_path / "place")
         shutil.rmtree(tmp_path / "place", ignore_errors=True)
@@ -139,6 +139,5 @@ def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
         return
     objects: Objects = request.getfixturevalue("objects")
     if request.param == "failing":
-        monkeypatch.setattr("reshard.storage.s3.failures.pause", lambda times: 0.005)
         objects.faults.choose = failing
     yield ObjectPlace(objects)

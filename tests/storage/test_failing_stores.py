@@ -17,11 +17,6 @@ pytestmark = pytest.mark.long
 OTHER_KINDS = ["drop", "cut", "unavailable"]
 
 
-@pytest.fixture(autouse=True)
-def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("reshard.storage.s3.failures.pause", lambda times: 0.01)
-
-
 def faulty(seed: int, form: str, objects: Objects, root: Path, *more: Argument) -> None:
     """Convert while one request of five fails somehow, and compare."""
     wanted = job(form, root)

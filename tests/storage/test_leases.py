@@ -57,12 +57,6 @@ def count_up(objects: Objects) -> None:
     objects.put("count", str(before + 1).encode())
 
 
-@pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("reshard.storage.s3.failures.pause", lambda times: 0.005)
-
-
-@pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("faults", ["none", "failing", "conflict"])
 def test_threads_never_hold_a_lock_together(faults: str, objects: Objects) -> None:
     if faults == "failing":
@@ -249,7 +243,7 @@ def until(true: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.usefixtures("beating", "quick")
+@pytest.mark.usefixtures("beating")
 @pytest.mark.parametrize("fails", [False, True])
 def test_who_lives_says_so_again(fails: bool, objects: Objects) -> None:
     if fails:
@@ -338,7 +332,6 @@ def test_who_was_silent_for_long_learns_whether_the_lock_is_still_its_own(
     assert held(objects) == f"{ELSEWHERE} 0".encode()
 
 
-@pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("lost", range(1, 12))
 def test_answers_that_get_lost_do_not_lose_the_lock(lost: int, objects: Objects) -> None:
     with alone(objects):
@@ -385,7 +378,6 @@ def test_a_service_without_conditional_writes_is_told_of_and_holds_nothing(condi
     assert objects.content() == {}
 
 
-@pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("conditions", ["heed", "ignore", "refuse"])
 def test_a_network_that_fails_does_not_change_what_is_known_of_a_service(conditions: str, objects: Objects) -> None:
     objects.faults.conditions = conditions
@@ -398,7 +390,6 @@ def test_a_network_that_fails_does_not_change_what_is_known_of_a_service(conditi
     assert objects.content() == {}
 
 
-@pytest.mark.usefixtures("quick")
 def test_nothing_secret_is_said_of_a_lock(objects: Objects) -> None:
     said = []
     with alone(objects):

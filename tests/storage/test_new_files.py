@@ -326,12 +326,6 @@ class Failing:
         return None
 
 
-@pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("reshard.storage.s3.failures.pause", lambda times: 0.005)
-
-
-@pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("fault, times", [("lost", 1), ("lost", 4), ("cut", 1), ("drop", 2), ("unavailable", 4)])
 @pytest.mark.parametrize("kind", REQUESTS)
 def test_answers_that_get_lost_change_nothing(kind: str, fault: str, times: int, objects: Objects) -> None:
@@ -350,7 +344,6 @@ def test_answers_that_get_lost_change_nothing(kind: str, fault: str, times: int,
     assert objects.content() == {"file": b"old" if kind == "abort" else whole} and objects.uploads() == []
 
 
-@pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("fault", ["lost", "drop", "refuse"])
 @pytest.mark.parametrize("kind", ["begin", "part", "complete", "put"])
 def test_a_file_that_cannot_be_written_is_an_error_and_leaves_nothing(kind: str, fault: str, objects: Objects) -> None:
@@ -372,7 +365,6 @@ def test_a_file_that_cannot_be_written_is_an_error_and_leaves_nothing(kind: str,
 
 
 @pytest.mark.short
-@pytest.mark.usefixtures("quick")
 def test_threads_that_fail_to_begin_leave_nothing(objects: Objects) -> None:
     size = 4 * PART
     objects.faults.choose = Failing("begin", "lost", 13)
@@ -389,7 +381,6 @@ def test_threads_that_fail_to_begin_leave_nothing(objects: Objects) -> None:
 
 
 @pytest.mark.short
-@pytest.mark.usefixtures("quick")
 def test_an_upload_that_was_lost_while_another_writes_the_same_is_removed_at_last(objects: Objects) -> None:
     path, whole = objects.path("file"), content(LARGE)
     with writing(path, LARGE) as other:
@@ -460,8 +451,7 @@ def test_objects_of_other_programs_have_one_time_whoever_tells_it(objects: Objec
 
 
 @pytest.mark.short
-def test_credentials_are_in_no_object(objects: Objects, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("reshard.storage.s3.failures.pause", lambda times: 0.005)
+def test_credentials_are_in_no_object(objects: Objects) -> None:
     objects.faults.choose = failing
     seen: list[str] = []
     with writing(objects.path("run/large"), LARGE) as file:
@@ -536,7 +526,6 @@ def test_what_another_run_of_the_same_conversion_has_put_first_stays(size: int, 
     assert objects.content() == {"file": data} and objects.uploads() == []
 
 
-@pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("conditions", ["ignore", "refuse"])
 @pytest.mark.parametrize("size", [1000, PART + 1000])
 def test_without_conditional_writes_it_is_looked_what_is_there(size: int, conditions: str, objects: Objects) -> None:
@@ -550,7 +539,6 @@ def test_without_conditional_writes_it_is_looked_what_is_there(size: int, condit
     assert objects.content() == {"file": data} and objects.uploads() == []
 
 
-@pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("fault, times", [("lost", 1), ("lost", 4), ("drop", 2), ("conflict", 2)])
 @pytest.mark.parametrize("kind", ["complete", "put"])
 def test_an_answer_that_gets_lost_is_no_other_program(kind: str, fault: str, times: int, objects: Objects) -> None:
@@ -607,7 +595,6 @@ def test_memory_of_sent_parts_is_used_again_and_never_exceeds_the_parts_at_a_tim
     sending.close()
 
 
-@pytest.mark.usefixtures("quick")
 def test_parts_that_cannot_be_sent_fail_the_file_and_leave_nothing(objects: Objects) -> None:
     objects.faults.choose = lambda number, method, path: "refuse" if "partNumber=3" in path else None
     sending = Sending(2)
@@ -620,7 +607,6 @@ def test_parts_that_cannot_be_sent_fail_the_file_and_leave_nothing(objects: Obje
     assert objects.content() == {} and objects.uploads() == []
 
 
-@pytest.mark.usefixtures("quick")
 def test_a_file_is_closed_once_no_part_is_on_its_way_though_others_failed(objects: Objects) -> None:
     on_its_way, go_on = threading.Event(), threading.Event()
 

@@ -22,6 +22,7 @@ from tests.corpus import FIXTURES, ROOT
 from tests.object_store import KEY, SECRET, Objects
 from tests.running import LAUNCHER, Argument, done, fails, reshard, warns
 from tests.sampling import some_of
+from tests.storage.test_writing_to_stores import tree
 from tests.trees import Value, cut_ranks, layout, single, write_strategy, write_tree
 
 DEMO = FIXTURES / "demo"
@@ -68,15 +69,6 @@ KINDS = {
 }
 
 
-def tree(place: Path) -> dict[str, bytes]:
-    """Everything that was written, but for records, which name the source."""
-    return {
-        str(path.relative_to(place)): path.read_bytes()
-        for path in sorted(place.rglob("*"))
-        if path.is_file() and not path.name.startswith("reshard-") and ".reshard" not in str(path)
-    }
-
-
 def locally(kind: Kind, place: Path) -> dict[str, bytes]:
     strategy: list[Argument] = ["--src-strategy", DEMO / "src_strategy.ckpt"] if kind.strategy else []
     done("convert", kind.source, place, *strategy, *kind.options)
@@ -119,10 +111,7 @@ def some_fail(number: int, method: str, path: str) -> Optional[str]:
 
 
 @pytest.mark.parametrize("name", ["ranks to ranks", "checkpoint2 to unified"])
-def test_a_network_that_fails_changes_nothing(
-    name: str, objects: Objects, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("reshard.storage.s3.failures.pause", lambda times: 0.01)
+def test_a_network_that_fails_changes_nothing(name: str, objects: Objects, tmp_path: Path) -> None:
     objects.faults.choose = some_fail
     found = from_store(KINDS[name], objects, tmp_path / "out", "--verify")
     objects.faults.choose = lambda *_: None
@@ -326,10 +315,7 @@ def test_without_the_extra_its_name_is_said(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(20))
-def test_any_faults_in_any_order_change_nothing(
-    seed: int, objects: Objects, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("reshard.storage.s3.failures.pause", lambda times: 0.01)
+def test_any_faults_in_any_order_change_nothing(seed: int, objects: Objects, tmp_path: Path) -> None:
     chance = random.Random(seed)
     kind = KINDS[chance.choice(list(KINDS))]
     kinds: list[Optional[str]] = ["drop", "cut", "unavailable", "lost", *[None] * 12]

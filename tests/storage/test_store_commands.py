@@ -16,7 +16,7 @@ from tests.dask_cluster import DaskCluster
 from tests.lora.test_merge_lora import base, matrices, peft, weights
 from tests.object_store import Objects
 from tests.running import Argument, done, fails
-from tests.small import World, tensors
+from tests.small import World
 from tests.storage.test_killed_store_runs import job
 from tests.storage.test_object_stores import some_ranks_left
 from tests.storage.test_writing_to_stores import DEMO, TO_DEMO, demo, tree, words, written
@@ -24,12 +24,6 @@ from tests.storage.test_writing_to_stores import DEMO, TO_DEMO, demo, tree, word
 pytestmark = pytest.mark.long
 
 NAME = "ein Name mit Löchern/名前/a+b%20c&d=é"
-
-
-@pytest.fixture
-def saved(world: World) -> World:
-    world.save(tensors())
-    return world
 
 
 def cuts(world: World) -> list[Argument]:

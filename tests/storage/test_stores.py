@@ -189,10 +189,9 @@ def test_a_marker_of_a_directory_is_no_file_in_it(objects: Objects) -> None:
     assert names_in(objects.path("run/rank_0")) == ["file"]
 
 
-def test_a_store_that_stays_away_is_an_error_worth_a_retry(objects: Objects, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_stays_away_is_an_error_worth_a_retry(objects: Objects) -> None:
     path = objects.put("file", content(MIB))
     file = opened(path)
-    monkeypatch.setattr("reshard.storage.s3.failures.pause", lambda times: 0.001)
     objects.faults.choose = lambda number, method, path: "unavailable"
     with pytest.raises(OSError, match="returned an unexpected answer"):
         file.read(MIB // 2, MIB // 2)
@@ -209,11 +208,10 @@ def test_small_reads_nearby_are_answered_from_few_requests(objects: Objects) -> 
 
 @pytest.mark.parametrize("reached", some_of([True, False], 2))
 def test_a_service_that_cannot_be_connected_to_is_asked_again_if_it_ever_answered(
-    reached: bool, objects: Objects, monkeypatch: pytest.MonkeyPatch
+    reached: bool, objects: Objects
 ) -> None:
     from botocore.exceptions import EndpointConnectionError
 
-    monkeypatch.setattr("reshard.storage.s3.failures.pause", lambda times: 0.001)
     path = objects.put("file", b"1")
     if reached:
         assert exists(path)

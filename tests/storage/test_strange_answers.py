@@ -17,7 +17,7 @@ from tests.corpus import ROOT
 from tests.object_store import KEY, SECRET, Answer, Objects
 from tests.running import Argument, done, fails, reshard
 from tests.sampling import some_of
-from tests.storage.test_object_stores import tree
+from tests.storage.test_writing_to_stores import tree
 
 DEMO = ROOT / "fixtures" / "demo"
 CUTS: list[Argument] = [
@@ -91,11 +91,6 @@ STRANGE: dict[str, tuple[Callable[[str, str, Answer], Answer], Optional[bool]]] 
     ),
     "a put without an ETag": (puts(header("etag", None)), None),
 }
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("reshard.storage.s3.failures.pause", lambda times: 0.001)
 
 
 @pytest.mark.parametrize("name", some_of(STRANGE, 8))

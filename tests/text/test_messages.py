@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.reference import Strategy
-from tests.running import Argument, done, fails, flat, reshard, say_on_terminal, warns
+from tests.running import Argument, done, fails, flat, reshard, terminal_output, warns
 from tests.small import COPIED, SOURCE, World, tensors
 from tests.trees import Value, cut_ranks, layout, scalar, single, text, value, write_strategy, write_tree
 
@@ -157,14 +157,14 @@ def test_the_option_that_a_message_tells_leaves_just_that_parameter_out(tmp_path
 def test_errors_are_red_and_warnings_yellow_on_a_terminal_that_has_colours(world: World) -> None:
     world.save(FULL)
     wrong = [str(word) for word in world.words("--ranks", "9")]
-    assert f"{RED}reshard: error: target rank 9" in say_on_terminal(100, ON_TERMINAL, *wrong)
-    assert f"{RED}Error: No such option: --rank" in say_on_terminal(100, ON_TERMINAL, *wrong, "--rank")
-    assert "\033[" not in say_on_terminal(100, ON_TERMINAL, *wrong, NO_COLOR="1")
+    assert f"{RED}reshard: error: target rank 9" in terminal_output(100, ON_TERMINAL, *wrong)
+    assert f"{RED}Error: No such option: --rank" in terminal_output(100, ON_TERMINAL, *wrong, "--rank")
+    assert "\033[" not in terminal_output(100, ON_TERMINAL, *wrong, NO_COLOR="1")
     assert "\033[" not in reshard(*wrong, subprocess_=True).err
     held = cut_ranks(SOURCE, FULL, COPIED)
     held[1]["global_step"] = scalar(7, shape=(1,))
     write_tree(world.src, held)
-    assert f"{YELLOW}warning: 'global_step'" in say_on_terminal(100, ON_TERMINAL, *map(str, world.words()))
+    assert f"{YELLOW}warning: 'global_step'" in terminal_output(100, ON_TERMINAL, *map(str, world.words()))
 
 
 def test_differences_are_a_red_error(world: World) -> None:
@@ -174,7 +174,7 @@ def test_differences_are_a_red_error(world: World) -> None:
     write_tree(world.dst, held, "rank_{rank}/checkpoint_{rank}.ckpt")
     words = [str(word) for word in world.words(command="verify")]
     words = ["verify", str(world.dst), "--src", *words[1:2], *words[3:]]
-    said = say_on_terminal(100, ON_TERMINAL, *words)
+    said = terminal_output(100, ON_TERMINAL, *words)
     assert f"{RED}reshard: " in said and "must not be used" in said
 
 

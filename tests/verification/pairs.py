@@ -12,8 +12,10 @@ from reshard.strategies import Strategy
 from reshard.text.name_filters import Filters
 from reshard.text.report import Report
 from reshard.verification.converted import compare_ranks
+from reshard.verification.copies import compare_copies
 from reshard.verification.difference import Difference
 from reshard.verification.reading import Means
+from reshard.verification.sources import read_files_of_ranks
 from reshard.verification.stored import StoredSource
 
 
@@ -64,3 +66,9 @@ def compare_trees(
     ranks = None if ranks is None else sorted(ranks)
     read = read_source(source_files, source, means, target, ranks)
     return compare_ranks(read, target_files, target, means, ranks=ranks, admit=admit)
+
+
+def compare_replicas(files: Mapping[int, str], strategy: Strategy, means: Means) -> list[Difference]:
+    """Differing copies of slices in the files of ranks."""
+    source, problems = read_files_of_ranks(files, strategy, means.handles, Report(), {}, lambda name: True)
+    return compare_copies(source, means, problems=problems)

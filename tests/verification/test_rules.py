@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from reshard.names import apply_rules, parse_rules
 from reshard.verification.boxes import Box, Shape
-from reshard.verification.rules import MadeTensor, lists_of, taken
-from reshard.verification.stored import StoredTensor, Way
+from reshard.verification.rules import DerivedTensor, lists_of, needed_sources
+from reshard.verification.stored import SliceSet, StoredTensor
 from tests.layouts import examples
 from tests.names.naive import redone
 from tests.names.test_properties import RandomRule, random_rules
@@ -47,15 +47,15 @@ def test_boxes_are_those_of_what_numpy_makes(rule: RandomRule, data: st.DataObje
         step = next(step for step in applied.steps if name in step.targets)
         number = step.targets.index(name)
         sources = tuple(
-            StoredTensor(source, source, "UInt64", 8, arrays[source].shape, (Way(0, {}),), {})
+            StoredTensor(source, source, "UInt64", 8, arrays[source].shape, (SliceSet(0, {}),), {})
             for source in step.sources
         )
         before = [source.shape for source in sources]
         assert lists_of(step.operations, before)[-1][number] == array.shape
-        made = MadeTensor(name, "UInt64", 8, array.shape, sources, step.operations, number, False)
+        made = DerivedTensor(name, "UInt64", 8, array.shape, sources, step.operations, number, False)
         box = boxes(data.draw, array.shape)
         read.clear()
         with mock.patch.object(StoredTensor, "read", read_array):
             found = made.read(box, None)  # type: ignore[arg-type]
         np.testing.assert_array_equal(found, array[tuple(slice(*interval) for interval in box)], name)
-        assert read <= {step.sources[each] for each in taken(step.operations, before, number)}
+        assert read <= {step.sources[each] for each in needed_sources(step.operations, before, number)}

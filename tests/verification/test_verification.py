@@ -21,7 +21,6 @@ from reshard.layout import Overlap
 from reshard.plan import plan as plan_module
 from reshard.strategies import read_strategy
 from reshard.verification import reading
-from reshard.verification.copies import compare_replicas
 from reshard.verification.difference import Difference
 from reshard.verification.fingerprint import fingerprints
 from reshard.verification.reading import Means
@@ -48,7 +47,7 @@ from tests.trees import (
     write_strategy,
     write_tree,
 )
-from tests.verification.pairs import Quiet, compare_trees, files_of, read_source
+from tests.verification.pairs import Quiet, compare_replicas, compare_trees, files_of, read_source
 
 Ranks = dict[int, dict[str, Value]]
 

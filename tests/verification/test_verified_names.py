@@ -217,7 +217,7 @@ def truncated(source: Any, stored: str, dtype: str) -> Any:
 
 
 def test_a_cast_that_truncates_is_found(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(casts, "_narrow_ordinary", lambda bits, out: False)
+    monkeypatch.setattr(casts, "_cast_ordinary", lambda *block: False)
     monkeypatch.setattr(casts, "cast_words", truncated)
     options: list[Argument] = [*models.strategies, *models.names, "--cast", "BFloat16"]
     result = fails(4, "convert", models.src, models.dst, *options, "--verify", "--json")
@@ -311,7 +311,7 @@ def test_names_go_with_a_source(models: Models) -> None:
 def test_tensors_that_are_only_renamed_are_compared_as_ever(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     target = single({name.replace("model.", "net."): made_ for name, made_ in SOURCE[0]["layouts"].items()})
     models.new = write_strategy(models.root / "strategies" / "renamed", target)
-    monkeypatch.setattr(rules.MadeTensor, "read", None)
+    monkeypatch.setattr(rules.DerivedTensor, "read", None)
     models.convert("--rename", "model.*=net.*", "--verify")
     done(*models.verify("--rename", "model.*=net.*"))
     fails(4, *models.verify("--rename", "model.*=nut.*"))
@@ -496,7 +496,7 @@ def test_what_numpy_makes_is_verified_and_a_changed_element_is_found(rule: Rando
         ]  # fmt: skip
         # Blocks of a few elements, too.
         least, most = data.draw(st.sampled_from([(1, 1), (16, 40), (1 << 18, 1 << 23)]))
-        with mock.patch.multiple(reading, _MIN_BLOCK=least, _MAX_BLOCK_MADE=most):
+        with mock.patch.multiple(reading, _MIN_BLOCK=least, _MAX_BLOCK_DERIVED=most):
             done(*words)
         rank = data.draw(st.sampled_from(sorted(rank for rank, held in written.items() if held)))
         name = data.draw(st.sampled_from(sorted(written[rank])))

@@ -20,7 +20,7 @@ from reshard.verification.reading import Means
 from tests.checkpoint_writing import write_ckpt
 from tests.corpus import ROOT
 from tests.reference import Strategy
-from tests.running import Argument, Result, done, fails, reshard, warns
+from tests.running import Argument, done, fails, warns
 from tests.small import COPIED, World
 from tests.trees import (
     Checkpoint,
@@ -43,15 +43,9 @@ def stages(*layouts: Mapping[str, Any]) -> Strategy:
     return [stage for some in layouts for stage in single(some)]
 
 
-def verify(world: World, *options: Argument) -> Result:
-    return reshard(
-        "verify", world.dst, "--src", world.src, "--src-strategy", world.old, "--dst-strategy", world.new, *options
-    )
-
-
 def differences(world: World, *options: Argument) -> list[tuple[str, Optional[str], list[int]]]:
     """Kind, parameter and ranks of everything that verify finds."""
-    result = verify(world, "--json", *options)
+    result = world.verify("--json", *options)
     assert result.status in (0, 4), result.err
     return [(found["kind"], found["parameter"], found["ranks"]) for found in result.json["differences"]]
 
@@ -135,7 +129,7 @@ def test_a_parameter_pieced_together_from_several_stages_is_compared_and_summed(
     before = done("fingerprint", world.src, "--strategy", world.old).out
     lose(world, lost)
     world.convert("--verify")
-    assert verify(world).status == 0
+    assert world.verify().status == 0
     assert done("fingerprint", world.src, "--strategy", world.old).out == before
     right = cut_ranks(world.target, full, COPIED)
     right[1]["w"] = flipped(right[1]["w"])
@@ -169,7 +163,7 @@ def test_a_part_that_no_stage_has_is_lost_and_its_ranks_are_named(tmp_path: Path
     lose(world, [0, 2])
     lost = "a missing slice, which one of ranks 0,2 should hold: 'w'"
     fails(3, "fingerprint", world.src, "--strategy", world.old, says=[lost])
-    result = verify(world)
+    result = world.verify()
     assert result.status == 3
     warns(result, lost)
 
@@ -185,7 +179,7 @@ def test_a_parameter_without_elements_is_never_lost(tmp_path: Path, shape: tuple
     before = done("fingerprint", world.src, "--strategy", world.old).out
     lose(world, [0, 1])
     world.convert("--verify")
-    assert verify(world).status == 0
+    assert world.verify().status == 0
     assert done("fingerprint", world.src, "--strategy", world.old).out == before
 
 
@@ -198,9 +192,9 @@ def test_an_empty_slice_that_a_save_left_out_is_no_sign_of_a_deduplicated_one(tm
     world.convert("--verify")
     # A rank is absent, and nobody has `never`: in a de-duplicated save it may have been there.
     lose(world, [1])
-    assert verify(world).status == 0
+    assert world.verify().status == 0
     write_tree(world.src, without(held, {0: ["a"], 1: ["t"]}))
-    assert verify(world).status == 0
+    assert world.verify().status == 0
     lose(world, [1])
     result = fails(3, "fingerprint", world.src, "--strategy", world.old)
     warns(result, "rank 1 should hold: 'never'")
@@ -213,7 +207,7 @@ def test_slices_of_a_type_of_unknown_size_may_be_empty(tmp_path: Path) -> None:
         parts = {"t": ("Quux", (rows, 2), bytes(range(6 * rows))), "a": ("Float32", (1,), b"abcd")}
         write_ckpt(world.src / f"rank_{rank}" / "net-1_10.ckpt", parts)
     world.convert("--verify")
-    assert verify(world).status == 0
+    assert world.verify().status == 0
     before = done("fingerprint", world.src, "--strategy", world.old).out
     assert done("fingerprint", world.dst, "--strategy", world.new).out == before
     back: list[Argument] = ["--src-strategy", world.new, "--dst-strategy", world.old, "--verify"]
@@ -236,9 +230,9 @@ def test_filters_choose_what_is_compared_and_not_how_it_is_read(tmp_path: Path, 
     world = World(tmp_path, single({**cut, "b": WHOLE}), single({**cut, "b": WHOLE}))
     write_tree(world.src, cut_ranks(world.source, GRADIENTS, COPIED, ["accu_grads.emb"]))
     world.convert("--verify", *options)
-    assert verify(world).status == 0
+    assert world.verify().status == 0
     (world.dst / "reshard-manifest.json").unlink()
-    assert verify(world, *options).status == 0
+    assert world.verify(*options).status == 0
     assert done("fingerprint", world.src, "--strategy", world.old, *options).status == 0
 
 
@@ -277,9 +271,9 @@ def test_shards_that_only_lost_files_could_tell_of_are_not_guessed(tmp_path: Pat
     converted(world, world.target, GRADIENTS)
     assert differences(world) == []
     lose(world, [2, 3])
-    result = verify(world)
+    result = world.verify()
     assert result.status == 3
-    warns(result, "'accu_grads.emb': only files of ranks 2-3 show whether its optimizer shards are made")
+    warns(result, "'accu_grads.emb': only files of ranks 2-3 show whether it has optimizer shards")
     assert differences(world, "--exclude", "accu_grads.*") == [("extra", "accu_grads.emb", [0, 1])]
 
 
@@ -305,7 +299,7 @@ def test_a_torn_save_that_is_marked_as_deduplicated_is_not_taken_for_whole(tmp_p
     save_deduplicated(world, "1_10", marked=True)
     save_deduplicated(world, "1_11", marked=True, ranks=[0])
     converted(world, ON_ONE, WEIGHTS)
-    result = verify(world)
+    result = world.verify()
     assert result.status == 0
     warns(result, "step 1_11 is not complete and is skipped", "rank 1 should hold: 'c.w', 'd.w'")
     result = done("fingerprint", world.src, "--strategy", world.old)
@@ -322,7 +316,7 @@ def test_a_target_without_what_a_torn_save_lost_is_not_taken_for_right(tmp_path:
     # As if the rest of the save had been taken for all of it.
     write_tree(world.dst, without(cut_ranks(ON_ONE, WEIGHTS, COPIED), {0: ["c.w", "d.w"]}), "rank_0/checkpoint_0.ckpt")
     for options in ([], ["--step", "1_11"], ["--include", "a.w"]):
-        result = verify(world, *options)
+        result = world.verify(*options)
         assert result.status == 3
         warns(result, "rank 1 should hold: 'c.w', 'd.w'")
 
@@ -340,7 +334,7 @@ def test_files_of_one_stage_that_differ_tell_of_the_whole_save(tmp_path: Path) -
     lose(world, [3])
     converted(world, world.target, {name: full[name] for name in full if name != "b1"})
     fails(3, "fingerprint", world.src, "--strategy", world.old, says=["rank 3 should hold: 'b1'"])
-    assert verify(world, "--step", "1_10").status == 3
+    assert world.verify("--step", "1_10").status == 3
 
 
 @pytest.mark.parametrize("left", [[0], [0, 1]])
@@ -381,7 +375,7 @@ def test_a_step_that_is_whole_comes_before_one_that_has_what_the_target_lists(tm
     world = World(tmp_path, WITH_STATE, single({"w": WHOLE}))
     save_steps(world, older)
     converted(world, world.target, OLDER if older else SAVED)
-    result = verify(world)
+    result = world.verify()
     assert result.status == 0
     warns(result, "step 1_10 is not complete")
     # Filters play no part in it.
@@ -395,7 +389,7 @@ def test_what_the_asked_ranks_need_decides_last(tmp_path: Path, older: bool) -> 
     save_steps(world, older)
     converted(world, world.target, OLDER if older else SAVED)
     assert differences(world, "--ranks", "0-1") == []
-    result = verify(world, "--ranks", "2")
+    result = world.verify("--ranks", "2")
     assert result.status == (0 if older else 3)
     if not older:
         warns(result, "step 1_10", "is not complete", "rank 1 should hold: 'b'")
@@ -412,7 +406,7 @@ def test_the_step_that_records_name_is_compared_before_there_is_a_manifest(tmp_p
     # Records that nobody can read are no help, and no hindrance.
     for path in world.dst.glob(".reshard/*/plan.json"):
         path.write_bytes(b"{}")
-    result = verify(world, "--ranks", "1", "--step", "1_9", "--exclude", "b")
+    result = world.verify("--ranks", "1", "--step", "1_9", "--exclude", "b")
     assert result.status == 0
     warns(result, "it is ignored")
 
@@ -423,7 +417,7 @@ def test_a_damaged_file_counts_as_absent(tmp_path: Path) -> None:
     converted(world, world.target, SAVED)
     path = world.src / "rank_1" / "net-1_10.ckpt"
     path.write_bytes(path.read_bytes()[:-3])
-    result = verify(world)
+    result = world.verify()
     assert result.status == 0
     warns(
         result,
@@ -432,7 +426,7 @@ def test_a_damaged_file_counts_as_absent(tmp_path: Path) -> None:
     )
     path = world.src / "rank_0" / "net-1_10.ckpt"
     path.write_bytes(path.read_bytes()[:-3])
-    result = verify(world)
+    result = world.verify()
     assert result.status == 3
     warns(result, "has a readable file")
 
@@ -452,7 +446,7 @@ def test_a_source_file_whose_crc_is_wrong_counts_as_absent(tmp_path: Path) -> No
     world.save(full, crc=True)
     damage(world.src / "rank_0" / "net-1_10.ckpt", "w")
     world.convert("--verify")
-    result = verify(world)
+    result = world.verify()
     assert result.status == 0
     warns(result, "is damaged: its CRC is", "rank 0 counts as absent at step 1_10")
     # What no sound copy is like is different nevertheless.
@@ -468,7 +462,7 @@ def test_a_step_of_which_a_file_is_damaged_inside_is_passed_over(tmp_path: Path)
     world.save(SAVED, crc=True)
     damage(world.src / "rank_0" / "net-1_10.ckpt", "w")
     converted(world, world.target, OLDER)
-    result = verify(world)
+    result = world.verify()
     assert result.status == 0
     warns(result, "step 1_10 is not complete and is skipped", "is damaged: its CRC is")
 
@@ -478,7 +472,7 @@ def test_a_checkpoint_of_another_model_is_not_compared(tmp_path: Path) -> None:
     write_tree(world.src, {rank: {"other": value("other", (2,))} for rank in (0, 1)})
     write_tree(world.dst, {rank: {"other": value("other", (2,))} for rank in (0, 1)})
     for options in ([], ["--step", "1_10"]):
-        result = verify(world, *options)
+        result = world.verify(*options)
         assert result.status == 3
         warns(result, "none of the 3 parameters of", "different models")
 
@@ -500,7 +494,7 @@ def test_ranks_made_of_the_few_files_that_they_need_are_verified(tmp_path: Path)
     right = cut_ranks(rows, full, COPIED)[1]
     write_checkpoint(world.dst / "rank_1" / "checkpoint_1.ckpt", {**right, "w": flipped(right["w"])})
     assert differences(world, "--ranks", "1") == [("content", "w", [1])]
-    result = verify(world, "--ranks", "0-1")
+    result = world.verify("--ranks", "0-1")
     assert result.status == 3
     warns(result, "rank 0 should hold: 'w'")
 

@@ -20,7 +20,7 @@ from reshard.plan import plan
 from reshard.plan.pieces import TargetTensor
 from tests.mistakes import another_rank, off_by_one
 from tests.reference import Strategy
-from tests.running import Argument, Result, done, fails, reshard
+from tests.running import Argument, done, fails, reshard
 from tests.small import COPIED, SOURCE, World, tensors
 from tests.trees import (
     cut_ranks,
@@ -37,12 +37,6 @@ from tests.trees import (
 FULL = tensors()
 
 
-def verify(world: World, *options: Argument) -> Result:
-    return reshard(
-        "verify", world.dst, "--src", world.src, "--src-strategy", world.old, "--dst-strategy", world.new, *options
-    )
-
-
 def flip(path: Path, name: str, at: int = 5) -> None:
     """Change one bit of a tensor's content."""
     with FileHandles() as handles:
@@ -57,7 +51,7 @@ def test_a_right_conversion_is_verified(world: World) -> None:
     world.save(FULL)
     world.convert("--checksum", "crc32", "--verify")
     done("verify", world.dst)
-    assert verify(world).status == 0
+    assert world.verify().status == 0
 
 
 @pytest.mark.parametrize("ending", ["ckpt", "safetensors"])
@@ -69,7 +63,7 @@ def test_a_flipped_bit_is_found_and_named_with_its_rank(world: World, rank: int,
     flip(world.dst / f"rank_{rank}" / f"checkpoint_{rank}.{ending}", name, 1)
     alone = fails(4, "verify", world.dst)
     assert f"rank {rank}" in alone.out + alone.err
-    result = verify(world, "--json")
+    result = world.verify("--json")
     assert result.status == 4
     found = json.loads(result.out)["differences"]
     assert [rank] in [difference["ranks"] for difference in found if difference["parameter"] == name]
@@ -87,14 +81,14 @@ def test_without_checksums_a_look_at_headers_alone_is_no_success_unless_asked_fo
     said = done("verify", world.dst, "--headers-only").err
     assert "contents of ranks 0-1 were not compared" in said and "verified" not in said
     assert done("verify", world.dst, "--headers-only", "--json").json == unchecked
-    assert verify(world).status == 4
+    assert world.verify().status == 4
 
 
 def test_what_was_compared_is_said(world: World) -> None:
     world.save(FULL)
     world.convert("--checksum", "crc32")
     assert "in sizes, headers and checksums" in done("verify", world.dst).err
-    assert f"no differences from {world.src}" in verify(world).err
+    assert f"no differences from {world.src}" in world.verify().err
     assert "copies do not differ" in done("verify", world.src, "--replicas", "--strategy", world.old).err
     flip(world.dst / "rank_1" / "checkpoint_1.ckpt", "w")
     said = done("verify", world.dst, "--headers-only")
@@ -134,7 +128,7 @@ def test_a_file_that_status_calls_changed_is_warned_of_where_contents_are_not_co
     content[-1] ^= 1
     path.write_bytes(content)
     fails(2, "verify", world.dst, says=["files of rank 1 have another time"])
-    assert verify(world).status == 4
+    assert world.verify().status == 4
 
 
 @pytest.mark.parametrize("damage", ["truncate", "remove", "grow", "header"])
@@ -160,8 +154,8 @@ def test_a_directory_without_a_manifest_cannot_be_verified_alone(world: World) -
     world.save(FULL)
     world.by_rank(0)
     fails(3, "verify", world.dst, says=["reshard-manifest.json"])
-    assert verify(world, "--ranks", "0").status == 0
-    assert verify(world).status == 4
+    assert world.verify("--ranks", "0").status == 0
+    assert world.verify().status == 4
 
 
 def test_a_foreign_file_beside_the_targets_is_found(world: World) -> None:
@@ -188,9 +182,9 @@ def test_ranks_beyond_the_target_are_differences_unless_others_were_named(world:
     extra = world.dst / "rank_7" / "checkpoint_7.ckpt"
     extra.parent.mkdir()
     extra.write_bytes((world.dst / "rank_1" / "checkpoint_1.ckpt").read_bytes())
-    result = verify(world)
+    result = world.verify()
     assert result.status == 4 and "rank 7" in result.out
-    assert verify(world, "--ranks", "0-1").status == 0
+    assert world.verify("--ranks", "0-1").status == 0
 
 
 @pytest.mark.parametrize("manifest", [True, False])
@@ -203,8 +197,8 @@ def test_only_the_ranks_that_were_named_are_looked_at(world: World, manifest: bo
     else:
         assert done("verify", world.dst, "--ranks", "0").status == 0
         fails(4, "verify", world.dst, "--ranks", "1")
-    assert verify(world, "--ranks", "0").status == 0
-    assert verify(world, "--ranks", "1").status == 4
+    assert world.verify("--ranks", "0").status == 0
+    assert world.verify("--ranks", "1").status == 4
 
 
 def test_an_older_step_beside_the_newest_is_a_difference_and_not_taken_for_it(world: World) -> None:
@@ -214,18 +208,18 @@ def test_an_older_step_beside_the_newest_is_a_difference_and_not_taken_for_it(wo
     for rank in (0, 1):
         path = world.dst / f"rank_{rank}" / f"checkpoint_{rank}.ckpt"
         path.rename(path.with_name("net-1_10.ckpt"))
-    assert verify(world).status == 0
+    assert world.verify().status == 0
     old = world.dst / "rank_1" / "net-1_9.ckpt"
     old.write_bytes((world.dst / "rank_1" / "net-1_10.ckpt").read_bytes())
     flip(old, "w")
-    result = verify(world, "--json")
+    result = world.verify("--json")
     assert result.status == 4
     (found,) = json.loads(result.out)["differences"]
     assert (found["kind"], found["ranks"]) == ("file", [1]) and "net-1_9.ckpt" in found["detail"]
-    assert verify(world, "--ranks", "0").status == 0
+    assert world.verify("--ranks", "0").status == 0
     (world.dst / "rank_1" / "net-1_10.ckpt").unlink()
-    result = verify(world)
-    assert result.status == 4 and "rank 1: there is no file" in result.out
+    result = world.verify()
+    assert result.status == 4 and "rank 1: is missing" in result.out
 
 
 def test_what_files_lack_is_noted_when_replicas_are_compared(world: World) -> None:
@@ -327,7 +321,7 @@ def rows_swapped(patch: pytest.MonkeyPatch) -> None:
 
 
 def copied_from_zeros(patch: pytest.MonkeyPatch) -> None:
-    """A scalar that is lost on its way."""
+    """A scalar that is lost on its slice_set."""
     plain = filling.BlockFiller.fill
 
     def fill(self: Any, tensor: TargetTensor, block: Any, out: memoryview) -> None:
@@ -428,6 +422,6 @@ def test_slices_without_rows_may_be_absent_from_ckpt_files(tmp_path: Path) -> No
         world.src, world.dst = tmp_path / f"src-{ending}", tmp_path / f"dst-{ending}"
         write_tree(world.src, saved, f"rank_{{rank}}/net-1_10.{ending}")
         write_tree(world.dst, {0: COPIED, 1: saved[1]}, f"rank_{{rank}}/net-1_10.{ending}")
-        assert verify(world).status == (0 if ending == "ckpt" else 4)
+        assert world.verify().status == (0 if ending == "ckpt" else 4)
         write_tree(world.dst, {1: COPIED}, f"rank_{{rank}}/net-1_10.{ending}")
-        assert verify(world).status == 4
+        assert world.verify().status == 4

@@ -1,6 +1,6 @@
 """Zip archives that ``torch.save`` writes: where in one the elements of its tensors lie.
 
-``data.pkl`` says which tensors there are: per tensor a storage, where in it the first element is, a shape and
+``data.pkl`` lists the tensors: per tensor a storage, where in it the first element is, a shape and
 strides. The storages are the entries ``data/0``, ``data/1`` and so on, stored and never compressed. An archive
 is a file, or a record within one. Nothing of it is run, and no entry but ``data.pkl`` is read to find this out.
 """
@@ -19,10 +19,11 @@ from reshard.errors import CheckpointError, DamagedCheckpointError
 from reshard.storage import ReadableFile, fill, read_range
 from reshard.text.wording import quoted
 
-MAX_PICKLE = 64 << 20
+MAX_PICKLE = 16 << 20
 """Bytes of ``data.pkl``; it holds some hundred for every tensor."""
 
 _MAX_DIRECTORY = 64 << 20
+_MAX_DIMENSIONS = 64
 # Both ends of a small archive are read at once, and of a large one enough for its directory and its first entries.
 _NEAR_END = 4 << 10
 _LOCAL = struct.Struct("<4s5H3I2H")
@@ -34,7 +35,7 @@ _UNKNOWN_32, _UNKNOWN_16 = 0xFFFFFFFF, 0xFFFF
 _ENCRYPTED = 1
 
 HEAD = b"PK\x03\x04"
-"""What an archive begins with."""
+"""The first bytes of an archive."""
 
 STORAGES = {
     "torch.BoolStorage": "Bool",
@@ -57,7 +58,7 @@ REBUILD, REBUILD_TYPED = "torch._utils._rebuild_tensor_v2", "torch._utils._rebui
 _PARAMETER = "torch._utils._rebuild_parameter"
 
 TENSOR_NAMES = frozenset({*FROM_TORCH, *STORAGES, UNTYPED, REBUILD, REBUILD_TYPED, _PARAMETER})
-"""What the pickle of a tensor names."""
+"""Names in the pickle of a tensor."""
 
 
 class ArchiveEntry(NamedTuple):
@@ -123,10 +124,10 @@ class Archive:
         self._tail = read_range(file, offset + length - min(length, _NEAR_END), min(length, _NEAR_END))
         self._entries = self._directory()
 
-    def _damaged(self, what: str) -> NoReturn:
+    def _damaged(self, problem: str) -> NoReturn:
         path = self._file.path
         where = f" (record at byte {self._offset})" if self._offset else ""
-        raise DamagedCheckpointError(f"{path}: is damaged{where}: {what}", file=path)
+        raise DamagedCheckpointError(f"{path}: is damaged{where}: {problem}", file=path)
 
     def _bytes(self, position: int, count: int) -> bytes:
         """Bytes of the archive; of its end without reading again."""
@@ -158,7 +159,7 @@ class Archive:
         return self._listed(self._bytes(start, size), count)
 
     def _listed(self, directory: bytes, count: int) -> dict[str, tuple[int, int, int]]:
-        found: dict[str, tuple[int, int, int]] = {}
+        entries: dict[str, tuple[int, int, int]] = {}
         position = 0
         for _ in range(count):
             if position + _ENTRY.size > len(directory):
@@ -179,12 +180,12 @@ class Archive:
                     file=self._file.path,
                     hint="save the checkpoint again, without anything that packs its files",
                 )
-            # What is before the first slash is a name of the archive itself, the same for all.
+            # All names begin with the name of the archive and a slash.
             inner = name.partition("/")[2]
-            if inner in found:
+            if inner in entries:
                 self._damaged(f"it has two entries called {quoted(name)}")
-            found[inner] = (header, size, crc)
-        return found
+            entries[inner] = (header, size, crc)
+        return entries
 
     def _large(self, extra: bytes, *numbers: int) -> list[int]:
         """Numbers of an entry, those of more than 32 bits from its extra field."""
@@ -223,7 +224,7 @@ class Archive:
         return ArchiveEntry(self._offset + begin, size, crc)
 
     def pickled(self, allowed: Callable[[str], bool]) -> Any:
-        """What ``data.pkl`` describes; tensors are instances of `REBUILD` and the like.
+        """The contents of ``data.pkl``; tensors are instances of `REBUILD` and the like.
 
         Args:
             allowed: as for `read_pickle`.
@@ -258,8 +259,8 @@ class Archive:
         entry_name, dtype, count = self._storage(storage)
         more = value.args[6:]
         if value.name == REBUILD_TYPED:
-            named = more[0] if more else None
-            dtype = FROM_TORCH.get(named.name) if isinstance(named, Global) else None
+            dtype_global = more[0] if more else None
+            dtype = FROM_TORCH.get(dtype_global.name) if isinstance(dtype_global, Global) else None
             more = more[1:]
         if dtype is None:
             self._damaged("the type of its elements is unknown")
@@ -282,19 +283,30 @@ class Archive:
         entry = self.entry(name)
         return read_range(self._file, entry.offset, min(entry.size, 16))
 
-    def _storage(self, found: Any) -> tuple[str, Optional[str], int]:
-        """ArchiveEntry, type and size of a storage."""
-        known = found.args[0] if isinstance(found, PickledInstance) and not found.name and found.args else None
-        if not isinstance(known, tuple) or len(known) < 5 or known[0] != "storage" or not isinstance(known[1], Global):
+    def _storage(self, reference: Any) -> tuple[str, Optional[str], int]:
+        """Name of the entry, type and size of a storage."""
+        identity = (
+            reference.args[0]
+            if isinstance(reference, PickledInstance) and not reference.name and reference.args
+            else None
+        )
+        if (
+            not isinstance(identity, tuple)
+            or len(identity) < 5
+            or identity[0] != "storage"
+            or not isinstance(identity[1], Global)
+        ):
             self._damaged("the storage of its tensor is none")
-        _, kind, key, _, count, *_ = known
+        _, kind, key, _, count, *_ = identity
         if (kind.name not in STORAGES and kind.name != UNTYPED) or not isinstance(key, str):
             self._damaged(f"its tensor has a {kind.name}")
         return f"data/{key}", STORAGES.get(kind.name), count
 
 
-def _are_sizes(found: Any) -> bool:
-    return isinstance(found, (tuple, list)) and all(type(each) is int and 0 <= each < 1 << 62 for each in found)
+def _are_sizes(numbers: Any) -> bool:
+    if not isinstance(numbers, (tuple, list)) or len(numbers) > _MAX_DIMENSIONS:
+        return False
+    return all(type(each) is int and 0 <= each < 1 << 62 for each in numbers)
 
 
 def archived_tensor(file: ReadableFile, offset: int, length: int) -> Elements:
@@ -316,17 +328,17 @@ def archived_tensors(file: ReadableFile, names: Sequence[str]) -> Mapping[str, E
         OSError: reading failed.
     """
     archive = Archive(file, 0, file.size())
-    held = archive.pickled(among(TENSOR_NAMES))
-    missing = [name for name in names if not isinstance(held, dict) or name not in held]
+    state = archive.pickled(among(TENSOR_NAMES))
+    missing = [name for name in names if not isinstance(state, dict) or name not in state]
     if missing:
         raise DamagedCheckpointError(
             f"{file.path}: does not hold {quoted(missing[0])}", file=file.path, parameter=missing[0]
         )
-    return {name: archive.tensor(held[name]) for name in names}
+    return {name: archive.tensor(state[name]) for name in names}
 
 
 def check_entry(file: ReadableFile, entry: ArchiveEntry, buffer: memoryview, on_block: Callable[[int], None]) -> bool:
-    """Whether the bytes of an entry are those that its CRC was made of; true where it has none.
+    """Whether the CRC of an entry fits its bytes; true without a CRC.
 
     Args:
         file: the file.
@@ -340,11 +352,11 @@ def check_entry(file: ReadableFile, entry: ArchiveEntry, buffer: memoryview, on_
     """
     if not entry.crc:
         return True
-    crc = done = 0
-    while done < entry.size:
-        block = buffer[: entry.size - done]
-        fill(file, entry.offset + done, block)
+    crc = checked = 0
+    while checked < entry.size:
+        block = buffer[: entry.size - checked]
+        fill(file, entry.offset + checked, block)
         crc = zlib.crc32(block, crc)
         on_block(len(block))
-        done += len(block)
+        checked += len(block)
     return crc == entry.crc

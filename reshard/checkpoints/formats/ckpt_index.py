@@ -1,17 +1,15 @@
 """The contents of a `.ckpt` file, without reading the tensors.
 
-A `.ckpt` file is a protobuf message, but one of tens of GB, of which only some hundred bytes per
-tensor are structure. So the wire format is walked here: keys and lengths are read through a small
-window, contents are stepped over.
+A `.ckpt` file is a protobuf message of tens of GB, of which only some hundred bytes per tensor are structure. So this
+module parses the wire format: it reads keys and lengths through a small window, and skips contents.
 
     Checkpoint     { value: Value* (1) }
     Value          { tag: string (1), tensor: TensorProto (2) or maptensor: MapTensorProto (3) }
     TensorProto    { dims: int64* (1), tensor_type: string (2), tensor_content: bytes (3) }
     MapTensorProto { tensor: TensorProto* (1) }
 
-A large tensor takes several consecutive values of the same tag, type and dims. After the last value
-there may be a CRC. Everything a file claims is checked against what is there; a damaged or hostile
-file costs bounded time and memory.
+A large tensor has several consecutive values of the same tag, type and dims. A CRC may follow the last value. All
+lengths are checked against the file's size; a damaged or hostile file costs bounded time and memory.
 """
 
 from __future__ import annotations
@@ -45,13 +43,13 @@ _FIELD_2 = 2 << 3 | _BYTES
 _FIELD_3 = 3 << 3 | _BYTES
 _FIELD_1_NUMBER = 1 << 3 | _VARINT
 
-# The window: one page fraction where a large tensor was stepped over, growing while tensors are
-# small enough that reading on is cheaper than another system call.
+# The window: small after a skipped large tensor, growing while tensors are so small that reading on is cheaper than
+# another system call.
 _LEAST_WINDOW = 1 << 10
 _MOST_WINDOW = 1 << 18
 _NEAR = 1 << 15
 
-# Bounds of time: a tensor has six fields and one for each dimension, and hardly any that are not known.
+# Limits of time: a tensor has six fields and one for each dimension, and hardly any unknown fields.
 _MOST_FIELDS = 16 * MOST_TENSORS
 _MOST_UNKNOWN = 1 << 20
 _MOST_NAME_BYTES = 1 << 26
@@ -65,11 +63,10 @@ def read_ckpt_index(file: ReadableFile, size: int) -> CheckpointIndex:
 
     Args:
         file: the file.
-        size: bytes that it had when it was looked at.
+        size: its bytes.
 
     Returns:
-        Every tensor with its extents; no tensors for a file of no bytes, which is what MindSpore
-        writes when there is nothing to save.
+        Every tensor with its extents; none for an empty file, which MindSpore writes for a rank without slices.
 
     Raises:
         EncryptedCheckpointError: the file is encrypted.
@@ -160,7 +157,7 @@ def _read_tensor(walk: _Walk, end: int) -> tuple[str, tuple[int, ...], tuple[tup
             content = (walk.position, stop - walk.position)
             walk.position = stop
         elif key == _FIELD_1:
-            # The packed form of the same numbers; readers of protobuf take either.
+            # The packed form of the same numbers; readers of protobuf accept both.
             stop = walk.enter(end)
             while walk.position < stop and len(dims) <= _MOST_DIMS:
                 dims.append(walk.varint())
@@ -191,7 +188,7 @@ def _read_map_tensor(walk: _Walk, end: int) -> tuple[str, tuple[int, ...], tuple
 
 
 class _Parameters:
-    """Joins consecutive records of one parameter and checks that each adds up."""
+    """Joins consecutive records of one parameter and checks their sizes."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -200,7 +197,7 @@ class _Parameters:
         self._records = 0
 
     def add(self, record: _Record) -> None:
-        """Take the next record of the file."""
+        """Add the next record of the file."""
         self._records += 1
         if self._records > MOST_TENSORS:
             raise too_many(self._path, "tensors or parts of tensors", MOST_TENSORS)
@@ -216,7 +213,7 @@ class _Parameters:
         pieces.append(record)
 
     def finish(self) -> TensorTable:
-        """Everything that was added, by name and in file order."""
+        """All tensors, in file order."""
         self._join()
         return self._tensors
 
@@ -238,7 +235,7 @@ class _Parameters:
             return
         expected = content_size(first.dtype, first.dims, nbytes)
         if expected is None:
-            # Text, or an unknown type: require whole elements only.
+            # Text, or an unknown type: only whole elements are required.
             elements = math.prod(logical_shape(first.dtype, first.dims, nbytes))
             if first.dtype == TEXT:
                 fits = nbytes % 4 == 0
@@ -256,20 +253,20 @@ class _Parameters:
                 f"takes {ITEM_SIZES[first.dtype]} bytes per element, {expected} in all{twice}",
             )
 
-    def _damaged(self, record: _Record, what: str) -> DamagedCheckpointError:
+    def _damaged(self, record: _Record, problem: str) -> DamagedCheckpointError:
         return DamagedCheckpointError(
-            f"{self._path}: is damaged: {quoted(record.name)} at byte {record.start} {what}",
+            f"{self._path}: is damaged: {quoted(record.name)} at byte {record.start} {problem}",
             file=self._path,
             parameter=record.name,
         )
 
 
 class _Walk:
-    """A position in the file, and a window of its bytes to read keys, lengths and names from.
+    """A position in the file, and a window of its bytes with keys, lengths and names.
 
     Attributes:
-        path: name of the file.
-        position: offset of the next byte; set it to step over content.
+        path: of the file.
+        position: offset of the next byte; set it to skip content.
     """
 
     def __init__(self, file: ReadableFile, size: int) -> None:
@@ -285,7 +282,7 @@ class _Walk:
         self._name_bytes = 0
 
     def peek(self, count: int) -> bytes:
-        """The next ``count`` bytes, fewer at the end of the file, without stepping over them."""
+        """The next ``count`` bytes, fewer at the end of the file; the position stays."""
         offset = self.position - self._start
         if offset + count > len(self._window):
             self._move_window(min(count, self._size - self.position))
@@ -329,11 +326,11 @@ class _Walk:
         start = self.position
         key = self.varint()
         if key < 8:
-            raise self.damaged("there is no field number 0", start)
+            raise self.damaged("invalid field number 0", start)
         return key
 
     def enter(self, end: int) -> int:
-        """Read a length; the offset at which the field of that length ends, at most ``end``."""
+        """Read the length of a field; returns the offset of its end, at most ``end``."""
         start = self.position
         length = self.varint()
         stop = self.position + length
@@ -367,11 +364,11 @@ class _Walk:
             raise self.damaged("a name is not UTF-8", start) from error
 
     def skip(self, key: int, end: int) -> None:
-        """Step over the value of a field that means nothing to us."""
+        """Skip the value of an unknown field."""
         start = self.position
         self._unknown += 1
         if self._unknown > _MOST_UNKNOWN:
-            raise self.damaged(f"more than {_MOST_UNKNOWN} fields of no meaning")
+            raise self.damaged(f"more than {_MOST_UNKNOWN} unknown fields")
         wire_type = key & 7
         if wire_type == _VARINT:
             self.varint()
@@ -384,17 +381,17 @@ class _Walk:
         if self.position > end:
             raise self.damaged("a field ends beyond its message", start)
 
-    def damaged(self, what: str, at: Optional[int] = None, name: Optional[str] = None) -> DamagedCheckpointError:
-        """The error for a defect at byte ``at`` (default: here)."""
+    def damaged(self, problem: str, at: Optional[int] = None, name: Optional[str] = None) -> DamagedCheckpointError:
+        """The error for a defect at byte ``at``, by default at the position."""
         where = self.position if at is None else at
         return DamagedCheckpointError(
-            f"{self.path}: is damaged, or no checkpoint: at byte {where}: {what}",
+            f"{self.path}: is damaged, or no checkpoint: at byte {where}: {problem}",
             file=self.path,
             parameter=name,
         )
 
     def _move_window(self, count: int) -> None:
-        """Begin the window at the position; it then holds at least ``count`` bytes."""
+        """Move the window to the position; it then contains at least ``count`` bytes."""
         passed = self.position - (self._start + len(self._window))
         self._length = min(2 * self._length, _MOST_WINDOW) if passed < _NEAR else _LEAST_WINDOW
         if self._size - self.position < count:

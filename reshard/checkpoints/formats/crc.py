@@ -9,7 +9,7 @@ from concurrent.futures import CancelledError, ThreadPoolExecutor
 from typing import Callable, NamedTuple
 
 from reshard.checkpoints.encrypted import DecryptedFile
-from reshard.checkpoints.files import FileHandles, reading_error
+from reshard.checkpoints.files import FileHandles, reading, reading_error
 from reshard.checkpoints.formats.ckpt_index import TRAILER_SIZE
 from reshard.checkpoints.formats.dtypes import INTEGERS, MAP_TENSOR
 from reshard.checkpoints.formats.tensors import CheckpointIndex, Tensor
@@ -19,8 +19,8 @@ from reshard.storage import ReadableFile, UnfitError, fill, opened_regular, read
 from reshard.storage.other_files import GCM
 from reshard.text.wording import quoted
 
-# MindSpore counts a 0-d integer of value N as N zero bytes, and had to have them in memory; so a
-# larger N was not written by it, and would take us longer than a few seconds.
+# MindSpore's CRC counts a 0-d integer of value N as N zero bytes, which it keeps in memory; so it cannot have written
+# a larger N, which would take longer than some seconds here.
 _MOST_ZEROS = 8 << 30
 
 
@@ -28,8 +28,8 @@ class CrcCheck(NamedTuple):
     """The result of a check without a fault.
 
     Attributes:
-        checked: True where the bytes agree with a CRC.
-        reason: why nothing could be checked, else empty.
+        checked: whether the bytes agree with a CRC.
+        reason: the reason why no check was possible, else empty.
     """
 
     checked: bool
@@ -47,29 +47,26 @@ def check_crc(
     Args:
         handles: where to borrow the file from.
         index: the file's index.
-        block_bytes: bytes read at a time, which is also the memory it takes.
-        on_block: called after every block with its number of bytes; what it raises ends the check.
+        block_bytes: bytes to read at a time, and memory of the check.
+        on_block: called after every block with its number of bytes; its exceptions end the check.
 
     Raises:
-        DamagedCheckpointError: the CRC, or a tag, is another one.
+        DamagedCheckpointError: the CRC, or a tag, is wrong.
         CheckpointError: the file may not be read.
         RetryableError: reading failed in a way that may pass, or the file changed meanwhile.
     """
     if not index.checkable and not index.archived:
         return CrcCheck(False, "no CRC is recorded")
-    try:
-        with handles.borrow(index.path) as file:
-            if isinstance(file, PlacedFile):
-                # Archives without CRCs are usual, and nobody can do anything about them.
-                file.check(on_block)
-                return CrcCheck(True)
-            if isinstance(file, DecryptedFile) and file.cipher == GCM:
-                file.check(on_block)
-                return CrcCheck(True)
-            stream = _Stream(file, block_bytes, on_block)
-            outcome = _check_ckpt(stream, index) if index.format == "ckpt" else _check_safetensors(stream, index)
-    except OSError as error:
-        raise reading_error(index.path, error) from error
+    with reading(index.path), handles.borrow(index.path) as file:
+        if isinstance(file, PlacedFile):
+            # No note about archives without CRCs: they are common, and a user cannot add them.
+            file.check(on_block)
+            return CrcCheck(True)
+        if isinstance(file, DecryptedFile) and file.cipher == GCM:
+            file.check(on_block)
+            return CrcCheck(True)
+        stream = _Stream(file, block_bytes, on_block)
+        outcome = _check_ckpt(stream, index) if index.format == "ckpt" else _check_safetensors(stream, index)
     if outcome.checked and stream.crc != index.crc:
         raise DamagedCheckpointError(
             f"{index.path}: is damaged: its CRC is {stream.crc:08x}, but {index.crc:08x} is recorded",
@@ -83,7 +80,7 @@ class CrcChecks(NamedTuple):
 
     Attributes:
         damaged: errors of files that do not match their CRC or tags.
-        unchecked: reasons why CRCs of files are useless.
+        unchecked: the reasons why CRCs of files could not be checked.
     """
 
     damaged: dict[str, DamagedCheckpointError]
@@ -102,28 +99,28 @@ def check_crcs(
     Args:
         handles: where to borrow the files from.
         indexes: the files' indexes.
-        threads: files read at a time.
+        threads: files to read at a time.
         block_bytes: memory of each thread.
-        on_block: called with the bytes read since the last time, by one thread at a time.
+        on_block: called with the bytes read since the last call, by one thread at a time.
 
     Raises:
         CheckpointError: a file may not be read.
         RetryableError: reading failed in a way that may pass, or a file changed meanwhile.
     """
     stop = threading.Event()
-    telling = threading.Lock()
+    progress_lock = threading.Lock()
     checks = CrcChecks({}, {})
 
-    def go_on(count: int) -> None:
+    def report_progress(count: int) -> None:
         if stop.is_set():
             raise CancelledError
-        with telling:
+        with progress_lock:
             on_block(count)
 
     def check(index: CheckpointIndex) -> None:
         try:
-            go_on(0)
-            outcome = check_crc(handles, index, block_bytes, go_on)
+            report_progress(0)
+            outcome = check_crc(handles, index, block_bytes, report_progress)
         except CancelledError:
             return
         except DamagedCheckpointError as error:
@@ -149,8 +146,8 @@ def crc_of_file(path: str, block_bytes: int = 4 << 20, on_block: Callable[[int],
 
     Args:
         path: the file.
-        block_bytes: memory it may take.
-        on_block: called with the bytes read since the last time.
+        block_bytes: limit of its memory.
+        on_block: called with the bytes read since the last call.
 
     Raises:
         ReshardError: it cannot be read.
@@ -168,7 +165,7 @@ def crc_of_file(path: str, block_bytes: int = 4 << 20, on_block: Callable[[int],
 
 def _check_ckpt(stream: _Stream, index: CheckpointIndex) -> CrcCheck:
     if any(tensor.dtype == MAP_TENSOR for tensor in index.tensors.values()):
-        return CrcCheck(False, "its CRC leaves out map tensors and proves nothing")
+        return CrcCheck(False, "its CRC does not cover map tensors")
     stream.add_range(0, index.size - TRAILER_SIZE)
     return CrcCheck(True)
 

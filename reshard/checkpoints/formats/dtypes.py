@@ -1,8 +1,8 @@
 """Element types: names in MindSpore and in safetensors, sizes, and formats that can hold them.
 
-A dtype is always MindSpore's name, as a `.ckpt` file spells it. safetensors knows more types than
-MindSpore has names for; those get a name of the same kind (``Float8E8M0``). Elements are opaque
-here: nothing needs more than their size, so types that NumPy lacks are no special case.
+A dtype is always MindSpore's name, as in `.ckpt` files. safetensors has more types than MindSpore; those get a
+similar name (``Float8E8M0``). Elements are opaque: only their size matters, so types that NumPy lacks need no
+special case.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ NO_ARRAYS = (TEXT, MAP_TENSOR)
 INT4 = "Int4"
 
 MEMORY = "memory"
-"""In place of a format: tensors that are read and never written. It holds all that has elements, and text."""
+"""The format of tensors that are read and never written. It can hold all elements, and text."""
 
 
 class FloatLayout(NamedTuple):
@@ -27,8 +27,8 @@ class FloatLayout(NamedTuple):
         exponent: bits of the exponent.
         mantissa: bits of the mantissa.
         bias: of the exponent.
-        infinite: whether the largest exponent is of infinities and NaN.
-        negative_zero: whether it exists; otherwise its bits are the only NaN.
+        infinite: whether the largest exponent is for infinities and NaN.
+        negative_zero: whether negative zero exists; otherwise its bits are the only NaN.
     """
 
     exponent: int
@@ -53,13 +53,12 @@ class DType(NamedTuple):
 
     Attributes:
         name: MindSpore's name.
-        size: bytes of an element as files count them.
+        size: bytes of an element in files.
         safetensors: its name in a safetensors file; None without one.
         ckpt: its name in a `.ckpt` file; None if MindSpore has none.
         numpy: NumPy's name; None if NumPy lacks it.
         extended: the name in ml_dtypes, if NumPy lacks it.
         layout: its bits; None unless it is a floating point type with a sign.
-        packed: numbers in an element.
     """
 
     name: str
@@ -69,19 +68,18 @@ class DType(NamedTuple):
     numpy: Optional[str] = None
     extended: Optional[str] = None
     layout: Optional[FloatLayout] = None
-    packed: int = 1
 
 
 _TABLE = (
     DType("Bool", 1, "BOOL", "Bool", "?"),
-    # Two values share a byte; files count the packed bytes, and so does everything here. safetensors files mark such
-    # a tensor in their metadata.
-    DType(INT4, 1, "I8", INT4, "i1", packed=2),
+    # Two values share a byte; files and this package count the packed bytes. safetensors files mark such a tensor in
+    # their metadata.
+    DType(INT4, 1, "I8", INT4, "i1"),
     DType("Int8", 1, "I8", "Int8", "i1"),
     DType("UInt8", 1, "U8", "UInt8", "u1"),
     DType("Float8E4M3FN", 1, "F8_E4M3", None, None, "float8_e4m3fn", FloatLayout(4, 3, 7, infinite=False)),
     DType("Float8E5M2", 1, "F8_E5M2", None, None, "float8_e5m2", FloatLayout(5, 2, 15)),
-    # An exponent alone, without a sign.
+    # Only an exponent, without a sign.
     DType("Float8E8M0", 1, "F8_E8M0", None, None, "float8_e8m0fnu"),
     DType("Float8E4M3FNUZ", 1, "F8_E4M3FNUZ", None, None, "float8_e4m3fnuz", FloatLayout(4, 3, 8, False, False)),
     DType("Float8E5M2FNUZ", 1, "F8_E5M2FNUZ", None, None, "float8_e5m2fnuz", FloatLayout(5, 2, 16, False, False)),
@@ -100,7 +98,7 @@ _TABLE = (
 )
 
 DTYPES = {row.name: row for row in _TABLE}
-"""The element types whose size does not depend on the file, by MindSpore's name."""
+"""The element types of fixed size, by MindSpore's name."""
 
 ITEM_SIZES = {row.name: row.size for row in _TABLE}
 """Bytes of one element."""
@@ -115,15 +113,15 @@ FROM_SAFETENSORS = {stored: dtype for dtype, stored in SAFETENSORS_NAMES.items()
 """MindSpore's name of a safetensors type; an I8 tensor is Int4 where the metadata says so."""
 
 TORCH_NAMES = {row.name: f"torch.{row.extended or row.name.lower()}" for row in _TABLE if row.name != INT4}
-"""What torch calls a type."""
+"""torch's name of a type."""
 
 FROM_TORCH = {stored: dtype for dtype, stored in TORCH_NAMES.items()}
-"""MindSpore's name of a type of torch."""
+"""MindSpore's name of torch's type."""
 
 ARCHIVES = "distcp"
 """The format of files of archives, as torch DCP writes them."""
 
-# Real types of safetensors whose elements are not whole bytes, so that no byte range is a slice.
+# Types of safetensors with elements that are not whole bytes, so that no byte range is a slice.
 SUB_BYTE_TYPES = frozenset({"F4", "F6_E2M3", "F6_E3M2"})
 
 CAST_TO = ("Float32", "Float16", "BFloat16")
@@ -136,21 +134,21 @@ _SHORT = {"bf16": "BFloat16", "fp16": "Float16", "half": "Float16", "fp32": "Flo
 
 
 def dtype_named(text: str) -> Optional[str]:
-    """MindSpore's name of a type spelled ``bf16``, ``torch.bfloat16`` or ``F32``; None if unknown."""
+    """MindSpore's name of ``bf16``, ``torch.bfloat16`` or ``F32``; None if unknown."""
     word = text.strip().lower().rpartition(".")[2].replace("_", "")
-    named = {dtype.lower(): dtype for dtype in ITEM_SIZES}
+    own_names = {dtype.lower(): dtype for dtype in ITEM_SIZES}
     stored = {name.lower().replace("_", ""): dtype for name, dtype in FROM_SAFETENSORS.items()}
-    return {**stored, **_SHORT, **named}.get(word)
+    return {**stored, **_SHORT, **own_names}.get(word)
 
 
 INTEGERS = frozenset(name for name, numpy in NUMPY_NAMES.items() if numpy.strip("<")[0] in "iu")
-"""Types that NumPy holds as integers (Bool is none of them)."""
+"""NumPy's integer types, without Bool."""
 
 
 def mindspore_reads(dtype: str) -> bool:
-    """Whether MindSpore reads safetensors files that hold a tensor of this type; of others it reads no tensor at all.
+    """Whether MindSpore 2.7.0 and 2.10.0 read safetensors files with a tensor of this type.
 
-    So in 2.7.0 and 2.10.0, whose list of types is its own.
+    MindSpore refuses the whole file if one type is missing in its own list.
     """
     return can_hold("safetensors", dtype) and not dtype.startswith(("Float8", "Complex"))
 
@@ -158,8 +156,8 @@ def mindspore_reads(dtype: str) -> bool:
 def can_hold(format: str, dtype: str) -> bool:
     """Whether a file of this format can hold tensors of this type.
 
-    A `.ckpt` file records types by name, so types unknown here pass through it; 8-bit floats do not,
-    since MindSpore has no `.ckpt` type for them. safetensors has a closed list and no text.
+    A `.ckpt` file records types by name, so it can hold unknown types too, but no 8-bit floats, which have no `.ckpt`
+    type in MindSpore. safetensors has a closed list of types, without text.
 
     Args:
         format: ``"ckpt"``, ``"safetensors"``, `ARCHIVES` or `MEMORY`.

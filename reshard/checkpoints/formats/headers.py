@@ -1,48 +1,59 @@
-"""Reading the header of a checkpoint file, or of many at a time where every request takes a round trip."""
+"""Readers of the header of one checkpoint file, or of many concurrently on remote storage.
+
+Ranks of one stage save the same tensors in the same shapes, so except for tensor contents their files are equal byte
+for byte. Comparing these bytes is far cheaper than parsing them, and files of equal structure share one description,
+so a thousand ranks take the memory of a few.
+"""
 
 from __future__ import annotations
 
+import errno
+import hashlib
+import itertools
 import os
-from collections.abc import Iterator, Mapping
+import threading
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Optional, Union
+from typing import NamedTuple, Optional, Union
 
-from reshard.checkpoints.files import FileHandles, reading_error
-from reshard.checkpoints.formats.alike import KnownStructures
-from reshard.checkpoints.formats.ckpt_index import read_ckpt_index
+from reshard.checkpoints.files import FileHandles, reading
+from reshard.checkpoints.formats.ckpt_index import CRC_MARK, TRAILER_SIZE, read_ckpt_index
 from reshard.checkpoints.formats.dtypes import ARCHIVES
 from reshard.checkpoints.formats.safetensors_index import read_safetensors_index
 from reshard.checkpoints.formats.tensors import CheckpointIndex
 from reshard.errors import CheckpointError, DamagedCheckpointError, RetryableError
-from reshard.storage import ReadableFile, exists, storage_of
+from reshard.storage import FileStatus, ReadableFile, exists, read_each, read_range, storage_of
 from reshard.storage.other_files import GCM, HEAD, kind_by_head, kind_of
 
-# Reading headers from network storage is waiting, whatever the number of CPUs.
+# Reading headers from network storage waits for round trips; more threads than CPUs help.
 _IN_FLIGHT = 16
 
 Header = Union[CheckpointIndex, DamagedCheckpointError]
 
 
 def read_headers(
-    handles: FileHandles, files: Mapping[int, str], known: KnownStructures, holder: str = "rank"
+    handles: FileHandles, files: Mapping[int, str], holder: str = "rank", structures: Optional[KnownStructures] = None
 ) -> Iterator[tuple[int, Header]]:
     """Headers of files, or errors of damaged ones, by holder number in the given order.
 
     Args:
         handles: where to borrow the files from.
         files: path by holder number.
-        known: structures of files read before; these files' are added.
         holder: the unit of the numbers in messages.
+        structures: structures of files read before, if any; these files' are added.
 
     Raises:
-        CheckpointError: a file cannot be read, is encrypted, or is no checkpoint.
+        CheckpointError: a file cannot be read, is encrypted, or is not a checkpoint.
         RetryableError: reading failed in a way that may pass, or a file vanished.
     """
+    structures = KnownStructures(handles) if structures is None else structures
 
     def read(number: int) -> Header:
         path = files[number]
         try:
-            return read_index(handles, path, known)
+            return read_index(handles, path, structures)
         except DamagedCheckpointError as error:
             return error
         except CheckpointError as error:
@@ -56,7 +67,7 @@ def read_headers(
             ) from error
 
     numbers = list(files)
-    # The first file is read alone: files of equal structure are only compared with it.
+    # The first file alone: files of equal structure are then only compared with it.
     for number in numbers[:1]:
         yield number, read(number)
     if len(numbers) < 2:
@@ -67,22 +78,22 @@ def read_headers(
             yield number, read(number)
         return
     with ThreadPoolExecutor(max(_IN_FLIGHT, storage.in_flight)) as pool:
-        coming = [(number, pool.submit(read, number)) for number in numbers[1:]]
+        pending = [(number, pool.submit(read, number)) for number in numbers[1:]]
         try:
-            for number, future in coming:
+            for number, future in pending:
                 yield number, future.result()
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
 
 
-_WANTED = "give a checkpoint that MindSpore saved: .ckpt or .safetensors"
+_HINT = "pass a checkpoint that MindSpore saved: .ckpt or .safetensors"
 
 FORMATS = {".ckpt": "ckpt", ".safetensors": "safetensors"}
 """Format by the ending of a file's name."""
 
 ALL_FORMATS = (*FORMATS.values(), ARCHIVES)
-"""Formats of all files that are written; those of archives cannot be read without their metadata."""
+"""Formats of all written files; files of archives cannot be read without their metadata."""
 
 
 def format_of(path: str) -> str:
@@ -91,51 +102,48 @@ def format_of(path: str) -> str:
     Raises:
         CheckpointError: the ending is neither.
     """
-    found = FORMATS.get(os.path.splitext(path)[1])
-    if found is None:
+    format = FORMATS.get(os.path.splitext(path)[1])
+    if format is None:
         kind = kind_of(path)
         if kind is not None:
-            raise CheckpointError(f"{path}: is {_not_ours(kind)}", file=path, hint=_WANTED)
+            raise CheckpointError(f"{path}: is {_not_ours(kind)}", file=path, hint=_HINT)
         raise CheckpointError(
             f"{path}: is no checkpoint file by its name",
             file=path,
             hint="checkpoint files end in .ckpt or .safetensors",
         )
-    return found
+    return format
 
 
 def _not_ours(kind: str) -> str:
     return f"{kind}; not a MindSpore checkpoint"
 
 
-def read_index(handles: FileHandles, path: str, known: Optional[KnownStructures] = None) -> CheckpointIndex:
+def read_index(handles: FileHandles, path: str, structures: Optional[KnownStructures] = None) -> CheckpointIndex:
     """Read the headers of a checkpoint file.
 
     Args:
         handles: where to borrow the file from.
         path: the file.
-        known: structures of files read before; this file's is added.
+        structures: structures of files read before; this file's is added.
 
     Raises:
         DamagedCheckpointError: the file is truncated or broken.
-        CheckpointError: it cannot be read, is encrypted, or is no checkpoint.
+        CheckpointError: it cannot be read, is encrypted, or is not a checkpoint.
         RetryableError: reading failed in a way that may pass.
     """
     format = format_of(path)
-    try:
-        with handles.borrow(path) as file:
-            if not file.status().regular:
-                raise CheckpointError(f"{path}: is not a file", file=path, hint="give a copy that is an ordinary file")
-            size = file.size()
-            index = None if known is None else known.find(file, format, size)
-            if index is None:
-                index = _read(file, format, size)
-                if known is not None:
-                    known.add(file, index)
-            index.cipher = file.cipher
-            return index
-    except OSError as error:
-        raise reading_error(path, error) from error
+    with reading(path), handles.borrow(path) as file:
+        if not file.status().regular:
+            raise CheckpointError(f"{path}: is not a file", file=path, hint="give a copy that is an ordinary file")
+        size = file.size()
+        index = None if structures is None else structures.find(file, format, size)
+        if index is None:
+            index = _read(file, format, size)
+            if structures is not None:
+                structures.add(file, index)
+        index.cipher = file.cipher
+        return index
 
 
 def _read(file: ReadableFile, format: str, size: int) -> CheckpointIndex:
@@ -144,8 +152,156 @@ def _read(file: ReadableFile, format: str, size: int) -> CheckpointIndex:
     except DamagedCheckpointError as error:
         path = file.path
         if file.cipher not in (None, GCM):
-            error.message += f" (after decryption with {file.cipher}, of which nothing tells damage from a wrong key)"
+            error.message += f" (after decryption with {file.cipher}: damaged, or the key is wrong)"
         kind = kind_by_head(file.read(0, HEAD))
         if kind is None:
             raise
-        raise DamagedCheckpointError(f"{path}: is {_not_ours(kind)}", file=path, hint=_WANTED) from error
+        raise DamagedCheckpointError(f"{path}: is {_not_ours(kind)}", file=path, hint=_HINT) from error
+
+
+# Limit of cached structures; in a de-duplicated save every file has its own.
+_MOST_STRUCTURES = 16
+# Gaps up to this size are cheaper to read than to skip; and the limit of one read.
+_NEAR = 32 << 10
+_MOST_AT_ONCE = 1 << 20
+
+
+class _Read(NamedTuple):
+    """Bytes to read at once, and their expected parts.
+
+    Attributes:
+        offset: of the first byte in the file.
+        length: bytes.
+        starts: offset of each compared part in these bytes; columns, because every tensor has a part.
+        sizes: bytes of each part.
+        digest: of all parts.
+    """
+
+    offset: int
+    length: int
+    starts: array[int]
+    sizes: array[int]
+    digest: bytes
+
+    def matches(self, data: bytes) -> bool:
+        """Whether the bytes have all parts in their places."""
+        return _digest(data, self.starts, self.sizes) == self.digest
+
+
+def _digest(data: bytes, starts: Iterable[int], sizes: Iterable[int]) -> bytes:
+    parts = b"".join(data[start : start + size] for start, size in zip(starts, sizes))
+    return hashlib.blake2b(parts, digest_size=32).digest()
+
+
+class _Structure:
+    """The structure of one file; its headers are read again for the first comparison."""
+
+    def __init__(self, example: CheckpointIndex, status: FileStatus) -> None:
+        self.example = example
+        self._status = status
+        self._lock = threading.Lock()
+        self._reads: Optional[list[_Read]] = None
+
+    def reads(self, handles: FileHandles) -> list[_Read]:
+        """The reads of a file for a comparison.
+
+        Raises:
+            OSError: the example cannot be read any more, or was replaced.
+        """
+        with self._lock:
+            if self._reads is None:
+                reads = []
+                with handles.borrow(self.example.path) as file:
+                    status = file.status()
+                    if (status.inode, status.modified) != (self._status.inode, self._status.modified):
+                        raise OSError(errno.ESTALE, "changed since it was parsed")
+                    gaps = list(_gaps(self.example, max(_NEAR, storage_of(self.example.path).worth_skipping)))
+                    contents = read_each(file, [(offset, length) for offset, length, _, _ in gaps])
+                    for (offset, length, starts, sizes), data in zip(gaps, contents):
+                        reads.append(_Read(offset, length, starts, sizes, _digest(data, starts, sizes)))
+                self._reads = reads
+            return self._reads
+
+
+class KnownStructures:
+    """The structures of files read before, by format and size; thread-safe.
+
+    Args:
+        handles: open files.
+    """
+
+    def __init__(self, handles: FileHandles) -> None:
+        self._handles = handles
+        self._lock = threading.Lock()
+        self._known: OrderedDict[tuple[str, int], list[_Structure]] = OrderedDict()
+
+    def find(self, file: ReadableFile, format: str, size: int) -> Optional[CheckpointIndex]:
+        """The index of a file with a known structure, or None.
+
+        Raises:
+            OSError: reading failed.
+        """
+        with self._lock:
+            structures = tuple(self._known.get((format, size), ()))
+        for structure in structures:
+            try:
+                reads = structure.reads(self._handles)
+            except (OSError, RetryableError):
+                # The example vanished: parse this file instead. The example's reader reports that error.
+                continue
+            contents = read_each(file, [(expected.offset, expected.length) for expected in reads])
+            if all(expected.matches(data) for expected, data in zip(reads, contents)):
+                crc = structure.example.crc
+                if crc is not None and format == "ckpt":
+                    trailer = read_range(file, size - TRAILER_SIZE, TRAILER_SIZE)
+                    if not trailer.startswith(CRC_MARK):
+                        continue
+                    crc = int.from_bytes(trailer[len(CRC_MARK) :], "big")
+                example = structure.example
+                return CheckpointIndex(file.path, format, size, example.tensors, crc, example.metadata)
+        return None
+
+    def add(self, file: ReadableFile, index: CheckpointIndex) -> None:
+        """Add the structure of a file.
+
+        Raises:
+            OSError: its status cannot be read.
+        """
+        status = file.status()
+        with self._lock:
+            structures = self._known.setdefault((index.format, index.size), [])
+            self._known.move_to_end((index.format, index.size))
+            structures.insert(0, _Structure(index, status))
+            del structures[_MOST_STRUCTURES:]
+            if len(self._known) > _MOST_STRUCTURES:
+                self._known.popitem(last=False)
+
+
+def _gaps(index: CheckpointIndex, near: int) -> Iterator[tuple[int, int, array[int], array[int]]]:
+    """Reads that cover all bytes but tensor contents: offset and length, starts and sizes of the parts in it.
+
+    A read includes gaps of up to ``near`` bytes.
+    """
+    first = last = 0
+    starts, sizes = array("Q"), array("Q")
+    for start, stop in _between(index):
+        if starts and not (start - last <= near and stop - first <= _MOST_AT_ONCE):
+            yield first, last - first, starts, sizes
+            starts, sizes = array("Q"), array("Q")
+        if not starts:
+            first = start
+        starts.append(start - first)
+        sizes.append(stop - start)
+        last = stop
+    if starts:
+        yield first, last - first, starts, sizes
+
+
+def _between(index: CheckpointIndex) -> Iterator[tuple[int, int]]:
+    """Ranges without tensor contents, in pieces of limited size."""
+    end = index.size - (TRAILER_SIZE if index.crc is not None and index.format == "ckpt" else 0)
+    position = 0
+    for offset, size in itertools.chain(index.extents(), [(end, 0)]):
+        for start in range(position, offset, _MOST_AT_ONCE):
+            yield start, min(start + _MOST_AT_ONCE, offset)
+        position = offset + size

@@ -1,9 +1,9 @@
-"""The bytes of a checkpoint file that is to be written, laid out before any content is at hand.
+"""The layout of a checkpoint file to write, before any content is read.
 
-A layout is a list of *segments* in file order: literal bytes (headers), and places for ranges of a
-tensor's bytes. Whoever writes the file walks the segments and fills the places, so a file is written
-once, from front to back, and no tensor has to be in memory. Layouts of thousands of tensors, or of
-tensors of many records, cost little: segments are made as they are asked for.
+A layout is a list of *segments* in file order: literal bytes (headers), and places for ranges of a tensor's bytes. A
+writer iterates over the segments and fills the places, so a file is written once, from front to back, and no tensor
+has to be in memory. Segments are created lazily, so layouts of thousands of tensors, or of tensors of many records,
+cost little.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from reshard.text.names import as_pattern
 from reshard.text.wording import quoted
 
 RECORD_LIMIT = 512 << 20
-"""Most bytes of a tensor in one `.ckpt` record, as MindSpore writes them."""
+"""Maximum bytes of a tensor in one `.ckpt` record, as in MindSpore."""
 
 MINDSPORE_METADATA = {"format": "ms", "remove_redundancy": "False"}
-"""Metadata of safetensors files that hold all that they should."""
+"""Metadata of complete safetensors files of MindSpore."""
 
 _ALIGNMENT = 8
 
 
 class OutputTensor(NamedTuple):
-    """A tensor to be written.
+    """A tensor to write.
 
     Attributes:
         name: parameter name.
         dtype: MindSpore's name of the element type.
-        dims: shape; for a `.ckpt`, as it shall be recorded ([0] with content is a scalar).
+        dims: shape; for a `.ckpt`, the dimensions to record ([0] with content is a scalar).
         nbytes: bytes of content.
     """
 
@@ -56,7 +56,7 @@ class Literal(NamedTuple):
 class Data(NamedTuple):
     """Bytes ``start`` to ``stop`` of a tensor, in C order, at ``offset`` of the file.
 
-    ``tensor`` is its index in the sequence that was laid out.
+    ``tensor`` is its index in the layout's sequence of tensors.
     """
 
     offset: int
@@ -66,13 +66,12 @@ class Data(NamedTuple):
 
 
 class OutputLayout:
-    """A file to be written, in columns: files may hold hundreds of thousands of tensors.
+    """A file to write, in columns: files may hold hundreds of thousands of tensors.
 
-    It is a sequence of *runs*: some literal bytes and then a piece of a tensor, perhaps several times, each
-    time with the next piece.
+    It is a sequence of *runs*: literal bytes, then a piece of a tensor, repeated with the next pieces.
 
     Args:
-        begin: the first bytes of the file, not copied: they may be many MB.
+        begin: the first bytes of the file; used without a copy, because they may be many MB.
 
     Attributes:
         size: bytes of the file.
@@ -81,7 +80,7 @@ class OutputLayout:
     def __init__(self, begin: Optional[bytearray] = None) -> None:
         self.size = 0
         self._literals = bytearray() if begin is None else begin
-        # Per run: where its literal ends, the tensor, its first byte and the bytes of a piece, and how often.
+        # Per run: the end of its literal, the tensor, its first byte, the bytes of a piece, and the repeats.
         self._ends = array("Q")
         self._tensors = array("I")
         self._starts = array("Q")
@@ -92,18 +91,18 @@ class OutputLayout:
 
     def add(self, literal: bytes, tensor: int = 0, start: int = 0, piece: int = 0, repeats: int = 1) -> None:
         """Add a run: ``repeats`` times ``literal``, then the next ``piece`` bytes of ``tensor`` from ``start`` on."""
-        begun = self._ends[-1] if self._ends else 0
+        literal_start = self._ends[-1] if self._ends else 0
         self._literals += literal
         self._ends.append(len(self._literals))
         self._tensors.append(tensor)
         self._starts.append(start)
         self._pieces.append(piece)
         self._repeats.append(repeats)
-        self.size += repeats * (len(self._literals) - begun + piece)
+        self.size += repeats * (len(self._literals) - literal_start + piece)
 
     def segments(self) -> Iterator[Union[Literal, Data]]:
-        """The file from its first byte to its last, without gaps; empty segments are left out."""
-        # Looked at in place: a header may have many MB, and many files of a group the same.
+        """The file from its first byte to its last, without gaps and empty segments."""
+        # Without a copy: a header may have many MB, and files of a group share it.
         literals = memoryview(self._literals).toreadonly()
         offset = begin = 0
         for end, tensor, start, piece, repeats in zip(
@@ -121,11 +120,11 @@ class OutputLayout:
 
     @property
     def ends_in_literal(self) -> bool:
-        """Whether the last bytes of the file are no tensor's."""
+        """Whether the file ends with literal bytes."""
         return bool(self._pieces) and not self._pieces[-1]
 
     def order(self) -> Iterator[int]:
-        """The tensors that have data, in the order of the file, each once."""
+        """The tensors with data, in the order of the file, each once."""
         last = -1
         for tensor, piece in zip(self._tensors, self._pieces):
             if piece and tensor != last:
@@ -138,7 +137,7 @@ def lay_out_ckpt(tensors: Iterable[OutputTensor], record_limit: int = RECORD_LIM
 
     Args:
         tensors: the tensors in file order; names must differ.
-        record_limit: most bytes of content per record; text is never divided, because MindSpore
+        record_limit: maximum bytes of content per record; text is never divided, because MindSpore
             cannot join it.
 
     Raises:
@@ -148,31 +147,30 @@ def lay_out_ckpt(tensors: Iterable[OutputTensor], record_limit: int = RECORD_LIM
     for index, tensor in enumerate(_checked(tensors, "ckpt")):
         limit = tensor.nbytes if tensor.dtype == TEXT else _whole_elements(tensor, record_limit)
         full = tensor.nbytes // limit if limit else 0
-        rest = tensor.nbytes - full * limit
+        remainder = tensor.nbytes - full * limit
         if full:
             layout.add(_record_header(tensor, limit), index, 0, limit, full)
-        if rest or not full:
-            layout.add(_record_header(tensor, rest), index, full * limit, rest)
+        if remainder or not full:
+            layout.add(_record_header(tensor, remainder), index, full * limit, remainder)
     return layout
 
 
 def lay_out_safetensors(tensors: Sequence[OutputTensor], metadata: Optional[Mapping[str, str]] = None) -> OutputLayout:
-    """Lay out a safetensors file, by default as MindSpore marks them: metadata ``format: ms``, and Int4 marks.
+    """Lay out a safetensors file, by default with MindSpore's metadata: ``format: ms``, and Int4 marks.
 
-    The data begins at a multiple of 8 bytes. Tensors keep their order, unless one of them would then
-    begin where its elements are not aligned, which some readers refuse: then the types of larger
-    elements come first.
+    The data begins at a multiple of 8 bytes. Tensors keep their order if all elements are then aligned, because some
+    readers refuse others; else the types of larger elements come first.
 
     Args:
         tensors: the tensors; names must differ.
-        metadata: the metadata, but for Int4 marks; by default as MindSpore writes it.
+        metadata: the metadata without Int4 marks; by default MindSpore's.
 
     Raises:
         CheckpointError: safetensors has no such type, or a name that collides with the metadata.
     """
-    known = MINDSPORE_METADATA if metadata is None else metadata
+    entries = MINDSPORE_METADATA if metadata is None else metadata
     for tensor in _checked(tensors, "safetensors"):
-        if tensor.name in known or tensor.name == METADATA:
+        if tensor.name in entries or tensor.name == METADATA:
             raise CheckpointError(
                 f"{quoted(tensor.name)}: in safetensors a parameter of this name collides with the metadata",
                 parameter=tensor.name,
@@ -180,8 +178,8 @@ def lay_out_safetensors(tensors: Sequence[OutputTensor], metadata: Optional[Mapp
             )
     marks = {tensor.name: INT4 for tensor in tensors if tensor.dtype == INT4}
     order = _aligned_order(tensors)
-    # Piece by piece: as objects the header takes ten times its bytes.
-    header = bytearray(bytes(LENGTH_SIZE) + b"{" + _json(METADATA) + b":" + _json({**known, **marks}))
+    # As bytes, piece by piece: as objects the header takes ten times its size.
+    header = bytearray(bytes(LENGTH_SIZE) + b"{" + _json(METADATA) + b":" + _json({**entries, **marks}))
     offset = 0
     for index in order:
         tensor = tensors[index]
@@ -215,7 +213,7 @@ def _json(content: object) -> bytes:
 
 
 def lay_out_copy(size: int) -> OutputLayout:
-    """Lay out a file of ``size`` bytes that are taken over as they are, as one tensor of bytes."""
+    """Lay out a copy of a file of ``size`` bytes, as one tensor of bytes."""
     layout = OutputLayout()
     layout.add(b"", 0, 0, size)
     return layout
@@ -228,7 +226,7 @@ def _whole_elements(tensor: OutputTensor, limit: int) -> int:
 
 
 def _checked(tensors: Iterable[OutputTensor], format: str) -> Iterator[OutputTensor]:
-    """The tensors, each after it was found to be one that the format can hold."""
+    """The tensors, each after a check that the format can hold it."""
     names = set()
     for tensor in tensors:
         if not can_hold(format, tensor.dtype):
@@ -240,7 +238,7 @@ def _checked(tensors: Iterable[OutputTensor], format: str) -> Iterator[OutputTen
             )
         expected = content_size(tensor.dtype, tensor.dims, tensor.nbytes)
         if tensor.name in names or expected not in (None, tensor.nbytes):
-            raise ValueError(f"{tensor} is not what a file can hold, or comes twice")
+            raise ValueError(f"{tensor} has an impossible size, or comes twice")
         names.add(tensor.name)
         yield tensor
 
@@ -255,7 +253,7 @@ def _aligned_order(tensors: Sequence[OutputTensor]) -> Sequence[int]:
 
 
 def _record_header(tensor: OutputTensor, content: int) -> bytes:
-    """Everything of a record before its ``content`` bytes; see `ckpt_index` for the messages."""
+    """The bytes of a record before its ``content`` bytes; see `ckpt_index` for the messages."""
     dims = b"".join(b"\x08" + _varint(dim) for dim in tensor.dims)
     dtype = tensor.dtype.encode()
     inner = dims + b"\x12" + _varint(len(dtype)) + dtype + b"\x1a" + _varint(content)

@@ -1,9 +1,9 @@
 """Pickles as data: a small machine of its own that reads them, imports nothing and calls nothing.
 
 It knows the opcodes that Python's picklers emit for protocols 2 to 5. A class or function is a `Global`, an
-allowed name and no more; what calls it becomes an `PickledInstance`, which holds the arguments and the state. So a
-pickle can only make numbers, text, lists, dictionaries, tuples and these two. Time and memory grow with the
-bytes that were given; nothing recurses.
+allowed name and no more; what calls it becomes a `PickledInstance`, which holds the arguments and the state. So a
+pickle can only make numbers, text, lists, dictionaries, tuples and these two. Time and memory are at most a multiple of
+the bytes that were given; nothing recurses.
 """
 
 from __future__ import annotations
@@ -16,13 +16,25 @@ from typing import Any, Callable, NamedTuple, Optional, Union
 MAX_OPERATIONS = 1 << 26
 """Operations of one pickle. Metadata takes some 30 for each chunk of a tensor."""
 
+MEMORY_PER_BYTE = 24
+"""Bytes of objects for each byte of a pickle; metadata of torch takes 14. Numbers and references come on top."""
+
+# For pickles that are small anyway.
+_MIN_MEMORY = 4 << 20
+# Approximate memory of objects; of a dictionary, that of a few pairs.
+_LIST_BYTES, _DICT_BYTES, _PAIR_BYTES, _TUPLE_BYTES, _TEXT_BYTES, _INSTANCE_BYTES = 88, 150, 32, 64, 56, 88
+# Of an item of a list, or a character, that is copied.
+_COPY_BYTES = 8
+# A batch of a dictionary is 1,000 pairs, in each of the dictionaries and lists around it.
+_MAX_STACK = 1 << 20
+_MAX_MARKS = 1 << 10
 _MAX_INTEGER_BYTES = 64
 _MAX_NAME = 256
 # A key of a dictionary is hashed by Python, in C and as deep as tuples are nested: a tuple that holds another one many
 # times takes few bytes and is hashed as often.
 _MAX_KEY_DEPTH = 4
 _MAX_KEY_PARTS = 256
-# Python's hash of an integer is its remainder: of larger ones as many as anybody likes have the same.
+# Python's hash of an integer is its remainder, so that any number of larger ones have equal hashes.
 _MAX_KEY_BITS = 64
 
 # Pairs of a dictionary that are set at once.
@@ -36,7 +48,7 @@ _INTERPRETED = frozenset({_LATIN_BYTES, _NO_BYTES, _ORDERED, _SIZE})
 
 
 class PickleError(ValueError):
-    """A pickle that is damaged, or holds what is not read; its text is the end of a sentence about the file."""
+    """A pickle that is damaged, or has unreadable contents; its text is the end of a sentence about the file."""
 
 
 class Global(NamedTuple):
@@ -50,13 +62,13 @@ class Global(NamedTuple):
 
 
 class PickledInstance:
-    """What a call of a `Global` would have made.
+    """The result of a call of a `Global`, which is never made.
 
     Attributes:
         name: the class or function, as `Global.name`; ``""`` for a persistent id, whose value is the only argument.
         args: positional arguments.
-        state: what was to be set on it; None for nothing.
-        items: what was to be appended to it, or pairs to be set in it; None for nothing.
+        state: its pickled state; None without one.
+        items: appended values, or pairs of keys and values; None without any.
         called: by a call, and not by ``__new__`` of a class; both are pickled, differently.
     """
 
@@ -70,7 +82,7 @@ class PickledInstance:
         self.called = called
 
     def added(self) -> list[Any]:
-        """The list of its items, made where there is none."""
+        """The list of its items, created at the first use."""
         if self.items is None:
             self.items = []
         return self.items
@@ -79,8 +91,9 @@ class PickledInstance:
     def fields(self) -> dict[str, Any]:
         """Its state by name; empty where the state is something else."""
         state = self.state
-        if isinstance(state, tuple) and len(state) == 2 and isinstance(state[1], dict):
-            state = {**(state[0] or {}), **state[1]} if state[0] is None or isinstance(state[0], dict) else None
+        if isinstance(state, tuple) and len(state) == 2 and not state[0]:
+            # Of a class with slots.
+            state = state[1]
         return state if isinstance(state, dict) else {}
 
 
@@ -123,28 +136,46 @@ class _Machine:
         self._persistent = persistent
         self._position = 0
         self._stack: list[Any] = []
-        self._marks: list[int] = []
+        # The first one is the bottom of the stack.
+        self._marks = [0]
+        self._memory = MEMORY_PER_BYTE * len(data) + _MIN_MEMORY
         # Picklers count from 0; only a strange one leaves numbers out.
         self._memo: list[Any] = []
         self._sparse_memo: dict[int, Any] = {}
         self._globals: dict[str, Global] = {}
 
     def run(self, operations: int) -> Any:
-        data, size = self._data, len(self._data)
+        data, stack, marks, memo = self._data, self._stack, self._marks, self._memo
+        position = 0
         for _ in range(operations):
-            if self._position >= size:
-                raise PickleError("is a pickle that ends early")
-            code = data[self._position]
-            self._position += 1
-            if code == _STOP:
+            code = data[position]
+            position += 1
+            # Two thirds of metadata are these operations: a call for each would double the time.
+            if code == _MEMOIZE and not self._sparse_memo and len(stack) > marks[-1]:
+                memo.append(stack[-1])
+            elif code == _LONG_GET and (place := int.from_bytes(data[position : position + 4], "little")) < len(memo):
+                stack.append(memo[place])
+                position += 4
+            elif code == _BYTE:
+                stack.append(data[position])
+                position += 1
+            elif code == _GET and data[position] < len(memo):
+                stack.append(memo[data[position]])
+                position += 1
+            elif code == _STOP:
                 return self._pop()
-            operation = _OPERATIONS.get(code)
-            if operation is None:
-                raise PickleError(f"is a pickle with operation 0x{code:02x}, which is not read")
-            operation(self)
+            else:
+                operation = _OPERATIONS.get(code)
+                if operation is None:
+                    raise PickleError(f"is a pickle with operation 0x{code:02x}, which is not read")
+                self._position = position
+                operation(self)
+                position = self._position
+                if len(stack) > _MAX_STACK or len(marks) > _MAX_MARKS or self._memory < 0:
+                    raise PickleError("is a pickle whose objects would take too much memory")
         raise PickleError(f"is a pickle of more than {operations:,} operations")
 
-    # What operations are made of.
+    # Parts of operations.
 
     def _take(self, count: int) -> bytes:
         start = self._position
@@ -157,53 +188,58 @@ class _Machine:
         return int.from_bytes(self._take(size), "little")
 
     def _pop(self) -> Any:
-        if len(self._stack) <= (self._marks[-1] if self._marks else 0):
+        if len(self._stack) <= self._marks[-1]:
             raise PickleError("is a damaged pickle: there is nothing on the stack")
         return self._stack.pop()
 
     def _top(self) -> Any:
-        if len(self._stack) <= (self._marks[-1] if self._marks else 0):
+        if len(self._stack) <= self._marks[-1]:
             raise PickleError("is a damaged pickle: there is nothing on the stack")
         return self._stack[-1]
 
     def _since_mark(self) -> list[Any]:
-        if not self._marks:
+        if len(self._marks) == 1:
             raise PickleError("is a damaged pickle: a mark is missing")
         start = self._marks.pop()
-        found = self._stack[start:]
+        values = self._stack[start:]
         del self._stack[start:]
-        return found
+        return values
 
     def _arguments(self) -> tuple[Any, ...]:
-        found = self._pop()
-        if not isinstance(found, tuple):
+        args = self._pop()
+        if not isinstance(args, tuple):
             raise PickleError("is a damaged pickle: arguments are no tuple")
-        return found
+        return args
 
     def _named(self, module: Any, name: Any) -> None:
         if not isinstance(module, str) or not isinstance(name, str) or len(module) + len(name) > _MAX_NAME:
             raise PickleError("is a damaged pickle: a class has no name")
         full = f"{module}.{name}"
-        found = self._globals.get(full)
-        if found is None:
+        known_global = self._globals.get(full)
+        if known_global is None:
             if not self._allowed(full):
                 raise PickleError(f"names {full[:_MAX_NAME]!r}, which is not read: nothing of the file is run")
-            found = self._globals[full] = Global(full)
-        self._stack.append(found)
+            known_global = self._globals[full] = Global(full)
+        self._stack.append(known_global)
 
     def _called(self, args: tuple[Any, ...], called: bool) -> Any:
-        what = self._pop()
-        if not isinstance(what, Global):
+        target = self._pop()
+        if not isinstance(target, Global):
             raise PickleError("is a damaged pickle: something is called that is no class")
-        if what.name in _INTERPRETED:
-            return _interpreted(what.name, args)
-        return PickledInstance(what.name, args, None, called)
+        self._memory -= _INSTANCE_BYTES
+        if target.name in _INTERPRETED:
+            # A copy of its argument.
+            self._memory -= sum(_COPY_BYTES * len(each) for each in args[:1] if isinstance(each, (str, list)))
+            return _interpreted(target.name, args)
+        return PickledInstance(target.name, args, None, called)
 
     def _set(self, pairs: list[Any]) -> None:
         target = self._top()
         if len(pairs) % 2 or not isinstance(target, (dict, PickledInstance)):
             raise PickleError("is a damaged pickle: items are set in what holds none")
+        self._memory -= _PAIR_BYTES * len(pairs) // 2
         if isinstance(target, PickledInstance):
+            self._memory -= _TUPLE_BYTES * len(pairs) // 2
             target.added().extend(zip(pairs[::2], pairs[1::2]))
             return
         for key, value in zip(pairs[::2], pairs[1::2]):
@@ -254,6 +290,7 @@ class _Machine:
         self._stack.append(int.from_bytes(self._take(count), "little", signed=True))
 
     def text(self, size: int) -> None:
+        self._memory -= _TEXT_BYTES
         try:
             self._stack.append(self._take(self._number(size)).decode("utf-8", "surrogatepass"))
         except UnicodeDecodeError as error:
@@ -273,9 +310,26 @@ class _Machine:
         name = self._pop()
         self._named(self._pop(), name)
 
+    def empty_list(self) -> None:
+        self._memory -= _LIST_BYTES
+        self._stack.append([])
+
+    def empty_dict(self) -> None:
+        self._memory -= _DICT_BYTES
+        self._stack.append({})
+
     def tuple_of(self, count: int) -> None:
-        values = [self._pop() for _ in range(count)]
-        self._stack.append(tuple(reversed(values)))
+        stack = self._stack
+        if len(stack) - count < self._marks[-1]:
+            raise PickleError("is a damaged pickle: there is nothing on the stack")
+        self._memory -= _TUPLE_BYTES
+        values = tuple(stack[-count:])
+        del stack[-count:]
+        stack.append(values)
+
+    def tuple_since_mark(self) -> None:
+        self._memory -= _TUPLE_BYTES
+        self._stack.append(tuple(self._since_mark()))
 
     def set_item(self) -> None:
         value = self._pop()
@@ -307,6 +361,7 @@ class _Machine:
     def persistent_id(self) -> None:
         if not self._persistent:
             raise PickleError("is a pickle with persistent ids, which have no meaning here")
+        self._memory -= _INSTANCE_BYTES + _TUPLE_BYTES
         self._stack.append(PickledInstance("", (self._pop(),)))
 
     def put(self, place: int) -> None:
@@ -315,6 +370,7 @@ class _Machine:
         elif place < len(self._memo):
             self._memo[place] = self._top()
         else:
+            self._memory -= _DICT_BYTES
             self._sparse_memo[place] = self._top()
 
     def memoize(self) -> None:
@@ -322,7 +378,7 @@ class _Machine:
 
 
 def _interpreted(name: str, args: tuple[Any, ...]) -> Any:
-    """What a call makes that stands for a plain value."""
+    """The plain value that a call stands for."""
     if name == _ORDERED and not args:
         return {}
     if name == _SIZE and len(args) == 1 and isinstance(args[0], (tuple, list)):
@@ -361,7 +417,7 @@ def _is_plain_key(value: Any) -> bool:
     return value is None or isinstance(value, (str, float, bytes, Global, PickledInstance))
 
 
-_STOP = ord(".")
+_STOP, _MEMOIZE, _LONG_GET, _GET, _BYTE = ord("."), 0x94, ord("j"), ord("h"), ord("K")
 _Push = Union[None, bool]
 
 
@@ -391,15 +447,15 @@ _OPERATIONS: dict[int, _Operation] = {
     ord("B"): lambda m: m._stack.append(m._take(m._number(4))),
     0x8E: lambda m: m._stack.append(m._take(m._number(8))),
     0x96: lambda m: m._stack.append(m._take(m._number(8))),
-    ord("]"): lambda m: m._stack.append([]),
+    ord("]"): _Machine.empty_list,
     ord("a"): lambda m: m._extend([m._pop()]),
     ord("e"): lambda m: m._extend(m._since_mark()),
     ord(")"): lambda m: m._stack.append(()),
-    ord("t"): lambda m: m._stack.append(tuple(m._since_mark())),
+    ord("t"): _Machine.tuple_since_mark,
     0x85: lambda m: m.tuple_of(1),
     0x86: lambda m: m.tuple_of(2),
     0x87: lambda m: m.tuple_of(3),
-    ord("}"): lambda m: m._stack.append({}),
+    ord("}"): _Machine.empty_dict,
     ord("s"): _Machine.set_item,
     ord("u"): lambda m: m._set(m._since_mark()),
     ord("q"): lambda m: m.put(m._number(1)),
@@ -425,18 +481,18 @@ def plain(value: Any, nodes: int = 1 << 16, depth: int = 64) -> Any:
     """A value as JSON has it, for people: tuples are lists, bytes hexadecimal, types their names.
 
     Args:
-        value: what `read_pickle` returned.
+        value: a result of `read_pickle`.
         nodes: larger values are refused.
-        depth: likewise those of lists within lists.
+        depth: deeper nests of lists are refused.
 
     Raises:
         NotPlain: it holds something that is not plain, or too much.
     """
-    left = [nodes]
+    remaining = [nodes]
 
     def walk(value: Any, depth: int) -> Any:
-        left[0] -= 1
-        if left[0] < 0 or depth < 0:
+        remaining[0] -= 1
+        if remaining[0] < 0 or depth < 0:
             raise NotPlain("it is too large to be shown")
         if value is None or isinstance(value, (bool, int, float, str)):
             return value
@@ -464,7 +520,7 @@ NAMESPACE = "argparse.Namespace"
 
 
 def pickled(value: Any) -> Iterator[bytes]:
-    """A pickle of protocol 2 in parts, of what `read_pickle` could have returned; ``{}`` stays a dictionary.
+    """A pickle of protocol 2 in parts, of a possible result of `read_pickle`; ``{}`` stays a dictionary.
 
     Dictionaries may be `Pairs`, so that a large pickle is never in memory.
 

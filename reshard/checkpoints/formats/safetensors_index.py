@@ -1,11 +1,11 @@
-"""The contents of a `.safetensors` file from its header, checked as strictly as by the library.
+"""The contents of a `.safetensors` file from its header, with all checks of the library.
 
-The file is a header length (8 bytes, little-endian), a JSON header, and the tensors' bytes, which
-must be covered exactly, without holes or overlaps:
+The file is a header length (8 bytes, little-endian), a JSON header, and the tensors' bytes, without holes or
+overlaps:
 
     {"__metadata__": {text: text}, name: {"dtype": ..., "shape": [...], "data_offsets": [from, to]}}
 
-The library itself is not used here because it gives no offsets in the file.
+The library itself is not used here because it returns no offsets in the file.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from reshard.text.wording import quoted
 METADATA = "__metadata__"
 LENGTH_SIZE = 8
 LONGEST_HEADER = 100_000_000
-"""Most bytes of a header, as the library has it."""
+"""Maximum bytes of a header, as in the library."""
 
 _WINDOW = 1 << 18
 # Maximum length of a tensor's entry, including its name.
@@ -43,14 +43,14 @@ def read_safetensors_index(file: ReadableFile, size: int) -> CheckpointIndex:
 
     Args:
         file: the file.
-        size: bytes that it had when it was looked at.
+        size: its bytes.
 
     Returns:
         Every tensor, in the order of their bytes in the file.
 
     Raises:
-        DamagedCheckpointError: the file is truncated, or its header is not a valid one.
-        CheckpointError: a tensor has a type that cannot be cut at bytes.
+        DamagedCheckpointError: the file is truncated, or its header is invalid.
+        CheckpointError: a tensor has elements that are not whole bytes.
         OSError: reading failed.
     """
     path = file.path
@@ -59,7 +59,7 @@ def read_safetensors_index(file: ReadableFile, size: int) -> CheckpointIndex:
 
 
 class _Header:
-    """A header while it is walked: of one tensor at a time there is more than some numbers in memory.
+    """The parser of a header, which keeps some numbers per tensor in memory.
 
     Attributes:
         metadata: its metadata.
@@ -147,8 +147,8 @@ class _Header:
         self._stops.append(stop)
 
     def table(self) -> TensorTable:
-        """The tensors in the order of their bytes, which they must cover without holes."""
-        made = TensorTable()
+        """The tensors in the order of their bytes, after a check for holes and overlaps."""
+        tensors = TensorTable()
         position = 0
         for name, place in self._in_order():
             start, stop = self._starts[place], self._stops[place]
@@ -164,26 +164,26 @@ class _Header:
                     )
                 dtype = INT4
             extents = ((self._data_start + start, stop - start),) if stop > start else ()
-            made.add(name, dtype, shape, shape, extents)
+            tensors.add(name, dtype, shape, shape, extents)
         if self._data_start + position != self._size:
             end = self._data_start + position
             raise self._damaged(f"its tensors end at byte {end}, but the file has {self._size} bytes")
-        return made
+        return tensors
 
     def _in_order(self) -> Iterable[tuple[str, int]]:
         starts, stops = self._starts, self._stops
         ends = zip(starts[1:], starts, stops[1:], stops)
         if all((start, stop) >= (before, end) for start, before, stop, end in ends):
             return self._places.items()
-        # Tensors of size zero share their offset with the next one: they have to come first.
+        # A tensor of size zero has the offset of the next tensor, and comes before it.
         return sorted(self._places.items(), key=lambda entry: (starts[entry[1]], stops[entry[1]]))
 
-    def _damaged(self, what: str, name: Optional[str] = None) -> DamagedCheckpointError:
-        return _damaged(self._path, what, name)
+    def _damaged(self, problem: str, name: Optional[str] = None) -> DamagedCheckpointError:
+        return _damaged(self._path, problem, name)
 
 
 def _entry(name: str, info: Any, path: str) -> tuple[str, tuple[int, ...], int, int]:
-    """dtype, shape and range in the data of one tensor, each checked by itself."""
+    """The checked dtype, shape and range in the data of one tensor."""
     if len(name) > _LONGEST_NAME:
         raise _damaged(path, f"the name {name[:_SHOWN]!r}... is too long")
     if not isinstance(info, dict) or not {"dtype", "shape", "data_offsets"} <= info.keys():
@@ -216,8 +216,8 @@ def _entry(name: str, info: Any, path: str) -> tuple[str, tuple[int, ...], int, 
     return dtype, tuple(shape), start, stop
 
 
-def _are_numbers(found: Any) -> bool:
-    return isinstance(found, list) and all(type(entry) is int and 0 <= entry <= _LARGEST_NUMBER for entry in found)
+def _are_numbers(value: Any) -> bool:
+    return isinstance(value, list) and all(type(entry) is int and 0 <= entry <= _LARGEST_NUMBER for entry in value)
 
 
 def _crc(metadata: dict[str, str], path: str) -> Optional[int]:
@@ -229,5 +229,5 @@ def _crc(metadata: dict[str, str], path: str) -> Optional[int]:
     return int(text)
 
 
-def _damaged(path: str, what: str, name: Optional[str] = None) -> DamagedCheckpointError:
-    return DamagedCheckpointError(f"{path}: is damaged, or no safetensors file: {what}", file=path, parameter=name)
+def _damaged(path: str, problem: str, name: Optional[str] = None) -> DamagedCheckpointError:
+    return DamagedCheckpointError(f"{path}: is damaged, or no safetensors file: {problem}", file=path, parameter=name)

@@ -1,6 +1,6 @@
-"""The contents of a checkpoint file: per name a type, a shape, and a place of bytes.
+"""The contents of a checkpoint file: per name a type, a shape, and ranges of bytes.
 
-A file may hold hundreds of thousands of tensors, so `TensorTable` keeps columns and makes a `Tensor` on request.
+A file may hold hundreds of thousands of tensors, so `TensorTable` keeps columns and creates a `Tensor` on demand.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from reshard.text.names import is_value
 from reshard.text.wording import quoted
 
 MAX_DIMENSIONS = 30
-"""NumPy 1 has arrays of 32 dimensions at the most, and elements are taken apart along further ones."""
+"""NumPy 1 has arrays of up to 32 dimensions; the rest is for the parts of an element."""
 MAX_ELEMENTS = 1 << 40
 """Elements of a tensor; sizes of 0 count as 1, as in NumPy's limits."""
 
@@ -70,7 +70,7 @@ class Tensor(NamedTuple):
         return self.nbytes // elements if elements else ITEM_SIZES.get(self.dtype, 1)
 
     def same_type(self, other: Tensor) -> bool:
-        """Whether two tensors have elements of one type; without elements one of unknown size tells none."""
+        """Whether two tensors have elements of one type; a type of unknown size needs elements to compare sizes."""
         if self.dtype != other.dtype:
             return False
         return self.item_size == other.item_size or not (math.prod(self.shape) and math.prod(other.shape))
@@ -82,7 +82,7 @@ class Tensor(NamedTuple):
 
     @property
     def is_value(self) -> bool:
-        """Whether it is a counter, a learning rate or the like, by its name."""
+        """Whether it is a counter, a learning rate or similar, by its name."""
         return is_value(self.name, self.elements)
 
 
@@ -93,13 +93,13 @@ class CheckpointIndex:
     Attributes:
         path: the file.
         format: ``"ckpt"`` or ``"safetensors"``.
-        size: bytes of the file when it was read.
-        tensors: every entry by name, in the order of their contents. May be empty: a de-duplicated save writes a file
-            without entries for a rank that has nothing to save.
-        crc: the CRC that the file records, or None.
+        size: bytes of the file at the time of reading.
+        tensors: every entry by name, in the order of their contents. May be empty: a de-duplicated save writes an
+            empty file for a rank without slices.
+        crc: the recorded CRC, or None.
         metadata: the metadata of a safetensors file; empty for a `.ckpt`.
         cipher: MindSpore's name of the encryption; None without.
-        archived: its tensors are archives, each with a CRC of its own, which takes a pass over all contents to check.
+        archived: its tensors are archives, each with its own CRC; checking them needs a pass over all contents.
     """
 
     path: str
@@ -122,11 +122,11 @@ class CheckpointIndex:
 
 
 def logical_shape(dtype: str, dims: Sequence[int], nbytes: int) -> tuple[int, ...]:
-    """The shape that recorded dimensions mean.
+    """The shape for recorded dimensions.
 
     Args:
         dtype: element type; text is always a scalar.
-        dims: dimensions as recorded. [0] with content is a scalar, without content a tensor of
+        dims: recorded dimensions. [0] with content is a scalar, without content a tensor of
             shape (0,).
         nbytes: size of the content.
     """
@@ -140,8 +140,8 @@ def content_size(dtype: str, dims: Sequence[int], nbytes: int) -> Optional[int]:
 
     Args:
         dtype: element type, known or not.
-        dims: dimensions as recorded.
-        nbytes: size of the content; decides what [0] means.
+        dims: recorded dimensions.
+        nbytes: size of the content; decides whether [0] is a scalar.
     """
     item_size = ITEM_SIZES.get(dtype)
     if item_size is None:
@@ -153,8 +153,8 @@ def file_ranges(extents: Sequence[tuple[int, int]], start: int, length: int) -> 
     """The place of a range of a tensor's bytes in its file: (offset, length) runs in order.
 
     Args:
-        extents: (offset, bytes) runs that make up the tensor.
-        start: first byte, counted from the tensor's first.
+        extents: (offset, bytes) runs; joined they are the tensor.
+        start: first byte, as an offset in the tensor.
         length: bytes.
     """
     if len(extents) == 1:
@@ -176,13 +176,13 @@ def file_ranges(extents: Sequence[tuple[int, int]], start: int, length: int) -> 
 
 
 MOST_TENSORS = 1 << 19
-"""Tensors that a file may hold; a conversion takes some 700 bytes of memory for each."""
+"""Maximum number of tensors of a file; a conversion needs some 700 bytes of memory for each."""
 
 
-def too_many(path: str, what: str, most: int) -> CheckpointError:
-    """The error for a file that holds more than can be read, and need not be damaged."""
+def too_many(path: str, items: str, most: int) -> CheckpointError:
+    """The error for a file beyond the limits of this reader, which may be valid."""
     return CheckpointError(
-        f"{path}: holds more than {most:,} {what}: no more can be read of one file",
+        f"{path}: holds more than {most:,} {items}: no more can be read of one file",
         file=path,
         hint="save it in more files: more pipeline stages, or weights and optimizer state apart",
     )
@@ -193,23 +193,23 @@ _Kind = tuple[str, tuple[int, ...], tuple[int, ...]]
 
 
 def tensors_named(name: str, indexes: Iterable[CheckpointIndex]) -> list[Tensor]:
-    """The tensor of a name in each of some files; one object for files that are built alike.
+    """The tensor of a name in each of some files; one object for files of equal structure.
 
     Raises:
-        KeyError: a file has none.
+        KeyError: a file lacks it.
     """
-    known: dict[int, Tensor] = {}
-    found = []
+    tensor_of: dict[int, Tensor] = {}
+    tensors = []
     for index in indexes:
-        tensor = known.get(id(index.tensors))
+        tensor = tensor_of.get(id(index.tensors))
         if tensor is None:
-            tensor = known[id(index.tensors)] = index.tensors[name]
-        found.append(tensor)
-    return found
+            tensor = tensor_of[id(index.tensors)] = index.tensors[name]
+        tensors.append(tensor)
+    return tensors
 
 
 class TensorTable(Mapping[str, Tensor]):
-    """Tensors by name, in the order in which they were added."""
+    """Tensors by name, in the order of addition."""
 
     def __init__(self) -> None:
         self._places: dict[str, int] = {}
@@ -218,11 +218,11 @@ class TensorTable(Mapping[str, Tensor]):
         self._kind_of = array("I")
         self._offsets = array("Q")
         self._sizes = array("Q")
-        # Extents of the few that have several.
+        # Extents of tensors with several.
         self._pieced: dict[int, _Extents] = {}
 
     def add(self, name: str, dtype: str, shape: tuple[int, ...], dims: tuple[int, ...], extents: _Extents) -> None:
-        """Add a tensor, with the attributes of `Tensor`, whose name is new."""
+        """Add a tensor with a new name; the arguments are the attributes of `Tensor`."""
         place = len(self._places)
         self._places[name] = place
         kind = (dtype, shape, dims)

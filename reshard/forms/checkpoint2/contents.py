@@ -1,6 +1,6 @@
 """The contents of an iteration, from its metadata and the headers of its files.
 
-A tensor is used if both agree. A contradiction is an error of that tensor alone, raised only if the tensor is
+A tensor is read if both agree. A contradiction is an error of that tensor alone, raised only if the tensor is
 needed. Known defects of MindFormers' writers are repaired if the data exists.
 """
 
@@ -33,14 +33,14 @@ class Remark(Enum):
 
     WITHOUT_DATA = "listed, but in no file (a defect of MindFormers up to 2.0 in pipelines); skipped"
     MOVED = (
-        "looked for in the files of another pipeline stage, as MindFormers does with FusedAdamW; taken from the files "
-        "of the stage of the parameters that they belong to"
+        "recorded for files of another pipeline stage, as MindFormers does with FusedAdamW; read from the files of "
+        "their parameters' stage"
     )
     MISNUMBERED = "slices numbered wrongly, as MindFormers does where the ranks of a layout have gaps; read by rank"
     OUTSIDE = "listed for files of ranks outside the layout; these copies are skipped"
     REPLACED = "read from unlisted files, because the listed ones are unreadable"
-    STATE = "states of the optimizer that are not listed; cut as the parameters that they belong to"
-    WHOLE = "not listed, but in the files of all ranks with the same values; taken as whole"
+    STATE = "unlisted states of the optimizer; read with the layouts of their parameters"
+    WHOLE = "not listed, but in the files of all ranks with the same values; read as whole"
 
 
 @dataclass
@@ -49,7 +49,7 @@ class IterationContents:
 
     tensors: dict[str, GlobalTensor] = field(default_factory=dict)
     plain: set[str] = field(default_factory=set)
-    unlaid: set[str] = field(default_factory=set)
+    without_layouts: set[str] = field(default_factory=set)
     lost: dict[str, LostTensor] = field(default_factory=dict)
     faults: dict[str, InputError] = field(default_factory=dict)
     unplaced: dict[str, str] = field(default_factory=dict)
@@ -57,7 +57,7 @@ class IterationContents:
     unlisted: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     def add(self, name: str, tensor: Tensor, placement: TensorPlacement) -> None:
-        """A tensor of the files, perhaps with gaps."""
+        """Add a tensor of the files, complete or not."""
         grid = placement.grid
         if placement.layout is None and is_loose(name, grid.shape):
             self.plain.add(name)
@@ -67,7 +67,7 @@ class IterationContents:
 
 
 def is_loose(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether a tensor without a layout is a value such as ``global_step`` and no parameter."""
+    """Whether a tensor without a layout is a value such as ``global_step``, not a parameter."""
     return math.prod(shape) == 1 and is_value(name, 1)
 
 
@@ -75,24 +75,24 @@ def whole_contents(files: IterationFiles) -> IterationContents:
     """The contents of a single rank's files: whole tensors.
 
     Args:
-        files: all of one save that needs no metadata.
+        files: all files of one save.
     """
-    found = IterationContents()
+    contents = IterationContents()
     for number, index in files.indexes.items():
         for name, tensor in index.tensors.items():
-            if name in found.placements:
-                other = files.paths[found.placements[name].held[0][0]]
-                found.faults[name] = CheckpointError(
-                    f"{quoted(name)} is in two files, and it is unknown which is right: {other}, {index.path}",
+            if name in contents.placements:
+                first_path = files.paths[contents.placements[name].readable[0][0]]
+                contents.faults[name] = CheckpointError(
+                    f"{quoted(name)} is in two files, and it is unknown which is right: {first_path}, {index.path}",
                     file=index.path,
                     parameter=name,
                     hint=f"leave it out with --exclude {as_pattern(name)}",
                 )
                 continue
-            found.add(name, tensor, TensorPlacement.whole(tensor.shape, [number], [0]))
-    for name in found.faults:
-        del found.tensors[name], found.placements[name]
-    return found
+            contents.add(name, tensor, TensorPlacement.whole(tensor.shape, [number], [0]))
+    for name in contents.faults:
+        del contents.tensors[name], contents.placements[name]
+    return contents
 
 
 def laid_out_contents(
@@ -117,7 +117,7 @@ class _Reading:
         self._report = report
         self._placer = Placer(metadata, files)
         self._elsewhere = Elsewhere(metadata, files, self._placer)
-        self._found = IterationContents()
+        self._contents = IterationContents()
         # Names by warning.
         self._remarks: dict[Remark, list[str]] = {}
 
@@ -126,16 +126,18 @@ class _Reading:
             try:
                 self._read(name)
             except InputError as error:
-                self._found.faults[name] = error
+                self._contents.faults[name] = error
         for name, holders in sorted(self._unlisted().items()):
             try:
                 self._read_unlisted(name, holders)
             except InputError as error:
-                self._found.faults[name] = error
-        self._tell()
-        found = self._found.placements
-        self._found.unlaid = {name for name in found if found[name].layout is None and is_weight(name, found)}
-        return self._found
+                self._contents.faults[name] = error
+        self._report_remarks()
+        placements = self._contents.placements
+        self._contents.without_layouts = {
+            name for name in placements if placements[name].layout is None and is_weight(name, placements)
+        }
+        return self._contents
 
     def _read(self, name: str) -> None:
         placement = self._placer.place(name)
@@ -150,7 +152,7 @@ class _Reading:
             tensor = self._placer.tensor(name, placement.contents, placement.grid)
             self._remark(Remark.MOVED, name)
         elif lacking:
-            raise self._not_in_there(name, lacking)
+            raise self._missing_in_files(name, lacking)
         if placement.misnumbered:
             self._remark(Remark.MISNUMBERED, name)
         if placement.lost:
@@ -158,9 +160,9 @@ class _Reading:
         elif placement.outside:
             self._remark(Remark.OUTSIDE, name)
         if tensor is not None:
-            self._found.add(name, tensor, placement)
+            self._contents.add(name, tensor, placement)
 
-    def _not_in_there(self, name: str, lacking: Sequence[int]) -> CheckpointError:
+    def _missing_in_files(self, name: str, lacking: Sequence[int]) -> CheckpointError:
         paths = [self._files.paths[file] for file in lacking]
         return CheckpointError(
             f"{some_names(paths, 2)}: {self._metadata.path} lists {quoted(name)} for this file, which lacks it",
@@ -174,62 +176,62 @@ class _Reading:
         self, name: str, placement: TensorPlacement, tensor: Optional[Tensor]
     ) -> tuple[TensorPlacement, Optional[Tensor]]:
         """A placement with missing slices, completed from other files."""
-        found = self._elsewhere.replacements(name, placement)
-        if found:
-            files = [file for holders in found.values() for file in holders]
-            other = self._placer.tensor(name, files, placement.grid)
-            assert other is not None
-            if tensor is not None and not tensor.same_type(other):
-                raise self._not_in_there(name, files)
-            tensor = tensor or other
-            held = tuple(tuple(found.get(number, files)) for number, files in enumerate(placement.held))
+        replacements = self._elsewhere.replacements(name, placement)
+        if replacements:
+            files = [file for holders in replacements.values() for file in holders]
+            replacement = self._placer.tensor(name, files, placement.grid)
+            assert replacement is not None
+            if tensor is not None and not tensor.same_type(replacement):
+                raise self._missing_in_files(name, files)
+            tensor = tensor or replacement
+            readable = tuple(tuple(replacements.get(number, files)) for number, files in enumerate(placement.readable))
             more = () if placement.layout is None else ((file, self._elsewhere.rank_of[file]) for file in files)
-            placement = replace(placement, held=held, rank_of=(*placement.rank_of, *more))
+            placement = replace(placement, readable=readable, rank_of=(*placement.rank_of, *more))
             self._remark(Remark.REPLACED, name)
         lost = placement.lost
         if lost:
-            said = {file for number in lost for file in placement.said[number]}
-            self._found.lost[name] = LostTensor(
-                name, len(lost), tuple(self._files.names[file] for file in sorted(said))
+            recorded_files = {file for number in lost for file in placement.recorded[number]}
+            self._contents.lost[name] = LostTensor(
+                name, len(lost), tuple(self._files.names[file] for file in sorted(recorded_files))
             )
         return placement, tensor
 
     def _unlisted(self) -> dict[str, list[int]]:
-        """The files that hold a tensor that metadata does not list, by its name."""
-        found: dict[str, list[int]] = {}
+        """The files of every tensor that metadata does not list, by its name."""
+        holders: dict[str, list[int]] = {}
         names: dict[int, list[str]] = {}
         for file, index in self._files.indexes.items():
             contents = id(index.tensors)
             if contents not in names:
                 names[contents] = [name for name in index.tensors if name not in self._metadata.tensors]
             for name in names[contents]:
-                found.setdefault(name, []).append(file)
-        return found
+                holders.setdefault(name, []).append(file)
+        return holders
 
     def _read_unlisted(self, name: str, holders: Sequence[int]) -> None:
         tensor = self._files.indexes[holders[0]].tensors[name]
         if math.prod(tensor.shape) == 1:
-            self._found.plain.add(name)
+            self._contents.plain.add(name)
             return
         placement = self._elsewhere.unlisted(name, holders)
-        whole = placement is None
+        is_whole = placement is None
         if placement is not None:
             if placement.lost:
                 placement, _ = self._replaced(name, placement, tensor)
             self._remark(Remark.STATE, name)
         else:
             cut = judge(name, holders, self._files, self._elsewhere.rank_of, self._stages, self._handles)
-            if not cut.whole:
-                self._found.unplaced[name] = cut.why
+            if not cut.is_whole:
+                self._contents.unplaced[name] = cut.why
                 return
             placement = TensorPlacement.whole(
                 tensor.shape, holders, (self._elsewhere.rank_of[file] for file in holders)
             )
             self._remark(Remark.WHOLE, name)
         self._placer.tensor(name, holders, placement.grid)
-        self._found.add(name, tensor, placement)
-        if whole:
-            self._found.unlisted[name] = tuple(holders)
+        self._contents.add(name, tensor, placement)
+        if is_whole:
+            self._contents.unlisted[name] = tuple(holders)
 
     @cached_property
     def _stages(self) -> list[RankList]:
@@ -238,13 +240,13 @@ class _Reading:
     def _remark(self, remark: Remark, name: str) -> None:
         self._remarks.setdefault(remark, []).append(name)
 
-    def _tell(self) -> None:
+    def _report_remarks(self) -> None:
         path = self._metadata.path
         for remark, names in self._remarks.items():
             text = f"{path}: {remark.value} ({plural(len(names), 'parameter')}): " + listing(names)
             (self._report.note if remark is Remark.WITHOUT_DATA else self._report.warn)(text)
         by_reason: dict[str, list[str]] = {}
-        for name, why in self._found.unplaced.items():
+        for name, why in self._contents.unplaced.items():
             by_reason.setdefault(why, []).append(name)
         for why, names in by_reason.items():
             self._report.warn(

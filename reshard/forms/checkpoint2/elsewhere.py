@@ -1,14 +1,14 @@
-"""Slices in other files than metadata.json lists, and tensors that it does not list.
+"""Slices in files that metadata.json does not list for them, and unlisted tensors.
 
-Optimizer states: MindSpore's compiler finds the parameter of a state by a few prefixes. States of
-FusedAdamW (``exp_avg.``) are not among them: it lays out those of every pipeline stage over the ranks of the last
-one, while they are in the files of their parameter's stage. MindFormers up to 2.0 may not list a state at
-all. And where the files that are listed are gone, another rank's own file may hold the slice as well.
+Optimizer states: MindSpore's compiler finds the parameter of a state by a few prefixes. FusedAdamW's prefix
+(``exp_avg.``) is missing there: the compiler lays out its states of all pipeline stages over the ranks of the last
+stage, but the files of their parameter's stage hold them. MindFormers up to 2.0 may not list a state at all. If
+listed files are missing, another rank's own file may hold the slice.
 
-Unlisted tensors: MindSpore's compiler lays out what is trained. Parameters that are not trained, and the
-optimizer's values, are in the files of every rank, unlisted, and no record shows whether the parameter is whole
-or cut there. It counts as whole only if its values show so: a rank's slice of a cut tensor differs from that of its
-neighbour along an axis that cuts it.
+Unlisted tensors: MindSpore's compiler lays out trained parameters. Other parameters, and the optimizer's values, are
+unlisted in the files of every rank, and no record shows whether such a parameter is whole or cut. It counts as whole
+only if its values prove it: a rank's slice of a cut tensor differs from that of its neighbour along an axis that cuts
+it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import NamedTuple, Optional
 
-from reshard.checkpoints.files import FileHandles, reading_error
+from reshard.checkpoints.files import FileHandles, reading
 from reshard.forms.checkpoint2.files import IterationFiles
 from reshard.forms.checkpoint2.metadata import Chunks, Metadata, TensorRecord
 from reshard.forms.checkpoint2.placing import Placer, RankList, TensorPlacement, ranks_of_files
@@ -26,7 +26,7 @@ from reshard.text.names import state_prefix
 
 
 class Elsewhere:
-    """Finds them.
+    """Finds slices in unlisted files.
 
     Args:
         metadata: metadata of all tensors.
@@ -45,25 +45,25 @@ class Elsewhere:
         return ranks_of_files(self._metadata, self._files)
 
     def moved(self, name: str) -> Optional[TensorPlacement]:
-        """The layout of a tensor that is in none of its recorded files.
+        """The layout of a tensor that no recorded file holds.
 
         Returns:
             Its layout over the ranks of its parameter; None if it is not an optimizer state, or
-            files of other ranks hold it as well.
+            files of other ranks hold it too.
 
         Raises:
             LayoutError: the layout does not fit these ranks.
         """
-        said = self._metadata.tensors[name]
+        record = self._metadata.tensors[name]
         owner = self._owner(name)
-        if owner is None or owner.layout is None or said.layout is None:
+        if owner is None or owner.layout is None or record.layout is None:
             return None
         ranks = owner.layout.rank_list
-        # A state of its parameter's shape is cut as the parameter is.
-        alike = said.layout._replace(rank_list=ranks) == owner.layout
-        if ranks == said.layout.rank_list or (owner.shape == said.shape and not alike):
+        # A state with its parameter's shape has the parameter's layout.
+        alike = record.layout._replace(rank_list=ranks) == owner.layout
+        if ranks == record.layout.rank_list or (owner.shape == record.shape and not alike):
             return None
-        return self._placed(name, said._replace(layout=said.layout._replace(rank_list=ranks)), self._holders(name))
+        return self._placed(name, record._replace(layout=record.layout._replace(rank_list=ranks)), self._holders(name))
 
     def unlisted(self, name: str, holders: Sequence[int]) -> Optional[TensorPlacement]:
         """The layout of an optimizer state that metadata does not list.
@@ -84,22 +84,22 @@ class Elsewhere:
         return placement if shapes == {placement.slice_shape} else None
 
     def replacements(self, name: str, placement: TensorPlacement) -> dict[int, list[int]]:
-        """Files that hold a lost slice of a tensor though they are not listed for it, by its number."""
-        found: dict[int, list[int]] = {}
+        """Unlisted files that hold a lost slice of a tensor, by the slice's number."""
+        holders: dict[int, list[int]] = {}
         positions = {rank: position for position, rank in enumerate(placement.ranks)}
         for file in self._holders(name):
             position = positions.get(self.rank_of.get(file, -1))
             if position is not None:
                 number = 0 if placement.layout is None else int(placement.layout.slice_of_rank[position])
-                found.setdefault(number, []).append(file)
-        return {number: found[number] for number in placement.lost if number in found}
+                holders.setdefault(number, []).append(file)
+        return {number: holders[number] for number in placement.lost if number in holders}
 
-    def _placed(self, name: str, said: TensorRecord, holders: Sequence[int]) -> Optional[TensorPlacement]:
-        assert said.layout is not None
+    def _placed(self, name: str, record: TensorRecord, holders: Sequence[int]) -> Optional[TensorPlacement]:
+        assert record.layout is not None
         ranks = [self.rank_of.get(file, -1) for file in holders]
-        if not holders or not set(ranks) <= set(said.layout.rank_list):
+        if not holders or not set(ranks) <= set(record.layout.rank_list):
             return None
-        return self._placer.place_held(name, said, dict(zip(holders, ranks)))
+        return self._placer.place_by_rank(name, record, dict(zip(holders, ranks)))
 
     def _holders(self, name: str) -> list[int]:
         return [file for file, index in self._files.indexes.items() if name in index.tensors]
@@ -111,7 +111,7 @@ class Elsewhere:
 
 
 def _owners(name: str) -> Iterator[str]:
-    """Names of parameters that a state may belong to, the longest first."""
+    """Possible names of a state's parameter, the longest first."""
     position = name.find(".")
     while position >= 0:
         yield name[position + 1 :]
@@ -124,14 +124,14 @@ _PIECES = 16
 
 
 class UnlistedVerdict(NamedTuple):
-    """Whether an unlisted tensor is cut.
+    """Whether an unlisted tensor is whole.
 
     Attributes:
-        whole: it is not.
-        why: the reason why it is unknown, to follow a semicolon.
+        is_whole: it is whole in every file.
+        why: else, the reason why its layout is unknown.
     """
 
-    whole: bool
+    is_whole: bool
     why: str = ""
 
 
@@ -169,14 +169,14 @@ def judge(
     for stage in stages:
         if by_rank.keys().isdisjoint(stage):
             continue
-        # One step along any axis of any device matrix: its distance divides the number of ranks.
-        telling = [rank for at, rank in enumerate(stage) if at == 0 or len(stage) % at == 0]
-        if not by_rank.keys() >= set(telling):
+        # Neighbours along any axis of any device matrix: their distance divides the number of ranks.
+        neighbours = [rank for at, rank in enumerate(stage) if at == 0 or len(stage) % at == 0]
+        if not by_rank.keys() >= set(neighbours):
             return UnlistedVerdict(False, "it is missing in files that would decide it")
-        compared.update(dict.fromkeys(by_rank[rank] for rank in telling))
+        compared.update(dict.fromkeys(by_rank[rank] for rank in neighbours))
         cuttable = cuttable or len(stage) > 1
     if not compared or not by_rank.keys() <= {rank for stage in stages for rank in stage}:
-        return UnlistedVerdict(False, "its files are of ranks that nothing is laid out over")
+        return UnlistedVerdict(False, "its files are of ranks without any recorded layout")
     samples = (_sample(name, file, files, handles) for file in compared)
     first = next(samples)
     if any(sample != first for sample in samples):
@@ -188,7 +188,7 @@ def judge(
 
 
 def _sample(name: str, file: int, files: IterationFiles, handles: FileHandles) -> bytes:
-    """Bytes of a tensor, the same places in every file."""
+    """Bytes of a tensor, from the same places in every file."""
     path, tensor = files.paths[file], files.indexes[file].tensors[name]
     ((offset, size),) = tensor.extents
     pieces = [(0, size)]
@@ -196,8 +196,5 @@ def _sample(name: str, file: int, files: IterationFiles, handles: FileHandles) -
         length = _SAMPLE // _PIECES
         step = (size - length) // (_PIECES - 1) // tensor.item_size * tensor.item_size
         pieces = [(step * number, length) for number in range(_PIECES)]
-    try:
-        with handles.borrow(path) as opened:
-            return b"".join(read_range(opened, offset + start, length) for start, length in pieces)
-    except OSError as error:
-        raise reading_error(path, error) from error
+    with reading(path), handles.borrow(path) as opened:
+        return b"".join(read_range(opened, offset + start, length) for start, length in pieces)

@@ -6,8 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Optional
 
-from reshard.checkpoints.files import FileHandles, reading_error
-from reshard.checkpoints.formats.alike import KnownStructures
+from reshard.checkpoints.files import FileHandles, reading
 from reshard.checkpoints.formats.headers import read_headers
 from reshard.checkpoints.formats.tensors import CheckpointIndex
 from reshard.errors import CheckpointError, DamagedCheckpointError
@@ -24,34 +23,37 @@ class IterationFiles:
 
     Args:
         directory: of the iteration.
-        listed: names of the files in metadata.json; None without it.
+        metadata_files: names of the files in metadata.json; None without it.
         handles: where to borrow the files from.
         report: gets notes on skipped files.
-        damaged: files that count as absent, and why, by path.
+        damaged: per path of a file that counts as absent, the reason.
 
     Attributes:
         names: the listed or existing files, in the order of their holder numbers.
         numbers: holder number by name.
         paths: of the files that can be read, by holder number.
         indexes: their headers.
-        absent: why the others cannot be read, by name; each text names the path.
+        absent: the reason why each other file cannot be read, by name; names the path.
 
     Raises:
-        CheckpointError: without metadata.json, the files are not those of a single rank; or a file
-            cannot be read at all.
+        CheckpointError: without metadata.json, the files are of several ranks or saves; or a file cannot be read.
         RetryableError: reading failed in a way that may pass.
     """
 
     def __init__(
         self,
         directory: str,
-        listed: Optional[Sequence[str]],
+        metadata_files: Optional[Sequence[str]],
         handles: FileHandles,
         report: Report,
         damaged: Mapping[str, str],
     ) -> None:
-        there = _tensor_files(directory)
-        chosen = _of_single_rank(directory, there) if listed is None else _counting(directory, listed, there, report)
+        existing = _tensor_files(directory)
+        chosen = (
+            _of_single_rank(directory, existing)
+            if metadata_files is None
+            else _of_same_save(directory, metadata_files, existing, report)
+        )
         self.names = sorted(chosen, key=file_order)
         self.numbers = {name: number for number, name in enumerate(self.names)}
         self.absent: dict[str, str] = {}
@@ -60,12 +62,12 @@ class IterationFiles:
             path = os.path.join(directory, name)
             if path in damaged:
                 self.absent[name] = damaged[path]
-            elif name in there:
+            elif name in existing:
                 paths[number] = path
             else:
                 self.absent[name] = f"{path}: does not exist"
         self.indexes: dict[int, CheckpointIndex] = {}
-        for number, header in read_headers(handles, paths, KnownStructures(handles), "file"):
+        for number, header in read_headers(handles, paths, "file"):
             if isinstance(header, DamagedCheckpointError):
                 self.absent[self.names[number]] = header.message
             else:
@@ -78,20 +80,18 @@ class IterationFiles:
 
 def _tensor_files(directory: str) -> set[str]:
     """Names of the .safetensors files in a directory, including links."""
-    found = set()
-    try:
-        for entry in store_of(directory).entries(directory):
-            if entry.name.endswith(_ENDING) and not entry.name.startswith(".") and leads_to(entry.is_file):
-                found.add(entry.name)
-    except OSError as error:
-        raise reading_error(directory, error) from error
-    return found
+    with reading(directory):
+        return {
+            entry.name
+            for entry in store_of(directory).entries(directory)
+            if entry.name.endswith(_ENDING) and not entry.name.startswith(".") and leads_to(entry.is_file)
+        }
 
 
-def _of_single_rank(directory: str, there: set[str]) -> set[str]:
-    """The files of a save that needs no metadata.json."""
-    said = {name: parse_file_name(name) for name in there}
-    series = {name.series for name in said.values() if name is not None}
+def _of_single_rank(directory: str, existing: set[str]) -> set[str]:
+    """The files of a single rank's save, which needs no metadata.json."""
+    parsed_names = {name: parse_file_name(name) for name in existing}
+    series = {name.series for name in parsed_names.values() if name is not None}
     if not series:
         raise CheckpointError(f"{directory}: holds neither {METADATA} nor files of Checkpoint 2.0", file=directory)
     if any(total != 1 for _, total in series):
@@ -103,34 +103,34 @@ def _of_single_rank(directory: str, there: set[str]) -> set[str]:
             hint="the save was not finished, or not copied whole: bring the file back, or take another iteration",
         )
     if len(series) > 1:
-        prefixes = some_names(sorted(name for name, parsed in said.items() if parsed is not None))
+        prefixes = some_names(sorted(name for name, parsed in parsed_names.items() if parsed is not None))
         raise CheckpointError(
             f"{directory}: holds files of several saves ({prefixes}), and no {METADATA} that lists the right ones",
             file=directory,
             hint="move the other files to another directory",
         )
-    return {name for name, parsed in said.items() if parsed is not None}
+    return {name for name, parsed in parsed_names.items() if parsed is not None}
 
 
-def _counting(directory: str, listed: Sequence[str], there: set[str], report: Report) -> set[str]:
+def _of_same_save(directory: str, metadata_files: Sequence[str], existing: set[str], report: Report) -> set[str]:
     """The listed files, and unlisted ones of the same save."""
-    parsed = [parse_file_name(name) for name in listed]
-    series = {(said.kind, said.series) for said in parsed if said is not None}
+    series = {(parsed.kind, parsed.series) for parsed in map(parse_file_name, metadata_files) if parsed is not None}
     kinds = {kind for kind, _ in series}
     any_kind = {of_kind for _, of_kind in series}
-    chosen = set(listed)
-    others = []
-    for name in sorted(there - chosen):
-        said = parse_file_name(name)
-        if said is not None and (
-            (said.kind, said.series) in series or (said.kind not in kinds and said.series in any_kind)
+    chosen = set(metadata_files)
+    unrelated = []
+    for name in sorted(existing - chosen):
+        file_name = parse_file_name(name)
+        if file_name is not None and (
+            (file_name.kind, file_name.series) in series
+            or (file_name.kind not in kinds and file_name.series in any_kind)
         ):
             chosen.add(name)
         else:
-            others.append(name)
-    if others:
+            unrelated.append(name)
+    if unrelated:
         report.warn(
-            f"{directory}: {METADATA} names no file of the same kind as {some_names(others)}, which "
-            f"{'is' if len(others) == 1 else 'are'} skipped"
+            f"{directory}: {METADATA} names no file of the same kind as {some_names(unrelated)}, which "
+            f"{'is' if len(unrelated) == 1 else 'are'} skipped"
         )
     return chosen

@@ -1,7 +1,7 @@
 """Names of Checkpoint 2.0, its roots, its iterations, and the choice of one.
 
-A root holds a directory per iteration and a file that names the last finished one, the *tracker*. It is
-the only mark of completeness: an asynchronous save may look complete before it is.
+A root holds a directory per iteration, and a file with the number of the last finished one, the *tracker*. It is
+the only mark of completeness: an unfinished asynchronous save may look complete.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class Iteration(NamedTuple):
 
 
 class IterationChoice(NamedTuple):
-    """The iterations that come into question.
+    """Candidate iterations.
 
     Attributes:
-        iterations: in the order in which they are to be tried; the first that is complete is taken.
-        settled: whether nothing but the first will do.
+        iterations: in order of preference; the first complete one is read.
+        settled: only the first may be read.
     """
 
     iterations: list[Iteration]
@@ -81,7 +81,7 @@ def find_iterations(root: str) -> list[Iteration]:
 
 
 def choose(path: str, step: Optional[str], report: Report) -> IterationChoice:
-    """The iterations that come into question.
+    """The candidate iterations for a step.
 
     Args:
         path: a root, or the directory of an iteration.
@@ -89,35 +89,35 @@ def choose(path: str, step: Optional[str], report: Report) -> IterationChoice:
         report: gets notes on skipped iterations.
 
     Raises:
-        UsageError: ``step`` is no iteration's number, or not that of the directory.
+        UsageError: ``step`` is not a number, or another number than the directory's.
         CheckpointError: the iteration does not exist.
         RetryableError: reading failed in a way that may pass.
     """
-    asked = _parse_step(step)
+    requested = _parse_step(step)
     names = names_in(path)
     if _is_iteration(path, names):
-        return IterationChoice([_given(path, asked, report)], True)
-    found = find_iterations(path)
-    if not found:
+        return IterationChoice([_from_directory(path, requested, report)], True)
+    iterations = find_iterations(path)
+    if not iterations:
         raise CheckpointError(
             f"{path}: holds no {iteration_name(0)[:-8]}* directory",
             file=path,
             hint="a root of Checkpoint 2.0 has one for each iteration that was saved",
         )
     tracked = read_tracker(path)
-    if asked is not None:
-        chosen = _numbered(found, asked, f"--step {asked}: {path} holds no {iteration_name(asked)}")
+    if requested is not None:
+        chosen = _numbered(iterations, requested, f"--step {requested}: {path} holds no {iteration_name(requested)}")
         _warn_of_unfinished(chosen, tracked, report)
         return IterationChoice([chosen], True)
     if tracked is None:
         report.warn(
             f"{os.path.join(path, TRACKER)} is missing, so it is unknown which iterations are finished: "
-            "the newest that is complete is taken"
+            "the newest complete one is read"
         )
-        return IterationChoice(found[::-1], False)
-    told = f"{os.path.join(path, TRACKER)} names iteration {tracked}, but {path} holds no {iteration_name(tracked)}"
-    chosen = _numbered(found, tracked, told)
-    newer = [str(iteration.number) for iteration in found if (iteration.number or 0) > tracked]
+        return IterationChoice(iterations[::-1], False)
+    message = f"{os.path.join(path, TRACKER)} names iteration {tracked}, but {path} holds no {iteration_name(tracked)}"
+    chosen = _numbered(iterations, tracked, message)
+    newer = [str(iteration.number) for iteration in iterations if (iteration.number or 0) > tracked]
     if newer:
         plural = "iterations" if len(newer) > 1 else "iteration"
         report.warn(
@@ -131,7 +131,7 @@ def read_tracker(root: str) -> Optional[int]:
     """The iteration in the tracker of a root; None without a tracker.
 
     Raises:
-        CheckpointError: it names none.
+        CheckpointError: it contains no number.
         RetryableError: reading failed in a way that may pass.
     """
     path = os.path.join(root, TRACKER)
@@ -157,10 +157,10 @@ def read_common(directory: str) -> dict[str, Any]:
     """
     path = os.path.join(directory, COMMON)
     try:
-        found = parse_json(read_small(path, _LARGEST_COMMON))
-        if not isinstance(found, dict):
+        content = parse_json(read_small(path, _LARGEST_COMMON))
+        if not isinstance(content, dict):
             raise JsonError("it is no JSON object")
-        return found
+        return content
     except FileNotFoundError:
         return {}
     except OSError as error:
@@ -191,7 +191,7 @@ def _is_iteration(path: str, names: Sequence[str]) -> bool:
 
 
 def _begins_as_metadata(path: str) -> bool:
-    """Whether a file begins as a metadata.json of Checkpoint 2.0; others give that name to other things."""
+    """Whether a file begins as a metadata.json of Checkpoint 2.0; other programs use that name too."""
     try:
         with opened_regular(path) as file:
             return _SECTION.match(file.read(0, _HEAD)) is not None
@@ -212,27 +212,27 @@ def _parse_step(step: Optional[str]) -> Optional[int]:
     return int(step)
 
 
-def _numbered(found: list[Iteration], number: int, otherwise: str) -> Iteration:
-    for iteration in found:
+def _numbered(iterations: list[Iteration], number: int, message: str) -> Iteration:
+    for iteration in iterations:
         if iteration.number == number:
             return iteration
-    there = some_names([str(iteration.number) for iteration in reversed(found)])
-    raise CheckpointError(otherwise, hint=f"{_WHICH}; its iterations: {there}")
+    existing = some_names([str(iteration.number) for iteration in reversed(iterations)])
+    raise CheckpointError(message, hint=f"{_WHICH}; its iterations: {existing}")
 
 
-def _given(path: str, asked: Optional[int], report: Report) -> Iteration:
-    """The iteration whose directory is the source itself."""
-    whole = absolute(path)
-    number = parse_iteration(os.path.basename(whole))
-    if asked is not None and asked != number:
+def _from_directory(path: str, requested: Optional[int], report: Report) -> Iteration:
+    """The iteration of a source that is an iteration's directory."""
+    directory = absolute(path)
+    number = parse_iteration(os.path.basename(directory))
+    if requested is not None and requested != number:
         raise UsageError(
-            f"--step {asked}: {path} is the directory of one checkpoint, and not named {iteration_name(asked)}",
+            f"--step {requested}: {path} is the directory of one checkpoint, and not named {iteration_name(requested)}",
             hint="leave out --step, or give the directory above",
         )
-    given = Iteration(number, path)
+    iteration = Iteration(number, path)
     if number is not None:
-        _warn_of_unfinished(given, read_tracker(os.path.dirname(whole)), report)
-    return given
+        _warn_of_unfinished(iteration, read_tracker(os.path.dirname(directory)), report)
+    return iteration
 
 
 def _warn_of_unfinished(chosen: Iteration, tracked: Optional[int], report: Report) -> None:
@@ -288,8 +288,8 @@ def parse_file_name(name: str) -> Optional[FileName]:
 
 def file_order(name: str) -> tuple[bool, str]:
     """Sorts model files first, then optimizer files, each by name."""
-    said = parse_file_name(name)
-    return said is not None and said.kind == OPTIMIZER, name
+    parsed = parse_file_name(name)
+    return parsed is not None and parsed.kind == OPTIMIZER, name
 
 
 def iteration_name(number: int) -> str:
@@ -339,6 +339,6 @@ def _unescaped(body: str) -> Optional[str]:
     try:
         name.encode()
     except UnicodeEncodeError:
-        # Half of a surrogate pair is no text.
+        # Half of a surrogate pair.
         return None
     return name

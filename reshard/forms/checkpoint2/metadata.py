@@ -1,8 +1,7 @@
 """metadata.json as typed records. Reading checks types and ranges only; `placing` compares it with the files.
 
-The file of a large job has hundreds of megabytes: each rank that holds a slice is listed with all ranks
-that hold it. So it is walked entry by entry, and layouts, lists of ranks and groups of files that recur are
-kept once.
+The file of a large job has hundreds of megabytes: every holder of a slice is listed with all holders of the slice.
+So it is parsed entry by entry, and equal layouts, lists of ranks and groups of files are kept once.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ _ENTRY = re.compile(
 )
 
 MOST_BYTES = 1 << 36
-"""Bytes that a metadata.json may have: ten minutes of reading. Each slice of a tensor takes 16 bytes of memory."""
+"""Largest metadata.json: ten minutes of reading. Each slice of a tensor takes 16 bytes of memory."""
 
 
 def read_metadata(directory: str) -> Optional[Metadata]:
@@ -84,11 +83,11 @@ def _windows(file: ReadableFile) -> Callable[[], bytes]:
 class _Reader:
     def __init__(self, path: str, stream: JsonStream) -> None:
         self._stream = stream
-        self._found = Metadata(path)
+        self._metadata = Metadata(path)
         self._files: dict[str, int] = {}
         self._places: dict[SliceRecord, int] = {}
-        # Objects met before, to be shared.
-        self._known: dict[Any, Any] = {}
+        # Equal objects are kept once.
+        self._unique: dict[Any, Any] = {}
         self._groups: dict[str, RankGroup] = {}
         self._group: tuple[str, RankGroup] = ("", ())
 
@@ -103,21 +102,21 @@ class _Reader:
         for section in sections:
             raise JsonError(f"{section} is missing")
         self._check_numbers()
-        return self._found
+        return self._metadata
 
     def _read_descriptions(self) -> None:
-        for name in self._stream.members(self._found.tensors):
+        for name in self._stream.members(self._metadata.tensors):
             if not name:
                 raise JsonError(f"{_DESCRIPTIONS} holds an empty name")
-            self._found.tensors[name] = self._description(Fields(self._stream.value(), quoted(name)), quoted(name))
+            self._metadata.tensors[name] = self._description(Fields(self._stream.value(), quoted(name)), quoted(name))
 
-    def _description(self, said: Fields, where: str) -> TensorRecord:
-        shape = _sizes(said, "global_shape")
-        dtype = said.fields("properties").optional_text("dtype") or ""
-        cuts = None if said.is_null("axis_fragmentations") else _sizes(said, "axis_fragmentations")
-        layout = None if said.is_null("layout") else self._layout(said.fields("layout"), where)
+    def _description(self, record: Fields, where: str) -> TensorRecord:
+        shape = _sizes(record, "global_shape")
+        dtype = record.fields("properties").optional_text("dtype") or ""
+        cuts = None if record.is_null("axis_fragmentations") else _sizes(record, "axis_fragmentations")
+        layout = None if record.is_null("layout") else self._layout(record.fields("layout"), where)
         numbers, shapes = [], []
-        for chunk in said.entries("chunk"):
+        for chunk in record.entries("chunk"):
             fields = Fields(chunk, f"{where}: chunk")
             offset = fields.integers("global_offset", 0, _INT64)
             if len(offset) != 1:
@@ -127,40 +126,40 @@ class _Reader:
         chunks = Chunks(tuple(numbers), tuple(dict.fromkeys(shapes)))
         return TensorRecord(self._once(dtype.lower()), self._once(shape), self._once(cuts), layout, self._once(chunks))
 
-    def _layout(self, said: Fields, where: str) -> LayoutRecord:
+    def _layout(self, record: Fields, where: str) -> LayoutRecord:
         axes = []
-        for entry in said.entries("tensor_map"):
+        for entry in record.entries("tensor_map"):
             several = entry if isinstance(entry, list) else [entry]
-            found = integers(several, f"{where}: tensor_map", -1, _MOST_DIMENSIONS)
-            axes.append(tuple(axis for axis in found if axis >= 0))
-        ranks = said.integers("rank_list", 0, MAX_DEVICES)
-        matrix = said.integers("device_matrix", 1, MAX_DEVICES + 1)
+            numbers = integers(several, f"{where}: tensor_map", -1, _MOST_DIMENSIONS)
+            axes.append(tuple(axis for axis in numbers if axis >= 0))
+        ranks = record.integers("rank_list", 0, MAX_DEVICES)
+        matrix = record.integers("device_matrix", 1, MAX_DEVICES + 1)
         if max(len(axes), len(matrix)) > _MOST_DIMENSIONS:
             raise JsonError(f"{where}: its layout has more than {_MOST_DIMENSIONS} dimensions")
-        interleaved = "interleaved_parallel" in said and said.flag("interleaved_parallel")
+        interleaved = "interleaved_parallel" in record and record.flag("interleaved_parallel")
         layout: LayoutRecord = self._once(
             LayoutRecord(self._once(matrix), self._once(tuple(axes)), self._once(ranks), interleaved)
         )
         return layout
 
-    def _once(self, found: Any) -> Any:
-        return self._known.setdefault(found, found)
+    def _once(self, value: Any) -> Any:
+        return self._unique.setdefault(value, value)
 
     def _read_stored(self) -> None:
-        stored = self._found.stored
-        # The keys are not kept: that a slice comes twice is seen in the end.
+        stored = self._metadata.stored
+        # Keys are not collected, to save memory: `_check_numbers` finds slices listed twice.
         for key in self._stream.members(frozenset()):
-            said = parse_key(key)
-            if said is None:
+            parsed = parse_key(key)
+            if parsed is None:
                 raise JsonError(f"{_STORED} holds {quoted(key)}, which is no name and number of a slice")
-            name, number = said
+            name, number = parsed
             slices = stored.get(name)
             if slices is None:
                 slices = stored[name] = SliceRecords()
             slices.add(number, self._stored_slice(key))
 
     def _stored_slice(self, key: str) -> int:
-        """The place of the stored slice that comes next."""
+        """Read the next stored slice; returns its place."""
         entries: list[tuple[int, int]] = []
         groups: dict[RankGroup, None] = {}
         for _ in self._stream.elements():
@@ -173,24 +172,24 @@ class _Reader:
             (ranks,) = groups
         else:
             ranks = self._ranks({rank for group in groups for rank in group})
-        found = SliceRecord(tuple(sorted(entries)), ranks)
-        place = self._places.get(found)
+        record = SliceRecord(tuple(sorted(entries)), ranks)
+        place = self._places.get(record)
         if place is None:
-            if len(set(found.entries)) < len(entries):
+            if len(set(record.entries)) < len(entries):
                 raise JsonError(f"{quoted(key)}: a file is listed twice")
-            place = self._places[found] = len(self._found.places)
-            self._found.places.append(found)
+            place = self._places[record] = len(self._metadata.places)
+            self._metadata.places.append(record)
         return place
 
     def _entry(self, key: str) -> tuple[int, int, RankGroup]:
-        """File, storage rank and rank group of the entry that comes next."""
+        """Read the next entry; returns file, storage rank and rank group."""
         usual = self._stream.matching(_ENTRY)
         if usual is None:
-            said = Fields(self._stream.value(), quoted(key))
+            fields = Fields(self._stream.value(), quoted(key))
             group: RankGroup = ()
-            if "rank_group" in said and not said.is_null("rank_group"):
-                group = self._ranks(said.integers("rank_group", 0, MAX_DEVICES))
-            return self._file(said.text("file_name"), key), said.integer("storage_rank", 0, MAX_DEVICES), group
+            if "rank_group" in fields and not fields.is_null("rank_group"):
+                group = self._ranks(fields.integers("rank_group", 0, MAX_DEVICES))
+            return self._file(fields.text("file_name"), key), fields.integer("storage_rank", 0, MAX_DEVICES), group
         name, digits, text = usual.groups()
         rank = int(digits)
         if rank >= MAX_DEVICES:
@@ -211,25 +210,25 @@ class _Reader:
     def _file(self, name: str, key: str) -> int:
         number = self._files.get(name)
         if number is None:
-            # A name in the directory, which never leads out of it.
+            # Only names in the directory: no path may lead out of it.
             fits = name.endswith(_ENDING) and name != _ENDING and "/" not in name and "\0" not in name
             if not fits or len(name.encode()) > _LONGEST_NAME:
                 raise JsonError(f"{quoted(key)}: {quoted(name)} is no name of a {_ENDING} file in this directory")
-            number = self._files[name] = len(self._found.files)
-            self._found.files.append(name)
+            number = self._files[name] = len(self._metadata.files)
+            self._metadata.files.append(name)
         return number
 
     def _check_numbers(self) -> None:
         """Check that the sections list the same tensors and no slice twice."""
-        for name, slices in self._found.stored.items():
-            if name not in self._found.tensors:
+        for name, slices in self._metadata.stored.items():
+            if name not in self._metadata.tensors:
                 raise JsonError(f"{_STORED} lists {quoted(name)}, which {_DESCRIPTIONS} does not")
             if len(set(slices.numbers)) < len(slices):
                 raise JsonError(f"{_STORED} lists a slice of {quoted(name)} twice")
 
 
-def _sizes(said: Fields, key: str) -> tuple[int, ...]:
-    sizes = said.integers(key, 0, _INT64)
+def _sizes(record: Fields, key: str) -> tuple[int, ...]:
+    sizes = record.integers(key, 0, _INT64)
     if len(sizes) > MAX_DIMENSIONS:
         raise JsonError(f"{key} has more than {MAX_DIMENSIONS} dimensions")
     if math.prod(size or 1 for size in sizes) > MAX_ELEMENTS:
@@ -242,11 +241,11 @@ RankGroup = tuple[int, ...]
 
 
 class LayoutRecord(NamedTuple):
-    """A layout as it is recorded.
+    """A recorded layout.
 
     Attributes:
         device_matrix: sizes of the axes of devices, slowest first.
-        tensor_map: per dimension the axes that it is cut over, counted from the right, most significant first.
+        tensor_map: per dimension the axes that cut it, counted from the right, most significant first.
         rank_list: the ranks, in the order of the device matrix.
         interleaved: whether the flag of interleaved parallelism is set.
     """
@@ -261,7 +260,7 @@ class TensorRecord(NamedTuple):
     """The metadata of a tensor.
 
     Attributes:
-        dtype: its type as the writer spells it, in lower case; empty if not recorded.
+        dtype: its recorded type, in lower case; empty if not recorded.
         shape: of the full tensor.
         cuts: slices per dimension, or None where they are not recorded.
         layout: None where every holder has the whole tensor.
@@ -288,7 +287,7 @@ class Chunks(NamedTuple):
 
 
 class SliceRecord(NamedTuple):
-    """The place of a slice; slices in the same files of the same ranks share one.
+    """The place of a slice; slices in the same files of the same ranks share one record.
 
     Attributes:
         entries: file (its place in `Metadata.files`) and storage rank.
@@ -307,7 +306,7 @@ class SliceRecords:
         self._places = array("q")
 
     def add(self, number: int, place: int) -> None:
-        """A slice, and the place of its `SliceRecord` in `Metadata.places`."""
+        """Add a slice, and the place of its `SliceRecord` in `Metadata.places`."""
         self._numbers.append(number)
         self._places.append(place)
 
@@ -337,7 +336,7 @@ class Metadata:
         path: the file.
         tensors: metadata of every tensor, by name, in file order.
         stored: the places of every tensor's slices, by name.
-        files: names of all files that are named, each once.
+        files: names of all listed files, each once.
         places: the places in `stored`.
     """
 

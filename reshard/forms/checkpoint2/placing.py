@@ -1,7 +1,7 @@
-"""Which slice of a tensor each file holds, and which rank wrote the file.
+"""The slice of a tensor in each file, and the rank that wrote the file.
 
-The layout and the storage rank determine it: the slice is the one that the layout gives to this rank, by
-its place in the list of ranks. The recorded number of the slice and the shape in the file are checks.
+The layout and the storage rank determine the slice: by the rank's place in the list of ranks. The recorded number of
+the slice and the shape in the file are checks.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ class TensorPlacement:
 
     Attributes:
         grid: the grid of these tensors.
-        layout: the same over ranks; None where every holder has the whole tensor.
+        layout: over ranks; None where every holder has the whole tensor.
         ranks: the ranks of `layout`, in its order; without a layout, all recorded holders.
-        said: per slice the recorded files, ascending.
-        held: per slice the readable ones of these.
+        recorded: per slice the recorded files, ascending.
+        readable: per slice the readable files of these.
         misnumbered: whether the numbers of slices follow MindFormers' faulty rule for scattered ranks.
-        outside: storage ranks that the layout does not lay anything out for.
-        contents: of the files in ``held`` one of each that hold the same tensors.
-        rank_of: the files in ``held``, each with the rank that it is of; none without a layout.
+        outside: storage ranks outside the layout.
+        contents: the files in ``readable``, one for each set of tensors.
+        rank_of: the files in ``readable``, each with its rank; empty without a layout.
     """
 
     grid: Grid
     layout: Optional[Layout]
     ranks: tuple[int, ...]
-    said: tuple[tuple[int, ...], ...]
-    held: tuple[tuple[int, ...], ...]
+    recorded: tuple[tuple[int, ...], ...]
+    readable: tuple[tuple[int, ...], ...]
     misnumbered: bool
     outside: tuple[int, ...]
     contents: tuple[int, ...]
@@ -57,14 +57,14 @@ class TensorPlacement:
 
     @classmethod
     def whole(cls, shape: tuple[int, ...], files: Sequence[int], ranks: Iterable[int]) -> TensorPlacement:
-        """The placement of a tensor that is whole in files, each of a rank."""
-        held = (tuple(sorted(files)),)
-        return cls(Grid.whole(shape), None, tuple(sorted(ranks)), held, held, False, (), held[0])
+        """The placement of a tensor that is whole in every file, each of one rank."""
+        holders = (tuple(sorted(files)),)
+        return cls(Grid.whole(shape), None, tuple(sorted(ranks)), holders, holders, False, (), holders[0])
 
     @cached_property
     def sharding(self) -> FileSharding:
         """The grid, and the files that hold its boxes."""
-        return FileSharding(self.grid, self.held)
+        return FileSharding(self.grid, self.readable)
 
     @property
     def slice_shape(self) -> tuple[int, ...]:
@@ -75,21 +75,21 @@ class TensorPlacement:
     def lost(self) -> list[int]:
         """Slices with elements and without a readable recorded file."""
         return [
-            number for number, files in enumerate(self.held) if not files and volume_of(self.grid.slice_box(number))
+            number for number, files in enumerate(self.readable) if not files and volume_of(self.grid.slice_box(number))
         ]
 
 
 class _LaidOut(NamedTuple):
-    """A layout over ranks, and the place of each in the list of them."""
+    """A layout over ranks, and the place of each rank in their list."""
 
     layout: Layout
     positions: Mapping[int, int]
     scattered: bool
 
     def faulty_number(self, rank: int) -> Optional[int]:
-        """The number that MindFormers gives to a rank's slice where the ranks have gaps.
+        """The number that MindFormers gives to a rank's slice if the ranks have gaps.
 
-        It takes the rank's own number for its place in the list.
+        It uses the rank's number instead of its place in the list.
         """
         return int(self.layout.slice_of_rank[rank % self.layout.device_count]) if self.scattered else None
 
@@ -116,28 +116,28 @@ class Placer:
         Raises:
             LayoutError: its layout contradicts itself, its shape, or its recorded slices.
         """
-        said = self._metadata.tensors[name]
+        record = self._metadata.tensors[name]
         stored = self._metadata.stored.get(name, SliceRecords())
-        key = (said._replace(dtype=""), stored.key)
-        known = self._placements.get(key)
-        if known is None:
+        key = (record._replace(dtype=""), stored.key)
+        placement = self._placements.get(key)
+        if placement is None:
             with self._naming(name):
-                known = self._placements[key] = self._place(said, self._entries(stored))
-        return known
+                placement = self._placements[key] = self._place(record, self._entries(stored))
+        return placement
 
-    def place_held(self, name: str, said: TensorRecord, rank_of: Mapping[int, int]) -> TensorPlacement:
-        """The places of a tensor's slices, if its files contradict metadata.
+    def place_by_rank(self, name: str, record: TensorRecord, rank_of: Mapping[int, int]) -> TensorPlacement:
+        """The places of a tensor's slices, by the ranks of its files instead of metadata.
 
         Args:
             name: of the tensor.
-            said: its recorded layout.
-            rank_of: by holder number of the files that hold a slice of it the rank of each.
+            record: its recorded layout.
+            rank_of: per file that holds a slice, by holder number, its rank.
 
         Raises:
             LayoutError: the layout does not fit the ranks, or the shape.
         """
         with self._naming(name):
-            return self._place(said, ((None, file, rank) for file, rank in rank_of.items()))
+            return self._place(record, ((None, file, rank) for file, rank in rank_of.items()))
 
     @contextlib.contextmanager
     def _naming(self, name: str) -> Iterator[None]:
@@ -156,12 +156,12 @@ class Placer:
             for file, rank in self._metadata.places[place].entries:
                 yield number, self._numbers[file], rank
 
-    def _place(self, said: TensorRecord, entries: Iterable[tuple[Optional[int], int, int]]) -> TensorPlacement:
-        """Compare a layout with storage: per file with a slice the recorded number, file, and rank."""
-        laid_out = None if said.layout is None else self._laid_out(said.layout)
-        grid = Grid.whole(said.shape) if laid_out is None else laid_out.layout.grid(said.shape)
-        _check_chunks(said, grid)
-        found: list[set[int]] = [set() for _ in range(grid.slice_count)]
+    def _place(self, record: TensorRecord, entries: Iterable[tuple[Optional[int], int, int]]) -> TensorPlacement:
+        """Compare a layout with storage: entries of slice number (None if not recorded), file and rank."""
+        laid_out = None if record.layout is None else self._laid_out(record.layout)
+        grid = Grid.whole(record.shape) if laid_out is None else laid_out.layout.grid(record.shape)
+        _check_chunks(record, grid)
+        recorded_files: list[set[int]] = [set() for _ in range(grid.slice_count)]
         slice_of_file: dict[int, int] = {}
         ranks: set[int] = set()
         rank_of: dict[int, int] = {}
@@ -189,23 +189,23 @@ class Placer:
             before = slice_of_file.setdefault(file, at)
             if before != at:
                 raise LayoutError(f"{self._names[file]} is recorded with slices {before} and {at}")
-            found[at].add(file)
-        held = tuple(tuple(sorted(file for file in files if file in self._indexes)) for files in found)
+            recorded_files[at].add(file)
+        readable = tuple(tuple(sorted(file for file in files if file in self._indexes)) for files in recorded_files)
         return TensorPlacement(
             grid,
             None if laid_out is None else laid_out.layout,
-            tuple(sorted(ranks)) if said.layout is None else said.layout.rank_list,
-            tuple(tuple(sorted(files)) for files in found),
-            held,
+            tuple(sorted(ranks)) if record.layout is None else record.layout.rank_list,
+            tuple(tuple(sorted(files)) for files in recorded_files),
+            readable,
             misnumbered,
             tuple(sorted(outside)),
-            self._distinct(file for files in held for file in files),
+            self._distinct(file for files in readable for file in files),
             tuple((file, rank) for file, rank in sorted(rank_of.items()) if file in self._indexes),
         )
 
     def _laid_out(self, recorded: LayoutRecord) -> _LaidOut:
-        known = self._layouts.get(recorded)
-        if known is None:
+        laid_out = self._layouts.get(recorded)
+        if laid_out is None:
             if recorded.interleaved:
                 raise LayoutError("its layout is marked as interleaved_parallel, which no known writer uses")
             layout = Layout(recorded.device_matrix, recorded.tensor_map)
@@ -215,29 +215,29 @@ class Placer:
                     f"device matrix {some_numbers(recorded.device_matrix)} does not lay out "
                     f"rank list {some_numbers(recorded.rank_list)}"
                 )
-            known = self._layouts[recorded] = _LaidOut(layout, positions, _is_scattered(recorded.rank_list))
-        return known
+            laid_out = self._layouts[recorded] = _LaidOut(layout, positions, _is_scattered(recorded.rank_list))
+        return laid_out
 
     def _distinct(self, files: Iterable[int]) -> tuple[int, ...]:
-        """Of files that hold the same tensors the first each."""
-        found: dict[int, int] = {}
+        """The first file of each set of tensors."""
+        first_files: dict[int, int] = {}
         for file in files:
-            found.setdefault(id(self._indexes[file].tensors), file)
-        return tuple(found.values())
+            first_files.setdefault(id(self._indexes[file].tensors), file)
+        return tuple(first_files.values())
 
     def tensor(self, name: str, files: Iterable[int], grid: Grid) -> Optional[Tensor]:
         """The tensor of this name, equal in all files; None if no file holds it.
 
         Args:
             name: of the tensor.
-            files: to look into.
+            files: holder numbers.
             grid: the recorded grid.
 
         Raises:
             CheckpointError: a file holds it with another type or shape than recorded.
         """
-        said = self._metadata.tensors.get(name)
-        dtype = None if said is None else _DTYPES.get(said.dtype)
+        record = self._metadata.tensors.get(name)
+        dtype = None if record is None else _DTYPES.get(record.dtype)
         shape = _slice_shape(grid)
         first: Optional[Tensor] = None
         for file in files:
@@ -275,7 +275,7 @@ class Placer:
 
 
 def _slice_shape(grid: Grid) -> tuple[int, ...]:
-    """The shape of every slice; layouts cut into equal ones."""
+    """The shape of every slice; a layout's slices are equal."""
     return shape_of(grid.slice_box(0))
 
 
@@ -285,64 +285,64 @@ def _is_scattered(ranks: Sequence[int]) -> bool:
     return bool(steps) and min(steps) > 0 and steps != {1}
 
 
-def _check_chunks(said: TensorRecord, grid: Grid) -> None:
+def _check_chunks(record: TensorRecord, grid: Grid) -> None:
     """Check the recorded slices against the layout.
 
     Raises:
-        LayoutError: they are not.
+        LayoutError: they contradict it.
     """
-    if said.cuts not in (None, grid.cuts):
-        raise LayoutError(f"axis_fragmentations {list(said.cuts or ())} differ from its layout, {list(grid.cuts)}")
-    numbers = said.chunks.numbers
+    if record.cuts not in (None, grid.cuts):
+        raise LayoutError(f"axis_fragmentations {list(record.cuts or ())} differ from its layout, {list(grid.cuts)}")
+    numbers = record.chunks.numbers
     if len(set(numbers)) < len(numbers):
         raise LayoutError("a slice is listed twice")
     if numbers and max(numbers) >= grid.slice_count:
         raise LayoutError(f"slice {max(numbers)} is listed, but it is cut into {grid.slice_count}")
     shape = _slice_shape(grid)
-    for listed in said.chunks.shapes:
-        if listed != shape:
-            raise LayoutError(f"a slice is listed with shape {list(listed)}, and has {list(shape)} by the layout")
+    for chunk_shape in record.chunks.shapes:
+        if chunk_shape != shape:
+            raise LayoutError(f"a slice is listed with shape {list(chunk_shape)}, and has {list(shape)} by the layout")
 
 
 RankList = tuple[int, ...]
 
 
 def disjoint(lists: Iterable[RankList]) -> list[RankList]:
-    """Of lists of ranks the largest that share no rank with another that is taken; by their lowest ranks."""
-    taken: set[int] = set()
-    found = []
+    """The largest lists that share no rank, chosen greedily; ordered by their lowest ranks."""
+    covered: set[int] = set()
+    chosen = []
     for ranks in sorted(set(lists), key=lambda ranks: (-len(ranks), ranks)):
-        if taken.isdisjoint(ranks):
-            found.append(ranks)
-            taken.update(ranks)
-    return sorted(found, key=min)
+        if covered.isdisjoint(ranks):
+            chosen.append(ranks)
+            covered.update(ranks)
+    return sorted(chosen, key=min)
 
 
 def ranks_of_files(metadata: Metadata, files: IterationFiles) -> dict[int, int]:
     """The rank that wrote a file, by holder number, where known.
 
-    The rank of an unlisted file comes from its name, if the names of all others are right.
+    An unlisted file's rank comes from its name, if the names of all listed files fit their recorded ranks.
     """
-    said: dict[int, set[int]] = {}
+    recorded_ranks: dict[int, set[int]] = {}
     world: set[int] = set()
     for place in metadata.places:
         world.update(place.ranks)
         for file, rank in place.entries:
-            said.setdefault(files.numbers[metadata.files[file]], set()).add(rank)
+            recorded_ranks.setdefault(files.numbers[metadata.files[file]], set()).add(rank)
             world.add(rank)
     for ranks in rank_lists(metadata):
         world.update(ranks)
-    found = {file: min(ranks) for file, ranks in said.items() if len(ranks) == 1}
-    numbers: dict[int, int] = {}
+    by_record = {file: min(ranks) for file, ranks in recorded_ranks.items() if len(ranks) == 1}
+    by_name: dict[int, int] = {}
     for file, name in enumerate(files.names):
         parsed = parse_file_name(name)
         # De-duplicated files are numbered by rank only where every rank has one.
-        if parsed is None or parsed.total != len(world) or said.get(file, {parsed.number}) != {parsed.number}:
-            return found
-        numbers[file] = parsed.number
-    return numbers
+        if parsed is None or parsed.total != len(world) or recorded_ranks.get(file, {parsed.number}) != {parsed.number}:
+            return by_record
+        by_name[file] = parsed.number
+    return by_name
 
 
 def rank_lists(metadata: Metadata) -> set[RankList]:
     """The lists of ranks that tensors are laid out over."""
-    return {said.layout.rank_list for said in metadata.tensors.values() if said.layout is not None}
+    return {record.layout.rank_list for record in metadata.tensors.values() if record.layout is not None}

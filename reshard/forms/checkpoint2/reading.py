@@ -26,7 +26,7 @@ def read_checkpoint2(
     handles: FileHandles,
     report: Report,
     damaged: Optional[Mapping[str, str]] = None,
-    wanted: Optional[Callable[[str], bool]] = None,
+    required: Optional[Callable[[str], bool]] = None,
 ) -> Checkpoint2:
     """Read the chosen iteration.
 
@@ -35,11 +35,11 @@ def read_checkpoint2(
         step: its number; ``latest`` or None is the last finished one.
         handles: where to borrow files from.
         report: gets notes on skipped iterations and files, and warnings of harmless faults.
-        damaged: files that count as absent, and why, by path; the text names the file.
-        wanted: whether a tensor has to be readable; by default all have to.
+        damaged: per path of a file that counts as absent, the reason, which names the file.
+        required: whether a tensor has to be readable, by name; by default all.
 
     Raises:
-        UsageError: ``step`` names no iteration.
+        UsageError: ``step`` is not an iteration's number.
         IncompleteSourceError: a needed tensor has a slice in no readable file.
         InputError: the iteration is missing, or its metadata is damaged or contradicts the files.
         RetryableError: reading failed in a way that may pass.
@@ -48,15 +48,15 @@ def read_checkpoint2(
     refused: Optional[InputError] = None
     for iteration in choice.iterations:
         try:
-            found = read_iteration(iteration, handles, report, damaged)
-            found.check(wanted)
+            checkpoint = read_iteration(iteration, handles, report, damaged)
+            checkpoint.check(required)
         except InputError as error:
             if choice.settled:
                 raise
             refused = refused or error
             report.warn(f"{iteration.label} is not complete and is skipped: {error.message}")
             continue
-        return found
+        return checkpoint
     assert refused is not None
     raise refused
 
@@ -66,8 +66,8 @@ def read_iteration(
 ) -> Checkpoint2:
     """Read an iteration, complete or not; the arguments and errors as in `read_checkpoint2`."""
     metadata = read_metadata(iteration.path)
-    listed = None if metadata is None else metadata.files
-    files = IterationFiles(iteration.path, listed, handles, report, damaged or {})
+    metadata_files = None if metadata is None else metadata.files
+    files = IterationFiles(iteration.path, metadata_files, handles, report, damaged or {})
     contents = whole_contents(files) if metadata is None else laid_out_contents(metadata, files, handles, report)
     common = read_common(iteration.path)
     adapter = os.path.join(iteration.path, ADAPTER)
@@ -88,14 +88,14 @@ def read_iteration(
         indexes=files.indexes,
         tensors=contents.tensors,
         plain=contents.plain,
-        unlaid=contents.unlaid,
+        without_layouts=contents.without_layouts,
         absent=files.absent,
         lost=contents.lost,
         faults=contents.faults,
         unplaced=contents.unplaced,
         training=common,
         placements=contents.placements,
-        listed=None if metadata is None else frozenset(metadata.tensors),
+        metadata_names=None if metadata is None else frozenset(metadata.tensors),
         unlisted=contents.unlisted,
     )
 
@@ -104,11 +104,10 @@ _HINT = "pass the target's strategy instead of same"
 
 
 def strategy_of(checkpoint: Checkpoint2) -> Strategy:
-    """How tensors are laid out over the ranks that an iteration was saved by.
+    """The strategy of an iteration.
 
     Raises:
-        CheckpointError: metadata lacks layouts of some tensors, or its stages are no runs of ranks that
-            follow each other.
+        CheckpointError: metadata lacks layouts of some tensors, or the ranks of a stage are not consecutive.
     """
     stages: list[Stage] = []
     first = 0

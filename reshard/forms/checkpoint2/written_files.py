@@ -1,12 +1,12 @@
-"""Checkpoint 2.0 to be written: which slice goes into which file, and metadata.json.
+"""Target files of Checkpoint 2.0: the slices of each file, and metadata.json.
 
-Every slice is written once, as a de-duplicated save does. Of the ranks that hold the same slice one is taken,
-and for all slices of a tensor the one of the same place among them, so that files that take columns of the
-same rows can be written together; the place is that of the ranks with fewest bytes so far.
+Every slice is written once, as in a de-duplicated save. All slices of a tensor go to the same place among their
+replicas, so that files with columns of the same rows can be written together: to the ranks with the fewest bytes so
+far.
 
 The loaders of MindFormers 1.8.0 to 2.1.0 all accept this metadata.json. A layout has exactly five members in a
-fixed order, because loaders take them by their places, and is never null; slices are numbered in C order; every
-stored slice names all ranks that hold it.
+fixed order, because loaders read them by position, and is never null; slices are numbered in C order; every stored
+slice lists all ranks that hold it.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ class Checkpoint2Files(TargetForm):
     Args:
         strategy: how tensors are laid out.
         tensors: the written tensors of the source.
-        known: names of all parameters of the source and of the strategy.
+        parameters: names of all parameters of the source and of the strategy.
         values: names of the values beside them.
         iteration: number of the iteration.
-        prefix: the files' names begin so.
+        prefix: the beginning of the files' names.
         common: makes the content of common.json.
     """
 
@@ -66,7 +66,7 @@ class Checkpoint2Files(TargetForm):
         self,
         strategy: Strategy,
         tensors: Mapping[str, GlobalTensor],
-        known: Container[str],
+        parameters: Container[str],
         values: Sequence[str],
         iteration: int,
         prefix: str,
@@ -77,7 +77,7 @@ class Checkpoint2Files(TargetForm):
         self._iteration = iteration
         self._common = common
         self._tensors = tensors
-        # By name: number of the section, and how the tensor is cut over the ranks of its stage.
+        # By name: number of the section, its stage, and the layout over the stage's ranks.
         self._layouts: dict[str, tuple[int, Stage, Layout]] = {}
         self._files: list[_File] = []
         self.sections: list[Section] = []
@@ -88,7 +88,7 @@ class Checkpoint2Files(TargetForm):
                     for name, tensor in tensors.items()
                     if name in section.layouts
                     and name not in self._layouts
-                    and (OPTIMIZER if state_prefix(name, known) else MODEL) == kind
+                    and (OPTIMIZER if state_prefix(name, parameters) else MODEL) == kind
                 ]
                 self._add_files(kind, stage, section, chosen)
         counts = {kind: sum(file.kind == kind for file in self._files) for kind in (MODEL, OPTIMIZER)}
@@ -105,7 +105,7 @@ class Checkpoint2Files(TargetForm):
 
     def check_layout(self, name: str, layout: Layout) -> None:
         """Refuse layouts that metadata.json cannot record."""
-        check_described(name, layout)
+        check_recordable(name, layout)
 
     def _add_files(self, kind: str, stage: Stage, section: Section, tensors: Sequence[GlobalTensor]) -> None:
         """Share out the slices of some tensors of a stage among its ranks."""
@@ -157,13 +157,13 @@ class Checkpoint2Files(TargetForm):
 
 
 class Described(NamedTuple):
-    """A tensor of a checkpoint that is complete.
+    """A tensor for metadata.json.
 
     Attributes:
         tensor: the tensor.
-        layout: how it is cut over the ranks of its stage.
+        layout: over the ranks of its stage.
         ranks: these ranks, ascending.
-        files: the file of every rank that stores a slice, by its place among them.
+        files: per device of the layout that stores a slice, its file.
     """
 
     tensor: GlobalTensor
@@ -173,10 +173,10 @@ class Described(NamedTuple):
 
 
 def metadata_json(tensors: Callable[[], Iterable[Described]]) -> Iterator[bytes]:
-    """The content of metadata.json, in parts of one tensor at the most.
+    """The content of metadata.json, in parts of at most one tensor.
 
     Args:
-        tensors: goes through the tensors; called twice.
+        tensors: iterates over the tensors; called twice.
 
     Raises:
         CheckpointError: it cannot record a tensor's layout.
@@ -201,7 +201,7 @@ def tracker_text(iteration: int) -> bytes:
     return str(iteration).encode()
 
 
-def check_described(name: str, layout: Layout) -> None:
+def check_recordable(name: str, layout: Layout) -> None:
     """Check that metadata.json can record a tensor's name and layout.
 
     Raises:
@@ -225,7 +225,7 @@ def check_described(name: str, layout: Layout) -> None:
 
 def _described(tensor: Described) -> dict[str, Any]:
     (name, dtype, _, shape, *_), layout = tensor.tensor, tensor.layout
-    check_described(name, layout)
+    check_recordable(name, layout)
     plain = plain_layout(layout)
     grid = layout.grid(shape)
     place = {
@@ -277,17 +277,17 @@ def _aliases() -> Iterator[str]:
 _MEMBERS = ("epoch_num", "step_num", "global_step", "loss_scale", "global_batch_size")
 
 
-def common_json(said: Mapping[str, Any]) -> bytes:
+def common_json(training: Mapping[str, Any]) -> bytes:
     """The content of common.json; unknown values are null: training must not resume from a guess."""
-    return json.dumps({name: said.get(name) for name in _MEMBERS}, indent=4).encode()
+    return json.dumps({name: training.get(name) for name in _MEMBERS}, indent=4).encode()
 
 
 class PlainLayout(NamedTuple):
-    """A layout of a device matrix and a tensor map alone.
+    """A layout without optimizer shards.
 
     Attributes:
         device_matrix: sizes of the axes, slowest first; at least one.
-        tensor_map: per dimension the axes that it is split over, counted from the right, most significant first.
+        tensor_map: per dimension the axes that split it, counted from the right, most significant first.
     """
 
     device_matrix: tuple[int, ...]
@@ -297,41 +297,41 @@ class PlainLayout(NamedTuple):
 def plain_layout(layout: Layout) -> PlainLayout:
     """Express optimizer shards as axes.
 
-    Shards go round among the ranks that hold the same slice, in ascending order: so they lie along the
-    fastest of the axes that the tensor is not split over, of which the last one taken may have to be divided.
+    Shards alternate among the ranks that hold the same slice, in ascending order: so they lie along the fastest
+    axes that do not split the tensor. The last of these axes may have to be divided.
 
     Raises:
         LayoutError: no device matrix is equivalent.
     """
     if layout.uneven is not None:
         raise LayoutError("a table split by hand has no device matrix and tensor map")
-    # From the right: sizes of axes, and which of them each dimension is split over.
+    # From the right: sizes of axes, and the axes of each dimension.
     sizes = list(reversed(layout.device_matrix)) or [1]
     dimensions = [list(axes) for axes in layout.tensor_map]
     if layout.shards > 1:
         mapped = {axis for axes in dimensions for axis in axes}
-        left = layout.shards
-        taken: list[int] = []
+        remaining = layout.shards
+        shard_axes: list[int] = []
         axis = 0
-        while left > 1 and axis < len(sizes):
+        while remaining > 1 and axis < len(sizes):
             if axis in mapped or sizes[axis] == 1:
                 axis += 1
                 continue
-            common = math.gcd(sizes[axis], left)
-            if common < min(sizes[axis], left):
+            common = math.gcd(sizes[axis], remaining)
+            if common < min(sizes[axis], remaining):
                 break
             if sizes[axis] > common:
-                # Its faster part is taken; all axes to the left count one more.
+                # Split the axis and use its faster part; the numbers of all axes to the left grow by one.
                 sizes[axis : axis + 1] = [common, sizes[axis] // common]
                 dimensions = [[a + (a > axis) for a in axes] for axes in dimensions]
                 mapped = {a + (a > axis) for a in mapped}
-            taken.append(axis)
-            left //= common
+            shard_axes.append(axis)
+            remaining //= common
             axis += 1
-        dimensions[0] += reversed(taken)
+        dimensions[0] += reversed(shard_axes)
     plain = PlainLayout(tuple(reversed(sizes)), tuple(map(tuple, dimensions)))
-    same = Layout(plain.device_matrix, plain.tensor_map)
-    if same.cuts != layout.cuts or not np.array_equal(same.slice_of_rank, layout.slice_of_rank):
+    equivalent = Layout(plain.device_matrix, plain.tensor_map)
+    if equivalent.cuts != layout.cuts or not np.array_equal(equivalent.slice_of_rank, layout.slice_of_rank):
         raise LayoutError(
             f"{layout.shards} optimizer shards over device matrix {list(layout.device_matrix)} and tensor map "
             f"{layout.map_text} has no equivalent device matrix and tensor map"

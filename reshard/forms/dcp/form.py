@@ -17,7 +17,7 @@ from reshard.forms.dcp.read import (
     read_distributed,
     saved_steps,
 )
-from reshard.forms.form import Description, Form, FormOptions, Layouts, Names, Reading, SavedStep, Wanted
+from reshard.forms.form import Description, Form, FormOptions, Layouts, Names, ReadRequest, SavedStep, WriteRequest
 from reshard.forms.target import TargetForm
 from reshard.forms.writing import selected
 from reshard.storage import caches_listings, is_directory, names_in
@@ -26,10 +26,10 @@ from reshard.text.report import Report
 
 
 class _DistributedForm(Form):
-    """What both have in common."""
+    """The methods of both forms."""
 
     @caches_listings
-    def read(self, reading: Reading) -> Checkpoint:
+    def read(self, reading: ReadRequest) -> Checkpoint:
         """From the metadata alone."""
         return read_distributed(self.name, reading)
 
@@ -51,7 +51,7 @@ class _DistributedForm(Form):
         return strategy_of(cast(ChunkedCheckpoint, checkpoint))
 
     def describe(self, checkpoint: Checkpoint) -> Description:
-        """How many chunks tensors have, and what is missing."""
+        """The number of chunks, and missing elements."""
         return described(cast(ChunkedCheckpoint, checkpoint))
 
 
@@ -76,11 +76,11 @@ class DcpForm(_DistributedForm):
         names = names_in(src) if names is None else names
         return kind_of_directory(names) == DCP or any(iterations(src, names))
 
-    def target(self, checkpoint: Checkpoint, wanted: Wanted) -> TargetForm:
+    def target(self, checkpoint: Checkpoint, request: WriteRequest) -> TargetForm:
         """A file of records for each rank, objects, and the metadata."""
         from reshard.forms.dcp.written import DcpFiles
 
-        return DcpFiles(checkpoint, selected(checkpoint, wanted), wanted)
+        return DcpFiles(checkpoint, selected(checkpoint, request), request)
 
 
 class HyperParallelForm(_DistributedForm):
@@ -93,8 +93,8 @@ class HyperParallelForm(_DistributedForm):
         """By the names of its files."""
         return is_directory(src) and kind_of_directory(names_in(src) if names is None else names) == HYPER_PARALLEL
 
-    def target(self, checkpoint: Checkpoint, wanted: Wanted) -> TargetForm:
+    def target(self, checkpoint: Checkpoint, request: WriteRequest) -> TargetForm:
         """A safetensors file for each rank, objects, and the metadata."""
         from reshard.forms.dcp.written import HyperParallelFiles
 
-        return HyperParallelFiles(checkpoint, selected(checkpoint, wanted), wanted)
+        return HyperParallelFiles(checkpoint, selected(checkpoint, request), request)

@@ -1,4 +1,4 @@
-"""What the metadata of a distributed checkpoint describes: tensors, their chunks, objects, and where each is stored."""
+"""The contents of the metadata of a distributed checkpoint: tensors, chunks, objects, and the place of each."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ METADATA = ".metadata"
 """Metadata of all ranks, which is written last."""
 
 MAX_METADATA = 1 << 29
-"""Bytes of one file of metadata; it takes some 200 for each chunk of a tensor."""
+"""Bytes of one file of metadata; it takes some 140 for each chunk of a tensor."""
+
+_MAX_DIMENSIONS = 64
+_MAX_NAMED = 8
 
 TORCH = "torch.distributed.checkpoint."
 _SHARDED = "torch.distributed._shard.sharded_tensor.metadata."
@@ -34,7 +37,7 @@ _DESCRIBING = (
     "MetadataIndex",
     "TensorProperties",
 )
-# Names of classes of which instances are taken as data. Those of plans are passed over.
+# Classes whose instances are read as data. Those of plans are ignored.
 NAMES = frozenset(
     {
         *(f"{TORCH}metadata.{name}" for name in (*_DESCRIBING, "StorageMeta", "_MEM_FORMAT_ENCODING")),
@@ -68,7 +71,7 @@ class Record(NamedTuple):
     Attributes:
         file: relative to the directory.
         offset: first byte; 0 where the file has a header of its own.
-        length: bytes; -1 likewise.
+        length: bytes; -1 where the file has a header of its own.
         key: the name in that header.
     """
 
@@ -95,11 +98,11 @@ class DescribedTensor(NamedTuple):
 
 
 class ReadMetadata(NamedTuple):
-    """What metadata describes.
+    """The contents of metadata.
 
     Attributes:
         tensors: by name.
-        objects: what is no tensor, by name.
+        objects: the place of every object, by name.
         nested: per name the keys of nested dictionaries that it was made of, where that is recorded.
         faults: tensors that cannot be read, and why, by name.
     """
@@ -117,7 +120,7 @@ def read_metadata(paths: Iterable[str]) -> ReadMetadata:
         CheckpointError: a file is damaged, or no metadata.
         RetryableError: reading failed in a way that may pass.
     """
-    found = ReadMetadata({}, {}, {}, {})
+    metadata = ReadMetadata({}, {}, {}, {})
     for path in paths:
         try:
             data = read_small(path, MAX_METADATA)
@@ -126,26 +129,30 @@ def read_metadata(paths: Iterable[str]) -> ReadMetadata:
         except OSError as error:
             raise reading_error(path, error) from error
         try:
-            held = read_pickle(data, among(NAMES))
+            pickled = read_pickle(data, among(NAMES))
         except PickleError as error:
             raise CheckpointError(f"{path}: {error}", file=path, hint=_HINT) from error
         except MemoryError as error:
             raise CheckpointError(f"{path}: does not fit into memory", file=path) from error
-        _Reader(path, found).add(held)
-    return found
+        _Reader(path, metadata, len(data)).add(pickled)
+    return metadata
 
 
 class _Reader:
-    """Adds what one file of metadata describes."""
+    """Adds the contents of one file of metadata."""
 
-    def __init__(self, path: str, found: ReadMetadata) -> None:
+    def __init__(self, path: str, metadata: ReadMetadata, nbytes: int) -> None:
         self._path = path
-        self._found = found
+        self._metadata = metadata
+        self._chunks_left = nbytes
 
-    def add(self, held: Any) -> None:
-        if not isinstance(held, PickledInstance) or held.name.rpartition(".")[2] not in ("Metadata", "MCoreMetadata"):
+    def add(self, pickled: Any) -> None:
+        if not isinstance(pickled, PickledInstance) or pickled.name.rpartition(".")[2] not in (
+            "Metadata",
+            "MCoreMetadata",
+        ):
             self._wrong("holds no metadata of a distributed checkpoint")
-        fields = held.fields
+        fields = pickled.fields
         described, stored = fields.get("state_dict_metadata"), fields.get("storage_data")
         if not isinstance(described, dict) or not isinstance(stored, dict):
             self._wrong("lists no tensors")
@@ -164,16 +171,16 @@ class _Reader:
         nested = fields.get("planner_data")
         if isinstance(nested, dict):
             for name, keys in nested.items():
-                if isinstance(name, str) and isinstance(keys, tuple) and all(type(k) in (str, int) for k in keys):
-                    self._found.nested.setdefault(name, keys)
+                if isinstance(name, str) and _are_keys(keys):
+                    self._metadata.nested.setdefault(name, keys)
         reshaped = fields.get("mcore_data")
         for name in reshaped if isinstance(reshaped, dict) else ():
-            if name in self._found.tensors:
+            if name in self._metadata.tensors:
                 self._fault(str(name), "is flattened optimizer state of Megatron, which is not read")
 
     def _records(self, stored: Mapping[Any, Any]) -> dict[tuple[str, Optional[tuple[int, ...]]], Record]:
         """Where everything is, by name and offsets; None for an object."""
-        found: dict[tuple[str, Optional[tuple[int, ...]]], Record] = {}
+        records: dict[tuple[str, Optional[tuple[int, ...]]], Record] = {}
         for index, info in stored.items():
             if not isinstance(index, PickledInstance) or not isinstance(info, PickledInstance):
                 self._wrong("its list of records is none")
@@ -194,17 +201,17 @@ class _Reader:
             place = (name, offset)
             count = -1 if length == -1 else in_file[1]
             record = Record(file, in_file[0], count, key if isinstance(key, str) else name)
-            if found.setdefault(place, record) != record:
+            if records.setdefault(place, record) != record:
                 self._wrong(f"has two records of {quoted(name)} for the same elements")
-        return found
+        return records
 
     def _add_object(self, name: str, records: dict[tuple[str, Optional[tuple[int, ...]]], Record]) -> None:
         record = records.pop((name, None), None) or records.pop((name, ()), None)
         if record is None:
             self._wrong(f"does not record where the object {quoted(name)} is stored")
-        if name in self._found.tensors:
+        if name in self._metadata.tensors:
             self._fault(name, "is a tensor for one rank and an object for another")
-        self._found.objects.setdefault(name, record)
+        self._metadata.objects.setdefault(name, record)
 
     def _add_tensor(
         self, name: str, value: PickledInstance, records: dict[tuple[str, Optional[tuple[int, ...]]], Record]
@@ -214,14 +221,18 @@ class _Reader:
         dtype = _dtype(fields.get("properties"))
         if shape is None or not isinstance(chunks, (list, tuple)):
             self._wrong(f"does not record shape and chunks of {quoted(name)}")
-        found: list[DescribedChunk] = []
+        # A list that several tensors share takes a few bytes, and all of its chunks are read for each.
+        self._chunks_left -= len(chunks)
+        if self._chunks_left < 0:
+            self._wrong("lists more chunks than it has bytes")
+        described: list[DescribedChunk] = []
         met: set[tuple[int, ...]] = set()
         for chunk in chunks:
             box = chunk.fields if isinstance(chunk, PickledInstance) else {}
             offsets, sizes = _sizes(box.get("offsets")), _sizes(box.get("sizes"))
             if offsets is None or sizes is None:
                 self._wrong(f"has a chunk of {quoted(name)} without offsets or sizes")
-            # Megatron's sizes lack the dimensions that it puts before those of a layer.
+            # Megatron's sizes lack the dimensions before those of a layer.
             sizes = (*(1,) * (len(offsets) - len(sizes)), *sizes)
             if offsets in met:
                 continue
@@ -230,24 +241,24 @@ class _Reader:
             if record is None:
                 self._fault(name, f"has a chunk at {list(offsets)} without a record of where it is stored")
                 continue
-            found.append(DescribedChunk(offsets, sizes, record))
+            described.append(DescribedChunk(offsets, sizes, record))
         if dtype is None:
             self._fault(name, "has elements of a type that reshard does not know")
             return
-        known = self._found.tensors.setdefault(name, DescribedTensor(dtype, shape, []))
-        if known.dtype != dtype or known.shape != shape or name in self._found.objects:
+        recorded = self._metadata.tensors.setdefault(name, DescribedTensor(dtype, shape, []))
+        if recorded.dtype != dtype or recorded.shape != shape or name in self._metadata.objects:
             self._fault(name, "has another type or shape for one rank than for another")
             return
-        known.chunks.extend(found)
+        recorded.chunks.extend(described)
 
-    def _wrong(self, what: str) -> NoReturn:
-        raise CheckpointError(f"{self._path}: {what}", file=self._path, hint=_HINT)
+    def _wrong(self, problem: str) -> NoReturn:
+        raise CheckpointError(f"{self._path}: {problem}", file=self._path, hint=_HINT)
 
-    def _fault(self, name: str, what: str) -> None:
-        self._found.faults.setdefault(
+    def _fault(self, name: str, problem: str) -> None:
+        self._metadata.faults.setdefault(
             name,
             CheckpointError(
-                f"{self._path}: {quoted(name)} {what}",
+                f"{self._path}: {quoted(name)} {problem}",
                 file=self._path,
                 parameter=name,
                 hint=f"leave it out with --exclude {as_pattern(name)}",
@@ -256,21 +267,28 @@ class _Reader:
 
 
 def _named(where: Mapping[str, Any]) -> str:
-    found = where.get("transform_descriptors")
-    return ", ".join(_words(found)) or "unnamed"
+    descriptors = where.get("transform_descriptors")
+    return ", ".join(_words(descriptors)) or "unnamed"
 
 
-def _words(found: Any) -> Iterator[str]:
-    for each in found if isinstance(found, (list, tuple)) else [found]:
+def _words(descriptors: Any) -> Iterator[str]:
+    for each in descriptors[:_MAX_NAMED] if isinstance(descriptors, (list, tuple)) else [descriptors]:
         if isinstance(each, str):
             yield quoted(each)
 
 
-def _sizes(found: Any) -> Optional[tuple[int, ...]]:
+def _sizes(numbers: Any) -> Optional[tuple[int, ...]]:
     """Numbers of elements or bytes; None for anything else."""
-    if isinstance(found, (tuple, list)) and all(type(each) is int and 0 <= each < 1 << 62 for each in found):
-        return tuple(found)
-    return None
+    if not isinstance(numbers, (tuple, list)) or len(numbers) > _MAX_DIMENSIONS:
+        return None
+    return tuple(numbers) if all(type(each) is int and 0 <= each < 1 << 62 for each in numbers) else None
+
+
+def _are_keys(keys: Any) -> bool:
+    """Whether these are keys of nested dictionaries and lists."""
+    if not isinstance(keys, tuple) or len(keys) > _MAX_DIMENSIONS:
+        return False
+    return all(type(key) in (str, int) for key in keys)
 
 
 def _dtype(properties: Any) -> Optional[str]:
@@ -278,7 +296,7 @@ def _dtype(properties: Any) -> Optional[str]:
     if not isinstance(properties, PickledInstance):
         return None
     state = properties.state
-    named = state[0] if isinstance(state, tuple) and state else properties.fields.get("dtype")
-    if isinstance(named, Global):
-        return FROM_TORCH.get(named.name)
-    return (FROM_TORCH.get(named) or dtype_named(named)) if isinstance(named, str) else None
+    dtype = state[0] if isinstance(state, tuple) and state else properties.fields.get("dtype")
+    if isinstance(dtype, Global):
+        return FROM_TORCH.get(dtype.name)
+    return (FROM_TORCH.get(dtype) or dtype_named(dtype)) if isinstance(dtype, str) else None

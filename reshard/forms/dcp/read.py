@@ -14,7 +14,7 @@ from reshard.checkpoints.placed import Placement, Stored
 from reshard.errors import CheckpointError, DamagedCheckpointError, InputError, UsageError, one_error
 from reshard.forms.chunks import Chunk, ChunkedCheckpoint, ChunkedTensor, chunked_checkpoint
 from reshard.forms.dcp.metadata import METADATA, ReadMetadata, Record, read_metadata
-from reshard.forms.form import Reading, SavedStep
+from reshard.forms.form import ReadRequest, SavedStep
 from reshard.storage import UnfitError, names_in, read_small, status_of_each
 from reshard.text.name_order import natural_order
 from reshard.text.report import Report
@@ -24,7 +24,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 """Megatron's file that names the last finished iteration."""
 
 COMMON = "common.pt"
-"""Megatron's file of what is no tensor."""
+"""Megatron's file of objects."""
 
 BACKEND = "metadata.json"
 """Megatron's file that names the library that it was saved with."""
@@ -50,7 +50,7 @@ class Place(NamedTuple):
     Attributes:
         path: the directory.
         step: its iteration, where a root of several holds it.
-        names: what is in it.
+        names: its files and directories.
     """
 
     path: str
@@ -59,7 +59,7 @@ class Place(NamedTuple):
 
     @property
     def label(self) -> str:
-        """What it is called in messages."""
+        """Its name in messages."""
         return step_words(None) if self.step is None else f"iteration {self.step}"
 
 
@@ -77,9 +77,9 @@ def iterations(directory: str, names: Sequence[str]) -> Iterator[Place]:
     numbered = [(int(match[1]), name) for name in names for match in [_ITERATION.fullmatch(name)] if match]
     for number, name in sorted(numbered):
         path = os.path.join(directory, name)
-        held = names_in(path)
-        if kind_of_directory(held) == DCP:
-            yield Place(path, number, held)
+        files = names_in(path)
+        if kind_of_directory(files) == DCP:
+            yield Place(path, number, files)
 
 
 def saved_steps(root: str) -> list[SavedStep]:
@@ -100,12 +100,12 @@ def saved_steps(root: str) -> list[SavedStep]:
 
 
 def choose(src: str, step: str, report: Report) -> Place:
-    """The directory that is meant.
+    """The directory of the requested step.
 
     Args:
         src: that directory, or a root with an iteration in each of several.
         step: ``latest``, or the number of an iteration.
-        report: told of iterations that are passed over.
+        report: gets a warning about skipped iterations.
 
     Raises:
         UsageError: the directory has no steps, or ``step`` is no number.
@@ -119,30 +119,30 @@ def choose(src: str, step: str, report: Report) -> Place:
         return Place(src, int(number[1]) if number else None, names)
     if step != "latest" and not (step.isascii() and step.isdigit() and len(step) <= 18):
         raise UsageError(f"--step {step}: is not the number of an iteration")
-    found = {place.step: place for place in iterations(src, names)}
+    places = {place.step: place for place in iterations(src, names)}
     tracked = _tracked(src)
     number_wanted = tracked if step == "latest" else int(step)
     if number_wanted is None:
-        if len(found) == 1:
-            return next(iter(found.values()))
+        if len(places) == 1:
+            return next(iter(places.values()))
         raise CheckpointError(
-            f"{src}: {TRACKER} names no iteration, and there are {len(found)}",
+            f"{src}: {TRACKER} names no iteration, and there are {len(places)}",
             file=src,
             hint="name one with --step, or give its directory",
         )
-    if number_wanted not in found:
-        told = f"{TRACKER} names iteration {tracked}, and" if step == "latest" else f"--step {step}:"
+    if number_wanted not in places:
+        request = f"{TRACKER} names iteration {tracked}, and" if step == "latest" else f"--step {step}:"
         raise CheckpointError(
-            f"{src}: {told} there is no checkpoint in iter_{number_wanted:07d}",
+            f"{src}: {request} there is no checkpoint in iter_{number_wanted:07d}",
             file=src,
-            hint="it has: " + (some_names([str(number) for number in found]) or "none"),
+            hint="it has: " + (some_names([str(number) for number in places]) or "none"),
         )
-    newer = [str(number) for number in found if tracked is not None and (number or 0) > tracked]
+    newer = [str(number) for number in places if tracked is not None and (number or 0) > tracked]
     if newer and step == "latest":
         report.warn(
             f"{src}: skipped {some_names(newer)}: newer than the last finished iteration, {tracked} ({TRACKER})"
         )
-    return found[number_wanted]
+    return places[number_wanted]
 
 
 def _tracked(root: str) -> Optional[int]:
@@ -160,7 +160,7 @@ def _tracked(root: str) -> Optional[int]:
     return int(text)
 
 
-def read_distributed(form: str, reading: Reading) -> ChunkedCheckpoint:
+def read_distributed(form: str, reading: ReadRequest) -> ChunkedCheckpoint:
     """Read a checkpoint of either form.
 
     Raises:
@@ -171,22 +171,22 @@ def read_distributed(form: str, reading: Reading) -> ChunkedCheckpoint:
     place = choose(reading.path, reading.step, reading.report)
     directory = place.path
     names = place.names
-    found = read_metadata(_metadata_of(form, directory, names))
-    made = _Files(directory, found, reading)
+    metadata = read_metadata(_metadata_of(form, directory, names))
+    files = _Files(directory, metadata, reading)
     checkpoint = chunked_checkpoint(
-        form, directory, made.indexes, made.tensors(), {**found.faults, **made.faults}, _HINT
+        form, directory, files.indexes, files.tensors(), {**metadata.faults, **files.faults}, _HINT
     )
-    checkpoint.objects = {**made.objects(), **_common(directory, names)}
-    checkpoint.nested = found.nested
+    checkpoint.objects = {**files.objects(), **_common(directory, names)}
+    checkpoint.nested = metadata.nested
     checkpoint.step = None if place.step is None else str(place.step)
     checkpoint.label = place.label
     if reading.complete:
-        checkpoint.check(reading.wanted)
+        checkpoint.check(reading.required)
     return checkpoint
 
 
 def _common(directory: str, names: Sequence[str]) -> dict[str, StoredObject]:
-    """Megatron's file of what is no tensor, as one object more."""
+    """Megatron's file of objects, as one more object."""
     if COMMON not in names:
         return {}
     path = os.path.join(directory, COMMON)
@@ -210,11 +210,11 @@ def _metadata_of(form: str, directory: str, names: Sequence[str]) -> list[str]:
             numbered[int(next(filter(None, match.groups())))] = name
     missing = [str(rank) for rank in range(max(numbered, default=-1) + 1) if rank not in numbered][:8]
     if not numbered or missing:
-        what = (
+        subject = (
             f"the metadata of ranks {some_names(missing)} is" if numbered else f"{METADATA}, which is written last, is"
         )
         raise CheckpointError(
-            f"{directory}: is not complete: {what} missing",
+            f"{directory}: is not complete: {subject} missing",
             file=os.path.join(directory, METADATA),
             hint="wait until the save is finished, or take another checkpoint",
         )
@@ -225,14 +225,14 @@ class _Files:
     """The files that metadata names.
 
     Attributes:
-        indexes: what is known of each, by number.
+        indexes: an index of each, by number, without tensors.
         faults: tensors that cannot be read, and why, by name.
     """
 
-    def __init__(self, directory: str, described: ReadMetadata, reading: Reading) -> None:
+    def __init__(self, directory: str, described: ReadMetadata, reading: ReadRequest) -> None:
         self.faults: dict[str, InputError] = {}
         self._described = described
-        held: dict[str, list[tuple[Record, Stored, tuple[int, ...]]]] = {}
+        chunks_of_file: dict[str, list[tuple[Record, Stored, tuple[int, ...]]]] = {}
         for name, tensor in described.tensors.items():
             if name in described.faults:
                 continue
@@ -243,8 +243,8 @@ class _Files:
                 continue
             for offsets, sizes, record in tensor.chunks:
                 stored = Stored(name, tensor.dtype, sizes, record.offset, record.length, record.key)
-                held.setdefault(record.file, []).append((record, stored, offsets))
-        self._names = natural_order(held)
+                chunks_of_file.setdefault(record.file, []).append((record, stored, offsets))
+        self._names = natural_order(chunks_of_file)
         paths = [os.path.join(directory, name) for name in self._names]
         alone = {os.path.join(directory, record.file) for record in described.objects.values()}.difference(paths)
         self._sizes = self._sizes_of(directory, [*paths, *sorted(alone)], reading)
@@ -254,7 +254,7 @@ class _Files:
         self._tensors: dict[tuple[str, tuple[int, ...], str], Tensor] = {}
         problems: list[InputError] = []
         for name, path in zip(self._names, paths):
-            problem = self._place(path, held[name], reading)
+            problem = self._place(path, chunks_of_file[name], reading)
             if problem is not None:
                 problems.append(problem)
         for record in described.objects.values():
@@ -271,7 +271,7 @@ class _Files:
             check_shape(directory, name, sizes)
 
     @staticmethod
-    def _sizes_of(directory: str, paths: Sequence[str], reading: Reading) -> dict[str, int]:
+    def _sizes_of(directory: str, paths: Sequence[str], reading: ReadRequest) -> dict[str, int]:
         sizes: dict[str, int] = {}
         problems: list[InputError] = []
         missing: list[str] = []
@@ -295,20 +295,20 @@ class _Files:
         return sizes
 
     def _place(
-        self, path: str, held: Sequence[tuple[Record, Stored, tuple[int, ...]]], reading: Reading
+        self, path: str, chunks: Sequence[tuple[Record, Stored, tuple[int, ...]]], reading: ReadRequest
     ) -> Optional[InputError]:
         """Give the tensors of a file their places; an error where the file is too short for them."""
-        if not held:
+        if not chunks:
             return None
-        held = sorted(held, key=lambda each: (each[0].offset, each[0].length))
-        records = {record.length >= 0 for record, _, _ in held}
+        chunks = sorted(chunks, key=lambda each: (each[0].offset, each[0].length))
+        records = {record.length >= 0 for record, _, _ in chunks}
         if len(records) > 1:
             return CheckpointError(f"{path}: holds records and a header by its metadata", file=path, hint=_HINT)
-        last = max((record for record, _, _ in held), key=lambda record: record.offset + record.length)
+        last = max((record for record, _, _ in chunks), key=lambda record: record.offset + record.length)
         if last.length >= 0 and last.offset + last.length > self._sizes[path]:
             return self._short(path, last)
-        placement = Placement(path, [stored for _, stored, _ in held])
-        for (record, stored, offsets), tensor in zip(held, placement.tensors()):
+        placement = Placement(path, [stored for _, stored, _ in chunks])
+        for (record, stored, offsets), tensor in zip(chunks, placement.tensors()):
             self._tensors[stored.name, offsets, record.file] = tensor
         reading.handles.place(path, placement)
         return None
@@ -336,10 +336,10 @@ class _Files:
             )
 
     def objects(self) -> Mapping[str, StoredObject]:
-        """What is no tensor."""
-        found = {}
+        """The objects, by name."""
+        objects = {}
         for name, (file, offset, length, _) in self._described.objects.items():
             path = os.path.join(self._directory, file)
             size = self._sizes[path] - offset if length < 0 else length
-            found[name] = StoredObject(path, offset, size, file.endswith(ENDING))
-        return found
+            objects[name] = StoredObject(path, offset, size, file.endswith(ENDING))
+        return objects

@@ -20,7 +20,7 @@ from reshard.errors import CheckpointError
 from reshard.forms.chunk_files import ChunkFiles
 from reshard.forms.dcp.metadata import HYPER, METADATA, TORCH
 from reshard.forms.dcp.read import BACKEND, COMMON, DCP, HYPER_PARALLEL
-from reshard.forms.form import Wanted
+from reshard.forms.form import WriteRequest
 from reshard.forms.target import FinishingFile
 from reshard.forms.writing import Selected
 from reshard.layout import Box, shape_of, volume_of
@@ -49,43 +49,45 @@ class _Tensor(NamedTuple):
 
 
 class _DistributedFiles(ChunkFiles):
-    """What both forms have in common.
+    """The files of both forms.
 
     Args:
-        checkpoint: what is written.
-        chosen: what of it.
-        wanted: what is asked for.
-        name_of: what the file of a rank is called, without its ending.
+        checkpoint: the checkpoint to write.
+        chosen: the selected part of it.
+        wanted: the request.
+        name_of: the name of the file of a rank, without its ending.
     """
 
     holds_empty = False
 
-    def __init__(self, checkpoint: Checkpoint, chosen: Selected, wanted: Wanted, name_of: Any) -> None:
+    def __init__(self, checkpoint: Checkpoint, chosen: Selected, wanted: WriteRequest, name_of: Any) -> None:
         super().__init__(wanted.target, chosen, name_of)
         self._nested: Mapping[str, tuple[Any, ...]] = getattr(checkpoint, "nested", {})
-        self._objects = {name: held for name, held in checkpoint.objects.items() if wanted.admit(name)}
+        self._objects = {name: stored for name, stored in checkpoint.objects.items() if wanted.admit(name)}
         self._handles = wanted.handles
 
     def described(self) -> Iterator[tuple[str, _Tensor]]:
         """Every tensor with its chunks."""
-        held: dict[str, dict[int, tuple[int, int]]] = defaultdict(dict)
+        places: dict[str, dict[int, tuple[int, int]]] = defaultdict(dict)
         values: list[OutputTensor] = []
         for file in range(self.count):
-            for written, offset, length in self._places(self.layout_of(file)):
-                held[written.name][file] = offset, length
-                if written.name not in self.tensors:
-                    values.append(written)
+            for output, offset, length in self._places(self.layout_of(file)):
+                places[output.name][file] = offset, length
+                if output.name not in self.tensors:
+                    values.append(output)
         for tensor, chunks in self.chunks():
-            found = [
-                _Chunk(tuple(start for start, _ in box), shape_of(box), self.file_name(file), *held[tensor.name][file])
+            described = [
+                _Chunk(
+                    tuple(start for start, _ in box), shape_of(box), self.file_name(file), *places[tensor.name][file]
+                )
                 for file, box in chunks
             ]
             if not volume_of(chunks[0].box):
-                # It has no elements: all of it is what metadata lists.
-                found = [found[0]._replace(starts=(0,) * len(tensor.shape), sizes=tensor.shape)]
-            yield tensor.name, _Tensor(tensor.dtype, tensor.shape, found)
+                # Without elements, metadata lists the full shape as one chunk.
+                described = [described[0]._replace(starts=(0,) * len(tensor.shape), sizes=tensor.shape)]
+            yield tensor.name, _Tensor(tensor.dtype, tensor.shape, described)
         for value in values:
-            (file, place) = next(iter(held[value.name].items()))
+            (file, place) = next(iter(places[value.name].items()))
             chunk = _Chunk((0,) * len(value.dims), value.dims, self.file_name(file), *place)
             yield value.name, _Tensor(value.dtype, value.dims, [chunk])
 
@@ -96,19 +98,19 @@ class _DistributedFiles(ChunkFiles):
     @functools.cached_property
     def _contents(self) -> Mapping[str, bytes]:
         """The objects as this form holds them."""
-        return {name: self._content(name, held) for name, held in self._objects.items()}
+        return {name: self._content(name, stored) for name, stored in self._objects.items()}
 
-    def _content(self, name: str, held: StoredObject) -> bytes:
+    def _content(self, name: str, stored: StoredObject) -> bytes:
         raise NotImplementedError
 
-    def _read(self, held: StoredObject) -> bytes:
-        if held.length > _MAX_OBJECT:
-            raise CheckpointError(f"{held.path}: holds an object of {held.length:,} bytes", file=held.path)
+    def _read(self, stored: StoredObject) -> bytes:
+        if stored.length > _MAX_OBJECT:
+            raise CheckpointError(f"{stored.path}: holds an object of {stored.length:,} bytes", file=stored.path)
         try:
-            with contextlib.closing(self._handles.open_file(held.path)) as file:
-                return read_range(file, held.offset, held.length)
+            with contextlib.closing(self._handles.open_file(stored.path)) as file:
+                return read_range(file, stored.offset, stored.length)
         except OSError as error:
-            raise reading_error(held.path, error) from error
+            raise reading_error(stored.path, error) from error
 
     def _object_places(self) -> Iterator[tuple[str, int, int]]:
         """Per object where it begins in their file, and its bytes."""
@@ -128,7 +130,7 @@ class DcpFiles(_DistributedFiles):
     name = DCP
     format = ARCHIVES
 
-    def __init__(self, checkpoint: Checkpoint, chosen: Selected, wanted: Wanted) -> None:
+    def __init__(self, checkpoint: Checkpoint, chosen: Selected, wanted: WriteRequest) -> None:
         super().__init__(checkpoint, chosen, wanted, lambda rank: f"__{rank}_0")
         # Megatron looks for these by their names.
         self._common = self._objects.pop(COMMON, None)
@@ -146,9 +148,9 @@ class DcpFiles(_DistributedFiles):
         assert isinstance(layout, ArchiveLayout)
         return ((record.tensor, record.offset, record.length) for record in layout.records)
 
-    def _content(self, name: str, held: StoredObject) -> bytes:
-        data = self._read(held)
-        return data if held.archived else archive_of_pickle(data)
+    def _content(self, name: str, stored: StoredObject) -> bytes:
+        data = self._read(stored)
+        return data if stored.archived else archive_of_pickle(data)
 
     def finishing(self) -> Sequence[FinishingFile]:
         """Objects, and the metadata, which makes the directory complete."""
@@ -234,34 +236,34 @@ class HyperParallelFiles(_DistributedFiles):
     name = HYPER_PARALLEL
     format = "safetensors"
 
-    def __init__(self, checkpoint: Checkpoint, chosen: Selected, wanted: Wanted) -> None:
+    def __init__(self, checkpoint: Checkpoint, chosen: Selected, wanted: WriteRequest) -> None:
         super().__init__(checkpoint, chosen, wanted, lambda rank: f"_rank{rank}_")
 
     def lay_out(self, tensors: Sequence[OutputTensor], boxes: Sequence[Box]) -> OutputLayout:
-        """A safetensors file, which keeps what it holds."""
-        return _HeldLayout(lay_out_safetensors(tensors, {"format": "pt"}), tensors)
+        """A safetensors file that keeps its tensors."""
+        return _LayoutWithTensors(lay_out_safetensors(tensors, {"format": "pt"}), tensors)
 
     def _places(self, layout: OutputLayout) -> Iterable[tuple[OutputTensor, int, int]]:
-        assert isinstance(layout, _HeldLayout)
-        return ((tensor, 0, -1) for tensor in layout.held)
+        assert isinstance(layout, _LayoutWithTensors)
+        return ((tensor, 0, -1) for tensor in layout.tensors)
 
-    def _content(self, name: str, held: StoredObject) -> bytes:
-        if not held.archived:
-            return self._read(held)
+    def _content(self, name: str, stored: StoredObject) -> bytes:
+        if not stored.archived:
+            return self._read(stored)
         try:
-            with contextlib.closing(self._handles.open_file(held.path)) as file:
-                archive = Archive(file, held.offset, held.length)
+            with contextlib.closing(self._handles.open_file(stored.path)) as file:
+                archive = Archive(file, stored.offset, stored.length)
                 if "data/0" in archive:
                     raise CheckpointError(
-                        f"{held.path}: the object {quoted(name)} holds tensors, which {HYPER_PARALLEL} cannot hold",
-                        file=held.path,
+                        f"{stored.path}: the object {quoted(name)} holds tensors, which {HYPER_PARALLEL} cannot hold",
+                        file=stored.path,
                         parameter=name,
                         hint=f"leave it out with --exclude {as_pattern(name)}",
                     )
                 entry = archive.entry("data.pkl")
                 return read_range(file, entry.offset, entry.size)
         except OSError as error:
-            raise reading_error(held.path, error) from error
+            raise reading_error(stored.path, error) from error
 
     def finishing(self) -> Sequence[FinishingFile]:
         """Objects, and the metadata, which makes the directory complete."""
@@ -304,12 +306,12 @@ class HyperParallelFiles(_DistributedFiles):
         return self._finishing(objects, metadata)
 
 
-class _HeldLayout(OutputLayout):
-    """A layout that keeps the tensors it is of."""
+class _LayoutWithTensors(OutputLayout):
+    """The layout of a file and its tensors."""
 
-    def __init__(self, layout: OutputLayout, held: Sequence[OutputTensor]) -> None:
+    def __init__(self, layout: OutputLayout, tensors: Sequence[OutputTensor]) -> None:
         self.__dict__.update(layout.__dict__)
-        self.held = held
+        self.tensors = tensors
 
 
 def _hyper_tensor(tensor: _Tensor) -> PickledInstance:
@@ -329,11 +331,11 @@ def _hyper_tensor(tensor: _Tensor) -> PickledInstance:
 
 def _joined(parts: Iterable[bytes]) -> Iterator[bytes]:
     """The same bytes in larger parts."""
-    held = bytearray()
+    buffer = bytearray()
     for part in parts:
-        held += part
-        if len(held) >= _PART:
-            yield bytes(held)
-            held.clear()
-    if held:
-        yield bytes(held)
+        buffer += part
+        if len(buffer) >= _PART:
+            yield bytes(buffer)
+            buffer.clear()
+    if buffer:
+        yield bytes(buffer)

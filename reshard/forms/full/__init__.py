@@ -1,33 +1,9 @@
 """Directories of full weights: MindSpore's unified safetensors and Hugging Face's.
 
-Every tensor is whole in one of several ``.safetensors`` files, and a map lists which. The map is
-checked against the files: a tensor that is not in its file, or in two files, is an error, because
-readers of the directory would not agree on it.
+Every tensor is whole in one of several ``.safetensors`` files, and a map lists the file of each. The map is
+checked against the files: a tensor that is missing in its file, or in two files, is an error, because
+readers of the directory would disagree.
 
-Unified weights have one more file, ``hyper_param.safetensors``: further contents of rank 0's file. What of
-it is no scalar may be rank 0's slice of a tensor, so it is left out.
+Unified weights have one more file, ``hyper_param.safetensors``: further contents of rank 0's file. Only its
+scalars are read: a larger tensor may be rank 0's slice.
 """
-
-from reshard.forms.full.contents import FullWeights, read_huggingface, read_unified
-from reshard.forms.full.directory import (
-    HUGGINGFACE,
-    HUGGINGFACE_INDEX,
-    HYPER_PARAMETERS,
-    MAP_FILES,
-    UNIFIED,
-    UNIFIED_MAP,
-    full_weights_form,
-)
-
-__all__ = [
-    "HUGGINGFACE",
-    "HUGGINGFACE_INDEX",
-    "HYPER_PARAMETERS",
-    "MAP_FILES",
-    "UNIFIED",
-    "UNIFIED_MAP",
-    "FullWeights",
-    "full_weights_form",
-    "read_huggingface",
-    "read_unified",
-]

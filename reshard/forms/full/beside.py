@@ -10,8 +10,9 @@ from typing import Optional
 
 from reshard.checkpoints import FileHandles, reading_error
 from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor
+from reshard.checkpoints.files import reading
 from reshard.errors import CheckpointError
-from reshard.forms.form import Wanted
+from reshard.forms.form import WriteRequest
 from reshard.forms.target import FinishingFile
 from reshard.storage import UnfitError, for_each, is_regular_file, opened_regular, read_range, read_small
 from reshard.storage.json_text import JsonError, parse_json
@@ -30,66 +31,64 @@ _LARGEST_CONFIG = 1 << 22
 _PART = 1 << 20
 
 
-def files_beside(checkpoint: Checkpoint, tensors: Mapping[str, GlobalTensor], wanted: Wanted) -> list[FinishingFile]:
+def files_beside(
+    checkpoint: Checkpoint, tensors: Mapping[str, GlobalTensor], request: WriteRequest
+) -> list[FinishingFile]:
     """Further files of a Hugging Face directory: copies from the source, and the configuration of the rules.
 
     Args:
         checkpoint: the checkpoint to write.
         tensors: its selected tensors.
-        wanted: the request. The files become sources: changes are detected from now on.
+        request: the request. The files become sources: changes are detected from now on.
 
     Raises:
-        ReshardError: one cannot be read.
+        ReshardError: a file cannot be read.
     """
-    handles, report = wanted.handles, wanted.report
-    paths = {name: os.path.join(checkpoint.place, name) for name in checkpoint.others}
-    if CONFIG not in paths and wanted.config is not None:
-        report.note(f"{CONFIG} is copied from {wanted.config}")
-        paths[CONFIG] = wanted.config
+    handles, report = request.handles, request.report
+    paths = {name: os.path.join(checkpoint.place, name) for name in checkpoint.extra_files}
+    if CONFIG not in paths and request.config is not None:
+        report.note(f"{CONFIG} is copied from {request.config}")
+        paths[CONFIG] = request.config
     copied = for_each(lambda path: _copied(path, handles), [*paths.values()])
     files = {name: file._replace(name=name) for name, file in zip(paths, copied)}
     if CONFIG in paths:
-        content = _of_other_types(paths[CONFIG], tensors, wanted, report)
+        content = _of_other_types(paths[CONFIG], tensors, request, report)
         if content is not None:
             files[CONFIG] = files[CONFIG]._replace(make=lambda: [content], size=len(content))
     return [*files.values()]
 
 
 def _copied(path: str, handles: FileHandles) -> FinishingFile:
-    """A file that is taken over as it is.
+    """A copy of a source file.
 
     Raises:
         ReshardError: it cannot be read.
     """
-    try:
-        with contextlib.closing(handles.open_file(path)) as file:
-            status = file.status()
-    except OSError as error:
-        raise reading_error(path, error) from error
+    with reading(path), contextlib.closing(handles.open_file(path)) as file:
+        status = file.status()
     if not status.regular:
         raise CheckpointError(f"{path}: is not a regular file", file=path, hint="remove it, or put the file there")
 
     def parts() -> Iterator[bytes]:
         handles.check_unchanged([path])
-        try:
-            with contextlib.closing(handles.open_file(path)) as file:
-                for offset in range(0, status.size, _PART):
-                    yield read_range(file, offset, min(_PART, status.size - offset))
-        except OSError as error:
-            raise reading_error(path, error) from error
+        with reading(path), contextlib.closing(handles.open_file(path)) as file:
+            for offset in range(0, status.size, _PART):
+                yield read_range(file, offset, min(_PART, status.size - offset))
         # Check for changes before the target gets its name.
         handles.check_unchanged([path])
 
     return FinishingFile(os.path.basename(path), parts, status.size, path)
 
 
-def _of_other_types(path: str, tensors: Mapping[str, GlobalTensor], wanted: Wanted, report: Report) -> Optional[bytes]:
+def _of_other_types(
+    path: str, tensors: Mapping[str, GlobalTensor], request: WriteRequest, report: Report
+) -> Optional[bytes]:
     """A configuration for weights that were cast or dequantised; None to copy it byte for byte.
 
     Args:
         path: the configuration.
         tensors: the written tensors.
-        wanted: the request; only casts and dequantisation change the configuration.
+        request: the request; only casts and dequantisation change the configuration.
         report: gets a note on changed types.
 
     Raises:
@@ -98,15 +97,15 @@ def _of_other_types(path: str, tensors: Mapping[str, GlobalTensor], wanted: Want
     try:
         config = parse_json(read_small(path, _LARGEST_CONFIG))
     except (UnfitError, JsonError) as error:
-        report.warn(f"{path} {error}; it is taken over as it is: see that it names the type of the weights")
+        report.warn(f"{path} {error}; it is copied unchanged: check that it names the type of the weights")
         return None
     except OSError as error:
         raise reading_error(path, error) from error
     content = None
-    if wanted.dequantised and isinstance(config, dict) and not QUANTISATION.isdisjoint(config):
+    if request.dequantised and isinstance(config, dict) and not QUANTISATION.isdisjoint(config):
         config = {key: value for key, value in config.items() if key not in QUANTISATION}
         content = (json.dumps(config, indent=2) + "\n").encode()
-    said = {key: config[key] for key in TYPE_KEYS if key in config} if isinstance(config, dict) else {}
+    recorded = {key: config[key] for key in TYPE_KEYS if key in config} if isinstance(config, dict) else {}
     types = sorted(
         {
             tensor.dtype.lower()
@@ -114,71 +113,71 @@ def _of_other_types(path: str, tensors: Mapping[str, GlobalTensor], wanted: Want
             if is_weight(name, tensors) and "Float" in tensor.dtype
         }
     )
-    if not said or not types or all(types == [value] for value in said.values()):
+    if not recorded or not types or all(types == [value] for value in recorded.values()):
         return content
-    key, value = next(iter(said.items()))
-    if not wanted.cast and not wanted.dequantised:
+    key, value = next(iter(recorded.items()))
+    if not request.cast and not request.dequantised:
         if value not in types:
             report.note(
                 f"{path} has {key} {quoted(str(value))}, and the weights are {' and '.join(types)}: loaders cast them; "
                 f"--cast DTYPE writes them in another type and corrects {CONFIG}"
             )
         return None
-    if len(types) > 1 and value in types and not wanted.cast:
+    if len(types) > 1 and value in types and not request.cast:
         return content
     if len(types) > 1:
         report.warn(
             f"{CONFIG} keeps {key} {quoted(str(value))}, because the weights have several types "
-            f"({', '.join(types)}): see that it is the one in which they are to be loaded"
+            f"({', '.join(types)}): check that it is the type to load them in"
         )
         return content
     report.note(f"{CONFIG}: {key} changed from {quoted(str(value))} to {types[0]}, the type of the weights")
-    return (json.dumps({**config, **dict.fromkeys(said, types[0])}, indent=2) + "\n").encode()
+    return (json.dumps({**config, **dict.fromkeys(recorded, types[0])}, indent=2) + "\n").encode()
 
 
 def check_beside(
-    directory: str, written: Checkpoint, source: Checkpoint, cast: bool, report: Report
+    directory: str, target: Checkpoint, source: Checkpoint, cast: bool, report: Report
 ) -> Iterator[tuple[str, str]]:
     """Compare further files of source and target; see `Form.check_beside`."""
     different = []
-    for name in source.others:
+    for name in source.extra_files:
         old, new = os.path.join(source.place, name), os.path.join(directory, name)
-        try:
+        with reading(new):
             if not is_regular_file(new):
                 yield name, f"is missing, and is in {source.place}"
-            elif not (_same_but_type(old, new, written) if cast and name == CONFIG else _same(old, new)):
+            elif not (_same_but_type(old, new, target) if cast and name == CONFIG else _same(old, new)):
                 different.append(name)
-        except OSError as error:
-            raise reading_error(new, error) from error
     if different:
-        # A conversion keeps a file that the directory had before.
+        # Only a warning: a conversion keeps files that the directory held before.
         report.warn(f"{directory}: differs from the file beside the source's weights: {some_names(different)}")
 
 
 def _same(old: str, new: str) -> bool:
-    """Whether two files, either of which may be an object in a store, have the same contents.
+    """Whether two files have the same contents.
 
     Raises:
-        RetryableError: one became shorter.
-        OSError: one cannot be read.
+        RetryableError: a file became shorter.
+        OSError: a file cannot be read.
     """
     try:
-        with opened_regular(old) as one, opened_regular(new) as other:
-            size = one.size()
+        with opened_regular(old) as old_file, opened_regular(new) as new_file:
+            size = old_file.size()
             ranges = [(offset, min(_PART, size - offset)) for offset in range(0, size, _PART)]
-            return size == other.size() and all(read_range(one, *each) == read_range(other, *each) for each in ranges)
+            return size == new_file.size() and all(
+                read_range(old_file, *span) == read_range(new_file, *span) for span in ranges
+            )
     except UnfitError:
         return False
 
 
-def _same_but_type(old: str, new: str, written: Checkpoint) -> bool:
-    """Whether two configurations agree, the new one of weights that were cast or dequantised.
+def _same_but_type(old: str, new: str, target: Checkpoint) -> bool:
+    """Whether two configurations agree, apart from the type of cast or dequantised weights.
 
     Raises:
-        OSError: one cannot be read.
+        OSError: a file cannot be read.
     """
-    tensors = written.tensors
-    types = {one.dtype for name, one in tensors.items() if is_weight(name, tensors) and "Float" in one.dtype}
+    tensors = target.tensors
+    types = {tensor.dtype for name, tensor in tensors.items() if is_weight(name, tensors) and "Float" in tensor.dtype}
     try:
         before, after = (parse_json(read_small(path, _LARGEST_CONFIG)) for path in (old, new))
     except (UnfitError, JsonError):
@@ -188,5 +187,5 @@ def _same_but_type(old: str, new: str, written: Checkpoint) -> bool:
     plain = {key: value for key, value in before.items() if key in after or key not in QUANTISATION}
     if len(types) != 1:
         return bool(after == plain)
-    named = types.pop().lower()
-    return bool({key: named if key in TYPE_KEYS else value for key, value in plain.items()} == after)
+    type_name = types.pop().lower()
+    return bool({key: type_name if key in TYPE_KEYS else value for key, value in plain.items()} == after)

@@ -9,10 +9,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Optional
 
-from reshard.checkpoints.by_name import ByName
-from reshard.checkpoints.checkpoint import FileSharding, GlobalTensor, RecordedCheckpoint
+from reshard.checkpoints.checkpoint import ByName, FileSharding, GlobalTensor, RecordedCheckpoint
 from reshard.checkpoints.files import FileHandles
-from reshard.checkpoints.formats.alike import KnownStructures
 from reshard.checkpoints.formats.headers import read_headers
 from reshard.checkpoints.formats.tensors import CheckpointIndex, Tensor
 from reshard.errors import CheckpointError, DamagedCheckpointError, InputError, one_error
@@ -25,12 +23,12 @@ from reshard.forms.full.directory import (
     SINGLE,
     UNIFIED,
     UNIFIED_MAP,
+    extra_files_in,
     file_names,
     files_without_index,
     index_in,
-    others_in,
     read_weight_map,
-    say_unread,
+    report_unread,
 )
 from reshard.forms.hf_sharded.headers import INFO, entries_of
 from reshard.layout import Grid
@@ -61,12 +59,12 @@ class Contents:
         """Read the headers of all files.
 
         Raises:
-            CheckpointError: some are missing or damaged; all of them are named.
+            CheckpointError: files are missing or damaged; names all of them.
         """
         paths = {number: os.path.join(directory, name) for number, name in enumerate(files)}
-        there = {number: path for number, path in paths.items() if is_regular_file(path)}
+        existing = {number: path for number, path in paths.items() if is_regular_file(path)}
         problems: list[InputError] = []
-        missing = [name for number, name in enumerate(files) if number not in there]
+        missing = [name for number, name in enumerate(files) if number not in existing]
         if missing:
             problems.append(
                 CheckpointError(
@@ -75,14 +73,14 @@ class Contents:
                     hint=ONE_COPY,
                 )
             )
-        sound = {number: path for number, path in there.items() if path not in damaged}
+        sound = {number: path for number, path in existing.items() if path not in damaged}
         problems += [
             DamagedCheckpointError(damaged[path], file=path, hint=ONE_COPY)
-            for number, path in there.items()
+            for number, path in existing.items()
             if number not in sound
         ]
         indexes: dict[int, CheckpointIndex] = {}
-        for number, header in read_headers(handles, sound, KnownStructures(handles), "file"):
+        for number, header in read_headers(handles, sound, "file"):
             if isinstance(header, DamagedCheckpointError):
                 problems.append(DamagedCheckpointError(header.message, file=header.file, hint=ONE_COPY))
             else:
@@ -111,23 +109,15 @@ class Contents:
         Raises:
             CheckpointError: a tensor is in several files or none, or not in the file of the map.
         """
-        found: dict[str, int] = {}
-        twice: dict[str, list[int]] = {}
-        for number in range(count):
-            for name in self.indexes[number].tensors:
-                if found.setdefault(name, number) != number:
-                    twice.setdefault(name, [found[name]]).append(number)
-        unlisted = [name for name in found if weight_map is not None and name not in weight_map]
-        for name, number in scalars.items():
-            if name in found:
-                twice.setdefault(name, [found[name]]).append(number)
+        file_of, twice = self._located(count, scalars)
+        unlisted = [name for name in file_of if weight_map is not None and name not in weight_map]
         numbers = {name: number for number, name in enumerate(self._files)}
         expected = weight_map or {}
-        nowhere = [name for name in expected if name not in found]
+        nowhere = [name for name in expected if name not in file_of]
         elsewhere = {
-            name: [found[name]]
+            name: [file_of[name]]
             for name, file in expected.items()
-            if name in found and numbers[file] not in twice.get(name, [found[name]])
+            if name in file_of and numbers[file] not in twice.get(name, [file_of[name]])
         }
         problems: list[InputError] = []
         if twice:
@@ -166,29 +156,41 @@ class Contents:
             report.warn(
                 f"{place}: does not list {plural(len(unlisted), 'tensor')} of its files: "
                 + listing(unlisted)
-                + "; they are taken all the same"
+                + "; they are read all the same"
             )
 
-    def _places(self, found: Mapping[str, Sequence[int]]) -> str:
-        shown = []
-        for name, numbers in found.items():
+    def _located(self, count: int, scalars: Mapping[str, int]) -> tuple[dict[str, int], dict[str, list[int]]]:
+        """The first file of every tensor, and all files of tensors in several; see `check`."""
+        file_of: dict[str, int] = {}
+        twice: dict[str, list[int]] = {}
+        for number in range(count):
+            for name in self.indexes[number].tensors:
+                if file_of.setdefault(name, number) != number:
+                    twice.setdefault(name, [file_of[name]]).append(number)
+        for name, number in scalars.items():
+            if name in file_of:
+                twice.setdefault(name, [file_of[name]]).append(number)
+        return file_of, twice
+
+    def _places(self, holders: Mapping[str, Sequence[int]]) -> str:
+        places = []
+        for name, numbers in holders.items():
             files = " and ".join(one_line(self._files[number]) for number in numbers)
-            shown.append(f"{quoted(name)} in {files}")
-        return some_names(shown)
+            places.append(f"{quoted(name)} in {files}")
+        return some_names(places)
 
     def tensors(self, count: int) -> tuple[Mapping[str, GlobalTensor], dict[str, int]]:
-        """All tensors of the first so many files, in the order in which to write them.
+        """All tensors of the first ``count`` files, in the order of writing.
 
         Returns:
-            The tensors, and the values that are not part of the model, such as ``global_step``, with the
-            file that holds each.
+            The tensors, and per value outside the model, such as ``global_step``, its file.
         """
-        held: dict[str, int] = {}
+        file_of: dict[str, int] = {}
         values: dict[str, int] = {}
         for number in range(count):
             for name, tensor in self.indexes[number].tensors.items():
-                (values if math.prod(tensor.shape) == 1 and tensor.is_value else held)[name] = number
-        return WholeTensors(self.indexes, {name: held[name] for name in layers_in_order(held)}), values
+                (values if math.prod(tensor.shape) == 1 and tensor.is_value else file_of)[name] = number
+        return WholeTensors(self.indexes, {name: file_of[name] for name in layers_in_order(file_of)}), values
 
 
 class WholeTensors(ByName[GlobalTensor]):
@@ -223,13 +225,13 @@ class FullWeights(RecordedCheckpoint):
     Files are numbered in natural order. Tensors are in the order of the files, layers in natural order.
 
     Attributes:
-        plain: values that are no part of the model, and the file that holds each.
+        plain: per value outside the model its file.
     """
 
     plain: Mapping[str, int] = field(default_factory=dict)
 
     def order(self) -> list[str]:
-        """The names of all tensors in the order in which to write them."""
+        """The names of all tensors, in the order of writing."""
         return list(self.tensors)
 
     def holders(self, name: str) -> list[int]:
@@ -268,7 +270,7 @@ def read_unified(
     hyper_parameters = [HYPER_PARAMETERS] if HYPER_PARAMETERS in names and HYPER_PARAMETERS not in files else []
     contents = Contents.read(directory, [*files, *hyper_parameters], handles, damaged)
     scalars = {name: len(files) for _ in hyper_parameters for name in _scalars(contents.indexes[len(files)], report)}
-    say_unread(directory, names, files, PART, map_path, report)
+    report_unread(directory, names, files, PART, map_path, report)
     contents.check(map_path, weight_map, len(files), scalars, report)
     tensors, values = contents.tensors(len(files))
     return FullWeights(UNIFIED, directory, contents.paths, contents.indexes, tensors, {**values, **scalars})
@@ -307,27 +309,27 @@ def read_huggingface(
             )
     contents = Contents.read(directory, files, handles, damaged)
     _check_whole(contents)
-    say_unread(directory, names, files, NUMBERED, index_path, report)
+    report_unread(directory, names, files, NUMBERED, index_path, report)
     contents.check(index_path or directory, weight_map, len(files), {}, report)
     tensors, values = contents.tensors(len(files))
-    others = others_in(directory, names, files)
-    return FullWeights(HUGGINGFACE, directory, contents.paths, contents.indexes, tensors, values, others)
+    extra_files = extra_files_in(directory, names, files)
+    return FullWeights(HUGGINGFACE, directory, contents.paths, contents.indexes, tensors, values, extra_files)
 
 
 def _check_whole(contents: Contents) -> None:
-    """Refuse files of which some are parts of tensors, whatever they are called.
+    """Refuse files that hold parts of tensors.
 
     Raises:
         CheckpointError: a header places its tensors in larger ones.
     """
-    known: dict[str, bool] = {}
+    are_whole: dict[str, bool] = {}
     for index in contents.indexes.values():
         text = index.metadata.get(INFO)
         if text is None:
             continue
-        if text not in known:
-            known[text] = all(entry.whole for entry, _ in entries_of(index))
-        if not known[text]:
+        if text not in are_whole:
+            are_whole[text] = all(entry.whole for entry, _ in entries_of(index))
+        if not are_whole[text]:
             raise CheckpointError(
                 f"{index.path}: holds parts of tensors, by {INFO} in its header",
                 file=index.path,
@@ -337,15 +339,15 @@ def _check_whole(contents: Contents) -> None:
 
 
 def _scalars(index: CheckpointIndex, report: Report) -> list[str]:
-    """The readable part of the file of hyper-parameters."""
-    taken = [name for name, tensor in index.tensors.items() if _is_whole(tensor)]
-    left = [name for name in index.tensors if name not in set(taken)]
-    if left:
+    """Names of the values in the file of hyper-parameters that are certainly whole."""
+    scalars = [name for name, tensor in index.tensors.items() if _is_whole(tensor)]
+    skipped = [name for name in index.tensors if name not in set(scalars)]
+    if skipped:
         report.warn(
             f"{index.path}: skipped, because it may contain only rank 0's part of "
-            f"{'it' if len(left) == 1 else 'them'}: " + listing(left)
+            f"{'it' if len(skipped) == 1 else 'them'}: " + listing(skipped)
         )
-    return taken
+    return scalars
 
 
 def _is_whole(tensor: Tensor) -> bool:

@@ -43,23 +43,23 @@ def read_weight_map(path: str) -> dict[str, str]:
         path: the map.
 
     Raises:
-        DamagedCheckpointError: it is none, or names a file outside its directory or that is no safetensors file.
-        RetryableError: it cannot be read at this moment.
+        DamagedCheckpointError: it is not a map, or lists a file outside its directory or without ``.safetensors``.
+        RetryableError: it cannot be read now.
     """
     try:
-        found = _weights_of(parse_json(read_small(path, _LARGEST)), flat=os.path.basename(path) == UNIFIED_MAP)
+        weight_map = _weights_of(parse_json(read_small(path, _LARGEST)), flat=os.path.basename(path) == UNIFIED_MAP)
     except (UnfitError, FileNotFoundError) as error:
-        what = str(error) if isinstance(error, UnfitError) else "does not exist"
-        raise CheckpointError(f"{path}: {what}", file=path, hint=_FROM_A_COPY) from error
+        reason = str(error) if isinstance(error, UnfitError) else "does not exist"
+        raise CheckpointError(f"{path}: {reason}", file=path, hint=_FROM_A_COPY) from error
     except OSError as error:
         raise RetryableError(f"{path}: cannot be read: {error.strerror or error}", file=path) from error
     except JsonError as error:
         raise DamagedCheckpointError(f"{path}: is damaged: {error}", file=path, hint=_FROM_A_COPY) from None
-    return found
+    return weight_map
 
 
 def _weights_of(content: Any, flat: bool) -> dict[str, str]:
-    """The inner object, checked; with ``flat``, it may be the whole."""
+    """The inner object, checked; with ``flat``, it may be the outer object."""
     if not isinstance(content, dict):
         raise JsonError("it is not an object")
     weights = content.get(_WEIGHTS)
@@ -69,8 +69,8 @@ def _weights_of(content: Any, flat: bool) -> dict[str, str]:
         weights = content
     if not weights:
         raise JsonError("it lists no tensors")
-    # One text per file, not one per tensor; the files have the same names of tensors.
-    found: dict[str, str] = {}
+    # Shares texts: memory grows with files and names, not with tensors times files.
+    file_of: dict[str, str] = {}
     sound: dict[str, str] = {}
     for name, file in weights.items():
         if not name:
@@ -81,8 +81,8 @@ def _weights_of(content: Any, flat: bool) -> dict[str, str]:
             check_inside(file)
             if not file.endswith(WEIGHTS_ENDING):
                 raise JsonError(f"the file of {quoted(name)}, {quoted(file)}, is no {WEIGHTS_ENDING} file")
-        found[sys.intern(name)] = sound.setdefault(file, file)
-    return found
+        file_of[sys.intern(name)] = sound.setdefault(file, file)
+    return file_of
 
 
 SINGLE = "model" + WEIGHTS_ENDING
@@ -110,7 +110,7 @@ def file_names(names: Sequence[str]) -> str:
 
 
 def full_weights_form(path: str, names: Optional[Sequence[str]] = None) -> Optional[str]:
-    """``unified`` or ``huggingface``, where a path is a directory of full weights or the map in one; else None.
+    """``unified`` or ``huggingface`` for a directory of full weights, or its map or index; else None.
 
     Args:
         path: a directory, or a file.
@@ -134,53 +134,53 @@ def index_in(directory: str, names: Sequence[str]) -> Optional[str]:
     """The index of a directory, or None.
 
     Raises:
-        CheckpointError: it has several, and none of the usual name.
+        CheckpointError: it has several indexes, none with the usual name.
     """
-    found = [name for name in names if name.endswith(INDEX_ENDING)]
-    if len(found) > 1 and HUGGINGFACE_INDEX not in found:
+    indexes = [name for name in names if name.endswith(INDEX_ENDING)]
+    if len(indexes) > 1 and HUGGINGFACE_INDEX not in indexes:
         raise CheckpointError(
-            f"{directory}: holds several models: {file_names(found)}",
+            f"{directory}: holds several models: {file_names(indexes)}",
             file=directory,
-            hint=f"pass one of them as SRC, for example {os.path.join(directory, found[0])}",
+            hint=f"pass one of them as SRC, for example {os.path.join(directory, indexes[0])}",
         )
-    if not found:
+    if not indexes:
         return None
-    return os.path.join(directory, HUGGINGFACE_INDEX if HUGGINGFACE_INDEX in found else found[0])
+    return os.path.join(directory, HUGGINGFACE_INDEX if HUGGINGFACE_INDEX in indexes else indexes[0])
 
 
 def files_without_index(directory: str, names: Sequence[str], report: Report) -> list[str]:
     """The files of a model whose directory has no index.
 
     Raises:
-        CheckpointError: it is not clear which they are, or some are missing.
+        CheckpointError: the files may be of several models, or some are missing.
     """
-    found = natural_order(filter(_is_model_file, names))
-    if len(found) == 1 and not NUMBERED.fullmatch(found[0]):
-        return found
-    numbers = [match for match in map(NUMBERED.fullmatch, found) if match is not None]
+    files = natural_order(filter(_is_model_file, names))
+    if len(files) == 1 and not NUMBERED.fullmatch(files[0]):
+        return files
+    numbers = [match for match in map(NUMBERED.fullmatch, files) if match is not None]
     counts = {int(match[2]) for match in numbers}
-    if len(numbers) < len(found) or len(counts) != 1:
+    if len(numbers) < len(files) or len(counts) != 1:
         raise CheckpointError(
-            f"{directory}: has no {HUGGINGFACE_INDEX}, and its files may be of several models: {file_names(found)}",
+            f"{directory}: has no {HUGGINGFACE_INDEX}, and its files may be of several models: {file_names(files)}",
             file=directory,
             hint=f"bring {HUGGINGFACE_INDEX}, or give one file alone as SRC",
         )
     count = counts.pop()
     if len(numbers) != count or any(int(match[1]) != place for place, match in enumerate(numbers, start=1)):
         raise CheckpointError(
-            f"{directory}: has {plural(len(found), 'file')} of the {count} in their names, and no {HUGGINGFACE_INDEX}",
+            f"{directory}: has {plural(len(files), 'file')} of the {count} in their names, and no {HUGGINGFACE_INDEX}",
             file=directory,
             hint=ONE_COPY,
         )
     report.note(f"{directory}: has no {HUGGINGFACE_INDEX}; its {plural(count, 'file')} are read; none is missing")
-    return found
+    return files
 
 
 def _is_model_file(name: str) -> bool:
     return _MODEL_FILE.fullmatch(name) is not None and _ITERATION_FILE.fullmatch(name) is None
 
 
-def say_unread(
+def report_unread(
     directory: str,
     names: Iterable[str],
     files: Iterable[str],
@@ -188,28 +188,28 @@ def say_unread(
     place: Optional[str],
     report: Report,
 ) -> None:
-    """Note weights that are not read; a warning if their names are alike."""
-    read = {*files, HYPER_PARAMETERS}
+    """Note unread weights; warn if their names are like those of read files."""
+    used = {*files, HYPER_PARAMETERS}
     unread = [
-        name for name in names if name not in read and _are_weights(name) and name != os.path.basename(place or "")
+        name for name in names if name not in used and _are_weights(name) and name != os.path.basename(place or "")
     ]
     alike = [name for name in unread if usual.fullmatch(name)]
-    rest = [name for name in unread if name not in alike]
+    unrelated = [name for name in unread if name not in alike]
     if alike:
         report.warn(
             f"{directory}: not read, because {os.path.basename(place or '')} does not name them: "
             f"{file_names(alike)}; they may be left from another save"
         )
-    if rest:
-        report.note(f"{directory}: other weights there are not read: {file_names(rest)}")
+    if unrelated:
+        report.note(f"{directory}: other weights there are not read: {file_names(unrelated)}")
 
 
 def _are_weights(name: str) -> bool:
     return name.endswith(_OTHER_WEIGHTS) and not name.startswith(_NOT_OF_THE_MODEL)
 
 
-def others_in(directory: str, names: Iterable[str], files: Iterable[str]) -> tuple[str, ...]:
-    """Files that belong to the model and are no weights."""
+def extra_files_in(directory: str, names: Iterable[str], files: Iterable[str]) -> tuple[str, ...]:
+    """Files of the model other than weights."""
     passed = {*files, UNIFIED_MAP}
     return tuple(
         name

@@ -1,8 +1,8 @@
-"""Full weights as Hugging Face and MindSpore lay them out in files, and the maps that finish their directories.
+"""Files of full weights, divided as Hugging Face and MindSpore divide them, and the maps that finish their directories.
 
 Hugging Face fills one file after the other, in the order of the names, up to a size. MindSpore's
-``unified_safetensors`` gives every tensor, the largest first, to the file that has fewest bytes so far. The
-same names and sizes give the same files as theirs.
+``unified_safetensors`` gives every tensor, the largest first, to the file with the fewest bytes so far. Equal
+names and sizes give equal files.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import NamedTuple, Optional
 
 from reshard.checkpoints.checkpoint import GlobalTensor
 from reshard.errors import UsageError
-from reshard.forms.full import HUGGINGFACE, HUGGINGFACE_INDEX, HYPER_PARAMETERS, UNIFIED, UNIFIED_MAP
+from reshard.forms.full.directory import HUGGINGFACE, HUGGINGFACE_INDEX, HYPER_PARAMETERS, UNIFIED, UNIFIED_MAP
 from reshard.forms.ranks import FileNames
 from reshard.forms.ranks.naming import NamedFile
 from reshard.forms.target import FinishingFile, Section, TargetForm, WholeLayouts
@@ -35,7 +35,7 @@ _UNITS = {"K": 1, "M": 2, "G": 3, "T": 4}
 _SIZE = re.compile(r"\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*(?:([KMGT])(?:(I)?B)?|B)?\s*", re.IGNORECASE)
 
 Sizes = Sequence[tuple[str, int]]
-"""Names of tensors and their bytes, in the order in which to write them."""
+"""Names of tensors and their bytes, in the order of writing."""
 
 
 class FullFile(NamedTuple):
@@ -54,7 +54,7 @@ def parse_size(text: str) -> int:
     """The bytes of ``5GB`` or ``5G`` (decimal), ``5GiB`` (binary) or ``1000``.
 
     Raises:
-        UsageError: it is none, or less than a byte.
+        UsageError: the text is not a size, or less than a byte.
     """
     match = _SIZE.fullmatch(text)
     size = 0
@@ -67,10 +67,10 @@ def parse_size(text: str) -> int:
 
 
 def split_for_huggingface(sizes: Sizes, max_shard_size: int = MAX_SHARD_SIZE) -> list[list[str]]:
-    """Which tensors go into which file, as ``save_pretrained`` decides it.
+    """The names of every file's tensors, divided as ``save_pretrained`` divides them.
 
-    In the order given; a new file is begun where the next tensor would pass the limit. A tensor that is larger
-    gets a file of its own, before the file that is being filled.
+    A new file begins where the next tensor would pass the limit. A tensor larger than the limit gets a file of its
+    own, before the file being filled.
 
     Args:
         sizes: the tensors.
@@ -92,14 +92,14 @@ def split_for_huggingface(sizes: Sizes, max_shard_size: int = MAX_SHARD_SIZE) ->
 
 
 def split_for_unified(sizes: Sizes, max_shard_size: Optional[int] = None) -> list[list[str]]:
-    """Which tensors go into which file, as ``unified_safetensors`` decides it.
+    """The names of every file's tensors, divided as ``unified_safetensors`` divides them.
 
     The largest first, each into the file with the fewest bytes so far. The number of files is the total by
-    3 GiB, so that one may be a little larger; no file passes a limit that is given, unless it holds one tensor.
+    3 GiB, so a file may be a little larger. A file passes an explicit limit only if it holds one tensor.
 
     Args:
         sizes: the tensors.
-        max_shard_size: bytes of tensors per file; by default as many as MindSpore takes.
+        max_shard_size: bytes of tensors per file; by default MindSpore's.
     """
     total = sum(nbytes for _, nbytes in sizes)
     count = min(-(-total // (max_shard_size or UNIFIED_SIZE)), len(sizes))
@@ -109,7 +109,7 @@ def split_for_unified(sizes: Sizes, max_shard_size: Optional[int] = None) -> lis
     for name, nbytes in sorted(sizes, key=lambda entry: -entry[1]):
         filled, number = heap[0]
         if max_shard_size is not None and filled and filled + nbytes > max_shard_size:
-            # A tensor that does not fit the emptiest file fits none.
+            # The emptiest file is too full, so all are.
             heapq.heappush(heap, (nbytes, len(files)))
             files.append([name])
             continue
@@ -164,10 +164,10 @@ class FullDirectory(TargetForm):
         name: ``unified`` or ``huggingface``.
         tensors: the tensors in file order.
         values: bytes of every value beside them, by name.
-        max_shard_size: bytes of tensors in a file; by default as the form's own writer takes.
-        others: files of the source that belong to the model, by name; copied where the form is its own.
-        found: the tensors' names in the order in which the source holds them, which decides between unified files of
-            equal size; by default that of ``tensors``.
+        max_shard_size: bytes of tensors in a file; by default that of the form's own writer.
+        extra_files: configuration and tokenizer of a Hugging Face model.
+        source_order: the tensors' names in the order of the source, which decides between unified files of equal
+            size; by default the order of ``tensors``.
     """
 
     by_rank = False
@@ -180,11 +180,11 @@ class FullDirectory(TargetForm):
         tensors: Mapping[str, GlobalTensor],
         values: Mapping[str, int],
         max_shard_size: Optional[int] = None,
-        others: Sequence[FinishingFile] = (),
-        found: Optional[Sequence[str]] = None,
+        extra_files: Sequence[FinishingFile] = (),
+        source_order: Optional[Sequence[str]] = None,
     ) -> None:
         self.name = name
-        self._others = others
+        self._extra_files = extra_files
         self._sizes: Sizes = [(tensor.name, math.prod(tensor.shape) * tensor.item_size) for tensor in tensors.values()]
         if name == HUGGINGFACE:
             self.metadata: Optional[Mapping[str, str]] = {"format": HUGGINGFACE_FORMAT}
@@ -193,9 +193,9 @@ class FullDirectory(TargetForm):
         else:
             self.metadata = {"format": UNIFIED_FORMAT}
             sizes = dict(self._sizes)
-            shared_out = self._sizes if found is None else [(tensor, sizes[tensor]) for tensor in found]
+            shared_out = self._sizes if source_order is None else [(tensor, sizes[tensor]) for tensor in source_order]
             self._files = unified_files(shared_out, max_shard_size) if sizes else []
-            # Without a tensor the map would list nothing, and no reader takes that.
+            # Readers refuse a map without tensors.
             if values and self._files:
                 self._files = [*self._files, FullFile(HYPER_PARAMETERS, [*values])]
         self._file_of_value = {
@@ -233,4 +233,4 @@ class FullDirectory(TargetForm):
             return [FinishingFile(UNIFIED_MAP, lambda: [unified_map(files, self._sizes)])]
         index = huggingface_index(self._files, self._sizes)
         last = [] if index is None else [FinishingFile(HUGGINGFACE_INDEX, lambda: [index])]
-        return [*self._others, *last]
+        return [*self._extra_files, *last]

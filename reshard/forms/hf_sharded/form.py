@@ -11,7 +11,7 @@ from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.checkpoints.formats.output import OutputLayout, OutputTensor, lay_out_safetensors
 from reshard.forms.chunk_files import ChunkFiles
 from reshard.forms.chunks import ChunkedCheckpoint, described, strategy_of
-from reshard.forms.form import Description, Form, FormOptions, Layouts, Names, Reading, Wanted
+from reshard.forms.form import Description, Form, FormOptions, Layouts, Names, ReadRequest, WriteRequest
 from reshard.forms.full.form import check_latest
 from reshard.forms.hf_sharded.headers import FULL_SHAPE, INFO, OFFSETS
 from reshard.forms.hf_sharded.reading import SHARD, read_shards, shards_in
@@ -42,12 +42,12 @@ class HfShardedForm(Form):
         if not is_directory(src):
             return SHARD.fullmatch(os.path.basename(src)) is not None
         names = names_in(src) if names is None else names
-        whole = any(name.endswith(".safetensors.index.json") or name == "model.safetensors" for name in names)
-        found = shards_in(src, names)
-        return found == src or (found is not None and not whole)
+        consolidated = any(name.endswith(".safetensors.index.json") or name == "model.safetensors" for name in names)
+        directory = shards_in(src, names)
+        return directory == src or (directory is not None and not consolidated)
 
     @caches_listings
-    def read(self, reading: Reading) -> ChunkedCheckpoint:
+    def read(self, reading: ReadRequest) -> ChunkedCheckpoint:
         """By the headers of all files."""
         check_latest(self, reading)
         return read_shards(self.name, reading)
@@ -56,15 +56,15 @@ class HfShardedForm(Form):
         """As the headers place the chunks."""
         return strategy_of(cast(ChunkedCheckpoint, checkpoint))
 
-    def target(self, checkpoint: Checkpoint, wanted: Wanted) -> TargetForm:
-        """A file for every rank, and what lies beside the weights of a Hugging Face directory."""
+    def target(self, checkpoint: Checkpoint, request: WriteRequest) -> TargetForm:
+        """A file for every rank, and the other files of a Hugging Face directory."""
         from reshard.forms.full.beside import files_beside
 
-        chosen = selected(checkpoint, wanted)
-        return _Shards(wanted.target, chosen, files_beside(checkpoint, chosen.tensors, wanted))
+        chosen = selected(checkpoint, request)
+        return _Shards(request.target, chosen, files_beside(checkpoint, chosen.tensors, request))
 
     def describe(self, checkpoint: Checkpoint) -> Description:
-        """How many chunks tensors have, and what is missing."""
+        """The number of chunks, and missing elements."""
         return described(cast(ChunkedCheckpoint, checkpoint))
 
 
@@ -88,8 +88,8 @@ class _Shards(ChunkFiles):
         return lay_out_safetensors(tensors, {INFO: text, VERSION_KEY: _VERSION, "format": "pt"})
 
     def _full_shape(self, tensor: OutputTensor) -> Sequence[int]:
-        known = self.tensors.get(tensor.name)
-        return tensor.dims if known is None else known.shape
+        source = self.tensors.get(tensor.name)
+        return tensor.dims if source is None else source.shape
 
     def finishing(self) -> Sequence[FinishingFile]:
         """The files beside the weights: nothing else tells that the shards are complete, but that all are there."""

@@ -1,4 +1,4 @@
-"""What headers of sharded safetensors record of their entries: which part of which tensor each is."""
+"""The headers of sharded safetensors: which part of which tensor an entry is."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from reshard.text.wording import quoted
 INFO = "DCP_SHARDING_INFO"
 """The key of a header's metadata for the places of the file's tensors."""
 OFFSETS, FULL_SHAPE = "saved_offsets", "global_shape"
-# What newer headers call the tensor that an entry is a chunk of, where entries have names of their own.
+# Keys of newer headers for the name of the tensor, where an entry has another name.
 _NAMES = ("fqn", "logical_fqn")
 _LARGEST_NUMBER = 1 << 63
 
 
 class HeaderEntry(NamedTuple):
-    """What a header says of an entry.
+    """The place of an entry in a tensor.
 
     Attributes:
         name: the tensor.
@@ -40,10 +40,10 @@ class HeaderEntry(NamedTuple):
 
 
 def entries_of(index: CheckpointIndex) -> Iterator[tuple[HeaderEntry, Tensor]]:
-    """Every entry of a file, and what its header says of it.
+    """Every entry of a file, and its place in a tensor.
 
     Raises:
-        CheckpointError: the header says nothing of one, or what is no place in a tensor.
+        CheckpointError: the header has no place for an entry, or an impossible one.
     """
     info = sharding_info(index)
     if info is None:
@@ -56,17 +56,17 @@ def entries_of(index: CheckpointIndex) -> Iterator[tuple[HeaderEntry, Tensor]]:
     if unknown:
         raise _wrong(index.path, unknown[0], f"is in {INFO}, and the file does not hold it")
     for key, stored in index.tensors.items():
-        said = info.get(key)
-        if not isinstance(said, dict) or OFFSETS not in said:
+        place = info.get(key)
+        if not isinstance(place, dict) or OFFSETS not in place:
             raise _wrong(index.path, key, f"has no {OFFSETS} in {INFO}")
-        strange = sorted(said.keys() - {OFFSETS, FULL_SHAPE, *_NAMES})
+        strange = sorted(place.keys() - {OFFSETS, FULL_SHAPE, *_NAMES})
         if strange:
             raise _wrong(index.path, key, f"has {quoted(strange[0])} in {INFO}, which this version does not know")
-        offsets, shape = said[OFFSETS], said.get(FULL_SHAPE)
-        for what, numbers in ((OFFSETS, offsets), (FULL_SHAPE, shape)):
+        offsets, shape = place[OFFSETS], place.get(FULL_SHAPE)
+        for field, numbers in ((OFFSETS, offsets), (FULL_SHAPE, shape)):
             if numbers is not None and not _are_numbers(numbers, len(stored.shape)):
-                raise _wrong(index.path, key, f"of shape {list(stored.shape)} has {what} {str(numbers)[:80]}")
-        names = {said[word] for word in _NAMES if word in said}
+                raise _wrong(index.path, key, f"of shape {list(stored.shape)} has {field} {str(numbers)[:80]}")
+        names = {place[word] for word in _NAMES if word in place}
         if any(not isinstance(name, str) or not name for name in names) or len(names) > 1:
             raise _wrong(index.path, key, f"has no one name in {INFO}")
         name = next(iter(names), key)
@@ -74,7 +74,7 @@ def entries_of(index: CheckpointIndex) -> Iterator[tuple[HeaderEntry, Tensor]]:
 
 
 def sharding_info(index: CheckpointIndex) -> Optional[dict[str, Any]]:
-    """What a header records of the places of its tensors; None where it records nothing.
+    """The places of tensors in a header; None without any.
 
     Raises:
         DamagedCheckpointError: it is no JSON object.
@@ -91,17 +91,17 @@ def sharding_info(index: CheckpointIndex) -> Optional[dict[str, Any]]:
     return info
 
 
-def _are_numbers(found: object, count: int) -> bool:
+def _are_numbers(numbers: object, count: int) -> bool:
     return (
-        isinstance(found, list)
-        and len(found) == count
-        and all(type(each) is int and 0 <= each < _LARGEST_NUMBER for each in found)
+        isinstance(numbers, list)
+        and len(numbers) == count
+        and all(type(each) is int and 0 <= each < _LARGEST_NUMBER for each in numbers)
     )
 
 
-def _wrong(path: str, name: str, what: str) -> CheckpointError:
+def _wrong(path: str, name: str, problem: str) -> CheckpointError:
     return CheckpointError(
-        f"{path}: {quoted(name)} {what}",
+        f"{path}: {quoted(name)} {problem}",
         file=path,
         parameter=name,
         hint="take the files of one save; a newer version of reshard may know more of these headers",

@@ -11,9 +11,9 @@ from typing import Optional
 from reshard.checkpoints.formats.tensors import CheckpointIndex, Tensor
 from reshard.errors import CheckpointError, InputError
 from reshard.forms.chunks import Chunk, ChunkedCheckpoint, ChunkedTensor, chunked_checkpoint
-from reshard.forms.form import Reading
+from reshard.forms.form import ReadRequest
 from reshard.forms.full.contents import Contents
-from reshard.forms.full.directory import others_in, say_unread
+from reshard.forms.full.directory import extra_files_in, report_unread
 from reshard.forms.hf_sharded.headers import HeaderEntry, entries_of
 from reshard.storage import is_directory, names_in
 from reshard.text.messages import listing
@@ -29,7 +29,7 @@ SHARD = re.compile(r"shard-([0-9]{5,9})-model-([0-9]{5,9})-of-([0-9]{5,9})\.safe
 
 
 def shards_in(path: str, names: Sequence[str]) -> Optional[str]:
-    """The directory of shards: this one, or the one in it; None where there is none."""
+    """The directory of shards: this one, or `SHARDED` in it; None if neither has any."""
     if any(map(SHARD.fullmatch, names)):
         return path
     inner = os.path.join(path, SHARDED)
@@ -38,7 +38,7 @@ def shards_in(path: str, names: Sequence[str]) -> Optional[str]:
     return None
 
 
-def read_shards(form: str, reading: Reading) -> ChunkedCheckpoint:
+def read_shards(form: str, reading: ReadRequest) -> ChunkedCheckpoint:
     """Read a directory of shards.
 
     Raises:
@@ -53,26 +53,26 @@ def read_shards(form: str, reading: Reading) -> ChunkedCheckpoint:
             file=reading.path,
             hint=f"give the directory as SRC: {os.path.dirname(reading.path) or os.curdir}",
         )
-    there = names if directory == reading.path else names_in(directory)
-    files = natural_order(filter(SHARD.fullmatch, there))
-    say_unread(directory, there, files, SHARD, None, reading.report)
+    present = names if directory == reading.path else names_in(directory)
+    files = natural_order(filter(SHARD.fullmatch, present))
+    report_unread(directory, present, files, SHARD, None, reading.report)
     contents = Contents.read(directory, files, reading.handles, reading.damaged)
     shards = _Shards(directory, files, [contents.indexes[number] for number in range(len(files))])
     tensors, faults = shards.tensors()
     shards.check_files(tensors, faults, reading.report)
     checkpoint = chunked_checkpoint(form, directory, shards.indexes, tensors.values(), faults, shards.hint)
-    checkpoint.others = others_in(directory, there, files)
+    checkpoint.extra_files = extra_files_in(directory, present, files)
     if reading.complete:
-        checkpoint.check(reading.wanted)
+        checkpoint.check(reading.required)
     return checkpoint
 
 
 class _Shards:
-    """The files, and what their headers say.
+    """The files and their headers.
 
     Attributes:
         indexes: per file its entries; none where these have names of their own.
-        hint: what to do about chunks that no file holds.
+        hint: the cure for missing chunks.
     """
 
     def __init__(self, directory: str, files: Sequence[str], indexes: list[CheckpointIndex]) -> None:
@@ -81,8 +81,8 @@ class _Shards:
         self._files = files
         # Shard and file numbers of every file.
         self._numbers = [tuple(map(int, match.groups())) for match in map(SHARD.fullmatch, files) if match]
-        there = {shard for shard, _, _ in self._numbers}
-        missing = sorted(set(range(1, max(there) + 1)) - there)
+        present = {shard for shard, _, _ in self._numbers}
+        missing = sorted(set(range(1, max(present) + 1)) - present)
         self.hint = "copy the files of one save again"
         if missing:
             self.hint = f"bring the files of {'shards' if missing[1:] else 'shard'} {number_ranges(missing)}"
@@ -97,32 +97,34 @@ class _Shards:
         chunks: dict[str, list[Chunk]] = defaultdict(list)
         kinds: dict[str, set[str]] = defaultdict(set)
         shapes: dict[str, set[tuple[int, ...]]] = defaultdict(set)
-        known: dict[tuple[int, int], list[tuple[HeaderEntry, Tensor]]] = {}
-        kept: list[object] = []
+        entries_of_header: dict[tuple[int, int], list[tuple[HeaderEntry, Tensor]]] = {}
+        referenced: list[object] = []
         for number, index in enumerate(self.indexes):
             # Files that are built alike share both.
             key = (id(index.tensors), id(index.metadata))
-            if key not in known:
-                known[key] = list(entries_of(index))
-                kept.append((index.tensors, index.metadata))
-            entries = known[key]
-            own = any(entry.name != stored.name for entry, stored in entries)
-            if own:
+            if key not in entries_of_header:
+                entries_of_header[key] = list(entries_of(index))
+                referenced.append((index.tensors, index.metadata))
+            entries = entries_of_header[key]
+            has_own_names = any(entry.name != stored.name for entry, stored in entries)
+            if has_own_names:
                 self.indexes[number] = CheckpointIndex(index.path, index.format, index.size, {}, index.crc)
             for entry, stored in entries:
-                chunks[entry.name].append(Chunk(entry.offsets, stored.shape, number, stored if own else None))
+                chunks[entry.name].append(Chunk(entry.offsets, stored.shape, number, stored if has_own_names else None))
                 kinds[entry.name].add(stored.dtype)
                 if entry.shape is not None:
                     shapes[entry.name].add(entry.shape)
-        found: dict[str, ChunkedTensor] = {}
+        tensors: dict[str, ChunkedTensor] = {}
         faults: dict[str, InputError] = {}
         for name in layers_in_order(chunks):
             dimensions = {len(chunk.sizes) for chunk in chunks[name]}
-            for what, values in (("types", kinds[name]), ("shapes", shapes[name]), ("dimensions", dimensions)):
+            for property_name, values in (("types", kinds[name]), ("shapes", shapes[name]), ("dimensions", dimensions)):
                 if len(values) > 1:
-                    said = " and ".join(str(list(each) if isinstance(each, tuple) else each) for each in sorted(values))
+                    alternatives = " and ".join(
+                        str(list(each) if isinstance(each, tuple) else each) for each in sorted(values)
+                    )
                     faults[name] = CheckpointError(
-                        f"{self._directory}: {quoted(name)} has different {what} in its files: {said}",
+                        f"{self._directory}: {quoted(name)} has different {property_name} in its files: {alternatives}",
                         file=self._directory,
                         parameter=name,
                         hint=f"take the files of one save, or leave it out with --exclude {as_pattern(name)}",
@@ -135,8 +137,8 @@ class _Shards:
                 shape = tuple(map(max, zip(*ends)))
             else:
                 self._recorded.add(name)
-            found[name] = ChunkedTensor(name, next(iter(kinds[name])), shape, chunks[name])
-        return found, faults
+            tensors[name] = ChunkedTensor(name, next(iter(kinds[name])), shape, chunks[name])
+        return tensors, faults
 
     def check_files(self, tensors: Mapping[str, ChunkedTensor], faults: dict[str, InputError], report: Report) -> None:
         """Look for tensors that may have lost their last rows with a file, where headers record no full shape.
@@ -151,11 +153,16 @@ class _Shards:
             report: told of those that may have.
         """
         shards = max(shard for shard, _, _ in self._numbers)
-        there = {(shard, file) for shard, file, _ in self._numbers}
+        present = {(shard, file) for shard, file, _ in self._numbers}
         files = {number for _, number, _ in self._numbers} | set(
             range(1, max(count for _, _, count in self._numbers) + 1)
         )
-        if len(there) == shards * len(files):
+        if len(present) == shards * len(files):
+            if any(tensor.shape and name not in self._recorded for name, tensor in tensors.items()):
+                report.note(
+                    f"{self._directory}: headers record no full shapes, and without its last shard a tensor looks "
+                    f"smaller: make sure that {plural(shards, 'rank')} saved it"
+                )
             return
         spread = [self._shards_of(tensor) for tensor in tensors.values()]
         everywhere = shards > 1 and any(numbers == [*range(1, shards + 1)] for numbers in spread)
@@ -163,15 +170,18 @@ class _Shards:
         for (name, tensor), numbers in zip(tensors.items(), spread):
             if name in self._recorded or not tensor.shape:
                 continue
-            own = {self._numbers[chunk.file][1] for chunk in tensor.chunks}
-            lacking = [shard for shard in range(1, shards + 1) if not any((shard, file) in there for file in own)]
+            file_numbers = {self._numbers[chunk.file][1] for chunk in tensor.chunks}
+            lacking = [
+                shard for shard in range(1, shards + 1) if not any((shard, file) in present for file in file_numbers)
+            ]
             if not lacking:
                 continue
             first_cut = len(numbers) > 1 and numbers == [*range(1, len(numbers) + 1)]
             if everywhere and first_cut and lacking == [*range(len(numbers) + 1, shards + 1)]:
                 faults[name] = CheckpointError(
                     f"{self._directory}: {quoted(name)} has chunks in shards 1 to {numbers[-1]}, other tensors in "
-                    f"{shards}, and of shard {number_ranges(lacking)} file {number_ranges(sorted(own))} is missing",
+                    f"{shards}, and of shard {number_ranges(lacking)} file {number_ranges(sorted(file_numbers))} is "
+                    "missing",
                     file=self._directory,
                     parameter=name,
                     hint=f"bring the missing files, or leave it out with --exclude {as_pattern(name)}",

@@ -1,6 +1,6 @@
 """Trees of rank directories: files by rank and step, their contents and layouts.
 
-`find_checkpoints` uses names alone. A strategy contains the layouts; `selection` chooses the step.
+`find_checkpoints` uses names alone. A strategy holds the layouts; `selection` chooses the step.
 """
 
 from reshard.forms.ranks.naming import FileNames

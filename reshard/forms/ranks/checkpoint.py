@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Optional
+from typing import Any, ClassVar, Optional
 
-from reshard.checkpoints import CheckpointIndex, FileHandles, KnownStructures
-from reshard.checkpoints.checkpoint import Checkpoint, Equal, GlobalTensor, StoredObject, order_in_files
+from reshard.checkpoints import CheckpointIndex, FileHandles
+from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor, StoredObject, TiedTensors, order_in_files
 from reshard.checkpoints.edited import stored_checkpoint
-from reshard.checkpoints.formats.headers import read_headers
+from reshard.checkpoints.formats.headers import KnownStructures, read_headers
 from reshard.errors import DamagedCheckpointError
 from reshard.forms.ranks import StepFiles
 from reshard.forms.ranks.holding import stage_shardings
@@ -28,7 +28,7 @@ class RankCheckpoint:
         source: the files.
         tensors: the strategy's parameters in the files, by name.
         laid_out: names that the strategy lists.
-        unseen: those in no file, if files of some ranks are missing.
+        unseen: listed names in no file, if files of some ranks are missing.
     """
 
     source: SourceStep
@@ -37,6 +37,10 @@ class RankCheckpoint:
     unseen: frozenset[str] = frozenset()
 
     form = "ranks"
+    # Rank files have no metadata of training, no files beside them and no objects.
+    training: ClassVar[Mapping[str, Any]] = {}
+    extra_files: ClassVar[Sequence[str]] = ()
+    objects: ClassVar[Mapping[str, StoredObject]] = {}
 
     @property
     def step(self) -> Optional[str]:
@@ -45,7 +49,7 @@ class RankCheckpoint:
 
     @property
     def label(self) -> str:
-        """How the step is called in messages."""
+        """The step's name in messages."""
         return self.source.label
 
     @property
@@ -63,26 +67,11 @@ class RankCheckpoint:
         """Headers of the readable files, by rank."""
         return self.source.indexes
 
-    @property
-    def training(self) -> Mapping[str, Any]:
-        """Nothing: rank files have no metadata of training."""
-        return {}
-
-    @property
-    def others(self) -> Sequence[str]:
-        """None."""
-        return ()
-
-    @property
-    def objects(self) -> Mapping[str, StoredObject]:
-        """None."""
-        return {}
-
     def order(self) -> list[str]:
-        """Names of all tensors, in the order in which files hold them."""
+        """Names of all tensors, in the order of the files."""
         return order_in_files(self)
 
-    def equal(self) -> Sequence[Equal]:
+    def tied_tensors(self) -> Sequence[TiedTensors]:
         """None: no tied tensors."""
         return ()
 
@@ -103,12 +92,12 @@ class RankCheckpoint:
         return self.source.holders(name)
 
     def present(self, tensor: GlobalTensor) -> tuple[frozenset[int], ...]:
-        """The ranks whose file holds a tensor, per stage that does."""
+        """Per sharding of a tensor, the ranks whose file holds it."""
         return self.source.present(tensor)
 
 
 def rank_checkpoint_of(checkpoint: Checkpoint) -> Optional[RankCheckpoint]:
-    """The rank checkpoint that this is, or is made of; None for other forms."""
+    """The rank checkpoint below any edits; None for other forms."""
     stored = stored_checkpoint(checkpoint)
     return stored if isinstance(stored, RankCheckpoint) else None
 
@@ -121,18 +110,18 @@ class SourceStep:
     """One step of a source tree.
 
     Attributes:
-        found: the files by name alone.
+        step_files: the files by name alone.
         files: path per rank that has a file of this step.
         indexes: headers of the files read so far, by rank.
-        damaged: why a rank's file counts as absent, by rank.
+        damaged: by rank, the reason why its file counts as absent.
     """
 
-    def __init__(self, found: StepFiles, handles: FileHandles, report: Report) -> None:
-        self.found = found
-        self.step = found.step
-        self.files: dict[int, str] = dict(found.files)
+    def __init__(self, step_files: StepFiles, handles: FileHandles, report: Report) -> None:
+        self.step_files = step_files
+        self.step = step_files.step
+        self.files: dict[int, str] = dict(step_files.files)
         self.indexes: dict[int, CheckpointIndex] = {}
-        self.damaged: dict[int, str] = dict(found.damaged)
+        self.damaged: dict[int, str] = dict(step_files.damaged)
         self._handles = handles
         self._report = report
         self._sets: dict[frozenset[str], int] = {}
@@ -144,7 +133,7 @@ class SourceStep:
 
     @property
     def label(self) -> str:
-        """How the step is called in messages."""
+        """The step's name in messages."""
         return step_words(self.step)
 
     @property
@@ -159,13 +148,15 @@ class SourceStep:
         return frozenset(self.files) - frozenset(self.damaged)
 
     def load(self, ranks: Iterable[int]) -> bool:
-        """Read the headers of these ranks' files, where they exist.
+        """Read the headers of these ranks' existing files.
 
         Returns:
             Whether a file was read for the first time.
         """
-        wanted = [r for r in sorted(ranks) if r in self.files and r not in self.indexes and r not in self.damaged]
-        for rank, index in read_headers(self._handles, {rank: self.files[rank] for rank in wanted}, self._known):
+        unread = [r for r in sorted(ranks) if r in self.files and r not in self.indexes and r not in self.damaged]
+        for rank, index in read_headers(
+            self._handles, {rank: self.files[rank] for rank in unread}, structures=self._known
+        ):
             if isinstance(index, DamagedCheckpointError):
                 self.damaged[rank] = index.message
                 self._report.warn(f"{index.message}; rank {rank} counts as absent at {self.label}")
@@ -179,7 +170,7 @@ class SourceStep:
                 self._set_of_tensors[id(index.tensors)] = number
             self._set_of_rank[rank] = number
             self._presence.clear()
-        return bool(wanted)
+        return bool(unread)
 
     def loaded(self, stage: Stage) -> list[int]:
         """Ranks of a stage whose files were read, ascending."""
@@ -194,21 +185,21 @@ class SourceStep:
         """Ranks of a stage whose file holds a tensor of this name, among the files read."""
         sets = tuple(number for names, number in self._sets.items() if name in names)
         key = (stage.number, sets)
-        found = self._presence.get(key)
-        if found is None:
-            found = frozenset(rank for rank in self.loaded(stage) if self._set_of_rank[rank] in sets)
-            self._presence[key] = found
-        return found
+        ranks = self._presence.get(key)
+        if ranks is None:
+            ranks = frozenset(rank for rank in self.loaded(stage) if self._set_of_rank[rank] in sets)
+            self._presence[key] = ranks
+        return ranks
 
     def present(self, tensor: GlobalTensor) -> tuple[frozenset[int], ...]:
-        """The ranks whose file holds a tensor, per stage that does."""
+        """Per sharding of a tensor, the ranks whose file holds it."""
         return tuple(self.ranks_with(tensor.name, sharding.stage) for sharding in stage_shardings(tensor))
 
     def deduplicated(self, stage: Stage) -> bool:
-        """Whether each slice was saved by only some of the ranks of a stage that hold it.
+        """Whether only some of the replicas of a stage saved a slice.
 
-        A single file with the mark is enough. Without a mark, which .ckpt files never
-        have, where files of the stage hold different sets of its parameters.
+        A single file with the mark is enough. Files of .ckpt have no mark: there, different sets of parameters
+        in the files of a stage show it.
         """
         if self._marked:
             return True
@@ -221,7 +212,7 @@ class SourceStep:
         )
 
     def _lacks_elements(self, name: str, stage: Stage, loaded: Sequence[int]) -> bool:
-        """Whether a file of a stage lacks a slice with elements; .ckpt files mostly leave out empty slices."""
+        """Whether a file of a stage lacks a slice with elements; .ckpt files mostly skip empty slices."""
         holders = self.ranks_with(name, stage)
         if not any(self.indexes[rank].tensors[name].nbytes for rank in holders):
             return False

@@ -1,9 +1,8 @@
 """Whether the files of a step fit the strategy: ranks, slices, and unlisted parameters.
 
-A step is complete when every stage has ranks with it and of every parameter found at that step
-every slice is found. A parameter that no file holds was not saved and does not count, except where
-the save was de-duplicated and a rank of that stage is absent, which may have been the one that held
-it. Slices without elements are never missing.
+A step is complete if every stage has ranks with it, and the files hold every slice of every parameter that they
+hold at all. A parameter in no file was not saved and does not count, unless the save was de-duplicated and a rank
+of its stage is absent: that rank may have held it. Slices without elements are never missing.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ _MOST_GROUPS = 8
 
 
 class LostParameter(NamedTuple):
-    """A parameter of which a slice is on no readable rank.
+    """A parameter with a slice on no readable rank.
 
     Attributes:
         parameter: its name.
-        groups: per lost slice the ranks that would have held it; one rank of each is needed.
+        groups: per lost slice the ranks that should hold it; one rank of each group is needed.
     """
 
     parameter: str
@@ -39,63 +38,63 @@ class LostParameter(NamedTuple):
 
     @property
     def ranks(self) -> frozenset[int]:
-        """All ranks that would have held a lost slice."""
+        """All ranks that should hold a lost slice."""
         return frozenset(rank for group in self.groups for rank in group)
 
 
 def lost_slices(tensors: Iterable[GlobalTensor], step: SourceStep) -> list[LostParameter]:
-    """Parameters of which some slice is on no rank whose file was read."""
+    """Parameters with a slice that no read file holds."""
     result = []
-    known: dict[object, frozenset[frozenset[int]]] = {}
+    lost_by_kind: dict[object, frozenset[frozenset[int]]] = {}
     for tensor in tensors:
         present = step.present(tensor)
         key = (tensor.shape, stage_shardings(tensor)[0].layout, len(tensor.shardings), present)
-        if len(tensor.shardings) > 1 or key not in known:
-            known[key] = _holders_of_lost(tensor, present)
-        if known[key]:
-            result.append(LostParameter(tensor.name, known[key]))
+        if len(tensor.shardings) > 1 or key not in lost_by_kind:
+            lost_by_kind[key] = _holders_of_lost(tensor, present)
+        if lost_by_kind[key]:
+            result.append(LostParameter(tensor.name, lost_by_kind[key]))
     return result
 
 
 def _holders_of_lost(tensor: GlobalTensor, present: Sequence[frozenset[int]]) -> frozenset[frozenset[int]]:
     shardings = stage_shardings(tensor)
     layouts = [sharding.layout for sharding in shardings]
-    held = []
+    present_slices = []
     for sharding, ranks in zip(shardings, present):
         local = [rank - sharding.stage.first_rank for rank in ranks]
-        held.append(set(sharding.layout.slice_of_rank[local].tolist()))
-    if any(len(slices) == layout.slice_count for slices, layout in zip(held, layouts)):
+        present_slices.append(set(sharding.layout.slice_of_rank[local].tolist()))
+    if any(len(slices) == layout.slice_count for slices, layout in zip(present_slices, layouts)):
         return frozenset()
     lost: set[frozenset[int]] = set()
     for cell in Overlap([sharding.grid for sharding in shardings], Grid.whole(tensor.shape)).cells(0):
-        if not any(number in slices for number, slices in zip(cell.slices, held)):
-            held_by = (sharding.holders(number) for sharding, number in zip(shardings, cell.slices))
-            lost.add(frozenset(rank for ranks in held_by for rank in ranks))
+        if not any(number in slices for number, slices in zip(cell.slices, present_slices)):
+            holder_lists = (sharding.holders(number) for sharding, number in zip(shardings, cell.slices))
+            lost.add(frozenset(rank for ranks in holder_lists for rank in ranks))
     return frozenset(lost)
 
 
 def unread_parameters(
-    source: Strategy, step: SourceStep, stages: Iterable[Stage], found: set[str]
+    source: Strategy, step: SourceStep, stages: Iterable[Stage], present: set[str]
 ) -> list[LostParameter]:
-    """Parameters that were found nowhere but may have been on an absent rank (de-duplicated saves)."""
+    """Parameters in no file that an absent rank may have held (de-duplicated saves)."""
     result: dict[str, set[int]] = {}
-    # A stage with a single file left shows it only in the other stages' files.
+    # A stage with a single file shows a de-duplicated save only in the other stages' files.
     if source.is_none or not any(step.deduplicated(stage) for stage in source.stages):
         return []
     for stage in stages:
         absent = step.absent(stage)
         for name in stage.layouts if absent else ():
-            if name not in found:
+            if name not in present:
                 result.setdefault(name, set()).update(absent)
     return [LostParameter(name, frozenset([frozenset(ranks)])) for name, ranks in result.items()]
 
 
 def explain(lost: Sequence[LostParameter], most: int) -> list[Message]:
-    """One line per ranks that would have held something: how many parameters, and which.
+    """One line per group of ranks: the number and names of the parameters that they should hold.
 
     Args:
         lost: the lost parameters.
-        most: patterns of names in a line at the most.
+        most: limit of name patterns in a line.
     """
     by_groups: dict[frozenset[frozenset[int]], list[str]] = {}
     for parameter, groups in lost:
@@ -114,9 +113,9 @@ def cure(lost: Iterable[LostParameter]) -> Optional[str]:
 
 
 def _in_words(groups: frozenset[frozenset[int]]) -> str:
-    """``ranks 1,5`` where each is needed; ``one of ranks 0,4 and one of ranks 1,5`` where replicas would do."""
+    """``ranks 1,5`` if each is needed; ``one of ranks 0,4 and one of ranks 1,5`` for replicas."""
     alone = {rank for group in groups if len(group) == 1 for rank in group}
-    # A group with a rank that is needed anyway needs no other.
+    # A rank that is needed alone satisfies every other group with it.
     several = sorted(sorted(group) for group in groups if group.isdisjoint(alone))
     words = [rank_ranges(alone)] if alone else []
     words += [f"one of {rank_ranges(group)}" for group in several[:_MOST_GROUPS]]
@@ -139,44 +138,46 @@ def problems_of_unlisted(
         return []
     by_stages: dict[tuple[int, tuple[int, ...]], list[str]] = {}
     everywhere = step.names().intersection(name for stage in stages for name in stage.layouts)
-    whole = 0
+    full_stages = 0
     for stage in stages:
-        held: set[str] = set()
+        stored: set[str] = set()
         for names in {frozenset(step.indexes[rank].tensors) for rank in step.loaded(stage)}:
-            held |= names
-        whole += everywhere <= held
-        for name in sorted((held & everywhere) - stage.layouts.keys()):
-            listed_by = tuple(other.number for other in stages if name in other.layouts)
+            stored |= names
+        full_stages += everywhere <= stored
+        for name in sorted((stored & everywhere) - stage.layouts.keys()):
+            listed_by = tuple(listing_stage.number for listing_stage in stages if name in listing_stage.layouts)
             by_stages.setdefault((stage.number, listed_by), []).append(name)
-    told: list[tuple[str, str]] = []
-    if whole == len({number for number, _ in by_stages}) == len(stages):
+    problems: list[tuple[str, str]] = []
+    if full_stages == len({number for number, _ in by_stages}) == len(stages):
         text = (
             f"ranks of every pipeline stage hold all {len(everywhere)} parameters, which the source strategy shares "
             f"out among {len(stages)} stages: is it the strategy of another run?"
         )
-        told.append((text, next(iter(by_stages.values()))[0]))
+        problems.append((text, next(iter(by_stages.values()))[0]))
     elif len(by_stages) > _MOST_STAGES:
-        # A line per pair of stages would fill a screen.
+        # A line per pair of stages could fill a screen.
         unlisted = sorted({name for names in by_stages.values() for name in names})
         numbers = f"stages {number_ranges(number for number, _ in by_stages)}"
-        told.append((_said_of_unlisted(checkpoint, numbers, "other stages", unlisted), unlisted[0]))
+        problems.append((_unlisted_text(checkpoint, numbers, "other stages", unlisted), unlisted[0]))
     else:
         for (number, listed_by), unlisted in by_stages.items():
             elsewhere = f"stage {', '.join(map(str, listed_by))}"
-            told.append((_said_of_unlisted(checkpoint, f"stage {number}", elsewhere, unlisted), unlisted[0]))
+            problems.append((_unlisted_text(checkpoint, f"stage {number}", elsewhere, unlisted), unlisted[0]))
     if strict:
-        return [CheckpointError(text, parameter=name, hint="without --strict this is a warning") for text, name in told]
-    for text, _ in told:
+        return [
+            CheckpointError(text, parameter=name, hint="without --strict this is a warning") for text, name in problems
+        ]
+    for text, _ in problems:
         report.warn(text)
     return []
 
 
-def _said_of_unlisted(checkpoint: RankCheckpoint, stage: str, elsewhere: str, unlisted: Sequence[str]) -> str:
+def _unlisted_text(checkpoint: RankCheckpoint, stage: str, elsewhere: str, unlisted: Sequence[str]) -> str:
     text = f"ranks of pipeline {stage} hold " + listing(unlisted)
-    taken, them = ("it is taken", "it") if len(unlisted) == 1 else ("they are taken", "them")
+    are_read, them = ("it is read", "it") if len(unlisted) == 1 else ("they are read", "them")
     text += (
-        f", which the source strategy lists only for {elsewhere}; {taken} from there, and the target's last stage may "
-        f"be expecting {them} too"
+        f", which the source strategy lists only for {elsewhere}; {are_read} from there, and the target's last stage "
+        f"may expect {them} too"
     )
     nowhere = [name for name in unlisted if name not in checkpoint.tensors]
     if nowhere:
@@ -200,9 +201,9 @@ def check_ranks(tree: SourceTree, source: Strategy, handles: FileHandles) -> Non
         )
     beyond = [rank for rank in tree.ranks if rank >= source.device_count]
     if beyond:
-        held = "one device (strategy none)" if source.is_none else f"{source.device_count} devices ({source.path})"
+        devices = "one device (strategy none)" if source.is_none else f"{source.device_count} devices ({source.path})"
         raise CheckpointError(
-            f"{tree.root} has checkpoints of {rank_ranges(beyond)}, but the source strategy has {held}",
+            f"{tree.root} has checkpoints of {rank_ranges(beyond)}, but the source strategy has {devices}",
             file=tree.root,
             rank=beyond[0],
             hint="pass the strategy that this checkpoint was saved with"

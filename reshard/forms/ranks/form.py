@@ -11,7 +11,7 @@ from typing import Optional, cast
 from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.defaults import DEFAULT_PREFIX
 from reshard.errors import CheckpointError, InputError
-from reshard.forms.form import Form, FormOptions, Layouts, Reading, Wanted
+from reshard.forms.form import Form, FormOptions, Layouts, ReadRequest, WriteRequest
 from reshard.forms.ranks import FileNames, Step, StepFiles, find_checkpoints
 from reshard.forms.ranks.rank_files import STRATEGY_FILE, RankFiles, resume_files
 from reshard.forms.ranks.steps import RANK
@@ -35,22 +35,22 @@ class RanksForm(Form):
         """By ``{rank}`` in the path; this is also the form of unrecognised sources."""
         return names is None and ("\0" in src or RANK in src)
 
-    def read(self, reading: Reading) -> Checkpoint:
+    def read(self, request: ReadRequest) -> Checkpoint:
         """The newest complete step, or the requested one."""
-        # Loaded only here: strategies alone are read in loops.
+        # Imported late: `rank-list` in a loop reads only strategies.
         from reshard.forms.ranks.selection import StepSelector
 
         selector = StepSelector(
-            reading.source,
-            reading.target,
-            reading.ranks,
-            reading.filters,
-            reading.handles,
-            reading.report,
-            reading.written,
+            request.source,
+            request.target,
+            request.ranks,
+            request.filters,
+            request.handles,
+            request.report,
+            request.edit,
         )
-        candidates, steps = _candidates(reading)
-        return selector.select(_with_damage(candidates, reading.damaged), steps)
+        candidates, steps = _candidates(request)
+        return selector.select(_with_damage(candidates, request.damaged), steps)
 
     def problems(self, checkpoint: Checkpoint, source: Strategy, strict: bool, report: Report) -> list[InputError]:
         """Parameters that a stage's ranks hold although only another stage's strategy lists them."""
@@ -59,20 +59,20 @@ class RanksForm(Form):
 
         return problems_of_unlisted(cast(RankCheckpoint, checkpoint), source, strict, report)
 
-    def target(self, checkpoint: Checkpoint, wanted: Wanted) -> TargetForm:
+    def target(self, checkpoint: Checkpoint, request: WriteRequest) -> TargetForm:
         """A file for every rank of the target's strategy."""
-        alone = wanted.target.path == SAME and wanted.target.stages != wanted.source.stages
-        if alone and not all(stage.layouts for stage in wanted.target.stages):
-            wanted.report.warn("no strategy file is written: a pipeline stage has no selected parameter")
-            alone = False
-        if alone and wanted.on_disk:
-            wanted.report.note(f"the strategy of these ranks is written to {os.path.join(wanted.dst, STRATEGY_FILE)}")
+        with_strategy = request.target.path == SAME and request.target.stages != request.source.stages
+        if with_strategy and not all(stage.layouts for stage in request.target.stages):
+            request.report.warn("no strategy file is written: a pipeline stage has no selected parameter")
+            with_strategy = False
+        if with_strategy and request.on_disk:
+            request.report.note(f"the strategy of these ranks is written to {os.path.join(request.dst, STRATEGY_FILE)}")
         return RankFiles(
-            wanted.target,
+            request.target,
             checkpoint.tensors,
-            format_asked(wanted.format, checkpoint),
-            rank_names(wanted.prefix, checkpoint),
-            alone,
+            target_format(request.format, checkpoint),
+            rank_names(request.prefix, checkpoint),
+            with_strategy,
         )
 
     def marks(self, files: Sequence[str]) -> list[str]:
@@ -80,56 +80,66 @@ class RanksForm(Form):
         return [STRATEGY_FILE, *(file.name for file in resume_files(files))]
 
 
-def _candidates(reading: Reading) -> tuple[Iterable[StepFiles], Sequence[Optional[Step]]]:
+def _candidates(request: ReadRequest) -> tuple[Iterable[StepFiles], Sequence[Optional[Step]]]:
     """The candidate steps, newest first, and the list of all steps for ``latest``."""
     from reshard.forms.ranks.coverage import check_ranks
 
-    if not isinstance(reading.src, str):
-        beyond = [rank for rank in reading.src if not 0 <= rank < reading.source.device_count]
+    if not isinstance(request.src, str):
+        beyond = [rank for rank in request.src if not 0 <= rank < request.source.device_count]
         if beyond:
             raise CheckpointError(
-                f"{rank_ranges(beyond)} given, but the source strategy has {reading.source.device_count} devices",
+                f"{rank_ranges(beyond)} given, but the source strategy has {request.source.device_count} devices",
                 rank=beyond[0],
             )
-        for rank, path in reading.src.items():
+        for rank, path in request.src.items():
             if not exists(path):
                 raise CheckpointError(f"{path}: does not exist (rank {rank})", file=path, rank=rank)
-        return [StepFiles(None, dict(reading.src))], ()
-    tree = find_checkpoints(reading.src, reading.file_suffix)
-    check_ranks(tree, reading.source, reading.handles)
-    candidates = tree.candidates(reading.step)
-    if reading.step != "latest":
+        return [StepFiles(None, dict(request.src))], ()
+    tree = find_checkpoints(request.src, request.file_suffix)
+    check_ranks(tree, request.source, request.handles)
+    candidates = tree.candidates(request.step)
+    if request.step != "latest":
         return candidates, ()
-    return candidates if reading.fallback else itertools.islice(candidates, 1), tree.steps
+    return candidates if request.fallback else itertools.islice(candidates, 1), tree.steps
 
 
 def _with_damage(candidates: Iterable[StepFiles], damaged: Mapping[str, str]) -> Iterator[StepFiles]:
-    """Candidates with their damaged files marked; reasons by path."""
+    """Candidates with their damaged files marked.
+
+    Args:
+        candidates: the steps.
+        damaged: reasons by path.
+    """
     for candidate in candidates:
-        known = {rank: damaged[path] for rank, path in candidate.files.items() if path in damaged}
-        yield replace(candidate, damaged=known)
+        reasons = {rank: damaged[path] for rank, path in candidate.files.items() if path in damaged}
+        yield replace(candidate, damaged=reasons)
 
 
 def rank_names(prefix: Optional[str], checkpoint: Checkpoint) -> FileNames:
-    """Of the files of ranks.
+    """The names of the target's files.
 
     Raises:
-        ReshardError: the names of --prefix are impossible.
+        ReshardError: --prefix gives impossible names.
     """
     epoch, _, number = (checkpoint.step or "").partition("_")
     step = Step(int(epoch), int(number)) if number else None
     return FileNames.of_prefix(DEFAULT_PREFIX if prefix is None else prefix, step)
 
 
-def format_asked(format: str, checkpoint: Checkpoint, recover: bool = False) -> str:
-    """The format of rank files.
+def target_format(format: str, checkpoint: Checkpoint, recover: bool = False) -> str:
+    """The format of the target's rank files.
+
+    Args:
+        format: the requested format, or ``same``.
+        checkpoint: the source.
+        recover: the command is `recover`, which has no --format.
 
     Raises:
-        CheckpointError: it is to be the source's, which has several.
+        CheckpointError: ``same``, and the source has several formats.
     """
     if format != "same":
         return format
-    # Archives of torch are no files of ranks.
+    # Archives of torch become safetensors.
     formats = {
         index.format if index.format in RanksForm.options.formats else "safetensors": index.path
         for index in checkpoint.indexes.values()

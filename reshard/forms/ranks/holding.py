@@ -1,4 +1,4 @@
-"""Who holds the slices of a parameter that pipeline stages lay out."""
+"""The ranks that hold the slices of a parameter."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class StageSharding(NamedTuple):
 
     @property
     def holding(self) -> Holding:
-        """Without the tensor's shape."""
+        """Stage and layout alone."""
         return Holding(self.stage, self.layout)
 
     def holders(self, slice_number: int) -> list[int]:
@@ -48,7 +48,7 @@ class StageSharding(NamedTuple):
         return self.holding.ranks(slice_number)
 
     def stored_box(self, slice_number: int) -> Box:
-        """The box that these ranks hold."""
+        """The box of a slice in the full tensor."""
         return self.grid.slice_box(slice_number)
 
     def slice_of(self, rank: int) -> int:

@@ -1,7 +1,7 @@
-"""How the files of a tree are named: a template, and the files that are named otherwise.
+"""Names of the files of a tree: a template, and exceptions.
 
-A template is a path relative to the tree, without the ending of the format. In it ``{rank}`` stands
-for the number of the rank, ``{rank:03}`` for the same in at least three digits, ``{{`` and ``}}`` for braces:
+A template is a path relative to the tree, without the ending of the format. ``{rank}`` stands for the number of
+the rank, ``{rank:03}`` for the number in at least three digits, ``{{`` and ``}}`` for braces:
 ``rank_{rank}/llama_rank_{rank}-1_200``.
 """
 
@@ -34,10 +34,10 @@ _SEVERAL_RANKS = (0, 1, MAX_DEVICES)
 
 @dataclass(frozen=True)
 class NamedFile:
-    """A file that is named otherwise than the others.
+    """A file whose name does not follow the template.
 
     Attributes:
-        rank: whose it is.
+        rank: its rank.
         name: its path relative to the tree, without its ending.
     """
 
@@ -47,11 +47,11 @@ class NamedFile:
 
 @dataclass(frozen=True)
 class FileNames:
-    """How the files of a tree are named.
+    """Names of the files of a tree.
 
     Attributes:
-        template: for all ranks but those of ``own``.
-        own: files that are named otherwise, by rank.
+        template: for all ranks without an entry in ``own``.
+        own: exceptions, by rank.
     """
 
     template: str
@@ -59,16 +59,16 @@ class FileNames:
 
     @classmethod
     def of_prefix(cls, prefix: str, step: Optional[Step] = None) -> FileNames:
-        """``rank_{rank}/{prefix}{rank}``, as converted checkpoints are named.
+        """``rank_{rank}/{prefix}{rank}``, the names of converted checkpoints.
 
         Args:
             prefix: the beginning of the files' names. With fields, it is the whole name: ``{rank}``,
-                or ``{rank:03}``, stands for the rank's number, ``{epoch}`` and ``{step}`` for what is
-                converted; ``{{`` and ``}}`` are braces.
+                or ``{rank:03}``, stands for the rank's number, ``{epoch}`` and ``{step}`` for the
+                converted step; ``{{`` and ``}}`` are braces.
             step: the converted step, if known.
 
         Raises:
-            UsageError: no file can be named so, or files named so could not be found again.
+            UsageError: the names are impossible, or `find_checkpoints` would read them otherwise.
             CheckpointError: the step is unknown.
         """
         fields = check_prefix(prefix)
@@ -77,27 +77,27 @@ class FileNames:
                 f"--prefix {quoted(prefix)} holds {{epoch}} or {{step}}, but no name in the source contains them",
                 hint="type the numbers, as in --prefix 'llama_rank_{rank}-3_10'",
             )
-        return cls(_filled_prefix(prefix, step, whole=bool(fields)))
+        return cls(_filled_prefix(prefix, step, complete=bool(fields)))
 
     @classmethod
-    def from_fields(cls, said: Fields) -> FileNames:
+    def from_fields(cls, record: Fields) -> FileNames:
         """The names from their JSON record.
 
         Raises:
-            JsonError: it is something else, or a name leads out of the tree.
+            JsonError: it is not such a record, or a name leads out of the tree.
         """
-        own = [Fields(file, "own") for file in said.entries("own")]
-        found = cls(
-            said.text("template"),
+        own = [Fields(file, "own") for file in record.entries("own")]
+        names = cls(
+            record.text("template"),
             tuple(NamedFile(file.integer("rank", 0, MAX_DEVICES), file.text("name")) for file in own),
         )
-        for name in (found.of(0), *(file.name for file in found.own)):
+        for name in (names.of(0), *(file.name for file in names.own)):
             check_inside(name)
-        return found
+        return names
 
     @property
     def prefix(self) -> Optional[str]:
-        """The prefix with which `of_prefix` gives these names, for every step; None: no prefix does."""
+        """The prefix for which `of_prefix` returns these names, for every step; None without one."""
         stem = self.template[len(_DIRECTORY) :]
         if self.own or not self.template.startswith(_DIRECTORY) or parse_stem(stem)[1] is not None:
             return None
@@ -117,10 +117,10 @@ class FileNames:
 
 
 def check_prefix(prefix: str) -> frozenset[str]:
-    """The fields that a prefix holds: ``rank``, ``epoch``, ``step``.
+    """The fields of a prefix: ``rank``, ``epoch``, ``step``.
 
     Raises:
-        UsageError: no file can be named so, or files named so could not be found again.
+        UsageError: the names are impossible, or `find_checkpoints` would read them otherwise.
     """
     fields = set()
     for match in _PREFIX_FIELD.finditer(prefix):
@@ -131,8 +131,8 @@ def check_prefix(prefix: str) -> frozenset[str]:
             )
         if match[0] not in ("{{", "}}"):
             fields.add(match[2] or "rank")
-    # As files of some ranks are named, the last with the longest name.
-    names = FileNames(_filled_prefix(prefix, Step(1, 1), whole=bool(fields)))
+    # The last of these ranks has the longest name.
+    names = FileNames(_filled_prefix(prefix, Step(1, 1), complete=bool(fields)))
     stems = [names.of(rank)[len(_DIRECTORY.format(rank=rank)) :] for rank in _SEVERAL_RANKS]
     if "/" in prefix or "\0" in prefix or prefix.startswith(".") or len(os.fsencode(stems[-1])) > _LONGEST_STEM:
         raise UsageError(
@@ -148,22 +148,22 @@ def check_prefix(prefix: str) -> frozenset[str]:
 
 
 def as_prefix(text: str) -> str:
-    """A text that holds no fields, as a prefix."""
+    """A prefix that stands for a text, with its braces escaped."""
     return text.replace("{", "{{").replace("}", "}}")
 
 
-def _filled_prefix(prefix: str, step: Optional[Step], whole: bool) -> str:
-    """The template of names that begin with a prefix, or are all of it; with the numbers of a step in it."""
+def _filled_prefix(prefix: str, step: Optional[Step], complete: bool) -> str:
+    """The template for a prefix with the numbers of a step; a complete prefix gets no rank after it."""
     numbers = {} if step is None else {"{epoch}": str(step.epoch), "{step}": str(step.step)}
     stem = _PREFIX_FIELD.sub(lambda match: numbers.get(match[0], match[0]), prefix)
-    return _DIRECTORY + (stem if whole else stem + RANK)
+    return _DIRECTORY + (stem if complete else stem + RANK)
 
 
 def check_inside(name: str) -> None:
-    """Refuse a name that is not one of a file in a tree.
+    """Refuse a name that leads out of the tree, or that no file can have.
 
     Raises:
-        JsonError: it leads out of it, or no file can have it.
+        JsonError: it is refused.
     """
     parts = name.split("/")
     if "\0" in name or not {"", ".", ".."}.isdisjoint(parts) or len(max(parts, key=len)) > _LONGEST_NAME:
@@ -171,11 +171,11 @@ def check_inside(name: str) -> None:
 
 
 def names_of(files: Iterable[tuple[int, str, Pattern]]) -> FileNames:
-    """How files are named: as most of them are; of equals, as that of the lowest rank is.
+    """The names of files: the pattern of most of them, of equals that of the lowest rank, and exceptions.
 
     Args:
-        files: at least one; its rank, its name as in `NamedFile`, and that name in pieces, with None where
-            the number of the rank stands.
+        files: at least one; its rank, its name as in `NamedFile`, and that name in pieces, with None for
+            the rank's number.
     """
     ordered = sorted(files)
     alike: dict[Pattern, list[tuple[int, str]]] = {}
@@ -188,7 +188,7 @@ def names_of(files: Iterable[tuple[int, str, Pattern]]) -> FileNames:
 
 
 def _template(pattern: Pattern, files: Iterable[tuple[int, str]]) -> str:
-    """The template of files of one pattern; numbers get the digits of those with leading zeros."""
+    """The template of files of one pattern; its width of numbers is that of numbers with leading zeros."""
     widths = [0] * len(pattern)
     for _, name in files:
         position = 0

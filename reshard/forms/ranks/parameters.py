@@ -1,9 +1,9 @@
 """The full shape and the real layout of every parameter of a checkpoint.
 
-The usual strategy files contain no shapes, and some of their contents are wrong. So the two
-are held against each other: a *reading* of a parameter's layouts (dimensions regrouped, with or
-without the recorded optimizer shard) is right where the shape of every slice in the files agrees
-with it. Exactly one reading has to be left; anything else is an error that names the parameter.
+The usual strategy files contain no shapes, and some of their contents are wrong, so they are compared with the
+files. A *reading* of a parameter's layouts (dimensions regrouped, with or without the recorded optimizer shard)
+is right if every slice in the files has its shape. Exactly one reading must be right; anything else is an error
+that names the parameter.
 """
 
 from __future__ import annotations
@@ -39,35 +39,37 @@ def listed_by_source(source: Strategy, step: SourceStep) -> set[str]:
     }
 
 
-def read_parameters(source: Strategy, step: SourceStep, listed: set[str], written: set[str]) -> dict[str, GlobalTensor]:
-    """Find out the shape and real layout of every listed parameter that the files read so far hold.
+def read_parameters(
+    source: Strategy, step: SourceStep, laid_out: set[str], required: set[str]
+) -> dict[str, GlobalTensor]:
+    """Determine the shape and real layout of every listed parameter in the read files.
 
     Args:
-        source: strategy the files were saved with.
+        source: strategy of the files.
         step: the files.
-        listed: parameters that the strategy lists.
-        written: the ones to write; others are skipped if undecided.
+        laid_out: parameters that the strategy lists.
+        required: parameters whose contradictions are errors; others are skipped.
 
     Raises:
-        InputError: files and strategy contradict each other; lists all parameters concerned.
+        InputError: files and strategy contradict each other; lists all these parameters.
     """
-    found: dict[str, GlobalTensor] = {}
+    tensors: dict[str, GlobalTensor] = {}
     shared = _Shared({}, {}, {AS_RECORDED: AS_RECORDED})
     problems: list[InputError] = []
-    # Accumulated gradients are compared with the parameter they belong to, so they come last.
-    for name in sorted(listed, key=lambda name: (name.startswith(ACCUMULATED_GRADIENTS), name)):
+    # Accumulated gradients come last: their parameters' shapes decide between readings.
+    for name in sorted(laid_out, key=lambda name: (name.startswith(ACCUMULATED_GRADIENTS), name)):
         try:
-            parameter = _read_parameter(name, source, step, found, shared)
+            parameter = _read_parameter(name, source, step, tensors, shared)
         except InputError as error:
-            if name in written:
+            if name in required:
                 problems.append(error)
             continue
         if parameter is not None:
-            found[name] = parameter
+            tensors[name] = parameter
     if problems:
-        count = f"{len(problems)} of {plural(len(listed), 'parameter')}"
+        count = f"{len(problems)} of {plural(len(laid_out), 'parameter')}"
         raise one_error(problems, f"{step.place} does not fit the source strategy ({source.path}): {count}")
-    return found
+    return tensors
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ class _Stored:
 
 
 class _Shared(NamedTuple):
-    """The shared part of thousands of parameters.
+    """Equal objects of thousands of parameters, kept once.
 
     Attributes:
         shapes: full shapes.
@@ -96,21 +98,21 @@ class _Shared(NamedTuple):
     def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         return self.shapes.setdefault(shape, shape)
 
-    def held(
+    def sharding(
         self, stored: Sequence[_Stored], layouts: Sequence[Layout], shape: tuple[int, ...]
     ) -> tuple[StageSharding, ...]:
-        key = (shape, *((held.stage.number, layout) for held, layout in zip(stored, layouts)))
-        found = self.shardings.get(key)
-        if found is None:
-            found = tuple(
-                StageSharding(held.stage, layout, layout.grid(shape)) for held, layout in zip(stored, layouts)
+        key = (shape, *((on_stage.stage.number, layout) for on_stage, layout in zip(stored, layouts)))
+        shardings = self.shardings.get(key)
+        if shardings is None:
+            shardings = tuple(
+                StageSharding(on_stage.stage, layout, layout.grid(shape)) for on_stage, layout in zip(stored, layouts)
             )
-            self.shardings[key] = found
-        return found
+            self.shardings[key] = shardings
+        return shardings
 
 
 def _read_parameter(
-    name: str, source: Strategy, step: SourceStep, known: dict[str, GlobalTensor], shared: _Shared
+    name: str, source: Strategy, step: SourceStep, owners: dict[str, GlobalTensor], shared: _Shared
 ) -> Optional[GlobalTensor]:
     stored = []
     for stage in source.stages:
@@ -126,23 +128,23 @@ def _read_parameter(
         return None
     first = _check_dtypes(name, stored, step)
     accumulated = name.startswith(ACCUMULATED_GRADIENTS)
-    # The recorded layout, not the one of this run's files: every run reads it alike.
+    # By the recorded layout, not this run's files: all runs of one conversion decide alike.
     sharded = [stage for stage in source.stages if name in stage.layouts and stage.layouts[name].shards > 1]
     by_shape: dict[tuple[int, ...], _Reading] = {}
     for plain in (False, True) if accumulated and sharded else (False,):
         for reading in _fitting_readings(stored, plain):
-            # Where both give one shape it has no rows, and a shard of nothing is nothing.
+            # Both give one shape only for a tensor without rows, where they are the same.
             by_shape.setdefault(reading.shape, reading)
     readings = list(by_shape.values())
     if not readings:
         raise _contradiction(name, stored, step)
-    deciding = any(held.stage is stage for held in stored for stage in sharded)
+    deciding = any(on_stage.stage is stage for on_stage in stored for stage in sharded)
     undecided: tuple[int, ...] = ()
     if accumulated and sharded and not deciding:
         undecided = tuple(rank for stage in sharded for rank in stage.ranks)
-    reading = readings[0] if len(readings) == 1 else _decide(name, readings, known, step, stored)
+    reading = readings[0] if len(readings) == 1 else _decide(name, readings, owners, step, stored)
     shape = shared.shape(reading.shape)
-    shardings = shared.held(stored, reading.layouts, shape)
+    shardings = shared.sharding(stored, reading.layouts, shape)
     shards = ShardReading(reading.plain, accumulated and not sharded, undecided)
     shards = shared.shards.setdefault(shards, shards)
     return GlobalTensor(name, first.dtype, first.item_size, shape, shardings, shards)
@@ -153,8 +155,8 @@ class _Reading(NamedTuple):
 
     Attributes:
         shape: full shape.
-        layouts: how each stage cuts it.
-        plain: without the optimizer shards that are recorded.
+        layouts: per stage.
+        plain: without the recorded optimizer shards.
     """
 
     shape: tuple[int, ...]
@@ -163,12 +165,12 @@ class _Reading(NamedTuple):
 
 
 def _fitting_readings(stored: Sequence[_Stored], plain: bool) -> list[_Reading]:
-    """Every full shape that the slices in the files allow, with the layouts that give it."""
+    """Every full shape that fits all slices in the files, with its layouts."""
     by_shape: dict[tuple[int, ...], list[Layout]] = {}
-    for number, held in enumerate(stored):
-        recorded = held.layout.without_shards() if plain else held.layout
+    for number, on_stage in enumerate(stored):
+        recorded = on_stage.layout.without_shards() if plain else on_stage.layout
         for layout in recorded.regroupings():
-            shape = _full_shape(layout, held)
+            shape = _full_shape(layout, on_stage)
             if shape is None:
                 continue
             layouts = by_shape.setdefault(shape, [])
@@ -177,18 +179,18 @@ def _fitting_readings(stored: Sequence[_Stored], plain: bool) -> list[_Reading]:
     return [_Reading(shape, layouts, plain) for shape, layouts in by_shape.items() if len(layouts) == len(stored)]
 
 
-def _full_shape(layout: Layout, held: _Stored) -> Optional[tuple[int, ...]]:
-    """The full shape if every rank's slice fits the layout, else None."""
-    if len(held.tensors[0].shape) != len(layout.cuts):
+def _full_shape(layout: Layout, on_stage: _Stored) -> Optional[tuple[int, ...]]:
+    """The full shape, or None if a rank's slice does not fit the layout."""
+    if len(on_stage.tensors[0].shape) != len(layout.cuts):
         return None
-    shape = layout.full_shape(held.tensors[0].shape)
+    shape = layout.full_shape(on_stage.tensors[0].shape)
     if layout.recorded_shape not in (None, shape):
         return None
     if layout.uneven is None:
-        same = held.tensors[0].shape
-        return shape if all(tensor.shape == same for tensor in held.tensors) else None
-    for rank, tensor in zip(held.ranks, held.tensors):
-        number = int(layout.slice_of_rank[rank - held.stage.first_rank])
+        first_shape = on_stage.tensors[0].shape
+        return shape if all(tensor.shape == first_shape for tensor in on_stage.tensors) else None
+    for rank, tensor in zip(on_stage.ranks, on_stage.tensors):
+        number = int(layout.slice_of_rank[rank - on_stage.stage.first_rank])
         if tuple(stop - start for start, stop in layout.slice_box(shape, number)) != tensor.shape:
             return None
     return shape
@@ -197,12 +199,12 @@ def _full_shape(layout: Layout, held: _Stored) -> Optional[tuple[int, ...]]:
 def _decide(
     name: str,
     readings: Sequence[_Reading],
-    known: dict[str, GlobalTensor],
+    owners: dict[str, GlobalTensor],
     step: SourceStep,
     stored: Sequence[_Stored],
 ) -> _Reading:
-    """Choose between readings by the shape of the parameter that accumulated gradients belong to."""
-    owner = known.get(name[len(ACCUMULATED_GRADIENTS) :]) if name.startswith(ACCUMULATED_GRADIENTS) else None
+    """Choose between readings of accumulated gradients by the shape of their parameter."""
+    owner = owners.get(name[len(ACCUMULATED_GRADIENTS) :]) if name.startswith(ACCUMULATED_GRADIENTS) else None
     matching = [reading for reading in readings if owner is not None and reading.shape == owner.shape]
     if len(matching) == 1:
         return matching[0]
@@ -216,9 +218,9 @@ def _decide(
             file=path,
             rank=stored[0].ranks[0],
             parameter=name,
-            hint="leave it out with --exclude 'accu_grads.*' if gradients are not accumulated across this save",
+            hint="skip it with --exclude 'accu_grads.*' if gradients are not accumulated across this save",
         )
-    expanded = any(held.layout.expandable for held in stored)
+    expanded = any(on_stage.layout.expandable for on_stage in stored)
     cure = "pass the protobuf strategy, which is unambiguous, or" if expanded else "if it is not needed,"
     raise CheckpointError(
         f"{where} can be a slice of a tensor of shape {shapes}, and the files do not show which",
@@ -230,8 +232,8 @@ def _decide(
 
 
 def _check_dtypes(name: str, stored: Sequence[_Stored], step: SourceStep) -> Tensor:
-    """One of the slices, with elements if any has some, whose type all others have."""
-    slices = [pair for held in stored for pair in zip(held.ranks, held.tensors)]
+    """A slice, if possible with elements, after checking that all slices have its type."""
+    slices = [pair for on_stage in stored for pair in zip(on_stage.ranks, on_stage.tensors)]
     first_rank, first = next((pair for pair in slices if pair[1].nbytes), slices[0])
     for rank, tensor in slices:
         if tensor.dtype in NO_ARRAYS:
@@ -243,7 +245,7 @@ def _check_dtypes(name: str, stored: Sequence[_Stored], step: SourceStep) -> Ten
                 parameter=name,
                 hint=f"leave it out with --exclude {as_pattern(name)}",
             )
-        # Ranks whose files are built alike share one description.
+        # Ranks with files of equal structure share one description.
         if tensor is not first and not tensor.same_type(first):
             raise CheckpointError(
                 f"{quoted(name)} is {first.dtype} on rank {first_rank} ({step.files[first_rank]}) but "
@@ -258,24 +260,24 @@ def _check_dtypes(name: str, stored: Sequence[_Stored], step: SourceStep) -> Ten
 
 
 def _contradiction(name: str, stored: Sequence[_Stored], step: SourceStep) -> CheckpointError:
-    """An error for the file that contradicts the strategy, or the other files."""
-    told = []
-    for held in stored:
+    """The error of a parameter without a fitting reading; names the file of `_odd_one_out`."""
+    descriptions = []
+    for on_stage in stored:
         shapes: dict[tuple[int, ...], list[int]] = {}
-        for rank, tensor in zip(held.ranks, held.tensors):
+        for rank, tensor in zip(on_stage.ranks, on_stage.tensors):
             shapes.setdefault(tensor.shape, []).append(rank)
         text = ", ".join(f"{list(shape)} on {rank_ranges(ranks)}" for shape, ranks in list(shapes.items())[:4])
-        layout = held.layout
+        layout = on_stage.layout
         full = f", full shape {list(layout.recorded_shape)}" if layout.recorded_shape else ""
         uneven = f", dimension 0 split by hand into {list(layout.uneven)}" if layout.uneven else ""
-        told.append(
-            f"stage {held.stage.number} has device matrix {list(layout.device_matrix)}, tensor map "
+        descriptions.append(
+            f"stage {on_stage.stage.number} has device matrix {list(layout.device_matrix)}, tensor map "
             f"{layout.map_text}, {plural(layout.shards, 'optimizer shard')}{full}{uneven}; its files hold {text}"
         )
     rank = _odd_one_out(stored)
     return CheckpointError(
         f"{quoted(name)}: the source strategy does not fit the checkpoint (rank {rank}: {step.files[rank]}): "
-        + "; ".join(told),
+        + "; ".join(descriptions),
         file=step.files[rank],
         rank=rank,
         parameter=name,
@@ -284,58 +286,58 @@ def _contradiction(name: str, stored: Sequence[_Stored], step: SourceStep) -> Ch
 
 
 def _odd_one_out(stored: Sequence[_Stored]) -> int:
-    """The first rank whose slice has the shape that fewest ranks of its stage have."""
-    for held in stored:
-        shapes = [tensor.shape for tensor in held.tensors]
-        if held.layout.uneven is None and len(set(shapes)) > 1:
+    """The first rank whose slice has the rarest shape of its stage."""
+    for on_stage in stored:
+        shapes = [tensor.shape for tensor in on_stage.tensors]
+        if on_stage.layout.uneven is None and len(set(shapes)) > 1:
             rarest = min(shapes, key=shapes.count)
-            return held.ranks[shapes.index(rarest)]
+            return on_stage.ranks[shapes.index(rarest)]
     return stored[0].ranks[0]
 
 
 def read_some_ranks(
-    found: StepFiles, source: Strategy, handles: FileHandles, report: Report, admit: Callable[[str], bool]
+    step_files: StepFiles, source: Strategy, handles: FileHandles, report: Report, admit: Callable[[str], bool]
 ) -> tuple[RankCheckpoint, dict[str, InputError]]:
     """Read the existing files of one step, complete or not.
 
     Args:
-        found: the files, and which are damaged.
-        source: the strategy they were saved with.
+        step_files: the files.
+        source: their strategy.
         handles: open files.
         report: warned of damaged files.
-        admit: the parameters whose contradictions count, by name.
+        admit: whether contradictions of a parameter count, by name.
 
     Returns:
-        The checkpoint, and by name the parameters that contradict the strategy.
+        The checkpoint, and by name the errors of parameters that contradict the strategy.
 
     Raises:
         InputError: a file cannot be read.
         RetryableError: reading failed.
     """
-    step = SourceStep(found, handles, report)
-    for rank, why in found.damaged.items():
-        report.warn(f"{why}; rank {rank} counts as absent")
+    step = SourceStep(step_files, handles, report)
+    for rank, reason in step_files.damaged.items():
+        report.warn(f"{reason}; rank {rank} counts as absent")
     step.load(step.files)
     laid_out = listed_by_source(source, step)
-    # Whether recorded optimizer shards of accumulated gradients are made shows in their parameters.
-    listed = {each for name in laid_out if admit(name) for each in (name, _owner(name))} & laid_out
-    tensors = read_parameters(source, step, listed, set())
+    # With their owners: these decide whether accumulated gradients have their recorded optimizer shards.
+    needed = {parameter for name in laid_out if admit(name) for parameter in (name, _owner(name))} & laid_out
+    tensors = read_parameters(source, step, needed, set())
     unread = sorted(filter(admit, (laid_out & step.names()) - tensors.keys()))
     return RankCheckpoint(step, tensors, frozenset(laid_out)), contradictions(unread, source, step)
 
 
 def contradictions(names: Iterable[str], source: Strategy, step: SourceStep) -> dict[str, InputError]:
-    """How some parameters contradict the strategy, by name; parameters that do not are left out."""
-    found: dict[str, InputError] = {}
+    """The errors of parameters that contradict the strategy, by name."""
+    errors: dict[str, InputError] = {}
     laid_out = listed_by_source(source, step)
     for name in names:
         try:
             read_parameters(source, step, {name, _owner(name)} & laid_out, {name})
         except InputError as error:
-            found[name] = error
-    return found
+            errors[name] = error
+    return errors
 
 
 def _owner(name: str) -> str:
-    """The parameter that accumulated gradients belong to; any other name itself."""
+    """The parameter of accumulated gradients; any other name itself."""
     return name[len(ACCUMULATED_GRADIENTS) :] if name.startswith(ACCUMULATED_GRADIENTS) else name

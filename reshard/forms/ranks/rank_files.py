@@ -1,4 +1,4 @@
-"""One file per rank, as MindSpore saves and loads them: ``rank_3/checkpoint_3.ckpt``."""
+"""Target files, one per rank, as MindSpore saves and loads them: ``rank_3/checkpoint_3.ckpt``."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from reshard.strategies import Strategy
 from reshard.strategies.written import merged_json
 
 STRATEGY_FILE = "reshard-strategy.json"
-"""The strategy of ranks that are cut as the source was, where the source's own is of other names, or in no file."""
+"""The strategy of a target with the source's layouts, if no file has it, or names differ."""
 
 
 class RankFiles(TargetForm):
     """The files of all ranks of a strategy; see `TargetForm`.
 
     Args:
-        strategy: how tensors are laid out; `none` takes every tensor of the source whole.
-        tensors: the source's.
+        strategy: of the target; `none` writes every tensor of the source whole.
+        tensors: of the source.
         format: of the files.
         names: of the files.
-        alone: whether no file contains the strategy; then one is written with the ranks.
+        with_strategy: the strategy is written beside the ranks, because no file has it.
     """
 
     name = "ranks"
@@ -40,7 +40,7 @@ class RankFiles(TargetForm):
         tensors: Mapping[str, GlobalTensor],
         format: str,
         names: FileNames,
-        alone: bool = False,
+        with_strategy: bool = False,
     ) -> None:
         self.format = format
         self.names = names
@@ -48,7 +48,7 @@ class RankFiles(TargetForm):
         self.metadata: Optional[Mapping[str, str]] = None
         self._strategy = strategy
         self._tensors = tensors
-        self._alone = alone
+        self._with_strategy = with_strategy
         self.sections: Sequence[Section] = stage_sections(strategy, tensors)
 
     @property
@@ -65,9 +65,9 @@ class RankFiles(TargetForm):
         return True
 
     def finishing(self) -> Sequence[FinishingFile]:
-        """The strategy, if no file contains it, and meta.json files, if names are as trainers expect."""
+        """The strategy, if no file has it, and meta.json files, if the names fit ``resume_training``."""
         files = resume_files([f"{self.names.of(rank)}.{self.format}" for rank in range(self.count)])
-        return [FinishingFile(STRATEGY_FILE, lambda: [self._strategy_file()]), *files] if self._alone else files
+        return [FinishingFile(STRATEGY_FILE, lambda: [self._strategy_file()]), *files] if self._with_strategy else files
 
     def _strategy_file(self) -> bytes:
         shapes = {name: self._tensors[name].shape for name in self._strategy.parameters if name in self._tensors}
@@ -78,8 +78,8 @@ def stage_sections(strategy: Strategy, tensors: Mapping[str, GlobalTensor]) -> l
     """The pipeline stages of a strategy as sections.
 
     Args:
-        strategy: how tensors are laid out; `none` takes every tensor of the source whole.
-        tensors: the source's.
+        strategy: of the target; `none` writes every tensor of the source whole.
+        tensors: of the source.
     """
     return [
         Section(
@@ -99,22 +99,22 @@ _RANK = re.compile(r"_rank_([0-9]+)")
 
 
 def resume_files(names: Sequence[str]) -> list[FinishingFile]:
-    """A meta.json for every rank, or nothing where ``resume_training`` takes no files of such names.
+    """A meta.json for every rank; none if ``resume_training`` does not read files of these names.
 
     Args:
         names: the file of every rank, relative to the tree.
     """
-    found = []
+    files = []
     for name in names:
         content = meta_json(name)
         if content is None:
             return []
-        found.append(FinishingFile(f"{os.path.dirname(name)}/{META_NAME}", functools.partial(list, [content])))
-    return found
+        files.append(FinishingFile(f"{os.path.dirname(name)}/{META_NAME}", functools.partial(list, [content])))
+    return files
 
 
 def meta_json(name: str) -> Optional[bytes]:
-    """The content of the meta.json beside a checkpoint file, or None where ``resume_training`` takes no such file.
+    """The content of the meta.json beside a checkpoint file; None if ``resume_training`` does not read such names.
 
     Args:
         name: the file, relative to the tree: ``rank_3/llama_rank_3-1_200.ckpt``.
@@ -122,9 +122,15 @@ def meta_json(name: str) -> Optional[bytes]:
     directory, file = os.path.split(name)
     stem, ending = os.path.splitext(file)
     prefix, step = parse_stem(stem)
-    own, shown = _DIRECTORY.fullmatch(directory), _RANK.search(prefix)
-    # The step must be last in the name: no mark of a save at a fault.
-    if step is None or own is None or shown is None or own[1] != shown[1] or file != f"{prefix}-{step}{ending}":
+    in_directory, in_prefix = _DIRECTORY.fullmatch(directory), _RANK.search(prefix)
+    # The step must be last in the name: saves at a fault carry a mark after it.
+    if (
+        step is None
+        or in_directory is None
+        or in_prefix is None
+        or in_directory[1] != in_prefix[1]
+        or file != f"{prefix}-{step}{ending}"
+    ):
         return None
-    said = {"last_epoch": step.epoch, "last_step": step.step, "last_ckpt_file": file}
-    return (json.dumps(said) + "\n").encode()
+    content = {"last_epoch": step.epoch, "last_step": step.step, "last_ckpt_file": file}
+    return (json.dumps(content) + "\n").encode()

@@ -25,7 +25,7 @@ def refuse_other_forms(src: str) -> None:
         src: an existing file or directory.
 
     Raises:
-        CheckpointError: it is one of these.
+        CheckpointError: the source is of such a form.
         ReshardError: the directory cannot be listed.
     """
     form = _form_of_directory(names_in(src)) if is_directory(src) else _form_of_file(src)

@@ -1,8 +1,8 @@
 """The step, rank and series of saves in the name of a checkpoint file.
 
 MindSpore names files ``{prefix}-{epoch}_{step}.ckpt``. A second run into the same directory appends
-``_1`` to the prefix, so steps can be ordered within one prefix only; and the prefix may hold the
-rank's own number (``llama_rank_3-1_10.ckpt``); then the prefixes of two ranks of one save differ.
+``_1`` to the prefix, so only steps of one prefix have an order. The prefix may hold the rank's number
+(``llama_rank_3-1_10.ckpt``); then the prefixes of two ranks of one save differ.
 
 In a path, ``{rank}`` stands for a whole number of digits; ``*``, ``?`` and ``[...]`` are wildcards within one
 component, as in a shell.
@@ -35,8 +35,8 @@ _NUMBERS = re.compile(r"([0-9]+|\0)")
 _RANK = re.compile(r"rank[_-]?$")
 _FAULT_DIRECTORY = re.compile(r"(?:tft|ttp)_saved_checkpoints-step_[0-9]+")
 
-# A rank's number may stand in a prefix by chance (`net2_rank_2`): each of this many places is tried
-# both ways; what stands further back is taken as the rank's number.
+# A rank's number may stand in a prefix by chance (`net2_rank_2`): each of this many places is tried both ways;
+# places further back count as the rank's number.
 _MOST_PLACES = 6
 
 Pattern = tuple[Optional[str], ...]
@@ -58,10 +58,10 @@ class Step:
 
     @classmethod
     def parse(cls, text: str) -> Step:
-        """The step that a user named.
+        """The step of an option's text.
 
         Raises:
-            UsageError: the text is no step.
+            UsageError: the text is not a step.
         """
         match = _STEP.fullmatch(text)
         if match is None:
@@ -94,25 +94,25 @@ def holds_fault_saves(name: str) -> bool:
 
 
 def name_families(prefixes: Iterable[tuple[int, str]]) -> dict[tuple[int, str], Pattern]:
-    """Find out which prefixes are the same but for the number of the rank they belong to.
+    """Group prefixes that differ only in the number of their rank.
 
-    A pattern is a prefix in which some occurrences of the rank's number are blanks. A prefix belongs
-    to that of its patterns which fits most ranks; of equals, to the one with fewest blanks. A prefix
-    that fits no other rank's says by itself where the rank's number stands: behind ``rank``, or last.
+    A pattern is a prefix with blanks for some occurrences of the rank's number. A prefix belongs to the
+    pattern that fits most ranks; of equals, to the pattern with fewest blanks. In a prefix that fits no other rank's,
+    the rank's number stands behind ``rank``, or last.
 
     Args:
-        prefixes: rank and prefix of each file, `RANK_NUMBER` in it where the rank's number is known to stand.
+        prefixes: rank and prefix of each file, with `RANK_NUMBER` for known places of the rank's number.
 
     Returns:
-        For each the pattern of its family: the prefix in pieces, with None for a rank's number.
+        Per file the pattern of its family: the prefix in pieces, with None for a rank's number.
     """
     patterns = {item: _patterns(*item) for item in prefixes}
-    fits = Counter(pattern for found in patterns.values() for pattern in found)
+    fits = Counter(pattern for options in patterns.values() for pattern in options)
 
     def order(pattern: Pattern, usual: Pattern) -> tuple[int, bool, int, str]:
         return -fits[pattern], fits[pattern] == 1 and pattern != usual, pattern.count(None), str(pattern)
 
-    return {item: min(found, key=lambda pattern: order(pattern, _usual(*item))) for item, found in patterns.items()}
+    return {item: min(options, key=lambda pattern: order(pattern, _usual(*item))) for item, options in patterns.items()}
 
 
 def _usual(rank: int, prefix: str) -> Pattern:
@@ -151,10 +151,10 @@ class PathMatch(NamedTuple):
 
     Attributes:
         rank: the number matched by ``{rank}``.
-        naming: how it, or the directory that it is in, is named, relative to `fixed_directory`, in pieces, with
-            None for the rank's number: two ways to match one rank are two namings.
+        naming: the name of the directory, or of the directory of the file, relative to `fixed_directory`, in pieces,
+            with None for the rank's number: two ways to match one rank are two namings.
         path: its path.
-        name: of a file: its name, with `RANK_NUMBER` for the numbers that ``{rank}`` stands for.
+        name: of a file: its name, with `RANK_NUMBER` for the numbers that ``{rank}`` matches.
     """
 
     rank: int
@@ -164,7 +164,7 @@ class PathMatch(NamedTuple):
 
 
 def match_paths(pattern: str, unfinished: str) -> Iterator[PathMatch]:
-    """Everything that exists and matches. Directories whose names end in ``unfinished`` are skipped.
+    """Every matching file and directory. Directories whose names end in ``unfinished`` are skipped.
 
     Raises:
         OSError: a directory cannot be listed.
@@ -182,12 +182,12 @@ def fixed_directory(pattern: str) -> str:
 
 
 def _descend(directory: str, parts: list[str], rank: int, naming: Pattern, unfinished: str) -> Iterator[PathMatch]:
-    """Matches of the remaining parts below ``directory``; rank -1 is still unknown."""
-    part, rest = parts[0], parts[1:]
+    """Matches of the remaining parts below ``directory``; rank -1 is unknown."""
+    part, inner_parts = parts[0], parts[1:]
     if not part:
         # A doubled or trailing separator.
-        if rest:
-            yield from _descend(directory, rest, rank, naming, unfinished)
+        if inner_parts:
+            yield from _descend(directory, inner_parts, rank, naming, unfinished)
         else:
             yield PathMatch(rank, naming, directory, "")
         return
@@ -201,17 +201,17 @@ def _descend(directory: str, parts: list[str], rank: int, naming: Pattern, unfin
         if len(numbers) > 1:
             continue
         path = directory + name
-        directory_there = leads_to(entry.is_dir)
-        if directory_there and name.endswith(unfinished):
+        enters_directory = leads_to(entry.is_dir)
+        if enters_directory and name.endswith(unfinished):
             continue
-        found = numbers.pop() if numbers else -1
+        number = numbers.pop() if numbers else -1
         blanked = _blanked(name, spans)
         # The file's own name belongs to its step and series, not to the naming of its directory.
-        inner = (*naming, *_pieces(blanked), os.sep) if directory_there else naming
-        if not rest:
-            yield PathMatch(found, inner, path, blanked)
-        elif directory_there:
-            yield from _descend(path + os.sep, rest, found, inner, unfinished)
+        inner = (*naming, *_pieces(blanked), os.sep) if enters_directory else naming
+        if not inner_parts:
+            yield PathMatch(number, inner, path, blanked)
+        elif enters_directory:
+            yield from _descend(path + os.sep, inner_parts, number, inner, unfinished)
 
 
 def _pieces(blanked: str) -> Iterator[Optional[str]]:

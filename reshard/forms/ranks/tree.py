@@ -1,8 +1,8 @@
 """Finding the checkpoint files of a source, by rank and step.
 
 A source is a tree of rank directories (``rank_0/``, ``rank0/`` or ``0/``), one file, or a path with
-``{rank}`` in it. Only names count: file times play no part, and no file is opened. Whether a step is
-complete is decided elsewhere; `SourceTree.candidates` lists the steps to try, newest first.
+``{rank}`` in it. Only names count: file times play no part, and no file is opened. `SourceTree.candidates`
+lists the steps, newest first; `selection` checks their completeness.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class RankFile(NamedTuple):
         rank: global rank.
         path: the file.
         step: the step in its name, or None.
-        naming: how its directory is named, relative to the source, in pieces, with None for the rank's number.
+        naming: the name of its directory relative to the source, in pieces, with None for the rank's number.
         family: its name up to the step, as a pattern; equal in one series of saves.
         tail: the rest of its name, without the ending.
     """
@@ -100,8 +100,8 @@ class StepFiles:
         step: the step, or None for files without one in their names.
         files: path per rank that has a file of this step.
         notes: notes for the user, in whole sentences.
-        root: the directory that they are named relative to.
-        named: the same files with their parsed names; none if not found by name.
+        root: the directory that names are relative to.
+        parsed: the same files with their parsed names; empty if the user passed the files.
         damaged: the reason why a rank's file counts as absent, if known without reading it.
     """
 
@@ -109,15 +109,16 @@ class StepFiles:
     files: dict[int, str]
     notes: tuple[str, ...] = ()
     root: str = ""
-    named: tuple[RankFile, ...] = ()
+    parsed: tuple[RankFile, ...] = ()
     damaged: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def names(self) -> Optional[FileNames]:
         """The template of their names; None if unknown."""
-        if not self.named:
+        if not self.parsed:
             return None
-        return names_of((file.rank, _stem_below(self.root, file.path), file.pattern) for file in self.named)
+        paths = ((file, os.path.relpath(file.path, self.root or os.curdir)) for file in self.parsed)
+        return names_of((file.rank, os.path.splitext(path)[0], file.pattern) for file, path in paths)
 
 
 @dataclass(frozen=True)
@@ -125,10 +126,10 @@ class SourceTree:
     """All checkpoint files of a source, by name.
 
     Attributes:
-        root: the source as it was named.
-        single_file: True where the source is one file, an unsharded checkpoint.
-        ranks: every rank that has a directory or a checkpoint file, ascending, whatever ``--file-suffix`` leaves.
-        files: the files that ``--file-suffix`` leaves, by rank and path.
+        root: the source as the user wrote it.
+        single_file: whether the source is one file, an unsharded checkpoint.
+        ranks: every rank with a directory or a checkpoint file, ascending, regardless of ``--file-suffix``.
+        files: the files that match ``--file-suffix``, by rank and path.
     """
 
     root: str
@@ -144,27 +145,26 @@ class SourceTree:
     @functools.cached_property
     def by_step(self) -> dict[Optional[Step], list[RankFile]]:
         """The files of every step, by rank and path."""
-        found: dict[Optional[Step], list[RankFile]] = {}
+        files: dict[Optional[Step], list[RankFile]] = {}
         for file in self.files:
-            found.setdefault(file.step, []).append(file)
-        return found
+            files.setdefault(file.step, []).append(file)
+        return files
 
     def candidates(self, step: Optional[str] = None) -> Iterator[StepFiles]:
-        """The steps to try, newest first, each with at most one file per rank.
+        """The steps, newest first, each with at most one file per rank.
 
         Args:
             step: a step such as ``"3_10"``; None or ``"latest"`` for all.
 
         Raises:
-            UsageError: ``step`` is no step.
-            CheckpointError: the step is missing, or the files of a step, or the order of the
-                steps, are ambiguous.
+            UsageError: ``step`` is not a step.
+            CheckpointError: the step is missing, a rank has several files of it, or the steps have no order.
         """
         if step is not None and step != "latest":
             yield self.of_step(self.named(step))
             return
         self.check_comparable()
-        # One at a time: an ambiguous older step does not matter if a newer one is complete.
+        # Lazily: an ambiguous older step does not matter if a newer one is complete.
         for number in self.steps:
             yield self.of_step(number)
 
@@ -173,26 +173,26 @@ class SourceTree:
 
         Raises:
             UsageError: the text is not a step.
-            CheckpointError: no file is of this step.
+            CheckpointError: the source has no file of this step.
         """
         step = Step.parse(text)
         if step not in self.by_step:
-            names = ["none in the name" if found is None else str(found) for found in self.steps]
-            there = some_names(names, _MOST_STEPS)
-            raise CheckpointError(f"{self.root}: has no files of step {step}; its steps: {there}", file=self.root)
+            names = ["none in the name" if saved is None else str(saved) for saved in self.steps]
+            saved_steps = some_names(names, _MOST_STEPS)
+            raise CheckpointError(f"{self.root}: has no files of step {step}; its steps: {saved_steps}", file=self.root)
         return step
 
     def of_step(self, step: Optional[Step]) -> StepFiles:
         """The files of a step, one per rank.
 
         Raises:
-            CheckpointError: a rank has several.
+            CheckpointError: a rank has several files of it.
         """
         chosen: dict[int, RankFile] = {}
         for file in self.by_step[step]:
-            other = chosen.setdefault(file.rank, file)
-            if other is not file:
-                raise self._ambiguous(other, file)
+            earlier = chosen.setdefault(file.rank, file)
+            if earlier is not file:
+                raise self._ambiguous(earlier, file)
         files = {rank: file.path for rank, file in sorted(chosen.items())}
         notes = tuple(_differences(step, chosen.values()))
         if self.single_file:
@@ -218,23 +218,23 @@ class SourceTree:
                 hint=_CHOOSE,
             )
 
-    def _ambiguous(self, one: RankFile, other: RankFile) -> CheckpointError:
-        if os.path.dirname(one.path) != os.path.dirname(other.path):
-            what = "directories of two names"
-        elif format_of(one.path) != format_of(other.path):
-            what = "files of two formats"
+    def _ambiguous(self, first: RankFile, second: RankFile) -> CheckpointError:
+        if os.path.dirname(first.path) != os.path.dirname(second.path):
+            difference = "directories of two names"
+        elif format_of(first.path) != format_of(second.path):
+            difference = "files of two formats"
         else:
-            what = "files of two names"
-        step = "without a step" if one.step is None else f"for step {one.step}"
+            difference = "files of two names"
+        step = "without a step" if first.step is None else f"for step {first.step}"
         hint = _CHOOSE
-        if one.naming and RANK not in self.root:
-            naming = "".join(RANK if piece is None else piece for piece in one.naming)
-            example = os.path.join(self.root, naming, "*" + os.path.splitext(one.path)[1])
+        if first.naming and RANK not in self.root:
+            naming = "".join(RANK if piece is None else piece for piece in first.naming)
+            example = os.path.join(self.root, naming, "*" + os.path.splitext(first.path)[1])
             hint += f", or name the files, as in '{example}'"
         return CheckpointError(
-            f"rank {one.rank} has {what} {step}:\n  {one.path}\n  {other.path}",
-            file=one.path,
-            rank=one.rank,
+            f"rank {first.rank} has {difference} {step}:\n  {first.path}\n  {second.path}",
+            file=first.path,
+            rank=first.rank,
             hint=hint,
         )
 
@@ -245,7 +245,7 @@ def find_checkpoints(src: str, file_suffix: Optional[str] = None) -> SourceTree:
 
     Args:
         src: a directory of rank directories, one file, or a path with ``{rank}`` and wildcards.
-        file_suffix: take only files whose stem, the name without its ending, ends so.
+        file_suffix: only files whose stem, the name without its ending, ends so.
 
     Raises:
         CheckpointError: the source is missing, unreadable, or of an unsupported form.
@@ -256,12 +256,12 @@ def find_checkpoints(src: str, file_suffix: Optional[str] = None) -> SourceTree:
     try:
         if _is_pattern(src):
             _refuse_unfinished(fixed_directory(src))
-            found = [
-                _Found(match.rank, match.naming, path, match.name if path == match.path else os.path.basename(path))
+            files = [
+                _FileEntry(match.rank, match.naming, path, match.name if path == match.path else os.path.basename(path))
                 for match in match_paths(src, _UNFINISHED)
                 for path in _checkpoints(match.path)
             ]
-            if not found:
+            if not files:
                 raise CheckpointError(
                     f"{src}: no checkpoint file matches",
                     file=src,
@@ -274,28 +274,28 @@ def find_checkpoints(src: str, file_suffix: Optional[str] = None) -> SourceTree:
             hint = wildcards if wild else similar_path_hint(src)
             raise CheckpointError(f"{src}: does not exist", file=src, hint=hint)
         elif is_directory(src):
-            found, single = _rank_directories(src), False
+            files, single = _rank_directories(src), False
         else:
             refuse_other_forms(src)
             format_of(src)
-            found, single = [_Found(0, (), src, os.path.basename(src))], True
+            files, single = [_FileEntry(0, (), src, os.path.basename(src))], True
     except OSError as error:
         raise reading_error(error.filename or src, error) from error
-    chosen = [entry for entry in found if file_suffix is None or _stem(entry.path).endswith(file_suffix)]
+    chosen = [entry for entry in files if file_suffix is None or _stem(entry.path).endswith(file_suffix)]
     if not chosen:
         raise CheckpointError(
             f"{src}: no file's name ends in {file_suffix!r} before .ckpt or .safetensors; "
-            f"one of the files is {found[0].path}",
+            f"one of the files is {files[0].path}",
             file=src,
             hint="check --file-suffix",
         )
-    ranks = {entry.rank for entry in found}
+    ranks = {entry.rank for entry in files}
     if not single and RANK not in src:
         ranks |= _rank_numbers(src)
     return SourceTree(src, single, tuple(sorted(ranks)), tuple(_rank_files(chosen)))
 
 
-class _Found(NamedTuple):
+class _FileEntry(NamedTuple):
     """A checkpoint file; attributes as in `RankFile`, the name as in `steps.PathMatch`."""
 
     rank: int
@@ -305,11 +305,11 @@ class _Found(NamedTuple):
 
 
 def find_rank(directory: str, file_suffix: Optional[str] = None) -> Optional[SourceTree]:
-    """The checkpoint files of one rank, where a directory of one is named instead of the tree; else None.
+    """The checkpoint files of a single rank's directory; None if it is not such a directory.
 
     Args:
-        directory: ``rank_3`` or the like, or ``ckpt_dir3``, as fault recovery names them.
-        file_suffix: take only files whose stem, the name without its ending, ends so.
+        directory: ``rank_3`` or the like, or ``ckpt_dir3`` from fault recovery.
+        file_suffix: only files whose stem, the name without its ending, ends so.
 
     Raises:
         RetryableError: listing failed in a way that may pass.
@@ -320,35 +320,37 @@ def find_rank(directory: str, file_suffix: Optional[str] = None) -> Optional[Sou
         return None
     rank = int(match[2])
     files = [file for file in _checkpoints(directory) if file_suffix is None or _stem(file).endswith(file_suffix)]
-    found = [_Found(rank, (), file, os.path.basename(file)) for file in files]
-    return SourceTree(directory, False, (rank,), tuple(_rank_files(found))) if found else None
+    listed_files = [_FileEntry(rank, (), file, os.path.basename(file)) for file in files]
+    return SourceTree(directory, False, (rank,), tuple(_rank_files(listed_files))) if listed_files else None
 
 
-def _rank_directories(src: str) -> list[_Found]:
+def _rank_directories(src: str) -> list[_FileEntry]:
     """Every checkpoint file in the rank directories of ``src``."""
     refuse_other_forms(src)
     _refuse_unfinished(src)
-    found = []
+    files = []
     directories = _subdirectories(src)
     matches = [match for match in map(_RANK_DIRECTORY.fullmatch, directories) if match is not None]
     paths = [os.path.join(src, match[0]) for match in matches]
     with _reading(src):
         for match, path, entries in zip(matches, paths, for_each(lambda path: store_of(path).entries(path), paths)):
             naming = (match[1], None, os.sep)
-            found += [_Found(int(match[2]), naming, os.path.join(path, name), name) for name in _named_so(entries)]
-    if not found:
+            files += [
+                _FileEntry(int(match[2]), naming, os.path.join(path, name), name) for name in _checkpoint_names(entries)
+            ]
+    if not files:
         raise _nothing_found(src, directories)
-    return found
+    return files
 
 
-def passed_over(src: str) -> tuple[list[str], list[str]]:
-    """Further directories with checkpoints, which are not read with the rank directories.
+def skipped_directories(src: str) -> tuple[list[str], list[str]]:
+    """Directories of checkpoints beside the rank directories, which are not read with them.
 
     Args:
-        src: a source that `find_checkpoints` finds something in, not a file.
+        src: a valid source of `find_checkpoints`, not a file.
 
     Returns:
-        Unfinished ones, and saves at a fault, which are sources themselves.
+        Unfinished directories, and saves at a fault, which are sources themselves.
 
     Raises:
         ReshardError: listing failed.
@@ -362,7 +364,7 @@ def passed_over(src: str) -> tuple[list[str], list[str]]:
 
 
 def _is_pattern(src: str) -> bool:
-    """Whether a source is a path with ``{rank}`` in it, and not a directory or file of that name."""
+    """Whether a source is a path with ``{rank}`` in it; False for an existing directory or file of that name."""
     return RANK in src and not exists(src)
 
 
@@ -388,7 +390,7 @@ def _nothing_found(src: str, directories: list[str]) -> CheckpointError:
     if _RANK_DIRECTORY.fullmatch(os.path.basename(os.path.abspath(src))):
         hint = f"did you mean {os.path.dirname(absolute(src))}?"
     for name in directories:
-        # Skip unreadable directories: this is advice only.
+        # Unreadable directories are skipped: this is only advice.
         with contextlib.suppress(OSError):
             if any(_RANK_DIRECTORY.fullmatch(inner) for inner in _subdirectories(os.path.join(src, name))):
                 hint = f"did you mean {os.path.join(src, name)}?"
@@ -404,9 +406,11 @@ def _nothing_found(src: str, directories: list[str]) -> CheckpointError:
         shown = ", ".join(files[:_MOST_LISTED])
         return CheckpointError(f"{src}: holds files ({shown}) but no rank directories", file=src, hint=hint)
     with _reading(src):
-        others = sorted(entry.name for entry in store_of(src).entries(src) if entry.name.endswith(_PYTORCH_ENDINGS))
-    if others:
-        shown = ", ".join(others[:_MOST_LISTED])
+        pytorch_files = sorted(
+            entry.name for entry in store_of(src).entries(src) if entry.name.endswith(_PYTORCH_ENDINGS)
+        )
+    if pytorch_files:
+        shown = ", ".join(pytorch_files[:_MOST_LISTED])
         return CheckpointError(
             f"{src}: holds PyTorch files ({shown}), which are not read, and no .ckpt or .safetensors file",
             file=src,
@@ -440,18 +444,18 @@ def _subdirectories(directory: str) -> list[str]:
 
 
 def _checkpoints(path: str) -> Iterator[str]:
-    """The checkpoint files directly in a directory, by name; or the path itself, if it is one."""
+    """The checkpoint files directly in a directory, by name; or the path itself, if it is a checkpoint file."""
     if not is_directory(path):
         if os.path.splitext(path)[1] in FORMATS:
             yield path
         return
     with _reading(path):
-        names = _named_so(store_of(path).entries(path))
+        names = _checkpoint_names(store_of(path).entries(path))
     for name in names:
         yield os.path.join(path, name)
 
 
-def _named_so(entries: Iterable[DirectoryEntry]) -> list[str]:
+def _checkpoint_names(entries: Iterable[DirectoryEntry]) -> list[str]:
     """The checkpoint files among directory entries, sorted by name.
 
     Raises:
@@ -464,29 +468,24 @@ def _named_so(entries: Iterable[DirectoryEntry]) -> list[str]:
     )
 
 
-def _rank_files(found: Iterable[_Found]) -> Iterator[RankFile]:
-    parsed = [(entry, *_parsed(entry)) for entry in sorted(found, key=lambda entry: (entry.rank, entry.path))]
+def _rank_files(files: Iterable[_FileEntry]) -> Iterator[RankFile]:
+    parsed = [(entry, *_parsed(entry)) for entry in sorted(files, key=lambda entry: (entry.rank, entry.path))]
     families = name_families({(entry.rank, start) for entry, start, _, _ in parsed})
     for entry, start, step, tail in parsed:
         yield RankFile(entry.rank, entry.path, step, entry.naming, families[entry.rank, start], tail)
 
 
-def _parsed(entry: _Found) -> tuple[str, Optional[Step], str]:
+def _parsed(entry: _FileEntry) -> tuple[str, Optional[Step], str]:
     """A file's name up to its step, with the rank's numbers marked; the step; the rest."""
     stem = _stem(entry.path)
     prefix, step = parse_stem(stem)
     marked, as_marked = parse_stem(os.path.splitext(entry.name)[0])
     if as_marked != step:
-        # The rank's number is part of the step: the step wins.
+        # A number in the step is not the rank's.
         marked = prefix
     if step is None:
         return marked, step, ""
     return f"{marked}-", step, stem[len(prefix) + 1 :]
-
-
-def _stem_below(root: str, path: str) -> str:
-    """A path relative to a directory, without its ending."""
-    return os.path.splitext(os.path.relpath(path, root or os.curdir))[0]
 
 
 def _stem(path: str) -> str:
@@ -498,14 +497,14 @@ def _age(step: Optional[Step]) -> tuple[bool, int, int]:
 
 
 def _differences(step: Optional[Step], files: Iterable[RankFile]) -> Iterator[str]:
-    """Where the ranks' files of one step do not look like one save."""
-    named = "the files" if step is None else f"the files of step {step}"
+    """Warnings if the files of one step seem to be of several saves."""
+    subject = "the files" if step is None else f"the files of step {step}"
     by_series: dict[object, list[RankFile]] = defaultdict(list)
     by_format: dict[object, list[RankFile]] = defaultdict(list)
     for file in files:
         by_series[file.series].append(file)
         by_format[format_of(file.path)].append(file)
-    for groups, what in ((by_series, "names"), (by_format, "formats")):
+    for groups, difference in ((by_series, "names"), (by_format, "formats")):
         if len(groups) > 1:
             examples = ", ".join(group[0].path for group in list(groups.values())[:_MOST_LISTED])
-            yield f"{named} have different {what} on different ranks, as if of different runs: {examples}"
+            yield f"{subject} have different {difference} on different ranks, as if of different runs: {examples}"

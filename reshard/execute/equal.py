@@ -1,4 +1,4 @@
-"""Byte-by-byte comparison of tied tensors, of which only one is read, in any layouts."""
+"""Byte-by-byte comparison of tied tensors, in any layouts: only one of them is converted."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Optional
 
 import numpy as np
 
-from reshard.checkpoints.checkpoint import Checkpoint, Equal, GlobalTensor
+from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor, TiedTensors
 from reshard.checkpoints.edited import stored_checkpoint
 from reshard.errors import CheckpointError, IncompleteSourceError
 from reshard.execute import Progress
@@ -19,16 +19,16 @@ from reshard.plan.pieces import Piece, StoredSlice, TargetTensor
 from reshard.text.wording import quoted
 
 
-def equal_of(checkpoint: Checkpoint, names: Iterable[str]) -> list[Equal]:
-    """The sets of tied tensors that some tensors and values are made of."""
+def equal_of(checkpoint: Checkpoint, names: Iterable[str]) -> list[TiedTensors]:
+    """The sets of tied tensors among the sources of some tensors and values."""
     tensors = checkpoint.tensors
     stored = {source.name for name in names if name in tensors for source in tensors[name].sources}
-    return [equal for equal in checkpoint.equal() if equal.taken.name in stored]
+    return [equal for equal in checkpoint.tied_tensors() if equal.representative.name in stored]
 
 
 def check_equal(
     checkpoint: Checkpoint,
-    equals: Collection[Equal],
+    equals: Collection[TiedTensors],
     reader: BoxReader,
     progress: Optional[Progress] = None,
     most: Optional[int] = None,
@@ -50,7 +50,10 @@ def check_equal(
         return
     progress = progress or Progress()
     progress.begin(
-        sum(_elements(equal.taken, most) * equal.taken.item_size * (1 + len(equal.others)) for equal in equals),
+        sum(
+            _elements(equal.representative, most) * equal.representative.item_size * (1 + len(equal.copies))
+            for equal in equals
+        ),
         "comparing tensors",
     )
     try:
@@ -60,22 +63,25 @@ def check_equal(
         progress.end()
 
 
-def _check(checkpoint: Checkpoint, equal: Equal, reader: BoxReader, progress: Progress, most: Optional[int]) -> None:
-    first = equal.taken
-    for tensor_beside in equal.others:
-        if (tensor_beside.dtype, tensor_beside.shape) != (first.dtype, first.shape):
-            raise _differ(checkpoint, equal, tensor_beside, None)
+def _check(
+    checkpoint: Checkpoint, equal: TiedTensors, reader: BoxReader, progress: Progress, most: Optional[int]
+) -> None:
+    first = equal.representative
+    for tensor in equal.copies:
+        if (tensor.dtype, tensor.shape) != (first.dtype, first.shape):
+            raise _differ(checkpoint, equal, tensor, None)
     count = _elements(first, most)
     step = max(1, min(CHUNK_BYTES // first.item_size, count))
-    mine, theirs = (np.empty(step * first.item_size, np.uint8) for _ in range(2))
-    target, *copies = (_whole(checkpoint, tensor) for tensor in (first, *equal.others))
+    bytes_of_first, bytes_of_copy = (np.empty(step * first.item_size, np.uint8) for _ in range(2))
+    target, *copies = (_whole(checkpoint, tensor) for tensor in (first, *equal.copies))
     for box in boxes_of_range(first.shape, 0, count, step):
         nbytes = volume_of(box) * first.item_size
-        reader.read(target, box, mine[:nbytes].data)
-        for tensor, copy in zip(equal.others, copies):
-            reader.read(copy, box, theirs[:nbytes].data)
-            if not np.array_equal(mine[:nbytes], theirs[:nbytes]):
-                raise _differ(checkpoint, equal, tensor, _first_difference(mine, theirs, box, first.item_size))
+        reader.read(target, box, bytes_of_first[:nbytes].data)
+        for tensor, copy in zip(equal.copies, copies):
+            reader.read(copy, box, bytes_of_copy[:nbytes].data)
+            if not np.array_equal(bytes_of_first[:nbytes], bytes_of_copy[:nbytes]):
+                place = _first_difference(bytes_of_first, bytes_of_copy, box, first.item_size)
+                raise _differ(checkpoint, equal, tensor, place)
         progress.wrote(nbytes * (1 + len(copies)))
 
 
@@ -85,9 +91,9 @@ def _elements(tensor: GlobalTensor, most: Optional[int]) -> int:
     return count if most is None else min(count, most // tensor.item_size)
 
 
-def _first_difference(mine: Bytes, theirs: Bytes, box: Box, item_size: int) -> tuple[int, ...]:
+def _first_difference(first: Bytes, second: Bytes, box: Box, item_size: int) -> tuple[int, ...]:
     """The index of the first element of a box that differs."""
-    element = int((mine != theirs).argmax()) // item_size
+    element = int((first != second).argmax()) // item_size
     place = np.unravel_index(element, [stop - start for start, stop in box])
     return tuple(start + int(position) for (start, _), position in zip(box, place))
 
@@ -111,19 +117,21 @@ def _holder(tensor: GlobalTensor, present: tuple[frozenset[int], ...], slices: t
     raise IncompleteSourceError(f"a slice of {quoted(tensor.name)} is on no readable rank", parameter=tensor.name)
 
 
-def _differ(checkpoint: Checkpoint, equal: Equal, copy: GlobalTensor, at: Optional[tuple[int, ...]]) -> CheckpointError:
+def _differ(
+    checkpoint: Checkpoint, equal: TiedTensors, copy: GlobalTensor, at: Optional[tuple[int, ...]]
+) -> CheckpointError:
     where = "in type or shape" if at is None else f"at {list(at)}"
     paths = []
-    for tensor in (equal.taken, copy):
+    for tensor in (equal.representative, copy):
         piece = next(
             piece
             for piece in _whole(checkpoint, tensor).pieces
             if at is None or all(start <= place < stop for place, (start, stop) in zip(at, piece.box))
         )
         paths.append(piece.source.path)
-    original = "the copy" if copy.name == equal.taken.name else quoted(equal.taken.name)
+    converted = "the copy" if copy.name == equal.representative.name else quoted(equal.representative.name)
     return CheckpointError(
-        f"{paths[1]}: {quoted(copy.name)} differs from {original} in {paths[0]} {where}: {equal.reason}",
+        f"{paths[1]}: {quoted(copy.name)} differs from {converted} in {paths[0]} {where}: {equal.reason}",
         file=paths[1],
         parameter=copy.name,
         hint=equal.hint,

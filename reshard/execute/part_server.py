@@ -1,0 +1,160 @@
+"""The side of worker processes: writing parts of target files that a conversion requests."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Sequence
+from typing import Callable, NamedTuple, Optional
+
+from reshard.checkpoints import FileHandles
+from reshard.checkpoints.files import FileVersion
+from reshard.errors import RetryableError
+from reshard.execute.options import ExecutionOptions
+from reshard.execute.part_writing import PartWriter
+from reshard.execute.parts import Parts
+from reshard.execute.reader import BoxReader, Worker
+from reshard.execute.writing import PartDone, TargetWriter
+from reshard.plan.pieces import TargetFile
+from reshard.processes import Notify
+from reshard.storage.new_local_file import WrittenFile
+
+# Bytes that a worker writes before it reports them.
+_REPORTED_BYTES = 8 << 20
+
+TargetOf = Callable[[int], TargetFile]
+"""Plans a target file, given its number."""
+
+
+class Member(NamedTuple):
+    """A file of a group, as a request describes it.
+
+    Attributes:
+        rank: its number.
+        open: whether the request has a descriptor of it; a file without one is not written.
+        mapped: whether it is written through maps.
+        copies: whether its file system copies ranges of files.
+    """
+
+    rank: int
+    open: bool
+    mapped: bool
+    copies: bool
+
+
+class PartRequest(NamedTuple):
+    """A part to write: some files, the number of the part, and whether to compute checksums."""
+
+    members: Sequence[Member]
+    number: int
+    checksum: bool
+
+
+class _ServingThread(threading.local):
+    """State of a thread of a worker process."""
+
+    def __init__(self) -> None:
+        self.worker: Optional[Worker] = None
+        self.notify: Notify = lambda message: None
+        # The files of the last request, cut into parts; and the number of its part.
+        self.parts: Optional[Parts] = None
+        self.number = -1
+
+
+class PartServer:
+    """Writes parts in worker processes.
+
+    It sends these messages before an answer: ``("wrote", bytes)``, ``("copied", bytes)``,
+    ``("overflowed", name, count)``, and ``("last",)`` when no part follows the requested one.
+
+    Args:
+        target_of: plans the files.
+        handles: open source files.
+        options: options for all processes together.
+    """
+
+    def __init__(self, target_of: TargetOf, handles: FileHandles, options: ExecutionOptions) -> None:
+        self._target_of = target_of
+        self._handles = handles
+        self._options = options
+        self._thread = _ServingThread()
+        self._reader = BoxReader(handles, options, lambda *count: self._thread.notify(("overflowed", *count)))
+
+    def __call__(
+        self, request: PartRequest, descriptors: Sequence[int], notify: Notify
+    ) -> tuple[list[PartDone], dict[str, FileVersion]]:
+        """Write a part.
+
+        Returns:
+            The results per file, and the versions of source files that were first opened here.
+        """
+        remaining = iter(descriptors)
+        with contextlib.ExitStack() as stack:
+            files = [WrittenFile(next(remaining)) if member.open else None for member in request.members]
+            for file in files:
+                if file is not None:
+                    stack.callback(file.close)
+            thread = self._thread
+            thread.notify = notify
+            if thread.worker is None:
+                thread.worker = self._reader.new_worker()
+            parts = self._parts([member.rank for member in request.members], request.number)
+            known_sources = self._handles.seen
+            part, last = parts.take(request.number)
+            if last:
+                notify(("last",))
+            writers = [
+                TargetWriter(target, _finished, request.checksum, file=file, mapped=member.mapped, copies=member.copies)
+                for target, file, member in zip(parts.files, files, request.members)
+            ]
+            for writer, file in zip(writers, files):
+                if file is None:
+                    writer.fail(RetryableError(f"{writer.target.path}: was given up", file=writer.target.path))
+            if part is not None:
+                with _WrittenBytes(notify) as counter:
+                    PartWriter(
+                        thread.worker,
+                        self._handles,
+                        lambda: False,
+                        counter.add,
+                        lambda count: notify(("copied", count)),
+                    ).write(part, writers)
+            return [writer.done for writer in writers], self._handles.seen_after(known_sources)
+
+    def _parts(self, ranks: list[int], number: int) -> Parts:
+        """The parts of files, from part ``number`` on; parts are cut in order."""
+        thread = self._thread
+        if thread.parts is None or thread.number >= number or [file.rank for file in thread.parts.files] != ranks:
+            files = [self._target_of(rank) for rank in ranks]
+            thread.parts = Parts(files, self._options.threads, alone=False)
+        thread.number = number
+        return thread.parts
+
+
+class _WrittenBytes:
+    """Reports written bytes, many at a time."""
+
+    def __init__(self, notify: Notify) -> None:
+        self._notify = notify
+        self._count = 0
+
+    def add(self, count: int) -> None:
+        """``count`` more bytes are written."""
+        self._count += count
+        if self._count >= _REPORTED_BYTES:
+            self._flush()
+
+    def _flush(self) -> None:
+        if self._count:
+            self._notify(("wrote", self._count))
+            self._count = 0
+
+    def __enter__(self) -> _WrittenBytes:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._flush()
+
+
+def _finished(*_: object) -> None:
+    """Does nothing: the process that made the files finishes and records them."""
