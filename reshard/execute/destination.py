@@ -22,7 +22,6 @@ from reshard.storage import (
     is_directory,
     is_regular_file,
     names_in,
-    names_in_each,
     real,
     same_store,
     status_at,
@@ -67,7 +66,9 @@ class Destination:
             entries.update(filter(_RANK_DIRECTORY.fullmatch, names_in(self.path)))
         # A directory that another run has just removed lists as empty.
         ordered = sorted(entries)
-        names_by_entry = names_in_each([os.path.join(self.path, entry) if entry else self.path for entry in ordered])
+        names_by_entry = for_each(
+            names_in, [os.path.join(self.path, entry) if entry else self.path for entry in ordered]
+        )
         return sorted(
             os.path.join(entry, name)
             for entry, names in zip(ordered, names_by_entry)

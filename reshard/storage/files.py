@@ -18,7 +18,7 @@ from typing import Callable, Optional, Union
 from reshard.errors import InputError, ReshardError, RetryableError, TargetError, UnwritableError, UsageError
 from reshard.storage.listing_cache import cached_entry
 from reshard.storage.registry import for_each, store_of
-from reshard.storage.store import DirectoryEntry, Expected, FileStatus, NewFile, ReadableFile, Sending
+from reshard.storage.store import Expected, FileStatus, NewFile, ReadableFile, Sending
 
 # Maximum empty reads in a row before the end of the file.
 _TIMES = 3
@@ -71,15 +71,6 @@ def status_of_each(paths: Sequence[str], through_links: bool = True) -> list[Opt
     return for_each(lambda path: status_at(path, through_links), paths)
 
 
-def names_in_each(directories: Sequence[str]) -> list[list[str]]:
-    """The names in each of several directories, as `names_in` returns them; likewise.
-
-    Raises:
-        ReshardError: as `names_in`.
-    """
-    return for_each(names_in, directories)
-
-
 def exists(path: str) -> bool:
     """Whether anything is at a path, a dangling link included.
 
@@ -129,25 +120,15 @@ def names_in(directory: str) -> list[str]:
         raise status_error(directory, error) from error
 
 
-def leads_to_directory(entry: DirectoryEntry) -> bool:
-    """Whether an entry of a directory is a directory or a link to one; a circle of links is not.
+def leads_to(kind: Callable[[], bool]) -> bool:
+    """Whether an entry of a directory is of a kind, or a link to one; a circle of links is not.
+
+    Args:
+        kind: `DirectoryEntry.is_dir` or `DirectoryEntry.is_file` of the entry.
 
     Raises:
         OSError: its status cannot be read.
     """
-    return _leads_to(entry.is_dir)
-
-
-def leads_to_file(entry: DirectoryEntry) -> bool:
-    """Whether an entry of a directory is a regular file or a link to one; likewise.
-
-    Raises:
-        OSError: its status cannot be read.
-    """
-    return _leads_to(entry.is_file)
-
-
-def _leads_to(kind: Callable[[], bool]) -> bool:
     try:
         return kind()
     except OSError as error:
@@ -210,15 +191,6 @@ def too_long(path: str) -> UsageError:
         file=path,
         hint="use a shorter path, or one relative to the current directory",
     )
-
-
-def entries_of_each(directories: Iterable[str]) -> Iterator[list[DirectoryEntry]]:
-    """The entries of each of several directories, in order; concurrently where requests take a round trip.
-
-    Raises:
-        OSError: one cannot be listed.
-    """
-    return iter(for_each(lambda path: store_of(path).entries(path), list(directories)))
 
 
 @contextlib.contextmanager

@@ -12,8 +12,8 @@ from reshard.storage import (
     DirectoryEntry,
     OpenFile,
     UnfitError,
-    entries_of_each,
     exists,
+    for_each,
     is_directory,
     is_regular_file,
     names_in,
@@ -62,7 +62,8 @@ def test_names_in_a_directory(place: Place) -> None:
 def test_directories_are_listed_together_in_their_order(place: Place) -> None:
     for number in range(7):
         place.put(f"rank_{number}/file-{number}", b"")
-    listed = entries_of_each(f"{place.path}/rank_{number}" for number in range(7))
+    directories = [f"{place.path}/rank_{number}" for number in range(7)]
+    listed = for_each(lambda path: store_of(path).entries(path), directories)
 
     def names(entries: list[DirectoryEntry]) -> list[str]:
         return [entry.name for entry in entries]

@@ -11,7 +11,7 @@ from reshard.checkpoints.formats.headers import read_headers
 from reshard.checkpoints.formats.tensors import CheckpointIndex
 from reshard.errors import CheckpointError, DamagedCheckpointError
 from reshard.forms.checkpoint2.iterations import METADATA, file_order, parse_file_name
-from reshard.storage import leads_to_file, store_of
+from reshard.storage import leads_to, store_of
 from reshard.text.report import Report
 from reshard.text.wording import plural, some_names
 
@@ -84,7 +84,7 @@ def _tensor_files(directory: str) -> set[str]:
         return {
             entry.name
             for entry in store_of(directory).entries(directory)
-            if entry.name.endswith(_ENDING) and not entry.name.startswith(".") and leads_to_file(entry)
+            if entry.name.endswith(_ENDING) and not entry.name.startswith(".") and leads_to(entry.is_file)
         }
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Optional
 
 from reshard.errors import UsageError
-from reshard.storage import is_directory, leads_to_directory, store_of
+from reshard.storage import is_directory, leads_to, store_of
 from reshard.text.globs import Glob
 
 # Python refuses to read numbers of thousands of digits, which no file's name can hold.
@@ -201,7 +201,7 @@ def _descend(directory: str, parts: list[str], rank: int, naming: Pattern, unfin
         if len(numbers) > 1:
             continue
         path = directory + name
-        enters_directory = leads_to_directory(entry)
+        enters_directory = leads_to(entry.is_dir)
         if enters_directory and name.endswith(unfinished):
             continue
         number = numbers.pop() if numbers else -1

@@ -36,11 +36,10 @@ from reshard.storage import (
     DirectoryEntry,
     absolute,
     caches_listings,
-    entries_of_each,
     exists,
+    for_each,
     is_directory,
-    leads_to_directory,
-    leads_to_file,
+    leads_to,
     real,
     store_of,
 )
@@ -334,7 +333,7 @@ def _rank_directories(src: str) -> list[_FileEntry]:
     matches = [match for match in map(_RANK_DIRECTORY.fullmatch, directories) if match is not None]
     paths = [os.path.join(src, match[0]) for match in matches]
     with _reading(src):
-        for match, path, entries in zip(matches, paths, entries_of_each(paths)):
+        for match, path, entries in zip(matches, paths, for_each(lambda path: store_of(path).entries(path), paths)):
             naming = (match[1], None, os.sep)
             files += [
                 _FileEntry(int(match[2]), naming, os.path.join(path, name), name) for name in _checkpoint_names(entries)
@@ -441,7 +440,7 @@ def _reading(path: str) -> Iterator[None]:
 
 def _subdirectories(directory: str) -> list[str]:
     with _reading(directory):
-        return sorted(entry.name for entry in store_of(directory).entries(directory) if leads_to_directory(entry))
+        return sorted(entry.name for entry in store_of(directory).entries(directory) if leads_to(entry.is_dir))
 
 
 def _checkpoints(path: str) -> Iterator[str]:
@@ -465,7 +464,7 @@ def _checkpoint_names(entries: Iterable[DirectoryEntry]) -> list[str]:
     return sorted(
         entry.name
         for entry in entries
-        if not entry.name.startswith(".") and os.path.splitext(entry.name)[1] in FORMATS and leads_to_file(entry)
+        if not entry.name.startswith(".") and os.path.splitext(entry.name)[1] in FORMATS and leads_to(entry.is_file)
     )
 
 
