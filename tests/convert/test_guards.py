@@ -122,7 +122,7 @@ def test_a_linked_rank_directory_never_leads_to_the_source(world: World) -> None
     before = (world.src / "rank_0" / "checkpoint_0.ckpt").read_bytes()
     world.dst.mkdir()
     (world.dst / "rank_0").symlink_to(world.src / "rank_0")
-    fails(2, *world.words("--overwrite"), says=["rank_0", "by another name"])
+    fails(2, *world.words("--overwrite"), says=["rank_0", "is another name of a place of source file"])
     assert (world.src / "rank_0" / "checkpoint_0.ckpt").read_bytes() == before
 
 
