@@ -14,8 +14,9 @@ MINDFORMERS_MINDSPORE = 2.10.0
 TORCH = torch==2.13.0
 TRANSFORMERS = transformers==5.23.0
 COMPRESSED = compressed-tensors==0.20.0
-# On every processor: four at the most, since the long tests take gigabytes each.
-PYTEST = -m pytest --numprocesses logical --maxprocesses 4 --dist worksteal
+# A process more than processors, as tests also wait; four at the most, since the long tests take gigabytes each.
+WORKERS = $(shell cpus=$$(nproc 2>/dev/null || echo 3); echo $$((cpus < 4 ? cpus + 1 : 4)))
+PYTEST = -m pytest --numprocesses $(WORKERS) --dist worksteal
 
 .PHONY: help demo quick test test-all check conformance conformance-transformers package matrix bench docs site clean
 

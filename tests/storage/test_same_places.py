@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import subprocess
@@ -18,10 +19,19 @@ from reshard.storage import directories
 from tests.conftest import LONG
 from tests.running import LAUNCHER, Argument, done, fails
 from tests.running import reshard as run
+from tests.sampling import some_of
 from tests.small import World, tensors
 from tests.trees import read_tree, same_ranks, tree_bytes
 
 FULL = tensors()
+OPTIONS: tuple[tuple[str, ...], ...] = ((), ("--overwrite",), ("--dry-run",))
+MOUNTS = (
+    ("src", "dst"),
+    ("src", "dst/inner"),
+    ("src/rank_0", "dst/rank_0"),
+    ("src/rank_1", "dst/rank_0"),
+    ("src/rank_0", "dst"),
+)
 CAN_MOUNT = (
     shutil.which("unshare") is not None
     and not subprocess.run(["unshare", "--mount", "true"], capture_output=True, check=False).returncode
@@ -29,29 +39,19 @@ CAN_MOUNT = (
 
 
 @pytest.mark.skipif(not CAN_MOUNT, reason="mounts need a mount namespace of one's own")
-@pytest.mark.parametrize(
-    "mounts",
-    [
-        [("src", "dst")],
-        [("src", "dst/inner")],
-        [("src/rank_0", "dst/rank_0")],
-        [("src/rank_1", "dst/rank_0")],
-        [("src/rank_0", "dst")],
-    ],
-)
-@pytest.mark.parametrize("options", [(), ("--overwrite",), ("--dry-run",)])
+@pytest.mark.parametrize(("options", "mount"), some_of(itertools.product(OPTIONS, MOUNTS), 4))
 def test_a_bind_mount_of_the_source_is_no_target(
-    mounts: list[tuple[str, str]], options: tuple[str, ...], world: World
+    options: tuple[str, ...], mount: tuple[str, str], world: World
 ) -> None:
     world.save(FULL, "rank_{rank}/checkpoint_{rank}.ckpt")
     before = tree_bytes(world.src)
     dst = world.dst
     lines = ["set -e"]
-    for source, target in mounts:
-        (world.root / target).mkdir(parents=True)
-        lines.append(f"mount --bind '{world.root / source}' '{world.root / target}'")
-        if target == "dst/inner":
-            dst = world.root / target / "new"
+    source, target = mount
+    (world.root / target).mkdir(parents=True)
+    lines.append(f"mount --bind '{world.root / source}' '{world.root / target}'")
+    if target == "dst/inner":
+        dst = world.root / target / "new"
     world.dst = dst
     words = " ".join(f"'{word}'" for word in world.words(*options))
     lines.append(f"exec '{sys.executable}' -c '{LAUNCHER}' {words}")
