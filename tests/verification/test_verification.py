@@ -397,9 +397,10 @@ def test_memory_does_not_grow_with_parameters_times_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     monkeypatch.setattr(reading, "MAX_SLICES", 128)
-    ranks, few, more = 64, 4, 14
+    ranks, few, more = 64, 4, 24
     peaks: list[int] = []
-    for parameters in (few, few, more):
+    # The first run loads what all need; two threads meet differently in each, so that the least of two counts.
+    for parameters in (few, few, few, more, more):
         pair = many(tmp_path / f"{len(peaks)}", ranks, parameters)
         tracemalloc.start()
         try:
@@ -414,7 +415,7 @@ def test_memory_does_not_grow_with_parameters_times_ranks(
         finally:
             tracemalloc.stop()
     # Its name, type, place in the files and the like, but nothing per rank: a pointer each would be more.
-    _, before, after = peaks
+    before, after = min(peaks[1:3]), min(peaks[3:])
     assert (after - before) / (more - few) < 8 * ranks * 12
 
 
