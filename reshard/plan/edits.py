@@ -251,7 +251,9 @@ class Edits:
         def edit(checkpoint: Checkpoint) -> EditedStep:
             # The notes are printed when the chosen step is edited.
             result = edited(checkpoint, self, Report(), complete=False)
-            laid_out = same_layouts(target, result) if target.path == SAME else self.laid_out(target, result.tensors)
+            # Parameters that no file has are needed if the target's strategy lists them.
+            names = {*result.tensors, *filter(None, result.unseen.values())}
+            laid_out = same_layouts(target, result) if target.path == SAME else self.laid_out(target, names)
             return EditedStep(result.tensors, laid_out, result.unseen)
 
         return edit

@@ -56,7 +56,7 @@ _MAX_DESCRIPTION = 1 << 28
 # Elements that are read at a time: buffers for codes and scales stay below a MiB.
 _MOST = 1 << 19
 # Tables that are made at a time, for the same reason.
-_MAX_TABLES = 1 << 10
+_MAX_TABLES = 1 << 8
 # The tables that a thread used last: the next rows mostly need the same ones.
 _RECENT = threading.local()
 # Bytes of copies of scales that are compared at a time.

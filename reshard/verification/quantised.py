@@ -110,7 +110,8 @@ class Dequantised:
             box = (*box[:-2], box[-1], box[-2])
         numbers = self._codes(box, handles)
         if self.offsets is not None:
-            numbers = numbers - self._spread(self.offsets, box, handles)
+            # Rounded to Float32, as the schemes define it; only fractional offsets differ.
+            numbers = (numbers - self._spread(self.offsets, box, handles)).astype("<f4").astype("<f8")
         with np.errstate(over="ignore", invalid="ignore"):
             product = (numbers * self._spread(self.scales, box, handles)).astype("<f4")
         words = words_as(product.view("<u4"), "Float32", self.dtype)

@@ -28,10 +28,11 @@ from reshard.forms.chunks import ChunkedCheckpoint
 from reshard.forms.form import ReadRequest
 from reshard.forms.registry import form_named, form_of
 from reshard.text.report import Report
-from tests.checkpoint_writing import write_safetensors
+from tests.checkpoint_writing import parts, record, write_safetensors
 from tests.corpus_dcp import Case, corpus, fixtures, held_in
-from tests.running import done, reshard
+from tests.running import done, fails, flat, reshard
 from tests.sampling import some_of
+from tests.strategy_writing import layout, write_strategy
 
 CASES = fixtures()
 WRITTEN = ("dcp", "hyper-parallel")
@@ -453,3 +454,29 @@ def test_records_around_and_over_4_gib_are_archives(elements: int, tmp_path: Pat
         with archive.open(entry) as data:
             assert data.read(5) == ends[0]
         assert archive.read("archive/version") == b"3\n"
+
+
+@pytest.mark.parametrize("form", ["dcp", "hyper-parallel"])
+def test_weights_of_a_lost_stage_are_missed_also_under_a_trainers_names(form: str, tmp_path: Path) -> None:
+    cut = layout([2], [0, -1])
+    first, last = {"embed.weight": cut}, {"head.weight": cut}
+    (tmp_path / "strategy").mkdir()
+    write_strategy(tmp_path / "strategy/strategy_0.ckpt", 0, first)
+    write_strategy(tmp_path / "strategy/strategy_1.ckpt", 1, last)
+    write_strategy(tmp_path / "target.ckpt", 0, {**first, **last})
+    values = {name: np.arange(32, dtype="f4").reshape(4, 8) for name in (*first, *last)}
+
+    def save(step: int, ranks: range) -> None:
+        for rank in ranks:
+            name = "embed.weight" if rank < 2 else "head.weight"
+            file = tmp_path / f"ckpt/rank_{rank}/net-{step}_1.ckpt"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(record(name, *parts(values[name])))
+
+    words = ("--src-strategy", tmp_path / "strategy", "--to", form, "--dst-strategy", tmp_path / "target.ckpt")
+    save(2, range(2))
+    fails(3, "convert", tmp_path / "ckpt", tmp_path / "out", *words, says=["head.weight"])
+    save(1, range(4))
+    result = done("convert", tmp_path / "ckpt", tmp_path / "out", *words, "--verify")
+    assert "weights 2" in result.out + result.err
+    assert "step 2_1 is not complete and is skipped" in flat(result.err)
