@@ -173,6 +173,9 @@ def sort(request: Request, checkpoint: Checkpoint, form: TargetForm, values: Cop
     else:
         everywhere = set().union(*(section.layouts.keys() for section in form.sections))
         left_out = sorted(name for name in laid_out if admit(name) and name not in everywhere)
+        if request.files is None:
+            # Files of some forms are laid out for the tensors of the source only.
+            target_names = target_names.union(request.target.parameters)
     missing = sorted(
         name for name in target_names if admit(name) and name not in checkpoint.tensors and name not in copied
     )

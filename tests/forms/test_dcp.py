@@ -480,3 +480,18 @@ def test_weights_of_a_lost_stage_are_missed_also_under_a_trainers_names(form: st
     result = done("convert", tmp_path / "ckpt", tmp_path / "out", *words, "--verify")
     assert "weights 2" in result.out + result.err
     assert "step 2_1 is not complete and is skipped" in flat(result.err)
+
+
+@pytest.mark.parametrize("form", ["ranks", "checkpoint2", "dcp", "hyper-parallel", "hf-sharded"])
+def test_strict_refuses_a_parameter_of_the_strategy_that_the_source_lacks(form: str, tmp_path: Path) -> None:
+    cut = layout([2], [0, -1])
+    write_strategy(tmp_path / "source.ckpt", 0, {"embed.weight": cut})
+    write_strategy(tmp_path / "target.ckpt", 0, {"embed.weight": cut, "foo.weight": cut})
+    for rank in range(2):
+        file = tmp_path / f"ckpt/rank_{rank}/net-1_1.ckpt"
+        file.parent.mkdir(parents=True)
+        file.write_bytes(record("embed.weight", *parts(np.zeros((4, 8), "f4"))))
+    words = ("--src-strategy", tmp_path / "source.ckpt", "--to", form, "--dst-strategy", tmp_path / "target.ckpt")
+    fails(3, "convert", tmp_path / "ckpt", tmp_path / "out", *words, "--strict", says=["foo.weight"])
+    result = done("convert", tmp_path / "ckpt", tmp_path / "out", *words)
+    assert "foo.weight" in flat(result.err)
