@@ -58,7 +58,7 @@ def resume(ctx: click.Context, /, dst: str, as_json: bool, quiet: bool, verify: 
     status = status_of(dst)
     ledger = Ledger(dst, status.plan)
     commands = ledger.commands()
-    command = _combined(commands, dst) if commands else None
+    command = combined(commands, dst) if commands else None
     if verify and status.plan.task == "recover":
         raise UsageError(
             f"--verify: {dst} is a recovery, whose ranks are compared with their replicas",
@@ -80,7 +80,7 @@ def resume(ctx: click.Context, /, dst: str, as_json: bool, quiet: bool, verify: 
             file=dst,
             hint="run the original command again: it writes the missing files",
         )
-    words = _words(command, dst)
+    words = words_of(command, dst)
     if ledger.is_replacing():
         words.append("--overwrite")
         once_more = "run its by-rank or --shard command again with --overwrite, or replace all ranks"
@@ -88,14 +88,19 @@ def resume(ctx: click.Context, /, dst: str, as_json: bool, quiet: bool, verify: 
             raise TargetError(
                 f"{dst}: one of several runs that replace targets was stopped, and the records do not contain which",
                 file=dst,
-                hint=f"{once_more}:\n{_shown(words)}",
+                hint=f"{once_more}:\n{shown(words)}",
             )
     _check_paths(command, status, dst, words)
-    listener()("note", f"resumes {_shown(words)}")
-    _run(ctx, words)
+    listener()("note", f"resumes {shown(words)}")
+    try:
+        _run(ctx, words)
+    except TargetError as error:
+        if error.hint and "--overwrite" in error.hint:
+            error.hint += f"\nthe command that has --overwrite:\n{overwriting(command, dst)}"
+        raise
 
 
-def _combined(commands: Sequence[RecordedCommand], dst: str) -> RecordedCommand:
+def combined(commands: Sequence[RecordedCommand], dst: str) -> RecordedCommand:
     """The combined command of all runs: the last one whose paths exist, with all requested ranks."""
     usable = [command for command in commands if all(map(_exists, command.paths))]
     sources = {real(command.src): command.src for command in usable}
@@ -149,7 +154,7 @@ def _check_paths(command: RecordedCommand, status: Status, dst: str, words: Sequ
             raise InputError(
                 f"{path}: does not exist {where}; the conversion in {dst} was begun with it",
                 file=path,
-                hint=f"if it was moved, run the whole command with its new path:\n{_shown(words)}",
+                hint=f"if it was moved, run the whole command with its new path:\n{shown(words)}",
             )
     strategies = {
         command.source_strategy: status.plan.source_strategy,
@@ -160,11 +165,11 @@ def _check_paths(command: RecordedCommand, status: Status, dst: str, words: Sequ
             raise InputError(
                 f"{path}: differs from the strategy with which the conversion in {dst} was begun",
                 file=path,
-                hint=f"if the original was moved, run the whole command with its path:\n{_shown(words)}",
+                hint=f"if the original was moved, run the whole command with its path:\n{shown(words)}",
             )
 
 
-def _words(command: RecordedCommand, dst: str) -> list[str]:
+def words_of(command: RecordedCommand, dst: str) -> list[str]:
     """The command of a run, with paths as they are recorded."""
     target = os.path.join(os.curdir, dst) if dst.startswith("-") else dst
     words = [command.task, command.src, target]
@@ -182,7 +187,16 @@ def _words(command: RecordedCommand, dst: str) -> list[str]:
     return words + command.option_words()
 
 
-def _shown(words: Sequence[str]) -> str:
+def overwriting(command: RecordedCommand, dst: str, rank: Optional[int] = None) -> str:
+    """The command that replaces all targets of a run, or that of one rank."""
+    # Some forms are verified together only, so by-rank refuses --verify.
+    verify = command.verify and rank is None
+    task, *words = words_of(dataclasses.replace(command, ranks=None, verify=verify), dst)
+    return shown([*([task] if rank is None else ["by-rank", str(rank)]), *words, "--overwrite"])
+
+
+def shown(words: Sequence[str]) -> str:
+    """A command to paste."""
     return " ".join(["reshard", *map(shlex.quote, words)])
 
 

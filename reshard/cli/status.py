@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
+from typing import Optional
 
 import click
 
 from reshard.cli import completion, options
 from reshard.cli.command import command
 from reshard.cli.output import echo_json, say
+from reshard.cli.resume import combined, overwriting, shown
 from reshard.convert.target_directory import beside
+from reshard.errors import TargetError
 from reshard.forms.registry import counted_as, form_named
+from reshard.records import Ledger, RecordedCommand
 from reshard.records.status import Status, status_of
 from reshard.text.wording import byte_size, counted_ranks, number_ranges, plural, rank_ranges, some_names
+
+# More changed files than this are written again by one command for all.
+_MAX_SINGLE = 3
 
 
 @command("status", "reshard status out/")
@@ -68,7 +76,7 @@ def _lines(dst: str, progress: Status) -> list[str]:
     lines = [f"{title} ({progress.plan.format})"]
     for ranks, words in (
         (progress.done, f"done, {byte_size(progress.bytes_done)}"),
-        (progress.changed, "changed since they were written"),
+        (progress.changed, f"changed since {'it was' if len(progress.changed) == 1 else 'they were'} written"),
         (progress.missing, "missing"),
     ):
         if ranks:
@@ -87,12 +95,36 @@ def _lines(dst: str, progress: Status) -> list[str]:
         lacking = f"for {rank_ranges(missing, noun)}, " if missing else ""
         if not progress.missing and not progress.changed:
             lacking = f"{some_names(progress.unfinished)} missing; "
-        if lacking and progress.resumable:
+        if progress.changed and not progress.missing:
+            lines.append(f"not complete: {rank_ranges(progress.changed, noun)} changed")
+        elif lacking and progress.resumable:
             lines.append(f"not complete: {lacking}run: reshard resume {shlex.quote(dst)}")
         elif not unrequested:
             lines.append(f"not complete: {lacking}run the original command for {dst} again to write the missing files")
         if progress.changed:
-            changed = rank_ranges(progress.changed, noun)
-            cure = "remove the files, and run the command again" if recovery else "reshard by-rank RANK ... --overwrite"
-            lines.append(f"to write {changed} again: {cure}")
+            lines += _cures(dst, progress, noun)
     return lines
+
+
+def _cures(dst: str, progress: Status, noun: str) -> list[str]:
+    """Commands for changed files: one that compares their contents, and those that write them again."""
+    again = f"to write {rank_ranges(progress.changed, noun)} again:"
+    if progress.plan.task == "recover":
+        return [f"{again} remove the files, and run the command again"]
+    command: Optional[RecordedCommand] = None
+    # Damaged records and runs with different sources are reported by `resume`.
+    with contextlib.suppress(TargetError):
+        commands = Ledger(dst, progress.plan).commands()
+        command = combined(commands, dst) if commands else None
+    if command is None:
+        compare = ["verify", dst, "--src", "SRC"]
+        return [
+            f"to compare the contents with the source: {shown(compare)}",
+            f"{again} reshard by-rank RANK ... --overwrite, with the options of the original command",
+        ]
+    single = len(progress.changed) <= _MAX_SINGLE and len(progress.changed) < progress.plan.ranks
+    return [
+        f"to compare the contents with the source: {shown(['verify', dst, '--src', command.src])}",
+        again,
+        *(overwriting(command, dst, rank) for rank in (progress.changed if single else (None,))),
+    ]

@@ -224,4 +224,8 @@ def _warn_of_changed(out: str, unchecked: Sequence[int], noun: str, report: Repo
         if changed:
             numbered = rank_ranges(changed, noun)
             files = numbered if noun == "file" else f"files of {numbered}"
-            report.warn(f"{files} have another time than when they were written, so they may have been changed since")
+            has, they_were = ("has", "it was") if files == numbered and len(changed) == 1 else ("have", "they were")
+            report.warn(
+                f"{files} {has} another time than when {they_were} written, so {they_were.split()[0]} may have been "
+                "changed since"
+            )

@@ -203,7 +203,8 @@ class TargetDirectory:
                 raise self._refusals.foreign(marks, set())
         complete = set() if self._anew else self.recorded(self._requested)
         missing = [rank for rank in self._requested if rank not in complete]
-        in_the_way = [rank for rank in missing if self._name(rank) in contents.present]
+        # By the status of each target, whatever its ending: `contents` lists checkpoint endings only.
+        in_the_way = [rank for rank in missing if self._name(rank) in self._versions]
         if in_the_way and not self._overwrite:
             raise self._existing(in_the_way)
         self._check_sources(guarded)

@@ -32,7 +32,7 @@ from reshard.storage import (
 )
 
 _RANK_DIRECTORY = re.compile(r"rank_?\d+|\d+")
-_CHECKPOINT_ENDINGS = (".ckpt", ".safetensors")
+_CHECKPOINT_ENDINGS = (".ckpt", ".safetensors", ".distcp")
 
 
 class Destination:

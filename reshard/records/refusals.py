@@ -124,11 +124,15 @@ class Refusals:
         replace = f"replace {them} with --overwrite"
         if continuing and not self._adding:
             replace = f"replace all ranks with {self.replace_all}"
+        compare = ""
+        if recorded and self._mine.task == "convert":
+            verify = shlex.join(["reshard", "verify", self._root, "--src"])
+            compare = f"; if only times differ, as after cp -r, this compares the contents: {verify} SRC"
         return TargetError(
             f"{self._root} already holds {some_names([self._mine.file_of(rank) for rank in ranks], 3)}{why}",
             file=os.path.join(self._root, self._mine.file_of(ranks[0])),
             rank=ranks[0],
-            hint=f"choose another DST, remove {them} and run the same command again, or {replace}",
+            hint=f"choose another DST, remove {them} and run the same command again, or {replace}{compare}",
         )
 
     def beside(self, names: Sequence[str]) -> TargetError:

@@ -45,6 +45,11 @@ def contents(root: Path) -> dict[str, bytes]:
     return {name: path.read_bytes() for name, path in found.items() if not name.startswith((".reshard", "reshard-man"))}
 
 
+def everything(root: Path) -> dict[str, bytes]:
+    """Every file of a directory, the records too, by its path."""
+    return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+
+
 def all_can_be_read(paths: list[Path]) -> bool:
     """Whether a loader that opens every file comes through."""
     try:
@@ -99,6 +104,37 @@ def test_one_that_is_left_is_removed_by_the_same_command(form: str, world: World
     (weights(world.dst)[0].parent / UNFINISHED).write_bytes(b"not complete")
     done("convert", *words(form, world, world.dst))
     assert contents(world.dst) == before
+
+
+@pytest.mark.parametrize("form", ["ranks", *FORMS])
+def test_files_of_another_time_are_refused_before_anything_changes(form: str, world: World) -> None:
+    """As after `cp -r`: the copy is complete, and stays so."""
+    world.save(FULL)
+    typed: list[Argument] = ["convert", *words(form, world, world.dst)] if form in FORMS else world.words()
+    done(*typed)
+    files = [file["file"] for file in json.loads((world.dst / "reshard-manifest.json").read_text())["files"]]
+    for name in files:
+        os.utime(world.dst / name, (1, 1))
+    before = everything(world.dst)
+    for again in (typed, ["resume", world.dst]):
+        for option in ([], ["--dry-run"]):
+            fails(3, *again, *option, says=["already holds", "modified after"])
+            assert everything(world.dst) == before
+    fails(3, "plan", *typed[1:], says=["already holds"])
+    assert everything(world.dst) == before
+    done(*typed, "--overwrite")
+    done("verify", world.dst, "--src", world.src, "--src-strategy", world.old)
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", "__9_0.distcp"])
+def test_parts_of_another_checkpoint_are_refused_before_anything_is_written(name: str, world: World) -> None:
+    world.save(FULL)
+    world.dst.mkdir()
+    (world.dst / name).write_bytes(b"of somebody else")
+    typed: list[Argument] = ["convert", *words("dcp", world, world.dst)]
+    for again in (["plan", *typed[1:]], [*typed, "--dry-run"], typed):
+        fails(3, *again, says=["holds", name])
+        assert everything(world.dst) == {name: b"of somebody else"}
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import shutil
 from pathlib import Path
@@ -48,10 +49,36 @@ def test_a_file_that_was_removed_is_missing_and_a_changed_one_is_told_apart(worl
     assert (found["done"], found["changed"], found["missing"]) == ([], [1], [0])
     assert not found["complete"]
     said = done("status", world.dst).out
-    assert "1 rank changed" in said and "by-rank RANK" in said
+    assert "1 rank changed since it was written" in said and "reshard by-rank 1 " in said
     fails(3, *world.words(), says=["modified after"])
     world.by_rank(1, "--overwrite")
     world.convert()
+    assert status(world)["complete"]
+
+
+@pytest.mark.parametrize("changed", [[1], [0, 1]])
+def test_the_commands_for_changed_files_can_be_pasted(changed: list[int], world: World) -> None:
+    world.save(FULL)
+    world.convert()
+    for rank in changed:
+        os.utime(world.dst / f"rank_{rank}" / f"checkpoint_{rank}.ckpt", (1, 1))
+    said = done("status", world.dst).out
+    assert "missing" not in said
+    compare, *_, replace = [line.partition("reshard ")[2] for line in said.splitlines() if "reshard " in line]
+    assert "no differences" in done(*shlex.split(compare)).err
+    refused = fails(3, "resume", world.dst, says=["already holds", f"reshard verify {world.dst} --src SRC"])
+    assert shlex.split(refused.err.splitlines()[-1])[:2] == ["reshard", "convert"]
+    assert replace.startswith("by-rank 1 " if changed == [1] else "convert ")
+    done(*shlex.split(replace))
+    assert status(world)["complete"]
+
+
+def test_the_command_in_the_refusal_of_resume_can_be_pasted(world: World) -> None:
+    world.save(FULL)
+    world.convert()
+    os.utime(world.dst / "rank_1" / "checkpoint_1.ckpt", (1, 1))
+    last = fails(3, "resume", world.dst, says=["--overwrite"]).err.splitlines()[-1]
+    done(*shlex.split(last)[1:])
     assert status(world)["complete"]
 
 
