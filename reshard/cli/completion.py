@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Iterable
 from typing import Optional
 
 import click
@@ -22,22 +23,27 @@ def directories(_: click.Context, __: click.Parameter, typed: str) -> list[Compl
 
 def strategies(_: click.Context, __: click.Parameter, typed: str) -> list[CompletionItem]:
     """Files, directories and ``none``."""
-    none = [CompletionItem("none")] if "none".startswith(typed) else []
-    if none and typed and not _begins_a_name(typed):
-        # bash offers either words or files.
-        return none
-    return [*none, CompletionItem(typed, type="file")]
+    return _words_or_files(["none"], typed)
+
+
+def target_strategies(_: click.Context, __: click.Parameter, typed: str) -> list[CompletionItem]:
+    """Files, directories, ``none`` and ``same``."""
+    return _words_or_files(["none", "same"], typed)
 
 
 def tables(_: click.Context, __: click.Parameter, typed: str) -> list[CompletionItem]:
     """Built-in tables of names, and files."""
     from reshard.names.tables import builtin_names
 
-    builtin = [CompletionItem(name) for name in builtin_names() if name.startswith(typed)]
-    if builtin and typed and not _begins_a_name(typed):
-        # bash offers either words or files.
-        return builtin
-    return [*builtin, CompletionItem(typed, type="file")]
+    return _words_or_files(builtin_names(), typed)
+
+
+def _words_or_files(words: Iterable[str], typed: str) -> list[CompletionItem]:
+    """Words that begin with the text, and files; words alone if no file begins with it."""
+    items = [CompletionItem(word) for word in words if word.startswith(typed)]
+    if items and typed and not _begins_a_name(typed):
+        return items
+    return [*items, CompletionItem(typed, type="file")]
 
 
 def steps(ctx: click.Context, _: click.Parameter, typed: str) -> list[CompletionItem]:

@@ -94,6 +94,8 @@ def _print(result: Differences, verbose: bool) -> None:
         table(title, _COLUMNS, [_cells(pair) for pair in ordered], _SPARE, range(len(bad)))
     elif result.equal:
         say(f"{plural(len(result.pairs), 'tensor')}, all equal in every byte")
+    elif not result.pairs and not result.shapes:
+        say("no tensor was compared: the two have no names in common")
     else:
         say(f"{plural(len(result.pairs), 'tensor')} in both with the same shape, all equal in every byte")
 

@@ -8,7 +8,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Optional, Union
 
 import click
@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from reshard.checkpoints.formats.dtypes import INT4
+from reshard.checkpoints.formats.pickles import NotPlain
 from reshard.cli import completion, options
 from reshard.cli.command import argument, command, option
 from reshard.cli.opened import number_json, opened, shape_words
@@ -96,9 +97,15 @@ def get(
         if name in checkpoint.objects and name not in checkpoint:
             if output is not None or index is not None:
                 raise UsageError(f"{quoted(name)} is no tensor", hint="leave out --output and --slice")
-            _print_object(name, checkpoint.get_object(name), as_json)
+            value = checkpoint.get_object(name)
+            if as_json:
+                echo_json([{"name": name, "object": value}])
+            else:
+                _print_object(name, value)
             return
-        names = _names(checkpoint, name)
+        names, objects = _names(checkpoint, name)
+        if not names and (output is not None or index is not None):
+            raise UsageError(f"{quoted(name)} matches no tensor", hint="leave out --output and --slice")
         if output is not None:
             if as_json:
                 raise UsageError("--output and --json do not go together")
@@ -109,21 +116,33 @@ def get(
             _write(checkpoint, names[0], chosen, index, raw, output, report)
             return
         arrays = [(checkpoint[match], _array(checkpoint[match], chosen, index, raw)) for match in names]
+        values = dict(_shown(checkpoint, objects, report))
         checkpoint.check_unchanged()
     if as_json:
-        echo_json([_row(tensor, array) for tensor, array in arrays])
+        rows = [_row(tensor, array) for tensor, array in arrays]
+        echo_json([*rows, *({"name": match, "object": value} for match, value in values.items())])
         return
     for tensor, array in arrays:
         if not is_quiet():
             packed = ", two values a byte" if tensor.dtype_name == INT4 else ""
             say(f"{one_line(tensor.name)}  {tensor.dtype_name}  {shape_words(tensor.shape)}{packed}")
         _print(array)
+    for match, value in values.items():
+        _print_object(match, value)
 
 
-def _print_object(name: str, value: Any, as_json: bool) -> None:
-    if as_json:
-        echo_json([{"name": name, "object": value}])
-        return
+def _shown(checkpoint: OpenedCheckpoint, names: Sequence[str], report: Report) -> Iterator[tuple[str, Any]]:
+    """The objects that a pattern matches, except those without an equivalent in JSON."""
+    for name in names:
+        try:
+            yield name, checkpoint.get_object(name)
+        except CheckpointError as error:
+            if not isinstance(error.__cause__, NotPlain):
+                raise
+            report.warn(error.message)
+
+
+def _print_object(name: str, value: Any) -> None:
     if not is_quiet():
         say(f"{one_line(name)}  object")
     click.echo(json.dumps(value, indent=2 if isinstance(value, (dict, list)) else None))
@@ -152,20 +171,21 @@ def _index(text: Optional[str]) -> Any:
 _HOW = "write it as in NumPy: '0:4,:', '..., -1' or '::2'"
 
 
-def _names(checkpoint: OpenedCheckpoint, typed: str) -> list[str]:
-    """The tensors of a name or pattern."""
+def _names(checkpoint: OpenedCheckpoint, typed: str) -> tuple[list[str], list[str]]:
+    """The tensors and the objects of a name or pattern."""
     if typed in checkpoint:
-        return [typed]
+        return [typed], []
     glob = Glob(typed)
     matches = [name for name in checkpoint if glob.matches(name)]
-    if not matches:
+    objects = [name for name in checkpoint.objects if glob.matches(name)]
+    if not matches and not objects:
         near = near_names(typed, [*checkpoint, *checkpoint.objects])
         raise CheckpointError(
             f"no tensor {quoted(typed)}",
             parameter=typed,
             hint=f"did you mean {' or '.join(map(quoted, near))}?" if near else "`reshard inspect SRC` lists them",
         )
-    return matches
+    return matches, objects
 
 
 def _shape(tensor: LazyTensor, chosen: Any, text: Optional[str]) -> tuple[int, ...]:

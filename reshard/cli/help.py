@@ -46,7 +46,23 @@ def completion(ctx: click.Context, shell: str) -> None:
     shell_class = get_completion_class(shell)
     assert shell_class is not None
     # Not made.source(): click starts the shell there to check its version.
-    click.echo(ShellComplete.source(shell_class(ctx.find_root().command, {}, "reshard", "_RESHARD_COMPLETE")))
+    source = ShellComplete.source(shell_class(ctx.find_root().command, {}, "reshard", "_RESHARD_COMPLETE"))
+    # click's bash script drops words, such as none, where files are offered, too.
+    click.echo(source.replace(_FILES_ONLY, _WORDS_AND_FILES))
+
+
+_FILES_ONLY = """\
+            COMPREPLY=()
+            compopt -o default
+"""
+_WORDS_AND_FILES = """\
+            if [[ ${#COMPREPLY[@]} -eq 0 ]]; then
+                compopt -o default
+            else
+                compopt -o filenames
+                mapfile -t -O ${#COMPREPLY[@]} COMPREPLY < <(compgen -f -- "${COMP_WORDS[COMP_CWORD]}")
+            fi
+"""
 
 
 def _find(root: click.Context, names: tuple[str, ...]) -> tuple[click.Command, click.Context]:

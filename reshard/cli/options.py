@@ -178,7 +178,7 @@ def strategies(command: F) -> F:
             "--dst-strategy",
             metavar="FILE|DIR|none|same",
             callback=_target_strategy,
-            shell_complete=completion.strategies,
+            shell_complete=completion.target_strategies,
             help="Strategy of the target; none for one unsharded rank, same for that of SRC.",
         ),
         option(

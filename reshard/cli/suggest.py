@@ -105,6 +105,8 @@ def _show(suggestions: Suggestions) -> None:
     _comment(f"{subject.path}: {subject.form.name}, {step}{plural(len(files), 'file')}, {size}")
     if suggestions.strategy is not None:
         _comment(f"strategy: {suggestions.strategy}")
+        if suggestions.recorded:
+            _comment("  recorded by the conversion that wrote this checkpoint; the first command tests it")
         if suggestions.found:
             _comment(
                 "  the only one here that fits the ranks, names and shapes in the headers; the first command tests it"

@@ -90,9 +90,13 @@ def _moves(src: str, typed: Mapping[str, Any], subject: Subject) -> Optional[dic
     """The bytes that a conversion moves; None if it is refused, which the page lists as a problem."""
     from reshard.cli.opened import effort_of
     from reshard.convert.ends import read_ends, request_of
+    from reshard.strategies import shards_of
     from reshard.view.moves import moves_data
 
     report = Report()
+    if shards_of(typed["dst_strategy"]) is not None:
+        # Rank files are not cut by rows alone; the forms that are move the same bytes.
+        typed = {**typed, "to": subject.form.name if subject.form.options.shards else "dcp"}
     request = request_of(src, os.curdir, None, typed, read_ends(src, typed, report))
     effort = effort_of(typed)
     decryption = options.decryption_of(typed)

@@ -134,7 +134,8 @@ def _check(src: str, form: Form, to: Form, typed: Mapping[str, Any]) -> None:
         )
     if not to.options.shards and target is not None and shards_of(target) is not None:
         sharded = " and ".join(f"--to {each.name}" for each in FORMS if each.options.shards)
-        raise UsageError(f"--shards goes with {sharded}", hint="name a strategy: --dst-strategy FILE or DIR")
+        hint = "name a strategy: --dst-strategy FILE or DIR" if typed.get("to") else "add --to dcp"
+        raise UsageError(f"--shards goes with {sharded}", hint=hint)
     if typed.get("format") not in (None, "same", *to.options.formats):
         raise UsageError(f"--to {to.name} writes .{to.options.formats[0]} files", hint="leave out --format")
     if not to.options.shard_size and typed.get("max_shard_size") is not None:

@@ -155,7 +155,8 @@ def _describe(inspected: InspectedForm, checkpoint: Checkpoint, description: Des
     contents = inspected.contents = contents_of(checkpoint.indexes)
     for name in sorted(checkpoint.tensors):
         tensor = checkpoint.tensors[name]
-        files = frozenset().union(*checkpoint.present(tensor))
+        # A file may have several numbers, one for each piece of a tensor.
+        files = {checkpoint.files[number] for number in frozenset().union(*checkpoint.present(tensor))}
         inspected.tensors.append(
             InspectedLayout(
                 name,

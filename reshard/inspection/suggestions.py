@@ -23,9 +23,11 @@ from reshard.inspection.subject import Subject, subject_of
 from reshard.names import Configuration, builtin_names, config_beside, rules_named
 from reshard.names.options import settle, side_of
 from reshard.plan.edits import edited, edits_of
+from reshard.records import strategy_digest
+from reshard.records.ledger import current, ledgers_in
 from reshard.records.status import status_of
 from reshard.storage import absolute, exists, is_directory
-from reshard.strategies import NONE, Strategy, read_strategy
+from reshard.strategies import NONE, Strategy, names_files, read_strategy
 from reshard.strategies.beside import equal_layouts, strategies_in
 from reshard.text.names import WEIGHTS, is_weight, training_globs
 from reshard.text.report import Report
@@ -83,7 +85,7 @@ class StrategyBeside(NamedTuple):
         path: its file or directory.
         devices: number of its ranks.
         parameters: number of its parameters.
-        fits: whether slices in the headers have its shapes; None if the form records layouts itself.
+        fits: whether slices in the headers have its shapes; None if that was not checked.
     """
 
     path: str
@@ -120,6 +122,7 @@ class Suggestions:
         subject: the checkpoint.
         strategy: the path of the strategy that commands use; None if unknown or recorded in the checkpoint.
         found: it was found beside the checkpoint.
+        recorded: the records of the conversion that wrote the checkpoint name it.
         beside: other strategies near it.
         model: its names.
         items: the commands.
@@ -128,6 +131,7 @@ class Suggestions:
     subject: Subject
     strategy: Optional[str] = None
     found: bool = False
+    recorded: bool = False
     beside: Sequence[StrategyBeside] = ()
     model: Model = field(default_factory=Model)
     items: Sequence[Suggestion] = ()
@@ -165,6 +169,9 @@ def suggest(
     strategy = None if src_strategy is None else read_strategy(src_strategy)
     subject = inspected(strategy)
     if subject.contents is None and subject.problems:
+        resumed = [*_resume(src, options)]
+        if resumed:
+            return Suggestions(subject, items=resumed)
         raise CheckpointError(subject.problems[0].text, file=src, hint=subject.problems[0].hint)
     places = _places(src)
     if strategy is None and subject.form.options.by_rank and find_rank(places[0]) is not None:
@@ -173,7 +180,12 @@ def suggest(
         raise CheckpointError(f"{src}: is the {part} of one rank", file=src, hint=hint)
     beside = strategies_in(places)
     fitting: list[Strategy] = []
+    recorded = None
     if subject.form.options.needs_strategy and strategy is None:
+        recorded = _recorded_strategy(places[0])
+    if recorded is not None:
+        strategy, subject = recorded, inspected(recorded)
+    elif subject.form.options.needs_strategy and strategy is None:
         judged = _fitting(subject, beside, inspected)
         fitting = [each for each, _ in judged]
         if len(judged) == 1 and not _may_be_larger(subject, fitting[0]):
@@ -181,24 +193,69 @@ def suggest(
         elif judged:
             subject.checkpoint = None
     model = _model(src, subject, places)
+    if strategy is not None and not any(_resume(src, options)):
+        _add_lost(subject)
     advisor = _Advisor(src, devices, strategy, tuple(options), subject, model, beside, fitting)
-    needs = subject.form.options.needs_strategy
+    judged_all = subject.form.options.needs_strategy and src_strategy is None and recorded is None
     return Suggestions(
         subject,
         None if strategy is None else strategy.path,
         bool(fitting),
+        recorded is not None,
         [
             StrategyBeside(
                 each.path,
                 each.device_count,
                 len(each.parameters),
-                any(each is other for other in fitting) if needs and src_strategy is None else None,
+                any(each is other for other in fitting) if judged_all else None,
             )
             for each in beside
         ],
         model,
         [*advisor.all()],
     )
+
+
+def _recorded_strategy(directory: str) -> Optional[Strategy]:
+    """The target strategy of the conversion that wrote a directory; None if it is unknown, missing or changed."""
+    with suppress(ReshardError):
+        begun = current(ledgers_in(directory or os.curdir))
+        commands = begun[0].commands() if len(begun) == 1 else []
+        path = commands[0].target_strategy if commands else None
+        if path == NONE:
+            return Strategy.none()
+        if path is not None and names_files(path) and exists(path):
+            strategy = read_strategy(path)
+            if strategy_digest(strategy) == begun[0].identity.target_strategy:
+                return strategy
+    return None
+
+
+def _resume(src: str, options: Sequence[str]) -> Iterator[Suggestion]:
+    """The command that completes a conversion."""
+    with suppress(ReshardError):
+        status = status_of(src)
+        if status.resumable and not status.complete:
+            pairs = zip(options[::2], options[1::2])
+            words = (word for pair in pairs if pair[0] in _OF_RESUME for word in pair)
+            command = ("reshard", "resume", _argument(src), *words)
+            yield Suggestion("resume", "Complete the conversion that writes this checkpoint", command)
+
+
+def _add_lost(subject: Subject) -> None:
+    """A problem, if ranks are lost and no replicas of theirs exist."""
+    lost = _lost(subject)
+    if subject.form.options.by_rank and subject.complete is False and lost:
+        subject.add(
+            0,
+            f"nothing can restore {rank_ranges(lost)}: by the strategy, no other rank holds a copy of all lost slices",
+            "take an older step, or bring the files back",
+        )
+
+
+def _lost(subject: Subject) -> list[int]:
+    """Ranks without a readable file."""
+    return [file.number for file in subject.files if file.number is not None and file.state != "ok"]
 
 
 def _places(src: str) -> list[str]:
@@ -356,8 +413,11 @@ class _Advisor:
 
     def all(self) -> Iterator[Suggestion]:
         """The commands, in the order of the work."""
-        yield from self._resume()
+        yield from _resume(self._src, self._options)
         yield from self._check_strategy()
+        if self._strategy is not None and self._form.needs_strategy and self._subject.checkpoint is None:
+            # The strategy does not fit: problems list why, and every conversion would fail.
+            return
         yield from self._recover()
         if self._subject.complete is False:
             # No step can be converted: problems list what is missing.
@@ -378,15 +438,6 @@ class _Advisor:
             words = (*self._same_form(), *same)
             yield self._convert("dequantize", f"Quantised weights as {_DTYPE}", _DTYPE.lower(), words)
 
-    def _resume(self) -> Iterator[Suggestion]:
-        with suppress(ReshardError):
-            status = status_of(self._src)
-            if status.resumable and not status.complete:
-                pairs = zip(self._options[::2], self._options[1::2])
-                options = (word for pair in pairs if pair[0] in _OF_RESUME for word in pair)
-                command = ("reshard", "resume", self._src, *options)
-                yield Suggestion("resume", "Complete the conversion that writes this checkpoint", command)
-
     def _check_strategy(self) -> Iterator[Suggestion]:
         strategies = self._fitting if self._strategy is None else [self._strategy]
         for strategy in strategies if self._form.needs_strategy else ():
@@ -398,12 +449,13 @@ class _Advisor:
 
     def _recover(self) -> Iterator[Suggestion]:
         """Lost ranks from replicas, where every slice is on some rank."""
-        lost = [file.number for file in self._subject.files if file.number is not None and file.state != "ok"]
+        lost = _lost(self._subject)
         if not self._form.by_rank or not lost or self._subject.complete is False:
             return
         strategy, missing = self._source()
         command = ("reshard", "recover", self._src, self._out("recovered"), "--strategy", strategy[1], *self._options)
-        yield Suggestion("recover", f"Restore {rank_ranges(lost)} from replicas", command, missing)
+        condition = "" if self._subject.complete else ", if replicas exist"
+        yield Suggestion("recover", f"Restore {rank_ranges(lost)} from replicas{condition}", command, missing)
 
     def _for_strategies(self) -> Iterator[Suggestion]:
         """Rank files, or the same form, with the layouts of a strategy."""

@@ -90,11 +90,17 @@ def cast(
                 refused.setdefault((dtype_of_part, dtype), []).append(name)
         cast_recipes[name] = replace(recipe, dtype=dtype)
     if refused:
+        # Loaded only here: most checkpoints are not quantised.
+        from reshard.quantised import looks_quantised, stored_tensors
+
         (stored, dtype), names = min(refused.items())
+        quantised = looks_quantised(stored_tensors(checkpoint))
         raise CheckpointError(
             listing(names) + f": elements of type {stored} cannot be cast to {dtype}",
             parameter=names[0],
-            hint="select the tensors to cast: --cast 'GLOB=DTYPE'",
+            hint=f"for quantised weights: --dequantize {dtype}"
+            if quantised
+            else "select the tensors to cast: --cast 'GLOB=DTYPE'",
         )
     requested.check(cast_recipes)
     return cast_recipes

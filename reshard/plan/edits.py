@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Callable, Optional, Protocol
@@ -201,12 +201,20 @@ class Edits:
 
         renamed = trainer_names(names)
         report.note("names: weights get the prefix 'model.', as in a trainer's state")
-        if any(new is not None and new.startswith("optimizer.") for new in renamed.values()):
+        return renamed
+
+    def note_optimizer(self, names: Iterable[str], report: Report) -> None:
+        """Note how torch loads the optimizer state of a trainer's state.
+
+        Args:
+            names: of the tensors that are written.
+            report: gets the note.
+        """
+        if self.trainer and any(name.startswith("optimizer.") for name in names):
             report.note(
                 "optimizer.state has no step for each parameter, which MindSpore does not save: torch loads it with "
                 "DefaultLoadPlanner(allow_partial_load=True)"
             )
-        return renamed
 
     def laid_out(self, target: Strategy, names: Collection[str]) -> Strategy:
         """The target's strategy for the names of a trainer's state; strategies list those of the model.

@@ -42,6 +42,7 @@ def make_plan(request: Request, handles: FileHandles, report: Report) -> Plan:
             report.note(note)
     if not request.edits.is_empty:
         checkpoint = edited_checkpoint = edited(base, request.edits, report)
+        request.edits.note_optimizer(filter(request.filters.admit, checkpoint.tensors), report)
         if request.target.path == SAME:
             target = same_layouts(request.target, edited_checkpoint)
         else:

@@ -99,6 +99,29 @@ def test_the_tab_key_completes_what_is_typed(shell: str, place: Path, world: Wor
     assert [line.rstrip("/") for line in completed(shell, list(becomes), place, command)] == list(becomes.values())
 
 
+def test_bash_offers_words_and_files_together(place: Path) -> None:
+    (place / "a file").touch()
+    script = """
+        eval "$(reshard completion bash)"
+        for option in --dst-strategy --src-strategy --names; do
+            COMPREPLY=() COMP_WORDS=(reshard convert a b $option "") COMP_CWORD=5
+            _reshard_completion reshard 2> /dev/null
+            (IFS=,; echo "${COMPREPLY[*]}")
+        done
+    """
+    said = subprocess.run(
+        ["bash", "--norc", "-c", script],
+        cwd=place,
+        env={**install(place / "bin"), "HOME": str(place)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    target, source, names = (set(line.split(",")) for line in said.stdout.splitlines())
+    assert target >= {"none", "same", "a file"} and "none" in source and "same" not in source
+    assert names >= {"qwen3", "a file"}
+
+
 @pytest.mark.skipif(shutil.which("fish") is None, reason="there is no fish here")
 def test_fish_offers_what_fits(place: Path, world: World) -> None:
     lines = [f"reshard transform-dir {world.src.name} out --step ", "reshard by-rank 0 a b --src-strategy no"]

@@ -13,6 +13,7 @@ import pytest
 
 from tests.corpus import FIXTURES
 from tests.running import LAUNCHER, Argument, done, fails
+from tests.schemas import SCHEMAS, check
 from tests.small import World, tensors
 from tests.trees import Value, scalar, text, write_checkpoint
 
@@ -172,3 +173,12 @@ def test_objects_are_printed_as_json(tmp_path: Path) -> None:
     fails(3, "get", src, "optimizer.ls", says=["did you mean 'optimizer.lr'"])
     # Commands that write nothing leave nothing out.
     assert "left out" not in done("get", src, "model.norm.weight").err
+
+
+def test_a_pattern_matches_objects_too(tmp_path: Path) -> None:
+    src = FIXTURES / "dcp" / "hyper_w2_later" / "checkpoint"
+    found = done("get", src, "*", "--json").json
+    assert {"name": "optimizer.lr", "object": 0.001} in found and any("values" in row for row in found)
+    check(found, SCHEMAS / "get.v1.json")
+    assert "optimizer.lr  object\n0.001\n" in done("get", src, "optimizer.l*").out
+    fails(2, "get", src, "optimizer.l*", "-o", tmp_path / "lr.npy", says=["matches no tensor"])

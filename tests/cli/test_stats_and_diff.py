@@ -142,6 +142,14 @@ def test_names_shapes_and_types_that_differ_are_told(tmp_path: Path) -> None:
     assert "all equal" in cast.out
 
 
+def test_checkpoints_without_a_common_name_are_not_called_equal(tmp_path: Path) -> None:
+    value = Value("Float32", np.zeros(2, "<u4"))
+    one, other = (write_checkpoint(tmp_path / f"{name}.ckpt", {name: value}) for name in "ab")
+    said = done("diff", one, other, "--strategy", "none").out
+    assert "no tensor was compared: the two have no names in common" in said and "equal" not in said
+    assert reshard("diff", one, other, "--strategy", "none", "--exit-code").status == 4
+
+
 def test_a_strategy_of_one_side_is_not_asked_of_the_other(saved: World) -> None:
     fails(2, "diff", saved.src, saved.src, says=["rank files do not record how they are cut"])
     done("convert", saved.src, saved.root / "hf", "--src-strategy", saved.old, "--to", "huggingface")

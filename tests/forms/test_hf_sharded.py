@@ -257,7 +257,9 @@ def test_a_target_is_cut_in_one_way(tmp_path: Path) -> None:
     fails(2, "convert", src, out, *to, "--shards", 2, "--dst-strategy", "same", says=["leave out one"])
     fails(2, "convert", src, out, *to, "--shards", 0, says=["--shards"])
     fails(2, "convert", src, out, *to, "--dst-strategy", "shards:x", says=["number of shards must be"])
-    fails(2, "convert", src, out, "--to", "checkpoint2", "--shards", 2, says=["--shards goes with"])
+    fails(2, "convert", src, out, "--to", "checkpoint2", "--shards", 2, says=["--shards goes with", "--dst-strategy"])
+    for command in ("convert", "plan"):
+        fails(2, command, src, out, "--shards", 2, says=["--shards goes with", "add --to dcp"])
     fails(2, "convert", src, out, *to, "--shards", 2, "--src-strategy", "none", says=["leave out --src-strategy"])
 
 

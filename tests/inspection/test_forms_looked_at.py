@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.corpus import FIXTURES
 from tests.forms import FINISHED, FORMS, to
 from tests.running import Argument, done, fails
 from tests.schemas import SCHEMAS, check
@@ -79,6 +80,12 @@ def test_inspect_shows_files_tensors_and_how_they_are_cut(form: str, world: Worl
     said = done("inspect", made).out
     assert form in said and "global_step" in said and ("1 x 2 on 2 ranks" in said) == laid_out
     fails(2, "inspect", made, "--strategy", world.new, says=["rank tree"])
+
+
+def test_inspect_counts_files_and_not_pieces() -> None:
+    """Two pieces of a tensor in one file."""
+    found = done("inspect", FIXTURES / "dcp" / "w4_bricks" / "checkpoint", "--json").json
+    assert {item["name"]: item["files"] for item in found["tensors"]} == {"old": 4, "pairs": 4, "wall": 4}
 
 
 @pytest.mark.parametrize("form", FINISHED)

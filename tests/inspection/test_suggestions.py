@@ -270,6 +270,48 @@ def test_an_unfinished_conversion_is_resumed_first(demo: Path, tmp_path: Path) -
     assert "resume" not in [item["aim"] for item in suggested(tmp_path / "part")["suggestions"]]
 
 
+@pytest.mark.parametrize("form", ["dcp", "hyper-parallel", "hf-sharded"])
+def test_an_unfinished_checkpoint_of_pytorch_is_resumed(form: str, demo: Path, tmp_path: Path) -> None:
+    words: list[Argument] = ["--src-strategy", demo / "strategy/src_strategy.ckpt", "--to", form, "--shards", 2]
+    done("by-rank", 1, demo / "ranks", tmp_path / "part", *words, "--quiet")
+    printed = suggested(tmp_path / "part")
+    assert [item["aim"] for item in printed["suggestions"]] == ["resume"] and printed["problems"]
+    assert "reshard resume" in done("suggest", tmp_path / "part").out
+    run(printed["suggestions"][0])
+    assert [item["aim"] for item in suggested(tmp_path / "part")["suggestions"]] == AIMS[form]
+
+
+def test_the_recorded_strategy_of_a_converted_tree_is_used(demo: Path, tmp_path: Path) -> None:
+    target = shutil.copy(demo / "strategy/dst_strategy.ckpt", tmp_path / "new.ckpt")
+    source: list[Argument] = ["--src-strategy", demo / "strategy/src_strategy.ckpt"]
+    done("convert", demo / "ranks", tmp_path / "out" / "mp4", *source, "--dst-strategy", target, "--quiet")
+    printed = suggested(tmp_path / "out" / "mp4", "--devices", 1)
+    assert printed["strategy"] == str(target)
+    assert run_all(printed) == ["check-strategy", "cluster", "huggingface", "pytorch"]
+    assert "recorded by the conversion" in done("suggest", tmp_path / "out" / "mp4").out
+    # Another content under its name is not the recorded one.
+    shutil.copy(demo / "strategy/src_strategy.ckpt", target)
+    assert suggested(tmp_path / "out" / "mp4")["strategy"] is None
+    Path(target).unlink()
+    assert suggested(tmp_path / "out" / "mp4")["strategy"] is None
+
+
+def test_with_a_strategy_that_does_not_fit_no_conversion_is_suggested(demo: Path) -> None:
+    printed = suggested(demo / "ranks", "--src-strategy", "none")
+    assert printed["suggestions"] == [] and "one device" in printed["problems"][0]["text"]
+    printed = suggested(demo / "ranks", "--src-strategy", demo / "strategy/dst_strategy.ckpt")
+    assert [item["aim"] for item in printed["suggestions"]] == ["check-strategy"]
+
+
+def test_whether_replicas_can_restore_lost_ranks_is_said(demo: Path, tmp_path: Path) -> None:
+    source = shutil.copytree(demo / "ranks", tmp_path / "torn" / "ckpt")
+    shutil.rmtree(source / "rank_5")
+    assert of_aim(suggested(source), "recover")["title"] == "Restore rank 5 from replicas, if replicas exist"
+    printed = suggested(source, "--src-strategy", demo / "strategy/src_strategy.ckpt")
+    (hint,) = (each["hint"] for each in printed["problems"] if "nothing can restore rank 5" in each["text"])
+    assert "older step" in hint
+
+
 def test_options_are_repeated_in_every_command(world: World) -> None:
     world.save_step("1_10", tensors())
     world.save_step("2_10", tensors("later"))

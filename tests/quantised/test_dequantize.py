@@ -30,6 +30,12 @@ def expected(quantised: list[Coded], dtype: str = "BFloat16") -> dict[str, Value
     return {**plain, **{each.name: each.as_type(dtype) for each in quantised}}
 
 
+def test_a_cast_of_quantised_weights_names_the_option_for_them(tmp_path: Path) -> None:
+    write_model(tmp_path / "src", "fp8 blocks")
+    hint = "--dequantize BFloat16"
+    fails(3, "convert", tmp_path / "src", tmp_path / "out", "--cast", "BFloat16", says=["cannot be cast", hint])
+
+
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("dtype", ["BFloat16", "Float16", "Float32"])
 def test_a_directory_becomes_one_of_the_type_asked_for(tmp_path: Path, scheme: str, dtype: str) -> None:

@@ -129,6 +129,17 @@ def test_a_conversion_has_the_numbers_of_plan(tmp_path: Path) -> None:
     assert moves["sources"] == 8 and moves["targets"] == 4 and moves["taken"] == sum(found.values())
 
 
+def test_a_conversion_to_shards_has_the_numbers_of_plan(tmp_path: Path) -> None:
+    """The rows of rank files are cut as for dcp, those of a form of PyTorch as for the same form."""
+    bricks = FIXTURES / "dcp" / "w4_bricks" / "checkpoint"
+    for source, words in ((DEMO / "src_checkpoints", CUT), (bricks, ())):
+        moves = made(tmp_path, source, *words, "--shards", 3)["moves"]
+        to = ("--to", "dcp", "--shards", 3)
+        planned = done("plan", source, tmp_path / "out", *words, *to, "--json").json
+        assert repeated(moves["bytes"]) == [each["bytes"] for each in planned["targets"]]
+        assert moves["targets"] == 3
+
+
 def test_checkpoint2_has_the_numbers_of_inspect(tmp_path: Path) -> None:
     source = FIXTURES / "checkpoint2" / "a02_dp2mp2_dedup" / "checkpoint"
     data = made(tmp_path, source, "--dst-strategy", "same")
