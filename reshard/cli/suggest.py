@@ -52,8 +52,9 @@ def suggest(src: str, devices: Optional[int], src_strategy: Optional[str], as_js
 
     The aims are another cluster size, Hugging Face for inference, lost ranks, MindSpore, PyTorch and quantised
     weights. Only names, headers, strategy files and config.json in SRC and the directory above are read. A
-    strategy is used if it is the only one there that fits the headers; the first command checks it. What only you
-    know is a placeholder in capitals. The output is a shell script.
+    strategy is used if it is the only one there that fits the headers, or if the conversion that wrote SRC
+    recorded it; the first command checks it. What only you know is a placeholder in capitals. The output is a
+    shell script.
     """
     from reshard.inspection.suggestions import suggest as suggestions_of
     from reshard.storage.registry import endpoint
