@@ -94,8 +94,9 @@ class EditedSource:
             values = kept_values - set(base.checkpoint.without_layout())
             applied = apply_rules(edits.renames, self._shapes(recipes, kept_values), optimizer=True, values=values)
             recipes, kept_values = _ruled(recipes, kept_values, applied)
-        last = edits.last_names(recipes.keys(), Report())
-        recipes = {last.get(name) or name: recipe for name, recipe in recipes.items()}
+        # New names by the ones before the last renaming.
+        self._last_names = edits.last_names(recipes.keys(), Report())
+        recipes = {self._last_names.get(name) or name: recipe for name, recipe in recipes.items()}
         self.values = {name: files for name, files in base.values.items() if name in kept_values}
         types = _types({*recipes, *kept_values}, recipes, edits.casts)
         self.tensors: dict[str, Content] = {
@@ -141,6 +142,17 @@ class EditedSource:
             before[name] = tensor.sources[0].name if isinstance(tensor, DerivedTensor) else tensor.stored_name  # type: ignore[attr-defined]
         stages = (
             replace(stage, layouts={name: stage.layouts[old] for name, old in before.items() if old in stage.layouts})
+            for stage in strategy.stages
+        )
+        return replace(strategy, stages=tuple(stages))
+
+    def laid_out(self, strategy: Strategy) -> Strategy:
+        """A strategy of the target that lists names before the last renaming, with the names after it."""
+        unchanged = strategy.is_placeholder or strategy.is_none or not self._last_names
+        if unchanged or self.tensors.keys() <= set(strategy.parameters):
+            return strategy
+        stages = (
+            replace(stage, layouts={self._last_names.get(name) or name: each for name, each in stage.layouts.items()})
             for stage in strategy.stages
         )
         return replace(strategy, stages=tuple(stages))

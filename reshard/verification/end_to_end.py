@@ -189,9 +189,7 @@ def _edited_differences(
         place, scale = converted.adapter
         matrices = reader_of(place, means.handles, Report())({})
         edited.tensors = sums_of(edited.tensors, matrices, place.path, scale)
-    strategy = target.strategy
-    as_source = target.cut_as_source
-    laid_out = edited.same_layouts(strategy) if as_source else converted.edits.laid_out(strategy, edited.tensors)
+    laid_out = (edited.same_layouts if target.cut_as_source else edited.laid_out)(target.strategy)
     warn_of_unmatched(filters, (laid_out.parameters, edited.names), report)
     disagreements = [*_untied(edited, means), *_disagreeing(edited, means)]
     renamed = target._replace(strategy=laid_out)
