@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from reshard.inspection.suggestions import Suggestions
 
 # Columns of a command on one line.
-_MOST_COLUMNS = 120
+_MAX_COLUMNS = 120
 
 
 @command(
@@ -140,7 +140,7 @@ def _comment(text: str) -> None:
     indent = "# " + " " * (len(text) - len(text.lstrip()))
     for line in text.split("\n"):
         lines = textwrap.wrap(
-            one_line(line.strip()), _MOST_COLUMNS, initial_indent=indent, subsequent_indent=indent + "  "
+            one_line(line.strip()), _MAX_COLUMNS, initial_indent=indent, subsequent_indent=indent + "  "
         )
         say("\n".join(lines))
 
@@ -149,13 +149,13 @@ def shell_command(words: Sequence[str]) -> str:
     """A command for pasting, on several lines if it is long."""
     quoted = [_quoted(word) for word in words]
     line = " ".join(quoted)
-    if len(line) <= _MOST_COLUMNS:
+    if len(line) <= _MAX_COLUMNS:
         return line
     lines = [""]
     for place, word in enumerate(quoted):
         if (
             word.startswith("--")
-            and len(f"{lines[-1]} {word} {' '.join(quoted[place + 1 : place + 2])}") > _MOST_COLUMNS
+            and len(f"{lines[-1]} {word} {' '.join(quoted[place + 1 : place + 2])}") > _MAX_COLUMNS
         ):
             lines.append("   ")
         lines[-1] += f" {word}" if lines[-1] else word

@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Callable, NamedTuple, Optional
+from typing import Callable, NamedTuple, Optional
 
 from reshard.checkpoints import Decryption
 from reshard.checkpoints.checkpoint import Checkpoint
@@ -19,10 +19,11 @@ from reshard.errors import CheckpointError, InputError, ReshardError
 from reshard.forms.form import Names
 from reshard.forms.ranks.steps import RANK, fixed_directory
 from reshard.forms.ranks.tree import find_rank
+from reshard.forms.registry import form_of
 from reshard.inspection.subject import Subject, subject_of
 from reshard.names import Configuration, builtin_names, config_beside, rules_named
 from reshard.names.options import settle, side_of
-from reshard.plan.edits import edited, edits_of
+from reshard.plan.edits import between_forms, edited, typed_edits
 from reshard.records import strategy_digest
 from reshard.records.ledger import current, ledgers_in
 from reshard.records.status import status_of
@@ -39,15 +40,11 @@ SRC_STRATEGY, DST_STRATEGY, DEVICES = "SRC_STRATEGY", "DST_STRATEGY", "DEVICES"
 # Options that no record contains.
 _OF_RESUME = ("--decrypt-key-file", "--decrypt-mode", "--endpoint-url")
 # Commands for one aim, where several strategies suit it.
-_MOST_TARGETS = 4
+_MAX_TARGETS = 4
 _HUGGINGFACE, _DCP, _RANKS = "huggingface", "dcp", "ranks"
 # A side of the built-in tables; the other is Hugging Face's.
 _MINDFORMERS = "mindformers"
 _DTYPE = "BFloat16"
-_NO_EDITS: dict[str, Any] = {
-    **dict.fromkeys(("names", "config", "optimizer", "dequantize")),
-    **{"rename": (), "cast": (), "reverse": False},
-}
 
 
 class Missing(NamedTuple):
@@ -168,8 +165,8 @@ def suggest(
 
     strategy = None if src_strategy is None else read_strategy(src_strategy)
     subject = inspected(strategy)
+    resumed = [*_resume(src, options)]
     if subject.contents is None and subject.problems:
-        resumed = [*_resume(src, options)]
         if resumed:
             return Suggestions(subject, items=resumed)
         raise CheckpointError(subject.problems[0].text, file=src, hint=subject.problems[0].hint)
@@ -193,7 +190,7 @@ def suggest(
         elif judged:
             subject.checkpoint = None
     model = _model(src, subject, places)
-    if strategy is not None and not any(_resume(src, options)):
+    if strategy is not None and not resumed:
         _add_lost(subject)
     advisor = _Advisor(src, devices, strategy, tuple(options), subject, model, beside, fitting)
     judged_all = subject.form.options.needs_strategy and src_strategy is None and recorded is None
@@ -212,7 +209,7 @@ def suggest(
             for each in beside
         ],
         model,
-        [*advisor.all()],
+        [*resumed, *advisor.all()],
     )
 
 
@@ -378,8 +375,8 @@ def _written(
     """
     assert subject.checkpoint is not None
     dequantize = _DTYPE if subject.quantised else None
-    typed = {**_NO_EDITS, "names": table, "config": config, "dequantize": dequantize}
-    return edited(subject.checkpoint, edits_of(src, typed, to), Report(), complete=bool(subject.complete))
+    edits = between_forms(typed_edits(src, names=table, config=config, dequantize=dequantize), form_of(src), to)
+    return edited(subject.checkpoint, edits, Report(), complete=bool(subject.complete))
 
 
 Words = tuple[tuple[str, ...], tuple[Missing, ...]]
@@ -413,7 +410,6 @@ class _Advisor:
 
     def all(self) -> Iterator[Suggestion]:
         """The commands, in the order of the work."""
-        yield from _resume(self._src, self._options)
         yield from self._check_strategy()
         if self._strategy is not None and self._form.needs_strategy and self._subject.checkpoint is None:
             # The strategy does not fit: problems list why, and every conversion would fail.
@@ -464,7 +460,7 @@ class _Advisor:
         names: Words = ((), ()) if same_form else self._names(_HUGGINGFACE)
         targets = self._targets()
         of: list[tuple[Optional[int], str, tuple[Missing, ...]]] = [
-            (each.device_count, _argument(each.path), ()) for each in targets[:_MOST_TARGETS]
+            (each.device_count, _argument(each.path), ()) for each in targets[:_MAX_TARGETS]
         ]
         if not of and self._devices == 1:
             of.append((1, NONE, ()))

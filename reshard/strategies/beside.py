@@ -14,7 +14,7 @@ from reshard.strategies.one_file import ENDINGS, read_strategy_file
 from reshard.strategies.read import read_strategy
 
 # Files to open in a directory; those with "strateg" in their names are the first.
-_MOST_FILES = 64
+_MAX_FILES = 64
 _WORD = "strateg"
 
 
@@ -56,7 +56,7 @@ def _strategies_in(directory: str) -> Iterator[Strategy]:
         if _WORD in name.lower() and not name.endswith(ENDINGS) and is_directory(path):
             yield from _of_stages(path)
     files = [name for name in names if name.endswith(ENDINGS) and not name.startswith(".")]
-    yield from _of_files(directory, files[:_MOST_FILES])
+    yield from _of_files(directory, files[:_MAX_FILES])
 
 
 def _of_stages(directory: str) -> Iterator[Strategy]:
@@ -68,7 +68,7 @@ def _of_stages(directory: str) -> Iterator[Strategy]:
         pass
     with suppress(ReshardError):
         names = names_in(directory)
-        yield from _of_files(directory, [name for name in names if name.endswith(ENDINGS)][:_MOST_FILES])
+        yield from _of_files(directory, [name for name in names if name.endswith(ENDINGS)][:_MAX_FILES])
         for name in names:
             with suppress(ReshardError):
                 if is_directory(os.path.join(directory, name)):
