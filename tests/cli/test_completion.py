@@ -71,6 +71,12 @@ def say(terminal: int, text: str, until: str) -> str:
         said += os.read(terminal, 65536).decode(errors="replace")
 
 
+def run_script(place: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run a shell with `reshard` in its path and no settings of the user."""
+    environment = {**install(place / "bin"), "HOME": str(place)}
+    return subprocess.run(words, cwd=place, env=environment, capture_output=True, text=True, timeout=60)
+
+
 @pytest.fixture
 def place(world: World) -> Path:
     world.save(tensors(), "rank_{rank}/net-3_10.ckpt")
@@ -109,15 +115,8 @@ def test_bash_offers_words_and_files_together(place: Path) -> None:
             (IFS=,; echo "${COMPREPLY[*]}")
         done
     """
-    said = subprocess.run(
-        ["bash", "--norc", "-c", script],
-        cwd=place,
-        env={**install(place / "bin"), "HOME": str(place)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    target, source, names = (set(line.split(",")) for line in said.stdout.splitlines())
+    result = run_script(place, "bash", "--norc", "-c", script)
+    target, source, names = (set(line.split(",")) for line in result.stdout.splitlines())
     assert target >= {"none", "same", "a file"} and "none" in source and "same" not in source
     assert names >= {"qwen3", "a file"}
 
@@ -126,15 +125,8 @@ def test_bash_offers_words_and_files_together(place: Path) -> None:
 def test_fish_offers_what_fits(place: Path, world: World) -> None:
     lines = [f"reshard transform-dir {world.src.name} out --step ", "reshard by-rank 0 a b --src-strategy no"]
     script = "reshard completion fish | source; " + "; ".join(f"complete -C '{line}'" for line in lines)
-    said = subprocess.run(
-        ["fish", "--no-config", "-c", script],
-        cwd=place,
-        env={**install(place / "bin"), "HOME": str(place)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert set(said.stdout.split()) == {"latest", "4_10", "3_10", "none"}, said.stderr
+    result = run_script(place, "fish", "--no-config", "-c", script)
+    assert set(result.stdout.split()) == {"latest", "4_10", "3_10", "none"}, result.stderr
 
 
 def test_completing_a_command_loads_nothing_heavy() -> None:
