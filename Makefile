@@ -54,7 +54,7 @@ quick:
 	@changed=$$(git diff --name-only --diff-filter=d HEAD -- '*.py'; git ls-files --others --exclude-standard -- '*.py'); \
 		[ -z "$$changed" ] || { $(VENV)/bin/ruff check $$changed && $(VENV)/bin/ruff format --check $$changed; }
 	@RESHARD_QUICK=14 $(VENV)/bin/python $(PYTEST) -q -r fE tests/$(ROOM) \
-		tests/convert/test_properties.py::test_any_layout_becomes_any_other
+		tests/convert/test_properties.py::test_any_layout_converts_to_any_other
 
 test-all:
 	@.ci/venv $(VENV) $(PYTHON) test

@@ -11,18 +11,18 @@ from tests.small import World, tensors
 FULL = tensors()
 
 
-def test_a_type_given_as_a_form_names_cast(world: World) -> None:
+def test_to_with_a_dtype_suggests_cast(world: World) -> None:
     fails(2, *world.words("--to", "bf16"), says=["--cast bf16"])
 
 
-def test_another_conversion_names_the_options_that_differ_and_no_digests(world: World) -> None:
+def test_refusal_of_another_conversion_lists_the_options_that_differ_without_digests(world: World) -> None:
     world.save(FULL)
     world.convert("--cast", "w=BFloat16")
     told = fails(3, *world.words(), says=["--cast (w=BFloat16 there, none here)"])
     assert "edits" not in told.err
 
 
-def test_another_size_of_files_is_named_once(world: World) -> None:
+def test_another_maximum_shard_size_is_listed_once(world: World) -> None:
     world.save(FULL)
     words: list[Argument] = ["convert", world.src, world.dst, "--src-strategy", world.old, "--to", "huggingface"]
     done(*words, "--max-shard-size", "100")
@@ -30,7 +30,7 @@ def test_another_size_of_files_is_named_once(world: World) -> None:
     assert "names of the files" not in told.err
 
 
-def test_exchanged_arguments_of_merge_lora_are_recognised(world: World) -> None:
+def test_merge_lora_with_swapped_arguments_suggests_their_order(world: World) -> None:
     world.save(FULL)
     adapter = world.root / "adapter"
     adapter.mkdir()
@@ -38,7 +38,7 @@ def test_exchanged_arguments_of_merge_lora_are_recognised(world: World) -> None:
     fails(2, "merge-lora", adapter, world.src, world.dst, says=[f"reshard merge-lora {world.src} {adapter}"])
 
 
-def test_help_of_a_command_with_forms_loads_no_arrays() -> None:
+def test_help_of_a_command_with_forms_does_not_import_numpy() -> None:
     script = (
         "import sys; from reshard.cli.main import main\n"
         "try: main()\n"

@@ -28,7 +28,7 @@ def test_every_command_has_help(words: list[str]) -> None:
     assert "Usage" in done(*words, "--help").out
 
 
-def test_the_help_of_all_names_every_command() -> None:
+def test_main_help_lists_every_command() -> None:
     shown = done("--help").out
     for command in (
         "convert",
@@ -42,13 +42,13 @@ def test_the_help_of_all_names_every_command() -> None:
         assert command in shown
 
 
-def test_no_command_shows_what_there_is() -> None:
+def test_reshard_without_a_command_lists_commands() -> None:
     result = reshard()
     assert result.status in (0, 2)
     assert "convert" in result.out + result.err
 
 
-def test_the_version_is_told() -> None:
+def test_version_option_prints_the_version() -> None:
     from reshard._version import __version__
 
     assert __version__ in done("--version").out
@@ -65,7 +65,7 @@ def test_the_version_is_told() -> None:
     ],
 )
 @pytest.mark.parametrize("command", ["transform-dir", "transform-all", "by-rank", "transform-by-rank", "rank-list"])
-def test_strategy_options_may_be_typed_as_users_do_today(world: World, command: str, source: str, target: str) -> None:
+def test_strategy_options_accept_mindspore_spellings(world: World, command: str, source: str, target: str) -> None:
     world.save(FULL)
     places: dict[str, list[Argument]] = {
         "rank-list": ["0"],
@@ -75,7 +75,7 @@ def test_strategy_options_may_be_typed_as_users_do_today(world: World, command: 
     done(command, *places.get(command, [world.src, world.dst]), source, world.old, target, world.new)
 
 
-def test_options_may_have_an_equals_sign_and_underscores(world: World) -> None:
+def test_options_accept_an_equals_sign_and_underscores(world: World) -> None:
     world.save(FULL)
     done(
         "transform-dir",
@@ -85,21 +85,21 @@ def test_options_may_have_an_equals_sign_and_underscores(world: World) -> None:
     same_ranks(world.found(), world.expected(FULL))
 
 
-def test_underscores_in_values_are_left_alone(world: World) -> None:
+def test_underscores_in_option_values_are_unchanged(world: World) -> None:
     world.save(FULL)
     world.convert("--prefix", "my_prefix_")
     same_ranks(world.found("my_prefix_"), world.expected(FULL))
 
 
 @pytest.mark.parametrize("none", ["none", "None"])
-def test_none_may_have_a_capital(world: World, none: str) -> None:
+def test_strategy_none_accepts_a_capital(world: World, none: str) -> None:
     path = write_checkpoint(world.root / "full.ckpt", {**FULL, **COPIED})
     done("transform-dir", path, world.dst, "--src-strategy", none, "--dst-strategy", none)
     same_ranks(world.found(), {0: {**FULL, **COPIED}})
 
 
 @pytest.mark.parametrize(("ranks", "made"), [("0", [0]), ("1", [1]), ("0-1", [0, 1]), ("1,0", [0, 1])])
-def test_ranks_are_listed_with_dashes_and_commas(world: World, ranks: str, made: list[int]) -> None:
+def test_ranks_option_accepts_dashes_and_commas(world: World, ranks: str, made: list[int]) -> None:
     world.save(FULL)
     world.convert("--ranks", ranks)
     assert sorted(world.found()) == made
@@ -111,12 +111,12 @@ def test_a_dry_run_writes_nothing(world: World) -> None:
     assert not world.dst.exists()
 
 
-def test_a_dry_run_finds_the_errors_of_a_real_one(world: World) -> None:
+def test_a_dry_run_reports_the_errors_of_a_real_run(world: World) -> None:
     world.save(FULL, ranks=[0, 2])
     world.refuses(3, "w", options=("--dry-run",))
 
 
-def test_quiet_says_nothing_when_all_is_well(world: World) -> None:
+def test_quiet_prints_nothing_on_success(world: World) -> None:
     world.save(FULL)
     result = world.convert("--quiet")
     assert result.out == "" and result.err == ""
@@ -128,7 +128,7 @@ def test_information_goes_to_standard_error(world: World) -> None:
     assert result.err
 
 
-def test_jobs_and_memory_are_taken(world: World) -> None:
+def test_convert_accepts_jobs_and_max_memory(world: World) -> None:
     world.save(FULL)
     world.convert("--jobs", "3", "--max-memory", "1G", "--io", "auto", "--crc", "auto")
     same_ranks(world.found(), world.expected(FULL))
@@ -155,13 +155,13 @@ def test_a_rank_list_as_json_has_its_fixed_shape(world: World) -> None:
     assert result.json in ({"rank": 1, "ranks": [0, 1, 3]}, {"rank": 1, "ranks": [1, 2, 3]})
 
 
-def test_a_rank_list_needs_no_replica_twice(plain: World) -> None:
+def test_a_rank_list_contains_one_replica_of_each_slice(plain: World) -> None:
     result = done("rank-list", 0, "--src-strategy", plain.old, "--dst-strategy", plain.new, "--json")
     assert set(result.json) == {"rank", "ranks"} and result.json["rank"] == 0
     assert sorted(rank % 2 for rank in result.json["ranks"]) == [0, 1]
 
 
-def test_a_rank_list_can_do_without_lost_ranks(plain: World) -> None:
+def test_a_rank_list_uses_available_ranks_only(plain: World) -> None:
     words: list[Argument] = ["rank-list", 0, "--src-strategy", plain.old, "--dst-strategy", plain.new]
     assert done(*words, "--available", "1-2").out == "1 2\n"
     assert done(*words, "--available", "2,3").out == "2 3\n"
@@ -233,7 +233,7 @@ def test_inspecting_a_rank_tree_shows_its_steps(world: World) -> None:
     assert "1_9" in described and "1_10" in described
 
 
-def test_inspecting_what_is_not_there_is_an_error(tmp_path: Path) -> None:
+def test_inspect_of_a_missing_path_is_an_error(tmp_path: Path) -> None:
     fails(3, "inspect", tmp_path / "absent", says=[str(tmp_path / "absent")])
 
 
@@ -253,7 +253,7 @@ def test_strategy_show_reads_directories_of_stages() -> None:
 
 
 @pytest.mark.parametrize("ending", ["ckpt", "json"])
-def test_merge_pipeline_makes_parents_and_replaces(tmp_path: Path, ending: str) -> None:
+def test_merge_pipeline_creates_parents_and_replaces_its_target(tmp_path: Path, ending: str) -> None:
     directory = cases.case_directory("08_pp2dp2mp2") / "strategy"
     merged = tmp_path / "not" / "there" / f"merged.{ending}"
     done("merge-pipeline", directory, merged)
@@ -263,7 +263,7 @@ def test_merge_pipeline_makes_parents_and_replaces(tmp_path: Path, ending: str) 
     assert os.listdir(merged.parent) == [merged.name]
 
 
-def test_a_merged_file_in_its_own_directory_is_no_input_of_itself(tmp_path: Path) -> None:
+def test_merge_pipeline_does_not_read_its_own_output(tmp_path: Path) -> None:
     case = cases.load("08_pp2dp2mp2")
     directory = write_strategy(tmp_path / "strategy", case.strategy, form="directory")
     done("merge-pipeline", directory, directory / "merged_ckpt_strategy.ckpt")
@@ -275,13 +275,13 @@ def test_a_merged_file_in_its_own_directory_is_no_input_of_itself(tmp_path: Path
 # As a program of its own.
 
 
-def test_errors_of_the_program_have_a_status_and_no_traceback(world: World) -> None:
+def test_an_error_has_an_exit_status_and_no_traceback(world: World) -> None:
     result = in_subprocess([str(word) for word in world.words()])
     assert result.status == 3
     assert str(world.src) in result.err and "Traceback" not in result.err
 
 
-def test_the_program_converts(world: World) -> None:
+def test_the_installed_command_converts(world: World) -> None:
     world.save(FULL)
     result = in_subprocess([str(word) for word in world.words("--jobs", "2")])
     assert result.status == 0, result.err
@@ -294,7 +294,7 @@ def test_no_progress_bar_and_no_colour_off_a_terminal(world: World) -> None:
     assert "\x1b" not in result.err + result.out and "\r" not in result.err
 
 
-def test_a_rank_list_starts_without_what_it_does_not_use(world: World) -> None:
+def test_rank_list_imports_only_modules_it_uses(world: World) -> None:
     """It runs in shell loops."""
     import subprocess
     import sys
@@ -313,7 +313,7 @@ def test_a_rank_list_starts_without_what_it_does_not_use(world: World) -> None:
     assert out.splitlines()[-1] == "[]"
 
 
-def test_the_strategies_of_the_small_world_are_what_its_table_says() -> None:
+def test_the_strategies_of_the_small_world_match_their_table() -> None:
     assert set(SOURCE[0]["layouts"]) == set(FULL)
 
 
@@ -333,7 +333,7 @@ def test_the_strategies_of_the_small_world_are_what_its_table_says() -> None:
     ],
     ids=" ".join,
 )
-def test_every_command_names_files_that_are_no_strategies(world: World, words: list[str]) -> None:
+def test_every_command_names_files_that_are_not_strategies(world: World, words: list[str]) -> None:
     world.save(FULL)
     directory = world.root / "directory"
     directory.mkdir()
@@ -354,29 +354,27 @@ def test_every_command_names_files_that_are_no_strategies(world: World, words: l
         ("srcc/rank_{rank}/*.ckpt", "src/rank_{rank}/*.ckpt"),
     ],
 )
-def test_a_source_that_does_not_exist_is_answered_with_the_nearest_that_does(
-    world: World, typed: str, meant: str
-) -> None:
+def test_a_missing_source_suggests_the_nearest_path(world: World, typed: str, meant: str) -> None:
     world.save(FULL)
     strategies = ("--src-strategy", world.old, "--dst-strategy", world.new)
     fails(3, "transform-dir", world.root / typed, world.dst, *strategies, says=[f"did you mean {world.root / meant}"])
 
 
 @pytest.mark.parametrize("option", ["--src-strategy", "--dst-strategy"])
-def test_a_strategy_that_does_not_exist_is_answered_with_the_nearest_that_does(world: World, option: str) -> None:
+def test_a_missing_strategy_suggests_the_nearest_path(world: World, option: str) -> None:
     world.save(FULL)
     for typed in (f"{world.old}s", str(world.old)[:-1], world.old.with_suffix("")):
         fails(3, *world.words(option, typed), says=["no file or directory has this name", f"did you mean {world.old}"])
 
 
-def test_what_nothing_is_like_is_not_answered_with_a_guess(world: World) -> None:
+def test_a_path_with_no_similar_path_gets_no_suggestion(world: World) -> None:
     world.save(FULL)
     for typed, status in ((world.root / "something_else", 3), ("/" + "x" * 2000, 2)):
         assert "did you mean" not in fails(status, "inspect", typed).err
 
 
 @pytest.mark.parametrize("command", ["status", "verify"])
-def test_a_target_that_does_not_exist_is_answered_with_the_nearest_that_does(world: World, command: str) -> None:
+def test_a_missing_target_suggests_the_nearest_path(world: World, command: str) -> None:
     world.save(FULL)
     world.convert()
     fails(3, command, world.root / "dts", says=[f"did you mean {world.dst}?"])

@@ -85,7 +85,7 @@ def place(world: World) -> Path:
 
 
 @pytest.mark.parametrize("shell", SHELLS)
-def test_the_tab_key_completes_what_is_typed(shell: str, place: Path, world: World, command: Path) -> None:
+def test_tab_completes_commands_options_and_values(shell: str, place: Path, world: World, command: Path) -> None:
     source, strategy = world.src.name, world.old.relative_to(place)
     becomes = {
         "reshard transform-d": "reshard transform-dir",
@@ -122,14 +122,14 @@ def test_bash_offers_words_and_files_together(place: Path) -> None:
 
 
 @pytest.mark.skipif(shutil.which("fish") is None, reason="there is no fish here")
-def test_fish_offers_what_fits(place: Path, world: World) -> None:
+def test_fish_offers_matching_words(place: Path, world: World) -> None:
     lines = [f"reshard transform-dir {world.src.name} out --step ", "reshard by-rank 0 a b --src-strategy no"]
     script = "reshard completion fish | source; " + "; ".join(f"complete -C '{line}'" for line in lines)
     result = run_script(place, "fish", "--no-config", "-c", script)
     assert set(result.stdout.split()) == {"latest", "4_10", "3_10", "none"}, result.stderr
 
 
-def test_completing_a_command_loads_nothing_heavy() -> None:
+def test_completion_of_a_command_imports_no_heavy_module() -> None:
     script = (
         # click 8.0 ends the process at once.
         "import os, sys; os._exit = sys.exit; from reshard.cli.main import main\n"

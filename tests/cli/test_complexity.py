@@ -55,7 +55,7 @@ def chosen_plainly(needs: Sequence[Sequence[int]], turn: int) -> tuple[int, ...]
     return tuple(sorted(chosen))
 
 
-def test_ranks_are_chosen_as_one_by_one() -> None:
+def test_choosing_ranks_together_equals_choosing_them_one_by_one() -> None:
     source = random.Random(1)
     for _ in range(2000):
         ranks = range(source.randrange(1, 12))
@@ -69,7 +69,7 @@ def test_ranks_are_chosen_as_one_by_one() -> None:
 
 @pytest.mark.parametrize("replicas", [1, 2, 8])
 @pytest.mark.parametrize("count", [100, 1000])
-def test_choosing_ranks_looks_at_every_need_a_few_times(count: int, replicas: int) -> None:
+def test_choosing_ranks_visits_each_need_a_few_times(count: int, replicas: int) -> None:
     needs = [Counted(range(number * replicas, (number + 1) * replicas)) for number in range(count)]
     # Some needs that ranks have in common.
     needs += [Counted((number, number + 1)) for number in range(0, count * replicas - 1, 2)]
@@ -104,9 +104,7 @@ def cells(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 @pytest.mark.parametrize("devices", [512, 4096])
-def test_a_difference_of_strategies_costs_as_much_as_they_have_slices(
-    tmp_path: Path, cells: Counter[str], devices: int
-) -> None:
+def test_strategy_diff_costs_as_much_as_the_slices(tmp_path: Path, cells: Counter[str], devices: int) -> None:
     before = write(tmp_path / "a.ckpt", {"w": layout([devices], [0]), "v": layout([devices], [0, -1])})
     after = write(tmp_path / "b.ckpt", {"w": layout([devices // 2], [0]), "v": layout([devices // 2], [-1, 0])})
     changes = done("strategy", "diff", before, after, "--json").json["changes"]
@@ -116,7 +114,7 @@ def test_a_difference_of_strategies_costs_as_much_as_they_have_slices(
 
 
 @pytest.mark.parametrize("devices", [256, 2048])
-def test_a_difference_of_what_stages_share_is_looked_at_in_bounds(
+def test_strategy_diff_of_shared_parameters_has_a_bounded_cost(
     tmp_path: Path, cells: Counter[str], devices: int
 ) -> None:
     stages = [0, 1]
@@ -128,7 +126,7 @@ def test_a_difference_of_what_stages_share_is_looked_at_in_bounds(
 
 
 @pytest.mark.parametrize("slices", [1000, 20_000])
-def test_a_table_that_is_split_by_hand_costs_as_much_as_it_has_slices(
+def test_strategy_show_of_uneven_slices_costs_as_much_as_the_slices(
     tmp_path: Path, cells: Counter[str], slices: int
 ) -> None:
     sizes = [1 + number % 3 for number in range(slices)]
@@ -145,7 +143,7 @@ def test_a_table_that_is_split_by_hand_costs_as_much_as_it_has_slices(
     assert cells["edges"] <= 100 * slices
 
 
-def test_rank_lists_of_thousands_of_ranks_are_all_ranks_that_are_needed(tmp_path: Path, cells: Counter[str]) -> None:
+def test_rank_lists_of_thousands_of_ranks_contain_all_needed_ranks(tmp_path: Path, cells: Counter[str]) -> None:
     path = write(tmp_path / "s.ckpt", {"w": layout([16384], [0, -1])})
     with within(60):
         found = done("rank-list", 0, "--src-strategy", path, "--dst-strategy", "none", "--json").json
@@ -153,7 +151,7 @@ def test_rank_lists_of_thousands_of_ranks_are_all_ranks_that_are_needed(tmp_path
     assert cells["cells"] == 16384
 
 
-def test_more_stages_than_any_pipeline_has_are_refused(tmp_path: Path) -> None:
+def test_a_stage_count_over_the_limit_is_refused(tmp_path: Path) -> None:
     def stages(count: int) -> Path:
         return write(tmp_path / "s.ckpt", {f"{n}-w": layout([1], [0]) for n in range(count)}, list(range(count)))
 
@@ -170,7 +168,7 @@ def test_more_stages_than_any_pipeline_has_are_refused(tmp_path: Path) -> None:
 PARTS = ["*", "*", "?", "a", "b", "1", "2", "[ab]", "[!1]", ".", "[z-a]", "[]a]", "["]
 
 
-def test_patterns_mean_what_they_mean_in_a_shell() -> None:
+def test_patterns_match_like_shell_patterns() -> None:
     source = random.Random(1)
     for _ in range(10_000):
         pattern = "".join(source.choice(PARTS) for _ in range(source.randrange(9)))
@@ -180,7 +178,7 @@ def test_patterns_mean_what_they_mean_in_a_shell() -> None:
         assert Globs([pattern, "zz*"]).match(text) == expected, (pattern, text)
 
 
-def test_of_several_numbers_stars_leave_the_last() -> None:
+def test_stars_leave_the_last_numbers_to_rank() -> None:
     def numbers(pattern: str, text: str) -> Any:
         spans = Glob(pattern, "{rank}").numbers(text)
         return None if spans is None else [text[start:stop] for start, stop in spans]
@@ -194,7 +192,7 @@ def test_of_several_numbers_stars_leave_the_last() -> None:
 
 
 @pytest.mark.parametrize("stars", [30, 500])
-def test_patterns_of_many_stars_never_hang(world: World, stars: int) -> None:
+def test_patterns_with_many_stars_match_in_bounded_time(world: World, stars: int) -> None:
     copied = {**COPIED, "a" * 3000: COPIED["global_step"]}
     world.save(FULL, copied=copied)
     pattern = "*a" * stars + "*b"
@@ -225,7 +223,7 @@ def test_thousands_of_patterns_are_not_compared_with_every_name(monkeypatch: pyt
     assert compared <= 4 * len(names)
 
 
-def test_thousands_of_patterns_that_match_nothing_are_warned_of_in_few_lines(world: World) -> None:
+def test_thousands_of_unmatched_patterns_give_a_short_warning(world: World) -> None:
     world.save(FULL)
     options = [word for number in range(3000) for word in ("--exclude", f"nothing.{number}.*")]
     with within(30):
@@ -235,7 +233,7 @@ def test_thousands_of_patterns_that_match_nothing_are_warned_of_in_few_lines(wor
     same_ranks(world.found(), world.expected(FULL))
 
 
-def test_all_patterns_that_match_are_found(world: World) -> None:
+def test_every_matching_pattern_is_reported(world: World) -> None:
     world.save(FULL)
     done(*world.words(*(word for name in ("w", "v*", "?", "[x-z]*") for word in ("--exclude", name))))
     kept = [name for name in FULL if not any(fnmatchcase(name, pattern) for pattern in ("w", "v*", "?", "[x-z]*"))]

@@ -40,7 +40,7 @@ FULL = tensors()
 
 @pytest.mark.parametrize("missing", ["src", "dst"])
 @pytest.mark.parametrize("command", ["transform-dir", "by-rank", "rank-list"])
-def test_a_strategy_left_out_is_wrong_usage_that_says_pass_none(world: World, command: str, missing: str) -> None:
+def test_a_missing_strategy_option_is_wrong_usage_that_suggests_none(world: World, command: str, missing: str) -> None:
     world.save(FULL)
     given: list[Argument] = ["--dst-strategy", world.new] if missing == "src" else ["--src-strategy", world.old]
     places: dict[str, list[Argument]] = {
@@ -75,13 +75,13 @@ def test_target_ranks_out_of_range_are_wrong_usage(world: World, ranks: str) -> 
         ("--step", "ten"), ("--crc", "maybe"), ("--no-such-option",),
     ],
 )  # fmt: skip
-def test_options_of_no_meaning_are_wrong_usage(world: World, options: tuple[str, ...]) -> None:
+def test_option_values_out_of_their_range_are_wrong_usage(world: World, options: tuple[str, ...]) -> None:
     world.save(FULL)
     world.refuses(2, options[0], options=options)
 
 
 @pytest.mark.parametrize("option", ["--shard", "--scheduler", "--ranks"])
-def test_by_rank_has_no_options_about_other_ranks(world: World, option: str) -> None:
+def test_by_rank_has_no_options_for_other_ranks(world: World, option: str) -> None:
     world.save(FULL)
     fails(2, *world.words(0, option, "0", command="by-rank"), says=[option])
 
@@ -152,7 +152,7 @@ def test_a_source_without_checkpoints_is_named(world: World) -> None:
 
 
 @pytest.mark.parametrize("name", ["rubbish.ckpt", "rubbish.safetensors", "empty.safetensors"])
-def test_a_file_that_is_no_checkpoint_is_named(world: World, name: str) -> None:
+def test_a_file_that_is_not_a_checkpoint_is_named(world: World, name: str) -> None:
     path = world.root / name
     path.write_bytes(b"" if "empty" in name else b"\xff\xfe rubbish, longer than a header \x00\x01" * 9)
     fails(
@@ -181,14 +181,14 @@ def test_a_checkpoint_given_as_a_strategy_is_recognised(world: World) -> None:
     ("magic", "cipher"),
     [(b"\xd8\x5e\x3a\x7f", "AES-GCM"), (b"\xd9\x5e\x3a\x7f", "AES-CBC"), (b"\xda\x5e\x3a\x7f", "SM4-CBC")],
 )
-def test_encrypted_files_are_refused_with_their_cipher(world: World, magic: bytes, cipher: str) -> None:
+def test_encrypted_files_are_refused_and_their_cipher_is_named(world: World, magic: bytes, cipher: str) -> None:
     world.save(FULL)
     path = world.src / "rank_1" / "net-1_10.ckpt"
     path.write_bytes(magic + os.urandom(200))
     world.refuses(3, str(path), cipher)
 
 
-def test_without_the_package_that_decrypts_it_is_said_what_to_install(
+def test_without_cryptography_the_error_names_the_extra_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] == "cryptography"]:
@@ -261,13 +261,13 @@ def crc_num(held: object) -> int:
     return total
 
 
-def test_a_partial_read_says_that_the_checksum_was_not_checked(world: World) -> None:
+def test_a_partial_read_reports_that_the_crc_was_not_checked(world: World) -> None:
     world.save(FULL, crc=True)
     result = done(*world.words(0, "-v", command="by-rank"))
     warns(result, "crc", "not")
 
 
-def test_a_damaged_trailer_is_not_taken_for_none(world: World) -> None:
+def test_a_damaged_crc_trailer_is_an_error(world: World) -> None:
     world.save(FULL, crc=True)
     path = world.src / "rank_1" / "net-1_10.ckpt"
     path.write_bytes(path.read_bytes()[:-3])
@@ -296,7 +296,7 @@ def test_a_directory_without_strategies_is_named(world: World) -> None:
 
 
 @pytest.mark.parametrize("name", ["rubbish.ckpt", "rubbish.json", "list.json"])
-def test_a_file_that_is_no_strategy_is_named(world: World, name: str) -> None:
+def test_a_file_that_is_not_a_strategy_is_named(world: World, name: str) -> None:
     path = world.root / name
     path.write_bytes(b"[1, 2]" if name == "list.json" else b"\xff\xff rubbish \x00")
     strategy_error(world, path, path)
@@ -349,7 +349,7 @@ def test_copies_in_protobuf_and_json_that_disagree_are_named(world: World) -> No
     strategy_error(world, path, "ckpt_strategy_rank_0.ckpt", "ckpt_strategy_rank_0.json")
 
 
-def test_copies_in_protobuf_and_json_that_agree_are_fine(world: World) -> None:
+def test_copies_in_protobuf_and_json_that_agree_are_accepted(world: World) -> None:
     shapes = {name: FULL[name].array.shape for name in FULL}
     path = directory(
         world.root,
@@ -394,7 +394,7 @@ def test_ranks_of_a_last_stage_whose_file_is_missing_are_an_error(tmp_path: Path
     world.refuses(3, "4", "5")
 
 
-def test_files_that_are_no_strategies_are_named_and_passed_over(world: World) -> None:
+def test_files_that_are_not_strategies_are_named_and_skipped(world: World) -> None:
     path = directory(
         world.root,
         {
@@ -411,7 +411,7 @@ def test_files_that_are_no_strategies_are_named_and_passed_over(world: World) ->
     assert sorted(os.listdir(path)) == sorted(["ckpt_strategy_rank_0.ckpt", "notes.txt", "meta.json", "bad.ckpt"])
 
 
-def test_a_merged_file_beside_its_complete_stages_is_passed_over(tmp_path: Path) -> None:
+def test_a_merged_file_beside_its_complete_stages_is_skipped(tmp_path: Path) -> None:
     """Even one that says something else: it may be of an earlier run."""
     world = World(tmp_path, STAGES, ONE)
     world.save(FULL)
@@ -431,7 +431,7 @@ def test_a_merged_file_in_a_directory_of_its_own_is_read(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (2, 1, 0)])
-def test_the_order_of_stages_in_a_merged_file_means_nothing(tmp_path: Path, order: tuple[int, ...]) -> None:
+def test_stages_in_a_merged_file_may_be_in_any_order(tmp_path: Path, order: tuple[int, ...]) -> None:
     world = World(tmp_path, STAGES, ONE)
     world.save(FULL)
     world.old.write_bytes(strategy_bytes(STAGES, order, merged=True))
@@ -439,7 +439,7 @@ def test_the_order_of_stages_in_a_merged_file_means_nothing(tmp_path: Path, orde
     same_ranks(world.found(), world.expected(FULL))
 
 
-def test_names_of_stages_that_no_item_has_contradict_their_file(tmp_path: Path) -> None:
+def test_stage_prefixes_without_an_item_are_an_error(tmp_path: Path) -> None:
     world = World(tmp_path, STAGES, ONE)
     merged = strategy_bytes(STAGES, range(3), merged=True)
     path = world.root / "odd.ckpt"
@@ -466,7 +466,7 @@ def test_device_counts_that_differ_within_a_stage_are_an_error(world: World) -> 
         layout([2, 2], [0, -1], uneven=[1, 2, 5]),
     ],
 )
-def test_layouts_that_contradict_themselves_are_named(world: World, made: dict[str, object]) -> None:
+def test_contradictory_layouts_are_named(world: World, made: dict[str, object]) -> None:
     odd = [{"devices": 4, "layouts": {"v": layout([2, 2], [-1]), "w": made}}]
     path = world.root / "odd.ckpt"
     path.write_bytes(strategy_bytes(odd, [0]))
@@ -502,7 +502,7 @@ def test_a_file_without_items_among_others_is_an_error(world: World) -> None:
 # Targets.
 
 
-def test_targets_of_another_format_do_not_come_to_lie_beside(world: World) -> None:
+def test_targets_of_another_format_are_refused_beside_existing_ones(world: World) -> None:
     world.save(FULL)
     world.convert()
     for options in (("--format", "safetensors"), ("--prefix", "other")):
@@ -511,7 +511,7 @@ def test_targets_of_another_format_do_not_come_to_lie_beside(world: World) -> No
     same_ranks(world.found(), world.expected(FULL))
 
 
-def test_a_rank_that_was_changed_after_it_was_converted_is_refused_without_overwrite(world: World) -> None:
+def test_a_rank_modified_after_conversion_is_refused_without_overwrite(world: World) -> None:
     world.save(FULL)
     world.by_rank(1)
     path = world.dst / "rank_1" / "checkpoint_1.ckpt"
@@ -552,7 +552,7 @@ def test_overwrite_is_refused_where_other_ranks_would_remain(world: World) -> No
     fails(3, *world.words("--overwrite"), says=["rank_5"])
 
 
-def test_by_rank_adds_to_what_is_there(world: World) -> None:
+def test_by_rank_adds_to_existing_ranks(world: World) -> None:
     world.save(FULL)
     world.by_rank(1)
     world.by_rank(0)
@@ -574,7 +574,7 @@ def test_a_target_that_is_a_file_is_refused(world: World) -> None:
     assert world.dst.read_text() == "mine"
 
 
-def test_a_full_disk_is_noticed_before_anything_is_written(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_insufficient_disk_space_is_an_error_before_writing(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     world.save(FULL)
     real = os.statvfs
 
@@ -588,7 +588,7 @@ def test_a_full_disk_is_noticed_before_anything_is_written(world: World, monkeyp
     world.refuses(1, "space")
 
 
-def test_nothing_is_written_next_to_an_error(world: World) -> None:
+def test_an_error_leaves_the_target_empty(world: World) -> None:
     world.save(FULL, ranks=[0, 2])
     world.refuses(3)
     assert not world.dst.exists() or not list(world.dst.iterdir())
@@ -604,7 +604,7 @@ def test_no_temporary_files_remain_after_success(world: World) -> None:
     ]
 
 
-def test_the_mode_of_targets_is_the_umasks(world: World) -> None:
+def test_the_mode_of_targets_follows_the_umask(world: World) -> None:
     world.save(FULL)
     for path in world.src.rglob("*.ckpt"):
         path.chmod(0o400)
@@ -633,7 +633,7 @@ def test_a_traceback_shows_only_with_debug(world: World) -> None:
     assert "Traceback" not in reshard(*world.words()).err
 
 
-def test_group_info_that_is_none_is_named(tmp_path: Path) -> None:
+def test_a_file_that_is_not_group_info_is_named(tmp_path: Path) -> None:
     path = tmp_path / "group_info.pb"
     fails(3, "group-info", "inspect", path, says=[str(path)])
     path.write_bytes(b"\xff\xff\xff")
@@ -647,7 +647,7 @@ def test_merging_a_directory_without_strategies_is_an_error(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", ["", ".safetensors", ".txt"])
-def test_a_merged_file_of_another_ending_is_refused(world: World, name: str) -> None:
+def test_merge_pipeline_to_another_suffix_is_refused(world: World, name: str) -> None:
     path = world.root / f"merged{name}"
     result = reshard("merge-pipeline", world.old.parent, path)
     assert result.status in (2, 3), result.err
@@ -664,7 +664,7 @@ def test_duplicate_entries_in_a_safetensors_header_are_damage(world: World) -> N
     )  # fmt: skip
 
 
-def test_lost_ranks_are_named_with_what_they_held(tmp_path: Path) -> None:
+def test_lost_ranks_are_named_with_their_parameters(tmp_path: Path) -> None:
     world = World(tmp_path, PLAIN, single({"w": layout([1], [-1, -1]), "v": layout([1], [-1])}))
     write_tree(
         world.src,
@@ -679,18 +679,18 @@ def test_lost_ranks_are_named_with_what_they_held(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("prefix", ["a/b", ".hidden", "x" * 250])
-def test_a_prefix_that_makes_no_file_name_is_wrong_usage(world: World, prefix: str) -> None:
+def test_an_invalid_file_name_prefix_is_wrong_usage(world: World, prefix: str) -> None:
     world.save(FULL)
     fails(2, *world.words("--prefix", prefix), says=["prefix"])
     assert not world.dst.exists()
 
 
-def test_ranks_beyond_any_cluster_are_wrong_usage(world: World) -> None:
+def test_a_rank_over_the_limit_is_wrong_usage(world: World) -> None:
     world.save(FULL)
     fails(2, *world.words("--ranks", "0-16777214"))
 
 
-def test_control_characters_in_names_do_not_reach_the_terminal(world: World) -> None:
+def test_control_characters_in_names_are_escaped(world: World) -> None:
     world.save(FULL, copied={"clear\x1b[2J": COPIED["global_step"]})
     assert "clear\\x1b" in done(*world.words("-v", command="plan")).out
     assert "clear\\x1b" in done(*world.words("-v", "--overwrite")).err
@@ -706,7 +706,7 @@ def test_control_characters_in_names_do_not_reach_the_terminal(world: World) -> 
 # What to do about it.
 
 
-def test_the_cure_that_a_damaged_manifest_is_told_works(world: World) -> None:
+def test_the_command_suggested_for_a_damaged_manifest_works(world: World) -> None:
     world.save(FULL)
     world.convert()
     manifest = world.dst / "reshard-manifest.json"
@@ -717,7 +717,7 @@ def test_the_cure_that_a_damaged_manifest_is_told_works(world: World) -> None:
     done("verify", world.dst, "--headers-only")
 
 
-def test_errors_say_what_to_do(world: World) -> None:
+def test_errors_contain_a_hint(world: World) -> None:
     world.save({"w": FULL["w"], "v": FULL["v"]})
     world.refuses(3, "m.w", "without --strict", options=("--strict",))
     fails(3, "verify", world.root / "absent", says=["name the DST of a conversion"])

@@ -32,7 +32,7 @@ def expected(name: str) -> Any:
     return tensors()[name].array.view("<f4")
 
 
-def test_a_tensor_of_slices_is_written_whole(saved: World, tmp_path: Path) -> None:
+def test_get_assembles_a_sliced_tensor(saved: World, tmp_path: Path) -> None:
     result = done(*words(saved, "w", "-o", tmp_path / "out" / "w.npy"))
     found = np.load(tmp_path / "out" / "w.npy")
     assert found.dtype == np.float32 and found.tobytes() == expected("w").tobytes() and found.shape == (8, 6)
@@ -40,7 +40,7 @@ def test_a_tensor_of_slices_is_written_whole(saved: World, tmp_path: Path) -> No
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["w.npy"]
 
 
-def test_the_directory_may_be_a_link(saved: World, tmp_path: Path) -> None:
+def test_get_writes_into_a_linked_directory(saved: World, tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real")
     done(*words(saved, "w", "-o", tmp_path / "link" / "w.npy"))
@@ -48,7 +48,7 @@ def test_the_directory_may_be_a_link(saved: World, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("index", ["0:4,:", "-1", "...,2", "::-2,1::3", "3,4", "[1:2, 0]", ":"])
-def test_a_slice_is_what_numpy_takes(index: str, saved: World, tmp_path: Path) -> None:
+def test_get_slice_equals_numpy_slicing(index: str, saved: World, tmp_path: Path) -> None:
     done(*words(saved, "w", f"--slice={index}", "-o", tmp_path / "w.npy"))
     chosen = eval(f"array[{index.strip('[]')}]", {"array": expected("w")})
     found = np.load(tmp_path / "w.npy")
@@ -74,7 +74,7 @@ def test_standard_output_gets_an_array_for_numpy_or_text(saved: World) -> None:
     assert said.startswith("v  Float32  [4]\n[") and said.count(",") == 3 + said.splitlines()[0].count(",")
 
 
-def test_a_pattern_prints_all_that_it_matches(saved: World) -> None:
+def test_get_with_a_pattern_prints_every_match(saved: World) -> None:
     found = done(*words(saved, "?", "--json")).json
     assert [row["name"] for row in found] == ["v", "w"]
     assert [row["dtype"] for row in found] == ["Float32", "Float32"]
@@ -82,7 +82,7 @@ def test_a_pattern_prints_all_that_it_matches(saved: World) -> None:
     fails(3, *words(saved, "W"), says=["no tensor 'W'", "did you mean 'w'"])
 
 
-def test_types_that_numpy_lacks_become_float32_or_bits(tmp_path: Path) -> None:
+def test_dtypes_without_a_numpy_type_become_float32_or_bits(tmp_path: Path) -> None:
     bits = np.array([0x3F80, 0xC000, 0x7FC0, 0x0001], "<u2")
     checkpoint = {
         "b": Value("BFloat16", bits),
@@ -111,7 +111,7 @@ def test_text_and_scalars_are_printed(tmp_path: Path) -> None:
     assert np.load(tmp_path / "says.npy") == "grün"
 
 
-def test_memory_does_not_grow_with_the_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_get_does_not_grow_with_the_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     array = np.arange(6 << 20, dtype="<u4")
     path = write_checkpoint(tmp_path / "all.safetensors", {"w": Value("Float32", array)})
     made: list[int] = []
@@ -142,22 +142,22 @@ def test_memory_does_not_grow_with_the_tensor(tmp_path: Path, monkeypatch: pytes
         (["-o", "w.npy", "--json"], "do not go together"),
     ],
 )
-def test_what_cannot_be_meant_is_wrong_usage(more: list[str], says: str, saved: World) -> None:
+def test_contradictory_options_of_get_are_wrong_usage(more: list[str], says: str, saved: World) -> None:
     fails(2, *words(saved, "w", *more), says=[says])
 
 
-def test_too_much_to_read_is_not_printed(tmp_path: Path) -> None:
+def test_get_does_not_print_a_large_tensor(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path / "w.ckpt", {"w": Value("Int8", np.zeros((1 << 20) + 1, "u1"))})
     fails(2, "get", path, "w", "--strategy", "none", says=["are too many to print", "--slice"])
     assert "..." in done("get", path, "w", "--strategy", "none", "--slice", "1:").out
 
 
-def test_a_strategy_is_asked_for_where_one_is_needed(saved: World) -> None:
+def test_get_of_sliced_ranks_requires_a_strategy(saved: World) -> None:
     fails(2, "get", saved.src, "w", says=["do not record how they are cut", "pass none: --strategy none"])
     fails(3, "get", saved.root / "nothing", "w", "--strategy", "none", says=["does not exist"])
 
 
-def test_a_source_that_is_not_there_is_told_before_a_strategy_is_asked_for(saved: World) -> None:
+def test_a_missing_source_is_reported_before_a_missing_strategy(saved: World) -> None:
     mistyped = saved.src.with_name(saved.src.name[:-1])
     converted: list[Argument] = ["convert", mistyped, saved.root / "out", "--to", "unified"]
     for words in (converted, ["fingerprint", mistyped]):

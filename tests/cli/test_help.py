@@ -30,14 +30,14 @@ def test_help_fits_80_columns_and_ends_with_examples_of_the_command(
 
 
 @pytest.mark.parametrize("group", [[], ["group-info"], ["strategy"], ["names"]], ids=" ".join)
-def test_a_list_of_commands_cuts_no_sentence_off(group: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_lists_contain_whole_sentences(group: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     listed = done(*group, "--help").out.split("\nCommands:\n")[1]
     assert "..." not in listed
 
 
 @pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
-def test_the_examples_name_options_that_exist(path: tuple[str, ...]) -> None:
+def test_examples_in_help_use_existing_options(path: tuple[str, ...]) -> None:
     command = COMMANDS[path]
     names = {name for param in command.params for name in param.opts}
     assert set(re.findall(r"(?<!\S)--[a-z-]+", command.epilog or "")) <= names
@@ -71,20 +71,20 @@ def test_every_option_has_a_group_and_help_and_shows_its_default(path: tuple[str
         (["merge-lora", "a", "b", "c", "--names", "qwen3"], "Merge first"),
     ],
 )  # fmt: skip
-def test_what_does_not_exist_is_answered_with_advice(words: list[str], says: str) -> None:
+def test_unknown_commands_and_options_get_a_suggestion(words: list[str], says: str) -> None:
     fails(2, *words, says=[says])
 
 
 @pytest.mark.parametrize("source", ["--src_checkpoint", "--src-checkpoint", "--src_checkpoints_dir"])
 @pytest.mark.parametrize("target", ["--dst_checkpoint", "--dst-checkpoints-dir", "--dst_checkpoint_dir"])
-def test_arguments_may_be_options_as_in_mindspores_scripts(world: World, source: str, target: str) -> None:
+def test_arguments_may_be_typed_as_options_of_mindspores_scripts(world: World, source: str, target: str) -> None:
     world.save(FULL)
     done("transform-dir", f"{target}={world.dst}", source, world.src, "--src_strategy_file", world.old,
          "--dst_strategy_dir", world.new)  # fmt: skip
     same_ranks(world.found(), world.expected(FULL))
 
 
-def test_one_argument_may_be_an_option_and_the_others_keep_their_order(world: World) -> None:
+def test_one_argument_may_be_typed_as_an_option(world: World) -> None:
     world.save(FULL)
     strategies = ("--src-strategy", world.old, "--dst-strategy", world.new)
     done("by-rank", "--transform_rank", 1, world.src, world.dst, *strategies)
@@ -99,7 +99,7 @@ def test_an_argument_given_twice_is_wrong_usage(world: World) -> None:
     assert not world.dst.exists()
 
 
-def test_behind_two_hyphens_nothing_is_an_option(world: World) -> None:
+def test_two_hyphens_end_the_options(world: World) -> None:
     write_checkpoint(world.root / "full.ckpt", {**FULL, **COPIED})
     fails(3, "transform-dir", "--src-strategy", "none", "--dst-strategy", "none", "--", "--src_checkpoint", world.dst,
           says=["--src_checkpoint: does not exist"])  # fmt: skip
@@ -109,12 +109,12 @@ MEANT = [("transform", "convert"), ("show", "strategy show"), ("compare", "diff"
 
 
 @pytest.mark.parametrize(("typed", "meant"), MEANT)
-def test_a_command_of_another_name_is_answered_with_the_one_that_is_meant(typed: str, meant: str) -> None:
+def test_a_command_name_of_another_tool_suggests_ours(typed: str, meant: str) -> None:
     fails(2, typed, says=[f"Did you mean {meant}"])
 
 
 @pytest.mark.parametrize("path", [(), *COMMANDS, ("strategy",)], ids=" ".join)
-def test_help_is_a_command_that_shows_what_the_option_shows(path: tuple[str, ...]) -> None:
+def test_the_help_command_equals_the_help_option(path: tuple[str, ...]) -> None:
     assert done("help", *path).out == done(*path, "--help").out
 
 
@@ -126,7 +126,7 @@ def test_help_is_a_command_that_shows_what_the_option_shows(path: tuple[str, ...
         (["verify", "out"], "reshard verify has no commands of its own: out"),
     ],
 )  # fmt: skip
-def test_help_of_what_does_not_exist_is_wrong_usage(words: list[str], says: str) -> None:
+def test_help_of_an_unknown_command_is_wrong_usage(words: list[str], says: str) -> None:
     fails(2, "help", *words, says=[says])
 
 
@@ -134,7 +134,7 @@ def test_the_version_has_a_short_option() -> None:
     assert done("-V").out == done("--version").out
 
 
-def test_short_options_are_the_long_ones(world: World) -> None:
+def test_short_options_equal_long_options(world: World) -> None:
     world.save(FULL)
     planned = world.convert("-n", "-j", 1, "--json").json
     assert planned["dry_run"] and planned["threads"] == 1 and not world.dst.exists()

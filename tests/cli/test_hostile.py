@@ -58,7 +58,7 @@ USES = [
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize("ending", [".ckpt", ".safetensors"])
 @pytest.mark.parametrize("kind", SPECIAL)
-def test_what_is_no_file_is_refused_and_never_waited_for(world: World, kind: str, ending: str, use: str) -> None:
+def test_a_fifo_or_device_is_refused_without_waiting(world: World, kind: str, ending: str, use: str) -> None:
     world.save(tensors())
     file = world.root / "odd" / "rank_0" / f"net-1_10{ending}"
     file.parent.mkdir(parents=True)
@@ -67,21 +67,21 @@ def test_what_is_no_file_is_refused_and_never_waited_for(world: World, kind: str
 
 
 @pytest.mark.parametrize("kind", ["fifo", "socket", "endless device", "loop of links", "missing"])
-def test_a_rank_directory_that_is_none_is_no_rank(world: World, kind: str) -> None:
+def test_a_file_named_like_a_rank_directory_is_not_a_rank(world: World, kind: str) -> None:
     (world.root / "odd").mkdir()
     with SPECIAL[kind](world.root / "odd" / "rank_0"):
         refused(3, *uses_of_a_file(world, world.root / "odd" / "rank_0" / "x.ckpt")["tree"])
 
 
 @pytest.mark.parametrize("kind", ["fifo", "socket", "endless device", "directory"])
-def test_merging_into_what_is_no_file_is_refused(world: World, kind: str) -> None:
+def test_merge_pipeline_to_a_special_file_is_refused(world: World, kind: str) -> None:
     target = world.root / "merged.ckpt"
     with SPECIAL[kind](target):
         refused(3, "merge-pipeline", world.old.parent, target, says=["is not replaced"])
 
 
 @pytest.mark.parametrize("kind", ["fifo", "socket", "endless device", "loop of links", "missing"])
-def test_special_files_beside_the_checkpoints_are_passed_over(world: World, kind: str) -> None:
+def test_special_files_beside_checkpoints_are_skipped(world: World, kind: str) -> None:
     world.save(tensors())
     with SPECIAL[kind](world.src / "rank_0" / "net-9_99.ckpt"), within(20):
         done(*world.words())
@@ -104,7 +104,7 @@ RIGHT = {
 
 
 @pytest.mark.parametrize(("given", "use"), [(kind, use) for kind in KINDS for use in RIGHT if kind not in RIGHT[use]])
-def test_one_kind_of_file_for_another_is_refused_by_name(world: World, given: str, use: str) -> None:
+def test_a_file_of_another_kind_is_refused_by_name(world: World, given: str, use: str) -> None:
     world.save(tensors())
     contents = {
         "checkpoint": (world.src / "rank_0" / "net-1_10.ckpt").read_bytes(),
@@ -122,7 +122,7 @@ def test_one_kind_of_file_for_another_is_refused_by_name(world: World, given: st
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_what_may_not_be_read_is_refused(world: World) -> None:
+def test_unreadable_files_are_refused(world: World) -> None:
     world.save(tensors())
     file = world.root / "odd" / "rank_0" / "given.ckpt"
     file.parent.mkdir(parents=True)
@@ -140,7 +140,7 @@ NAMES = ["a\0b", "../../etc/passwd", "/etc/passwd", "..", ".", " ", "a\nb", "\x1
 
 @pytest.mark.parametrize("ending", ["ckpt", "safetensors"])
 @pytest.mark.parametrize("name", NAMES)
-def test_parameter_names_are_only_names(tmp_path: Path, name: str, ending: str) -> None:
+def test_parameter_names_are_never_paths(tmp_path: Path, name: str, ending: str) -> None:
     write_ckpt(tmp_path / "one.ckpt", {name: np.arange(8, dtype="f4").reshape(2, 4)})
     strategy = tmp_path / "s.ckpt"
     strategy.write_bytes(protobuf({name: layout([2], [0, -1])}))
@@ -160,7 +160,7 @@ def test_parameter_names_are_only_names(tmp_path: Path, name: str, ending: str) 
 
 
 @pytest.mark.parametrize("prefix", ["../x", "a/b", "/x", "../../rank_0/x"])
-def test_a_prefix_cannot_lead_elsewhere(world: World, prefix: str) -> None:
+def test_a_prefix_cannot_leave_the_rank_directory(world: World, prefix: str) -> None:
     world.save(tensors())
     before = sorted(world.root.rglob("*"))
     refused(2, *world.words("--prefix", prefix), says=[prefix])
@@ -210,7 +210,7 @@ def test_rank_directories_beyond_the_strategy_are_refused(world: World, name: st
 
 
 @pytest.mark.parametrize("name", ["net-" + "9" * 120 + "_" + "9" * 120, "net\n-1_10", "net\x1b[31m-1_10"])
-def test_odd_file_names_are_read_like_any(world: World, name: str) -> None:
+def test_odd_file_names_are_read(world: World, name: str) -> None:
     world.save(tensors(), pattern="rank_{rank}/" + name + ".ckpt")
     done("inspect", world.src)
     done("inspect", world.src, "--json")
@@ -227,7 +227,7 @@ def test_half_a_surrogate_pair_in_metadata_is_damage(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("key", ["name", "dtype"])
-def test_errors_stay_short_whatever_a_header_says(tmp_path: Path, key: str) -> None:
+def test_errors_stay_short_for_any_header(tmp_path: Path, key: str) -> None:
     long = "F" * 10**6
     name, dtype = (long, "F32") if key == "name" else ("w", long)
     path = tmp_path / "x.safetensors"
@@ -235,7 +235,7 @@ def test_errors_stay_short_whatever_a_header_says(tmp_path: Path, key: str) -> N
     refused(3, "inspect", path, says=[path, "FFFF"])
 
 
-def test_a_device_matrix_of_more_axes_than_numpy_has(tmp_path: Path) -> None:
+def test_a_device_matrix_with_more_axes_than_numpy_allows_is_read(tmp_path: Path) -> None:
     path = tmp_path / "s.ckpt"
     path.write_bytes(protobuf({"w": layout([2, *[1] * 60, 2], [61, -1])}))
     # Axis 61 from the right is the first of the 62.
@@ -245,7 +245,7 @@ def test_a_device_matrix_of_more_axes_than_numpy_has(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "pattern", ["[!]", "[!]]", "[]a]", "[a--b]", "[0--[0-9]", "[z-a]", "[a&&b]", "[a~~b]", "[a||b]", "[[a]", "[\\w]"]
 )
-def test_sets_in_patterns_mean_what_they_mean_in_a_shell(tmp_path: Path, pattern: str) -> None:
+def test_character_sets_in_patterns_match_like_in_a_shell(tmp_path: Path, pattern: str) -> None:
     from reshard.forms.ranks.steps import match_paths
 
     names = [*"abz!]&~|-[w0", "\\", "[!]", "[z-a]"]
@@ -313,7 +313,7 @@ SMALL_STRATEGIES = {
 
 
 @pytest.mark.parametrize("case", SMALL_STRATEGIES)
-def test_absurd_strategies_are_refused_at_once(tmp_path: Path, case: str) -> None:
+def test_strategies_over_the_limits_are_refused_at_once(tmp_path: Path, case: str) -> None:
     data = SMALL_STRATEGIES[case]
     path = tmp_path / ("s.json" if data.startswith(b"{") else "s.ckpt")
     path.write_bytes(data)
@@ -382,7 +382,7 @@ LARGE: dict[str, tuple[str, Callable[[], bytes], str]] = {
 
 
 @pytest.mark.parametrize("case", some_of(LARGE, 4))
-def test_no_file_costs_more_than_seconds_and_a_bounded_amount_of_memory(tmp_path: Path, case: str) -> None:
+def test_any_file_is_read_or_refused_in_bounded_time_and_memory(tmp_path: Path, case: str) -> None:
     name, make, says = LARGE[case]
     path = tmp_path / name
     path.write_bytes(make())
@@ -397,21 +397,21 @@ def test_no_file_costs_more_than_seconds_and_a_bounded_amount_of_memory(tmp_path
 
 @pytest.mark.parametrize("ending", ["ckpt", "json", "safetensors", "pb"])
 @pytest.mark.parametrize("head", [b"", b"\x08\x01", b"{", b"\x0a\x05", b"\xff" * 8, struct.pack("<Q", 10**8) + b"{"])
-def test_sparse_files_of_a_terabyte_are_not_read(tmp_path: Path, ending: str, head: bytes) -> None:
+def test_a_sparse_file_of_a_terabyte_is_not_read(tmp_path: Path, ending: str, head: bytes) -> None:
     path = write_sparse(tmp_path / f"strategy.{ending}", [head, 1 << 40])
     commands: list[list[Argument]] = [["strategy", "show", path], ["group-info", "inspect", path], ["inspect", path]]
     for words in commands:
         refused(3, *words, says=[path])
 
 
-def test_stages_far_beyond_any_pipeline_are_refused(tmp_path: Path) -> None:
+def test_a_stage_number_over_the_limit_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "s.ckpt"
     path.write_bytes(protobuf({"w": layout([2], [0])}, [2**31]))
     refused(3, "strategy", "show", path, says=[path, "missing"])
     refused(3, "strategy", "show", tmp_path, says=[path.name, "missing"])
 
 
-def test_more_devices_than_any_cluster_has_are_still_quick(tmp_path: Path) -> None:
+def test_a_strategy_of_very_many_devices_is_read_quickly(tmp_path: Path) -> None:
     count = 2**17
     path = tmp_path / "s.ckpt"
     path.write_bytes(protobuf({"w": layout([count], [0]), "m.w": layout([128, 1024], [0], size=-1, step=1024)}))
@@ -421,7 +421,7 @@ def test_more_devices_than_any_cluster_has_are_still_quick(tmp_path: Path) -> No
     assert megabytes < MEGABYTES
 
 
-def test_items_far_apart_are_read_as_one_file(tmp_path: Path) -> None:
+def test_strategy_items_far_apart_are_read_as_one_file(tmp_path: Path) -> None:
     # The library gets a strategy's items one by one, and has to see the same as in one piece.
     message = layout_message(layout([2, 2], [0]))
     unknown = field(9, 7) + field(10, b"xyz") + varint(11 << 3 | 5) + bytes(4) + varint(12 << 3 | 1) + bytes(8)
@@ -433,7 +433,7 @@ def test_items_far_apart_are_read_as_one_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["inspect", "stats", "fingerprint"])
-def test_json_holds_no_character_that_a_terminal_would_obey(command: str, tmp_path: Path) -> None:
+def test_json_output_contains_no_control_character(command: str, tmp_path: Path) -> None:
     """Also those above ASCII, and marks that turn the direction of writing."""
     name = "w\x1b[31m\x9b31m\u202e\U000e0001é"
     file = write_checkpoint(tmp_path / "x.ckpt", {name: value("x", (2, 2)), "b": value("b", (2, 2))})
@@ -444,7 +444,7 @@ def test_json_holds_no_character_that_a_terminal_would_obey(command: str, tmp_pa
     )
 
 
-def test_a_traceback_holds_no_character_that_a_terminal_would_obey(tmp_path: Path) -> None:
+def test_a_traceback_contains_no_control_character(tmp_path: Path) -> None:
     said = reshard("--debug", "inspect", tmp_path / "no\x1b[31m.ckpt")
     assert said.status == 3 and "Traceback" in said.err and said.err.replace("\n", "").isprintable()
 

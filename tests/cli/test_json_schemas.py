@@ -151,14 +151,14 @@ def commands_with_json() -> Iterator[str]:
 
 
 @pytest.mark.parametrize("name", list(commands_with_json()))
-def test_every_output_is_as_its_schema_says(name: str, examples: dict[str, list[Any]]) -> None:
+def test_every_json_output_satisfies_its_schema(name: str, examples: dict[str, list[Any]]) -> None:
     assert name in documented(), f"docs/json.md names no schema for {name}"
     assert examples.get(name), f"no example of `{name} --json` here"
     for value in examples[name]:
         check(value, documented()[name])
 
 
-def test_what_is_written_beside_the_targets_is_as_its_schema_says(examples: dict[str, list[Any]]) -> None:
+def test_records_beside_targets_satisfy_their_schemas(examples: dict[str, list[Any]]) -> None:
     for kind, schema in (
         ("manifest", "manifest.v1.json"),
         ("plan", "plan-record.v1.json"),
@@ -170,7 +170,7 @@ def test_what_is_written_beside_the_targets_is_as_its_schema_says(examples: dict
 
 
 @pytest.mark.parametrize("path", sorted(SCHEMAS.iterdir()), ids=lambda path: path.name)
-def test_every_schema_is_strict_versioned_and_mentioned(path: Path) -> None:
+def test_every_schema_is_strict_versioned_and_documented(path: Path) -> None:
     schema = json.loads(path.read_text(encoding="utf-8"))
     jsonschema.Draft202012Validator.check_schema(schema)
     assert schema["$schema"] == "https://json-schema.org/draft/2020-12/schema"
@@ -182,7 +182,7 @@ def test_every_schema_is_strict_versioned_and_mentioned(path: Path) -> None:
         assert part.get("required", []) == list(part.get("properties", {}))
 
 
-def test_what_schemas_share_they_say_alike() -> None:
+def test_definitions_shared_by_schemas_are_equal() -> None:
     shared: dict[str, Any] = {}
     for path in SCHEMAS.iterdir():
         for name, part in json.loads(path.read_text(encoding="utf-8")).get("$defs", {}).items():

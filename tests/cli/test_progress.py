@@ -33,7 +33,7 @@ def on_terminal(columns: int, *words: str) -> str:
 
 
 @pytest.mark.parametrize(("columns", "shown"), [(80, " of 4.0 GiB, "), (40, "% ")])
-def test_a_terminal_shows_what_is_done_how_fast_and_how_long_it_will_take(columns: int, shown: str) -> None:
+def test_a_terminal_shows_progress_speed_and_remaining_time(columns: int, shown: str) -> None:
     said = on_terminal(columns)
     frames = [frame for frame in re.split(r"[\r\n]", said) if frame.startswith("checking CRCs")]
     assert frames
@@ -49,12 +49,14 @@ def test_a_terminal_shows_what_is_done_how_fast_and_how_long_it_will_take(column
     ("words", "shown"),
     [([], True), (["--quiet"], False), (["--no-progress"], False), (["--quiet", "--progress"], True)],
 )
-def test_a_terminal_shows_progress_unless_it_is_not_wanted(words: list[str], shown: bool) -> None:
+def test_a_terminal_shows_progress_unless_switched_off(words: list[str], shown: bool) -> None:
     assert ("checking" in on_terminal(80, *words)) == shown
 
 
 @pytest.mark.parametrize("words", [[], ["--no-progress"]])
-def test_no_terminal_gets_progress_unasked(world: World, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_terminal_no_progress_is_shown_by_default(
+    world: World, words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("reshard.cli.progress.BETWEEN_LINES", 0.0)
     world.save(tensors())
     assert "writing:" not in world.convert(*words).err
@@ -63,9 +65,7 @@ def test_no_terminal_gets_progress_unasked(world: World, words: list[str], monke
 LINE = r"(\d+%, )?\d+(\.\d)? [KMGT]?i?B of \d+(\.\d)? [KMGT]?i?B, \d+(\.\d)? [KMGT]?i?B/s(, \d\d:\d\d left)?"
 
 
-def test_without_a_terminal_progress_is_a_line_now_and_then_if_it_is_asked_for(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_terminal_progress_prints_lines_at_intervals(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of every command that shows any; JSON stays alone on standard output."""
     monkeypatch.setattr("reshard.cli.progress.BETWEEN_LINES", 0.0)
     world.save(tensors())
@@ -88,7 +88,7 @@ def test_without_a_terminal_progress_is_a_line_now_and_then_if_it_is_asked_for(
         assert any(line.startswith(doing) for line in lines)
 
 
-def test_a_line_of_progress_comes_though_nothing_moves(
+def test_progress_lines_are_printed_while_no_bytes_move(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("reshard.cli.progress.BETWEEN_LINES", 0.05)
@@ -108,7 +108,7 @@ def test_a_line_of_progress_comes_though_nothing_moves(
     assert capfd.readouterr().err == ""
 
 
-def test_the_summary_tells_where_the_time_went(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_summary_lists_the_time_of_each_phase(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("reshard.cli.conversion.MIN_SHOWN", 0.0)
     world.save(tensors())
     said = world.convert("--verify", "-v").err

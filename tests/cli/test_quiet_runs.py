@@ -18,7 +18,7 @@ STRATEGIES: list[Argument] = [
 ]  # fmt: skip
 
 
-def test_a_conversion_that_went_well_prints_two_lines_and_its_proof_a_third(tmp_path: Path) -> None:
+def test_a_successful_conversion_prints_two_lines_and_verify_a_third(tmp_path: Path) -> None:
     result = done("convert", DEMO / "src_checkpoints", tmp_path / "out", *STRATEGIES, "--verify")
     wrote, holds, verified = result.err.splitlines()
     assert wrote.startswith(f"wrote 4 ranks (0-3) to {tmp_path / 'out'}: 363.5 KiB in ")
@@ -28,13 +28,13 @@ def test_a_conversion_that_went_well_prints_two_lines_and_its_proof_a_third(tmp_
     assert again == [f"nothing to write: 4 ranks (0-3) already complete in {tmp_path / 'out'}", holds]
 
 
-def test_the_run_that_completes_the_ranks_of_others_says_so(plain: World) -> None:
+def test_the_run_that_writes_the_last_rank_reports_completion(plain: World) -> None:
     plain.save(tensors())
     assert "all ranks written" not in plain.by_rank(1).err
     assert f"complete, all ranks written: {plain.dst / 'reshard-manifest.json'}" in plain.by_rank(0).err
 
 
-def test_an_empty_share_says_that_it_is_empty(tmp_path: Path) -> None:
+def test_an_empty_shard_is_reported(tmp_path: Path) -> None:
     words: list[Argument] = ["convert", DEMO / "src_checkpoints", tmp_path / "out", *STRATEGIES]
     said = done(*words, "--shard", "0/9").err
     assert said == "nothing to write: share 0/9 is empty: fewer ranks than shares\n"
@@ -44,7 +44,7 @@ def test_an_empty_share_says_that_it_is_empty(tmp_path: Path) -> None:
     assert "all ranks written" in said
 
 
-def test_what_was_excluded_is_not_said_to_lack_in_the_target_strategy(tmp_path: Path) -> None:
+def test_excluded_parameters_are_not_reported_as_missing_in_the_target_strategy(tmp_path: Path) -> None:
     words: list[Argument] = ["--to", "checkpoint2", "--dst-strategy", "same", "--exclude", "*experts*", "--json"]
     result = done("convert", CHECKPOINT2, tmp_path / "out", *words, "-v")
     assert "not in the target strategy" not in result.err
@@ -53,7 +53,7 @@ def test_what_was_excluded_is_not_said_to_lack_in_the_target_strategy(tmp_path: 
 
 
 @pytest.mark.parametrize("command", ["get", "stats", "diff"])
-def test_commands_that_read_all_of_a_step_give_no_advice_for_runs_of_single_ranks(command: str, plain: World) -> None:
+def test_commands_that_read_a_whole_step_give_no_advice_for_single_ranks(command: str, plain: World) -> None:
     for step in ("1_9", "1_10"):
         plain.save_step(step, tensors())
     words: dict[str, list[Argument]] = {"get": [plain.src, "w"], "stats": [plain.src], "diff": [plain.src, plain.src]}
@@ -63,12 +63,12 @@ def test_commands_that_read_all_of_a_step_give_no_advice_for_runs_of_single_rank
 NOTHING_TO_HIDE = {"reshard help", "reshard completion"}
 
 
-def test_every_command_takes_quiet() -> None:
+def test_every_command_accepts_quiet() -> None:
     for name, command, _ in walk():
         assert any("-q" in param.opts for param in command.params) or name in NOTHING_TO_HIDE, name
 
 
-def test_quiet_leaves_results_alone(plain: World) -> None:
+def test_quiet_prints_results(plain: World) -> None:
     """What a command exists to print, and nothing else."""
     plain.save(tensors())
     stages = plain.root / "stages"

@@ -23,14 +23,14 @@ def planned(*words: Argument) -> dict[int, list[int]]:
     return {target["rank"]: [source["rank"] for source in target["sources"]] for target in found}
 
 
-def test_of_rank_directories_it_is_what_strategies_alone_tell() -> None:
+def test_rank_list_of_a_source_equals_that_of_its_strategies() -> None:
     for rank in range(4):
         alone = done("rank-list", rank, *STRATEGIES, "--json").json
         assert done("rank-list", rank, "--src", DEMO / "src_checkpoints", *STRATEGIES, "--json").json == alone
 
 
 @pytest.mark.parametrize("way", ["to ranks", "to Hugging Face"])
-def test_with_names_it_is_what_plan_says(tmp_path: Path, way: str) -> None:
+def test_rank_list_with_names_equals_the_plan(tmp_path: Path, way: str) -> None:
     world = World(tmp_path, "qwen3_moe")
     done("convert", *world.convert)
     words: list[Argument] = world.convert[2:]
@@ -45,7 +45,7 @@ def test_with_names_it_is_what_plan_says(tmp_path: Path, way: str) -> None:
         assert done("rank-list", number, "--src", source, *words, "--json").json == {"rank": number, "ranks": files}
 
 
-def test_options_of_a_checkpoint_without_one_are_wrong_usage() -> None:
+def test_source_options_of_rank_list_without_a_source_are_wrong_usage() -> None:
     fails(2, "rank-list", 1, *STRATEGIES, "--names", "qwen3", says=["--names", "--src SRC"])
     fails(2, "rank-list", 1, *STRATEGIES, "--to", "unified", says=["--to", "--src SRC"])
     source: list[Argument] = ["--src", DEMO / "src_checkpoints"]

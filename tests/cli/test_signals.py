@@ -174,7 +174,7 @@ def test_a_signal_at_any_time_ends_the_run(world: World) -> None:
         assert sum(pool.map(stop, range(SOME))) > SOME // 4
 
 
-def test_what_is_ignored_stays_ignored(world: World) -> None:
+def test_ignored_signals_stay_ignored(world: World) -> None:
     """As in `reshard ... &` of a shell script, where Ctrl-C is meant for others."""
     world.save(FULL)
     result = python(
@@ -215,7 +215,7 @@ LOST = {
 
 
 @pytest.mark.parametrize("where", LOST)
-def test_an_exception_that_gets_lost_does_not_save_the_run(where: str) -> None:
+def test_a_signal_ends_the_run_although_its_exception_is_swallowed(where: str) -> None:
     script = f"""
 import os, signal, time
 from reshard import signals
@@ -250,7 +250,7 @@ main()
 
 
 @pytest.mark.parametrize("insists", [True, False], ids=["insists", "too long"])
-def test_nobody_waits_for_a_slow_disk_who_insists_or_waited_long(world: World, insists: bool) -> None:
+def test_a_second_signal_or_a_timeout_ends_a_run_on_a_slow_disk(world: World, insists: bool) -> None:
     world.save(FULL)
     words = ["-c", SLOW_DISK, "60" if insists else "1", *map(str, world.words())]
     with started(*words) as process:

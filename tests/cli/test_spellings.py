@@ -29,7 +29,7 @@ from tests.small import World, tensors
         ("Float32", "Float32"),
     ],
 )
-def test_types_may_be_spelled_as_elsewhere(spelled: str, dtype: str, plain: World) -> None:
+def test_cast_accepts_other_spellings_of_dtypes(spelled: str, dtype: str, plain: World) -> None:
     plain.save(tensors())
     with reshard.open(plain.src, src_strategy=plain.old, cast=f"w={spelled}") as opened:
         assert opened["w"].dtype_name == dtype
@@ -38,7 +38,7 @@ def test_types_may_be_spelled_as_elsewhere(spelled: str, dtype: str, plain: Worl
 
 
 @pytest.mark.parametrize("spelled", ["fp8", "int8", "float64", "torch", ""])
-def test_what_is_no_type_to_cast_to_is_refused(spelled: str, plain: World) -> None:
+def test_an_unknown_cast_dtype_is_refused(spelled: str, plain: World) -> None:
     plain.save(tensors())
     fails(2, "stats", plain.src, "--strategy", plain.old, "--cast", spelled, says=["no type to cast to"])
 
@@ -47,7 +47,7 @@ def test_what_is_no_type_to_cast_to_is_refused(spelled: str, plain: World) -> No
     ("text", "size"),
     [("200", 200), ("1K", 1000), ("1KB", 1000), ("1KiB", 1024), ("0.2k", 200), ("200B", 200), ("5M", 5_000_000)],
 )
-def test_sizes_of_files_take_every_usual_unit(text: str, size: int, plain: World) -> None:
+def test_file_sizes_accept_every_usual_unit(text: str, size: int, plain: World) -> None:
     plain.save(tensors())
     made = [plain.root / name for name in ("typed", "bytes")]
     for out, said in zip(made, (text, str(size))):
@@ -56,20 +56,20 @@ def test_sizes_of_files_take_every_usual_unit(text: str, size: int, plain: World
     assert names[0] == names[1]
 
 
-def test_a_size_that_is_none_names_the_units(plain: World) -> None:
+def test_an_invalid_size_lists_the_units(plain: World) -> None:
     plain.save(tensors())
     words = ("convert", plain.src, plain.dst, "--src-strategy", plain.old, "--to", "hf", "--max-shard-size", "5X")
     fails(2, *words, says=["'5X' is not a size such as 5GB, 500M (decimal) or 5GiB (binary)"])
 
 
 @pytest.mark.parametrize("format", ["ckpt", "safetensors"])
-def test_a_format_that_is_taken_for_a_form_is_told_the_option(format: str, plain: World) -> None:
+def test_format_given_to_to_suggests_the_format_option(format: str, plain: World) -> None:
     fails(2, "convert", plain.src, plain.dst, "--to", format, says=[f"--format {format}"])
 
 
 @pytest.mark.parametrize("command", ["convert", "get", "fingerprint"])
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model_00-model_00.pt"])
-def test_a_directory_of_pytorch_files_is_not_asked_for_a_strategy(command: str, name: str, tmp_path: Path) -> None:
+def test_a_directory_of_pytorch_files_requires_no_strategy(command: str, name: str, tmp_path: Path) -> None:
     src = tmp_path / "torch"
     src.mkdir()
     (src / "config.json").write_text("{}")
@@ -78,13 +78,13 @@ def test_a_directory_of_pytorch_files_is_not_asked_for_a_strategy(command: str, 
     fails(3, command, src, *words[command], says=[f"holds PyTorch files ({name})", "safe_serialization=True"])
 
 
-def test_an_empty_directory_is_not_asked_for_a_strategy(tmp_path: Path) -> None:
+def test_an_empty_directory_is_reported_before_a_missing_strategy(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     fails(3, "convert", tmp_path / "empty", tmp_path / "out", says=["holds no checkpoints", "Hugging Face"])
 
 
 @pytest.mark.parametrize("step", [41, "41", np.int64(41)])
-def test_the_number_of_an_iteration_is_a_step(step: Union[str, int], plain: World) -> None:
+def test_step_accepts_the_number_of_an_iteration(step: Union[str, int], plain: World) -> None:
     plain.save(tensors())
     root = plain.root / "root"
     done("convert", plain.src, root, "--src-strategy", plain.old, "--to", "checkpoint2", "--dst-strategy", "same")
@@ -92,7 +92,7 @@ def test_the_number_of_an_iteration_is_a_step(step: Union[str, int], plain: Worl
         assert opened.step == "41" and "w" in opened
 
 
-def test_a_number_that_is_no_step_of_a_rank_tree_is_an_error_with_a_cure(plain: World) -> None:
+def test_an_unknown_step_of_a_rank_tree_is_an_error_with_a_hint(plain: World) -> None:
     plain.save(tensors())
     with pytest.raises(reshard.errors.UsageError, match="is not a step\npass epoch and step"):
         len(reshard.open(plain.src, src_strategy=plain.old, step=10))

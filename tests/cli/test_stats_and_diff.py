@@ -38,13 +38,13 @@ def test_statistics_are_the_same_in_every_layout_and_form(saved: World) -> None:
     assert done("stats", saved.root / "hf", "--json").json["form"] == "huggingface"
 
 
-def test_the_table_names_every_tensor_and_sums_them_up(saved: World) -> None:
+def test_stats_lists_every_tensor_and_the_totals(saved: World) -> None:
     said = done("stats", saved.src, "--strategy", saved.old, "--exclude", "m.*").out
     assert "w" in said and "m.w" not in said and "[8,6]" in said
     assert said.rstrip().splitlines()[-1].startswith("3 tensors, 53 elements: 0 NaN")
 
 
-def test_fail_on_names_what_is_not_finite(tmp_path: Path) -> None:
+def test_fail_on_lists_tensors_with_nan_or_inf(tmp_path: Path) -> None:
     numbers = np.array([1, np.nan, np.inf, 0], "<f4").view("<u4")
     path = write_checkpoint(tmp_path / "w.ckpt", {"bad": Value("Float32", numbers), "says": text("nan")})
     good = write_checkpoint(tmp_path / "g.ckpt", {"w": Value("Float32", numbers[:1])})
@@ -60,7 +60,7 @@ def test_fail_on_names_what_is_not_finite(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("dtype", "bits"), [("Float32", 0x7FC00000), ("BFloat16", 0xFF80), ("F8_E5M2", 0x7E), ("Float64", 0x7FF << 52)]
 )
-def test_the_first_element_that_is_not_finite_is_told_with_its_file(tmp_path: Path, dtype: str, bits: int) -> None:
+def test_stats_locates_the_first_nan_or_inf_in_its_file(tmp_path: Path, dtype: str, bits: int) -> None:
     word = {"Float32": "<u4", "BFloat16": "<u2", "F8_E5M2": "u1", "Float64": "<u8"}[dtype]
     array = np.zeros((8, 6), word)
     array[5, 4] = array[7, 1] = bits
@@ -85,7 +85,7 @@ def test_the_first_element_that_is_not_finite_is_told_with_its_file(tmp_path: Pa
     assert row["first_nonfinite"] == {"index": [1, 7], "rank": 2, "file": file}
 
 
-def test_a_picture_shows_which_magnitudes_there_are(saved: World, tmp_path: Path) -> None:
+def test_the_picture_of_stats_shows_magnitudes(saved: World, tmp_path: Path) -> None:
     picture = tmp_path / "out" / "m.svg"
     done("stats", saved.src, "--strategy", saved.old, "--svg", picture)
     root = xml.etree.ElementTree.parse(picture).getroot()
@@ -101,14 +101,14 @@ def test_a_picture_shows_which_magnitudes_there_are(saved: World, tmp_path: Path
     assert xml.etree.ElementTree.parse(tmp_path / "z.svg").getroot().tag.endswith("svg")
 
 
-def test_a_conversion_differs_from_its_source_in_nothing(saved: World) -> None:
+def test_diff_of_a_conversion_and_its_source_is_empty(saved: World) -> None:
     done("convert", saved.src, saved.root / "u", "--src-strategy", saved.old, "--to", "unified")
     result = done("diff", saved.src, saved.root / "u", "--strategy", saved.old, "--exit-code")
     assert "4 tensors, all equal in every byte" in result.out
     assert done("diff", saved.root / "u", saved.src, "--b-strategy", saved.old, "--json").json["equal"]
 
 
-def test_steps_of_one_checkpoint_are_compared(plain: World) -> None:
+def test_diff_compares_steps_of_one_checkpoint(plain: World) -> None:
     old, new = tensors(names=["w", "v"]), tensors(names=["w", "v"])
     changed = new["w"].array.copy()
     changed.view("<f4")[3, 2] = 7.5
@@ -127,7 +127,7 @@ def test_steps_of_one_checkpoint_are_compared(plain: World) -> None:
     assert done(*words).status == 0
 
 
-def test_names_shapes_and_types_that_differ_are_told(tmp_path: Path) -> None:
+def test_diff_lists_names_shapes_and_dtypes_that_differ(tmp_path: Path) -> None:
     def ones(*shape: int) -> Value:
         return Value("Float32", np.full(shape, 0x3F800000, "<u4"))
 
@@ -142,7 +142,7 @@ def test_names_shapes_and_types_that_differ_are_told(tmp_path: Path) -> None:
     assert "all equal" in cast.out
 
 
-def test_checkpoints_without_a_common_name_are_not_called_equal(tmp_path: Path) -> None:
+def test_diff_of_checkpoints_without_a_common_name_fails(tmp_path: Path) -> None:
     value = Value("Float32", np.zeros(2, "<u4"))
     one, other = (write_checkpoint(tmp_path / f"{name}.ckpt", {name: value}) for name in "ab")
     said = done("diff", one, other, "--strategy", "none").out
@@ -150,13 +150,13 @@ def test_checkpoints_without_a_common_name_are_not_called_equal(tmp_path: Path) 
     assert reshard("diff", one, other, "--strategy", "none", "--exit-code").status == 4
 
 
-def test_a_strategy_of_one_side_is_not_asked_of_the_other(saved: World) -> None:
+def test_a_strategy_of_one_side_is_not_required_of_the_other(saved: World) -> None:
     fails(2, "diff", saved.src, saved.src, says=["rank files do not record how they are cut"])
     done("convert", saved.src, saved.root / "hf", "--src-strategy", saved.old, "--to", "huggingface")
     fails(2, "diff", saved.root / "hf", saved.src, "--a-strategy", saved.old, says=["needs no strategy"])
 
 
-def test_nan_is_told_with_the_checkpoint_that_holds_it(tmp_path: Path) -> None:
+def test_diff_names_the_checkpoint_with_nan(tmp_path: Path) -> None:
     plain = np.array([1.0, 2.0, 3.0], "<f4")
     for name, at in (("a", [1, 2]), ("b", [2])):
         array = plain.copy()
@@ -169,7 +169,7 @@ def test_nan_is_told_with_the_checkpoint_that_holds_it(tmp_path: Path) -> None:
     assert "w: 1 NaN in B only" in done("diff", *words[1::-1], *words[2:]).out
 
 
-def test_a_prefix_that_one_side_lacks_is_named_with_the_rule_that_adds_it(tmp_path: Path) -> None:
+def test_diff_suggests_the_rename_for_a_missing_prefix(tmp_path: Path) -> None:
     def saved_as(name: str, prefix: str) -> Path:
         ones = {f"{prefix}{each}": Value("Float32", np.full(2, 0x3F800000, "<u4")) for each in ("x.w", "y.w")}
         return write_checkpoint(tmp_path / name, {**ones, "other": text("a")})

@@ -37,7 +37,7 @@ def on_terminal(columns: int, *words: object, **environment: str) -> str:
 # strategy show.
 
 
-def test_a_picture_is_coloured_on_a_terminal_alone_and_not_with_no_color() -> None:
+def test_a_picture_is_coloured_only_on_a_terminal_without_no_color() -> None:
     words = ("strategy", "show", FIXTURES / "02_dp2mp4_opt/strategy", WEIGHT)
     coloured = on_terminal(80, *words)
     plain = on_terminal(80, *words, NO_COLOR="1")
@@ -66,7 +66,7 @@ def test_all_layouts_of_a_large_model_fit_two_screens() -> None:
     assert sum(counts) == 1551
 
 
-def test_verbose_lists_every_parameter_and_json_has_a_row_for_each() -> None:
+def test_verbose_and_json_list_every_parameter() -> None:
     path = FIXTURES / "02_dp2mp4_opt/strategy"
     rows = done("strategy", "show", path, "--json").json
     short, verbose = (done("strategy", "show", path, *words).out for words in ((), ("--verbose",)))
@@ -82,21 +82,21 @@ def test_a_table_of_thousands_of_rows_is_not_folded(tmp_path: Path) -> None:
     assert [line.split()[0] for line in shown.splitlines()[3:] if line] == list(many)
 
 
-def test_an_unknown_parameter_is_wrong_usage_and_names_like_it_are_told(world: World) -> None:
+def test_an_unknown_parameter_is_wrong_usage_and_similar_names_are_listed(world: World) -> None:
     fails(2, "strategy", "show", world.old, "m.v", says=["lists no parameter 'm.v'", "did you mean", "m.w"])
     fails(2, "strategy", "show", world.old, "w.m", "--json", says=["lists no parameter 'w.m'"])
     fails(2, "strategy", "show", world.old, "nothing like it", says=["without PARAM"])
     fails(2, "strategy", "show", world.old, "x" * 100_000, says=["without PARAM"])
 
 
-def test_a_part_of_names_is_answered_with_the_names_that_hold_it(world: World) -> None:
+def test_a_part_of_a_name_lists_the_names_that_contain_it(world: World) -> None:
     said = fails(2, "strategy", "show", FIXTURES / "02_dp2mp4_opt/strategy", "Dense1").err
     assert "6  {,adam_m.,adam_v.}backbone.blocks.{0-1}.attention.dense1.weight" in said
     assert len(said.splitlines()) < 20
     fails(2, "strategy", "show", world.old, "m.", says=["Did you mean 'm.w'?"])
 
 
-def test_a_pattern_shows_the_layouts_of_what_fits(world: World) -> None:
+def test_a_pattern_shows_the_layouts_of_its_matches(world: World) -> None:
     shown = done("strategy", "show", world.old, "*w").out
     assert "2 parameters match '*w'" in shown
     assert [line.split()[0] for line in shown.splitlines() if "[2, 2]" in line] == ["w", "m.w"]
@@ -107,7 +107,7 @@ def test_a_pattern_shows_the_layouts_of_what_fits(world: World) -> None:
     fails(2, "strategy", "show", world.old, "*x*", says=["lists no parameter '*x*'"])
 
 
-def test_a_pattern_that_one_name_fits_shows_its_picture(world: World) -> None:
+def test_a_pattern_with_one_match_shows_its_picture(world: World) -> None:
     assert done("strategy", "show", world.old, "m.?").out == done("strategy", "show", world.old, "m.w").out
 
 
@@ -116,7 +116,7 @@ def test_a_name_that_looks_like_a_pattern_is_a_name_first(tmp_path: Path) -> Non
     assert done("strategy", "show", path, "w[0]", "--json").json["parameter"] == "w[0]"
 
 
-def test_an_svg_is_written_whole_in_place_of_an_older_one(world: World) -> None:
+def test_an_svg_replaces_an_older_one(world: World) -> None:
     path = world.root / "w.svg"
     path.write_text("an older picture")
     shown = done("strategy", "show", world.old, "w", "--svg", path).out
@@ -125,7 +125,7 @@ def test_an_svg_is_written_whole_in_place_of_an_older_one(world: World) -> None:
     assert sorted(entry.name for entry in world.root.iterdir()) == ["strategies", "w.svg"]
 
 
-def test_an_svg_never_takes_the_place_of_another_file(world: World) -> None:
+def test_an_svg_never_replaces_another_kind_of_file(world: World) -> None:
     before = world.old.read_bytes()
     fails(2, "strategy", "show", world.old, "w", "--svg", world.old, says=["has to end in .svg"])
     assert world.old.read_bytes() == before
@@ -133,7 +133,7 @@ def test_an_svg_never_takes_the_place_of_another_file(world: World) -> None:
     fails(3, "strategy", "show", world.old, "w", "--svg", world.old / "w.svg", says=["w.svg", "may not be written"])
 
 
-def test_a_parameter_of_several_stages_is_shown_for_each(tmp_path: Path) -> None:
+def test_a_parameter_of_several_stages_is_shown_per_stage(tmp_path: Path) -> None:
     stages = [
         {"devices": 4, "layouts": {"t": layout([2, 2], [0, -1])}},
         {"devices": 2, "layouts": {"t": layout([2], [-1, 0])}},
@@ -147,7 +147,7 @@ def test_a_parameter_of_several_stages_is_shown_for_each(tmp_path: Path) -> None
     assert "ranks 0,2" in shown and "rank 5" in shown
 
 
-def test_elements_are_shown_where_a_json_strategy_tells_the_shape(tmp_path: Path) -> None:
+def test_element_counts_are_shown_where_a_json_strategy_records_the_shape(tmp_path: Path) -> None:
     made = single({"w": layout([2, 2], [0, -1], -1, 2)})
     path = write_strategy(tmp_path / "s", made, {"w": [16, 3]}, form="json")
     (stage,) = done("strategy", "show", path, "w", "--json").json["stages"]
@@ -189,7 +189,7 @@ def expanded(pattern: str) -> list[str]:
         )
     )
 )
-def test_patterns_stand_for_each_name_once(names: set[str]) -> None:
+def test_each_name_belongs_to_one_pattern(names: set[str]) -> None:
     found = name_patterns(names, names)
     assert sorted(name for pattern in found for name in expanded(pattern.text)) == sorted(names)
     assert [len(expanded(pattern.text)) for pattern in found] == [pattern.size for pattern in found]
@@ -218,7 +218,7 @@ def conversions(draw: st.DrawFn) -> tuple[list[int], Any, Any]:
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(conversions())
-def test_diff_counts_what_the_enumerated_devices_show(tmp_path: Path, conversion: tuple[list[int], Any, Any]) -> None:
+def test_diff_counts_match_enumerated_devices(tmp_path: Path, conversion: tuple[list[int], Any, Any]) -> None:
     shape, before, after = conversion
     paths = [
         write_strategy(tmp_path / name, single({"w": made}), form="nested")
@@ -261,7 +261,7 @@ def test_diff_accounts_for_every_parameter_once(tmp_path: Path, data: st.DataObj
                 assert [row["stage"] for row in held] == [n for n, s in enumerate(strategy) if name in s["layouts"]]
 
 
-def test_diff_across_pipelines_begins_with_the_sum() -> None:
+def test_diff_across_pipelines_begins_with_totals() -> None:
     four, none = FIXTURES / "10_dp1mp2pp4/strategy", FIXTURES / "10_dp2mp4pp1/strategy"
     _, _, empty, *summary = done("strategy", "diff", four, none).out.splitlines()[:6]
     assert empty == ""
@@ -274,7 +274,7 @@ def test_diff_across_pipelines_begins_with_the_sum() -> None:
     assert "'adam_v.backbone.layernorm.gamma'" in done("strategy", "diff", four, none, "-v").out.splitlines()[3]
 
 
-def test_diff_across_pipelines_tells_once_what_all_stages_do() -> None:
+def test_diff_across_pipelines_prints_changes_common_to_all_stages_once() -> None:
     """Four stages become two: without that every change would be told four times."""
     text = done("strategy", "diff", FIXTURES / "10_dp1mp2pp4/strategy", FIXTURES / "10_dp2mp2pp2/strategy").out
     said = "16 parameters: stages 0-1 -> stage 0, stages 2-3 -> stage 1; replicas: 1 -> 2; devices of the stage: 2 -> 4"
@@ -284,7 +284,7 @@ def test_diff_across_pipelines_tells_once_what_all_stages_do() -> None:
     assert text.count("device matrix [2, 2]") == 4
 
 
-def test_diff_says_in_words_what_changes() -> None:
+def test_diff_describes_changes_in_words() -> None:
     text = done("strategy", "diff", FIXTURES / "02_dp2mp4_opt/strategy", FIXTURES / "10_dp2mp2pp2/strategy").out
     for said in (
         "6 parameters: cut of dimension 1: 4 -> 2; optimizer shards: 2 -> none; replicas: 1 -> 2",
@@ -298,7 +298,7 @@ def test_diff_says_in_words_what_changes() -> None:
 
 
 @pytest.mark.parametrize(("first", "second"), [("old", None), (None, "old")])
-def test_diff_takes_none(world: World, first: Optional[str], second: Optional[str]) -> None:
+def test_diff_accepts_none(world: World, first: Optional[str], second: Optional[str]) -> None:
     paths = [world.old if name else "none" for name in (first, second)]
     found = done("strategy", "diff", *paths, "--json").json
     moves = {name: change["moves"][0] for change in found["changes"] for name in change["parameters"]}
@@ -309,7 +309,7 @@ def test_diff_takes_none(world: World, first: Optional[str], second: Optional[st
     assert "no parameter is in both" in done("strategy", "diff", "none", "none").out
 
 
-def test_diff_tells_of_ranks_that_keep_slices_and_of_layouts_of_other_tensors(world: World, tmp_path: Path) -> None:
+def test_diff_counts_ranks_that_keep_their_slices_and_parameters_on_one_side(world: World, tmp_path: Path) -> None:
     text = done("strategy", "diff", world.old, world.old).out
     assert "unchanged" in text and "nothing changes" in text
     other = write_strategy(tmp_path / "other", single({"w": layout([2, 2], [1, -1]), "v": layout([2, 2], [-1, -1])}))
@@ -318,7 +318,7 @@ def test_diff_tells_of_ranks_that_keep_slices_and_of_layouts_of_other_tensors(wo
     assert "1 parameter: not the same tensor in A and B: tensor maps [-1], [-1, -1]" in text
 
 
-def test_pictures_are_not_loaded_for_rank_lists() -> None:
+def test_rank_list_does_not_import_pictures() -> None:
     code = (
         "import sys; from reshard.cli.main import cli; cli.get_command(None, 'rank-list');"
         "print([name for name in sys.modules if name.startswith(('reshard.pictures', 'reshard.plan.changes'))])"
@@ -326,7 +326,7 @@ def test_pictures_are_not_loaded_for_rank_lists() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT).stdout == "[]\n"
 
 
-def test_diff_tells_by_its_exit_status_where_that_is_asked_for(tmp_path: Path) -> None:
+def test_diff_with_exit_code_fails_on_a_difference(tmp_path: Path) -> None:
     made = layout([2, 2], [0, -1])
     one, same, other, none = (
         write_strategy(tmp_path / name, single({"w": of}))
@@ -347,7 +347,7 @@ def test_diff_tells_by_its_exit_status_where_that_is_asked_for(tmp_path: Path) -
 
 @pytest.mark.parametrize("command", ["show", "rank-list"])
 @pytest.mark.parametrize("content", ["empty", "items", "nothing"])
-def test_a_strategy_that_says_nothing_is_not_taken_for_none(content: str, command: str, tmp_path: Path) -> None:
+def test_an_empty_strategy_is_not_none(content: str, command: str, tmp_path: Path) -> None:
     """Neither an empty file, nor one without layouts: taken for one device, whole tensors would be read as slices."""
     for ending in ("ckpt", "json", "pb"):
         path = tmp_path / f"strategy.{ending}"
@@ -364,7 +364,7 @@ def test_a_strategy_that_says_nothing_is_not_taken_for_none(content: str, comman
         fails(3, *words, says=["strategy"])
 
 
-def test_layouts_without_items_are_a_strategy_and_not_none(tmp_path: Path) -> None:
+def test_a_strategy_without_items_is_not_none(tmp_path: Path) -> None:
     path = tmp_path / "strategy.ckpt"
     path.write_bytes(protobuf({"w": {"dev_matrix": [4], "tensor_map": [0, -1]}}, ()))
     assert done("rank-list", 0, "--src-strategy", path, "--dst-strategy", "none").out == "0 1 2 3\n"

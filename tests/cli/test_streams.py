@@ -53,14 +53,16 @@ def full() -> int:
     return os.open("/dev/full", os.O_WRONLY)
 
 
-def test_a_conversion_nobody_listens_to_is_done(world: World, nobody: int) -> None:
+def test_a_conversion_completes_with_closed_output(world: World, nobody: int) -> None:
     world.save(FULL)
     assert run(*world.words("-v", "--json"), out=nobody, err=nobody).status == 0
     same_ranks(world.found(), world.expected(FULL))
 
 
 @pytest.mark.parametrize("listens", ["nobody", "full"])
-def test_the_status_is_that_of_the_work(world: World, listens: str, request: pytest.FixtureRequest) -> None:
+def test_closed_output_keeps_the_exit_status_of_the_conversion(
+    world: World, listens: str, request: pytest.FixtureRequest
+) -> None:
     lost: int = request.getfixturevalue(listens)
     world.save(FULL)
     world.convert("--checksum", "crc32")
@@ -77,9 +79,7 @@ def test_the_status_is_that_of_the_work(world: World, listens: str, request: pyt
 
 
 @pytest.mark.parametrize("words", [["--help"], ["inspect", "OLD"], ["rank-list", "0"], ["rank-list", "0", "--json"]])
-def test_information_that_is_lost_is_a_failure_unless_nobody_wants_it(
-    world: World, words: list[str], nobody: int, full: int
-) -> None:
+def test_a_result_that_cannot_be_printed_is_a_failure(world: World, words: list[str], nobody: int, full: int) -> None:
     world.save(FULL)
     strategies: list[Argument] = ["--src-strategy", world.old, "--dst-strategy", world.new]
     line: list[Argument] = [world.src / "rank_0" / "net-1_10.ckpt" if word == "OLD" else word for word in words]
@@ -90,12 +90,12 @@ def test_information_that_is_lost_is_a_failure_unless_nobody_wants_it(
     assert result.err == "reshard: error: standard output: cannot be written: No space left on device\n"
 
 
-def test_a_summary_that_is_lost_on_standard_error_is_no_failure(world: World, full: int) -> None:
+def test_a_summary_that_cannot_be_printed_is_not_a_failure(world: World, full: int) -> None:
     world.save(FULL)
     assert run(*world.words(), err=full).status == 0
 
 
-def test_a_summary_that_is_lost_as_json_is_one(world: World, full: int) -> None:
+def test_a_json_summary_that_cannot_be_printed_is_a_failure(world: World, full: int) -> None:
     world.save(FULL)
     assert run(*world.words("--json"), out=full).status == 1
     same_ranks(world.found(), world.expected(FULL))
@@ -103,7 +103,7 @@ def test_a_summary_that_is_lost_as_json_is_one(world: World, full: int) -> None:
     assert json.loads(run(*world.words("--json")).out)["ranks"] == []
 
 
-def test_a_reader_who_takes_his_time_gets_everything(world: World) -> None:
+def test_a_slow_reader_receives_the_whole_output(world: World) -> None:
     """A program on the other side of a terminal or of ssh may have made the pipe one that does not block."""
     reads, writes = os.pipe()
     os.set_blocking(writes, False)
@@ -148,7 +148,7 @@ def foreign(tmp_path: Path) -> World:
 
 
 @pytest.mark.parametrize("encoding", some_of(["ascii", "latin-1", "cp437"], 3))
-def test_no_name_is_too_much_for_an_encoding(foreign: World, encoding: str) -> None:
+def test_any_name_is_printed_in_any_encoding(foreign: World, encoding: str) -> None:
     file = foreign.src / "rank_0" / "net-1_10.ckpt"
     chosen, escaped = NAMES["w"], r"\u6743\u91cd.w"
     v = NAMES["v"].encode(encoding, "backslashreplace").decode(encoding)
@@ -173,7 +173,7 @@ def test_no_name_is_too_much_for_an_encoding(foreign: World, encoding: str) -> N
 
 
 @pytest.mark.parametrize("encoding", ["latin-1", "ascii", "utf-8:surrogateescape"])
-def test_json_is_utf_8_whatever_the_encoding(foreign: World, encoding: str) -> None:
+def test_json_is_utf_8_in_any_locale(foreign: World, encoding: str) -> None:
     file = foreign.src / "rank_0" / "net-1_10.ckpt"
     said = json.loads(run("inspect", file, "--json", PYTHONIOENCODING=encoding).out)
     # Python makes of the escape what it was.

@@ -31,7 +31,7 @@ def plain(said: str) -> list[str]:
 
 @pytest.mark.parametrize("command", ["stats", "inspect", "diff"])
 @pytest.mark.parametrize("columns", [80, 120])
-def test_a_table_stays_a_table_as_wide_as_the_terminal(columns: int, command: str, checkpoint: Path) -> None:
+def test_a_table_fits_the_terminal(columns: int, command: str, checkpoint: Path) -> None:
     other = write_checkpoint(
         checkpoint.parent / "other.ckpt",
         {
@@ -55,7 +55,7 @@ def test_a_table_stays_a_table_as_wide_as_the_terminal(columns: int, command: st
     assert command == "diff" or all(len(row) == ends[-1] for row in rows)
 
 
-def test_a_table_that_goes_elsewhere_and_one_with_v_hold_whole_names(checkpoint: Path) -> None:
+def test_tables_in_a_pipe_or_with_v_contain_whole_names(checkpoint: Path) -> None:
     names = [NAME.format(layer, expert) for layer in (0, 11) for expert in (3, 25)]
     found = done("stats", checkpoint, "--strategy", "none").out
     verbose = terminal_output(80, LAUNCHER, "stats", str(checkpoint), "--strategy", "none", "-v")
@@ -63,7 +63,7 @@ def test_a_table_that_goes_elsewhere_and_one_with_v_hold_whole_names(checkpoint:
         assert name in found and name in verbose
 
 
-def test_what_is_left_out_for_want_of_room_is_named(checkpoint: Path) -> None:
+def test_columns_that_do_not_fit_are_listed(checkpoint: Path) -> None:
     said = terminal_output(80, LAUNCHER, "stats", str(checkpoint), "--strategy", "none")
     assert "not shown on this terminal: norm" in said and "-v shows all" in said
     assert "not shown" not in terminal_output(120, LAUNCHER, "stats", str(checkpoint), "--strategy", "none")

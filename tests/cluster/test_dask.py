@@ -78,7 +78,7 @@ def writing(dst: Path, process: subprocess.Popen[bytes]) -> bool:
 
 
 @given(st.lists(st.lists(st.integers(0, 1000), min_size=1, max_size=6), max_size=20), st.integers(1, 12))
-def test_bundles_hold_every_group_whole_and_are_balanced(groups: list[list[int]], count: int) -> None:
+def test_bundles_contain_whole_groups_and_are_balanced(groups: list[list[int]], count: int) -> None:
     sizes = dict(enumerate(size for group in groups for size in group))
     ranks = iter(sizes)
     numbered = [tuple(next(ranks) for _ in group) for group in groups]
@@ -90,7 +90,7 @@ def test_bundles_hold_every_group_whole_and_are_balanced(groups: list[list[int]]
     assert len(made) <= 2 * count
 
 
-def test_a_worker_is_killed_in_the_middle_and_another_comes(cluster: DaskCluster, large: Large, tmp_path: Path) -> None:
+def test_another_worker_takes_over_from_a_killed_one(cluster: DaskCluster, large: Large, tmp_path: Path) -> None:
     dst = tmp_path / "dst"
     first, *_ = cluster.workers(3, slow=0.02)
     client = cluster.start(*large.words(dst, "--json"))
@@ -110,7 +110,9 @@ def test_a_worker_is_killed_in_the_middle_and_another_comes(cluster: DaskCluster
 
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(6))
-def test_workers_are_killed_at_random_moments(cluster: DaskCluster, large: Large, tmp_path: Path, seed: int) -> None:
+def test_a_run_completes_with_workers_killed_at_random_moments(
+    cluster: DaskCluster, large: Large, tmp_path: Path, seed: int
+) -> None:
     dst = tmp_path / "dst"
     chance = random.Random(seed)
     workers = cluster.workers(3, slow=0.02)
@@ -127,7 +129,7 @@ def test_workers_are_killed_at_random_moments(cluster: DaskCluster, large: Large
 
 
 @pytest.mark.long
-def test_all_of_another_conversion_is_replaced_by_workers(cluster: DaskCluster, large: Large, tmp_path: Path) -> None:
+def test_workers_replace_all_ranks_of_another_conversion(cluster: DaskCluster, large: Large, tmp_path: Path) -> None:
     dst = tmp_path / "dst"
     done(*large.words(dst, "--prefix", "old"))
     first, *_ = cluster.workers(2, slow=0.02)
@@ -142,7 +144,7 @@ def test_all_of_another_conversion_is_replaced_by_workers(cluster: DaskCluster, 
 
 
 @pytest.mark.long
-def test_interrupted_it_says_what_is_done_and_goes_on(cluster: DaskCluster, large: Large, tmp_path: Path) -> None:
+def test_an_interrupted_run_reports_progress_and_resumes(cluster: DaskCluster, large: Large, tmp_path: Path) -> None:
     dst = tmp_path / "dst"
     cluster.workers(2, slow=0.05)
     client = cluster.start(*large.words(dst))
@@ -161,9 +163,7 @@ def test_interrupted_it_says_what_is_done_and_goes_on(cluster: DaskCluster, larg
 
 
 @pytest.mark.long
-def test_a_scheduler_that_goes_away_is_an_error_that_a_retry_may_cure(
-    cluster: DaskCluster, large: Large, tmp_path: Path
-) -> None:
+def test_a_lost_scheduler_is_a_retryable_error(cluster: DaskCluster, large: Large, tmp_path: Path) -> None:
     dst = tmp_path / "dst"
     cluster.workers(2, slow=0.05)
     client = cluster.start(*large.words(dst))
@@ -180,7 +180,7 @@ def test_a_scheduler_that_goes_away_is_an_error_that_a_retry_may_cure(
 
 
 @pytest.mark.long
-def test_ranks_at_which_every_worker_dies_are_named_and_the_others_written(large: Large, tmp_path: Path) -> None:
+def test_ranks_that_kill_every_worker_are_named_and_the_others_written(large: Large, tmp_path: Path) -> None:
     dst = tmp_path / "dst"
     with DaskCluster(tmp_path / "cluster", distributed__scheduler__allowed_failures=0) as cluster:
         cluster.workers(1, fatal=7)
@@ -197,7 +197,7 @@ def test_ranks_at_which_every_worker_dies_are_named_and_the_others_written(large
 
 
 @pytest.mark.long
-def test_what_fails_once_is_done_again(cluster: DaskCluster, large: Large, tmp_path: Path) -> None:
+def test_a_task_that_fails_once_is_retried(cluster: DaskCluster, large: Large, tmp_path: Path) -> None:
     cluster.workers(2, broken=1)
     result = cluster.run(*large.words(tmp_path / "dst"))
     assert result.status == 0, result.err
@@ -205,7 +205,7 @@ def test_what_fails_once_is_done_again(cluster: DaskCluster, large: Large, tmp_p
 
 
 @pytest.mark.long
-def test_what_fails_for_good_is_an_error(cluster: DaskCluster, large: Large, tmp_path: Path) -> None:
+def test_a_task_that_fails_repeatedly_is_an_error(cluster: DaskCluster, large: Large, tmp_path: Path) -> None:
     cluster.workers(1, broken=1000)
     result = cluster.run(*large.words(tmp_path / "dst"))
     assert result.status == 1
@@ -214,9 +214,7 @@ def test_what_fails_for_good_is_an_error(cluster: DaskCluster, large: Large, tmp
 
 
 @pytest.mark.long
-def test_workers_that_cannot_do_it_are_found_before_anything_is_written(
-    cluster: DaskCluster, large: Large, tmp_path: Path
-) -> None:
+def test_unusable_workers_are_an_error_before_writing(cluster: DaskCluster, large: Large, tmp_path: Path) -> None:
     dst = tmp_path / "dst"
     (worker,) = cluster.workers(1, hidden=str(large.src / "rank_0" / "net-1_10.ckpt"))
     for options in ([], ["--dry-run"]):
@@ -233,7 +231,7 @@ def test_workers_that_cannot_do_it_are_found_before_anything_is_written(
 
 
 @pytest.mark.long
-def test_options_that_say_what_is_done_mean_the_same(cluster: DaskCluster, large: Large, tmp_path: Path) -> None:
+def test_options_give_the_same_result_with_a_scheduler(cluster: DaskCluster, large: Large, tmp_path: Path) -> None:
     dst = tmp_path / "dst"
     cluster.workers(2)
     dry = cluster.run(*large.words(dst, "--dry-run"))
@@ -257,7 +255,7 @@ def test_options_that_say_what_is_done_mean_the_same(cluster: DaskCluster, large
 
 
 @pytest.mark.long
-def test_a_source_that_is_saved_again_meanwhile_is_an_error(cluster: DaskCluster, large: Large, tmp_path: Path) -> None:
+def test_a_source_modified_during_the_run_is_an_error(cluster: DaskCluster, large: Large, tmp_path: Path) -> None:
     src, dst = tmp_path / "src", tmp_path / "dst"
     shutil.copytree(large.src, src)
     cluster.workers(1, slow=0.02)
@@ -276,9 +274,7 @@ def test_a_source_that_is_saved_again_meanwhile_is_an_error(cluster: DaskCluster
 
 
 @pytest.mark.long
-def test_workers_write_without_files_whose_crc_is_wrong_as_a_local_run_does(
-    cluster: DaskCluster, tmp_path: Path
-) -> None:
+def test_workers_skip_source_files_with_a_wrong_crc_as_a_local_run_does(cluster: DaskCluster, tmp_path: Path) -> None:
     world = World(tmp_path, PLAIN, single({"w": layout([2], [0, -1])}))
     for step in ("1_9", "1_10"):
         world.save(tensors(step, ["w"]), f"rank_{{rank}}/net-{step}.ckpt", crc=True)
@@ -299,7 +295,7 @@ def test_workers_write_without_files_whose_crc_is_wrong_as_a_local_run_does(
 
 
 @pytest.mark.long
-def test_nothing_is_made_from_a_source_whose_crc_is_wrong(cluster: DaskCluster, world: World) -> None:
+def test_a_source_with_a_wrong_crc_gives_no_target(cluster: DaskCluster, world: World) -> None:
     world.save(tensors(), crc=True)
     cluster.workers(2)
     # The only one that is read whole; neither target alone takes all of it.
@@ -319,7 +315,7 @@ def test_nothing_is_made_from_a_source_whose_crc_is_wrong(cluster: DaskCluster, 
 
 
 @pytest.mark.long
-def test_a_wrong_source_strategy_is_found_before_workers_begin(cluster: DaskCluster, plain: World) -> None:
+def test_a_wrong_source_strategy_is_an_error_before_workers_start(cluster: DaskCluster, plain: World) -> None:
     plain.save(tensors())
     swapped = {name: layout([2, 2], [1, -1] if name == "w" else [-1]) for name in ("w", "v")}
     plain.old = write_one_strategy(plain.root / "swapped", single(swapped))
@@ -345,7 +341,7 @@ def test_workers_cast_as_a_local_run_does(cluster: DaskCluster, large: Large, tm
         (["--scheduler", "no-such-file.json"], "no address"),
     ],
 )
-def test_a_scheduler_that_is_none_is_wrong_usage(world: World, typed: list[Argument], says: str) -> None:
+def test_an_unreachable_scheduler_is_wrong_usage(world: World, typed: list[Argument], says: str) -> None:
     world.save(tensors())
     world.refuses(2, says, options=tuple(typed))
 
@@ -373,7 +369,7 @@ def test_an_address_that_dask_cannot_use_is_wrong_usage(world: World, typed: str
         "a" * 10**6,
     ],
 )
-def test_a_scheduler_file_whose_address_is_none_is_wrong_usage(world: World, address: str) -> None:
+def test_a_scheduler_file_without_a_valid_address_is_wrong_usage(world: World, address: str) -> None:
     world.save(tensors())
     file = world.root / "scheduler.json"
     file.write_text(json.dumps({"type": "Scheduler", "address": address}))
@@ -382,7 +378,7 @@ def test_a_scheduler_file_whose_address_is_none_is_wrong_usage(world: World, add
 
 
 @pytest.mark.long
-def test_a_cluster_with_tls_takes_only_those_with_its_certificates(large: Large, tmp_path: Path) -> None:
+def test_a_tls_cluster_accepts_only_clients_with_its_certificates(large: Large, tmp_path: Path) -> None:
     known, others = (make_certificate(tmp_path / "certificates", name) for name in ("known", "others"))
     required = {"DASK_DISTRIBUTED__COMM__REQUIRE_ENCRYPTION": "true"}
     dst = tmp_path / "dst"
@@ -400,9 +396,7 @@ def test_a_cluster_with_tls_takes_only_those_with_its_certificates(large: Large,
         warns(without, "Dask's configuration names no certificates for TLS")
 
 
-def test_where_encryption_is_required_no_scheduler_without_is_taken(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_required_encryption_refuses_an_unencrypted_scheduler(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     world.save(tensors())
     monkeypatch.setenv("DASK_DISTRIBUTED__COMM__REQUIRE_ENCRYPTION", "true")
     result = reshard(*world.words("--scheduler", "tcp://127.0.0.1:1"), subprocess_=True)
@@ -411,7 +405,7 @@ def test_where_encryption_is_required_no_scheduler_without_is_taken(
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"address": 3}', "[" * 100000])
-def test_a_file_that_is_no_scheduler_file_is_wrong_usage(world: World, content: str) -> None:
+def test_a_file_that_is_not_a_scheduler_file_is_wrong_usage(world: World, content: str) -> None:
     world.save(tensors())
     file = world.root / "scheduler.json"
     file.write_text(content)
@@ -435,7 +429,7 @@ def test_workers_read_the_key_of_encrypted_sources_from_its_file(
     assert all(KEY not in path.read_bytes() for path in (tmp_path / "cluster").rglob("*") if path.is_file())
 
 
-def test_without_dask_it_is_said_what_to_install(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_dask_the_error_names_the_extra_to_install(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     world.save(tensors())
     for name in [name for name in sys.modules if name.startswith("reshard.cluster")]:
         monkeypatch.delitem(sys.modules, name)
@@ -449,5 +443,5 @@ def test_by_rank_has_no_scheduler(world: World) -> None:
 
 
 @pytest.mark.parametrize("command", ["transform-dir", "plan"])
-def test_the_help_says_that_schedulers_are_trusted(command: str) -> None:
+def test_help_states_that_schedulers_are_trusted(command: str) -> None:
     assert "use only clusters that you trust: dask exchanges pickles" in flat(done(command, "--help").out)

@@ -33,7 +33,7 @@ def saved(case: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("case", cases())
-def test_what_mindformers_saved_becomes_every_form_and_comes_back(case: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_of_mindformers_converts_to_every_form_and_back(case: Path, tmp_path: Path) -> None:
     source, expected = case / "checkpoint", saved(case)
     for name in UNPLACED.get(case.name, ()):
         del expected[name]
@@ -46,7 +46,7 @@ def test_what_mindformers_saved_becomes_every_form_and_comes_back(case: Path, tm
         assert full(tmp_path / f"{strategy}-full") == expected
 
 
-def test_rank_files_of_the_same_layouts_hold_what_each_rank_saved(tmp_path: Path) -> None:
+def test_rank_files_of_the_same_layouts_equal_the_saved_ranks(tmp_path: Path) -> None:
     saved = saving(unlisted={"table": numbered((4,), 7)})
     done("convert", saved.write_root(tmp_path / "src"), tmp_path / "dst", "--dst-strategy", "same")
     found = read_tree(tmp_path / "dst")
@@ -57,7 +57,7 @@ def test_rank_files_of_the_same_layouts_hold_what_each_rank_saved(tmp_path: Path
         }
 
 
-def test_weights_without_a_layout_go_to_every_rank_that_a_strategy_without_them_lays_out(tmp_path: Path) -> None:
+def test_weights_without_a_layout_are_copied_to_every_rank(tmp_path: Path) -> None:
     listed = {
         "bias": Laid(numbered((3,), 5), None, (), range(4)),
         "adam_m.bias": Laid(numbered((3,)), None, (), [0, 1]),
@@ -78,7 +78,7 @@ def test_weights_without_a_layout_go_to_every_rank_that_a_strategy_without_them_
         assert tensors["table"].array.tobytes() == numbered((4,), 7)[2 * rank : 2 * rank + 2].tobytes()
 
 
-def test_what_cannot_be_read_matters_only_where_it_is_written(tmp_path: Path) -> None:
+def test_unreadable_tensors_are_an_error_only_where_they_are_written(tmp_path: Path) -> None:
     saved = saving(deduplicated=True)
     root = saved.write_root(tmp_path / "src")
     (root / "iteration_00000010" / "llm-opt-0000000-0000005.safetensors").unlink()
@@ -90,7 +90,7 @@ def test_what_cannot_be_read_matters_only_where_it_is_written(tmp_path: Path) ->
     assert full(tmp_path / "dst").keys() == {"first.weight", "second.weight", "second.norm"}
 
 
-def test_the_iteration_is_chosen_by_tracker_and_step(tmp_path: Path) -> None:
+def test_the_tracker_or_step_selects_the_iteration(tmp_path: Path) -> None:
     saved = saving(values={})
     root = saved.write_root(tmp_path / "src", 10)
     saved.write(root / "iteration_00000020")
@@ -101,7 +101,7 @@ def test_the_iteration_is_chosen_by_tracker_and_step(tmp_path: Path) -> None:
     fails(2, *words[:2], tmp_path / "a", *words[2:], "--step", "3_10", says=["is no iteration"])
 
 
-def test_same_is_an_error_where_no_strategy_can_say_the_layouts(tmp_path: Path) -> None:
+def test_same_is_an_error_for_layouts_that_no_strategy_expresses(tmp_path: Path) -> None:
     over_some = {"a.weight": Laid(numbered((4, 2)), (2,), (0, -1), [0, 2])}
     saved = saving()
     root = replace(saved, tensors={**saved.tensors, **over_some}).write_root(tmp_path / "src")
@@ -113,7 +113,7 @@ def test_same_is_an_error_where_no_strategy_can_say_the_layouts(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("name", ["global_step", "step_num"])
-def test_a_negative_step_numbers_no_iteration(name: str, tmp_path: Path) -> None:
+def test_a_negative_step_gives_no_iteration_number(name: str, tmp_path: Path) -> None:
     """A directory of that number would be found by no reader."""
     source = write_checkpoint(tmp_path / "x.ckpt", {"w": value("w", (2, 2)), name: scalar((1 << 32) - 1)})
     words: list[Argument] = ["convert", source, tmp_path / "out", "--src-strategy", "none", "--to", "checkpoint2"]

@@ -40,7 +40,7 @@ def listed(case: Case) -> set[str]:
 
 
 @pytest.mark.parametrize("name", cases.all_cases())
-def test_full_tensors_become_the_slices_that_mindspore_cut(name: str, tmp_path: Path) -> None:
+def test_full_tensors_become_mindspores_slices(name: str, tmp_path: Path) -> None:
     case = cases.load(name)
     write_checkpoint(tmp_path / "full.ckpt", case.full(offset=False))
     done(
@@ -75,7 +75,7 @@ def test_full_tensors_become_every_ranks_own_slices(name: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("name", cases.all_cases())
-def test_every_rank_together_becomes_the_full_tensors_again(name: str, tmp_path: Path) -> None:
+def test_all_ranks_become_the_full_tensors(name: str, tmp_path: Path) -> None:
     case = cases.load(name)
     full = case.full()
     write_tree(tmp_path / "src", ranks_of(case, full))
@@ -179,7 +179,7 @@ def test_every_form_of_a_strategy_gives_the_same_files(name: str, tmp_path: Path
 
 @pytest.mark.parametrize("name", form_cases([name for name in MERGED if name not in FORMS]))
 @pytest.mark.parametrize("ending", ["ckpt", "json"])
-def test_what_merge_pipeline_writes_means_the_same(name: str, ending: str, tmp_path: Path) -> None:
+def test_the_output_of_merge_pipeline_gives_the_same_conversion(name: str, ending: str, tmp_path: Path) -> None:
     case = cases.load(name)
     full = case.full()
     merged = tmp_path / "made" / f"merged.{ending}"
@@ -202,7 +202,7 @@ def test_what_merge_pipeline_writes_means_the_same(name: str, ending: str, tmp_p
 
 
 @pytest.mark.parametrize("name", ["05_2dtp_tb16_opt", "07_layout8_opt"])
-def test_out_of_order_maps_with_optimizer_sharding_come_back_whole(name: str, tmp_path: Path) -> None:
+def test_out_of_order_maps_with_optimizer_shards_become_full_tensors(name: str, tmp_path: Path) -> None:
     case = cases.load(name)
     full = case.full()
     write_tree(tmp_path / "src", ranks_of(case, full), "rank_{rank}/net-1_10.safetensors")
@@ -252,9 +252,7 @@ def one_of_each(source: Case, target: Case) -> dict[str, tuple[int, ...]]:
 
 
 @pytest.mark.parametrize(("source", "target", "mindspores"), rank_list_pairs())
-def test_rank_lists_are_enough_and_no_longer_than_they_must_be(
-    source: str, target: str, mindspores: dict[str, list[int]]
-) -> None:
+def test_rank_lists_are_sufficient_and_irredundant(source: str, target: str, mindspores: dict[str, list[int]]) -> None:
     old, new = (None if name == "None" else cases.load(name) for name in (source, target))
     for rank, superset in mindspores.items():
         ranks = done(
@@ -285,5 +283,5 @@ def lacking(
 
 
 @needs_corpus
-def test_the_corpus_is_read_where_it_is() -> None:
+def test_the_corpus_is_used_read_only() -> None:
     assert len(cases.case_names(CORPUS)) > 60

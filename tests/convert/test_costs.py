@@ -145,7 +145,7 @@ def no_windows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("jobs", [1, 3])
-def test_no_byte_is_read_twice(name: str, jobs: int, tmp_path: Path, costs: Costs, no_windows: None) -> None:
+def test_each_byte_is_read_at_most_once(name: str, jobs: int, tmp_path: Path, costs: Costs, no_windows: None) -> None:
     """Not even where the inner axis moves, or where the target holds a tensor several times."""
     convert(tmp_path, KINDS[name], "--io", "pread", "--jobs", jobs, *ALONE)
     assert SIZE <= costs.bytes_read <= SIZE * KINDS[name].copies
@@ -162,9 +162,7 @@ def test_every_source_file_is_opened_once(name: str, io: str, tmp_path: Path, co
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_requests_per_tensor_are_as_many_as_its_pieces(
-    name: str, tmp_path: Path, costs: Costs, no_windows: None
-) -> None:
+def test_each_piece_of_a_tensor_takes_one_request(name: str, tmp_path: Path, costs: Costs, no_windows: None) -> None:
     """A tensor that fits the buffers takes one request for each file that a target needs of it."""
     held = convert(tmp_path, KINDS[name], "--io", "pread", "--jobs", 1, *ALONE)
     targets = sum(len(stage["layouts"]) * stage["devices"] for stage in KINDS[name].new)
@@ -175,7 +173,7 @@ def test_requests_per_tensor_are_as_many_as_its_pieces(
 
 @pytest.mark.parametrize("ending", ["ckpt", "safetensors"])
 @pytest.mark.parametrize("ranks", [2, 8, 32])
-def test_headers_of_ranks_that_are_alike_are_parsed_once(ranks: int, ending: str, tmp_path: Path, costs: Costs) -> None:
+def test_equal_headers_of_ranks_are_parsed_once(ranks: int, ending: str, tmp_path: Path, costs: Costs) -> None:
     old = rows(1, ranks)
     write_tree(tmp_path / "src", cut_ranks(old, FULL), f"rank_{{rank}}/net-1_10.{ending}")
     words: list[Argument] = ["--src-strategy", write_strategy(tmp_path / "old", old), "--dst-strategy", "none"]
@@ -190,9 +188,7 @@ def test_headers_are_parsed_once_per_stage(tmp_path: Path, costs: Costs) -> None
     assert len(costs.parsed) == 3
 
 
-def test_one_rank_reads_contents_of_the_files_it_needs_only_and_of_them_only_what_it_needs(
-    tmp_path: Path, costs: Costs, no_windows: None
-) -> None:
+def test_one_rank_reads_only_the_bytes_that_it_needs(tmp_path: Path, costs: Costs, no_windows: None) -> None:
     old, new = rows(2, 8), rows(1, 4)
     write_tree(tmp_path / "src", cut_ranks(old, FULL))
     strategies: list[Argument] = [
@@ -209,7 +205,7 @@ def test_one_rank_reads_contents_of_the_files_it_needs_only_and_of_them_only_wha
 
 
 @pytest.mark.parametrize("layers", [1, 4, 16])
-def test_requests_grow_with_the_bytes_and_not_faster(
+def test_the_number_of_requests_is_linear_in_the_bytes(
     layers: int, tmp_path: Path, costs: Costs, no_windows: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tensors larger than the buffers: the requests are as large as these allow."""

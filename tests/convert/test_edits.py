@@ -95,7 +95,7 @@ class Side:
 
 @examples(70)
 @given(random_rules(), st.data())
-def test_any_rules_between_any_layouts_and_forms(rule: RandomRule, data: st.DataObject) -> None:
+def test_any_rules_give_numpys_result_in_any_layout_and_form(rule: RandomRule, data: st.DataObject) -> None:
     dtype = data.draw(st.sampled_from(["Float32", "BFloat16", "Int8", "Int64"]))
     forth = data.draw(st.booleans(), label="forth")
     left, right = values(dict(rule.arrays), dtype), values(dict(rule.made), dtype)
@@ -128,7 +128,7 @@ INT4_RULES = [
 
 
 @pytest.mark.parametrize(("rule", "expected"), INT4_RULES)
-def test_packed_elements_are_moved_by_whole_bytes_or_not_at_all(tmp_path: Path, rule: str, expected: Any) -> None:
+def test_packed_elements_are_moved_by_whole_bytes_or_refused(tmp_path: Path, rule: str, expected: Any) -> None:
     """Two elements of Int4 share a byte; what would part them is refused."""
 
     def packed(array: Any) -> Value:
@@ -149,7 +149,7 @@ def test_packed_elements_are_moved_by_whole_bytes_or_not_at_all(tmp_path: Path, 
 
 @examples(30)
 @given(st.data())
-def test_renamed_tensors_are_cut_as_they_were(data: st.DataObject) -> None:
+def test_renamed_tensors_keep_their_layout(data: st.DataObject) -> None:
     full = {name: Value("Float32", np.arange(48, dtype="<u4").reshape(12, 4)) for name in ("old.a", "old.b", "other")}
     strategy = data.draw(strategies(full))
     renamed = {name.replace("old.", "new."): tensor for name, tensor in full.items()}
@@ -184,7 +184,7 @@ def test_renamed_tensors_are_cut_as_they_were(data: st.DataObject) -> None:
 
 @examples(25)
 @given(st.data())
-def test_any_cast_between_any_layouts_and_forms(data: st.DataObject) -> None:
+def test_any_cast_is_exact_in_any_layout_and_form(data: st.DataObject) -> None:
     random = np.random.default_rng(data.draw(st.integers(0, 1000)))
     shape = data.draw(st.sampled_from([(24, 12), (16, 8), (12, 4, 2), (48,)]))
     elements = {name: random.standard_normal(shape).astype("<f4") for name in ("w.weight", "norm.weight")}
@@ -200,7 +200,7 @@ def test_any_cast_between_any_layouts_and_forms(data: st.DataObject) -> None:
         target.check(root / "dst")
 
 
-def test_it_is_said_which_rules_hold_and_what_is_cast(tmp_path: Path) -> None:
+def test_the_summary_lists_rules_and_casts(tmp_path: Path) -> None:
     full = {"old.a": Value("Float32", np.arange(8, dtype="<u4")), "old.b": Value("BFloat16", np.arange(8, dtype="<u2"))}
     write_tree(tmp_path / "src", {0: full}, "rank_{rank}/net.safetensors")
     (tmp_path / "rules.toml").write_text(
@@ -212,7 +212,7 @@ def test_it_is_said_which_rules_hold_and_what_is_cast(tmp_path: Path) -> None:
     warns(planned, "cast: 1 from Float32 to BFloat16")
 
 
-def test_packed_gradients_are_written_without_the_optimizer_shard_that_is_not_made(tmp_path: Path) -> None:
+def test_packed_gradients_are_written_without_an_optimizer_shard(tmp_path: Path) -> None:
     full = {
         f"{prefix}{name}": value(prefix + name, (8, 4))
         for prefix in ("", "adam_m.", "accu_grads.")
@@ -254,7 +254,7 @@ def test_tensors_without_elements_follow_rules(tmp_path: Path, form: str) -> Non
     same_checkpoints(read_checkpoint(found), expected)
 
 
-def test_what_was_renamed_is_verified_with_the_strategy_that_it_was_saved_with(tmp_path: Path) -> None:
+def test_renamed_targets_are_verified_with_the_source_strategy(tmp_path: Path) -> None:
     full = {"m.a.weight": value("a", (8, 4)), "m.b.weight": value("b", (8, 4))}
     strategy = single({"m.a.weight": layout([2, 2], [0, -1]), "m.b.weight": layout([2, 2], [-1, 1])})
     write_tree(tmp_path / "src", cut_ranks(strategy, full), "rank_{rank}/net.ckpt")
@@ -267,7 +267,7 @@ def test_what_was_renamed_is_verified_with_the_strategy_that_it_was_saved_with(t
     fails(4, "verify", tmp_path / "out", "--src", tmp_path / "src", *words[:4], "--rename", "m.*=m.*")
 
 
-def test_one_of_several_stacks_of_equal_tensors_is_taken(tmp_path: Path) -> None:
+def test_one_of_several_equal_stacks_is_used(tmp_path: Path) -> None:
     stacked = value("stacked", (2, 3))
     write_checkpoint(tmp_path / "src" / "model.safetensors", {"net.a": stacked, "net.b": stacked})
     rules = tmp_path / "rules.toml"
@@ -281,7 +281,7 @@ def test_one_of_several_stacks_of_equal_tensors_is_taken(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("dtype", ["Int8", "Complex64"])
-def test_a_pattern_that_fits_only_what_cannot_be_cast_is_refused(tmp_path: Path, dtype: str) -> None:
+def test_a_cast_pattern_that_matches_only_integers_is_refused(tmp_path: Path, dtype: str) -> None:
     full = {"m.scale.weight": value("scale", (4, 4), dtype), "m.w.weight": value("w", (4, 4))}
     write_checkpoint(tmp_path / "src" / "model.safetensors", full)
     words: list[Argument] = ["convert", tmp_path / "src", tmp_path / "out", "--to", "huggingface"]
@@ -299,7 +299,7 @@ def test_a_pattern_that_fits_only_what_cannot_be_cast_is_refused(tmp_path: Path,
         (2, "w=Float33", ["use Float32, Float16 or BFloat16"]),
     ],
 )
-def test_a_cast_that_nothing_gets_is_an_error(status: int, cast: str, says: list[str], tmp_path: Path) -> None:
+def test_a_cast_without_a_match_is_an_error(status: int, cast: str, says: list[str], tmp_path: Path) -> None:
     floats, integers = {"w": np.ones((2, 3)), "v": np.ones(4)}, {"steps": np.ones((2, 2))}
     source = write_checkpoint(tmp_path / "src.safetensors", {**values(floats, "Float32"), **values(integers, "Int64")})
     words: list[Argument] = ["convert", source, tmp_path / "out", "--src-strategy", "none"]
@@ -311,7 +311,7 @@ def test_a_cast_that_nothing_gets_is_an_error(status: int, cast: str, says: list
     assert {name: tensor.dtype for name, tensor in found.items()} == {"w": "Float16", "v": "Float16", "steps": "Int64"}
 
 
-def test_a_strategy_is_written_beside_ranks_only_where_no_file_says_it(tmp_path: Path) -> None:
+def test_a_strategy_is_written_beside_ranks_only_where_no_file_contains_it(tmp_path: Path) -> None:
     full = {"m.a.weight": value("a", (8, 4)), "m.b.weight": value("b", (8, 4))}
     strategy = single({"m.a.weight": layout([2, 2], [0, -1]), "m.b.weight": layout([2, 2], [-1, 1])})
     write_tree(tmp_path / "src", cut_ranks(strategy, full), "rank_{rank}/net.ckpt")
@@ -339,7 +339,7 @@ def test_a_strategy_is_written_beside_ranks_only_where_no_file_says_it(tmp_path:
     same_ranks(read_tree(tmp_path / "whole"), {0: full})
 
 
-def test_ranks_of_one_conversion_may_be_written_from_different_parts_of_the_source(tmp_path: Path) -> None:
+def test_ranks_of_one_conversion_may_be_written_from_parts_of_the_source(tmp_path: Path) -> None:
     full = {"m.a.weight": value("a", (8, 4)), "m.b.weight": value("b", (8, 4))}
     layouts = {"m.a.weight": layout([2], [0, -1]), "m.b.weight": layout([2], [-1, 0])}
     write_tree(tmp_path / "src", cut_ranks(single(layouts), full), "rank_{rank}/net.ckpt")
@@ -354,7 +354,7 @@ def test_ranks_of_one_conversion_may_be_written_from_different_parts_of_the_sour
     done("verify", tmp_path / "out", "--src", tmp_path / "src")
 
 
-def test_a_star_renames_tensors_and_no_counters(tmp_path: Path) -> None:
+def test_a_star_in_rename_does_not_match_counters(tmp_path: Path) -> None:
     full = {"a.weight": value("a", (8, 4)), "b.weight": value("b", (8, 4))}
     layouts = {"a.weight": layout([2], [0, -1]), "b.weight": layout([2], [-1, 0])}
     step = {"global_step": Value("Int32", np.array([7], "<i4"))}
@@ -373,7 +373,7 @@ def test_a_star_renames_tensors_and_no_counters(tmp_path: Path) -> None:
     same_ranks(read_tree(tmp_path / "out"), renamed)
 
 
-def test_the_layout_of_the_source_is_another_conversion_than_a_strategy_of_the_old_names(tmp_path: Path) -> None:
+def test_dst_strategy_same_is_another_conversion_than_the_source_strategy(tmp_path: Path) -> None:
     full = {"m.a.weight": value("a", (8, 4)), "m.b.weight": value("b", (8, 4))}
     strategy = single({"m.a.weight": layout([2, 2], [0, -1]), "m.b.weight": layout([2, 2], [-1, 1])})
     write_tree(tmp_path / "src", cut_ranks(strategy, full), "rank_{rank}/net.ckpt")

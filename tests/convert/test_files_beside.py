@@ -34,7 +34,9 @@ def words(world: World, model: Path, *more: Argument) -> list[Argument]:
     return ["convert", model, world.dst, "--to", "huggingface", *more]
 
 
-def test_they_are_copied_and_compared_in_blocks(world: World, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_beside_weights_are_copied_and_compared_in_blocks(
+    world: World, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     reads: list[int] = []
     original = LocalFile.read
 
@@ -56,7 +58,7 @@ def test_they_are_copied_and_compared_in_blocks(world: World, model: Path, monke
     assert max(reads) <= 4 << 20
 
 
-def test_one_that_cannot_be_read_is_refused_before_anything_is_written(
+def test_an_unreadable_file_beside_weights_is_an_error_before_writing(
     world: World, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = os.open

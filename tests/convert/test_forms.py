@@ -31,7 +31,7 @@ def back(form: str, world: World) -> list[Argument]:
 
 
 @pytest.mark.parametrize(("first", "second"), list(itertools.product(FORMS, FORMS)))
-def test_every_form_becomes_every_other(first: str, second: str, world: World) -> None:
+def test_every_form_converts_to_every_other(first: str, second: str, world: World) -> None:
     world.save(FULL)
     one, two, ranks = world.root / "one", world.root / "two", world.root / "ranks"
     done("convert", world.src, one, "--src-strategy", world.old, *in_safetensors(first), *to(first, world))
@@ -42,7 +42,7 @@ def test_every_form_becomes_every_other(first: str, second: str, world: World) -
 
 
 @pytest.mark.parametrize("form", FORMS[1:])
-def test_what_is_written_does_not_depend_on_jobs_shares_and_interruptions(form: str, world: World) -> None:
+def test_output_does_not_depend_on_jobs_shards_and_interruptions(form: str, world: World) -> None:
     world.save(FULL)
     words: list[Argument] = ["--src-strategy", world.old, *to(form, world)]
     if form in ("unified", "huggingface"):
@@ -61,7 +61,7 @@ def test_what_is_written_does_not_depend_on_jobs_shares_and_interruptions(form: 
     done("convert", world.src, two, *words)
 
 
-def test_options_that_a_form_has_no_use_for_are_wrong_usage(world: World) -> None:
+def test_options_that_do_not_apply_to_a_form_are_wrong_usage(world: World) -> None:
     world.save(FULL)
     hf, new = world.root / "hf", world.root / "new"
     done("convert", world.src, hf, "--src-strategy", world.old, "--to", "huggingface")
@@ -76,7 +76,7 @@ def test_options_that_a_form_has_no_use_for_are_wrong_usage(world: World) -> Non
 
 
 @pytest.mark.parametrize("form", FORMS[1:])
-def test_what_one_run_began_resume_ends(form: str, world: World) -> None:
+def test_resume_completes_an_interrupted_run(form: str, world: World) -> None:
     world.save(FULL)
     words: list[Argument] = ["--src-strategy", world.old, *to(form, world)]
     if form in ("unified", "huggingface"):
@@ -93,7 +93,7 @@ def test_what_one_run_began_resume_ends(form: str, world: World) -> None:
 
 
 @pytest.mark.parametrize("form", FINISHED)
-def test_what_somebody_else_finished_is_not_taken_away(form: str, world: World) -> None:
+def test_a_completed_directory_of_another_program_is_not_removed(form: str, world: World) -> None:
     world.save(FULL)
     words: list[Argument] = ["--src-strategy", world.old, *to(form, world), "--max-shard-size", "300"]
     words = words[:-2] if form == "checkpoint2" else words
@@ -106,7 +106,7 @@ def test_what_somebody_else_finished_is_not_taken_away(form: str, world: World) 
 
 
 @pytest.mark.parametrize("form", FINISHED)
-def test_what_cannot_be_replaced_is_found_before_anything_is_written(form: str, world: World) -> None:
+def test_targets_that_cannot_be_replaced_are_an_error_before_writing(form: str, world: World) -> None:
     world.save(FULL)
     (world.dst / LAST[form]).mkdir(parents=True)
     limit: list[Argument] = [] if form == "checkpoint2" else ["--max-shard-size", "300"]
@@ -115,7 +115,7 @@ def test_what_cannot_be_replaced_is_found_before_anything_is_written(form: str, 
     assert not list(world.dst.rglob("*.safetensors"))
 
 
-def test_one_file_that_replaces_several_has_no_index(world: World) -> None:
+def test_a_single_file_that_replaces_several_has_no_index(world: World) -> None:
     world.save(FULL)
     words: list[Argument] = ["convert", world.src, world.dst, "--src-strategy", world.old, "--to", "huggingface"]
     done(*words, "--max-shard-size", "300")
@@ -125,7 +125,7 @@ def test_one_file_that_replaces_several_has_no_index(world: World) -> None:
 
 
 @pytest.mark.parametrize(("first", "second"), some_of(itertools.permutations(FORMS, 2), 5))
-def test_a_form_that_replaces_another_leaves_nothing_of_it(first: str, second: str, world: World) -> None:
+def test_replacing_a_form_removes_all_its_files(first: str, second: str, world: World) -> None:
     world.save(FULL)
     source: list[Argument] = ["--src-strategy", world.old]
     sizes: list[Argument] = ["--max-shard-size", "300"]
@@ -143,9 +143,7 @@ def test_a_form_that_replaces_another_leaves_nothing_of_it(first: str, second: s
 
 
 @pytest.mark.parametrize(("first", "second"), some_of(itertools.permutations(FORMS, 2), 5, 1))
-def test_what_no_record_knows_of_another_form_does_not_stay_beside_the_new_one(
-    first: str, second: str, world: World
-) -> None:
+def test_unrecorded_files_of_another_form_are_refused(first: str, second: str, world: World) -> None:
     world.save(FULL)
     done("convert", world.src, world.dst, "--src-strategy", world.old, *to(first, world))
     for path in world.dst.glob("*reshard*"):
@@ -157,7 +155,7 @@ def test_what_no_record_knows_of_another_form_does_not_stay_beside_the_new_one(
     assert {path: path.stat().st_mtime_ns for path in world.dst.rglob("*")} == before
 
 
-def test_files_beside_weights_are_copied_and_replace_nothing(world: World) -> None:
+def test_files_beside_weights_are_copied_without_overwriting(world: World) -> None:
     world.save(FULL)
     one, two = world.root / "one", world.root / "two"
     done("convert", world.src, one, "--src-strategy", world.old, "--to", "huggingface")
@@ -170,7 +168,7 @@ def test_files_beside_weights_are_copied_and_replace_nothing(world: World) -> No
     assert f"{two / 'config.json'}: existing file kept" in told.err and "tokenizer.json" not in told.err
 
 
-def test_files_beside_weights_that_are_replaced_are_those_of_the_new_ones(world: World) -> None:
+def test_replacing_weights_replaces_the_files_beside_them(world: World) -> None:
     world.save(FULL)
     one, two = world.root / "one", world.root / "two"
     done("convert", world.src, one, "--src-strategy", world.old, "--to", "huggingface")
@@ -200,7 +198,7 @@ def test_a_tensor_of_one_element_is_proven_in_every_form(form: str, tmp_path: Pa
     fails(4, "verify", world.dst, "--src", world.src, "--src-strategy", world.old, *target, says=["must not be used"])
 
 
-def test_values_without_a_parameter_are_no_checkpoint2(world: World) -> None:
+def test_values_alone_do_not_make_a_checkpoint2_directory(world: World) -> None:
     world.save(FULL)
     words: list[Argument] = ["--src-strategy", world.old, *to("checkpoint2", world)]
     fails(3, "convert", world.src, world.dst, *words, "--include", "global_step", says=["'global_step'", "--include"])
@@ -210,14 +208,14 @@ def test_values_without_a_parameter_are_no_checkpoint2(world: World) -> None:
     fails(3, "convert", full, world.dst, *to("checkpoint2", world), says=["'global_step'", "write another form"])
 
 
-def test_a_weight_that_nothing_lays_out_is_not_lost_without_a_word(world: World) -> None:
+def test_a_weight_without_a_layout_is_reported(world: World) -> None:
     world.save(FULL, copied={"layers.0.gate": scalar(3, shape=(1,))})
     words: list[Argument] = ["--src-strategy", world.old, *to("checkpoint2", world)]
     assert "layers.0.gate" in done("convert", world.src, world.dst, *words).err
 
 
 @pytest.mark.parametrize("form", ["ranks", *FINISHED])
-def test_types_that_mindspore_does_not_read_are_named(form: str, tmp_path: Path) -> None:
+def test_dtypes_that_mindspore_cannot_read_are_named(form: str, tmp_path: Path) -> None:
     full = {"w": value("w", (8, 6)), "q.weight": value("q", (8, 6), "F8_E4M3")}
     layouts = single({name: layout([2], [0, -1]) for name in full})
     world = World(tmp_path, layouts, layouts)
@@ -230,7 +228,7 @@ def test_types_that_mindspore_does_not_read_are_named(form: str, tmp_path: Path)
     assert "MindSpore and" not in done("convert", world.src, tmp_path / "w", *to(form, world), "--include", "w").err
 
 
-def test_a_negative_step_is_no_iteration(tmp_path: Path) -> None:
+def test_a_negative_step_gives_no_iteration(tmp_path: Path) -> None:
     source = write_checkpoint(tmp_path / "src.ckpt", {"w": value("w", (2, 2)), "global_step": scalar((1 << 32) - 1)})
     words: list[Argument] = ["--src-strategy", "none", "--to", "checkpoint2", "--dst-strategy", "none", "--verify"]
     warns(done("convert", source, tmp_path / "c2", *words), "global_step is -1")

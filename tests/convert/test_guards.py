@@ -41,7 +41,7 @@ def pipeline(tmp_path: Path) -> World:
 
 
 @pytest.mark.parametrize("by_rank", [False, True])
-def test_a_step_whose_stage_holds_nothing_is_passed_over(pipeline: World, by_rank: bool) -> None:
+def test_a_step_with_an_empty_stage_is_skipped(pipeline: World, by_rank: bool) -> None:
     pipeline.save(BOTH, "rank_{rank}/net-1_9.ckpt")
     pipeline.save(BOTH, "rank_{rank}/net-1_10.ckpt")
     for rank in (2, 3):
@@ -51,7 +51,7 @@ def test_a_step_whose_stage_holds_nothing_is_passed_over(pipeline: World, by_ran
     same_ranks(pipeline.found(), pipeline.expected(BOTH))
 
 
-def test_an_empty_newest_file_of_an_unsharded_checkpoint_is_passed_over(tmp_path: Path) -> None:
+def test_an_empty_newest_file_of_an_unsharded_checkpoint_is_skipped(tmp_path: Path) -> None:
     for step, content in (("1_9", BOTH), ("1_10", {})):
         write_tree(tmp_path / "src", {0: content}, f"rank_{{rank}}/net-{step}.ckpt")
     done("transform-dir", tmp_path / "src", tmp_path / "dst", "--src-strategy", "none", "--dst-strategy", "none")
@@ -63,7 +63,7 @@ def test_a_checkpoint_of_another_model_is_refused(pipeline: World) -> None:
     pipeline.refuses(3, "none of the 2 parameters")
 
 
-def test_a_flipped_bit_is_found_by_crc_on_every_rank_that_is_read_whole(tmp_path: Path) -> None:
+def test_crc_finds_a_flipped_bit_on_every_rank_that_is_read_whole(tmp_path: Path) -> None:
     rows = single({"w": layout([2], [0, -1])})
     held = cut_ranks(rows, {"w": FULL["w"]}, COPIED)
     write_tree(tmp_path / "src", held, "rank_{rank}/net-1_10.ckpt", crc=True)
@@ -80,7 +80,7 @@ def test_a_flipped_bit_is_found_by_crc_on_every_rank_that_is_read_whole(tmp_path
     done(*words)
 
 
-def test_a_slice_is_never_copied_as_if_it_were_whole(tmp_path: Path) -> None:
+def test_a_slice_is_never_copied_as_a_full_tensor(tmp_path: Path) -> None:
     listed = layout([2], [0, -1])
     full = {"w": value("w", (8, 6)), "x": value("x", (4, 4))}
     held = cut_ranks(single({"w": listed, "x": listed}), full)
@@ -92,7 +92,7 @@ def test_a_slice_is_never_copied_as_if_it_were_whole(tmp_path: Path) -> None:
     done(*words, "--exclude", "x")
 
 
-def test_by_rank_sees_that_a_save_was_deduplicated(tmp_path: Path) -> None:
+def test_by_rank_recognises_a_deduplicated_save(tmp_path: Path) -> None:
     """Rank 0 is lost, and with it p; that the other ranks hold different sets says that p was saved."""
     whole = layout([4], [-1])
     full = {name: value(name, (4,)) for name in "pqrs"}
@@ -105,7 +105,7 @@ def test_by_rank_sees_that_a_save_was_deduplicated(tmp_path: Path) -> None:
     fails(3, "by-rank", "1", *words, says=["p"])
 
 
-def test_parameters_that_may_have_been_on_a_lost_rank_are_told(plain: World) -> None:
+def test_parameters_possibly_on_a_lost_rank_are_listed(plain: World) -> None:
     plain.save({"w": PLAIN_FULL["w"]}, ranks=[0, 1, 2])
     result = plain.convert()
     assert "not saved: 'v';" in result.err and "rank 3" in result.err
@@ -117,7 +117,7 @@ def test_a_prefix_stays_within_the_rank_directory(world: World, prefix: str) -> 
     world.refuses(2, "prefix", options=("--prefix", prefix))
 
 
-def test_a_linked_rank_directory_never_leads_to_the_source(world: World) -> None:
+def test_a_linked_rank_directory_cannot_overwrite_the_source(world: World) -> None:
     world.save(FULL, "rank_{rank}/checkpoint_{rank}.ckpt")
     before = (world.src / "rank_0" / "checkpoint_0.ckpt").read_bytes()
     world.dst.mkdir()
@@ -133,7 +133,7 @@ def test_a_target_within_the_directories_of_a_pattern_is_refused(world: World) -
     fails(2, *words, says=["DST"])
 
 
-def test_overwriting_some_ranks_leaves_none_of_another_run_beside_them(world: World) -> None:
+def test_overwriting_some_ranks_beside_those_of_another_run_is_refused(world: World) -> None:
     world.save(FULL)
     world.convert()
     fails(3, *world.words("--overwrite", "--ranks", "0"), says=["rank_1"])
@@ -141,7 +141,7 @@ def test_overwriting_some_ranks_leaves_none_of_another_run_beside_them(world: Wo
     world.by_rank(0, "--overwrite")
 
 
-def test_files_of_two_runs_on_different_ranks_are_warned_of(world: World) -> None:
+def test_files_of_two_runs_on_different_ranks_give_a_warning(world: World) -> None:
     held = cut_ranks(world.source, FULL, COPIED)
     for rank, content in held.items():
         name = "net" if rank < 2 else "net_1"
@@ -154,7 +154,7 @@ def requests(world: World) -> Request:
 
 
 @pytest.mark.parametrize("jobs", [1, 4])
-def test_threads_that_die_are_never_taken_for_success(world: World, jobs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dead_thread_is_an_error(world: World, jobs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     world.save(FULL)
 
     class NoMemory:
@@ -169,7 +169,7 @@ def test_threads_that_die_are_never_taken_for_success(world: World, jobs: int, m
     assert not list(world.dst.glob("rank_*/*"))
 
 
-def test_a_part_that_is_skipped_is_never_taken_for_success(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_skipped_part_of_a_file_is_an_error(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     world.save(FULL)
     monkeypatch.setattr(TargetWriter, "part_done", lambda self: False)
     with FileHandles() as handles, pytest.raises(ReshardError, match="not finished"):
@@ -180,7 +180,7 @@ def test_a_part_that_is_skipped_is_never_taken_for_success(world: World, monkeyp
 
 
 @pytest.mark.parametrize("io", ["mmap", "pread"])
-def test_few_open_files_suffice(io: str, tmp_path: Path) -> None:
+def test_a_low_limit_of_open_files_suffices(io: str, tmp_path: Path) -> None:
     """Forty source files, of which every target needs all, with 48 descriptors."""
     devices = 40
     strategy = single({"w": layout([devices], [-1, 0])})
@@ -197,7 +197,7 @@ def test_few_open_files_suffice(io: str, tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
 
 
-def test_little_address_space_suffices_for_a_strategy(tmp_path: Path) -> None:
+def test_a_low_limit_of_address_space_suffices_for_a_strategy(tmp_path: Path) -> None:
     old = write_strategy(tmp_path / "old", single({"w": layout([2], [0])}))
     command = [sys.executable, "-m", "reshard", "rank-list", "0", "--src-strategy", old, "--dst-strategy", old]
 
@@ -211,7 +211,7 @@ def test_little_address_space_suffices_for_a_strategy(tmp_path: Path) -> None:
     assert (result.returncode, result.stdout) == (0, "0\n"), result.stderr
 
 
-def test_what_is_ambiguous_in_an_older_step_does_not_matter(plain: World) -> None:
+def test_an_ambiguous_older_step_is_ignored(plain: World) -> None:
     plain.save(PLAIN_FULL, "rank_{rank}/net-1_9.ckpt")
     plain.save(PLAIN_FULL, "rank_{rank}/net-1_9.safetensors")
     plain.save(PLAIN_FULL, "rank_{rank}/net-1_10.ckpt")
@@ -219,13 +219,13 @@ def test_what_is_ambiguous_in_an_older_step_does_not_matter(plain: World) -> Non
     same_ranks(plain.found(), cut_ranks(PLAIN_TARGET, PLAIN_FULL, COPIED))
 
 
-def test_a_rank_directory_beyond_the_strategy_is_an_error_even_when_empty(world: World) -> None:
+def test_an_empty_rank_directory_over_the_device_count_is_an_error(world: World) -> None:
     world.save(FULL)
     (world.src / "rank_4").mkdir()
     world.refuses(3, "rank 4", "last pipeline stage")
 
 
-def test_a_conversion_of_nothing_is_refused(world: World) -> None:
+def test_a_conversion_without_parameters_is_refused(world: World) -> None:
     world.save(FULL)
     world.refuses(3, "nothing would be written", options=("--include", "nomatch*"))
 
@@ -238,7 +238,7 @@ def test_a_target_strategy_of_another_model_is_refused(world: World) -> None:
     fails(3, "rank-list", 0, "--src-strategy", world.old, "--dst-strategy", other, says=["no parameter", other])
 
 
-def test_swapped_strategies_are_suspected(plain: World) -> None:
+def test_swapped_strategies_are_detected(plain: World) -> None:
     plain.save(PLAIN_FULL)
     words = plain.words()
     words[4], words[6] = words[6], words[4]
@@ -250,7 +250,7 @@ def run_in_shell(text: str) -> tuple[int, str]:
     return result.returncode, result.stderr
 
 
-def test_a_reader_that_has_enough_is_no_error() -> None:
+def test_a_closed_pipe_is_not_an_error() -> None:
     reshard = f"{sys.executable} -m reshard"
     file = "fixtures/demo/src_checkpoints/rank_0/mlp-2_10.ckpt"
     for command in (f"inspect {file}", "strategy show fixtures/demo/dst_strategy.ckpt"):
@@ -258,7 +258,7 @@ def test_a_reader_that_has_enough_is_no_error() -> None:
 
 
 @pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
-def test_closed_streams_are_no_error(closed: str, tmp_path: Path) -> None:
+def test_closed_streams_are_not_an_error(closed: str, tmp_path: Path) -> None:
     reshard = f"{sys.executable} -m reshard"
     words = "--src-strategy fixtures/demo/src_strategy.ckpt --dst-strategy none"
     source = "fixtures/demo/src_checkpoints"
@@ -267,7 +267,7 @@ def test_closed_streams_are_no_error(closed: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
-def test_no_file_gets_the_number_of_a_closed_stream(closed: str, tmp_path: Path) -> None:
+def test_no_file_reuses_the_descriptor_of_a_closed_stream(closed: str, tmp_path: Path) -> None:
     number = tmp_path / "number"
     script = (
         "import os; from reshard.cli import streams; streams.install(); "

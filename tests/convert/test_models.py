@@ -75,7 +75,7 @@ def huggingface(root: Path) -> dict[str, Value]:
 
 
 @pytest.mark.parametrize(("family", "options"), _ASKED)
-def test_ranks_get_the_slices_that_numpy_makes_and_give_the_model_back(
+def test_ranks_equal_numpys_slices_and_convert_back_to_the_model(
     tmp_path: Path, family: str, options: Sequence[str]
 ) -> None:
     world = World(tmp_path, family, options)
@@ -88,7 +88,7 @@ def test_ranks_get_the_slices_that_numpy_makes_and_give_the_model_back(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_model_comes_through_checkpoint2_and_unified_weights(tmp_path: Path, family: str) -> None:
+def test_a_model_is_unchanged_by_checkpoint2_and_unified_weights(tmp_path: Path, family: str) -> None:
     world = World(tmp_path, family)
     done("convert", world.hf, tmp_path / "two", "--to", "checkpoint2", *world.convert[2:])
     same_checkpoints(huggingface(world.back(tmp_path / "two")), world.weights)
@@ -102,7 +102,7 @@ def test_a_model_comes_through_checkpoint2_and_unified_weights(tmp_path: Path, f
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_types_change_on_both_ways(tmp_path: Path, family: str) -> None:
+def test_casts_apply_in_both_directions(tmp_path: Path, family: str) -> None:
     """Ranks of Float32 whose norms stay as they are; and BFloat16 for inference from ranks of Float32."""
     world = World(tmp_path, family)
     done("convert", *world.convert, "--cast", "BFloat16", "--cast", "*norm*=Float32", "--verify")
@@ -115,7 +115,7 @@ def test_types_change_on_both_ways(tmp_path: Path, family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
-def test_however_the_work_is_divided_the_same_bytes_are_written(tmp_path: Path, family: str) -> None:
+def test_output_does_not_depend_on_the_division_of_work(tmp_path: Path, family: str) -> None:
     world = World(tmp_path, family)
     done("convert", *world.convert)
     whole = tree_bytes(tmp_path / "ranks")
@@ -134,7 +134,7 @@ def test_however_the_work_is_divided_the_same_bytes_are_written(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("way", ["to ranks", "to Hugging Face"])
-def test_a_conversion_goes_on_wherever_it_was_killed_also_one_that_replaces_another(tmp_path: Path, way: str) -> None:
+def test_a_conversion_killed_at_any_moment_resumes_also_with_overwrite(tmp_path: Path, way: str) -> None:
     world = World(tmp_path, "qwen3_moe")
     done("convert", *world.convert)
     words: list[Argument] = world.convert[2:]
@@ -163,7 +163,7 @@ def test_a_conversion_goes_on_wherever_it_was_killed_also_one_that_replaces_anot
     assert int(process.stdout) >= 2
 
 
-def test_only_what_the_rules_read_of_a_configuration_makes_it_another_conversion(tmp_path: Path) -> None:
+def test_only_configuration_values_in_use_belong_to_the_identity(tmp_path: Path) -> None:
     world = World(tmp_path, "qwen3")
     words = [*world.convert, "--config", world.hf / "config.json"]
     done("convert", *words, "--shard", "0/2")
@@ -181,7 +181,7 @@ def test_only_what_the_rules_read_of_a_configuration_makes_it_another_conversion
     fails(3, "convert", *words, says=["another conversion"])
 
 
-def test_stating_what_was_assumed_or_told_is_the_same_conversion(tmp_path: Path) -> None:
+def test_stating_a_default_size_is_the_same_conversion(tmp_path: Path) -> None:
     hf = FIXTURES / "models" / "qwen3"
     words: list[Argument] = ["convert", hf, tmp_path / "out", "--to", "huggingface"]
     warned = done(*words, "--names", "qwen3,output=own")
@@ -198,7 +198,7 @@ def test_stating_what_was_assumed_or_told_is_the_same_conversion(tmp_path: Path)
     done("verify", tmp_path / "back", "--src", tmp_path / "out")
 
 
-def test_stating_what_names_told_is_the_same_conversion(tmp_path: Path) -> None:
+def test_stating_a_size_derived_from_names_is_the_same_conversion(tmp_path: Path) -> None:
     world = World(tmp_path, "deepseek_v3")
     table = str(world.convert[world.convert.index("--names") + 1])
     assert "mtp" not in table
@@ -209,7 +209,7 @@ def test_stating_what_names_told_is_the_same_conversion(tmp_path: Path) -> None:
     done("verify", tmp_path / "ranks", "--src", world.hf, "--dst-strategy", world.d)
 
 
-def test_values_go_along_under_other_names(tmp_path: Path) -> None:
+def test_values_are_copied_with_renamed_tensors(tmp_path: Path) -> None:
     hf, src = FIXTURES / "models" / "qwen3", tmp_path / "src"
     done("convert", hf, src, "--to", "unified", "--cast", "Float32")
     held = {name: array for path in src.glob("*.safetensors") for name, array in load_file(path).items()}
@@ -225,7 +225,7 @@ def test_values_go_along_under_other_names(tmp_path: Path) -> None:
     assert not any(name.startswith("adam_m.") for name in made)
 
 
-def test_the_configuration_that_was_named_lies_beside_the_weights(tmp_path: Path) -> None:
+def test_the_given_configuration_is_copied_beside_the_weights(tmp_path: Path) -> None:
     world = World(tmp_path, "qwen3")
     config = world.hf / "config.json"
     done("convert", *world.convert)
@@ -240,7 +240,7 @@ def test_the_configuration_that_was_named_lies_beside_the_weights(tmp_path: Path
 
 
 @pytest.mark.parametrize("key", ["torch_dtype", "dtype"])
-def test_the_configuration_names_the_type_that_weights_were_cast_to(tmp_path: Path, key: str) -> None:
+def test_the_configuration_records_the_dtype_of_cast_weights(tmp_path: Path, key: str) -> None:
     world = World(tmp_path, "qwen3")
     said = {key: "float32", **world.config, "rope_scaling": {"dtype": "float32", "factor": 1e-6}}
     config = world.hf / "config.json"
@@ -265,7 +265,7 @@ def test_the_configuration_names_the_type_that_weights_were_cast_to(tmp_path: Pa
     warns(done(*verify), "differs from the file beside the source's weights: config.json")
 
 
-def test_a_configuration_of_weights_of_several_types_stays_as_it_is(tmp_path: Path) -> None:
+def test_the_configuration_of_weights_of_several_dtypes_is_unchanged(tmp_path: Path) -> None:
     world = World(tmp_path, "qwen3")
     for config in (json.dumps({**world.config, "dtype": "float32"}), json.dumps(world.config), "no configuration"):
         (world.hf / "config.json").write_text(config)
@@ -277,7 +277,7 @@ def test_a_configuration_of_weights_of_several_types_stays_as_it_is(tmp_path: Pa
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
-def test_what_went_forth_and_back_is_verified_with_what_was_at_the_beginning(tmp_path: Path, family: str) -> None:
+def test_a_round_trip_is_verified_against_the_original(tmp_path: Path, family: str) -> None:
     world = World(tmp_path, family)
     done("convert", *world.convert)
     ranks: list[Argument] = ["--src-strategy", world.d]
@@ -306,7 +306,7 @@ def bits(tensor: Value) -> Value:
 
 
 @pytest.mark.parametrize("cast", ["BFloat16", "*layernorm*=BFloat16"])
-def test_casts_on_the_way_back_hold_for_what_was_at_the_beginning(tmp_path: Path, cast: str) -> None:
+def test_a_round_trip_with_a_cast_is_verified_against_the_original(tmp_path: Path, cast: str) -> None:
     world = World(tmp_path, "qwen3")
     done("convert", *world.convert)
     back = world.back(tmp_path / "ranks", "--src-strategy", world.d, "--cast", cast)
@@ -326,7 +326,7 @@ def test_replicas_replace_ranks_that_were_lost(tmp_path: Path, family: str) -> N
     same_checkpoints(huggingface(back), world.weights)
 
 
-def test_moments_follow_their_weights_where_that_is_asked(tmp_path: Path) -> None:
+def test_moments_follow_their_weights_on_request(tmp_path: Path) -> None:
     world = World(tmp_path, "qwen3")
     tensors = {f"{kind}{name}": each for kind in ("", "adam_m.", "adam_v.") for name, each in world.made.items()}
     strategy = cut_with_state(world.strategy)
@@ -351,7 +351,7 @@ def cut_with_state(strategy: Strategy) -> Strategy:
     ]
 
 
-def test_what_would_happen_can_be_seen_before(tmp_path: Path) -> None:
+def test_plan_shows_a_conversion_of_a_model(tmp_path: Path) -> None:
     world = World(tmp_path, "qwen3_moe")
     words = [*world.convert, "--cast", "BFloat16"]
     drawn = tmp_path / "transfers.svg"
@@ -374,7 +374,7 @@ def test_what_would_happen_can_be_seen_before(tmp_path: Path) -> None:
         assert sum(source["bytes"] for source in target["sources"]) == sum(each.array.nbytes for each in held.values())
 
 
-def test_a_warning_of_what_is_usual_can_be_typed_and_loses_nothing_that_was_stated(tmp_path: Path) -> None:
+def test_the_command_in_a_warning_can_be_pasted_and_keeps_all_options(tmp_path: Path) -> None:
     source: list[Argument] = [FIXTURES / "models" / "qwen3", tmp_path / "out", "--to", "unified", "--names"]
 
     warned = done("plan", *source, "qwen3,gate_up=halves").err
@@ -390,7 +390,7 @@ def test_a_warning_of_what_is_usual_can_be_typed_and_loses_nothing_that_was_stat
     assert "warning" not in done("verify", tmp_path / "out", "--src", source[0]).err
 
 
-def test_the_model_of_the_pages_is_what_its_script_makes(tmp_path: Path) -> None:
+def test_the_model_of_the_documentation_equals_its_scripts_output(tmp_path: Path) -> None:
     there = FIXTURES / "models"
     subprocess.run([sys.executable, there / "make.py", tmp_path / "made"], check=True)
     assert tree_bytes(tmp_path / "made") == tree_bytes(there / "qwen3")

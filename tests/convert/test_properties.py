@@ -67,7 +67,7 @@ def drawn(data: st.DataObject, most_devices: int = 6) -> tuple[dict[str, Value],
 @pytest.mark.quick
 @examples(80)
 @given(st.data())
-def test_any_layout_becomes_any_other(data: st.DataObject) -> None:
+def test_any_layout_converts_to_any_other(data: st.DataObject) -> None:
     full = data.draw(tensors())
     source = data.draw(strategies(full), label="source")
     wanted = data.draw(st.sets(st.sampled_from(sorted(full)), min_size=1), label="wanted")
@@ -89,7 +89,7 @@ def test_any_layout_becomes_any_other(data: st.DataObject) -> None:
 
 @examples(15)
 @given(st.data())
-def test_there_and_back_is_the_identity(data: st.DataObject) -> None:
+def test_a_round_trip_is_the_identity(data: st.DataObject) -> None:
     full, source, target = drawn(data)
     with world_of(source, target) as world:
         world.save(full, copied=COPIED)
@@ -101,7 +101,7 @@ def test_there_and_back_is_the_identity(data: st.DataObject) -> None:
 
 @examples(15)
 @given(st.data())
-def test_whole_tensors_are_cut_and_joined(data: st.DataObject) -> None:
+def test_full_tensors_are_cut_and_joined(data: st.DataObject) -> None:
     full = data.draw(tensors(fewest=2))
     strategy = data.draw(strategies(full), label="strategy")
     ending = data.draw(st.sampled_from(FORMATS))
@@ -127,7 +127,7 @@ def removable(strategy: Strategy, ranks: dict[int, dict[str, Value]], full: dict
 
 @examples(40)
 @given(st.data())
-def test_lost_ranks_and_deduplicated_saves_are_made_up_by_replicas(data: st.DataObject) -> None:
+def test_replicas_replace_lost_and_deduplicated_ranks(data: st.DataObject) -> None:
     full, source, target = drawn(data, 8)
     ranks: dict[int, dict[str, Value]] = cut_ranks(source, full)
     if data.draw(st.booleans(), label="deduplicated"):
@@ -148,7 +148,7 @@ def test_lost_ranks_and_deduplicated_saves_are_made_up_by_replicas(data: st.Data
 
 @examples(15)
 @given(st.data())
-def test_a_slice_that_is_nowhere_is_an_error_never_a_guess(data: st.DataObject) -> None:
+def test_a_missing_slice_is_an_error(data: st.DataObject) -> None:
     full, source, target = drawn(data)
     ranks: dict[int, dict[str, Value]] = cut_ranks(source, full)
     lost = data.draw(st.sampled_from(sorted(ranks)), label="lost")
@@ -162,7 +162,7 @@ def test_a_slice_that_is_nowhere_is_an_error_never_a_guess(data: st.DataObject) 
 
 @examples(40)
 @given(st.data())
-def test_whatever_is_left_of_a_checkpoint_is_converted_right_or_refused(data: st.DataObject) -> None:
+def test_any_remaining_files_are_converted_correctly_or_refused(data: st.DataObject) -> None:
     """Any tensors may be lacking in any files: what comes out is right, and no slice is made up."""
     full, source, target = drawn(data, 8)
     ranks: dict[int, dict[str, Value]] = cut_ranks(source, full)
@@ -195,7 +195,7 @@ def missing_slices(strategy: Strategy, full: dict[str, Value], ranks: dict[int, 
 
 @examples(15)
 @given(st.data())
-def test_expanded_json_is_read_right_or_refused(data: st.DataObject) -> None:
+def test_expanded_json_is_read_correctly_or_refused(data: st.DataObject) -> None:
     """Where the entries of a map go together in two ways that fit the slices, it is never a guess."""
     shape = data.draw(st.lists(st.sampled_from([2, 4, 8, 3, 6]), min_size=2, max_size=3))
     full = {"w": value("w", shape)}
@@ -214,7 +214,7 @@ def test_expanded_json_is_read_right_or_refused(data: st.DataObject) -> None:
 
 @examples(15)
 @given(st.data())
-def test_accumulated_gradients_keep_their_reading(data: st.DataObject) -> None:
+def test_accumulated_gradients_stay_sharded_or_unsharded(data: st.DataObject) -> None:
     """Laid out as their parameters in the strategy, and stored so or without optimizer shards."""
     full = data.draw(tensors())
     gradients = {f"accu_grads.{name}": value(f"accu_grads.{name}", full[name].array.shape) for name in full}
@@ -244,7 +244,7 @@ def test_accumulated_gradients_keep_their_reading(data: st.DataObject) -> None:
 
 @examples(20)
 @given(st.data())
-def test_damage_is_told_without_a_traceback(data: st.DataObject) -> None:
+def test_damage_is_reported_without_a_traceback(data: st.DataObject) -> None:
     """Bytes of a checkpoint or strategy file are changed, inserted or cut off."""
     full, source, target = drawn(data)
     ending = data.draw(st.sampled_from(FORMATS))
@@ -266,7 +266,7 @@ def test_damage_is_told_without_a_traceback(data: st.DataObject) -> None:
 
 @examples(30)
 @given(st.data())
-def test_rank_lists_are_sufficient_and_nothing_in_them_can_be_left_out(data: st.DataObject) -> None:
+def test_rank_lists_of_any_layouts_are_sufficient_and_irredundant(data: st.DataObject) -> None:
     full, source, target = drawn(data)
     shapes = shapes_of(full)
     with world_of(source, target) as world:
@@ -291,7 +291,7 @@ def test_rank_lists_are_sufficient_and_nothing_in_them_can_be_left_out(data: st.
 
 @examples(10)
 @given(st.data())
-def test_rank_lists_keep_to_the_ranks_that_are_available(data: st.DataObject) -> None:
+def test_rank_lists_contain_available_ranks_only(data: st.DataObject) -> None:
     full, source, target = drawn(data, 8)
     available = data.draw(st.sets(st.integers(0, rank_count(source) - 1), min_size=1), label="available")
     rank = data.draw(st.integers(0, rank_count(target) - 1), label="rank")
@@ -326,7 +326,7 @@ def covered_by_one_stage(
 
 @examples(10)
 @given(st.data())
-def test_how_bytes_are_moved_does_not_change_them(data: st.DataObject) -> None:
+def test_output_does_not_depend_on_io_options(data: st.DataObject) -> None:
     full, source, target = drawn(data)
     ending = data.draw(st.sampled_from(FORMATS))
     with world_of(source, target) as world:
@@ -356,7 +356,7 @@ def test_how_bytes_are_moved_does_not_change_them(data: st.DataObject) -> None:
 
 @examples(10)
 @given(st.data())
-def test_some_ranks_of_a_target_are_the_same_as_in_the_whole(data: st.DataObject) -> None:
+def test_some_ranks_equal_those_of_a_full_conversion(data: st.DataObject) -> None:
     full, source, target = drawn(data)
     chosen: Optional[set[int]] = data.draw(st.sets(st.integers(0, rank_count(target) - 1), min_size=1), label="ranks")
     assert chosen is not None
@@ -367,13 +367,13 @@ def test_some_ranks_of_a_target_are_the_same_as_in_the_whole(data: st.DataObject
         same_ranks(world.found(), {rank: expected[rank] for rank in chosen})
 
 
-def test_the_reference_of_one_device_lists_nothing() -> None:
+def test_the_reference_for_one_device_lists_no_parameters() -> None:
     assert names_of(ONE_DEVICE) == set() and rank_count(ONE_DEVICE) == 1
 
 
 @examples(40)
 @given(st.data())
-def test_a_target_is_made_of_the_same_files_whatever_is_written_with_it(data: st.DataObject) -> None:
+def test_a_targets_source_files_do_not_depend_on_other_targets(data: st.DataObject) -> None:
     full, source, target = drawn(data)
     left = data.draw(st.sets(st.sampled_from(range(rank_count(target))), min_size=1), label="left to write")
     with world_of(source, target) as world, FileHandles() as handles:

@@ -56,7 +56,7 @@ def test_a_conversion_writes_the_bytes_of_the_command_line(tmp_path: Path, given
     conversion.verify()
 
 
-def test_names_and_packing(tmp_path: Path) -> None:
+def test_a_conversion_with_names_packs_tensors(tmp_path: Path) -> None:
     rules: dict[str, Any] = {"names": "qwen3,gate_up=interleaved,qkv=grouped"}
     reshard.Conversion(QWEN3, tmp_path / "ranks", dst_strategy="none", **rules).convert(verify=True)
     back = reshard.Conversion(
@@ -79,7 +79,7 @@ def test_an_interrupted_conversion_continues(tmp_path: Path) -> None:
     assert (first.ranks, first.manifest, rest.ranks, rest.done_before) == ([0, 2], None, [1, 3], [0, 2])
 
 
-def test_verification_takes_what_is_recorded_and_raises_what_differs(tmp_path: Path) -> None:
+def test_verify_uses_records_and_raises_differences(tmp_path: Path) -> None:
     reshard.Conversion(SRC, tmp_path, **STRATEGIES, cast="BFloat16").convert()
     recorded = reshard.Conversion(SRC, tmp_path)
     recorded.verify()
@@ -107,7 +107,9 @@ def test_verification_takes_what_is_recorded_and_raises_what_differs(tmp_path: P
         ),
     ],
 )
-def test_errors_name_parameters(tmp_path: Path, given: dict[str, Any], error: type[ReshardError], words: str) -> None:
+def test_errors_name_python_parameters(
+    tmp_path: Path, given: dict[str, Any], error: type[ReshardError], words: str
+) -> None:
     with pytest.raises(error) as caught:
         reshard.Conversion(SRC, tmp_path / "out", **given).convert()
     text = str(caught.value)
@@ -138,7 +140,7 @@ def test_another_conversion_in_the_target_is_refused(tmp_path: Path) -> None:
         ("`reshard convert A B --to unified` or --to unified", "`reshard convert A B --to unified` or to='unified'"),
     ],
 )
-def test_options_are_written_as_parameters(text: str, expected: str) -> None:
+def test_messages_spell_options_as_python_parameters(text: str, expected: str) -> None:
     assert in_python(text) == expected
 
 

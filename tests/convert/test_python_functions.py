@@ -16,13 +16,13 @@ from tests.trees import Value, cut_ranks, read_checkpoint, same_checkpoints, sam
 FULL = tensors()
 
 
-def test_a_tree_is_converted(world: World) -> None:
+def test_transform_checkpoints_converts_a_tree(world: World) -> None:
     world.save(FULL)
     reshard.transform_checkpoints(str(world.src), str(world.dst), "checkpoint_", str(world.old), str(world.new))
     same_ranks(world.found(), world.expected(FULL))
 
 
-def test_the_names_of_newer_mindspores_do_the_same(world: World) -> None:
+def test_convert_checkpoints_equals_transform_checkpoints(world: World) -> None:
     world.save(FULL)
     strategies = (str(world.old), str(world.new))
     reshard.convert_checkpoints(str(world.src), str(world.dst), "checkpoint_", *strategies)
@@ -36,7 +36,7 @@ def test_the_names_of_newer_mindspores_do_the_same(world: World) -> None:
     same_checkpoints(read_checkpoint(target), world.expected(FULL)[1])
 
 
-def test_prefix_workers_and_format_are_mindspores(world: World) -> None:
+def test_prefix_workers_and_format_have_mindspores_meaning(world: World) -> None:
     world.save(FULL, "rank_{rank}/net-1_10.safetensors")
     reshard.transform_checkpoints(
         src_checkpoints_dir=str(world.src), dst_checkpoints_dir=str(world.dst), ckpt_prefix="new",
@@ -47,13 +47,13 @@ def test_prefix_workers_and_format_are_mindspores(world: World) -> None:
     assert not list(world.dst.rglob("*.ckpt"))
 
 
-def test_no_strategy_is_one_device(world: World) -> None:
+def test_a_missing_strategy_argument_means_one_device(world: World) -> None:
     world.save(FULL)
     reshard.transform_checkpoints(str(world.src), str(world.dst), "full", str(world.old))
     same_ranks(world.found("full"), {0: {**FULL, **COPIED}})
 
 
-def test_one_rank_is_written_to_exactly_the_file_that_is_given(world: World) -> None:
+def test_one_rank_is_written_to_exactly_the_given_file(world: World) -> None:
     ranks = cut_ranks(world.source, FULL, COPIED)
     needed = reshard.rank_list_for_transform(1, str(world.old), str(world.new))
     files = {rank: str(write_checkpoint(world.root / f"f{rank}.ckpt", ranks[rank])) for rank in needed}
@@ -82,20 +82,20 @@ def test_pipeline_strategies_are_merged(tmp_path: Path, ending: str) -> None:
     same_ranks(read_tree(tmp_path / "dst"), cut_ranks(case.strategy, full))
 
 
-def test_restore_lists_are_those_of_group_info_files() -> None:
+def test_restore_lists_equal_those_of_group_info_files() -> None:
     for rank in (0, 5):
         path = cases.case_directory("01_dp2mp4_adam") / "group_info" / f"group_info_rank_{rank}.pb"
         assert list(reshard.restore_group_info_list(str(path))) == [rank % 4, rank % 4 + 4]
 
 
-def test_errors_are_the_projects_own(world: World) -> None:
+def test_functions_raise_reshards_errors(world: World) -> None:
     from reshard.errors import ReshardError
 
     with pytest.raises(ReshardError):
         reshard.transform_checkpoints(str(world.root / "absent"), str(world.dst), "x", str(world.old), str(world.new))
 
 
-def test_importing_is_cheap() -> None:
+def test_import_reshard_loads_no_heavy_module() -> None:
     # Not plain `google`: an old protobuf's .pth file makes that package at every start.
     script = (
         "import sys, reshard\n"

@@ -21,7 +21,7 @@ MODEL = Model(layers=4, matrices=2, rows=48, columns=32)
 
 
 @given(st.dictionaries(st.integers(0, 99), st.integers(0, 1000), max_size=40), st.integers(1, 12))
-def test_every_rank_is_in_exactly_one_share_and_shares_are_balanced(sizes: dict[int, int], count: int) -> None:
+def test_each_rank_is_in_exactly_one_shard_and_shards_are_balanced(sizes: dict[int, int], count: int) -> None:
     shares = [share_of(sizes, index, count) for index in range(count)]
     assert sorted(rank for share in shares for rank in share) == sorted(sizes)
     fair = sum(sizes.values()) / count
@@ -30,7 +30,7 @@ def test_every_rank_is_in_exactly_one_share_and_shares_are_balanced(sizes: dict[
 
 
 @pytest.mark.parametrize("count", [1, 3, 12, 20])
-def test_shares_in_any_order_repeated_end_in_one_manifest(count: int, tmp_path: Path) -> None:
+def test_shards_in_any_order_and_repeated_give_one_manifest(count: int, tmp_path: Path) -> None:
     old, new = Scheme(data=2, model=4, sharded=True), Scheme(stages=2, data=2, model=3)
     write_checkpoint(tmp_path / "src", MODEL, old)
     write_strategy(tmp_path / "old", MODEL, old)
@@ -48,7 +48,7 @@ def test_shares_in_any_order_repeated_end_in_one_manifest(count: int, tmp_path: 
 
 
 @pytest.mark.parametrize("typed", ["1", "a/b", "2/2", "-1/2", "0/0", "1/4/5", "auto"])
-def test_a_shard_that_is_none_is_wrong_usage(world: World, typed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_shard_is_wrong_usage(world: World, typed: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(__import__("os").environ):
         if name.startswith(("SLURM", "OMPI", "PMI", "MV2", "JOB_", "RANK", "WORLD_SIZE", "MS_")):
             monkeypatch.delenv(name)
@@ -83,7 +83,7 @@ ARRAY = {"SLURM_ARRAY_TASK_MIN": "4", "SLURM_ARRAY_TASK_MAX": "10", "SLURM_ARRAY
         ({"MS_NODE_ID": "0", "MS_WORKER_NUM": "9", "MS_ROLE": "MS_SCHED", "RANK": "1", "WORLD_SIZE": "2"}, Share(1, 2)),
     ],
 )
-def test_launchers_tell_the_share(environment: dict[str, str], share: Share) -> None:
+def test_shard_auto_reads_variables_of_launchers(environment: dict[str, str], share: Share) -> None:
     assert launched_as(environment) == share
 
 
@@ -102,7 +102,7 @@ def test_launchers_tell_the_share(environment: dict[str, str], share: Share) -> 
         {"MS_NODE_ID": "node_a", "MS_WORKER_NUM": "2"},
     ],
 )
-def test_launchers_that_tell_nothing_sensible_are_an_error(environment: dict[str, str]) -> None:
+def test_invalid_variables_of_launchers_are_an_error(environment: dict[str, str]) -> None:
     with pytest.raises(ValueError, match=r"auto|no shard|evenly"):
         launched_as(environment)
 
@@ -115,14 +115,14 @@ def test_launchers_that_tell_nothing_sensible_are_an_error(environment: dict[str
         {"MS_NODE_ID": "0", "MS_WORKER_NUM": "2", **ARRAY, "SLURM_ARRAY_TASK_ID": "8"},
     ],
 )
-def test_variables_that_contradict_each_other_are_named(environment: dict[str, str]) -> None:
+def test_contradictory_variables_are_named(environment: dict[str, str]) -> None:
     with pytest.raises(ValueError, match=r"auto finds .* but .*; pass --shard I/N") as raised:
         launched_as(environment)
     for name in ("RANK", "WORLD_SIZE", "RANK_ID", "SLURM_PROCID", "MS_NODE_ID", "SLURM_ARRAY_TASK_ID"):
         assert (name in environment) <= (name in str(raised.value))
 
 
-def test_the_half_of_a_pair_is_named_where_nothing_else_tells() -> None:
+def test_an_incomplete_pair_of_variables_is_named() -> None:
     with pytest.raises(ValueError, match=r"auto finds no variables .*RANK alone is not enough"):
         launched_as({"RANK": "0"})
 

@@ -64,7 +64,7 @@ def all_can_be_read(paths: list[Path]) -> bool:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_while_files_are_missing_there_is_one_that_no_loader_can_read(form: str, world: World) -> None:
+def test_an_incomplete_directory_contains_a_file_that_no_loader_accepts(form: str, world: World) -> None:
     world.save(FULL)
     done("convert", *words(form, world, world.root / "whole"))
     files = len(json.loads((world.root / "whole" / "reshard-manifest.json").read_text())["files"])
@@ -82,7 +82,7 @@ def test_while_files_are_missing_there_is_one_that_no_loader_can_read(form: str,
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_it_is_there_again_when_a_file_is_missing_again(form: str, world: World) -> None:
+def test_the_marker_returns_with_a_missing_file(form: str, world: World) -> None:
     world.save(FULL)
     done("convert", *words(form, world, world.dst))
     before = contents(world.dst)
@@ -96,7 +96,7 @@ def test_it_is_there_again_when_a_file_is_missing_again(form: str, world: World)
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_one_that_is_left_is_removed_by_the_same_command(form: str, world: World) -> None:
+def test_the_same_command_removes_a_remaining_marker(form: str, world: World) -> None:
     """Of a run that was killed just before it had removed it."""
     world.save(FULL)
     done("convert", *words(form, world, world.dst))
@@ -107,7 +107,7 @@ def test_one_that_is_left_is_removed_by_the_same_command(form: str, world: World
 
 
 @pytest.mark.parametrize("form", ["ranks", *FORMS])
-def test_files_of_another_time_are_refused_before_anything_changes(form: str, world: World) -> None:
+def test_files_of_another_run_are_refused_before_writing(form: str, world: World) -> None:
     """As after `cp -r`: the copy is complete, and stays so."""
     world.save(FULL)
     typed: list[Argument] = ["convert", *words(form, world, world.dst)] if form in FORMS else world.words()
@@ -127,7 +127,7 @@ def test_files_of_another_time_are_refused_before_anything_changes(form: str, wo
 
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", "__9_0.distcp"])
-def test_parts_of_another_checkpoint_are_refused_before_anything_is_written(name: str, world: World) -> None:
+def test_parts_of_another_checkpoint_are_refused_before_writing(name: str, world: World) -> None:
     world.save(FULL)
     world.dst.mkdir()
     (world.dst / name).write_bytes(b"of somebody else")
@@ -138,7 +138,7 @@ def test_parts_of_another_checkpoint_are_refused_before_anything_is_written(name
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_form_that_was_given_up_leaves_none_behind(form: str, world: World) -> None:
+def test_an_abandoned_conversion_to_another_form_leaves_no_marker(form: str, world: World) -> None:
     world.save(FULL)
     done("by-rank", 0, *words(form, world, world.dst))
     other = "unified" if form == "huggingface" else "huggingface"
@@ -147,7 +147,7 @@ def test_a_form_that_was_given_up_leaves_none_behind(form: str, world: World) ->
     assert contents(world.dst) == contents(world.root / "whole")
 
 
-def test_ranks_that_replace_a_form_leave_none_behind(world: World) -> None:
+def test_ranks_that_replace_a_form_leave_no_marker(world: World) -> None:
     world.save(FULL)
     done("by-rank", 0, *words("checkpoint2", world, world.dst))
     fails(3, *world.words(), says=["--overwrite"])
@@ -157,7 +157,7 @@ def test_ranks_that_replace_a_form_leave_none_behind(world: World) -> None:
 
 @pytest.mark.parametrize("call", ["rename", "unlink"])
 @pytest.mark.parametrize("form", FORMS)
-def test_wherever_it_stops_no_loader_takes_it_for_whole(
+def test_no_loader_accepts_a_conversion_stopped_at_any_moment(
     form: str, call: str, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world.save(FULL)

@@ -43,7 +43,7 @@ def test_a_rank_tree_becomes_unified_weights(world: World) -> None:
     ]
 
 
-def test_what_the_user_does_not_choose_is_left_out_everywhere(world: World) -> None:
+def test_parameters_excluded_by_the_callback_are_left_out(world: World) -> None:
     asked: list[str] = []
 
     def choose(name: str) -> bool:
@@ -56,7 +56,7 @@ def test_what_the_user_does_not_choose_is_left_out_everywhere(world: World) -> N
     assert "m.w" not in json.loads((world.dst / "param_name_map.json").read_text())["weight_map"]
 
 
-def test_what_the_user_calls_otherwise_is_called_so_in_files_and_map(world: World) -> None:
+def test_parameters_renamed_by_the_callback_are_renamed_in_files_and_map(world: World) -> None:
     """Every name by itself, and what is left out stays out, be its name given to another."""
     names: dict[str, Any] = {"w": "net.w", "v": False, "m.w": "v"}
     expected = {"net.w": FULL["w"], "v": FULL["m.w"], **COPIED}
@@ -82,7 +82,7 @@ def test_optimizer_state_keeps_its_name_unless_it_is_given_another(tmp_path: Pat
 
 
 @pytest.mark.parametrize("name", ["v", "global_step"])
-def test_a_name_that_something_else_has_is_refused(name: str, world: World) -> None:
+def test_a_rename_to_an_existing_name_is_refused(name: str, world: World) -> None:
     with pytest.raises(ReshardError, match="would also get the name"):
         unify(world, choice_func=lambda asked: name if asked == "w" else True)
     assert not list(world.dst.glob("*.safetensors"))
@@ -102,7 +102,7 @@ def test_accumulated_gradients_are_left_out_as_mindspore_does(tmp_path: Path) ->
     same_checkpoints(held(world.dst), {"w": full["w"], **COPIED})
 
 
-def test_files_of_a_suffix_are_taken(world: World) -> None:
+def test_file_suffix_selects_files(world: World) -> None:
     world.save(FULL, "rank_{rank}/net-1_10.ckpt")
     other = {name: value("other" + name, tensor.array.shape) for name, tensor in FULL.items()}
     world.save(other, "rank_{rank}/net-2_20.ckpt")
@@ -122,17 +122,17 @@ def test_several_runs_fill_one_directory(world: World) -> None:
 
 
 @pytest.mark.parametrize("split", [(0, 2), (3, 2), (1,), (1, 2, 3)])
-def test_a_share_that_there_is_not_is_refused(split: tuple[int, ...], world: World) -> None:
+def test_a_number_over_the_shard_count_is_refused(split: tuple[int, ...], world: World) -> None:
     with pytest.raises(UsageError, match="is not a pair"):
         unify(world, split_dst_file=split)
 
 
-def test_an_answer_of_another_type_is_refused(world: World) -> None:
+def test_a_callback_result_of_another_type_is_refused(world: World) -> None:
     with pytest.raises(UsageError, match="choice_func returns None for 'w'"):
         unify(world, choice_func=lambda name: None if name == "w" else True)
 
 
-def test_choosing_without_a_strategy_is_refused(world: World) -> None:
+def test_a_choice_function_without_a_strategy_is_refused(world: World) -> None:
     with pytest.raises(UsageError, match="src_strategy_file"):
         reshard.unified_safetensors(str(world.src), None, str(world.dst), choice_func=lambda name: True)
 
@@ -158,18 +158,18 @@ def ranks_in(directory: Path, ending: str = "safetensors") -> dict[int, Checkpoi
     }
 
 
-def test_every_rank_gets_its_slices(world: World) -> None:
+def test_load_distributed_checkpoint_writes_every_ranks_slices(world: World) -> None:
     out = load(world, unify(world))
     same_ranks(ranks_in(out), world.expected(FULL))
     assert sorted(path.name for path in out.rglob("*")) == ["net.safetensors"] * 2 + ["rank_0", "rank_1"]
 
 
-def test_one_rank_gets_its_slices_in_the_format_asked_for(world: World) -> None:
+def test_load_distributed_checkpoint_writes_one_rank_in_the_given_format(world: World) -> None:
     out = load(world, unify(world), rank_id=1, output_format="ckpt")
     same_ranks(ranks_in(out, "ckpt"), {1: world.expected(FULL)[1]})
 
 
-def test_names_of_the_network_are_found_under_those_of_the_files(world: World) -> None:
+def test_name_map_maps_network_names_to_file_names(world: World) -> None:
     unified = unify(world, choice_func=lambda name: f"model.{name}")
     names = {"w": "model.w", "v": "model.v", "m.w": "model.m.w", "other": "model.other"}
     same_ranks(ranks_in(load(world, unified, name_map=names)), world.expected(FULL))
@@ -177,13 +177,13 @@ def test_names_of_the_network_are_found_under_those_of_the_files(world: World) -
         load(world, unified, name_map={**names, "w2": "model.w"})
 
 
-def test_weights_of_hugging_faces_files_are_taken_as_well(world: World) -> None:
+def test_hugging_face_files_are_accepted(world: World) -> None:
     world.save(FULL)
     done("convert", world.src, world.dst, "--src-strategy", world.old, "--to", "huggingface")
     same_ranks(ranks_in(load(world, world.dst)), world.expected(FULL))
 
 
-def test_without_a_strategy_any_rank_gets_everything(world: World) -> None:
+def test_without_a_strategy_each_rank_gets_all_parameters(world: World) -> None:
     unified = unify(world)
     out = world.root / "loaded"
     for rank in (None, 5):
@@ -197,9 +197,7 @@ def test_without_a_strategy_any_rank_gets_everything(world: World) -> None:
     same_ranks(ranks_in(out), {rank: {**FULL, **COPIED} for rank in (0, 5)})
 
 
-def test_weights_that_the_strategy_lists_and_nobody_has_are_told(
-    world: World, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_listed_weights_missing_in_the_files_are_reported(world: World, caplog: pytest.LogCaptureFixture) -> None:
     unified = unify(world)
     more = write_strategy(world.root / "more", single({"w": layout([2], [0, -1]), "gone.weight": layout([2], [0, -1])}))
     with caplog.at_level(logging.WARNING, "reshard"):
@@ -232,7 +230,7 @@ def test_weights_that_the_strategy_lists_and_nobody_has_are_told(
         ({"output_format": "npz"}, "npz"),
     ],
 )
-def test_what_cannot_be_done_without_mindspore_is_refused(options: dict[str, Any], says: str, world: World) -> None:
+def test_arguments_that_require_mindspore_are_refused(options: dict[str, Any], says: str, world: World) -> None:
     unified = unify(world)
     given: dict[str, Any] = {
         "network": None,
@@ -248,7 +246,7 @@ def test_what_cannot_be_done_without_mindspore_is_refused(options: dict[str, Any
     assert not (world.root / "loaded").exists()
 
 
-def test_a_tree_of_ranks_is_no_unified_weights(world: World) -> None:
+def test_a_rank_tree_is_refused_as_unified_weights(world: World) -> None:
     world.save(FULL)
     with pytest.raises(ReshardError, match="not unified weights"):
         load(world, world.src)

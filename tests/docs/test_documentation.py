@@ -51,23 +51,23 @@ def test_every_command_is_in_the_readme() -> None:
 
 
 @pytest.mark.skipif(metadata.version("click") < "8.1", reason="older click words help in another way")
-def test_the_command_reference_is_what_the_program_prints() -> None:
+def test_the_command_reference_equals_help() -> None:
     assert commands.PAGE.read_text(encoding="utf-8") == commands.reference(), "`make docs` writes it anew"
 
 
 @pytest.mark.skipif(metadata.version("click") < "8.1", reason="older click words help in another way")
-def test_the_manual_page_is_what_the_program_prints() -> None:
+def test_the_manual_page_equals_its_generated_text() -> None:
     assert manual.PAGE.read_text(encoding="utf-8") == manual.manual(), "`make docs` writes it anew"
 
 
 @pytest.mark.parametrize("formatter", ["groff -man -Tutf8 -ww -z", "mandoc -Tlint -Wwarning"])
-def test_formatters_find_no_fault_in_the_manual_page(formatter: str) -> None:
+def test_groff_accepts_the_manual_page(formatter: str) -> None:
     printed = formatted(*formatter.split())
     # A page without a date is the same whenever it is made.
     assert [line for line in printed.splitlines() if "missing date" not in line] == []
 
 
-def test_the_manual_page_shows_every_command_and_example() -> None:
+def test_the_manual_page_contains_every_command_and_example() -> None:
     words = formatted("man", "--no-hyphenation", "--no-justification", "--encoding=utf-8", "--local-file").split()
     shown = " ".join(words)
     for name, command, context in commands.walk():
@@ -85,7 +85,7 @@ def formatted(*words: str) -> str:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_link_leads_somewhere(page: Path) -> None:
+def test_every_link_has_a_target(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
         if target.startswith(("http://", "https://")):
@@ -111,7 +111,7 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_every_message_in_the_troubleshooting_page_is_one_of_the_programs() -> None:
+def test_every_message_in_troubleshooting_exists_in_the_source() -> None:
     page = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
     messages = "\1".join(messages_of_the_program())
     quoted = re.findall(r"^\| `([^`]+)` \|", page, flags=re.MULTILINE)
@@ -136,7 +136,7 @@ def messages_of_the_program() -> Iterator[str]:
                 yield node.value
 
 
-def test_the_pictures_of_forms_show_what_is_written_today(tmp_path: Path) -> None:
+def test_pictures_of_forms_match_written_files(tmp_path: Path) -> None:
     made = pictures.pictures(tmp_path)
     assert len(made) == 4
     for name, picture in made.items():

@@ -146,7 +146,7 @@ def kubernetes_job() -> Any:
     return yaml.safe_load(FILES["convert.yaml"])["spec"]
 
 
-def test_ranks_made_without_a_shared_disk_can_be_gathered(machine: Machine) -> None:
+def test_ranks_written_without_a_shared_disk_can_be_gathered(machine: Machine) -> None:
     machine.stand_in("scp", 'exec cp -rp "${2#store:}" "$3"')
     store = f"store:{FIXTURES / 'demo' / 'src_checkpoints'}"
     for rank in range(4):

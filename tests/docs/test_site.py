@@ -49,7 +49,7 @@ def test_every_page_is_in_the_site_and_in_its_contents(site: Path) -> None:
         assert f'href="docs/{page.stem}.html"' in front, page
 
 
-def test_the_api_page_has_every_public_function(site: Path) -> None:
+def test_the_api_page_contains_every_public_function(site: Path) -> None:
     import reshard
 
     page = (site / "docs/site/api.html").read_text(encoding="utf-8")
@@ -72,7 +72,7 @@ def test_a_broken_link_fails_the_build(tmp_path: Path) -> None:
     assert "no-such-heading" in result.stderr
 
 
-def test_pages_open_without_an_error_of_the_browser(site: Path, window: Browser) -> None:
+def test_pages_open_without_browser_errors(site: Path, window: Browser) -> None:
     window.errors()
     for page in [site / "index.html", site / "docs/site/api.html", *sorted(site.glob("docs/*.html"))]:
         window.open(page, ready=LOADED)

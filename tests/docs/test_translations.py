@@ -59,7 +59,7 @@ def test_a_translation_has_the_code_figures_and_rows_of_its_original(page: Path,
 
 
 @pytest.mark.parametrize("page, original", _PAIRS)
-def test_a_translation_links_to_what_its_original_links_to(page: Path, original: Path) -> None:
+def test_a_translation_has_the_links_of_its_original(page: Path, original: Path) -> None:
     for translated, english in _pairs_of_sections(page, original):
         mine, theirs = _links(translated, page), _links(english, original)
         # The two pages link to each other.

@@ -116,7 +116,7 @@ def test_d_for_inference_without_optimizer_state(shell: Shell) -> None:
     same_ranks(read_tree(shell.directory / "whole"), {0: {**kept, **COPIED}})
 
 
-def test_e_group_info_says_that_ranks_0_and_4_are_replicas(shell: Shell) -> None:
+def test_e_group_info_lists_ranks_0_and_4_as_replicas(shell: Shell) -> None:
     group_info = cases.case_directory("01_dp2mp4_adam") / "group_info" / "group_info_rank_0.pb"
     (shell.directory / "group_info.pb").symlink_to(group_info)
     lines = shell("reshard group-info inspect group_info.pb").stdout.splitlines()
