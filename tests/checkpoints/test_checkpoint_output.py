@@ -65,7 +65,7 @@ def written(tensors: Mapping[str, Source], metadata: Optional[Mapping[str, str]]
 @pytest.mark.parametrize(
     "name", ["all_dtypes", "append_dict", "train_cell", "async", "choice_func", "big_slices", "remove_redundancy"]
 )
-def test_ckpt_files_are_mindspores_own_byte_for_byte(name: str) -> None:
+def test_ckpt_output_equals_mindspores_byte_for_byte(name: str) -> None:
     path = FILES / f"{name}.ckpt"
     data = path.read_bytes()
     tensors = index_of(path).tensors.values()
@@ -91,7 +91,7 @@ def test_a_record_never_ends_inside_an_element(limit: int) -> None:
             assert segment.stop - segment.start <= max(limit, size)
 
 
-def test_records_of_many_gibibytes_read_back(tmp_path: Path) -> None:
+def test_records_of_many_gibibytes_are_read_again(tmp_path: Path) -> None:
     listed = [
         OutputTensor("small", "Int8", (3,), 3),
         OutputTensor("large", "BFloat16", (5 << 20, 512), 5 << 30),
@@ -119,7 +119,7 @@ def test_records_of_many_gibibytes_read_back(tmp_path: Path) -> None:
 # safetensors
 
 
-def test_the_library_reads_what_is_laid_out(tmp_path: Path) -> None:
+def test_the_safetensors_library_reads_the_output(tmp_path: Path) -> None:
     arrays = {name: array for name, array in random_arrays().items() if array.dtype != np.complex64}
     arrays = {"名前": np.arange(3, dtype="float32"), 'quo"te\n': np.arange(2), "z": np.zeros((0, 3), "int8"), **arrays}
     data = written(arrays)
@@ -134,7 +134,7 @@ def test_the_library_reads_what_is_laid_out(tmp_path: Path) -> None:
         assert file.metadata() == {"format": "ms", "remove_redundancy": "False"}
 
 
-def test_int4_is_marked_and_types_come_back(tmp_path: Path) -> None:
+def test_int4_is_marked_and_dtypes_are_read_again(tmp_path: Path) -> None:
     tensors: dict[str, Source] = {
         "bf16": ("BFloat16", (2, 2), b"abcdefgh"),
         "int4": ("Int4", (4,), b"mnop"),
@@ -168,7 +168,7 @@ NAMES_AND_SIZES = st.lists(
 
 
 @given(NAMES_AND_SIZES)
-def test_data_is_aligned_and_otherwise_in_the_order_given(tensors: list[tuple[str, int]]) -> None:
+def test_data_is_aligned_and_in_the_given_order(tensors: list[tuple[str, int]]) -> None:
     widths = {"Int8": 1, "Bool": 1, "Float16": 2, "BFloat16": 2, "Float32": 4, "Int64": 8}
     named: dict[str, Source] = {
         f"t{9 - number}": (dtype, (size,), bytes(size * widths[dtype])) for number, (dtype, size) in enumerate(tensors)
@@ -223,7 +223,7 @@ def test_names_that_collide_with_the_metadata_are_refused(name: str) -> None:
         ("Quaternion", True, False),
     ],
 )
-def test_what_a_format_can_hold(dtype: str, ckpt: bool, safetensors_: bool) -> None:
+def test_each_format_accepts_its_dtypes_only(dtype: str, ckpt: bool, safetensors_: bool) -> None:
     assert can_hold("ckpt", dtype) == ckpt
     assert can_hold("safetensors", dtype) == safetensors_
     tensor = OutputTensor("layer.weight", dtype, (0,), 0)
@@ -237,21 +237,21 @@ def test_what_a_format_can_hold(dtype: str, ckpt: bool, safetensors_: bool) -> N
 
 
 @pytest.mark.parametrize("lay_out", [lay_out_ckpt, lay_out_safetensors])
-def test_wrong_sizes_and_names_that_repeat_are_bugs(lay_out: Any) -> None:
+def test_wrong_sizes_and_repeated_names_are_assertion_errors(lay_out: Any) -> None:
     with pytest.raises(ValueError):
         lay_out([OutputTensor("x", "Float32", (2,), 4)])
     with pytest.raises(ValueError):
         lay_out([OutputTensor("x", "Int8", (2,), 2), OutputTensor("x", "Int8", (2,), 2)])
 
 
-def test_nothing_to_write(tmp_path: Path) -> None:
+def test_a_file_without_tensors_is_valid(tmp_path: Path) -> None:
     assert lay_out_ckpt([]).size == 0
     (tmp_path / "x.safetensors").write_bytes(written({}))
     assert index_of(tmp_path / "x.safetensors").tensors == {}
 
 
 @pytest.mark.parametrize("lay_out", [lay_out_ckpt, lay_out_safetensors])
-def test_files_of_thousands_of_tensors_of_many_records_are_never_laid_out_whole(lay_out: Any) -> None:
+def test_the_layout_of_thousands_of_tensors_takes_bounded_memory(lay_out: Any) -> None:
     tensors = [OutputTensor(f"layers.{n}.weight", "Float32", (1 << 40,), 4 << 40) for n in range(5000)]
     layout = lay_out(tensors)
     assert layout.size > 5000 * (4 << 40)

@@ -68,7 +68,7 @@ def contents(index: CheckpointIndex) -> dict[str, bytes]:
 @pytest.mark.parametrize(
     "name", [name for name in EXPECTED if not EXPECTED[name].get("encrypted") and (FILES / name).exists()]
 )
-def test_files_of_mindspore_are_read_as_it_wrote_them(name: str) -> None:
+def test_files_of_mindspore_are_indexed(name: str) -> None:
     index = index_of(FILES / name)
     found = contents(index)
     assert index.size == EXPECTED[name]["size"]
@@ -101,13 +101,13 @@ def test_a_parameter_in_several_records_has_several_extents() -> None:
 
 
 @pytest.mark.parametrize(("name", "cipher"), [("encrypted_gcm.ckpt", "AES-GCM"), ("encrypted_cbc.ckpt", "AES-CBC")])
-def test_encrypted_files_are_refused_by_the_name_of_the_cipher(name: str, cipher: str) -> None:
+def test_encrypted_files_are_refused_and_the_cipher_is_named(name: str, cipher: str) -> None:
     with pytest.raises(EncryptedCheckpointError) as caught:
         index_of(FILES / name)
     assert cipher in str(caught.value) and str(FILES / name) in str(caught.value)
 
 
-def test_sm4_is_recognised_too(tmp_path: Path) -> None:
+def test_sm4_is_recognised(tmp_path: Path) -> None:
     with pytest.raises(EncryptedCheckpointError, match="SM4-CBC"):
         index_bytes(b"\xda\x5e\x3a\x7f" + bytes(100) + b"crc_num" + bytes(10), tmp_path)
 
@@ -115,7 +115,7 @@ def test_sm4_is_recognised_too(tmp_path: Path) -> None:
 # Shapes and types.
 
 
-def test_every_type_and_rank(tmp_path: Path) -> None:
+def test_every_dtype_and_number_of_dimensions_is_indexed(tmp_path: Path) -> None:
     arrays = random_arrays()
     index = index_of(write_ckpt(tmp_path / "a.ckpt", arrays))
     found = contents(index)
@@ -145,7 +145,7 @@ def test_every_type_and_rank(tmp_path: Path) -> None:
         ("str", (0,), bytes(4), (), 4),
     ],
 )
-def test_what_dims_and_types_mean(
+def test_dims_and_dtypes_are_parsed(
     dtype: str, dims: tuple[int, ...], content: bytes, shape: tuple[int, ...], item_size: int, tmp_path: Path
 ) -> None:
     tensor = index_bytes(record("x", dtype, dims, content), tmp_path).tensors["x"]
@@ -163,7 +163,7 @@ def test_a_map_tensor_is_named_and_has_no_shape(tmp_path: Path) -> None:
     assert tensor.nbytes == 2 * (12 + 48 + 12) and len(tensor.extents) == 6
 
 
-def test_a_file_of_no_bytes_holds_nothing(tmp_path: Path) -> None:
+def test_an_empty_file_contains_no_parameters(tmp_path: Path) -> None:
     # MindSpore writes one for a rank that has nothing to save in a de-duplicated checkpoint.
     assert index_bytes(b"", tmp_path).tensors == {}
 
@@ -181,7 +181,7 @@ def test_a_file_of_no_bytes_holds_nothing(tmp_path: Path) -> None:
         [b"abcdefg", b"", b"h"],
     ],
 )
-def test_pieces_may_be_empty_and_end_anywhere(pieces: list[bytes], tmp_path: Path) -> None:
+def test_records_may_be_empty_and_end_inside_an_element(pieces: list[bytes], tmp_path: Path) -> None:
     data = b"".join(record("x", "Int16", (2, 2), piece) for piece in pieces)
     assert contents(index_bytes(data, tmp_path)) == {"x": b"abcdefgh"}
 
@@ -204,7 +204,7 @@ def test_pieces_may_be_empty_and_end_anywhere(pieces: list[bytes], tmp_path: Pat
         ([("x", "str", (0,), b"abc")], "3 bytes"),
     ],
 )
-def test_records_that_do_not_add_up_are_damage(
+def test_records_of_a_wrong_total_size_are_damage(
     records: list[tuple[str, str, tuple[int, ...], bytes]], says: str, tmp_path: Path
 ) -> None:
     with pytest.raises(DamagedCheckpointError) as caught:
@@ -213,7 +213,7 @@ def test_records_that_do_not_add_up_are_damage(
     assert caught.value.parameter == "x"
 
 
-def test_beyond_four_gibibytes(tmp_path: Path) -> None:
+def test_offsets_over_four_gibibytes_are_indexed(tmp_path: Path) -> None:
     pieces = [*sparse_record("one", "Float32", (5 << 28,), 5 << 30)]
     for size in (512 << 20, 0, (512 << 20) + 1, (4 << 30) - 1):
         pieces += sparse_record("many", "BFloat16", (5 << 20, 512), size)
@@ -265,7 +265,7 @@ def files(draw: Any) -> tuple[bytes, dict[str, tuple[str, list[int], bytes]]]:
 
 
 @given(files())
-def test_any_field_order_and_unknown_fields(
+def test_any_field_order_and_unknown_fields_are_accepted(
     tmp_path_factory: pytest.TempPathFactory, file: tuple[bytes, dict[str, tuple[str, list[int], bytes]]]
 ) -> None:
     data, expected = file
@@ -277,7 +277,7 @@ def test_any_field_order_and_unknown_fields(
         assert (tensor.dtype, list(tensor.dims), found[name]) == (dtype, dims, content)
 
 
-def test_agrees_with_the_protobuf_library(tmp_path: Path) -> None:
+def test_the_index_equals_that_of_the_protobuf_library(tmp_path: Path) -> None:
     data = ckpt_bytes(random_arrays(), record_limit=7)
     found = contents(index_bytes(data, tmp_path))
     joined: dict[str, bytes] = {}
@@ -314,14 +314,14 @@ def checkpoint_message() -> Any:
 # The trailer.
 
 
-def test_the_crc_is_told_apart_from_records(tmp_path: Path) -> None:
+def test_the_crc_is_distinguished_from_records(tmp_path: Path) -> None:
     data = ckpt_bytes({"a": np.arange(5)}, crc=True)
     index = index_bytes(data, tmp_path)
     assert list(index.tensors) == ["a"]
     assert index.crc == int.from_bytes(data[-10:], "big")
 
 
-def test_content_that_looks_like_a_trailer_is_content(tmp_path: Path) -> None:
+def test_content_similar_to_a_trailer_is_content(tmp_path: Path) -> None:
     content = trailer(b"anything")
     index = index_bytes(record("x", "Int8", (17,), content), tmp_path)
     assert contents(index) == {"x": content} and index.crc is None
@@ -336,7 +336,7 @@ def test_a_cut_trailer_is_damage(cut: int, tmp_path: Path) -> None:
 # Damage.
 
 
-def test_every_truncation_is_noticed_or_leaves_whole_parameters(tmp_path: Path) -> None:
+def test_every_truncation_is_detected_or_leaves_whole_parameters(tmp_path: Path) -> None:
     data = ckpt_bytes({"a": np.arange(3), "b": np.arange(40), "c": np.ones(2)}, record_limit=64)
     whole = contents(index_bytes(data, tmp_path))
     boundaries = 0
@@ -395,7 +395,7 @@ VALUE = field(1, "x") + field(2, tensor_message("Int8", (2,), b"ab"))
         (b"\x0a\x05" + b"\x0a\x0a" + b"x" * 40, "beyond its message"),
     ],
 )
-def test_structure_that_is_wrong(data: bytes, says: str, tmp_path: Path) -> None:
+def test_an_invalid_structure_is_damage(data: bytes, says: str, tmp_path: Path) -> None:
     with pytest.raises(DamagedCheckpointError) as caught:
         index_bytes(data, tmp_path)
     assert says in str(caught.value) and "made.ckpt" in str(caught.value)
@@ -406,7 +406,7 @@ def test_huge_dimensions_cost_nothing(tmp_path: Path) -> None:
         index_bytes(record("x", "Float64", (2**63 - 1,) * 64, b"ab"), tmp_path)
 
 
-def test_a_strategy_file_is_called_one() -> None:
+def test_a_strategy_file_is_recognised() -> None:
     strategy = next((FIXTURES / "02_dp2mp4_opt" / "strategy").glob("*.ckpt"))
     with pytest.raises(CheckpointError, match="is a strategy file, not a checkpoint") as caught:
         index_of(strategy)
@@ -422,7 +422,7 @@ def test_files_of_other_endings_are_refused(tmp_path: Path) -> None:
         index_of(tmp_path / "x.pt")
 
 
-def test_what_cannot_be_opened_is_named(tmp_path: Path) -> None:
+def test_an_unreadable_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"none\.ckpt: does not exist"):
         index_of(tmp_path / "none.ckpt")
     (tmp_path / "dir.ckpt").mkdir()
@@ -450,7 +450,7 @@ class Reads:
         monkeypatch.setattr(os, "pread", counted)
 
 
-def test_contents_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_index_does_not_read_contents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pieces: list[Union[bytes, int]] = []
     for number in range(300):
         pieces += sparse_record(f"layers.{number}.weight", "Float32", (1024, 1024), 4 << 20)
@@ -461,7 +461,7 @@ def test_contents_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert reads.bytes <= 302 * 4096
 
 
-def test_small_tensors_are_passed_in_large_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_tensors_are_indexed_in_large_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_ckpt(tmp_path / "small.ckpt", {f"layers.{n}.bias": np.arange(16) for n in range(5000)})
     reads = Reads(monkeypatch)
     assert len(index_of(path).tensors) == 5000
@@ -469,7 +469,7 @@ def test_small_tensors_are_passed_in_large_steps(tmp_path: Path, monkeypatch: py
     assert reads.bytes < 2 * path.stat().st_size
 
 
-def test_text_is_kept(tmp_path: Path) -> None:
+def test_text_is_indexed(tmp_path: Path) -> None:
     index = index_of(write_ckpt(tmp_path / "t.ckpt", {"note": text("hello 世界"), "none": text("")}))
     found = contents(index)
     assert found["note"].decode("utf-32-le") == "hello 世界" and found["none"] == bytes(4)

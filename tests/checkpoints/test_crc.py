@@ -46,17 +46,17 @@ def mindspores_crc(tensors: Mapping[str, Source]) -> str:
     "name", ["crc.ckpt", "crc_append.ckpt", "chunked_crc.ckpt", "crc.safetensors", "crc_fp16.safetensors"]
 )
 @pytest.mark.parametrize("block_bytes", [1, 17, 1 << 20])
-def test_files_of_mindspore_agree_with_their_crc(name: str, block_bytes: int) -> None:
+def test_files_of_mindspore_match_their_crc(name: str, block_bytes: int) -> None:
     assert check(FILES / name, block_bytes) == CrcCheck(True)
 
 
 @pytest.mark.parametrize("name", ["all_dtypes.ckpt", "plain.safetensors"])
-def test_without_a_crc_there_is_nothing_to_check(name: str) -> None:
+def test_a_file_without_a_crc_is_not_checked(name: str) -> None:
     outcome = check(FILES / name)
     assert not outcome.checked and "no CRC" in outcome.reason
 
 
-def test_any_changed_bit_of_content_is_noticed(tmp_path: Path) -> None:
+def test_any_changed_bit_of_content_is_a_mismatch(tmp_path: Path) -> None:
     tensors = {"a": np.arange(20, dtype="float32"), "b": np.arange(5, dtype="int16")}
     for path in (
         write_ckpt(tmp_path / "x.ckpt", tensors, crc=True),
@@ -81,7 +81,7 @@ def test_a_crc_of_more_than_32_bits_is_a_mismatch(tmp_path: Path) -> None:
         check(tmp_path / "x.ckpt")
 
 
-def test_map_tensors_are_not_counted_so_the_crc_says_nothing(tmp_path: Path) -> None:
+def test_the_crc_of_a_file_with_map_tensors_is_not_checked(tmp_path: Path) -> None:
     data = ckpt_bytes({"a": np.arange(4)})
     data += map_record("table", [np.arange(3, dtype="int32")] * 3) + trailer(data)
     (tmp_path / "x.ckpt").write_bytes(data)
@@ -92,7 +92,7 @@ def test_map_tensors_are_not_counted_so_the_crc_says_nothing(tmp_path: Path) -> 
 # safetensors: MindSpore takes `bytes(array)`, which for a 0-d integer is that many zero bytes.
 
 
-def test_scalars_of_every_type(tmp_path: Path) -> None:
+def test_scalars_of_every_dtype_match_their_crc(tmp_path: Path) -> None:
     tensors: dict[str, Source] = {
         "é": np.arange(3, dtype="float32"),
         "step": np.array(70_000, "int64"),
@@ -121,7 +121,7 @@ def test_a_0d_int4_counts_as_an_integer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [-1, 2**62])
-def test_integers_that_mindspore_cannot_have_counted_are_not_checkable(value: int, tmp_path: Path) -> None:
+def test_integers_outside_mindspores_crc_are_not_checked(value: int, tmp_path: Path) -> None:
     tensors: dict[str, Source] = {"a": np.arange(3), "seed": np.array(value)}
     path = write_safetensors(tmp_path / "x.safetensors", tensors, {"crc_num": "1"})
     outcome = check(path)
@@ -131,7 +131,7 @@ def test_integers_that_mindspore_cannot_have_counted_are_not_checkable(value: in
 # Reading.
 
 
-def test_blocks_are_reported_and_can_stop_the_check(tmp_path: Path) -> None:
+def test_the_check_reports_blocks_and_can_be_stopped(tmp_path: Path) -> None:
     path = write_ckpt(tmp_path / "x.ckpt", random_arrays(), crc=True)
     seen: list[int] = []
     with FileHandles() as handles:
@@ -146,7 +146,7 @@ def test_blocks_are_reported_and_can_stop_the_check(tmp_path: Path) -> None:
             check_crc(handles, index, 100, stop)
 
 
-def test_a_file_that_shrinks_meanwhile_is_worth_a_retry(tmp_path: Path) -> None:
+def test_a_file_that_shrinks_during_the_check_is_a_retryable_error(tmp_path: Path) -> None:
     path = write_ckpt(tmp_path / "x.ckpt", random_arrays(), crc=True)
     with FileHandles() as handles:
         index = read_index(handles, str(path))

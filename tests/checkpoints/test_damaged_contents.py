@@ -82,7 +82,9 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> Counter[Path]:
 
 
 @pytest.mark.parametrize("command", ["transform-dir", "by-rank", "--ranks", "--shard"])
-def test_a_replica_stands_in_and_no_file_is_checked_twice(joined: World, checked: Counter[Path], command: str) -> None:
+def test_a_replica_replaces_a_damaged_file_and_each_file_is_checked_once(
+    joined: World, checked: Counter[Path], command: str
+) -> None:
     joined.save(W, crc=True)
     rank = min(sources_of(joined, 0))
     (path,) = saved(joined, rank)
@@ -98,7 +100,7 @@ def test_a_replica_stands_in_and_no_file_is_checked_twice(joined: World, checked
     assert len(checked) == 3 and set(checked.values()) == {1}
 
 
-def test_without_a_sound_replica_it_is_an_error_that_names_the_files(joined: World) -> None:
+def test_without_an_intact_replica_the_error_names_the_damaged_files(joined: World) -> None:
     joined.save(W, crc=True)
     for path in saved(joined, 1, 3):
         damage(path)
@@ -109,7 +111,7 @@ def test_without_a_sound_replica_it_is_an_error_that_names_the_files(joined: Wor
     joined.convert("--crc", "never", "--check-replicas", "never")
 
 
-def test_when_all_files_are_damaged_those_that_were_needed_are_named(joined: World) -> None:
+def test_when_all_files_are_damaged_the_error_names_the_needed_ones(joined: World) -> None:
     joined.save(W, crc=True)
     paths = saved(joined, 0, 1, 2, 3)
     for path in paths:
@@ -121,7 +123,7 @@ def test_when_all_files_are_damaged_those_that_were_needed_are_named(joined: Wor
     joined.refuses(3, *paths, "no rank of pipeline stage 0 (ranks 0-3) has a readable file")
 
 
-def test_a_target_file_of_its_own_is_made_of_sound_files_too(joined: World) -> None:
+def test_a_single_target_file_is_made_from_intact_files(joined: World) -> None:
     joined.save(W, crc=True)
     first = min(sources_of(joined, 0))
     damage(*saved(joined, first))
@@ -139,7 +141,7 @@ def test_latest_falls_back_to_an_older_step_with_warnings(fallen: World) -> None
 
 
 @pytest.mark.parametrize("part", ["by-rank", "--ranks"])
-def test_some_ranks_do_not_fall_back_by_themselves(part: str, fallen: World) -> None:
+def test_some_ranks_do_not_fall_back_to_an_older_step(part: str, fallen: World) -> None:
     """Rank 0 is made of files that are sound: it would be of another step."""
     words: dict[str, list[Argument]] = {
         "by-rank": fallen.words(1, command="by-rank"),
@@ -153,7 +155,7 @@ def test_some_ranks_do_not_fall_back_by_themselves(part: str, fallen: World) -> 
     same_ranks(fallen.found(), fallen.expected(OLD))
 
 
-def test_the_same_command_goes_on_with_the_step_it_fell_back_to(fallen: World, checked: Counter[Path]) -> None:
+def test_the_same_command_resumes_with_the_older_step(fallen: World, checked: Counter[Path]) -> None:
     fallen.convert()
     whole = tree_bytes(fallen.dst)
     assert "nothing to write" in fallen.convert().err
@@ -167,9 +169,7 @@ def test_the_same_command_goes_on_with_the_step_it_fell_back_to(fallen: World, c
     assert {name: data for name, data in tree_bytes(fallen.dst).items() if name in whole} == whole
 
 
-def test_a_run_that_replaces_targets_goes_on_with_the_step_it_fell_back_to(
-    fallen: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_with_overwrite_resumes_with_the_older_step(fallen: World, monkeypatch: pytest.MonkeyPatch) -> None:
     fallen.convert()
     before = (fallen.dst / "rank_0" / "checkpoint_0.ckpt").stat().st_ino
     fallen.convert("--overwrite")
@@ -177,7 +177,7 @@ def test_a_run_that_replaces_targets_goes_on_with_the_step_it_fell_back_to(
     same_ranks(fallen.found(), fallen.expected(OLD))
 
 
-def test_a_newer_step_that_is_sound_again_is_another_conversion(fallen: World) -> None:
+def test_a_repaired_newer_step_is_another_conversion(fallen: World) -> None:
     fallen.convert()
     for path in saved(fallen, 1, 3):
         damage(path)
@@ -194,7 +194,7 @@ def staged(tmp_path: Path) -> World:
     return world
 
 
-def test_ranks_that_read_only_a_part_agree_with_an_earlier_run_that_found_the_file_damaged(
+def test_partial_reads_skip_files_that_an_earlier_run_recorded_as_damaged(
     staged: World, checked: Counter[Path]
 ) -> None:
     (first,) = sources_of(staged, 0)
@@ -212,14 +212,14 @@ def test_ranks_that_read_only_a_part_agree_with_an_earlier_run_that_found_the_fi
     assert "damaged" not in staged.by_rank(1).err
 
 
-def test_a_part_of_a_file_is_not_checked_and_that_is_said(staged: World) -> None:
+def test_a_partial_read_is_not_checked_and_is_reported(staged: World) -> None:
     (first,) = sources_of(staged, 1)
     damage(*saved(staged, first))
     result = staged.by_rank(1, "--check-replicas", "never")
     warns(result, "was not checked, because only a part of the file is read", *saved(staged, first))
 
 
-def test_a_file_that_differs_from_its_replica_is_checked_though_only_a_part_is_read(staged: World) -> None:
+def test_a_partially_read_file_that_differs_from_its_replica_is_checked(staged: World) -> None:
     (first,) = sources_of(staged, 1)
     (path,) = saved(staged, first)
     damage(path)
@@ -233,7 +233,7 @@ def test_a_file_that_differs_from_its_replica_is_checked_though_only_a_part_is_r
     fails(3, *staged.words("--overwrite"), says=["does not fit this checkpoint, or replicas have diverged"])
 
 
-def test_records_of_damage_do_not_stay_without_a_target(joined: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_records_of_damage_are_removed_without_a_target(joined: World, monkeypatch: pytest.MonkeyPatch) -> None:
     joined.save(W, crc=True)
     damage(*saved(joined, min(sources_of(joined, 0))))
     monkeypatch.setattr(os, "rename", _refused)
@@ -272,7 +272,7 @@ def compared(world: World, *options: Argument) -> Result:
     return reshard("verify", world.dst, "--src", world.src, *strategies, *options)
 
 
-def test_verify_compares_with_sound_files(repaired: World, checked: Counter[Path]) -> None:
+def test_verify_compares_with_intact_files(repaired: World, checked: Counter[Path]) -> None:
     result = compared(repaired)
     assert result.status == 0
     for rank, path in enumerate(saved(repaired, 0, 1)):
@@ -281,7 +281,7 @@ def test_verify_compares_with_sound_files(repaired: World, checked: Counter[Path
     assert compared(repaired, "--crc", "never").status == 4
 
 
-def test_verify_finds_what_was_made_of_damaged_contents(joined: World) -> None:
+def test_verify_finds_targets_made_from_damaged_files(joined: World) -> None:
     joined.save(W, crc=True)
     damage(*saved(joined, min(sources_of(joined, 0))))
     joined.convert("--crc", "never", "--check-replicas", "never", "--verify")
@@ -292,7 +292,7 @@ def test_verify_finds_what_was_made_of_damaged_contents(joined: World) -> None:
     assert compared(joined).status == 3
 
 
-def test_a_fingerprint_is_of_sound_files(repaired: World, checked: Counter[Path]) -> None:
+def test_fingerprint_reads_intact_files(repaired: World, checked: Counter[Path]) -> None:
     words: list[Argument] = ["fingerprint", repaired.src, "--strategy", repaired.old]
     made = done("fingerprint", repaired.dst, "--strategy", repaired.new).out
     result = done(*words)
@@ -303,7 +303,7 @@ def test_a_fingerprint_is_of_sound_files(repaired: World, checked: Counter[Path]
     assert checked == Counter(saved(repaired, 0, 1, 2, 3, 0, 2))
 
 
-def test_comparing_replicas_names_files_whose_contents_are_damaged(repaired: World) -> None:
+def test_verify_replicas_names_files_with_damaged_contents(repaired: World) -> None:
     words: list[Argument] = ["verify", repaired.src, "--replicas", "--strategy", repaired.old]
     found = fails(4, *words, "--json").json["differences"]
     assert [(difference["kind"], difference["ranks"]) for difference in found] == [("file", [0]), ("file", [1])]

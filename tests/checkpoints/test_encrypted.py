@@ -108,7 +108,7 @@ def test_encrypted_ranks_become_any_form(world: World, form: str, key_file: Path
 
 
 @pytest.mark.parametrize("io_", ["mmap", "pread"])
-def test_plain_files_and_all_modes_may_be_mixed(world: World, io_: str, key_file: Path) -> None:
+def test_plain_files_and_all_cipher_modes_may_be_mixed(world: World, io_: str, key_file: Path) -> None:
     made = save_twice(world, {0: "AES-GCM", 1: "AES-CBC", 3: "SM4-CBC"}, 100)
     world.convert("--decrypt-key-file", key_file, "--io", io_, "--verify")
     assert tree_bytes(world.dst) == made
@@ -116,7 +116,7 @@ def test_plain_files_and_all_modes_may_be_mixed(world: World, io_: str, key_file
 
 @pytest.mark.parametrize("size", [16, 24, 32])
 @pytest.mark.parametrize("mode", ["AES-GCM", "AES-CBC"])
-def test_keys_of_every_length_fit_aes(mode: str, size: int, tmp_path: Path) -> None:
+def test_aes_accepts_keys_of_every_length(mode: str, size: int, tmp_path: Path) -> None:
     key = bytes(range(size))
     data = ckpt_bytes({"w": value("w", (5, 7))})
     (tmp_path / "net.ckpt").write_bytes(encrypted(data, mode, key, 40))
@@ -126,7 +126,7 @@ def test_keys_of_every_length_fit_aes(mode: str, size: int, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_crc_after_the_last_block_says_nothing(world: World, mode: str, key_file: Path) -> None:
+def test_a_crc_after_the_last_block_is_ignored(world: World, mode: str, key_file: Path) -> None:
     made = save_twice(world, mode, 64)
     for path in world.src.glob("*/*.ckpt"):
         path.write_bytes(path.read_bytes() + b"crc_num" + bytes(10))
@@ -134,7 +134,7 @@ def test_a_crc_after_the_last_block_says_nothing(world: World, mode: str, key_fi
     assert tree_bytes(world.dst) == made
 
 
-def test_commands_say_the_same_of_an_encrypted_tree_as_of_the_plain_one(plain: World, key_file: Path) -> None:
+def test_commands_print_the_same_for_an_encrypted_and_a_plain_tree(plain: World, key_file: Path) -> None:
     plain.save(FULL)
     plain.convert()
     strategies: list[Argument] = ["--src-strategy", plain.old, "--dst-strategy", plain.new]
@@ -189,7 +189,7 @@ def test_lost_ranks_are_recovered_from_encrypted_replicas(plain: World, key_file
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("block", [16, 100, 70_000, 300_000, 600_000])
-def test_any_range_is_read_as_what_was_encrypted(mode: str, block: int, tmp_path: Path) -> None:
+def test_any_range_of_an_encrypted_file_is_decrypted(mode: str, block: int, tmp_path: Path) -> None:
     data = ckpt_bytes({"w": value("w", (3, 57_000 if mode != "SM4-CBC" else 9_000))})
     data = data[:40_000] if block == 16 else data
     path = tmp_path / "net.ckpt"
@@ -238,7 +238,7 @@ def small_file(tmp_path: Path, mode: str, block: int = 50) -> tuple[Path, Decryp
 
 
 @pytest.mark.parametrize("block", [50, 1000])
-def test_a_byte_that_is_changed_anywhere_is_noticed_with_aes_gcm(block: int, tmp_path: Path) -> None:
+def test_aes_gcm_detects_a_change_of_any_byte(block: int, tmp_path: Path) -> None:
     path, decryption, expected = small_file(tmp_path, "AES-GCM", block)
     assert contents(path, decryption) == expected
     data = path.read_bytes()
@@ -257,7 +257,7 @@ def test_a_byte_that_is_changed_anywhere_is_noticed_with_aes_gcm(block: int, tmp
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_file_cut_short_anywhere_is_an_error(mode: str, tmp_path: Path) -> None:
+def test_an_encrypted_file_truncated_anywhere_is_an_error(mode: str, tmp_path: Path) -> None:
     path, decryption, _ = small_file(tmp_path, mode)
     data = path.read_bytes()
     # With less than the mark there is nothing to tell that it was encrypted.
@@ -269,7 +269,7 @@ def test_a_file_cut_short_anywhere_is_an_error(mode: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("mode", ["AES-CBC", "SM4-CBC"])
-def test_damage_of_cbc_is_told_from_a_wrong_key_where_the_beginning_is_right(mode: str, tmp_path: Path) -> None:
+def test_damage_of_cbc_is_distinguished_from_a_wrong_key(mode: str, tmp_path: Path) -> None:
     path, decryption, _ = small_file(tmp_path, mode)
     data = path.read_bytes()
     # The padding of the last block.
@@ -282,7 +282,7 @@ def test_damage_of_cbc_is_told_from_a_wrong_key_where_the_beginning_is_right(mod
         contents(path, decryption)
 
 
-def test_a_structure_that_breaks_after_cbc_says_that_nothing_authenticates_it(tmp_path: Path) -> None:
+def test_the_error_for_damaged_cbc_names_the_missing_authentication(tmp_path: Path) -> None:
     path, decryption, _ = small_file(tmp_path, "AES-CBC", 1000)
     data = bytearray(path.read_bytes())
     data[32 + 16] ^= 0xFF
@@ -293,7 +293,7 @@ def test_a_structure_that_breaks_after_cbc_says_that_nothing_authenticates_it(tm
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("block", [1 << 20, 50])
-def test_a_wrong_key_is_an_error_that_names_the_file_and_no_key(world: World, mode: str, block: int) -> None:
+def test_a_wrong_key_error_names_the_file_and_hides_the_key(world: World, mode: str, block: int) -> None:
     world.save(FULL)
     encrypt_tree(world.src, mode, block)
     wrong = with_key(world.root / "key", OTHER_KEY)
@@ -303,7 +303,7 @@ def test_a_wrong_key_is_an_error_that_names_the_file_and_no_key(world: World, mo
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_no_wrong_key_of_many_passes_for_the_right_one(mode: str, tmp_path: Path) -> None:
+def test_many_wrong_keys_are_all_refused(mode: str, tmp_path: Path) -> None:
     path, _, _ = small_file(tmp_path, mode)
     picked = random.Random(mode)
     for _ in range(300):
@@ -312,7 +312,7 @@ def test_no_wrong_key_of_many_passes_for_the_right_one(mode: str, tmp_path: Path
             contents(path, Decryption(str(tmp_path / "key")))
 
 
-def test_another_mode_than_the_one_asked_for_is_an_error(world: World, key_file: Path) -> None:
+def test_a_file_of_another_cipher_mode_is_an_error(world: World, key_file: Path) -> None:
     world.save(FULL)
     encrypt_file(world.src / "rank_1" / "net-1_10.ckpt", "AES-CBC")
     asked = ("--decrypt-key-file", key_file, "--decrypt-mode", "AES-GCM")
@@ -327,7 +327,7 @@ def test_an_sm4_key_has_16_bytes(world: World) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_without_the_key_the_option_is_named(world: World, mode: str) -> None:
+def test_without_a_key_the_error_names_the_option(world: World, mode: str) -> None:
     world.save(FULL)
     encrypt_tree(world.src, {3: mode})
     world.refuses(3, "rank_3", f"encrypted with {mode}", "--decrypt-key-file FILE")
@@ -349,7 +349,7 @@ def with_changed_byte(path: Path, place: float) -> Path:
 
 
 @pytest.mark.parametrize("place", [0.21, 0.5, 1.0])
-def test_replicas_stand_in_for_a_file_with_a_wrong_tag(large: World, place: float, key_file: Path) -> None:
+def test_replicas_replace_a_file_with_a_wrong_tag(large: World, place: float, key_file: Path) -> None:
     large.convert()
     made = tree_bytes(large.dst)
     shutil.rmtree(large.dst)
@@ -363,7 +363,7 @@ def test_replicas_stand_in_for_a_file_with_a_wrong_tag(large: World, place: floa
 
 
 @pytest.mark.parametrize("io_", ["mmap", "pread"])
-def test_a_wrong_tag_that_nobody_looked_for_ends_the_conversion(large: World, io_: str, key_file: Path) -> None:
+def test_a_wrong_tag_ends_the_conversion_although_crc_is_never(large: World, io_: str, key_file: Path) -> None:
     encrypt_tree(large.src, "AES-GCM", 4000)
     path = with_changed_byte(large.src / "rank_0" / "net-1_10.ckpt", 0.5)
     options = ("--decrypt-key-file", key_file, "--crc", "never", "--check-replicas", "never", "--io", io_)
@@ -393,25 +393,25 @@ def test_the_key_may_come_through_a_pipe(key_file: Path) -> None:
 
 @pytest.mark.parametrize("end", [b"", b"\n", b"\r\n"])
 @pytest.mark.parametrize("key", [KEY, KEY[:15] + b"\n", bytes(24), bytes(range(32))])
-def test_the_end_of_a_line_is_no_part_of_the_key(key: bytes, end: bytes, tmp_path: Path) -> None:
+def test_a_trailing_newline_is_not_part_of_the_key(key: bytes, end: bytes, tmp_path: Path) -> None:
     (tmp_path / "key").write_bytes(key + end)
     assert Decryption(str(tmp_path / "key")).key == key
 
 
 @pytest.mark.parametrize("content", [b"", KEY[:15], KEY + b"0", KEY + b"\n\n", b"00" * 17, b"x" * 5000])
-def test_what_is_no_key_is_an_error_that_does_not_show_it(world: World, content: bytes) -> None:
+def test_an_invalid_key_is_an_error_that_hides_it(world: World, content: bytes) -> None:
     world.save(FULL)
     result = world.refuses(3, "--decrypt-key-file", "16, 24 or 32", options=tuple(with_key(world.root / "k", content)))
     assert not content.strip() or content.decode() not in result.err
 
 
-def test_a_key_in_place_of_its_file_is_not_repeated(world: World) -> None:
+def test_a_key_typed_as_its_file_is_not_repeated(world: World) -> None:
     world.save(FULL)
     result = world.refuses(3, "the file does not exist", options=("--decrypt-key-file", KEY.decode()))
     assert KEY.decode() not in result.err + result.out
 
 
-def test_a_directory_is_no_key(world: World) -> None:
+def test_a_directory_as_key_file_is_an_error(world: World) -> None:
     world.save(FULL)
     world.refuses(3, "--decrypt-key-file", "directory", options=("--decrypt-key-file", world.src))
 
@@ -437,7 +437,7 @@ def test_neither_the_key_nor_its_file_is_recorded_or_shown(world: World, tmp_pat
     assert pickle.loads(pickle.dumps(decryption)).key == KEY
 
 
-def test_a_conversion_is_resumed_with_the_key_given_again(world: World, key_file: Path) -> None:
+def test_resume_takes_the_key_again(world: World, key_file: Path) -> None:
     made = save_twice(world, "AES-CBC", 100)
     world.convert("--ranks", "0", "--decrypt-key-file", key_file)
     world.run("--decrypt-key-file", key_file, "--dry-run")
@@ -456,7 +456,7 @@ def test_workers_do_not_get_a_key_from_standard_input(world: World, monkeypatch:
     world.refuses(2, "--decrypt-key-file -", "--scheduler", options=options)
 
 
-def test_sm4_that_openssl_lacks_is_said(world: World, key_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_openssl_without_sm4_is_reported(world: World, key_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from cryptography.exceptions import UnsupportedAlgorithm
 
     world.save(FULL)

@@ -44,7 +44,7 @@ def test_a_file_is_opened_once(paths: list[str]) -> None:
         assert handles.opened == 6
 
 
-def test_the_longest_unused_is_closed_first(paths: list[str]) -> None:
+def test_the_least_recently_used_file_is_closed_first(paths: list[str]) -> None:
     with FileHandles(limit=2) as handles:
         for path in (paths[0], paths[1], paths[0], paths[2], paths[0]):
             with handles.borrow(path):
@@ -56,9 +56,7 @@ def test_the_longest_unused_is_closed_first(paths: list[str]) -> None:
 
 
 @pytest.mark.parametrize("same_size", [True, False])
-def test_a_file_that_was_replaced_is_not_opened_again_as_if_it_were_the_same(
-    paths: list[str], tmp_path: Path, same_size: bool
-) -> None:
+def test_a_replaced_file_is_an_error_when_reopened(paths: list[str], tmp_path: Path, same_size: bool) -> None:
     with FileHandles(limit=1) as handles:
         for path in paths[:2]:
             with handles.borrow(path):
@@ -71,7 +69,7 @@ def test_a_file_that_was_replaced_is_not_opened_again_as_if_it_were_the_same(
         assert isinstance(reading_error(paths[0], caught.value), RetryableError)
 
 
-def test_no_more_than_the_limit_stay_open(paths: list[str]) -> None:
+def test_open_files_stay_within_the_limit(paths: list[str]) -> None:
     handles = FileHandles(limit=2)
     fds = []
     for path in paths:
@@ -102,7 +100,7 @@ def test_descriptors_are_read_only_and_not_inherited(paths: list[str]) -> None:
             os.write(fd, b"x")
 
 
-def test_a_failed_open_leaves_nothing_behind(paths: list[str], tmp_path: Path) -> None:
+def test_a_failed_open_leaves_no_descriptor(paths: list[str], tmp_path: Path) -> None:
     with FileHandles() as handles:
         with pytest.raises(FileNotFoundError), handles.borrow(str(tmp_path / "none")):
             pass
@@ -112,7 +110,7 @@ def test_a_failed_open_leaves_nothing_behind(paths: list[str], tmp_path: Path) -
         assert handles.opened == 1
 
 
-def test_room_is_made_when_the_process_has_no_descriptors_left(
+def test_handles_are_closed_when_the_process_has_no_free_descriptor(
     paths: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     handles = FileHandles(limit=10)
@@ -133,7 +131,7 @@ def test_room_is_made_when_the_process_has_no_descriptors_left(
     handles.close()
 
 
-def test_threads_share_it(paths: list[str]) -> None:
+def test_threads_share_handles(paths: list[str]) -> None:
     failures: list[object] = []
     with FileHandles(limit=2) as handles:
 
@@ -153,25 +151,25 @@ def test_threads_share_it(paths: list[str]) -> None:
     assert not failures
 
 
-def test_the_default_limit_leaves_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_limit_leaves_descriptors_for_other_code(monkeypatch: pytest.MonkeyPatch) -> None:
     for soft, most in ((1024, 512), (20, 10), (1 << 20, 1024), (-1, 1024)):
         monkeypatch.setattr(resource, "getrlimit", lambda which, soft=soft: (soft, soft))
         assert FileHandles().limit == most
 
 
 @pytest.mark.parametrize("number", [errno.ENOENT, errno.EACCES, errno.EISDIR, errno.ENOTDIR])
-def test_errors_that_last_are_errors_of_the_input(number: int) -> None:
+def test_permanent_errors_are_input_errors(number: int) -> None:
     error = reading_error("x.ckpt", OSError(number, "why"))
     assert isinstance(error, CheckpointError) and str(error).startswith("x.ckpt: ")
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.ENFILE])
-def test_errors_that_may_pass_are_worth_a_retry(number: int) -> None:
+def test_transient_errors_are_retryable(number: int) -> None:
     error = reading_error("x.ckpt", OSError(number, "why"))
     assert isinstance(error, RetryableError) and "why" in str(error)
 
 
-def test_whether_a_file_has_changed_is_asked_by_opening_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changes_of_a_file_are_detected_by_opening_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Network file systems answer `stat` from memory for up to a minute, and ask the server when a file is opened."""
     path = tmp_path / "a.ckpt"
     path.write_bytes(b"before")

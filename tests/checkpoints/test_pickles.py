@@ -47,12 +47,12 @@ class _Runs:
 
 
 @given(VALUES, st.integers(2, 5))
-def test_what_python_pickles_of_plain_values_is_read(value: Any, protocol: int) -> None:
+def test_pickles_of_plain_values_are_read(value: Any, protocol: int) -> None:
     assert read_pickle(pickle.dumps(value, protocol), NOTHING) == value
 
 
 @given(VALUES)
-def test_what_is_written_is_read_by_python_and_here(value: Any) -> None:
+def test_written_pickles_are_read_by_python_and_reshard(value: Any) -> None:
     # Bytes are written only where they came in a pickle of their own.
     assumed = _without_bytes(value)
     data = b"".join(pickled(assumed))
@@ -70,20 +70,20 @@ def _without_bytes(value: Any) -> Any:
     return value
 
 
-def test_a_dictionary_of_many_pairs_is_written_piece_by_piece() -> None:
+def test_a_large_dictionary_is_written_in_batches() -> None:
     count = 2500
     data = b"".join(pickled(Pairs((str(number), [number]) for number in range(count))))
     assert pickle.loads(data) == {str(number): [number] for number in range(count)}
 
 
-def test_an_ordered_dictionary_with_attributes_is_a_dictionary() -> None:
+def test_an_ordered_dictionary_with_attributes_is_read_as_a_dictionary() -> None:
     value: OrderedDict[str, int] = OrderedDict(a=1, b=2)
     value.extra = 5  # type: ignore[attr-defined]
     for protocol in range(2, 6):
         assert read_pickle(pickle.dumps(value, protocol), NOTHING) == {"a": 1, "b": 2}
 
 
-def test_allowed_classes_become_instances_and_are_not_imported() -> None:
+def test_allowed_classes_become_records_and_are_not_imported() -> None:
     data = b"\x80\x02cno.such.module\nThing\n)\x81}X\x01\x00\x00\x00aK\x05sb."
     found = read_pickle(data, among(["no.such.module.Thing"]))
     assert isinstance(found, PickledInstance)
@@ -144,7 +144,9 @@ ATTACKS = {
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
-def test_attacks_are_refused_and_nothing_runs(attack: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hostile_pickles_are_refused_and_run_nothing(
+    attack: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     tracemalloc.start()
     try:
@@ -160,24 +162,24 @@ DEPTH = 30_000
 
 
 @pytest.mark.parametrize(("opening", "closing"), [(b"]", b"a"), (b"}X\x01\x00\x00\x00a", b"s"), (b"", b"\x85")])
-def test_deep_nests_do_not_recurse(opening: bytes, closing: bytes) -> None:
+def test_deep_nesting_does_not_recurse(opening: bytes, closing: bytes) -> None:
     value = read_pickle(b"\x80\x02" + opening * DEPTH + b"N" + closing * DEPTH + b".", NOTHING)
     with pytest.raises(NotPlain):
         plain(value)
 
 
-def test_deep_nests_of_marks_are_refused() -> None:
+def test_deeply_nested_marks_are_refused() -> None:
     with pytest.raises(PickleError, match="too much memory"):
         read_pickle(b"\x80\x02" + b"(" * DEPTH + b"N" + b"t" * DEPTH + b".", NOTHING)
 
 
-def test_deep_tuples_are_no_keys() -> None:
+def test_deep_tuples_are_refused_as_keys() -> None:
     deep = b"\x80\x02}N" + b"\x85" * DEPTH + b"K\x01s."
     with pytest.raises(PickleError):
         read_pickle(deep, NOTHING)
 
 
-def test_lists_that_hold_each_other_many_times_take_no_memory_and_are_not_shown() -> None:
+def test_lists_with_exponential_content_take_bounded_memory_and_are_not_shown() -> None:
     # Each level holds the one before twice: 2 ** 60 leaves in some hundred bytes.
     data = b"\x80\x02]q\x00" + b"".join(
         b"](h" + bytes([level]) + b"h" + bytes([level]) + b"eq" + bytes([level + 1]) for level in range(60)
@@ -187,7 +189,7 @@ def test_lists_that_hold_each_other_many_times_take_no_memory_and_are_not_shown(
         plain(value)
 
 
-def test_a_list_that_holds_itself_is_not_shown() -> None:
+def test_a_list_that_contains_itself_is_not_shown() -> None:
     value: list[Any] = []
     value.append(value)
     found = read_pickle(pickle.dumps(value, 4), NOTHING)
@@ -221,7 +223,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("attack", some_of(HOSTILE, 3))
-def test_memory_is_a_small_multiple_of_the_bytes(attack: str) -> None:
+def test_memory_of_reading_pickles_is_a_small_multiple_of_their_size(attack: str) -> None:
     first, repeated = HOSTILE[attack]
     data = b"\x80\x02" + first + repeated * ((1 << 18) // len(repeated))
     tracemalloc.start()
@@ -233,7 +235,7 @@ def test_memory_is_a_small_multiple_of_the_bytes(attack: str) -> None:
         tracemalloc.stop()
 
 
-def test_many_items_of_an_instance_take_no_longer_than_those_of_a_list() -> None:
+def test_items_of_an_instance_take_linear_time() -> None:
     count = 200_000
     data = b"\x80\x02cno.such\nThing\n)\x81" + b"K\x01a" * count + b"K\x01K\x02s" * count + b"."
     began = time.monotonic()
@@ -242,17 +244,17 @@ def test_many_items_of_an_instance_take_no_longer_than_those_of_a_list() -> None
     assert time.monotonic() - began < 30
 
 
-def test_memo_numbers_may_be_left_out() -> None:
+def test_memo_numbers_may_have_gaps() -> None:
     assert read_pickle(b"\x80\x02K\x07r\xff\xff\xff\xff0j\xff\xff\xff\xff.", NOTHING) == 7
     assert read_pickle(b"\x80\x04K\x01q\x05\x94K\x02\x94h\x05\x86.", NOTHING) == (2, 1)
 
 
-def test_operations_are_counted() -> None:
+def test_the_number_of_operations_is_limited() -> None:
     with pytest.raises(PickleError, match="more than 10 operations"):
         read_pickle(b"\x80\x02" + b"N0" * 100 + b"N.", NOTHING, operations=10)
 
 
-def test_plain_values_are_shown_as_json_has_them() -> None:
+def test_plain_values_are_shown_as_json() -> None:
     namespace = PickledInstance("argparse.Namespace", (), {"layers": 2})
     value = {"a": (1, 2.5, None, True), "b": [b"\x01\xff"], "args": namespace, "type": Global("torch.float32")}
     shown = {"a": [1, 2.5, None, True], "b": ["01ff"], "args": {"layers": 2}, "type": "torch.float32"}
@@ -261,7 +263,7 @@ def test_plain_values_are_shown_as_json_has_them() -> None:
         plain(PickledInstance("torch.Generator"))
 
 
-def test_keys_take_no_longer_than_their_bytes() -> None:
+def test_keys_take_linear_time() -> None:
     # A tuple that holds another one many times, level by level: a billion elements to hash in some hundred bytes.
     nested = b"(" + b"N" * 180 + b"tq\x000"
     for level in range(3):

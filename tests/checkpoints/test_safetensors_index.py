@@ -43,7 +43,7 @@ def contents(index: CheckpointIndex) -> dict[str, bytes]:
     }
 
 
-def test_what_the_library_wrote(tmp_path: Path) -> None:
+def test_files_of_the_library_are_indexed(tmp_path: Path) -> None:
     arrays = {name: array for name, array in random_arrays().items() if array.dtype != np.complex64}
     arrays["empty"] = np.zeros((0, 3), "float32")
     index = index_bytes(safetensors.numpy.save(arrays, metadata={"format": "ms"}), tmp_path)
@@ -56,7 +56,7 @@ def test_what_the_library_wrote(tmp_path: Path) -> None:
     assert index.metadata == {"format": "ms"} and index.crc is None
 
 
-def test_types_that_numpy_lacks(tmp_path: Path) -> None:
+def test_dtypes_without_a_numpy_type_are_indexed(tmp_path: Path) -> None:
     tensors = {
         "bf16": ("BFloat16", (2, 2), b"abcdefgh"),
         "e4m3": ("Float8E4M3FN", (3,), b"ijk"),
@@ -72,7 +72,7 @@ def test_types_that_numpy_lacks(tmp_path: Path) -> None:
     assert contents(index) == {name: content for name, (_, _, content) in tensors.items()}
 
 
-def test_tensors_come_in_the_order_of_their_bytes(tmp_path: Path) -> None:
+def test_tensors_are_in_the_order_of_their_offsets(tmp_path: Path) -> None:
     header = {
         "late": {"dtype": "U8", "shape": [2], "data_offsets": [3, 5]},
         "empty": {"dtype": "U8", "shape": [0], "data_offsets": [3, 3]},
@@ -85,11 +85,11 @@ def test_tensors_come_in_the_order_of_their_bytes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("header", ["{}      ", "{}", '{"__metadata__":{}}', '{"__metadata__":null}'])
-def test_an_empty_save(header: str, tmp_path: Path) -> None:
+def test_a_file_without_tensors_is_indexed(header: str, tmp_path: Path) -> None:
     assert index_bytes(header_bytes(header, pad=1), tmp_path).tensors == {}
 
 
-def test_beyond_four_gibibytes(tmp_path: Path) -> None:
+def test_offsets_over_four_gibibytes_are_indexed(tmp_path: Path) -> None:
     size = 5 << 30
     header = {
         "big": {"dtype": "BF16", "shape": [size // 2], "data_offsets": [0, size]},
@@ -169,7 +169,7 @@ MALFORMED = {
 
 
 @pytest.mark.parametrize("case", MALFORMED)
-def test_malformed_files_are_damage_and_the_library_agrees(case: str, tmp_path: Path) -> None:
+def test_malformed_files_are_refused_here_and_by_the_library(case: str, tmp_path: Path) -> None:
     with pytest.raises(DamagedCheckpointError) as caught:
         index_bytes(MALFORMED[case], tmp_path)
     assert "made.safetensors" in str(caught.value)
@@ -189,20 +189,20 @@ def test_an_int4_mark_on_another_type_is_damage(tmp_path: Path) -> None:
         index_bytes(safetensors_bytes({"a": np.arange(3, dtype="int32")}, {"a": "Int4"}), tmp_path)
 
 
-def test_elements_of_less_than_a_byte_are_refused_by_name(tmp_path: Path) -> None:
+def test_dtypes_under_one_byte_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="'a' has type F4") as caught:
         index_bytes(header_bytes({"a": {"dtype": "F4", "shape": [6], "data_offsets": [0, 3]}}) + b"abc", tmp_path)
     assert not isinstance(caught.value, DamagedCheckpointError)
 
 
-def test_every_truncation_is_noticed(tmp_path: Path) -> None:
+def test_every_truncation_is_an_error(tmp_path: Path) -> None:
     data = safetensors_bytes(random_arrays(), {"format": "ms"})
     for length in range(0, len(data), 3):
         with pytest.raises(DamagedCheckpointError):
             index_bytes(data[:length], tmp_path)
 
 
-def test_random_damage_is_an_error_or_what_the_library_reads(tmp_path: Path) -> None:
+def test_random_damage_is_an_error_or_read_as_the_library_does(tmp_path: Path) -> None:
     # Not every version of the library knows complex numbers.
     arrays = {name: array for name, array in random_arrays().items() if array.dtype != np.complex64}
     original = safetensors_bytes(arrays, {"format": "ms"})

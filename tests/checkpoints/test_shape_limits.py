@@ -46,7 +46,7 @@ def write(path: Path, shape: list[int], nbytes: int) -> Path:
         ([1 << 20, 0, 1 << 20], 0),
     ],
 )
-def test_shapes_up_to_the_limits_are_like_others(
+def test_shapes_up_to_the_limits_are_accepted(
     shape: list[int], nbytes: int, command: list[Argument], tmp_path: Path
 ) -> None:
     done(*words(command, write(tmp_path / "w.safetensors", shape, nbytes)))
@@ -63,7 +63,7 @@ def test_shapes_up_to_the_limits_are_like_others(
         ([1 << 31, 0, 1 << 31, 1 << 31], 0, f"supports {MAX_ELEMENTS:,} elements"),
     ],
 )
-def test_shapes_beyond_the_limits_are_errors_that_name_them(
+def test_shapes_over_the_limits_are_errors_that_name_the_limit(
     shape: list[int], nbytes: int, says: str, command: list[Argument], tmp_path: Path
 ) -> None:
     path = write(tmp_path / "w.safetensors", shape, nbytes)

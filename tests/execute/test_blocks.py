@@ -27,7 +27,7 @@ SHAPES = st.lists(st.integers(1, 6), max_size=4).map(tuple)
 
 
 @given(SHAPES, st.data())
-def test_boxes_of_a_range_are_its_elements_in_order(shape: tuple[int, ...], data: st.DataObject) -> None:
+def test_boxes_of_a_range_cover_its_elements_in_order(shape: tuple[int, ...], data: st.DataObject) -> None:
     count = math.prod(shape)
     start = data.draw(st.integers(0, count))
     stop = data.draw(st.integers(start, count))
@@ -42,7 +42,7 @@ def test_boxes_of_a_range_are_its_elements_in_order(shape: tuple[int, ...], data
 
 
 @given(SHAPES.filter(lambda shape: len(shape) > 0 and math.prod(shape) > 8))
-def test_a_range_takes_few_boxes(shape: tuple[int, ...]) -> None:
+def test_a_range_becomes_few_boxes(shape: tuple[int, ...]) -> None:
     count = math.prod(shape)
     # Whole rows wherever they fit: never more than two partial levels per dimension.
     assert len(list(boxes_of_range(shape, 0, count, count))) == 1
@@ -81,7 +81,7 @@ def tensors(draw: st.DrawFn, directory: Path) -> tuple[TargetTensor, npt.NDArray
 
 @examples(60)
 @given(st.data())
-def test_elements_are_put_in_their_places_whatever_lies_together_in_memory(data: st.DataObject) -> None:
+def test_elements_are_placed_correctly_for_any_memory_order(data: st.DataObject) -> None:
     shape = data.draw(st.lists(st.sampled_from([1, 2, 5, 17, 140, 300]), min_size=1, max_size=4), "shape")
     while math.prod(shape) > 200_000:
         shape[shape.index(max(shape))] = 2
@@ -97,7 +97,7 @@ def test_elements_are_put_in_their_places_whatever_lies_together_in_memory(data:
     assert step == 1 or not view[1::step].any()
 
 
-def test_runs_are_copied_only_where_stored_bytes_are_those_of_the_target() -> None:
+def test_only_runs_of_equal_bytes_are_copied() -> None:
     anything: Any = object()
     box = ((0, 4), (0, 8))
     stored = StoredSlice("a", 0, ((100, 64),), box)
@@ -115,7 +115,9 @@ def reader(storage: Storage, mapped: bool, handles: FileHandles) -> ByteReader:
 
 
 @READERS
-def test_a_tensor_is_the_same_through_any_reader_and_buffer(storage: Storage, mapped: bool, tmp_path: Path) -> None:
+def test_a_tensor_is_the_same_through_any_reader_and_buffer_size(
+    storage: Storage, mapped: bool, tmp_path: Path
+) -> None:
     @examples(150)
     @given(st.data())
     def check(data: st.DataObject) -> None:

@@ -77,13 +77,13 @@ def check(bits: list[int], stored: str, dtype: str) -> None:
 
 @pytest.mark.parametrize(("stored", "dtype"), PAIRS)
 @given(data=st.data())
-def test_every_element_is_the_nearest_there_is(stored: str, dtype: str, data: Any) -> None:
+def test_casts_round_to_the_nearest_value(stored: str, dtype: str, data: Any) -> None:
     width = sum(FIELDS[stored]) + 1
     check(data.draw(st.lists(st.integers(0, (1 << width) - 1), min_size=1, max_size=20)), stored, dtype)
 
 
 @pytest.mark.parametrize(("stored", "dtype"), PAIRS)
-def test_what_lies_beside_and_between_elements_is_rounded_once(stored: str, dtype: str) -> None:
+def test_values_near_ties_are_rounded_once(stored: str, dtype: str) -> None:
     exponent_bits, mantissa_bits = FIELDS[dtype]
     bits = []
     for number in (0, 1, 2, (1 << mantissa_bits) - 1, 1 << mantissa_bits, 0x3C00, 0x3F80):
@@ -100,7 +100,7 @@ def test_what_lies_beside_and_between_elements_is_rounded_once(stored: str, dtyp
 
 
 @pytest.mark.parametrize(("stored", "dtype"), PAIRS)
-def test_what_is_no_number_infinite_or_the_largest_comes_out_so(stored: str, dtype: str) -> None:
+def test_nan_infinity_and_the_largest_value_survive_casts(stored: str, dtype: str) -> None:
     exponent_bits, mantissa_bits = FIELDS[stored]
     infinite = ((1 << exponent_bits) - 1) << mantissa_bits
     sign = 1 << (exponent_bits + mantissa_bits)
@@ -110,9 +110,7 @@ def test_what_is_no_number_infinite_or_the_largest_comes_out_so(stored: str, dty
 
 @pytest.mark.parametrize("shape", [(300_000,), (700, 500), (3, 200, 400), (1, 1, 7)])
 @pytest.mark.parametrize("transposed", [False, True])
-def test_blocks_and_tiles_give_what_elements_give_and_count_what_overflows(
-    shape: tuple[int, ...], transposed: bool
-) -> None:
+def test_casts_by_blocks_equal_casts_by_element_and_count_overflows(shape: tuple[int, ...], transposed: bool) -> None:
     random = np.random.default_rng(0)
     values = random.standard_normal(shape).astype("f4")
     flat = values.reshape(-1)
@@ -130,7 +128,7 @@ def test_blocks_and_tiles_give_what_elements_give_and_count_what_overflows(
 
 
 @pytest.mark.parametrize(("stored", "dtype"), PAIRS)
-def test_blocks_of_ordinary_numbers_give_what_elements_give(stored: str, dtype: str) -> None:
+def test_casts_of_ordinary_blocks_equal_casts_by_element(stored: str, dtype: str) -> None:
     """Around every element of the narrower type and every middle between two, in blocks without special ones."""
     narrower = stored if WORDS[stored] == "u2" else dtype if WORDS[dtype] == "u2" else "Float16"
     largest = 65504.0 if "Float16" in (stored, dtype, narrower) else 2.0**127

@@ -77,7 +77,7 @@ def at_first_write(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Callable[[]
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("crc", [False, True])
 @pytest.mark.parametrize("io", ["mmap", "pread"])
-def test_a_source_that_changes_while_it_is_read_is_an_error_and_nothing_of_it_is_kept(
+def test_a_source_modified_during_the_run_is_an_error_without_targets(
     way: Callable[[Path, bytes], None], crc: bool, io: str, world: World, at_first_write: list[Callable[[], None]]
 ) -> None:
     world.save(OTHER, crc=crc)
@@ -90,9 +90,7 @@ def test_a_source_that_changes_while_it_is_read_is_an_error_and_nothing_of_it_is
     assert not list(world.dst.glob("rank_*/*"))
 
 
-def test_a_source_that_is_cut_short_while_it_is_read_is_an_error(
-    world: World, at_first_write: list[Callable[[], None]]
-) -> None:
+def test_a_source_truncated_during_the_run_is_an_error(world: World, at_first_write: list[Callable[[], None]]) -> None:
     """By default: a process that looks at it through a memory map would be killed."""
     world.save(NEW)
     for path in world.src.rglob("*.ckpt"):
@@ -116,7 +114,7 @@ main()
 """
 
 
-def test_a_process_that_is_killed_by_a_source_that_was_cut_short_leaves_nothing_but_a_temporary_file(
+def test_a_process_killed_by_a_truncated_map_leaves_only_a_temporary_file(
     world: World,
 ) -> None:
     world.save(NEW)
@@ -133,7 +131,7 @@ def test_a_process_that_is_killed_by_a_source_that_was_cut_short_leaves_nothing_
 
 
 @pytest.mark.parametrize("command", ["fingerprint", "verify --src", "verify --replicas", "--verify"])
-def test_what_is_told_of_a_source_that_changes_meanwhile_is_an_error(
+def test_commands_that_print_results_refuse_a_source_modified_meanwhile(
     command: str, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A fingerprint of half of each of two checkpoints is worse than none, and so is a difference from it."""
@@ -163,7 +161,7 @@ def test_what_is_told_of_a_source_that_changes_meanwhile_is_an_error(
 
 
 @pytest.mark.parametrize("command", ["transform-dir", "strategy check"])
-def test_a_strategy_is_not_blamed_for_replicas_that_are_being_written_anew(
+def test_replicas_under_rewrite_are_not_reported_as_a_wrong_strategy(
     command: str, plain: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain.save(OTHER)
@@ -181,9 +179,7 @@ def test_a_strategy_is_not_blamed_for_replicas_that_are_being_written_anew(
     fails(1, *words, says=["replaced or changed"])
 
 
-def test_targets_that_need_no_changed_source_are_finished(
-    tmp_path: Path, at_first_write: list[Callable[[], None]]
-) -> None:
+def test_targets_of_unchanged_sources_are_finished(tmp_path: Path, at_first_write: list[Callable[[], None]]) -> None:
     world = World(tmp_path, TWO, TWO)
     world.save(NEW)
     path = world.src / "rank_1" / "net-1_10.ckpt"
@@ -192,7 +188,7 @@ def test_targets_that_need_no_changed_source_are_finished(
     assert list(world.found()) == [0]
 
 
-def test_sources_that_change_after_their_targets_are_written_end_in_no_manifest(
+def test_sources_modified_after_their_targets_prevent_the_manifest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another checkpoint is copied over the source: rank 0's target is of the one, rank 1's would be of the other."""
@@ -203,7 +199,7 @@ def test_sources_that_change_after_their_targets_are_written_end_in_no_manifest(
     assert not (world.dst / "reshard-manifest.json").exists()
 
 
-def test_a_changed_source_is_noticed_with_fewer_handles_than_files(
+def test_a_changed_source_is_detected_with_fewer_handles_than_files(
     world: World, at_first_write: list[Callable[[], None]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("reshard.checkpoints.files.default_limit", lambda: 1)
@@ -230,9 +226,7 @@ def other_source(world: World, full: dict[str, Value], same_times: bool) -> Path
 
 @pytest.mark.parametrize("same_times", [False, True])
 @pytest.mark.parametrize("command", ["--ranks", "by-rank"])
-def test_targets_of_two_sources_never_stand_beside_each_other_unasked(
-    same_times: bool, command: str, world: World
-) -> None:
+def test_targets_of_two_sources_are_never_mixed(same_times: bool, command: str, world: World) -> None:
     def convert(rank: int, *options: str) -> Result:
         words = world.words(rank, *options, command=command) if command == "by-rank" else world.words(
             command, str(rank), *options
@@ -256,7 +250,7 @@ def expected(world: World) -> list[dict[str, Value]]:
     return [world.expected(NEW)[0], world.expected(OTHER)[1]]
 
 
-def test_a_value_such_as_the_step_tells_sources_apart(world: World) -> None:
+def test_values_such_as_the_step_distinguish_sources(world: World) -> None:
     world.save(NEW, copied={"global_step": scalar(100)})
     world.convert("--ranks", "0")
     world.save(NEW, copied={"global_step": scalar(101)})
@@ -264,9 +258,7 @@ def test_a_value_such_as_the_step_tells_sources_apart(world: World) -> None:
 
 
 @pytest.mark.parametrize("command", ["--ranks", "by-rank"])
-def test_machines_that_have_no_source_file_in_common_are_told_apart_by_such_values(
-    command: str, tmp_path: Path
-) -> None:
+def test_values_distinguish_sources_of_machines_without_a_common_file(command: str, tmp_path: Path) -> None:
     """Each machine has the files that its ranks need, one of them those of another run's save."""
     world = World(tmp_path, TWO, TWO)
 
@@ -292,7 +284,7 @@ def test_machines_that_have_no_source_file_in_common_are_told_apart_by_such_valu
     warns(convert(1, 101, "--accept-changed-source"), "it now has targets of both")
 
 
-def test_a_copy_of_the_source_goes_on_with_a_warning(world: World) -> None:
+def test_a_copy_of_the_source_resumes_with_a_warning(world: World) -> None:
     """Other times, other inodes, the same contents: only told."""
     world.save(NEW)
     world.convert("--ranks", "0")
@@ -301,7 +293,7 @@ def test_a_copy_of_the_source_goes_on_with_a_warning(world: World) -> None:
     assert sorted(world.found()) == [0, 1]
 
 
-def test_a_file_that_was_replaced_by_one_of_equal_time_is_noticed(world: World) -> None:
+def test_a_file_replaced_by_one_of_equal_time_is_detected(world: World) -> None:
     world.save(NEW)
     world.convert("--ranks", "0")
     path = world.src / "rank_0" / "net-1_10.ckpt"
@@ -331,7 +323,7 @@ def at_commit(monkeypatch: pytest.MonkeyPatch, todo: Callable[[Path], None]) -> 
     ids=["removed", "touched", "changed", "records removed"],
 )
 @pytest.mark.parametrize("options", [(), ("--ranks", "0")])
-def test_targets_that_somebody_else_removes_or_changes_meanwhile_are_no_success(
+def test_targets_removed_or_modified_during_the_run_are_an_error(
     todo: Callable[[Path], None], options: tuple[str, ...], world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world.save(NEW)
@@ -344,7 +336,7 @@ def test_targets_that_somebody_else_removes_or_changes_meanwhile_are_no_success(
     assert (world.dst / "reshard-manifest.json").exists()
 
 
-def test_a_target_that_is_removed_while_checksums_are_computed_is_no_success(
+def test_a_target_removed_while_checksums_are_computed_is_an_error(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world.save(NEW)
@@ -361,7 +353,7 @@ def test_a_target_that_is_removed_while_checksums_are_computed_is_no_success(
 
 
 @pytest.mark.parametrize("command", ["--ranks", "by-rank"])
-def test_a_directory_of_which_a_target_was_removed_is_not_called_complete(command: str, world: World) -> None:
+def test_a_directory_without_one_target_is_not_complete(command: str, world: World) -> None:
     world.save(NEW)
     world.convert()
     shutil.rmtree(world.dst / "rank_0")
@@ -401,7 +393,7 @@ def test_a_source_that_is_rewritten_at_random_moments_is_never_mixed(tmp_path: P
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_files_beside_the_weights_that_change_during_a_run_are_not_taken_over(
+def test_files_beside_weights_modified_during_a_run_are_not_copied(
     way: Callable[[Path, bytes], None], world: World, at_first_write: list[Callable[[], None]]
 ) -> None:
     """No target is made of a part of one save and a part of another; the same command again takes the new one."""
@@ -423,7 +415,7 @@ def test_files_beside_the_weights_that_change_during_a_run_are_not_taken_over(
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_tensor_that_changes_while_get_writes_it_gets_no_name(
+def test_a_tensor_modified_during_get_gives_no_file(
     way: Callable[[Path, bytes], None], world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world.save(OTHER)
@@ -447,7 +439,7 @@ def test_a_tensor_that_changes_while_get_writes_it_gets_no_name(
 
 
 @pytest.mark.parametrize("command", ["stats", "fingerprint", "transform-dir"])
-def test_a_file_that_is_opened_in_the_middle_of_a_write_is_an_error(command: str, world: World) -> None:
+def test_a_file_opened_during_a_write_is_an_error(command: str, world: World) -> None:
     """Its times were changed when the write began, and so tell nothing afterwards."""
     world.save(NEW)
     path = world.src / "rank_0" / "net-1_10.ckpt"

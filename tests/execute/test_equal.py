@@ -68,9 +68,7 @@ def test_a_plan_compares_the_beginning_of_tied_tensors(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("rank", [1, 2, 7])
-def test_unlisted_tensors_of_checkpoint2_are_whole_only_where_every_byte_of_every_file_is_equal(
-    tmp_path: Path, rank: int
-) -> None:
+def test_unlisted_tensors_of_checkpoint2_count_as_whole_only_if_all_files_are_equal(tmp_path: Path, rank: int) -> None:
     """The files differ in one element, between samples, be it on a rank that no sample is taken of."""
     tables = [np.arange(300_000, dtype="<f4") for _ in range(8)]
     saved = saving(unlisted={"table": list(tables)})

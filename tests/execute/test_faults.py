@@ -38,7 +38,9 @@ def survivors_are_whole(world: World) -> None:
     "options", some_of([(("--io", "pread", "--jobs", "2"),), (("--io", "mmap", "--jobs", "1"),)], 2)
 )
 @pytest.mark.parametrize(("kind", "number"), [(kind, number) for kind in CALLS for number in ERRORS[kind]])
-def test_a_call_that_fails_once(kind: str, number: int, options: tuple[str, ...], world: World) -> None:
+def test_a_failing_system_call_leaves_a_resumable_target(
+    kind: str, number: int, options: tuple[str, ...], world: World
+) -> None:
     world.save(FULL)
     with failing(kind, world.root, None, number) as faults:
         world.convert(*options)
@@ -61,7 +63,7 @@ def test_a_call_that_fails_once(kind: str, number: int, options: tuple[str, ...]
         assert not list(world.dst.rglob(".reshard-tmp-*")), where
 
 
-def test_records_that_are_not_found_for_a_moment_are_not_removed(world: World) -> None:
+def test_temporarily_missing_records_are_not_removed(world: World) -> None:
     """File servers say so of what another machine, or this one, has just made."""
     world.save(FULL)
     with failing("open", world.root, None, errno.ENOENT) as faults:
@@ -75,7 +77,7 @@ def test_records_that_are_not_found_for_a_moment_are_not_removed(world: World) -
 
 
 @pytest.mark.parametrize("io", ["mmap", "pread"])
-def test_reads_and_writes_that_do_a_part_are_continued(io: str, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_partial_reads_and_writes_are_continued(io: str, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     world.save(FULL)
     read, write = os.preadv, os.pwrite
     monkeypatch.setattr(os, "preadv", lambda fd, buffers, offset: read(fd, [buffers[0][:3]], offset))
@@ -84,7 +86,7 @@ def test_reads_and_writes_that_do_a_part_are_continued(io: str, world: World, mo
     same_ranks(world.found(), world.expected(FULL))
 
 
-def test_a_worker_that_dies_is_noticed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dead_worker_is_an_error(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     world.save(FULL)
     write = os.pwrite
     threads: set[int] = set()
@@ -141,7 +143,7 @@ def converted(world: World) -> World:
 
 
 @pytest.mark.parametrize(("kind", "command"), some_of(itertools.product(["status", "lists", "open"], COMMANDS), 2))
-def test_a_failure_is_not_told_as_absence(kind: str, command: str, converted: World) -> None:
+def test_a_failed_look_is_not_reported_as_a_missing_file(kind: str, command: str, converted: World) -> None:
     words = commands(converted)[command]
     with failing(kind, converted.root, None, errno.EIO) as faults:
         done(*words)
@@ -159,7 +161,7 @@ def test_a_failure_is_not_told_as_absence(kind: str, command: str, converted: Wo
 
 
 @pytest.mark.parametrize(("given", "command"), some_of(itertools.product([0, 1, 9], COMMANDS), 3))
-def test_a_read_that_gives_less_is_read_on(given: int, command: str, converted: World) -> None:
+def test_a_short_read_is_continued(given: int, command: str, converted: World) -> None:
     """Nothing of a file is called damaged, or different, because a network file system gave a part of it."""
     words = commands(converted)[command]
     expected = done(*words)
@@ -187,7 +189,7 @@ def test_a_read_that_gives_less_is_read_on(given: int, command: str, converted: 
 
 @pytest.mark.parametrize("ending", ["ckpt", "safetensors"])
 @pytest.mark.parametrize("what", ["conversion", "inspection"])
-def test_a_header_that_cannot_be_had_is_worth_a_retry(what: str, ending: str, world: World) -> None:
+def test_an_unreadable_header_is_a_retryable_error(what: str, ending: str, world: World) -> None:
     world.save(FULL, f"rank_{{rank}}/net-1_10.{ending}")
     words = world.words() if what == "conversion" else ["inspect", world.src / "rank_0" / f"net-1_10.{ending}"]
     read = os.pread
@@ -220,7 +222,7 @@ def test_a_file_that_shrinks_while_its_header_is_read_is_not_damaged(world: Worl
     fails(3, "inspect", path, says=["damaged"])
 
 
-def test_status_is_told_of_a_directory_that_cannot_be_written(converted: World) -> None:
+def test_status_works_on_a_read_only_directory(converted: World) -> None:
     open_file = os.open
 
     def read_only(path: Any, flags: int, *more: Any, **options: Any) -> int:

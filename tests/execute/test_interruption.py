@@ -48,7 +48,7 @@ def files(root: Path) -> list[Path]:
 @pytest.mark.parametrize(
     ("sent", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)]
 )
-def test_a_run_that_is_stopped_leaves_no_target_and_the_next_one_cleans_up(
+def test_an_interrupted_run_leaves_no_target_and_the_next_run_cleans_up(
     tmp_path: Path, sent: signal.Signals, status: int
 ) -> None:
     large_source(tmp_path / "big.safetensors", 1500 * MIB)
@@ -70,7 +70,7 @@ def test_a_run_that_is_stopped_leaves_no_target_and_the_next_one_cleans_up(
     assert files(tmp_path) == [tmp_path / "dst" / "rank_0" / "checkpoint_0.safetensors"]
 
 
-def test_a_write_that_fails_may_be_tried_again(tmp_path: Path) -> None:
+def test_a_failed_write_is_a_retryable_error(tmp_path: Path) -> None:
     """A limit on the size of files stands for a disk that runs full."""
     large_source(tmp_path / "big.safetensors", 4 * MIB)
     words = [
@@ -91,7 +91,7 @@ def test_a_write_that_fails_may_be_tried_again(tmp_path: Path) -> None:
     assert [path.name for path in files(tmp_path)] == ["checkpoint_0.safetensors"]
 
 
-def test_few_open_files_are_enough_for_many_ranks(world: World) -> None:
+def test_a_low_limit_of_open_files_suffices_for_many_ranks(world: World) -> None:
     world.save(FULL)
     words = [str(word) for word in world.words("--jobs", "2")]
     result = subprocess.run(

@@ -24,7 +24,7 @@ SCHEMES = {
 
 @pytest.mark.parametrize("processes", some_of([3, 1], 2))
 @pytest.mark.parametrize("kind", SCHEMES)
-def test_killed_runs_leave_whole_files_and_are_gone_on_with(kind: str, processes: int, tmp_path: Path) -> None:
+def test_killed_runs_leave_whole_files_and_resume(kind: str, processes: int, tmp_path: Path) -> None:
     old, new = SCHEMES[kind]
     write_checkpoint(tmp_path / "src", MODEL, old)
     write_strategy(tmp_path / "old", MODEL, old)

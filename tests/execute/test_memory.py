@@ -73,14 +73,14 @@ def test_memory_of_encrypted_sources_stays_under_the_limit(mode: str, place: Pat
 
 
 @pytest.mark.parametrize("kind", some_of(SCHEMES, 3))
-def test_mapped_pages_are_given_back(kind: str, place: Path) -> None:
+def test_mapped_pages_are_released(kind: str, place: Path) -> None:
     """Resident memory is that of the buffers and the pages looked at last, not that of the source."""
     model = Model(layers=4, matrices=4, rows=2304, columns=2304)
     assert model.nbytes > 320 * MIB
     assert convert(place, model, kind, "mmap", "16M", 116 * MIB, jobs=1).resident < 200 * MIB
 
 
-def test_pages_that_are_hardly_looked_at_are_given_back_too(tmp_path: Path) -> None:
+def test_sparsely_read_pages_are_released(tmp_path: Path) -> None:
     """A look at a few bytes makes a whole page resident, and the kernel adds what is cached around it."""
     size, step = 256 * MIB, 64 << 10
     path = tmp_path / "tensor"
@@ -179,7 +179,7 @@ def write_file(path: Path, layout: OutputLayout, content: np.ndarray) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("cut", [0, 1])
-def test_one_tensor_beyond_four_gibibytes(cut: int, place: Path) -> None:
+def test_a_tensor_over_four_gibibytes_is_converted(cut: int, place: Path) -> None:
     rows, columns = 80 * 1024, 16 * 1024
     tensor = OutputTensor("w", "Float32", (rows, columns), rows * columns * 4)
     layout = lay_out_ckpt([tensor])

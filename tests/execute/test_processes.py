@@ -135,7 +135,7 @@ WORKERS = [(2, 5000), (5, 64 << 20), (16, 5000), (5, 5000), (16, 64 << 20), (2, 
 
 @pytest.mark.parametrize("checksum", ["none", "crc32"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_whoever_writes_them_files_are_the_same(
+def test_threads_and_processes_write_the_same_files(
     kind: str, checksum: str, tmp_path: Path, crews: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = prepared(tmp_path, kind)
@@ -169,7 +169,7 @@ def small_steps(crews: list[int], monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_whoever_reads_them_tensors_are_found_the_same(kind: str, tmp_path: Path, small_steps: list[int]) -> None:
+def test_threads_and_processes_verify_alike(kind: str, tmp_path: Path, small_steps: list[int]) -> None:
     words = prepared(tmp_path, kind)
     done(*words, "--jobs", 1)
     strategy: list[Argument] = ["--strategy", tmp_path / "new"]
@@ -187,7 +187,7 @@ def test_whoever_reads_them_tensors_are_found_the_same(kind: str, tmp_path: Path
         assert small_steps and set(small_steps) == {3}, command[0]
 
 
-def test_a_thread_that_is_held_up_before_it_calls_a_worker_ends(
+def test_a_thread_waiting_for_a_worker_ends_after_an_error(
     tmp_path: Path, small_steps: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What it has taken comes after what was taken later; workers make tasks once, and in order."""
@@ -217,7 +217,7 @@ def test_a_thread_that_is_held_up_before_it_calls_a_worker_ends(
     assert small_steps
 
 
-def test_a_difference_that_a_worker_finds_is_told(tmp_path: Path, small_steps: list[int]) -> None:
+def test_a_difference_found_by_a_worker_is_reported(tmp_path: Path, small_steps: list[int]) -> None:
     words = prepared(tmp_path, "columns of the same rows")
     done(*words, "--jobs", 1)
     path = tmp_path / "dst" / "rank_5" / "checkpoint_5.ckpt"
@@ -228,7 +228,7 @@ def test_a_difference_that_a_worker_finds_is_told(tmp_path: Path, small_steps: l
     assert small_steps == [3] and "on rank 5: differs" in result.out and result.out.count("differs") == 1
 
 
-def test_a_file_that_many_write_is_written_through_maps(
+def test_a_file_with_several_writers_is_written_through_maps(
     tmp_path: Path, crews: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = prepared(tmp_path, "one file")
@@ -253,7 +253,7 @@ def test_a_file_that_many_write_is_written_through_maps(
 
 @pytest.mark.parametrize("jobs", [1, 3])
 @pytest.mark.parametrize(("checksum", "fails_at"), [("none", None), ("none", 0), ("none", 40), ("crc32", None)])
-def test_long_runs_are_copied_by_a_file_system_that_can(
+def test_long_runs_are_copied_by_the_file_system_where_possible(
     jobs: int, checksum: str, fails_at: Optional[int], tmp_path: Path, crews: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = prepared(tmp_path, "rows")
@@ -274,7 +274,7 @@ def test_long_runs_are_copied_by_a_file_system_that_can(
     done("verify", words[2], "--src", words[1], *words[3:], "--jobs", 1)
 
 
-def test_a_disk_that_is_too_full_for_a_mapped_file_is_an_error_before_the_first_byte(
+def test_insufficient_space_for_a_mapped_file_is_an_error_before_writing(
     tmp_path: Path, crews: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = prepared(tmp_path, "one file")
@@ -288,7 +288,7 @@ def test_a_disk_that_is_too_full_for_a_mapped_file_is_an_error_before_the_first_
     assert crews and not temporary_files(tmp_path)
 
 
-def test_sources_that_change_while_workers_read_them_are_an_error(world: World, crews: list[int]) -> None:
+def test_sources_modified_while_workers_read_are_an_error(world: World, crews: list[int]) -> None:
     world.save(FULL)
     path = world.src / "rank_1" / "net-1_10.ckpt"
     other = path.read_bytes()
@@ -305,7 +305,7 @@ def test_sources_that_change_while_workers_read_them_are_an_error(world: World, 
     assert crews and not list(world.dst.glob("rank_*/*"))
 
 
-def test_a_write_that_fails_in_a_worker_is_an_error_that_names_the_file(world: World, crews: list[int]) -> None:
+def test_a_failed_write_in_a_worker_names_the_file(world: World, crews: list[int]) -> None:
     world.save(FULL)
 
     def failing(self: WrittenFile, offset: int, data: memoryview) -> None:
@@ -321,7 +321,7 @@ def test_a_write_that_fails_in_a_worker_is_an_error_that_names_the_file(world: W
 
 @pytest.mark.parametrize("at", [1, 3, *((2, *range(4, 20)) if LONG else ())])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_worker_that_is_killed_ends_the_run_and_the_next_one_goes_on(kind: str, at: int, tmp_path: Path) -> None:
+def test_a_killed_worker_ends_the_run_and_the_next_run_resumes(kind: str, at: int, tmp_path: Path) -> None:
     words = prepared(tmp_path, kind)
     process = start([*words, "--jobs", "3"], at)
     _, said = process.communicate(timeout=60)
@@ -336,9 +336,7 @@ def test_a_worker_that_is_killed_ends_the_run_and_the_next_one_goes_on(kind: str
 
 @pytest.mark.parametrize(("sent", "status"), [(signal.SIGKILL, -9), (signal.SIGTERM, 143), (signal.SIGINT, 130)])
 @pytest.mark.parametrize("kind", some_of(KINDS, 3))
-def test_workers_end_with_the_process_that_made_them(
-    kind: str, sent: signal.Signals, status: int, tmp_path: Path
-) -> None:
+def test_workers_end_with_their_parent_process(kind: str, sent: signal.Signals, status: int, tmp_path: Path) -> None:
     words = prepared(tmp_path, kind)
     for _ in range(10 if LONG else 1):
         process = start([*words, "--jobs", "3"], 0)
@@ -356,7 +354,7 @@ def test_workers_end_with_the_process_that_made_them(
     done("verify", words[2], "--src", words[1], *words[3:])
 
 
-def test_a_process_with_threads_of_others_is_not_copied(world: World, crews: list[int]) -> None:
+def test_a_process_with_other_threads_is_not_forked(world: World, crews: list[int]) -> None:
     world.save(FULL)
     ended = threading.Event()
     for name, copied in ((f"{OWN_THREAD}-one", True), ("another's", False)):
@@ -396,7 +394,7 @@ def crew() -> Iterator[Crew]:
         yield made
 
 
-def test_a_worker_answers_and_tells(crew: Crew) -> None:
+def test_a_worker_returns_results_and_reports_progress(crew: Crew) -> None:
     told: list[Any] = []
     large = "x" * 3_000_000
     assert crew.call(large, notify=told.append)[0] == large
@@ -405,13 +403,13 @@ def test_a_worker_answers_and_tells(crew: Crew) -> None:
     assert len(pids) == 2 and os.getpid() not in pids
 
 
-def test_a_worker_writes_to_files_that_are_open_here(crew: Crew, tmp_path: Path) -> None:
+def test_a_worker_writes_to_files_opened_by_its_parent(crew: Crew, tmp_path: Path) -> None:
     with open(tmp_path / "a", "wb") as one, open(tmp_path / "b", "wb") as other:
         crew.call("said", [one.fileno(), other.fileno()])
     assert [path.read_text() for path in sorted(tmp_path.iterdir())] == ["said", "said"]
 
 
-def test_an_error_comes_as_it_was_raised(crew: Crew) -> None:
+def test_an_error_of_a_worker_keeps_its_type(crew: Crew) -> None:
     with pytest.raises(CheckpointError, match="damaged") as caught:
         crew.call("unknown")
     assert (caught.value.file, caught.value.rank, caught.value.hint) == ("a", 3, "b")
@@ -420,14 +418,14 @@ def test_an_error_comes_as_it_was_raised(crew: Crew) -> None:
     assert crew.call("on")[0] == "on"
 
 
-def test_a_worker_that_dies_is_an_error_for_whoever_waits() -> None:
+def test_a_dead_worker_is_an_error_for_every_waiting_thread() -> None:
     with Crew(1, 1, serve) as crew:
         for _ in range(2):
             with pytest.raises(LostWorkerError, match="ended with status 7"):
                 crew.call("die")
 
 
-def test_who_fails_to_hear_a_worker_out_leaves_no_answer_to_the_next() -> None:
+def test_an_unread_result_of_a_worker_is_never_returned_to_a_later_call() -> None:
     def failing(message: Any) -> None:
         raise ValueError(message)
 
@@ -438,7 +436,7 @@ def test_who_fails_to_hear_a_worker_out_leaves_no_answer_to_the_next() -> None:
             crew.call("second")
 
 
-def test_where_there_can_be_few_processes_few_do_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_limit_of_processes_reduces_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     fork, left = os.fork, [1, 0]
 
     def limited() -> int:
@@ -454,7 +452,7 @@ def test_where_there_can_be_few_processes_few_do_the_work(monkeypatch: pytest.Mo
         Crew(3, 1, serve)
 
 
-def test_a_crew_leaves_no_process() -> None:
+def test_a_crew_leaves_no_process_behind() -> None:
     with Crew(3, 2, serve) as crew:
         pids = {crew.call(number)[1] for number in range(6)}
         assert len(pids) == 3
@@ -463,7 +461,7 @@ def test_a_crew_leaves_no_process() -> None:
             os.waitpid(pid, os.WNOHANG)
 
 
-def test_objects_that_a_program_has_frozen_stay_frozen() -> None:
+def test_frozen_objects_of_the_program_stay_frozen() -> None:
     gc.freeze()
     try:
         frozen = gc.get_freeze_count()

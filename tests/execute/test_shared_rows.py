@@ -70,7 +70,7 @@ def test_sixteen_ranks_to_twenty_four_read_each_row_once_for_a_group(tmp_path: P
 
 
 @pytest.mark.parametrize("limit", ["1K", "16K", "100K"])
-def test_rows_too_large_for_everyone_at_once_are_written_one_member_after_the_other(limit: str, tmp_path: Path) -> None:
+def test_rows_over_the_buffer_are_written_one_member_at_a_time(limit: str, tmp_path: Path) -> None:
     write_tree(tmp_path / "src", {0: FULL}, "rank_{rank}/net-1_1.safetensors")
     convert(tmp_path, "none", columns(1, 8), "--max-memory", limit)
 
@@ -91,7 +91,7 @@ def test_only_column_slices_of_the_same_rows_are_grouped() -> None:
     assert groups(whole, by_columns, (8, 8), [1, 3]) == [(1, 3)]
 
 
-def test_a_group_has_a_bounded_number_of_members() -> None:
+def test_the_members_of_a_group_are_limited() -> None:
     whole, wide = Layout((), ((), ())), Layout((40,), ((), (0,)))
     assert [len(members) for members in groups(whole, wide, (4, 40), range(40))] == [16, 16, 8]
 

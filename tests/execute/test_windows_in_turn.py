@@ -40,7 +40,7 @@ def read(reader: ExplicitReader, path: str, start: int, count: int) -> bytes:
 
 
 @pytest.mark.parametrize("files", [1, 2, 8, FILES])
-def test_what_is_read_from_files_by_turns_is_read_about_once(
+def test_alternating_reads_of_files_read_each_byte_about_once(
     files: int, contents: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
@@ -63,7 +63,7 @@ def test_what_is_read_from_files_by_turns_is_read_about_once(
 
 @settings(examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
-def test_whatever_is_read_is_what_the_file_holds(contents: dict[str, bytes], data: st.DataObject) -> None:
+def test_reads_through_windows_equal_the_file(contents: dict[str, bytes], data: st.DataObject) -> None:
     requests = st.tuples(st.sampled_from([*contents]), st.integers(0, SIZE - 1), st.integers(1, 128 << 10))
     with FileHandles() as handles:
         window_bytes = data.draw(st.sampled_from([1, 64 << 10, 1 << 20, 8 << 20]))
