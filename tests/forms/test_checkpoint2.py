@@ -53,7 +53,7 @@ def stored_type(tensor: GlobalTensor) -> str:
 
 
 @pytest.mark.parametrize("case", cases())
-def test_every_value_is_what_was_saved(case: Path) -> None:
+def test_every_value_equals_the_saved_one(case: Path) -> None:
     assert recognise(str(case / "checkpoint"))
     checkpoint = read(case / "checkpoint")
     expected = expected_of(case)
@@ -79,7 +79,7 @@ def test_files_are_numbered_models_first_then_by_name() -> None:
     assert names == [f"llm-{kind}-{n:07d}-0000004.safetensors" for kind in ("model", "opt") for n in range(4)]
 
 
-def test_layouts_are_those_of_the_stages_that_saved() -> None:
+def test_layouts_are_those_of_the_saving_stages() -> None:
     layouts = read(HERE / "a19_pp2_fused_mislisted" / "checkpoint").layouts()
     assert list(layouts) == [(0, 1, 2, 3), (4, 5, 6, 7)]
     assert layouts[0, 1, 2, 3]["embedding.weight"].cuts == (1, 2)
@@ -87,7 +87,7 @@ def test_layouts_are_those_of_the_stages_that_saved() -> None:
     assert layouts[4, 5, 6, 7]["output_layer.weight"].cuts == (2, 1)
 
 
-def test_what_common_json_says_is_kept() -> None:
+def test_values_of_common_json_are_read() -> None:
     assert read(HERE / "a14_single" / "checkpoint").training["global_step"] == 10
 
 
@@ -100,7 +100,7 @@ def iterations(tmp_path: Path, *numbers: int, tracker: Optional[str] = None) -> 
     return tmp_path
 
 
-def test_the_iteration_that_the_tracker_names_is_taken_and_newer_ones_are_named(tmp_path: Path) -> None:
+def test_the_iteration_of_the_tracker_is_read_and_newer_ones_are_listed(tmp_path: Path) -> None:
     report = Report()
     checkpoint = read(iterations(tmp_path, 2, 10, 20, tracker="10\n"), "latest", report)
     assert checkpoint.step == "10"
@@ -108,7 +108,7 @@ def test_the_iteration_that_the_tracker_names_is_taken_and_newer_ones_are_named(
     assert len(report.warnings) == 1 and "iteration 20 is newer" in report.warnings[0]
 
 
-def test_an_iteration_can_be_named(tmp_path: Path) -> None:
+def test_step_selects_an_iteration(tmp_path: Path) -> None:
     report = Report()
     root = iterations(tmp_path, 2, 10, 20, tracker="10")
     assert read(root, "2", report).step == "2"
@@ -124,7 +124,7 @@ def test_an_iteration_can_be_named(tmp_path: Path) -> None:
         read(root / "iteration_00000010", "2")
 
 
-def test_without_a_tracker_the_newest_complete_iteration_is_taken(tmp_path: Path) -> None:
+def test_without_a_tracker_the_newest_complete_iteration_is_read(tmp_path: Path) -> None:
     root = iterations(tmp_path, 2, 10, 20)
     (root / "iteration_00000020" / "llm-model-0000001-0000004.safetensors").unlink()
     report = Report()

@@ -36,7 +36,7 @@ def change(iteration: Path, edit: Callable[[dict[str, Any]], object]) -> None:
     path.write_text(json.dumps(said))
 
 
-def test_files_that_are_gone_or_damaged_are_replaced_by_other_holders(tmp_path: Path) -> None:
+def test_other_holders_replace_missing_and_damaged_files(tmp_path: Path) -> None:
     saved = saving()
     iteration = saved.write(tmp_path / ITERATION)
     (iteration / saved.file("model", 0)).unlink()
@@ -51,7 +51,7 @@ def test_files_that_are_gone_or_damaged_are_replaced_by_other_holders(tmp_path: 
     assert set(checkpoint.files) == set(range(16)) - {0, 5, 9}
 
 
-def test_a_path_that_counts_as_damaged_is_not_read(tmp_path: Path) -> None:
+def test_a_file_recorded_as_damaged_is_not_read(tmp_path: Path) -> None:
     saved = saving()
     iteration = saved.write(tmp_path / ITERATION)
     path = str(iteration / saved.file("model", 0))
@@ -60,7 +60,7 @@ def test_a_path_that_counts_as_damaged_is_not_read(tmp_path: Path) -> None:
     assert 0 not in checkpoint.files and checkpoint.absent == {saved.file("model", 0): f"{path}: its CRC is wrong"}
 
 
-def test_what_is_lost_is_told_all_at_once(tmp_path: Path) -> None:
+def test_all_lost_parameters_are_listed_at_once(tmp_path: Path) -> None:
     saved = saving(deduplicated=True)
     iteration = saved.write(tmp_path / ITERATION)
     gone = ["llm-model-0000000-0000005.safetensors", "llm-opt-0000003-0000005.safetensors"]
@@ -77,7 +77,7 @@ def test_what_is_lost_is_told_all_at_once(tmp_path: Path) -> None:
     assert checkpoint.lost.keys() >= {"first.weight"} and checkpoint.lost["first.weight"].files == (gone[0],)
 
 
-def test_messages_stay_short_however_much_is_lost(tmp_path: Path) -> None:
+def test_messages_about_many_lost_parameters_stay_short(tmp_path: Path) -> None:
     tensors = {f"layer_{n}_{chr(97 + n % 26) * 9}": Laid(numbered((2,)), (2,), (0,), range(2)) for n in range(300)}
     iteration = saving(tensors=tensors, world=2, values={}).write(tmp_path / ITERATION)
     for file in iteration.glob("*.safetensors"):
@@ -87,7 +87,7 @@ def test_messages_stay_short_however_much_is_lost(tmp_path: Path) -> None:
     assert len(str(caught.value)) < 4000 and "300 parameters" in str(caught.value)
 
 
-def test_a_rank_whose_file_holds_a_slice_stands_in_without_being_listed(tmp_path: Path) -> None:
+def test_an_unlisted_rank_with_the_slice_replaces_a_lost_one(tmp_path: Path) -> None:
     saved = saving()
     iteration = saved.write(tmp_path / ITERATION)
     change(iteration, lambda said: said.update(storage_data={k: v[:1] for k, v in said["storage_data"].items()}))
@@ -97,7 +97,7 @@ def test_a_rank_whose_file_holds_a_slice_stands_in_without_being_listed(tmp_path
     assert any("read from unlisted files" in warning and "first.weight" in warning for warning in report.warnings)
 
 
-def test_layouts_place_slices_where_ranks_have_gaps_and_numbers_are_wrong(tmp_path: Path) -> None:
+def test_layouts_place_slices_despite_gaps_and_wrong_rank_numbers(tmp_path: Path) -> None:
     tensors = {
         "a.weight": Laid(numbered((4, 2)), (2,), (0, -1), [0, 2]),
         "b.weight": Laid(numbered((4, 2), 100), (2,), (0, -1), [1, 3]),
@@ -120,7 +120,7 @@ def test_layouts_place_slices_where_ranks_have_gaps_and_numbers_are_wrong(tmp_pa
     assert [*checkpoint.layouts()] == [(0, 1, 2, 3)] and [*checkpoint.layouts()[0, 1, 2, 3]] == ["c.weight"]
 
 
-def test_copies_of_ranks_outside_the_layout_are_passed_over(tmp_path: Path) -> None:
+def test_copies_of_ranks_outside_the_layout_are_skipped(tmp_path: Path) -> None:
     saved = saving()
     iteration = saved.write(tmp_path / ITERATION)
 
@@ -183,7 +183,7 @@ FILE = "llm-model-{}-0000008.safetensors"
         (store(KEY, {"file_name": FILE.format("0000005"), "storage_rank": 0}), "for this file, which lacks it"),
     ],
 )
-def test_a_contradiction_names_file_and_parameter_and_matters_only_to_that(
+def test_a_contradiction_names_file_and_parameter_and_affects_only_them(
     tmp_path: Path, edit: Callable[[dict[str, Any]], object], told: str
 ) -> None:
     saved = saving()
@@ -197,7 +197,7 @@ def test_a_contradiction_names_file_and_parameter_and_matters_only_to_that(
     same(read(iteration, required=lambda name: name != FIRST), saved, FIRST)
 
 
-def test_a_file_of_another_save_is_found_out(tmp_path: Path) -> None:
+def test_a_file_of_another_save_is_detected(tmp_path: Path) -> None:
     saved = saving()
     iteration = saved.write(tmp_path / ITERATION)
     write_safetensors(iteration / saved.file("model", 0), {"first.weight": numbered((2, 6), dtype="float16")})
@@ -208,7 +208,7 @@ def test_a_file_of_another_save_is_found_out(tmp_path: Path) -> None:
         read(iteration)
 
 
-def test_files_of_an_older_save_with_other_ranks_are_passed_over(tmp_path: Path) -> None:
+def test_files_of_an_older_save_with_other_ranks_are_skipped(tmp_path: Path) -> None:
     saved = saving()
     iteration = saved.write(tmp_path / ITERATION)
     for name in ("llm-model-0000003-0000004.safetensors", "other-model-0000003-0000008.safetensors", "x.safetensors"):
@@ -218,7 +218,7 @@ def test_files_of_an_older_save_with_other_ranks_are_passed_over(tmp_path: Path)
     assert len(report.warnings) == 1 and "skipped" in report.warnings[0]
 
 
-def test_states_in_the_files_of_another_stage_are_found_though_the_listed_files_are_gone(tmp_path: Path) -> None:
+def test_states_in_files_of_another_stage_replace_missing_listed_files(tmp_path: Path) -> None:
     checkpoint = read(MISLISTED)
     for file in Path(checkpoint.place).iterdir():
         if "opt-0000004" not in file.name and "opt-0000006" not in file.name:
@@ -239,7 +239,7 @@ def test_states_that_no_file_holds_are_an_error(tmp_path: Path) -> None:
         read(iteration)
 
 
-def test_a_state_that_is_not_listed_is_cut_as_its_parameter(tmp_path: Path) -> None:
+def test_an_unlisted_state_has_the_layout_of_its_parameter(tmp_path: Path) -> None:
     saved = saving()
     iteration = saved.write(tmp_path / ITERATION)
 
@@ -266,9 +266,7 @@ def test_a_state_that_is_not_listed_is_cut_as_its_parameter(tmp_path: Path) -> N
         (np.zeros((0, 4), np.float32), "it has no elements"),
     ],
 )
-def test_parameters_that_are_not_listed_are_whole_only_where_their_values_show_it(
-    tmp_path: Path, array: Any, told: str
-) -> None:
+def test_unlisted_parameters_count_as_whole_only_if_their_values_agree(tmp_path: Path, array: Any, told: str) -> None:
     saved = saving(unlisted={"table": array})
     report = Report()
     checkpoint = read(saved.write(tmp_path / ITERATION), report=report)
@@ -280,7 +278,7 @@ def test_parameters_that_are_not_listed_are_whole_only_where_their_values_show_i
         assert "table" not in checkpoint.tensors and "table" in checkpoint.unplaced
 
 
-def test_a_cut_that_only_absent_ranks_would_show_is_not_taken_as_whole(tmp_path: Path) -> None:
+def test_unlisted_parameters_of_absent_ranks_do_not_count_as_whole(tmp_path: Path) -> None:
     saved = saving(unlisted={"table": [numbered((4,), 4 * (rank % 2)) for rank in range(8)]})
     iteration = saved.write(tmp_path / ITERATION)
     for rank in (1, 3, 5, 7):
@@ -314,14 +312,14 @@ def test_a_damaged_common_json_is_an_error(tmp_path: Path, text: str) -> None:
     assert read(iteration).training == {}
 
 
-def test_names_may_hold_anything(tmp_path: Path) -> None:
+def test_names_may_contain_any_characters(tmp_path: Path) -> None:
     names = ["it's", 'a "b"', "back\\slash", "comma, (0,)", "line\nbreak", "层.权重", "\u2028", "😀", "'\"", "x\x7f"]
     tensors = {name: Laid(numbered((4,), n), (2,), (0,), range(2)) for n, name in enumerate(names)}
     saved = saving(tensors=tensors, world=2, values={})
     same(read(saved.write(tmp_path / ITERATION)), saved)
 
 
-def test_unreadable_files_are_errors_of_the_usual_kind(tmp_path: Path) -> None:
+def test_unreadable_files_are_retryable_errors(tmp_path: Path) -> None:
     saved = saving()
     iteration = saved.write(tmp_path / ITERATION)
     (iteration / "metadata.json").unlink()
@@ -330,7 +328,7 @@ def test_unreadable_files_are_errors_of_the_usual_kind(tmp_path: Path) -> None:
         read(iteration)
 
 
-def test_an_adapter_is_named_and_left_behind(tmp_path: Path) -> None:
+def test_an_adapter_is_named_and_skipped(tmp_path: Path) -> None:
     saved = saving()
     iteration = saved.write(tmp_path / ITERATION)
     (iteration / "mindformers_adapter_config.json").write_text("{}")

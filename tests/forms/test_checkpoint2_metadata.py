@@ -14,7 +14,7 @@ from reshard.strategies.read import read_strategy
 from tests.trees import layout, single, write_strategy
 
 
-def test_memory_for_it_does_not_grow_with_the_number_of_tensors(tmp_path: Path) -> None:
+def test_memory_for_metadata_does_not_grow_with_the_number_of_tensors(tmp_path: Path) -> None:
     ranks, peaks = 256, []
     for count in (10, 80):
         names = [f"layers.{number}.w" for number in range(count)]

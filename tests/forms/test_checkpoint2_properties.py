@@ -66,7 +66,7 @@ def savings(draw: Any) -> Saving:
 
 
 @given(savings())
-def test_any_layouts_are_read_right(saving: Saving) -> None:
+def test_any_layouts_are_read_correctly(saving: Saving) -> None:
     with tempfile.TemporaryDirectory() as directory:
         report = Report()
         checkpoint = read(saving.write_root(Path(directory)), report=report)
@@ -83,14 +83,14 @@ def test_any_layouts_are_read_right(saving: Saving) -> None:
 
 
 @given(st.text(), st.integers(0, 10**17))
-def test_keys_are_read_as_python_writes_them(name: str, number: int) -> None:
+def test_keys_are_parsed_as_python_writes_them(name: str, number: int) -> None:
     expected = (name, number) if name.encode(errors="replace").decode() == name else None
     assert parse_key(repr((name, (number,)))) == expected
     assert parse_key(ascii((name, (number,)))) == expected
 
 
 @given(st.text(alphabet="('a\\\", )0x1u{}[]d"))
-def test_what_is_no_such_key_is_refused_and_never_run(text: str) -> None:
+def test_invalid_keys_are_refused_and_never_evaluated(text: str) -> None:
     for key in (text, f"('{text}', (0,))", f'("{text}", (0,))', f"('w', ({text},))"):
         found = parse_key(key)
         if found is not None:

@@ -66,7 +66,7 @@ def objects_in(path: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("case", [*CASES, *corpus()], ids=named)
-def test_cases_of_libraries_come_out_right_or_are_refused(case: Case, tmp_path: Path) -> None:
+def test_checkpoints_of_libraries_are_read_correctly_or_refused(case: Case, tmp_path: Path) -> None:
     result = reshard("convert", case.path, tmp_path / "out", *WHOLE, "--verify")
     if case.refused or (case.may_refuse and result.status):
         assert result.status == 3
@@ -79,7 +79,7 @@ def test_cases_of_libraries_come_out_right_or_are_refused(case: Case, tmp_path: 
 
 @pytest.mark.parametrize("form", [*WRITTEN, "hf-sharded"])
 @pytest.mark.parametrize("case", CASES, ids=named)
-def test_what_is_written_comes_back(case: Case, form: str, tmp_path: Path) -> None:
+def test_a_written_directory_is_read_again(case: Case, form: str, tmp_path: Path) -> None:
     done("convert", case.path, tmp_path / "there", "--to", form, "--shards", 3, "--verify")
     assert form_of(str(tmp_path / "there")) == form
     done("convert", tmp_path / "there", tmp_path / "back", *WHOLE, "--verify")
@@ -90,7 +90,7 @@ def test_what_is_written_comes_back(case: Case, form: str, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("case", some_of([(case,) for case in corpus() if not case.refused], 8), ids=named)
 @pytest.mark.parametrize("through", ["dcp", "hyper-parallel", "hf-sharded", "same"])
-def test_cases_survive_every_other_form(case: Case, through: str, tmp_path: Path) -> None:
+def test_checkpoints_of_libraries_survive_every_other_form(case: Case, through: str, tmp_path: Path) -> None:
     words = ["dcp", "--dst-strategy", "same"] if through == "same" else [through]
     shards = [] if through == "same" else ["--shards", "5"]
     result = reshard("convert", case.path, tmp_path / "there", "--to", *words, *shards, "--verify")
@@ -108,7 +108,7 @@ def test_cases_survive_every_other_form(case: Case, through: str, tmp_path: Path
     assert held_in(tmp_path / "back") == held
 
 
-def test_records_can_be_read_by_anybody(tmp_path: Path) -> None:
+def test_records_are_readable_as_plain_zip_files(tmp_path: Path) -> None:
     """Records are zip archives whose elements are aligned, and the directory is a pickle of the classes of torch."""
     values: dict[str, npt.NDArray[Any]] = {
         "w": np.arange(20, dtype="f4").reshape(5, 4),
@@ -199,7 +199,7 @@ def saved(tmp_path: Path) -> Iterator[Saved]:
     yield Saved(tmp_path / "src")
 
 
-def test_metadata_that_is_right_is_taken(saved: Saved, tmp_path: Path) -> None:
+def test_valid_metadata_is_accepted(saved: Saved, tmp_path: Path) -> None:
     saved.write()
     done("convert", saved.path, tmp_path / "out", *WHOLE)
     assert held_in(tmp_path / "out") == held_in(tmp_path / "whole")
@@ -261,7 +261,7 @@ def test_records_beyond_the_end_of_a_file_are_refused(saved: Saved) -> None:
     saved.refused("by the metadata")
 
 
-def test_extensions_are_refused_by_name_and_can_be_left_out(saved: Saved, tmp_path: Path) -> None:
+def test_extensions_are_refused_by_name_and_can_be_excluded(saved: Saved, tmp_path: Path) -> None:
     saved.records[2, 0]["transform_descriptors"] = ["stream.zstd/1"]
     saved.refused("'x.w'", "stream.zstd/1", "--exclude")
 
@@ -313,7 +313,7 @@ def test_the_tracker_names_the_iteration_that_is_read(tmp_path: Path) -> None:
     assert untold.status == 3 and "--step" in untold.err
 
 
-def test_objects_that_hold_tensors_have_no_place_in_hyper_parallel(saved: Saved, tmp_path: Path) -> None:
+def test_objects_that_contain_tensors_are_refused_in_hyper_parallel(saved: Saved, tmp_path: Path) -> None:
     """The object is the archive of a tensor."""
     index = instance("metadata.MetadataIndex", fqn="rng", offset=None, index=None)
     saved.stored[index] = next(iter(saved.stored.values()))
@@ -324,7 +324,7 @@ def test_objects_that_hold_tensors_have_no_place_in_hyper_parallel(saved: Saved,
     done("convert", saved.path, tmp_path / "dcp", "--to", "dcp", "--shards", 2)
 
 
-def test_runs_by_file_make_what_one_run_makes(saved: Saved, tmp_path: Path) -> None:
+def test_runs_by_file_equal_one_run(saved: Saved, tmp_path: Path) -> None:
     for form in WRITTEN:
         done("convert", saved.path, tmp_path / form, "--to", form, "--shards", 4)
         for file in (2, 0, 3, 1):
@@ -389,7 +389,7 @@ def record_of(data: bytes, shape: tuple[int, ...], strides: list[int]) -> bytes:
     return held.getvalue()
 
 
-def test_a_big_transposed_record_is_read_in_bounded_memory(tmp_path: Path) -> None:
+def test_a_large_transposed_record_is_read_in_bounded_memory(tmp_path: Path) -> None:
     values = np.arange(1 << 20, dtype="<i4").reshape(1024, 1024)
     archive = record_of(values.T.copy().tobytes(), (1024, 1024), [1, 1024])
     path = tmp_path / "__0_0.distcp"
@@ -402,7 +402,7 @@ def test_a_big_transposed_record_is_read_in_bounded_memory(tmp_path: Path) -> No
                 assert got[0] == start // 4 and (np.diff(got) == 1).all()
 
 
-def test_archives_that_claim_too_much_are_refused(tmp_path: Path) -> None:
+def test_archives_with_excessive_sizes_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "x"
     good = record_of(bytes(64), (16,), [1])
     for data in (good[:-1], good[: len(good) // 2], b"", bytes(200), good[:-12] + b"\xff" * 8 + good[-4:]):
@@ -422,7 +422,7 @@ def test_archives_that_claim_too_much_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("elements", [(1 << 32) - 2, (1 << 32) - 1, (5 << 30) + 3], ids=["under", "at", "over"])
-def test_records_around_and_over_4_gib_are_archives(elements: int, tmp_path: Path) -> None:
+def test_records_around_and_over_4_gib_are_valid_archives(elements: int, tmp_path: Path) -> None:
     """As sparse files: a tensor that is large, and one that lies behind it in the same archive file."""
     tensors = [OutputTensor("large", "UInt8", (elements,), elements), OutputTensor("small", "UInt8", (3,), 3)]
     layout = lay_out_archives(tensors, [(0,), (0,)])
@@ -457,7 +457,7 @@ def test_records_around_and_over_4_gib_are_archives(elements: int, tmp_path: Pat
 
 
 @pytest.mark.parametrize("form", ["dcp", "hyper-parallel"])
-def test_weights_of_a_lost_stage_are_missed_also_under_a_trainers_names(form: str, tmp_path: Path) -> None:
+def test_weights_of_a_lost_stage_are_missing_also_under_a_trainers_names(form: str, tmp_path: Path) -> None:
     cut = layout([2], [0, -1])
     first, last = {"embed.weight": cut}, {"head.weight": cut}
     (tmp_path / "strategy").mkdir()

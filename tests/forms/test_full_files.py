@@ -36,7 +36,7 @@ def random_sizes(seed: int) -> tuple[list[tuple[str, int]], int]:
     return sized(*(chance.choice([0, 1, 5, 17, limit, limit + 1, 90]) for _ in range(chance.randint(0, 40)))), limit
 
 
-def test_hugging_face_fills_one_file_after_the_other() -> None:
+def test_hugging_face_files_are_filled_in_order() -> None:
     sizes = sized(6, 6, 2, 6, 2, 2)
     assert split_for_huggingface(sizes, 10) == [["t0"], ["t1", "t2"], ["t3", "t4", "t5"]]
     assert [file.name for file in huggingface_files(sizes, 10)] == [
@@ -46,16 +46,16 @@ def test_hugging_face_fills_one_file_after_the_other() -> None:
     assert one == [("model.safetensors", [name for name, _ in sizes])] and huggingface_index(one, sizes) is None
 
 
-def test_a_tensor_larger_than_the_limit_is_alone() -> None:
+def test_a_tensor_over_the_limit_gets_its_own_file() -> None:
     assert split_for_huggingface(sized(1, 11, 1, 9), 10) == [["t1"], ["t0", "t2"], ["t3"]]
     assert split_for_unified(sized(1, 11, 1, 9), 10) == [["t1"], ["t3"], ["t0", "t2"]]
 
 
-def test_nothing_makes_no_file() -> None:
+def test_no_tensors_make_no_file() -> None:
     assert split_for_huggingface([]) == split_for_unified([]) == []
 
 
-def test_huggingface_hub_divides_alike() -> None:
+def test_files_are_divided_as_by_huggingface_hub() -> None:
     hub: Any = pytest.importorskip("huggingface_hub")
     for seed in range(60):
         divides_alike(hub, *random_sizes(seed))
@@ -77,7 +77,7 @@ def divides_alike(hub: Any, sizes: list[tuple[str, int]], limit: int) -> None:
         assert index.decode() == json.dumps(said, indent=2, sort_keys=True) + "\n"
 
 
-def test_mindspore_gives_the_largest_to_the_emptiest_file() -> None:
+def test_mindspores_files_get_the_largest_tensor_in_the_smallest_file() -> None:
     sizes = sized(1 * GIB, 4 * GIB, 2 * GIB, 1 * GIB)
     # 8 GiB by 3 are three files.
     assert split_for_unified(sizes) == [["t1"], ["t2"], ["t0", "t3"]]
@@ -87,7 +87,7 @@ def test_mindspore_gives_the_largest_to_the_emptiest_file() -> None:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_no_file_passes_a_limit_that_is_given(seed: int) -> None:
+def test_no_file_exceeds_a_given_limit(seed: int) -> None:
     sizes, limit = random_sizes(seed)
     nbytes = dict(sizes)
     for split in (split_for_huggingface, split_for_unified):
@@ -100,7 +100,7 @@ def test_no_file_passes_a_limit_that_is_given(seed: int) -> None:
 
 
 @pytest.mark.parametrize("case", sorted(name for name in CASES if name.startswith("u")))
-def test_mindspore_made_these_files_of_these_tensors(case: str) -> None:
+def test_files_are_divided_as_by_mindspore(case: str) -> None:
     directory = CASES[case] / "unified"
     said = json.loads((directory / "param_name_map.json").read_text())
     found = read(directory)
@@ -118,7 +118,7 @@ def test_mindspore_made_these_files_of_these_tensors(case: str) -> None:
 
 
 @pytest.mark.skipif(not CORPUS2.is_dir(), reason="the corpus of other forms is not on this machine")
-def test_hugging_face_made_these_files_of_these_tensors() -> None:
+def test_files_are_divided_as_by_hugging_face() -> None:
     directory = CORPUS2 / "h01_bf16_sharded"
     expected = json.loads((directory / "expected.json").read_text())["tensors"]
     sizes = [(name, 2 * math.prod(said["shape"])) for name, said in expected.items()]
@@ -141,11 +141,11 @@ def test_hugging_face_made_these_files_of_these_tensors() -> None:
         ("1000", 1000),
     ],
 )
-def test_sizes_are_decimal_unless_they_say_binary(text: str, size: int) -> None:
+def test_sizes_are_decimal_unless_the_unit_is_binary(text: str, size: int) -> None:
     assert parse_size(text) == size
 
 
 @pytest.mark.parametrize("text", ["", "GB", "5 gigabytes", "-5GB", "0GB", "0.0001KB", "1e9", "inf", "nanGB", "5GB5"])
-def test_what_is_no_size(text: str) -> None:
+def test_invalid_sizes_are_refused(text: str) -> None:
     with pytest.raises(UsageError, match="is not a size such as 5GB, 500M"):
         parse_size(text)

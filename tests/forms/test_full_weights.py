@@ -65,7 +65,7 @@ ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors
 
 
 @pytest.mark.parametrize("case", sorted(CASES))
-def test_what_mindspore_and_hugging_face_wrote(case: str) -> None:
+def test_files_of_mindspore_and_hugging_face_are_read(case: str) -> None:
     directory = next(path for path in CASES[case].iterdir() if path.is_dir())
     expected = json.loads((CASES[case] / "expected.json").read_text())
     found = read(directory)
@@ -89,7 +89,7 @@ def test_what_mindspore_and_hugging_face_wrote(case: str) -> None:
             assert np.frombuffer(content(found, name), kind).tolist() == np.ravel(said["value"]).tolist()
 
 
-def test_what_may_be_a_slice_of_rank_0_is_left_out_and_named() -> None:
+def test_possible_slices_of_rank_0_are_skipped_and_listed() -> None:
     report = Report()
     found = read(FIXTURES / "full_weights" / "u03_choice_ms210" / "unified", report)
     (warning,) = report.warnings
@@ -98,7 +98,7 @@ def test_what_may_be_a_slice_of_rank_0_is_left_out_and_named() -> None:
     assert not found.holders("adam_m.layers.0.linear_fc1.weight")
 
 
-def test_hyper_parameters_without_a_scalar_are_no_tensors(tmp_path: Path) -> None:
+def test_hyper_parameters_are_not_tensors(tmp_path: Path) -> None:
     write_safetensors(tmp_path / "part0.safetensors", {"w": W})
     write_safetensors(tmp_path / "hyper_param.safetensors", {"w": W[:1], "expert_bias.0": V[:1]})
     (tmp_path / "param_name_map.json").write_text('{"w": "part0.safetensors"}')
@@ -122,7 +122,7 @@ def test_files_and_layers_are_in_the_order_of_their_numbers(tmp_path: Path) -> N
     assert found.files[3] == str(tmp_path / "part3.safetensors") and found.holders("layers.10.w") == [10]
 
 
-def test_a_map_with_and_without_its_metadata_is_the_same(tmp_path: Path) -> None:
+def test_a_map_is_read_with_and_without_its_metadata(tmp_path: Path) -> None:
     shutil.copytree(FIXTURES / "full_weights" / "u05_pp2_opt_ms270" / "unified", tmp_path / "w")
     nested = read(tmp_path / "w")
     said = json.loads((tmp_path / "w/param_name_map.json").read_text())
@@ -130,7 +130,7 @@ def test_a_map_with_and_without_its_metadata_is_the_same(tmp_path: Path) -> None
     assert read(tmp_path / "w") == nested
 
 
-def test_other_files_of_the_model_are_named_and_other_weights_are_not_among_them(tmp_path: Path) -> None:
+def test_files_beside_the_model_are_listed_without_other_weights(tmp_path: Path) -> None:
     directory = saved(tmp_path, {ONE: {"a": W}, TWO: {"b": V}})
     for name in (
         *("config.json", "tokenizer.json", "tokenizer.model", "README.md", "modeling_x.py"),
@@ -150,7 +150,7 @@ def test_other_files_of_the_model_are_named_and_other_weights_are_not_among_them
     assert "consolidated.safetensors, model.onnx, pytorch_model.bin, pytorch_model.bin.index.json" in note
 
 
-def test_files_of_another_save_are_warned_of(tmp_path: Path) -> None:
+def test_files_of_another_save_give_a_warning(tmp_path: Path) -> None:
     directory = saved(tmp_path, {ONE: {"a": W}, TWO: {"b": V}})
     write_safetensors(directory / "model-00003-of-00003.safetensors", {"c": W})
     report = Report()
@@ -158,7 +158,7 @@ def test_files_of_another_save_are_warned_of(tmp_path: Path) -> None:
     assert "model-00003-of-00003.safetensors; they may be left from another save" in report.warnings[0]
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_weight_file_is_an_error(tmp_path: Path) -> None:
     directory = saved(tmp_path, {ONE: {"a": W}, TWO: {"b": V}})
     (directory / TWO).unlink()
     assert refused(directory, f"1 file of 2 missing: {TWO}", "copy or download").status == 3
@@ -169,7 +169,7 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     refused(directory, TWO)
 
 
-def test_missing_and_damaged_files_are_named_together(tmp_path: Path) -> None:
+def test_missing_and_damaged_files_are_listed_together(tmp_path: Path) -> None:
     directory = saved(tmp_path, {ONE: {"a": W}, TWO: {"b": V}, "more.safetensors": {"c": W}})
     (directory / ONE).unlink()
     (directory / TWO).write_bytes((directory / TWO).read_bytes()[:-1])
@@ -182,13 +182,13 @@ def test_a_file_known_to_be_damaged_is_not_used(tmp_path: Path) -> None:
         read_huggingface(str(directory), handles, Report(), {str(directory / TWO): f"{TWO}: its CRC differs"})
 
 
-def test_a_pointer_of_git_lfs_is_called_so(tmp_path: Path) -> None:
+def test_a_git_lfs_pointer_is_named_as_such(tmp_path: Path) -> None:
     directory = saved(tmp_path, {ONE: {"a": W}, TWO: {"b": V}})
     (directory / TWO).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 123456789\n")
     refused(directory, TWO, "git lfs pull")
 
 
-def test_an_index_that_names_another_file_than_the_one_that_holds_a_tensor(tmp_path: Path) -> None:
+def test_an_index_that_names_the_wrong_file_of_a_tensor_is_an_error(tmp_path: Path) -> None:
     directory = saved(tmp_path, {ONE: {"a": W}, TWO: {"b": V}}, {"a": TWO, "b": TWO, "c": ONE})
     refused(
         directory,
@@ -198,12 +198,12 @@ def test_an_index_that_names_another_file_than_the_one_that_holds_a_tensor(tmp_p
     )
 
 
-def test_a_tensor_in_two_files_is_an_error_whatever_the_index_says(tmp_path: Path) -> None:
+def test_a_tensor_in_two_files_is_an_error(tmp_path: Path) -> None:
     directory = saved(tmp_path, {ONE: {"a": W}, TWO: {"a": W + 1, "b": V}}, {"a": ONE, "b": TWO})
     refused(directory, f"in several files, which need not agree: 'a' in {ONE} and {TWO}")
 
 
-def test_a_value_that_is_a_tensor_as_well_is_an_error(tmp_path: Path) -> None:
+def test_a_name_of_both_a_value_and_a_tensor_is_an_error(tmp_path: Path) -> None:
     shutil.copytree(FIXTURES / "full_weights" / "u05_pp2_opt_ms270" / "unified", tmp_path / "w")
     write_safetensors(tmp_path / "w/part9.safetensors", {"global_step": np.array([3], "i4")})
     said = json.loads((tmp_path / "w/param_name_map.json").read_text())
@@ -212,7 +212,7 @@ def test_a_value_that_is_a_tensor_as_well_is_an_error(tmp_path: Path) -> None:
     refused(tmp_path / "w", "'global_step' in part9.safetensors and hyper_param.safetensors")
 
 
-def test_tensors_that_no_index_lists_are_taken_with_a_warning(tmp_path: Path) -> None:
+def test_unindexed_tensors_are_read_with_a_warning(tmp_path: Path) -> None:
     directory = saved(tmp_path, {ONE: {"a": W}, TWO: {"b": V, "c": W}}, {"a": ONE, "b": TWO})
     report = Report()
     assert read(directory, report).order() == ["a", "b", "c"]
@@ -238,7 +238,7 @@ def test_tensors_that_no_index_lists_are_taken_with_a_warning(tmp_path: Path) ->
         ('{"weight_map": ' + "[" * 100_000, "nested too deeply"),
     ],
 )
-def test_hostile_maps(tmp_path: Path, text: str, says: str) -> None:
+def test_hostile_maps_are_refused(tmp_path: Path, text: str, says: str) -> None:
     write_safetensors(tmp_path / "x.safetensors", {"a": W})
     for name in ("model.safetensors.index.json", "param_name_map.json"):
         path = tmp_path / name
@@ -249,17 +249,17 @@ def test_hostile_maps(tmp_path: Path, text: str, says: str) -> None:
         path.unlink()
 
 
-def test_a_map_that_is_no_file(tmp_path: Path) -> None:
+def test_a_map_that_is_not_a_file_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "param_name_map.json")
     refused(tmp_path, "param_name_map.json: is not a regular file")
 
 
-def test_unified_weights_without_their_map(tmp_path: Path) -> None:
+def test_unified_weights_without_their_map_are_refused(tmp_path: Path) -> None:
     write_safetensors(tmp_path / "part0.safetensors", {"a": W})
     refused(tmp_path, "has no param_name_map.json")
 
 
-def test_files_without_an_index(tmp_path: Path) -> None:
+def test_files_without_an_index_are_read(tmp_path: Path) -> None:
     one = tmp_path / "one"
     write_safetensors(one / "model.safetensors", {"a": W, "b": V})
     (one / "config.json").write_text("{}")
@@ -280,7 +280,7 @@ def test_files_without_an_index(tmp_path: Path) -> None:
     refused(several, "its files may be of several models", "give one file alone as SRC")
 
 
-def test_two_models_in_one_directory_are_told_apart_by_their_index(tmp_path: Path) -> None:
+def test_an_index_selects_one_of_two_models_in_a_directory(tmp_path: Path) -> None:
     directory = saved(tmp_path, {ONE: {"a": W}, TWO: {"b": V}})
     write_safetensors(directory / "model.safetensors", {"a": W})
     index = directory / "model.safetensors.index.json"
@@ -309,13 +309,13 @@ def test_two_models_in_one_directory_are_told_apart_by_their_index(tmp_path: Pat
         (["param_name_map.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json"], "unified"),
     ],
 )
-def test_forms_are_known_by_names(tmp_path: Path, names: list[str], form: Optional[str]) -> None:
+def test_forms_are_recognised_by_file_names(tmp_path: Path, names: list[str], form: Optional[str]) -> None:
     for name in names:
         (tmp_path / name).touch()
     assert full_weights_form(str(tmp_path)) == form
 
 
-def test_forms_are_known_by_a_map_that_is_named(tmp_path: Path) -> None:
+def test_forms_are_recognised_by_a_given_map(tmp_path: Path) -> None:
     for name, form in (("param_name_map.json", "unified"), ("model.safetensors.index.json", "huggingface")):
         (tmp_path / name).touch()
         assert full_weights_form(str(tmp_path / name)) == form
@@ -323,7 +323,7 @@ def test_forms_are_known_by_a_map_that_is_named(tmp_path: Path) -> None:
     assert full_weights_form(str(tmp_path / "model.safetensors")) is None
 
 
-def test_a_directory_of_links_is_read_as_what_they_lead_to(tmp_path: Path) -> None:
+def test_a_directory_of_links_is_read_through_them(tmp_path: Path) -> None:
     kept = saved(tmp_path / "blobs", {ONE: {"a": W}, TWO: {"b": V}})
     links = tmp_path / "snapshot"
     links.mkdir()

@@ -118,7 +118,7 @@ def cut_tensors(draw: st.DrawFn) -> tuple[dict[str, Value], list[Chunk]]:
 
 
 @given(cut_tensors(), st.booleans(), st.integers(1, 5))
-def test_any_boxes_come_out_whole_and_go_back_as_rows(
+def test_any_boxes_are_assembled_and_cut_into_rows_again(
     cut: tuple[dict[str, Value], list[Chunk]], shapes: bool, shards: int
 ) -> None:
     tensors, chunks = cut
@@ -182,7 +182,7 @@ def change(path: Path, edit: Any) -> None:
         (lambda info: "[" * 100_000, "DCP_SHARDING_INFO is damaged"),
     ],
 )
-def test_headers_that_say_no_place_are_refused(edit: Any, says: str, tmp_path: Path) -> None:
+def test_headers_without_offsets_are_refused(edit: Any, says: str, tmp_path: Path) -> None:
     src = write_shards(tmp_path / "src", FULL, CHUNKS)
     change(src / "shard-00002-model-00001-of-00001.safetensors", edit)
     fails(3, "convert", src, tmp_path / "out", "--to", "huggingface", says=[says])
@@ -200,7 +200,7 @@ def test_files_of_another_save_are_refused(tmp_path: Path) -> None:
     done("convert", src, tmp_path / "out", "--to", "huggingface", "--exclude", "a.weight", "--verify")
 
 
-def test_a_tensor_with_a_hole_can_be_left_out(tmp_path: Path) -> None:
+def test_a_tensor_with_a_hole_can_be_excluded(tmp_path: Path) -> None:
     src = write_shards(tmp_path / "src", FULL, CHUNKS)
     (src / "shard-00002-model-00001-of-00001.safetensors").unlink()
     fails(3, "convert", src, tmp_path / "out", "--to", "unified", says=["bring the files of shard 2", "rows 2 to 3"])
@@ -208,7 +208,7 @@ def test_a_tensor_with_a_hole_can_be_left_out(tmp_path: Path) -> None:
     assert not found["complete"]
 
 
-def test_shards_beside_consolidated_files_are_not_read_twice(tmp_path: Path) -> None:
+def test_shards_beside_consolidated_files_are_ignored(tmp_path: Path) -> None:
     write_shards(tmp_path / "src" / "sharded", FULL, CHUNKS)
     same_checkpoints(converted(tmp_path / "src", tmp_path / "one"), FULL)
     write_checkpoint(tmp_path / "src" / "model.safetensors", FULL, metadata={"format": "pt"})
@@ -216,7 +216,7 @@ def test_shards_beside_consolidated_files_are_not_read_twice(tmp_path: Path) -> 
     same_checkpoints(converted(tmp_path / "src", tmp_path / "two"), FULL)
 
 
-def test_parts_under_the_names_of_a_model_are_refused(tmp_path: Path) -> None:
+def test_shards_named_as_a_full_model_are_refused(tmp_path: Path) -> None:
     src = write_shards(tmp_path / "src", FULL, CHUNKS)
     for place, path in enumerate(sorted(src.iterdir()), 1):
         path.rename(src / f"model-{place:05d}-of-00004.safetensors")
@@ -226,7 +226,7 @@ def test_parts_under_the_names_of_a_model_are_refused(tmp_path: Path) -> None:
     fails(3, "convert", tmp_path / "one", tmp_path / "out", "--to", "unified", says=["holds parts of tensors"])
 
 
-def test_a_single_shard_is_no_checkpoint(tmp_path: Path) -> None:
+def test_a_single_shard_is_refused(tmp_path: Path) -> None:
     src = write_shards(tmp_path / "src", FULL, CHUNKS)
     one = src / "shard-00002-model-00001-of-00001.safetensors"
     fails(3, "convert", one, tmp_path / "out", "--to", "unified", says=["one file of a sharded checkpoint", src])
@@ -249,7 +249,7 @@ def test_rows_are_cut_as_fsdp_cuts_them(shards: int, tmp_path: Path) -> None:
         )
 
 
-def test_a_target_is_cut_in_one_way(tmp_path: Path) -> None:
+def test_shards_and_dst_strategy_exclude_each_other(tmp_path: Path) -> None:
     src = write_shards(tmp_path / "src", FULL, CHUNKS)
     out = tmp_path / "out"
     to: list[Any] = ["--to", "hf-sharded"]
@@ -263,7 +263,7 @@ def test_a_target_is_cut_in_one_way(tmp_path: Path) -> None:
     fails(2, "convert", src, out, *to, "--shards", 2, "--src-strategy", "none", says=["leave out --src-strategy"])
 
 
-def test_an_uneven_cut_goes_on_and_is_verified_afterwards(tmp_path: Path) -> None:
+def test_an_uneven_cut_resumes_and_is_verified(tmp_path: Path) -> None:
     src = write_shards(tmp_path / "src", FULL, CHUNKS)
     out = tmp_path / "out"
     words: list[Any] = [src, out, "--to", "hf-sharded", "--shards", 3]
@@ -280,7 +280,7 @@ CORPUS = sorted(CORPUS_DCP.glob("hf_*")) if CORPUS_DCP.is_dir() else []
 
 
 @pytest.mark.parametrize("case", CORPUS, ids=lambda case: case.name)
-def test_cases_that_torch_wrote_come_out_right_or_are_refused(case: Path, tmp_path: Path) -> None:
+def test_files_of_torch_are_read_correctly_or_refused(case: Path, tmp_path: Path) -> None:
     answer = json.loads((case / "expected.json").read_text())
     result = reshard("convert", case / "checkpoint", tmp_path / "out", "--to", "huggingface", "--verify")
     if answer["expect"] == "refuse":

@@ -53,7 +53,7 @@ def refused(iteration: Path, content: bytes) -> str:
 
 
 @pytest.mark.parametrize("name", OUTSIDE)
-def test_no_file_outside_of_the_directory_is_opened(tmp_path: Path, name: str) -> None:
+def test_no_file_outside_the_directory_is_opened(tmp_path: Path, name: str) -> None:
     iteration, said = written(tmp_path)
     (tmp_path / "x.safetensors").write_bytes(b"never read")
     said["storage_data"][KEY][0]["file_name"] = name
@@ -85,13 +85,13 @@ def test_no_file_outside_of_the_directory_is_opened(tmp_path: Path, name: str) -
         "",
     ],
 )
-def test_keys_are_data(tmp_path: Path, key: str) -> None:
+def test_keys_are_never_evaluated(tmp_path: Path, key: str) -> None:
     iteration, said = written(tmp_path)
     said["storage_data"][key] = said["storage_data"].pop(KEY)
     assert "no name and number of a slice" in refused(iteration, json.dumps(said).encode())
 
 
-def test_what_is_told_twice_is_refused(tmp_path: Path) -> None:
+def test_duplicate_entries_are_refused(tmp_path: Path) -> None:
     iteration, said = written(tmp_path)
     first = json.dumps(said["storage_data"][KEY])
     text = json.dumps(said)
@@ -125,19 +125,19 @@ def test_what_is_told_twice_is_refused(tmp_path: Path) -> None:
         b"\x00" * 1000,
     ],
 )
-def test_what_is_no_metadata_is_refused(tmp_path: Path, content: bytes) -> None:
+def test_invalid_metadata_is_refused(tmp_path: Path, content: bytes) -> None:
     iteration, _ = written(tmp_path)
     refused(iteration, content)
 
 
-def test_a_tensor_that_is_stored_and_not_described_is_refused(tmp_path: Path) -> None:
+def test_a_stored_tensor_without_metadata_is_refused(tmp_path: Path) -> None:
     iteration, said = written(tmp_path)
     del said["state_dict_metadata"]["first.weight"]
     assert "which state_dict_metadata does not" in refused(iteration, json.dumps(said).encode())
 
 
 @pytest.mark.parametrize("size", [(1 << 63) - 1, 1 << 63, 1 << 64, -1, 1.5, True, None, "4", [4], 10**30])
-def test_numbers_that_no_checkpoint_has_are_refused(tmp_path: Path, size: Any) -> None:
+def test_numbers_over_the_limits_are_refused(tmp_path: Path, size: Any) -> None:
     iteration, said = written(tmp_path)
     described = said["state_dict_metadata"]["first.weight"]
     layout = described["layout"]
@@ -155,7 +155,7 @@ def test_numbers_that_no_checkpoint_has_are_refused(tmp_path: Path, size: Any) -
         entry[key] = before
 
 
-def test_a_file_of_one_slice_for_each_of_a_million_ranks_costs_what_its_size_does(tmp_path: Path) -> None:
+def test_metadata_of_a_million_ranks_takes_linear_time(tmp_path: Path) -> None:
     iteration, said = written(tmp_path)
     layout = said["state_dict_metadata"]["first.weight"]["layout"]
     layout.update(device_matrix=[1 << 20, 1 << 20, 1 << 20], tensor_map=[2, [1, 0]])
@@ -179,7 +179,7 @@ def parts(value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 @given(st.integers(0, 1 << 40))
-def test_changed_metadata_gives_right_values_or_an_error(seed: int) -> None:
+def test_modified_metadata_gives_right_values_or_an_error(seed: int) -> None:
     saved = saving(tensors=SAVED, world=4)
     said = saved.metadata()
     change(said, random.Random(seed))

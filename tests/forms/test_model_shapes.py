@@ -41,7 +41,7 @@ def test_shapes_are_read_from_every_form(form: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("directory", ["rank_0", "rank0", "0"])
-def test_rank_0_alone_is_neither_taken_for_slices_nor_for_a_full_checkpoint(directory: str, tmp_path: Path) -> None:
+def test_rank_0_alone_is_neither_a_slice_nor_a_full_checkpoint(directory: str, tmp_path: Path) -> None:
     old = write_strategy(tmp_path / "old", SAVED_WITH)
     tree = tmp_path / "a tree"
     write_checkpoint(tree / directory / "net-1_10.ckpt", FULL)
@@ -70,7 +70,7 @@ def test_rank_0_alone_is_neither_taken_for_slices_nor_for_a_full_checkpoint(dire
     assert made_shapes(tmp_path, "--shapes", tree, "--src-strategy", "none") == full
 
 
-def test_slices_that_do_not_make_the_recorded_shapes_are_refused(tmp_path: Path) -> None:
+def test_slices_that_contradict_the_recorded_shapes_are_refused(tmp_path: Path) -> None:
     """Full tensors in every rank's file, and a strategy whose JSON knows how large they are."""
     shapes = {name: of.array.shape for name, of in FULL.items()}
     old = write_strategy(tmp_path / "old", SAVED_WITH, shapes, "json")

@@ -35,7 +35,7 @@ FULL = tensors()
 # Copied: in neither strategy.
 
 
-def test_what_no_strategy_lists_is_copied_to_every_target_rank(world: World) -> None:
+def test_unlisted_values_are_copied_to_every_target_rank(world: World) -> None:
     copied = {
         **COPIED,
         "learning_rate": scalar(3, "Float32"),
@@ -47,7 +47,7 @@ def test_what_no_strategy_lists_is_copied_to_every_target_rank(world: World) -> 
     same_ranks(world.found(), world.expected(FULL, copied))
 
 
-def test_what_only_some_ranks_have_is_copied_too(world: World) -> None:
+def test_unlisted_values_of_some_ranks_are_copied(world: World) -> None:
     world.save(FULL)
     held = cut_ranks(world.source, FULL)
     write_checkpoint(world.src / "rank_3" / "net-1_10.ckpt", {**held[3], **COPIED, "epoch_num": scalar(7)})
@@ -60,18 +60,18 @@ def save_with_own(world: World, name: str) -> None:
         write_checkpoint(world.src / f"rank_{rank}" / "net-1_10.ckpt", {**held, name: scalar(100 + rank)})
 
 
-def test_differing_copies_are_warned_of_and_the_lowest_rank_wins(world: World) -> None:
+def test_differing_copies_give_a_warning_and_the_lowest_rank_wins(world: World) -> None:
     save_with_own(world, "loss_scale")
     warns(world.convert(), "loss_scale")
     same_ranks(world.found(), world.expected(FULL, {**COPIED, "loss_scale": scalar(100)}))
 
 
-def test_equal_copies_are_not_warned_of(world: World) -> None:
+def test_equal_copies_give_no_warning(world: World) -> None:
     world.save(FULL)
     assert "global_step" not in world.convert("--quiet").err
 
 
-def test_cur_rank_differs_by_nature_and_each_target_gets_its_own_number(world: World) -> None:
+def test_each_target_gets_the_cur_rank_of_its_own_number(world: World) -> None:
     save_with_own(world, "cur_rank")
     assert "cur_rank" not in world.convert("--quiet").err
     for rank, held in world.found().items():
@@ -81,14 +81,14 @@ def test_cur_rank_differs_by_nature_and_each_target_gets_its_own_number(world: W
 # Left out, and missing.
 
 
-def test_what_only_the_source_lists_is_left_out_and_counted(tmp_path: Path) -> None:
+def test_parameters_of_the_source_strategy_only_are_skipped_and_counted(tmp_path: Path) -> None:
     world = World(tmp_path, SOURCE, PLAIN_TARGET)
     world.save(FULL)
     warns(world.convert(), "1")
     same_ranks(world.found(), world.expected({"w": FULL["w"], "v": FULL["v"]}))
 
 
-def test_what_no_file_has_is_counted_and_with_strict_an_error(tmp_path: Path) -> None:
+def test_unsaved_target_parameters_are_counted_and_an_error_with_strict(tmp_path: Path) -> None:
     world = World(tmp_path, PLAIN, TARGET)
     world.save(FULL)
     world.refuses(3, "m.w", options=("--strict",))
@@ -96,7 +96,7 @@ def test_what_no_file_has_is_counted_and_with_strict_an_error(tmp_path: Path) ->
     same_ranks(world.found(), world.expected({"w": FULL["w"], "v": FULL["v"]}))
 
 
-def test_weights_of_one_side_only_are_warned_of_but_optimizer_state_is_not(tmp_path: Path) -> None:
+def test_weights_of_one_strategy_give_a_warning_unlike_optimizer_state(tmp_path: Path) -> None:
     cut = layout([2], [0])
     names = ["both", "adam_m.both", "head", "adam_v.head"]
     source = single({name: cut for name in names})
@@ -109,7 +109,7 @@ def test_weights_of_one_side_only_are_warned_of_but_optimizer_state_is_not(tmp_p
     assert "warning" not in world.run("--overwrite", "--include", "both").err
 
 
-def test_listed_on_both_sides_and_saved_by_nobody_is_the_same(world: World) -> None:
+def test_listed_parameters_that_no_rank_saved_are_counted(world: World) -> None:
     saved = {"w": FULL["w"], "v": FULL["v"]}
     world.save(saved)
     world.refuses(3, "m.w", options=("--strict",))
@@ -117,7 +117,7 @@ def test_listed_on_both_sides_and_saved_by_nobody_is_the_same(world: World) -> N
     same_ranks(world.found(), world.expected(saved))
 
 
-def test_every_parameter_with_a_missing_slice_is_named_with_its_ranks(tmp_path: Path) -> None:
+def test_every_parameter_with_a_missing_slice_is_listed_with_its_ranks(tmp_path: Path) -> None:
     strategy = single({"first": layout([4], [0]), "second": layout([2, 2], [0]), "third": layout([4], [-1])})
     world = World(tmp_path, strategy, single({"first": layout([1], [-1]), "second": layout([1], [-1])}))
     world.save({name: value(name, (8,)) for name in ("first", "second", "third")}, ranks=[0, 2])
@@ -136,7 +136,7 @@ def test_none_as_a_source_lists_every_tensor_of_more_than_one_element(world: Wor
     same_ranks(world.found(), world.expected(FULL, one))
 
 
-def test_none_as_a_target_takes_everything_as_one_rank(world: World) -> None:
+def test_none_as_a_target_writes_everything_as_one_rank(world: World) -> None:
     copied = {**COPIED, "note": text("x"), "table": value("table", (3,))}
     world.save(FULL, copied=copied)
     done("transform-dir", world.src, world.dst, "--src-strategy", world.old, "--dst-strategy", "none")
@@ -174,7 +174,7 @@ def test_a_parameter_shared_by_target_stages_is_written_to_each(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("lost", [[0, 1], [2, 3]])
-def test_a_parameter_shared_by_source_stages_is_taken_from_either(tmp_path: Path, lost: list[int]) -> None:
+def test_a_parameter_shared_by_source_stages_is_read_from_either(tmp_path: Path, lost: list[int]) -> None:
     world = World(tmp_path, LISTED_TWICE, LISTED_TWICE)
     ranks = cut_ranks(LISTED_TWICE, TIED, COPIED)
     for rank in lost:
@@ -191,7 +191,7 @@ def save_unlisted(world: World) -> None:
         write_checkpoint(world.src / f"rank_{rank}" / "net-1_10.ckpt", {**held, **more})
 
 
-def test_ranks_whose_stage_does_not_list_a_parameter_are_no_source_of_it(tmp_path: Path) -> None:
+def test_ranks_whose_stage_does_not_list_a_parameter_are_not_read_for_it(tmp_path: Path) -> None:
     world = World(tmp_path, LISTED_ONCE, WHOLE)
     save_unlisted(world)
     warns(world.convert(), "emb", "0", "1")
@@ -214,7 +214,7 @@ def test_a_table_that_only_unlisted_ranks_hold_is_not_read_from_them(tmp_path: P
     same_ranks(world.found(), world.expected({name: TIED[name] for name in ("a", "b")}))
 
 
-def test_what_the_source_strategy_does_not_list_cannot_be_cut(tmp_path: Path) -> None:
+def test_a_parameter_unlisted_in_the_source_strategy_cannot_be_cut(tmp_path: Path) -> None:
     cut = single({**TARGET[0]["layouts"], "table": layout([2], [0])})
     world = World(tmp_path, SOURCE, cut)
     world.save(FULL, copied={**COPIED, "table": value("table", (4,))})
@@ -224,14 +224,14 @@ def test_what_the_source_strategy_does_not_list_cannot_be_cut(tmp_path: Path) ->
 # Filters.
 
 
-def test_include_and_exclude_choose_what_is_written(world: World) -> None:
+def test_include_and_exclude_select_parameters(world: World) -> None:
     world.save(FULL)
     world.convert("--include", "*w", "--include", "v", "--exclude", "m.*")
     expected = world.expected({"w": FULL["w"], "v": FULL["v"]}, {})
     same_ranks(world.found(), expected)
 
 
-def test_exclusion_wins(world: World) -> None:
+def test_exclude_overrides_include(world: World) -> None:
     world.save(FULL)
     world.convert("--include", "w", "--exclude", "global_step", "--include", "global_step")
     same_ranks(world.found(), world.expected({"w": FULL["w"]}, {}))
@@ -240,7 +240,7 @@ def test_exclusion_wins(world: World) -> None:
 # Types and formats.
 
 
-def test_text_is_left_out_of_safetensors_and_named(world: World) -> None:
+def test_text_is_skipped_in_safetensors_and_listed(world: World) -> None:
     world.save(FULL, copied={**COPIED, "note": text("hello")})
     warns(world.convert("--format", "safetensors"), "note")
     same_ranks(world.found(), world.expected(FULL))
@@ -284,7 +284,7 @@ def test_safetensors_metadata_is_mindspores(world: World) -> None:
             assert "w" in opened.keys()  # noqa: SIM118 (no mapping)
 
 
-def test_no_checksum_of_the_source_is_carried_over(world: World) -> None:
+def test_the_crc_of_the_source_is_not_copied(world: World) -> None:
     world.save(FULL, crc=True)
     world.convert()
     for path in world.dst.glob("rank_*/*.ckpt"):
@@ -358,7 +358,7 @@ def test_accumulated_gradients_of_a_source_without_shards_are_written_unsharded(
     same_ranks(world.found(), cut_ranks(PIPELINE, GRADIENTS, COPIED, [ACCU]))
 
 
-def test_accumulated_gradients_can_become_whole(tmp_path: Path) -> None:
+def test_accumulated_gradients_can_become_full_tensors(tmp_path: Path) -> None:
     world = World(tmp_path, PIPELINE, WHOLE)
     write_tree(world.src, cut_ranks(PIPELINE, GRADIENTS, COPIED, [ACCU]))
     done("transform-dir", world.src, world.dst, "--src-strategy", world.old, "--dst-strategy", "none")
@@ -429,7 +429,7 @@ def test_an_optimizer_shard_that_does_not_divide_is_an_error(tmp_path: Path) -> 
     world.refuses(3, "w", "6", "4")
 
 
-def test_a_target_may_have_more_ranks_than_the_tensors_have_rows(tmp_path: Path) -> None:
+def test_a_target_may_have_more_ranks_than_rows(tmp_path: Path) -> None:
     world = World(tmp_path, single({"w": layout([2], [0, -1])}), single({"w": layout([6, 1], [-1, 1])}))
     full = {"w": value("w", (2, 6))}
     world.save(full)
@@ -438,12 +438,12 @@ def test_a_target_may_have_more_ranks_than_the_tensors_have_rows(tmp_path: Path)
     assert rank_count(world.target) == 6
 
 
-def test_by_rank_says_what_it_lacks(world: World) -> None:
+def test_by_rank_lists_missing_slices(world: World) -> None:
     world.save(FULL, ranks=[0, 2])
     fails(3, *world.words(0, command="by-rank"), says=["w", "1", "3"])
 
 
-def test_gradients_whose_parameter_was_not_saved_cannot_be_decided(tmp_path: Path) -> None:
+def test_gradients_without_their_saved_parameter_are_an_error(tmp_path: Path) -> None:
     """Four rows may be the half of 8 or the quarter of 16."""
     world = World(tmp_path, PIPELINE, PLAIN_PIPELINE)
     ranks = cut_ranks(PIPELINE, GRADIENTS, COPIED, [ACCU])
@@ -454,7 +454,7 @@ def test_gradients_whose_parameter_was_not_saved_cannot_be_decided(tmp_path: Pat
 
 
 @pytest.mark.parametrize("devices", [1, 2])
-def test_by_rank_needs_no_rank_of_a_stage_whose_tensors_others_hold(tmp_path: Path, devices: int) -> None:
+def test_by_rank_reads_no_stage_whose_tensors_others_hold(tmp_path: Path, devices: int) -> None:
     """The last stage holds nothing but the tied table, so its files need not be present."""
     tied = [LISTED_TWICE[0], {"devices": 2, "layouts": {"emb": layout([2], [0, -1])}}]
     target = single({"emb": layout([devices], [-1, -1]), "a": layout([devices], [-1])})

@@ -40,7 +40,7 @@ def steps_of(tree: SourceTree, step: Optional[str] = None) -> dict[str, list[str
 
 
 @pytest.mark.parametrize("naming", ["rank_{}", "rank{}", "{}"])
-def test_the_three_namings(naming: str, tmp_path: Path) -> None:
+def test_rank_directories_have_three_namings(naming: str, tmp_path: Path) -> None:
     names = [f"{naming.format(rank)}/net-1_{step}.ckpt" for rank in range(12) for step in (9, 10)]
     tree = find_checkpoints(str(plant(tmp_path, names)))
     assert tree.ranks == tuple(range(12)) and not tree.single_file
@@ -50,7 +50,7 @@ def test_the_three_namings(naming: str, tmp_path: Path) -> None:
     assert newest.notes == ()
 
 
-def test_what_lies_about_is_passed_over(tmp_path: Path) -> None:
+def test_other_files_and_directories_are_skipped(tmp_path: Path) -> None:
     names = ["rank_0/x-1_1.ckpt", "rank_0/meta.json", "rank_0/x-1_2.tmp", "rank_0/.x-1_3.ckpt", "rank_0/sub/y.ckpt"]
     names += ["rank_x/y.ckpt", "strategy/ckpt_strategy_rank_0.ckpt", "rank_1_tmp/x-1_4.ckpt", "rank_0.ckpt/no"]
     names += ["group_info.pb", "rank_0/group_info.pb", "rank_0/x-graph.meta", "RANK_3/y.ckpt", "rank_4_old/y.ckpt"]
@@ -71,7 +71,7 @@ def test_ranks_may_be_missing_and_hold_different_steps(tmp_path: Path) -> None:
     assert tree.ranks == (0, 1, 2, 3, 4, 5, 7)
 
 
-def test_a_directory_that_no_run_finished_is_refused(tmp_path: Path) -> None:
+def test_an_unfinished_directory_is_refused(tmp_path: Path) -> None:
     root = plant(tmp_path / "ttp_saved_checkpoints-step_3_tmp", ["rank_0/ttp_rank_0-1_3.ckpt"])
     for src in (str(root), f"{root}/", f"{root}/rank_{{rank}}"):
         with pytest.raises(CheckpointError, match="_tmp"):
@@ -89,7 +89,7 @@ def test_steps_compare_as_numbers(tmp_path: Path) -> None:
     assert list(steps_of(tree)) == ["10_1", "9_300", "2_1", "1_10", "1_9", "0_5"]
 
 
-def test_one_step_can_be_asked_for(tmp_path: Path) -> None:
+def test_step_selects_files(tmp_path: Path) -> None:
     tree = find_checkpoints(str(plant(tmp_path, [f"rank_{r}/a-1_{s}.ckpt" for r in (0, 1) for s in (1, 2)])))
     assert steps_of(tree, "1_1") == {"1_1": ["rank_0/a-1_1.ckpt", "rank_1/a-1_1.ckpt"]}
     assert steps_of(tree, "latest") == steps_of(tree)
@@ -115,7 +115,7 @@ def test_one_step_can_be_asked_for(tmp_path: Path) -> None:
         ("-1_2", "", Step(1, 2)),
     ],
 )
-def test_steps_in_names(stem: str, prefix: str, step: Optional[Step]) -> None:
+def test_steps_are_parsed_from_names(stem: str, prefix: str, step: Optional[Step]) -> None:
     assert parse_stem(stem) == (prefix, step)
 
 
@@ -162,7 +162,7 @@ def test_two_files_of_one_rank_and_step_are_listed(one: str, other: str, tmp_pat
         ambiguous(tree, str(tmp_path / one), str(tmp_path / other), step="1_10")
 
 
-def test_the_files_can_be_named_instead(tmp_path: Path) -> None:
+def test_a_rank_path_selects_files(tmp_path: Path) -> None:
     names = [f"rank_{rank}/net-1_10.{ending}" for rank in range(2) for ending in ("ckpt", "safetensors")]
     tree = find_checkpoints(str(plant(tmp_path, names)))
     ambiguous(tree, f"'{tmp_path}/rank_{{rank}}/*.ckpt'")
@@ -185,12 +185,12 @@ def test_files_with_and_without_a_step_cannot_be_compared(tmp_path: Path) -> Non
     ambiguous(find_checkpoints(str(plant(tmp_path, names))), *names)
 
 
-def test_namings_of_different_steps_cannot_be_compared(tmp_path: Path) -> None:
+def test_two_namings_of_different_steps_cannot_be_compared(tmp_path: Path) -> None:
     names = ["rank_0/net-5_10.ckpt", "0/net-5_20.ckpt"]
     ambiguous(find_checkpoints(str(plant(tmp_path, names))), *names)
 
 
-def test_names_that_differ_between_ranks_are_told(tmp_path: Path) -> None:
+def test_names_that_differ_between_ranks_are_listed(tmp_path: Path) -> None:
     tree = find_checkpoints(str(plant(tmp_path, ["rank_0/a-1_10.ckpt", "rank_1/b-1_10.ckpt"])))
     (found,) = list(tree.candidates())
     assert sorted(found.files) == [0, 1]
@@ -200,7 +200,7 @@ def test_names_that_differ_between_ranks_are_told(tmp_path: Path) -> None:
     assert "different formats" in next(iter(tree.candidates())).notes[0]
 
 
-def test_the_ranks_own_number_in_a_name_makes_no_difference(tmp_path: Path) -> None:
+def test_the_rank_number_in_a_name_does_not_distinguish_families(tmp_path: Path) -> None:
     names = [f"rank_{r}/llama2_rank_{r}-{s}_10.ckpt" for r in range(12) for s in (1, 2)]
     tree = find_checkpoints(str(plant(tmp_path, names)))
     assert [len(found.files) for found in list(tree.candidates())] == [12, 12]
@@ -218,7 +218,7 @@ PREFIXES = [
 
 @pytest.mark.parametrize("prefixes", PREFIXES)
 @pytest.mark.parametrize("ranks", [range(12), range(1, 3), [5, 1], [0, 1, 2, 11, 12]])
-def test_families_are_found_whatever_the_ranks(prefixes: list[str], ranks: Iterable[int]) -> None:
+def test_families_of_names_are_found_for_any_ranks(prefixes: list[str], ranks: Iterable[int]) -> None:
     items = {(rank, prefix.format(r=rank)) for rank in ranks for prefix in prefixes}
     families = name_families(items)
     for prefix in prefixes:
@@ -229,7 +229,7 @@ def test_families_are_found_whatever_the_ranks(prefixes: list[str], ranks: Itera
 # --file-suffix
 
 
-def test_a_suffix_chooses_by_the_end_of_the_stem(tmp_path: Path) -> None:
+def test_a_suffix_matches_the_end_of_the_stem(tmp_path: Path) -> None:
     names = ["rank_0/net-1_10.ckpt", "rank_0/net-1_10_breakpoint.ckpt", "rank_1/net-1_10_breakpoint.ckpt"]
     names += ["rank_2/net-1_10.ckpt"]
     tree = find_checkpoints(str(plant(tmp_path, names)), "_breakpoint")
@@ -252,7 +252,7 @@ def test_one_file_is_an_unsharded_checkpoint(tmp_path: Path) -> None:
     assert found.step is None
 
 
-def test_a_file_that_is_no_checkpoint_or_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_file_or_one_of_another_kind_is_an_error(tmp_path: Path) -> None:
     plant(tmp_path, ["notes.txt"])
     with pytest.raises(CheckpointError, match=r"notes.txt(.|\n)*\.ckpt or \.safetensors"):
         find_checkpoints(str(tmp_path / "notes.txt"))
@@ -279,7 +279,7 @@ def test_a_file_that_is_no_checkpoint_or_is_not_there(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("relative", [True, False])
-def test_paths_with_rank(
+def test_a_path_with_rank_in_it_selects_files(
     pattern: str, files: dict[int, str], relative: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant(tmp_path, files.values())
@@ -299,7 +299,7 @@ def test_a_pattern_that_matches_a_rank_twice_is_ambiguous(tmp_path: Path) -> Non
     ambiguous(find_checkpoints(f"{tmp_path}/*/rank_{{rank}}"), "cannot be compared")
 
 
-def test_a_pattern_that_matches_nothing(tmp_path: Path) -> None:
+def test_a_pattern_without_a_match_is_an_error(tmp_path: Path) -> None:
     plant(tmp_path, ["rank_x/net.ckpt", "rank_1/notes.txt"])
     for pattern in ("rank_{rank}/*.ckpt", "rank_{rank}", "none/{rank}/x.ckpt", "rank_{rank}/notes.txt"):
         with pytest.raises(CheckpointError, match="no checkpoint file matches"):
@@ -309,7 +309,7 @@ def test_a_pattern_that_matches_nothing(tmp_path: Path) -> None:
 # Sources that hold nothing, or something else.
 
 
-def test_missing_and_empty_sources(tmp_path: Path) -> None:
+def test_missing_and_empty_sources_are_errors(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="none: does not exist"):
         find_checkpoints(str(tmp_path / "none"))
     with pytest.raises(CheckpointError, match="holds no checkpoints"):
@@ -319,12 +319,12 @@ def test_missing_and_empty_sources(tmp_path: Path) -> None:
         find_checkpoints(str(tmp_path))
 
 
-def test_a_flat_directory_is_told_what_to_do(tmp_path: Path) -> None:
+def test_a_flat_directory_gets_a_hint(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"net.ckpt(.|\n)*\{rank\}"):
         find_checkpoints(str(plant(tmp_path, ["net.ckpt"])))
 
 
-def test_a_directory_above_is_told_which_is_meant(tmp_path: Path) -> None:
+def test_a_parent_directory_suggests_the_checkpoint_below(tmp_path: Path) -> None:
     plant(tmp_path, ["checkpoint/rank_0/net.ckpt", "strategy/x.ckpt"])
     with pytest.raises(CheckpointError, match=f"did you mean {tmp_path}/checkpoint"):
         find_checkpoints(str(tmp_path))
@@ -361,7 +361,7 @@ def test_files_of_other_forms_are_refused_by_name(name: str, says: str, tmp_path
         find_checkpoints(str(tmp_path / name))
 
 
-def test_directories_of_fault_recovery_beside_the_ranks_do_not_disturb(plain: World) -> None:
+def test_directories_of_fault_recovery_beside_ranks_are_ignored(plain: World) -> None:
     """Whether they hold group_info files or checkpoints."""
     plain.save(tensors())
     before = plain.convert("--json").json
@@ -381,7 +381,7 @@ def test_directories_of_fault_recovery_beside_the_ranks_do_not_disturb(plain: Wo
     assert done("recover", plain.src, plain.root / "whole", "--strategy", plain.old, "--json").json["recovered"] == [3]
 
 
-def test_directories_of_another_name_are_answered_with_the_path_that_names_them(plain: World) -> None:
+def test_directories_of_another_naming_suggest_a_rank_path(plain: World) -> None:
     plain.save(tensors(), "ckpt_dir{rank}/net-1_10.ckpt")
     plain.refuses(3, f"if their numbers are the ranks, name them so: '{plain.src}/ckpt_dir{{rank}}'")
     done("inspect", f"{plain.src}/ckpt_dir{{rank}}")

@@ -56,7 +56,7 @@ def test_a_registered_form_converts_both_ways(form: str, world: World, toy: ToyF
     assert (one / LIST).is_file() and len([*one.glob("*.safetensors")]) == 4
 
 
-def test_commands_know_a_registered_form(world: World, toy: ToyForm) -> None:
+def test_commands_accept_a_registered_form(world: World, toy: ToyForm) -> None:
     world.save(FULL)
     out = world.root / "out"
     words: list[Argument] = ["--src-strategy", world.old, "--to", "toy", "--format", "safetensors"]
@@ -75,14 +75,14 @@ def test_commands_know_a_registered_form(world: World, toy: ToyForm) -> None:
     fails(2, "convert", out, world.root / "no", says=["is of the form toy", "--to toy, "])
 
 
-def test_nothing_else_asks_which_form_a_checkpoint_has() -> None:
+def test_no_other_code_compares_forms() -> None:
     for path in Path(ROOT, "reshard").rglob("*.py"):
         if path.relative_to(ROOT / "reshard").parts[0] != "forms":
             for number, line in enumerate(path.read_text().splitlines(), 1):
                 assert not ASKS.search(line), f"{path}:{number}: ask the options or a method of the form: {line}"
 
 
-def test_contributing_shows_the_toy_form() -> None:
+def test_contributing_contains_the_toy_form() -> None:
     shown = re.search(r"  ```python\n(  class ToyForm.*?)  ```", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)
     assert shown is not None
     [page] = ast.parse(textwrap.dedent(shown[1])).body

@@ -36,26 +36,26 @@ def test_a_prefix_with_fields_is_the_whole_name(prefix: str, name: str) -> None:
     assert FileNames.of_prefix(prefix, Step(3, 10)).of(7) == f"rank_7/{name}"
 
 
-def test_a_step_that_nothing_tells_is_asked_for() -> None:
+def test_an_unknown_step_in_the_prefix_is_an_error() -> None:
     with pytest.raises(CheckpointError, match="type the numbers"):
         FileNames.of_prefix("llama_rank_{rank}-{epoch}_{step}")
     assert FileNames.of_prefix("llama_rank_{rank}-1_2").of(0) == "rank_0/llama_rank_0-1_2"
 
 
 @pytest.mark.parametrize("prefix", ["{", "a}", "{ranks}", "{epoch", "{rank:3}", "{{rank}", "{}", "{0}", "{rank!r}"])
-def test_braces_that_say_nothing_are_wrong_usage(prefix: str) -> None:
+def test_unknown_fields_in_the_prefix_are_wrong_usage(prefix: str) -> None:
     with pytest.raises(UsageError, match="an unknown field"):
         FileNames.of_prefix(prefix, Step(3, 10))
 
 
 @pytest.mark.parametrize("prefix", ["net-1_", "net-1_{rank}", "net-{rank}_{step}", "{rank}-{epoch}_{rank}"])
-def test_a_rank_in_the_place_of_a_step_is_wrong_usage(prefix: str) -> None:
+def test_a_prefix_with_a_rank_as_step_is_wrong_usage(prefix: str) -> None:
     with pytest.raises(UsageError, match="the rank's number in the place of a step"):
         FileNames.of_prefix(prefix, Step(3, 10))
 
 
 @pytest.mark.parametrize("prefix", ["a/{rank}", ".{rank}", "\0{rank}", "{rank:0250}", "x" * 240 + "{rank}", "x" * 250])
-def test_a_prefix_that_makes_no_file_name(prefix: str) -> None:
+def test_a_prefix_that_gives_no_file_name_is_wrong_usage(prefix: str) -> None:
     with pytest.raises(UsageError, match="is not the beginning of a file name"):
         FileNames.of_prefix(prefix)
 
@@ -76,7 +76,7 @@ def test_a_prefix_that_makes_no_file_name(prefix: str) -> None:
         ("rank_3/llama_rank_3-1_0200.ckpt", None),
     ],
 )
-def test_meta_json_is_for_files_that_are_found_by_it(name: str, said: Optional[tuple[int, int]]) -> None:
+def test_meta_json_requires_names_of_a_training(name: str, said: Optional[tuple[int, int]]) -> None:
     found = meta_json(name)
     if said is None:
         assert found is None
@@ -85,7 +85,7 @@ def test_meta_json_is_for_files_that_are_found_by_it(name: str, said: Optional[t
     assert found is not None and json.loads(found) == expected
 
 
-def test_converted_files_have_the_names_of_a_training(world: World) -> None:
+def test_converted_files_have_training_names(world: World) -> None:
     world.save(FULL, "rank_{rank}/llama_rank_{rank}-3_10.ckpt")
     world.convert("--prefix", "llama_rank_{rank}-{epoch}_{step}")
     same_ranks(read_named(world.dst, "rank_{rank}/llama_rank_{rank}-3_10.ckpt"), world.expected(FULL))
@@ -97,7 +97,7 @@ def test_converted_files_have_the_names_of_a_training(world: World) -> None:
     assert {path: path.stat().st_mtime_ns for path in world.dst.rglob("*.ckpt")} == before
 
 
-def test_a_rank_alone_and_a_recovery_are_named_so_too(plain: World) -> None:
+def test_by_rank_and_recover_use_training_names(plain: World) -> None:
     plain.save(FULL, "rank_{rank}/net-3_10.ckpt", ranks=[0, 1])
     plain.by_rank(1, "--prefix", "net_{rank:02}-{epoch}_{step}")
     assert [path.name for path in plain.dst.rglob("*.ckpt")] == ["net_01-3_10.ckpt"]
@@ -106,7 +106,7 @@ def test_a_rank_alone_and_a_recovery_are_named_so_too(plain: World) -> None:
     assert sorted(path.name for path in whole.rglob("*.ckpt")) == [f"llama_rank_{r}-3_10.ckpt" for r in range(4)]
 
 
-def test_names_without_a_step_are_asked_for(world: World) -> None:
+def test_training_names_without_a_step_are_an_error(world: World) -> None:
     world.save(FULL, "rank_{rank}/net.ckpt")
     world.refuses(
         3, "no name in the source contains them", "type the numbers", options=("--prefix", "n-{epoch}_{step}")
@@ -116,7 +116,7 @@ def test_names_without_a_step_are_asked_for(world: World) -> None:
     assert (world.dst / "rank_1" / "net_1-7_8.ckpt").is_file()
 
 
-def test_an_unfinished_conversion_with_such_names_is_gone_on_with_as_it_advises(world: World) -> None:
+def test_an_unfinished_conversion_with_training_names_resumes_by_its_hint(world: World) -> None:
     world.save(FULL, "rank_{rank}/net-3_10.ckpt")
     world.convert("--prefix", "a_{rank}-{epoch}_{step}", "--ranks", "0")
     result = fails(3, *world.words("--prefix", "b_{rank}"), says=["another conversion"])
@@ -125,13 +125,13 @@ def test_an_unfinished_conversion_with_such_names_is_gone_on_with_as_it_advises(
     assert sorted(path.name for path in world.dst.rglob("*.ckpt")) == ["a_0-3_10.ckpt", "a_1-3_10.ckpt"]
 
 
-def test_a_prefix_given_in_python_is_taken_as_it_is(world: World) -> None:
+def test_a_prefix_in_python_is_used_literally(world: World) -> None:
     world.save(FULL)
     reshard.transform_checkpoints(str(world.src), str(world.dst), "{rank}", str(world.old), str(world.new))
     assert sorted(path.name for path in world.dst.rglob("*.ckpt")) == ["{rank}0.ckpt", "{rank}1.ckpt"]
 
 
-def test_trainers_find_what_was_converted_by_meta_json(world: World) -> None:
+def test_trainers_find_converted_files_by_meta_json(world: World) -> None:
     world.save(FULL, "rank_{rank}/llama_rank_{rank}-3_10.ckpt")
     options = ("--prefix", "llama_rank_{rank}-{epoch}_{step}")
     world.by_rank(1, *options)
@@ -144,7 +144,7 @@ def test_trainers_find_what_was_converted_by_meta_json(world: World) -> None:
     assert not list(world.dst.rglob("meta.json"))
 
 
-def test_meta_json_is_of_the_step_that_is_there(world: World) -> None:
+def test_meta_json_records_the_converted_step(world: World) -> None:
     options = ("--prefix", "llama_rank_{rank}-{epoch}_{step}")
     for step in ("3_10", "4_2"):
         world.save(FULL, f"rank_{{rank}}/llama_rank_{{rank}}-{step}.ckpt")
@@ -160,7 +160,7 @@ def test_meta_json_is_of_the_step_that_is_there(world: World) -> None:
     assert len(list(world.dst.rglob("meta.json"))) == 2
 
 
-def test_meta_json_of_somebody_else_is_not_replaced(world: World) -> None:
+def test_a_foreign_meta_json_is_not_replaced(world: World) -> None:
     world.save(FULL, "rank_{rank}/llama_rank_{rank}-3_10.ckpt")
     (world.dst / "rank_1").mkdir(parents=True)
     (world.dst / "rank_1" / "meta.json").write_text("{}")
@@ -169,7 +169,7 @@ def test_meta_json_of_somebody_else_is_not_replaced(world: World) -> None:
     assert (world.dst / "rank_1" / "meta.json").read_text() == "{}"
 
 
-def test_a_recovered_tree_is_found_too(plain: World) -> None:
+def test_trainers_find_a_recovered_tree_by_meta_json(plain: World) -> None:
     plain.save(FULL, "rank_{rank}/llama_rank_{rank}-3_10.ckpt", ranks=[0, 1])
     done("recover", plain.src, plain.dst, "--strategy", plain.old)
     assert sorted(path.parent.name for path in plain.dst.rglob("meta.json")) == [f"rank_{rank}" for rank in range(4)]

@@ -34,14 +34,14 @@ def test_steps_compare_as_numbers(world: World) -> None:
     assert_same(world, NEW)
 
 
-def test_epochs_come_before_steps(world: World) -> None:
+def test_epochs_are_compared_before_steps(world: World) -> None:
     world.save_step("9_300", OLD)
     world.save_step("10_8", NEW)
     world.convert()
     assert_same(world, NEW)
 
 
-def test_file_times_play_no_part(world: World) -> None:
+def test_file_times_do_not_affect_the_step(world: World) -> None:
     world.save_step("1_10", NEW)
     world.save_step("1_9", OLD)
     for path in world.src.glob("rank_*/net-1_10.ckpt"):
@@ -50,50 +50,50 @@ def test_file_times_play_no_part(world: World) -> None:
     assert_same(world, NEW)
 
 
-def test_a_step_can_be_asked_for(world: World) -> None:
+def test_step_selects_a_step(world: World) -> None:
     world.save_step("1_9", OLD)
     world.save_step("1_10", NEW)
     world.convert("--step", "1_9")
     assert_same(world, OLD)
 
 
-def test_latest_can_be_asked_for(world: World) -> None:
+def test_step_accepts_latest(world: World) -> None:
     world.save(NEW)
     world.convert("--step", "latest")
     assert_same(world, NEW)
 
 
-def test_a_step_that_is_not_there_is_an_error(world: World) -> None:
+def test_a_missing_step_is_an_error(world: World) -> None:
     world.save(NEW)
     world.refuses(3, "7_7", options=("--step", "7_7"))
 
 
-def test_the_step_that_is_used_is_said(world: World) -> None:
+def test_the_selected_step_is_printed(world: World) -> None:
     world.save_step("3_25", NEW)
     warns(world.convert(), "3_25")
 
 
-def test_an_end_of_life_save_by_one_rank_of_each_group_is_found(plain: World) -> None:
+def test_an_end_of_life_save_by_one_rank_of_each_group_is_selected(plain: World) -> None:
     plain.save(OLD)
     plain.save_step("1_12", NEW, ranks=[0, 3])
     warns(plain.convert(), "1_12")
     assert_same(plain, NEW)
 
 
-def test_a_torn_step_is_passed_over_with_a_line(plain: World) -> None:
+def test_a_torn_step_is_skipped_with_a_warning(plain: World) -> None:
     plain.save(OLD)
     plain.save_step("1_12", NEW, ranks=[0, 2])
     warns(plain.convert(), "1_12", "1_10")
     assert_same(plain, OLD)
 
 
-def test_a_torn_step_that_was_asked_for_is_an_error(plain: World) -> None:
+def test_a_requested_torn_step_is_an_error(plain: World) -> None:
     plain.save(OLD)
     plain.save_step("1_12", NEW, ranks=[0, 2])
     plain.refuses(3, "1_12", "w", "1", "3", options=("--step", "1_12"))
 
 
-def test_no_complete_step_is_an_error_that_names_what_is_missing(plain: World) -> None:
+def test_without_a_complete_step_the_error_lists_missing_ranks(plain: World) -> None:
     plain.save(NEW, ranks=[1, 3])
     plain.refuses(3, "w", "0", "2")
 
@@ -134,7 +134,7 @@ def test_a_step_with_a_truncated_file_falls_back_to_the_step_before(world: World
     assert_same(world, OLD)
 
 
-def test_a_step_that_is_damaged_and_asked_for_is_an_error(world: World) -> None:
+def test_a_requested_damaged_step_is_an_error(world: World) -> None:
     world.save_step("1_9", OLD)
     world.save_step("1_10", NEW)
     damaged = world.src / "rank_1" / "net-1_10.ckpt"
@@ -142,7 +142,7 @@ def test_a_step_that_is_damaged_and_asked_for_is_an_error(world: World) -> None:
     world.refuses(3, str(damaged), "1_10", options=("--step", "1_10"))
 
 
-def test_a_file_cut_between_two_records_is_not_taken_for_whole(world: World) -> None:
+def test_a_file_truncated_between_records_is_not_complete(world: World) -> None:
     """Such a file is well formed, it only lacks parameters that the others have."""
     world.save_step("1_9", OLD)
     world.save_step("1_10", NEW)
@@ -158,7 +158,7 @@ def test_files_of_different_steps_are_never_mixed(plain: World) -> None:
     plain.refuses(3)
 
 
-def test_names_without_a_step_are_fine(world: World) -> None:
+def test_names_without_a_step_are_accepted(world: World) -> None:
     world.save(NEW, "rank_{rank}/checkpoint_{rank}.ckpt")
     world.convert()
     assert_same(world, NEW)
@@ -170,7 +170,7 @@ def test_two_names_without_a_step_are_an_error_that_lists_both(world: World) -> 
     world.refuses(3, "alpha", "beta", "--file-suffix")
 
 
-def test_parameters_that_nobody_saved_do_not_count(plain: World) -> None:
+def test_unsaved_parameters_do_not_affect_completeness(plain: World) -> None:
     """All files hold the same, one rank is absent: v was not saved."""
     plain.save({"w": NEW["w"]}, ranks=[0, 1, 2])
     plain.convert()
@@ -189,7 +189,7 @@ def test_an_absent_rank_of_a_deduplicated_save_makes_its_step_incomplete(plain: 
 
 
 @pytest.mark.parametrize("command", ["by-rank", "--ranks"])
-def test_some_ranks_take_the_step_that_all_would_take(command: str, tmp_path: Path) -> None:
+def test_some_ranks_use_the_step_of_a_full_conversion(command: str, tmp_path: Path) -> None:
     """Rank 1 has all it needs of the newest step: taking it would mix steps among the ranks."""
     world = World(tmp_path, TARGET, TARGET)
     world.save_step("1_9", OLD)
@@ -199,7 +199,7 @@ def test_some_ranks_take_the_step_that_all_would_take(command: str, tmp_path: Pa
     same_ranks(world.found(), {1: world.expected(OLD)[1]})
 
 
-def test_the_newest_step_that_its_target_can_have_is_taken_where_none_is_whole(tmp_path: Path) -> None:
+def test_without_a_complete_step_a_rank_uses_the_newest_sufficient_one(tmp_path: Path) -> None:
     """Only the files of a rank list were fetched."""
     world = World(tmp_path, TARGET, TARGET)
     world.save_step("1_9", OLD, ranks=[1])
@@ -209,7 +209,7 @@ def test_the_newest_step_that_its_target_can_have_is_taken_where_none_is_whole(t
     fails(3, *world.words(), says=["no step", "1_10", "rank 0"])
 
 
-def test_one_rank_with_one_step_is_not_warned_of_others(tmp_path: Path) -> None:
+def test_one_rank_with_one_step_gives_no_warning(tmp_path: Path) -> None:
     world = World(tmp_path, TARGET, TARGET)
     world.save_step("1_9", OLD)
     assert "warning" not in world.by_rank(1).err
@@ -219,7 +219,7 @@ def test_one_rank_with_one_step_is_not_warned_of_others(tmp_path: Path) -> None:
     assert "warning" not in other.by_rank(1, "--step", "1_9").err
 
 
-def test_a_step_that_is_passed_over_is_warned_of_under_quiet(plain: World) -> None:
+def test_quiet_prints_a_warning_about_a_skipped_step(plain: World) -> None:
     plain.save(OLD)
     plain.save_step("1_12", NEW, ranks=[0])
     warns(plain.convert("--quiet"), "warning: step 1_12 is not complete and is skipped")
@@ -227,7 +227,7 @@ def test_a_step_that_is_passed_over_is_warned_of_under_quiet(plain: World) -> No
 
 
 @pytest.mark.parametrize("command", ["transform-dir", "plan", "by-rank", "recover"])
-def test_no_older_step_is_taken_where_that_is_refused(command: str, plain: World) -> None:
+def test_no_fallback_refuses_an_older_step(command: str, plain: World) -> None:
     plain.save(OLD)
     plain.save_step("1_12", NEW, ranks=[0])
     words = plain.words(*([0] if command == "by-rank" else []), "--no-fallback", command=command)
@@ -246,7 +246,7 @@ def test_lost_optimizer_shards_do_not_matter_to_a_target_without_them(tmp_path: 
     assert_same(world, {name: NEW[name] for name in ("w", "v")})
 
 
-def test_an_older_whole_step_is_taken_before_one_that_lacks_optimizer_shards(tmp_path: Path) -> None:
+def test_an_older_complete_step_is_preferred_to_one_without_optimizer_shards(tmp_path: Path) -> None:
     world = World(tmp_path, SOURCE, PLAIN_TARGET)
     world.save_step("1_9", OLD)
     world.save(NEW, ranks=[0, 1])
@@ -255,9 +255,7 @@ def test_an_older_whole_step_is_taken_before_one_that_lacks_optimizer_shards(tmp
 
 
 @pytest.mark.parametrize("left", [[0], [0, 1]])
-def test_the_mark_of_a_deduplicated_save_decides_even_in_the_only_file_that_is_left(
-    left: list[int], plain: World
-) -> None:
+def test_the_mark_of_a_deduplicated_save_counts_in_a_single_remaining_file(left: list[int], plain: World) -> None:
     """Each file holds another parameter; nothing but the mark tells that others were saved."""
     held = cut_ranks(plain.source, NEW)
     for rank in left:
@@ -269,7 +267,7 @@ def test_the_mark_of_a_deduplicated_save_decides_even_in_the_only_file_that_is_l
     fails(3, "recover", plain.src, plain.dst, "--strategy", plain.old, says=says)
 
 
-def test_a_table_that_is_split_by_hand_tells_of_a_deduplicated_save_where_its_slice_has_rows(tmp_path: Path) -> None:
+def test_a_missing_slice_with_rows_of_an_uneven_table_shows_a_deduplicated_save(tmp_path: Path) -> None:
     laid_out = {"table": layout([2, 2], [0, -1], uneven=[0, 8]), "v": layout([2, 2], [-1])}
     strategy = single(laid_out)
     world = World(tmp_path, strategy, strategy)
@@ -283,7 +281,7 @@ def test_a_table_that_is_split_by_hand_tells_of_a_deduplicated_save_where_its_sl
     assert world.found()[2]["table"].array.shape == (0, 3)
 
 
-def test_files_of_one_stage_that_differ_tell_of_the_whole_save(tmp_path: Path) -> None:
+def test_differing_files_of_one_stage_show_a_deduplicated_save(tmp_path: Path) -> None:
     """Of the other stage one file is left, and nothing but the first stage's files says that it was one of two."""
     whole = layout([2], [-1, -1])
     names = [["a0", "b0"], ["a1", "b1"]]
@@ -302,7 +300,7 @@ def test_files_of_one_stage_that_differ_tell_of_the_whole_save(tmp_path: Path) -
     same_ranks(world.found(), world.expected(full, {}))
 
 
-def test_weights_that_only_an_absent_rank_can_have_saved_are_warned_of(plain: World) -> None:
+def test_weights_that_only_an_absent_rank_can_have_saved_give_a_warning(plain: World) -> None:
     plain.save({"w": NEW["w"]}, ranks=[0, 1, 2])
     warns(plain.convert("--quiet"), "warning", "count as not saved: 'v'")
 
@@ -322,7 +320,7 @@ def test_tensors_without_elements_never_make_a_step_incomplete(kind: str, tmp_pa
     assert all(found[rank]["none"].same(full["none"]) for rank in (0, 1))
 
 
-def test_a_target_rank_that_gets_nothing_of_the_source_gets_its_file(tmp_path: Path) -> None:
+def test_a_target_rank_without_parameters_gets_a_file(tmp_path: Path) -> None:
     """A stage of new parameters only."""
     full = {"w": NEW["w"]}
     target = [
@@ -341,7 +339,7 @@ def test_a_target_rank_that_gets_nothing_of_the_source_gets_its_file(tmp_path: P
     assert (world.dst / "reshard-manifest.json").exists()
 
 
-def test_stages_of_which_all_is_tied_need_not_be_there_for_one_whole_checkpoint(tmp_path: Path) -> None:
+def test_a_stage_of_tied_parameters_only_may_be_absent_for_a_full_target(tmp_path: Path) -> None:
     """Whatever of what they list was not saved."""
     listed = {"w": layout([2], [0, -1]), "m.w": layout([2], [0, -1])}
     source = [{"devices": 2, "layouts": listed}, {"devices": 2, "layouts": listed}]
@@ -355,7 +353,7 @@ def test_stages_of_which_all_is_tied_need_not_be_there_for_one_whole_checkpoint(
 
 
 @pytest.mark.parametrize("command", ["by-rank", "--ranks"])
-def test_values_that_only_another_stage_holds_are_copied_to_each_rank_alone(command: str, tmp_path: Path) -> None:
+def test_values_of_another_stage_are_copied_to_a_single_rank(command: str, tmp_path: Path) -> None:
     stages = [{"devices": 2, "layouts": {name: layout([2], [0, -1])}} for name in ("a", "b")]
     world = World(tmp_path, stages, stages)
     held = cut_ranks(stages, {name: value(name, (4, 2)) for name in ("a", "b")}, COPIED)
@@ -366,7 +364,7 @@ def test_values_that_only_another_stage_holds_are_copied_to_each_rank_alone(comm
     assert all(found["loss_scale"].same(held[3]["loss_scale"]) for found in world.found().values())
 
 
-def test_how_gradients_are_read_does_not_depend_on_the_files_at_hand(tmp_path: Path) -> None:
+def test_sharding_of_gradients_does_not_depend_on_the_available_files(tmp_path: Path) -> None:
     """Tied, and only one of the two stages records optimizer shards: its files tell whether they are made."""
     whole, shards = layout([2], [-1, -1]), layout([2], [-1, -1], 2, 1)
     names = ("emb", "accu_grads.emb")
@@ -397,7 +395,7 @@ def test_how_gradients_are_read_does_not_depend_on_the_files_at_hand(tmp_path: P
         fails(3, *world.words(0, command="by-rank"), says=["accu_grads.emb", "ranks 2-3"])
 
 
-def test_a_torn_step_that_cannot_tell_how_gradients_are_cut_is_passed_over_for_one_rank_too(tmp_path: Path) -> None:
+def test_a_torn_step_with_undecidable_gradients_is_skipped_by_by_rank(tmp_path: Path) -> None:
     whole, shards, cut = layout([2], [-1, -1]), layout([2], [-1, -1], 2, 1), layout([2], [0, -1])
     tied = ("emb", "accu_grads.emb")
     source = [
@@ -417,7 +415,7 @@ def test_a_torn_step_that_cannot_tell_how_gradients_are_cut_is_passed_over_for_o
     assert tree_bytes(world.dst) == whole_tree
 
 
-def test_filters_never_choose_the_step(plain: World) -> None:
+def test_filters_do_not_affect_the_step(plain: World) -> None:
     """w is torn at the newest step: that v is whole there does not make the step complete."""
     plain.save(OLD)
     plain.save_step("1_12", NEW, ranks=[0])
@@ -443,7 +441,7 @@ def test_filters_never_choose_the_step(plain: World) -> None:
         "rank_{rank}/{rank}.ckpt",
     ],
 )
-def test_all_names_of_the_field_are_found(world: World, pattern: str) -> None:
+def test_all_usual_names_of_steps_are_recognised(world: World, pattern: str) -> None:
     world.save(NEW, pattern)
     if pattern.startswith("rank_"):
         (world.src / "rank_0" / "meta.json").write_text("{}")
@@ -454,7 +452,7 @@ def test_all_names_of_the_field_are_found(world: World, pattern: str) -> None:
 
 
 @pytest.mark.parametrize("pattern", ["nodes/{rank}/deep/net-1_10.ckpt", "net_rank_{rank}.safetensors"])
-def test_a_path_with_a_rank_in_it_names_the_files(world: World, pattern: str) -> None:
+def test_a_rank_path_selects_its_files(world: World, pattern: str) -> None:
     world.save(NEW, pattern)
     done(
         "transform-dir", str(world.src / pattern), world.dst, "--src-strategy", world.old,
@@ -463,7 +461,7 @@ def test_a_path_with_a_rank_in_it_names_the_files(world: World, pattern: str) ->
     assert_same(world, NEW)
 
 
-def test_a_path_with_a_rank_in_it_may_have_wildcards(world: World) -> None:
+def test_a_rank_path_accepts_wildcards(world: World) -> None:
     world.save(NEW, "node0/rank_{rank}/net-1_10.ckpt", ranks=[0, 1])
     world.save(NEW, "node1/rank_{rank}/net-1_10.ckpt", ranks=[2, 3])
     done(
@@ -500,7 +498,7 @@ def test_two_prefixes_of_different_steps_cannot_be_compared(world: World) -> Non
     assert_same(world, NEW)
 
 
-def test_a_suffix_tells_names_apart(world: World) -> None:
+def test_a_suffix_selects_one_of_two_namings(world: World) -> None:
     world.save_step("1_10", OLD)
     world.save(NEW, "rank_{rank}/net-1_10_breakpoint.ckpt")
     world.refuses(3, "net-1_10_breakpoint", "--file-suffix")
@@ -508,7 +506,7 @@ def test_a_suffix_tells_names_apart(world: World) -> None:
     assert_same(world, NEW)
 
 
-def test_a_suffix_that_no_file_has_is_an_error(world: World) -> None:
+def test_a_suffix_without_a_match_is_an_error(world: World) -> None:
     world.save(NEW)
     world.refuses(3, "_breakpoint", options=("--file-suffix", "_breakpoint"))
 
@@ -521,13 +519,13 @@ def test_unfinished_directories_are_never_read(world: World) -> None:
     assert_same(world, NEW)
 
 
-def test_a_source_that_is_unfinished_itself_is_refused(world: World) -> None:
+def test_an_unfinished_source_is_refused(world: World) -> None:
     world.src = world.root / "ttp_saved_checkpoints-step_12_tmp"
     world.save(NEW)
     world.refuses(3, "_tmp")
 
 
-def test_ranks_beyond_the_strategy_are_an_error(world: World) -> None:
+def test_ranks_over_the_device_count_are_an_error(world: World) -> None:
     world.save(NEW)
     write_checkpoint(world.src / "rank_7" / "net-1_10.ckpt", {"w": scalar(1)})
     world.refuses(3, "7", "4")
@@ -573,11 +571,11 @@ def assert_same(world: World, full: Checkpoint) -> None:
     same_ranks(world.found(), world.expected(full))
 
 
-def test_every_rank_is_named_whose_slices_nobody_else_has(world: World) -> None:
+def test_every_rank_with_unreplicated_slices_is_listed(world: World) -> None:
     world.save(NEW, ranks=[0, 2])
     world.refuses(3, "which ranks 1,3 should", "restore ranks 1,3")
 
 
-def test_of_replicas_one_has_to_be_brought_back(plain: World) -> None:
+def test_one_lost_rank_of_a_replica_group_is_required(plain: World) -> None:
     plain.save(NEW, ranks=[1, 3])
     plain.refuses(3, "which one of ranks 0,2 should", "restore one of ranks 0,2")

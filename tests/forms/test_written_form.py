@@ -24,7 +24,7 @@ def huggingface(place: Path, step: int = 7, dtype: str = "f4", **names: tuple[in
     return place
 
 
-def test_the_options_that_a_warning_lists_leave_the_weights_alone(tmp_path: Path) -> None:
+def test_options_suggested_by_a_warning_exclude_no_weight(tmp_path: Path) -> None:
     source = huggingface(tmp_path / "src")
     words: list[Argument] = ["convert", source, tmp_path / "out", "--to", "huggingface"]
     result = done(*words)
@@ -39,7 +39,7 @@ def test_the_options_that_a_warning_lists_leave_the_weights_alone(tmp_path: Path
 
 @pytest.mark.parametrize("said", ["float32", "bfloat16"])
 @pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
-def test_a_configuration_of_another_type_than_the_weights_is_told_of(said: str, key: str, tmp_path: Path) -> None:
+def test_a_configuration_of_another_dtype_gives_a_warning(said: str, key: str, tmp_path: Path) -> None:
     source = huggingface(tmp_path / "src")
     (source / "config.json").write_text(json.dumps({key: said}))
     result = done("convert", source, tmp_path / "out", "--to", "huggingface")
@@ -48,14 +48,14 @@ def test_a_configuration_of_another_type_than_the_weights_is_told_of(said: str, 
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == {key: said}
 
 
-def test_values_alone_are_no_unified_directory(tmp_path: Path) -> None:
+def test_values_alone_do_not_make_a_unified_directory(tmp_path: Path) -> None:
     source = huggingface(tmp_path / "src")
     words: list[Argument] = ["convert", source, tmp_path / "out", "--to", "unified"]
     fails(3, *words, "--include", "global_step", says=["the selection contains only values such as 'global_step'"])
     assert not list(tmp_path.glob("out/*.safetensors"))
 
 
-def test_a_negative_step_is_iteration_0(tmp_path: Path) -> None:
+def test_a_negative_step_becomes_iteration_0(tmp_path: Path) -> None:
     source = huggingface(tmp_path / "src", step=-1)
     names = {**WEIGHTS, **STATE}
     strategy = write_strategy(tmp_path / "s", single(dict.fromkeys(names, layout([1], [-1, -1]))))
@@ -72,7 +72,7 @@ def test_a_target_without_optimizer_state_is_verified_against_one_unsharded_file
     done("convert", *words, "--to", "checkpoint2", "--verify")
 
 
-def test_the_directory_of_a_configuration_stands_for_it(tmp_path: Path) -> None:
+def test_config_accepts_the_directory_of_a_configuration(tmp_path: Path) -> None:
     source = huggingface(tmp_path / "src")
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")

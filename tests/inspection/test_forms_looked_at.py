@@ -29,7 +29,7 @@ def make(form: str, world: World, *options: Argument) -> Path:
 
 
 @pytest.mark.parametrize("form", FINISHED)
-def test_numbers_of_files_are_called_files(form: str, world: World) -> None:
+def test_numbered_files_are_printed_as_files(form: str, world: World) -> None:
     world.save(FULL)
     out = world.root / "out"
     many: list[Argument] = ["--max-shard-size", "300"] if form != "checkpoint2" else []
@@ -51,14 +51,14 @@ def test_numbers_of_files_are_called_files(form: str, world: World) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS[1:])
-def test_what_is_no_rank_tree_is_not_recovered(form: str, world: World) -> None:
+def test_recover_refuses_other_forms_than_rank_trees(form: str, world: World) -> None:
     made = make(form, world)
     fails(2, "recover", made, world.dst, "--strategy", world.new, says=[form, "recover works on rank directories"])
     assert not world.dst.exists()
 
 
 @pytest.mark.parametrize("form", FORMS[1:])
-def test_inspect_shows_files_tensors_and_how_they_are_cut(form: str, world: World) -> None:
+def test_inspect_shows_files_tensors_and_layouts(form: str, world: World) -> None:
     made = make(form, world)
     found = done("inspect", made, "--json").json
     check(found, SCHEMAS / "inspect.v1.json")
@@ -82,14 +82,14 @@ def test_inspect_shows_files_tensors_and_how_they_are_cut(form: str, world: Worl
     fails(2, "inspect", made, "--strategy", world.new, says=["rank tree"])
 
 
-def test_inspect_counts_files_and_not_pieces() -> None:
+def test_inspect_counts_files() -> None:
     """Two pieces of a tensor in one file."""
     found = done("inspect", FIXTURES / "dcp" / "w4_bricks" / "checkpoint", "--json").json
     assert {item["name"]: item["files"] for item in found["tensors"]} == {"old": 4, "pairs": 4, "wall": 4}
 
 
 @pytest.mark.parametrize("form", FINISHED)
-def test_inspect_tells_what_a_checkpoint_lacks(form: str, world: World) -> None:
+def test_inspect_lists_missing_files_and_tensors(form: str, world: World) -> None:
     made = make(form, world)
     path = next(path for path in sorted(made.rglob("*.safetensors")) if "w" in read_checkpoint(path))
     path.unlink()
@@ -104,7 +104,7 @@ def test_inspect_tells_what_a_checkpoint_lacks(form: str, world: World) -> None:
     assert "not complete" in said and "a conversion" in said and path.name in said
 
 
-def test_inspect_tells_which_iteration_is_the_last_finished_one(world: World) -> None:
+def test_inspect_marks_the_last_complete_iteration(world: World) -> None:
     made = make("checkpoint2", world)
     shutil.copytree(made / "iteration_00000041", made / "iteration_00000050")
     found = done("inspect", made, "--json").json

@@ -59,7 +59,7 @@ def damage(path: Path) -> Path:
 # A tree, by names and headers alone.
 
 
-def test_without_a_strategy_completeness_is_in_question(plain: World) -> None:
+def test_without_a_strategy_completeness_is_unknown(plain: World) -> None:
     plain.save(FULL)
     plain.save(FULL, NEWER, ranks=[0, 3])
     found = inspected(plain.src)
@@ -71,14 +71,14 @@ def test_without_a_strategy_completeness_is_in_question(plain: World) -> None:
         assert said in shown
 
 
-def test_a_number_of_files_that_makes_no_groups_is_not_taken_for_an_end_of_life_save(plain: World) -> None:
+def test_a_file_count_that_fits_no_groups_is_not_an_end_of_life_save(plain: World) -> None:
     plain.save(FULL, ranks=[0, 1, 3])
     (plain.src / "rank_2").mkdir()
     shown = done("inspect", plain.src).out
     assert "not on rank 2" in shown and "replica group" not in shown
 
 
-def test_only_the_newest_step_s_headers_are_read(plain: World) -> None:
+def test_inspect_reads_headers_of_the_newest_step(plain: World) -> None:
     plain.save(FULL)
     plain.save(FULL, NEWER)
     damage(plain.src / "rank_0" / "net-1_10.ckpt")
@@ -89,7 +89,7 @@ def test_only_the_newest_step_s_headers_are_read(plain: World) -> None:
     ]
 
 
-def test_another_step_s_headers_can_be_asked_for(plain: World) -> None:
+def test_step_selects_the_headers_to_read(plain: World) -> None:
     plain.save(FULL)
     plain.save(FULL, NEWER)
     path = damage(plain.src / "rank_0" / "net-1_10.ckpt")
@@ -102,7 +102,7 @@ def test_another_step_s_headers_can_be_asked_for(plain: World) -> None:
     fails(2, "inspect", plain.src, "--step", "soon", says=["soon"])
 
 
-def test_totals_count_every_file_that_was_read(world: World) -> None:
+def test_totals_count_every_read_file(world: World) -> None:
     world.save(FULL)
     contents = inspected(world.src)["steps"][0]["contents"]
     tensors_ = {item["name"]: item for item in contents["tensors"]}
@@ -111,7 +111,7 @@ def test_totals_count_every_file_that_was_read(world: World) -> None:
     assert contents["kinds"]["other values"] == {"tensors": 1, "bytes": 16}
 
 
-def test_sets_of_names_differ_between_pipeline_stages(tmp_path: Path) -> None:
+def test_names_are_grouped_by_pipeline_stage(tmp_path: Path) -> None:
     stages = [{"devices": 2, "layouts": {name: layout([2], [0])}} for name in ("a", "b")]
     world = World(tmp_path, stages, single({"a": layout([1], [-1]), "b": layout([1], [-1])}))
     world.save({"a": value("a", (4,)), "b": value("b", (4,))})
@@ -120,7 +120,7 @@ def test_sets_of_names_differ_between_pipeline_stages(tmp_path: Path) -> None:
     assert [item["names"] for item in sets] == [["a", "global_step"], ["b", "global_step"]]
 
 
-def test_a_file_that_holds_less_than_the_others_is_a_guess(plain: World) -> None:
+def test_a_file_smaller_than_the_others_is_a_guess(plain: World) -> None:
     plain.save(FULL)
     write_checkpoint(plain.src / "rank_2" / "net-1_10.ckpt", {"w": value("w", (4, 6))})
     said = finding(inspected(plain.src), "lacking")["text"]
@@ -128,7 +128,7 @@ def test_a_file_that_holds_less_than_the_others_is_a_guess(plain: World) -> None
     assert "lacking" not in kinds(judged(plain))
 
 
-def test_empty_rank_directories_and_gaps_are_named(plain: World) -> None:
+def test_empty_rank_directories_and_gaps_are_listed(plain: World) -> None:
     plain.save(FULL, ranks=[0, 3])
     (plain.src / "rank_1").mkdir()
     found = inspected(plain.src)
@@ -137,13 +137,13 @@ def test_empty_rank_directories_and_gaps_are_named(plain: World) -> None:
     assert "rank 2:" in finding(found, "gap")["text"]
 
 
-def test_a_rank_number_beyond_any_cluster_takes_no_memory(plain: World) -> None:
+def test_a_very_large_rank_number_takes_no_memory(plain: World) -> None:
     plain.save(FULL, ranks=[0])
     write_checkpoint(plain.src / "rank_999999999999" / "net-1_10.ckpt", {})
     assert inspected(plain.src)["ranks"] == [0, 999999999999]
 
 
-def test_unfinished_directories_and_saves_at_a_fault_are_passed_over_and_said(plain: World) -> None:
+def test_unfinished_directories_and_saves_at_a_fault_are_skipped_and_listed(plain: World) -> None:
     plain.save(FULL)
     for name in ("tft_saved_checkpoints-step_9_tmp", "ttp_saved_checkpoints-step_8"):
         write_checkpoint(plain.src / name / "rank_0" / "ttp_rank_0-1_9.ckpt", {})
@@ -164,19 +164,19 @@ def test_unfinished_directories_and_saves_at_a_fault_are_passed_over_and_said(pl
         ("rank_{rank}/net-1_10.ckpt", None),
     ],
 )
-def test_saves_at_a_fault_are_known_by_their_names(plain: World, pattern: str, saved_at: Optional[str]) -> None:
+def test_saves_at_a_fault_are_recognised_by_name(plain: World, pattern: str, saved_at: Optional[str]) -> None:
     plain.save(FULL, pattern)
     place = plain.src / pattern.split("/")[0] if pattern.startswith("tft") else plain.src
     assert inspected(place)["steps"][0]["saved_at"] == saved_at
 
 
-def test_an_end_of_life_save_is_known_by_the_rank_it_stores(plain: World) -> None:
+def test_an_end_of_life_save_is_recognised_by_its_stored_rank(plain: World) -> None:
     plain.save(FULL, ranks=[0, 3], copied={"cur_rank": scalar(0)})
     assert inspected(plain.src)["steps"][0]["saved_at"] == "end of life"
     assert "end of a process's life" in done("inspect", plain.src).out
 
 
-def test_a_file_that_training_removes_meanwhile_is_said(plain: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_removed_during_inspect_is_reported(plain: World, monkeypatch: pytest.MonkeyPatch) -> None:
     plain.save(FULL)
     plain.save(FULL, NEWER)
     gone = plain.src / "rank_1" / "net-1_10.ckpt"
@@ -204,7 +204,7 @@ AMBIGUOUS = {
 
 @pytest.mark.parametrize("pattern", AMBIGUOUS.values(), ids=list(AMBIGUOUS))
 @pytest.mark.parametrize("with_strategy", [False, True])
-def test_two_files_of_a_rank_and_step_are_a_finding(plain: World, pattern: str, with_strategy: bool) -> None:
+def test_two_files_of_a_rank_and_step_are_a_problem(plain: World, pattern: str, with_strategy: bool) -> None:
     plain.save(FULL)
     plain.save(FULL, pattern)
     found = judged(plain) if with_strategy else inspected(plain.src)
@@ -216,7 +216,7 @@ def test_two_files_of_a_rank_and_step_are_a_finding(plain: World, pattern: str, 
     assert flat(said["text"]) in flat(error)
 
 
-def test_a_file_suffix_narrows_it_down(plain: World) -> None:
+def test_file_suffix_selects_one_series_of_files(plain: World) -> None:
     plain.save(FULL)
     plain.save(FULL, AMBIGUOUS["names"])
     found = judged(plain, "--file-suffix", "_breakpoint")
@@ -231,7 +231,7 @@ def test_an_older_ambiguous_step_does_not_matter_to_a_conversion(plain: World) -
     plain.convert()
 
 
-def test_two_series_of_saves_are_a_finding(plain: World) -> None:
+def test_two_series_of_saves_are_a_problem(plain: World) -> None:
     plain.save(FULL)
     plain.save(FULL, "rank_{rank}/net_1-1_3.ckpt")
     found = judged(plain)
@@ -241,7 +241,7 @@ def test_two_series_of_saves_are_a_finding(plain: World) -> None:
     plain.refuses(3, "series")
 
 
-def test_an_encrypted_file_is_a_finding_that_names_it(plain: World) -> None:
+def test_an_encrypted_file_is_a_problem_that_names_it(plain: World) -> None:
     plain.save(FULL)
     path = plain.src / "rank_2" / "net-1_10.ckpt"
     path.write_bytes(b"\xd8\x5e\x3a\x7f" + bytes(100))
@@ -252,7 +252,7 @@ def test_an_encrypted_file_is_a_finding_that_names_it(plain: World) -> None:
     fails(3, "inspect", path, says=[path, "encrypted"])
 
 
-def test_a_strategy_that_does_not_fit_is_a_finding(plain: World) -> None:
+def test_a_strategy_that_does_not_fit_is_a_problem(plain: World) -> None:
     plain.save(FULL)
     wrong = write_strategy(plain.root / "wrong", single({"w": layout([4], [0]), "v": layout([4], [-1])}))
     found = inspected(plain.src, "--strategy", wrong)
@@ -262,7 +262,7 @@ def test_a_strategy_that_does_not_fit_is_a_finding(plain: World) -> None:
 
 
 @pytest.mark.parametrize("devices", [2, None])
-def test_ranks_beyond_the_strategy_are_a_finding(plain: World, devices: Optional[int]) -> None:
+def test_ranks_over_the_device_count_are_a_problem(plain: World, devices: Optional[int]) -> None:
     plain.save(FULL)
     given: Argument = "none"
     if devices:
@@ -304,7 +304,7 @@ def test_inspect_and_transform_dir_agree_on_the_step(plain: World, ranks: list[i
     assert taken == ("1_12" if newer_is_complete else "1_10" if older_is_complete else None)
 
 
-def test_they_agree_where_files_are_damaged(plain: World) -> None:
+def test_inspect_and_transform_dir_agree_on_the_step_with_damaged_files(plain: World) -> None:
     plain.save(FULL)
     plain.save(FULL, NEWER)
     damage(plain.src / "rank_0" / "net-1_12.ckpt")
@@ -315,7 +315,7 @@ def test_they_agree_where_files_are_damaged(plain: World) -> None:
     assert lost == {"parameters": ["w"], "ranks": [0, 2]}
 
 
-def test_what_is_missing_is_named(plain: World) -> None:
+def test_missing_slices_are_listed(plain: World) -> None:
     plain.save(FULL)
     plain.save(FULL, NEWER, ranks=[1, 3])
     found = judged(plain)
@@ -328,7 +328,7 @@ def test_what_is_missing_is_named(plain: World) -> None:
         assert said in shown
 
 
-def test_steps_older_than_the_one_taken_are_not_judged(plain: World) -> None:
+def test_steps_older_than_the_selected_one_are_not_checked(plain: World) -> None:
     plain.save(FULL, "rank_{rank}/net-1_9.ckpt")
     plain.save(FULL)
     found = judged(plain)
@@ -336,7 +336,7 @@ def test_steps_older_than_the_one_taken_are_not_judged(plain: World) -> None:
     assert "not looked at" in done("inspect", plain.src, "--strategy", plain.old).out
 
 
-def test_one_step_can_be_judged(plain: World) -> None:
+def test_step_selects_the_step_to_check(plain: World) -> None:
     plain.save(FULL, ranks=[1, 3])
     plain.save(FULL, NEWER)
     found = judged(plain, "--step", "1_10")
@@ -353,7 +353,7 @@ def test_one_rank_of_each_replica_group_looks_like_an_end_of_life_save(plain: Wo
     assert "one rank of each replica group" in done("inspect", plain.src, "--strategy", plain.old).out
 
 
-def test_parameters_that_were_not_saved_and_the_full_size_are_said(world: World) -> None:
+def test_unsaved_parameters_and_the_full_size_are_printed(world: World) -> None:
     world.save({name: FULL[name] for name in ("w", "v")})
     (step,) = judged(world)["steps"]
     assert step["not_saved"] == ["m.w"] and step["complete"] is True
@@ -363,7 +363,7 @@ def test_parameters_that_were_not_saved_and_the_full_size_are_said(world: World)
 # Files.
 
 
-def test_a_file_s_totals_and_marks(tmp_path: Path) -> None:
+def test_inspect_of_a_file_prints_totals_and_marks(tmp_path: Path) -> None:
     held = {
         "net.weight": value("a", (4, 2), "BFloat16"),
         "adam_m.net.weight": value("b", (4, 2)),
@@ -384,7 +384,7 @@ def test_a_file_s_totals_and_marks(tmp_path: Path) -> None:
         assert said in shown
 
 
-def test_what_a_format_cannot_hold_is_said(tmp_path: Path) -> None:
+def test_dtypes_that_a_format_lacks_are_reported(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path / "x.ckpt", {"note": text("hello"), "w": value("w", (2,))}, crc=True)
     assert "note" in finding(inspected(path), "text")["text"]
     assert "CRC " in done("inspect", path).out and isinstance(inspected(path)["crc"], int)
@@ -396,7 +396,7 @@ def many_layers(count: int) -> dict[str, Value]:
     return {f"blocks.{number}.attn.weight": value("w", (2, 2)) for number in range(count)}
 
 
-def test_many_names_are_shown_as_patterns_and_all_with_v(tmp_path: Path) -> None:
+def test_many_names_are_folded_unless_verbose(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path / "x.ckpt", many_layers(40))
     shown = done("inspect", path).out
     assert "blocks.{0-39}.attn.weight" in shown and "40" in shown and "blocks.7." not in shown
@@ -404,7 +404,7 @@ def test_many_names_are_shown_as_patterns_and_all_with_v(tmp_path: Path) -> None
     assert len(inspected(path)["tensors"]) == 40
 
 
-def test_it_stays_on_a_screen(tmp_path: Path) -> None:
+def test_inspect_of_a_large_tree_fits_a_screen(tmp_path: Path) -> None:
     odd = {f"{'x' * number}.weight": value("w", (2, 2)) for number in range(1, 60)}
     for step in range(100):
         for rank in (0, 1, 3):
@@ -418,7 +418,7 @@ def test_it_stays_on_a_screen(tmp_path: Path) -> None:
 # Other things than checkpoints.
 
 
-def test_the_target_of_a_conversion_points_to_status(world: World) -> None:
+def test_inspect_of_a_conversion_target_suggests_status(world: World) -> None:
     world.save(FULL)
     world.convert()
     assert "reshard status" in finding(inspected(world.dst), "conversion")["hint"]
@@ -428,7 +428,7 @@ def test_the_target_of_a_conversion_points_to_status(world: World) -> None:
 
 
 @pytest.mark.parametrize("name", ["given.ckpt", "given.json", "given.pb", "given"])
-def test_a_strategy_or_group_info_file_is_told_by_name(world: World, name: str) -> None:
+def test_inspect_recognises_strategy_and_group_info_files(world: World, name: str) -> None:
     path = world.root / name
     path.write_bytes(world.old.read_bytes())
     fails(3, "inspect", path, says=["strategy file", f"reshard strategy show {path}"])
@@ -436,11 +436,11 @@ def test_a_strategy_or_group_info_file_is_told_by_name(world: World, name: str) 
     fails(3, "inspect", path, says=["group_info file", f"reshard group-info inspect {path}"])
 
 
-def test_a_directory_of_strategies_is_told_by_name(world: World) -> None:
+def test_inspect_recognises_a_directory_of_strategies(world: World) -> None:
     fails(3, "inspect", world.old.parent, says=["reshard strategy show"])
 
 
-def test_other_forms_without_any_file_are_refused(tmp_path: Path) -> None:
+def test_other_forms_without_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("1")
     fails(3, "inspect", tmp_path, says=["Checkpoint 2.0"])
     (tmp_path / "u").mkdir()
@@ -454,7 +454,7 @@ def test_options_of_trees_are_refused_with_a_file(world: World) -> None:
     fails(2, "inspect", path, "--step", "1_10", says=["is one file"])
 
 
-def test_a_tree_of_terabytes_is_looked_at_by_headers_alone(tmp_path: Path) -> None:
+def test_a_tree_of_terabytes_is_inspected_by_headers_alone(tmp_path: Path) -> None:
     size = 64 << 30
     header = json.dumps({"w": {"dtype": "F32", "shape": [size // 4], "data_offsets": [0, size]}}).encode()
     head = len(header).to_bytes(8, "little") + header
@@ -468,7 +468,7 @@ def test_a_tree_of_terabytes_is_looked_at_by_headers_alone(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("columns", [40, 60, 120])
-def test_no_name_is_folded_or_shortened_with_v_however_narrow_the_terminal(columns: int, tmp_path: Path) -> None:
+def test_verbose_prints_whole_names_on_a_narrow_terminal(columns: int, tmp_path: Path) -> None:
     names = [f"backbone.layers.{word}.attention.projection.weight" for word in ("one", "two")]
     path = write_checkpoint(tmp_path / "net.ckpt", {name: value(name, (4, 4)) for name in names})
     lines = terminal_output(columns, LAUNCHER, "inspect", str(path), "-v").splitlines()
@@ -500,7 +500,7 @@ def test_a_rank_directory_may_be_the_working_directory(world: World, monkeypatch
     assert done("inspect", ".").out.startswith(".: rank 1, 1 step")
 
 
-def test_one_rank_is_not_judged_by_a_strategy_and_not_converted(world: World) -> None:
+def test_a_single_rank_directory_is_not_checked_against_a_strategy(world: World) -> None:
     world.save(FULL)
     directory = world.src / "rank_0"
     fails(2, "inspect", directory, "--strategy", world.old, says=["the directory of one rank", world.src])
@@ -524,7 +524,7 @@ NOT_OURS = {
 
 @pytest.mark.parametrize("ending", ["ckpt", "safetensors", "pt", "bin"])
 @pytest.mark.parametrize(("kind", "content"), NOT_OURS.items())
-def test_files_of_other_programs_are_called_so(kind: str, content: bytes, ending: str, tmp_path: Path) -> None:
+def test_files_of_other_programs_are_named(kind: str, content: bytes, ending: str, tmp_path: Path) -> None:
     path = tmp_path / f"model.{ending}"
     path.write_bytes(content)
     fails(3, "inspect", path, says=[f"{path}: is {kind}; not a MindSpore checkpoint"])
@@ -532,7 +532,7 @@ def test_files_of_other_programs_are_called_so(kind: str, content: bytes, ending
     fails(3, "strategy", "show", path, says=[f"is not a strategy file: it is {kind}"])
 
 
-def test_a_file_of_pytorch_counts_as_absent_where_replicas_are_left(plain: World) -> None:
+def test_a_file_of_pytorch_counts_as_absent_where_replicas_exist(plain: World) -> None:
     plain.save(FULL)
     (plain.src / "rank_2" / "net-1_10.ckpt").write_bytes(NOT_OURS["a zip archive, as PyTorch saves"])
     warns(plain.convert(), "is a zip archive, as PyTorch saves; not a MindSpore checkpoint; rank 2 counts as absent")

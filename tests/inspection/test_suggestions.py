@@ -128,7 +128,7 @@ def test_every_command_for_one_device_runs(demo: Path) -> None:
         run_all(suggested(demo / form, "--devices", 1))
 
 
-def test_one_file_is_whole_only_if_the_user_states_it(demo: Path, tmp_path: Path) -> None:
+def test_one_file_counts_as_whole_only_if_the_user_states_it(demo: Path, tmp_path: Path) -> None:
     done("convert", demo / "unified", tmp_path / "one", "--dst-strategy", "none", "--quiet")
     file = shutil.copy(tmp_path / "one" / "rank_0" / "checkpoint_0.safetensors", tmp_path / "model.safetensors")
     for item in suggested(file, "--devices", 1)["suggestions"]:
@@ -147,14 +147,14 @@ def test_the_output_is_a_script(demo: Path, tmp_path: Path, elsewhere: Path) -> 
     assert len([*elsewhere.iterdir()]) == 3 and not (elsewhere / "x").exists()
 
 
-def test_no_path_is_taken_for_an_option(demo: Path, elsewhere: Path) -> None:
+def test_paths_starting_with_a_hyphen_are_not_options(demo: Path, elsewhere: Path) -> None:
     shutil.copytree(demo / "huggingface", elsewhere / "--quiet")
     printed = suggested("--devices", 2, "--src", "--quiet")
     assert of_aim(printed, "pytorch")["command"][2:4] == ["./--quiet", "./--quiet-dcp"]
     run(of_aim(printed, "pytorch"))
 
 
-def test_targets_are_new_and_not_inside_of_the_source(
+def test_suggested_targets_are_new_and_outside_the_source(
     demo: Path, elsewhere: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copytree(demo / "dcp", elsewhere / "ckpt")
@@ -166,7 +166,7 @@ def test_targets_are_new_and_not_inside_of_the_source(
     run(item)
 
 
-def test_lost_ranks_are_restored_from_replicas(plain: World) -> None:
+def test_suggest_restores_lost_ranks_from_replicas(plain: World) -> None:
     plain.save(tensors(), ranks=[1, 2])
     item = of_aim(suggested(plain.src), "recover")
     assert item["title"] == "Restore ranks 0,3 from replicas"
@@ -226,7 +226,7 @@ def test_a_strategy_of_more_devices_that_places_slices_alike_is_no_doubt(plain: 
     assert sorted(re.findall(r"[0-9]+ devices", "\n".join(titles))) == ["2 devices", "8 devices"]
 
 
-def test_a_strategy_that_does_not_list_a_weight_is_not_used(plain: World) -> None:
+def test_a_strategy_that_lacks_a_weight_is_not_used(plain: World) -> None:
     plain.save({**tensors(), "extra": tensors()["w"]}, copied={"extra": tensors()["w"]})
     assert suggested(plain.src)["strategy"] is None
 
@@ -237,7 +237,7 @@ def test_copies_of_a_strategy_in_two_formats_are_one(plain: World, tmp_path: Pat
     assert suggested(plain.src)["strategy"] in (str(plain.old), str(copy))
 
 
-def test_without_a_strategy_its_place_is_named(demo: Path, tmp_path: Path) -> None:
+def test_without_a_strategy_suggestions_contain_a_placeholder(demo: Path, tmp_path: Path) -> None:
     source = shutil.copytree(demo / "ranks", tmp_path / "alone" / "ckpt")
     printed = suggested(source)
     assert [item["aim"] for item in printed["suggestions"]] == ["cluster", "huggingface", "pytorch"]
@@ -303,7 +303,7 @@ def test_with_a_strategy_that_does_not_fit_no_conversion_is_suggested(demo: Path
     assert [item["aim"] for item in printed["suggestions"]] == ["check-strategy"]
 
 
-def test_whether_replicas_can_restore_lost_ranks_is_said(demo: Path, tmp_path: Path) -> None:
+def test_suggest_states_whether_replicas_restore_lost_ranks(demo: Path, tmp_path: Path) -> None:
     source = shutil.copytree(demo / "ranks", tmp_path / "torn" / "ckpt")
     shutil.rmtree(source / "rank_5")
     assert of_aim(suggested(source), "recover")["title"] == "Restore rank 5 from replicas, if replicas exist"
@@ -355,7 +355,7 @@ def test_a_damaged_configuration_is_a_problem(tmp_path: Path) -> None:
     assert placeholders(of_aim(printed, "mindspore")["command"]) == {"DST_STRATEGY", "TABLE", "CONFIG"}
 
 
-def test_quantised_weights_become_numbers(tmp_path: Path) -> None:
+def test_suggest_dequantizes_quantised_weights(tmp_path: Path) -> None:
     printed = suggested(FIXTURES / "fp8", "--devices", 2)
     assert run_all(printed) == ["pytorch", "dequantize"]
     assert all("--dequantize" in item["command"] for item in printed["suggestions"])
@@ -379,7 +379,7 @@ def test_commands_for_objects_write_objects(demo: Path, objects: Objects) -> Non
         ("nothing", "does not exist"),
     ],
 )
-def test_what_is_no_checkpoint_is_an_error(demo: Path, path: str, text: str) -> None:
+def test_a_path_without_a_checkpoint_is_an_error(demo: Path, path: str, text: str) -> None:
     fails(3, "suggest", demo / path, says=[text])
 
 
@@ -388,7 +388,7 @@ def test_the_strategy_of_a_form_that_records_layouts_is_wrong_usage(demo: Path) 
     assert result.status == 2
 
 
-def test_json_and_text_have_the_same_commands(demo: Path) -> None:
+def test_json_and_text_contain_the_same_commands(demo: Path) -> None:
     text = done("suggest", demo / "ranks").out.replace(" \\\n", " ")
     commands = [shlex.split(line) for line in text.splitlines() if line and not line.startswith("#")]
     assert commands == [item["command"] for item in suggested(demo / "ranks")["suggestions"]]
