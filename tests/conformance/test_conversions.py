@@ -117,7 +117,7 @@ class Conversion:
 
 
 @pytest.mark.parametrize("check", AGREES)
-def test_conversion_agrees_where_mindspore_is_right(check: str, tmp_path: Path) -> None:
+def test_conversion_equals_mindspores_where_that_is_correct(check: str, tmp_path: Path) -> None:
     conversion = Conversion(check, tmp_path)
     ours = conversion.ours(tmp_path / "ours")
     assert_same_ranks(ours, conversion.expected())
@@ -126,7 +126,7 @@ def test_conversion_agrees_where_mindspore_is_right(check: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("check", DIFFERS)
-def test_conversion_is_right_where_mindspore_is_not(check: str, tmp_path: Path) -> None:
+def test_conversion_is_correct_where_mindspores_is_not(check: str, tmp_path: Path) -> None:
     conversion = Conversion(check, tmp_path)
     ours = conversion.ours(tmp_path / "ours")
     assert_same_ranks(ours, conversion.expected())
@@ -145,12 +145,12 @@ def test_conversion_is_right_where_mindspore_is_not(check: str, tmp_path: Path) 
 @pytest.mark.parametrize("check", ["10_dp2mp4pp1 -> 10_dp2mp2pp2", "02_dp2mp4_opt -> full"])
 @pytest.mark.parametrize("form", ["ckpt", "safetensors"])
 @pytest.mark.parametrize("target", ["ckpt", "safetensors"])
-def test_formats_mix(check: str, form: str, target: str, tmp_path: Path) -> None:
+def test_ckpt_and_safetensors_can_be_mixed(check: str, form: str, target: str, tmp_path: Path) -> None:
     conversion = Conversion(check, tmp_path, form)
     assert_same_ranks(conversion.ours(tmp_path / "ours", "--format", target), conversion.expected())
 
 
-def test_the_same_call_in_python_gives_the_same(tmp_path: Path) -> None:
+def test_the_same_python_call_gives_the_same_files(tmp_path: Path) -> None:
     """A script that changes one import, in a process that has MindSpore in it."""
     conversion = Conversion("10_dp2mp4pp1 -> 10_dp1mp4pp1", tmp_path)
     for library, out in ((reshard, "ours"), (mindspore, "theirs")):

@@ -59,7 +59,7 @@ def convert(source: Path, out: Path, *options: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("target", FORMATS)
 @pytest.mark.parametrize("source", FORMATS)
-def test_every_dtype_comes_through_both_formats(source: str, target: str, tmp_path: Path) -> None:
+def test_every_dtype_survives_both_formats(source: str, target: str, tmp_path: Path) -> None:
     saved = tensors()
     path = tmp_path / f"net.{source}"
     save(saved, path, format=source)
@@ -69,7 +69,7 @@ def test_every_dtype_comes_through_both_formats(source: str, target: str, tmp_pa
 
 @pytest.mark.parametrize("target", FORMATS)
 @pytest.mark.parametrize("source", FORMATS)
-def test_sliced_dtypes_come_together(source: str, target: str, tmp_path: Path) -> None:
+def test_slices_of_every_dtype_are_joined(source: str, target: str, tmp_path: Path) -> None:
     full = {name: value for name, value in values(tensors()).items() if value.shape == (3, 4)}
     full["bfloat16"] = values({"b": mindspore.Tensor(np.arange(12).reshape(3, 4), mindspore.bfloat16)})["b"]
     strategy = single({name: layout([2], [-1, 0]) for name in full})
@@ -110,13 +110,13 @@ REAL = [
 
 
 @pytest.mark.parametrize("path", REAL, ids=lambda path: path.name)
-def test_real_files_load_the_same_after_conversion(path: Path, tmp_path: Path) -> None:
+def test_real_files_load_equally_after_conversion(path: Path, tmp_path: Path) -> None:
     """Files that were saved in many ways."""
     original = load(path, remove_redundancy=path.name.startswith("remove_redundancy"))
     assert_same(convert(path, tmp_path / "out"), original)
 
 
-def test_text_and_numbers_of_append_dict_come_through(tmp_path: Path) -> None:
+def test_text_and_numbers_of_append_dict_are_copied(tmp_path: Path) -> None:
     extra = {"epoch_num": 3, "loss": 0.25, "done": True, "note": "schön 雪 \N{SNOWMAN}", "empty": ""}
     saved = {"w": np.arange(6, dtype=np.float32)}
     save(saved, tmp_path / "net.ckpt", append_dict=extra)
@@ -125,7 +125,7 @@ def test_text_and_numbers_of_append_dict_come_through(tmp_path: Path) -> None:
     assert_same(convert(tmp_path / "net.ckpt", tmp_path / "out"), original)
 
 
-def test_text_is_left_out_of_safetensors_and_named(tmp_path: Path) -> None:
+def test_text_is_skipped_in_safetensors_and_listed(tmp_path: Path) -> None:
     save({"w": np.arange(6, dtype=np.float32)}, tmp_path / "net.ckpt", append_dict={"note": "text", "n": 1})
     result = done(
         "transform-dir", tmp_path / "net.ckpt", tmp_path / "out", "--src-strategy", "none",
@@ -137,7 +137,7 @@ def test_text_is_left_out_of_safetensors_and_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("target", FORMATS)
 @pytest.mark.parametrize("crc_check", [False, True])
-def test_parameters_in_several_records_are_one(
+def test_parameters_in_several_records_are_joined(
     crc_check: bool, target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # In KiB; MindSpore's own is 512 * 1024.
@@ -236,7 +236,7 @@ def network(width: int) -> Any:
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_a_network_takes_what_was_converted(form: str, tmp_path: Path) -> None:
+def test_a_network_loads_converted_files(form: str, tmp_path: Path) -> None:
     """A trained network, cut over two ranks by hand, comes back together and into a new network."""
     trained = network(6)
     for index, parameter in enumerate(trained.get_parameters()):

@@ -140,7 +140,7 @@ def _tree(where: Path, world: worlds.World, strategy: Strategy) -> Path:
     return write_tree(where / "src", cut_ranks(strategy, world.checkpoint, copied))
 
 
-def test_every_parameter_is_in_the_checkpoints_written(written: list[Made]) -> None:
+def test_written_checkpoints_contain_every_parameter(written: list[Made]) -> None:
     for made in written:
         expected = set(made.checkpoint)
         assert set(listed(made.root)) == expected, made.name
@@ -197,7 +197,7 @@ def test_mindformers_loads_weights_without_their_optimizer(version: str, written
 
 
 @pytest.mark.parametrize("version", oracles.MINDFORMERS)
-def test_what_mindformers_saves_is_read(version: str, tmp_path: Path) -> None:
+def test_checkpoints_of_mindformers_are_read(version: str, tmp_path: Path) -> None:
     """Random layouts, with redundancy and without, to one device, to ranks of another layout and to full weights."""
     cases = []
     for seed in SEEDS:
@@ -306,7 +306,7 @@ def test_mindformers_loads_full_weights(version: str, unified: Mapping[str, Made
 
 
 @pytest.mark.parametrize("version", oracles.MINDSPORE)
-def test_mindspore_loads_no_file_with_the_types_that_convert_warns_of(version: str, tmp_path: Path) -> None:
+def test_mindspore_refuses_files_with_the_dtypes_of_the_warning(version: str, tmp_path: Path) -> None:
     jobs, types = [], ("F8_E4M3", "F8_E5M2", "Complex64")
     for dtype in types:
         held = {"w": value("w", (8, 6)), "other": value("other", (8, 6), dtype)}
@@ -322,7 +322,7 @@ def test_mindspore_loads_no_file_with_the_types_that_convert_warns_of(version: s
 
 
 @pytest.mark.parametrize("version", oracles.MINDSPORE)
-def test_what_mindspore_unifies_is_read(version: str, tmp_path: Path) -> None:
+def test_unified_weights_of_mindspore_are_read(version: str, tmp_path: Path) -> None:
     jobs, cases = [], []
     for seed in SEEDS:
         world = worlds.world(seed)

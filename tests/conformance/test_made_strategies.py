@@ -79,7 +79,7 @@ def shapes(network: str, run: Run, path: Path) -> Path:
 
 
 @pytest.mark.parametrize(("version", "network", "name"), RUNS)
-def test_what_is_made_is_what_is_compiled(
+def test_made_strategies_equal_compiled_ones(
     version: str, network: str, name: str, compiled: Compiled, tmp_path: Path
 ) -> None:
     theirs = records(compiled(version, network, name))
@@ -95,7 +95,7 @@ def test_what_is_made_is_what_is_compiled(
 
 
 @pytest.mark.parametrize(("network", "name"), [("mixed", "four experts"), ("grid", "tall")])
-def test_what_is_made_as_json_is_what_is_compiled(network: str, name: str, tmp_path: Path) -> None:
+def test_made_json_strategies_equal_compiled_ones(network: str, name: str, tmp_path: Path) -> None:
     """To the word: full shapes too, and dimensions that are cut over several axes."""
     run = NETWORKS[network].runs[name]
     oracles.done([compile_run(oracles.MINDSPORE[0], network, run, tmp_path / "theirs", "json")])
@@ -111,7 +111,7 @@ def test_what_is_made_as_json_is_what_is_compiled(network: str, name: str, tmp_p
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_the_compiler_refuses_is_refused(name: str, tmp_path: Path) -> None:
+def test_strategies_that_the_compiler_refuses_are_refused(name: str, tmp_path: Path) -> None:
     run, says = REFUSED[name]
     assert "init failed" in compile_run(oracles.MINDSPORE[0], "decoder", run, tmp_path / "theirs")["error"]
     (tmp_path / "rules.toml").write_text(NETWORKS["decoder"].rules)
@@ -182,14 +182,16 @@ optimizer_shard = true
 """
 
 
-def test_what_is_derived_is_what_is_compiled_or_refused(compiled: Compiled, tmp_path: Path) -> None:
+def test_derived_strategies_equal_compiled_ones_or_are_refused(compiled: Compiled, tmp_path: Path) -> None:
     deriving = Deriving(compiled, tmp_path)
     for network, one, other in PAIRS:
         deriving.derive(network, [one], other)
     assert deriving.found["same"] >= 9, deriving.found
 
 
-def test_what_is_derived_with_more_stated_is_what_is_compiled_or_refused(compiled: Compiled, tmp_path: Path) -> None:
+def test_strategies_derived_with_stated_rules_equal_compiled_ones_or_are_refused(
+    compiled: Compiled, tmp_path: Path
+) -> None:
     """With the stages and the opt-outs stated."""
     deriving = Deriving(compiled, tmp_path)
     for network, one, other in PAIRS:
@@ -197,7 +199,7 @@ def test_what_is_derived_with_more_stated_is_what_is_compiled_or_refused(compile
     assert deriving.found["same"] >= 24, deriving.found
 
 
-def test_what_is_derived_from_two_is_what_is_compiled_or_refused(compiled: Compiled, tmp_path: Path) -> None:
+def test_strategies_derived_from_two_equal_compiled_ones_or_are_refused(compiled: Compiled, tmp_path: Path) -> None:
     deriving = Deriving(compiled, tmp_path)
     for network, of in NETWORKS.items():
         for one, two, other in random.Random(1).sample(list(itertools.permutations(of.runs, 3)), 6):
@@ -205,7 +207,9 @@ def test_what_is_derived_from_two_is_what_is_compiled_or_refused(compiled: Compi
     assert deriving.found["same"] >= 1, deriving.found
 
 
-def test_rules_read_from_what_is_compiled_make_what_is_compiled_or_nothing(compiled: Compiled, tmp_path: Path) -> None:
+def test_rules_read_from_compiled_strategies_make_compiled_strategies_or_are_refused(
+    compiled: Compiled, tmp_path: Path
+) -> None:
     deriving = Deriving(compiled, tmp_path)
     for network, one, other in PAIRS:
         deriving.make(network, one, other)

@@ -157,7 +157,7 @@ def test_logits_are_equal_after_ranks_and_checkpoint2(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_bfloat16_from_ranks_is_that_of_the_library(
+def test_bfloat16_from_ranks_equals_the_librarys(
     models: dict[tuple[str, bool], Model], tmp_path: Path, family: str
 ) -> None:
     model = models[family, False]
@@ -177,6 +177,6 @@ def test_bfloat16_from_ranks_is_that_of_the_library(
     assert ours["logits"] == expected["logits"]
 
 
-def test_the_model_of_the_pages_is_one() -> None:
+def test_the_model_of_the_documentation_loads() -> None:
     (answer,) = oracles.done(oracles.transformers([load(FIXTURES / "models" / "qwen3")]))
     assert (answer["missing"], answer["unknown"], answer["dtypes"]) == ([], [], ["torch.bfloat16"])

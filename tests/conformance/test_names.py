@@ -47,7 +47,7 @@ def converted(tmp_path: Path, way: str, model: str, arrays: dict[str, Array], co
 
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize("way", ["to_mindformers", "to_huggingface"])
-def test_qwen3_is_what_mindformers_makes_of_it(tmp_path: Path, way: str, interleaved: bool) -> None:
+def test_qwen3_equals_mindformers_conversion(tmp_path: Path, way: str, interleaved: bool) -> None:
     config, shapes = TINY["qwen3"]
     table = "qwen3" if interleaved else "qwen3,gate_up=halves"
     theirs, ours = both_ways(table, shapes, config)
@@ -59,7 +59,7 @@ def test_qwen3_is_what_mindformers_makes_of_it(tmp_path: Path, way: str, interle
         assert_equal(converted(tmp_path, way, "qwen3", ours, told), theirs)
 
 
-def test_qwen3_moe_is_what_mindformers_makes_of_it(tmp_path: Path) -> None:
+def test_qwen3_moe_equals_mindformers_conversion(tmp_path: Path) -> None:
     """Their table has no dense layers."""
     config = {**TINY["qwen3_moe"][0], "mlp_only_layers": []}
     theirs, ours = both_ways("qwen3_moe", mixture(config), config)
@@ -67,7 +67,7 @@ def test_qwen3_moe_is_what_mindformers_makes_of_it(tmp_path: Path) -> None:
     assert_equal(converted(tmp_path, "to_huggingface", "qwen3_moe", ours, wanted_of(config)), theirs)
 
 
-def test_experts_of_deepseek_are_what_mindformers_makes_of_them(tmp_path: Path) -> None:
+def test_experts_of_deepseek_equal_mindformers_conversion(tmp_path: Path) -> None:
     """Their converters are those of DeepSeek-V4, whose experts and shared experts are the same under other names."""
     config, shapes = TINY["deepseek_v3"]
     theirs, ours = both_ways("deepseek_v3", shapes, config)
@@ -91,7 +91,7 @@ def test_experts_of_deepseek_are_what_mindformers_makes_of_them(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("table", ["qwen3", "qwen3_moe", "deepseek_v3"])
-def test_names_are_those_of_mindformers_tables(table: str) -> None:
+def test_names_equal_those_of_mindformers_tables(table: str) -> None:
     """`weight_mapping` says what each tensor is called before it is packed."""
     config, shapes = TINY[table]
     model = {"deepseek_v3": "deepseek3"}.get(table, table)
@@ -113,7 +113,7 @@ def test_names_are_those_of_mindformers_tables(table: str) -> None:
         assert targets[name] == {mapped}, name
 
 
-def test_the_layer_that_predicts_further_tokens_has_the_names_that_mindformers_knows() -> None:
+def test_the_multi_token_prediction_layer_has_mindformers_names() -> None:
     """Those of DeepSeek-V4's converters, but for attention and the bias of experts, which V4 has not alike."""
     config, shapes = TINY["deepseek_v3"]
     made = apply_rules(rules_named("deepseek_v3"), shapes, config).views
@@ -128,7 +128,7 @@ def test_the_layer_that_predicts_further_tokens_has_the_names_that_mindformers_k
 
 
 @pytest.mark.parametrize("table", ["llama", "qwen2"])
-def test_legacy_names_are_those_of_mindformers_scripts(table: str) -> None:
+def test_legacy_names_equal_those_of_mindformers_scripts(table: str) -> None:
     config, shapes = TINY[table]
     made = apply_rules(rules_named(table), shapes, config).views
     ours = {each.sources[0]: name for name, each in made.items()}

@@ -32,7 +32,7 @@ except KeyError:
     "implementation", [{}, {"PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION": "python"}], ids=["C", "Python"]
 )
 @pytest.mark.parametrize("order", [["reshard", "mindspore"], ["mindspore", "reshard"]])
-def test_either_may_come_first(order: list[str], implementation: dict[str, str]) -> None:
+def test_mindspore_and_reshard_import_in_either_order(order: list[str], implementation: dict[str, str]) -> None:
     assert mindspore is not None
     strategy = cases.case_directory("08b_pp2dp2mp2_opt") / "merged" / "merged_strategy.ckpt"
     group = cases.case_directory("01_dp2mp4_adam") / "group_info" / "group_info_rank_0.pb"

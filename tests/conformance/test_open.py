@@ -52,7 +52,7 @@ def parameters(opened: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-def test_a_network_takes_full_tensors_and_a_rank_s_slices(dtype: str, tmp_path: Path) -> None:
+def test_a_network_loads_full_tensors_and_slices_of_a_rank(dtype: str, tmp_path: Path) -> None:
     if dtype == "bfloat16":
         pytest.importorskip("ml_dtypes")
     source, old, new = saved(tmp_path, dtype)
@@ -71,9 +71,7 @@ def test_a_network_takes_full_tensors_and_a_rank_s_slices(dtype: str, tmp_path: 
         assert_same({name: plain(value) for name, value in net.parameters_dict().items()}, converted[rank])
 
 
-def test_without_ml_dtypes_bits_become_bfloat16_by_mindspore_s_own_type(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_ml_dtypes_mindspores_type_reads_bfloat16_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ml_dtypes", None)
     source, old, _ = saved(tmp_path, "bfloat16")
     np_dtype = pytest.importorskip("mindspore.common.np_dtype")

@@ -84,7 +84,7 @@ def loaded(version: str, cases: tuple[str, ...], states: bool) -> dict[tuple[str
 
 @pytest.mark.parametrize("kind", ["same", "other"])
 @pytest.mark.parametrize("case", CASES)
-def test_mindformers_loads_what_it_saved(case: str, kind: str) -> None:
+def test_mindformers_loads_its_own_checkpoints(case: str, kind: str) -> None:
     (found,) = oracles.done([loaded("2.1.0", tuple(CASES), True)[case, kind]])
     step = 10 if any(map(is_state, listed(case))) else -1
     assert not differences(found, slices_of(listed(case), layouts_of(case, kind), step))
@@ -92,7 +92,7 @@ def test_mindformers_loads_what_it_saved(case: str, kind: str) -> None:
 
 @pytest.mark.parametrize("version", oracles.MINDFORMERS[:-1])
 @pytest.mark.parametrize("case", ["a01_dp2mp2", "a05_pp2dp2mp2", "a10_mf180_dp2mp2"])
-def test_older_mindformers_loads_the_weights(case: str, version: str) -> None:
+def test_older_mindformers_loads_its_own_weights(case: str, version: str) -> None:
     cases = ("a01_dp2mp2", "a05_pp2dp2mp2", "a10_mf180_dp2mp2")
     for kind in ("same", "other"):
         layouts = {name: made for name, made in layouts_of(case, kind).items() if not is_state(name)}
@@ -100,7 +100,7 @@ def test_older_mindformers_loads_the_weights(case: str, version: str) -> None:
         assert not differences(found, slices_of(listed(case), layouts))
 
 
-def test_mindformers_refuses_what_it_is_known_to_refuse() -> None:
+def test_mindformers_refuses_known_defects() -> None:
     """With the optimizer, 2.1.0's common.json is too new for 1.8.0; and 2.1.0 does not find copies without groups."""
     answer = loaded("1.8.0", ("a01_dp2mp2",), True)["a01_dp2mp2", "same"]
     assert "consumed_samples" in answer["error"]
@@ -108,7 +108,7 @@ def test_mindformers_refuses_what_it_is_known_to_refuse() -> None:
     assert "Cannot find storage file" in answer["error"]
 
 
-def test_wrong_bytes_are_seen(tmp_path: Path) -> None:
+def test_the_oracles_detect_wrong_bytes(tmp_path: Path) -> None:
     """An oracle that finds everything right is none."""
     shutil.copytree(CORPUS2 / "a02_dp2mp2_dedup" / "checkpoint", tmp_path / "ckpt")
     (file,) = tmp_path.glob("ckpt/iteration_00000010/llm-model-0000001-*.safetensors")
@@ -155,7 +155,7 @@ def again(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("case", "version", "removed"), SAVED)
-def test_mindformers_saves_the_same_again(case: str, version: str, removed: bool, again: Path) -> None:
+def test_mindformers_saves_its_own_checkpoint_unchanged(case: str, version: str, removed: bool, again: Path) -> None:
     """Byte for byte what the recorded directory has, which real compilations and several processes wrote."""
     saved(version, again)
     made, recorded = again / case / "checkpoint", CORPUS2 / case / "checkpoint"
@@ -179,7 +179,7 @@ def read_parts(directory: Path) -> dict[str, Value]:
 
 @pytest.mark.parametrize("version", oracles.MINDSPORE)
 @pytest.mark.parametrize("tree", TREES)
-def test_mindspore_unifies_and_distributes_what_it_is_known_to(tree: str, version: str, tmp_path: Path) -> None:
+def test_mindspore_unifies_and_distributes_known_checkpoints(tree: str, version: str, tmp_path: Path) -> None:
     """`unified_safetensors` gives the recorded files, of which `load_distributed_checkpoint` makes the tree again."""
     case = f"{TREES[tree]}_ms{version.replace('.', '')[:3]}"
     strategy = tmp_path / "strategy.ckpt"
@@ -217,7 +217,7 @@ def weights(directory: Path) -> dict[str, Value]:
     return {name: value for name, value in read_checkpoint(path).items() if not name.startswith("accu_grads.")}
 
 
-def test_values_beyond_the_corpus_go_through_the_oracle_exactly(tmp_path: Path) -> None:
+def test_the_oracles_preserve_values_outside_the_corpus(tmp_path: Path) -> None:
     """Subnormal numbers, infinities and every sign and exponent of bfloat16 come out as they went in."""
     bits = (np.arange(512, dtype=np.uint32) * 128).astype("<u2").reshape(16, 32)
     checkpoint = {"w": Value("BFloat16", bits), "v": Value("Float32", np.arange(64, dtype="<u4") << 26)}

@@ -53,7 +53,7 @@ def contents(directory: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_model_has_the_logits_of_the_library_s_own_numbers(
+def test_dequantised_logits_equal_those_of_the_librarys_numbers(
     models: dict[str, Path], family: str, tmp_path: Path
 ) -> None:
     written = converted(models[family], tmp_path)
@@ -78,7 +78,7 @@ DEFINED = {
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("family", DEFINED)
-def test_weights_are_those_of_every_library_that_defines_them(
+def test_dequantised_weights_equal_those_of_their_libraries(
     models: dict[str, Path], family: str, dtype: str, tmp_path: Path
 ) -> None:
     written = contents(converted(models[family], tmp_path, {"bfloat16": "BFloat16", "float32": "Float32"}[dtype]))
@@ -104,7 +104,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("scale", ["float32", "bfloat16"])
-def test_int8_weights_are_those_that_compressed_tensors_restores(tmp_path: Path, scale: str) -> None:
+def test_int8_weights_equal_those_of_compressed_tensors(tmp_path: Path, scale: str) -> None:
     jobs = [
         {"do": "int8", "to": str(tmp_path / f"{strategy}-{symmetric}"), "dtype": scale, "seed": 7}
         | {"weights": {"strategy": strategy, "symmetric": symmetric, **settings}}

@@ -35,7 +35,7 @@ def content(path: Path) -> tuple[list[Any], list[Any]]:
 
 
 @pytest.mark.parametrize("name", SEVERAL_STAGES)
-def test_merging_gives_the_content_that_mindspore_merges(name: str, tmp_path: Path) -> None:
+def test_merge_pipeline_equals_mindspores_merge(name: str, tmp_path: Path) -> None:
     stages = cases.load(name).directory
     mindspore.merge_pipeline_strategys(str(stages), str(tmp_path / "theirs" / "merged.ckpt"))
     done("merge-pipeline", stages, tmp_path / "ours" / "merged.ckpt")
@@ -45,12 +45,12 @@ def test_merging_gives_the_content_that_mindspore_merges(name: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("name", ["01_dp2mp4_adam", "07_layout8_opt"])
-def test_merging_a_single_stage_gives_the_same_too(name: str, tmp_path: Path) -> None:
-    test_merging_gives_the_content_that_mindspore_merges(name, tmp_path)
+def test_merging_a_single_stage_equals_mindspores_merge(name: str, tmp_path: Path) -> None:
+    test_merge_pipeline_equals_mindspores_merge(name, tmp_path)
 
 
 @pytest.mark.parametrize("name", SEVERAL_JSON)
-def test_merging_json_gives_the_layouts_that_mindspore_merges(name: str, tmp_path: Path) -> None:
+def test_merging_json_gives_the_layouts_of_mindspores_merge(name: str, tmp_path: Path) -> None:
     stages = cases.case_directory(name) / "strategy_json"
     mindspore.merge_pipeline_strategys(str(stages), str(tmp_path / "theirs" / "merged.json"))
     done("merge-pipeline", stages, tmp_path / "ours" / "merged.json")
@@ -68,7 +68,7 @@ GROUP_FILES = [
 
 
 @pytest.mark.parametrize("path", GROUP_FILES)
-def test_restore_lists_are_what_mindspore_says(path: Path) -> None:
+def test_restore_lists_equal_mindspores(path: Path) -> None:
     expected = mindspore.restore_group_info_list(str(path))
     assert reshard.restore_group_info_list(str(path)) == expected
     (shown,) = done("group-info", "inspect", path, "--json").json
@@ -95,7 +95,7 @@ def strategy_file(name: str, merged_by_us: Optional[Path] = None) -> Optional[st
 
 
 @pytest.mark.parametrize("pair", PAIRS)
-def test_rank_lists_suffice_and_are_no_longer_than_those_of_mindspore(pair: str, tmp_path: Path) -> None:
+def test_rank_lists_are_sufficient_and_at_most_as_long_as_mindspores(pair: str, tmp_path: Path) -> None:
     """Enough, and no longer than MindSpore's; which of several replicas is each library's own choice."""
     source, target = pair.split(" -> ")
     files = strategy_file(source), strategy_file(target)
@@ -130,7 +130,7 @@ def enough(source: str, target: str, rank: int, available: list[int]) -> bool:
     )
 
 
-def test_a_merged_file_beside_its_stages_is_no_input_of_itself(tmp_path: Path) -> None:
+def test_merge_pipeline_ignores_a_merged_file_beside_its_stages(tmp_path: Path) -> None:
     stages = tmp_path / "strategy"
     shutil.copytree(cases.load("08_pp2dp2mp2").directory, stages)
     done("merge-pipeline", stages, tmp_path / "first.ckpt")
@@ -142,9 +142,7 @@ def test_a_merged_file_beside_its_stages_is_no_input_of_itself(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("source", "target"), [("10_dp2mp4pp1", "10_dp2mp2pp2"), ("10_dp2mp2pp2", "10o_dp2mp4pp1_optm1")]
 )
-def test_strategies_that_were_made_mean_to_mindspore_what_compiled_ones_do(
-    source: str, target: str, tmp_path: Path
-) -> None:
+def test_mindspore_reads_made_strategies_as_compiled_ones(source: str, target: str, tmp_path: Path) -> None:
     before, after = cases.load(source), made_cases.load(target)
     rules = tmp_path / "rules.toml"
     rules.write_text(after.rules)

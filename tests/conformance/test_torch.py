@@ -64,7 +64,7 @@ def weights_of(trained: Mapping[str, str]) -> dict[str, str]:
     ],
     ids=["dcp", "dcp-tied", "hf-sharded", "hf-sharded-tied"],
 )
-def test_what_torch_trained_becomes_a_model_of_transformers(
+def test_a_checkpoint_of_torch_becomes_a_model_of_transformers(
     form: str, tied: bool, meshes: Sequence[Mesh], tmp_path: Path
 ) -> None:
     model = saved_model(tmp_path / "model", tied)
@@ -92,7 +92,7 @@ def test_what_torch_trained_becomes_a_model_of_transformers(
 
 
 @pytest.mark.parametrize("form", ["dcp", "hf-sharded"])
-def test_torch_starts_from_what_is_written_on_any_mesh(form: str, tmp_path: Path) -> None:
+def test_torch_loads_written_files_on_any_mesh(form: str, tmp_path: Path) -> None:
     model = saved_model(tmp_path / "model")
     done("convert", model, tmp_path / "whole", "--to", "huggingface")
     cuts: list[list[Argument]] = [["--shards", 1], ["--shards", 3], ["--dst-strategy", "none"]]
@@ -106,7 +106,7 @@ def test_torch_starts_from_what_is_written_on_any_mesh(form: str, tmp_path: Path
         assert started["logits"] == loaded["logits"]["sha256"]
 
 
-def test_torch_goes_on_with_a_checkpoint_that_was_another_form(tmp_path: Path) -> None:
+def test_torch_resumes_from_a_converted_checkpoint(tmp_path: Path) -> None:
     """Weights, optimizer state and the objects of the optimizer go through every form that holds them."""
     model = saved_model(tmp_path / "model")
     (trained,) = oracles.done(oracles.torch_checkpoints([job("train", model, tmp_path / "0", "dcp", (2, 2, 2))]))
@@ -153,7 +153,7 @@ def rows_of(tensors: Mapping[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("mesh", [(1, 2, 2), (2, 2, 2)], ids=["4", "8"])
 @pytest.mark.parametrize("form", ["dcp", "hf-sharded"])
-def test_tensors_of_every_type_and_cut_come_back_on_another_mesh(form: str, mesh: Mesh, tmp_path: Path) -> None:
+def test_tensors_of_every_dtype_and_cut_load_on_another_mesh(form: str, mesh: Mesh, tmp_path: Path) -> None:
     # torch's reader of sharded safetensors takes types that it does not know for float32, complex numbers among them.
     dtypes = (*DTYPES, *INTEGERS) if form == "dcp" else DTYPES[:4]
     tensors = tensors_of(dtypes)

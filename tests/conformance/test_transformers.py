@@ -37,7 +37,7 @@ def load(directory: Path) -> dict[str, Any]:
     return {"do": "load", "directory": str(directory)}
 
 
-def test_transformers_loads_what_it_saved(tmp_path: Path) -> None:
+def test_transformers_loads_its_own_models(tmp_path: Path) -> None:
     cases = [(dtype, size) for dtype in ("float32", "bfloat16") for size in ("20KB", "1GB")]
     jobs = []
     for dtype, size in cases:
@@ -52,7 +52,7 @@ def test_transformers_loads_what_it_saved(tmp_path: Path) -> None:
         assert (len(files) == 1) == (size == "1GB")
 
 
-def test_other_weights_are_seen(tmp_path: Path) -> None:
+def test_the_oracle_detects_other_weights(tmp_path: Path) -> None:
     """An oracle that finds everything equal is none."""
     one, other = tmp_path / "one", tmp_path / "other"
     jobs = [save(one), save(other, seed=8), load(one), load(other)]
@@ -61,7 +61,7 @@ def test_other_weights_are_seen(tmp_path: Path) -> None:
     assert first["logits"] != second["logits"]
 
 
-def test_a_model_comes_through_every_form(tmp_path: Path) -> None:
+def test_a_model_survives_every_form(tmp_path: Path) -> None:
     """Hugging Face to ranks, to Checkpoint 2.0, to unified weights, and back: equal logits, nothing missing."""
     model = tmp_path / "model"
     oracles.done(oracles.transformers([save(model, "bfloat16")]))

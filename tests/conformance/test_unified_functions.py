@@ -30,14 +30,14 @@ RENAMED = "net."
 
 @pytest.mark.parametrize("version", oracles.MINDSPORE)
 @pytest.mark.parametrize("function", ["unified_safetensors", "load_distributed_checkpoint"])
-def test_parameters_are_mindspores(function: str, version: str) -> None:
+def test_parameter_names_of_functions_equal_mindspores(function: str, version: str) -> None:
     (theirs,) = oracles.done(oracles.mindspore(version, [{"do": "signature", "function": function}]))
     parameters = inspect.signature(getattr(reshard, function)).parameters.values()
     assert [[parameter.name, repr(parameter.default)] for parameter in parameters] == theirs
 
 
 @pytest.mark.parametrize("version", oracles.MINDSPORE)
-def test_tensors_lie_in_the_files_in_which_mindspore_puts_them(
+def test_tensors_are_in_the_same_files_as_mindspores(
     version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("reshard.forms.full.written_files.UNIFIED_SIZE", SIZE)
@@ -92,7 +92,7 @@ def placed(directory: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("version", oracles.MINDSPORE)
-def test_every_rank_gets_what_mindspore_gives_it(version: str, tmp_path: Path) -> None:
+def test_every_rank_equals_mindspores(version: str, tmp_path: Path) -> None:
     jobs, cases = [], []
     for seed in SEEDS:
         world = worlds.world(seed)
@@ -125,7 +125,7 @@ def test_every_rank_gets_what_mindspore_gives_it(version: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("version", oracles.MINDSPORE)
-def test_names_are_mapped_as_mindspore_maps_them(version: str, tmp_path: Path) -> None:
+def test_name_maps_equal_mindspores(version: str, tmp_path: Path) -> None:
     """In one file; of several MindSpore's loader wants a map of the network's names, which no writer makes."""
     world = worlds.world(1)
     source, target = (worlds.strategy(seed, world, (4,), sharded=True) for seed in (1, 2))
@@ -156,7 +156,7 @@ def test_names_are_mapped_as_mindspore_maps_them(version: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("version", oracles.MINDSPORE)
-def test_mindspore_takes_no_unfinished_directory(version: str, tmp_path: Path) -> None:
+def test_mindspore_refuses_an_unfinished_directory(version: str, tmp_path: Path) -> None:
     """However many of its files are there; without the file that it cannot read it takes the first one for all."""
     world = worlds.world(0)
     source = worlds.strategy(0, world, (4,))
@@ -180,7 +180,7 @@ def test_mindspore_takes_no_unfinished_directory(version: str, tmp_path: Path) -
 
 @pytest.mark.parametrize("version", oracles.MINDFORMERS)
 @pytest.mark.parametrize("form", ["unified", "huggingface"])
-def test_mindformers_takes_no_unfinished_directory(form: str, version: str, tmp_path: Path) -> None:
+def test_mindformers_refuses_an_unfinished_directory(form: str, version: str, tmp_path: Path) -> None:
     world = worlds.world(0)
     source = worlds.strategy(0, world, (4,))
     src = write_tree(tmp_path / "src", cut_ranks(source, world.checkpoint, COPIED), PATTERN)

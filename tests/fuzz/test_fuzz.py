@@ -58,7 +58,7 @@ def kept() -> list[Any]:
 
 
 @pytest.mark.parametrize(("name", "path"), kept())
-def test_what_was_found_once_stays_harmless(name: str, path: Path, tmp_path: Path) -> None:
+def test_inputs_of_earlier_defects_stay_harmless(name: str, path: Path, tmp_path: Path) -> None:
     attempt(READERS[name], path.read_bytes(), tmp_path)
 
 
@@ -140,6 +140,6 @@ def covered(run: Callable[[], object]) -> set[tuple[str, int, int]]:
 
 
 def keep(name: str, data: bytes) -> None:
-    """Save an input that failed, to be tried by `test_what_was_found_once_stays_harmless`."""
+    """Save an input that failed, to be tried by `test_inputs_of_earlier_defects_stay_harmless`."""
     (KEPT / name).mkdir(parents=True, exist_ok=True)
     (KEPT / name / hashlib.sha256(data).hexdigest()[:16]).write_bytes(data)

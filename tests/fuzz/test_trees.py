@@ -177,10 +177,10 @@ def check_trees(root: Path, seeds: range) -> None:
     assert min(statuses.count(0), statuses.count(3)) > len(statuses) // 10
 
 
-def test_damaged_trees_are_errors_or_converted_right(tmp_path: Path) -> None:
+def test_damaged_trees_are_errors_or_converted_correctly(tmp_path: Path) -> None:
     check_trees(tmp_path, range(80))
 
 
 @pytest.mark.long
-def test_ten_thousand_damaged_trees_are_errors_or_converted_right(tmp_path: Path) -> None:
+def test_ten_thousand_damaged_trees_are_errors_or_converted_correctly(tmp_path: Path) -> None:
     check_trees(tmp_path, range(1000, 11000))

@@ -42,7 +42,7 @@ def partitions(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box]]:
 
 
 @given(partitions(), st.data())
-def test_every_element_is_found_in_the_box_that_holds_it(
+def test_each_element_is_read_from_the_box_that_contains_it(
     cut: tuple[tuple[int, ...], list[Box]], data: st.DataObject
 ) -> None:
     shape, boxes = cut
@@ -61,9 +61,7 @@ def test_every_element_is_found_in_the_box_that_holds_it(
 
 
 @given(partitions(), st.data())
-def test_what_is_not_all_of_a_tensor_or_more_is_refused(
-    cut: tuple[tuple[int, ...], list[Box]], data: st.DataObject
-) -> None:
+def test_boxes_with_holes_or_overlaps_are_refused(cut: tuple[tuple[int, ...], list[Box]], data: st.DataObject) -> None:
     shape, boxes = cut
     for _ in range(data.draw(st.integers(1, 2))):
         number = data.draw(st.integers(0, len(boxes) - 1))
@@ -97,7 +95,7 @@ def test_what_is_not_all_of_a_tensor_or_more_is_refused(
         ([((0, 0), (0, 6))], "no chunk holds rows 0 to 8"),
     ],
 )
-def test_the_elements_that_are_wrong_are_named(boxes: list[Box], says: str) -> None:
+def test_the_missing_or_doubled_elements_are_named(boxes: list[Box], says: str) -> None:
     with pytest.raises(LayoutError, match=says):
         covered_by((9, 6), boxes)
 
@@ -115,7 +113,7 @@ def test_a_pinwheel_is_read_from_its_five_boxes() -> None:
 
 
 @pytest.mark.parametrize("grid", [True, False])
-def test_a_hundred_thousand_boxes_take_seconds(grid: bool) -> None:
+def test_a_hundred_thousand_boxes_are_checked_in_bounded_time(grid: bool) -> None:
     rows, columns = 100, 1000
     boxes: list[Box] = []
     for row in range(rows):
@@ -139,7 +137,7 @@ def test_boxes_that_cut_each_other_into_too_many_parts_are_refused() -> None:
         covered_by((count, count + 1), boxes)
 
 
-def test_rows_are_named_as_rows() -> None:
+def test_missing_rows_are_named_as_rows() -> None:
     assert elements_of(((3, 4), (0, 5)), (9, 5)) == "row 3"
     assert elements_of(((3, 6),), (9,)) == "rows 3 to 5"
     assert elements_of(((0, 9), (1, 2)), (9, 5)) == "elements [0:9, 1:2]"

@@ -44,7 +44,7 @@ def described(layout: Layout) -> dict[str, object]:
 
 
 @given(st.data())
-def test_slices_are_those_of_the_enumerated_devices(data: st.DataObject) -> None:
+def test_slices_equal_those_of_enumerated_devices(data: st.DataObject) -> None:
     layout = data.draw(layouts(data.draw(st.integers(0, 3))))
     shape = tuple(cuts * data.draw(st.integers(1, 3)) for cuts in layout.cuts)
     found = [layout.slice_box(shape, int(number)) for number in layout.slice_of_rank]
@@ -52,7 +52,7 @@ def test_slices_are_those_of_the_enumerated_devices(data: st.DataObject) -> None
 
 
 @given(st.data())
-def test_holders_are_the_ranks_of_a_slice_in_ascending_order(data: st.DataObject) -> None:
+def test_holders_of_a_slice_are_its_ranks_in_ascending_order(data: st.DataObject) -> None:
     layout = data.draw(layouts(2))
     for number in range(layout.slice_count):
         held = [rank for rank in range(layout.device_count) if layout.slice_of_rank[rank] == number]
@@ -60,7 +60,7 @@ def test_holders_are_the_ranks_of_a_slice_in_ascending_order(data: st.DataObject
 
 
 @given(st.data())
-def test_the_cells_of_a_slice_cover_it_once_and_lie_in_the_slices_they_name(data: st.DataObject) -> None:
+def test_cells_cover_a_slice_once_and_lie_within_their_source_slices(data: st.DataObject) -> None:
     dimensions = data.draw(st.integers(0, 3))
     sources = data.draw(st.lists(layouts(dimensions), min_size=1, max_size=2))
     target = data.draw(layouts(dimensions))
@@ -79,7 +79,7 @@ def test_the_cells_of_a_slice_cover_it_once_and_lie_in_the_slices_they_name(data
 
 
 @given(st.data())
-def test_a_stand_in_shape_needs_the_same_slices_as_the_real_one(data: st.DataObject) -> None:
+def test_a_substitute_shape_needs_the_same_slices_as_the_real_one(data: st.DataObject) -> None:
     dimensions = data.draw(st.integers(1, 3))
     source, target = data.draw(layouts(dimensions)), data.draw(layouts(dimensions))
     small = stand_in_shape([source], target)
@@ -95,7 +95,7 @@ def test_an_empty_dimension_has_no_cells() -> None:
     assert overlap.cells(0) == () and overlap.cells(1) == ()
 
 
-def test_hand_made_slices_overlap_even_ones() -> None:
+def test_uneven_slices_overlap_even_ones() -> None:
     uneven = Layout((4,), ((0,), ()), uneven=(10, 20, 30, 4))
     even = Layout((2,), ((0,), ()))
     overlap = overlap_of((64, 8), [uneven], even)
@@ -125,7 +125,7 @@ def test_a_layout_that_contradicts_itself_is_refused(arguments: dict[str, object
         Layout(**arguments)  # type: ignore[arg-type]
 
 
-def test_a_lossy_shard_step_is_not_held_against_a_layout() -> None:
+def test_a_rounded_shard_step_is_accepted() -> None:
     # MindSpore records 5 for the group [0, 1, 16, 17]: two repeated axes.
     layout = Layout((2, 8, 2), ((1,),), shard_size=-1, shard_step=5)
     assert layout.shards == 4
@@ -144,6 +144,6 @@ def test_an_expanded_map_is_regrouped_to_the_tensors_own_dimensions() -> None:
     assert own.cuts == (8, 1)
 
 
-def test_an_expanded_map_in_its_own_right_comes_first() -> None:
+def test_a_divisible_expanded_map_is_not_regrouped() -> None:
     flat = Layout((2, 2), ((1,), (0,)), recorded_shape=(2, 64), expandable=True)
     assert [layout.recorded_shape for layout in flat.regroupings()] == [(2, 64), (128,)]

@@ -12,7 +12,7 @@ from tests.reference import boxes
 
 @examples(40)
 @given(st.data())
-def test_every_layout_is_among_the_ways_to_hold_its_slices(data: st.DataObject) -> None:
+def test_candidates_of_slices_contain_their_layout(data: st.DataObject) -> None:
     devices = data.draw(st.sampled_from([1, 2, 3, 4, 6, 8, 12]))
     shape = data.draw(st.sampled_from([(24,), (24, 12), (8, 4, 6), ()]))
     made = data.draw(layouts(devices, shape))
@@ -26,14 +26,14 @@ def test_every_layout_is_among_the_ways_to_hold_its_slices(data: st.DataObject) 
     assert len(set(ways)) == len(ways)
 
 
-def test_slices_that_do_not_divide_a_tensor_are_cut_in_no_known_way() -> None:
+def test_slices_that_do_not_divide_a_tensor_have_no_candidate() -> None:
     assert cuts_of((6, 4), (4, 4)) is None
     assert cuts_of((6, 4), (0, 4)) is None
     assert cuts_of((6, 4), (6,)) is None
     assert possible_holders(4, (3,)) == []
 
 
-def test_more_layouts_than_can_be_tried_are_no_answer() -> None:
+def test_too_many_candidate_layouts_are_refused() -> None:
     assert possible_holders(2**14, (2**7,)) is None
     ways = possible_holders(4096, (2,))
     assert ways is not None and len(ways) < MAX_CANDIDATES

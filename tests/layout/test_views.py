@@ -97,7 +97,7 @@ def made(draw: Any) -> tuple[View, Array, list[Array]]:
 
 @given(made())
 @settings(max_examples=300)
-def test_a_chain_of_operations_gives_the_elements_that_numpy_gives(case: tuple[View, Array, list[Array]]) -> None:
+def test_a_chain_of_operations_equals_numpys(case: tuple[View, Array, list[Array]]) -> None:
     view, array, sources = case
     assert view.shape == array.shape
     np.testing.assert_array_equal(elements(view.regions, view.shape, sources), array)
@@ -107,7 +107,7 @@ def test_a_chain_of_operations_gives_the_elements_that_numpy_gives(case: tuple[V
 
 @given(made(), st.data())
 @settings(max_examples=200)
-def test_parts_of_regions_in_a_box_are_what_lies_in_it(case: tuple[View, Array, list[Array]], data: Any) -> None:
+def test_regions_of_a_box_equal_its_elements(case: tuple[View, Array, list[Array]], data: Any) -> None:
     view, array, sources = case
     box = []
     for size in view.shape:
@@ -122,7 +122,7 @@ def test_parts_of_regions_in_a_box_are_what_lies_in_it(case: tuple[View, Array, 
 
 @given(made())
 @settings(max_examples=200)
-def test_sources_that_are_stored_with_swapped_dimensions_give_the_same_elements(
+def test_sources_with_swapped_dimensions_give_the_same_elements(
     case: tuple[View, Array, list[Array]],
 ) -> None:
     view, array, sources = case
@@ -135,7 +135,7 @@ def test_sources_that_are_stored_with_swapped_dimensions_give_the_same_elements(
 
 @given(made(), st.data())
 @settings(max_examples=200)
-def test_cutting_a_source_loses_and_doubles_nothing(case: tuple[View, Array, list[Array]], data: Any) -> None:
+def test_cutting_a_source_keeps_each_element_once(case: tuple[View, Array, list[Array]], data: Any) -> None:
     view, array, sources = case
     number = data.draw(st.integers(0, len(sources) - 1))
     dimension = data.draw(st.integers(0, sources[number].ndim - 1))
@@ -153,7 +153,7 @@ def test_cutting_a_source_loses_and_doubles_nothing(case: tuple[View, Array, lis
     np.testing.assert_array_equal(elements(parts, view.shape, sources), array)
 
 
-def test_packing_and_unpacking_again_gives_few_regions() -> None:
+def test_packing_and_unpacking_gives_few_regions() -> None:
     gate, up = View.whole(0, (1024, 512)), View.whole(1, (1024, 512))
     rows = View.concat([each.reshape((1024, 1, 512)) for each in (gate, up)], 1).reshape((2048, 512))
     assert len(rows.regions) == 2
@@ -166,7 +166,7 @@ def test_packing_and_unpacking_again_gives_few_regions() -> None:
     assert [len(part.reshape((8 * part.shape[1], 64)).regions) for part in parts] == [1, 1, 1]
 
 
-def test_back_and_forth_is_the_tensor_as_it_is() -> None:
+def test_inverse_operations_give_the_unchanged_tensor() -> None:
     whole = View.whole(0, (6, 4, 5))
     assert whole.transpose([2, 0, 1]).transpose([1, 2, 0]).is_all_of((6, 4, 5))
     assert whole.reshape((24, 5)).reshape((2, 3, 20)).reshape((6, 4, 5)).is_all_of((6, 4, 5))
@@ -194,6 +194,6 @@ def test_tensors_without_elements_have_no_regions(shape: tuple[int, ...]) -> Non
         lambda: View.concat([], 0),
     ],
 )
-def test_what_does_not_fit_is_an_error(make: Any) -> None:
+def test_operations_on_wrong_shapes_are_errors(make: Any) -> None:
     with pytest.raises(LayoutError):
         make()

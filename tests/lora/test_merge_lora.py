@@ -91,7 +91,7 @@ def close(found: dict[str, Array], expected: dict[str, Array], epsilon: float = 
 
 
 @pytest.mark.parametrize("infix", ["", ".default"])
-def test_the_product_is_added_and_everything_else_is_copied(tmp_path: Path, infix: str) -> None:
+def test_the_product_is_added_and_all_other_tensors_are_copied(tmp_path: Path, infix: str) -> None:
     full, pairs = weights(), matrices()
     src = base(tmp_path / "base", full)
     done("merge-lora", src, peft(tmp_path / "adapter", pairs, infix), tmp_path / "out")
@@ -112,7 +112,7 @@ def test_the_product_is_added_and_everything_else_is_copied(tmp_path: Path, infi
         ({"lora_alpha": 24}, None, 3.0),
     ],
 )
-def test_the_scale_is_that_of_the_configuration(
+def test_the_scale_follows_the_configuration(
     tmp_path: Path, config: dict[str, Any], alpha: Optional[float], scale: float
 ) -> None:
     full, pairs = weights(), matrices()
@@ -145,7 +145,7 @@ def test_a_weight_with_a_row_for_each_input_gets_the_product_transposed(tmp_path
 
 
 @pytest.mark.parametrize("style", ["lora_a", "mindpet_delta_lora_a"])
-def test_rank_directories_with_the_adapter_among_the_weights(tmp_path: Path, style: str) -> None:
+def test_adapters_stored_among_the_weights_of_ranks_are_merged(tmp_path: Path, style: str) -> None:
     """As MindFormers saves them: cut, and the base itself is the adapter."""
     full, pairs = weights(), matrices()
     layouts = {name: layout([2, 2], [0, -1] if len(shape) == 2 else [-1]) for name, shape in SHAPES.items()}
@@ -175,7 +175,7 @@ def test_rank_directories_with_the_adapter_among_the_weights(tmp_path: Path, sty
         assert mine.keys() == tensors.keys() and all(mine[name].same(tensor) for name, tensor in tensors.items())
 
 
-def test_a_target_strategy_alone_makes_ranks_of_full_weights(tmp_path: Path) -> None:
+def test_full_weights_are_merged_into_ranks_of_a_target_strategy(tmp_path: Path) -> None:
     src, adapter = base(tmp_path / "base", weights()), peft(tmp_path / "adapter", matrices())
     layouts = {name: layout([2], [0, -1] if len(shape) == 2 else [-1]) for name, shape in SHAPES.items()}
     saved = write_strategy(tmp_path / "two.ckpt", single(layouts), SHAPES, "merged")
@@ -183,7 +183,7 @@ def test_a_target_strategy_alone_makes_ranks_of_full_weights(tmp_path: Path) -> 
     assert sorted(read_tree(tmp_path / "out")) == [0, 1]
 
 
-def test_a_run_that_is_given_again_goes_on_and_another_adapter_is_refused(tmp_path: Path) -> None:
+def test_the_same_command_resumes_and_another_adapter_is_refused(tmp_path: Path) -> None:
     src, adapter = base(tmp_path / "base", weights()), peft(tmp_path / "adapter", matrices())
     words: list[Argument] = ["merge-lora", src, adapter, tmp_path / "out", "--max-shard-size", "1MB"]
     done(*words)
@@ -224,7 +224,7 @@ def test_an_adapter_that_does_not_fit_is_refused(tmp_path: Path, change: Any, sa
     assert not (tmp_path / "out").exists()
 
 
-def test_what_was_merged_is_said(tmp_path: Path) -> None:
+def test_the_summary_lists_merged_weights(tmp_path: Path) -> None:
     adapter = peft(tmp_path / "adapter", matrices(), lora_alpha=24)
     words: list[Argument] = ["merge-lora", base(tmp_path / "base", weights()), adapter, tmp_path / "out"]
     told = done(*words)
@@ -236,7 +236,7 @@ def test_what_was_merged_is_said(tmp_path: Path) -> None:
     assert done("diff", tmp_path / "base", tmp_path / "out", "--json").json["differing"]
 
 
-def test_without_a_configuration_alpha_is_asked_for(tmp_path: Path) -> None:
+def test_without_a_configuration_alpha_is_required(tmp_path: Path) -> None:
     adapter = peft(tmp_path / "adapter", matrices())
     fails(3, "merge-lora", base(tmp_path / "b", weights()), f"{adapter}s", tmp_path / "out", says=["does not exist"])
     (adapter / "adapter_config.json").unlink()
@@ -264,14 +264,14 @@ def test_without_a_configuration_alpha_is_asked_for(tmp_path: Path) -> None:
         {"something_new": {"that": "changes weights"}},
     ],
 )
-def test_a_configuration_that_is_not_understood_is_refused(tmp_path: Path, config: dict[str, Any]) -> None:
+def test_unsupported_configurations_are_refused(tmp_path: Path, config: dict[str, Any]) -> None:
     adapter = peft(tmp_path / "adapter", matrices(), **config)
     says = ["adapter_config", *config, *(key for value in config.values() if isinstance(value, dict) for key in value)]
     fails(3, "merge-lora", base(tmp_path / "base", weights()), adapter, tmp_path / "out", says=says[:2])
     assert not (tmp_path / "out").exists()
 
 
-def test_what_peft_writes_beside_is_understood(tmp_path: Path) -> None:
+def test_other_settings_of_peft_are_accepted(tmp_path: Path) -> None:
     """All members that PEFT 0.21 saves of a plain LoRA, but those of `peft`."""
     others: dict[str, Any] = dict.fromkeys(
         (
@@ -293,19 +293,19 @@ def test_what_peft_writes_beside_is_understood(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "key", ["((a|.)*)*!", "(.|.)*!", "(a*)*(a*)*(a*)*!", "(?:(?:(?:){4000}){4000}){4000}", "(a|a){3000}!"]
 )
-def test_a_key_that_backtracks_ends_at_once(tmp_path: Path, key: str) -> None:
+def test_a_key_with_backtracking_matches_in_bounded_time(tmp_path: Path, key: str) -> None:
     adapter = peft(tmp_path / "adapter", matrices(), alpha_pattern={key: 4})
     fails(3, "merge-lora", base(tmp_path / "base", weights()), adapter, tmp_path / "out", says=["alpha_pattern", key])
 
 
 @pytest.mark.parametrize("alpha", ["nan", "inf", "-inf", "1e308", "1e-300", "0", "-1"])
-def test_an_alpha_that_gives_no_weights_is_wrong_usage(tmp_path: Path, alpha: str) -> None:
+def test_an_alpha_without_finite_weights_is_wrong_usage(tmp_path: Path, alpha: str) -> None:
     adapter = peft(tmp_path / "adapter", matrices())
     words: list[Argument] = ["merge-lora", base(tmp_path / "base", weights()), adapter, tmp_path / "out"]
     fails(2, *words, "--alpha", alpha, says=["--alpha", "number"])
 
 
-def test_a_rank_that_no_adapter_has_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+def test_an_invalid_adapter_rank_is_refused_before_reading(tmp_path: Path) -> None:
     name, rank = "base_model.model.model.layers.0.self_attn.q_proj", 1 << 24
     shapes = {f"{name}.lora_A.weight": [rank, 1500], f"{name}.lora_B.weight": [640, rank]}
     header, end = {}, 0
@@ -319,7 +319,7 @@ def test_a_rank_that_no_adapter_has_is_refused_before_anything_is_read(tmp_path:
     fails(3, "merge-lora", base(tmp_path / "base", weights()), adapter, tmp_path / "out", says=[f"rank {rank}", "4096"])
 
 
-def test_matrices_of_two_adapters_are_no_pair(tmp_path: Path) -> None:
+def test_matrices_of_two_adapters_are_not_paired(tmp_path: Path) -> None:
     src, adapter = base(tmp_path / "base", weights()), peft(tmp_path / "adapter", matrices(), ".one")
     path = adapter / "adapter_model.safetensors"
     tensors = load_file(path)
@@ -329,7 +329,7 @@ def test_matrices_of_two_adapters_are_no_pair(tmp_path: Path) -> None:
         fails(3, "merge-lora", src, adapter, tmp_path / "out", says=["matrices of 2 adapters"])
 
 
-def test_an_adapter_of_bfloat16_is_merged_whatever_its_arrays_are_made_of(tmp_path: Path) -> None:
+def test_an_adapter_of_bfloat16_is_merged_with_and_without_ml_dtypes(tmp_path: Path) -> None:
     bfloat16 = pytest.importorskip("ml_dtypes").bfloat16
     full, pairs = weights(), matrices()
     short = {name: (a.astype(bfloat16), b.astype(bfloat16)) for name, (a, b) in pairs.items()}
@@ -339,9 +339,7 @@ def test_an_adapter_of_bfloat16_is_merged_whatever_its_arrays_are_made_of(tmp_pa
     close(load_file(tmp_path / "out" / "model.safetensors"), merged(full, wide, 2.0))
 
 
-def test_nothing_is_made_of_an_adapter_that_is_saved_again_meanwhile(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_adapter_modified_during_the_run_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     full, pairs = weights(), matrices()
     src, adapter = base(tmp_path / "base", full), peft(tmp_path / "adapter", pairs)
     other = peft(tmp_path / "other", {name: (2 * a, b) for name, (a, b) in pairs.items()})
@@ -364,7 +362,7 @@ def test_nothing_is_made_of_an_adapter_that_is_saved_again_meanwhile(
     close(written, {name: expected[name] for name in written})
 
 
-def test_weights_beside_the_matrices_have_to_be_the_bases(tmp_path: Path) -> None:
+def test_weights_beside_the_matrices_must_equal_the_bases(tmp_path: Path) -> None:
     full, pairs = weights(), matrices()
     src, adapter = base(tmp_path / "base", full), peft(tmp_path / "adapter", pairs)
     saved = tmp_path / "saved" / "net.safetensors"
@@ -382,12 +380,12 @@ def test_weights_beside_the_matrices_have_to_be_the_bases(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("start", ["pissa_niter_4", "lora_ga"])
-def test_an_adapter_that_began_by_changing_its_base_is_warned_of(tmp_path: Path, start: str) -> None:
+def test_an_adapter_that_modified_its_base_gives_a_warning(tmp_path: Path, start: str) -> None:
     adapter = peft(tmp_path / "adapter", matrices(), init_lora_weights=start)
     warns(done("merge-lora", base(tmp_path / "base", weights()), adapter, tmp_path / "out"), start, "the base")
 
 
-def test_matrices_of_another_adapter_in_the_base_are_not_lost(tmp_path: Path) -> None:
+def test_matrices_of_another_adapter_in_the_base_are_copied(tmp_path: Path) -> None:
     full, pairs = weights(), matrices()
     beside = {f"{name[: -len('.weight')]}.lora_{side}": m for name, ab in pairs.items() for side, m in zip("ab", ab)}
     src, adapter = base(tmp_path / "base", {**full, **beside}), peft(tmp_path / "adapter", pairs)
@@ -398,7 +396,7 @@ def test_matrices_of_another_adapter_in_the_base_are_not_lost(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("rows", [1, 3, 64])
-def test_a_tile_is_worked_out_once_however_small_blocks_are(rows: int) -> None:
+def test_each_tile_of_the_product_is_computed_once(rows: int) -> None:
     random = np.random.default_rng(3)
     up, down = random.standard_normal((200, 4)).astype("f4"), random.standard_normal((4, 2500)).astype("f4")
     read = []
@@ -444,7 +442,7 @@ def in_place(path: Path, name: str, index: tuple[int, ...], change: Callable[[An
 
 
 @pytest.mark.parametrize("dtype", ["f4", "f2"])
-def test_what_was_merged_is_proven(tmp_path: Path, dtype: str) -> None:
+def test_merged_weights_are_verified(tmp_path: Path, dtype: str) -> None:
     src, adapter = base(tmp_path / "base", weights(dtype)), peft(tmp_path / "adapter", matrices())
     out = tmp_path / "out"
     words: list[Argument] = ["merge-lora", src, adapter, out, "--verify"]
@@ -470,7 +468,7 @@ def test_what_was_merged_is_proven(tmp_path: Path, dtype: str) -> None:
         ("model.norm.weight", (5,), lambda one: np.nextafter(one, one + one)),
     ],
 )
-def test_one_element_that_is_not_what_was_merged_is_found(
+def test_verify_finds_one_wrong_merged_element(
     tmp_path: Path, name: str, index: tuple[int, ...], change: Callable[[Any], Any]
 ) -> None:
     src, adapter = base(tmp_path / "base", weights()), peft(tmp_path / "adapter", matrices())
@@ -479,7 +477,7 @@ def test_one_element_that_is_not_what_was_merged_is_found(
     assert compared(src, adapter, tmp_path / "out") == [("content", name)]
 
 
-def test_elements_that_became_infinite_or_were_no_numbers_are_proven(tmp_path: Path) -> None:
+def test_merged_infinity_and_nan_are_verified(tmp_path: Path) -> None:
     full, pairs = weights("f2"), matrices()
     full[CHANGED[0]][:4] = [[65504.0], [-65504.0], [np.inf], [np.nan]]
     pairs[CHANGED[0]][1][7] = 1e5

@@ -25,7 +25,7 @@ KEYS = sequences(st.one_of(ATOMS, ATOMS, GROUPS))
 
 
 @given(KEYS, st.lists(st.text("aab..x1{\n", max_size=6), max_size=5))
-def test_a_key_matches_what_peft_matches(key: str, names: list[str]) -> None:
+def test_a_key_matches_the_same_modules_as_in_peft(key: str, names: list[str]) -> None:
     try:
         expression = re.compile(rf"(.*\.)?({key})$")
     except re.error:
@@ -42,7 +42,7 @@ def test_a_key_matches_what_peft_matches(key: str, names: list[str]) -> None:
         assert pattern.matches(name)[0] == (expression.match(name) is not None), (key, name)
 
 
-def test_the_first_key_that_matches_holds() -> None:
+def test_the_first_matching_key_wins() -> None:
     patterns = KeyPatterns({"layers.1.q": 1, "q": 2, r"^layers\.\d+\.[kv]": 3, "none": 4})
     modules = ["layers.1.q", "layers.10.q", "layers.7.v", "a.layers.7.v", "layers.1.xq"]
     assert [patterns.value(module) for module in modules] == [1, 2, 3, None, None]
@@ -52,12 +52,12 @@ def test_the_first_key_that_matches_holds() -> None:
 @pytest.mark.parametrize(
     "key", ["(?i)a", "(a)\\1", "(?=a)a", "(?P<n>a)", "a\\b", "(" * 31 + "a" + ")" * 31, "a" * 1001]
 )
-def test_what_is_not_supported_is_an_error(key: str) -> None:
+def test_unsupported_patterns_are_an_error(key: str) -> None:
     with pytest.raises(KeyPatternError):
         KeyPattern(key)
 
 
-def test_the_work_for_all_keys_and_modules_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_matching_all_keys_and_modules_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("reshard.lora.module_patterns.MAX_STEPS", 100_000)
     patterns = KeyPatterns({f".*.*x{number}": 1 for number in range(500)})
     with pytest.raises(KeyPatternError, match="too long"):

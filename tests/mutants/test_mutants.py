@@ -26,7 +26,7 @@ def certified(found: dict[str, Any]) -> list[str]:
     return [f"{one['module']}:{one['line']}: {one['change']}" for one in found["each"] if one["outcome"] == "certified"]
 
 
-def test_layouts_that_run_the_other_way_are_found() -> None:
+def test_reversed_layouts_are_found() -> None:
     """Slices, devices and shards counted from the other end, which a conversion and its own algebra agree about."""
     where = ["--module", "reshard.layout.layout", "--change", "loop mirrored|counted down"]
     found = outcomes(*where, "--conversion", "demo", "--conversion", "sharded")
@@ -34,7 +34,7 @@ def test_layouts_that_run_the_other_way_are_found() -> None:
     assert found["outcomes"]["found"] >= 4
 
 
-def test_a_sample_of_all_changes_is_refused_or_found() -> None:
+def test_a_sample_of_mutants_is_refused_or_found() -> None:
     found = outcomes("--every", "220", "--first", "17")
     assert not certified(found)
     assert found["run"] >= 6
@@ -42,7 +42,7 @@ def test_a_sample_of_all_changes_is_refused_or_found() -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("first", range(4))
-def test_changes_of_layouts_views_engine_and_casts_are_refused_or_found(first: int) -> None:
+def test_mutants_of_layouts_views_engine_and_casts_are_refused_or_found(first: int) -> None:
     found = outcomes("--every", "12", "--first", str(3 * first))
     assert not certified(found)
     assert found["run"] >= 100 and found["outcomes"]["found"] >= 5

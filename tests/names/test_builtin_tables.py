@@ -28,12 +28,12 @@ _OPTIONS = {
 _TABLES = [(name, options) for name, each in _OPTIONS.items() for options in each]
 
 
-def test_all_built_in_tables_are_looked_at() -> None:
+def test_every_built_in_table_is_tested() -> None:
     assert sorted(_OPTIONS) == builtin_names()
 
 
 @pytest.mark.parametrize(("name", "options"), _TABLES)
-def test_a_tiny_model_comes_back_as_it_was_and_every_element_is_used_once(name: str, options: str) -> None:
+def test_a_tiny_model_round_trips_and_uses_each_element_once(name: str, options: str) -> None:
     config, shapes = TINY[name]
     if "output=copied" in options:
         shapes = {tensor: shape for tensor, shape in shapes.items() if tensor != "lm_head.weight"}
@@ -62,7 +62,7 @@ def test_a_tiny_model_comes_back_as_it_was_and_every_element_is_used_once(name: 
 
 
 @pytest.mark.parametrize("name", sorted(REAL))
-def test_a_real_model_comes_back_as_it_was_and_every_element_is_used_once(name: str) -> None:
+def test_a_real_model_round_trips_and_uses_each_element_once(name: str) -> None:
     config, shapes = REAL[name]
     table = rules_named(name)
 
@@ -137,7 +137,7 @@ def test_a_model_whose_output_is_its_embedding_needs_no_head() -> None:
         apply_rules(rules_named("qwen3"), tied, config)
 
 
-def test_what_a_configuration_of_mindformers_says_holds() -> None:
+def test_settings_of_a_mindformers_configuration_apply() -> None:
     config, shapes = TINY["qwen3"]
     stated = apply_rules(rules_named("qwen3,gate_up=halves,qkv=contiguous"), shapes, config)
 
@@ -151,7 +151,7 @@ def test_what_a_configuration_of_mindformers_says_holds() -> None:
     assert told.views != apply_rules(rules_named("qwen3"), shapes, config).views
 
 
-def test_what_is_usual_is_said() -> None:
+def test_assumed_defaults_are_printed() -> None:
     config, shapes = TINY["qwen3"]
 
     assert "gate_up=interleaved" in apply_rules(rules_named("qwen3"), shapes, config).assumed
@@ -159,7 +159,7 @@ def test_what_is_usual_is_said() -> None:
     assert not stated.assumed
 
 
-def test_a_layer_that_predicts_further_tokens_can_be_dropped() -> None:
+def test_the_multi_token_prediction_layer_can_be_dropped() -> None:
     config, shapes = TINY["deepseek_v3"]
 
     applied = apply_rules(rules_named("deepseek_v3,mtp=dropped"), shapes, config)
@@ -168,7 +168,7 @@ def test_a_layer_that_predicts_further_tokens_can_be_dropped() -> None:
     assert {name for name in shapes if name.startswith("model.layers.3.")} == set(applied.dropped)
 
 
-def test_a_layer_that_predicts_further_tokens_may_be_absent_whatever_the_configuration_says() -> None:
+def test_the_multi_token_prediction_layer_may_be_absent() -> None:
     """Hugging Face's own code leaves it out, and writes a configuration that counts it."""
     config, shapes = TINY["deepseek_v3"]
     less = {name: shape for name, shape in shapes.items() if not name.startswith("model.layers.3.")}
@@ -180,7 +180,7 @@ def test_a_layer_that_predicts_further_tokens_may_be_absent_whatever_the_configu
     assert {name: made.view.shape for name, made in back.views.items()} == less
 
 
-def test_a_layer_that_predicts_further_tokens_is_there_whole() -> None:
+def test_the_multi_token_prediction_layer_must_be_complete() -> None:
     config, shapes = TINY["deepseek_v3"]
     for name in ("model.layers.3.enorm.weight", "model.layers.3.mlp.experts.1.up_proj.weight"):
         less = {other: shape for other, shape in shapes.items() if other != name}
@@ -188,7 +188,7 @@ def test_a_layer_that_predicts_further_tokens_is_there_whole() -> None:
             apply_rules(rules_named("deepseek_v3"), less, config)
 
 
-def test_layers_beyond_those_of_the_configuration_are_an_error() -> None:
+def test_layers_over_the_configured_number_are_an_error() -> None:
     config, shapes = TINY["llama"]
 
     with pytest.raises(NamesError, match="layer must be less than 2"):
@@ -197,7 +197,7 @@ def test_layers_beyond_those_of_the_configuration_are_an_error() -> None:
         apply_rules(rules_named("llama"), shapes, {**config, "num_hidden_layers": 4})
 
 
-def test_padding_is_said() -> None:
+def test_padding_is_printed() -> None:
     config, shapes = TINY["llama"]
     table = rules_named("llama,vocab_multiple=8")
 

@@ -22,7 +22,7 @@ def plain(names: list[str], objects: tuple[str, ...] = (), keys: Any = None, opt
     return plain_names(names, objects, keys or {}, optimizer).names
 
 
-def test_a_trainers_prefix_comes_off_where_something_shows_that_it_is_one() -> None:
+def test_a_trainers_prefix_is_removed_only_on_evidence() -> None:
     kept, bare = dict(zip(MODEL, MODEL)), dict(zip(MODEL, ["embed.weight", "layers.0.up.weight"]))
     # A model of Hugging Face with tied embeddings has such names of its own.
     assert plain(MODEL) == kept
@@ -52,14 +52,14 @@ def test_a_trainers_prefix_comes_off_where_something_shows_that_it_is_one() -> N
         ("my_orig_mod.a.weight", "my_orig_mod.a.weight"),
     ],
 )
-def test_what_frameworks_put_around_names(name: str, new: Any) -> None:
+def test_wrappers_of_frameworks_are_removed_from_names(name: str, new: Any) -> None:
     found = plain([name])
     assert found == {name: new}
     assert new is None or new in possible_plain_names(name, True)
     assert plain([name], optimizer=False) == {name: None if name.startswith("opti") else new}
 
 
-def test_names_go_back_as_a_trainers() -> None:
+def test_names_of_a_trainer_are_restored() -> None:
     names = ["a.weight", "adam_m.a.weight", "adam_v.a.weight", "adam_m.other", "global_step", "model.b.weight"]
     found = trainer_names(names)
     assert found["a.weight"] == "model.a.weight" and found["model.b.weight"] == "model.model.b.weight"
@@ -104,21 +104,21 @@ def test_moments_of_a_trainer_reach_mindspore_and_no_model(tmp_path: Path) -> No
     assert read_checkpoint(tmp_path / "kept" / "model.safetensors").keys() == tensors.keys()
 
 
-def test_two_tensors_that_would_get_one_name_are_refused(tmp_path: Path) -> None:
+def test_two_tensors_with_one_target_name_are_refused(tmp_path: Path) -> None:
     tensors = {"a.weight": value("a", (4,)), "_orig_mod.a.weight": value("b", (4,))}
     chunks = [Chunk(name, ((0, 4),), 1) for name in tensors]
     src = write_shards(tmp_path / "src", tensors, chunks)
     fails(3, "convert", src, tmp_path / "out", "--to", "huggingface", says=["'a.weight'", "its own name"])
 
 
-def test_names_stay_between_forms_of_torch(tmp_path: Path) -> None:
+def test_names_are_unchanged_between_forms_of_torch(tmp_path: Path) -> None:
     src = write_shards(tmp_path / "src", FULL, CHUNKS)
     done("convert", src, tmp_path / "dcp", "--to", "dcp", "--shards", 2, "--verify")
     done("convert", tmp_path / "dcp", tmp_path / "shards", "--to", "hf-sharded", "--shards", 3, "--verify")
     assert converted(tmp_path / "shards", tmp_path / "out").keys() == FULL.keys()
 
 
-def test_tensors_beside_the_model_of_a_nested_state_are_left_out() -> None:
+def test_tensors_beside_the_model_of_a_nested_state_are_skipped() -> None:
     keys = {"model.a": ("model", "a"), "rng": ("rng",)}
 
     found = plain_names(keys, (), keys, True)
@@ -142,7 +142,7 @@ def test_a_strategy_lists_the_names_of_the_model(form: str, plain: World, tmp_pa
     done("convert", plain.dst, tmp_path / "same", "--to", form, "--dst-strategy", "same", "--verify")
 
 
-def test_optimizer_state_of_a_trainer_is_no_weight(tmp_path: Path) -> None:
+def test_optimizer_state_of_a_trainer_is_not_a_weight(tmp_path: Path) -> None:
     state = {STATE: value("m", (4, 2)), "model.layers.0.up.weight": value("w", (4, 2))}
     src = write_shards(tmp_path / "src", state, [Chunk(name, ((0, 4), (0, 2)), 1) for name in state])
     assert "weights 1 (32 B), optimizer state 1 (32 B)" in done("inspect", src).out

@@ -34,7 +34,7 @@ def refused(
         assert words in str(caught.value)
 
 
-def test_what_is_unknown_and_what_is_missing_is_listed_with_the_nearest_names() -> None:
+def test_unknown_and_missing_names_are_listed_with_the_nearest() -> None:
     shapes = without(SHAPES, "model.layers.1.mlp.up_proj.weight")
     shapes.update({"model.layers.1.mlp.upproj.weight": (5, 6), "extra.w": (2,)})
     refused(
@@ -49,7 +49,7 @@ def test_what_is_unknown_and_what_is_missing_is_listed_with_the_nearest_names() 
     )
 
 
-def test_the_rule_that_is_shown_leaves_out_what_is_unknown(tmp_path: Path) -> None:
+def test_the_suggested_rule_drops_unknown_names(tmp_path: Path) -> None:
     unknown = {"model.layers.0.extra.w": (2,), "model.layers.1.extra.w": (2,)}
     table = tmp_path / "mine.toml"
     for named, said in (("qwen3", "(reshard names show qwen3 > mine.toml)"), (str(table), "to the table:")):
@@ -61,7 +61,7 @@ def test_the_rule_that_is_shown_leaves_out_what_is_unknown(tmp_path: Path) -> No
     assert set(apply_rules(rules_named(str(table)), {**SHAPES, **unknown}, QWEN3).dropped) == {*unknown}
 
 
-def test_the_rule_that_is_shown_is_of_the_side_that_the_checkpoint_has(tmp_path: Path) -> None:
+def test_the_suggested_rule_is_written_for_the_checkpoints_side(tmp_path: Path) -> None:
     table = tmp_path / "t.toml"
     table.write_text('[[rule]]\nfrom = "embed.weight"\nto = "tok.weight"\n')
     shapes = {"tok.weight": (4, 4), "layers.3.extra.weight": (4, 4)}
@@ -98,7 +98,7 @@ STARRED_NAMES = [
 
 @pytest.mark.parametrize("counted", [True, False])
 @given(st.sets(st.sampled_from(STARRED_NAMES)))
-def test_what_a_star_stood_for_is_there_for_every_value_of_the_numbers(counted: bool, left_out: set[str]) -> None:
+def test_a_star_matches_the_same_names_for_every_number(counted: bool, left_out: set[str]) -> None:
     table = parse_rules(STARRED if counted else STARRED.replace('"layers"\n[[', '{ at_most = "layers" }\n[['), "t.toml")
     shapes = {name: (2, 2) for name in STARRED_NAMES if name not in left_out}
     assume(shapes)
@@ -126,14 +126,14 @@ def test_what_a_star_stood_for_is_there_for_every_value_of_the_numbers(counted: 
         assert f"no name matches 'm.{{layer}}.{parts[0]}.*'" in said
 
 
-def test_what_is_missing_beside_a_star_is_named() -> None:
+def test_names_missing_for_a_star_are_listed() -> None:
     shapes = {name: (2, 2) for name in STARRED_NAMES if name not in ("m.1.dense.weight", "m.2.k.a.b")}
     table = parse_rules(STARRED, "t.toml")
     refused(table, shapes, {"num_hidden_layers": 3}, ["missing: 'm.1.dense.weight'", "missing: 'm.2.k.a.b'"])
     refused(table, shapes, {"num_hidden_layers": 4}, ["'m.3.dense.weight'", "'m.3.q.a.b'", "'m.3.extra.weight'"])
 
 
-def test_a_rename_may_concern_some_layers_alone() -> None:
+def test_a_rename_may_match_some_layers_only() -> None:
     shapes = {"m.0.a.w": (2,), "m.0.b.w": (2,), "m.1.a.w": (2,)}
     assert set(apply_rules(parse_renames(["m.{layer}.*=n.{layer}.*"]), shapes).views) == {
         "n.0.a.w",
@@ -142,7 +142,7 @@ def test_a_rename_may_concern_some_layers_alone() -> None:
     }
 
 
-def test_thousands_of_unknown_names_are_few_lines() -> None:
+def test_thousands_of_unknown_names_give_a_short_message() -> None:
     shapes = {**SHAPES, **{f"model.layers.{layer}.moe.{e}.w": (2,) for layer in range(3) for e in range(1000)}}
     with pytest.raises(NamesError) as caught:
         apply_rules(rules_named("qwen3"), shapes, QWEN3)
@@ -175,7 +175,7 @@ def test_a_missing_configuration_is_an_error_where_a_size_is_needed() -> None:
         ({"use_interleaved_weight_layout_mlp": "maybe"}, "is not a value of gate_up"),
     ],
 )
-def test_a_configuration_that_contradicts_is_an_error(changed: dict[str, Any], says: str) -> None:
+def test_a_configuration_that_contradicts_the_tensors_is_an_error(changed: dict[str, Any], says: str) -> None:
     config = Configuration({**QWEN3, **changed}, "there/config.json")
     refused(rules_named("qwen3"), SHAPES, config, [says])
 
@@ -189,7 +189,7 @@ def test_experts_that_are_missing_or_too_many_are_an_error() -> None:
     refused(table, made, {**MIXTURE, "num_experts": 2}, ["is not [experts*hidden, columns] with experts 2"])
 
 
-def test_a_layer_is_dense_or_has_experts() -> None:
+def test_a_layer_with_dense_weights_and_experts_is_an_error() -> None:
     table = rules_named("qwen3_moe")
     both = {**EXPERTS, "model.layers.0.mlp.down_proj.weight": (6, 5)}
     refused(table, both, MIXTURE, ["mlp: both experts and dense are present for layer 0"])
@@ -197,14 +197,14 @@ def test_a_layer_is_dense_or_has_experts() -> None:
     refused(table, neither, MIXTURE, ["mlp: none of experts, dense is present for layer 1"])
 
 
-def test_both_sides_and_neither_are_no_direction() -> None:
+def test_names_of_both_sides_or_neither_leave_the_direction_open() -> None:
     turned = parse_rules('[[rule]]\nfrom = "*.w"\nto = "*.w"\ndo = "transpose"', "t.toml")
     refused(turned, {"a.w": (2, 3)}, None, ["match the checkpoint as left as well as right", "--reverse"])
     assert apply_rules(turned, {"a.w": (2, 3)}, reverse=True).views["a.w"].view.shape == (3, 2)
     refused(rules_named("qwen3"), {"something": (2, 2)}, QWEN3, ["match none of the checkpoint's 1 weights"])
 
 
-def test_a_name_that_two_rules_speak_of_is_ambiguous() -> None:
+def test_a_name_in_two_rules_is_ambiguous() -> None:
     rules = parse_renames(["model.*=net.*", "*.weight=*.w"])
     refused(rules, SHAPES, None, ["match more than one rule: 'model.*', '*.weight'"])
     refused(parse_renames(["*a*=*b*"]), {"xaxax": (1,)}, None, ["'xaxax' matches more than one rule: '*a*'"])
@@ -214,7 +214,7 @@ def test_two_tensors_of_one_name_are_an_error() -> None:
     refused(parse_renames(["a=b"]), {"a": (1, 2), "b": (1, 2)}, None, ["'b' would be made more than once: 'a', 'b'"])
 
 
-def test_a_rename_that_fits_nothing_is_an_error() -> None:
+def test_a_rename_without_a_match_is_an_error() -> None:
     refused(parse_renames(["a.ww=b"]), {"a.w": (1, 2)}, None, ["no name matches 'a.ww'; did you mean 'a.w'?"])
     refused(
         parse_renames(["a.{x}=b.{x}"]),
@@ -225,12 +225,12 @@ def test_a_rename_that_fits_nothing_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("text", ["a", "=b", "a=", "a.*=b", "a.{layer}=b.*", "{=x}=b", "**=c**", "a{1}=b{1}"])
-def test_what_is_no_rename_is_wrong_usage(text: str) -> None:
+def test_an_invalid_rename_is_wrong_usage(text: str) -> None:
     with pytest.raises(UsageError):
         parse_renames([text])
 
 
-def test_a_star_of_a_rename_matches_no_counters() -> None:
+def test_a_star_of_a_rename_does_not_match_counters() -> None:
     shapes: dict[str, tuple[int, ...]] = {"a.w": (2, 3), "global_step": (1,), "unlisted.w": (4,)}
     values = {"global_step", "unlisted.w"}
 
@@ -248,7 +248,7 @@ def test_a_star_of_a_rename_matches_no_counters() -> None:
     assert named.views["step"].sources == ("global_step",)
 
 
-def test_renames_keep_everything_else_and_states_follow_their_weights() -> None:
+def test_renames_keep_other_names_and_states_follow_their_weights() -> None:
     shapes = {"model.a.w": (2, 3), "adam_m.model.a.w": (2, 3), "head": (4,), "adam_m.head": (4,), "global_step": (1,)}
 
     applied = apply_rules(parse_renames(["model.*=net.*", "head=out"]), shapes)
@@ -263,7 +263,7 @@ def test_renames_keep_everything_else_and_states_follow_their_weights() -> None:
     }
 
 
-def test_optimizer_state_is_left_out_unless_it_is_asked_for() -> None:
+def test_optimizer_state_is_skipped_by_default() -> None:
     shapes = {**SHAPES, **{f"adam_m.{name}": shape for name, shape in SHAPES.items()}, "global_step": (1,)}
     table, arrays = rules_named("qwen3"), numbered(shapes)
 
@@ -282,7 +282,7 @@ def test_optimizer_state_is_left_out_unless_it_is_asked_for() -> None:
     assert_equal(arrays_of(back, states), arrays)
 
 
-def test_state_that_is_there_in_part_or_has_another_shape_is_an_error() -> None:
+def test_incomplete_state_or_state_of_another_shape_is_an_error() -> None:
     more = {"adam_m.model.layers.0.self_attn.q_proj.weight": (12, 6), "exp_avg_sq_row.lm_head.weight": (11,)}
     refused(
         rules_named("qwen3"),
@@ -296,7 +296,7 @@ def test_state_that_is_there_in_part_or_has_another_shape_is_an_error() -> None:
     )
 
 
-def test_a_number_that_is_absurd_takes_no_time() -> None:
+def test_a_number_over_the_limit_is_refused_at_once() -> None:
     rules = parse_rules(
         '[[rule]]\nfrom = "a.{n}.w"\nto = "b"\ndo = { stack = "n" }',
         "t.toml",
@@ -304,7 +304,7 @@ def test_a_number_that_is_absurd_takes_no_time() -> None:
     refused(rules, {"a.0.w": (2,), "a.999999999.w": (2,)}, None, ["and perhaps more"])
 
 
-def test_rules_can_be_sent_to_other_processes() -> None:
+def test_rules_can_be_pickled() -> None:
     table = rules_named("deepseek_v3,mla=joined")
     assert pickle.loads(pickle.dumps(table)) == table
 
@@ -320,12 +320,12 @@ def test_rules_can_be_sent_to_other_processes() -> None:
         ("none.toml", "file of rules is missing"),
     ],
 )
-def test_what_names_no_table_is_an_error(typed: str, says: str) -> None:
+def test_an_unknown_table_is_an_error(typed: str, says: str) -> None:
     with pytest.raises(ReshardError, match=says):
         rules_named(typed)
 
 
-def test_heads_that_fit_the_packed_tensor_alone_are_an_error_on_the_way_back() -> None:
+def test_heads_that_fit_only_the_packed_tensor_are_an_error_in_reverse() -> None:
     table = rules_named("qwen3")
     made = {name: each.view.shape for name, each in apply_rules(table, SHAPES, QWEN3).views.items()}
     wrong = {**QWEN3, "num_attention_heads": 2, "num_key_value_heads": 3}

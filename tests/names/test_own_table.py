@@ -20,7 +20,7 @@ CONFIG = {
 }
 
 
-def test_the_example_is_right() -> None:
+def test_the_example_of_an_own_table_converts() -> None:
     page = blocks((ROOT / "docs" / "names.md").read_text(encoding="utf-8"))
     [text] = [block.text for block in page if block.value == "phi3.toml"]
     separate = numbered(dense(CONFIG))

@@ -174,7 +174,7 @@ do = [{", ".join(chain.said)}]
 
 @examples(300)
 @given(random_rules())
-def test_rules_make_what_numpy_makes_and_come_back(rule: RandomRule) -> None:
+def test_rules_equal_numpys_operations_and_are_reversible(rule: RandomRule) -> None:
     table = parse_rules(rule.text, "random.toml")
     shapes = {name: array.shape for name, array in rule.arrays.items()}
 
@@ -193,7 +193,7 @@ def test_rules_make_what_numpy_makes_and_come_back(rule: RandomRule) -> None:
 
 
 @given(random_rules())
-def test_every_element_is_used_once(rule: RandomRule) -> None:
+def test_rules_use_every_element_once(rule: RandomRule) -> None:
     shapes = {name: array.shape for name, array in rule.arrays.items()}
 
     made = arrays_of(apply_rules(parse_rules(rule.text, "random.toml"), shapes, rule.config), rule.arrays)

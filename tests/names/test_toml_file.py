@@ -72,14 +72,14 @@ SIZES = '[sizes]\nheads = "h"\ngroups = "g"\nhead_dim = "d"\n'
         ('direction = "back"', "direction must be either or forward"),
     ],
 )
-def test_what_rules_cannot_say_is_an_error(text: str, says: str) -> None:
+def test_invalid_rules_are_an_error(text: str, says: str) -> None:
     with pytest.raises(NamesError) as caught:
         parse_rules(text, "mine.toml")
     assert says in str(caught.value)
     assert str(caught.value).startswith("mine.toml")
 
 
-def test_a_number_of_thousands_of_digits_is_an_error() -> None:
+def test_a_number_of_thousands_of_digits_in_rules_is_an_error() -> None:
     with pytest.raises(NamesError, match=r"mine\.toml"):
         parse_rules("x = " + "9" * 5000, "mine.toml")
 
@@ -95,7 +95,7 @@ _PIECES = st.sampled_from(
 
 @examples(300)
 @given(st.lists(_PIECES, max_size=12).map("".join))
-def test_whatever_a_file_says_it_is_read_or_refused(text: str) -> None:
+def test_any_rule_file_is_read_or_refused(text: str) -> None:
     try:
         rules = parse_rules(text, "any.toml")
         apply_rules(rules, {"a.0": (2, 3), "b.0": (2, 3), "x.w": (4,)}, {"h": 2})
@@ -103,7 +103,7 @@ def test_whatever_a_file_says_it_is_read_or_refused(text: str) -> None:
         pass
 
 
-def test_files_that_are_none_are_named(tmp_path: Path) -> None:
+def test_rule_files_that_are_not_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(NamesError, match="file of rules is missing"):
         read_rules(str(tmp_path / "absent.toml"))
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe")
@@ -114,13 +114,15 @@ def test_files_that_are_none_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{", '{"a": 1, "a": 2}', '{"a": NaN}', "{" * 10000])
-def test_a_configuration_that_is_none_is_named(tmp_path: Path, content: str) -> None:
+def test_an_invalid_configuration_is_named(tmp_path: Path, content: str) -> None:
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(NamesError, match="it is not a config"):
         read_config(str(tmp_path / "config.json"))
 
 
-def test_a_file_of_the_name_of_a_built_in_table_is_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_to_a_file_named_like_a_built_in_table_selects_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "llama").write_text('title = "mine"\n')
     assert rules_named("llama").title == "mine"

@@ -70,7 +70,7 @@ def float8(code: int, dtype: str) -> float:
 
 
 @pytest.mark.parametrize("dtype", [name for name in BYTES if name.startswith("Float8")])
-def test_8_bit_floats_are_what_ml_dtypes_says(dtype: str) -> None:
+def test_8_bit_floats_equal_those_of_ml_dtypes(dtype: str) -> None:
     ml_dtypes = pytest.importorskip("ml_dtypes")
     name = {"Float8E8M0": "float8_e8m0fnu"}.get(dtype, dtype.lower().replace("float8", "float8_"))
     expected = np.arange(256, dtype=np.uint8).view(getattr(ml_dtypes, name)).astype(np.float64)
@@ -157,7 +157,7 @@ def check_statistics(found: TensorStatistics, value: Value) -> None:
 
 @examples(40)
 @given(st.data())
-def test_statistics_are_numpys_whatever_the_layout(data: st.DataObject) -> None:
+def test_statistics_equal_numpys_in_any_layout(data: st.DataObject) -> None:
     shapes = st.lists(st.sampled_from([1, 2, 3, 4, 6, 8, 24]), max_size=3).map(tuple)
     types = data.draw(st.permutations(TYPES))[:4]
     full = {f"t{number}": data.draw(contents(dtype, data.draw(shapes))) for number, dtype in enumerate(types)}
@@ -195,7 +195,7 @@ def test_statistics_are_numpys_whatever_the_layout(data: st.DataObject) -> None:
         *([[1.7e308] * 70_000 + [-1.7e308] * 130_000]),
     ],
 )
-def test_sums_of_float64_neither_overflow_nor_vanish(numbers: list[float], tmp_path: Path) -> None:
+def test_sums_of_float64_neither_overflow_nor_underflow(numbers: list[float], tmp_path: Path) -> None:
     full = {"w": Value("Float64", np.array(numbers).view("<u8"))}
     write_checkpoint(tmp_path / "all.safetensors", full)
     with reshard.open(tmp_path / "all.safetensors", src_strategy="none") as opened:
@@ -224,7 +224,7 @@ def large(root: Path, kind: str = "Float32") -> dict[str, Value]:
 
 
 @pytest.mark.parametrize("kind", ["Float32", "BFloat16"])
-def test_sums_are_the_same_to_the_last_bit_whatever_the_layout_and_the_threads(
+def test_sums_are_bitwise_equal_in_any_layout_with_any_threads(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sweep, "CHUNK_ELEMENTS", 300_000)
@@ -244,7 +244,7 @@ def test_sums_are_the_same_to_the_last_bit_whatever_the_layout_and_the_threads(
 
 @examples(60)
 @given(st.data())
-def test_magnitudes_are_counted_as_number_by_number(data: st.DataObject) -> None:
+def test_magnitude_counts_equal_those_number_by_number(data: st.DataObject) -> None:
     """Of every type, with numbers of any bits beside ordinary ones and those below the normal ones."""
     dtype = data.draw(st.sampled_from(TYPES), label="dtype")
     shape = (data.draw(st.sampled_from([0, 1, 2, 3, 255, 256, 1001])),)
@@ -269,7 +269,7 @@ def test_magnitudes_are_counted_as_number_by_number(data: st.DataObject) -> None
 
 
 @pytest.mark.parametrize("dtype", ["Float16", "BFloat16", "Float32"])
-def test_magnitudes_of_many_numbers_are_numpys(dtype: str, tmp_path: Path) -> None:
+def test_magnitudes_of_many_numbers_equal_numpys(dtype: str, tmp_path: Path) -> None:
     """More than are counted together, an odd number, with what is no ordinary number at any place."""
     rng = np.random.default_rng(7)
     size = (1 << 18) * 2 + 77_777
@@ -347,7 +347,7 @@ def check_difference(pair: TensorPair, one: Value, other: Value) -> None:
 
 @examples(80)
 @given(st.data())
-def test_differences_are_numpys(data: st.DataObject) -> None:
+def test_differences_equal_numpys(data: st.DataObject) -> None:
     shape = data.draw(st.sampled_from([(5,), (3, 4), (2, 0), (), (7, 9)]))
     dtype = data.draw(st.sampled_from(TYPES), label="dtype")
     one = data.draw(contents(dtype, shape))
@@ -364,7 +364,7 @@ def test_differences_are_numpys(data: st.DataObject) -> None:
     check_difference(found.pairs[0], one, other)
 
 
-def test_a_difference_in_a_large_tensor_is_found_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_difference_in_a_large_tensor_is_located(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sweep, "CHUNK_ELEMENTS", 300_000)
     one = large(tmp_path)["w"]
     array = one.array.copy()
@@ -376,7 +376,7 @@ def test_a_difference_in_a_large_tensor_is_found_where_it_is(tmp_path: Path, mon
     assert pair.at == (700, 11) and pair.differing == 2
 
 
-def test_only_what_differs_is_subtracted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_differing_blocks_are_subtracted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one = large(tmp_path)["w"]
     compares: list[int] = []
     from reshard.numbers import difference

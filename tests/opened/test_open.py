@@ -67,7 +67,7 @@ def indices(draw: st.DrawFn, shape: tuple[int, ...]) -> Any:
 
 @examples(60)
 @given(st.data())
-def test_every_rank_of_every_strategy_is_read_as_the_reference_cuts_it(data: st.DataObject) -> None:
+def test_every_rank_of_every_strategy_equals_the_reference(data: st.DataObject) -> None:
     full = data.draw(tensors())
     source, target = data.draw(strategies(full), label="source"), data.draw(strategies(full), label="target")
     ending = data.draw(st.sampled_from(["ckpt", "safetensors"]))
@@ -172,7 +172,7 @@ GRANULE = 16 << 10
     ids=str,
 )
 @pytest.mark.parametrize("stored", ["local", "remote"])
-def test_an_index_reads_what_it_asks_for_and_no_more_than_requests_are_worth(
+def test_an_index_reads_its_bytes_and_small_gaps_only(
     index: Any,
     runs: int,
     stored: str,
@@ -194,7 +194,7 @@ def test_an_index_reads_what_it_asks_for_and_no_more_than_requests_are_worth(
         assert same(found, array[index])
 
 
-def test_nothing_is_read_twice_when_everything_is_read(wide: tuple[Path, Path, Array], counted: list[int]) -> None:
+def test_reading_everything_reads_each_byte_once(wide: tuple[Path, Path, Array], counted: list[int]) -> None:
     source, strategy, array = wide
     with reshard.open(source, src_strategy=strategy) as opened:
         len(opened)
@@ -204,7 +204,7 @@ def test_nothing_is_read_twice_when_everything_is_read(wide: tuple[Path, Path, A
         assert sum(counted) == array.nbytes
 
 
-def test_opening_reads_no_checkpoint_file(plain: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_opening_reads_no_contents(plain: World, monkeypatch: pytest.MonkeyPatch) -> None:
     plain.save(small_tensors(names=["w", "v"]))
     looked_into: list[str] = []
     open_file = os.open
@@ -220,7 +220,7 @@ def test_opening_reads_no_checkpoint_file(plain: World, monkeypatch: pytest.Monk
         assert any(path.endswith("net-1_10.ckpt") for path in looked_into)
 
 
-def test_lost_ranks_are_made_up_by_replicas_and_what_is_nowhere_is_an_error(plain: World) -> None:
+def test_replicas_replace_lost_ranks_and_a_missing_slice_is_an_error(plain: World) -> None:
     full = small_tensors(names=["w", "v"])
     plain.save(full, ranks=[1, 2])
     with reshard.open(plain.src, src_strategy=plain.old) as opened:
@@ -232,7 +232,7 @@ def test_lost_ranks_are_made_up_by_replicas_and_what_is_nowhere_is_an_error(plai
         opened["w"]
 
 
-def test_tensors_come_in_the_order_of_the_files(tmp_path: Path) -> None:
+def test_tensors_are_in_the_order_of_the_files(tmp_path: Path) -> None:
     names = ["b", "z", "a", "c"]
     write_checkpoint(tmp_path / "all.ckpt", {name: value(name, (5, 3)) for name in names})
     with reshard.open(tmp_path / "all.ckpt", src_strategy="none") as opened:
@@ -241,7 +241,7 @@ def test_tensors_come_in_the_order_of_the_files(tmp_path: Path) -> None:
         assert list(opened.keys()) == sorted(names)
 
 
-def test_reading_ahead_holds_no_more_than_the_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_ahead_stays_within_the_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     full = {f"t{number:02}": value(f"t{number}", (1 << 18,)) for number in range(24)}
     write_checkpoint(tmp_path / "all.safetensors", full)
     made: list[int] = []
@@ -292,7 +292,7 @@ def test_many_threads_read_at_once(wide: tuple[Path, Path, Array]) -> None:
 
 
 @pytest.mark.parametrize("form", ["unified", "huggingface", "checkpoint2"])
-def test_every_form_opens_as_ranks_do(form: str, world: World) -> None:
+def test_every_form_opens_with_the_same_tensors(form: str, world: World) -> None:
     full = small_tensors()
     world.save(full)
     target = world.root / form
@@ -319,7 +319,7 @@ TYPES = {
 }
 
 
-def test_types_that_numpy_lacks_are_those_of_ml_dtypes_or_integers_that_tell_their_name(
+def test_dtypes_without_a_numpy_type_use_ml_dtypes_or_named_integers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_checkpoint(tmp_path / "all.safetensors", TYPES)
@@ -343,7 +343,7 @@ def test_types_that_numpy_lacks_are_those_of_ml_dtypes_or_integers_that_tell_the
 
 
 @pytest.mark.parametrize("name", ["bf", "f8", "e5"])
-def test_types_that_numpy_lacks_are_read_into_their_bits(name: str, tmp_path: Path) -> None:
+def test_dtypes_without_a_numpy_type_are_read_into_integers(name: str, tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "all.safetensors", TYPES)
     array = np.zeros(3, TYPES[name].array.dtype)
     with reshard.open(tmp_path / "all.safetensors", src_strategy="none") as opened:
@@ -351,7 +351,7 @@ def test_types_that_numpy_lacks_are_read_into_their_bits(name: str, tmp_path: Pa
     assert array.tolist() == TYPES[name].array.tolist()
 
 
-def test_text_and_scalars_are_read_as_such(tmp_path: Path) -> None:
+def test_text_and_scalars_are_read(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "all.ckpt", {"says": text("größer ⊃"), "step": scalar(7), "w": value("w", (2, 2))})
     with reshard.open(tmp_path / "all.ckpt", src_strategy="none") as opened:
         assert opened["says"][()] == "größer ⊃" and opened["says"].shape == ()
@@ -359,7 +359,7 @@ def test_text_and_scalars_are_read_as_such(tmp_path: Path) -> None:
         assert dict(opened.read_all())["says"] == "größer ⊃"
 
 
-def test_the_habits_of_safetensors_work(tmp_path: Path) -> None:
+def test_the_interface_of_safetensors_works(tmp_path: Path) -> None:
     array = value("w", (4, 6))
     write_checkpoint(tmp_path / "model.safetensors", {"w": array, "v": value("v", (3,))})
     with reshard.open(tmp_path) as opened:
@@ -378,7 +378,7 @@ def test_the_habits_of_safetensors_work(tmp_path: Path) -> None:
     "index, error", [((0, 0, 0), "too many"), ((9,), "out of bounds"), (([0, 1],), "valid indices"),
                      ((True,), "valid indices"), ((1.5,), "valid indices"), ((..., ...), "single ellipsis")]
 )  # fmt: skip
-def test_what_is_no_basic_index_is_refused(index: Any, error: str, tmp_path: Path) -> None:
+def test_advanced_indexes_are_refused(index: Any, error: str, tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "model.safetensors", {"w": value("w", (4, 6))})
     with reshard.open(tmp_path) as opened, pytest.raises(IndexError, match=error):
         opened["w"][index]
@@ -397,7 +397,7 @@ def test_arrays_that_do_not_fit_are_refused(tmp_path: Path) -> None:
             opened["w"].read_into(frozen)
 
 
-def test_a_closed_checkpoint_says_so(plain: World) -> None:
+def test_a_closed_checkpoint_is_an_error(plain: World) -> None:
     plain.save(small_tensors(names=["w", "v"]))
     with reshard.open(plain.src, src_strategy=plain.old) as opened:
         tensor = opened["w"]
@@ -407,7 +407,7 @@ def test_a_closed_checkpoint_says_so(plain: World) -> None:
         len(opened)
 
 
-def test_a_file_that_is_written_to_while_all_is_read_is_an_error(tmp_path: Path) -> None:
+def test_a_file_modified_while_reading_is_an_error(tmp_path: Path) -> None:
     full = {name: value(name, (4096,)) for name in "abc"}
     path = write_checkpoint(tmp_path / "model.safetensors", full)
     with reshard.open(tmp_path) as opened:
@@ -429,19 +429,19 @@ def test_a_file_that_is_written_to_while_all_is_read_is_an_error(tmp_path: Path)
         ({"src_strategy": "OLD", "io": "fast"}, "'mmap'"),
     ],
 )
-def test_options_that_do_not_go_together_are_wrong_usage(options: dict[str, Any], says: str, plain: World) -> None:
+def test_contradictory_options_of_open_are_wrong_usage(options: dict[str, Any], says: str, plain: World) -> None:
     plain.save(small_tensors(names=["w", "v"]))
     paths = {"OLD": plain.old, "NEW": plain.new}
     with pytest.raises(UsageError, match=says):
         reshard.open(plain.src, **{key: paths.get(said, said) for key, said in options.items()})
 
 
-def test_what_is_not_there_is_said_when_it_is_opened(tmp_path: Path) -> None:
+def test_open_of_a_missing_path_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ReshardError, match="does not exist"):
         reshard.open(tmp_path / "nothing", src_strategy="none")
 
 
-def test_names_and_steps_can_be_chosen(plain: World) -> None:
+def test_open_accepts_filters_and_a_step(plain: World) -> None:
     old, new = small_tensors("old", ["w", "v"]), small_tensors("new", ["w", "v"])
     plain.save(old, "rank_{rank}/net-1_9.ckpt")
     plain.save(new, "rank_{rank}/net-1_10.ckpt")
@@ -454,7 +454,7 @@ def test_names_and_steps_can_be_chosen(plain: World) -> None:
 @pytest.mark.parametrize(
     "options", [{"include": "w*"}, {"exclude": "v*"}, {"rename": "w*=x*"}, {"cast": "w=BFloat16"}, {"cast": "Float16"}]
 )
-def test_one_text_is_as_good_as_a_list_of_one(options: dict[str, str], plain: World) -> None:
+def test_a_single_pattern_equals_a_list_of_one(options: dict[str, str], plain: World) -> None:
     plain.save(small_tensors(names=["w", "v"]))
 
     def opened(**said: Any) -> dict[str, str]:
@@ -465,7 +465,7 @@ def test_one_text_is_as_good_as_a_list_of_one(options: dict[str, str], plain: Wo
 
 
 @pytest.mark.parametrize("form", ["ranks", "checkpoint2"])
-def test_what_is_cut_as_the_source_under_other_names_is_what_a_conversion_writes(form: str, world: World) -> None:
+def test_renamed_slices_equal_those_of_a_conversion(form: str, world: World) -> None:
     world.save(small_tensors())
     source = world.src
     source_strategy: dict[str, Any] = {"src_strategy": world.old}
@@ -483,7 +483,7 @@ def test_what_is_cut_as_the_source_under_other_names_is_what_a_conversion_writes
             assert all(same(tensor[...], written[name].array) for name, tensor in opened.items())
 
 
-def test_casts_are_those_of_a_conversion(plain: World, caplog: pytest.LogCaptureFixture) -> None:
+def test_casts_equal_those_of_a_conversion(plain: World, caplog: pytest.LogCaptureFixture) -> None:
     array = np.array([[1.0, 1e6], [-2.5, 3.14159]] * 12, "f4").reshape(8, 6)
     plain.save({"w": Value("Float32", array.view("u4")), "v": value("v", (4,))})
     with reshard.open(plain.src, src_strategy=plain.old, cast=["w=Float16"]) as opened:
@@ -496,7 +496,7 @@ def test_casts_are_those_of_a_conversion(plain: World, caplog: pytest.LogCapture
     assert "'w': elements too large for the new type" in caplog.text
 
 
-def test_files_that_nobody_closes_are_closed_with_the_checkpoint(plain: World) -> None:
+def test_files_are_closed_with_the_checkpoint_object(plain: World) -> None:
     plain.save(small_tensors(names=["w", "v"]))
 
     def open_files() -> Iterator[str]:
@@ -530,7 +530,7 @@ def test_rows_are_cut_over_shards_as_fsdp_cuts_them(form: str, plain: World) -> 
         reshard.open(src, shards=3, **options)
 
 
-def test_objects_of_a_trainer_are_values_of_python() -> None:
+def test_objects_of_a_trainer_are_python_values() -> None:
     with reshard.open(FIXTURES / "dcp" / "hyper_w2_later" / "checkpoint") as opened:
         assert opened.objects == ["extra", "optimizer.lr", "optimizer.step"]
         assert opened.get_object("extra") == {"names": ["a", "b"], "epoch": 2}

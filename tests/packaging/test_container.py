@@ -104,14 +104,14 @@ def image(place: Path) -> Image:
     return build(place / "image")
 
 
-def test_a_linter_finds_no_fault() -> None:
+def test_hadolint_accepts_the_dockerfile() -> None:
     linter = shutil.which("hadolint", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     if linter is None:
         pytest.skip("there is no hadolint here")
     run(linter, DOCKERFILE, cwd=ROOT)
 
 
-def test_the_context_holds_what_is_copied_and_no_more() -> None:
+def test_the_build_context_contains_only_copied_files() -> None:
     listed = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
     admitted = {line[1:] for line in listed if line.startswith("!")}
     copied = {
@@ -120,7 +120,7 @@ def test_the_context_holds_what_is_copied_and_no_more() -> None:
     assert "*" in listed and admitted == copied
 
 
-def test_a_container_is_not_root(image: Image) -> None:
+def test_a_container_does_not_run_as_root(image: Image) -> None:
     assert image.user == f"{NOBODY}:{NOBODY}"
 
 

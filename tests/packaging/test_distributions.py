@@ -95,7 +95,7 @@ def bare(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Bare:
     return Bare(home / "home" / "venvs" / "reshard" / "bin" / "python", {"PATH": path})
 
 
-def test_the_wheel_holds_the_package_and_nothing_else(built: Built) -> None:
+def test_the_wheel_contains_only_the_package(built: Built) -> None:
     with zipfile.ZipFile(built.wheel) as archive:
         names = archive.namelist()
     package = [name for name in names if not name.startswith(f"{NAME}.dist-info/")]
@@ -104,7 +104,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(built: Built) -> None:
     assert "reshard/py.typed" in package
 
 
-def test_the_source_distribution_holds_what_the_repository_holds(unpacked: Path) -> None:
+def test_the_source_distribution_contains_the_repository(unpacked: Path) -> None:
     files = {path.relative_to(unpacked).as_posix() for path in unpacked.rglob("*") if path.is_file()}
     made = {name for name in files if name == "PKG-INFO" or name.startswith("reshard.egg-info/")}
     assert sorted(files - made) == [name for name in repository_files() if name != ".gitignore"]
@@ -118,7 +118,7 @@ def test_tests_run_from_the_source_distribution(unpacked: Path) -> None:
     run(*pytest_, *some, "-k", "README or shards", cwd=unpacked)
 
 
-def test_building_warns_of_nothing_and_the_metadata_is_complete(built: Built) -> None:
+def test_the_build_gives_no_warning_and_complete_metadata(built: Built) -> None:
     assert "deprecat" not in built.said.lower(), built.said
     run(sys.executable, "-m", "twine", "check", "--strict", built.wheel, built.sdist, cwd=built.wheel.parent)
     with zipfile.ZipFile(built.wheel) as archive:
@@ -135,7 +135,7 @@ def test_building_warns_of_nothing_and_the_metadata_is_complete(built: Built) ->
     assert text.strip() == (ROOT / "README.md").read_text(encoding="utf-8").strip()
 
 
-def test_the_command_works_where_pipx_installed_it(bare: Bare, tmp_path: Path) -> None:
+def test_the_command_works_installed_by_pipx(bare: Bare, tmp_path: Path) -> None:
     def reshard(*words: str) -> str:
         return run("reshard", *words, cwd=tmp_path, environment=bare.commands).stdout
 
@@ -146,7 +146,7 @@ def test_the_command_works_where_pipx_installed_it(bare: Bare, tmp_path: Path) -
     assert "convert" in reshard("--help")
 
 
-def test_a_conversion_is_right_where_only_runtime_dependencies_are_installed(bare: Bare, tmp_path: Path) -> None:
+def test_a_conversion_works_with_runtime_dependencies_only(bare: Bare, tmp_path: Path) -> None:
     listed = "import importlib.metadata as m; print(*(d.metadata['Name'].lower() for d in m.distributions()))"
     present = run(bare.python, "-I", "-c", listed, cwd=tmp_path).stdout.split()
     assert "numpy" in present
@@ -157,14 +157,14 @@ def test_a_conversion_is_right_where_only_runtime_dependencies_are_installed(bar
     assert demo.count(right) == 2, demo
 
 
-def test_python_converts_where_only_runtime_dependencies_are_installed(bare: Bare, tmp_path: Path) -> None:
+def test_the_python_api_works_with_runtime_dependencies_only(bare: Bare, tmp_path: Path) -> None:
     strategies = [str(DEMO / "src_strategy.ckpt"), str(DEMO / "dst_strategy.ckpt")]
     arguments = [str(DEMO / "src_checkpoints"), str(tmp_path / "out"), "checkpoint_", *strategies]
     run(bare.python, "-I", "-c", f"import reshard; reshard.transform_checkpoints(*{arguments!r})", cwd=tmp_path)
     run(sys.executable, FIXTURES / "check_demo.py", tmp_path / "out", DEMO / "expected.json", cwd=tmp_path)
 
 
-def test_mypy_sees_the_installed_types(bare: Bare, tmp_path: Path) -> None:
+def test_mypy_reads_the_installed_types(bare: Bare, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     mypy: list[Union[str, Path]] = [
         sys.executable,

@@ -54,7 +54,7 @@ def line_places(picture: bytes, class_: str) -> tuple[list[float], list[float]]:
     return rows, [float(at) for at in re.findall(r"M([\d.]+) 0v", d)]
 
 
-def test_a_transfer_map_paints_a_cell_per_pair_that_moves_something() -> None:
+def test_a_transfer_map_draws_a_cell_per_pair_that_exchanges_data() -> None:
     moved = {(0, 0): 3 << 30, (1, 0): 1 << 20, (2, 1): 5, (3, 1): 0}
     picture = transfer_map(moved, 4, 2, "four to two")
     assert painted_cells(picture) == 3
@@ -64,7 +64,7 @@ def test_a_transfer_map_paints_a_cell_per_pair_that_moves_something() -> None:
     assert "source rank 0 to target rank 0" in " ".join(said)
 
 
-def test_a_transfer_map_adds_up_neighbours_of_many_ranks_and_says_so() -> None:
+def test_a_transfer_map_of_many_ranks_sums_neighbours_and_notes_it() -> None:
     moved = {(rank, rank): 1024 for rank in range(600)}
     picture = transfer_map(moved, 600, 600, "many")
     assert painted_cells(picture) == 120
@@ -104,7 +104,7 @@ def test_a_transfer_map_separates_and_names_pipeline_stages() -> None:
 
 
 @pytest.mark.parametrize(("count", "expected"), [(16, [str(number) for number in range(16)]), (64, [])])
-def test_stages_without_room_for_words_are_numbers_or_nothing(count: int, expected: list[str]) -> None:
+def test_narrow_stages_are_labelled_with_a_number_or_nothing(count: int, expected: list[str]) -> None:
     stages = range(0, 1024, 1024 // count)
     picture = transfer_map({(0, 0): 1}, 1024, 1, "x", source_stages=stages)
     rotated = [
@@ -116,7 +116,7 @@ def test_stages_without_room_for_words_are_numbers_or_nothing(count: int, expect
     assert len(line_places(picture, "stage")[0]) == count - 1
 
 
-def test_a_transfer_map_tells_copied_values_from_parameters() -> None:
+def test_a_transfer_map_distinguishes_copied_values_from_parameters() -> None:
     moved = {(0, 0): 1000, (0, 1): 8, (1, 0): 500, (1, 1): 1000}
     picture = transfer_map(moved, 2, 2, "x", copied={(0, 0): 8, (0, 1): 8})
     assert painted_cells(picture, "copied") == 1 and painted_cells(picture) == 3
@@ -127,7 +127,7 @@ def test_a_transfer_map_tells_copied_values_from_parameters() -> None:
     assert painted_cells(without, "copied") == 0 and "copied" not in " ".join(words(without))
 
 
-def test_a_transfer_map_of_nothing_says_so() -> None:
+def test_a_transfer_map_without_transfers_notes_it() -> None:
     assert "0 B from 3 source ranks to 1 target rank; 0 of 3 pairs" in " ".join(words(transfer_map({}, 3, 1, "x")))
 
 
@@ -136,12 +136,12 @@ def test_a_transfer_map_refuses_ranks_beyond_the_counts() -> None:
         transfer_map({(2, 0): 1}, 2, 1, "x")
 
 
-def test_a_picture_is_xml_whatever_its_title_holds() -> None:
+def test_a_picture_with_any_title_is_valid_xml() -> None:
     picture = transfer_map({(0, 0): 1}, 1, 1, 'a<b>&"c"\x00\x1b[31m\ud800 块')
     assert words(picture)[0] == 'a<b>&"c"\\x00\\x1b[31m\\ud800 块'
 
 
-def test_a_picture_has_colours_for_light_and_for_dark_pages() -> None:
+def test_a_picture_has_colours_for_light_and_dark_pages() -> None:
     picture = transfer_map({(0, 0): 1}, 1, 1, "x").decode()
     light, dark = picture.split("@media (prefers-color-scheme:dark)")
     assert ".page{fill:#ffffff}" in light and ".page{fill:#0d1117}" in dark
@@ -174,7 +174,7 @@ def parameters(draw: st.DrawFn) -> Parameter:
 
 
 @given(parameters())
-def test_the_slices_of_a_picture_are_those_that_the_ranks_hold(
+def test_the_slices_of_a_picture_equal_those_of_the_ranks(
     parameter: Parameter,
 ) -> None:
     made, shape, arrangement = parameter
@@ -209,7 +209,7 @@ def test_the_terminals_picture_names_every_rank_once(parameter: Parameter) -> No
 
 
 @given(parameters(), st.sampled_from([60, 80]))
-def test_the_terminals_picture_keeps_to_its_width_and_to_a_few_screens(parameter: Parameter, width: int) -> None:
+def test_the_terminals_picture_fits_its_width_and_a_few_screens(parameter: Parameter, width: int) -> None:
     lines = picture_lines(parameter[2], width, lambda text, colour: text)
     assert len(lines) < 140
     assert max(map(len, lines)) <= width + 30
@@ -220,7 +220,7 @@ def test_the_terminals_picture_keeps_to_its_width_and_to_a_few_screens(parameter
 
 
 @given(parameters())
-def test_colours_repeat_only_what_the_text_says(parameter: Parameter) -> None:
+def test_colours_repeat_information_of_the_text(parameter: Parameter) -> None:
     plain = picture_lines(parameter[2], 80, lambda text, colour: text)
     painted = picture_lines(parameter[2], 80, lambda text, colour: f"\0{colour}{text}\1")
     assert [re.sub("\0[0-3]|\1", "", line) for line in painted] == plain
@@ -244,7 +244,7 @@ def test_ranks_of_equal_colour_side_by_side_hold_the_same_slice(
 
 
 @given(parameters())
-def test_a_parameters_picture_is_xml_and_shows_each_rank_where_a_pointer_rests(
+def test_a_parameters_picture_is_valid_xml_with_a_tooltip_per_rank(
     parameter: Parameter,
 ) -> None:
     arrangement = parameter[2]
@@ -298,7 +298,7 @@ def statistics(name: str, numbers: list[float]) -> TensorStatistics:
     )
 
 
-def test_a_picture_of_magnitudes_leaves_counters_off_and_marks_nan() -> None:
+def test_a_picture_of_magnitudes_omits_counters_and_marks_nan() -> None:
     found = [statistics("a.w", [0.5, 0.25]), statistics("global_step", [2.0**30]), statistics("b.w", [np.nan] * 3)]
     picture = magnitudes_picture("x", found)
     said = words(picture)
@@ -312,7 +312,7 @@ def test_a_picture_of_magnitudes_leaves_counters_off_and_marks_nan() -> None:
     assert classes["b.w: 3 NaN"] == "bad" and classes["a.w"] == "ink"
 
 
-def test_a_table_split_by_hand_is_drawn_in_proportion() -> None:
+def test_uneven_slices_are_drawn_in_proportion() -> None:
     made = {"dev_matrix": [4], "tensor_map": [0, -1], "shard_step": 0, "shard_size": 0, "uneven": [10, 20, 30, 4]}
     picture = parameter_picture("w", [arranged(made, [64, 3])])
     heights = [
@@ -326,7 +326,7 @@ def test_a_table_split_by_hand_is_drawn_in_proportion() -> None:
     assert [after - before - 1 for before, after in zip(rules, rules[1:])] == [4, 8, 11, 2]
 
 
-def test_a_picture_of_many_slices_says_how_many_it_leaves_out() -> None:
+def test_a_picture_of_many_slices_prints_the_number_of_omitted_ones() -> None:
     made = {"dev_matrix": [4096], "tensor_map": [0], "shard_step": 0, "shard_size": 0, "uneven": None}
     arrangement = arranged(made, [8192])
     lines = picture_lines(arrangement, 80, lambda text, colour: text)
@@ -336,7 +336,7 @@ def test_a_picture_of_many_slices_says_how_many_it_leaves_out() -> None:
 
 
 @given(st.sets(st.integers(0, 200)), st.integers(1, 9), st.integers(1, 60), st.integers(1, 6))
-def test_stepped_ranges_name_exactly_the_numbers(odd: set[int], run: int, step: int, times: int) -> None:
+def test_stepped_ranges_expand_to_the_same_numbers(odd: set[int], run: int, step: int, times: int) -> None:
     regular = {start + at for start in range(300, 300 + step * times, step) for at in range(run)}
     numbers = odd | regular
     assert numbers_named(stepped_ranges(numbers, most=10**6)) == numbers

@@ -36,7 +36,7 @@ def contents(root: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("form", FILES)
-def test_every_file_that_plan_lists_can_be_made_alone(form: str, tmp_path: Path) -> None:
+def test_each_planned_file_can_be_written_alone(form: str, tmp_path: Path) -> None:
     src, strategy = source(tmp_path)
     words = to(form, strategy)
     done("convert", src, tmp_path / "whole", *words)
@@ -53,7 +53,7 @@ def test_every_file_that_plan_lists_can_be_made_alone(form: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize("form", FILES)
-def test_numbers_beyond_the_files_are_refused_as_files(form: str, tmp_path: Path) -> None:
+def test_file_numbers_out_of_range_are_refused(form: str, tmp_path: Path) -> None:
     src, strategy = source(tmp_path)
     words = to(form, strategy)
     count = len(done("plan", src, tmp_path / "x", *words, "--json").json["targets"])
@@ -65,7 +65,7 @@ def test_numbers_beyond_the_files_are_refused_as_files(form: str, tmp_path: Path
 
 @pytest.mark.parametrize("form", FILES)
 @pytest.mark.parametrize("damage", ["contradiction", "lost rank"])
-def test_some_files_are_refused_where_all_would_be(form: str, damage: str, tmp_path: Path) -> None:
+def test_some_files_are_refused_where_all_files_are(form: str, damage: str, tmp_path: Path) -> None:
     src, strategy = source(tmp_path)
     if damage == "lost rank":
         shutil.rmtree(src / "rank_1")

@@ -30,7 +30,7 @@ def held(tree: Path) -> Any:
     return done("inspect", tree, "--json").json["steps"][0]["contents"]["kinds"]
 
 
-def test_a_conversion_tells_what_its_files_hold_by_kind(trained: World) -> None:
+def test_the_summary_counts_parameters_by_kind(trained: World) -> None:
     planned = trained.convert("-n", "--json").json["kinds"]
     summary = trained.convert("--json")
     assert planned == summary.json["kinds"] == held(trained.dst)
@@ -43,13 +43,13 @@ def test_a_conversion_tells_what_its_files_hold_by_kind(trained: World) -> None:
 
 
 @pytest.mark.parametrize("options", [["--exclude", "adam_*"], ["--include", "w"], ["--format", "safetensors"]])
-def test_what_is_left_out_is_in_no_kind(trained: World, options: list[str]) -> None:
+def test_excluded_parameters_are_in_no_kind(trained: World, options: list[str]) -> None:
     kinds = trained.convert(*options, "--json").json["kinds"]
     assert kinds == held(trained.dst)
     assert ("optimizer state" in kinds) == (options == ["--format", "safetensors"])
 
 
-def test_parts_of_a_conversion_tell_of_their_part(trained: World) -> None:
+def test_the_summary_of_some_ranks_counts_their_parameters(trained: World) -> None:
     whole = trained.convert("-n", "--json").json["kinds"]
     parts = [trained.by_rank(rank, "--json").json["kinds"] for rank in (0, 1)]
     assert whole.keys() == parts[0].keys() == parts[1].keys()
@@ -59,13 +59,13 @@ def test_parts_of_a_conversion_tell_of_their_part(trained: World) -> None:
 
 
 @pytest.mark.parametrize("target", ["10_dp2mp2pp2", "10_dp1mp2pp4", "10_dp3mp8pp1", "10_dp1mp1pp1"])
-def test_kinds_of_a_model_in_stages_are_those_of_its_files(tmp_path: Path, target: str) -> None:
+def test_kinds_of_a_model_in_stages_equal_those_of_its_files(tmp_path: Path, target: str) -> None:
     words: list[Argument] = [DEMO / "src_checkpoints", tmp_path, "--src-strategy", DEMO / "src_strategy.ckpt"]
     kinds = done("transform-dir", *words, "--dst-strategy", FIXTURES / target / "strategy", "--json").json["kinds"]
     assert kinds == held(tmp_path)
 
 
-def test_a_recovery_tells_what_its_files_hold_by_kind(tmp_path: Path) -> None:
+def test_the_summary_of_recover_counts_parameters_by_kind(tmp_path: Path) -> None:
     replicated = layout([2, 2], [0, -1])
     world = World(tmp_path, single({"w": replicated, "adam_m.w": replicated}), single({"w": layout([1], [-1, -1])}))
     world.save({name: value(name, (8, 4)) for name in ("w", "adam_m.w")}, ranks=[0, 1, 3])

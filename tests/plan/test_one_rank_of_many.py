@@ -167,7 +167,7 @@ def write_steps(draw: st.DrawFn, case: Case, world: World) -> None:
 
 @examples(35)
 @given(st.data())
-def test_one_rank_at_a_time_writes_what_all_at_once_do(data: st.DataObject) -> None:
+def test_one_rank_at_a_time_equals_all_at_once(data: st.DataObject) -> None:
     case = data.draw(cases())
     with world_of(case.source, case.target) as world:
         data.draw(st.composite(write_steps)(case, world))
@@ -191,7 +191,7 @@ def test_one_rank_at_a_time_writes_what_all_at_once_do(data: st.DataObject) -> N
 
 @examples(25)
 @given(st.data())
-def test_the_files_of_a_rank_list_are_enough_for_its_rank(data: st.DataObject) -> None:
+def test_the_files_of_a_rank_list_suffice_for_its_rank(data: st.DataObject) -> None:
     full = data.draw(models())
     source, target = data.draw(laid_out(full, 8), label="source"), data.draw(laid_out(full), label="target")
     gradients = [name for name in full if name.startswith("accu_grads.")]
@@ -217,7 +217,7 @@ def test_the_files_of_a_rank_list_are_enough_for_its_rank(data: st.DataObject) -
 
 @examples(15)
 @given(st.data())
-def test_the_files_of_a_rank_list_are_enough_under_other_names_and_types(data: st.DataObject) -> None:
+def test_the_files_of_a_rank_list_suffice_with_names_and_casts(data: st.DataObject) -> None:
     full = data.draw(tensors())
     source, target = data.draw(laid_out(full, 8), label="source"), data.draw(laid_out(full), label="target")
     # State follows its weight.
@@ -250,7 +250,7 @@ def test_the_files_of_a_rank_list_are_enough_under_other_names_and_types(data: s
 
 @examples(30)
 @given(st.data())
-def test_recover_gives_back_what_was_there_or_says_what_it_cannot(data: st.DataObject) -> None:
+def test_recover_restores_ranks_or_reports_missing_slices(data: st.DataObject) -> None:
     """With a tied parameter that a stage's ranks hold unlisted, cut in a way that nobody recorded."""
     case = data.draw(cases())
     saved = {rank: dict(held) for rank, held in case.saved.items()}

@@ -45,7 +45,7 @@ def plan_of(words: Sequence[Argument]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("options", [(), ("--format", "safetensors"), ("--ranks", "1"), ("--shard", "0/2")])
-def test_the_files_planned_are_those_that_are_written(world: World, options: tuple[Argument, ...]) -> None:
+def test_planned_files_equal_written_files(world: World, options: tuple[Argument, ...]) -> None:
     world.save(SMALL)
     plan = planned(world, *options)
     assert not world.dst.exists()
@@ -56,7 +56,7 @@ def test_the_files_planned_are_those_that_are_written(world: World, options: tup
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_only_the_source_files_planned_are_needed(world: World, rank: int) -> None:
+def test_planned_source_files_suffice(world: World, rank: int) -> None:
     world.save(SMALL)
     (target,) = planned(world, "--ranks", rank)["targets"]
     needed = {source["rank"] for source in target["sources"]}
@@ -69,9 +69,7 @@ def test_only_the_source_files_planned_are_needed(world: World, rank: int) -> No
 
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("jobs", [1, 3])
-def test_as_many_bytes_are_read_as_planned(
-    name: str, jobs: int, tmp_path: Path, costs: Costs, no_windows: None
-) -> None:
+def test_read_bytes_equal_the_plan(name: str, jobs: int, tmp_path: Path, costs: Costs, no_windows: None) -> None:
     options: list[Argument] = ["--io", "pread", "--jobs", jobs, *ALONE]
     convert(tmp_path, KINDS[name], *options)
     words: list[Argument] = [tmp_path / "src", tmp_path / "other"]
@@ -89,7 +87,7 @@ def test_as_many_bytes_are_read_as_planned(
 
 @examples(40)
 @given(st.data())
-def test_any_plan_gives_every_target_byte_once(data: st.DataObject) -> None:
+def test_any_plan_writes_every_target_byte_once(data: st.DataObject) -> None:
     """Counted tensor by tensor, from the plan of every target file, in full."""
     full = data.draw(tensors())
     source, target = data.draw(strategies(full), label="source"), data.draw(strategies(full), label="target")
@@ -120,7 +118,7 @@ def test_any_plan_gives_every_target_byte_once(data: st.DataObject) -> None:
             assert sum(plan.data_bytes(work).values()) == sum(expected.values())
 
 
-def test_what_is_done_already_is_not_planned_again(world: World) -> None:
+def test_finished_targets_are_not_planned_again(world: World) -> None:
     world.save(SMALL)
     world.convert("--ranks", "0")
     plan = planned(world)
@@ -128,14 +126,14 @@ def test_what_is_done_already_is_not_planned_again(world: World) -> None:
     assert "1 rank (0)" in done(*world.words(command="plan")).out
 
 
-def test_nothing_left_to_do_is_said(world: World) -> None:
+def test_a_plan_without_remaining_work_is_reported(world: World) -> None:
     world.save(SMALL)
     world.convert()
     assert "nothing" in done(*world.words(command="plan")).out
     assert planned(world)["targets"] == []
 
 
-def test_replicas_stand_in_for_lost_ranks(plain: World) -> None:
+def test_plan_uses_replicas_for_lost_ranks(plain: World) -> None:
     plain.save(SMALL, ranks=[1, 2])
     plan = planned(plain)
     assert plan["absent_ranks"] == [0, 3]
@@ -160,7 +158,7 @@ def with_free_space(monkeypatch: pytest.MonkeyPatch, free: int, blocks: int = 10
 
 
 @pytest.mark.parametrize("command", ["plan", "--dry-run"])
-def test_a_plan_tells_the_space_that_is_needed_and_warns_where_it_is_not_free(
+def test_a_plan_prints_required_space_and_warns_of_a_full_disk(
     world: World, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
     world.save(SMALL)
@@ -180,9 +178,7 @@ def test_a_plan_tells_the_space_that_is_needed_and_warns_where_it_is_not_free(
     world.refuses(1, f"{needed:,} bytes are needed")
 
 
-def test_a_file_system_that_does_not_tell_its_space_is_no_warning(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unknown_free_space_gives_no_warning(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     world.save(SMALL)
     with_free_space(monkeypatch, 0, blocks=0)
     assert "free space unknown" in done(*world.words(command="plan")).out
@@ -192,7 +188,7 @@ def test_a_file_system_that_does_not_tell_its_space_is_no_warning(
     assert planned(world)["space"] == []
 
 
-def test_space_is_counted_for_each_file_system(tmp_path: Path) -> None:
+def test_space_is_counted_per_file_system(tmp_path: Path) -> None:
     memory = Path("/dev/shm")
     if not memory.is_dir() or memory.stat().st_dev == tmp_path.stat().st_dev:
         pytest.skip("only one file system here")
@@ -203,19 +199,19 @@ def test_space_is_counted_for_each_file_system(tmp_path: Path) -> None:
     assert found == [(str(tmp_path / "dst"), 101), (directories[1], 10)]
 
 
-def test_space_is_counted_where_a_path_through_a_link_and_back_leads(tmp_path: Path) -> None:
+def test_space_is_counted_on_the_file_system_of_a_resolved_path(tmp_path: Path) -> None:
     (tmp_path / "disk" / "inner").mkdir(parents=True)
     (tmp_path / "link").symlink_to(tmp_path / "disk" / "inner")
     [space] = space_for([(f"{tmp_path}/link/../out/rank_0", 10)])
     assert (space.place, space.needed) == (str(tmp_path / "disk"), 10)
 
 
-def test_a_plan_fails_as_the_conversion_would(world: World) -> None:
+def test_a_plan_fails_like_its_conversion(world: World) -> None:
     world.save({name: SMALL[name] for name in ("w", "v")}, ranks=[0])
     fails(3, *world.words(command="plan"), says=["w"])
 
 
-def test_the_drawing_is_a_picture_of_the_transfer(world: World) -> None:
+def test_the_svg_of_a_plan_is_its_transfer_map(world: World) -> None:
     world.save(SMALL)
     drawn = world.root / "transfer.svg"
     done(*world.words("--svg", drawn, command="plan"))
@@ -227,7 +223,7 @@ def test_the_drawing_is_a_picture_of_the_transfer(world: World) -> None:
     ("picture", "dst", "target"),
     [("transfers", "out/mp4", "demo/dst_strategy.ckpt"), ("transfers-stages", "out/planned", "10_dp2mp2pp2/strategy")],
 )
-def test_the_pages_pictures_of_transfers_are_what_is_drawn_now(
+def test_transfer_maps_of_the_documentation_are_up_to_date(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, picture: str, dst: str, target: str
 ) -> None:
     monkeypatch.chdir(ROOT)
@@ -239,7 +235,7 @@ def test_the_pages_pictures_of_transfers_are_what_is_drawn_now(
     assert (b" 80 B of it" if picture == "transfers" else b" 160 B of it unchanged values") in made
 
 
-def test_many_target_ranks_are_shortened_unless_all_are_asked_for(tmp_path: Path) -> None:
+def test_many_target_ranks_are_shortened_unless_verbose(tmp_path: Path) -> None:
     from tests.convert.test_costs import columns, rows
 
     write_tree(tmp_path / "src", cut_ranks(rows(1, 1), FULL))
@@ -249,14 +245,14 @@ def test_many_target_ranks_are_shortened_unless_all_are_asked_for(tmp_path: Path
     assert "more:" not in done(*words, "-v").out
 
 
-def test_the_directory_of_a_drawing_is_made(world: World) -> None:
+def test_the_directory_of_an_svg_is_created(world: World) -> None:
     world.save(SMALL)
     drawn = world.root / "pictures" / "today" / "transfer.svg"
     done(*world.words("--svg", drawn, command="plan"))
     assert drawn.exists()
 
 
-def test_many_times_what_is_needed_is_told_in_times(tmp_path: Path) -> None:
+def test_a_large_read_amplification_is_printed_as_a_factor(tmp_path: Path) -> None:
     """Of rows of which every target rank needs a few bytes, whole pages are looked at."""
     world = World(tmp_path, single({"w": layout([2], [0, -1])}), single({"w": layout([128], [-1, 0])}))
     world.save({"w": value("w", (64, 4096))}, copied={})

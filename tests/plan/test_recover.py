@@ -48,7 +48,7 @@ def cut(world: World) -> dict[int, dict[str, Value]]:
 
 @examples(15)
 @given(st.data())
-def test_whatever_is_lost_the_recovered_tree_is_the_undamaged_one_or_the_loss_is_told(data: st.DataObject) -> None:
+def test_recover_restores_any_losses_or_reports_them(data: st.DataObject) -> None:
     full = data.draw(tensors())
     strategy = data.draw(strategies(full), label="strategy")
     ending = data.draw(st.sampled_from(FORMATS))
@@ -69,7 +69,7 @@ def test_whatever_is_lost_the_recovered_tree_is_the_undamaged_one_or_the_loss_is
             assert json.loads(result.out)["recovered"] == sorted(lost)
 
 
-def test_a_save_of_which_every_rank_holds_a_part_comes_back_whole(world: World) -> None:
+def test_a_deduplicated_save_is_recovered_whole(world: World) -> None:
     """As at the end of life, or de-duplicated: no single rank has it all."""
     saved = cut(world)
     kept = {rank: dict(held) for rank, held in saved.items()}
@@ -85,7 +85,7 @@ def test_a_save_of_which_every_rank_holds_a_part_comes_back_whole(world: World) 
     same_ranks(read_named(world.dst, NAMED), saved)
 
 
-def test_a_file_whose_crc_is_wrong_is_made_anew_from_its_replica(world: World) -> None:
+def test_a_file_with_a_wrong_crc_is_rewritten_from_its_replica(world: World) -> None:
     saved = {rank: {n: held[n] for n in held if n != "m.w"} for rank, held in cut(world).items()}
     world.save({name: FULL[name] for name in ("w", "v")}, crc=True)
     path = world.src / "rank_2" / "net-1_10.ckpt"
@@ -102,7 +102,7 @@ def test_a_file_whose_crc_is_wrong_is_made_anew_from_its_replica(world: World) -
         assert (world.dst / f"rank_{rank}" / "net-1_10.ckpt").read_bytes() == source.read_bytes()
 
 
-def test_a_truncated_file_is_made_anew(world: World) -> None:
+def test_a_truncated_file_is_rewritten(world: World) -> None:
     world.save(FULL)
     path = world.src / "rank_0" / "net-1_10.ckpt"
     path.write_bytes(path.read_bytes()[:-7])
@@ -113,7 +113,7 @@ def test_a_truncated_file_is_made_anew(world: World) -> None:
     assert (world.dst / "rank_0" / "net-1_10.ckpt").exists()
 
 
-def test_intact_files_are_taken_over_byte_for_byte(world: World) -> None:
+def test_intact_files_are_copied_byte_for_byte(world: World) -> None:
     own = {"note": text("kept"), "cur_rank": COPIED["global_step"]}
     world.save(FULL, copied=own, crc=True)
     held = {name: value for name, value in cut(world)[1].items() if name != "global_step"}
@@ -124,7 +124,7 @@ def test_intact_files_are_taken_over_byte_for_byte(world: World) -> None:
         assert (world.dst / f"rank_{rank}" / "net-1_10.ckpt").read_bytes() == source.read_bytes()
 
 
-def test_a_file_that_lacks_what_all_the_others_hold_is_not_intact(world: World) -> None:
+def test_a_file_without_a_parameter_of_all_others_is_not_intact(world: World) -> None:
     world.save(FULL)
     held = {name: value for name, value in cut(world)[1].items() if name != "global_step"}
     write_checkpoint(world.src / "rank_1" / "net-1_10.ckpt", held)
@@ -132,7 +132,7 @@ def test_a_file_that_lacks_what_all_the_others_hold_is_not_intact(world: World) 
     same_ranks(read_named(world.dst, NAMED), cut(world))
 
 
-def test_a_file_without_its_slice_of_a_table_is_not_intact_because_other_slices_are_empty(tmp_path: Path) -> None:
+def test_a_file_without_its_slice_of_an_uneven_table_is_not_intact(tmp_path: Path) -> None:
     strategy: Strategy = [
         {"devices": 4, "layouts": {"table": layout([2, 2], [0, -1], uneven=[0, 8]), "v": layout([2, 2], [-1])}}
     ]
@@ -145,7 +145,7 @@ def test_a_file_without_its_slice_of_a_table_is_not_intact_because_other_slices_
     same_ranks(read_named(tmp_path / "dst", NAMED), held)
 
 
-def test_what_belongs_to_a_lost_rank_is_warned_of(world: World) -> None:
+def test_values_of_a_lost_rank_give_a_warning(world: World) -> None:
     world.save({"w": FULL["w"]}, ranks=[0, 1, 2], copied={"cur_rank": COPIED["global_step"]})
     said = " ".join(recover(world).err.split())
     assert "warning" in said and "cur_rank" in said and "rank 3" in said
@@ -161,7 +161,7 @@ def pipeline(data: int) -> Strategy:
 
 
 @pytest.mark.parametrize("kind", ["whole", "cut like the rest"])
-def test_a_tied_parameter_that_the_stage_does_not_list_comes_back(kind: str, tmp_path: Path) -> None:
+def test_an_unlisted_tied_parameter_is_recovered(kind: str, tmp_path: Path) -> None:
     strategy = pipeline(2)
     full = {name: value(name, (4, 6)) for name in ("emb", "a", "b")}
     saved = {rank: dict(held) for rank, held in cut_ranks(strategy, full, COPIED).items()}
@@ -175,7 +175,7 @@ def test_a_tied_parameter_that_the_stage_does_not_list_comes_back(kind: str, tmp
     same_ranks(read_named(tmp_path / "dst", NAMED), saved)
 
 
-def test_a_tied_slice_that_nobody_can_be_known_to_hold_is_told(tmp_path: Path) -> None:
+def test_an_unlisted_tied_slice_without_a_known_replica_is_reported(tmp_path: Path) -> None:
     strategy = pipeline(1)
     full = {name: value(name, (4, 6)) for name in ("emb", "a", "b")}
     # By the strategy ranks 2 and 3 are replicas; the tied parameter, which it does not list, is cut.
@@ -212,7 +212,7 @@ def tied(tmp_path: Path, kept: dict[int, int]) -> list[Argument]:
 
 
 @pytest.mark.parametrize("ranks", ["", "2", "4", "2,4"])
-def test_agreement_of_those_that_are_left_proves_nothing(ranks: str, tmp_path: Path) -> None:
+def test_equal_remaining_slices_do_not_prove_replicas(ranks: str, tmp_path: Path) -> None:
     """Ranks 0 and 2 of the stage agree: optimizer shards lie so, and the others hold what nobody has."""
     words = tied(tmp_path, {0: 0, 2: 0})
     fails(3, *words, *(["--ranks", ranks] if ranks else []), says=["emb", "certain"])
@@ -221,7 +221,7 @@ def test_agreement_of_those_that_are_left_proves_nothing(ranks: str, tmp_path: P
 
 @pytest.mark.parametrize("left, half", [({0: 0, 1: 1, 2: 0}, 1), ({0: 0, 1: 0, 2: 1}, 1), ({1: 1, 2: 0, 3: 1}, 0)])
 @pytest.mark.parametrize("options", [(), ("--ranks",), ("--lost-only",)])
-def test_a_slice_is_given_back_where_all_layouts_that_fit_give_the_same(
+def test_a_slice_is_recovered_where_all_candidate_layouts_agree(
     left: dict[int, int], half: int, options: tuple[str, ...], tmp_path: Path
 ) -> None:
     (lost,) = {1, 2, 3, 4} - {local + 1 for local in left}
@@ -239,9 +239,7 @@ def test_a_slice_is_given_back_where_all_layouts_that_fit_give_the_same(
         {0: [], 1: ["emb"], 2: [], 3: ["emb", "b", "c"]},
     ],
 )
-def test_a_deduplicated_save_of_which_nothing_is_lost_comes_back_whole(
-    kept: dict[int, list[str]], tmp_path: Path
-) -> None:
+def test_a_complete_deduplicated_save_is_recovered_unchanged(kept: dict[int, list[str]], tmp_path: Path) -> None:
     """The tied parameter that its stage does not list is whole on one of its ranks."""
     strategy: Strategy = [
         {"devices": 2, "layouts": {"emb": layout([2], [-1, -1])}},
@@ -262,7 +260,7 @@ def test_a_deduplicated_save_of_which_nothing_is_lost_comes_back_whole(
     )
 
 
-def test_only_lost_ranks_are_written_when_asked(world: World) -> None:
+def test_only_lost_writes_lost_ranks_alone(world: World) -> None:
     saved = cut(world)
     world.save({"w": FULL["w"]}, ranks=[0, 1, 2])
     recover(world, "--lost-only")
@@ -279,7 +277,7 @@ def test_a_dry_run_plans_and_writes_nothing(world: World) -> None:
     assert not world.dst.exists()
 
 
-def test_an_older_step_is_taken_where_the_newest_cannot_be_had(world: World) -> None:
+def test_an_older_step_is_recovered_where_the_newest_is_incomplete(world: World) -> None:
     world.save(FULL)
     world.save(small_tensors("newer "), "rank_{rank}/net-2_10.ckpt", ranks=[0, 1])
     result = recover(world)
@@ -287,7 +285,7 @@ def test_an_older_step_is_taken_where_the_newest_cannot_be_had(world: World) -> 
     same_ranks(read_named(world.dst, NAMED), cut(world))
 
 
-def test_a_recovery_goes_on_where_it_stopped_and_is_no_conversion(world: World) -> None:
+def test_a_recovery_resumes_and_is_not_a_conversion(world: World) -> None:
     world.save({"w": FULL["w"]}, ranks=[0, 1, 2])
     recover(world, "--ranks", "3")
     assert json.loads(recover(world, "--json").out)["done_before"] == [3]
@@ -298,6 +296,6 @@ def test_a_recovery_goes_on_where_it_stopped_and_is_no_conversion(world: World) 
 
 
 @pytest.mark.parametrize("words", [(), ("--strategy", "missing")])
-def test_a_strategy_is_needed(world: World, words: tuple[str, ...]) -> None:
+def test_recover_requires_a_strategy(world: World, words: tuple[str, ...]) -> None:
     world.save(FULL)
     assert reshard("recover", world.src, world.dst, *words).status in (2, 3)

@@ -116,7 +116,7 @@ def test_sources_may_be_relative(pattern: str, source: str, plain: World, monkey
 
 @pytest.mark.parametrize("survivor", [0, 1])
 @pytest.mark.parametrize("named", [named for named in NAMED if named not in UNTOLD])
-def test_a_single_survivor_tells_the_names(named: str, survivor: int, tmp_path: Path) -> None:
+def test_a_single_remaining_rank_determines_the_names(named: str, survivor: int, tmp_path: Path) -> None:
     both = World(tmp_path, single({name: layout([2], [-1] * FULL[name].array.ndim) for name in FULL}), PLAIN_TARGET)
     pattern, below = NAMED[named]
     both.save(FULL, pattern)
@@ -126,7 +126,7 @@ def test_a_single_survivor_tells_the_names(named: str, survivor: int, tmp_path: 
     is_whole(both, both.src / below, pattern)
 
 
-def test_a_target_directory_without_ranks_own_may_be_a_link(plain: World) -> None:
+def test_a_target_directory_without_rank_directories_may_be_a_link(plain: World) -> None:
     plain.save(FULL, "net_{rank}.ckpt", ranks=[0, 1, 2])
     (plain.root / "elsewhere").mkdir()
     plain.dst.symlink_to(plain.root / "elsewhere")
@@ -144,7 +144,7 @@ def test_a_damaged_file_is_replaced_under_its_own_name(plain: World) -> None:
     is_whole(plain, plain.src, pattern)
 
 
-def test_names_that_differ_stay_and_the_lost_are_named_as_most_are(plain: World) -> None:
+def test_lost_ranks_are_named_like_most_files(plain: World) -> None:
     plain.save(FULL, "rank_{rank}/net-1_10.ckpt", crc=True)
     (plain.src / "rank_0" / "net-1_10.ckpt").rename(plain.src / "rank_0" / "other-1_10.ckpt")
     (plain.src / "rank_3" / "net-1_10.ckpt").unlink()
@@ -163,7 +163,7 @@ def test_names_that_differ_stay_and_the_lost_are_named_as_most_are(plain: World)
     done("transform-dir", plain.src, plain.root / "out", "--src-strategy", plain.old, "--dst-strategy", plain.new)
 
 
-def test_other_steps_tell_what_a_single_name_leaves_open(tmp_path: Path) -> None:
+def test_other_steps_settle_an_ambiguous_name(tmp_path: Path) -> None:
     both = World(tmp_path, single({name: layout([2], [-1] * FULL[name].array.ndim) for name in FULL}), PLAIN_TARGET)
     both.save(FULL, "rank_{rank}/a{rank}b-1_9.ckpt")
     both.save(FULL, "rank_{rank}/a{rank}b-1_10.ckpt", ranks=[1])
@@ -171,7 +171,7 @@ def test_other_steps_tell_what_a_single_name_leaves_open(tmp_path: Path) -> None
     assert [path.name for path in both.dst.glob("rank_0/*")] == ["a0b-1_10.ckpt"]
 
 
-def test_a_prefix_that_is_given_decides(plain: World) -> None:
+def test_a_given_prefix_decides_the_names(plain: World) -> None:
     plain.save(FULL, "rank_{rank}/llama_rank_{rank}-1_200.ckpt", ranks=[0, 1, 2])
     recover(plain, plain.src, "--prefix", "checkpoint_")
     same_ranks(read_tree(plain.dst), cut_ranks(plain.source, FULL, COPIED))
@@ -186,7 +186,7 @@ def test_a_recovery_by_parts_agrees_on_names(plain: World) -> None:
     assert done("status", plain.dst, "--json").json["complete"]
 
 
-def test_files_of_two_formats_are_told_how_to_recover(plain: World) -> None:
+def test_files_of_two_formats_get_a_hint(plain: World) -> None:
     plain.save(FULL, "rank_{rank}/net-1_10.ckpt", ranks=[0, 1, 2])
     plain.save(FULL, "rank_{rank}/net-1_10.safetensors", ranks=[3])
     words: list[Argument] = ["recover", plain.src, plain.dst, "--strategy", plain.old]
@@ -197,7 +197,7 @@ def test_files_of_two_formats_are_told_how_to_recover(plain: World) -> None:
     same_ranks(read_named(plain.dst, "rank_{rank}/net-1_10.ckpt"), cut_ranks(plain.source, FULL, COPIED))
 
 
-def test_names_in_records_never_lead_out_of_the_directory() -> None:
+def test_names_in_records_cannot_leave_the_directory() -> None:
     said = {"template": "rank_{rank}/net", "own": [{"rank": 1, "name": "rank_1/other"}]}
     names = FileNames.from_fields(Fields(said, "names"))
     assert (names.of(0), names.of(1), names.of(12)) == ("rank_0/net", "rank_1/other", "rank_12/net")
@@ -208,13 +208,13 @@ def test_names_in_records_never_lead_out_of_the_directory() -> None:
 
 
 @pytest.mark.parametrize("prefix", ["checkpoint_", "", "{{x}}", "a{rank:02}", "a{rank}b", "{{", "rank_1"])
-def test_a_prefix_is_told_from_the_names_that_it_makes(prefix: str) -> None:
+def test_a_prefix_is_derived_from_names(prefix: str) -> None:
     assert FileNames.of_prefix(prefix).prefix == prefix
     assert FileNames.of_prefix("a{rank}").prefix == "a"
     assert FileNames("rank_{rank}/net-1_10").prefix is None
 
 
-def test_names_are_those_of_most_files_and_of_the_lowest_rank_among_equals(tmp_path: Path) -> None:
+def test_names_follow_most_files_then_the_lowest_rank(tmp_path: Path) -> None:
     def named(*names: str) -> FileNames:
         root = tmp_path / str(len(list(tmp_path.iterdir())))
         for name in names:
@@ -229,7 +229,7 @@ def test_names_are_those_of_most_files_and_of_the_lowest_rank_among_equals(tmp_p
     assert names_of([(1, "x1", ("x", None)), (10, "x010", ("x", None))]).template == "x{rank:03}"
 
 
-def test_what_is_copied_back_is_what_was_lost(plain: World) -> None:
+def test_copied_recovered_ranks_equal_the_lost_ones(plain: World) -> None:
     """Byte by byte, where files were written by a conversion."""
     plain.save(FULL)
     done("transform-dir", plain.src, plain.root / "tree", "--src-strategy", plain.old, "--dst-strategy", plain.old)

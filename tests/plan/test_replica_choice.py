@@ -22,7 +22,7 @@ def strategy(matrix: tuple[int, ...], tensor_map: tuple[tuple[int, ...], ...], *
 
 
 @given(NEEDS, st.integers(0, 20))
-def test_every_need_is_met_and_no_rank_could_be_left_out(needs: list[list[int]], turn: int) -> None:
+def test_chosen_ranks_meet_every_need_and_are_irredundant(needs: list[list[int]], turn: int) -> None:
     chosen = choose(needs, turn)
     assert list(chosen) == sorted(set(chosen))
     assert all(set(chosen) & set(need) for need in needs)
@@ -31,7 +31,7 @@ def test_every_need_is_met_and_no_rank_could_be_left_out(needs: list[list[int]],
 
 
 @given(NEEDS, st.integers(0, 20))
-def test_the_rank_that_meets_most_needs_is_taken_next_and_equals_take_turns(needs: list[list[int]], turn: int) -> None:
+def test_the_rank_that_meets_most_needs_is_chosen_next_and_ties_alternate(needs: list[list[int]], turn: int) -> None:
     chosen = {need[0] for need in needs if len(need) == 1}
     while left := [need for need in needs if not chosen & set(need)]:
         meets = Counter(rank for need in left for rank in need)
@@ -44,12 +44,12 @@ def test_the_rank_that_meets_most_needs_is_taken_next_and_equals_take_turns(need
 
 
 @given(NEEDS)
-def test_one_rank_is_read_where_one_has_everything(needs: list[list[int]]) -> None:
+def test_one_rank_is_read_where_one_suffices(needs: list[list[int]]) -> None:
     everything = [sorted({7, *need}) for need in needs]
     assert len(choose(everything, 0)) == 1
 
 
-def test_targets_with_the_same_needs_take_turns() -> None:
+def test_targets_with_equal_needs_alternate_between_replicas() -> None:
     choice = ReplicaChoice(strategy((8,), ((), ())), strategy((8,), ((), ())))
     assert Counter(rank for target in range(8) for rank in choice.ranks(target)) == Counter(range(8))
 

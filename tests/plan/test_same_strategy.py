@@ -31,7 +31,7 @@ def test_metadata_and_headers_are_read_once(tmp_path: Path, monkeypatch: pytest.
     assert opened["metadata.json"] == 1
 
 
-def test_ranks_that_the_source_does_not_have_are_wrong_usage(tmp_path: Path) -> None:
+def test_ranks_outside_the_source_are_wrong_usage(tmp_path: Path) -> None:
     root = saving().write_root(tmp_path / "src")
     words: list[Argument] = ["convert", root, tmp_path / "dst", "--dst-strategy", "same"]
     fails(2, *words, "--ranks", "7-8", says=["rank 8 (RANK, --ranks) is out of range: 8 ranks would be written"])
@@ -39,7 +39,7 @@ def test_ranks_that_the_source_does_not_have_are_wrong_usage(tmp_path: Path) -> 
     assert [path.name for path in (tmp_path / "dst").glob("rank_*")] == ["rank_7"]
 
 
-def test_a_run_that_was_stopped_is_gone_on_with_and_verified(tmp_path: Path) -> None:
+def test_an_interrupted_run_resumes_and_is_verified(tmp_path: Path) -> None:
     root = saving().write_root(tmp_path / "src")
     words: list[Argument] = ["convert", root, tmp_path / "dst", "--dst-strategy", "same"]
     done(*words, "--ranks", "0-3")

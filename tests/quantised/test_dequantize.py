@@ -30,7 +30,7 @@ def expected(quantised: list[Coded], dtype: str = "BFloat16") -> dict[str, Value
     return {**plain, **{each.name: each.as_type(dtype) for each in quantised}}
 
 
-def test_a_cast_of_quantised_weights_names_the_option_for_them(tmp_path: Path) -> None:
+def test_a_cast_of_quantised_weights_suggests_dequantize(tmp_path: Path) -> None:
     write_model(tmp_path / "src", "fp8 blocks")
     hint = "--dequantize BFloat16"
     fails(3, "convert", tmp_path / "src", tmp_path / "out", "--cast", "BFloat16", says=["cannot be cast", hint])
@@ -38,7 +38,7 @@ def test_a_cast_of_quantised_weights_names_the_option_for_them(tmp_path: Path) -
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("dtype", ["BFloat16", "Float16", "Float32"])
-def test_a_directory_becomes_one_of_the_type_asked_for(tmp_path: Path, scheme: str, dtype: str) -> None:
+def test_a_directory_is_dequantised_to_the_given_dtype(tmp_path: Path, scheme: str, dtype: str) -> None:
     quantised = write_model(tmp_path / "src", scheme)
 
     done("convert", tmp_path / "src", tmp_path / "out", "--dequantize", dtype, "--verify")
@@ -79,7 +79,7 @@ def test_every_rank_of_any_layout_gets_its_slices(scheme: str, data: st.DataObje
         same_ranks(read_tree(tmp_path / "out"), cut)
 
 
-def test_codes_and_scales_that_are_cut_are_dequantised_too(tmp_path: Path) -> None:
+def test_sliced_codes_and_scales_are_dequantised(tmp_path: Path) -> None:
     quantised = write_model(tmp_path / "src", "fp8 blocks")
     stored = {name: parts for each in quantised for name, parts in each.stored.items()}
     layouts = {
@@ -126,9 +126,7 @@ def test_blocks_in_ranks_are_dequantised(tmp_path: Path) -> None:
 @pytest.mark.parametrize("scheme", ["fp8 tensors", "fp8 channels"])
 @pytest.mark.parametrize("alike", [True, False])
 @pytest.mark.parametrize("listed", [True, False])
-def test_scales_of_slices_have_to_be_the_same_in_all_files(
-    tmp_path: Path, scheme: str, alike: bool, listed: bool
-) -> None:
+def test_replicated_scales_must_agree_in_all_files(tmp_path: Path, scheme: str, alike: bool, listed: bool) -> None:
     """Each rank may have quantised its own slice."""
     quantised = write_model(tmp_path / "src", scheme)
     first = {name: parts for each in quantised for name, parts in each.stored.items()}
@@ -160,7 +158,7 @@ def test_scales_of_slices_have_to_be_the_same_in_all_files(
     same_checkpoints(read_checkpoint(written), {each.name: each.as_type("BFloat16") for each in quantised})
 
 
-def test_open_gives_numbers(tmp_path: Path) -> None:
+def test_open_returns_dequantised_tensors(tmp_path: Path) -> None:
     quantised = write_model(tmp_path / "src", "fp8 blocks")
 
     with package.open(tmp_path / "src", dequantize="Float32") as checkpoint:
@@ -173,7 +171,7 @@ def test_open_gives_numbers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("scale", "says"), [(0.0, "is 0.0"), (float("nan"), "is nan"), (float("inf"), "is inf"), (-1.0, "is -1.0")]
 )
-def test_a_scale_that_is_no_positive_number_is_an_error(tmp_path: Path, scale: float, says: str) -> None:
+def test_a_scale_that_is_not_positive_is_an_error(tmp_path: Path, scale: float, says: str) -> None:
     write_model(tmp_path / "src", "fp8 blocks")
     path = tmp_path / "src" / "model-00002-of-00002.safetensors"
     data = bytearray(path.read_bytes())
@@ -206,7 +204,7 @@ def test_without_the_option_codes_and_scales_are_copied(tmp_path: Path) -> None:
         assert {name for each in quantised for name in each.stored} <= set(copied)
 
 
-def test_tables_of_names_name_the_option_that_is_missing(tmp_path: Path) -> None:
+def test_tables_of_names_suggest_dequantize(tmp_path: Path) -> None:
     write_model(tmp_path / "src", "fp8 blocks")
 
     fails(
@@ -222,7 +220,7 @@ def test_tables_of_names_name_the_option_that_is_missing(tmp_path: Path) -> None
     )
 
 
-def test_a_source_without_quantised_tensors_is_a_warning(tmp_path: Path) -> None:
+def test_a_source_without_quantised_tensors_gives_a_warning(tmp_path: Path) -> None:
     write_model(tmp_path / "src", "fp8 blocks")
     done("convert", tmp_path / "src", tmp_path / "plain", "--to", "huggingface", "--dequantize", "bf16")
 
@@ -233,7 +231,7 @@ def test_a_source_without_quantised_tensors_is_a_warning(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_every_command_that_reads_tensors_sees_the_same_numbers(tmp_path: Path, scheme: str) -> None:
+def test_every_reading_command_dequantises_alike(tmp_path: Path, scheme: str) -> None:
     quantised = write_model(tmp_path / "src", scheme)
     edits = ("--dequantize", "BFloat16")
     done("by-rank", "0", tmp_path / "src", tmp_path / "out", "--to", "huggingface", *edits)
@@ -263,7 +261,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("scheme", MISTAKES)
-def test_a_mistake_in_the_arithmetic_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: str) -> None:
+def test_verify_finds_wrong_arithmetic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: str) -> None:
     write_model(tmp_path / "src", scheme)
     monkeypatch.setitem(values.CODES, *MISTAKES[scheme])
     # Without the tables of other tests.

@@ -183,7 +183,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("message", "stored", "config", "description"), REFUSED, ids=[case[0] for case in REFUSED])
-def test_what_fits_no_known_scheme_is_refused_by_name(
+def test_unknown_schemes_are_refused_by_name(
     message: str,
     stored: dict[str, TypedShape],
     config: Optional[dict[str, Any]],
@@ -202,7 +202,7 @@ def test_runs_with_other_settings_are_other_conversions(key: str) -> None:
     assert one != other
 
 
-def test_a_checkpoint_without_scales_has_nothing_quantised() -> None:
+def test_a_checkpoint_without_scales_is_not_quantised() -> None:
     stored = {"a.weight": TypedShape("BFloat16", (8, 6)), "a.scale_bias": TypedShape("BFloat16", (8,))}
 
     assert not looks_quantised(stored)

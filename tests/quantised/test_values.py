@@ -53,7 +53,7 @@ def rounded(values: npt.NDArray[np.float32], dtype: str) -> npt.NDArray[np.float
 
 
 @pytest.mark.parametrize("code", CODES)
-def test_every_code_stands_for_the_number_that_its_type_defines(code: str) -> None:
+def test_every_code_has_the_value_of_its_dtype(code: str) -> None:
     expected = np.array([numbers(code, byte) for byte in range(256)], "f4")
 
     np.testing.assert_array_equal(CODES[code], expected)
@@ -62,7 +62,7 @@ def test_every_code_stands_for_the_number_that_its_type_defines(code: str) -> No
 
 
 @pytest.mark.parametrize("dtype", ["Float8E8M0", "UInt8"])
-def test_every_exponent_stands_for_its_power_of_two(dtype: str) -> None:
+def test_every_exponent_is_its_power_of_two(dtype: str) -> None:
     expected = [2.0 ** (exponent - 127) for exponent in range(255)] + [math.nan]
 
     np.testing.assert_array_equal(decode_scales(np.arange(256, dtype="u1"), dtype), np.array(expected, "f4"))
@@ -77,7 +77,7 @@ def test_floating_point_scales_keep_their_values(dtype: str, numpy: str) -> None
 
 
 @given(data=st.data())
-def test_any_box_of_any_tensor_is_each_element_times_its_own_scale(data: st.DataObject) -> None:
+def test_any_box_equals_elements_times_their_scales(data: st.DataObject) -> None:
     code = data.draw(st.sampled_from(sorted(CODES)))
     per_byte = 2 if code == E2M1 else 1
     shape = data.draw(st.lists(st.integers(1, 7), min_size=1, max_size=4))
@@ -124,7 +124,7 @@ def test_any_box_of_any_tensor_is_each_element_times_its_own_scale(data: st.Data
 @pytest.mark.parametrize("code", CODES)
 @pytest.mark.parametrize("dtype", CAST_TO)
 @pytest.mark.parametrize("scale", ["Float8E8M0", "BFloat16"])
-def test_every_code_under_every_scale_of_a_byte_or_two_is_the_product(code: str, dtype: str, scale: str) -> None:
+def test_every_code_times_every_small_scale_is_exact(code: str, dtype: str, scale: str) -> None:
     words = np.arange(255, dtype="u1") if scale == "Float8E8M0" else np.arange(1, 0x7F80, 61, dtype="u2")
     scales = decode_scales(words, scale)
     codes = np.tile(np.arange(256, dtype="u1"), (len(scales), 1))
@@ -147,7 +147,7 @@ def test_every_code_under_every_scale_of_a_byte_or_two_is_the_product(code: str,
     assert overflowed == np.count_nonzero(np.isinf(expected) & ~np.isinf(values))
 
 
-def test_the_product_is_rounded_once_to_the_type_asked_for() -> None:
+def test_the_product_is_rounded_once_to_the_given_dtype() -> None:
     codes, scales = np.array([[0x38, 0x39, 0x7E, 0xFF]], "u1"), np.array([[1.0 + 2.0**-8]], "f4")
     out = np.empty((1, 4), "u2")
     tables = tables_of("Float8E4M3FN", scales, "BFloat16", from_float32)
