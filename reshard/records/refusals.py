@@ -37,13 +37,15 @@ class Refusals:
         mine: the requested conversion.
         all_files: the command requests the whole target; otherwise several commands fill the directory.
         adding: other ranks of the same conversion may stay next to replaced ones.
+        comparable: `reshard verify` can compare the targets with the source.
     """
 
-    def __init__(self, root: str, mine: Identity, *, all_files: bool, adding: bool) -> None:
+    def __init__(self, root: str, mine: Identity, *, all_files: bool, adding: bool, comparable: bool) -> None:
         self._root = root
         self._mine = mine
         self._whole = all_files
         self._adding = adding
+        self._comparable = comparable
 
     @property
     def replace_all(self) -> str:
@@ -127,7 +129,7 @@ class Refusals:
         if continuing and not self._adding:
             replace = f"replace all ranks with {self.replace_all}"
         compare = ""
-        if recorded and self._mine.task == "convert":
+        if recorded and self._comparable:
             verify = shlex.join(["reshard", "verify", self._root, "--src"])
             compare = f"; if only times differ, as after cp -r, this compares the contents: {verify} SRC"
         return ReplaceableError(
