@@ -105,6 +105,10 @@ class TargetError(InputError):
     """The target directory contains files that must not be replaced."""
 
 
+class ReplaceableError(TargetError):
+    """The target directory contains files that --overwrite replaces."""
+
+
 class RetryableError(ReshardError):
     """I/O failed, and a retry may help: a full disk, a missing source."""
 

@@ -15,6 +15,7 @@ from typing import Any, Callable, NamedTuple, Optional, Protocol, TypeVar
 
 import numpy.typing as npt
 
+from reshard.checkpoints.formats.dtypes import ITEM_SIZES
 from reshard.checkpoints.formats.tensors import CheckpointIndex
 from reshard.errors import InputError, one_error
 from reshard.layout import Box, Grid, View
@@ -170,6 +171,9 @@ class Decoding(Protocol):
     def stored_bytes(self, elements: int) -> int:
         """Bytes in the files for a number of elements."""
 
+    def to(self, dtype: str) -> Decoding:
+        """The conversion to elements of another type, rounded once."""
+
 
 class GlobalTensor(NamedTuple):
     """A tensor of a checkpoint, all of its slices together.
@@ -203,6 +207,12 @@ class GlobalTensor(NamedTuple):
     def sources(self) -> tuple[GlobalTensor, ...]:
         """The tensors in the files: its sources, or itself."""
         return self.stored or (self,)
+
+    def decoded_to(self, dtype: str) -> GlobalTensor:
+        """The tensor with elements of a type if they are decoded from codes; else the tensor itself."""
+        if self.decoding is None:
+            return self
+        return self._replace(dtype=dtype, item_size=ITEM_SIZES[dtype], decoding=self.decoding.to(dtype))
 
 
 class ByName(Mapping[str, V]):

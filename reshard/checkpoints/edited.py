@@ -60,6 +60,9 @@ class EditedTensors(ByName[GlobalTensor]):
         if tensor is None:
             recipe = self._recipes[name]
             stored = tuple(self._base[source] for source in recipe.sources)
+            if recipe.dtype is not None:
+                # A cast would round quantised tensors a second time.
+                stored = tuple(source.decoded_to(recipe.dtype) for source in stored)
             first = stored[0]
             dtype = first.dtype if recipe.dtype is None else recipe.dtype
             tensor = self._tensors[name] = GlobalTensor(

@@ -18,7 +18,7 @@ from reshard.cli.output import echo_json, listener, say
 from reshard.cli.shard import Share
 from reshard.convert import Summary
 from reshard.defaults import DEFAULT_PREFIX
-from reshard.errors import InputError, TargetError, UsageError
+from reshard.errors import InputError, ReplaceableError, TargetError, UsageError
 from reshard.forms.ranks.steps import RANK, fixed_directory
 from reshard.forms.registry import counted_as, form_named, form_of
 from reshard.records import Ledger, RecordedCommand, strategy_digest
@@ -94,9 +94,8 @@ def resume(ctx: click.Context, /, dst: str, as_json: bool, quiet: bool, verify: 
     listener()("note", f"resumes {shown(words)}")
     try:
         _run(ctx, words)
-    except TargetError as error:
-        if error.hint and "--overwrite" in error.hint:
-            error.hint += f"\nthe command that has --overwrite:\n{overwriting(command, dst)}"
+    except ReplaceableError as error:
+        error.hint = f"{error.hint}\nthe command that has --overwrite:\n{overwriting(command, dst)}"
         raise
 
 

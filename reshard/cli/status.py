@@ -12,6 +12,7 @@ from reshard.cli import completion, options
 from reshard.cli.command import command
 from reshard.cli.output import echo_json, say
 from reshard.cli.resume import combined, overwriting, shown
+from reshard.convert.recorded import was_merged
 from reshard.convert.target_directory import beside
 from reshard.errors import TargetError
 from reshard.forms.registry import counted_as, form_named
@@ -111,6 +112,9 @@ def _cures(dst: str, progress: Status, noun: str) -> list[str]:
     again = f"to write {rank_ranges(progress.changed, noun)} again:"
     if progress.plan.task == "recover":
         return [f"{again} remove the files, and run the command again"]
+    if was_merged(dst, progress.plan):
+        merge = f"reshard merge-lora BASE ADAPTER {shlex.quote(dst)} --overwrite"
+        return [f"{again} {merge}, with all options of the first run"]
     command: Optional[RecordedCommand] = None
     # Damaged records and runs with different sources are reported by `resume`.
     with contextlib.suppress(TargetError):

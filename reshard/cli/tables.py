@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import sys
 import textwrap
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Optional
 from unicodedata import east_asian_width
 
 import click
@@ -34,8 +37,8 @@ def table(
 ) -> None:
     """Print a table to standard output.
 
-    On a terminal that is too narrow, texts are shortened in the middle. With -v, and where the output goes elsewhere,
-    every row becomes several lines instead, and names can be copied.
+    On a terminal that is too narrow, texts are shortened, and different ones stay different. Where that is impossible,
+    with -v, and where the output goes elsewhere, every row becomes several lines instead, and names can be copied.
 
     Args:
         title: its headline; none if empty.
@@ -46,22 +49,21 @@ def table(
     """
     width = terminal_width() if on_terminal() else _MAX_WIDTH
     in_full = is_verbose() or not on_terminal()
-    cells = [[_cell(text) for text in row] for row in rows]
-    heads = list(columns)
-    hidden: list[str] = []
-    while _needed(_widths(heads, cells, _FAIR_TEXT)) > width and len(hidden) < len(spare) and not in_full:
-        hidden.append(spare[len(hidden)])
-        place = heads.index(hidden[-1])
-        heads.pop(place)
-        cells = [[*row[:place], *row[place + 1 :]] for row in cells]
-    if _needed(_widths(heads, cells)) > width:
-        if in_full:
-            click.echo("\n".join([*([title] if title else []), *_listed(heads, cells)]))
+    every_cell = [[_cell(text) for text in row] for row in rows]
+    for hidden in range(1 if in_full else len(spare) + 1):
+        places = [place for place, head in enumerate(columns) if head not in spare[:hidden]]
+        heads, cells = [columns[place] for place in places], [[row[place] for place in places] for row in every_cell]
+        shown: Optional[list[list[str]]] = None
+        if _needed(_widths(heads, cells)) <= width:
+            shown = cells
+        elif not in_full and (hidden == len(spare) or _needed(_widths(heads, cells, _FAIR_TEXT)) <= width):
+            shown = _shortened(heads, cells, width)
+        if shown is not None:
+            _draw(title, heads, shown, alarming_rows)
+            if hidden:
+                click.echo(f"not shown on this terminal: {', '.join(spare[:hidden])}; -v shows all")
             return
-        cells = _shortened(heads, cells, width)
-    _draw(title, heads, cells, alarming_rows)
-    if hidden:
-        click.echo(f"not shown on this terminal: {', '.join(hidden)}; -v shows all")
+    click.echo("\n".join([*([title] if title else []), *_listed(columns, every_cell)]))
 
 
 def say_more(hidden: int, noun: str) -> None:
@@ -130,8 +132,8 @@ def _needed(widths: Sequence[int]) -> int:
     return sum(widths) + _GAP * (len(widths) - 1)
 
 
-def _shortened(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> list[list[str]]:
-    """Rows with the widest texts shortened to fit, down to a minimum."""
+def _shortened(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> Optional[list[list[str]]]:
+    """Rows with the widest texts shortened to fit, down to a minimum; None if different texts would become equal."""
     widths, least = _widths(columns, rows), _widths(columns, rows, _MIN_TEXT)
     while _needed(widths) > width:
         spare = [size - low for size, low in zip(widths, least)]
@@ -139,20 +141,49 @@ def _shortened(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int
             break
         widest = max((size, place) for place, size in enumerate(widths) if spare[place])[1]
         widths[widest] -= 1
-    return [[_middle_out(cell, size) for cell, size in zip(row, widths)] for row in rows]
+    shortened = [_fitting(column, size) for column, size in zip(zip(*rows), widths)]
+    return None if any(texts is None for texts in shortened) else [*map(list, zip(*filter(None, shortened)))]
 
 
-def _middle_out(text: str, most: int) -> str:
-    """A text of at most ``most`` characters, shortened in the middle; keeps layer numbers if possible."""
-    if len(text) <= most:
-        return text
+def _fitting(texts: Sequence[str], most: int) -> Optional[list[str]]:
+    """Texts of at most ``most`` characters, different where these are; None if no way to shorten them keeps that."""
+    long = [text for text in dict.fromkeys(texts) if len(text) > most]
     mark = _cell("…")
     mark = mark if len(mark) == 1 else "..."
+    for shortened in itertools.chain([_without_common(long, most, mark)], _cut_alike(long, most, mark)):
+        shown = [shortened.get(text, text) for text in texts]
+        if len({*shown}) == len({*texts}) and max(map(len, shown)) <= most:
+            return shown
+    return None
+
+
+def _without_common(texts: Sequence[str], most: int, mark: str) -> dict[str, str]:
+    """Texts without parts between dots: first those that most texts share, the middle ones of these; numbers last."""
+    parts = {text: re.findall(r"[^./]+[./]?|[./]", text) for text in texts}
+    counts = Counter(part for each in parts.values() for part in {*each})
+    shortened = {}
+    for text, each in parts.items():
+        shown, short = [*each], text
+        middle = len(each) // 2
+        for place in sorted(
+            range(len(each)), key=lambda at: (not any(map(str.isalpha, each[at])), -counts[each[at]], abs(at - middle))
+        ):
+            if len(short) <= most:
+                break
+            shown[place] = mark
+            short = "".join(part for at, part in enumerate(shown) if part != mark or shown[at - 1 : at] != [mark])
+        shortened[text] = short
+    return shortened
+
+
+def _cut_alike(texts: Sequence[str], most: int, mark: str) -> Iterator[dict[str, str]]:
+    """Texts without some characters, each time from another place on, the middle first; no number is cut."""
     length = max(0, most - len(mark))
-    cut = len(text) - length
-    starts = range(length // 4, length - length // 4 + 1)
-    start = min(starts, key=lambda at: (sum(map(str.isdigit, text[at : at + cut])), abs(at - length // 2)))
-    return text[:start] + mark + text[start + cut :]
+    # As many characters of all remain before the place: `a.1…` and `a.1.b…` would differ only in the place.
+    for start in sorted(range(length), key=lambda at: abs(at - length // 2)):
+        ends = {text: len(text) - length + start for text in texts}
+        if not any(text[at - 1 : at + 1].isdigit() for text, end in ends.items() for at in (start, end) if at):
+            yield {text: text[:start] + mark + text[end:] for text, end in ends.items()}
 
 
 def _listed(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterable[str]:

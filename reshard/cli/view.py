@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Optional
 
@@ -37,7 +38,7 @@ reshard view iterations/ --dst-strategy same --stats
     callback=options.path_to_write("-o", ".html", ".htm"),
     shell_complete=completion.paths,
     show_default="name of SRC, in this directory",
-    help="Page to write.",
+    help="Page to write. A page of reshard view is replaced only if it is named here.",
 )
 @option("Parameters", "--stats", is_flag=True, help="Read all tensors, too, and show magnitudes, NaN and Inf.")
 @options.effort
@@ -57,7 +58,7 @@ def view(src: str, output: Optional[str], stats: bool, **typed: Any) -> None:
 
     report = Report(listener())
     path = output or f"{os.path.basename(src.rstrip('/')) or 'checkpoint'}.html".replace("{rank}", "rank")
-    _check_replaceable(path)
+    _check_replaceable(path, named=output is not None)
     source = typed["src_strategy"]
     decryption = options.decryption_of(typed)
     strategy = None
@@ -72,8 +73,8 @@ def view(src: str, output: Optional[str], stats: bool, **typed: Any) -> None:
     write_file(path, page(data), "wrote")
 
 
-def _check_replaceable(path: str) -> None:
-    """Refuse to replace a file that is no page of this command."""
+def _check_replaceable(path: str, named: bool) -> None:
+    """Refuse to replace a file that is no page of this command, or one that the user did not name."""
     from reshard.storage import exists, is_directory, opened_regular, read_range
     from reshard.view.page import MARK
 
@@ -84,6 +85,11 @@ def _check_replaceable(path: str) -> None:
             begin = read_range(file, 0, 0, 200)
         if MARK.encode() not in begin:
             raise UsageError(f"{path}: exists and is no page of reshard view", hint="name another: -o FILE.html")
+        if not named:
+            raise UsageError(
+                f"{path}: exists, and may be the page of another checkpoint",
+                hint=f"to replace it: -o {shlex.quote(path)}",
+            )
 
 
 def _moves(src: str, typed: Mapping[str, Any], subject: Subject) -> Optional[dict[str, Any]]:

@@ -149,7 +149,10 @@ class TargetDirectory:
         )
         self._destination = Destination(self._root)
         self._ledger = Ledger(self._root, identity, report.note)
-        self._refusals = Refusals(self._root, identity, all_files=self._whole, adding=self._adding)
+        comparable = not request.recover and request.edits.additions is None
+        self._refusals = Refusals(
+            self._root, identity, all_files=self._whole, adding=self._adding, comparable=comparable
+        )
         self._unfinished = _unfinished(self._root, identity)
         self._overwritten: set[int] = set()
         self._looked = 0.0

@@ -190,6 +190,10 @@ def _shown(handles: FileHandles, stored: StoredObject) -> Any:
         return None
 
 
+UNDECODED = "quantised"
+"""Kind of the finding that tensors are quantised and cannot be dequantised."""
+
+
 def quantised_in(checkpoint: Checkpoint) -> tuple[dict[str, int], Optional[Finding]]:
     """The number of quantised tensors by scheme, and a finding if a scheme is unknown."""
     # Loaded only here: most checkpoints are not quantised.
@@ -202,7 +206,7 @@ def quantised_in(checkpoint: Checkpoint) -> tuple[dict[str, int], Optional[Findi
         source = quantisation_of(checkpoint.place, "BFloat16")
         return describe(recognise(tensors, source.config, source.description, source.place)), None
     except InputError as error:
-        return {}, Finding("quantised", error.message, error.hint)
+        return {}, Finding(UNDECODED, error.message, error.hint)
 
 
 def _files_in(path: str) -> list[FormFile]:

@@ -12,7 +12,7 @@ from reshard.errors import UsageError
 from reshard.forms.form import Form
 from reshard.forms.registry import form_named, form_of
 from reshard.inspection.contents import Finding, InspectedContents
-from reshard.inspection.form import inspect_form, quantised_in
+from reshard.inspection.form import UNDECODED, inspect_form, quantised_in
 from reshard.inspection.tree import InspectedStep, inspect_tree
 from reshard.storage import exists, is_directory, listings_cached
 from reshard.strategies import Strategy
@@ -80,6 +80,7 @@ class Subject:
         steps: all steps, newest first.
         problems: the most severe first.
         quantised: number of quantised tensors, by scheme.
+        undecoded: tensors are quantised, but not in a scheme that can be recognised here; a problem gives the reason.
         one_rank: the path is the directory of one rank.
     """
 
@@ -93,6 +94,7 @@ class Subject:
     steps: Sequence[ShownStep] = ()
     problems: list[Problem] = field(default_factory=list)
     quantised: Mapping[str, int] = field(default_factory=dict)
+    undecoded: bool = False
     one_rank: bool = False
 
     def add(self, level: int, text: str, hint: Optional[str] = None) -> None:
@@ -205,6 +207,7 @@ def _state(step: InspectedStep) -> str:
 
 
 def _add_findings(subject: Subject, findings: Sequence[Finding]) -> None:
+    subject.undecoded = any(finding.kind == UNDECODED for finding in findings)
     for finding in findings:
         of = "" if finding.step is None or finding.step == subject.step else f"{step_words(finding.step)}: "
         level = 0 if finding.refuses or finding.kind in _SEVERE else 2
@@ -212,4 +215,4 @@ def _add_findings(subject: Subject, findings: Sequence[Finding]) -> None:
 
 
 # Kinds of findings that are shown first, although a conversion may succeed.
-_SEVERE = frozenset(["damaged", "gap", "empty_rank", "empty_file", "lacking", "vanished", "warning"])
+_SEVERE = frozenset(["damaged", "gap", "empty_rank", "empty_file", "lacking", "vanished", "warning", UNDECODED])

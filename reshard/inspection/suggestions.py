@@ -24,18 +24,19 @@ from reshard.inspection.subject import Subject, subject_of
 from reshard.names import Configuration, builtin_names, config_beside, rules_named
 from reshard.names.options import settle, side_of
 from reshard.plan.edits import between_forms, edited, typed_edits
+from reshard.quantised.schemes import stated_settings
 from reshard.records import strategy_digest
 from reshard.records.ledger import current, ledgers_in
 from reshard.records.status import status_of
 from reshard.storage import absolute, exists, is_directory
-from reshard.strategies import NONE, Strategy, names_files, read_strategy
+from reshard.strategies import NONE, SAME, Strategy, names_files, read_strategy
 from reshard.strategies.beside import equal_layouts, strategies_in
 from reshard.text.names import WEIGHTS, is_weight, training_globs
 from reshard.text.report import Report
 from reshard.text.wording import plural, rank_ranges
 
-SRC_STRATEGY, DST_STRATEGY, DEVICES = "SRC_STRATEGY", "DST_STRATEGY", "DEVICES"
-"""Placeholders of strategies, and of the number of devices."""
+SRC_STRATEGY, DST_STRATEGY, DEVICES, CONFIG = "SRC_STRATEGY", "DST_STRATEGY", "DEVICES", "CONFIG"
+"""Placeholders of strategies, of the number of devices, and of the model's config.json."""
 
 # Options that no record contains.
 _OF_RESUME = ("--decrypt-key-file", "--decrypt-mode", "--endpoint-url")
@@ -219,6 +220,8 @@ def _recorded_strategy(directory: str) -> Optional[Strategy]:
         begun = current(ledgers_in(directory or os.curdir))
         commands = begun[0].commands() if len(begun) == 1 else []
         path = commands[0].target_strategy if commands else None
+        if path == SAME:
+            path = commands[0].source_strategy
         if path == NONE:
             return Strategy.none()
         if path is not None and names_files(path) and exists(path):
@@ -423,13 +426,16 @@ class _Advisor:
             yield self._convert(
                 "cluster", self._cluster_title(self._devices), self._suffix(self._devices), words, missing
             )
+        if self._subject.undecoded and not self._lacks_settings:
+            # Codes of an unknown scheme: other forms and programs have no use for them.
+            return
         yield from self._for_strategies()
         if self._subject.form.name != _HUGGINGFACE:
             yield self._huggingface()
         if self._form.names is Names.MODEL:
             words, missing = _together(self._shards(_DCP), self._names(_MINDFORMERS))
             yield self._convert("pytorch", "PyTorch, a distributed checkpoint (DCP)", _DCP, words, missing)
-        if self._subject.quantised:
+        if self._subject.quantised or self._lacks_settings:
             same = ("--dst-strategy", "same") if self._form.cut else ()
             words = (*self._same_form(), *same)
             yield self._convert("dequantize", f"Quantised weights as {_DTYPE}", _DTYPE.lower(), words)
@@ -496,9 +502,21 @@ class _Advisor:
         """A conversion, proved at its end."""
         source, lacking = self._source()
         # Other forms and programs have no use for codes and scales.
-        numbers = ("--dequantize", _DTYPE) if self._subject.quantised and aim != "cluster" else ()
-        command = ("reshard", "convert", self._src, self._out(suffix), "--verify", *source, *words, *numbers)
+        if (self._subject.quantised or self._lacks_settings) and aim != "cluster":
+            words += ("--dequantize", _DTYPE)
+        if "--dequantize" in words and self._lacks_settings:
+            at = words.index("--config") if "--config" in words else len(words)
+            words = (*words[:at], *words[at + 2 :], "--config", CONFIG)
+            text = "The config.json of the quantised model, with its quantization_config."
+            missing = (*(each for each in missing if each.placeholder != CONFIG), Missing(CONFIG, text))
+        command = ("reshard", "convert", self._src, self._out(suffix), "--verify", *source, *words)
         return Suggestion(aim, title, (*command, *self._options), (*lacking, *missing))
+
+    @property
+    def _lacks_settings(self) -> bool:
+        """Whether tensors are quantised and only the model's settings are missing."""
+        config = self._model.config
+        return self._subject.undecoded and (config is None or stated_settings(config) is None)
 
     def _source(self) -> Words:
         """The source's strategy."""
@@ -576,13 +594,13 @@ class _Advisor:
             return (), (Missing(None, f"Names stay unchanged, because the table does not fit: {model.refusal}"),)
         if model.config is None or model.type is None or model.type not in model.tables:
             tables = ", ".join(model.tables)
-            return ("--names", "TABLE", "--config", "CONFIG"), (
+            return ("--names", "TABLE", "--config", CONFIG), (
                 Missing(
                     "TABLE",
                     f"The table for the model; of the built-in ones, {tables} have such names. State its options that "
                     "only change numbers, as in qwen3,gate_up=halves: `reshard names show TABLE`.",
                 ),
-                Missing("CONFIG", "The model's config.json."),
+                Missing(CONFIG, "The model's config.json."),
             )
         stated = [f"{name}={name.upper()}" for name, _ in model.assumed]
         words: tuple[str, ...] = ("--names", ",".join([model.type, *stated]))

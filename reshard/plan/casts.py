@@ -109,9 +109,10 @@ def cast(
 def note_casts(checkpoint: Checkpoint, recipes: Mapping[str, Recipe], report: Report) -> None:
     """Note the number of tensors per pair of types."""
     counts = Counter(
-        (checkpoint.tensors[tensor.sources[0]].dtype, tensor.dtype)
-        for tensor in recipes.values()
-        if tensor.dtype is not None
+        ("codes" if source.decoding is not None else source.dtype, recipe.dtype)
+        for recipe in recipes.values()
+        for source in (checkpoint.tensors[recipe.sources[0]],)
+        if recipe.dtype is not None
     )
     parts = [f"{count} from {stored} to {dtype}" for (stored, dtype), count in sorted(counts.items())]
     report.note("cast: " + (", ".join(parts) if parts else "nothing, all tensors have the requested types"))

@@ -151,6 +151,10 @@ class ScaledCodes:
         """Bytes of this many elements in the files."""
         return -(-elements // self._per_byte)
 
+    def to(self, dtype: str) -> ScaledCodes:
+        """Decodes the tensor to another type."""
+        return ScaledCodes(self._tensor, dtype, self._scales, self._offsets)
+
     def read_into(self, read: ReadBytes, source: StoredSlice, start: int, out: memoryview, cast: CastWords) -> int:
         """Fill ``out`` with elements of a slice; see `checkpoint.Decoding`."""
         if not self._compared:

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Sequence
 from typing import Optional
 
-from reshard.errors import TargetError
+from reshard.errors import ReplaceableError, TargetError
 from reshard.forms.ranks import FileNames
 from reshard.records.commands import EDITS, RecordedCommand
 from reshard.records.identity import Identity
@@ -37,13 +37,15 @@ class Refusals:
         mine: the requested conversion.
         all_files: the command requests the whole target; otherwise several commands fill the directory.
         adding: other ranks of the same conversion may stay next to replaced ones.
+        comparable: `reshard verify` can compare the targets with the source.
     """
 
-    def __init__(self, root: str, mine: Identity, *, all_files: bool, adding: bool) -> None:
+    def __init__(self, root: str, mine: Identity, *, all_files: bool, adding: bool, comparable: bool) -> None:
         self._root = root
         self._mine = mine
         self._whole = all_files
         self._adding = adding
+        self._comparable = comparable
 
     @property
     def replace_all(self) -> str:
@@ -59,7 +61,7 @@ class Refusals:
         commands: Sequence[Sequence[RecordedCommand]],
         command: Optional[RecordedCommand],
         in_the_way: Sequence[str],
-    ) -> TargetError:
+    ) -> ReplaceableError:
         """Other conversions have begun in the directory.
 
         Args:
@@ -91,7 +93,7 @@ class Refusals:
             hint = f"convert every rank with --step {theirs.step}, since a checkpoint has one step; or {replace}"
         else:
             hint = f"to continue it, {typed}; or {elsewhere}, or {replace}"
-        return TargetError(
+        return ReplaceableError(
             f"{self._root} holds another conversion, which differs in {differences or 'records that are not ours'}",
             file=self._root,
             hint=hint,
@@ -99,10 +101,12 @@ class Refusals:
 
     def foreign(self, names: set[str], recorded: set[str]) -> TargetError:
         """Checkpoints of another conversion would remain next to the new ones; ``recorded`` ones match its records."""
+        error_class = TargetError
         hint = "choose another DST, or remove them; otherwise loaders read them as ranks of the new checkpoint"
         if names <= recorded:
+            error_class = ReplaceableError
             hint = f"choose another DST, or replace all of it with {self.replace_all}"
-        return TargetError(
+        return error_class(
             f"{self._root} holds checkpoints of another conversion: {some_names(sorted(names), 3)}",
             file=os.path.join(self._root, min(names)),
             hint=hint,
@@ -117,7 +121,7 @@ class Refusals:
             hint="choose another DST, or remove it",
         )
 
-    def existing(self, ranks: Sequence[int], *, recorded: bool, continuing: bool) -> TargetError:
+    def existing(self, ranks: Sequence[int], *, recorded: bool, continuing: bool) -> ReplaceableError:
         """Targets of some ranks exist, modified after they were recorded, or without a record."""
         why = ", modified after they were written" if recorded else ""
         them = "them" if len(ranks) > 1 else "it"
@@ -125,30 +129,30 @@ class Refusals:
         if continuing and not self._adding:
             replace = f"replace all ranks with {self.replace_all}"
         compare = ""
-        if recorded and self._mine.task == "convert":
+        if recorded and self._comparable:
             verify = shlex.join(["reshard", "verify", self._root, "--src"])
             compare = f"; if only times differ, as after cp -r, this compares the contents: {verify} SRC"
-        return TargetError(
+        return ReplaceableError(
             f"{self._root} already holds {some_names([self._mine.file_of(rank) for rank in ranks], 3)}{why}",
             file=os.path.join(self._root, self._mine.file_of(ranks[0])),
             rank=ranks[0],
             hint=f"choose another DST, remove {them} and run the same command again, or {replace}{compare}",
         )
 
-    def beside(self, names: Sequence[str]) -> TargetError:
+    def beside(self, names: Sequence[str]) -> ReplaceableError:
         """Targets of other ranks would remain next to the replaced ones."""
         single = "remove single files and run the command without --overwrite"
         if self._mine.task == "convert":
             single = "replace single ones with by-rank --overwrite"
-        return TargetError(
+        return ReplaceableError(
             f"{self._root} would keep {some_names(names, 3)} next to the targets that --overwrite replaces",
             file=os.path.join(self._root, names[0]),
             hint=f"replace all ranks with {self.replace_all}, or {single}",
         )
 
-    def live_source(self, ranks: Sequence[int]) -> TargetError:
+    def live_source(self, ranks: Sequence[int]) -> ReplaceableError:
         """Another run is writing from source files that were modified in the meantime."""
-        return TargetError(
+        return ReplaceableError(
             f"another run is writing to {self._root} from source files of {rank_ranges(ranks)} that "
             "were modified in the meantime",
             file=self._root,
@@ -156,9 +160,9 @@ class Refusals:
             hint=f"wait until it ends, or stop it; then convert everything with {self.replace_all}",
         )
 
-    def other_source(self, ranks: Sequence[int], how: str = "sizes, headers or contents differ") -> TargetError:
+    def other_source(self, ranks: Sequence[int], how: str = "sizes, headers or contents differ") -> ReplaceableError:
         """The existing targets were made from other source files."""
-        return TargetError(
+        return ReplaceableError(
             f"the source files of {rank_ranges(ranks)} differ from those of the conversion in {self._root}: {how}",
             file=self._root,
             rank=min(ranks),

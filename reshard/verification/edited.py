@@ -172,6 +172,12 @@ class EditedSource:
             CheckpointError: its elements cannot be cast.
         """
         sources = [self._originals[source] for source in recipe.sources]
+        if requested is not None:
+            # Dequantised elements are rounded once, to the last type.
+            sources = [
+                source if isinstance(source, StoredTensor) else replace(source, dtype=requested)  # type: ignore[type-var]
+                for source in sources
+            ]
         lists = self._lists(recipe)
         used = [sources[number] for number in sorted(needed_sources(recipe.operations, lists[0], recipe.number))]
         types = {source.dtype: source for source in used}

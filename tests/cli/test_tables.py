@@ -1,4 +1,4 @@
-"""Tables on terminals: as wide as these, names shortened in the middle, numbers aligned on the right."""
+"""Tables on terminals: as wide as these, names shortened, numbers aligned on the right."""
 
 from __future__ import annotations
 
@@ -53,6 +53,32 @@ def test_a_table_fits_the_terminal(columns: int, command: str, checkpoint: Path)
     head = lines[lines.index(rows[0]) - 1]
     ends = [match.end() for match in re.finditer(r"\S+( \S+)*", head)]
     assert command == "diff" or all(len(row) == ends[-1] for row in rows)
+
+
+@pytest.mark.parametrize("command", ["stats", "diff"])
+@pytest.mark.parametrize("columns", [50, 80, 100])
+def test_shortened_names_fit_one_name_each(columns: int, command: str, tmp_path: Path) -> None:
+    ends = ("gate_proj.weight", "up_proj.weight", "linear_fc2.weight")
+    names = {
+        f"model.decoder.layers.{layer}.mlp.experts.local_experts.{expert}.{end}"
+        for layer in (0, 1, 11)
+        for expert in (3, 25, 133)
+        for end in ends
+    }
+    a, b = (
+        write_checkpoint(
+            tmp_path / f"{value}.ckpt", {name: Value("Float32", np.full((3, 5), value, "<u4")) for name in names}
+        )
+        for value in (1, 2)
+    )
+    words = [a, "--strategy", "none"] if command == "stats" else [a, b, "--strategy", "none"]
+    lines = plain(terminal_output(columns, LAUNCHER, command, *map(str, words)))
+    shown = [line.split()[0] for line in lines if line.startswith(("model.", "…"))]
+    assert len(set(shown)) == len(shown) == len(names)
+    cut_no_number = r"(?!(?<=\d)\d)"
+    for text in shown:
+        pattern = f"{cut_no_number}.+{cut_no_number}".join(map(re.escape, text.split("…")))
+        assert len([name for name in names if re.fullmatch(pattern, name)]) == 1, text
 
 
 def test_tables_in_a_pipe_or_with_v_contain_whole_names(checkpoint: Path) -> None:

@@ -361,6 +361,31 @@ def test_suggest_dequantizes_quantised_weights(tmp_path: Path) -> None:
     assert all("--dequantize" in item["command"] for item in printed["suggestions"])
 
 
+def test_quantised_weights_without_their_settings_need_the_configuration(tmp_path: Path) -> None:
+    source = shutil.copytree(FIXTURES / "fp8", tmp_path / "fp8")
+    config = (source / "config.json").rename(tmp_path / "settings")
+    printed = suggested(source, "--devices", 2)
+    assert "has no quantization_config" in printed["problems"][0]["text"]
+    for item in printed["suggestions"]:
+        words = [str(config) if word == "CONFIG" else word for word in item["command"]]
+        assert "--dequantize" in words
+        if not placeholders(words):
+            run({**item, "command": words})
+    # Another scheme: no program has a use for the codes.
+    (source / "config.json").write_text('{"quantization_config": {"quant_method": "gptq"}}')
+    printed = suggested(source, "--devices", 2)
+    assert "gptq" in printed["problems"][0]["text"] and printed["suggestions"] == []
+
+
+def test_the_recorded_strategy_of_a_tree_that_is_cut_as_its_source_is_used(tmp_path: Path) -> None:
+    strategy = DEMO / "src_strategy.ckpt"
+    words = ["--src-strategy", strategy, "--dst-strategy", "same"]
+    done("convert", DEMO / "src_checkpoints", tmp_path / "out", *words)
+    printed = suggested(tmp_path / "out")
+    assert printed["strategy"] == str(strategy)
+    assert all("SRC_STRATEGY" not in item["command"] for item in printed["suggestions"])
+
+
 @pytest.mark.long
 def test_commands_for_objects_write_objects(demo: Path, objects: Objects) -> None:
     source = objects.upload(demo / "huggingface", "models/demo")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Optional
@@ -234,6 +235,22 @@ def test_the_summary_lists_merged_weights(tmp_path: Path) -> None:
     fails(2, "verify", tmp_path / "out", "--src", tmp_path / "base", says=["was written by merge-lora", command])
     assert "--src" not in fails(2, "verify", tmp_path / "out", says=[command]).err
     assert done("diff", tmp_path / "base", tmp_path / "out", "--json").json["differing"]
+
+
+def test_changed_targets_of_a_merge_are_merged_again(tmp_path: Path) -> None:
+    adapter = peft(tmp_path / "adapter", matrices())
+    words: list[Argument] = ["merge-lora", base(tmp_path / "base", weights()), adapter, tmp_path / "out"]
+    done(*words)
+    (written,) = (tmp_path / "out").glob("*.safetensors")
+    before = written.read_bytes()
+    os.utime(written, ns=(1, 1))
+    # verify --src has no adapter, and by-rank neither.
+    told = done("status", tmp_path / "out").out
+    assert f"reshard merge-lora BASE ADAPTER {tmp_path / 'out'} --overwrite" in told
+    assert "verify" not in told and "by-rank" not in told
+    assert "verify" not in fails(3, *words, says=["modified after they were written", "--overwrite"]).err
+    done(*words, "--overwrite")
+    assert written.read_bytes() == before
 
 
 def test_without_a_configuration_alpha_is_required(tmp_path: Path) -> None:

@@ -50,6 +50,21 @@ def test_a_directory_is_dequantised_to_the_given_dtype(tmp_path: Path, scheme: s
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("dtype, cast", [("BFloat16", "Float32"), ("Float16", "BFloat16"), ("Float32", "Float16")])
+def test_elements_are_rounded_once_to_the_type_of_a_cast(tmp_path: Path, scheme: str, dtype: str, cast: str) -> None:
+    quantised = write_model(tmp_path / "src", scheme)
+    chosen = quantised[0].name
+    words = ["--dequantize", dtype, "--cast", f"{chosen}={cast}", "--verify"]
+
+    done("convert", tmp_path / "src", tmp_path / "out", *words)
+
+    (written,) = (tmp_path / "out").glob("*.safetensors")
+    same_checkpoints(
+        read_checkpoint(written), {**expected(quantised, dtype), chosen: expected(quantised, cast)[chosen]}
+    )
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
 @given(data=st.data())
 @examples(30)
 def test_every_rank_of_any_layout_gets_its_slices(scheme: str, data: st.DataObject) -> None:

@@ -246,6 +246,19 @@ def test_only_pages_are_replaced(tmp_path: Path) -> None:
     fails(2, "view", DEMO / "src_checkpoints", "-o", tmp_path / "page.svg", says=["has to end in .html"])
 
 
+def test_a_page_that_is_not_named_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    done("view", DEMO / "src_checkpoints")
+    page_ = Path("src_checkpoints.html")
+    before = page_.read_bytes()
+    other = tmp_path / "src_checkpoints"
+    shutil.copytree(DEMO / "src_checkpoints", other, ignore=shutil.ignore_patterns("rank_7"))
+    fails(2, "view", other, says=["src_checkpoints.html: exists", "to replace it: -o src_checkpoints.html"])
+    assert page_.read_bytes() == before
+    done("view", other, "-o", page_)
+    assert page_.read_bytes() != before
+
+
 @given(
     st.dictionaries(st.tuples(st.integers(0, 30), st.integers(0, 11)), st.tuples(st.integers(1, 9), st.integers(1, 3)))
 )

@@ -25,6 +25,15 @@ class _FullForm(Form):
         """By the map or index, or by the form's file names."""
         return full_weights_form(src, names) == self.name
 
+    @caches_listings
+    def read(self, request: ReadRequest) -> Checkpoint:
+        """By the map, or by the index if there is one."""
+        from reshard.forms.full.contents import read_huggingface, read_unified
+
+        check_latest(self, request)
+        read = read_unified if self.name == UNIFIED else read_huggingface
+        return read(request.path, request.handles, request.report, request.damaged)
+
     def marks(self, files: Sequence[str]) -> list[str]:
         """The map or index."""
         return [MAP_FILES[self.name]]
@@ -55,14 +64,6 @@ class UnifiedForm(_FullForm):
     name = "unified"
     options = FormOptions(shard_size=True)
 
-    @caches_listings
-    def read(self, request: ReadRequest) -> Checkpoint:
-        """By its map."""
-        from reshard.forms.full.contents import read_unified
-
-        check_latest(self, request)
-        return read_unified(request.path, request.handles, request.report, request.damaged)
-
     def target(self, checkpoint: Checkpoint, request: WriteRequest) -> TargetForm:
         """Parts of about the same size, and the map."""
         from reshard.forms.full.written_files import FullDirectory
@@ -77,14 +78,6 @@ class HuggingFaceForm(_FullForm):
 
     name = "huggingface"
     options = FormOptions(shard_size=True, mindspore=False)
-
-    @caches_listings
-    def read(self, request: ReadRequest) -> Checkpoint:
-        """By its index, if it has one."""
-        from reshard.forms.full.contents import read_huggingface
-
-        check_latest(self, request)
-        return read_huggingface(request.path, request.handles, request.report, request.damaged)
 
     def target(self, checkpoint: Checkpoint, request: WriteRequest) -> TargetForm:
         """Numbered files, the index, and further files of a Hugging Face source."""
