@@ -149,7 +149,10 @@ def write(directory: Path, scheme: Scheme) -> None:
             codes = random.integers(0, 256, (ROWS, COLUMNS // scheme.per_byte), dtype="u1")
             codes[(codes & 0x7F) == 0x7F] = 0
             counts = tuple(-(-size // block) for size, block in zip((ROWS, COLUMNS), scheme.block))
-            scales = random.integers(100, 130, counts).astype(scheme.scale[1])
+            # Scales of models use all digits of Float32.
+            scales = random.integers(100, 130, counts, "u1")
+            if scheme.scale[1] == "f4":
+                scales = random.uniform(1e-4, 1e-3, counts).astype("f4")
             for end, dtype, array in zip(scheme.names, (scheme.dtype, scheme.scale[0]), (codes, scales)):
                 tensors[f"model.{number}{end}"] = dtype, array
         places.update(dict.fromkeys(tensors, name))

@@ -33,13 +33,18 @@ from reshard.errors import CheckpointError
 from reshard.layout import Box, Grid, boxes_of_range, inside, intersection, shape_of, volume_of, whole_box
 from reshard.quantised.schemes import Quantised, Recognised, TypedShape, recognise, stated_settings
 from reshard.quantised.values import (
+    BLOCK,
     E2M1,
     EXPONENTS,
+    Bytes,
+    Factors,
     Floats,
     Tables,
     Words,
     decode_scales,
     dequantise,
+    factors_of,
+    multiply,
     scale_box,
     tables_of,
     tables_of_exponents,
@@ -55,9 +60,10 @@ _DESCRIPTION = "quant_model_description.json"
 _MAX_DESCRIPTION = 1 << 28
 # Elements that are read at a time: buffers for codes and scales stay below a MiB.
 _MOST = 1 << 19
-# Tables that are made at a time, for the same reason.
+# Tables that are made at a time, and scales that are read at a time, for the same reason.
 _MAX_TABLES = 1 << 8
-# The tables that a thread used last: the next rows mostly need the same ones.
+_MAX_SCALES = 1 << 15
+# The scales and tables that a thread used last: the next rows mostly need the same ones.
 _RECENT = threading.local()
 # Bytes of copies of scales that are compared at a time.
 _COMPARED = 1 << 18
@@ -131,6 +137,27 @@ def _different(name: str, a: StoredSlice, b: StoredSlice) -> CheckpointError:
     )
 
 
+@dataclass(frozen=True, eq=False)
+class _Scaled:
+    """The scales of a box.
+
+    Attributes:
+        owner: decodes the tensor.
+        box: which scales they are.
+        words: as they are stored.
+        scales: as numbers.
+        offsets: the zero points; None without them.
+        factors: for vector arithmetic; None where tables are needed.
+    """
+
+    owner: object
+    box: Box
+    words: Words
+    scales: Floats
+    offsets: Optional[Floats]
+    factors: Optional[Factors]
+
+
 class ScaledCodes:
     """Decodes one tensor; see `checkpoint.Decoding`."""
 
@@ -170,51 +197,69 @@ class ScaledCodes:
         low = first - first % self._per_byte
         high = last + -last % self._per_byte
         shape = shape_of(source.box)
-        most = _MOST
-        if not self._exponents:
-            # Where few elements share a scale, tables are larger than elements.
-            most = min(most, _MAX_TABLES * math.prod(map(min, self._tensor.block, self._tensor.shape)))
-        codes_room = np.empty(min(most, high - low) // self._per_byte, "u1")
+        # Vector arithmetic needs memory for a row.
+        widest = _MOST if shape[-1] <= BLOCK else BLOCK
+        codes_room = np.empty(min(widest, high - low) // self._per_byte, "u1")
+        per_scale = math.prod(map(min, self._tensor.block, self._tensor.shape))
         overflowed = 0
-        for box in boxes_of_range(shape, low, high, most):
-            count = volume_of(box)
-            codes = codes_room[: count // self._per_byte]
-            read(source, low // self._per_byte, codes.data)
-            placed = tuple((at + begin, at + end) for (at, _), (begin, end) in zip(source.box, box))
-            tables, numbers = self._tables(read, scale_box(placed, self._tensor.block), cast)
-            inside_out = first <= low and low + count <= last
-            room = words[low - first : low - first + count] if inside_out else np.empty(count, words.dtype)
-            form = (*shape_of(box)[:-1], shape_of(box)[-1] // self._per_byte)
-            overflowed += dequantise(
-                codes.reshape(form), tables, numbers, self._tensor.block, placed, room.reshape(shape_of(box))
-            )
-            if not inside_out:
-                begin, end = max(low, first), min(low + count, last)
-                words[begin - first : end - first] = room[begin - low : end - low]
-            low += count
+        for outer in boxes_of_range(shape, low, high, _MAX_SCALES * per_scale):
+            scaled = self._scaled(read, scale_box(_placed(outer, source.box), self._tensor.block), volume_of(outer))
+            # Where few elements share a scale, tables are larger than elements.
+            tables = not self._exponents and scaled.factors is None
+            most = min(widest, _MAX_TABLES * per_scale) if tables else widest
+            for inner in boxes_of_range(shape_of(outer), 0, volume_of(outer), most):
+                box = _placed(inner, _placed(outer, source.box))
+                count = volume_of(box)
+                codes = codes_room[: count // self._per_byte]
+                read(source, low // self._per_byte, codes.data)
+                codes = codes.reshape(*shape_of(box)[:-1], -1)
+                inside_out = first <= low and low + count <= last
+                room = words[low - first : low - first + count] if inside_out else np.empty(count, words.dtype)
+                overflowed += self._decode(codes, scaled, box, room.reshape(shape_of(box)), cast)
+                if not inside_out:
+                    begin, end = max(low, first), min(low + count, last)
+                    words[begin - first : end - first] = room[begin - low : end - low]
+                low += count
         return overflowed
 
-    def _tables(self, read: ReadBytes, box: Box, cast: CastWords) -> tuple[Tables, Words]:
-        """Tables of results under the scales of a box, and the table of each scale.
+    def _decode(self, codes: Bytes, scaled: _Scaled, box: Box, out: Words, cast: CastWords) -> int:
+        """Decode a box of elements; returns how many became infinite."""
+        block = self._tensor.block
+        scales = scale_box(box, block)
+        part = inside(scales, scaled.box)
+        if scaled.factors is not None:
+            multiply(codes, scaled.factors.part(part), block, box, out)
+            return 0
+        if self._exponents:
+            tables, numbers = tables_of_exponents(self._tensor.code, self.dtype, cast), scaled.words[part]
+        else:
+            recent: Optional[tuple[object, Box, Tables]] = getattr(_RECENT, "tables", None)
+            if recent is None or recent[:2] != (scaled, scales):
+                offsets = None if scaled.offsets is None else scaled.offsets[part]
+                tables = tables_of(self._tensor.code, scaled.scales[part], self.dtype, cast, offsets)
+                recent = _RECENT.tables = scaled, scales, tables
+            tables, shape = recent[2], shape_of(scales)
+            numbers = np.arange(math.prod(shape), dtype="u4").reshape(shape)
+        return dequantise(codes, tables, numbers, block, box, out)
+
+    def _scaled(self, read: ReadBytes, box: Box, elements: int) -> _Scaled:
+        """The scales of a box, for a number of elements.
 
         Raises:
             CheckpointError: a scale is no positive number.
             ReshardError: the scales cannot be read.
         """
-        recent: Optional[tuple[object, Box, tuple[Tables, Words]]] = getattr(_RECENT, "tables", None)
-        if recent is not None and recent[0] is self and recent[1] == box:
-            return recent[2]
+        recent: Optional[_Scaled] = getattr(_RECENT, "scaled", None)
+        if recent is not None and recent.owner is self and recent.box == box:
+            return recent
         words = self._scales.read(read, box)
         scales = self._checked(decode_scales(words, self._scales.dtype), box)
-        if self._exponents:
-            result = tables_of_exponents(self._tensor.code, self.dtype, cast), words
+        offsets = factors = None
+        if self._offsets is not None:
+            offsets = decode_scales(self._offsets.read(read, box), self._offsets.dtype)
         else:
-            offsets = None
-            if self._offsets is not None:
-                offsets = decode_scales(self._offsets.read(read, box), self._offsets.dtype)
-            tables = tables_of(self._tensor.code, scales, self.dtype, cast, offsets)
-            result = tables, np.arange(scales.size, dtype="u4").reshape(scales.shape)
-        _RECENT.tables = self, box, result
+            factors = factors_of(self._tensor.code, scales, self.dtype, elements)
+        result = _RECENT.scaled = _Scaled(self, box, words, scales, offsets, factors)
         return result
 
     def _checked(self, scales: Floats, box: Box) -> Floats:
@@ -234,6 +279,11 @@ class ScaledCodes:
                 hint="the checkpoint is damaged or was quantised wrongly; without --dequantize, it is copied unchanged",
             )
         return scales
+
+
+def _placed(part: Box, box: Box) -> Box:
+    """A part of a box, counted from the origin of the tensor."""
+    return tuple((low + first, low + last) for (low, _), (first, last) in zip(box, part))
 
 
 class DequantisedCheckpoint(EditedCheckpoint):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import math
+import platform
 
 import numpy as np
 import numpy.typing as npt
@@ -17,9 +19,12 @@ from reshard.layout import shape_of
 from reshard.quantised.values import (
     CODES,
     E2M1,
+    FLOAT8,
     Words,
     decode_scales,
     dequantise,
+    factors_of,
+    multiply,
     scale_box,
     tables_of,
     tables_of_exponents,
@@ -88,7 +93,8 @@ def test_any_box_equals_elements_times_their_scales(data: st.DataObject) -> None
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
     codes = rng.integers(0, 256, (*shape[:-1], shape[-1] // per_byte), dtype="u1")
     whole = tuple((0, size) for size in shape)
-    scales = rng.choice(np.array([0.5, 3.0, 2.0**-130, 2.0**90, 1e-3, 7.7], "f4"), shape_of(scale_box(whole, block)))
+    sizes = data.draw(st.lists(st.sampled_from([0.5, 3.0, 2.0**-130, 2.0**90, 1e-3, 7.7]), min_size=1))
+    scales = rng.choice(np.array(sizes, "f4"), shape_of(scale_box(whole, block)))
     offsets = rng.integers(-5, 5, scales.shape).astype("f4") if data.draw(st.booleans()) else None
     box = []
     for size in shape:
@@ -100,12 +106,19 @@ def test_any_box_equals_elements_times_their_scales(data: st.DataObject) -> None
     bytes_taken = (*taken[:-1], slice(box[-1][0] // per_byte, box[-1][1] // per_byte))
     scales_taken = tuple(slice(low, high) for low, high in scale_box(tuple(box), block))
     out = np.empty([high - low for low, high in box], "u4" if dtype == "Float32" else "u2")
-    tables = tables_of(
-        code, scales[scales_taken], dtype, from_float32, None if offsets is None else offsets[scales_taken]
-    )
-    table_numbers = np.arange(scales[scales_taken].size).reshape(scales[scales_taken].shape)
-
-    overflowed = dequantise(np.ascontiguousarray(codes[bytes_taken]), tables, table_numbers, block, tuple(box), out)
+    codes_taken = np.ascontiguousarray(codes[bytes_taken])
+    # As many elements that all products are checked for ties, or so few that they are not.
+    elements = data.draw(st.sampled_from([1, 1 << 30]))
+    factors = None if offsets is not None else factors_of(code, scales[scales_taken], dtype, elements)
+    if factors is not None and data.draw(st.booleans()):
+        multiply(codes_taken, factors, block, tuple(box), out)
+        overflowed = 0
+    else:
+        tables = tables_of(
+            code, scales[scales_taken], dtype, from_float32, None if offsets is None else offsets[scales_taken]
+        )
+        table_numbers = np.arange(scales[scales_taken].size).reshape(scales[scales_taken].shape)
+        overflowed = dequantise(codes_taken, tables, table_numbers, block, tuple(box), out)
 
     infinite, results = 0, as_floats(out, dtype)
     for index in itertools.product(*(range(low, high) for low, high in box)):
@@ -145,6 +158,49 @@ def test_every_code_times_every_small_scale_is_exact(code: str, dtype: str, scal
     ordinary = ~np.isnan(expected)
     assert (np.signbit(as_floats(out, dtype)) == np.signbit(expected))[ordinary].all()
     assert overflowed == np.count_nonzero(np.isinf(expected) & ~np.isinf(values))
+
+
+@pytest.mark.parametrize("code", [*FLOAT8, "Int8"])
+@pytest.mark.parametrize("dtype", ["Float32", "BFloat16"])
+@pytest.mark.parametrize("elements", [1, 1 << 30])
+def test_vector_arithmetic_has_the_bits_of_the_tables(code: str, dtype: str, elements: int) -> None:
+    rng = np.random.default_rng(5)
+    words = np.concatenate(
+        [np.arange(1, 0x7F80, 61) << 16, np.arange(1, 0xFF) << 23, rng.integers(1, 0x7F800000, 4000)]
+    )
+    codes, box = np.arange(256, dtype="u1")[None], ((0, 1), (0, 256))
+    out = np.empty((1, 256), "u4" if dtype == "Float32" else "u2")
+    checked = set()
+    for scale in words.astype("u4").view("f4"):
+        scales = np.array([[scale]])
+        factors = factors_of(code, scales, dtype, elements)
+        tables = tables_of(code, scales, dtype, from_float32)
+        # Tables where elements overflow, and for the largest scales.
+        assert factors is not None or tables.overflowing.any() or scale > 2.0**7
+        if factors is not None:
+            assert not tables.overflowing.any()
+            multiply(codes, factors, (1, 256), box, out)
+            np.testing.assert_array_equal(out[0], tables.words)
+            checked.add(factors.ties)
+    assert checked == ({True, False} if elements > 1 else {True})
+
+
+def test_a_processor_without_subnormal_numbers_gives_the_same_results() -> None:
+    if platform.machine() != "x86_64" or platform.libc_ver()[0] != "glibc":
+        pytest.skip("the processor's mode is set for x86-64 and glibc only")
+    libm = ctypes.CDLL("libm.so.6")
+    usual, flushing = (ctypes.c_uint32 * 8)(), (ctypes.c_uint32 * 8)()
+    for environment in (usual, flushing):
+        libm.fegetenv(environment)
+    # Flush to zero, and denormals are zero, in MXCSR.
+    flushing[7] |= 0x8040
+    libm.fesetenv(flushing)
+    try:
+        factors = factors_of("Float8E4M3FN", np.ones((1, 1), "f4"), "BFloat16", 1)
+    finally:
+        libm.fesetenv(usual)
+
+    assert factors is None
 
 
 def test_the_product_is_rounded_once_to_the_given_dtype() -> None:
