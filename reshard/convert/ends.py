@@ -62,7 +62,7 @@ def read_ends(src: str, typed: Mapping[str, Any], report: Report) -> Ends:
         # Other types of the same weights are the whole conversion.
         name = form.name
     if name is None:
-        *names, last = [*FORM_CLASSES][1:]
+        *names, last = (each.name for each in FORMS[1:] if each.name in FORM_CLASSES)
         raise UsageError(
             f"--dst-strategy or --to is missing: {src} is of the form {form.name}",
             hint=f"add --dst-strategy FILE for rank files, or --to {', '.join(names)} or {last}",

@@ -26,7 +26,7 @@ def is_read(name: str) -> bool:
     return _plain_name(name) or (name.startswith("torch.distributed.") and name.rpartition(".")[2] in _CLASSES)
 
 
-class Part(NamedTuple):
+class RankPart(NamedTuple):
     """A rank's part of a tensor.
 
     Attributes:
@@ -48,7 +48,7 @@ class PlacementError(ValueError):
     """A tensor whose placement is not read; its text is the end of a sentence about the tensor."""
 
 
-def part_of(archive: Archive, value: Any) -> Optional[Part]:
+def part_of(archive: Archive, value: Any) -> Optional[RankPart]:
     """The part of a tensor that a value of a state dictionary is; None for a value that is no tensor.
 
     Raises:
@@ -62,7 +62,7 @@ def part_of(archive: Archive, value: Any) -> Optional[Part]:
         value = value.args[0]
     if value.name != _REBUILD_TYPE:
         elements = archive.tensor(value)
-        return Part(elements.shape, (0,) * len(elements.shape), elements.shape, 1, elements)
+        return RankPart(elements.shape, (0,) * len(elements.shape), elements.shape, 1, elements)
     shape, state = _wrapped(value)
     spec = _fields(state.get("_spec"))
     mesh = _fields(spec.get("mesh"))
@@ -72,7 +72,7 @@ def part_of(archive: Archive, value: Any) -> Optional[Part]:
     if shape is None or mesh_shape is None or not isinstance(placements, tuple) or len(placements) != len(mesh_shape):
         raise PlacementError("has a mesh or placements that are not read")
     if coordinates is None:
-        return Part(shape, None, elements.shape, math.prod(mesh_shape), elements)
+        return RankPart(shape, None, elements.shape, math.prod(mesh_shape), elements)
     coordinates = _sizes(coordinates)
     if (
         coordinates is None
@@ -98,7 +98,7 @@ def part_of(archive: Archive, value: Any) -> Optional[Part]:
         raise PlacementError(
             f"of shape {list(shape)} has a part of shape {list(elements.shape)}, and one of {sizes} by its placement"
         )
-    return Part(shape, tuple(offsets), tuple(sizes), math.prod(mesh_shape), elements)
+    return RankPart(shape, tuple(offsets), tuple(sizes), math.prod(mesh_shape), elements)
 
 
 def _wrapped(value: PickledInstance) -> tuple[Optional[tuple[int, ...]], dict[str, Any]]:

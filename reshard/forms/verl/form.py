@@ -21,7 +21,7 @@ from reshard.forms.chunks import Chunk, ChunkedCheckpoint, ChunkedTensor, chunke
 from reshard.forms.form import Description, Form, FormOptions, Layouts, ReadRequest
 from reshard.forms.full.directory import extra_files_in, file_names
 from reshard.forms.full.form import check_latest
-from reshard.forms.verl.dtensors import Part, PlacementError, is_read, part_of
+from reshard.forms.verl.dtensors import PlacementError, RankPart, is_read, part_of
 from reshard.storage import caches_listings, for_each, is_directory, names_in
 from reshard.strategies import Strategy
 from reshard.text.messages import listing
@@ -139,7 +139,7 @@ class _RankFile(NamedTuple):
 
     index: CheckpointIndex
     placement: Placement
-    parts: Mapping[str, Union[Part, PlacementError, None]]
+    parts: Mapping[str, Union[RankPart, PlacementError, None]]
 
 
 def _read_rank(path: str, handles: FileHandles) -> Union[_RankFile, DamagedCheckpointError]:
@@ -148,7 +148,7 @@ def _read_rank(path: str, handles: FileHandles) -> Union[_RankFile, DamagedCheck
     Raises:
         ReshardError: it cannot be read.
     """
-    parts: dict[str, Union[Part, PlacementError, None]] = {}
+    parts: dict[str, Union[RankPart, PlacementError, None]] = {}
     with reading(path), contextlib.closing(handles.open_file(path)) as file:
         size = file.size()
         try:
@@ -165,7 +165,7 @@ def _read_rank(path: str, handles: FileHandles) -> Union[_RankFile, DamagedCheck
                     parts[str(name)] = error
         except DamagedCheckpointError as error:
             return DamagedCheckpointError(error.message, file=path, hint=_HINT)
-    stored = {name: part for name, part in parts.items() if isinstance(part, Part)}
+    stored = {name: part for name, part in parts.items() if isinstance(part, RankPart)}
     placement = Placement(
         path,
         [Stored(name, part.elements.dtype, part.sizes) for name, part in stored.items()],
@@ -186,12 +186,12 @@ def _tensors(
         if all(name in file.parts and file.parts[name] is None for file in files):
             others.append(name)
             continue
-        parts: list[Part] = []
-        at: dict[Optional[tuple[int, ...]], Part] = {}
+        parts: list[RankPart] = []
+        at: dict[Optional[tuple[int, ...]], RankPart] = {}
         for file in files:
             part = file.parts.get(name)
             problem = _problem(part, parts[0] if parts else None, at, world)
-            if problem is not None or not isinstance(part, Part):
+            if problem is not None or not isinstance(part, RankPart):
                 faults[name] = CheckpointError(
                     f"{file.index.path}: {quoted(name)} {problem}",
                     file=file.index.path,
@@ -212,9 +212,9 @@ def _tensors(
 
 
 def _problem(
-    part: Union[Part, PlacementError, None],
-    first: Optional[Part],
-    at: Mapping[Optional[tuple[int, ...]], Part],
+    part: Union[RankPart, PlacementError, None],
+    first: Optional[RankPart],
+    at: Mapping[Optional[tuple[int, ...]], RankPart],
     world: int,
 ) -> Optional[str]:
     """Why a part is not read; None if it is.
@@ -248,7 +248,7 @@ def _problem(
     return over + "the others hold different values of it, which nothing places"
 
 
-def _evidence(part: Part) -> list[object]:
+def _evidence(part: RankPart) -> list[object]:
     """The recorded CRC of the bytes around the elements, and where they lie in these."""
     entry = part.elements.entry
     return [entry.crc, part.elements.offset - entry.offset, entry.size, part.elements.strides]
