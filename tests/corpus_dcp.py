@@ -35,10 +35,10 @@ class Case(NamedTuple):
     may_refuse: bool = False
 
 
-def fixtures() -> list[Case]:
+def fixtures(directory: str = "dcp") -> list[Case]:
     """The cases that are always there."""
     found = []
-    for place in sorted((FIXTURES / "dcp").iterdir()):
+    for place in sorted((FIXTURES / directory).iterdir()):
         answer = json.loads((place / "expected.json").read_text())
         tensors = {name: (dtype, tuple(shape), digest) for name, (dtype, shape, digest) in answer["tensors"].items()}
         found.append(Case(place.name, place / "checkpoint", tensors, answer["objects"]))

@@ -69,17 +69,18 @@ class Placement:
     Args:
         path: the file.
         tensors: its tensors, records in the order of their offsets; all of them are records, or none is.
+        located: where the elements of each are; empty if that is looked up when they are read.
 
     Attributes:
         size: the end of the last place.
     """
 
-    def __init__(self, path: str, tensors: Sequence[Stored]) -> None:
+    def __init__(self, path: str, tensors: Sequence[Stored], located: Sequence[Elements] = ()) -> None:
         self.size = 0
         self._path = path
         self._tensors = tensors
         self._starts = array("Q")
-        self._located: dict[int, Elements] = {}
+        self._located: dict[int, Elements] = dict(enumerate(located))
         self._reading = threading.Lock()
         for stored in tensors:
             # So far apart as the records are, windows of the file are windows of these places.

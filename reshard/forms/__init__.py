@@ -9,10 +9,13 @@ FORM_CLASSES = {
     "unified": "full.form:UnifiedForm",
     "huggingface": "full.form:HuggingFaceForm",
 }
-"""Module and class of every form, by its name; `registry.FORMS` loads them. Help needs only the names.
+"""Module and class of every form that is read and written, by its name. Help needs only the names.
 
 The first form that recognises a source reads it. An unrecognised source is of the first form in this table.
 """
+
+READ_ONLY_CLASSES = {"verl": "verl.form:VerlForm"}
+"""Likewise of forms that are only read; `registry.FORMS` loads both, these last."""
 
 SHORT_NAMES = {"hf": "huggingface"}
 """Other names of forms, for options."""

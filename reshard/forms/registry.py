@@ -9,7 +9,7 @@ from typing import Callable
 from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.checkpoints.files import FileHandles
 from reshard.errors import CheckpointError
-from reshard.forms import FORM_CLASSES
+from reshard.forms import FORM_CLASSES, READ_ONLY_CLASSES
 from reshard.forms.form import Form, ReadRequest
 from reshard.forms.ranks import find_checkpoints
 from reshard.forms.ranks.steps import RANK
@@ -25,8 +25,8 @@ def _load(place: str) -> Form:
     return form
 
 
-FORMS: list[Form] = [_load(place) for place in FORM_CLASSES.values()]
-"""All forms, in the order of `FORM_CLASSES`."""
+FORMS: list[Form] = [_load(place) for place in (*FORM_CLASSES.values(), *READ_ONLY_CLASSES.values())]
+"""All forms, in the order of `FORM_CLASSES`, and those that are only read."""
 
 
 def form_named(name: str) -> Form:

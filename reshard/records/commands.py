@@ -20,6 +20,7 @@ from typing import Optional
 from reshard.checkpoints.formats.headers import ALL_FORMATS
 from reshard.defaults import CHOICES, DEFAULT_PREFIX, MAX_DEVICES
 from reshard.errors import RetryableError, TargetError, UsageError
+from reshard.forms import FORM_CLASSES
 from reshard.forms.ranks import Step
 from reshard.forms.registry import FORMS
 from reshard.records.identity import attributes_of, short_digest
@@ -43,7 +44,7 @@ _RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
 _CHOICES = {
     "task": ("convert", "recover"),
     "format": ALL_FORMATS,
-    "to": tuple(form.name for form in FORMS),
+    "to": tuple(FORM_CLASSES),
     "optimizer": (None, "keep"),
     **{name: CHOICES[name] for name in ("crc", "check_replicas", "checksum")},
 }

@@ -17,7 +17,7 @@ from reshard.records import Identity, Manifest
 from reshard.records.ledger import current, ledgers_in
 from reshard.records.status import status_of
 from reshard.storage import is_directory, is_regular_file
-from reshard.strategies import Strategy
+from reshard.strategies import Strategy, shards_of
 from reshard.text.filter_advice import warn_of_unmatched
 from reshard.text.messages import Message, joined, listing
 from reshard.text.name_filters import Filters
@@ -163,16 +163,15 @@ def _source_reader(
     converted: Converted, target: ConvertedTarget, filters: Filters, means: Means, report: Report
 ) -> Callable[[Mapping[str, str]], StoredSource]:
     """A reader of the source's needed slices; see `reader_of`."""
-    place, edits = converted.place, None if converted.edits.is_empty else converted.edits
-    by_rank, to_ranks = (form_named(form).options.by_rank for form in (place.form, target.form))
-    if converted.adapter is None and (edits is None or (by_rank and to_ranks)):
-        return reader_of(
-            place, means.handles, report, target=target.strategy, ranks=target.ranks, filters=filters, edits=edits
-        )
-    if converted.adapter is None and not by_rank:
-        return reader_of(place, means.handles, report, filters=filters, edits=edits)
-    # The needed slices are known only after rules or an adapter are applied to all tensors.
-    return reader_of(place, means.handles, report)
+    if converted.adapter is not None:
+        # The needed slices are known only after the adapter is applied to all tensors.
+        return reader_of(converted.place, means.handles, report)
+    # Rows of everything are cut, whatever the source holds.
+    strategy = Strategy.none() if shards_of(target.strategy.path) is not None else target.strategy
+    edits = None if converted.edits.is_empty else converted.edits
+    return reader_of(
+        converted.place, means.handles, report, target=strategy, ranks=target.ranks, filters=filters, edits=edits
+    )
 
 
 def _edited_differences(

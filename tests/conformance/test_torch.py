@@ -61,8 +61,10 @@ def weights_of(trained: Mapping[str, str]) -> dict[str, str]:
         ("dcp", True, MESHES[2:4]),
         ("hf-sharded", False, MESHES[2:5]),
         ("hf-sharded", True, MESHES[5:]),
+        ("verl", False, MESHES),
+        ("verl", True, MESHES[2:4]),
     ],
-    ids=["dcp", "dcp-tied", "hf-sharded", "hf-sharded-tied"],
+    ids=["dcp", "dcp-tied", "hf-sharded", "hf-sharded-tied", "verl", "verl-tied"],
 )
 def test_a_checkpoint_of_torch_becomes_a_model_of_transformers(
     form: str, tied: bool, meshes: Sequence[Mesh], tmp_path: Path
@@ -171,3 +173,32 @@ def test_tensors_of_every_dtype_and_cut_load_on_another_mesh(form: str, mesh: Me
         done("convert", tmp_path / "0", tmp_path / "hf", "--to", "hf-sharded", "--shards", 2, "--exclude", "complex*")
         done("convert", tmp_path / "hf", tmp_path / "back", "--to", "unified", "--verify")
         assert hashes(tmp_path / "back") == {name: saved[name] for name in saved if not name.startswith("complex")}
+
+
+#: Of rank files: replicas, uneven parts, a rank without rows, parts of parts, plain tensors, and a single value.
+RANK_TENSORS: dict[str, Any] = {
+    "w.rows": ("float32", (7, 3), (-1, 0, -1)),
+    "w.both": ("bfloat16", (7, 5), (-1, 0, 1)),
+    "w.nested": ("float16", (6, 2), (-1, 0, 0)),
+    "w.columns": ("float64", (2, 5), (-1, -1, 1)),
+    "w.whole": ("float32", (3,), (-1, -1, -1)),
+    "w.few": ("float8_e4m3fn", (1, 4), (-1, 0, -1)),
+    "w.none": ("float32", (0, 3), (-1, 0, -1)),
+    "w.plain": ("int64", (3,), ()),
+    "scale": ("float32", (), ()),
+}
+
+
+@pytest.mark.parametrize("mesh", [(1, 2, 2), (2, 2, 2), (1, 3, 2)], ids=str)
+def test_rank_files_of_every_cut_are_put_together(mesh: Mesh, tmp_path: Path) -> None:
+    """Parts of parallel layers lie on a part of the mesh, or are strided."""
+    tensors = {**RANK_TENSORS, **tensors_of((*DTYPES, *INTEGERS))}
+    job = {"do": "ranks", "form": "verl", "directory": str(tmp_path / "0"), "tensors": tensors, "mesh": mesh}
+    (saved,) = oracles.done(oracles.torch_checkpoints([job]))
+    unified = [name for name in saved if not name.startswith("complex")]
+    done("convert", tmp_path / "0", tmp_path / "whole", "--to", "unified", "--exclude", "complex*", "--verify")
+    assert hashes(tmp_path / "whole") == {name: saved[name] for name in unified}
+    done("convert", tmp_path / "0", tmp_path / "dcp", "--to", "dcp", "--shards", 3, "--rename", "*=*", "--verify")
+    places = {"form": "dcp", "directory": str(tmp_path / "dcp"), "mesh": (1, 3, 1), "tensors": rows_of(tensors)}
+    (loaded,) = oracles.done(oracles.torch_checkpoints([{"do": "load", **places}]))
+    assert loaded == {name: saved[name] for name in tensors}

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import io
 import json
 import os
+import zipfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -151,12 +153,29 @@ def read_metadata(path: Path) -> None:
 
 def read_distributed(path: Path) -> None:
     """The metadata of files beside it, or one of these files; what is read has to be right, or be refused."""
-    form = "dcp" if path.name in _DISTRIBUTED["dcp"] else "hyper-parallel"
+    form = next(form for form, files in _DISTRIBUTED.items() if path.name in files)
     for name, content in _DISTRIBUTED[form].items():
         if not (path.parent / name).exists():
             (path.parent / name).write_bytes(content)
+    read_chunks(form, path.parent)
+
+
+def read_rank_pickle(path: Path) -> None:
+    """The pickle in the file of a rank, whose archive has no checksums that would show the damage at once."""
+    directory = path.parent / "ranks"
+    directory.mkdir(exist_ok=True)
+    for name, content in _DISTRIBUTED["verl"].items():
+        if name != _RANK_FILE:
+            (directory / name).write_bytes(content)
+    with zipfile.ZipFile(directory / _RANK_FILE, "w") as archive:
+        for name, content in _RANK_ENTRIES.items():
+            archive.writestr(name, path.read_bytes() if name.endswith("/data.pkl") else content)
+    read_chunks("verl", directory)
+
+
+def read_chunks(form: str, directory: Path) -> None:
     with FileHandles() as handles:
-        found = form_named(form).read(ReadRequest(str(path.parent), handles, Report()))
+        found = form_named(form).read(ReadRequest(str(directory), handles, Report()))
         for index in found.indexes.values():
             for tensor in index.tensors.values():
                 for start, size in tensor.extents:
@@ -211,6 +230,12 @@ _DISTRIBUTED = {
     form: {path.name: path.read_bytes() for path in (FIXTURES / "dcp" / case / "checkpoint").iterdir()}
     for form, case in (("dcp", "w2_old_metadata"), ("hyper-parallel", "hyper_w4_2026_03_by_rank"))
 }
+_RANK_FILE = "model_world_size_4_rank_1.pt"
+_DISTRIBUTED["verl"] = {
+    path.name: path.read_bytes() for path in (FIXTURES / "verl" / "w4_mesh" / "checkpoint").iterdir()
+}
+with zipfile.ZipFile(io.BytesIO(_DISTRIBUTED["verl"][_RANK_FILE])) as _archive:
+    _RANK_ENTRIES = {name: _archive.read(name) for name in _archive.namelist()}
 _CKPT = [ckpt_bytes(tensors, limit, crc) for tensors in checkpoints() for limit, crc in ((None, False), (8, True))]
 _SAFETENSORS = [
     safetensors_bytes({name: tensor for name, tensor in tensors.items() if name != "note"}, metadata)
@@ -269,6 +294,8 @@ READERS = {
         f"hyper-{kind}": Reader(name, [_DISTRIBUTED["hyper-parallel"][name]], read_distributed, 250)
         for kind, name in (("metadata", ".rank1_metadata"), ("records", "_rank1_.safetensors"))
     },
+    "verl": Reader(_RANK_FILE, [_DISTRIBUTED["verl"][_RANK_FILE]], read_distributed, 250),
+    "verl-pickle": Reader("data.pkl", [next(iter(_RANK_ENTRIES.values()))], read_rank_pickle, 800),
 }
 if importlib.util.find_spec("cryptography") is not None:
     _ENCRYPTED = [encrypted(data, mode, block=block) for data in _CKPT[:2] for mode in MODES for block in (64, 1 << 20)]

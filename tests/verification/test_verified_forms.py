@@ -18,7 +18,7 @@ from tests.forms import FINISHED, FORMS, in_safetensors, to
 from tests.mistakes import off_by_one, swapped_rows
 from tests.running import Argument, done, fails, warns
 from tests.sampling import some_of
-from tests.small import World, tensors
+from tests.small import PLAIN_TARGET, SOURCE, World, tensors
 from tests.trees import layout, read_checkpoint, single, write_checkpoint, write_strategy
 
 FULL = tensors()
@@ -84,6 +84,27 @@ def test_a_changed_element_is_found_whatever_the_forms(source: str, form: str, w
         assert found[0]["ranks"] and not found[0]["files"]
     else:
         assert found[0]["files"] == [str(path.relative_to(out))]
+
+
+@pytest.mark.parametrize("edits", [[], ["--cast", "BFloat16"], ["--rename", "v=vv"]], ids=["plain", "cast", "renamed"])
+@pytest.mark.parametrize("form", [form for form in FORMS if form not in ("unified", "huggingface")])
+def test_verification_needs_of_the_source_what_the_target_holds(
+    form: str, edits: list[Argument], tmp_path: Path
+) -> None:
+    """Optimizer shards of the source are lost, and the target's strategy lists none."""
+    world = World(tmp_path, SOURCE, PLAIN_TARGET)
+    world.save(FULL, ranks=[0, 1])
+    source: list[Argument] = ["--src-strategy", world.old]
+    made: list[Argument] = ["--to", form, "--dst-strategy", world.new, *in_safetensors(form), *edits]
+    result = done("convert", world.src, world.dst, *source, *made, "--verify")
+    warns(result, "the target strategy does not need the rest", "m.w")
+    done("verify", world.dst, "--src", world.src, *words(form, world))
+    if form != "dcp":
+        (path, name) = next(
+            (path, name) for path in weights(world.dst) for name in read_checkpoint(path) if name in ("w", "model.w")
+        )
+        flip(path, name)
+        differs("verify", world.dst, "--src", world.src, *words(form, world), says=[f"'{name}'"])
 
 
 def change(path: Path, edit: Callable[[dict[str, Any]], Any]) -> None:

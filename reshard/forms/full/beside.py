@@ -45,7 +45,7 @@ def files_beside(
         ReshardError: a file cannot be read.
     """
     handles, report = request.handles, request.report
-    paths = {name: os.path.join(checkpoint.place, name) for name in checkpoint.extra_files}
+    paths = {os.path.basename(name): os.path.join(checkpoint.place, name) for name in checkpoint.extra_files}
     if CONFIG not in paths and request.config is not None:
         report.note(f"{CONFIG} is copied from {request.config}")
         paths[CONFIG] = request.config
@@ -140,11 +140,12 @@ def check_beside(
 ) -> Iterator[tuple[str, str]]:
     """Compare further files of source and target; see `Form.check_beside`."""
     different = []
-    for name in source.extra_files:
-        old, new = os.path.join(source.place, name), os.path.join(directory, name)
+    for path in source.extra_files:
+        name = os.path.basename(path)
+        old, new = os.path.join(source.place, path), os.path.join(directory, name)
         with reading(new):
             if not is_regular_file(new):
-                yield name, f"is missing, and is in {source.place}"
+                yield name, f"is missing, and is in {os.path.dirname(old)}"
             elif not (_same_but_type(old, new, target) if cast and name == CONFIG else _same(old, new)):
                 different.append(name)
     if different:

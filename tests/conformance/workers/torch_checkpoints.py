@@ -3,13 +3,16 @@
 A `mesh` is the number of replicas, of ranks that FSDP2 shards over, and of ranks of tensor parallelism within. Jobs:
 
 * ``{"do": "train", "model", "directory", "form", "mesh"}``: a model of Hugging Face's makes two steps with AdamW, with
-  two groups of parameters, and is saved: as ``dcp``, model, optimizer and a step, or its weights as ``hf-sharded``.
+  two groups of parameters, and is saved: as ``dcp``, model, optimizer and a step, its weights as ``hf-sharded``, or
+  both in files of ranks as ``verl``.
   Answers hashes of all full tensors, and of the logits of one fixed text as ``logits``.
 * ``{"do": "start", "model", "directory", "form", "mesh", "optimizer"}``: the same model with other weights loads them,
   and the state of its optimizer. Answers the same.
 * ``{"do": "save", "directory", "form", "mesh", "tensors"}``: tensors that are made by name, ``{name: [dtype, shape,
   placements]}``, are saved. A placement is the dimension that an axis of the mesh shards, or -1 for a replica.
   Answers hashes of the full tensors.
+* ``{"do": "ranks", "directory", "form", "mesh", "tensors"}``: likewise with a layer of FSDP2 and tensor parallelism,
+  and a second name of the first tensor.
 * ``{"do": "load", "directory", "form", "mesh", "tensors"}``: they are loaded into these placements. Answers the same.
 """
 
@@ -80,6 +83,10 @@ def _train(job: Job, mesh: DeviceMesh) -> dict[str, str]:
             # Directories of Hugging Face hold tied weights once.
             del weights["lm_head.weight"]
         _save(job, weights)
+        return _hashes(weights) | _logits(model)
+    if job["form"] == "verl":
+        _save(job, weights)
+        _save(job, optimizer.state_dict(), "optim")
         return _hashes(weights) | _logits(model)
     state = get_optimizer_state_dict(model, optimizer)
     _save(job, {"model": weights, "optimizer": state, "step": 2})
@@ -162,6 +169,19 @@ def _save_tensors(job: Job, mesh: DeviceMesh) -> dict[str, str]:
     return {name: _digest(tensor) for name, tensor in full.items()}
 
 
+def _save_with_layer(job: Job, mesh: DeviceMesh) -> dict[str, str]:
+    torch.manual_seed(3)
+    layer = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3, bias=False))
+    parallelize_module(layer, mesh["tensor"], {"0": ColwiseParallel()})
+    fully_shard(layer, mesh=mesh["shards"])
+    cut = {f"layer.{name}": tensor for name, tensor in layer.state_dict().items()}
+    full, state = _full_tensors(job), {}
+    state.update(_placed(job, mesh, full) | cut)
+    full["second.name"], state["second.name"] = (next(iter(each.values())) for each in (full, state))
+    _save(job, state)
+    return _hashes(full) | _hashes(cut)
+
+
 def _load_tensors(job: Job, mesh: DeviceMesh) -> dict[str, str]:
     full = _full_tensors(job)
     loaded = _placed(job, mesh, {name: torch.zeros_like(tensor) for name, tensor in full.items()})
@@ -178,8 +198,12 @@ def _local(tensor: Any) -> torch.Tensor:
     return local
 
 
-def _save(job: Job, state: dict[str, Any]) -> None:
-    if job["form"] == "hf-sharded":
+def _save(job: Job, state: dict[str, Any], prefix: str = "model") -> None:
+    if job["form"] == "verl":
+        os.makedirs(job["directory"], exist_ok=True)
+        name = f"{prefix}_world_size_{dist.get_world_size()}_rank_{dist.get_rank()}.pt"
+        torch.save(state, os.path.join(job["directory"], name))
+    elif job["form"] == "hf-sharded":
         dcp.save(state, storage_writer=HuggingFaceStorageWriter(job["directory"], save_distributed=True))
     else:
         dcp.save(state, checkpoint_id=job["directory"])
@@ -219,6 +243,7 @@ _JOBS: Mapping[str, Callable[[Job, DeviceMesh], dict[str, str]]] = {
     "train": _train,
     "start": _start,
     "save": _save_tensors,
+    "ranks": _save_with_layer,
     "load": _load_tensors,
 }
 
