@@ -94,7 +94,7 @@ def part_of(archive: Archive, value: Any) -> Optional[RankPart]:
             start = min(part * coordinates[number], sizes[dimension])
             offsets[dimension] += start
             sizes[dimension] = min(part, sizes[dimension] - start)
-    if elements.shape != tuple(sizes) and (math.prod(elements.shape) or math.prod(sizes)):
+    if elements.shape != tuple(sizes) and (0 not in elements.shape or 0 not in sizes):
         raise PlacementError(
             f"of shape {list(shape)} has a part of shape {list(elements.shape)}, and one of {sizes} by its placement"
         )

@@ -85,9 +85,9 @@ class VerlForm(Form):
         if not files and lacking is not None:
             raise lacking
         for file in files:
-            request.handles.place(file.index.path, file.placement)
+            request.handles.place(file.header.path, file.placement)
         tensors, faults = _tensors(files, world, request.report)
-        checkpoint = chunked_checkpoint(self.name, directory, [file.index for file in files], tensors, faults, _HINT)
+        checkpoint = chunked_checkpoint(self.name, directory, [file.header for file in files], tensors, faults, _HINT)
         beside = os.path.join(directory, _BESIDE)
         if _BESIDE in names and is_directory(beside):
             extra_files = extra_files_in(beside, names_in(beside), ())
@@ -132,12 +132,12 @@ class _RankFile(NamedTuple):
     """The file of a rank.
 
     Attributes:
-        index: its tensors.
+        header: its tensors.
         placement: their places.
         parts: the part of each tensor, or why it is not read; None for a value that is no tensor.
     """
 
-    index: CheckpointIndex
+    header: CheckpointIndex
     placement: Placement
     parts: Mapping[str, Union[RankPart, PlacementError, None]]
 
@@ -193,8 +193,8 @@ def _tensors(
             problem = _problem(part, parts[0] if parts else None, at, world)
             if problem is not None or not isinstance(part, RankPart):
                 faults[name] = CheckpointError(
-                    f"{file.index.path}: {quoted(name)} {problem}",
-                    file=file.index.path,
+                    f"{file.header.path}: {quoted(name)} {problem}",
+                    file=file.header.path,
                     parameter=name,
                     hint=f"take the files of one save, or leave it out with --exclude {as_pattern(name)}",
                 )
