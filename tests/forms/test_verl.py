@@ -245,7 +245,7 @@ def placement(kind: str, **fields: Any) -> PickledInstance:
         ((placement("Shard", dim=0),), "a mesh or placements"),
         ("Shard", "a mesh or placements"),
     ],
-    ids=str,
+    ids=["partial", "no_such_dimension", "negative_dimension", "strided", "too_few", "no_tuple"],
 )
 def test_other_placements_are_refused(placements: Any, words: str, saved: Path) -> None:
     def change(state: dict[str, Any]) -> None:
