@@ -319,7 +319,7 @@ def test_names_may_contain_any_characters(tmp_path: Path) -> None:
     same(read(saved.write(tmp_path / ITERATION)), saved)
 
 
-def test_unreadable_files_are_retryable_errors(tmp_path: Path) -> None:
+def test_metadata_that_is_a_directory_is_an_error(tmp_path: Path) -> None:
     saved = saving()
     iteration = saved.write(tmp_path / ITERATION)
     (iteration / "metadata.json").unlink()

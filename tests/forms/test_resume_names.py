@@ -76,7 +76,7 @@ def test_a_prefix_that_gives_no_file_name_is_wrong_usage(prefix: str) -> None:
         ("rank_3/llama_rank_3-1_0200.ckpt", None),
     ],
 )
-def test_meta_json_requires_names_of_a_training(name: str, said: Optional[tuple[int, int]]) -> None:
+def test_meta_json_is_written_for_training_names_only(name: str, said: Optional[tuple[int, int]]) -> None:
     found = meta_json(name)
     if said is None:
         assert found is None

@@ -69,7 +69,7 @@ def replaced_with_a_run_for_all(world: World, *options: Argument) -> None:
 
 
 @pytest.mark.parametrize(("swapped", "options", "part"), some_of(itertools.product([False, True], OTHERWISE, PARTS), 3))
-def test_another_conversion_says_what_to_type_to_go_on(
+def test_refusal_of_another_conversion_suggests_commands(
     options: tuple[str, ...], swapped: bool, part: str, world: World
 ) -> None:
     save(world)
@@ -96,7 +96,7 @@ def test_ranks_of_two_steps_are_never_advised(part: str, world: World) -> None:
     assert "another DST" not in told.err
 
 
-def test_what_cannot_be_told_by_options_is_done_with_the_command_that_was_given(world: World) -> None:
+def test_differences_without_an_option_suggest_the_recorded_command(world: World) -> None:
     save(world)
     other = write_strategy(world.root / "other", without(world.target, "m.w"))
     done(*world.words("--ranks", "0", "--dst-strategy", other))
@@ -107,7 +107,7 @@ def test_what_cannot_be_told_by_options_is_done_with_the_command_that_was_given(
     replaced_with_a_run_for_all(world)
 
 
-def test_files_without_a_step_are_no_step_to_give(world: World) -> None:
+def test_files_without_a_step_suggest_no_step(world: World) -> None:
     save(world)
     plain = world.root / "plain"
     shutil.copytree(world.src, plain)
@@ -121,7 +121,7 @@ def test_files_without_a_step_are_no_step_to_give(world: World) -> None:
     done(*before)
 
 
-def test_recoveries_say_what_to_type_too(plain: World) -> None:
+def test_refusal_of_another_recovery_suggests_commands(plain: World) -> None:
     full = {name: FULL[name] for name in ("w", "v")}
     for step in ("1_9", "1_10"):
         plain.save(full, f"rank_{{rank}}/net-{step}.ckpt", ranks=[0, 1, 2])
@@ -139,7 +139,7 @@ def test_recoveries_say_what_to_type_too(plain: World) -> None:
     assert len(tree_bytes(plain.dst)) == 2
 
 
-def test_some_ranks_beside_others_are_replaced_with_all_or_one_by_one(world: World) -> None:
+def test_replacing_some_ranks_suggests_all_or_one_by_one(world: World) -> None:
     world.save(FULL)
     world.convert()
     for options in (("--ranks", "0"), ("--shard", "0/2")):
@@ -148,7 +148,7 @@ def test_some_ranks_beside_others_are_replaced_with_all_or_one_by_one(world: Wor
     world.convert("--overwrite")
 
 
-def test_a_recovered_rank_is_replaced_by_removing_it(plain: World) -> None:
+def test_replacing_a_recovered_rank_suggests_removing_it(plain: World) -> None:
     plain.save({name: FULL[name] for name in ("w", "v")}, ranks=[0, 1, 2])
     recover: list[Argument] = ["recover", plain.src, plain.dst, "--strategy", plain.old]
     done(*recover)
@@ -169,7 +169,7 @@ def test_a_recovered_rank_is_replaced_by_removing_it(plain: World) -> None:
 
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("cure", ["remove", "replace"])
-def test_a_changed_target_is_removed_or_replaced(cure: str, part: str, world: World) -> None:
+def test_a_modified_target_suggests_removal_or_overwrite(cure: str, part: str, world: World) -> None:
     world.save(FULL)
     world.convert()
     (world.dst / "rank_1" / "checkpoint_1.ckpt").write_bytes(b"trained on")
@@ -191,7 +191,7 @@ def test_a_changed_target_is_removed_or_replaced(cure: str, part: str, world: Wo
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_a_target_without_a_record_is_replaced(part: str, world: World) -> None:
+def test_a_target_without_a_record_suggests_overwrite(part: str, world: World) -> None:
     world.save(FULL)
     world.convert()
     shutil.rmtree(world.dst / ".reshard")
@@ -207,7 +207,7 @@ def test_a_target_without_a_record_is_replaced(part: str, world: World) -> None:
     same_ranks(world.found(), world.expected(FULL))
 
 
-def test_checkpoints_of_nobody_are_removed(world: World) -> None:
+def test_unrecorded_checkpoints_suggest_removal(world: World) -> None:
     world.save(FULL)
     other = world.dst / "rank_5" / "net-1_1.ckpt"
     other.parent.mkdir(parents=True)
@@ -218,7 +218,7 @@ def test_checkpoints_of_nobody_are_removed(world: World) -> None:
     world.convert()
 
 
-def test_checkpoints_of_another_conversion_are_replaced_by_a_run_for_all(world: World) -> None:
+def test_checkpoints_of_another_conversion_suggest_a_run_for_all_ranks(world: World) -> None:
     world.save(FULL)
     world.convert("--exclude", "m.*")
     for words in (world.words("--overwrite", "--ranks", "0"), world.words(0, "--overwrite", command="by-rank")):
@@ -227,7 +227,7 @@ def test_checkpoints_of_another_conversion_are_replaced_by_a_run_for_all(world: 
     replaced_with_a_run_for_all(world)
 
 
-def test_what_is_no_file_or_directory_is_removed(world: World, tmp_path: Path) -> None:
+def test_a_special_file_suggests_removal(world: World, tmp_path: Path) -> None:
     world.save(FULL)
     world.dst.write_text("a file")
     fails(3, *world.words(), says=["is not a directory", "choose another DST"])
@@ -246,7 +246,7 @@ def test_what_is_no_file_or_directory_is_removed(world: World, tmp_path: Path) -
     world.convert()
 
 
-def test_a_target_elsewhere_does_not_overlap(world: World) -> None:
+def test_overlapping_paths_suggest_another_target(world: World) -> None:
     world.save(FULL)
     inside = world.words()
     inside[2] = world.src / "out"
@@ -264,7 +264,7 @@ def test_a_target_elsewhere_does_not_overlap(world: World) -> None:
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_a_source_that_has_changed_is_converted_anew(part: str, world: World) -> None:
+def test_a_changed_source_suggests_overwrite(part: str, world: World) -> None:
     world.save(FULL)
     world.by_rank(0)
     world.save({**FULL, "w": FULL["w"]}, copied={})
@@ -285,7 +285,7 @@ def test_a_source_that_has_changed_is_converted_anew(part: str, world: World) ->
     world.convert("--overwrite")
 
 
-def test_a_source_of_another_time_is_converted_again_if_need_be(world: World) -> None:
+def test_a_source_of_another_time_suggests_overwrite(world: World) -> None:
     world.save(FULL)
     world.by_rank(0)
     for path in world.src.rglob("*.ckpt"):
@@ -294,7 +294,7 @@ def test_a_source_of_another_time_is_converted_again_if_need_be(world: World) ->
     assert "another time" not in world.convert("--overwrite").err
 
 
-def test_a_live_run_of_an_older_source_is_waited_for(world: World) -> None:
+def test_a_live_run_of_an_older_source_suggests_waiting(world: World) -> None:
     world.save(FULL)
     with live_run(world.words()):
         for path in world.src.rglob("*.ckpt"):
@@ -304,7 +304,7 @@ def test_a_live_run_of_an_older_source_is_waited_for(world: World) -> None:
     world.convert("--overwrite")
 
 
-def test_a_live_run_of_another_conversion_is_waited_for(world: World) -> None:
+def test_a_live_run_of_another_conversion_suggests_waiting(world: World) -> None:
     world.save(FULL)
     with live_run(world.words("--prefix", "x")):
         told = fails(3, *world.words(), says=["another conversion is writing", "wait until it ends, or"])
@@ -313,7 +313,7 @@ def test_a_live_run_of_another_conversion_is_waited_for(world: World) -> None:
     world.convert()
 
 
-def test_where_there_are_no_locks_a_dead_run_is_told_by_hand(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_locks_a_dead_run_suggests_removing_its_record(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     world.save(FULL)
     world.by_rank(0, "--prefix", "x")
 
@@ -328,7 +328,7 @@ def test_where_there_are_no_locks_a_dead_run_is_told_by_hand(world: World, monke
     replaced_with_a_run_for_all(world)
 
 
-def test_records_of_two_conversions_end_with_overwrite(world: World) -> None:
+def test_records_of_two_conversions_suggest_overwrite(world: World) -> None:
     """As after copying records into a directory, or on file systems whose locks do not reach others."""
     world.save(FULL)
     world.convert()
@@ -342,7 +342,7 @@ def test_records_of_two_conversions_end_with_overwrite(world: World) -> None:
     assert {path.suffix for path in world.dst.glob("rank_*/*")} == {".ckpt"}
 
 
-def test_space_that_is_freed_suffices(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_suggests_sufficient_space(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     world.save(FULL)
     with monkeypatch.context() as patch:
         patch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_blocks=9, f_bavail=0, f_frsize=1))
@@ -350,7 +350,7 @@ def test_space_that_is_freed_suffices(world: World, monkeypatch: pytest.MonkeyPa
     world.convert()
 
 
-def test_lost_ranks_alone_are_verified_in_their_tree(plain: World) -> None:
+def test_recovered_lost_ranks_suggest_verifying_the_whole_tree(plain: World) -> None:
     plain.save({name: FULL[name] for name in ("w", "v")}, ranks=[0, 1, 2])
     done("recover", plain.src, plain.dst, "--strategy", plain.old, "--lost-only")
     fails(3, "verify", plain.dst, says=["copy the lost ranks back", "--replicas --strategy S"])
@@ -358,7 +358,7 @@ def test_lost_ranks_alone_are_verified_in_their_tree(plain: World) -> None:
     done("verify", plain.src, "--replicas", "--strategy", plain.old)
 
 
-def test_a_record_that_is_damaged_is_removed(world: World) -> None:
+def test_a_damaged_record_suggests_removal(world: World) -> None:
     world.save(FULL)
     world.convert()
     (plan,) = (world.dst / ".reshard").glob("*/plan.json")

@@ -8,7 +8,7 @@ from tests.small import World, tensors
 FULL = tensors()
 
 
-def test_a_rank_that_the_target_strategy_does_not_have_is_named(world: World) -> None:
+def test_a_rank_over_the_target_device_count_is_named(world: World) -> None:
     world.save(FULL)
     world.convert()
     assert done("status", world.dst, "--json").json["beside"] == []
@@ -22,7 +22,7 @@ def test_a_rank_that_the_target_strategy_does_not_have_is_named(world: World) ->
     fails(3, *world.words(), says=["rank_7/checkpoint_7.ckpt"])
 
 
-def test_weights_that_belong_to_no_part_of_a_form_are_named(world: World) -> None:
+def test_foreign_weights_in_a_form_are_named(world: World) -> None:
     world.save(FULL)
     words: list[Argument] = ["convert", world.src, world.dst, "--src-strategy", world.old, "--to", "unified"]
     done(*words)
@@ -31,7 +31,7 @@ def test_weights_that_belong_to_no_part_of_a_form_are_named(world: World) -> Non
     fails(3, *words, says=["part7.safetensors"])
 
 
-def test_without_what_finishes_its_form_a_directory_is_not_complete(world: World) -> None:
+def test_a_directory_without_its_finishing_files_is_not_complete(world: World) -> None:
     world.save(FULL)
     words: list[Argument] = ["convert", world.src, world.dst, "--src-strategy", world.old, "--to", "unified"]
     done(*words)

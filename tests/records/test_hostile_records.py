@@ -103,7 +103,7 @@ def read(world: World, record: Record, path: Path, *, seconds: int = 5) -> list[
 
 
 @pytest.mark.parametrize("kind", [kind for kind in SPECIAL if kind not in ("missing",)])
-def test_what_is_no_file_is_no_record_and_never_waited_for(
+def test_special_files_in_place_of_records_are_refused_without_waiting(
     world: World, record: tuple[Record, Path], kind: str
 ) -> None:
     use, path = record
@@ -115,7 +115,7 @@ def test_what_is_no_file_is_no_record_and_never_waited_for(
 
 
 @pytest.mark.parametrize("head", [b"", b'{"version": 1, "a": ', b'{"ranks": [', b"\xff" * 8])
-def test_a_sparse_terabyte_is_not_read(world: World, record: tuple[Record, Path], head: bytes) -> None:
+def test_a_sparse_record_of_a_terabyte_is_not_read(world: World, record: tuple[Record, Path], head: bytes) -> None:
     use, path = record
     path.unlink()
     write_sparse(path, [head, 1 << 40])
@@ -141,7 +141,7 @@ TEXTS = {
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_what_is_no_record_is_refused_by_name(world: World, record: tuple[Record, Path], text: str) -> None:
+def test_invalid_records_are_refused_by_name(world: World, record: tuple[Record, Path], text: str) -> None:
     use, path = record
     path.write_bytes(TEXTS[text])
     for result in read(world, use, path):
@@ -178,7 +178,7 @@ def with_value(content: Any, path: tuple[Any, ...], value: Optional[Any], remove
     return made
 
 
-def test_no_value_of_a_record_is_taken_for_granted(world: World, record: tuple[Record, Path]) -> None:
+def test_every_value_of_a_record_is_checked(world: World, record: tuple[Record, Path]) -> None:
     use, path = record
     content = json.loads(path.read_text())
     for number, place in enumerate(leaves(content)):
@@ -191,7 +191,7 @@ def test_no_value_of_a_record_is_taken_for_granted(world: World, record: tuple[R
 
 
 @pytest.mark.parametrize("kind", ["manifest alone", "plan"])
-def test_a_thousand_million_ranks_are_no_conversion(world: World, kind: str) -> None:
+def test_a_record_of_a_thousand_million_ranks_is_refused(world: World, kind: str) -> None:
     world.save(tensors())
     world.convert()
     path = RECORDS[kind].find(world)
@@ -206,7 +206,7 @@ def test_a_thousand_million_ranks_are_no_conversion(world: World, kind: str) -> 
 
 
 @pytest.mark.long
-def test_a_large_result_is_merged_in_little_memory(tmp_path: Path) -> None:
+def test_a_large_fingerprint_is_merged_in_bounded_memory(tmp_path: Path) -> None:
     """What is kept is a few bytes per slice, whatever the text takes."""
     slices = [{"stage": 0, "box": [[n, n + 1], [0, 8]], "sum": f"{n:032x}"} for n in range(2000)]
     parameter = {"dtype": "Float32", "shape": [2000, 8], "fingerprint": None}

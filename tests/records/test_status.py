@@ -25,7 +25,7 @@ def status(world: World) -> dict[str, Any]:
     return found
 
 
-def test_ranks_come_one_by_one_until_it_is_complete(world: World) -> None:
+def test_status_counts_ranks_until_completion(world: World) -> None:
     world.save(FULL)
     world.by_rank(1)
     found = status(world)
@@ -39,7 +39,7 @@ def test_ranks_come_one_by_one_until_it_is_complete(world: World) -> None:
     assert "complete" in done("status", world.dst).out
 
 
-def test_a_file_that_was_removed_is_missing_and_a_changed_one_is_told_apart(world: World) -> None:
+def test_status_distinguishes_missing_and_modified_files(world: World) -> None:
     world.save(FULL)
     world.convert()
     (world.dst / "rank_0" / "checkpoint_0.ckpt").unlink()
@@ -57,7 +57,7 @@ def test_a_file_that_was_removed_is_missing_and_a_changed_one_is_told_apart(worl
 
 
 @pytest.mark.parametrize("changed", [[1], [0, 1]])
-def test_the_commands_for_changed_files_can_be_pasted(changed: list[int], world: World) -> None:
+def test_commands_for_modified_files_can_be_pasted(changed: list[int], world: World) -> None:
     world.save(FULL)
     world.convert()
     for rank in changed:
@@ -82,7 +82,7 @@ def test_the_command_in_the_refusal_of_resume_can_be_pasted(world: World) -> Non
     assert status(world)["complete"]
 
 
-def test_a_copy_without_records_is_known_by_its_manifest(world: World) -> None:
+def test_status_of_a_copy_reads_its_manifest(world: World) -> None:
     world.save(FULL)
     world.convert()
     shutil.rmtree(world.dst / ".reshard")
@@ -91,7 +91,7 @@ def test_a_copy_without_records_is_known_by_its_manifest(world: World) -> None:
     assert status(world)["missing"] == [0]
 
 
-def test_a_damaged_manifest_is_left_to_commands_that_read_it(world: World) -> None:
+def test_status_ignores_a_damaged_manifest(world: World) -> None:
     world.save(FULL)
     world.convert()
     (world.dst / "reshard-manifest.json").write_text("{")
@@ -99,12 +99,12 @@ def test_a_damaged_manifest_is_left_to_commands_that_read_it(world: World) -> No
     fails(3, "verify", world.dst, says=["is damaged, or not a manifest"])
 
 
-def test_a_directory_without_a_conversion_is_an_error(tmp_path: Path) -> None:
+def test_status_of_another_directory_is_an_error(tmp_path: Path) -> None:
     fails(3, "status", tmp_path, says=[str(tmp_path)])
     fails(3, "status", tmp_path / "nowhere", says=["nowhere"])
 
 
-def test_a_recovery_of_lost_ranks_alone_is_complete_with_them(plain: World) -> None:
+def test_a_recovery_of_lost_ranks_is_complete_without_the_others(plain: World) -> None:
     plain.save({name: FULL[name] for name in ("w", "v")}, ranks=[0, 1])
     recover: list[Argument] = ["recover", plain.src, plain.dst, "--strategy", plain.old]
     done(*recover, "--lost-only", "--ranks", "2")
@@ -135,7 +135,7 @@ def test_a_recovery_of_lost_ranks_alone_is_complete_with_them(plain: World) -> N
     assert status(plain)["complete"] and status(plain)["manifest"]
 
 
-def test_lost_ranks_that_were_put_back_meanwhile_leave_it_complete(plain: World) -> None:
+def test_a_recovery_stays_complete_after_its_ranks_are_copied_back(plain: World) -> None:
     plain.save({name: FULL[name] for name in ("w", "v")}, ranks=[0, 1, 2])
     recover: list[Argument] = ["recover", plain.src, plain.dst, "--strategy", plain.old, "--lost-only"]
     assert f"file names are those of {plain.src}" in " ".join(done(*recover).err.split())
@@ -178,7 +178,7 @@ def test_a_model_without_its_configuration_is_not_complete(tmp_path: Path) -> No
     assert done("status", out, "--json").json["complete"]
 
 
-def test_an_interrupted_run_names_missing_files_and_the_command_that_continues(
+def test_status_lists_missing_files_and_the_command_that_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     src, out = tmp_path / "src", tmp_path / "out"

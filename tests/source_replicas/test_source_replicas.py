@@ -121,7 +121,7 @@ def test_a_strategy_that_swaps_axes_is_refused_and_nothing_is_written(kind: str,
     done(*tree.words(tree.true, *options, command=command))
 
 
-def test_what_the_error_says_to_type_looks_at_the_same_step(tmp_path: Path) -> None:
+def test_the_suggested_command_uses_the_same_step(tmp_path: Path) -> None:
     """Here an older one, of names that a shell would take apart."""
     tree = Tree(tmp_path / "my run")
     tree.save()
@@ -134,7 +134,7 @@ def test_what_the_error_says_to_type_looks_at_the_same_step(tmp_path: Path) -> N
         assert result.status == 4 and "1_11" not in result.out + result.err and "blocks." in result.out
 
 
-def test_one_rank_judges_the_strategy_as_all_do(tree: Tree) -> None:
+def test_one_rank_checks_the_strategy_as_all_ranks_do(tree: Tree) -> None:
     """Also where that rank itself gets nothing of what differs."""
     tree.save()
     tree.change(4, *WEIGHTS)
@@ -148,7 +148,7 @@ def test_one_rank_judges_the_strategy_as_all_do(tree: Tree) -> None:
     done(*tree.words(tree.true, "--check-replicas", "all", command="by-rank 0"))
 
 
-def test_recover_and_the_python_functions_refuse_it_too(tree: Tree) -> None:
+def test_recover_and_python_functions_refuse_a_wrong_strategy(tree: Tree) -> None:
     tree.save()
     shutil.rmtree(tree.src / "rank_5")
     fails(3, "recover", tree.src, tree.dst, "--strategy", tree.wrong, says=["the strategy is probably wrong"])
@@ -159,14 +159,14 @@ def test_recover_and_the_python_functions_refuse_it_too(tree: Tree) -> None:
     warns(done("recover", tree.src, tree.dst, "--strategy", tree.true, "-v"), AGREE)
 
 
-def test_never_compares_nothing_and_says_so(tree: Tree) -> None:
+def test_replica_check_never_compares_nothing_and_reports_it(tree: Tree) -> None:
     tree.save()
     found = done(*tree.words(tree.wrong, "--check-replicas", "never", "--json", "-v"))
     assert replicas(found) == {"compared": "nothing", "samples": 0, "parameters": 0, "untested": 0, "tested": False}
     warns(found, "replicas were not compared (--check-replicas never)")
 
 
-def test_the_summary_tells_what_was_compared(tree: Tree) -> None:
+def test_the_summary_counts_compared_parameters(tree: Tree) -> None:
     tree.save()
     few = done(*tree.words(tree.true, "--json", "-v"))
     warns(few, AGREE)
@@ -179,7 +179,7 @@ def test_the_summary_tells_what_was_compared(tree: Tree) -> None:
     assert done(*tree.words(tree.true, "--json", "--overwrite")).json["replicas"] == few.json["replicas"]
 
 
-def test_with_only_the_files_of_the_rank_list_nothing_can_be_tested(tree: Tree) -> None:
+def test_the_files_of_a_rank_list_leave_no_replicas_to_compare(tree: Tree) -> None:
     tree.save()
     strategies: list[Argument] = ["--src-strategy", tree.wrong, "--dst-strategy", tree.new]
     for rank in set(range(8)).difference(done("rank-list", 1, *strategies, "--json").json["ranks"]):
@@ -220,7 +220,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Reads:
 
 
 @pytest.mark.parametrize(("options", "most"), [((), 1024), (("--verify",), 4 * 4096)])
-def test_what_is_read_is_bounded_however_large_the_tree(
+def test_the_replica_check_reads_a_bounded_number_of_bytes(
     options: tuple[str, ...], most: int, tmp_path: Path, reads: Reads
 ) -> None:
     names = [f"blocks.{layer}.w{number}" for layer in range(100) for number in range(6)]
@@ -236,7 +236,7 @@ def test_what_is_read_is_bounded_however_large_the_tree(
     assert len({path for path, _ in reads.sampled}) == 8
 
 
-def test_all_reads_every_byte_of_every_replica(tree: Tree, reads: Reads) -> None:
+def test_replica_check_all_reads_every_byte_of_every_replica(tree: Tree, reads: Reads) -> None:
     tree.save()
     done(*tree.words(tree.true, "--check-replicas", "all", "--dry-run"))
     everything = 8 * (len(WEIGHTS) * 8 * 24 + len(NORMS) * 24) * 4
@@ -247,7 +247,7 @@ def test_all_reads_every_byte_of_every_replica(tree: Tree, reads: Reads) -> None
 # Replicas that diverged.
 
 
-def test_a_diverged_replica_is_told_from_a_wrong_strategy(tree: Tree) -> None:
+def test_a_diverged_replica_is_distinguished_from_a_wrong_strategy(tree: Tree) -> None:
     tree.save()
     tree.change(5, "blocks.3.w1")
     result = fails(
@@ -259,21 +259,21 @@ def test_a_diverged_replica_is_told_from_a_wrong_strategy(tree: Tree) -> None:
     done(*tree.words(tree.true, "--check-replicas", "never"))
 
 
-def test_norms_that_were_not_synchronised_are_told_from_a_wrong_strategy(tree: Tree) -> None:
+def test_unsynchronised_norms_are_distinguished_from_a_wrong_strategy(tree: Tree) -> None:
     tree.save()
     for rank in range(8):
         tree.change(rank, *NORMS[: rank % 3])
     fails(3, *tree.words(tree.true, "--check-replicas", "all"), says=["the replicas have probably diverged"])
 
 
-def test_a_rank_that_diverged_as_a_whole_is_named(tree: Tree) -> None:
+def test_a_wholly_diverged_rank_is_named(tree: Tree) -> None:
     tree.save()
     tree.change(6, *WEIGHTS, *NORMS)
     result = fails(3, *tree.words(tree.true), says=["diverged", "rank 6"])
     assert "the strategy is probably wrong" not in result.err
 
 
-def test_a_layout_that_is_wrong_for_some_parameters_only_may_be_either(tree: Tree) -> None:
+def test_a_layout_wrong_for_some_parameters_is_reported_as_undecided(tree: Tree) -> None:
     full = {**FULL, **{f"blocks.{number}.head": value(f"head{number}", (32, 24)) for number in range(3)}}
     heads = sorted(full.keys() - FULL.keys())
 
@@ -293,7 +293,7 @@ def test_a_layout_that_is_wrong_for_some_parameters_only_may_be_either(tree: Tre
 # Where there is nothing to compare, or nothing that tells.
 
 
-def test_without_replicas_the_plan_says_that_only_shapes_were_checked(tree: Tree) -> None:
+def test_without_replicas_the_plan_reports_a_check_of_shapes_only(tree: Tree) -> None:
     cut = single({name: layout([2, 4], [0, -1], -1, 4) for name in WEIGHTS})
     tree.save({name: FULL[name] for name in WEIGHTS}, cut)
     old = write_strategy(tree.root / "sharded", cut)
@@ -330,13 +330,13 @@ def test_an_unsharded_source_has_no_strategy_to_test(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("effort", ["auto", "all"])
-def test_values_that_are_all_the_same_do_not_count_as_compared(effort: str, tree: Tree) -> None:
+def test_constant_tensors_do_not_count_as_compared(effort: str, tree: Tree) -> None:
     zeros = {name: Value("Float32", full.array * 0) for name, full in FULL.items()}
     tree.save(zeros)
     warns(done(*tree.words(tree.wrong, "--check-replicas", effort, "-v")), NO_REPLICAS)
 
 
-def test_rows_of_padding_do_not_hide_what_differs(tree: Tree) -> None:
+def test_rows_of_padding_do_not_hide_a_difference(tree: Tree) -> None:
     """Each slice is nearly all zeros, larger than a sample, and differs at its end only."""
     full = {name: Value("Float32", value(name, (4 * 200, 24)).array) for name in WEIGHTS}
     for name in full:
@@ -350,7 +350,7 @@ def test_rows_of_padding_do_not_hide_what_differs(tree: Tree) -> None:
     assert replicas(result)["parameters"] > len(WEIGHTS) // 2
 
 
-def test_values_of_a_rank_are_no_replicas(tree: Tree) -> None:
+def test_values_of_a_rank_are_not_replicas(tree: Tree) -> None:
     held = model(*TRUE)
     names = ["net.dropout.generator._seed", "default_generator_0._offset"]
     listed = single({**held[0]["layouts"], **{name: layout([2, 4], [-1]) for name in names}})
@@ -363,7 +363,7 @@ def test_values_of_a_rank_are_no_replicas(tree: Tree) -> None:
         done(*tree.words(old, "--dry-run", *options))
 
 
-def test_accumulated_gradients_are_compared_with_all_alone_and_warned_of(tree: Tree) -> None:
+def test_accumulated_gradients_are_compared_by_all_only_and_give_a_warning(tree: Tree) -> None:
     names = [f"accu_grads.{name}" for name in WEIGHTS[:4]]
     listed = single({**model(*TRUE)[0]["layouts"], **{name: layout(*TRUE) for name in names}})
     tree.new = write_strategy(tree.root / "new-grads", single({name: layout([2], [0, -1]) for name in names}))
@@ -375,7 +375,7 @@ def test_accumulated_gradients_are_compared_with_all_alone_and_warned_of(tree: T
     warns(result, "warning: 4 parameters of accumulated gradients differ", "have not reduced them yet")
 
 
-def test_a_parameter_that_stages_share_is_compared_across_them(tmp_path: Path) -> None:
+def test_a_parameter_shared_by_stages_is_compared_across_them(tmp_path: Path) -> None:
     """Cut by rows on one stage, by columns on the other; no rank has a replica in its own stage."""
     names = ["embedding", "w0", "w1"]
     full = {name: value(name, (24, 16)) for name in names}
@@ -398,7 +398,7 @@ def test_a_parameter_that_stages_share_is_compared_across_them(tmp_path: Path) -
 # Files that are not built alike, and such as cannot be read.
 
 
-def test_files_may_hold_their_tensors_in_any_order(tree: Tree) -> None:
+def test_files_may_contain_tensors_in_any_order(tree: Tree) -> None:
     ranks = cut_ranks(model(*TRUE), FULL, COPIED)
     held = {rank: dict(reversed(ranks[rank].items())) if rank > 3 else ranks[rank] for rank in ranks}
     write_tree(tree.src, {rank: {"note": text("x" * rank), **tensors_} for rank, tensors_ in held.items()})
@@ -407,7 +407,7 @@ def test_files_may_hold_their_tensors_in_any_order(tree: Tree) -> None:
     fails(3, *tree.words(tree.wrong, command="by-rank 1"), says=["the strategy is probably wrong"])
 
 
-def test_a_damaged_file_counts_as_absent_here_too(tree: Tree) -> None:
+def test_the_replica_check_skips_damaged_files(tree: Tree) -> None:
     tree.save()
     for rank in range(4, 8):
         path = tree.src / f"rank_{rank}" / "net-1_10.ckpt"
@@ -416,7 +416,7 @@ def test_a_damaged_file_counts_as_absent_here_too(tree: Tree) -> None:
     assert replicas(result) == {"compared": "samples", "samples": 18, "parameters": 18, "untested": 36, "tested": False}
 
 
-def test_a_sample_that_cannot_be_read_does_not_end_a_conversion(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreadable_sample_does_not_end_a_conversion(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
     tree.save()
     read = ReplicaFiles.read
 
@@ -459,7 +459,7 @@ def factorizations(number: int) -> Iterator[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("devices", [4, 6, 8, 12, 16])
-def test_a_probe_finds_every_wrong_layout_that_its_group_can_show(devices: int) -> None:
+def test_a_probe_finds_every_wrong_layout_that_its_group_contradicts(devices: int) -> None:
     """Whatever the true layout: if members of an alleged group hold different slices, two of those probed do."""
     alike: dict[tuple[int, ...], dict[tuple[int, ...], Layout]] = {}
     for made in layouts_of(devices):
@@ -478,7 +478,7 @@ def test_a_probe_finds_every_wrong_layout_that_its_group_can_show(devices: int) 
     assert shown > 0
 
 
-def test_a_probe_of_a_thousand_ranks_takes_a_dozen_or_as_many_of_those_that_are_left() -> None:
+def test_a_probe_of_a_thousand_ranks_reads_a_dozen_files() -> None:
     group = tuple(range(0, 8192, 8))
     assert len(HolderGroup(group, group, ()).probed()) == 12
     left = (8 * 77, 8 * 500)
@@ -488,7 +488,7 @@ def test_a_probe_of_a_thousand_ranks_takes_a_dozen_or_as_many_of_those_that_are_
     assert len(found) == 12 and set(found) <= set(some) and max(found) == some[-1]
 
 
-def test_small_cases_of_the_issue_are_found_for_every_pair_of_layouts(tmp_path: Path) -> None:
+def test_every_pair_of_small_layouts_is_distinguished(tmp_path: Path) -> None:
     """Through the command line: eight ranks, every two layouts of four slices of rows."""
     cuts: list[tuple[list[int], list[Any]]] = [
         ([2, 4], [0, -1]),
@@ -537,7 +537,7 @@ def test_lost_ranks_leave_the_others_to_compare(ending: str, tmp_path: Path) -> 
     assert found["tested"] and found["untested"] == 0
 
 
-def test_filters_tell_what_is_compared(tree: Tree) -> None:
+def test_filters_select_the_compared_parameters(tree: Tree) -> None:
     tree.save()
     tree.change(3, *NORMS)
     fails(3, *tree.words(tree.true), says=["diverged"])
@@ -571,13 +571,13 @@ def test_a_large_tensor_is_compared_in_blocks_and_to_its_end(tmp_path: Path) -> 
     fails(3, *words, "--check-replicas", "all", "--jobs", "3", says=["'w' differs between rank 1 and rank 3"])
 
 
-def test_resume_compares_what_the_first_command_did(tree: Tree) -> None:
+def test_resume_repeats_the_replica_check_of_the_first_command(tree: Tree) -> None:
     tree.save()
     done(*tree.words(tree.wrong, "--check-replicas", "never", command="by-rank 0"))
     warns(done("resume", tree.dst, "-v"), "--check-replicas=never", "replicas were not compared")
 
 
-def test_what_is_compared_is_not_part_of_what_a_conversion_is(tree: Tree) -> None:
+def test_the_replica_check_is_not_part_of_the_identity(tree: Tree) -> None:
     tree.save()
     done(*tree.words(tree.true, "--ranks", "0", "--check-replicas", "never"))
     done(*tree.words(tree.true, "--check-replicas", "all"))
