@@ -112,7 +112,7 @@ def test_uploads_of_living_processes_stay(objects: Objects, dead: str) -> None:
 
 
 @pytest.mark.short
-def test_what_another_machine_writes_is_dead_when_it_has_long_not_said_otherwise(objects: Objects) -> None:
+def test_an_upload_of_another_machine_is_aborted_after_its_lease_expired(objects: Objects) -> None:
     fresh = begin(objects, "run/file")
     mark = claim(objects, f"deadbeef-1-{HEX}", "run/file")
     for clock in (0.0, leases.DEAD_AFTER - 60):
@@ -124,7 +124,7 @@ def test_what_another_machine_writes_is_dead_when_it_has_long_not_said_otherwise
     assert objects.uploads() == [] and objects.content() == {}
 
 
-def test_only_what_is_claimed_in_the_directory_is_touched(objects: Objects, dead: str) -> None:
+def test_only_uploads_claimed_in_the_directory_are_aborted(objects: Objects, dead: str) -> None:
     for key in ("run/file", "run/file.more", "run/fil", "run/deep/file", "elsewhere/file", "file"):
         begin(objects, key)
     elsewhere = claim(objects, dead, "elsewhere/file", "elsewhere")
@@ -137,7 +137,7 @@ def test_only_what_is_claimed_in_the_directory_is_touched(objects: Objects, dead
     assert sorted(key for key, _ in objects.uploads()) == left[1:] and objects.content() == {}
 
 
-def test_a_bucket_is_a_directory_like_others(objects: Objects, dead: str) -> None:
+def test_dead_uploads_in_a_bucket_root_are_aborted(objects: Objects, dead: str) -> None:
     begin(objects, "file")
     begin(objects, "run/file")
     objects.put(f".reshard-tmp-{dead}", json.dumps({"writes": objects.path("file")}).encode())
@@ -182,7 +182,7 @@ DAMAGED = [
 
 
 @pytest.mark.parametrize("number", range(len(DAMAGED)))
-def test_claims_that_are_damaged_do_no_harm(number: int, objects: Objects, dead: str) -> None:
+def test_damaged_claims_are_ignored(number: int, objects: Objects, dead: str) -> None:
     foreign = [begin(objects, key) for key in ("run/foreign", "run/deep/foreign", "elsewhere/foreign", "run")]
     begin(objects, "run/file")
     damaged = DAMAGED[number].replace(b"BUCKET", objects.bucket.encode())
@@ -195,7 +195,7 @@ def test_claims_that_are_damaged_do_no_harm(number: int, objects: Objects, dead:
     assert f".reshard-tmp-{dead}" not in left and ".reshard-tmp-of something else" in left
 
 
-def test_an_upload_that_is_begun_while_dead_ones_are_looked_for_stays(objects: Objects, dead: str) -> None:
+def test_an_upload_started_during_cleanup_stays(objects: Objects, dead: str) -> None:
     begin(objects, "run/file")
     claim(objects, dead, "run/file")
     begun: list[str] = []
@@ -211,7 +211,7 @@ def test_an_upload_that_is_begun_while_dead_ones_are_looked_for_stays(objects: O
 
 
 @pytest.mark.parametrize("stage", ["uploads", "uploadId="])
-def test_an_upload_is_not_aborted_under_the_hands_of_who_goes_on_with_it(stage: str, objects: Objects) -> None:
+def test_an_upload_of_a_resuming_run_is_not_aborted(stage: str, objects: Objects) -> None:
     path = objects.path("run/file")
     with half_written(path):
         pass
@@ -235,7 +235,7 @@ def test_an_upload_is_not_aborted_under_the_hands_of_who_goes_on_with_it(stage: 
     assert list(objects.content()) == ["run/file"] and not objects.uploads()
 
 
-def test_without_the_right_to_see_uploads_claims_do_not_pile_up(objects: Objects, dead: str) -> None:
+def test_without_permission_to_list_uploads_claims_are_removed(objects: Objects, dead: str) -> None:
     begin(objects, "run/file")
     claim(objects, dead, "run/file")
     objects.faults.choose = lambda number, method, path: "refuse" if "uploads" in path else None
@@ -243,7 +243,7 @@ def test_without_the_right_to_see_uploads_claims_do_not_pile_up(objects: Objects
     assert objects.content() == {} and len(objects.uploads()) == 1
 
 
-def test_where_nothing_can_be_asked_nothing_is_removed(objects: Objects, dead: str) -> None:
+def test_without_access_no_upload_is_aborted(objects: Objects, dead: str) -> None:
     begin(objects, "run/file")
     mark = claim(objects, dead, "run/file")
     objects.faults.choose = lambda *_: "refuse"

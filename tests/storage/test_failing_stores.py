@@ -30,19 +30,19 @@ def faulty(seed: int, form: str, objects: Objects, root: Path, *more: Argument) 
 
 @pytest.mark.short
 @pytest.mark.parametrize("seed, form", [(1, "parts")])
-def test_requests_that_fail_change_nothing(seed: int, form: str, objects: Objects, tmp_path: Path) -> None:
+def test_failing_requests_do_not_change_the_output(seed: int, form: str, objects: Objects, tmp_path: Path) -> None:
     faulty(seed, form, objects, tmp_path)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(2, 44))
-def test_any_requests_that_fail_change_nothing(seed: int, objects: Objects, tmp_path: Path) -> None:
+def test_any_failing_requests_do_not_change_the_output(seed: int, objects: Objects, tmp_path: Path) -> None:
     form = ("parts", *FORMS)[seed % (1 + len(FORMS))]
     faulty(seed, form, objects, tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["lost", *(pytest.param(kind, marks=pytest.mark.long) for kind in OTHER_KINDS)])
-def test_each_request_may_fail_once(kind: str, objects: Objects, tmp_path: Path) -> None:
+def test_each_request_is_retried_once(kind: str, objects: Objects, tmp_path: Path) -> None:
     wanted = job("parts", tmp_path)
     seen: set[tuple[str, str]] = set()
 

@@ -200,7 +200,7 @@ def kill_and_go_on(killer: Killer, job: Job, preloaded: Preloaded, objects: Obje
 
 @pytest.mark.short
 @pytest.mark.parametrize("form, at, of", [("parts", 2, "partNumber=")])
-def test_the_next_run_completes_what_a_killed_one_began(
+def test_the_next_run_completes_a_killed_one(
     form: str, at: int, of: str, preloaded: Preloaded, objects: Objects, tmp_path: Path
 ) -> None:
     assert kill_and_go_on(Killer(at, of=of), job(form, tmp_path), preloaded, objects)
@@ -209,7 +209,7 @@ def test_the_next_run_completes_what_a_killed_one_began(
 @pytest.mark.long
 @pytest.mark.parametrize("arrives", [False, True])
 @pytest.mark.parametrize("form", FORMS)
-def test_wherever_a_run_is_killed_the_next_one_completes_it(
+def test_a_run_killed_at_any_request_is_completed_by_the_next(
     form: str, arrives: bool, preloaded: Preloaded, objects: Objects, tmp_path: Path
 ) -> None:
     wanted = job(form, tmp_path)
@@ -235,7 +235,7 @@ def stop_and_go_on(killer: Killer, job: Job, preloaded: Preloaded, objects: Obje
 
 
 @pytest.mark.parametrize("what, of", [(signal.SIGTERM, "partNumber="), (signal.SIGINT, ".reshard/lock")])
-def test_a_run_that_is_asked_to_end_leaves_nothing(
+def test_a_terminated_run_leaves_no_upload(
     what: int, of: str, preloaded: Preloaded, objects: Objects, tmp_path: Path
 ) -> None:
     assert stop_and_go_on(Killer(1, what, of=of), job("parts", tmp_path), preloaded, objects)
@@ -243,7 +243,7 @@ def test_a_run_that_is_asked_to_end_leaves_nothing(
 
 @pytest.mark.long
 @pytest.mark.parametrize("form", ["parts", "unified"])
-def test_wherever_a_run_is_asked_to_end_it_leaves_nothing(
+def test_a_run_terminated_at_any_request_leaves_no_upload(
     form: str, preloaded: Preloaded, objects: Objects, tmp_path: Path
 ) -> None:
     wanted = job(form, tmp_path)
@@ -254,9 +254,7 @@ def test_wherever_a_run_is_asked_to_end_it_leaves_nothing(
     assert at > 20
 
 
-def test_runs_at_the_same_time_do_not_disturb_each_other(
-    preloaded: Preloaded, objects: Objects, tmp_path: Path
-) -> None:
+def test_concurrent_runs_give_one_checkpoint(preloaded: Preloaded, objects: Objects, tmp_path: Path) -> None:
     """Two of the same files, and two of one rank each."""
     wanted = job("parts", tmp_path)
     dst = objects.path("out")
@@ -268,7 +266,7 @@ def test_runs_at_the_same_time_do_not_disturb_each_other(
 
 
 @pytest.mark.long
-def test_a_run_that_is_killed_does_not_disturb_another(preloaded: Preloaded, objects: Objects, tmp_path: Path) -> None:
+def test_a_killed_run_does_not_affect_a_concurrent_one(preloaded: Preloaded, objects: Objects, tmp_path: Path) -> None:
     """Its upload of the same object is aborted once nobody else uploads it."""
     wanted = job("parts", tmp_path)
     dst = objects.path("out")
@@ -291,7 +289,7 @@ def test_a_run_that_is_killed_does_not_disturb_another(preloaded: Preloaded, obj
     assert written(objects) == wanted.whole
 
 
-def test_another_conversion_is_refused_while_one_writes(preloaded: Preloaded, objects: Objects, tmp_path: Path) -> None:
+def test_another_conversion_is_refused_during_a_run(preloaded: Preloaded, objects: Objects, tmp_path: Path) -> None:
     wanted, other = job("parts", tmp_path / "one"), job("ranks", tmp_path / "other")
     dst = objects.path("out")
     writing, go_on = threading.Event(), threading.Event()
@@ -339,7 +337,7 @@ PAIRS = [("ranks", "ranks"), ("unified", "huggingface"), ("checkpoint2", "ranks"
 @pytest.mark.parametrize(
     "pair, of", [pytest.param(PAIRS[0], "rank_1/", marks=pytest.mark.long), (PAIRS[1], "model-00002")]
 )
-def test_what_is_replaced_is_of_one_conversion_in_the_end(
+def test_concurrent_runs_with_overwrite_give_one_conversion(
     pair: tuple[str, str], of: str, preloaded: Preloaded, objects: Objects, tmp_path: Path
 ) -> None:
     before, after = job(pair[0], tmp_path / "before", "old"), job(pair[1], tmp_path / "after", "new")
@@ -348,7 +346,7 @@ def test_what_is_replaced_is_of_one_conversion_in_the_end(
 
 @pytest.mark.long
 @pytest.mark.parametrize("pair", PAIRS)
-def test_wherever_a_run_that_replaces_is_killed_the_next_one_completes_it(
+def test_a_run_with_overwrite_killed_at_any_request_is_completed_by_the_next(
     pair: tuple[str, str], preloaded: Preloaded, objects: Objects, tmp_path: Path
 ) -> None:
     before, after = job(pair[0], tmp_path / "before", "old"), job(pair[1], tmp_path / "after", "new")
@@ -370,7 +368,7 @@ def move_to_another_machine(objects: Objects) -> None:
             objects.put(there, said)
 
 
-def test_what_a_run_of_another_machine_left_is_its_own_until_it_has_been_silent_for_long(
+def test_files_of_another_machine_stay_until_its_lease_expired(
     preloaded: Preloaded, objects: Objects, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wanted, other = job("parts", tmp_path / "one"), job("ranks", tmp_path / "other")
@@ -401,7 +399,7 @@ def test_what_a_run_of_another_machine_left_is_its_own_until_it_has_been_silent_
     check_nothing_is_left(objects, other)
 
 
-def test_a_lock_of_a_machine_that_is_gone_is_taken_over(
+def test_a_lock_of_a_dead_machine_is_taken_over(
     preloaded: Preloaded, objects: Objects, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wanted = job("ranks", tmp_path)
@@ -414,7 +412,7 @@ def test_a_lock_of_a_machine_that_is_gone_is_taken_over(
 
 
 @pytest.mark.long
-def test_a_lock_of_a_machine_that_has_just_died_is_waited_for(
+def test_a_lock_of_a_machine_that_just_died_is_waited_for(
     objects: Objects, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever waits does not give up before the lock counts for nothing."""
@@ -427,7 +425,7 @@ def test_a_lock_of_a_machine_that_has_just_died_is_waited_for(
 
 
 @pytest.mark.parametrize("others", [True, False])
-def test_a_lock_is_waited_for_as_long_as_it_goes_from_hand_to_hand(
+def test_waiting_continues_while_a_lock_changes_holders(
     others: bool, objects: Objects, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wanted = job("ranks", tmp_path)

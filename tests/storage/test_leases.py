@@ -58,7 +58,7 @@ def count_up(objects: Objects) -> None:
 
 
 @pytest.mark.parametrize("faults", ["none", "failing", "conflict"])
-def test_threads_never_hold_a_lock_together(faults: str, objects: Objects) -> None:
+def test_two_threads_never_hold_one_lock(faults: str, objects: Objects) -> None:
     if faults == "failing":
         objects.faults.choose = failing
     elif faults == "conflict":
@@ -101,7 +101,7 @@ def process(*words: str) -> subprocess.Popen[str]:
     )
 
 
-def test_processes_never_hold_a_lock_together(objects: Objects) -> None:
+def test_two_processes_never_hold_one_lock(objects: Objects) -> None:
     objects.put("count", b"0")
     started = [process(_CONTENDS, objects.bucket, objects.url, "5") for _ in range(3)]
     with contextlib.ExitStack() as stack:
@@ -138,7 +138,7 @@ def holding(objects: Objects) -> Iterator[subprocess.Popen[str]]:
 
 @pytest.mark.short
 @pytest.mark.parametrize("asked_for", [True, False])
-def test_what_a_killed_process_of_this_machine_held_is_had_at_once(asked_for: bool, objects: Objects) -> None:
+def test_a_lock_of_a_killed_local_process_is_taken_over_at_once(asked_for: bool, objects: Objects) -> None:
     store = s3_store(objects.path())
     with holding(objects) as holder:
         with pytest.raises(Waited), alone(objects):
@@ -157,7 +157,7 @@ def test_what_a_killed_process_of_this_machine_held_is_had_at_once(asked_for: bo
     assert held(objects) == b"free"
 
 
-def test_processes_that_are_hidden_live(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_hidden_by_proc_count_as_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     def hidden(path: str, mode: str) -> None:
         raise FileNotFoundError(path)
 
@@ -170,7 +170,7 @@ def test_processes_that_are_hidden_live(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.short
-def test_a_lock_of_another_machine_is_had_when_the_service_has_long_not_heard_of_it(objects: Objects) -> None:
+def test_a_lock_of_another_machine_is_taken_over_after_its_lease_expired(objects: Objects) -> None:
     objects.put("run/.reshard/lock", f"{ELSEWHERE} 3".encode())
     objects.put(f"run/.reshard/shared.{ELSEWHERE}", b"")
     objects.put(f"run/.reshard/shared.{ELSEWHERE}.more", b"a name of something else")
@@ -195,7 +195,7 @@ def test_a_lock_of_another_machine_is_had_when_the_service_has_long_not_heard_of
 @pytest.mark.short
 @pytest.mark.parametrize("conditions", ["heed", "ignore"])
 @pytest.mark.parametrize("again", [False, True])
-def test_a_sign_that_is_put_again_while_it_is_removed_stays(again: bool, conditions: str, objects: Objects) -> None:
+def test_a_sign_of_life_renewed_during_its_removal_stays(again: bool, conditions: str, objects: Objects) -> None:
     key = f"run/.reshard/sign.{ELSEWHERE}"
     objects.put(key, b"1")
     store = s3_store(objects.path())
@@ -215,7 +215,7 @@ def test_a_sign_that_is_put_again_while_it_is_removed_stays(again: bool, conditi
     assert objects.content() == ({key: b"2"} if again and conditions == "heed" else {})
 
 
-def test_the_clock_of_this_machine_does_not_matter(objects: Objects, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leases_do_not_depend_on_the_local_clock(objects: Objects, monkeypatch: pytest.MonkeyPatch) -> None:
     objects.put("run/.reshard/lock", f"{ELSEWHERE} 3".encode())
     objects.put(f"run/.reshard/shared.{ELSEWHERE}", b"")
 
@@ -245,7 +245,7 @@ def until(true: Callable[[], bool]) -> None:
 
 @pytest.mark.usefixtures("beating")
 @pytest.mark.parametrize("fails", [False, True])
-def test_who_lives_says_so_again(fails: bool, objects: Objects) -> None:
+def test_a_live_holder_renews_its_lease(fails: bool, objects: Objects) -> None:
     if fails:
         objects.faults.choose = failing
     shared = s3_store(objects.path()).share(objects.path("run/.reshard/shared"), nothing_told)
@@ -264,7 +264,7 @@ def test_who_lives_says_so_again(fails: bool, objects: Objects) -> None:
 
 @pytest.mark.short
 @pytest.mark.parametrize("silent", [0.0, 3 * leases.PUT_AGAIN_AFTER])
-def test_who_was_taken_for_dead_learns_it_and_does_not_come_back(
+def test_a_holder_declared_dead_detects_it_and_stops(
     silent: float, objects: Objects, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = leases._now
@@ -283,7 +283,7 @@ def test_who_was_taken_for_dead_learns_it_and_does_not_come_back(
 
 
 @pytest.mark.usefixtures("beating")
-def test_one_that_goes_wrong_does_not_keep_others_from_saying_that_they_live(objects: Objects) -> None:
+def test_a_failing_renewal_does_not_stop_other_renewals(objects: Objects) -> None:
     class Wrong:
         def put_again(self) -> None:
             raise RuntimeError("unforeseen")
@@ -299,7 +299,7 @@ def test_one_that_goes_wrong_does_not_keep_others_from_saying_that_they_live(obj
 
 @pytest.mark.short
 @pytest.mark.parametrize("now", [f"{ELSEWHERE} 0".encode(), b"free", None])
-def test_who_lost_a_lock_leaves_it_to_whoever_has_it(now: bytes, objects: Objects) -> None:
+def test_a_lost_lock_is_not_released_for_its_new_holder(now: bytes, objects: Objects) -> None:
     with alone(objects):
         (lock,) = list(leases._alive)
         if now is None:
@@ -316,9 +316,7 @@ def test_who_lost_a_lock_leaves_it_to_whoever_has_it(now: bytes, objects: Object
 
 @pytest.mark.short
 @pytest.mark.parametrize("silent", [0.0, 3 * leases.PUT_AGAIN_AFTER])
-def test_who_was_silent_for_long_learns_whether_the_lock_is_still_its_own(
-    silent: float, objects: Objects, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_late_holder_checks_its_lock(silent: float, objects: Objects, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = leases._now
     with alone(objects) as check:
         check()
@@ -333,7 +331,7 @@ def test_who_was_silent_for_long_learns_whether_the_lock_is_still_its_own(
 
 
 @pytest.mark.parametrize("lost", range(1, 12))
-def test_answers_that_get_lost_do_not_lose_the_lock(lost: int, objects: Objects) -> None:
+def test_lost_responses_do_not_lose_the_lock(lost: int, objects: Objects) -> None:
     with alone(objects):
         (lock,) = list(leases._alive)
         left = [lost]
@@ -355,7 +353,7 @@ def test_answers_that_get_lost_do_not_lose_the_lock(lost: int, objects: Objects)
 
 @pytest.mark.short
 @pytest.mark.parametrize("conditions", ["ignore", "refuse"])
-def test_a_service_without_conditional_writes_is_told_of_and_holds_nothing(conditions: str, objects: Objects) -> None:
+def test_a_service_without_conditional_writes_gives_a_warning_and_no_lock(conditions: str, objects: Objects) -> None:
     objects.faults.conditions = conditions
     told: list[str] = []
     store = s3_store(objects.path())
@@ -379,7 +377,9 @@ def test_a_service_without_conditional_writes_is_told_of_and_holds_nothing(condi
 
 
 @pytest.mark.parametrize("conditions", ["heed", "ignore", "refuse"])
-def test_a_network_that_fails_does_not_change_what_is_known_of_a_service(conditions: str, objects: Objects) -> None:
+def test_a_failing_network_does_not_change_the_recorded_abilities_of_a_service(
+    conditions: str, objects: Objects
+) -> None:
     objects.faults.conditions = conditions
     objects.faults.choose = failing
     asked = s3_store(objects.path())._service
@@ -390,7 +390,7 @@ def test_a_network_that_fails_does_not_change_what_is_known_of_a_service(conditi
     assert objects.content() == {}
 
 
-def test_nothing_secret_is_said_of_a_lock(objects: Objects) -> None:
+def test_messages_about_locks_contain_no_secret(objects: Objects) -> None:
     said = []
     with alone(objects):
         said += [repr(objects.content())]
@@ -404,7 +404,7 @@ def test_nothing_secret_is_said_of_a_lock(objects: Objects) -> None:
     assert SECRET not in str(said) and KEY not in str(said)
 
 
-def test_stores_of_one_service_are_one(objects: Objects) -> None:
+def test_paths_of_one_service_share_one_store(objects: Objects) -> None:
     assert isinstance(store_of(objects.path("a")), S3Store) and store_of(objects.path("a")) is store_of(
         objects.path("b")
     )

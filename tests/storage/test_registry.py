@@ -64,7 +64,7 @@ def words_of(world: World, dst: str, *options: Argument) -> list[Argument]:
     return ["convert", world.src, dst, "--src-strategy", world.old, "--dst-strategy", world.new, *options]
 
 
-def test_a_run_that_was_interrupted_in_a_registered_store_goes_on(world: World, toy: ToyStore) -> None:
+def test_an_interrupted_run_in_a_registered_store_resumes(world: World, toy: ToyStore) -> None:
     world.save(FULL)
     named: list[str] = []
 
@@ -86,7 +86,7 @@ def test_a_run_that_was_interrupted_in_a_registered_store_goes_on(world: World, 
     same_ranks(read_tree(fetched(dst, toy, world.root / "out")), world.expected(FULL))
 
 
-def test_two_conversions_never_write_to_a_registered_store_at_a_time(world: World, toy: ToyStore) -> None:
+def test_two_conversions_never_write_to_a_registered_store_concurrently(world: World, toy: ToyStore) -> None:
     world.save(FULL)
     dst = "toy://out"
     seen: list[str] = []
@@ -103,7 +103,7 @@ def test_two_conversions_never_write_to_a_registered_store_at_a_time(world: Worl
     assert seen and not done("status", dst, "--json").json["writing"]
 
 
-def test_what_was_looked_at_is_looked_at_again_once_something_was_written(toy: ToyStore) -> None:
+def test_listings_are_requested_again_after_a_write(toy: ToyStore) -> None:
     place = ToyPlace(toy)
     with listings_cached():
         assert not exists(f"{place.path}/new") and not is_directory(place.path)
@@ -119,7 +119,7 @@ def lines_of_other_rooms() -> Sequence[tuple[str, str]]:
     return [(f"{path}:{number}", line) for path in files for number, line in enumerate(path.read_text().split("\n"), 1)]
 
 
-def test_nothing_else_asks_which_store_a_path_lies_in() -> None:
+def test_no_other_code_compares_stores() -> None:
     for place, line in lines_of_other_rooms():
         assert not ASKS.search(line), f"{place}: ask a method of its store: {line}"
 

@@ -30,7 +30,7 @@ def cuts(world: World) -> list[Argument]:
     return ["--src-strategy", world.old, "--dst-strategy", world.new]
 
 
-def test_what_is_looked_at_is_as_on_a_disk(objects: Objects, saved: World) -> None:
+def test_reading_commands_print_the_same_for_a_store_and_a_disk(objects: Objects, saved: World) -> None:
     dst = objects.path(NAME)
     saved.convert("--checksum", "crc32")
     done("convert", saved.src, dst + "/", *cuts(saved), "--checksum", "crc32")
@@ -53,7 +53,7 @@ def test_what_is_looked_at_is_as_on_a_disk(objects: Objects, saved: World) -> No
 
 
 @pytest.mark.short
-def test_a_dry_run_and_a_plan_write_nothing_but_the_picture(objects: Objects, saved: World) -> None:
+def test_dry_run_and_plan_write_only_the_picture(objects: Objects, saved: World) -> None:
     dst = objects.path("out")
     done("convert", saved.src, dst, *cuts(saved), "--dry-run")
     done("plan", saved.src, dst, *cuts(saved))
@@ -64,7 +64,7 @@ def test_a_dry_run_and_a_plan_write_nothing_but_the_picture(objects: Objects, sa
 
 
 @pytest.mark.short
-def test_a_page_shows_a_store_and_goes_into_one(objects: Objects, saved: World) -> None:
+def test_view_reads_from_and_writes_to_a_store(objects: Objects, saved: World) -> None:
     src, page = objects.path("ckpt"), objects.path("pages/ckpt.html")
     for rank, made in tree(saved.src).items():
         objects.put(f"ckpt/{rank}", made)
@@ -77,7 +77,7 @@ def test_a_page_shows_a_store_and_goes_into_one(objects: Objects, saved: World) 
 
 
 @pytest.mark.short
-def test_single_tensors_and_strategies_go_into_a_store(objects: Objects, saved: World) -> None:
+def test_tensors_and_strategies_are_written_to_a_store(objects: Objects, saved: World) -> None:
     place = saved.root / "w.npy"
     for target in (place, objects.path("npy/w.npy")):
         done("get", saved.src, "w", "--strategy", saved.old, "-o", target)
@@ -108,7 +108,7 @@ def test_an_adapter_is_merged_into_a_store(objects: Objects, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("dst", ["src", "src/", "src/rank_0", ""])
-def test_sources_are_never_written_over(dst: str, objects: Objects, saved: World) -> None:
+def test_sources_are_never_overwritten(dst: str, objects: Objects, saved: World) -> None:
     src = objects.upload(saved.src, "src")
     before = objects.content()
     fails(2, "convert", src, objects.path(dst), *cuts(saved), says=["overlap"])
@@ -116,14 +116,14 @@ def test_sources_are_never_written_over(dst: str, objects: Objects, saved: World
     assert objects.content() == before
 
 
-def test_a_whole_bucket_may_be_the_target(objects: Objects, saved: World) -> None:
+def test_a_bucket_root_may_be_the_target(objects: Objects, saved: World) -> None:
     done("convert", saved.src, objects.path() + "/", *cuts(saved))
     saved.convert()
     assert written(objects, "") == tree(saved.dst)
     assert done("status", objects.path(), "--json").json["complete"]
 
 
-def test_what_somebody_else_put_there_is_refused(objects: Objects, saved: World) -> None:
+def test_objects_of_other_programs_are_refused(objects: Objects, saved: World) -> None:
     objects.put("one/rank_0/checkpoint_0.ckpt", b"foreign")
     objects.put("two/rank_9/checkpoint_9.ckpt", b"foreign")
     objects.put("three", b"foreign")
@@ -146,7 +146,7 @@ def test_what_somebody_else_put_there_is_refused(objects: Objects, saved: World)
 
 
 @pytest.mark.short
-def test_where_one_may_not_write_it_is_one_line(objects: Objects, saved: World) -> None:
+def test_a_store_without_write_permission_is_a_short_error(objects: Objects, saved: World) -> None:
     objects.faults.choose = lambda number, method, path: None if method in ("GET", "HEAD") else "refuse"
     # No retry cures it.
     result = fails(3, "convert", saved.src, objects.path("out"), *cuts(saved), says=["AccessDenied", "docs/stores.md"])
@@ -155,7 +155,7 @@ def test_where_one_may_not_write_it_is_one_line(objects: Objects, saved: World) 
     assert not objects.content()
 
 
-def test_memory_that_does_not_hold_a_part_is_refused_with_what_suffices(objects: Objects, tmp_path: Path) -> None:
+def test_max_memory_under_one_part_is_refused_with_a_sufficient_size(objects: Objects, tmp_path: Path) -> None:
     wanted = job("parts", tmp_path)
     dst = objects.path("out")
     result = fails(2, *wanted.into(dst, "--max-memory", "8M"), says=["'s parts of 5,242,880 bytes", "pass at least"])
@@ -165,7 +165,7 @@ def test_memory_that_does_not_hold_a_part_is_refused_with_what_suffices(objects:
     assert written(objects) == wanted.whole
 
 
-def test_ranks_one_after_the_other_make_the_whole(objects: Objects, saved: World) -> None:
+def test_ranks_written_one_by_one_complete_a_store(objects: Objects, saved: World) -> None:
     dst = objects.path("out")
     saved.convert()
     src = objects.upload(saved.src, "out-not")
@@ -215,7 +215,7 @@ def distributed(src: str, dst: str, old: str, new: str) -> None:
 @pytest.mark.parametrize(
     "call", [one_by_one, distributed, *(pytest.param(call, marks=pytest.mark.long) for call in (transformed, unified))]
 )
-def test_the_functions_of_mindspore_write_there(
+def test_the_python_functions_write_to_a_store(
     call: Callable[[str, str, str, str], None], objects: Objects, saved: World
 ) -> None:
     cut = [objects.upload(path, path.name) for path in (saved.old, saved.new)]
@@ -228,7 +228,7 @@ def test_the_functions_of_mindspore_write_there(
 
 
 @pytest.mark.long
-def test_workers_of_a_cluster_write_there(objects: Objects, tmp_path: Path) -> None:
+def test_workers_of_a_cluster_write_to_a_store(objects: Objects, tmp_path: Path) -> None:
     wanted = job("parts", tmp_path)
     source = objects.upload(tmp_path / "src", "src")
     with DaskCluster(tmp_path / "cluster", everywhere=_aws()) as cluster:
@@ -246,7 +246,7 @@ def _aws() -> dict[str, str]:
 
 
 @pytest.mark.long
-def test_a_table_of_results_is_read_again(objects: Objects, tmp_path: Path) -> None:
+def test_a_fingerprint_written_to_a_store_is_read_again(objects: Objects, tmp_path: Path) -> None:
     """What was converted into a store is a source like any other, back to the first layout."""
     kind = demo(*TO_DEMO)
     done("convert", *words(kind, objects.path("out")))
@@ -259,9 +259,7 @@ def test_a_table_of_results_is_read_again(objects: Objects, tmp_path: Path) -> N
 
 
 @pytest.mark.short
-def test_a_run_that_is_late_replaces_nothing_of_what_another_program_has_written(
-    objects: Objects, saved: World
-) -> None:
+def test_a_late_run_replaces_no_object_of_another_program(objects: Objects, saved: World) -> None:
     """As one that was stopped while another conversion was written there."""
     theirs = b"of another conversion"
 
@@ -278,9 +276,7 @@ def test_a_run_that_is_late_replaces_nothing_of_what_another_program_has_written
 
 
 @pytest.mark.short
-def test_a_run_that_was_taken_for_dead_writes_no_more(
-    objects: Objects, saved: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_declared_dead_stops_writing(objects: Objects, saved: World, monkeypatch: pytest.MonkeyPatch) -> None:
     plain, slept = leases._now, [0.0]
     monkeypatch.setattr(leases, "_now", lambda: plain() + slept[0])
 

@@ -94,7 +94,7 @@ STRANGE: dict[str, tuple[Callable[[str, str, Answer], Answer], Optional[bool]]] 
 
 
 @pytest.mark.parametrize("name", some_of(STRANGE, 8))
-def test_an_answer_that_cannot_be_true_is_an_error_in_one_line(name: str, objects: Objects, tmp_path: Path) -> None:
+def test_an_impossible_response_is_an_error_in_one_line(name: str, objects: Objects, tmp_path: Path) -> None:
     edit, read = STRANGE[name]
     source = objects.upload(DEMO / "src_checkpoints", "ckpt")
     if read is not None:
@@ -161,7 +161,7 @@ DOCUMENTS = {
 
 
 @pytest.mark.parametrize("code", DOCUMENTS)
-def test_credentials_in_an_answer_are_not_shown(
+def test_credentials_in_a_response_are_not_printed(
     code: str, objects: Objects, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_SESSION_TOKEN", TOKEN)
@@ -178,7 +178,7 @@ def test_credentials_in_an_answer_are_not_shown(
 
 
 @pytest.mark.parametrize("where", ["option", "environment"])
-def test_a_password_in_the_address_is_not_shown(
+def test_a_password_in_the_url_is_not_printed(
     where: str, objects: Objects, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = "http://somebody:the-password@127.0.0.1:9"
@@ -196,7 +196,7 @@ def test_a_password_in_the_address_is_not_shown(
 
 
 @pytest.mark.parametrize("url", ["somebody:the-password@127.0.0.1:9", "http://somebody:a/the-password@127.0.0.1:9"])
-def test_a_password_in_an_address_that_is_none_is_not_shown(
+def test_a_password_in_an_invalid_url_is_not_printed(
     url: str, objects: Objects, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", url)
@@ -208,7 +208,7 @@ def test_a_password_in_an_address_that_is_none_is_not_shown(
 
 
 @pytest.mark.parametrize("what", ["reads", "puts"])
-def test_a_service_that_never_answers_is_an_error_in_bounded_time(
+def test_a_silent_service_is_an_error_in_bounded_time(
     what: str, objects: Objects, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = objects.upload(DEMO / "src_checkpoints", "ckpt")
@@ -236,7 +236,7 @@ def test_a_service_that_never_answers_is_an_error_in_bounded_time(
         ("hdfs://host/ckpt", "objects as s3://bucket/key"),
     ],
 )
-def test_schemes_of_other_clients_are_refused_with_what_to_type(path: str, says: str, tmp_path: Path) -> None:
+def test_schemes_of_other_clients_are_refused_with_the_right_one(path: str, says: str, tmp_path: Path) -> None:
     scheme = path.partition("://")[0]
     message = f"paths with {scheme}:// are not supported"
     fails(2, "inspect", path, says=[message, says])

@@ -97,7 +97,7 @@ PARAMETERS = [
 
 
 @pytest.mark.parametrize(("builtin", "name", "changes", "kept"), PARAMETERS)
-def test_built_in_rules_make_what_was_compiled(
+def test_built_in_rules_make_the_compiled_strategy(
     builtin: str, name: str, changes: list[tuple[str, str]], kept: str
 ) -> None:
     """The slices and optimizer shards; MindFormers' newer models write the same cuts in another form."""
@@ -114,7 +114,7 @@ def test_built_in_rules_make_what_was_compiled(
 
 
 @pytest.mark.parametrize(("start", "value"), [("20_llama", "False"), ("21_vocabdp", "true"), ("25_cp", "false")])
-def test_a_switch_of_the_configuration_makes_what_was_compiled(start: str, value: str) -> None:
+def test_a_switch_of_the_configuration_makes_the_compiled_strategy(start: str, value: str) -> None:
     for name in cases_of(start, None):
         case = made_cases.load(name)
         tensors = [tensor._replace(name=renamed(tensor.name, _LLAMA)) for tensor in case.tensors]
@@ -130,7 +130,7 @@ def placed(layout: Layout) -> object:
     return slices_by_device(layout.without_shards()), layout.shard_size, layout.shard_step
 
 
-def test_what_a_configuration_decides_is_left_open() -> None:
+def test_layouts_that_depend_on_the_configuration_stay_undecided() -> None:
     """vocab_emb_dp leaves embedding and head whole: rules cannot know, and do not guess."""
     case = made_cases.load("20_llama_dp4mp2pp1")
     says = "(?s)does not settle 2 parameters.*--set vocab_emb_dp=true or --set vocab_emb_dp=false"

@@ -75,7 +75,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @examples(60)
 @given(orders, shapes, st.sampled_from(SIZES), st.sampled_from(["ckpt", "json"]), some_sizes)
-def test_what_is_learned_from_a_made_strategy_makes_it_again(
+def test_rules_learned_from_a_made_strategy_make_it_again(
     directory: Path,
     chosen: list[tuple[list[str], list[str]]],
     shape: tuple[int, int],

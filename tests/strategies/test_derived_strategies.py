@@ -129,14 +129,14 @@ def sampled(of: Sequence[Any], count: int) -> Sequence[Any]:
     return of if LONG or len(of) <= count else random.Random(7).sample(list(of), count)
 
 
-def test_what_is_derived_from_one_strategy_is_what_was_compiled() -> None:
+def test_a_strategy_derived_from_one_equals_the_compiled_one() -> None:
     found = Counter(derive([one], other) for one, other in sampled(pairs(), 80))
     assert set(found) <= {SAME, SAME_SLICES, REFUSED}, found
     # Of all pairs a throwaway prototype derived 29 percent; most others change what one strategy cannot show.
     assert found[SAME] + found[SAME_SLICES] >= 0.2 * sum(found.values()), found
 
 
-def test_what_is_derived_from_two_strategies_is_what_was_compiled() -> None:
+def test_a_strategy_derived_from_two_equals_the_compiled_one() -> None:
     triples = [(one, two, other) for cases in networks() for one, two, other in itertools.permutations(cases, 3)]
     chosen = random.Random(3).sample(triples, min(len(triples), 2000 if LONG else 120))
     found = Counter(derive([one, two], other) for one, two, other in chosen)
@@ -144,14 +144,14 @@ def test_what_is_derived_from_two_strategies_is_what_was_compiled() -> None:
     assert found[SAME] + found[SAME_SLICES] >= 0.35 * sum(found.values()), found
 
 
-def test_with_stages_and_opt_outs_stated_most_follows() -> None:
+def test_stated_stages_and_exceptions_settle_most_layouts() -> None:
     chosen = sampled(pairs(), 80)
     found = Counter(derive([one], other, (), with_stages_and_opt_outs(other)) for one, other in chosen)
     assert set(found) <= {SAME, SAME_SLICES, REFUSED}, found
     assert found[SAME] + found[SAME_SLICES] >= 0.4 * sum(found.values()), found
 
 
-def test_assumed_growth_is_wrong_only_in_shapes_and_where_code_caps_cuts() -> None:
+def test_assumed_growth_is_wrong_only_in_shapes_and_capped_slices() -> None:
     wrong = [
         (one.name, other.name)
         for one, other in sampled(pairs(), 80)
@@ -160,7 +160,7 @@ def test_assumed_growth_is_wrong_only_in_shapes_and_where_code_caps_cuts() -> No
     assert all("kvcap" in one and "kvcap" in other for one, other in wrong), wrong
 
 
-def test_assuming_the_order_of_devices_can_be_wrong_without_a_trace() -> None:
+def test_assumed_device_order_can_be_wrong_unnoticed() -> None:
     """Which is why it is not assumed: one source of a single replica, whose cut lies outermost."""
     one, other = made_cases.load("30_left_dp1mp4pp1"), made_cases.load("30_left_dp4mp2pp1")
     assert derive([one], other) == REFUSED
@@ -168,7 +168,7 @@ def test_assuming_the_order_of_devices_can_be_wrong_without_a_trace() -> None:
 
 
 @pytest.mark.parametrize("shapes_known", [True, False])
-def test_rules_read_from_a_strategy_make_what_was_compiled_or_are_refused(shapes_known: bool) -> None:
+def test_rules_read_from_a_strategy_make_the_compiled_one_or_are_refused(shapes_known: bool) -> None:
     found: Counter[str] = Counter()
     for one, other in sampled(pairs(), 80):
         read = [source(one)]
@@ -205,9 +205,7 @@ _SIZES = [
 
 
 @pytest.mark.parametrize(("matrix", "entries"), _ORDERS, ids=lambda said: "-".join(map(str, said)))
-def test_whatever_the_order_of_devices_no_slice_is_derived_for_a_wrong_rank(
-    matrix: list[str], entries: list[Any], tmp_path: Path
-) -> None:
+def test_no_device_order_gives_a_slice_to_a_wrong_rank(matrix: list[str], entries: list[Any], tmp_path: Path) -> None:
     """A weight whose devices lie so, and one that shows what mp cuts, for all sizes: the right slices, or refused."""
     usual, nested = made_cases.rule("usual", ["dp", "cp", "mp"], ["mp", "None"]), "nested = true"
     text = usual + made_cases.rule("w", matrix, entries, nested if isinstance(entries[0], list) else "")
@@ -237,7 +235,7 @@ def test_whatever_the_order_of_devices_no_slice_is_derived_for_a_wrong_rank(
     assert derived
 
 
-def test_sizes_that_are_not_those_of_the_run_are_refused_or_do_no_harm() -> None:
+def test_wrong_sizes_are_refused_or_harmless() -> None:
     """Wrong sizes of the same product: refused, or what is derived with them is right, but for shapes of very few."""
     harmful = []
     count = refused = 0
@@ -277,7 +275,7 @@ def shapes_of(case: MadeCase, path: Path) -> Path:
     return write_checkpoint(path, full)
 
 
-def test_a_derived_strategy_is_the_compiled_one(tmp_path: Path) -> None:
+def test_the_command_derives_the_compiled_strategy(tmp_path: Path) -> None:
     """Training to inference, a strategy with more devices beside it; the record tells where it is from."""
     one, other = made_cases.load("10_dp2mp4pp1"), made_cases.load("10_dp1mp4pp1")
     shapes = shapes_of(one, tmp_path / "full.safetensors")
@@ -292,7 +290,7 @@ def test_a_derived_strategy_is_the_compiled_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("out", ["src.ckpt", "link.ckpt", "strategy/ckpt_strategy_rank_0.ckpt"])
-def test_what_a_strategy_is_derived_from_is_never_replaced(out: str, tmp_path: Path) -> None:
+def test_derive_never_replaces_its_inputs(out: str, tmp_path: Path) -> None:
     """A compiled strategy cannot be had again without its cluster."""
     one = made_cases.load("10_dp2mp4pp1")
     source = tmp_path / out
@@ -307,7 +305,7 @@ def test_what_a_strategy_is_derived_from_is_never_replaced(out: str, tmp_path: P
     assert source.read_bytes() == before
 
 
-def test_what_one_strategy_does_not_show_another_one_may(tmp_path: Path) -> None:
+def test_a_second_strategy_settles_undecided_layouts(tmp_path: Path) -> None:
     one, other = made_cases.load("10_dp1mp4pp1"), made_cases.load("10_dp4mp4pp1")
     shapes = shapes_of(one, tmp_path / "full.ckpt")
     words: Words = (one.strategy, tmp_path / "out.ckpt", "--shapes", shapes, "--src-sizes", "mp=4")
@@ -328,7 +326,7 @@ def test_what_one_strategy_does_not_show_another_one_may(tmp_path: Path) -> None
         done("strategy", "diff", other.strategy, tmp_path / "out.ckpt", "--exit-code")
 
 
-def test_stages_and_opt_outs_are_stated_in_a_file_of_rules(tmp_path: Path) -> None:
+def test_a_rule_file_states_stages_and_exceptions(tmp_path: Path) -> None:
     one, other = made_cases.load("10_dp4mp4pp1"), made_cases.load("10o_dp2mp2pp2_optm1")
     shapes = shapes_of(one, tmp_path / "full.ckpt")
     words: Words = (one.strategy, tmp_path / "out.ckpt", "--shapes", shapes, "--src-sizes", "dp=4,mp=4")
@@ -357,7 +355,7 @@ def test_stages_and_opt_outs_are_stated_in_a_file_of_rules(tmp_path: Path) -> No
         (("--src-sizes", "dp=2,mp=4", "--dst-sizes", "mp=8"), "is valid only for mp<=4"),
     ],
 )
-def test_sizes_that_cannot_be_are_refused(more: tuple[str, ...], says: str, tmp_path: Path) -> None:
+def test_impossible_sizes_are_refused(more: tuple[str, ...], says: str, tmp_path: Path) -> None:
     one = made_cases.load("10_dp2mp4pp1")
     shapes = shapes_of(one, tmp_path / "full.ckpt")
     words: Words = (one.strategy, tmp_path / "out.ckpt", "--shapes", shapes, "--dst-sizes", "mp=2", *more)
@@ -365,7 +363,7 @@ def test_sizes_that_cannot_be_are_refused(more: tuple[str, ...], says: str, tmp_
     assert not (tmp_path / "out.ckpt").exists()
 
 
-def test_rules_are_printed_with_marks_and_make_what_was_compiled(tmp_path: Path) -> None:
+def test_printed_rules_mark_assumptions_and_make_the_compiled_strategy(tmp_path: Path) -> None:
     one, other = made_cases.load("10_dp2mp4pp1"), made_cases.load("10_dp1mp4pp1")
     shapes = shapes_of(one, tmp_path / "full.ckpt")
     printed = done("strategy", "rules", one.strategy, "--sizes", "dp=2,mp=4", "--shapes", shapes).out
@@ -379,7 +377,7 @@ def test_rules_are_printed_with_marks_and_make_what_was_compiled(tmp_path: Path)
     fails(3, "strategy", "make", *words, "mp=8", says=["is valid only for mp<=4", 'remove "mp<=4" from shown_for'])
 
 
-def test_without_shapes_what_may_not_divide_is_left_open_until_they_are_known(tmp_path: Path) -> None:
+def test_without_shapes_divisibility_stays_undecided(tmp_path: Path) -> None:
     one, other = made_cases.load("24_vocab100_dp1mp8pp1"), made_cases.load("24_vocab100_dp2mp4pp1_optm1t0")
     printed = done("strategy", "rules", one.strategy, "--sizes", "mp=8").out
     assert 'map = ["None|mp?", "None|mp?"]' in printed
@@ -393,7 +391,7 @@ def test_without_shapes_what_may_not_divide_is_left_open_until_they_are_known(tm
 
 
 @pytest.mark.parametrize(("shape", "expected"), [([8, 16, 4], ((2, 1), (0,), ())), ([4, 32, 4], ((2,), (1, 0), ()))])
-def test_the_reading_of_json_that_fits_the_shapes_is_taken(shape: list[int], expected: Any, tmp_path: Path) -> None:
+def test_shapes_select_the_reading_of_json(shape: list[int], expected: Any, tmp_path: Path) -> None:
     """Slices of one row, and columns that are cut as well."""
     maps = {"w": layout([4, 2, 2], [2, 1, 0, -1], shape=[4, 2, 16, 4])}
     source = write_strategy(tmp_path / "src.json", 0, maps)

@@ -53,7 +53,7 @@ def as_recorded(path: Path) -> dict[str, RecordedLayout]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_is_made_is_what_was_compiled(name: str) -> None:
+def test_a_made_strategy_equals_the_compiled_one(name: str) -> None:
     case = made_cases.load(name)
     made = make_strategy(parse_rules(case.rules, "rules"), case.model, case.target, "rules")
     assert {stage.number: stage.layouts for stage in made} == case.compiled()
@@ -61,7 +61,7 @@ def test_what_is_made_is_what_was_compiled(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["10_dp2mp2pp2", "20_llama_dp1mp4pp2_uneven", "27_mcoremoe_dp2mp4ep8pp1"])
 @pytest.mark.parametrize("ending", ["ckpt", "json"])
-def test_what_is_typed_is_what_was_compiled_in_every_form(name: str, ending: str, tmp_path: Path) -> None:
+def test_the_command_makes_the_compiled_strategy_in_every_file_format(name: str, ending: str, tmp_path: Path) -> None:
     case = made_cases.load(name)
     rules = tmp_path / "rules.toml"
     rules.write_text(case.rules)
@@ -80,7 +80,7 @@ def test_what_is_typed_is_what_was_compiled_in_every_form(name: str, ending: str
 
 
 @pytest.mark.parametrize("name", ["07_layout8_opt", "08_pp2dp2mp2"])
-def test_json_is_as_mindspore_writes_it(name: str, tmp_path: Path) -> None:
+def test_made_json_equals_mindspores(name: str, tmp_path: Path) -> None:
     """Full shapes, and an entry per device axis where a dimension has several."""
     case = made_cases.load(name)
     rules = tmp_path / "rules.toml"
@@ -132,7 +132,7 @@ def pangu_shape(name: str, record: RecordedLayout) -> tuple[int, ...]:
     return (10240,) if wide else (2560,)
 
 
-def test_thousands_of_devices_take_no_time_to_speak_of() -> None:
+def test_a_strategy_of_thousands_of_devices_is_made_quickly() -> None:
     """Records of 10,240 devices cost what 8 do: layouts are worked out once each."""
     names = [f"blocks.{layer}.w{number}" for layer in range(64) for number in range(8)]
     model = model_tensors("shapes", [FullTensor(name, (10240, 10240), "Float32") for name in names], ITEM_SIZES)
@@ -161,7 +161,7 @@ def making(tmp_path: Path, rules: str, shapes: Mapping[str, tuple[int, ...]], *s
 ONE_RULE = '[[parameter]]\nmatch = "*"\nmap = ["mp", "None"]\n'
 
 
-def test_parameters_without_a_rule_are_grouped_and_the_lines_that_settle_it_do(tmp_path: Path) -> None:
+def test_parameters_without_a_rule_are_grouped_with_working_suggestions(tmp_path: Path) -> None:
     shapes = {f"layers.{layer}.{name}": (8, 8) for layer in range(3) for name in ("wq", "wo", "norm")}
     said = ("--sizes", "dp=2,mp=4", "--weights-only")
     rules = '[[parameter]]\nmatch = "*.wq"\nmap = ["mp", "None"]\n'
@@ -206,15 +206,13 @@ def test_parameters_without_a_rule_are_grouped_and_the_lines_that_settle_it_do(t
         ('[[parameter]]\nmatch = "*"\nmap = ["mp+cp", "None"]\n', "mp=4", "is not a product of sizes"),
     ],
 )
-def test_what_does_not_follow_or_would_not_compile_is_refused(
-    rules: str, sizes: str, says: str, tmp_path: Path
-) -> None:
+def test_undecided_and_uncompilable_layouts_are_refused(rules: str, sizes: str, says: str, tmp_path: Path) -> None:
     shapes = {f"layers.{layer}.w": (8, 8) for layer in range(2)}
     fails(3, *making(tmp_path, rules, shapes, "--sizes", sizes, "--weights-only"), says=[says])
     assert not (tmp_path / "out.ckpt").exists()
 
 
-def test_rules_that_leave_open_what_does_not_matter_are_enough(tmp_path: Path) -> None:
+def test_rules_may_leave_irrelevant_settings_open(tmp_path: Path) -> None:
     """With data parallelism alone nothing is cut, whatever cuts; on one replica the order of devices is no matter."""
     open_cut = '[[parameter]]\nmatch = "*"\nmap = ["?", "None"]\n'
     done(*making(tmp_path, open_cut, {"w": (8, 8)}, "--sizes", "dp=8", "--weights-only"))
@@ -223,7 +221,7 @@ def test_rules_that_leave_open_what_does_not_matter_are_enough(tmp_path: Path) -
     assert as_recorded(tmp_path / "out.ckpt")["w"] == RecordedLayout((8,), ((0, -1),))
 
 
-def test_stages_of_parameters_outside_layers_have_to_be_said(tmp_path: Path) -> None:
+def test_stages_of_parameters_outside_layers_are_required(tmp_path: Path) -> None:
     shapes = {"embed": (8, 8), **{f"layers.{layer}.w": (8, 8) for layer in range(5)}, "head": (8, 8)}
     said: Said = ("--sizes", "mp=4,pp=2", "--weights-only")
     fails(2, *making(tmp_path, ONE_RULE, shapes, *said), says=["5 layers do not divide", "--layers-per-stage 3,2"])
@@ -255,20 +253,20 @@ def test_stages_of_parameters_outside_layers_have_to_be_said(tmp_path: Path) -> 
     ]
 
 
-def test_numbers_in_several_places_are_not_taken_for_layers(tmp_path: Path) -> None:
+def test_numbers_in_several_places_are_not_layers(tmp_path: Path) -> None:
     shapes = {f"{part}.{number}.w": (8, 8) for part in ("encoder", "decoder") for number in range(2)}
     said = ("--sizes", "mp=4,pp=2", "--weights-only")
     fails(3, *making(tmp_path, ONE_RULE, shapes, *said), says=['layers = ["encoder.{layer}.*", "decoder.{layer}.*"]'])
 
 
-def test_optimizer_state_has_to_be_known(tmp_path: Path) -> None:
+def test_the_optimizer_is_required(tmp_path: Path) -> None:
     said = ("--sizes", "dp=2,mp=4", "--optimizer-shards", "-1", "--optimizer-threshold", "0")
     fails(3, *making(tmp_path, ONE_RULE, {"w": (8, 8)}, *said), says=["no optimizer state", "--weights-only"])
     done(*making(tmp_path, 'optimizer_states = ["adam_m", "adam_v"]\n' + ONE_RULE, {"w": (8, 8)}, *said))
     assert list(as_recorded(tmp_path / "out.ckpt")) == ["w", "adam_m.w", "adam_v.w"]
 
 
-def test_the_element_type_has_to_be_known_where_it_decides(tmp_path: Path) -> None:
+def test_the_dtype_is_required_where_it_decides(tmp_path: Path) -> None:
     said = ("--sizes", "dp=2,mp=4", "--optimizer-shards", "-1", "--optimizer-threshold", "1", "--weights-only")
     shapes = {"small": (8, 4), "middle": (16, 32), "large": (64, 64)}
     fails(3, *making(tmp_path, ONE_RULE, shapes, *said), says=["1 parameter: 'middle'", 'dtype = "Float32"'])
@@ -282,7 +280,7 @@ def test_the_element_type_has_to_be_known_where_it_decides(tmp_path: Path) -> No
         }
 
 
-def test_what_lies_at_out_is_not_replaced_unless_it_may_be(tmp_path: Path) -> None:
+def test_existing_output_is_refused_without_overwrite(tmp_path: Path) -> None:
     said = ("--sizes", "mp=4", "--weights-only")
     done(*making(tmp_path, ONE_RULE, {"w": (8, 8)}, *said))
     before = tree_bytes(tmp_path)
@@ -303,18 +301,18 @@ def test_what_lies_at_out_is_not_replaced_unless_it_may_be(tmp_path: Path) -> No
         ('set = [{ a = true, map = "mp" }]', "map must be a list"),
     ],
 )
-def test_switches_that_say_nothing_are_refused(said: str, says: str, tmp_path: Path) -> None:
+def test_switches_without_effect_are_refused(said: str, says: str, tmp_path: Path) -> None:
     rules = ONE_RULE + said + "\n"
     fails(3, *making(tmp_path, rules, {"w": (8, 8)}, "--sizes", "mp=4", "--weights-only"), says=[says])
 
 
-def test_a_condition_of_optimizer_shards_is_of_sizes_that_there_are(tmp_path: Path) -> None:
+def test_conditions_of_optimizer_shards_use_existing_sizes(tmp_path: Path) -> None:
     said = ("--sizes", "dp=2,mp=4", "--optimizer-shards", "-1", "--optimizer-threshold", "0", "--weights-only")
     rules = 'optimizer_shard = "tp<=2"\n' + ONE_RULE
     fails(3, *making(tmp_path, rules, {"w": (8, 8)}, *said), says=["optimizer_shard: tp has no size"])
 
 
-def test_a_weight_whose_name_ends_in_that_of_another_is_no_optimizer_state(tmp_path: Path) -> None:
+def test_a_weight_whose_name_ends_like_another_is_not_optimizer_state(tmp_path: Path) -> None:
     shapes = {name: (8, 8) for name in ("norm.weight", "mtp.norm.weight", "head.w", "linear.head.w", "adam_m.head.w")}
     shapes["linear.head.w"] = (16, 8)
     done(*making(tmp_path, ONE_RULE, shapes, "--sizes", "mp=4", "--weights-only"))
@@ -323,13 +321,13 @@ def test_a_weight_whose_name_ends_in_that_of_another_is_no_optimizer_state(tmp_p
     assert set(as_recorded(tmp_path / "out.ckpt")) == set(shapes)
 
 
-def test_what_most_weights_have_is_optimizer_state_whatever_it_is_called(tmp_path: Path) -> None:
+def test_a_suffix_of_most_weights_is_optimizer_state(tmp_path: Path) -> None:
     shapes = {f"{prefix}{name}": (8, 8) for prefix in ("", "own_m.") for name in ("w", "v")}
     done(*making(tmp_path, ONE_RULE, shapes, "--sizes", "mp=4", "--weights-only"))
     assert set(as_recorded(tmp_path / "out.ckpt")) == {"w", "v"}
 
 
-def test_optimizer_state_of_another_shape_is_not_laid_out_as_its_weight(tmp_path: Path) -> None:
+def test_optimizer_state_of_another_shape_does_not_get_the_layout_of_its_weight(tmp_path: Path) -> None:
     shapes = {"w": (8, 8), "exp_avg_sq_row.w": (8,)}
     says = ["'exp_avg_sq_row.w'", "its cut is unknown", "--weights-only"]
     fails(3, *making(tmp_path, ONE_RULE, shapes, "--sizes", "mp=4"), says=says)
@@ -338,7 +336,7 @@ def test_optimizer_state_of_another_shape_is_not_laid_out_as_its_weight(tmp_path
 
 
 @pytest.mark.parametrize("out", ["stages/", "stages/{rank}.ckpt", "stages/rank_{rank}/s_{rank}.ckpt"])
-def test_stages_of_another_strategy_do_not_stay_among_those_that_are_made(out: str, tmp_path: Path) -> None:
+def test_overwrite_removes_stages_of_another_strategy(out: str, tmp_path: Path) -> None:
     """They would be read as further stages of it."""
     shapes = {f"layers.{layer}.w": (8, 8) for layer in range(4)}
     words = list(making(tmp_path, ONE_RULE, shapes, "--weights-only", "--sizes"))
@@ -354,9 +352,7 @@ def test_stages_of_another_strategy_do_not_stay_among_those_that_are_made(out: s
 
 @pytest.mark.parametrize("out", ["stages/", "stages/{rank}.ckpt", "stages/rank_{rank}/s_{rank}.json"])
 @pytest.mark.parametrize("replaces", [False, True])
-def test_a_part_of_the_stages_that_a_stopped_run_left_is_never_read_as_a_strategy(
-    out: str, replaces: bool, tmp_path: Path
-) -> None:
+def test_stages_of_an_interrupted_run_are_never_read_as_a_strategy(out: str, replaces: bool, tmp_path: Path) -> None:
     """Whichever call to the system is the last: what lies there is the old strategy, the new one, or refused."""
     shapes = {f"layers.{layer}.w": (8, 8) for layer in range(6)}
     words = list(making(tmp_path, ONE_RULE, shapes, "--weights-only", "--sizes", "mp=2,pp=4", "--layers-per-stage"))
@@ -393,7 +389,7 @@ def test_a_part_of_the_stages_that_a_stopped_run_left_is_never_read_as_a_strateg
                 break
 
 
-def test_the_record_beside_a_made_strategy_says_how_it_was_made(tmp_path: Path) -> None:
+def test_the_record_beside_a_made_strategy_contains_its_rules(tmp_path: Path) -> None:
     result = done(*making(tmp_path, ONE_RULE, {"w": (8, 8)}, "--sizes", "mp=4", "--weights-only", "--json"))
     record = json.loads(Path(result.json["record"]).read_text())
     assert record["rules"] == ONE_RULE
@@ -408,9 +404,7 @@ SIZES = st.sampled_from([1, 2, 4, 8])
 
 
 @given(dp=SIZES, cp=SIZES, mp=SIZES, outer=st.booleans(), shards=st.sampled_from([0, -1, 2, 4]), rows=st.booleans())
-def test_every_rank_holds_what_the_rule_says_it_holds(
-    dp: int, cp: int, mp: int, outer: bool, shards: int, rows: bool
-) -> None:
+def test_every_rank_has_the_slice_of_its_rule(dp: int, cp: int, mp: int, outer: bool, shards: int, rows: bool) -> None:
     """The record against the meaning of named axes: a rank's coordinates along them say which slice is its."""
     devices = dp * cp * mp
     axes = ["mp", "dp", "cp"] if outer else ["dp", "cp", "mp"]
@@ -451,7 +445,7 @@ def test_every_rank_holds_what_the_rule_says_it_holds(
     ],
 )
 @pytest.mark.parametrize("weights_only", [True, False])
-def test_a_conversion_to_a_made_strategy_gives_the_bytes_of_one_to_the_compiled(
+def test_conversions_to_a_made_and_a_compiled_strategy_are_equal(
     source: str, target: str, weights_only: bool, tmp_path: Path
 ) -> None:
     """With optimizer state and without, to and from pipelines, full shapes from the source's own ranks."""
@@ -476,7 +470,7 @@ def test_a_conversion_to_a_made_strategy_gives_the_bytes_of_one_to_the_compiled(
 # Names of axes.
 
 
-def test_axes_of_a_made_strategy_are_called_by_their_names(tmp_path: Path) -> None:
+def test_axes_of_a_made_strategy_are_shown_by_name(tmp_path: Path) -> None:
     done(*making(tmp_path, ONE_RULE, {"w": (8, 8)}, "--sizes", "dp=2,mp=4", "--weights-only"))
     out = tmp_path / "out.ckpt"
     shown = done("strategy", "show", out, "w", "--svg", tmp_path / "w.svg").out
@@ -499,7 +493,7 @@ def test_axes_of_a_compiled_strategy_are_named_by_the_sizes_of_its_run() -> None
     fails(3, *words, "--sizes", "dp=2,mp=2", says=["has 8 devices in a stage"])
 
 
-def test_a_record_that_is_of_another_strategy_names_nothing(tmp_path: Path) -> None:
+def test_a_record_of_another_strategy_is_ignored(tmp_path: Path) -> None:
     done(*making(tmp_path, ONE_RULE, {"w": (8, 8)}, "--sizes", "dp=2,mp=4", "--weights-only"))
     write_strategy(tmp_path / "out.ckpt", 0, {"w": layout([4, 2], [0, -1])})
     assert "axis 0 of size 2: cuts dimension 0" in done("strategy", "show", tmp_path / "out.ckpt", "w").out
