@@ -35,7 +35,7 @@ def states() -> dict[str, Value]:
     return {name: value(name, (8, 4)) for name in STATES}
 
 
-def test_lost_parameters_are_folded_and_each_named_when_asked(tmp_path: Path) -> None:
+def test_lost_parameters_are_folded_unless_verbose(tmp_path: Path) -> None:
     world = big_world(tmp_path)
     world.save(states(), ranks=[0, 1, 3])
     result = world.refuses(3, "192 parameters", "'{,adam_m.,adam_v.}model.layers.{0-31}.wq.weight' (96)", "rank 2")
@@ -44,7 +44,7 @@ def test_lost_parameters_are_folded_and_each_named_when_asked(tmp_path: Path) ->
         warns(fails(3, *words), *(f"'{name}'" for name in STATES))
 
 
-def test_problems_that_differ_in_the_parameter_alone_are_said_once(tmp_path: Path) -> None:
+def test_problems_that_differ_only_in_the_parameter_are_grouped(tmp_path: Path) -> None:
     world = big_world(tmp_path)
     held = cut_ranks(world.source, states(), COPIED)
     for name in STATES:
@@ -59,7 +59,7 @@ def test_problems_that_differ_in_the_parameter_alone_are_said_once(tmp_path: Pat
     assert fails(3, *world.words("-v")).err.count("[3, 4] on rank 1") == 192
 
 
-def test_a_long_error_says_at_its_end_again_what_happened(tmp_path: Path) -> None:
+def test_a_long_error_repeats_its_summary_at_the_end(tmp_path: Path) -> None:
     """Every parameter has a shape of its own, so that there is nothing to fold."""
     names = [f"p{letter}" for letter in "abcdefghijklmnopqrst"]
     world = World(tmp_path, model(ROWS, names), model(WHOLE, names))
@@ -88,7 +88,7 @@ def test_values_that_differ_on_the_same_ranks_are_one_warning(world: World) -> N
     assert all(f"'{name}'" in full for name in values)
 
 
-def test_parameters_left_out_are_counted_in_the_summary_and_named_on_request(tmp_path: Path) -> None:
+def test_skipped_parameters_are_counted_and_listed_with_verbose(tmp_path: Path) -> None:
     world = World(tmp_path, model(ROWS, STATES), model(WHOLE, LAYERS))
     world.save(states())
     warns(world.convert("-n", "--json"))
@@ -98,13 +98,13 @@ def test_parameters_left_out_are_counted_in_the_summary_and_named_on_request(tmp
     assert len(world.convert("--json").json["left_out"]) == 128
 
 
-def test_a_parameter_named_like_a_message_is_told_from_it(tmp_path: Path) -> None:
+def test_a_parameter_named_like_a_message_is_quoted(tmp_path: Path) -> None:
     write_tree(tmp_path, {0: {"note": text("x"), "w": value("w", (2, 2))}})
     assert "note: 'note': text, which" in done("inspect", tmp_path).out
 
 
 @pytest.mark.parametrize("name", ["a\nreshard: error: all is lost", "tab\there", "bell\x07", "esc\x1b[31m"])
-def test_control_characters_in_names_stay_on_the_line(tmp_path: Path, name: str) -> None:
+def test_control_characters_in_names_do_not_break_lines(tmp_path: Path, name: str) -> None:
     source = single({name: layout([2], [0, -1]), "w": layout([2], [0, -1])})
     world = World(tmp_path, source, single({name: layout([3], [0, -1]), "w": layout([3], [-1, -1])}))
     world.save({name: value("v", (4, 4)), "w": value("w", (4, 4))}, copied={})
@@ -121,7 +121,7 @@ def test_control_characters_in_names_stay_on_the_line(tmp_path: Path, name: str)
         assert shown in out and name not in out
 
 
-def test_a_very_long_name_leaves_room_for_the_rest_of_a_message(tmp_path: Path) -> None:
+def test_a_very_long_name_is_shortened_in_messages(tmp_path: Path) -> None:
     name = "layer." * 2000 + "weight"
     world = World(tmp_path, single({name: layout([2], [0])}), single({name: layout([3], [0])}))
     world.save({name: value("v", (4,))}, copied={})
@@ -132,7 +132,7 @@ def test_a_very_long_name_leaves_room_for_the_rest_of_a_message(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("name", ["w[0]", "a*b", "what?", "it's", "line\nbreak"])
-def test_the_option_that_a_message_tells_leaves_just_that_parameter_out(tmp_path: Path, name: str) -> None:
+def test_the_suggested_exclude_matches_only_its_parameter(tmp_path: Path, name: str) -> None:
     """Typed into a shell as it is printed, whatever a pattern or a shell would make of the name."""
     listed = layout([2], [0, -1])
     full = {"w": value("w", (8, 6)), "w0": value("w0", (8, 6)), name: value("x", (4, 4))}
@@ -154,7 +154,7 @@ def test_the_option_that_a_message_tells_leaves_just_that_parameter_out(tmp_path
     done(*words, "--exclude", pattern)
 
 
-def test_errors_are_red_and_warnings_yellow_on_a_terminal_that_has_colours(world: World) -> None:
+def test_errors_are_red_and_warnings_yellow_on_a_colour_terminal(world: World) -> None:
     world.save(FULL)
     wrong = [str(word) for word in world.words("--ranks", "9")]
     assert f"{RED}reshard: error: target rank 9" in terminal_output(100, ON_TERMINAL, *wrong)
@@ -167,7 +167,7 @@ def test_errors_are_red_and_warnings_yellow_on_a_terminal_that_has_colours(world
     assert f"{YELLOW}warning: 'global_step'" in terminal_output(100, ON_TERMINAL, *map(str, world.words()))
 
 
-def test_differences_are_a_red_error(world: World) -> None:
+def test_differences_are_printed_as_a_red_error(world: World) -> None:
     world.save(FULL)
     world.convert()
     held = cut_ranks(world.target, {**FULL, "w": value("other", (8, 6))}, COPIED)
@@ -178,7 +178,7 @@ def test_differences_are_a_red_error(world: World) -> None:
     assert f"{RED}reshard: " in said and "must not be used" in said
 
 
-def test_what_no_rank_can_give_is_folded(tmp_path: Path) -> None:
+def test_parameters_that_no_rank_can_provide_are_folded(tmp_path: Path) -> None:
     world = big_world(tmp_path)
     words: list[Argument] = [
         "rank-list",
@@ -195,7 +195,7 @@ def test_what_no_rank_can_give_is_folded(tmp_path: Path) -> None:
     assert json.loads(done(*words[:-2], "--json").out)["ranks"] == [0, 1, 2, 3]
 
 
-def test_differences_that_are_alike_are_one_line_and_each_is_named_when_asked(tmp_path: Path) -> None:
+def test_similar_differences_are_grouped_unless_verbose(tmp_path: Path) -> None:
     world = big_world(tmp_path)
     world.save(states())
     world.convert()

@@ -59,12 +59,12 @@ def test_kinds_follow_from_names(name: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("prefix", AMBIGUOUS)
-def test_a_word_that_a_module_may_have_marks_state_only_before_a_parameter(prefix: str) -> None:
+def test_ambiguous_prefixes_mark_state_only_before_a_parameter(prefix: str) -> None:
     assert kind_of(f"{prefix}dense.weight", 8, {"dense.weight"}) == OPTIMIZER_STATE
     assert kind_of(f"{prefix}dense.weight", 8, {"weight", f"{prefix}dense.weight"}) == WEIGHTS
 
 
-def test_names_that_are_state_and_names_of_weights_never_mix() -> None:
+def test_names_of_state_and_weights_are_disjoint() -> None:
     chance = random.Random(1)
     words = ["weight", "layers", "0", "norm", *(prefix[:-1] for prefix in STATE_PREFIXES)]
     for _ in range(500):

@@ -30,7 +30,7 @@ def boxes(draw: Any, shape: Shape) -> Box:
 
 @examples(150)
 @given(random_rules(), st.data())
-def test_boxes_are_those_of_what_numpy_makes(rule: RandomRule, data: st.DataObject) -> None:
+def test_naive_rules_equal_numpy_in_any_box(rule: RandomRule, data: st.DataObject) -> None:
     arrays = dict(rule.arrays) if data.draw(st.booleans(), label="forth") else dict(rule.made)
     shapes = {name: array.shape for name, array in arrays.items()}
     applied = apply_rules(parse_rules(rule.text, "random.toml"), shapes, rule.config)

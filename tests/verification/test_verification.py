@@ -108,7 +108,7 @@ def held(strategy: Strategy, full: Checkpoint = FULL) -> Ranks:
 
 @examples(40)
 @given(st.data())
-def test_every_conversion_passes_and_every_byte_is_read(data: st.DataObject) -> None:
+def test_every_conversion_verifies_and_every_byte_is_read(data: st.DataObject) -> None:
     full = data.draw(tensors())
     old, new = data.draw(strategies(full)), data.draw(st.one_of(strategies(full), st.just(ONE_DEVICE)))
     format_ = data.draw(st.sampled_from(["ckpt", "safetensors"]))
@@ -149,7 +149,7 @@ def test_damage_is_found_at_its_rank_and_parameter(data: st.DataObject) -> None:
 
 @examples(80)
 @given(st.data())
-def test_slices_cut_by_another_layout_never_pass(data: st.DataObject) -> None:
+def test_slices_of_another_layout_are_found(data: st.DataObject) -> None:
     full = data.draw(tensors(fewest=4))
     old, new, other = (data.draw(strategies(full, fewest_stages=1)) for _ in range(3))
     right, wrong = held(new, full), held(other, full)
@@ -168,7 +168,7 @@ def test_slices_cut_by_another_layout_never_pass(data: st.DataObject) -> None:
         assert {(rank, found_.parameter) for found_ in found for rank in found_.ranks} == differing | extra
 
 
-def test_swapped_slices_are_found_though_the_whole_is_there(pair: Pair) -> None:
+def test_swapped_slices_are_found(pair: Pair) -> None:
     target = held(TARGET)
     target[0]["w"], target[1]["w"] = target[1]["w"], target[0]["w"]
     pair.write(held(SOURCE), target)
@@ -183,7 +183,7 @@ def test_a_transposed_square_is_found(tmp_path: Path) -> None:
     assert brief(pair.compare()) == [("content", "w", (0, 1))]
 
 
-def test_files_and_parameters_that_are_missing_or_too_many_are_told(pair: Pair) -> None:
+def test_missing_and_surplus_files_and_parameters_are_listed(pair: Pair) -> None:
     target = held(TARGET)
     del target[0]["v"], target[1]["global_step"]
     target[1]["foreign"] = value("f", (2,))
@@ -196,14 +196,14 @@ def test_files_and_parameters_that_are_missing_or_too_many_are_told(pair: Pair) 
 
 
 @pytest.mark.parametrize("cut_at", [1, 40, -1])
-def test_a_truncated_file_is_told(pair: Pair, cut_at: int) -> None:
+def test_a_truncated_file_is_a_difference(pair: Pair, cut_at: int) -> None:
     pair.write(held(SOURCE), held(TARGET))
     path = pair.root / "dst" / "rank_1" / "checkpoint_1.ckpt"
     path.write_bytes(path.read_bytes()[:cut_at])
     assert ("file", None, (1,)) in brief(pair.compare())
 
 
-def test_a_wrong_type_or_shape_is_told_by_rank(pair: Pair) -> None:
+def test_a_wrong_dtype_or_shape_is_reported_with_its_rank(pair: Pair) -> None:
     target = held(TARGET)
     target[0]["w"] = Value("Int32", target[0]["w"].array)
     target[1]["m.w"] = Value("Float32", target[1]["m.w"].array.reshape(6, 4))
@@ -212,7 +212,7 @@ def test_a_wrong_type_or_shape_is_told_by_rank(pair: Pair) -> None:
     assert brief(pair.compare()) == [("shape", "global_step", (1,)), ("shape", "m.w", (1,)), ("type", "w", (0,))]
 
 
-def test_a_shape_that_is_wrong_on_every_rank_is_told(pair: Pair) -> None:
+def test_a_shape_wrong_on_every_rank_is_a_difference(pair: Pair) -> None:
     target = held(TARGET)
     for rank in target:
         target[rank]["w"] = Value("Float32", target[rank]["w"].array.reshape(-1))
@@ -220,7 +220,7 @@ def test_a_shape_that_is_wrong_on_every_rank_is_told(pair: Pair) -> None:
     assert brief(pair.compare()) == [("shape", "w", (0, 1))]
 
 
-def test_copied_values_are_the_lowest_ranks_or_a_ranks_own(tmp_path: Path) -> None:
+def test_copied_values_are_compared_with_the_lowest_or_own_rank(tmp_path: Path) -> None:
     pair = Pair(tmp_path, SOURCE, TARGET)
     source, target = held(SOURCE), held(TARGET)
     for rank in source:
@@ -234,14 +234,14 @@ def test_copied_values_are_the_lowest_ranks_or_a_ranks_own(tmp_path: Path) -> No
     assert brief(pair.compare()) == [("content", name, (1,)) for name in ("cur_rank", "step", "text")]
 
 
-def test_text_is_not_missed_where_the_format_cannot_hold_it(pair: Pair) -> None:
+def test_text_is_not_expected_in_safetensors(pair: Pair) -> None:
     source = {rank: {**checkpoint, "note": text("some")} for rank, checkpoint in held(SOURCE).items()}
     write_tree(pair.root / "src", source)
     write_tree(pair.root / "dst", held(TARGET), "rank_{rank}/checkpoint_{rank}.safetensors")
     assert pair.compare() == []
 
 
-def test_only_some_target_ranks_can_be_compared(pair: Pair) -> None:
+def test_ranks_selects_the_compared_targets(pair: Pair) -> None:
     target = held(TARGET)
     target[0]["w"] = flipped(target[0]["w"])
     target[1]["m.w"] = flipped(target[1]["m.w"])
@@ -250,13 +250,13 @@ def test_only_some_target_ranks_can_be_compared(pair: Pair) -> None:
     assert ("file", None, (0,)) in brief(pair.compare())
 
 
-def test_parameters_that_were_not_converted_do_not_count(pair: Pair) -> None:
+def test_unconverted_parameters_are_not_compared(pair: Pair) -> None:
     target = {rank: {"v": checkpoint["v"]} for rank, checkpoint in held(TARGET).items()}
     pair.write(held(SOURCE), target)
     assert pair.compare(admit=lambda name: name == "v") == []
 
 
-def test_a_source_that_lacks_slices_or_does_not_fit_is_an_error(pair: Pair) -> None:
+def test_an_incomplete_or_contradictory_source_is_an_error(pair: Pair) -> None:
     source = held(SOURCE)
     del source[3]
     pair.write(source, held(TARGET))
@@ -270,7 +270,7 @@ def test_a_source_that_lacks_slices_or_does_not_fit_is_an_error(pair: Pair) -> N
 
 
 @pytest.mark.parametrize("stored_plain", [False, True])
-def test_accumulated_gradients_are_read_as_the_shapes_tell(tmp_path: Path, stored_plain: bool) -> None:
+def test_accumulated_gradients_are_compared_according_to_their_shapes(tmp_path: Path, stored_plain: bool) -> None:
     full = {"w": value("w", (8, 6)), "accu_grads.w": value("g", (8, 6))}
     sharded = {name: layout([2, 2], [0, -1], -1, 2) for name in full}
     new = [{"devices": 2, "layouts": {name: layout([2], [-1, -1], -1, 1) for name in full}}]
@@ -284,7 +284,7 @@ def test_accumulated_gradients_are_read_as_the_shapes_tell(tmp_path: Path, store
     assert brief(pair.compare()) == [("content", "accu_grads.w", (1,))]
 
 
-def test_ranks_that_the_target_does_not_have_are_told(pair: Pair) -> None:
+def test_ranks_missing_in_the_target_are_listed(pair: Pair) -> None:
     target = held(TARGET)
     pair.write(held(SOURCE), {**target, 7: target[1]})
     assert brief(pair.compare()) == [("file", None, (7,))]
@@ -292,7 +292,7 @@ def test_ranks_that_the_target_does_not_have_are_told(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("ending", ["ckpt", "safetensors"])
-def test_no_bit_outside_of_contents_can_flip_unseen(pair: Pair, ending: str) -> None:
+def test_a_flipped_bit_outside_contents_is_found(pair: Pair, ending: str) -> None:
     text_ = {"note": text("some")} if ending == "ckpt" else {}
     int4 = {"q": Value("Int4", np.arange(6, dtype=np.int8))} if ending != "ckpt" else {}
     more = {"empty": value("e", (0, 3)), "step": scalar(3), **text_, **int4}
@@ -322,7 +322,7 @@ def test_no_bit_outside_of_contents_can_flip_unseen(pair: Pair, ending: str) -> 
 
 
 @pytest.mark.parametrize("wrong", [{"remove_redundancy": "True"}, {"format": "np"}, {"m.w": "Int4x"}])
-def test_metadata_that_are_not_true_are_told(pair: Pair, wrong: Mapping[str, str]) -> None:
+def test_false_metadata_is_a_difference(pair: Pair, wrong: Mapping[str, str]) -> None:
     pair.write(held(SOURCE), held(TARGET), "safetensors")
     for tree, rank in (("src", 3), ("dst", 1)):
         path = Path(files_of(pair.root / tree)[rank])
@@ -356,7 +356,7 @@ def many(root: Path, ranks: int, parameters: int) -> Pair:
 
 
 @pytest.mark.parametrize("most", [1, 7, 100])
-def test_batches_and_blocks_of_any_size_find_the_same(
+def test_differences_do_not_depend_on_batches_and_blocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
 ) -> None:
     monkeypatch.setattr(reading, "MAX_SLICES", most)
@@ -375,7 +375,7 @@ def test_batches_and_blocks_of_any_size_find_the_same(
     assert [found.parameter for found in pair.replicas("dst")] == [name for name, _ in wrong]
 
 
-def test_headers_are_read_once_whatever_the_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_headers_are_read_once_with_any_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reading, "MAX_SLICES", 1)
     pair = many(tmp_path, 8, 6)
     read: list[str] = []
@@ -393,7 +393,7 @@ def test_headers_are_read_once_whatever_the_batches(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize("what", ["compare", "replicas", "fingerprints"])
-def test_memory_does_not_grow_with_parameters_times_ranks(
+def test_memory_of_verify_does_not_grow_with_parameters_times_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     monkeypatch.setattr(reading, "MAX_SLICES", 128)
@@ -423,7 +423,7 @@ def test_memory_does_not_grow_with_parameters_times_ranks(
 
 
 @pytest.mark.parametrize("mistake", [another_rank, off_by_one, swapped_rows])
-def test_slices_that_the_planner_takes_from_the_wrong_place_are_found(
+def test_slices_planned_from_the_wrong_place_are_found(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, mistake: Any
 ) -> None:
     monkeypatch.setattr(plan_module, "StoredSlice", mistake)
@@ -434,7 +434,7 @@ def test_slices_that_the_planner_takes_from_the_wrong_place_are_found(
     assert {difference.kind for difference in found} == {"content"}
 
 
-def test_pieces_that_the_planner_forgets_are_found(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_missing_in_the_plan_are_found(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     right, fill, fill_shared = Overlap.cells, BlockFiller.fill, BlockFiller.fill_shared
 
     def over_something(self: BlockFiller, tensor: Any, block: Any, out: memoryview) -> None:
@@ -463,7 +463,7 @@ def convert(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("names", [("10o_dp2mp2pp2_optm1", "10_dp3mp8pp1"), ("10_dp3mp8pp1", "10o_dp2mp4pp1_optm1")])
-def test_conversions_between_real_strategies_pass(names: tuple[str, str], tmp_path: Path) -> None:
+def test_conversions_between_real_strategies_verify(names: tuple[str, str], tmp_path: Path) -> None:
     source, target = (cases.load(name) for name in names)
     unsharded = source.unsharded if len(source.strategy) > 1 else []
     write_tree(tmp_path / "src", cut_ranks(source.strategy, source.full(), COPIED, unsharded))
@@ -537,7 +537,7 @@ def test_stages_that_share_a_parameter_are_compared(tmp_path: Path) -> None:
     assert brief(pair.replicas()) == [("stages", "w", ())]
 
 
-def test_a_tree_with_lost_ranks_and_a_damaged_file_is_compared_as_far_as_it_goes(tmp_path: Path) -> None:
+def test_remaining_replicas_of_a_damaged_tree_are_compared(tmp_path: Path) -> None:
     strategy = single({"w": layout([4, 2], [0, -1])})
     ranks = held(strategy, {"w": FULL["w"]})
     pair = Pair(tmp_path, strategy, strategy)
@@ -549,7 +549,7 @@ def test_a_tree_with_lost_ranks_and_a_damaged_file_is_compared_as_far_as_it_goes
     assert brief(pair.replicas()) == [("file", None, (2,)), ("replica", "w", (5,))]
 
 
-def test_a_tree_that_does_not_fit_its_strategy_is_told(tmp_path: Path) -> None:
+def test_a_tree_that_does_not_fit_its_strategy_is_reported(tmp_path: Path) -> None:
     pair = Pair(tmp_path, SOURCE, TARGET)
     source = held(SOURCE)
     source[1]["w"] = value("w", (3, 6))
@@ -558,7 +558,7 @@ def test_a_tree_that_does_not_fit_its_strategy_is_told(tmp_path: Path) -> None:
     assert [(difference.kind, difference.parameter) for difference in found] == [("strategy", "w")]
 
 
-def test_trees_without_damage_are_not_changed_by_looking(pair: Pair) -> None:
+def test_verify_does_not_modify_the_tree(pair: Pair) -> None:
     pair.write(held(SOURCE), held(TARGET))
     pair.compare()
     pair.replicas()

@@ -108,7 +108,7 @@ def header(path: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("form", FINISHED)
-def test_what_is_missing_added_or_of_another_kind_is_found(form: str, world: World) -> None:
+def test_missing_added_and_other_kinds_of_entries_are_found(form: str, world: World) -> None:
     made = make(form, world)
     whole = world.root / "whole"
     shutil.copytree(made, whole)
@@ -135,7 +135,7 @@ def test_what_is_missing_added_or_of_another_kind_is_found(form: str, world: Wor
 
 
 @pytest.mark.parametrize("form", FINISHED)
-def test_a_directory_that_its_finishing_files_do_not_describe_is_found(form: str, world: World) -> None:
+def test_finishing_files_that_contradict_the_directory_are_found(form: str, world: World) -> None:
     many: list[Argument] = [] if form == "checkpoint2" else ["--max-shard-size", "300"]
     made = make(form, world, "--checksum", "crc32", *many)
     done("verify", made)
@@ -161,7 +161,7 @@ def test_a_directory_that_its_finishing_files_do_not_describe_is_found(form: str
 
 
 @pytest.mark.parametrize("form", FINISHED)
-def test_finishing_files_are_held_against_the_files_where_no_manifest_is(form: str, world: World) -> None:
+def test_finishing_files_are_compared_with_the_files_without_a_manifest(form: str, world: World) -> None:
     many: list[Argument] = [] if form == "checkpoint2" else ["--max-shard-size", "300"]
     made = make(form, world, *many)
     (made / "reshard-manifest.json").unlink()
@@ -190,7 +190,7 @@ def test_layouts_other_than_the_target_strategy_gives_are_found(world: World) ->
     differs("verify", made, "--src", world.src, *options, says=["'w'", "[1, 2]", "[2, 1]"])
 
 
-def test_parts_of_a_form_are_not_verified_by_themselves(world: World) -> None:
+def test_parts_of_a_form_are_not_verified_alone(world: World) -> None:
     world.save(FULL)
     options: list[Argument] = ["--src-strategy", world.old, "--to", "unified"]
     for part in (["--ranks", "0"], ["--shard", "1/2"]):
@@ -199,7 +199,7 @@ def test_parts_of_a_form_are_not_verified_by_themselves(world: World) -> None:
     fails(2, "verify", world.dst, "--ranks", "0", "--src", world.src, "--src-strategy", world.old, says=["--ranks"])
 
 
-def test_files_beside_hugging_face_weights_that_were_lost_are_found(world: World) -> None:
+def test_missing_files_beside_hugging_face_weights_are_found(world: World) -> None:
     source = make("huggingface", world)
     (source / "config.json").write_text("{}")
     done("convert", source, world.dst, "--to", "huggingface", "--verify")
@@ -210,7 +210,7 @@ def test_files_beside_hugging_face_weights_that_were_lost_are_found(world: World
     differs("verify", world.dst, "--src", source, says=["config.json", "missing"])
 
 
-def test_the_fingerprint_of_a_checkpoint_is_one_in_all_forms(world: World) -> None:
+def test_a_checkpoint_has_one_fingerprint_in_all_forms(world: World) -> None:
     ranks = make("ranks", world)
     told = done("fingerprint", world.src, "--strategy", world.old).out
     assert done("fingerprint", ranks, "--strategy", world.new).out == told

@@ -109,7 +109,7 @@ def found(result: Result) -> set[tuple[str, str]]:
     return {(one["kind"], one["parameter"]) for one in result.json["differences"]}
 
 
-def test_what_is_right_is_verified(models: Models) -> None:
+def test_correct_renamed_targets_verify(models: Models) -> None:
     models.convert(*models.names, "--cast", "bfloat16", "--cast", "*norm=Float32", "--verify")
     done(*models.verify(*models.names, "--cast", "bfloat16", "--cast", "*norm=Float32"))
     # As recorded.
@@ -118,7 +118,7 @@ def test_what_is_right_is_verified(models: Models) -> None:
     assert "no differences" in said.err
 
 
-def test_what_is_cut_as_the_source_is_verified_under_other_names(models: Models) -> None:
+def test_renamed_targets_with_the_source_layout_verify(models: Models) -> None:
     as_source: list[Argument] = ["--src-strategy", models.old, "--dst-strategy", "same"]
     # Two names change places, and these two are cut differently.
     swapped: list[Argument] = ["--rename", "model.q=model.down", "--rename", "model.down=model.q"]
@@ -153,7 +153,7 @@ WRONG_TABLES = {
 
 
 @pytest.mark.parametrize("mistake", WRONG_TABLES)
-def test_mistakes_of_tables_are_found(models: Models, mistake: str) -> None:
+def test_wrong_tables_are_found(models: Models, mistake: str) -> None:
     right, wrong, name = WRONG_TABLES[mistake]
     wrong = wrong.replace("%s", '["heads*head_dim", "groups*head_dim", "groups*head_dim"]')
     assert right in RULES
@@ -203,7 +203,7 @@ def not_turned(view: View) -> View:
         (not_turned, {"net.down"}),
     ],
 )
-def test_mistakes_of_views_are_found(
+def test_wrong_views_are_found(
     models: Models, monkeypatch: pytest.MonkeyPatch, mistake: Callable[[View], View], names: set[str]
 ) -> None:
     monkeypatch.setattr("reshard.names.apply.views_of", lambda *given: [mistake(view) for view in views_of(*given)])
@@ -237,7 +237,7 @@ def test_padding_that_is_not_zero_is_found(models: Models) -> None:
     assert {tuple(one["ranks"]) for one in result.json["differences"] if one["kind"] == "content"} == {(3,)}
 
 
-def test_names_that_are_missing_or_too_many_are_told(models: Models) -> None:
+def test_missing_and_surplus_names_are_listed(models: Models) -> None:
     models.convert(*models.names)
     shutil.rmtree(models.dst / ".reshard")
     (models.dst / "reshard-manifest.json").unlink()
@@ -249,7 +249,7 @@ def test_names_that_are_missing_or_too_many_are_told(models: Models) -> None:
     assert found(result) == {("missing", "net.norm"), ("extra", "model.q")}
 
 
-def test_values_are_compared_as_ever(models: Models) -> None:
+def test_values_beside_renamed_tensors_are_compared(models: Models) -> None:
     models.new = models.old
     models.convert("--cast", "BFloat16", "--verify")
     path = next((models.dst / "rank_2").iterdir())
@@ -259,7 +259,7 @@ def test_values_are_compared_as_ever(models: Models) -> None:
     assert ("content", "global_step") in found(fails(4, *models.verify("--json")))
 
 
-def test_filters_are_of_names_as_written(models: Models) -> None:
+def test_filters_match_written_names(models: Models) -> None:
     models.convert(*models.names, "--exclude", "net.down", "--verify")
     done(*models.verify(*models.names, "--exclude", "net.down"))
     done(*models.verify(*models.names))
@@ -268,13 +268,13 @@ def test_filters_are_of_names_as_written(models: Models) -> None:
     assert found(fails(4, *models.verify(*models.names, "--json"))) == {("missing", "net.down")}
 
 
-def test_some_ranks_alone_are_compared(models: Models) -> None:
+def test_ranks_selects_the_compared_renamed_targets(models: Models) -> None:
     models.convert(*models.names, "--ranks", "1,2", "--verify")
     done(*models.verify(*models.names, "--ranks", "1"))
     fails(4, *models.verify(*models.names))
 
 
-def test_a_source_that_is_not_whole_is_an_error(models: Models) -> None:
+def test_an_incomplete_source_is_an_error(models: Models) -> None:
     models.convert(*models.names)
     for rank in (1, 3):
         shutil.rmtree(models.src / f"rank_{rank}")
@@ -284,7 +284,7 @@ def test_a_source_that_is_not_whole_is_an_error(models: Models) -> None:
 # What a directory says of names and types.
 
 
-def test_without_records_nothing_is_guessed(models: Models) -> None:
+def test_without_records_rules_must_be_typed(models: Models) -> None:
     models.convert(*models.names, "--cast", "BFloat16")
     shutil.rmtree(models.dst / ".reshard")
     fails(2, *models.verify(), says=["other names or types", "--names", "--cast"])
@@ -294,7 +294,7 @@ def test_without_records_nothing_is_guessed(models: Models) -> None:
     fails(4, *models.verify())
 
 
-def test_a_table_that_was_changed_since_is_not_taken_for_the_recorded_one(models: Models) -> None:
+def test_a_changed_table_is_not_the_recorded_one(models: Models) -> None:
     models.convert(*models.names)
     done(*models.verify())
     models.rules.write_text(RULES.replace('["model.gate", "model.up"]', '["model.up", "model.gate"]'))
@@ -303,12 +303,12 @@ def test_a_table_that_was_changed_since_is_not_taken_for_the_recorded_one(models
     fails(2, *models.verify(), says=["rules.toml"])
 
 
-def test_names_go_with_a_source(models: Models) -> None:
+def test_names_without_a_source_are_wrong_usage(models: Models) -> None:
     models.convert(*models.names)
     fails(2, "verify", models.dst, *models.names, says=["--src"])
 
 
-def test_tensors_that_are_only_renamed_are_compared_as_ever(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_that_are_only_renamed_are_compared(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     target = single({name.replace("model.", "net."): made_ for name, made_ in SOURCE[0]["layouts"].items()})
     models.new = write_strategy(models.root / "strategies" / "renamed", target)
     monkeypatch.setattr(rules.DerivedTensor, "read", None)
@@ -347,7 +347,7 @@ def test_tied_tensors_that_differ_are_found(tmp_path: Path) -> None:
     assert found(result) == {("content", "b.weight")}
 
 
-def test_stages_that_disagree_about_what_they_share_are_found(tmp_path: Path) -> None:
+def test_differing_copies_of_shared_parameters_are_found(tmp_path: Path) -> None:
     two = [*single({"w.weight": layout([1], [-1, -1])}), *single({"w.weight": layout([1], [-1, -1])})]
     array = np.arange(0x3F800000, 0x3F800000 + 24, dtype="<u4").reshape(4, 6)
     ranks = cut_ranks(two, {"w.weight": Value("Float32", array)})
@@ -371,7 +371,7 @@ def to(form: str, models: Models) -> list[Argument]:
 
 
 @pytest.mark.parametrize(("first", "second"), list(itertools.product(FORMS, FORMS)))
-def test_every_pair_of_forms_verifies_and_damage_is_found(first: str, second: str, models: Models) -> None:
+def test_every_pair_of_forms_with_names_verifies_and_damage_is_found(first: str, second: str, models: Models) -> None:
     """Forth from ranks to one form, and back from it to another, all with casts."""
     one, two = models.root / "one", models.root / "two"
     there: list[Argument] = [*models.names, "--cast", "*=BFloat16"]
@@ -402,7 +402,7 @@ def whole(result: Result) -> str:
     return str(result.json["fingerprint"])
 
 
-def test_one_model_has_one_fingerprint_in_both_namings(models: Models) -> None:
+def test_a_model_has_one_fingerprint_in_both_namings(models: Models) -> None:
     models.convert(*models.names)
     source: list[Argument] = ["fingerprint", models.src, "--strategy", models.old, "--json"]
     converted: list[Argument] = ["fingerprint", models.dst, "--strategy", models.new, "--json"]
@@ -414,14 +414,14 @@ def test_one_model_has_one_fingerprint_in_both_namings(models: Models) -> None:
     assert whole(done(*converted, *models.names, "--reverse")) == plain
 
 
-def test_a_cast_has_the_fingerprint_of_what_it_makes(models: Models) -> None:
+def test_a_cast_has_the_fingerprint_of_its_result(models: Models) -> None:
     cast: list[Argument] = [*models.names, "--cast", "Float16"]
     models.convert(*cast)
     source = done("fingerprint", models.src, "--strategy", models.old, "--json", *cast)
     assert whole(source) == whole(done("fingerprint", models.dst, "--strategy", models.new, "--json"))
 
 
-def test_a_fingerprint_in_another_naming_needs_all_of_the_source(models: Models) -> None:
+def test_a_fingerprint_in_another_naming_requires_the_whole_source(models: Models) -> None:
     words: list[Argument] = ["fingerprint", models.src, "--strategy", models.old, *models.names]
     fails(2, *words, "--ranks", "0", says=["--ranks"])
     for rank in (1, 3):
@@ -450,7 +450,7 @@ do = ["transpose", { reshape = ["rows", "columns"], to = ["rows*columns"] }]
 
 
 @pytest.mark.long
-def test_memory_stays_under_the_limit(tmp_path: Path) -> None:
+def test_memory_of_verify_with_names_stays_under_the_limit(tmp_path: Path) -> None:
     rows, columns = 3072, 4096
     array = np.arange(rows * columns, dtype="<u4").reshape(rows, columns)
     array += np.uint32(0x30000000)
@@ -474,7 +474,7 @@ def test_memory_stays_under_the_limit(tmp_path: Path) -> None:
 
 @examples(60)
 @given(random_rules(), st.data())
-def test_what_numpy_makes_is_verified_and_a_changed_element_is_found(rule: RandomRule, data: st.DataObject) -> None:
+def test_numpys_results_verify_and_a_changed_element_is_found(rule: RandomRule, data: st.DataObject) -> None:
     dtype = data.draw(st.sampled_from(["Float32", "BFloat16", "Int8", "Int64"]))
     left, right = values(dict(rule.arrays), dtype), values(dict(rule.made), dtype)
     # An element of a tensor of one element is a value, which nothing lays out.

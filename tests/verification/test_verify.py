@@ -47,7 +47,7 @@ def flip(path: Path, name: str, at: int = 5) -> None:
     path.write_bytes(data)
 
 
-def test_a_right_conversion_is_verified(world: World) -> None:
+def test_a_correct_conversion_verifies(world: World) -> None:
     world.save(FULL)
     world.convert("--checksum", "crc32", "--verify")
     done("verify", world.dst)
@@ -69,7 +69,7 @@ def test_a_flipped_bit_is_found_and_named_with_its_rank(world: World, rank: int,
     assert [rank] in [difference["ranks"] for difference in found if difference["parameter"] == name]
 
 
-def test_without_checksums_a_look_at_headers_alone_is_no_success_unless_asked_for(world: World) -> None:
+def test_without_checksums_comparing_headers_alone_requires_an_option(world: World) -> None:
     world.save(FULL)
     world.convert()
     flip(world.dst / "rank_1" / "checkpoint_1.ckpt", "w")
@@ -84,7 +84,7 @@ def test_without_checksums_a_look_at_headers_alone_is_no_success_unless_asked_fo
     assert world.verify().status == 4
 
 
-def test_what_was_compared_is_said(world: World) -> None:
+def test_the_summary_states_the_comparison(world: World) -> None:
     world.save(FULL)
     world.convert("--checksum", "crc32")
     assert "in sizes, headers and checksums" in done("verify", world.dst).err
@@ -97,7 +97,7 @@ def test_what_was_compared_is_said(world: World) -> None:
     assert "its checksum is" in fails(4, "verify", world.dst).out
 
 
-def test_copies_that_are_not_there_are_not_said_to_be_verified(tmp_path: Path) -> None:
+def test_absent_copies_are_not_reported_as_verified(tmp_path: Path) -> None:
     rows, whole = layout([4], [0, -1]), layout([4], [-1, -1])
     for names, says in (
         ("w", "warning: no two files hold the same slice of a parameter"),
@@ -113,13 +113,13 @@ def test_copies_that_are_not_there_are_not_said_to_be_verified(tmp_path: Path) -
         fails(3, *words, "--include", "other.*", says=["nothing to compare"])
 
 
-def test_ranks_that_the_manifest_does_not_have_are_wrong_usage(world: World) -> None:
+def test_ranks_outside_the_manifest_are_wrong_usage(world: World) -> None:
     world.save(FULL)
     world.convert("--checksum", "crc32")
     fails(2, "verify", world.dst, "--ranks", "1-3", says=["ranks 2-3", "out of range", "ranks 0-1"])
 
 
-def test_a_file_that_status_calls_changed_is_warned_of_where_contents_are_not_compared(world: World) -> None:
+def test_a_modified_file_gives_a_warning_where_contents_are_not_compared(world: World) -> None:
     world.save(FULL)
     world.convert()
     assert "changed" not in fails(2, "verify", world.dst).err
@@ -132,7 +132,7 @@ def test_a_file_that_status_calls_changed_is_warned_of_where_contents_are_not_co
 
 
 @pytest.mark.parametrize("damage", ["truncate", "remove", "grow", "header"])
-def test_files_that_are_not_what_the_manifest_says_are_found(world: World, damage: str) -> None:
+def test_files_that_contradict_the_manifest_are_found(world: World, damage: str) -> None:
     world.save(FULL)
     world.convert()
     path = world.dst / "rank_1" / "checkpoint_1.ckpt"
@@ -175,7 +175,7 @@ def test_a_replica_that_differs_is_found_in_a_source(world: World) -> None:
     assert "v" in result.out and "rank" in result.out and "2" in result.out
 
 
-def test_ranks_beyond_the_target_are_differences_unless_others_were_named(world: World) -> None:
+def test_ranks_outside_the_target_are_differences_unless_ranks_are_selected(world: World) -> None:
     world.save(FULL)
     world.convert()
     (world.dst / "reshard-manifest.json").unlink()
@@ -188,7 +188,7 @@ def test_ranks_beyond_the_target_are_differences_unless_others_were_named(world:
 
 
 @pytest.mark.parametrize("manifest", [True, False])
-def test_only_the_ranks_that_were_named_are_looked_at(world: World, manifest: bool) -> None:
+def test_only_selected_ranks_are_compared(world: World, manifest: bool) -> None:
     world.save(FULL)
     world.convert("--checksum", "crc32")
     flip(world.dst / "rank_1" / "checkpoint_1.ckpt", "w")
@@ -201,7 +201,7 @@ def test_only_the_ranks_that_were_named_are_looked_at(world: World, manifest: bo
     assert world.verify("--ranks", "1").status == 4
 
 
-def test_an_older_step_beside_the_newest_is_a_difference_and_not_taken_for_it(world: World) -> None:
+def test_an_older_step_beside_the_newest_is_a_difference(world: World) -> None:
     world.save(FULL)
     world.convert()
     (world.dst / "reshard-manifest.json").unlink()
@@ -222,7 +222,7 @@ def test_an_older_step_beside_the_newest_is_a_difference_and_not_taken_for_it(wo
     assert result.status == 4 and "rank 1: is missing" in result.out
 
 
-def test_what_files_lack_is_noted_when_replicas_are_compared(world: World) -> None:
+def test_missing_parameters_are_noted_when_replicas_are_compared(world: World) -> None:
     world.save(FULL)
     words: list[Argument] = ["verify", world.src, "--replicas", "--strategy", world.old]
     assert "missing in some files" not in done(*words).err
@@ -234,7 +234,7 @@ def test_what_files_lack_is_noted_when_replicas_are_compared(world: World) -> No
 
 
 @pytest.mark.parametrize("without", [[0], [0, 1]])
-def test_contents_that_no_checksum_covers_are_said_with_their_ranks(world: World, without: list[int]) -> None:
+def test_contents_without_a_checksum_are_listed_with_their_ranks(world: World, without: list[int]) -> None:
     world.save(FULL)
     world.convert("--checksum", "crc32")
     assert "contents" not in done("verify", world.dst).err
@@ -258,7 +258,7 @@ def test_contents_that_no_checksum_covers_are_said_with_their_ranks(world: World
         ("--src-strategy", "x"),
     ],
 )
-def test_options_that_do_not_go_together_are_wrong_usage(world: World, words: Sequence[str]) -> None:
+def test_contradictory_options_of_verify_are_wrong_usage(world: World, words: Sequence[str]) -> None:
     world.save(FULL)
     world.convert()
     fails(2, "verify", world.dst, *(world.src if word == "SRC" else word for word in words))
@@ -339,7 +339,7 @@ MUTANTS = [
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=[mutant.__name__ for mutant in MUTANTS])
 @pytest.mark.parametrize("ending", ["ckpt", "safetensors"])
-def test_a_mistake_of_our_own_is_found(
+def test_verify_finds_a_mistake_of_the_conversion(
     mutant: Callable[[pytest.MonkeyPatch], None], ending: str, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world.save(FULL)
@@ -375,7 +375,7 @@ def recovery(tmp_path: Path) -> tuple[list[Argument], Path]:
     return ["verify", tmp_path / "dst", *words], tmp_path / "dst"
 
 
-def test_a_recovery_is_verified_with_what_ranks_held_of_their_own(tmp_path: Path) -> None:
+def test_a_recovery_is_verified_with_values_of_ranks(tmp_path: Path) -> None:
     words, dst = recovery(tmp_path)
     done(*words)
     # The same tree is no conversion: that would copy values from the lowest rank to all.
@@ -394,7 +394,7 @@ def test_a_wrong_bit_in_a_recovery_is_found(name: str, rank: int, tmp_path: Path
 
 
 @pytest.mark.parametrize(("rank", "name"), [(2, "emb"), (4, "emb"), (4, "loss_scale"), (5, "loss_scale"), (4, "b")])
-def test_what_a_recovery_lacks_is_found(name: str, rank: int, tmp_path: Path) -> None:
+def test_parameters_missing_in_a_recovery_are_found(name: str, rank: int, tmp_path: Path) -> None:
     words, dst = recovery(tmp_path)
     path = dst / f"rank_{rank}" / "net-1_10.ckpt"
     path.chmod(0o644)
@@ -405,7 +405,7 @@ def test_what_a_recovery_lacks_is_found(name: str, rank: int, tmp_path: Path) ->
     ]
 
 
-def test_lost_ranks_that_alone_were_recovered_are_verified_alone(tmp_path: Path) -> None:
+def test_recovered_lost_ranks_are_verified_alone(tmp_path: Path) -> None:
     words, _ = recovery(tmp_path)
     lost = tmp_path / "lost"
     done("recover", tmp_path / "src", lost, "--strategy", tmp_path / "old.ckpt", "--lost-only")

@@ -53,7 +53,7 @@ def slices(window: Browser) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("width", [1280, 390])
-def test_it_loads_without_errors_and_fits_the_window(window: Browser, demo: Path, width: int) -> None:
+def test_the_page_loads_without_errors_and_fits_the_window(window: Browser, demo: Path, width: int) -> None:
     window.open(demo, width)
     assert window.errors() == []
     assert window.run("return document.documentElement.scrollWidth <= innerWidth")
@@ -61,7 +61,7 @@ def test_it_loads_without_errors_and_fits_the_window(window: Browser, demo: Path
     assert window.texts("nav a") == ["Problems", "Parameters", "Conversion", "Statistics", "Files and steps"]
 
 
-def test_search_finds_and_sorting_orders(window: Browser, demo: Path) -> None:
+def test_search_and_sorting_work(window: Browser, demo: Path) -> None:
     window.open(demo)
     names = [name for name in data_of(demo)["parameters"]["name"] if "dense1" in name and "weight" in name]
     window.type("#search", "DENSE1 weight")
@@ -78,7 +78,7 @@ def test_search_finds_and_sorting_orders(window: Browser, demo: Path) -> None:
     assert window.errors() == []
 
 
-def test_pointer_and_keys_show_the_box_the_rank_and_the_place(window: Browser, demo: Path) -> None:
+def test_pointer_and_keys_show_box_rank_and_file(window: Browser, demo: Path) -> None:
     window.open(demo)
     chosen(window, WEIGHT)
     stage = slices(window)
@@ -99,7 +99,7 @@ def test_pointer_and_keys_show_the_box_the_rank_and_the_place(window: Browser, d
     assert window.text("output.box").startswith(f"slice {count - 1} of ")
 
 
-def test_the_tree_is_walked_by_keys(window: Browser, demo: Path) -> None:
+def test_keys_navigate_the_tree(window: Browser, demo: Path) -> None:
     window.open(demo)
     window.type("#parameters .grid", "Home")
     active = "document.querySelector('#parameters .grid').getAttribute('aria-activedescendant')"
@@ -141,7 +141,7 @@ def test_the_matrix_has_the_numbers_of_plan(window: Browser, demo: Path, tmp_pat
     assert window.errors() == []
 
 
-def test_problems_come_first_and_lost_slices_are_shown(window: Browser, tmp_path: Path) -> None:
+def test_problems_are_first_and_lost_slices_are_marked(window: Browser, tmp_path: Path) -> None:
     shutil.copytree(DEMO / "src_checkpoints", tmp_path / "src")
     shutil.rmtree(tmp_path / "src" / "rank_3")
     done("view", tmp_path / "src", *CUT, "-o", tmp_path / "page.html")
@@ -152,7 +152,7 @@ def test_problems_come_first_and_lost_slices_are_shown(window: Browser, tmp_path
     assert "rank 3" in window.text("output.box")
 
 
-def test_hostile_names_are_text(window: Browser, tmp_path: Path) -> None:
+def test_hostile_names_are_shown_as_text(window: Browser, tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "<b>" / "model.safetensors", dict(zip(HOSTILE, tensors().values())))
     done("view", tmp_path / "<b>", "--stats", "-o", tmp_path / "page.html")
     window.open(tmp_path / "page.html")
@@ -166,7 +166,7 @@ def test_hostile_names_are_text(window: Browser, tmp_path: Path) -> None:
     assert window.errors() == []
 
 
-def test_a_page_runs_no_script_but_its_own(window: Browser, demo: Path, tmp_path: Path) -> None:
+def test_a_page_runs_only_its_own_script(window: Browser, demo: Path, tmp_path: Path) -> None:
     changed = demo.read_text("utf-8").replace("</body>", "<script>document.title = 'owned'</script></body>")
     (tmp_path / "page.html").write_text(changed, "utf-8")
     window.open(tmp_path / "page.html")
@@ -184,7 +184,7 @@ def test_checkpoint2_is_shown_by_file(window: Browser, tmp_path: Path) -> None:
     assert window.errors() == []
 
 
-def test_thousands_of_parameters_and_ranks_stay_fluid(window: Browser, tmp_path: Path) -> None:
+def test_thousands_of_parameters_and_ranks_render_quickly(window: Browser, tmp_path: Path) -> None:
     (tmp_path / "page.html").write_bytes(wide_page(10_000, 4_096))
     window.open(tmp_path / "page.html")
     # Rows exist only where they are seen, so that time does not grow with their number.
