@@ -69,8 +69,8 @@ class Browser:
 
     def texts(self, selector: str) -> list[str]:
         """The texts of all elements that match."""
-        found = self.run("return [...document.querySelectorAll(arguments[0])].map(each => each.textContent)", selector)
-        return [str(text) for text in found]
+        actual = self.run("return [...document.querySelectorAll(arguments[0])].map(each => each.textContent)", selector)
+        return [str(text) for text in actual]
 
     def type(self, selector: str, *keys: str) -> None:
         """Focus an element and press keys: names of keys, or texts."""
@@ -127,8 +127,8 @@ def browser(directory: Path) -> Iterator[Browser]:
             line = next(line for line in driver.stdout if "successfully on port" in line)
             url = f"http://127.0.0.1:{line.rstrip().rstrip('.').rpartition(' ')[2]}/session"
             options = {"binary": BROWSER, "args": [*_ARGUMENTS, f"--user-data-dir={directory}"]}
-            wanted = {"browserName": "chrome", "goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}
-            session = _request(url, {"capabilities": {"alwaysMatch": wanted}})["sessionId"]
+            expected = {"browserName": "chrome", "goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}
+            session = _request(url, {"capabilities": {"alwaysMatch": expected}})["sessionId"]
             try:
                 yield Browser(f"{url}/{session}")
             finally:

@@ -68,12 +68,12 @@ def full_weights(case: Path, directory: Path) -> Path:
 
 def directories(*patterns: str) -> list[Path]:
     """Directories of the fixtures and corpora that match, one for each name."""
-    found: dict[str, Path] = {}
+    files: dict[str, Path] = {}
     for root in (FIXTURES, SHARED / "corpus", SHARED / "corpus2", SHARED / "corpus_strategies"):
         for pattern in patterns:
             for path in sorted(root.glob(pattern)):
-                found.setdefault(f"{pattern}:{path.parent.name}" if path.is_file() else f"{pattern}:{path.name}", path)
-    return list(found.values())
+                files.setdefault(f"{pattern}:{path.parent.name}" if path.is_file() else f"{pattern}:{path.name}", path)
+    return list(files.values())
 
 
 def json_commands(*commands: list[str]) -> list[list[str]]:
@@ -270,11 +270,11 @@ def main() -> int:
             )
         if arguments.keep:
             Path(arguments.keep).write_text(json.dumps([base, head], indent=1))
-        found = list(differences(base, head))
-        print("\n".join(found[:400]))
+        actual = list(differences(base, head))
+        print("\n".join(actual[:400]))
         commands, files = sum(len(job.commands) for job in chosen), sum(len(side["files"]) for side in base.values())
-        print(f"{len(found)} differences in {commands} commands and {files} files")
-    return 1 if found else 0
+        print(f"{len(actual)} differences in {commands} commands and {files} files")
+    return 1 if actual else 0
 
 
 if __name__ == "__main__":

@@ -29,9 +29,9 @@ def until(happened: Callable[[], Any], seconds: float = 60.0) -> Any:
     """Wait until something is true; what it is."""
     deadline = time.monotonic() + seconds
     while True:
-        found = happened()
-        if found:
-            return found
+        actual = happened()
+        if actual:
+            return actual
         assert time.monotonic() < deadline, "it did not happen"
         time.sleep(0.02)
 

@@ -128,8 +128,8 @@ class Rounds:
         words = ["resume", str(self.dst)] if resumed else self.words(self.dst)
         self.finish(run_here(words, self.root / "log"))
         self.check(alone=True)
-        found = {path.relative_to(self.dst) for path in self.dst.rglob("rank_*/*")}
-        assert found == set(self.whole), f"left over: {sorted(map(str, found ^ set(self.whole)))}"
+        paths = {path.relative_to(self.dst) for path in self.dst.rglob("rank_*/*")}
+        assert paths == set(self.whole), f"left over: {sorted(map(str, paths ^ set(self.whole)))}"
         assert (self.dst / "reshard-manifest.json").read_bytes() == self.manifest
         assert not [path for path in self.dst.rglob(".reshard-tmp-*")]
         shutil.rmtree(self.dst)

@@ -207,10 +207,10 @@ class Proxy:
                     return None
                 if proxy.faults.conditions == "refuse":
                     return "not implemented"
-                there, _ = self.ask("HEAD", path=self.path.partition("?")[0])
-                if there.status == 404:
+                exists, _ = self.ask("HEAD", path=self.path.partition("?")[0])
+                if exists.status == 404:
                     return None if match is None else "absent"
-                return None if match is not None and match == there.getheader("ETag") else "unmet"
+                return None if match is not None and match == exists.getheader("ETag") else "unmet"
 
             def is_under_way(self) -> bool:
                 """Whether there is an upload of the number that is asked for."""
@@ -220,8 +220,8 @@ class Proxy:
                     server.request(
                         "GET", f"/{bucket}?uploads", headers={"Authorization": self.headers["Authorization"]}
                     )
-                    found = server.getresponse().read().decode()
-                return parse_qs(urlsplit(self.path).query)["uploadId"][0] in found
+                    actual = server.getresponse().read().decode()
+                return parse_qs(urlsplit(self.path).query)["uploadId"][0] in actual
 
             def refuse(self, kind: str) -> None:
                 status, code, message = _REFUSALS[kind]
@@ -296,19 +296,19 @@ class Objects:
 
     def uploads(self) -> list[tuple[str, str]]:
         """Multipart uploads that are under way, as key and number."""
-        found = self.client.list_multipart_uploads(Bucket=self.bucket).get("Uploads", [])
-        return [(upload["Key"], upload["UploadId"]) for upload in found]
+        actual = self.client.list_multipart_uploads(Bucket=self.bucket).get("Uploads", [])
+        return [(upload["Key"], upload["UploadId"]) for upload in actual]
 
     def content(self, prefix: str = "") -> dict[str, bytes]:
         """What is there, by key below a prefix."""
-        found = {}
+        actual = {}
         for page in self.client.get_paginator("list_objects_v2").paginate(Bucket=self.bucket, Prefix=prefix):
             for entry in page.get("Contents", ()):
                 key = entry["Key"]
-                found[key[len(prefix) :].lstrip("/")] = self.client.get_object(Bucket=self.bucket, Key=key)[
+                actual[key[len(prefix) :].lstrip("/")] = self.client.get_object(Bucket=self.bucket, Key=key)[
                     "Body"
                 ].read()
-        return found
+        return actual
 
 
 @pytest.fixture(scope="session")

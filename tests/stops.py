@@ -75,14 +75,14 @@ def stopped(number: int, words: list[str]) -> bool:
 
 
 def check(root: Path, before: dict[str, bytes], after: dict[str, bytes], where: str) -> None:
-    found = checkpoints(root / "dst")
-    for name, data in found.items():
+    files = checkpoints(root / "dst")
+    for name, data in files.items():
         assert data in (before.get(name), after.get(name)), f"{where}: {name} is torn"
-    whole = all(found.get(name) == data for name, data in after.items())
+    whole = all(files.get(name) == data for name, data in after.items())
     for name in before.keys() - after.keys():
-        assert name in found or whole, f"{where}: {name} was removed too early"
+        assert name in files or whole, f"{where}: {name} was removed too early"
     for mark in MARKS:
-        assert found in (before, after) or not (root / "dst" / mark).exists(), f"{where}: {mark}"
+        assert files in (before, after) or not (root / "dst" / mark).exists(), f"{where}: {mark}"
     # Whatever happened, it can be asked how far it is.
     status_of(str(root / "dst"))
 

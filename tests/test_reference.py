@@ -15,10 +15,10 @@ def test_the_reference_equals_mindspores_slices(name: str) -> None:
     case = cases.load(name)
     full = arrays(case.full(offset=False))
     several_stages = len(case.strategy) > 1
-    held = slices(case.strategy, full, case.unsharded if several_stages else ())
+    ranks = slices(case.strategy, full, case.unsharded if several_stages else ())
     compared = 0
     for rank in case.slices["ranks"]:
-        for parameter, array in held[rank].items():
+        for parameter, array in ranks[rank].items():
             expected = case.expected(parameter, rank)
             if expected is None:
                 assert any(stage["layouts"][parameter]["uneven"] for stage in case.strategy)

@@ -135,7 +135,10 @@ NAMES = {"w": "权重.w", "v": "naïve.v", "m.w": "m.权重.w"}
 
 
 def renamed(strategy: Strategy) -> Strategy:
-    return [{**stage, "layouts": {NAMES[n]: made for n, made in stage["layouts"].items()}} for stage in strategy]
+    return [
+        {**stage, "layouts": {NAMES[n]: layout_record for n, layout_record in stage["layouts"].items()}}
+        for stage in strategy
+    ]
 
 
 @pytest.fixture
@@ -158,8 +161,8 @@ def test_any_name_is_printed_in_any_encoding(foreign: World, encoding: str) -> N
         assert result.status == status and "Traceback" not in result.err, result.err
         return result.out + result.err
 
-    listed = say(0, "fingerprint", foreign.src, "--strategy", foreign.old)
-    assert f"  {escaped}\n" in listed and f"  {v}\n" in listed
+    listing = say(0, "fingerprint", foreign.src, "--strategy", foreign.old)
+    assert f"  {escaped}\n" in listing and f"  {v}\n" in listing
     rows = [line for line in say(0, "inspect", file).splitlines() if "Float32" in line and ".w" in line]
     assert escaped in rows[0]
     # Columns are as wide as what is seen.

@@ -53,10 +53,10 @@ class Large:
 
 def files(root: Path) -> dict[str, bytes]:
     """Everything in a target directory but its records; temporary files too, wherever they are."""
-    found = {str(path.relative_to(root)): path for path in root.rglob("*") if path.is_file()}
+    paths = {str(path.relative_to(root)): path for path in root.rglob("*") if path.is_file()}
     return {
         name: path.read_bytes()
-        for name, path in found.items()
+        for name, path in paths.items()
         if not name.startswith(".reshard/") or path.name.startswith(".reshard-tmp")
     }
 
@@ -82,12 +82,12 @@ def test_bundles_contain_whole_groups_and_are_balanced(groups: list[list[int]], 
     sizes = dict(enumerate(size for group in groups for size in group))
     ranks = iter(sizes)
     numbered = [tuple(next(ranks) for _ in group) for group in groups]
-    made = list(bundles(numbered, sizes, count))
-    assert [rank for bundle in made for rank in bundle] == list(sizes)
-    assert all(len({bundle for bundle in made if set(bundle) & set(group)}) == 1 for group in numbered)
+    created = list(bundles(numbered, sizes, count))
+    assert [rank for bundle in created for rank in bundle] == list(sizes)
+    assert all(len({bundle for bundle in created if set(bundle) & set(group)}) == 1 for group in numbered)
     largest = max((sum(group) for group in groups), default=0)
-    assert all(sum(sizes[rank] for rank in bundle) <= max(largest, sum(sizes.values()) / count) for bundle in made)
-    assert len(made) <= 2 * count
+    assert all(sum(sizes[rank] for rank in bundle) <= max(largest, sum(sizes.values()) / count) for bundle in created)
+    assert len(created) <= 2 * count
 
 
 def test_another_worker_takes_over_from_a_killed_one(cluster: DaskCluster, large: Large, tmp_path: Path) -> None:
@@ -288,9 +288,9 @@ def test_workers_skip_source_files_with_a_wrong_crc_as_a_local_run_does(cluster:
         result = cluster.run(*world.words("--json"))
         assert (result.status, result.json["step"]) == (0, step), result.err
         warns(result, f"warning: {path}: is damaged: its CRC is", f"rank {rank} counts as absent at step 1_10")
-        made = files(world.dst)
+        created = files(world.dst)
         world.convert("--overwrite")
-        assert files(world.dst) == made
+        assert files(world.dst) == created
         shutil.rmtree(world.dst)
 
 
@@ -379,10 +379,10 @@ def test_a_scheduler_file_without_a_valid_address_is_wrong_usage(world: World, a
 
 @pytest.mark.long
 def test_a_tls_cluster_accepts_only_clients_with_its_certificates(large: Large, tmp_path: Path) -> None:
-    known, others = (make_certificate(tmp_path / "certificates", name) for name in ("known", "others"))
+    reference, others = (make_certificate(tmp_path / "certificates", name) for name in ("known", "others"))
     required = {"DASK_DISTRIBUTED__COMM__REQUIRE_ENCRYPTION": "true"}
     dst = tmp_path / "dst"
-    with DaskCluster(tmp_path / "cluster", "tls", {**known, **required}) as cluster:
+    with DaskCluster(tmp_path / "cluster", "tls", {**reference, **required}) as cluster:
         cluster.workers(2)
         address = json.loads(cluster.file.read_text())["address"]
         assert address.startswith("tls://")
@@ -391,7 +391,7 @@ def test_a_tls_cluster_accepts_only_clients_with_its_certificates(large: Large, 
         refused = cluster.run(*large.words(tmp_path / "other", "--dry-run"), **others)
         assert refused.status == 2
         warns(refused, address, "do not agree on encryption", "certificate")
-        without = cluster.run(*large.words(tmp_path / "other", "--dry-run"), **dict.fromkeys(known, ""))
+        without = cluster.run(*large.words(tmp_path / "other", "--dry-run"), **dict.fromkeys(reference, ""))
         assert without.status == 2
         warns(without, "Dask's configuration names no certificates for TLS")
 

@@ -119,10 +119,10 @@ def with_config_of(model: Model, dtype: str, *directories: Path) -> None:
 
 def cut_in_two(model: Model, root: Path) -> tuple[Strategy, Path, dict[str, Value]]:
     """Tensors in two, two pipeline stages: the strategy, its file, and the model under MindFormers' names."""
-    made = mindformers(model.family, model.weights, model.config)
-    strategy = cut(made, model.config["num_hidden_layers"], data=1, model=2, stages=2)
-    shapes = {name: each.array.shape for name, each in made.items()}
-    return strategy, write_strategy(root / f"d-{model.tied}", strategy, shapes), made
+    arrays = mindformers(model.family, model.weights, model.config)
+    strategy = cut(arrays, model.config["num_hidden_layers"], data=1, model=2, stages=2)
+    shapes = {name: each.array.shape for name, each in arrays.items()}
+    return strategy, write_strategy(root / f"d-{model.tied}", strategy, shapes), arrays
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -132,10 +132,10 @@ def test_logits_are_equal_after_ranks_and_checkpoint2(
     places = []
     for tied in (False, True):
         model, root = models[family, tied], tmp_path / f"tied-{tied}"
-        strategy, written, made = cut_in_two(model, tmp_path)
+        strategy, written, created = cut_in_two(model, tmp_path)
 
         model.converted(model.directory, root / "ranks", "--dst-strategy", written)
-        same_ranks(read_tree(root / "ranks"), cut_ranks(strategy, made))
+        same_ranks(read_tree(root / "ranks"), cut_ranks(strategy, created))
         model.converted(model.directory, root / "two", "--to", "checkpoint2", "--dst-strategy", written)
         back = ["--to", "huggingface", "--max-shard-size", "60KB"]
         model.converted(root / "ranks", root / "back", *back, "--src-strategy", written)
@@ -171,9 +171,9 @@ def test_bfloat16_from_ranks_equals_the_librarys(
     cast = {"do": "cast", "directory": str(model.directory), "dtype": "bfloat16", "to": str(theirs)}
     _, ours, expected = oracles.done(oracles.transformers([cast, load(tmp_path / "short"), load(theirs)]))
 
-    found, wanted = huggingface(tmp_path / "short"), huggingface(theirs)
-    same_checkpoints(found, bfloat16(model.weights))
-    same_checkpoints({name: found[name] for name in wanted}, wanted)
+    actual, required = huggingface(tmp_path / "short"), huggingface(theirs)
+    same_checkpoints(actual, bfloat16(model.weights))
+    same_checkpoints({name: actual[name] for name in required}, required)
     assert ours["logits"] == expected["logits"]
 
 

@@ -124,9 +124,9 @@ def enough(source: str, target: str, rank: int, available: list[int]) -> bool:
         return available == [0]
     case = cases.load(source)
     new = ONE_DEVICE if target == "None" else cases.load(target).strategy
-    wanted = None if target == "None" else rank
+    expected = None if target == "None" else rank
     return not any(
-        uncovered(case.strategy, new, case.shapes, wanted, available, unsharded) for unsharded in ([], case.unsharded)
+        uncovered(case.strategy, new, case.shapes, expected, available, unsharded) for unsharded in ([], case.unsharded)
     )
 
 
@@ -148,12 +148,12 @@ def test_mindspore_reads_made_strategies_as_compiled_ones(source: str, target: s
     rules.write_text(after.rules)
     shapes = write_checkpoint(tmp_path / "full.safetensors", before.full())
     for out in (tmp_path / "stages" / "{rank}.ckpt", tmp_path / "made.ckpt"):
-        said: tuple[Argument, ...] = ("--shapes", shapes, "--sizes", after.sizes_text, *after.options())
-        done("strategy", "make", rules, out, *said)
+        arguments: tuple[Argument, ...] = ("--shapes", shapes, "--sizes", after.sizes_text, *after.options())
+        done("strategy", "make", rules, out, *arguments)
     for name, stages in (("compiled", after.strategy), ("merged", tmp_path / "stages"), ("src", before.directory)):
         mindspore.merge_pipeline_strategys(str(stages), str(tmp_path / f"{name}.ckpt"))
     src = str(tmp_path / "src.ckpt")
     for rank in range(8):
         expected = mindspore.rank_list_for_transform(rank, src, str(tmp_path / "compiled.ckpt"))
-        for made in ("made", "merged"):
-            assert mindspore.rank_list_for_transform(rank, src, str(tmp_path / f"{made}.ckpt")) == expected
+        for created in ("made", "merged"):
+            assert mindspore.rank_list_for_transform(rank, src, str(tmp_path / f"{created}.ckpt")) == expected

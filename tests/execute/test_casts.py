@@ -62,8 +62,8 @@ def nearest(value: Any, dtype: str) -> int:
 
 
 def cast(bits: list[int], stored: str, dtype: str) -> list[int]:
-    found: list[int] = cast_words(np.array(bits, WORDS[stored]), stored, dtype).tolist()
-    return found
+    actual: list[int] = cast_words(np.array(bits, WORDS[stored]), stored, dtype).tolist()
+    return actual
 
 
 def check(bits: list[int], stored: str, dtype: str) -> None:
@@ -115,16 +115,16 @@ def test_casts_by_blocks_equal_casts_by_element_and_count_overflows(shape: tuple
     values = random.standard_normal(shape).astype("f4")
     flat = values.reshape(-1)
     flat[:7] = [1e38, -3e38, np.inf, np.nan, 65504, 65520, 3.4e38]
-    told: list[tuple[str, int]] = []
+    output: list[tuple[str, int]] = []
     for dtype, overflows in (("BFloat16", 1), ("Float16", 4)):
         out = np.zeros(shape[::-1] if transposed else shape, "u2")
         view = out.transpose() if transposed else out
-        told.clear()
-        given_words, made = values.view("u4")[..., None], view[..., None]
-        put(given_words, made, Cast("Float32", dtype, "w", lambda name, count: told.append((name, count))))
+        output.clear()
+        given_words, created = values.view("u4")[..., None], view[..., None]
+        put(given_words, created, Cast("Float32", dtype, "w", lambda name, count: output.append((name, count))))
         np.testing.assert_array_equal(view, cast_words(values.view("u4"), "Float32", dtype))
-        assert sum(count for _, count in told) == overflows
-        assert {name for name, _ in told} == {"w"}
+        assert sum(count for _, count in output) == overflows
+        assert {name for name, _ in output} == {"w"}
 
 
 @pytest.mark.parametrize(("stored", "dtype"), PAIRS)

@@ -118,12 +118,12 @@ def test_a_process_killed_by_a_truncated_map_leaves_only_a_temporary_file(
     world: World,
 ) -> None:
     world.save(NEW)
-    kept = {path: path.read_bytes() for path in world.src.rglob("*.ckpt")}
+    original = {path: path.read_bytes() for path in world.src.rglob("*.ckpt")}
     words = [str(word) for word in world.words("--jobs", "1", "--io", "mmap")]
     killed = subprocess.run([sys.executable, "-c", SHORTENED_WHILE_MAPPED, *words], capture_output=True, check=False)
     assert killed.returncode == -signal.SIGBUS
     assert not list(world.dst.glob("rank_*/checkpoint_*"))
-    for path, content in kept.items():
+    for path, content in original.items():
         path.write_bytes(content)
     world.convert()
     assert sorted(world.found()) == [0, 1]
@@ -386,8 +386,8 @@ def test_a_source_that_is_rewritten_at_random_moments_is_never_mixed(tmp_path: P
             process.communicate()
         if (world.dst / "reshard-manifest.json").exists():
             ended += 1
-            found = read_tree(world.dst)
-            whole = [all(found[r][n].same(v) for r in tree for n, v in tree[r].items()) for tree in trees.values()]
+            ranks = read_tree(world.dst)
+            whole = [all(ranks[r][n].same(v) for r in tree for n, v in tree[r].items()) for tree in trees.values()]
             mixed += not any(whole)
     assert not mixed and ended
 

@@ -57,16 +57,16 @@ def test_an_interrupted_run_leaves_no_target_and_the_next_run_cleans_up(
     while not files(tmp_path) and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.002)
     process.send_signal(sent)
-    _, said = process.communicate(timeout=60)
-    assert process.returncode == status, said
-    assert "Traceback" not in said
+    _, output = process.communicate(timeout=60)
+    assert process.returncode == status, output
+    assert "Traceback" not in output
     assert not (tmp_path / "dst" / "rank_0" / "checkpoint_0.safetensors").exists()
     if sent != signal.SIGKILL:
         assert files(tmp_path) == []
     large_source(tmp_path / "big.safetensors", MIB)
     again = start(tmp_path)
-    _, said = again.communicate(timeout=60)
-    assert again.returncode == 0, said
+    _, output = again.communicate(timeout=60)
+    assert again.returncode == 0, output
     assert files(tmp_path) == [tmp_path / "dst" / "rank_0" / "checkpoint_0.safetensors"]
 
 
@@ -116,6 +116,6 @@ def test_ranks_may_be_converted_at_the_same_time(world: World) -> None:
         for rank in range(2)
     ]
     for run in runs:
-        _, said = run.communicate(timeout=60)
-        assert run.returncode == 0, said
+        _, output = run.communicate(timeout=60)
+        assert run.returncode == 0, output
     same_ranks(world.found(), world.expected(FULL))

@@ -55,7 +55,7 @@ def suggested(*words: Argument) -> Any:
 
 
 def placeholders(command: Sequence[str]) -> set[str]:
-    return {found for word in command if "/" not in word for found in PLACEHOLDER.findall(word)}
+    return {actual for word in command if "/" not in word for actual in PLACEHOLDER.findall(word)}
 
 
 def parse(arguments: Sequence[str]) -> None:

@@ -96,8 +96,8 @@ def test_any_box_equals_elements_times_their_scales(data: st.DataObject) -> None
         box.append((low, data.draw(st.integers(low + 1, size))))
     box[-1] = (box[-1][0] // per_byte * per_byte, -(-box[-1][1] // per_byte) * per_byte)
     dtype = data.draw(st.sampled_from(CAST_TO))
-    taken = tuple(slice(low, high) for low, high in box)
-    bytes_taken = (*taken[:-1], slice(box[-1][0] // per_byte, box[-1][1] // per_byte))
+    selected = tuple(slice(low, high) for low, high in box)
+    bytes_taken = (*selected[:-1], slice(box[-1][0] // per_byte, box[-1][1] // per_byte))
     scales_taken = tuple(slice(low, high) for low, high in scale_box(tuple(box), block))
     out = np.empty([high - low for low, high in box], "u4" if dtype == "Float32" else "u2")
     tables = tables_of(

@@ -43,17 +43,17 @@ PARTS: dict[str, tuple[str, tuple[Argument, ...]]] = {
 }
 
 
-def as_advised(words: list[Argument], told: Result) -> list[Argument]:
+def as_advised(words: list[Argument], result: Result) -> list[Argument]:
     """A command with what the error says to give, and without what it says to leave out."""
-    advice = " ".join(told.err.split("error:")[1].split())
-    left = [str(word) for word in words]
-    given, taken = GIVE.search(advice), LEAVE_OUT.search(advice)
-    assert given or taken, advice
-    typed = shlex.split(taken[1]) if taken else []
+    advice = " ".join(result.err.split("error:")[1].split())
+    remaining = [str(word) for word in words]
+    arguments, selected = GIVE.search(advice), LEAVE_OUT.search(advice)
+    assert arguments or selected, advice
+    typed = shlex.split(selected[1]) if selected else []
     for option, value in zip(typed[::2], typed[1::2]):
-        at = next(n for n, word in enumerate(left) if (word, left[n + 1]) == (option, value))
-        del left[at : at + 2]
-    return [*left, *(shlex.split(given[1]) if given else ())]
+        at = next(n for n, word in enumerate(remaining) if (word, remaining[n + 1]) == (option, value))
+        del remaining[at : at + 2]
+    return [*remaining, *(shlex.split(arguments[1]) if arguments else ())]
 
 
 def save(world: World) -> None:
@@ -77,13 +77,13 @@ def test_refusal_of_another_conversion_suggests_commands(
     world.by_rank(0, *first)
     command, position = PARTS[part]
     words = world.words(*position, *second, command=command)
-    told = fails(3, *words, says=[world.dst, "differs in"])
-    done(*as_advised(words, told))
+    result = fails(3, *words, says=[world.dst, "differs in"])
+    done(*as_advised(words, result))
     assert done("status", world.dst, "--json").json["complete"]
     assert len(tree_bytes(world.dst)) == 2
     by_rank = "convert " if part == "by-rank" else ""
     every = "" if part in ("by-rank", "whole") else " for all ranks"
-    warns(told, f"replace all of it with {by_rank}--overwrite{every}")
+    warns(result, f"replace all of it with {by_rank}--overwrite{every}")
     replaced_with_a_run_for_all(world, *second)
 
 
@@ -92,17 +92,17 @@ def test_ranks_of_two_steps_are_never_advised(part: str, world: World) -> None:
     save(world)
     world.by_rank(0, "--step", "1_9")
     command, position = PARTS[part]
-    told = fails(3, *world.words(*position, command=command), says=["convert every rank with --step 1_9"])
-    assert "another DST" not in told.err
+    result = fails(3, *world.words(*position, command=command), says=["convert every rank with --step 1_9"])
+    assert "another DST" not in result.err
 
 
 def test_differences_without_an_option_suggest_the_recorded_command(world: World) -> None:
     save(world)
     other = write_strategy(world.root / "other", without(world.target, "m.w"))
     done(*world.words("--ranks", "0", "--dst-strategy", other))
-    told = fails(3, *world.words(), says=["the target strategy", "repeat the earlier command"])
+    result = fails(3, *world.words(), says=["the target strategy", "repeat the earlier command"])
     done(*world.words("--dst-strategy", other))
-    warns(told, "choose another DST")
+    warns(result, "choose another DST")
     done(*world.words("--dst-strategy", other, "--step", "1_9", "--overwrite"))
     replaced_with_a_run_for_all(world)
 
@@ -130,11 +130,11 @@ def test_refusal_of_another_recovery_suggests_commands(plain: World) -> None:
         shutil.rmtree(plain.dst, ignore_errors=True)
         done(*recover, "--ranks", "3", *first)
         words = [*recover, "--ranks", "2", *second]
-        told = fails(3, *words, says=["replace all of it with --overwrite for all ranks"])
-        done(*(as_advised(words, told) if "leave out --prefix" not in told.err else words[:-2]))
+        result = fails(3, *words, says=["replace all of it with --overwrite for all ranks"])
+        done(*(as_advised(words, result) if "leave out --prefix" not in result.err else words[:-2]))
         done(*recover, *second, "--overwrite")
         assert done("status", plain.dst, "--json").json["complete"]
-    told = fails(3, *plain.words(), says=["the task (recover there, convert here)"])
+    result = fails(3, *plain.words(), says=["the task (recover there, convert here)"])
     done(*plain.words("--overwrite"))
     assert len(tree_bytes(plain.dst)) == 2
 
@@ -152,8 +152,10 @@ def test_replacing_a_recovered_rank_suggests_removing_it(plain: World) -> None:
     plain.save({name: FULL[name] for name in ("w", "v")}, ranks=[0, 1, 2])
     recover: list[Argument] = ["recover", plain.src, plain.dst, "--strategy", plain.old]
     done(*recover)
-    told = fails(3, *recover, "--ranks", "3", "--overwrite", says=["remove single files", "--overwrite for all ranks"])
-    assert "by-rank" not in told.err
+    result = fails(
+        3, *recover, "--ranks", "3", "--overwrite", says=["remove single files", "--overwrite for all ranks"]
+    )
+    assert "by-rank" not in result.err
     path = plain.dst / "rank_3" / "net-1_10.ckpt"
     path.unlink()
     done(*recover, "--ranks", "3")
@@ -177,15 +179,15 @@ def test_a_modified_target_suggests_removal_or_overwrite(cure: str, part: str, w
     words = world.words(*position, command=command)
     if part == "--shard":
         words[-1] = next(shard for shard in ("0/2", "1/2") if reshard(*words[:-1], shard).status)
-    told = fails(3, *words, says=["already holds rank_1/checkpoint_1.ckpt", "changed", "remove it and run the same"])
+    result = fails(3, *words, says=["already holds rank_1/checkpoint_1.ckpt", "changed", "remove it and run the same"])
     if cure == "remove":
         (world.dst / "rank_1" / "checkpoint_1.ckpt").unlink()
         done(*words)
     elif part == "by-rank":
-        warns(told, "or replace it with --overwrite")
+        warns(result, "or replace it with --overwrite")
         done(*words, "--overwrite")
     else:
-        warns(told, "replace all ranks with --overwrite" + ("" if part == "whole" else " for all ranks"))
+        warns(result, "replace all ranks with --overwrite" + ("" if part == "whole" else " for all ranks"))
         world.convert("--overwrite")
     same_ranks(world.found(), world.expected(FULL))
 
@@ -222,8 +224,8 @@ def test_checkpoints_of_another_conversion_suggest_a_run_for_all_ranks(world: Wo
     world.save(FULL)
     world.convert("--exclude", "m.*")
     for words in (world.words("--overwrite", "--ranks", "0"), world.words(0, "--overwrite", command="by-rank")):
-        told = fails(3, *words, says=["rank_1/checkpoint_1.ckpt", "replace all of it with"])
-        assert "remove" not in told.err
+        result = fails(3, *words, says=["rank_1/checkpoint_1.ckpt", "replace all of it with"])
+        assert "remove" not in result.err
     replaced_with_a_run_for_all(world)
 
 
@@ -299,16 +301,16 @@ def test_a_live_run_of_an_older_source_suggests_waiting(world: World) -> None:
     with live_run(world.words()):
         for path in world.src.rglob("*.ckpt"):
             os.utime(path, (1, 1))
-        told = fails(3, *world.words(), says=["another run is writing", "wait until it ends", "--overwrite"])
-    assert "convert --" not in told.err
+        result = fails(3, *world.words(), says=["another run is writing", "wait until it ends", "--overwrite"])
+    assert "convert --" not in result.err
     world.convert("--overwrite")
 
 
 def test_a_live_run_of_another_conversion_suggests_waiting(world: World) -> None:
     world.save(FULL)
     with live_run(world.words("--prefix", "x")):
-        told = fails(3, *world.words(), says=["another conversion is writing", "wait until it ends, or"])
-        assert "remove" not in told.err
+        result = fails(3, *world.words(), says=["another conversion is writing", "wait until it ends, or"])
+        assert "remove" not in result.err
         done(*world.words(*SAFE, "--overwrite")[:2], world.root / "elsewhere", *world.words(*SAFE)[3:])
     world.convert()
 
@@ -321,8 +323,8 @@ def test_without_locks_a_dead_run_suggests_removing_its_record(world: World, mon
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", none)
-    told = fails(3, *world.words("--overwrite"), says=["another conversion is writing", "if it is dead, remove"])
-    path = re.search(r"if it is dead, remove (\S+)", told.err.replace("\n", ""))
+    result = fails(3, *world.words("--overwrite"), says=["another conversion is writing", "if it is dead, remove"])
+    path = re.search(r"if it is dead, remove (\S+)", result.err.replace("\n", ""))
     assert path
     Path(path[1]).unlink()
     replaced_with_a_run_for_all(world)

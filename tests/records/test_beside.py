@@ -16,8 +16,10 @@ def test_a_rank_over_the_target_device_count_is_named(world: World) -> None:
     stray.parent.mkdir()
     stray.write_bytes(b"of another job")
     assert done("status", world.dst, "--json").json["beside"] == ["rank_7/checkpoint_7.ckpt"]
-    said = done("status", world.dst).out
-    assert "complete" in said and "files of other origin: rank_7/checkpoint_7.ckpt; remove it" in " ".join(said.split())
+    output = done("status", world.dst).out
+    assert "complete" in output and "files of other origin: rank_7/checkpoint_7.ckpt; remove it" in " ".join(
+        output.split()
+    )
     # It is what a conversion would refuse.
     fails(3, *world.words(), says=["rank_7/checkpoint_7.ckpt"])
 
@@ -36,8 +38,8 @@ def test_a_directory_without_its_finishing_files_is_not_complete(world: World) -
     words: list[Argument] = ["convert", world.src, world.dst, "--src-strategy", world.old, "--to", "unified"]
     done(*words)
     (world.dst / "param_name_map.json").unlink()
-    found = done("status", world.dst, "--json").json
-    assert not found["complete"] and not found["missing"] and found["manifest"] is None
+    report = done("status", world.dst, "--json").json
+    assert not report["complete"] and not report["missing"] and report["manifest"] is None
     assert "missing; run: reshard resume" in done("status", world.dst).out
     done(*words)
     assert done("status", world.dst, "--json").json["complete"]

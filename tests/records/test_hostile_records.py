@@ -37,8 +37,8 @@ class Record(NamedTuple):
 
 
 def plan_of(world: World) -> Path:
-    (found,) = world.dst.glob(".reshard/*/plan.json")
-    return found
+    (paths,) = world.dst.glob(".reshard/*/plan.json")
+    return paths
 
 
 def result_of(world: World) -> Path:
@@ -83,11 +83,11 @@ def record(request: pytest.FixtureRequest, world: World) -> tuple[Record, Path]:
         pytest.importorskip("distributed")
     world.save(tensors())
     world.convert("--checksum", "crc32")
-    found = RECORDS[request.param]
-    path = found.find(world)
+    actual = RECORDS[request.param]
+    path = actual.find(world)
     if request.param == "manifest alone":
         plan_of(world).unlink()
-    return found, path
+    return actual, path
 
 
 def read(world: World, record: Record, path: Path, *, seconds: int = 5) -> list[Result]:
@@ -167,15 +167,15 @@ def leaves(content: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]
 
 
 def with_value(content: Any, path: tuple[Any, ...], value: Optional[Any], remove: bool = False) -> Any:
-    made = copy.deepcopy(content)
-    place = made
+    created = copy.deepcopy(content)
+    place = created
     for key in path[:-1]:
         place = place[key]
     if remove:
         del place[path[-1]]
     else:
         place[path[-1]] = value
-    return made
+    return created
 
 
 def test_every_value_of_a_record_is_checked(world: World, record: tuple[Record, Path]) -> None:

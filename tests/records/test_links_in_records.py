@@ -64,14 +64,14 @@ def test_a_link_in_place_of_a_record_is_refused(name: str, world: World) -> None
 def test_the_target_of_a_link_in_place_of_the_recorded_command_is_unchanged(world: World) -> None:
     own = begun(world, "0")
     (path,) = own.glob("command.*")
-    kept = elsewhere(world) / "notes.txt"
-    os.utime(kept, ns=(0, 0))
+    preserved = elsewhere(world) / "notes.txt"
+    os.utime(preserved, ns=(0, 0))
     path.unlink()
-    path.symlink_to(kept)
+    path.symlink_to(preserved)
     world.convert("--ranks", "0")
     fails(3, "resume", world.dst, says=[path])
     world.convert("--ranks", "1")
-    assert kept.stat().st_mtime_ns == 0 and content(kept.parent) == KEPT
+    assert preserved.stat().st_mtime_ns == 0 and content(preserved.parent) == KEPT
 
 
 @pytest.mark.parametrize("command", ["status", "resume", "verify"])

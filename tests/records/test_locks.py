@@ -48,8 +48,8 @@ def begun(world: World, monkeypatch: pytest.MonkeyPatch) -> World:
 def lock_of(world: World, which: str) -> Path:
     if which == "begin and end":
         return world.dst / ".reshard" / "lock"
-    (found,) = world.dst.glob(".reshard/*/lock")
-    return found
+    (paths,) = world.dst.glob(".reshard/*/lock")
+    return paths
 
 
 @pytest.mark.parametrize(

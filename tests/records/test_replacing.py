@@ -33,8 +33,12 @@ REPLACED = {
 KILLED = {
     **REPLACED,
     **{
-        form: (("--to", form, *kept, "--exclude", "m.*"), ("--to", form, *kept))
-        for form, kept in (("dcp", ("--rename", "*=*")), ("hyper-parallel", ("--rename", "*=*")), ("hf-sharded", ()))
+        form: (("--to", form, *preserved, "--exclude", "m.*"), ("--to", form, *preserved))
+        for form, preserved in (
+            ("dcp", ("--rename", "*=*")),
+            ("hyper-parallel", ("--rename", "*=*")),
+            ("hf-sharded", ()),
+        )
     },
 }
 
@@ -87,8 +91,8 @@ def test_overwrite_never_removes_a_modified_file(change: str, world: World) -> N
     else:
         path.write_bytes(data + b"more" if change == "trained on" else data[::-1])
     before = tree_bytes(world.dst)
-    told = fails(3, *world.words("--format", "safetensors"), says=["remove rank_1/checkpoint_1.ckpt", "--overwrite"])
-    assert "rank_0" not in told.err
+    result = fails(3, *world.words("--format", "safetensors"), says=["remove rank_1/checkpoint_1.ckpt", "--overwrite"])
+    assert "rank_0" not in result.err
     fails(3, *world.words("--format", "safetensors", "--overwrite"), says=["rank_1/checkpoint_1.ckpt", "remove"])
     assert tree_bytes(world.dst) == before
     path.unlink()
@@ -142,8 +146,8 @@ def test_only_a_run_for_all_ranks_removes_files(typed: tuple[str, ...], world: W
     before = tree_bytes(world.dst)
     command, *options = typed
     rank: tuple[Argument, ...] = (0,) if command == "by-rank" else ()
-    told = fails(3, *world.words(*rank, "--format", "safetensors", *options, command=command))
-    assert "--overwrite" in told.err
+    result = fails(3, *world.words(*rank, "--format", "safetensors", *options, command=command))
+    assert "--overwrite" in result.err
     assert tree_bytes(world.dst) == before
 
 

@@ -44,9 +44,9 @@ def manifest(world: World) -> bytes:
 
 
 def summary(result: Result) -> dict[str, object]:
-    found = json.loads(result.out)
-    assert isinstance(found, dict)
-    return found
+    document = json.loads(result.out)
+    assert isinstance(document, dict)
+    return document
 
 
 def test_repeating_a_command_writes_nothing(world: World) -> None:
@@ -129,10 +129,10 @@ def test_the_manifest_does_not_depend_on_the_runs(world: World, tmp_path: Path) 
 def test_the_manifest_records_sizes_and_checksums(world: World) -> None:
     world.save(FULL)
     world.convert("--checksum", "crc32", "--max-memory", "1")
-    said = json.loads(manifest(world))
-    assert said["version"] == 1 and said["plan"]["step"] == "1_10" and said["plan"]["ranks"] == 2
-    assert [entry["rank"] for entry in said["files"]] == [0, 1]
-    for entry in said["files"]:
+    document = json.loads(manifest(world))
+    assert document["version"] == 1 and document["plan"]["step"] == "1_10" and document["plan"]["ranks"] == 2
+    assert [entry["rank"] for entry in document["files"]] == [0, 1]
+    for entry in document["files"]:
         data = (world.dst / entry["file"]).read_bytes()
         assert entry["size"] == len(data)
         assert entry["crc32"] == f"{zlib.crc32(data):08x}"
@@ -253,8 +253,8 @@ def test_two_processes_of_the_same_conversion_write_one_checkpoint(world: World)
         subprocess.Popen([sys.executable, "-c", LAUNCHER, *words], stderr=subprocess.PIPE, text=True) for _ in range(4)
     ]
     for run in runs:
-        _, said = run.communicate(timeout=60)
-        assert run.returncode == 0, said
+        _, output = run.communicate(timeout=60)
+        assert run.returncode == 0, output
     same_ranks(world.found(), world.expected(FULL))
     assert len(json.loads(manifest(world))["files"]) == 2
     assert summary(world.convert("--json"))["ranks"] == []
@@ -383,8 +383,8 @@ def test_overwrite_restarts_when_the_source_changed(world: World) -> None:
     third = tensors("third ")
     world.save(third, copied={**COPIED, "epoch_num": COPIED["global_step"]})
     assert summary(world.convert("--overwrite", "--json"))["ranks"] == [0, 1]
-    found = world.found()
-    assert all(found[rank]["w"].same(world.expected(third)[rank]["w"]) for rank in (0, 1))
+    ranks = world.found()
+    assert all(ranks[rank]["w"].same(world.expected(third)[rank]["w"]) for rank in (0, 1))
 
 
 def test_the_manifest_of_missing_targets_is_removed(world: World) -> None:
@@ -472,10 +472,10 @@ def test_a_descriptor_in_use_by_a_write_is_not_reused(tmp_path: Path, monkeypatc
     assert not list((tmp_path / "rank_0").glob("*")) if (tmp_path / "rank_0").exists() else True
 
 
-@pytest.mark.parametrize(("rank", "said"), [("0", "1 rank (0)"), ("0-1", "2 ranks (0-1)")])
-def test_messages_about_finished_targets_agree_in_number(world: World, rank: str, said: str) -> None:
+@pytest.mark.parametrize(("rank", "message"), [("0", "1 rank (0)"), ("0-1", "2 ranks (0-1)")])
+def test_messages_about_finished_targets_agree_in_number(world: World, rank: str, message: str) -> None:
     world.save(FULL)
     world.convert("--ranks", rank)
-    left = "left as it is" if rank == "0" else "left as they are"
-    assert f"{said} already complete" in world.convert().err
-    assert f"{said} by the same conversion before; {left}" in world.convert("--ranks", rank, "-n").out
+    text = "left as it is" if rank == "0" else "left as they are"
+    assert f"{message} already complete" in world.convert().err
+    assert f"{message} by the same conversion before; {text}" in world.convert("--ranks", rank, "-n").out

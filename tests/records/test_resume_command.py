@@ -51,8 +51,8 @@ def test_resume_continues_a_conversion_without_options(world: World) -> None:
     world.convert()
     whole = tree_bytes(world.dst)
     lose(world, 1)
-    said = done("resume", world.dst)
-    assert "wrote 1 rank (1)" in said.err and "already complete" in said.err
+    result = done("resume", world.dst)
+    assert "wrote 1 rank (1)" in result.err and "already complete" in result.err
     assert tree_bytes(world.dst) == whole
 
 
@@ -98,11 +98,11 @@ def test_resume_applies_every_recorded_option(world: World, options: list[str]) 
     world.save(tensors("newer"), "rank_{rank}/net-2_10.ckpt")
     world.convert(*options)
     whole = tree_bytes(world.dst)
-    (given,) = records(world)
+    (arguments,) = records(world)
     lose(world, 0)
     done("resume", world.dst)
     assert tree_bytes(world.dst) == whole
-    assert records(world) == [given]
+    assert records(world) == [arguments]
 
 
 def test_resume_keeps_the_selected_step(world: World) -> None:
@@ -130,8 +130,8 @@ def test_resume_covers_the_ranks_of_all_commands(tmp_path: Path) -> None:
     world.convert("--ranks", "3")
     lose(world, 0, 3)
     assert resume(world)["ranks"] == [0, 3]
-    said = done("resume", world.dst).err
-    assert "nothing to do: 3 ranks (0-1,3) are written; ranks 2,4-5 were not requested" in said
+    output = done("resume", world.dst).err
+    assert "nothing to do: 3 ranks (0-1,3) are written; ranks 2,4-5 were not requested" in output
     world.by_rank(5)
     assert resume(world)["ranks"] == [2, 4]
 
@@ -141,8 +141,8 @@ def test_resume_continues_a_recovery(plain: World) -> None:
     done("recover", plain.src, plain.dst, "--strategy", plain.old)
     whole = tree_bytes(plain.dst)
     lose(plain, 2, 3)
-    said = resume(plain)
-    assert (said["ranks"], said["recovered"]) == ([2, 3], [2])
+    result = resume(plain)
+    assert (result["ranks"], result["recovered"]) == ([2, 3], [2])
     assert tree_bytes(plain.dst) == whole
 
 
@@ -161,8 +161,8 @@ def test_a_complete_directory_resumes_without_its_source(world: World) -> None:
     world.old.unlink()
     before = tree_bytes(world.dst)
     assert "nothing to do" in done("resume", world.dst).err
-    said = resume(world)
-    assert (said["ranks"], said["done_before"]) == ([], [0, 1]) and said["manifest"]
+    result = resume(world)
+    assert (result["ranks"], result["done_before"]) == ([], [0, 1]) and result["manifest"]
     shutil.rmtree(world.dst / ".reshard")
     assert "nothing to do" in done("resume", world.dst).err
     assert {path: content for path, content in before.items() if ".reshard" not in path} == tree_bytes(world.dst)
@@ -205,9 +205,9 @@ def test_resume_names_a_missing_path_and_the_command(world: World, lost: str) ->
     world.by_rank(0, "--exclude", "it's *")
     path: Path = getattr(world, lost)
     path.rename(world.root / "moved")
-    said = fails(3, "resume", world.dst, says=[f"{path}: does not exist any more", "run the whole command"]).err
+    output = fails(3, "resume", world.dst, says=[f"{path}: does not exist any more", "run the whole command"]).err
     # The command works as it is shown, once the path is right.
-    words = shlex.split(said.strip().splitlines()[-1])
+    words = shlex.split(output.strip().splitlines()[-1])
     assert words[0] == "reshard"
     done(*[word.replace(str(path), str(world.root / "moved")) for word in words[1:]])
     assert done("status", world.dst, "--json").json["complete"]
@@ -262,10 +262,10 @@ def test_resume_continues_a_run_with_overwrite(world: World, monkeypatch: pytest
     old = world.dst / "rank_0" / "checkpoint_0.ckpt"
     before = old.stat().st_ino
     stop_after_one(world.words("--overwrite", "--jobs", 1), monkeypatch)
-    kept = {path.name: path.stat().st_ino for path in world.dst.glob("rank_*/*")}
-    assert len(kept) == 2
-    said = resume(world)
-    assert len(said["ranks"]) == 1 and len(said["done_before"]) == 1
+    inodes = {path.name: path.stat().st_ino for path in world.dst.glob("rank_*/*")}
+    assert len(inodes) == 2
+    result = resume(world)
+    assert len(result["ranks"]) == 1 and len(result["done_before"]) == 1
     assert old.stat().st_ino != before
     same_ranks(world.found(), world.expected(FULL))
 

@@ -31,9 +31,9 @@ DEMO = FIXTURES / "demo"
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Tree:
-    made = Tree(tmp_path)
-    made.save()
-    return made
+    created = Tree(tmp_path)
+    created.save()
+    return created
 
 
 def check(strategy: Path, path: Path, *options: Argument, status: int = 0) -> Result:
@@ -47,10 +47,10 @@ def found(strategy: Path, path: Path, *options: Argument, status: int = 0) -> An
 
 
 def test_the_right_strategy_fits(tree: Tree) -> None:
-    said = check(tree.true, tree.src).out
-    assert "54 parameters: slices have the shapes of the strategy" in said
-    assert "replicas of 54 parameters agree (" in said
-    assert said.splitlines()[-1] == "fits"
+    output = check(tree.true, tree.src).out
+    assert "54 parameters: slices have the shapes of the strategy" in output
+    assert "replicas of 54 parameters agree (" in output
+    assert output.splitlines()[-1] == "fits"
     result = found(tree.true, tree.src, "--all")
     assert result["fits"] and result["step"] == "1_10" and result["ranks"] == list(range(8))
     assert result["parameters"] == sorted(FULL) and result["not_listed"] == ["global_step"]
@@ -62,13 +62,13 @@ def test_the_right_strategy_fits(tree: Tree) -> None:
 def test_a_strategy_that_swaps_axes_does_not_fit_and_equal_ranks_are_listed(
     options: tuple[str, ...], tree: Tree
 ) -> None:
-    said = check(tree.wrong, tree.src, *options, status=4).out
-    assert "36 of 54 parameters compared differ between ranks that are replicas in the strategy" in said
-    assert "36 of the 36 cut parameters differ: the strategy is probably wrong" in said
-    assert "{,adam_m.,adam_v.}blocks.{0-5}.w{1-2}" in said
-    assert "ranks with equal contents of 'blocks.0.w1': 0,4; 1,5; 2,6; 3,7" in said
-    assert said.splitlines()[-1].startswith("does not fit")
-    assert len(said.splitlines()) <= 20
+    output = check(tree.wrong, tree.src, *options, status=4).out
+    assert "36 of 54 parameters compared differ between ranks that are replicas in the strategy" in output
+    assert "36 of the 36 cut parameters differ: the strategy is probably wrong" in output
+    assert "{,adam_m.,adam_v.}blocks.{0-5}.w{1-2}" in output
+    assert "ranks with equal contents of 'blocks.0.w1': 0,4; 1,5; 2,6; 3,7" in output
+    assert output.splitlines()[-1].startswith("does not fit")
+    assert len(output.splitlines()) <= 20
     result = found(tree.wrong, tree.src, *options, status=4)
     assert result["likely"] == "strategy" and len(result["differing"]) == 36 and not result["fits"]
     assert result["alike"] == {"parameter": "blocks.0.w1", "groups": [[0, 4], [1, 5], [2, 6], [3, 7]]}
@@ -82,9 +82,9 @@ def test_a_diverged_replica_is_a_difference(tree: Tree) -> None:
     (differing,) = result["differing"]
     assert differing["parameter"] == "blocks.3.w1" and differing["ranks"] == [1, 5]
     assert differing["files"] == [str(tree.src / f"rank_{rank}" / "net-1_10.ckpt") for rank in (1, 5)]
-    said = check(tree.true, tree.src, "--all", status=4).out
-    assert said.splitlines()[-1] == "does not fit: another strategy was used, or replicas have diverged"
-    assert "the replicas have probably diverged" in said and "0,4; 1; 2,6; 3,7; 5" in said
+    output = check(tree.true, tree.src, "--all", status=4).out
+    assert output.splitlines()[-1] == "does not fit: another strategy was used, or replicas have diverged"
+    assert "the replicas have probably diverged" in output and "0,4; 1; 2,6; 3,7; 5" in output
 
 
 def test_filters_select_the_checked_parameters(tree: Tree) -> None:
@@ -109,9 +109,9 @@ def test_slices_of_other_shapes_are_grouped(tree: Tree) -> None:
     assert misfit["parameters"] == sorted(NORMS) and "tensor map [0, -1]" in misfit["detail"]
     # Columns of another tensor are as good, by their shapes: only what ranks hold could tell, and does not.
     assert result["parameters"] == sorted(WEIGHTS) and not result["differing"]
-    said = check(columns, tree.src, status=4).out
-    assert "18 parameters: slices have other shapes than in the strategy" in said
-    assert "{,adam_m.,adam_v.}blocks.{0-5}.norm" in said
+    output = check(columns, tree.src, status=4).out
+    assert "18 parameters: slices have other shapes than in the strategy" in output
+    assert "{,adam_m.,adam_v.}blocks.{0-5}.norm" in output
 
 
 def test_ranks_over_the_device_count_and_ranks_without_a_file_are_listed(tree: Tree) -> None:
@@ -143,9 +143,9 @@ def test_unlisted_sliced_parameters_are_a_difference(tree: Tree) -> None:
     norms = write_strategy(tree.root / "norms", model(*TRUE, names=[*NORMS, *WEIGHTS[1:]]))
     result = found(norms, tree.src, status=4)
     assert result["not_described"] == WEIGHTS[:1] and result["not_listed"] == ["global_step"]
-    said = check(norms, tree.src, status=4).out
-    assert "their layout is unknown" in said
-    assert said.splitlines()[-1] == "does not fit: pass the strategy that this checkpoint was saved with"
+    output = check(norms, tree.src, status=4).out
+    assert "their layout is unknown" in output
+    assert output.splitlines()[-1] == "does not fit: pass the strategy that this checkpoint was saved with"
 
 
 def test_untested_parameters_are_listed(tree: Tree, tmp_path: Path) -> None:
@@ -154,9 +154,9 @@ def test_untested_parameters_are_listed(tree: Tree, tmp_path: Path) -> None:
     )
     write_tree(tmp_path / "other", cut_ranks(sharded, FULL))
     strategy = write_strategy(tmp_path / "sharded", sharded)
-    said = check(strategy, tmp_path / "other").out
-    assert "; 36 others without replicas, checked by shape only" in said
-    assert said.splitlines()[-1] == "fits by shapes; no replicas were compared"
+    output = check(strategy, tmp_path / "other").out
+    assert "; 36 others without replicas, checked by shape only" in output
+    assert output.splitlines()[-1] == "fits by shapes; no replicas were compared"
     result = found(strategy, tmp_path / "other")
     assert result["replicas"]["untested"] == 36 and not result["replicas"]["tested"] and result["fits"]
 
@@ -166,10 +166,10 @@ def test_a_strategy_that_cuts_finer_than_the_files_does_not_fit(tmp_path: Path) 
     saved = single({name: layout([2, 2], [0, -1]) for name in "ab"})
     write_tree(tmp_path / "src", cut_ranks(saved, {name: value(name, (16, 6)) for name in "ab"}))
     fine = write_strategy(tmp_path / "fine", single({name: layout([4], [0, -1]) for name in "ab"}))
-    said = check(fine, tmp_path / "src", status=4).out
-    assert "2 parameters: ranks hold equal bytes, but different slices in the strategy" in said
-    assert "ranks with equal contents of 'a': 0,2; 1,3" in said
-    assert said.splitlines()[-1].startswith("does not fit: pass the strategy")
+    output = check(fine, tmp_path / "src", status=4).out
+    assert "2 parameters: ranks hold equal bytes, but different slices in the strategy" in output
+    assert "ranks with equal contents of 'a': 0,2; 1,3" in output
+    assert output.splitlines()[-1].startswith("does not fit: pass the strategy")
     result = found(fine, tmp_path / "src", status=4)
     assert not result["fits"] and result["differing"] == []
     assert result["same_slices"] == [{"parameter": name, "ranks": [0, 2]} for name in "ab"]
@@ -208,11 +208,11 @@ def test_one_file_and_none_are_checked(tmp_path: Path) -> None:
 
 def test_accumulated_gradients_do_not_contradict_a_strategy(tree: Tree) -> None:
     names = [f"accu_grads.{name}" for name in WEIGHTS[:4]]
-    listed: Strategy = single({**model(*TRUE)[0]["layouts"], **{name: layout(*TRUE) for name in names}})
+    stages: Strategy = single({**model(*TRUE)[0]["layouts"], **{name: layout(*TRUE) for name in names}})
     shutil.rmtree(tree.src)
-    tree.save({**FULL, **{name: value(name, (32, 24)) for name in names}}, listed)
+    tree.save({**FULL, **{name: value(name, (32, 24)) for name in names}}, stages)
     tree.change(6, *names)
-    strategy = write_strategy(tree.root / "listed", listed)
+    strategy = write_strategy(tree.root / "listed", stages)
     assert not found(strategy, tree.src)["gradients"]
     result = found(strategy, tree.src, "--all")
     assert [differing["parameter"] for differing in result["gradients"]] == names and not result["differing"]
@@ -234,10 +234,10 @@ def test_many_different_misfits_are_counted(tmp_path: Path) -> None:
     for rank in range(8):
         # Of every tensor another rank has a row more.
         path = tmp_path / "src" / f"rank_{rank}" / "net-1_10.ckpt"
-        held = dict(read_checkpoint(path))
+        tensors = dict(read_checkpoint(path))
         name = f"w{rank}"
-        held[name] = Value("Float32", held[name].array.repeat(2, axis=0))
-        write_checkpoint(path, held)
+        tensors[name] = Value("Float32", tensors[name].array.repeat(2, axis=0))
+        write_checkpoint(path, tensors)
     strategy = write_strategy(tmp_path / "true", true)
     result = found(strategy, tmp_path / "src", status=4)
     assert len(result["misfits"]) == 8 and result["parameters"] == ["w8"]

@@ -182,7 +182,7 @@ def test_equal_replicas_do_not_support_a_finer_strategy(
     true: dict[str, Any], wrong: dict[str, Any], tmp_path: Path
 ) -> None:
     names = [f"l.{number}.w" for number in range(4)]
-    strategies = [single(dict.fromkeys(names, made)) for made in (wrong, layout([1], [-1, -1]))]
+    strategies = [single(dict.fromkeys(names, created)) for created in (wrong, layout([1], [-1, -1]))]
     world = World(tmp_path, *strategies)
     full = {name: value(name, (32, 8)) for name in names}
     write_tree(world.src, cut_ranks(single(dict.fromkeys(names, true)), full, COPIED))
@@ -212,8 +212,8 @@ def test_a_strategy_is_not_a_swap_with_itself(tmp_path: Path) -> None:
     names = ["a", "b"]
     fine = single({name: layout([4], [0, -1]) for name in names})
     world = World(tmp_path, fine, fine)
-    held = cut_ranks(single({name: layout([2, 2], [0, -1]) for name in names}), {n: value(n, (8, 6)) for n in names})
-    write_tree(world.src, {rank: held[rank] for rank in range(4)})
+    ranks = cut_ranks(single({name: layout([2, 2], [0, -1]) for name in names}), {n: value(n, (8, 6)) for n in names})
+    write_tree(world.src, {rank: ranks[rank] for rank in range(4)})
     assert "swapped" not in world.refuses(3, "where they should hold different slices").err
     words: list[Argument] = ["recover", world.src, world.dst, "--strategy", world.old]
     assert "swapped" not in fails(3, *words, says=["where they should hold different slices"]).err
@@ -221,8 +221,8 @@ def test_a_strategy_is_not_a_swap_with_itself(tmp_path: Path) -> None:
 
 def test_constants_and_few_copies_contradict_no_strategy(tmp_path: Path) -> None:
     names = ["zeros", "ones", "a", "b", "copies"]
-    made = {name: layout([4], [0] if name in ("a", "b") else [0, -1]) for name in names}
-    world = World(tmp_path, single(made), single(dict.fromkeys(names, layout([1], [-1, -1]))))
+    layouts = {name: layout([4], [0] if name in ("a", "b") else [0, -1]) for name in names}
+    world = World(tmp_path, single(layouts), single(dict.fromkeys(names, layout([1], [-1, -1]))))
     world.new = write_strategy(tmp_path / "new", single({"a": layout([1], [-1]), "b": layout([1], [-1])}))
     full = {name: value(name, (8,)) for name in ("a", "b")}
     for name, number in (("zeros", 0), ("ones", 1)):
@@ -270,7 +270,7 @@ def test_a_pipeline_source_whose_ranks_contain_all_stages_is_refused(tmp_path: P
         write_strategy(tmp_path / "new", single({"a": layout([1], [-1, -1])})),
     )
     words: list[Argument] = [tmp_path / "src", tmp_path / "dst", "--src-strategy", old, "--dst-strategy", new]
-    said = "ranks of every pipeline stage hold all 4 parameters, which the source strategy shares out among 2 stages"
+    text = "ranks of every pipeline stage hold all 4 parameters, which the source strategy shares out among 2 stages"
     for command in ("plan", "transform-dir"):
         fails(
             3,
@@ -285,18 +285,20 @@ def test_a_pipeline_source_whose_ranks_contain_all_stages_is_refused(tmp_path: P
         and "4 parameters: held by ranks of a stage for which the strategy does not list them" in checked.out
     )
     assert reshard("strategy", "check", old, tmp_path / "src", "--json").json["misplaced"] == names
-    known = done("plan", *words, "--check-replicas", "never")
-    (warning,) = [line for line in known.err.splitlines() if "pipeline" in line]
-    assert said in warning
-    fails(3, "plan", *words, "--strict", says=[said])
+    result = done("plan", *words, "--check-replicas", "never")
+    (warning,) = [line for line in result.err.splitlines() if "pipeline" in line]
+    assert text in warning
+    fails(3, "plan", *words, "--strict", says=[text])
 
 
 def test_stages_of_another_run_are_refused(tmp_path: Path) -> None:
     """Two stages of four ranks were saved, and by the strategy they are four of two."""
     names = [f"l{number}" for number in range(8)]
     saved = [{"devices": 4, "layouts": dict.fromkeys(names[at : at + 4], layout([4], [0, -1]))} for at in (0, 4)]
-    given = [{"devices": 2, "layouts": dict.fromkeys(names[at : at + 2], layout([2], [0, -1]))} for at in (0, 2, 4, 6)]
-    world = World(tmp_path, given, single({name: layout([1], [-1, -1]) for name in names}))
+    arguments = [
+        {"devices": 2, "layouts": dict.fromkeys(names[at : at + 2], layout([2], [0, -1]))} for at in (0, 2, 4, 6)
+    ]
+    world = World(tmp_path, arguments, single({name: layout([1], [-1, -1]) for name in names}))
     write_tree(world.src, cut_ranks(saved, {name: value(name, (8, 6)) for name in names}))
     world.refuses(3, "ranks hold 8 parameters that it lists for other pipeline stages only")
 
@@ -314,11 +316,11 @@ def test_a_pipeline_source_supported_by_replicas_gives_a_warning(tmp_path: Path)
 def test_parameters_outside_their_stages_give_one_warning(tmp_path: Path) -> None:
     stages = [{"devices": 1, "layouts": {f"l{number}": layout([1], [-1, -1])}} for number in range(4)]
     full = {f"l{number}": value(f"l{number}", (4, 6)) for number in range(4)}
-    held = cut_ranks(stages, full)
+    ranks = cut_ranks(stages, full)
     for rank in (1, 2, 3):
-        held[rank]["l0"] = held[0]["l0"]
-    held[3]["l1"] = held[1]["l1"]
-    write_tree(tmp_path / "src", held)
+        ranks[rank]["l0"] = ranks[0]["l0"]
+    ranks[3]["l1"] = ranks[1]["l1"]
+    write_tree(tmp_path / "src", ranks)
     old = write_strategy(tmp_path / "old", stages)
     words: list[Argument] = [tmp_path / "src", tmp_path / "dst", "--src-strategy", old, "--dst-strategy", "none"]
     (warning,) = [line for line in done("plan", *words).err.splitlines() if line.startswith("warning")]

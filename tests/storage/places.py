@@ -50,13 +50,13 @@ class LocalPlace:
 
     def content(self) -> dict[str, bytes]:
         place = Path(self.path)
-        found = {}
+        actual = {}
         for path in place.rglob("*"):
             # What got another name meanwhile is there under that one.
             with contextlib.suppress(FileNotFoundError):
                 if path.is_file():
-                    found[str(path.relative_to(place))] = path.read_bytes()
-        return found
+                    actual[str(path.relative_to(place))] = path.read_bytes()
+        return actual
 
     def uploads(self) -> list[str]:
         return []

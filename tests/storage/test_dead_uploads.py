@@ -37,8 +37,8 @@ def begin(objects: Objects, key: str, parts: int = 1) -> str:
 
 
 def claim(objects: Objects, who: str, writes: Optional[str], directory: str = "run") -> str:
-    said = b"" if writes is None else json.dumps({"writes": objects.path(writes)}).encode()
-    objects.put(f"{directory}/.reshard-tmp-{who}", said)
+    content = b"" if writes is None else json.dumps({"writes": objects.path(writes)}).encode()
+    objects.put(f"{directory}/.reshard-tmp-{who}", content)
     return f"{directory}/.reshard-tmp-{who}"
 
 
@@ -97,11 +97,14 @@ def test_uploads_of_living_processes_stay(objects: Objects, dead: str) -> None:
         # Of a dead one: the same object's, and another's.
         same, other = begin(objects, "run/mine"), begin(objects, "run/other")
         claim(objects, dead, "run/other")
-        kept = claim(objects, f"{dead[:-1]}c", "run/mine")
+        preserved = claim(objects, f"{dead[:-1]}c", "run/mine")
         remove_dead(objects)
-        left = dict(objects.uploads())
-        assert other not in left.values() and sorted(key for key, _ in objects.uploads()) == ["run/mine", "run/mine"]
-        assert kept in objects.content() and len(objects.content("run/.")) == 2
+        remaining = dict(objects.uploads())
+        assert other not in remaining.values() and sorted(key for key, _ in objects.uploads()) == [
+            "run/mine",
+            "run/mine",
+        ]
+        assert preserved in objects.content() and len(objects.content("run/.")) == 2
         mine.write(PART, memoryview(data)[PART:])
         mine.finish()
         mine.publish()
@@ -130,11 +133,11 @@ def test_only_uploads_claimed_in_the_directory_are_aborted(objects: Objects, dea
     elsewhere = claim(objects, dead, "elsewhere/file", "elsewhere")
     claim(objects, dead, "run/file")
     remove_dead(objects)
-    left = ["elsewhere/file", "file", "run/deep/file", "run/fil", "run/file.more"]
-    assert sorted(key for key, _ in objects.uploads()) == left
+    remaining = ["elsewhere/file", "file", "run/deep/file", "run/fil", "run/file.more"]
+    assert sorted(key for key, _ in objects.uploads()) == remaining
     assert list(objects.content()) == [elsewhere]
     remove_dead(objects, "elsewhere/")
-    assert sorted(key for key, _ in objects.uploads()) == left[1:] and objects.content() == {}
+    assert sorted(key for key, _ in objects.uploads()) == remaining[1:] and objects.content() == {}
 
 
 def test_dead_uploads_in_a_bucket_root_are_aborted(objects: Objects, dead: str) -> None:
@@ -191,8 +194,8 @@ def test_damaged_claims_are_ignored(number: int, objects: Objects, dead: str) ->
     objects.put("run/.reshard-tmp-of something else", damaged)
     remove_dead(objects)
     assert sorted(upload for _, upload in objects.uploads()) == sorted(foreign)
-    left = objects.content("run/")
-    assert f".reshard-tmp-{dead}" not in left and ".reshard-tmp-of something else" in left
+    remaining = objects.content("run/")
+    assert f".reshard-tmp-{dead}" not in remaining and ".reshard-tmp-of something else" in remaining
 
 
 def test_an_upload_started_during_cleanup_stays(objects: Objects, dead: str) -> None:
@@ -218,10 +221,10 @@ def test_an_upload_of_a_resuming_run_is_not_aborted(stage: str, objects: Objects
     with contextlib.closing(new_file(path, 2 * PART)) as file:
         begun: list[str] = []
 
-        def choose(number: int, method: str, asked: str) -> None:
+        def choose(number: int, method: str, requests: str) -> None:
             # Before it is looked which there are, or before one is aborted.
-            if not begun and stage in asked and method in ("GET", "DELETE"):
-                begun.append(asked)
+            if not begun and stage in requests and method in ("GET", "DELETE"):
+                begun.append(requests)
                 file.write(0, memoryview(bytes(PART)))
 
         objects.faults.choose = choose

@@ -42,9 +42,9 @@ def walked(stream: JsonStream) -> Any:
 def read_all(text: bytes, window: int, walk: bool) -> Any:
     file = io.BytesIO(text)
     stream = JsonStream(lambda: file.read(window))
-    found = walked(stream) if walk else stream.value()
+    actual = walked(stream) if walk else stream.value()
     stream.end()
-    return found
+    return actual
 
 
 @pytest.mark.parametrize("walk", [True, False])

@@ -202,11 +202,11 @@ def test_a_sign_of_life_renewed_during_its_removal_stays(again: bool, conditions
     objects.faults.conditions = conditions
     leases.has_conditional_writes(store._service, objects.path("run/.reshard/lock"))
     objects.faults.clock = leases.DEAD_AFTER + 5
-    asked: list[str] = []
+    requests: list[str] = []
 
     def choose(number: int, method: str, path: str) -> None:
-        if again and method in ("PUT", "DELETE") and not asked:
-            asked.append(method)
+        if again and method in ("PUT", "DELETE") and not requests:
+            requests.append(method)
             objects.put(key, b"2")
 
     objects.faults.choose = choose
@@ -334,18 +334,18 @@ def test_a_late_holder_checks_its_lock(silent: float, objects: Objects, monkeypa
 def test_lost_responses_do_not_lose_the_lock(lost: int, objects: Objects) -> None:
     with alone(objects):
         (lock,) = list(leases._alive)
-        left = [lost]
+        remaining = [lost]
 
         def choose(number: int, method: str, path: str) -> Optional[str]:
-            if method == "PUT" and left[0]:
-                left[0] -= 1
+            if method == "PUT" and remaining[0]:
+                remaining[0] -= 1
                 return "lost"
             return None
 
         objects.faults.choose = choose
         lock.put_again()
         lock.put_again()
-        assert left == [0]
+        assert remaining == [0]
         with pytest.raises(Waited), alone(objects):
             pass
     assert held(objects) == b"free"
@@ -355,17 +355,17 @@ def test_lost_responses_do_not_lose_the_lock(lost: int, objects: Objects) -> Non
 @pytest.mark.parametrize("conditions", ["ignore", "refuse"])
 def test_a_service_without_conditional_writes_gives_a_warning_and_no_lock(conditions: str, objects: Objects) -> None:
     objects.faults.conditions = conditions
-    told: list[str] = []
+    output: list[str] = []
     store = s3_store(objects.path())
     path = objects.path("run/.reshard/lock")
     for _ in range(2):
         with (
-            leases.held_alone(store._service, path, no_wait, told.append),
-            leases.held_alone(store._service, path, no_wait, told.append),
+            leases.held_alone(store._service, path, no_wait, output.append),
+            leases.held_alone(store._service, path, no_wait, output.append),
         ):
             assert objects.content() == {}
     assert objects.content() == {}
-    assert set(told) == {
+    assert set(output) == {
         f"{objects.url.partition('//')[0]}//{objects.url.partition('//')[2]} has no conditional writes, by which runs "
         f"see each other: let no other run write to {objects.path('run')} at the same time"
     }
@@ -382,26 +382,26 @@ def test_a_failing_network_does_not_change_the_recorded_abilities_of_a_service(
 ) -> None:
     objects.faults.conditions = conditions
     objects.faults.choose = failing
-    asked = s3_store(objects.path())._service
-    assert leases.has_conditional_writes(asked, objects.path("lock")) is (conditions == "heed")
+    requests = s3_store(objects.path())._service
+    assert leases.has_conditional_writes(requests, objects.path("lock")) is (conditions == "heed")
     before = sum(objects.faults.requests.values())
-    assert leases.has_conditional_writes(asked, objects.path("run/other")) is (conditions == "heed")
+    assert leases.has_conditional_writes(requests, objects.path("run/other")) is (conditions == "heed")
     assert sum(objects.faults.requests.values()) == before
     assert objects.content() == {}
 
 
 def test_messages_about_locks_contain_no_secret(objects: Objects) -> None:
-    said = []
+    message = []
     with alone(objects):
-        said += [repr(objects.content())]
+        message += [repr(objects.content())]
         objects.faults.choose = lambda *_: "refuse"
         with pytest.raises(PermissionError) as refused:
             s3_store(objects.path()).share(objects.path("run/.reshard/shared"), nothing_told)
         with pytest.raises(OSError) as also:
             store_of(objects.path()).write_whole(objects.path("x"), b"")
         objects.faults.choose = lambda *_: None
-    said += [repr(refused.value), str(refused.value), str(also.value)]
-    assert SECRET not in str(said) and KEY not in str(said)
+    message += [repr(refused.value), str(refused.value), str(also.value)]
+    assert SECRET not in str(message) and KEY not in str(message)
 
 
 def test_paths_of_one_service_share_one_store(objects: Objects) -> None:

@@ -39,8 +39,8 @@ def test_a_listing_is_requested_once(run: Objects) -> None:
             # The list tells.
             assert is_directory(run.path("run/rank_0")) and is_regular_file(run.path("run/notes"))
             assert not exists(run.path("run/nothing"))
-    asked = Counter(run.faults.asked)
-    assert set(asked.values()) == {1} and len(asked) == 3
+    counts = Counter(run.faults.asked)
+    assert set(counts.values()) == {1} and len(counts) == 3
 
 
 def test_a_listing_is_requested_again_after_the_block(run: Objects) -> None:
@@ -92,8 +92,8 @@ def test_failed_requests_are_not_cached(run: Objects, monkeypatch: pytest.Monkey
 @given(st.lists(st.tuples(st.sampled_from(QUESTIONS), st.sampled_from(PATHS)), max_size=12))
 def test_cached_listings_equal_the_stores(run: Objects, asked: list[tuple[Callable[[str], Any], str]]) -> None:
     with listings_cached():
-        found = [ask(run.path(path)) for ask, path in asked]
-    assert found == [answers(run)[ask, path] for ask, path in asked]
+        actual = [ask(run.path(path)) for ask, path in asked]
+    assert actual == [answers(run)[ask, path] for ask, path in asked]
 
 
 _ANSWERS: dict[str, dict[tuple[Callable[[str], Any], str], Any]] = {}

@@ -39,9 +39,9 @@ ROUND_TRIPS = st.floats(0, 10)
 def slowed(milliseconds: float, file_system: str, *words: Argument) -> str:
     """What a command prints if every read takes a round trip of so long, on a file system of this type."""
     command = [sys.executable, "-m", "benchmarks.slow_reads", milliseconds, file_system, *words]
-    found = subprocess.run([str(word) for word in command], cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert found.returncode == 0, found.stderr
-    return found.stdout
+    process = subprocess.run([str(word) for word in command], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert process.returncode == 0, process.stderr
+    return process.stdout
 
 
 @pytest.mark.parametrize(
@@ -154,13 +154,13 @@ def test_only_network_file_systems_report_a_round_trip(
 
 def test_plan_json_describes_requests_to_network_disks(tmp_path: Path) -> None:
     words: list[Argument] = ["plan", DEMO / "src_checkpoints", tmp_path / "out", *WORDS, "--jobs", 2]
-    told = json.loads(slowed(12, "nfs4", *words, "--json"))
-    check(told, SCHEMAS / "plan.v1.json")
-    requests = told["requests"]
+    document = json.loads(slowed(12, "nfs4", *words, "--json"))
+    check(document, SCHEMAS / "plan.v1.json")
+    requests = document["requests"]
     assert requests["found"] == "measured" and requests["round_trip"] >= 0.012
     # As many as have room in memory, being large.
-    assert requests["at_a_time"] == told["threads"] == 16
-    assert told["io"]["way"] == "pread" and "round trip for each page" in told["io"]["why"]
+    assert requests["at_a_time"] == document["threads"] == 16
+    assert document["io"]["way"] == "pread" and "round trip for each page" in document["io"]["why"]
 
 
 def test_plan_describes_requests_to_network_disks_in_words(tmp_path: Path) -> None:
@@ -174,16 +174,16 @@ def test_plan_describes_requests_to_network_disks_in_words(tmp_path: Path) -> No
 
 
 def test_a_slow_disk_does_not_change_the_output(tmp_path: Path) -> None:
-    made = []
+    created = []
     for name, milliseconds, file_system in (("here", 0, "ext4"), ("far", 2, "nfs4")):
         place = tmp_path / name
         slowed(milliseconds, file_system, "convert", DEMO / "src_checkpoints", place, *WORDS, "--verify")
-        made.append({name: data for name, data in tree_bytes(place).items() if name.endswith(".ckpt")})
-    assert made[0] == made[1] and made[0]
+        created.append({name: data for name, data in tree_bytes(place).items() if name.endswith(".ckpt")})
+    assert created[0] == created[1] and created[0]
 
 
 @pytest.mark.parametrize(
-    ("asked", "storage", "way"),
+    ("io", "storage", "way"),
     [
         ("auto", LOCAL, "pread"),
         ("auto", REMOTE, "pread"),
@@ -194,9 +194,9 @@ def test_a_slow_disk_does_not_change_the_output(tmp_path: Path) -> None:
         ("mmap", OBJECTS, "pread"),
     ],
 )
-def test_io_mmap_uses_maps_where_possible(asked: str, storage: Storage, way: str) -> None:
-    assert choose_io(asked, storage).way == way
-    assert ExecutionOptions(1, io=asked, storage=storage).mapped == (way == "mmap")
+def test_io_mmap_uses_maps_where_possible(io: str, storage: Storage, way: str) -> None:
+    assert choose_io(io, storage).way == way
+    assert ExecutionOptions(1, io=io, storage=storage).mapped == (way == "mmap")
 
 
 def test_plan_describes_io_mmap(tmp_path: Path) -> None:

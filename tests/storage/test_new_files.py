@@ -105,13 +105,13 @@ def test_a_file_is_invisible_before_it_is_published(place: Place, size: int) -> 
 def test_a_file_is_replaced_atomically(place: Place) -> None:
     versions = [content(LARGE), bytes(1000), bytes(PART + 1)]
     path = place.put("file", versions[0])
-    seen: set[int] = set()
+    visited: set[int] = set()
     done = threading.Event()
 
     def look() -> None:
         while not done.is_set():
             try:
-                seen.add(versions.index(place.content()["file"]))
+                visited.add(versions.index(place.content()["file"]))
             except Exception as error:
                 # The server that is tested against has none for a moment while it is replaced.
                 if "NoSuchKey" not in str(error):
@@ -125,7 +125,7 @@ def test_a_file_is_replaced_atomically(place: Place) -> None:
         finally:
             done.set()
         looking.result()
-    assert seen and place.content() == {"file": versions[1]}
+    assert visited and place.content() == {"file": versions[1]}
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -241,12 +241,12 @@ def test_numbers_and_sizes_of_parts_stay_within_service_limits() -> None:
 def test_a_small_object_is_written_in_one_request(place: Place) -> None:
     place.put("other", b"")
     path = f"{place.path}/file"
-    seen: set[bytes] = set()
+    visited: set[bytes] = set()
     done = threading.Event()
 
     def look() -> None:
         while not done.is_set():
-            seen.add(place.content().get("file", b""))
+            visited.add(place.content().get("file", b""))
 
     texts = [bytes([65 + number]) * (1 + 50_000 * number) for number in range(5)]
     with ThreadPoolExecutor(1) as threads:
@@ -258,7 +258,7 @@ def test_a_small_object_is_written_in_one_request(place: Place) -> None:
         finally:
             done.set()
         looking.result()
-    assert seen <= {b"", *texts}
+    assert visited <= {b"", *texts}
     assert place.content() == {"file": texts[-1], "other": b""}
 
 
@@ -453,32 +453,32 @@ def test_objects_of_other_programs_have_one_time_in_all_functions(objects: Objec
 @pytest.mark.short
 def test_objects_contain_no_credentials(objects: Objects) -> None:
     objects.faults.choose = failing
-    seen: list[str] = []
+    visited: list[str] = []
     with writing(objects.path("run/large"), LARGE) as file:
         write_all(file, bytes(LARGE))
-        seen += [f"{name} {data!r}" for name, data in objects.content().items()]
+        visited += [f"{name} {data!r}" for name, data in objects.content().items()]
         file.publish()
     write_whole(objects.path("run/small"), b"1")
     for key in objects.content():
         head = objects.client.head_object(Bucket=objects.bucket, Key=key)
-        seen.append(f"{key} {head['Metadata']}")
-    assert len(seen) == 3 and ".reshard-tmp-" in seen[0]
-    assert SECRET not in str(seen) and KEY not in str(seen)
+        visited.append(f"{key} {head['Metadata']}")
+    assert len(visited) == 3 and ".reshard-tmp-" in visited[0]
+    assert SECRET not in str(visited) and KEY not in str(visited)
 
 
 @pytest.mark.short
 def test_puts_do_not_wait_for_100_continue(objects: Objects) -> None:
     place = objects.path("run")
-    asked: list[bool] = []
+    requests: list[bool] = []
     client = service(place).client
-    client.meta.events.register("before-send.s3", lambda request, **_: asked.append("Expect" in request.headers))
+    client.meta.events.register("before-send.s3", lambda request, **_: requests.append("Expect" in request.headers))
     write_whole(f"{place}/small", b"1")
     data = content(LARGE)
     with contextlib.closing(new_file(f"{place}/large", LARGE)) as file:
         file.write(0, memoryview(data))
         file.finish()
         file.publish()
-    assert len(asked) > 5 and not any(asked)
+    assert len(requests) > 5 and not any(requests)
     assert objects.content() == {"run/small": b"1", "run/large": data}
 
 
@@ -519,8 +519,8 @@ def test_a_file_replaces_only_what_was_expected(size: int, objects: Objects) -> 
 def test_an_equal_object_of_a_concurrent_run_stays(size: int, objects: Objects) -> None:
     path, data = objects.path("file"), content(size)
     assert published(path, data, Expected("", "one run of it")) is None
-    there = status_at(path)
-    assert published(path, data, Expected("", "one run of it")) == there == status_at(path)
+    status = status_at(path)
+    assert published(path, data, Expected("", "one run of it")) == status == status_at(path)
     with pytest.raises(OSError, match="another program has written"):
         published(path, data, Expected("", "another conversion"))
     assert objects.content() == {"file": data} and objects.uploads() == []

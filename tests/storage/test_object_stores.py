@@ -102,8 +102,8 @@ def some_ranks_left(objects: Objects, place: Path) -> tuple[str, Path]:
 
 @pytest.mark.parametrize("name", some_of(KINDS, 2))
 def test_a_source_in_a_store_converts_like_a_local_one(name: str, objects: Objects, tmp_path: Path) -> None:
-    found = from_store(KINDS[name], objects, tmp_path / "out", "--verify")
-    assert found and found == locally(KINDS[name], tmp_path / "local")
+    outcome = from_store(KINDS[name], objects, tmp_path / "out", "--verify")
+    assert outcome and outcome == locally(KINDS[name], tmp_path / "local")
 
 
 def some_fail(number: int, method: str, path: str) -> Optional[str]:
@@ -113,9 +113,9 @@ def some_fail(number: int, method: str, path: str) -> Optional[str]:
 @pytest.mark.parametrize("name", ["ranks to ranks", "checkpoint2 to unified"])
 def test_network_failures_do_not_change_the_output(name: str, objects: Objects, tmp_path: Path) -> None:
     objects.faults.choose = some_fail
-    found = from_store(KINDS[name], objects, tmp_path / "out", "--verify")
+    outcome = from_store(KINDS[name], objects, tmp_path / "out", "--verify")
     objects.faults.choose = lambda *_: None
-    assert found == locally(KINDS[name], tmp_path / "local")
+    assert outcome == locally(KINDS[name], tmp_path / "local")
 
 
 @pytest.mark.parametrize("delay", some_of([0.02, 0.1], 2))
@@ -151,12 +151,12 @@ def test_each_header_takes_one_request(objects: Objects, tmp_path: Path) -> None
 
 def lists(objects: Objects) -> Counter[str]:
     """How often each directory was listed, by what its keys begin with; looks whether there is any key apart."""
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for _, path in objects.faults.asked:
         query = parse_qs(urlsplit(path).query)
         if "list-type" in query and "max-keys" not in query:
-            found[query.get("prefix", [""])[0]] += 1
-    return found
+            counts[query.get("prefix", [""])[0]] += 1
+    return counts
 
 
 @pytest.mark.parametrize(
@@ -170,10 +170,10 @@ def test_a_directory_is_listed_at_most_twice(name: str, command: str, objects: O
         done(command, source, tmp_path / "out", *strategy, *kind.options)
     else:
         done(command, source, *(strategy if command == "stats" else []))
-    listed = lists(objects)
-    assert listed.pop("ckpt/") == 2
+    listing = lists(objects)
+    assert listing.pop("ckpt/") == 2
     # Directories of ranks, and of the iteration.
-    assert set(listed.values()) <= {1}
+    assert set(listing.values()) <= {1}
     # That files are there is known from the lists; `inspect` tells their sizes, too, and metadata of archives is
     # compared with them.
     looked_at = [path for method, path in objects.faults.asked if method == "HEAD" and not path.endswith("/ckpt")]
@@ -208,8 +208,8 @@ def test_plan_describes_requests_to_a_store(objects: Objects, tmp_path: Path) ->
     objects.faults.delay = 0.05
     source = objects.upload(DEMO / "src_checkpoints", "ckpt")
     words: list[Argument] = ["plan", source, tmp_path / "out", "--src-strategy", DEMO / "src_strategy.ckpt", *TO_DEMO]
-    said = done(*words, "--json", "--jobs", 2).json["requests"]
-    assert 0.05 <= said["round_trip"] < 0.5 and said["at_a_time"] == 64
+    requests = done(*words, "--json", "--jobs", 2).json["requests"]
+    assert 0.05 <= requests["round_trip"] < 0.5 and requests["at_a_time"] == 64
     assert "requests 64 at a time" in done(*words, "--jobs", 2).out
     objects.faults.delay = 0.0
     words[1] = DEMO / "src_checkpoints"
@@ -237,8 +237,8 @@ def test_reading_commands_accept_paths_in_a_store(objects: Objects, tmp_path: Pa
 
 
 def test_lost_ranks_are_recovered_from_a_store(objects: Objects, tmp_path: Path) -> None:
-    left, cut = some_ranks_left(objects, tmp_path / "whole")
-    done("recover", left, tmp_path / "out", "--strategy", cut)
+    remaining, cut = some_ranks_left(objects, tmp_path / "whole")
+    done("recover", remaining, tmp_path / "out", "--strategy", cut)
     assert tree(tmp_path / "out") == tree(tmp_path / "whole")
 
 
@@ -268,10 +268,10 @@ def test_a_source_replaced_between_runs_is_another_conversion(objects: Objects, 
 
 def test_output_and_records_contain_no_secret(objects: Objects, tmp_path: Path) -> None:
     words = demo_command(objects, tmp_path / "out")
-    said = [done(*words, "-v").err, fails(3, "inspect", objects.path("nothing"), "--debug").err]
+    message = [done(*words, "-v").err, fails(3, "inspect", objects.path("nothing"), "--debug").err]
     written = [path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()]
     for secret in (SECRET, KEY):
-        assert not any(secret in text for text in said)
+        assert not any(secret in text for text in message)
         assert not any(secret.encode() in data for data in written)
 
 
@@ -316,8 +316,8 @@ def test_any_faults_in_any_order_do_not_change_the_output(seed: int, objects: Ob
     kind = KINDS[chance.choice(list(KINDS))]
     kinds: list[Optional[str]] = ["drop", "cut", "unavailable", "lost", *[None] * 12]
     objects.faults.choose = lambda *_: chance.choice(kinds)
-    found = from_store(kind, objects, tmp_path / "out", "--verify", "--jobs", chance.choice([1, 2, 4]))
-    assert found == locally(kind, tmp_path / "local")
+    outcome = from_store(kind, objects, tmp_path / "out", "--verify", "--jobs", chance.choice([1, 2, 4]))
+    assert outcome == locally(kind, tmp_path / "local")
 
 
 @pytest.mark.long

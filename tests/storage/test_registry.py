@@ -54,8 +54,8 @@ def test_a_registered_store_is_converted_from_and_to(form: str, world: World, to
     source: list[Argument] = ["--src-strategy", world.new] if form == "ranks" else []
     done("convert", middle, back, *source, "--dst-strategy", world.new, "--verify")
     same_ranks(read_tree(back), world.expected(FULL))
-    found = done("status", middle, "--json").json
-    assert found["complete"] and not found["writing"]
+    report = done("status", middle, "--json").json
+    assert report["complete"] and not report["writing"]
     done("verify", middle, "--src", src, "--src-strategy", world.old, *to(form, world)[2:])
     assert not toy.keys("a/middle/.reshard/lock") and not list((world.root / "toy/new").glob("*"))
 
@@ -76,8 +76,8 @@ def test_an_interrupted_run_in_a_registered_store_resumes(world: World, toy: Toy
     toy.published = stop
     dst = "toy://out"
     fails(1, *words_of(world, dst, "--jobs", 1), says=["the store is away"])
-    found = done("status", dst, "--json").json
-    assert not found["complete"] and len(found["done"]) == 1
+    report = done("status", dst, "--json").json
+    assert not report["complete"] and len(report["done"]) == 1
     toy.published = named.append
     first = list(named)
     done("resume", dst)
@@ -89,18 +89,18 @@ def test_an_interrupted_run_in_a_registered_store_resumes(world: World, toy: Toy
 def test_two_conversions_never_write_to_a_registered_store_concurrently(world: World, toy: ToyStore) -> None:
     world.save(FULL)
     dst = "toy://out"
-    seen: list[str] = []
+    visited: list[str] = []
 
     def meanwhile(path: str) -> None:
-        if not seen:
-            seen.append(path)
+        if not visited:
+            visited.append(path)
             other = reshard(*words_of(world, dst, "--include", "w", "--overwrite"))
             assert other.status == 3 and "another conversion is writing" in other.err
             assert done("status", dst, "--json").json["writing"]
 
     toy.published = meanwhile
     done(*words_of(world, dst, "--jobs", 1))
-    assert seen and not done("status", dst, "--json").json["writing"]
+    assert visited and not done("status", dst, "--json").json["writing"]
 
 
 def test_listings_are_requested_again_after_a_write(toy: ToyStore) -> None:
@@ -128,5 +128,5 @@ def test_contributing_lists_what_a_store_implements() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text()
     shown = re.search(r"\* \*\*A store\*\*.*?(?=\n\* \*\*)", text, re.DOTALL)
     assert shown is not None
-    listed = set(re.findall(r"`(\w+)\(\)`", shown[0]))
-    assert listed == set(Store.__abstractmethods__)
+    listing = set(re.findall(r"`(\w+)\(\)`", shown[0]))
+    assert listing == set(Store.__abstractmethods__)

@@ -119,10 +119,10 @@ def test_by_rank_does_not_overwrite_its_inputs(link: Callable[[Path, Path], None
         reshard.transform_checkpoint_by_rank(0, files, str(target), str(world.old), str(world.new))
     assert tree_bytes(world.src) == before
     for strategy in (world.old, world.new):
-        said = strategy.read_bytes()
+        content = strategy.read_bytes()
         with pytest.raises(UsageError):
             reshard.transform_checkpoint_by_rank(0, files, str(strategy), str(world.old), str(world.new))
-        assert strategy.read_bytes() == said
+        assert strategy.read_bytes() == content
     directory = world.root / "stages"
     directory.mkdir()
     shutil.copy(world.old, directory / "stage.ckpt")

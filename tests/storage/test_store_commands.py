@@ -41,9 +41,9 @@ def test_reading_commands_print_the_same_for_a_store_and_a_disk(objects: Objects
         ("fingerprint", "--json", "--strategy", saved.new),
         ("inspect",),
     ):
-        here, there = (done(command, place, *more).out for place in (saved.dst, dst))
+        here, target = (done(command, place, *more).out for place in (saved.dst, dst))
         # A shell needs quotes where there are spaces.
-        assert there.replace(f"'{dst}'", dst).replace(dst, str(saved.dst)) == here
+        assert target.replace(f"'{dst}'", dst).replace(dst, str(saved.dst)) == here
     objects.put(f"{NAME}/rank_1/checkpoint_1.ckpt", b"other")
     assert done("status", dst, "--json").json["changed"] == [1]
     assert "rank_1/checkpoint_1.ckpt has 5 bytes" in fails(4, "verify", dst).out
@@ -66,8 +66,8 @@ def test_dry_run_and_plan_write_only_the_picture(objects: Objects, saved: World)
 @pytest.mark.short
 def test_view_reads_from_and_writes_to_a_store(objects: Objects, saved: World) -> None:
     src, page = objects.path("ckpt"), objects.path("pages/ckpt.html")
-    for rank, made in tree(saved.src).items():
-        objects.put(f"ckpt/{rank}", made)
+    for rank, tensors in tree(saved.src).items():
+        objects.put(f"ckpt/{rank}", tensors)
     for _ in range(2):
         done("view", src, "--src-strategy", saved.old, "--dst-strategy", saved.new, "-o", page)
     (content,) = objects.content("pages").values()
@@ -156,13 +156,13 @@ def test_a_store_without_write_permission_is_a_short_error(objects: Objects, sav
 
 
 def test_max_memory_under_one_part_is_refused_with_a_sufficient_size(objects: Objects, tmp_path: Path) -> None:
-    wanted = job("parts", tmp_path)
+    expected = job("parts", tmp_path)
     dst = objects.path("out")
-    result = fails(2, *wanted.into(dst, "--max-memory", "8M"), says=["'s parts of 5,242,880 bytes", "pass at least"])
+    result = fails(2, *expected.into(dst, "--max-memory", "8M"), says=["'s parts of 5,242,880 bytes", "pass at least"])
     assert not objects.content()
     least = result.err.partition("pass at least --max-memory ")[2].split(";")[0]
-    done(*wanted.into(dst, "--max-memory", least))
-    assert written(objects) == wanted.whole
+    done(*expected.into(dst, "--max-memory", least))
+    assert written(objects) == expected.whole
 
 
 def test_ranks_written_one_by_one_complete_a_store(objects: Objects, saved: World) -> None:
@@ -178,8 +178,8 @@ def test_ranks_written_one_by_one_complete_a_store(objects: Objects, saved: Worl
 
 
 def test_lost_ranks_are_recovered_into_a_store(objects: Objects, tmp_path: Path) -> None:
-    left, cut = some_ranks_left(objects, tmp_path / "whole")
-    done("recover", left, objects.path("out"), "--strategy", cut)
+    remaining, cut = some_ranks_left(objects, tmp_path / "whole")
+    done("recover", remaining, objects.path("out"), "--strategy", cut)
     assert written(objects) == tree(tmp_path / "whole")
 
 
@@ -221,23 +221,23 @@ def test_the_python_functions_write_to_a_store(
     cut = [objects.upload(path, path.name) for path in (saved.old, saved.new)]
     call(str(saved.src), str(saved.dst), str(saved.old), str(saved.new))
     call(objects.upload(saved.src, "src"), objects.path("out"), *cut)
-    found, expected = written(objects), tree(saved.dst)
-    assert {name for name in found if ".reshard/" not in name} == {name for name in expected if ".reshard/" not in name}
+    files, expected = written(objects), tree(saved.dst)
+    assert {name for name in files if ".reshard/" not in name} == {name for name in expected if ".reshard/" not in name}
     for name, content in expected.items():
-        assert found.get(name) == content or "reshard" in name, name
+        assert files.get(name) == content or "reshard" in name, name
 
 
 @pytest.mark.long
 def test_workers_of_a_cluster_write_to_a_store(objects: Objects, tmp_path: Path) -> None:
-    wanted = job("parts", tmp_path)
+    expected = job("parts", tmp_path)
     source = objects.upload(tmp_path / "src", "src")
     with DaskCluster(tmp_path / "cluster", everywhere=_aws()) as cluster:
         cluster.workers(2)
         for name, src in (("out", str(tmp_path / "src")), ("again", source)):
-            words = [src if word == tmp_path / "src" else word for word in wanted.into(objects.path(name))]
+            words = [src if word == tmp_path / "src" else word for word in expected.into(objects.path(name))]
             result = cluster.run(*words)
             assert result.status == 0, result.err
-            assert written(objects, name) == wanted.whole
+            assert written(objects, name) == expected.whole
             assert not [key for key in objects.content(name) if "/lock." in key or "/sign." in key]
 
 

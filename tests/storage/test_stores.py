@@ -63,12 +63,12 @@ def test_directories_are_listed_together_in_order(place: Place) -> None:
     for number in range(7):
         place.put(f"rank_{number}/file-{number}", b"")
     directories = [f"{place.path}/rank_{number}" for number in range(7)]
-    listed = for_each(lambda path: store_of(path).entries(path), directories)
+    listing = for_each(lambda path: store_of(path).entries(path), directories)
 
     def names(entries: list[DirectoryEntry]) -> list[str]:
         return [entry.name for entry in entries]
 
-    assert list(map(names, listed)) == [[f"file-{number}"] for number in range(7)]
+    assert list(map(names, listing)) == [[f"file-{number}"] for number in range(7)]
 
 
 def test_a_missing_file_cannot_be_opened(place: Place) -> None:
@@ -125,11 +125,11 @@ def test_any_read_range_equals_the_file(place: Place, data: st.DataObject) -> No
     file = opened(path)
     reads = data.draw(st.lists(st.tuples(st.integers(0, size), st.integers(0, size + 10)), min_size=1, max_size=6))
     for offset, count in reads:
-        held = max(0, min(count, size - offset))
-        assert read_range(file, offset, held, count) == whole[offset : offset + count]
+        length = max(0, min(count, size - offset))
+        assert read_range(file, offset, length, count) == whole[offset : offset + count]
         out = bytearray(count)
         done = file.read_into(offset, memoryview(out))
-        assert 0 < done <= held or not held
+        assert 0 < done <= length or not length
         assert out[:done] == whole[offset : offset + done]
     inside = [(offset, min(count, size - offset)) for offset, count in reads]
     assert list(read_each(file, inside)) == [whole[offset : offset + count] for offset, count in inside]

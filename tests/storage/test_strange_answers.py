@@ -115,11 +115,11 @@ def test_an_impossible_response_is_an_error_in_one_line(name: str, objects: Obje
 @pytest.fixture
 def elsewhere() -> Iterator[tuple[str, list[str]]]:
     """A server that nobody asked for, and what comes there."""
-    came: list[str] = []
+    received: list[str] = []
 
     class Handler(BaseHTTPRequestHandler):
         def any(self) -> None:
-            came.append(f"{self.command} {self.path}")
+            received.append(f"{self.command} {self.path}")
             self.send_response(200)
             self.send_header("Content-Length", "0")
             self.end_headers()
@@ -131,7 +131,7 @@ def elsewhere() -> Iterator[tuple[str, list[str]]]:
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}", came
+    yield f"http://127.0.0.1:{server.server_port}", received
     server.shutdown()
     server.server_close()
 
@@ -140,7 +140,7 @@ def elsewhere() -> Iterator[tuple[str, list[str]]]:
 def test_redirects_to_another_host_are_refused(
     status: int, elsewhere: tuple[str, list[str]], objects: Objects, tmp_path: Path
 ) -> None:
-    url, came = elsewhere
+    url, received = elsewhere
     source = objects.upload(DEMO / "src_checkpoints", "ckpt")
 
     def away(method: str, path: str, answer: Answer) -> Answer:
@@ -149,7 +149,7 @@ def test_redirects_to_another_host_are_refused(
     objects.faults.edit = away
     result = fails(1, "convert", source, tmp_path / "out", *CUTS)
     assert "redirects to another address" in result.err and "--endpoint-url" in result.err
-    assert not came
+    assert not received
 
 
 TOKEN = "the-session-token-that-nobody-may-see"
@@ -207,20 +207,20 @@ def test_a_password_in_an_invalid_url_is_not_printed(
     assert "the-password" not in result.err and "somebody" not in result.err
 
 
-@pytest.mark.parametrize("what", ["reads", "puts"])
+@pytest.mark.parametrize("kind", ["reads", "puts"])
 def test_a_silent_service_is_an_error_in_bounded_time(
-    what: str, objects: Objects, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, objects: Objects, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = objects.upload(DEMO / "src_checkpoints", "ckpt")
     monkeypatch.setattr("reshard.storage.s3.service._READ_SECONDS", 0.3)
     monkeypatch.setattr("reshard.storage.s3.failures.PATIENCE", 0.5)
     service._service.cache_clear()
     objects.faults.choose = lambda number, method, path: (
-        "silent" if ".ckpt" in path and method == ("GET" if what == "reads" else "PUT") else None
+        "silent" if ".ckpt" in path and method == ("GET" if kind == "reads" else "PUT") else None
     )
     begun = time.monotonic()
     local: list[Argument] = [source, tmp_path / "out"]
-    words = local if what == "reads" else [DEMO / "src_checkpoints", objects.path("out")]
+    words = local if kind == "reads" else [DEMO / "src_checkpoints", objects.path("out")]
     fails(1, "convert", *words, *CUTS, says=["returned an unexpected answer"])
     assert time.monotonic() - begun < 15
     service._service.cache_clear()

@@ -52,12 +52,12 @@ def test_a_process_of_another_container_counts_as_alive(
 
 def test_get_removes_temporary_files_of_killed_runs(world: World) -> None:
     world.save(tensors())
-    made = world.root / "made"
-    made.mkdir()
-    left = subprocess.run([sys.executable, "-c", LEFT, str(made)], capture_output=True, text=True, check=False).stdout
-    assert Path(left.strip()).exists()
-    done("get", world.src, "w", "--strategy", world.old, "-o", made / "w.npy")
-    assert [path.name for path in made.iterdir()] == ["w.npy"]
+    path = world.root / "made"
+    path.mkdir()
+    output = subprocess.run([sys.executable, "-c", LEFT, str(path)], capture_output=True, text=True, check=False).stdout
+    assert Path(output.strip()).exists()
+    done("get", world.src, "w", "--strategy", world.old, "-o", path / "w.npy")
+    assert [path.name for path in path.iterdir()] == ["w.npy"]
 
 
 @pytest.mark.parametrize("form", ["ranks", "huggingface", "checkpoint2"])

@@ -31,8 +31,8 @@ def rounds(offsets: list[int]) -> int:
     waited = 0
     for offset in offsets:
         ahead = jumps.to(offset)
-        known = any(abs(offset - place) <= 4096 for place in expected)
-        waited += not known or bool(ahead)
+        reference = any(abs(offset - place) <= 4096 for place in expected)
+        waited += not reference or bool(ahead)
         expected.update(ahead)
     return waited
 

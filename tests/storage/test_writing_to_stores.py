@@ -63,8 +63,8 @@ def written(objects: Objects, key: str = "out") -> dict[str, bytes]:
 
 def tree(place: Path) -> dict[str, bytes]:
     """Likewise of a directory."""
-    found = {str(path.relative_to(place)): path for path in sorted(place.rglob("*")) if path.is_file()}
-    return {name: path.read_bytes() for name, path in found.items() if not _is_record(name)}
+    paths = {str(path.relative_to(place)): path for path in sorted(place.rglob("*")) if path.is_file()}
+    return {name: path.read_bytes() for name, path in paths.items() if not _is_record(name)}
 
 
 def _is_record(name: str) -> bool:

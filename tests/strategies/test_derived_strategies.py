@@ -48,11 +48,11 @@ SAME, SAME_SLICES, REFUSED, LOUD, SILENT = "same record", "same slices", "refuse
 @cache
 def networks() -> list[list[MadeCase]]:
     """Cases of the same network, where there are several."""
-    found: dict[Any, list[MadeCase]] = {}
+    actual: dict[Any, list[MadeCase]] = {}
     for name in made_cases.case_names():
         case = made_cases.load(name)
-        found.setdefault(case.same_network, []).append(case)
-    return [cases for cases in found.values() if len(cases) > 1]
+        actual.setdefault(case.same_network, []).append(case)
+    return [cases for cases in actual.values() if len(cases) > 1]
 
 
 def pairs() -> list[tuple[MadeCase, MadeCase]]:
@@ -78,27 +78,27 @@ def derive(
 ) -> str:
     """What comes of deriving a case from others."""
     try:
-        found = [source(case) for case in sources]
-        model = model_of(found[0], sources[0].model)
-        learned = learn(found, model, assume, target.target.sizes)
-        check_explained(learned, (), found)
+        actual = [source(case) for case in sources]
+        model = model_of(actual[0], sources[0].model)
+        learned = learn(actual, model, assume, target.target.sizes)
+        check_explained(learned, (), actual)
         return judged(make_strategy(stated(learned.rules), model, target.target, "rules"), target)
     except ReshardError:
         return REFUSED
 
 
-def judged(made: Sequence[MadeStage], target: MadeCase) -> str:
+def judged(strategy: Sequence[MadeStage], target: MadeCase) -> str:
     """How a made strategy compares with the compiled one."""
-    found, compiled = {stage.number: stage.layouts for stage in made}, target.compiled()
-    if found == compiled:
+    actual, compiled = {stage.number: stage.layouts for stage in strategy}, target.compiled()
+    if actual == compiled:
         return SAME
-    if {stage: set(of) for stage, of in found.items()} != {stage: set(of) for stage, of in compiled.items()}:
+    if {stage: set(of) for stage, of in actual.items()} != {stage: set(of) for stage, of in compiled.items()}:
         return LOUD
     differing = [
-        (found[stage][name], record)
+        (actual[stage][name], record)
         for stage, of in compiled.items()
         for name, record in of.items()
-        if found[stage][name] != record
+        if actual[stage][name] != record
     ]
     if all(same_slices(*two) for two in differing):
         return SAME_SLICES
@@ -115,11 +115,11 @@ def with_stages_and_opt_outs(target: MadeCase) -> Callable[[LayoutRules], Layout
     by_hand = parse_rules(target.rules, "rules")
 
     def stated(rules: LayoutRules) -> LayoutRules:
-        made = []
+        created = []
         for rule in rules.rules:
-            said = next(one for one in by_hand.rules if one.matches(rule.patterns[0]))
-            made.append(replace(rule, optimizer_shard=said.optimizer_shard, shard_shown_for=None))
-        return replace(rules, rules=tuple(made), pipeline=by_hand.pipeline)
+            sizes_text = next(one for one in by_hand.rules if one.matches(rule.patterns[0]))
+            created.append(replace(rule, optimizer_shard=sizes_text.optimizer_shard, shard_shown_for=None))
+        return replace(rules, rules=tuple(created), pipeline=by_hand.pipeline)
 
     return stated
 
@@ -130,25 +130,25 @@ def sampled(of: Sequence[Any], count: int) -> Sequence[Any]:
 
 
 def test_a_strategy_derived_from_one_equals_the_compiled_one() -> None:
-    found = Counter(derive([one], other) for one, other in sampled(pairs(), 80))
-    assert set(found) <= {SAME, SAME_SLICES, REFUSED}, found
+    counts = Counter(derive([one], other) for one, other in sampled(pairs(), 80))
+    assert set(counts) <= {SAME, SAME_SLICES, REFUSED}, counts
     # Of all pairs a throwaway prototype derived 29 percent; most others change what one strategy cannot show.
-    assert found[SAME] + found[SAME_SLICES] >= 0.2 * sum(found.values()), found
+    assert counts[SAME] + counts[SAME_SLICES] >= 0.2 * sum(counts.values()), counts
 
 
 def test_a_strategy_derived_from_two_equals_the_compiled_one() -> None:
     triples = [(one, two, other) for cases in networks() for one, two, other in itertools.permutations(cases, 3)]
     chosen = random.Random(3).sample(triples, min(len(triples), 2000 if LONG else 120))
-    found = Counter(derive([one, two], other) for one, two, other in chosen)
-    assert set(found) <= {SAME, SAME_SLICES, REFUSED}, found
-    assert found[SAME] + found[SAME_SLICES] >= 0.35 * sum(found.values()), found
+    counts = Counter(derive([one, two], other) for one, two, other in chosen)
+    assert set(counts) <= {SAME, SAME_SLICES, REFUSED}, counts
+    assert counts[SAME] + counts[SAME_SLICES] >= 0.35 * sum(counts.values()), counts
 
 
 def test_stated_stages_and_exceptions_settle_most_layouts() -> None:
     chosen = sampled(pairs(), 80)
-    found = Counter(derive([one], other, (), with_stages_and_opt_outs(other)) for one, other in chosen)
-    assert set(found) <= {SAME, SAME_SLICES, REFUSED}, found
-    assert found[SAME] + found[SAME_SLICES] >= 0.4 * sum(found.values()), found
+    counts = Counter(derive([one], other, (), with_stages_and_opt_outs(other)) for one, other in chosen)
+    assert set(counts) <= {SAME, SAME_SLICES, REFUSED}, counts
+    assert counts[SAME] + counts[SAME_SLICES] >= 0.4 * sum(counts.values()), counts
 
 
 def test_assumed_growth_is_wrong_only_in_shapes_and_capped_slices() -> None:
@@ -169,17 +169,17 @@ def test_assumed_device_order_can_be_wrong_unnoticed() -> None:
 
 @pytest.mark.parametrize("shapes_known", [True, False])
 def test_rules_read_from_a_strategy_make_the_compiled_one_or_are_refused(shapes_known: bool) -> None:
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for one, other in sampled(pairs(), 80):
         read = [source(one)]
         try:
             model = model_of(read[0], one.model if shapes_known else None)
             text = rules_text(learn(read, model), read, model, shapes_known)
-            found[judged(make_strategy(parse_rules(text, "rules"), other.model, other.target, "rules"), other)] += 1
+            counts[judged(make_strategy(parse_rules(text, "rules"), other.model, other.target, "rules"), other)] += 1
         except ReshardError:
-            found[REFUSED] += 1
-    assert set(found) <= {SAME, SAME_SLICES, REFUSED}, found
-    assert found[SAME] + found[SAME_SLICES] >= 0.15 * sum(found.values()), found
+            counts[REFUSED] += 1
+    assert set(counts) <= {SAME, SAME_SLICES, REFUSED}, counts
+    assert counts[SAME] + counts[SAME_SLICES] >= 0.15 * sum(counts.values()), counts
 
 
 _ORDERS = [
@@ -204,7 +204,7 @@ _SIZES = [
 ]
 
 
-@pytest.mark.parametrize(("matrix", "entries"), _ORDERS, ids=lambda said: "-".join(map(str, said)))
+@pytest.mark.parametrize(("matrix", "entries"), _ORDERS, ids=lambda sizes_text: "-".join(map(str, sizes_text)))
 def test_no_device_order_gives_a_slice_to_a_wrong_rank(matrix: list[str], entries: list[Any], tmp_path: Path) -> None:
     """A weight whose devices lie so, and one that shows what mp cuts, for all sizes: the right slices, or refused."""
     usual, nested = made_cases.rule("usual", ["dp", "cp", "mp"], ["mp", "None"]), "nested = true"
@@ -212,24 +212,24 @@ def test_no_device_order_gives_a_slice_to_a_wrong_rank(matrix: list[str], entrie
     model = model_tensors("shapes", [FullTensor(name, (64, 64), "Float32") for name in ("usual", "w")], ITEM_SIZES)
     runs = []
     for number, sizes in enumerate(_SIZES):
-        said = ",".join(f"{name}={size}" for name, size in sizes.items())
-        target = TargetRun(parse_sizes(said), ShardSetting(0), weights_only=True)
+        sizes_text = ",".join(f"{name}={size}" for name, size in sizes.items())
+        target = TargetRun(parse_sizes(sizes_text), ShardSetting(0), weights_only=True)
         try:
-            made = make_strategy(parse_rules(text, "rules"), model, target, "rules")
+            strategy = make_strategy(parse_rules(text, "rules"), model, target, "rules")
         except ReshardError:
             continue
-        (path,) = write_rules_strategy(str(tmp_path / f"{number}.ckpt"), made, {}, overwrite=False).files
-        runs.append((SourceRun(*read_recorded(path), target.sizes), target, made[0].layouts))
+        (path,) = write_rules_strategy(str(tmp_path / f"{number}.ckpt"), strategy, {}, overwrite=False).files
+        runs.append((SourceRun(*read_recorded(path), target.sizes), target, strategy[0].layouts))
     derived = 0
     for one, of_one, _ in sampled(runs, 3):
         for _, target, compiled in runs:
             try:
                 learned = learn([one], model, (), target.sizes)
                 check_explained(learned, (), [one])
-                (found,) = make_strategy(learned.rules, model, target, "rules")
+                (stages,) = make_strategy(learned.rules, model, target, "rules")
             except ReshardError:
                 continue
-            for name, record in found.layouts.items():
+            for name, record in stages.layouts.items():
                 assert same_slices(record, compiled[name]), (of_one.sizes.text, target.sizes.text, name)
             derived += of_one.sizes != target.sizes
     assert derived
@@ -245,25 +245,25 @@ def test_wrong_sizes_are_refused_or_harmless() -> None:
             continue
         devices = true["dp"] * true["mp"] * true["cp"]
         for dp, mp, cp, ep in itertools.product((1, 2, 3, 4, 6, 8), (1, 2, 4, 8), (1, 2, 4), (1, 2, 4, 8)):
-            said = {"dp": dp, "mp": mp, "cp": cp, "ep": ep}
-            if dp * mp * cp != devices or said == true:
+            sizes_text = {"dp": dp, "mp": mp, "cp": cp, "ep": ep}
+            if dp * mp * cp != devices or sizes_text == true:
                 continue
-            text = ",".join(f"{name}={size}" for name, size in (*said.items(), ("pp", one.sizes.get("pp", 1))))
+            text = ",".join(f"{name}={size}" for name, size in (*sizes_text.items(), ("pp", one.sizes.get("pp", 1))))
             count += 1
             try:
                 wrong = source(one, text)
                 model = model_of(wrong, one.model)
                 learned = learn([wrong], model, (), other.target.sizes)
                 check_explained(learned, (), [wrong])
-                made = judged(make_strategy(learned.rules, model, other.target, "rules"), other)
+                report = judged(make_strategy(learned.rules, model, other.target, "rules"), other)
             except ReshardError:
                 refused += 1
                 continue
-            if made not in (SAME, SAME_SLICES):
-                harmful.append((one.name, text, other.name, made))
+            if report not in (SAME, SAME_SLICES):
+                harmful.append((one.name, text, other.name, report))
     assert count > 100 and refused > 0.9 * count
     # What experts or context parallelism cut cannot always be told from what mp cuts: that shows when it is loaded.
-    assert all(made == LOUD for *_, made in harmful), harmful
+    assert all(created == LOUD for *_, created in harmful), harmful
     assert len(harmful) <= 0.001 * count + 1, harmful
 
 

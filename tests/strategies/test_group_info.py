@@ -22,18 +22,18 @@ def test_group_info_of_mindspore_is_read(name: str) -> None:
     expected = json.loads((path / "case.json").read_text())["group_info"]
     for file in (path / "group_info").glob("*.pb"):
         rank = file.stem.rsplit("_", 1)[1]
-        found = read_group_info(str(file))
-        assert list(found.restore_ranks) == expected[rank]["ckpt_restore_rank_list"]
-        assert [(group, list(ranks)) for group, ranks in found.groups] == list(expected[rank]["groups"].items())
+        info = read_group_info(str(file))
+        assert list(info.restore_ranks) == expected[rank]["ckpt_restore_rank_list"]
+        assert [(group, list(ranks)) for group, ranks in info.groups] == list(expected[rank]["groups"].items())
 
 
 def test_names_of_groups_may_repeat_and_keep_their_order(tmp_path: Path) -> None:
     groups = [("b", [4, 0]), ("a", [1]), ("b", [2, 3])]
     (tmp_path / "group_info.pb").write_bytes(group_info([4, 0], groups))
-    found = read_group_info(str(tmp_path / "group_info.pb"))
-    assert found.file == str(tmp_path / "group_info.pb")
-    assert found.restore_ranks == (4, 0)
-    assert found.groups == (("b", (4, 0)), ("a", (1,)), ("b", (2, 3)))
+    info = read_group_info(str(tmp_path / "group_info.pb"))
+    assert info.file == str(tmp_path / "group_info.pb")
+    assert info.restore_ranks == (4, 0)
+    assert info.groups == (("b", (4, 0)), ("a", (1,)), ("b", (2, 3)))
 
 
 def test_an_empty_restore_list_means_unknown(tmp_path: Path) -> None:

@@ -113,8 +113,8 @@ def test_nested_maps_stay_nested_in_json_with_a_note(tmp_path: Path) -> None:
 
 
 def test_a_map_that_may_be_expanded_is_not_written_to_protobuf(tmp_path: Path) -> None:
-    said = {"w": layout([2, 2, 2], [2, 0, -1], shape=[2, 32, 32])}
-    write_strategy(tmp_path / "s" / "a.json", 0, said)
+    layouts = {"w": layout([2, 2, 2], [2, 0, -1], shape=[2, 32, 32])}
+    write_strategy(tmp_path / "s" / "a.json", 0, layouts)
     with pytest.raises(StrategyError, match="'w': tensor map") as caught:
         merge(tmp_path / "s", tmp_path / "m.ckpt")
     assert "a.json" in str(caught.value)
@@ -133,8 +133,8 @@ def test_each_file_format_is_merged_from_its_own_copies(tmp_path: Path) -> None:
 
 
 def test_a_table_split_by_hand_keeps_its_slices(tmp_path: Path) -> None:
-    said = layout([2], [0, -1], sizes=[3, 5], offsets=[0, 3], shape=[6, 4])
-    write_strategy(tmp_path / "s" / "a.json", 0, {"w": said})
+    layouts = layout([2], [0, -1], sizes=[3, 5], offsets=[0, 3], shape=[6, 4])
+    write_strategy(tmp_path / "s" / "a.json", 0, {"w": layouts})
     for ending in ("ckpt", "json"):
         merge(tmp_path / "s", tmp_path / f"m.{ending}")
         assert read_strategy(str(tmp_path / f"m.{ending}")).stages[0].layouts["w"].uneven == (3, 5)

@@ -55,15 +55,15 @@ def layouts(path: Path) -> object:
 def test_sizes_are_read_from_a_configuration(tmp_path: Path) -> None:
     config, _ = MODELS["qwen3"]
     hf = write_huggingface(tmp_path / "hf", weights("qwen3"), config)
-    told = (hf / "config.json").rename(tmp_path / "told.json")
+    output = (hf / "config.json").rename(tmp_path / "told.json")
     (tmp_path / "rules.toml").write_text(RULES)
     words: list[Argument] = ["strategy", "make", tmp_path / "rules.toml", tmp_path / "d.json", "--sizes", "mp=2"]
     words += ["--weights-only", "--shapes", hf]
 
     fails(3, *words, "--names", "qwen3", says=["the rules need the size", "--config FILE"])
-    fails(2, *words, "--config", told, says=["--config needs --names"])
+    fails(2, *words, "--config", output, says=["--config needs --names"])
     assert not (tmp_path / "d.json").exists()
-    done(*words, "--names", "qwen3", "--config", told)
+    done(*words, "--names", "qwen3", "--config", output)
     assert json.loads((tmp_path / "d.json.made").read_text())["names"] == "qwen3"
 
 

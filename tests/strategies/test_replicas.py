@@ -27,15 +27,15 @@ Groups = list[tuple[Optional[int], list[int]]]
 def naive_groups(strategy: reference.Strategy, shapes: dict[str, tuple[int, ...]]) -> Groups:
     """Ranks compared one by one: same stage, same slice of everything."""
     groups: Groups = []
-    held = [
+    contents = [
         (reference.stage_of(strategy, rank)[0], reference.rank_boxes(strategy, shapes, rank))
         for rank in range(reference.rank_count(strategy))
     ]
-    seen: list[int] = []
-    for rank, mine in enumerate(held):
-        if rank not in seen:
-            group = [other for other, theirs in enumerate(held) if theirs == mine]
-            seen += group
+    visited: list[int] = []
+    for rank, mine in enumerate(contents):
+        if rank not in visited:
+            group = [other for other, theirs in enumerate(contents) if theirs == mine]
+            visited += group
             groups.append((mine[0], group))
     return groups
 
@@ -47,12 +47,12 @@ def found_groups(strategy: Strategy) -> Groups:
 @pytest.mark.parametrize("name", all_cases())
 def test_replicas_of_compiled_strategies_follow_their_layouts(name: str) -> None:
     case = load(name)
-    found = found_groups(read_strategy(str(case.directory)))
-    assert found == naive_groups(case.strategy, case.shapes)
+    actual = found_groups(read_strategy(str(case.directory)))
+    assert actual == naive_groups(case.strategy, case.shapes)
     # What MindSpore itself lists is a part of these groups.
     for file in (case.path / "group_info").glob("*.pb"):
-        listed = set(read_group_info(str(file)).restore_ranks)
-        assert not listed or any(listed <= set(ranks) for _, ranks in found)
+        listing = set(read_group_info(str(file)).restore_ranks)
+        assert not listing or any(listing <= set(ranks) for _, ranks in actual)
 
 
 @given(st.data())
@@ -96,13 +96,13 @@ def test_one_line_per_group_and_documented_json(tmp_path: Path) -> None:
 
 
 def test_an_optimizer_shard_of_accumulated_gradients_is_counted_and_noted(tmp_path: Path) -> None:
-    made = {"w": layout([4], [-1]), "accu_grads.w": layout([4], [-1], 4, 1)}
-    path = write_strategy(tmp_path / "s", single(made))
+    layouts = {"w": layout([4], [-1]), "accu_grads.w": layout([4], [-1], 4, 1)}
+    path = write_strategy(tmp_path / "s", single(layouts))
     result = done("replicas", "--strategy", path)
     assert result.out == "[0]\n[1]\n[2]\n[3]\n"
     warns(result, "accu_grads.w")
     # Where the moments are sharded as well, it makes no difference.
-    path = write_strategy(tmp_path / "t", single({**made, "m.w": layout([4], [-1], 4, 1)}))
+    path = write_strategy(tmp_path / "t", single({**layouts, "m.w": layout([4], [-1], 4, 1)}))
     assert "accu_grads" not in done("replicas", "--strategy", path).err
 
 
@@ -140,7 +140,9 @@ def test_the_order_of_files_does_not_matter(lists: list[set[int]], random: objec
         pair = next(((a, b) for a in expected for b in expected if a is not b and a & b), None)
         if pair is None:
             break
-        expected = [kept for kept in expected if kept is not pair[0] and kept is not pair[1]] + [pair[0] | pair[1]]
+        expected = [contents for contents in expected if contents is not pair[0] and contents is not pair[1]] + [
+            pair[0] | pair[1]
+        ]
     assert groups == {tuple(sorted(ranks)) for ranks in expected}
 
 

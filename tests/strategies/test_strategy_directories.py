@@ -99,12 +99,12 @@ def test_a_json_copy_agrees_with_a_protobuf_copy_and_adds_the_shape(tmp_path: Pa
 @pytest.mark.parametrize("first", ["a.ckpt", "a.json"])
 def test_an_expanded_map_agrees_with_the_nested_one_which_groups_it(tmp_path: Path, first: str) -> None:
     second = "b.json" if first == "a.ckpt" else "b.ckpt"
-    said = {
+    layouts = {
         ".ckpt": layout([2, 2, 2], [[2, 0], [-1]], step=2, size=-1),
         ".json": layout([2, 2, 2], [2, 0, -1], step=2, size=-1, shape=[2, 32, 32]),
     }
     for name in (first, second):
-        write_strategy(tmp_path / name, 0, {"w": said[name[1:]]})
+        write_strategy(tmp_path / name, 0, {"w": layouts[name[1:]]})
     assert read(tmp_path).stages[0].layouts["w"] == Layout(
         (2, 2, 2), ((2, 0), ()), shard_size=-1, shard_step=2, recorded_shape=(64, 32)
     )
@@ -258,10 +258,10 @@ def test_files_that_are_not_strategies_are_listed_and_skipped(tmp_path: Path) ->
     with (tmp_path / "huge.bin").open("wb") as file:
         file.truncate(2**31)
     strategy = read(tmp_path)
-    said = "\n".join(strategy.notes)
+    text = "\n".join(strategy.notes)
     assert strategy.device_count == 8
     for name in sorted(os.listdir(tmp_path)):
-        assert (name in said) == ("rank_" not in name)
+        assert (name in text) == ("rank_" not in name)
 
 
 def test_a_directory_without_strategies_lists_its_files(tmp_path: Path) -> None:
@@ -314,17 +314,17 @@ def of_ranks(directory: Path) -> Path:
 
 
 def test_strategies_in_rank_directories_are_found(tmp_path: Path) -> None:
-    found = read(of_ranks(tmp_path / "apart"))
-    assert found.stages[0].layouts == read(two_stages(tmp_path / "together")).stages[0].layouts
-    assert (found.device_count, len(found.stages), found.notes) == (8, 2, ())
+    strategy = read(of_ranks(tmp_path / "apart"))
+    assert strategy.stages[0].layouts == read(two_stages(tmp_path / "together")).stages[0].layouts
+    assert (strategy.device_count, len(strategy.stages), strategy.notes) == (8, 2, ())
 
 
 def test_rank_directories_are_skipped_beside_strategies(tmp_path: Path) -> None:
     of_ranks(tmp_path)
     (tmp_path / "rank_0" / "ckpt_strategy.ckpt").write_bytes(b"\x08")
-    found = read(two_stages(tmp_path))
-    assert found.device_count == 8
-    assert "rank_0, rank_1" in found.notes[0]
+    strategy = read(two_stages(tmp_path))
+    assert strategy.device_count == 8
+    assert "rank_0, rank_1" in strategy.notes[0]
 
 
 def test_rank_directories_that_disagree_are_named(tmp_path: Path) -> None:

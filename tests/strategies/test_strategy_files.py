@@ -43,9 +43,9 @@ def read_one(path: Path) -> dict[str, Layout]:
     return dict(stage.layouts)
 
 
-def only(tmp_path: Path, said: dict[str, Any], name: str = "s.ckpt") -> Layout:
+def only(tmp_path: Path, expected: dict[str, Any], name: str = "s.ckpt") -> Layout:
     """The layout of a file that says this of its only parameter."""
-    return read_one(write_strategy(tmp_path / name, 0, {"w": said}))["w"]
+    return read_one(write_strategy(tmp_path / name, 0, {"w": expected}))["w"]
 
 
 def refused(path: Path, *says: str) -> StrategyError:
@@ -85,22 +85,22 @@ def test_every_file_format_of_a_case_equals_the_compilers_layouts(name: str) -> 
                 if str(stage.number) in described["layout_classes"][label[0]]["stages"]
             }
             assert stage.layouts.keys() == expected.keys()
-            for param, found in stage.layouts.items():
-                said = expected[param]["stages"][str(stage.number)]
-                check_layout(found, said, tuple(expected[param]["full_shape"]), f"{path} {param}")
+            for param, layout_record in stage.layouts.items():
+                message = expected[param]["stages"][str(stage.number)]
+                check_layout(layout_record, message, tuple(expected[param]["full_shape"]), f"{path} {param}")
 
 
-def check_layout(found: Layout, said: dict[str, Any], shape: tuple[int, ...], where: str) -> None:
-    axes = said["tensor_map"]
+def check_layout(layout_record: Layout, message: dict[str, Any], shape: tuple[int, ...], where: str) -> None:
+    axes = message["tensor_map"]
     axes = [entry if isinstance(entry, list) else [entry] for entry in axes]
     expected = tuple(tuple(axis for axis in entry if axis != -1) for entry in axes)
-    fitting = [candidate for candidate in found.regroupings() if candidate.tensor_map == expected]
-    assert fitting, f"{where}: {found.tensor_map} is not {expected}"
-    assert list(found.device_matrix) == said["dev_matrix"], where
-    assert found.uneven == (tuple(said["param_split_shape"]) if said["indices_offset"] else None), where
+    fitting = [candidate for candidate in layout_record.regroupings() if candidate.tensor_map == expected]
+    assert fitting, f"{where}: {layout_record.tensor_map} is not {expected}"
+    assert list(layout_record.device_matrix) == message["dev_matrix"], where
+    assert layout_record.uneven == (tuple(message["param_split_shape"]) if message["indices_offset"] else None), where
     assert fitting[0].recorded_shape in (None, shape), where
-    step, size = said["opt_weight_shard_step"], said["opt_weight_shard_size"]
-    assert (found.shard_step, found.shard_size) == ((step, size) if step and size else (0, 0)), where
+    step, size = message["opt_weight_shard_step"], message["opt_weight_shard_size"]
+    assert (layout_record.shard_step, layout_record.shard_size) == ((step, size) if step and size else (0, 0)), where
 
 
 @examples(300)
@@ -109,19 +109,21 @@ def test_every_written_layout_is_read_with_the_same_slices(data: st.DataObject) 
     """As .ckpt and as .json, to whoever knows how many dimensions the tensor has."""
     # Slices of one row, beside another dimension that is cut: there JSON can be read in several ways.
     shape = tuple(data.draw(st.lists(st.sampled_from([4, 8, 2, 6, 1]), max_size=4)))
-    made = data.draw(layouts(data.draw(st.sampled_from([16, 8, 12, 1])), shape))
-    said = protobuf_file.parse_strategy(strategy_bytes([{"devices": 1, "layouts": {"w": made}}], [0]), "said.ckpt")
-    assert said is not None
-    stage = Stage(0, 0, math.prod(made["dev_matrix"]), {"w": said.layouts["w"].layout()}, ("said.ckpt",))
-    as_ckpt = protobuf_file.parse_strategy(protobuf_file.serialize_strategy(said), "again.ckpt")
+    layout_record = data.draw(layouts(data.draw(st.sampled_from([16, 8, 12, 1])), shape))
+    expected = protobuf_file.parse_strategy(
+        strategy_bytes([{"devices": 1, "layouts": {"w": layout_record}}], [0]), "said.ckpt"
+    )
+    assert expected is not None
+    stage = Stage(0, 0, math.prod(layout_record["dev_matrix"]), {"w": expected.layouts["w"].layout()}, ("said.ckpt",))
+    as_ckpt = protobuf_file.parse_strategy(protobuf_file.serialize_strategy(expected), "again.ckpt")
     as_json = json_file.parse_strategy(merged_json(Strategy((stage,), "said"), {"w": shape}, "made", ""), "again.json")
     assert as_ckpt is not None and as_json is not None
     for record in (as_ckpt.layouts["w"], as_json.layouts["0-w"]):
         fitting = [each for each in record.layout().regroupings() if len(each.cuts) == len(shape)]
         assert len(fitting) == 1
         assert fitting[0].recorded_shape in (None, shape)
-        found = [fitting[0].slice_box(shape, int(number)) for number in fitting[0].slice_of_rank]
-        assert found == boxes(made, shape)
+        actual = [fitting[0].slice_box(shape, int(number)) for number in fitting[0].slice_of_rank]
+        assert actual == boxes(layout_record, shape)
 
 
 # What the records mean.
@@ -155,8 +157,8 @@ def test_a_scalar_has_no_dimension_in_either_format(tmp_path: Path) -> None:
 
 
 def test_axes_of_size_one_may_be_mapped(tmp_path: Path) -> None:
-    found = only(tmp_path, layout([4, 1], [1, 0]))
-    assert (found.device_count, found.cuts) == (4, (4, 1))
+    parsed = only(tmp_path, layout([4, 1], [1, 0]))
+    assert (parsed.device_count, parsed.cuts) == (4, (4, 1))
 
 
 def test_an_empty_device_matrix_is_one_device(tmp_path: Path) -> None:
@@ -165,40 +167,40 @@ def test_an_empty_device_matrix_is_one_device(tmp_path: Path) -> None:
         assert read_strategy(str(path)).device_count == 1
 
 
-@pytest.mark.parametrize("said", [[1, 0], [[1, 0], [-1]], [[2], [1], []]], ids=str)
+@pytest.mark.parametrize("expected", [[1, 0], [[1, 0], [-1]], [[2], [1], []]], ids=str)
 @pytest.mark.parametrize("size", [0, -1, 4])
-def test_an_empty_device_matrix_overrides_map_and_shards(tmp_path: Path, said: Any, size: int) -> None:
+def test_an_empty_device_matrix_overrides_map_and_shards(tmp_path: Path, expected: Any, size: int) -> None:
     for name in ("s.ckpt", "s.json"):
-        found = only(tmp_path, layout([], said, step=size and 1, size=size), name)
-        assert (found.device_count, found.cuts) == (1, (1, 1))
+        parsed = only(tmp_path, layout([], expected, step=size and 1, size=size), name)
+        assert (parsed.device_count, parsed.cuts) == (1, (1, 1))
 
 
 def test_a_missing_device_matrix_is_one_device(tmp_path: Path) -> None:
-    said = field(2, field(1, -1)) + field(5, 0) + field(6, 0) + field(7, 0)
-    (tmp_path / "s.ckpt").write_bytes(field(1, 1) + field(3, field(1, "w") + field(2, said)))
+    expected = field(2, field(1, -1)) + field(5, 0) + field(6, 0) + field(7, 0)
+    (tmp_path / "s.ckpt").write_bytes(field(1, 1) + field(3, field(1, "w") + field(2, expected)))
     assert read_one(tmp_path / "s.ckpt")["w"] == Layout((), ((),))
 
 
 @pytest.mark.parametrize(("step", "size", "shards"), [(0, -1, 1), (2, 0, 1), (0, 0, 1), (4, -1, 2), (4, 2, 2)])
 def test_an_optimizer_shard_needs_a_step_and_a_size(tmp_path: Path, step: int, size: int, shards: int) -> None:
-    found = only(tmp_path, layout([2, 4], [0, -1], step=step, size=size))
-    assert found.shards == shards
-    assert (found.shard_size != 0) == (found.shard_step != 0) == (shards > 1)
+    parsed = only(tmp_path, layout([2, 4], [0, -1], step=step, size=size))
+    assert parsed.shards == shards
+    assert (parsed.shard_size != 0) == (parsed.shard_step != 0) == (shards > 1)
 
 
 def test_a_table_split_by_hand_has_uneven_slices_and_no_recorded_shape(tmp_path: Path) -> None:
-    said = layout([4], [0, -1], sizes=[10, 20, 30, 4], offsets=[0, 10, 30, 60], shape=[40, 8])
+    expected = layout([4], [0, -1], sizes=[10, 20, 30, 4], offsets=[0, 10, 30, 60], shape=[40, 8])
     for name in ("s.ckpt", "s.json"):
-        found = only(tmp_path, said, name)
-        assert found.uneven == (10, 20, 30, 4)
-        assert found.recorded_shape is None
+        parsed = only(tmp_path, expected, name)
+        assert parsed.uneven == (10, 20, 30, 4)
+        assert parsed.recorded_shape is None
 
 
 def test_split_sizes_without_offsets_are_ignored(tmp_path: Path) -> None:
     # Stand-alone strategies put the full shape there, step 0 with size -1, and maps from the left.
-    said = layout([2, 4, 1], [1, 0], sizes=[64, 32], step=0, size=-1)
+    expected = layout([2, 4, 1], [1, 0], sizes=[64, 32], step=0, size=-1)
     for name in ("s.ckpt", "s.json"):
-        assert only(tmp_path, said, name) == Layout((2, 4, 1), ((1,), (0,)))
+        assert only(tmp_path, expected, name) == Layout((2, 4, 1), ((1,), (0,)))
 
 
 def test_an_expanded_json_map_is_grouped_to_the_nested_one(tmp_path: Path) -> None:
@@ -209,14 +211,14 @@ def test_an_expanded_json_map_is_grouped_to_the_nested_one(tmp_path: Path) -> No
 
 
 def test_a_json_map_that_cannot_be_expanded_is_exact(tmp_path: Path) -> None:
-    found = only(tmp_path, layout([2, 2], [1, 0], shape=[64, 32]), "s.json")
-    assert found == Layout((2, 2), ((1,), (0,)), recorded_shape=(64, 32))
+    parsed = only(tmp_path, layout([2, 2], [1, 0], shape=[64, 32]), "s.json")
+    assert parsed == Layout((2, 2), ((1,), (0,)), recorded_shape=(64, 32))
 
 
 @pytest.mark.parametrize("shape", [[32, 64], [32, 2, 32]])
 def test_a_nested_json_map_accepts_either_kind_of_shape(tmp_path: Path, shape: list[int]) -> None:
-    found = only(tmp_path, layout([2, 2, 2], [[-1], [1, 0]], shape=shape), "s.json")
-    assert found == Layout((2, 2, 2), ((), (1, 0)), recorded_shape=(32, 64))
+    parsed = only(tmp_path, layout([2, 2, 2], [[-1], [1, 0]], shape=shape), "s.json")
+    assert parsed == Layout((2, 2, 2), ((), (1, 0)), recorded_shape=(32, 64))
 
 
 def test_a_nested_json_map_may_contain_plain_numbers(tmp_path: Path) -> None:
@@ -251,7 +253,7 @@ def test_json_without_strategy_items_is_stage_0(tmp_path: Path) -> None:
 
 def test_equal_layouts_are_one_object(tmp_path: Path) -> None:
     path = write_strategy(tmp_path / "s.ckpt", 0, {f"w{index}": layout([2, 2], [0]) for index in range(9)})
-    assert len({id(found) for found in read_one(path).values()}) == 1
+    assert len({id(actual) for actual in read_one(path).values()}) == 1
 
 
 # Stages of one file.
@@ -337,8 +339,8 @@ def test_a_gap_in_a_merged_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_layouts_for_different_numbers_of_devices_are_refused(tmp_path: Path) -> None:
-    said = {"a": layout([2, 4], [0]), "b": layout([8], [0]), "odd": layout([2, 2], [0])}
-    error = refused(write_strategy(tmp_path / "s.ckpt", 0, said), "stage 0", "4: 'odd'", "8: 'a', 'b'")
+    expected = {"a": layout([2, 4], [0]), "b": layout([8], [0]), "odd": layout([2, 2], [0])}
+    error = refused(write_strategy(tmp_path / "s.ckpt", 0, expected), "stage 0", "4: 'odd'", "8: 'a', 'b'")
     assert error.parameter == "odd"
 
 
@@ -368,10 +370,10 @@ BAD_LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("said", BAD_LAYOUTS.values(), ids=BAD_LAYOUTS)
+@pytest.mark.parametrize("expected", BAD_LAYOUTS.values(), ids=BAD_LAYOUTS)
 @pytest.mark.parametrize("ending", ["ckpt", "json"])
-def test_a_bad_layout_names_file_stage_and_parameter(tmp_path: Path, said: dict[str, Any], ending: str) -> None:
-    path = write_merged(tmp_path / f"s.{ending}", {0: {"good": layout([2, 4], [0])}, 1: {"bad.w": said}})
+def test_a_bad_layout_names_file_stage_and_parameter(tmp_path: Path, expected: dict[str, Any], ending: str) -> None:
+    path = write_merged(tmp_path / f"s.{ending}", {0: {"good": layout([2, 4], [0])}, 1: {"bad.w": expected}})
     error = refused(path, "stage 1", "bad.w")
     assert error.parameter == "bad.w"
 
@@ -383,8 +385,8 @@ def test_a_bad_tensor_shape_is_refused(tmp_path: Path, shape: list[int]) -> None
 
 
 def test_a_map_with_too_many_groupings_is_refused(tmp_path: Path) -> None:
-    said = layout([1] * 40, list(range(40)), shape=[1] * 40)
-    refused(write_strategy(tmp_path / "s.json", 0, {"w": said}), "too many ways")
+    expected = layout([1] * 40, list(range(40)), shape=[1] * 40)
+    refused(write_strategy(tmp_path / "s.json", 0, {"w": expected}), "too many ways")
 
 
 # Damage.
@@ -419,15 +421,15 @@ def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [5, 6, 7])
 def test_a_required_field_that_is_missing_is_damage(tmp_path: Path, number: int) -> None:
-    said = field(1, b"") + field(2, field(1, -1)) + b"".join(field(n, 0) for n in (5, 6, 7) if n != number)
-    (tmp_path / "s.ckpt").write_bytes(field(1, 1) + field(3, field(1, "w") + field(2, said)))
+    expected = field(1, b"") + field(2, field(1, -1)) + b"".join(field(n, 0) for n in (5, 6, 7) if n != number)
+    (tmp_path / "s.ckpt").write_bytes(field(1, 1) + field(3, field(1, "w") + field(2, expected)))
     refused(tmp_path / "s.ckpt", "damaged")
 
 
 @pytest.mark.parametrize("name", [b"\xff\xfe", b""])
 def test_a_name_that_is_not_text_is_damage(tmp_path: Path, name: bytes) -> None:
-    said = field(5, 0) + field(6, 0) + field(7, 0)
-    (tmp_path / "s.ckpt").write_bytes(field(1, 1) + field(3, field(1, name) + field(2, said)))
+    expected = field(5, 0) + field(6, 0) + field(7, 0)
+    (tmp_path / "s.ckpt").write_bytes(field(1, 1) + field(3, field(1, name) + field(2, expected)))
     refused(tmp_path / "s.ckpt", "damaged")
 
 
@@ -482,8 +484,8 @@ def test_json_of_another_kind_is_refused(tmp_path: Path, data: bytes) -> None:
 
 @given(data=st.data())
 def test_any_damage_is_an_error_at_most(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
-    said = {"w": layout([2, 4], [[1, 0], [-1]], step=1, size=-1), "a-b": layout([8], [0], sizes=[1] * 8)}
-    whole = data.draw(st.sampled_from([protobuf(said, [0, 1]), json.dumps(json_content(said)).encode()]))
+    expected = {"w": layout([2, 4], [[1, 0], [-1]], step=1, size=-1), "a-b": layout([8], [0], sizes=[1] * 8)}
+    whole = data.draw(st.sampled_from([protobuf(expected, [0, 1]), json.dumps(json_content(expected)).encode()]))
     damaged = bytearray(whole)
     for _ in range(data.draw(st.integers(1, 4))):
         position = data.draw(st.integers(0, len(damaged) - 1))

@@ -124,8 +124,8 @@ def test_every_command_with_filters_warns_of_unmatched_patterns(adam: World) -> 
     ]
     adam.convert("--include", "*weight")
     for words in commands:
-        said = warnings(done(*words, "--include", "*weight", "--exclude", "adam").err)
-        assert [line for line in said if "partial" not in line and "nothing was compared" not in line] == [
+        output = warnings(done(*words, "--include", "*weight", "--exclude", "adam").err)
+        assert [line for line in output if "partial" not in line and "nothing was compared" not in line] == [
             "warning: --exclude 'adam' matches no parameter or value of the checkpoint; "
             "--exclude 'adam*' would match 20"
         ]

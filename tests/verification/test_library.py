@@ -45,9 +45,9 @@ def test_verify_finds_a_mistake_common_to_writer_and_reader(
     for one, other in (("Float16", "BFloat16"), ("BFloat16", "Float16")):
         monkeypatch.setitem(SAFETENSORS_NAMES, one, {"Float16": "F16", "BFloat16": "BF16"}[other])
         monkeypatch.setitem(FROM_SAFETENSORS, {"Float16": "F16", "BFloat16": "BF16"}[one], other)
-    said = ["the safetensors library reads", "'m.w'", "'w'"]
-    fails(4, "convert", *words(form, world), "--verify", "--checksum", "crc32", says=said)
-    assert said[0] in fails(4, "verify", world.dst).out
+    message = ["the safetensors library reads", "'m.w'", "'w'"]
+    fails(4, "convert", *words(form, world), "--verify", "--checksum", "crc32", says=message)
+    assert message[0] in fails(4, "verify", world.dst).out
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -24,13 +24,13 @@ def verify(world: World, *options: Argument) -> list[Argument]:
 
 
 def test_verify_reads_strategies_from_records(converted: World) -> None:
-    said = done(*verify(converted)).err
-    assert f"--src-strategy {converted.old} --dst-strategy {converted.new}" in said
-    assert "verified: no differences" in said
-    found = converted.dst / "rank_1" / "checkpoint_1.ckpt"
-    data = bytearray(found.read_bytes())
+    output = done(*verify(converted)).err
+    assert f"--src-strategy {converted.old} --dst-strategy {converted.new}" in output
+    assert "verified: no differences" in output
+    path = converted.dst / "rank_1" / "checkpoint_1.ckpt"
+    data = bytearray(path.read_bytes())
     data[-3] ^= 1
-    found.write_bytes(data)
+    path.write_bytes(data)
     fails(4, *verify(converted), says=["must not be used"])
 
 

@@ -16,8 +16,8 @@ from tests.execute.test_casts import FIELDS, PAIRS, WORDS, nearest, value_of
 
 
 def check(bits: list[int], stored: str, dtype: str) -> None:
-    made = words_as(np.array(bits, WORDS[stored]), stored, dtype).tolist()
-    for before, after in zip(bits, made):
+    created = words_as(np.array(bits, WORDS[stored]), stored, dtype).tolist()
+    for before, after in zip(bits, created):
         value = value_of(before, stored)
         if value is None:
             assert value_of(after, dtype) is None, hex(before)

@@ -52,10 +52,10 @@ def test_naive_rules_equal_numpy_in_any_box(rule: RandomRule, data: st.DataObjec
         )
         before = [source.shape for source in sources]
         assert lists_of(step.operations, before)[-1][number] == array.shape
-        made = DerivedTensor(name, "UInt64", 8, array.shape, sources, step.operations, number, False)
+        created = DerivedTensor(name, "UInt64", 8, array.shape, sources, step.operations, number, False)
         box = boxes(data.draw, array.shape)
         read.clear()
         with mock.patch.object(StoredTensor, "read", read_array):
-            found = made.read(box, None)  # type: ignore[arg-type]
-        np.testing.assert_array_equal(found, array[tuple(slice(*interval) for interval in box)], name)
+            actual = created.read(box, None)  # type: ignore[arg-type]
+        np.testing.assert_array_equal(actual, array[tuple(slice(*interval) for interval in box)], name)
         assert read <= {step.sources[each] for each in needed_sources(step.operations, before, number)}

@@ -142,9 +142,9 @@ def test_damage_is_found_at_its_rank_and_parameter(data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as directory:
         pair = Pair(Path(directory), old, new)
         pair.write(held(old, full), target)
-        found = pair.compare()
-        assert {(rank, found_.parameter) for found_ in found for rank in found_.ranks} == wrong
-        assert {difference.kind for difference in found} == {"content"}
+        differences = pair.compare()
+        assert {(rank, found_.parameter) for found_ in differences for rank in found_.ranks} == wrong
+        assert {difference.kind for difference in differences} == {"content"}
 
 
 @examples(80)
@@ -164,8 +164,8 @@ def test_slices_of_another_layout_are_found(data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as directory:
         pair = Pair(Path(directory), old, new)
         pair.write(held(old, full), wrong)
-        found = pair.compare()
-        assert {(rank, found_.parameter) for found_ in found for rank in found_.ranks} == differing | extra
+        differences = pair.compare()
+        assert {(rank, found_.parameter) for found_ in differences for rank in found_.ranks} == differing | extra
 
 
 def test_swapped_slices_are_found(pair: Pair) -> None:
@@ -329,12 +329,12 @@ def test_false_metadata_is_a_difference(pair: Pair, wrong: Mapping[str, str]) ->
         path.write_bytes(safetensors_bytes(held(SOURCE if tree == "src" else TARGET)[rank], wrong))
         if tree == "src" and "remove_redundancy" in wrong:
             assert pair.compare() == []
-    found = pair.compare()
+    differences = pair.compare()
     if "remove_redundancy" in wrong:
-        assert brief(found) == [("file", None, (1,))]
+        assert brief(differences) == [("file", None, (1,))]
     else:
         # What the source says of itself may be said of the target.
-        assert found == []
+        assert differences == []
     pair.write(held(SOURCE), held(TARGET), "safetensors")
     path.write_bytes(safetensors_bytes(held(TARGET)[1], wrong))
     assert brief(pair.compare()) == [("file", None, (1,))]
@@ -372,7 +372,7 @@ def test_differences_do_not_depend_on_batches_and_blocks(
     write_tree(pair.root / "dst", ranks, "rank_{rank}/checkpoint_{rank}.ckpt")
     wrong = [("global_step", (7,)), ("layer0.weight", (5,)), ("layer4.weight", (2,))]
     assert brief(pair.compare()) == [("content", name, where) for name, where in wrong]
-    assert [found.parameter for found in pair.replicas("dst")] == [name for name, _ in wrong]
+    assert [actual.parameter for actual in pair.replicas("dst")] == [name for name, _ in wrong]
 
 
 def test_headers_are_read_once_with_any_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -380,9 +380,9 @@ def test_headers_are_read_once_with_any_batches(tmp_path: Path, monkeypatch: pyt
     pair = many(tmp_path, 8, 6)
     read: list[str] = []
 
-    def counted(handles: FileHandles, path: str, known: Any) -> Any:
+    def counted(handles: FileHandles, path: str, reference: Any) -> Any:
         read.append(path)
-        return read_index(handles, path, known)
+        return read_index(handles, path, reference)
 
     monkeypatch.setattr(headers, "read_index", counted)
     pair.compare()
@@ -392,9 +392,9 @@ def test_headers_are_read_once_with_any_batches(tmp_path: Path, monkeypatch: pyt
     assert len(read) == 8
 
 
-@pytest.mark.parametrize("what", ["compare", "replicas", "fingerprints"])
+@pytest.mark.parametrize("kind", ["compare", "replicas", "fingerprints"])
 def test_memory_of_verify_does_not_grow_with_parameters_times_ranks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     monkeypatch.setattr(reading, "MAX_SLICES", 128)
     ranks, few, more = 64, 4, 24
@@ -404,13 +404,13 @@ def test_memory_of_verify_does_not_grow_with_parameters_times_ranks(
         pair = many(tmp_path / f"{len(peaks)}", ranks, parameters)
         tracemalloc.start()
         try:
-            if what == "fingerprints":
+            if kind == "fingerprints":
                 with FileHandles() as handles:
                     strategy = read_strategy(str(pair.old_path))
                     means = Means(handles, 2, 8 << 20, Quiet())
                     fingerprints(read_source(files_of(pair.root / "src"), strategy, means), means)
             else:
-                assert getattr(pair, what)() == []
+                assert getattr(pair, kind)() == []
             peaks.append(tracemalloc.get_traced_memory()[1])
         finally:
             tracemalloc.stop()
@@ -429,9 +429,9 @@ def test_slices_planned_from_the_wrong_place_are_found(
     monkeypatch.setattr(plan_module, "StoredSlice", mistake)
     pair.write(held(SOURCE), {})
     convert(pair)
-    found = pair.compare()
-    assert {"w", "m.w"} <= {difference.parameter for difference in found}
-    assert {difference.kind for difference in found} == {"content"}
+    differences = pair.compare()
+    assert {"w", "m.w"} <= {difference.parameter for difference in differences}
+    assert {difference.kind for difference in differences} == {"content"}
 
 
 def test_pieces_missing_in_the_plan_are_found(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -496,14 +496,14 @@ def test_copies_of_a_checkpoint_agree_until_one_is_damaged(data: st.DataObject) 
         copies = [other for other in ranks if name in ranks[other] and ranks[other][name].same(ranks[rank][name])]
         ranks[rank][name] = flipped(ranks[rank][name])
         pair.write(ranks, {})
-        found = pair.replicas()
-        assert {difference.parameter for difference in found} <= {name}
-        kinds = {difference.kind for difference in found}
+        differences = pair.replicas()
+        assert {difference.parameter for difference in differences} <= {name}
+        kinds = {difference.kind for difference in differences}
         stages = sum(name in stage["layouts"] for stage in strategy)
         if len(copies) > 1 and (stages < 2 or name in COPIED):
-            assert found and rank in found[0].ranks
+            assert differences and rank in differences[0].ranks
             if kinds == {"replica"}:
-                assert found[0].ranks == (rank,)
+                assert differences[0].ranks == (rank,)
 
 
 def test_the_rank_that_differs_from_most_is_named(tmp_path: Path) -> None:
@@ -554,8 +554,8 @@ def test_a_tree_that_does_not_fit_its_strategy_is_reported(tmp_path: Path) -> No
     source = held(SOURCE)
     source[1]["w"] = value("w", (3, 6))
     pair.write(source, {})
-    found = pair.replicas()
-    assert [(difference.kind, difference.parameter) for difference in found] == [("strategy", "w")]
+    differences = pair.replicas()
+    assert [(difference.kind, difference.parameter) for difference in differences] == [("strategy", "w")]
 
 
 def test_verify_does_not_modify_the_tree(pair: Pair) -> None:

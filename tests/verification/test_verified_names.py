@@ -113,9 +113,9 @@ def test_correct_renamed_targets_verify(models: Models) -> None:
     models.convert(*models.names, "--cast", "bfloat16", "--cast", "*norm=Float32", "--verify")
     done(*models.verify(*models.names, "--cast", "bfloat16", "--cast", "*norm=Float32"))
     # As recorded.
-    said = done(*models.verify())
-    assert "recorded names and types" in said.err
-    assert "no differences" in said.err
+    result = done(*models.verify())
+    assert "recorded names and types" in result.err
+    assert "no differences" in result.err
 
 
 def test_renamed_targets_with_the_source_layout_verify(models: Models) -> None:
@@ -206,7 +206,9 @@ def not_turned(view: View) -> View:
 def test_wrong_views_are_found(
     models: Models, monkeypatch: pytest.MonkeyPatch, mistake: Callable[[View], View], names: set[str]
 ) -> None:
-    monkeypatch.setattr("reshard.names.apply.views_of", lambda *given: [mistake(view) for view in views_of(*given)])
+    monkeypatch.setattr(
+        "reshard.names.apply.views_of", lambda *arguments: [mistake(view) for view in views_of(*arguments)]
+    )
     result = fails(4, "convert", models.src, models.dst, *models.strategies, *models.names, "--verify", "--json")
     assert found(result) == {("content", name) for name in names}
 
@@ -228,10 +230,10 @@ def test_padding_that_is_not_zero_is_found(models: Models) -> None:
     models.convert(*models.names)
     # Rows 5 to 7 of 8 are padding: the last three of ranks 2 and 3.
     path = next((models.dst / "rank_3").iterdir())
-    held = read_checkpoint(path)
-    assert not held["net.embedding"].array[1:].any() and held["net.embedding"].array[0].any()
-    held["net.embedding"] = flipped(held["net.embedding"], at=-1)
-    write_checkpoint(path, held)
+    tensors = read_checkpoint(path)
+    assert not tensors["net.embedding"].array[1:].any() and tensors["net.embedding"].array[0].any()
+    tensors["net.embedding"] = flipped(tensors["net.embedding"], at=-1)
+    write_checkpoint(path, tensors)
     result = fails(4, *models.verify(*models.names, "--json"))
     assert {("content", "net.embedding")} <= found(result)
     assert {tuple(one["ranks"]) for one in result.json["differences"] if one["kind"] == "content"} == {(3,)}
@@ -242,9 +244,9 @@ def test_missing_and_surplus_names_are_listed(models: Models) -> None:
     shutil.rmtree(models.dst / ".reshard")
     (models.dst / "reshard-manifest.json").unlink()
     path = next((models.dst / "rank_1").iterdir())
-    held = read_checkpoint(path)
-    held["model.q"] = held.pop("net.norm")
-    write_checkpoint(path, held)
+    tensors = read_checkpoint(path)
+    tensors["model.q"] = tensors.pop("net.norm")
+    write_checkpoint(path, tensors)
     result = fails(4, *models.verify(*models.names, "--json"))
     assert found(result) == {("missing", "net.norm"), ("extra", "model.q")}
 
@@ -253,9 +255,9 @@ def test_values_beside_renamed_tensors_are_compared(models: Models) -> None:
     models.new = models.old
     models.convert("--cast", "BFloat16", "--verify")
     path = next((models.dst / "rank_2").iterdir())
-    held = read_checkpoint(path)
-    held["global_step"] = flipped(held["global_step"])
-    write_checkpoint(path, held)
+    tensors = read_checkpoint(path)
+    tensors["global_step"] = flipped(tensors["global_step"])
+    write_checkpoint(path, tensors)
     assert ("content", "global_step") in found(fails(4, *models.verify("--json")))
 
 
@@ -322,10 +324,10 @@ def test_swapped_names_are_found(models: Models) -> None:
     swapped = {"model.gate": "model.up", "model.up": "model.gate"}
     models.new = models.old
     models.convert("--rename", "model.gate=model.up", "--rename", "model.up=model.gate", "--verify")
-    held = read_checkpoint(next((models.dst / "rank_0").iterdir()))
-    there = read_checkpoint(next((models.src / "rank_0").iterdir()))
-    for name, tensor in there.items():
-        assert held[swapped.get(name, name)].array.tobytes() == tensor.array.tobytes()
+    tensors = read_checkpoint(next((models.dst / "rank_0").iterdir()))
+    contents = read_checkpoint(next((models.src / "rank_0").iterdir()))
+    for name, tensor in contents.items():
+        assert tensors[swapped.get(name, name)].array.tobytes() == tensor.array.tobytes()
     shutil.rmtree(models.dst / ".reshard")
     (models.dst / "reshard-manifest.json").unlink()
     assert found(fails(4, *models.verify("--json"))) == {("content", "model.gate"), ("content", "model.up")}
@@ -374,8 +376,8 @@ def to(form: str, models: Models) -> list[Argument]:
 def test_every_pair_of_forms_with_names_verifies_and_damage_is_found(first: str, second: str, models: Models) -> None:
     """Forth from ranks to one form, and back from it to another, all with casts."""
     one, two = models.root / "one", models.root / "two"
-    there: list[Argument] = [*models.names, "--cast", "*=BFloat16"]
-    done("convert", models.src, one, "--src-strategy", models.old, *to(first, models), *there, "--verify")
+    arguments: list[Argument] = [*models.names, "--cast", "*=BFloat16"]
+    done("convert", models.src, one, "--src-strategy", models.old, *to(first, models), *arguments, "--verify")
     source: list[Argument] = ["--src-strategy", models.new] if first == "ranks" else []
     models.new = models.old
     back: list[Argument] = [*models.names, "--cast", "*=Float32"]
@@ -406,10 +408,10 @@ def test_a_model_has_one_fingerprint_in_both_namings(models: Models) -> None:
     models.convert(*models.names)
     source: list[Argument] = ["fingerprint", models.src, "--strategy", models.old, "--json"]
     converted: list[Argument] = ["fingerprint", models.dst, "--strategy", models.new, "--json"]
-    there = whole(done(*source, *models.names))
-    assert there == whole(done(*converted))
+    target = whole(done(*source, *models.names))
+    assert target == whole(done(*converted))
     plain = whole(done(*source))
-    assert there != plain
+    assert target != plain
     assert whole(done(*converted, *models.names)) == plain
     assert whole(done(*converted, *models.names, "--reverse")) == plain
 
@@ -498,7 +500,7 @@ def test_numpys_results_verify_and_a_changed_element_is_found(rule: RandomRule, 
         least, most = data.draw(st.sampled_from([(1, 1), (16, 40), (1 << 18, 1 << 23)]))
         with mock.patch.multiple(reading, _MIN_BLOCK=least, _MAX_BLOCK_DERIVED=most):
             done(*words)
-        rank = data.draw(st.sampled_from(sorted(rank for rank, held in written.items() if held)))
+        rank = data.draw(st.sampled_from(sorted(rank for rank, tensors in written.items() if tensors)))
         name = data.draw(st.sampled_from(sorted(written[rank])))
         element = data.draw(st.integers(0, written[rank][name].array.size - 1))
         written[rank][name] = flipped(written[rank][name], element * written[rank][name].array.itemsize)

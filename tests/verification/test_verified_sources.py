@@ -47,7 +47,9 @@ def differences(world: World, *options: Argument) -> list[tuple[str, Optional[st
     """Kind, parameter and ranks of everything that verify finds."""
     result = world.verify("--json", *options)
     assert result.status in (0, 4), result.err
-    return [(found["kind"], found["parameter"], found["ranks"]) for found in result.json["differences"]]
+    return [
+        (difference["kind"], difference["parameter"], difference["ranks"]) for difference in result.json["differences"]
+    ]
 
 
 def converted(world: World, target: Strategy, full: Checkpoint, copied: Checkpoint = COPIED, **options: Any) -> None:
@@ -67,11 +69,11 @@ def flipped(tensor: Value) -> Value:
     return Value(tensor.dtype, np.frombuffer(bytes(content), tensor.array.dtype).reshape(tensor.array.shape))
 
 
-def without(held: Held, names: Mapping[int, Sequence[str]]) -> Held:
+def without(contents: Held, names: Mapping[int, Sequence[str]]) -> Held:
     """What ranks hold, less some names on some of them."""
     return {
         rank: {name: tensor for name, tensor in checkpoint.items() if name not in names.get(rank, ())}
-        for rank, checkpoint in held.items()
+        for rank, checkpoint in contents.items()
     }
 
 
@@ -187,13 +189,13 @@ def test_a_skipped_empty_slice_does_not_indicate_a_deduplicated_save(tmp_path: P
     old = single({"t": layout([3], [0, -1], uneven=[2, 0, 4]), "a": layout([3], [-1]), "never": layout([3], [-1])})
     world = World(tmp_path, old, single({"t": layout([2], [0, -1]), "a": layout([2], [-1])}))
     full = {"t": value("t", (6, 2)), "a": value("a", (2,))}
-    held = cut_ranks(old, full, COPIED)
-    write_tree(world.src, without(held, {1: ["t"]}))
+    ranks = cut_ranks(old, full, COPIED)
+    write_tree(world.src, without(ranks, {1: ["t"]}))
     world.convert("--verify")
     # A rank is absent, and nobody has `never`: in a de-duplicated save it may have been there.
     lose(world, [1])
     assert world.verify().status == 0
-    write_tree(world.src, without(held, {0: ["a"], 1: ["t"]}))
+    write_tree(world.src, without(ranks, {0: ["a"], 1: ["t"]}))
     assert world.verify().status == 0
     lose(world, [1])
     result = fails(3, "fingerprint", world.src, "--strategy", world.old)
@@ -288,10 +290,10 @@ WEIGHTS = {name: value(name, (4, 2)) for name in NAMES}
 def save_deduplicated(world: World, step: str, marked: bool, ranks: Sequence[int] = (0, 1)) -> Held:
     """Each rank saves two of the four weights."""
     shares = [{name: WEIGHTS[name] for name in NAMES[2 * rank : 2 * rank + 2]} for rank in (0, 1)]
-    held = {rank: {**shares[rank], **COPIED} for rank in ranks}
+    contents = {rank: {**shares[rank], **COPIED} for rank in ranks}
     ending, options = ("safetensors", {"metadata": {"remove_redundancy": "True"}}) if marked else ("ckpt", {})
-    write_tree(world.src, held, "rank_{rank}/net-" + step + "." + ending, **options)
-    return held
+    write_tree(world.src, contents, "rank_{rank}/net-" + step + "." + ending, **options)
+    return contents
 
 
 def test_a_torn_save_marked_as_deduplicated_is_incomplete(tmp_path: Path) -> None:
@@ -325,9 +327,9 @@ def test_differing_files_of_one_stage_show_a_deduplicated_save(tmp_path: Path) -
     layouts = [{f"{name}{number}": WHOLE for name in "ab"} for number in (0, 1)]
     world = World(tmp_path, stages(*layouts), single({**layouts[0], **layouts[1]}))
     full = {name: value(name, (4, 2)) for some in layouts for name in some}
-    held = cut_ranks(world.source, full, COPIED)
+    ranks = cut_ranks(world.source, full, COPIED)
     shares = {0: ["b0"], 1: ["a0"], 2: ["b1"], 3: ["a1"]}
-    write_tree(world.src, without(held, shares))
+    write_tree(world.src, without(ranks, shares))
     converted(world, world.target, full)
     assert differences(world) == []
     # What is left of the other stage looks as if nobody had saved b1.
@@ -337,11 +339,11 @@ def test_differing_files_of_one_stage_show_a_deduplicated_save(tmp_path: Path) -
     assert world.verify("--step", "1_10").status == 3
 
 
-@pytest.mark.parametrize("left", [[0], [0, 1]])
-def test_unsaved_parameters_are_not_expected(tmp_path: Path, left: Sequence[int]) -> None:
+@pytest.mark.parametrize("remaining", [[0], [0, 1]])
+def test_unsaved_parameters_are_not_expected(tmp_path: Path, remaining: Sequence[int]) -> None:
     world = World(tmp_path, REPLICATED, ON_ONE)
     saved = {name: WEIGHTS[name] for name in NAMES[:2]}
-    world.save(saved, ranks=[*left])
+    world.save(saved, ranks=[*remaining])
     converted(world, ON_ONE, saved)
     assert differences(world) == []
 
@@ -453,7 +455,7 @@ def test_a_source_file_whose_crc_is_wrong_counts_as_absent(tmp_path: Path) -> No
     right = cut_ranks(replicas, full, COPIED)
     right[1]["w"] = flipped(right[1]["w"])
     write_tree(world.dst, right, "rank_{rank}/checkpoint_{rank}.ckpt")
-    assert [found for found in differences(world) if found[0] != "file"] == [("content", "w", [1])]
+    assert [difference for difference in differences(world) if difference[0] != "file"] == [("content", "w", [1])]
 
 
 def test_a_step_with_damaged_contents_is_skipped(tmp_path: Path) -> None:
@@ -519,12 +521,12 @@ def test_values_are_compared_with_the_lowest_available_rank(tmp_path: Path) -> N
     layouts = [{"a": WHOLE}, {"b": WHOLE}]
     world = World(tmp_path, stages(*layouts), stages(*layouts))
     full = {name: value(name, (4, 2)) for name in "ab"}
-    held = cut_ranks(world.source, full, COPIED)
-    for rank in held:
-        held[rank]["cur_rank"] = scalar(rank)
+    ranks = cut_ranks(world.source, full, COPIED)
+    for rank in ranks:
+        ranks[rank]["cur_rank"] = scalar(rank)
         if rank >= 2:
-            held[rank]["loss_scale"] = scalar(1024)
-    write_tree(world.src, held)
+            ranks[rank]["loss_scale"] = scalar(1024)
+    write_tree(world.src, ranks)
     target = cut_ranks(world.target, full, {**COPIED, "loss_scale": scalar(1024)})
     for rank in target:
         target[rank]["cur_rank"] = scalar(rank)
@@ -546,9 +548,9 @@ def test_a_rank_with_names_and_casts_verifies_with_only_its_source_files(words: 
         shutil.rmtree(world.src / f"rank_{rank}")
     strategies: list[Argument] = ["--src-strategy", world.old, "--dst-strategy", "same"]
     done("by-rank", 1, world.src, world.dst, *strategies, *words, "--verify")
-    found = world.dst / "rank_1" / "checkpoint_1.ckpt"
-    data = bytearray(found.read_bytes())
+    path = world.dst / "rank_1" / "checkpoint_1.ckpt"
+    data = bytearray(path.read_bytes())
     data[-3] ^= 1
-    found.write_bytes(data)
-    said = fails(4, "verify", world.dst, "--src", world.src, *strategies, *words, "--ranks", "1").out
-    assert "on rank 1" in said
+    path.write_bytes(data)
+    output = fails(4, "verify", world.dst, "--src", world.src, *strategies, *words, "--ranks", "1").out
+    assert "on rank 1" in output

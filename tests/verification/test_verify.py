@@ -65,8 +65,8 @@ def test_a_flipped_bit_is_found_and_named_with_its_rank(world: World, rank: int,
     assert f"rank {rank}" in alone.out + alone.err
     result = world.verify("--json")
     assert result.status == 4
-    found = json.loads(result.out)["differences"]
-    assert [rank] in [difference["ranks"] for difference in found if difference["parameter"] == name]
+    differences = json.loads(result.out)["differences"]
+    assert [rank] in [difference["ranks"] for difference in differences if difference["parameter"] == name]
 
 
 def test_without_checksums_comparing_headers_alone_requires_an_option(world: World) -> None:
@@ -78,8 +78,8 @@ def test_without_checksums_comparing_headers_alone_requires_an_option(world: Wor
     assert "verified" not in fails(2, "verify", world.dst, says=says).err
     assert fails(2, "verify", world.dst, "--json", says=says).json == unchecked
     fails(2, "verify", world.dst, "--quiet", says=says)
-    said = done("verify", world.dst, "--headers-only").err
-    assert "contents of ranks 0-1 were not compared" in said and "verified" not in said
+    output = done("verify", world.dst, "--headers-only").err
+    assert "contents of ranks 0-1 were not compared" in output and "verified" not in output
     assert done("verify", world.dst, "--headers-only", "--json").json == unchecked
     assert world.verify().status == 4
 
@@ -91,9 +91,9 @@ def test_the_summary_states_the_comparison(world: World) -> None:
     assert f"no differences from {world.src}" in world.verify().err
     assert "copies do not differ" in done("verify", world.src, "--replicas", "--strategy", world.old).err
     flip(world.dst / "rank_1" / "checkpoint_1.ckpt", "w")
-    said = done("verify", world.dst, "--headers-only")
-    assert "contents of ranks 0-1 were not compared" in said.err
-    assert "files of rank 1 have another time" in said.err
+    result = done("verify", world.dst, "--headers-only")
+    assert "contents of ranks 0-1 were not compared" in result.err
+    assert "files of rank 1 have another time" in result.err
     assert "its checksum is" in fails(4, "verify", world.dst).out
 
 
@@ -107,8 +107,8 @@ def test_absent_copies_are_not_reported_as_verified(tmp_path: Path) -> None:
         old = write_strategy(tmp_path / f"old-{names}", strategy)
         write_tree(tmp_path / names, cut_ranks(strategy, {name: value(name, (8, 6)) for name in names}, COPIED))
         words: list[Argument] = ["verify", tmp_path / names, "--replicas", "--strategy", old]
-        said = done(*words).err
-        assert says in said and ("verified" in said) == ("v" in names)
+        output = done(*words).err
+        assert says in output and ("verified" in output) == ("v" in names)
         assert ("warning" in done(*words, "--quiet").err) == (names == "w")
         fails(3, *words, "--include", "other.*", says=["nothing to compare"])
 
@@ -214,8 +214,8 @@ def test_an_older_step_beside_the_newest_is_a_difference(world: World) -> None:
     flip(old, "w")
     result = world.verify("--json")
     assert result.status == 4
-    (found,) = json.loads(result.out)["differences"]
-    assert (found["kind"], found["ranks"]) == ("file", [1]) and "net-1_9.ckpt" in found["detail"]
+    (differences,) = json.loads(result.out)["differences"]
+    assert (differences["kind"], differences["ranks"]) == ("file", [1]) and "net-1_9.ckpt" in differences["detail"]
     assert world.verify("--ranks", "0").status == 0
     (world.dst / "rank_1" / "net-1_10.ckpt").unlink()
     result = world.verify()
@@ -226,9 +226,9 @@ def test_missing_parameters_are_noted_when_replicas_are_compared(world: World) -
     world.save(FULL)
     words: list[Argument] = ["verify", world.src, "--replicas", "--strategy", world.old]
     assert "missing in some files" not in done(*words).err
-    held = cut_ranks(SOURCE, FULL, COPIED)
-    del held[2]["v"], held[3]["v"], held[1]["w"]
-    write_tree(world.src, held)
+    ranks = cut_ranks(SOURCE, FULL, COPIED)
+    del ranks[2]["v"], ranks[3]["v"], ranks[1]["w"]
+    write_tree(world.src, ranks)
     (line,) = [line for line in done(*words).err.splitlines() if "missing in some files" in line]
     assert "'w' not on rank 1" in line and "'v' not on ranks 2-3" in line
 
@@ -311,10 +311,10 @@ def rows_swapped(patch: pytest.MonkeyPatch) -> None:
     plain = boxes_of_range
 
     def boxes(shape: Any, start: int, stop: int, most: int) -> Any:
-        found = list(plain(shape, start, stop, min(most, 6)))
-        if len(found) > 1 and len({math.prod(high - low for low, high in box) for box in found[:2]}) == 1:
-            found[0], found[1] = found[1], found[0]
-        return iter(found)
+        actual = list(plain(shape, start, stop, min(most, 6)))
+        if len(actual) > 1 and len({math.prod(high - low for low, high in box) for box in actual[:2]}) == 1:
+            actual[0], actual[1] = actual[1], actual[0]
+        return iter(actual)
 
     patch.setattr(part_writing, "boxes_of_range", boxes)
     patch.setattr(filling.BlockFiller, "most_shared_rows", lambda self, shared: 0)
@@ -362,13 +362,13 @@ def recovery(tmp_path: Path) -> tuple[list[Argument], Path]:
     full = {name: value(name, (4, 6)) for name in ("emb", "a", "b")}
     saved = cut_ranks(strategy, full, COPIED)
     for rank, part in cut_ranks(single({"emb": table}), {"emb": full["emb"]}).items():
-        for there in (2 + rank, 4 + rank):
-            saved[there].update(part)
+        for target in (2 + rank, 4 + rank):
+            saved[target].update(part)
     for rank in saved:
         saved[rank]["cur_rank"] = scalar(rank)
     # A value that only some ranks have, and a rank that nothing is left of.
     saved[5]["loss_scale"] = scalar(1024, "Float32")
-    write_tree(tmp_path / "src", {rank: held for rank, held in saved.items() if rank != 4})
+    write_tree(tmp_path / "src", {rank: contents for rank, contents in saved.items() if rank != 4})
     old = write_strategy(tmp_path / "old", strategy)
     done("recover", tmp_path / "src", tmp_path / "dst", "--strategy", old)
     words: list[Argument] = ["--src", tmp_path / "src", "--src-strategy", old, "--dst-strategy", old]
@@ -381,7 +381,10 @@ def test_a_recovery_is_verified_with_values_of_ranks(tmp_path: Path) -> None:
     # The same tree is no conversion: that would copy values from the lowest rank to all.
     for records in (dst / ".reshard", dst / "reshard-manifest.json"):
         shutil.rmtree(records) if records.is_dir() else records.unlink()
-    assert {found["parameter"] for found in fails(4, *words, "--json").json["differences"]} == {"emb", "loss_scale"}
+    assert {difference["parameter"] for difference in fails(4, *words, "--json").json["differences"]} == {
+        "emb",
+        "loss_scale",
+    }
 
 
 @pytest.mark.parametrize("rank", [2, 4])
@@ -390,7 +393,9 @@ def test_a_wrong_bit_in_a_recovery_is_found(name: str, rank: int, tmp_path: Path
     words, dst = recovery(tmp_path)
     flip(dst / f"rank_{rank}" / "net-1_10.ckpt", name, 1)
     result = fails(4, *words, "--json")
-    assert [rank] in [found["ranks"] for found in result.json["differences"] if found["parameter"] == name]
+    assert [rank] in [
+        difference["ranks"] for difference in result.json["differences"] if difference["parameter"] == name
+    ]
 
 
 @pytest.mark.parametrize(("rank", "name"), [(2, "emb"), (4, "emb"), (4, "loss_scale"), (5, "loss_scale"), (4, "b")])
@@ -398,10 +403,10 @@ def test_parameters_missing_in_a_recovery_are_found(name: str, rank: int, tmp_pa
     words, dst = recovery(tmp_path)
     path = dst / f"rank_{rank}" / "net-1_10.ckpt"
     path.chmod(0o644)
-    write_checkpoint(path, {n: held for n, held in read_checkpoint(path).items() if n != name})
+    write_checkpoint(path, {n: tensor for n, tensor in read_checkpoint(path).items() if n != name})
     result = fails(4, *words, "--json")
     assert ("missing", name, [rank]) in [
-        (found["kind"], found["parameter"], found["ranks"]) for found in result.json["differences"]
+        (difference["kind"], difference["parameter"], difference["ranks"]) for difference in result.json["differences"]
     ]
 
 

@@ -50,8 +50,8 @@ def test_repeated_values_decode_to_the_originals(values: list[int]) -> None:
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=12))
 def test_any_numbers_decode_from_their_strides_or_have_none(values: list[int]) -> None:
-    found = strides(values)
-    assert found is None or strided(found) == values
+    encoded = strides(values)
+    assert encoded is None or strided(encoded) == values
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.randoms(use_true_random=False))
@@ -59,8 +59,8 @@ def test_holders_without_optimizer_shards_are_sums_of_strides(matrix: list[int],
     axes = random.sample(range(len(matrix)), random.randint(0, len(matrix)))
     layout = Layout(tuple(matrix), (tuple(axes[::2]), tuple(axes[1::2])))
     flat = [int(rank) for number in range(layout.slice_count) for rank in layout.holders(number)]
-    found = strides(flat)
-    assert found is not None and strided(found) == flat
+    encoded = strides(flat)
+    assert encoded is not None and strided(encoded) == flat
 
 
 def test_a_page_of_ranks_has_the_numbers_of_inspect(tmp_path: Path) -> None:
@@ -83,7 +83,7 @@ def test_a_page_of_ranks_has_the_numbers_of_inspect(tmp_path: Path) -> None:
 
 def test_slices_of_the_page_equal_those_of_the_files(tmp_path: Path) -> None:
     data = made(tmp_path, DEMO / "src_checkpoints", *CUT)
-    found = places(data)
+    actual = places(data)
     whole = tmp_path / "whole"
     done("convert", DEMO / "src_checkpoints", whole, *CUT, "--dst-strategy", "none", "--format", "safetensors")
     full = read_checkpoint(whole / "rank_0" / "checkpoint_0.safetensors")
@@ -101,7 +101,7 @@ def test_slices_of_the_page_equal_those_of_the_files(tmp_path: Path) -> None:
             expected = full[name].array[part].tobytes()
             for rank in ranks:
                 path = data["files"]["base"] + data["files"]["path"][data["files"]["number"].index(rank)]
-                offset, nbytes = found[rank, name]
+                offset, nbytes = actual[rank, name]
                 assert Path(path).read_bytes()[offset : offset + nbytes] == expected
                 checked += 1
     assert checked == 8 * sum(number >= 0 for number in data["parameters"]["layout"])
@@ -113,20 +113,20 @@ def test_replicas_of_the_page_equal_those_of_the_strategy(tmp_path: Path, world:
     groups: dict[int, list[int]] = {}
     for rank, first in zip(data["files"]["number"], repeated(data["files"]["same"])):
         groups.setdefault(first, []).append(rank)
-    told = done("replicas", "--strategy", world.old, "--json").json
-    assert sorted(groups.values()) == sorted(group["ranks"] for group in told)
+    report = done("replicas", "--strategy", world.old, "--json").json
+    assert sorted(groups.values()) == sorted(group["ranks"] for group in report)
 
 
 def test_a_conversion_has_the_numbers_of_plan(tmp_path: Path) -> None:
     target = ("--dst-strategy", DEMO / "dst_strategy.ckpt")
     moves = made(tmp_path, DEMO / "src_checkpoints", *CUT, *target)["moves"]
     planned = done("plan", DEMO / "src_checkpoints", tmp_path / "out", *CUT, *target, "--json").json
-    found: Counter[tuple[int, int]] = Counter()
+    counts: Counter[tuple[int, int]] = Counter()
     for source, to, nbytes, _ in pairs(moves):
-        found[source, to] += nbytes
-    assert found == {(each["rank"], to["rank"]): each["bytes"] for to in planned["targets"] for each in to["sources"]}
+        counts[source, to] += nbytes
+    assert counts == {(each["rank"], to["rank"]): each["bytes"] for to in planned["targets"] for each in to["sources"]}
     assert repeated(moves["bytes"]) == [to["bytes"] for to in planned["targets"]]
-    assert moves["sources"] == 8 and moves["targets"] == 4 and moves["taken"] == sum(found.values())
+    assert moves["sources"] == 8 and moves["targets"] == 4 and moves["taken"] == sum(counts.values())
 
 
 def test_a_conversion_to_shards_has_the_numbers_of_plan(tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ def test_holder_numbers_belong_to_their_file(tmp_path: Path) -> None:
     data = made(tmp_path, source)
     inspected = done("inspect", source, "--json").json
     files = [file["number"] for file in inspected["files"]]
-    held = {
+    contents = {
         holder
         for layout in data["layouts"]
         for sharding in layout["shardings"]
@@ -167,7 +167,7 @@ def test_holder_numbers_belong_to_their_file(tmp_path: Path) -> None:
         for holder in each
     }
     aliases = dict(data["files"]["aliases"])
-    assert data["files"]["number"] == files and held - set(files) and held - set(files) <= aliases.keys()
+    assert data["files"]["number"] == files and contents - set(files) and contents - set(files) <= aliases.keys()
     assert set(aliases.values()) <= set(files)
 
 
@@ -177,9 +177,9 @@ def test_statistics_equal_stats_and_nan_is_a_problem(tmp_path: Path, world: Worl
     full[name].array.view("<f4")[0, 3] = np.nan
     world.save(full)
     data = made(tmp_path, world.src, "--src-strategy", world.old, "--stats")
-    told = done("stats", world.src, "--strategy", world.old, "--json").json["tensors"]
+    report = done("stats", world.src, "--strategy", world.old, "--json").json["tensors"]
     keys = ("name", "count", "nan", "inf", "zeros", "min", "max", "mean", "norm", "first_nonfinite")
-    assert [row[:-1] for row in data["statistics"]] == [[tensor[key] for key in keys] for tensor in told]
+    assert [row[:-1] for row in data["statistics"]] == [[tensor[key] for key in keys] for tensor in report]
     assert name in data["problems"][0]["text"] and data["problems"][0]["level"] == 0
 
 
@@ -255,7 +255,7 @@ def test_pairs_decode_from_their_patterns(found: dict[tuple[int, int], tuple[int
         moved.taken[pair], moved.requests[pair] = nbytes, requests
     data = pairs_data(moved, 12)
     assert data["together"] == 1
-    assert {(source, target): (nbytes, asked) for source, target, nbytes, asked in pairs(data)} == found
+    assert {(source, target): (nbytes, requests) for source, target, nbytes, requests in pairs(data)} == found
     few = pairs_data(moved, 12, most=12)
     together = few["together"]
     expected: Counter[tuple[int, int]] = Counter()

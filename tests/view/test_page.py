@@ -48,8 +48,8 @@ def chosen(window: Browser, name: str) -> None:
 def slices(window: Browser) -> dict[str, Any]:
     """The layout of the demo's weight by `strategy show`."""
     (stage,) = done("strategy", "show", DEMO / "src_strategy.ckpt", WEIGHT, "--json").json["stages"]
-    found: dict[str, Any] = stage
-    return found
+    actual: dict[str, Any] = stage
+    return actual
 
 
 @pytest.mark.parametrize("width", [1280, 390])
@@ -83,16 +83,16 @@ def test_pointer_and_keys_show_box_rank_and_file(window: Browser, demo: Path) ->
     chosen(window, WEIGHT)
     stage = slices(window)
     count = len(stage["slices"])
-    found = places(data_of(demo))
+    actual = places(data_of(demo))
     for number, each in enumerate(stage["slices"]):
         window.hover("canvas.slices", 0.5, (number + 0.5) / count)
-        said = window.text("output.box")
+        text = window.text("output.box")
         (rank,) = each["ranks"]
         start, stop = (6 * edge for edge in each["box"][0])
-        assert said == f"slice {number} of {count}: box [{start}:{stop}, 0:48] on rank {rank}"
+        assert text == f"slice {number} of {count}: box [{start}:{stop}, 0:48] on rank {rank}"
         cells = window.texts(".holders td")
         assert cells[:2] == [str(rank), f"rank_{rank}/mlp-2_10.ckpt"]
-        assert [int(cell.replace(",", "")) for cell in cells[2:]] == list(found[rank, WEIGHT])
+        assert [int(cell.replace(",", "")) for cell in cells[2:]] == list(actual[rank, WEIGHT])
     window.type("canvas.slices", "Home", "Down", "Down")
     assert window.text("output.box").startswith("slice 2 of ")
     window.press("End")
@@ -132,8 +132,8 @@ def test_the_matrix_has_the_numbers_of_plan(window: Browser, demo: Path, tmp_pat
         assert shown == {each["rank"]: each["bytes"] for each in to["sources"]}
         for each in to["sources"]:
             window.hover("#matrix", (to["rank"] + 0.5) / 4, (each["rank"] + 0.5) / 8)
-            said = window.text("#cell")
-            assert said.startswith(
+            text = window.text("#cell")
+            assert text.startswith(
                 f"source rank {each['rank']} to target rank {to['rank']}: {each['bytes']:,} bytes in "
             )
     window.hover("#matrix", 0.4, 0.5, click=True)

@@ -123,18 +123,18 @@ def _state_strategy(layouts: Mapping[str, Any], shapes: Mapping[str, Any], dtype
 def load(checkpoint: Any, job: Job) -> dict[str, Any]:
     """Load into networks of zeros less one, and say what is in them afterwards."""
     world.become(world.World(job["world"]))
-    held = job["tensors"]
+    contents = job["tensors"]
     _state_strategy(
-        {name: entry["layout"] for name, entry in held.items()},
-        {name: entry["shape"] for name, entry in held.items()},
-        {name: str(tensors.dtype_of(entry["dtype"])).lower() for name, entry in held.items()},
+        {name: entry["layout"] for name, entry in contents.items()},
+        {name: entry["shape"] for name, entry in contents.items()},
+        {name: str(tensors.dtype_of(entry["dtype"])).lower() for name, entry in contents.items()},
     )
     answer = {}
     for rank in job["ranks"]:
         world.as_rank(rank)
         model: dict[str, Any] = {}
         states: dict[str, Any] = {}
-        for name, entry in held.items():
+        for name, entry in contents.items():
             if rank in entry["layout"]["rank_list"]:
                 area = area_of(entry["layout"], entry["shape"], rank)
                 shape = [part.stop - part.start for part in area]

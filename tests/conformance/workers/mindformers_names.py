@@ -82,12 +82,12 @@ def convert(job: Job) -> None:
     for each in converter.weight_converters:
         if hasattr(each, "optimizer_parallel_size"):
             each.optimizer_parallel_size = 1
-    found = safetensors.numpy.load_file(job["file"])
+    tensors = safetensors.numpy.load_file(job["file"])
     if job["do"] == "to_huggingface":
-        made = converter.get_hf_state_dict(found)
+        arrays = converter.get_hf_state_dict(tensors)
     else:
-        made = {name: value.asnumpy() for name, value in converter.get_mf_state_dict(found).items()}
-    safetensors.numpy.save_file({name: value.copy() for name, value in made.items()}, job["out"])
+        arrays = {name: value.asnumpy() for name, value in converter.get_mf_state_dict(tensors).items()}
+    safetensors.numpy.save_file({name: value.copy() for name, value in arrays.items()}, job["out"])
 
 
 def names(job: Job) -> list[str]:
