@@ -75,10 +75,10 @@ def opening(section: Section, place: Path) -> None:
     write_checkpoint(place / "one", Model(1, 1, 8, 8), Scheme())
     listing = reshard("rank-list", 777, "--src-strategy", place / "many", "--dst-strategy", place / "others")
     words = [place / "one", place / "many", place / "others", 777]
-    opening = pairs(lambda: run([sys.executable, "-c", _OPEN_ONLY, *words]), lambda: run(listing), PAIRS)
+    both = pairs(lambda: run([sys.executable, "-c", _OPEN_ONLY, *words]), lambda: run(listing), PAIRS)
     section.say(
         f"`reshard.open` with strategies of {many.ranks:,} and {others.ranks:,} ranks and "
-        f"{MANY.layers * MANY.matrices:,} parameters: {opening.ours:.2f} s, where `rank-list` takes {opening.theirs:.2f} s."
+        f"{MANY.layers * MANY.matrices:,} parameters: {both.ours:.2f} s, where `rank-list` takes {both.theirs:.2f} s."
     )
     remove(place / "many", place / "others", place / "one")
 
