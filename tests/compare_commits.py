@@ -1,4 +1,4 @@
-"""Compares what two commits print as JSON, exit with, and write, for every fixture and corpus at hand.
+"""Compares the JSON, exit statuses and files of two commits, for every fixture and corpus.
 
 usage: python -m tests.compare_commits BASE [HEAD] [--only TEXT] [--keep FILE] [--jobs N]
 

@@ -1,4 +1,4 @@
-"""Distributed checkpoints that libraries of PyTorch's side wrote, with the answers."""
+"""Distributed checkpoints that PyTorch's libraries wrote, and their contents."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls to the system that fail while a command runs."""
+"""System calls that fail while a command runs."""
 
 from __future__ import annotations
 

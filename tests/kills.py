@@ -1,4 +1,4 @@
-"""Run conversions and kill them at random moments; a program of its own, so that it may fork.
+"""Run conversions and kill them at random moments; a separate program, because it forks.
 
 Usage: python -m tests.kills ROOT KILLS SEED PROCESSES
 

@@ -1,4 +1,4 @@
-"""Hypothesis strategies for what is converted: random tensors, stages and layouts.
+"""Hypothesis strategies for conversions: random tensors, stages and layouts.
 
 Layouts are made so that they are valid: an axis is used for a dimension only if the cuts divide it.
 """

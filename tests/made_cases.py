@@ -1,4 +1,4 @@
-"""Compiled strategies as `strategy make` would have to make them: rules written by hand, sizes, settings, shapes.
+"""Compiled strategies as cases for `strategy make`: handwritten rules, sizes, settings, shapes.
 
 A case is a compile of MindSpore's. Its rules are written from the network's code, not from the strategy.
 """

@@ -1,4 +1,4 @@
-"""A real object store on the loopback interface: a server process that the tests start, and a proxy that makes it fail.
+"""A real object store on the loopback interface: a server process, and a proxy that injects failures.
 
 `objects` gives a bucket of its own to each test; `Faults` says what goes wrong on the way to it.
 """

@@ -1,4 +1,4 @@
-"""Runs of `reshard` in processes of their own that start at once: forked from one that has loaded everything.
+"""Runs of `reshard` in separate processes that start at once: forked from one that has loaded everything.
 
 Usage as a program: standard input has a line of JSON per command, with its words and a file for its output. Standard
 output gets the number of its process, and that number and the exit status when it has ended.

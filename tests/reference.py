@@ -1,4 +1,4 @@
-"""What a layout means, computed without cleverness: the oracle the converter is compared with.
+"""A naive reference of layouts, which the tests compare conversions with.
 
 Nothing here knows of `reshard`. A strategy is plain data, one mapping per pipeline stage::
 

@@ -1,4 +1,4 @@
-"""Stop a run at every call that changes something on disk; a program of its own, so that it may fork.
+"""Stop a run at every system call that changes the disk; a separate program, because it forks.
 
 Usage: python -m tests.stops ROOT FIRST EVERY COMMAND...
 

@@ -1,4 +1,4 @@
-"""The reference itself against what MindSpore's own slicer cut."""
+"""The naive reference equals the slices that MindSpore cut."""
 
 from __future__ import annotations
 

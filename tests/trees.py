@@ -1,4 +1,4 @@
-"""Checkpoints, rank trees and strategy files, written and read the obvious way, for tests.
+"""Checkpoints, rank trees and strategy files, written and read naively.
 
 A checkpoint here is ``{name: Value}``; a `Value` is a MindSpore dtype name and the elements as an
 array of unsigned integers of the same width, so that BF16 or FP8 need no NumPy type.

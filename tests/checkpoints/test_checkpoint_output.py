@@ -1,4 +1,4 @@
-"""Laid-out files: what is put together from their segments is what others write and read."""
+"""New checkpoint files: their segments make the files that MindSpore and the safetensors library write and read."""
 
 from __future__ import annotations
 

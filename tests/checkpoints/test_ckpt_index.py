@@ -1,4 +1,4 @@
-"""`.ckpt` files: what the index says is what MindSpore wrote, and what is broken is said to be."""
+"""`.ckpt` files: the index lists the contents that MindSpore wrote, and damage is an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The CRC that a file records: checked where it says something, by MindSpore's own rules."""
+"""The recorded CRC of a file, checked by MindSpore's own rules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Source files whose contents are not what their recorded CRC was made of count as absent, as truncated ones do."""
+"""Source files with a wrong CRC count as absent, like truncated ones."""
 
 from __future__ import annotations
 

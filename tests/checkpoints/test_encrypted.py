@@ -1,4 +1,4 @@
-"""Encrypted sources: whatever mode and blocks, they are read as what was encrypted, or an error says why not."""
+"""Encrypted sources: every mode and block size is decrypted correctly or refused."""
 
 from __future__ import annotations
 

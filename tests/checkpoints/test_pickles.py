@@ -1,4 +1,4 @@
-"""Pickles are read as data: plain values come out, and what would run, fill memory or recurse is refused."""
+"""Pickles are read as data: plain values are returned; code, memory bombs and recursion are refused."""
 
 from __future__ import annotations
 

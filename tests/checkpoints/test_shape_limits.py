@@ -1,4 +1,4 @@
-"""How many dimensions and elements tensors may have: up to a limit everything works, beyond it a message says so."""
+"""Limits of dimensions and elements: tensors up to them work, tensors over them are errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a command answers to common slips."""
+"""Hints after common mistakes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line: spellings, help, JSON and what goes to which stream."""
+"""The command line: spellings, help, JSON, output streams."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tab key, in real shells."""
+"""Completion of commands in real shells."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What commands cost on large strategies and with many patterns, counted; and what has a bound is refused beyond it."""
+"""Costs of commands with large strategies and many patterns, counted; inputs over the limits are refused."""
 
 from __future__ import annotations
 

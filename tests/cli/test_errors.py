@@ -1,4 +1,4 @@
-"""Every error that is promised: its exit status, and that it names what it is about."""
+"""Every promised error: its exit status, and the file, rank or parameter that it names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""get: what is printed or written is the tensor, whatever it is cut into."""
+"""get: prints or writes the whole tensor, whatever its layout."""
 
 from __future__ import annotations
 

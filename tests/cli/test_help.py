@@ -1,4 +1,4 @@
-"""Help, and advice on what was mistyped."""
+"""Help, and hints after mistyped commands and options."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Input that is meant to do harm, or is something else than it should be: errors, never hangs or tracebacks.
+"""Hostile input and files of other kinds: errors, never hangs or tracebacks.
 
 What the readers say of damaged content is tested with each reader; here are the commands as a whole,
 special files, sizes that would cost time or memory, and names.

@@ -1,4 +1,4 @@
-"""What --json prints is what docs/json.md and docs/schemas promise, nothing more and nothing less."""
+"""--json output satisfies docs/json.md and docs/schemas exactly."""
 
 from __future__ import annotations
 

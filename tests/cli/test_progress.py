@@ -1,4 +1,4 @@
-"""What is shown on a terminal while bytes move, and nowhere else."""
+"""Progress on terminals, and its absence elsewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run prints when all is well: two lines, with -q nothing but results."""
+"""Output of successful runs: two lines; with -q only results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""rank-list of a checkpoint: the files that a conversion reads for a target, whatever the forms and names."""
+"""rank-list of a checkpoint: the files that a conversion reads for a target, for all forms and names."""
 
 from __future__ import annotations
 

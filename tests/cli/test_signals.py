@@ -1,4 +1,4 @@
-"""A signal ends a run with 130 or 143 at whatever moment it comes, with nothing half-written and no traceback.
+"""A signal at any moment ends a run with 130 or 143, without half-written files and without a traceback.
 
 `tests/execute/test_interruption.py` stops long runs, too, and looks at what the next one makes of it.
 """

@@ -1,4 +1,4 @@
-"""Types, sizes, forms and steps in the spellings that people bring along, and errors that name the right cause."""
+"""Other spellings of types, sizes, forms and steps; errors name the cause."""
 
 from __future__ import annotations
 

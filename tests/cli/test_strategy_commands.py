@@ -1,4 +1,4 @@
-"""strategy show and strategy diff, as typed."""
+"""strategy show and strategy diff on the command line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Standard output and standard error: the status is that of the work, whoever listens and in whatever encoding."""
+"""Standard output and standard error: closed, full or slow streams of any encoding do not change the exit status."""
 
 from __future__ import annotations
 

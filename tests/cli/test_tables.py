@@ -1,4 +1,4 @@
-"""Tables on terminals: as wide as these, names shortened in the middle, numbers aligned on the right."""
+"""Tables on terminals: they fit the width, shorten names in the middle and align numbers on the right."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""--scheduler: the result is that of a local run, even if workers, scheduler or client are lost."""
+"""--scheduler: the result equals a local run's, also after lost workers, schedulers and clients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What MindFormers has to find in a Checkpoint 2.0 directory, and what it is asked for.
+"""Requests to MindFormers about Checkpoint 2.0 directories, and the expected results.
 
 Layouts are as metadata.json has them: ``{"device_matrix", "tensor_map", "rank_list"}``. Which layouts a checkpoint is
 loaded into has nothing to do with those it was saved in.

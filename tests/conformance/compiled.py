@@ -1,4 +1,4 @@
-"""Networks that a real compiler is asked about, and the rules of them.
+"""Networks for a real compiler, and their rules.
 
 A network is written as a model's code writes it: an operator's strategy is numbers of devices per dimension of its
 inputs. Its rules are written in named axes, by hand; nothing here makes one of the other.

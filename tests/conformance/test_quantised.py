@@ -1,4 +1,4 @@
-"""Quantised models become what the libraries that define them make of them, bit for bit.
+"""Dequantised weights equal those of the libraries that define the schemes, bit for bit.
 
 `make conformance-transformers` runs these tests.
 """

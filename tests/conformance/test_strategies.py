@@ -1,4 +1,4 @@
-"""Strategy files, group files and rank lists mean the same here and in MindSpore."""
+"""Strategy files, group files and rank lists have the same meaning here and in MindSpore."""
 
 from __future__ import annotations
 

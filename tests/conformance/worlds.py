@@ -1,4 +1,4 @@
-"""Random checkpoints and random layouts of them, as MindFormers saves them and as a strategy file says.
+"""Random checkpoints in the forms of MindFormers, with random layouts.
 
 Everything follows from a seed. Every dimension divides by its cut; pipelines have one layer in each stage.
 """

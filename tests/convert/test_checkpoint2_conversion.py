@@ -1,4 +1,4 @@
-"""Converting what MindFormers itself saved as Checkpoint 2.0, to every form and back."""
+"""Converting Checkpoint 2.0 directories that MindFormers saved, to every form and back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real strategies, end to end: every slice that comes out is the one MindSpore's own slicer cut."""
+"""Real strategies, end to end: every slice equals the one that MindSpore cut."""
 
 from __future__ import annotations
 

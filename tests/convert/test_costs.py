@@ -1,4 +1,4 @@
-"""What a conversion costs, counted: files opened, headers parsed, bytes and requests read."""
+"""Costs of a conversion, counted: opened files, parsed headers, read bytes, requests."""
 
 from __future__ import annotations
 

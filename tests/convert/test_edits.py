@@ -1,4 +1,4 @@
-"""Rules of names and packing, and casts, between any layouts and forms: what NumPy makes of whole arrays."""
+"""Rules of names and packing, and casts, between any layouts and forms: equal to NumPy on whole arrays."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files beside the weights of a Hugging Face directory: taken over byte for byte, of any size, or refused at once."""
+"""Files beside the weights of a Hugging Face directory: copied byte for byte, of any size, or refused at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every form of checkpoint to every other and back: the same values, whatever lies between."""
+"""Every form of checkpoint to every other and back: the same values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ways to lose or spoil a checkpoint without a word, each of which must stay closed."""
+"""Defects that would lose or damage a checkpoint unnoticed."""
 
 from __future__ import annotations
 

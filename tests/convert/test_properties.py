@@ -1,4 +1,4 @@
-"""Random conversions against the naive reference: what is written is what the layouts say, always."""
+"""Random conversions against the naive reference."""
 
 from __future__ import annotations
 

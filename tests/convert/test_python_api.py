@@ -1,4 +1,4 @@
-"""reshard.Conversion: the bytes that the command line writes, and errors in Python's words."""
+"""reshard.Conversion: the bytes of the command line, and errors with names of parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""--shard: every target rank is in one share, whoever runs it and in whatever order."""
+"""--shard: every target rank is in exactly one shard."""
 
 from __future__ import annotations
 

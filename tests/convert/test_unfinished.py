@@ -1,4 +1,4 @@
-"""Directories that are being filled: no loader takes one for a whole checkpoint, whatever it goes by."""
+"""Incomplete target directories: no loader accepts one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The scripts of docs/many-machines.md, run as their launchers would run them."""
+"""The scripts of docs/many-machines.md, run as by their launchers."""
 
 from __future__ import annotations
 

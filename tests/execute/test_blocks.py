@@ -1,4 +1,4 @@
-"""The executor's blocks: any range of any tensor, from any pieces, through any buffer size."""
+"""Blocks of the executor: any range of any tensor, from any pieces, through any buffer size."""
 
 from __future__ import annotations
 

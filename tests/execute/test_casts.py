@@ -1,4 +1,4 @@
-"""Casts against exact arithmetic: every element is the nearest that its type has, ties to even."""
+"""Casts against exact arithmetic: to the nearest value, ties to even."""
 
 from __future__ import annotations
 

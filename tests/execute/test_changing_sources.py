@@ -1,4 +1,4 @@
-"""A source that is written to while it is read never gets into a target that is recorded."""
+"""A source modified during a run never gets into a recorded target."""
 
 from __future__ import annotations
 

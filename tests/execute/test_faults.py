@@ -1,4 +1,4 @@
-"""Every call to the system in turn fails once: success, or an error that names a file, and a rerun that succeeds."""
+"""Each system call fails once: the run succeeds, or its error names a file and the next run succeeds."""
 
 from __future__ import annotations
 

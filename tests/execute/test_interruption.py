@@ -1,4 +1,4 @@
-"""What a run that fails, is stopped or is killed leaves behind: never half a file under a final name."""
+"""Failed, interrupted and killed runs leave no half-written file under a final name."""
 
 from __future__ import annotations
 

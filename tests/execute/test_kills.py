@@ -1,4 +1,4 @@
-"""SIGKILL at random moments: nothing torn, nothing done twice, and the rerun ends as if nothing had happened."""
+"""SIGKILL at random moments: whole files only, no work repeated, and the next run completes the target."""
 
 from __future__ import annotations
 

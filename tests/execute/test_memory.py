@@ -1,4 +1,4 @@
-"""Memory stays where it was promised, whatever the size of checkpoint and tensor."""
+"""Memory stays within its documented limit for any size of checkpoint and tensor."""
 
 from __future__ import annotations
 

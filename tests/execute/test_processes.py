@@ -1,4 +1,4 @@
-"""Worker processes: the same bytes, whoever dies; and nothing left behind but what the next run removes."""
+"""Worker processes: the same bytes as threads; after a crash only files that the next run removes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small requests, which are answered from windows of the files: in one file, and in many by turns."""
+"""Small requests served from windows of files: of one file, and of many in turn."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoint 2.0 as a command reads it, put together naively."""
+"""Checkpoint 2.0 read through the package and assembled naively."""
 
 from __future__ import annotations
 

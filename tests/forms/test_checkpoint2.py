@@ -1,4 +1,4 @@
-"""Reading Checkpoint 2.0: which iteration, which file holds which slice, and what it all adds up to."""
+"""Reading Checkpoint 2.0: iterations, files, slices and assembled tensors."""
 
 from __future__ import annotations
 

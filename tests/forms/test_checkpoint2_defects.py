@@ -1,4 +1,4 @@
-"""Checkpoint 2.0 with something missing, damaged, wrong or not listed: what is healed, and what is an error."""
+"""Checkpoint 2.0 with missing, damaged, wrong or unlisted parts: repaired, or an error."""
 
 from __future__ import annotations
 

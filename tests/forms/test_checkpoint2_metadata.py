@@ -1,4 +1,4 @@
-"""metadata.json of Checkpoint 2.0: made in parts, of however many slices."""
+"""metadata.json of Checkpoint 2.0 is written in parts, for any number of slices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random checkpoints of form 2.0, written naively: what is read is what was saved, whatever the layouts."""
+"""Random Checkpoint 2.0 directories, written naively, are read correctly in any layout."""
 
 from __future__ import annotations
 

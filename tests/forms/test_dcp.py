@@ -1,4 +1,4 @@
-"""Distributed checkpoints of PyTorch's side: what libraries wrote comes out right or is refused, both ways."""
+"""Distributed checkpoints of PyTorch: those of its libraries are read correctly or refused; written ones are read again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How full weights are divided into files, and the maps of them: as Hugging Face and MindSpore do it."""
+"""Division of full weights into files, and their maps: as in Hugging Face and MindSpore."""
 
 from __future__ import annotations
 

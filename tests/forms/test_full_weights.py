@@ -1,4 +1,4 @@
-"""Directories of full weights, MindSpore's and Hugging Face's: what is in them, and which of them are refused."""
+"""Directories of full weights of MindSpore and Hugging Face: their contents, and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sharded safetensors of torch: any boxes come out whole, and what is not all of a tensor is refused by name."""
+"""Sharded safetensors of torch: any boxes are assembled, and incomplete tensors are refused by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoint 2.0 whose metadata is meant to do harm: right values or an error that names the file, in time."""
+"""Checkpoint 2.0 with hostile metadata: correct values, or an error that names the file, in bounded time."""
 
 from __future__ import annotations
 

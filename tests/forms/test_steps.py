@@ -1,4 +1,4 @@
-"""Which checkpoint of a rank tree is converted."""
+"""The choice of the step in a rank tree."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is written besides the weights, and what is said of it."""
+"""Files written besides the weights, and warnings about them."""
 
 from __future__ import annotations
 

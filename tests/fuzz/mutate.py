@@ -1,4 +1,4 @@
-"""Damaging valid files: blindly at bytes, and knowingly at the structure of protobuf and JSON."""
+"""Damage to valid files: random bytes, or the structure of protobuf and JSON."""
 
 from __future__ import annotations
 

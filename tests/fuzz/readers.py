@@ -1,4 +1,4 @@
-"""The readers that are fuzzed: what they start from, and what must hold of everything they accept."""
+"""The fuzzed readers: their valid inputs, and the properties of every accepted input."""
 
 from __future__ import annotations
 

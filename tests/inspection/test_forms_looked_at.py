@@ -1,4 +1,4 @@
-"""What `plan`, `status`, `inspect`, `recover` and summaries say of checkpoints whose files are no ranks."""
+"""`plan`, `status`, `inspect`, `recover` and summaries of forms other than rank trees."""
 
 from __future__ import annotations
 

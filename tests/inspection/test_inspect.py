@@ -1,4 +1,4 @@
-"""`inspect`: what is said of files and trees, and that it agrees with conversions."""
+"""`inspect`: its output for files and trees, and its agreement with conversions."""
 
 from __future__ import annotations
 

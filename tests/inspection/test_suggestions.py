@@ -1,4 +1,4 @@
-"""`reshard suggest`: commands that run as they are printed, and placeholders for what only the user knows."""
+"""`reshard suggest`: commands that run as printed, and placeholders for values that only the user has."""
 
 from __future__ import annotations
 

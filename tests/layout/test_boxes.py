@@ -1,4 +1,4 @@
-"""Stored boxes of a tensor: exactly all of it, or refused with what is wrong."""
+"""Stored boxes of a tensor: they cover it exactly, or are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small conversions that together use all that puts bytes into their places."""
+"""Small conversions that together use all code that places bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Convert and verify with mutants; what became of each is printed as JSON.
+"""Convert and verify with mutants; print the result of each as JSON.
 
     python -m tests.mutants.run [--every N] [--first N] [--module NAME] [--change REGEX] [--conversion NAME] [--show]
 

@@ -1,4 +1,4 @@
-"""Whatever a conversion with one operator changed gets wrong, it refuses, or verification finds."""
+"""A conversion with one changed operator is correct, refused, or found wrong by verification."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors of models as Hugging Face names them, made up or of real sizes."""
+"""Tensors of models under Hugging Face's names, tiny or of real sizes."""
 
 from __future__ import annotations
 

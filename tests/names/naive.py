@@ -1,4 +1,4 @@
-"""Rules on whole arrays: views taken element by element, and applied steps done with plain NumPy."""
+"""Rules on whole arrays: views element by element, and steps in plain NumPy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Built-in tables: forth and back is the identity, and every element is used once, in tiny and in real models."""
+"""Built-in tables: a round trip is the identity and uses every element once, for tiny and real models."""
 
 from __future__ import annotations
 

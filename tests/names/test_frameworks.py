@@ -1,4 +1,4 @@
-"""Names of trainers' states: what PyTorch's trainers put around a model's names comes off, and goes back on."""
+"""Names of trainers' states: wrappers around a model's names are removed and restored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules that do not fit a checkpoint: one error that lists everything, with the nearest names."""
+"""Rules that do not match a checkpoint: one error lists all problems, with the nearest names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table that docs/names.md writes: it makes what the built-in one makes of the same weights in another packing."""
+"""The table in docs/names.md equals the built-in one for the same weights in another packing."""
 
 from __future__ import annotations
 

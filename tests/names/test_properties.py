@@ -1,4 +1,4 @@
-"""Random rules: what they make is what NumPy makes of whole arrays, and they come back as they were."""
+"""Random rules equal NumPy on whole arrays and are reversible."""
 
 from __future__ import annotations
 

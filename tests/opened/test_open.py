@@ -1,4 +1,4 @@
-"""reshard.open: every tensor, slice and rank as the naive reference has it, read where it lies."""
+"""reshard.open: every tensor, slice and rank equals the naive reference."""
 
 from __future__ import annotations
 

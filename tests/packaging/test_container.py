@@ -1,4 +1,4 @@
-"""The Dockerfile: linted, and its steps carried out in a directory, since no builder may be at hand."""
+"""The Dockerfile: linted, and its steps carried out in a directory, because there may be no builder."""
 
 from __future__ import annotations
 

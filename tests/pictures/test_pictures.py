@@ -1,4 +1,4 @@
-"""The pictures: well-formed, whole, and saying what they leave out."""
+"""Pictures: valid, complete, and with notes on omitted parts."""
 
 from __future__ import annotations
 

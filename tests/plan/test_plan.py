@@ -1,4 +1,4 @@
-"""`reshard plan`: what it says is what a conversion does."""
+"""`reshard plan` equals the conversion."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""recover: lost and damaged ranks come back from replicas, or what cannot come back is listed."""
+"""recover: lost and damaged ranks are restored from replicas, or the missing parameters are listed."""
 
 from __future__ import annotations
 

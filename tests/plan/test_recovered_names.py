@@ -1,4 +1,4 @@
-"""What `recover` writes can be put back into the tree that ranks were lost from: names as their siblings have."""
+"""Recovered files have the names of the lost ones, so that they can be copied back."""
 
 from __future__ import annotations
 

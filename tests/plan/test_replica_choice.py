@@ -1,4 +1,4 @@
-"""Which replica is read: few files, balanced shares, and nothing superfluous."""
+"""The choice of replicas: few files, balanced shares, no superfluous file."""
 
 from __future__ import annotations
 

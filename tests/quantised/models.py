@@ -1,4 +1,4 @@
-"""Small quantised models, as the libraries write them, and what they stand for by arithmetic on single elements."""
+"""Small quantised models as libraries write them, and their values by arithmetic on single elements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""--dequantize: quantised weights are written as numbers, whatever they are cut into."""
+"""--dequantize: quantised weights are written as numbers in any layout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which tensors count as quantised, and what is refused."""
+"""Recognition of quantised tensors, and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Codes and scales as numbers, against arithmetic on Python's own."""
+"""Codes and scales as numbers, against Python's arithmetic."""
 
 from __future__ import annotations
 

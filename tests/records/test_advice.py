@@ -1,4 +1,4 @@
-"""What errors about the target directory advise, typed: every way out that is named leads out."""
+"""Errors about the target directory: every command that they suggest works."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints beside those of a conversion: status names them, though the conversion is complete."""
+"""Foreign checkpoints beside a complete conversion are listed by status."""
 
 from __future__ import annotations
 

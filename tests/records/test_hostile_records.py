@@ -1,4 +1,4 @@
-"""Records that anybody may have written: manifests, plans, fingerprints to merge, scheduler files.
+"""Hostile records: manifests, plans, fingerprints to merge, scheduler files.
 
 Whatever stands in their place, a command that reads them ends, soon, with a few lines and no bug.
 """

@@ -1,4 +1,4 @@
-"""What stands in DST/.reshard may be anybody's: no link in it is followed, nothing foreign is removed."""
+"""Links and foreign files in DST/.reshard: no link is followed, nothing foreign is removed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Locks that others hold, readers as well: waited for with a word, and not for ever."""
+"""Locks held by other processes: waiting is announced and limited."""
 
 from __future__ import annotations
 

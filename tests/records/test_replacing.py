@@ -1,4 +1,4 @@
-"""--overwrite replaces all of another conversion: its own recorded, unchanged files go, everything else stays."""
+"""--overwrite replaces another conversion: its recorded, unchanged files are removed, all others stay."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Going on where a run stopped: what is recorded, what is skipped, what is refused."""
+"""Resuming: recorded, skipped and refused targets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`reshard resume`: going on with what the records say, without a path or option typed again."""
+"""`reshard resume` continues from the records, without paths or options."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""status: what is done, changed and missing, from the records alone."""
+"""status: finished, modified and missing targets, from the records alone."""
 
 from __future__ import annotations
 

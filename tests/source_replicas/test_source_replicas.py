@@ -1,4 +1,4 @@
-"""What a source strategy says are replicas is compared before anything is written: samples of it, or all."""
+"""Replicas according to the source strategy are compared before anything is written: samples, or all."""
 
 from __future__ import annotations
 

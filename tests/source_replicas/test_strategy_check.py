@@ -1,4 +1,4 @@
-"""strategy check: whether a strategy is the one that a checkpoint was saved with."""
+"""strategy check: whether a checkpoint was saved with a strategy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""--src-strategy and --dst-strategy in each other's place: said so, where the files bear it out, and only there."""
+"""Swapped --src-strategy and --dst-strategy are reported where the files show it, and only there."""
 
 from __future__ import annotations
 

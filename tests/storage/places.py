@@ -1,4 +1,4 @@
-"""Directories in every store: local, in the toy store, in an object store, and in one behind a network that fails."""
+"""Directories in every store: local, in the toy store, in an object store, and behind a failing network."""
 
 from __future__ import annotations
 

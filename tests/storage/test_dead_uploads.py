@@ -1,4 +1,4 @@
-"""Uploads of dead processes are aborted; those of living ones, and of whoever claims none, are let alone."""
+"""Uploads of dead processes are aborted; those of live ones, and unclaimed ones, are unchanged."""
 
 from __future__ import annotations
 

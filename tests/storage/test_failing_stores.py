@@ -1,4 +1,4 @@
-"""Conversions into an object store whose requests fail: the same objects, once visible, and nothing beside them."""
+"""Conversions into an object store with failing requests: the same objects, and no others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""JSON that is walked in windows says what it says in one piece."""
+"""JSON parsed in windows equals JSON parsed at once."""
 
 from __future__ import annotations
 

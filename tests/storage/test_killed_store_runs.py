@@ -1,4 +1,4 @@
-"""Runs that write to an object store and are killed: nothing half of it is seen, and the next run completes it."""
+"""Killed runs into an object store: no half-written target is visible, and the next run completes it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Locks in object stores: held by one at most, given up with the process that held them, and by the service's clock."""
+"""Locks in object stores: at most one holder, released at its death, timed by the service's clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is asked of an object store once, while it is found out what lies there."""
+"""The cache of object listings of one command."""
 
 from __future__ import annotations
 

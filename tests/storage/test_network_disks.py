@@ -1,4 +1,4 @@
-"""Network file systems: requests follow from how long those took that were made, whatever the page cache answered."""
+"""Network file systems: request sizes follow measured latencies, not answers of the page cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""New files are written alike to every store: in any order, seen by nobody before they are whole, and never in part."""
+"""New files in every store: written in any order, invisible before they are complete."""
 
 from __future__ import annotations
 

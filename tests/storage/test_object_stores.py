@@ -1,4 +1,4 @@
-"""Checkpoints in object stores: read as local ones are, whatever the network does, to the same bytes."""
+"""Sources in object stores: the same output as from local files, whatever the network does."""
 
 from __future__ import annotations
 

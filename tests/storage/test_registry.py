@@ -1,4 +1,4 @@
-"""A store is one class and one line: nothing outside the room of stores asks which store a path lies in."""
+"""A store is one class and one line: no code outside the room compares stores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A target never replaces what it is made of, whatever name it has there: links, hard links, bind mounts."""
+"""A target never replaces its source under another name: links, hard links, bind mounts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Commands and functions whose outputs lie in an object store: the bytes and the answers of a file system."""
+"""Commands and functions with outputs in an object store equal those on a file system."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every store gives the same answers: local files, objects, and objects behind a network that fails."""
+"""Every store gives the same results: local files, objects, and objects behind a failing network."""
 
 from __future__ import annotations
 

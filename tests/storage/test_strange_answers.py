@@ -1,4 +1,4 @@
-"""A service that answers strangely, elsewhere, or never: an error in one line, in bounded time, without credentials."""
+"""Hostile, redirecting and silent services: an error in one line, in bounded time, without credentials."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Temporary files: whose they are, when they go, and that names that were given last through a crash."""
+"""Temporary files: their owner, their removal, and names that survive a crash."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is kept of small requests, and what is asked for ahead of them."""
+"""Windows that serve small requests, and prediction of the next ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What no retry changes is told so: status 3 for rights and read-only disks, 1 for what may pass."""
+"""Exit statuses of errors: 3 for missing rights and read-only disks, 1 for transient ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conversions into object stores: what is written there is what the same command writes to a disk."""
+"""Conversions into object stores: the objects equal the files that the same command writes to a disk."""
 
 from __future__ import annotations
 

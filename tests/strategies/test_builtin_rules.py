@@ -1,4 +1,4 @@
-"""Built-in rules make what MindSpore compiled of networks that are cut like the families that they are for.
+"""Built-in rules make the strategies that MindSpore compiles for networks of the same families.
 
 The networks of the compiled strategies have short names; here they get those of MindFormers' models.
 """

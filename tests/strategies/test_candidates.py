@@ -1,4 +1,4 @@
-"""Rules generate candidates and strategies are compared with them: one is the inverse of the other."""
+"""Generating candidates from rules and comparing strategies with them are inverses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""strategy derive and strategy rules: only what strategies show, and never a slice on a wrong rank."""
+"""strategy derive and strategy rules: no slice on a wrong rank."""
 
 from __future__ import annotations
 

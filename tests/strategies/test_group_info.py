@@ -1,4 +1,4 @@
-"""group_info files: the restore list and the groups, and what is no such file."""
+"""group_info files: the restore list, the groups, and refusals."""
 
 from __future__ import annotations
 

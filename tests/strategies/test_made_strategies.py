@@ -1,4 +1,4 @@
-"""strategy make: record for record what MindSpore's compiler writes, or an error that says what is missing."""
+"""strategy make: record for record the strategy of MindSpore's compiler, or an error that lists the missing rules."""
 
 from __future__ import annotations
 

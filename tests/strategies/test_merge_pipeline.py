@@ -1,4 +1,4 @@
-"""Merging stages into one file: the same content as MindSpore's merge, and nothing half-written."""
+"""Merging stages into one file: the content of MindSpore's merge, and nothing half-written."""
 
 from __future__ import annotations
 

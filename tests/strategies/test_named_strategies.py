@@ -1,4 +1,4 @@
-"""--names of strategy make and derive: the strategy of what a table of names makes of a checkpoint beforehand."""
+"""--names of strategy make and derive: the strategy of a checkpoint with converted names."""
 
 from __future__ import annotations
 

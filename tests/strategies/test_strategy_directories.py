@@ -1,4 +1,4 @@
-"""Directories of strategy files: stages found, copies compared, everything else passed over."""
+"""Directories of strategy files: stages found, copies compared, other files skipped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One strategy file, in every form it is written in, and everything a file can get wrong."""
+"""Strategy files in every file format, and their defects."""
 
 from __future__ import annotations
 

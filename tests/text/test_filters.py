@@ -1,4 +1,4 @@
-"""--include and --exclude that match nothing: warned of, with what would match."""
+"""--include and --exclude without a match: a warning with similar names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What messages say of many parameters, and of parameters with strange names."""
+"""Messages about many parameters, and about parameters with strange names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The order of names: layers by number, all else as it came."""
+"""The order of names: layers by number, other names unchanged."""
 
 from __future__ import annotations
 

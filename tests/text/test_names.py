@@ -1,4 +1,4 @@
-"""Optimizer state by its name: `linear.weight` is a weight, `linear.w` beside `w` is FTRL's state of `w`."""
+"""Optimizer state by name: `linear.weight` is a weight, `linear.w` beside `w` is FTRL's state of `w`."""
 
 from __future__ import annotations
 

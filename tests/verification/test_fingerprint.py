@@ -1,4 +1,4 @@
-"""Fingerprints: equal whatever the layout, different whatever else happens to a tensor."""
+"""Fingerprints: equal in every layout, different after any change of a tensor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Verification asks the safetensors library as well: what it finds otherwise is a difference."""
+"""Verification also reads with the safetensors library: a disagreement is a difference."""
 
 from __future__ import annotations
 

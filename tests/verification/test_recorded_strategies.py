@@ -1,4 +1,4 @@
-"""`verify OUT --src SRC`: strategies that the records in OUT know need not be typed."""
+"""`verify OUT --src SRC` reads strategies from the records in OUT."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The casts of verification against exact arithmetic: to the nearest, ties to even, once."""
+"""The casts of verification against exact arithmetic: to the nearest value, ties to even."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What rules make, box by box, against NumPy on whole arrays."""
+"""Rules of verification, box by box, against NumPy on whole arrays."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Comparing checkpoints: what is right passes, and whatever is not is named by rank and parameter."""
+"""Comparing checkpoints: correct ones verify, differences are named by rank and parameter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`verify` and `convert --verify` of every form of checkpoint, and what they find."""
+"""`verify` and `convert --verify` of every form of checkpoint."""
 
 from __future__ import annotations
 

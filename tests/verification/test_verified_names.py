@@ -1,4 +1,4 @@
-"""verify and fingerprint where names, packing and types are others: what they find, and what they must not pass."""
+"""verify and fingerprint with other names, packing and types."""
 
 from __future__ import annotations
 

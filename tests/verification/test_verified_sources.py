@@ -1,4 +1,4 @@
-"""verify and fingerprint decide by themselves: which step, what of it is lost, and how its parameters are cut."""
+"""verify and fingerprint choose the step, missing slices and layouts without the planner."""
 
 from __future__ import annotations
 

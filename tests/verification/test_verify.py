@@ -1,4 +1,4 @@
-"""verify and --verify: right conversions pass, and every mistake of our own would be found."""
+"""verify and --verify: correct conversions verify, and mistakes of a conversion are found."""
 
 from __future__ import annotations
 

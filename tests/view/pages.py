@@ -1,4 +1,4 @@
-"""Reading the data of a page back, without a browser and without the code that made it."""
+"""Reading the data of a page without a browser and without the package."""
 
 from __future__ import annotations
 

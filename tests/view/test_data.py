@@ -1,4 +1,4 @@
-"""The numbers of a page: those of `inspect`, `plan`, `stats` and the layouts, in few bytes."""
+"""The data of a page: equal to `inspect`, `plan`, `stats` and the layouts, in few bytes."""
 
 from __future__ import annotations
 

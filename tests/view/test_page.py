@@ -1,4 +1,4 @@
-"""The page in a browser: it loads without errors, and shows the right numbers by pointer and by keyboard."""
+"""The page in a browser: it loads without errors, and shows correct values by pointer and keyboard."""
 
 from __future__ import annotations
 
