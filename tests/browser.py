@@ -106,7 +106,7 @@ class Browser:
         return [entry["message"] for entry in entries if entry["level"] in ("SEVERE", "WARNING")]
 
     def screenshot(self, path: Path) -> None:
-        """Write what is seen as a PNG."""
+        """Save a screenshot as a PNG."""
         path.write_bytes(base64.b64decode(self._send("screenshot")))
 
     def _send(self, command: str, body: Optional[dict[str, Any]] = None) -> Any:

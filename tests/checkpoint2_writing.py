@@ -88,7 +88,7 @@ class Saving:
     prefix: Optional[str] = "llm"
 
     def metadata(self) -> dict[str, Any]:
-        """What metadata.json says."""
+        """The content of metadata.json."""
         return {"state_dict_metadata": self._descriptions(), "storage_data": self._storage()}
 
     def _descriptions(self) -> dict[str, Any]:
@@ -182,12 +182,12 @@ class Saving:
 
 
 def kind_of(name: str) -> str:
-    """In which kind of file a tensor lies."""
+    """The kind of file that contains a tensor."""
     return "opt" if name.startswith(("adam_", "exp_avg", "learning_rate", "global_step")) else "model"
 
 
 def numbered(shape: Sequence[int], start: int = 0, dtype: str = "float32") -> Array:
-    """An array whose elements tell where they belong."""
+    """An array of elements that encode their positions."""
     return (np.arange(math.prod(shape)) + start).astype(dtype).reshape(shape)
 
 

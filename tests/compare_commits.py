@@ -179,7 +179,7 @@ def form_jobs() -> Iterator[Job]:
 
 
 def plain(value: Any, place: str) -> Any:
-    """A JSON value without what differs from run to run."""
+    """A JSON value without the parts that vary between runs."""
     if isinstance(value, dict):
         return {key: plain(each, place) for key, each in value.items() if key not in VOLATILE_KEYS}
     if isinstance(value, list):

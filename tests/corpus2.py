@@ -28,7 +28,7 @@ DTYPES = {stored: name for name, stored in SAFETENSORS_NAMES.items() if name != 
 
 @cache
 def expected(case: str) -> dict[str, Any]:
-    """What `expected.json` says of a case."""
+    """The entry of a case in `expected.json`."""
     result: dict[str, Any] = json.loads((CORPUS2 / case / "expected.json").read_text())
     return result
 

@@ -36,7 +36,7 @@ class Case(NamedTuple):
 
 
 def fixtures() -> list[Case]:
-    """The cases that are always there."""
+    """The cases in the fixtures."""
     actual = []
     for place in sorted((FIXTURES / "dcp").iterdir()):
         answer = json.loads((place / "expected.json").read_text())
@@ -46,7 +46,7 @@ def fixtures() -> list[Case]:
 
 
 def corpus() -> list[Case]:
-    """All cases of the collection; none where it is not there."""
+    """All cases of the collection; none if it is absent."""
     actual = []
     for place in sorted(CORPUS_DCP.iterdir()) if CORPUS_DCP.is_dir() else ():
         if place.name.startswith(_FORMS):

@@ -29,7 +29,7 @@ from reshard.strategies import read_strategy
 
 
 def load_commands() -> None:
-    """Import what commands import: forked processes then spend their time on the work."""
+    """Import the modules of commands, so that forked processes spend their time on the work."""
     for module in pkgutil.iter_modules(reshard.cli.__path__, "reshard.cli."):
         importlib.import_module(module.name)
     # Loaded where the first strategy is read.

@@ -26,7 +26,7 @@ _NAMED = ("dp", "mp", "pp", "cp", "ep")
 
 
 class MadeCase(NamedTuple):
-    """One compile: what would be typed to make its strategy, and the strategy that it wrote."""
+    """One compile: the options that make its strategy, and the strategy that it wrote."""
 
     name: str
     path: Path
@@ -66,7 +66,7 @@ class MadeCase(NamedTuple):
         return {file.items[0].stage: dict(file.layouts) for file in files}
 
     def options(self) -> list[str]:
-        """The options of `strategy make` and `derive` that say the same as `target`, sizes aside."""
+        """The options of `strategy make` and `derive` for `target`, without sizes."""
         options = ["--optimizer-shards", "off" if not self.shards.size else str(self.shards.size)]
         options += ["--optimizer-threshold", str(self.shards.threshold)]
         if self.layers_per_stage is not None:

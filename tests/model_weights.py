@@ -61,7 +61,7 @@ _COLUMNS = re.compile(r".*(?:linear_proj|linear_fc2|wo|w2)\.weight")
 
 
 def weights(family: str, seed: int = 0) -> dict[str, Value]:
-    """A model under Hugging Face's names; what releases hold twice is equal."""
+    """A model under Hugging Face's names; tensors that releases contain twice are equal."""
     random = np.random.default_rng(seed)
     config, shapes = MODELS[family]
     actual = {name: float32(random.standard_normal(shape)) for name, shape in shapes.items()}

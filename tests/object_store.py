@@ -201,7 +201,7 @@ class Proxy:
                     return answer, answer.read()
 
             def unmet(self) -> Optional[str]:
-                """Why what is to be written under a condition is refused."""
+                """Why a conditional write is refused."""
                 match, none_match = (self.headers.get(name) for name in _CONDITIONS)
                 if (match or none_match) is None or proxy.faults.conditions == "ignore":
                     return None
@@ -213,7 +213,7 @@ class Proxy:
                 return None if match is not None and match == exists.getheader("ETag") else "unmet"
 
             def is_under_way(self) -> bool:
-                """Whether there is an upload of the number that is asked for."""
+                """Whether the requested upload exists."""
                 server = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
                 bucket = self.path.split("/")[1]
                 with contextlib.closing(server):
@@ -300,7 +300,7 @@ class Objects:
         return [(upload["Key"], upload["UploadId"]) for upload in actual]
 
     def content(self, prefix: str = "") -> dict[str, bytes]:
-        """What is there, by key below a prefix."""
+        """The objects by key below a prefix."""
         actual = {}
         for page in self.client.get_paginator("list_objects_v2").paginate(Bucket=self.bucket, Prefix=prefix):
             for entry in page.get("Contents", ()):

@@ -109,7 +109,7 @@ class Preloaded:
 
 
 def load() -> None:
-    """Import what commands import."""
+    """Import the modules of commands."""
     import reshard.cli
 
     for module in pkgutil.iter_modules(reshard.cli.__path__, "reshard.cli."):

@@ -121,7 +121,7 @@ class World:
         return reshard(*self.words(*options))
 
     def refuses(self, status: int, *says: Argument, options: tuple[Argument, ...] = ()) -> Result:
-        """The conversion fails so, and no target is there afterwards."""
+        """The conversion fails with this status and these texts, and leaves no target."""
         result = fails(status, *self.words(*options), says=says)
         assert not list(self.dst.glob("rank_*/*")) if self.dst.is_dir() else True
         return result
@@ -137,7 +137,7 @@ class World:
 
 @contextlib.contextmanager
 def world_of(source: Strategy, target: Strategy) -> Iterator[World]:
-    """A world of its own for each of hypothesis' examples, which share what pytest gives a test."""
+    """A separate world for each of hypothesis' examples, which share pytest's fixtures."""
     with tempfile.TemporaryDirectory() as directory:
         yield World(Path(directory), source, target)
 

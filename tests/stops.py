@@ -88,7 +88,7 @@ def check(root: Path, before: dict[str, bytes], after: dict[str, bytes], where: 
 
 
 def main(root: Path, first: int, every: int, words: list[str]) -> None:
-    """Stop the command at all these calls, and say how often."""
+    """Stop the command at all these calls, and print their number."""
     load_commands()
     before, after = checkpoints(root / "before"), checkpoints(root / "after")
     number, stops = first, 0

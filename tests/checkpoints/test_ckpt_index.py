@@ -229,7 +229,7 @@ def test_offsets_over_four_gibibytes_are_indexed(tmp_path: Path) -> None:
 
 
 def shuffled_value(draw: Any, name: str, dtype: str, dims: list[int], content: bytes) -> bytes:
-    """A value with its fields in any order, packed or unpacked dims, and fields nobody knows."""
+    """A value with its fields in any order, packed or unpacked dims, and unknown fields."""
     unknown = st.lists(
         st.sampled_from(
             [field(9, 300), field(15, b"what"), varint(12 << 3 | 1) + bytes(8), varint(300 << 3 | 5) + bytes(4)]
@@ -434,7 +434,7 @@ def test_an_unreadable_file_is_named(tmp_path: Path) -> None:
 
 
 class Reads:
-    """Counts what is read from files."""
+    """Counts bytes read from files."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls = 0

@@ -42,7 +42,7 @@ def key_file(tmp_path: Path) -> Path:
 
 
 def contents(path: Path, decryption: Optional[Decryption] = None) -> dict[str, bytes]:
-    """Every tensor's bytes, by way of what reads files."""
+    """Every tensor's bytes, through the reader of files."""
     with FileHandles(decryption=decryption) as handles:
         index = read_index(handles, str(path))
         with handles.borrow(str(path)) as file:
@@ -163,7 +163,7 @@ def test_commands_print_the_same_for_an_encrypted_and_a_plain_tree(plain: World,
 
 
 def timeless(message: str) -> object:
-    """What was said, but for how long it took and how much memory there was."""
+    """The output without timings and memory."""
     try:
         document = json.loads(message)
     except ValueError:

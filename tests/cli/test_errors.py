@@ -412,7 +412,7 @@ def test_files_that_are_not_strategies_are_named_and_skipped(world: World) -> No
 
 
 def test_a_merged_file_beside_its_complete_stages_is_skipped(tmp_path: Path) -> None:
-    """Even one that says something else: it may be of an earlier run."""
+    """Even a different one: it may be of an earlier run."""
     world = World(tmp_path, STAGES, ONE)
     world.save(FULL)
     path = directory(tmp_path, {f"ckpt_strategy_rank_{2 * n}.ckpt": strategy_bytes(STAGES, [n]) for n in range(3)})
@@ -474,7 +474,7 @@ def test_contradictory_layouts_are_named(world: World, created: dict[str, object
 
 
 def without_items(strategy: Strategy, number: int) -> bytes:
-    """A strategy file that holds layouts and nothing that tells its stage."""
+    """A strategy file with layouts but without its stage."""
     from tests.wire import fields
 
     data = strategy_bytes(strategy, [number])

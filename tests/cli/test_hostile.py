@@ -31,7 +31,7 @@ from tests.wire import field, varint
 
 
 def uses_of_a_file(world: World, file: Path) -> dict[str, list[Argument]]:
-    """Every command that takes a file, given this one."""
+    """Every command that takes a file, with this one."""
     out = world.root / "out"
     strategies: list[Argument] = ["--src-strategy", world.old, "--dst-strategy", world.new]
     return {
@@ -326,7 +326,7 @@ def test_strategies_over_the_limits_are_refused_at_once(tmp_path: Path, case: st
 
 
 def many_records(count: int) -> bytes:
-    """Tensors of different names, made of one since each takes its time."""
+    """Tensors of different names with the same content, because each takes its time."""
     before, after = record("layer.NUMBER.weight", "Int8", [1], b"x").split(b"NUMBER")
     return b"".join(before + b"%06d" % number + after for number in range(count))
 

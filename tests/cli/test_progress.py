@@ -28,7 +28,7 @@ bar.end()
 
 
 def on_terminal(columns: int, *words: str) -> str:
-    """What the script says on a terminal of so many columns."""
+    """The script's output on a terminal of this many columns."""
     return terminal_output(columns, SCRIPT, *words)
 
 

@@ -92,7 +92,7 @@ def ended(status: int, message: str, number: int) -> None:
 
 
 def nothing_half_written(dst: Path, whole: dict[str, bytes]) -> None:
-    """What stands under a final name is whole, and no temporary file is left."""
+    """Files under final names are whole, and no temporary file remains."""
     assert not list(dst.rglob(".reshard-tmp-*"))
     for path in dst.glob("rank_*/*"):
         name = str(path.relative_to(dst))

@@ -30,7 +30,7 @@ WEIGHT = "backbone.blocks.0.output.mapping.weight"
 
 
 def on_terminal(columns: int, *words: object, **environment: str) -> str:
-    """What a command says on a terminal of so many columns."""
+    """A command's output on a terminal of this many columns."""
     return terminal_output(columns, LAUNCHER, *map(str, words), **environment)
 
 
@@ -165,7 +165,7 @@ def test_element_counts_are_shown_where_a_json_strategy_records_the_shape(tmp_pa
 
 
 def expanded(pattern: str) -> list[str]:
-    """The names that a pattern stands for, as a shell would expand its braces."""
+    """The names of a pattern, with braces expanded as in a shell."""
     choices = []
     for part in re.split(r"(\{[^}]*\})", pattern):
         if not part.startswith("{"):
@@ -275,7 +275,7 @@ def test_diff_across_pipelines_begins_with_totals() -> None:
 
 
 def test_diff_across_pipelines_prints_changes_common_to_all_stages_once() -> None:
-    """Four stages become two: without that every change would be told four times."""
+    """Four stages become two: otherwise every change would be printed four times."""
     text = done("strategy", "diff", FIXTURES / "10_dp1mp2pp4/strategy", FIXTURES / "10_dp2mp2pp2/strategy").out
     message = (
         "16 parameters: stages 0-1 -> stage 0, stages 2-3 -> stage 1; replicas: 1 -> 2; devices of the stage: 2 -> 4"
@@ -350,7 +350,7 @@ def test_diff_with_exit_code_fails_on_a_difference(tmp_path: Path) -> None:
 @pytest.mark.parametrize("command", ["show", "rank-list"])
 @pytest.mark.parametrize("content", ["empty", "items", "nothing"])
 def test_an_empty_strategy_is_not_none(content: str, command: str, tmp_path: Path) -> None:
-    """Neither an empty file, nor one without layouts: taken for one device, whole tensors would be read as slices."""
+    """Neither an empty file nor one without layouts: as one device, full tensors would be read as slices."""
     for ending in ("ckpt", "json", "pb"):
         path = tmp_path / f"strategy.{ending}"
         if content == "empty":

@@ -41,7 +41,7 @@ def run(
 
 @pytest.fixture
 def nobody() -> int:
-    """A pipe that nobody reads from."""
+    """A pipe without a reader."""
     reads, writes = os.pipe()
     os.close(reads)
     return writes

@@ -33,7 +33,7 @@ MANIFEST = "reshard-manifest.json"
 
 
 class Large:
-    """A conversion to 24 ranks, and what it makes without a cluster."""
+    """A conversion to 24 ranks, and its files without a cluster."""
 
     def __init__(self, root: Path) -> None:
         self.root, self.src, self.whole = root, root / "src", root / "whole"
@@ -47,7 +47,7 @@ class Large:
         return ["transform-dir", self.src, dst, *strategies, "--checksum", "crc32", *options]
 
     def same(self, dst: Path) -> None:
-        """What stands there, manifest included, is what a local run makes; and nothing else does."""
+        """The files, manifest included, are exactly those of a local run."""
         assert files(dst) == files(self.whole)
 
 

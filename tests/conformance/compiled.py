@@ -78,7 +78,7 @@ def operator(
     trained: bool = True,
     opted_out: bool = False,
 ) -> Operator:
-    """As `workers.compiler` takes it."""
+    """In the format of `workers.compiler`."""
     options = {"kind": kind, "weight": weight, "shape": list(shape), "shard": list(shard), "stage": stage}
     return {**options, "dtype": dtype, "trained": trained, "opted_out": opted_out}
 

@@ -41,7 +41,7 @@ DIFFERS = [check for check, result in CHECKS.items() if result != "agrees"]
 
 
 class Conversion:
-    """One recorded check: source tree, strategy files, and what must come out."""
+    """One recorded check: source tree, strategy files, and the expected result."""
 
     def __init__(self, check: str, root: Path, form: str = "ckpt") -> None:
         source, target = check.split(" -> ")

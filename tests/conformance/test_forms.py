@@ -67,7 +67,7 @@ STAGES = [(6,), (8,), (4, 4), (2, 6), (6, 3), (1,)]
 
 
 class Made(NamedTuple):
-    """A directory that `reshard` wrote, and what must be in it; of Checkpoint 2.0 the root."""
+    """A directory that `reshard` wrote, and its expected contents; of Checkpoint 2.0 the root."""
 
     name: str
     root: Path

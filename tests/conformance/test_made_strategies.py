@@ -41,7 +41,7 @@ PAIRS = [(network, one, other) for network, of in NETWORKS.items() for one, othe
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Compiled:
-    """The directory with what a version's compiler wrote for a run."""
+    """The directory with the strategies that a version's compiler wrote for a run."""
     reference: dict[tuple[str, str, str], Path] = {}
 
     def directory(version: str, network: str, name: str) -> Path:

@@ -112,7 +112,7 @@ def load(directory: Path) -> dict[str, Any]:
 
 
 def with_config_of(model: Model, dtype: str, *directories: Path) -> None:
-    """Directories of ranks have none, so that it is copied by whoever makes a model of them."""
+    """Rank directories have no configuration, so it is copied with the model."""
     for directory in directories:
         (directory / "config.json").write_text(json.dumps({**model.config, "dtype": dtype}))
 

@@ -25,7 +25,7 @@ def both_ways(table: str, shapes: Shapes, config: Config) -> tuple[dict[str, Arr
 
 
 def wanted_of(config: Config, **more: Any) -> dict[str, Any]:
-    """MindFormers' names of what a config.json says."""
+    """MindFormers' names of the settings in a config.json."""
     return {
         "num_attention_heads": config["num_attention_heads"],
         "num_query_groups": config["num_key_value_heads"],
@@ -92,7 +92,7 @@ def test_experts_of_deepseek_equal_mindformers_conversion(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("table", ["qwen3", "qwen3_moe", "deepseek_v3"])
 def test_names_equal_those_of_mindformers_tables(table: str) -> None:
-    """`weight_mapping` says what each tensor is called before it is packed."""
+    """`weight_mapping` lists the name of each tensor before packing."""
     config, shapes = TINY[table]
     model = {"deepseek_v3": "deepseek3"}.get(table, table)
     views = apply_rules(rules_named(table), shapes, config).views

@@ -160,7 +160,7 @@ def again(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(("case", "version", "removed"), SAVED)
 def test_mindformers_saves_its_own_checkpoint_unchanged(case: str, version: str, removed: bool, again: Path) -> None:
-    """Byte for byte what the recorded directory has, which real compilations and several processes wrote."""
+    """Equal byte for byte to the recorded directory, which real compilations and several processes wrote."""
     saved(version, again)
     created, recorded = again / case / "checkpoint", CORPUS2 / case / "checkpoint"
     names = sorted(str(path.relative_to(recorded)) for path in recorded.rglob("*") if path.is_file())
@@ -174,7 +174,7 @@ def test_mindformers_saves_its_own_checkpoint_unchanged(case: str, version: str,
 
 
 def read_parts(directory: Path) -> dict[str, Value]:
-    """All parts of a unified directory, which must say of each parameter where it is."""
+    """All parts of a unified directory, which must locate each parameter."""
     parts = {path.name: read_checkpoint(path) for path in directory.glob("part*.safetensors")}
     where = json.loads((directory / "param_name_map.json").read_text())["weight_map"]
     assert where == {name: file for file, tensors in parts.items() for name in tensors}

@@ -80,7 +80,7 @@ PAIRS = list(RANK_LISTS)
 
 
 def strategy_file(name: str, merged_by_us: Optional[Path] = None) -> Optional[str]:
-    """The one file that MindSpore takes for a case: None, the stage's own, or the merged one."""
+    """The one file that MindSpore reads for a case: None, the stage's own, or the merged one."""
     if name == "None":
         return None
     case = cases.load(name)

@@ -73,7 +73,7 @@ def test_tensors_are_in_the_same_files_as_mindspores(
 
 
 def counted(world: worlds.World, version: str) -> worlds.World:
-    """A checkpoint whose bytes this version counts rightly: 2.7.0 takes every element for one of four bytes."""
+    """A checkpoint whose bytes this version counts correctly: 2.7.0 assumes four bytes per element."""
     if version != "2.7.0":
         return world
     return worlds.World({name: value(name, tensor.array.shape) for name, tensor in world.checkpoint.items()})

@@ -28,7 +28,7 @@ def full(directory: Path) -> dict[str, Any]:
 
 
 def saved(case: Path) -> dict[str, Any]:
-    """The same of what was saved."""
+    """The same for the saved values."""
     return {name: (entry["shape"], hash_of(entry)) for name, entry in expected_of(case).items()}
 
 

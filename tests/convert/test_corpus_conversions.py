@@ -228,7 +228,7 @@ def test_uneven_tables_are_joined_and_cut_by_their_recorded_sizes(tmp_path: Path
 
 
 def rank_list_pairs() -> list[Any]:
-    """The pairs that MindSpore was asked about; those that only the corpus has are long."""
+    """The pairs with results from MindSpore; those that only the corpus has are long."""
     actual = {}
     for root in (CORPUS, FIXTURES):
         path = root / "rank_lists.json"
@@ -239,7 +239,7 @@ def rank_list_pairs() -> list[Any]:
 
 
 def one_of_each(source: Case, target: Case) -> dict[str, tuple[int, ...]]:
-    """Shapes of parameters of which each stands for all those cut alike."""
+    """Shapes of parameters, one for each layout."""
     kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
     for name, shape in target.shapes.items():
         if name in listed(source) and name in listed(target):

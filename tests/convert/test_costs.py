@@ -127,7 +127,7 @@ KINDS = {
 
 
 def convert(place: Path, kind: Kind, *options: Argument) -> dict[int, dict[str, Value]]:
-    """Write a source, convert it, compare the result with what it must be; the source's ranks."""
+    """Write a source, convert it and compare the result; returns the source's ranks."""
     ranks = cut_ranks(kind.old, FULL)
     write_tree(place / "src", ranks)
     old, new = write_strategy(place / "old", kind.old), write_strategy(place / "new", kind.new)
@@ -163,7 +163,7 @@ def test_every_source_file_is_opened_once(name: str, io: str, tmp_path: Path, co
 
 @pytest.mark.parametrize("name", KINDS)
 def test_each_piece_of_a_tensor_takes_one_request(name: str, tmp_path: Path, costs: Costs, no_windows: None) -> None:
-    """A tensor that fits the buffers takes one request for each file that a target needs of it."""
+    """A tensor that fits the buffers takes one request per source file."""
     outcome = convert(tmp_path, KINDS[name], "--io", "pread", "--jobs", 1, *ALONE)
     targets = sum(len(stage["layouts"]) * stage["devices"] for stage in KINDS[name].new)
     slices = sum(len(checkpoint) for checkpoint in outcome.values())

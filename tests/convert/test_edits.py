@@ -129,7 +129,7 @@ INT4_RULES = [
 
 @pytest.mark.parametrize(("rule", "expected"), INT4_RULES)
 def test_packed_elements_are_moved_by_whole_bytes_or_refused(tmp_path: Path, rule: str, expected: Any) -> None:
-    """Two elements of Int4 share a byte; what would part them is refused."""
+    """Two elements of Int4 share a byte; a cut between them is refused."""
 
     def packed(array: Any) -> Value:
         return Value("Int4", (array[:, 0::2] | array[:, 1::2] << 4).astype("u1"))

@@ -93,7 +93,7 @@ def test_a_slice_is_never_copied_as_a_full_tensor(tmp_path: Path) -> None:
 
 
 def test_by_rank_recognises_a_deduplicated_save(tmp_path: Path) -> None:
-    """Rank 0 is lost, and with it p; that the other ranks hold different sets says that p was saved."""
+    """Rank 0 is lost, and p with it; the other ranks' different sets of parameters show that p was saved."""
     whole = layout([4], [-1])
     full = {name: value(name, (4,)) for name in "pqrs"}
     old = write_strategy(tmp_path / "old", single({name: whole for name in full}))

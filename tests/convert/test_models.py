@@ -45,7 +45,7 @@ _ASKED = [
 
 
 class World:
-    """A model as a Hugging Face directory, and what its ranks have to be: two replicas, tensors in 2, 2 stages."""
+    """A model as a Hugging Face directory, and its expected ranks: two replicas, tensors in 2, 2 stages."""
 
     def __init__(self, root: Path, family: str, options: Sequence[str] = ()) -> None:
         self.root = root
@@ -64,7 +64,7 @@ class World:
         return source.with_name(source.name + "-back")
 
     def told_back(self, source: Path, *words: Argument) -> Result:
-        """Likewise; what was said."""
+        """Likewise; returns the result of the last command."""
         target = source.with_name(source.name + "-back")
         return done("convert", source, target, "--to", "huggingface", "--names", self.names, "--config",
                     self.hf / "config.json", "--max-shard-size", "4KB", *words)  # fmt: skip

@@ -163,7 +163,7 @@ def test_a_missing_slice_is_an_error(data: st.DataObject) -> None:
 @examples(40)
 @given(st.data())
 def test_any_remaining_files_are_converted_correctly_or_refused(data: st.DataObject) -> None:
-    """Any tensors may be lacking in any files: what comes out is right, and no slice is made up."""
+    """Any tensors may be missing in any files: the output is correct, and no slice is invented."""
     full, source, target = drawn(data, 8)
     ranks: dict[int, dict[str, Value]] = cut_ranks(source, full)
     entries = [(rank, name) for rank, contents in ranks.items() for name in contents]

@@ -40,7 +40,7 @@ def weights(root: Path) -> list[Path]:
 
 
 def contents(root: Path) -> dict[str, bytes]:
-    """Every file of a directory, by its path, but for the records and what says where they came from."""
+    """Every file of a directory by its path, except records and the recorded strategy."""
     paths = {str(path.relative_to(root)): path for path in root.rglob("*") if path.is_file()}
     return {name: path.read_bytes() for name, path in paths.items() if not name.startswith((".reshard", "reshard-man"))}
 

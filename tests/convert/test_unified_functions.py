@@ -57,7 +57,7 @@ def test_parameters_excluded_by_the_callback_are_left_out(world: World) -> None:
 
 
 def test_parameters_renamed_by_the_callback_are_renamed_in_files_and_map(world: World) -> None:
-    """Every name by itself, and what is left out stays out, be its name given to another."""
+    """Every name separately; excluded names stay excluded, even if another tensor gets such a name."""
     names: dict[str, Any] = {"w": "net.w", "v": False, "m.w": "v"}
     expected = {"net.w": FULL["w"], "v": FULL["m.w"], **COPIED}
     same_checkpoints(held(unify(world, choice_func=names.__getitem__)), expected)

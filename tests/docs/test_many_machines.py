@@ -24,7 +24,7 @@ SCRIPTS = [name for name in FILES if not name.endswith(".yaml")]
 
 
 class Machine:
-    """A directory with the page's scripts in it, the fixtures, and stand-ins for what cannot be run here."""
+    """A directory with the page's scripts, the fixtures, and substitutes for absent programs."""
 
     def __init__(self, place: Path, environment: dict[str, str]) -> None:
         self.place = place

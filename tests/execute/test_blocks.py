@@ -50,7 +50,7 @@ def test_a_range_becomes_few_boxes(shape: tuple[int, ...]) -> None:
 
 @st.composite
 def tensors(draw: st.DrawFn, directory: Path) -> tuple[TargetTensor, npt.NDArray[np.uint8]]:
-    """A target tensor over stored slices in a file, and what it must hold."""
+    """A target tensor over stored slices in a file, and its expected contents."""
     item_size = draw(st.sampled_from([1, 2, 3, 4, 8, 16]))
     shape = tuple(draw(st.lists(st.integers(1, 7), min_size=1, max_size=3)))
     full = np.random.default_rng(draw(st.integers(0, 99))).integers(0, 256, (*shape, item_size), dtype=np.uint8)

@@ -25,7 +25,7 @@ PAIRS = [(stored, dtype) for stored, dtype in itertools.product(CASTABLE, CAST_T
 
 
 def value_of(bits: int, dtype: str) -> Any:
-    """The number that bits stand for: a fraction and a sign, an infinity, or nothing."""
+    """The number of a bit pattern: a fraction and a sign, an infinity, or None."""
     exponent_bits, mantissa_bits = FIELDS[dtype]
     sign = -1 if bits >> (exponent_bits + mantissa_bits) else 1
     exponent = bits >> mantissa_bits & ((1 << exponent_bits) - 1)

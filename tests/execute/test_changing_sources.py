@@ -285,7 +285,7 @@ def test_values_distinguish_sources_of_machines_without_a_common_file(command: s
 
 
 def test_a_copy_of_the_source_resumes_with_a_warning(world: World) -> None:
-    """Other times, other inodes, the same contents: only told."""
+    """Other times, other inodes, the same contents: only a warning."""
     world.save(NEW)
     world.convert("--ranks", "0")
     world.src = Path(shutil.copytree(world.src, world.root / "copy", copy_function=shutil.copyfile))
@@ -302,7 +302,7 @@ def test_a_file_replaced_by_one_of_equal_time_is_detected(world: World) -> None:
 
 
 def at_commit(monkeypatch: pytest.MonkeyPatch, todo: Callable[[Path], None]) -> None:
-    """Do something with each target as soon as it stands there."""
+    """Call a function with each target as soon as it exists."""
     original = writing.TargetWriter.commit
 
     def commit(self: writing.TargetWriter) -> None:
@@ -396,7 +396,7 @@ def test_a_source_that_is_rewritten_at_random_moments_is_never_mixed(tmp_path: P
 def test_files_beside_weights_modified_during_a_run_are_not_copied(
     way: Callable[[Path, bytes], None], world: World, at_first_write: list[Callable[[], None]]
 ) -> None:
-    """No target is made of a part of one save and a part of another; the same command again takes the new one."""
+    """No target mixes parts of two saves; the same command again reads the new one."""
     world.save(NEW)
     model = world.root / "model"
     words: list[Argument] = ["convert", model, world.dst, "--to", "huggingface"]
@@ -440,7 +440,7 @@ def test_a_tensor_modified_during_get_gives_no_file(
 
 @pytest.mark.parametrize("command", ["stats", "fingerprint", "transform-dir"])
 def test_a_file_opened_during_a_write_is_an_error(command: str, world: World) -> None:
-    """Its times were changed when the write began, and so tell nothing afterwards."""
+    """Its times changed when the write began, so they show nothing afterwards."""
     world.save(NEW)
     path = world.src / "rank_0" / "net-1_10.ckpt"
     words = world.words() if command == "transform-dir" else [command, world.src, "--strategy", world.old]

@@ -64,7 +64,7 @@ def test_a_failing_system_call_leaves_a_resumable_target(
 
 
 def test_temporarily_missing_records_are_not_removed(world: World) -> None:
-    """File servers say so of what another machine, or this one, has just made."""
+    """File servers report this for files that were just created."""
     world.save(FULL)
     with failing("open", world.root, None, errno.ENOENT) as faults:
         world.convert()

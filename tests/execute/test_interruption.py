@@ -22,7 +22,7 @@ MIB = 1 << 20
 
 
 def large_source(path: Path, size: int) -> None:
-    """A safetensors file of one big tensor of zeros, which takes no space on disk."""
+    """A safetensors file of one large tensor of zeros, which takes no space on disk."""
     header = {"big": {"dtype": "F32", "shape": [size // 4], "data_offsets": [0, size]}}
     encoded = json.dumps(header).encode()
     encoded += b" " * (-len(encoded) % 8)
@@ -71,7 +71,7 @@ def test_an_interrupted_run_leaves_no_target_and_the_next_run_cleans_up(
 
 
 def test_a_failed_write_is_a_retryable_error(tmp_path: Path) -> None:
-    """A limit on the size of files stands for a disk that runs full."""
+    """A limit on the size of files simulates a full disk."""
     large_source(tmp_path / "big.safetensors", 4 * MIB)
     words = [
         "transform-dir", str(tmp_path / "big.safetensors"), str(tmp_path / "dst"), "--src-strategy", "none",
@@ -105,7 +105,7 @@ def test_a_low_limit_of_open_files_suffices_for_many_ranks(world: World) -> None
 
 
 def test_ranks_may_be_converted_at_the_same_time(world: World) -> None:
-    """Shell loops on several machines: no run takes away what another one is writing."""
+    """Shell loops on several machines: no run removes a file that another one is writing."""
     world.save(FULL)
     runs = [
         subprocess.Popen(

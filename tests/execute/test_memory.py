@@ -41,7 +41,7 @@ def place(tmp_path: Path) -> Iterator[Path]:
 
 
 def peaks(arguments: list[object]) -> Run:
-    """Run the command and tell the most memory that all its processes together were seen with."""
+    """Run the command and return the largest measured memory of all its processes together."""
     return run(reshard(*arguments, "--quiet"))
 
 
@@ -81,7 +81,7 @@ def test_mapped_pages_are_released(kind: str, place: Path) -> None:
 
 
 def test_sparsely_read_pages_are_released(tmp_path: Path) -> None:
-    """A look at a few bytes makes a whole page resident, and the kernel adds what is cached around it."""
+    """Reading a few bytes makes a whole page resident, and the kernel adds cached pages around it."""
     size, step = 256 * MIB, 64 << 10
     path = tmp_path / "tensor"
     path.write_bytes(bytes(size))

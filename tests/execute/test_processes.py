@@ -159,7 +159,7 @@ def test_threads_and_processes_write_the_same_files(
 
 @pytest.fixture
 def small_steps(crews: list[int], monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Likewise, and whoever reads takes little at a time."""
+    """Likewise, with small reads."""
     monkeypatch.setattr(reading, "_MIN_BLOCK", 512)
     monkeypatch.setattr(reading, "_MAX_BLOCK", 512)
     monkeypatch.setattr(reading, "_TINY", 0)
@@ -190,7 +190,7 @@ def test_threads_and_processes_verify_alike(kind: str, tmp_path: Path, small_ste
 def test_a_thread_waiting_for_a_worker_ends_after_an_error(
     tmp_path: Path, small_steps: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it has taken comes after what was taken later; workers make tasks once, and in order."""
+    """Earlier tasks may finish after later ones; workers run each task once, and in order."""
     words = prepared(tmp_path, "rows")
     done(*words, "--jobs", 1)
     late = iter([False] * 6 + [True])

@@ -151,7 +151,7 @@ def lay(name: str, **changes: Any) -> Callable[[dict[str, Any]], object]:
 
 
 def describe(name: str, **changes: Any) -> Callable[[dict[str, Any]], object]:
-    """Change what else is said of a tensor."""
+    """Change other metadata of a tensor."""
     return lambda metadata: metadata["state_dict_metadata"][name].update(changes)
 
 

@@ -1,4 +1,4 @@
-"""Distributed checkpoints of PyTorch: those of its libraries are read correctly or refused; written ones are read again."""
+"""Distributed checkpoints of PyTorch: its libraries' files are read correctly or refused; written ones are read again."""
 
 from __future__ import annotations
 
@@ -246,7 +246,7 @@ def test_a_chunk_without_a_record_is_refused(saved: Saved) -> None:
 
 
 def test_records_of_another_shape_are_refused(saved: Saved) -> None:
-    """The records of the two chunks are of one shape, and so is half of either: the archive tells."""
+    """The records of the two chunks have one shape, and so has half of either: the archive decides."""
     for chunk in saved.tensor.fields["chunks"]:
         chunk.fields["sizes"] = (3, 2)
         chunk.fields["offsets"] = tuple(reversed(chunk.fields["offsets"]))
@@ -423,7 +423,7 @@ def test_archives_with_excessive_sizes_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("elements", [(1 << 32) - 2, (1 << 32) - 1, (5 << 30) + 3], ids=["under", "at", "over"])
 def test_records_around_and_over_4_gib_are_valid_archives(elements: int, tmp_path: Path) -> None:
-    """As sparse files: a tensor that is large, and one that lies behind it in the same archive file."""
+    """As sparse files: a large tensor, and one after it in the same archive file."""
     tensors = [OutputTensor("large", "UInt8", (elements,), elements), OutputTensor("small", "UInt8", (3,), 3)]
     layout = lay_out_archives(tensors, [(0,), (0,)])
     path, ends = tmp_path / "__0_0.distcp", (b"first", b"last!")

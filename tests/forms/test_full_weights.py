@@ -36,7 +36,7 @@ def read(path: Path, report: Optional[Report] = None) -> FullWeights:
 
 
 def refused(path: Path, *says: str) -> ReshardError:
-    """The error, which says all of this."""
+    """The error, which contains all of these texts."""
     with pytest.raises(ReshardError) as caught:
         read(path)
     for text in says:
@@ -51,7 +51,7 @@ def content(tensors: Checkpoint, name: str) -> bytes:
 
 
 def saved(directory: Path, files: Mapping[str, Mapping[str, Any]], listing: Optional[Mapping[str, str]] = None) -> Path:
-    """A Hugging Face directory of some files, and an index of what is in them or of what is said to be."""
+    """A Hugging Face directory of some files, and an index of their actual or given contents."""
     for name, tensors in files.items():
         write_safetensors(directory / name, tensors, {"format": "pt"})
     if listing is None:

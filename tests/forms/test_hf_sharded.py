@@ -64,7 +64,7 @@ def write_shards(root: Path, tensors: Mapping[str, Value], chunks: Sequence[Chun
 
 
 def read_shards(root: Path) -> dict[str, Value]:
-    """What files written by reshard hold, put together as their headers say."""
+    """The tensors of files written by reshard, assembled from their headers."""
     tensors: dict[str, Value] = {}
     for path in sorted(root.glob("shard-*.safetensors")):
         metadata = safetensors_metadata(path)
@@ -101,7 +101,7 @@ def converted(src: Path, out: Path) -> dict[str, Value]:
 
 @st.composite
 def cut_tensors(draw: st.DrawFn) -> tuple[dict[str, Value], list[Chunk]]:
-    """Tensors cut into boxes again and again, some of them held several times."""
+    """Tensors cut recursively into boxes, some of them stored several times."""
     tensors, chunks = {}, []
     for name in draw(st.sampled_from([["a"], ["a", "b.c"]])):
         shape = tuple(draw(st.lists(st.integers(0, 5), max_size=3)))
@@ -148,7 +148,7 @@ def test_a_lost_chunk_is_refused_by_name(cut: tuple[dict[str, Value], list[Chunk
 
 
 def change(path: Path, edit: Any) -> None:
-    """Write what a header records of its entries anew."""
+    """Rewrite the entries of a header."""
     data = path.read_bytes()
     (length,) = struct.unpack("<Q", data[:8])
     header = json.loads(data[8 : 8 + length])

@@ -36,13 +36,13 @@ OUTSIDE += ["passwd", ".safetensors", "", "x.ckpt"]
 
 
 def written(tmp_path: Path) -> tuple[Path, dict[str, Any]]:
-    """An iteration, and what its metadata says."""
+    """An iteration and its metadata."""
     saved = saving()
     return saved.write(tmp_path / ITERATION), saved.metadata()
 
 
 def refused(iteration: Path, content: bytes) -> str:
-    """Reading ends in an error that names the file; what it says."""
+    """Reading fails with an error that names the file; returns its message."""
     path = iteration / "metadata.json"
     path.write_bytes(content)
     with within(), pytest.raises(ReshardError) as caught:
@@ -190,7 +190,7 @@ def test_modified_metadata_gives_right_values_or_an_error(seed: int) -> None:
 
 
 def change(metadata: Any, rng: random.Random) -> None:
-    """Drop, replace, move or repeat one to three values of what metadata says."""
+    """Drop, replace, move or repeat one to three values of the metadata."""
     for _ in range(rng.randint(1, 3)):
         places = list(parts(metadata))
         if not places:

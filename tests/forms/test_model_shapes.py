@@ -78,7 +78,7 @@ def test_rank_0_alone_is_neither_a_slice_nor_a_full_checkpoint(directory: str, t
 
 
 def test_slices_that_contradict_the_recorded_shapes_are_refused(tmp_path: Path) -> None:
-    """Full tensors in every rank's file, and a strategy whose JSON knows how large they are."""
+    """Full tensors in every rank's file, and a JSON strategy with their shapes."""
     shapes = {name: of.array.shape for name, of in FULL.items()}
     old = write_strategy(tmp_path / "old", SAVED_WITH, shapes, "json")
     tree = write_tree(tmp_path / "tree", dict.fromkeys(range(4), FULL))

@@ -185,7 +185,7 @@ def test_a_parameter_shared_by_source_stages_is_read_from_either(tmp_path: Path,
 
 
 def save_unlisted(world: World) -> None:
-    """Ranks of the last stage hold the table too, cut in no way their strategy tells, with other values."""
+    """Ranks of the last stage hold the table too, in an unrecorded layout, with other values."""
     for rank, contents in cut_ranks(LISTED_ONCE, TIED, COPIED).items():
         more = {"emb": value("not this one", (4, 6))} if rank >= 2 else {}
         write_checkpoint(world.src / f"rank_{rank}" / "net-1_10.ckpt", {**contents, **more})

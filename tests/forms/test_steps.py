@@ -178,7 +178,7 @@ def test_unsaved_parameters_do_not_affect_completeness(plain: World) -> None:
 
 
 def test_an_absent_rank_of_a_deduplicated_save_makes_its_step_incomplete(plain: World) -> None:
-    """Rank 3 may have been the only one to save v: the step cannot be told from a whole one."""
+    """Rank 3 may have been the only one to save v: the step may be incomplete."""
     plain.save(OLD)
     ranks = cut_ranks(plain.source, NEW)
     for rank, names in {0: ["w"], 1: ["w"], 2: []}.items():
@@ -256,7 +256,7 @@ def test_an_older_complete_step_is_preferred_to_one_without_optimizer_shards(tmp
 
 @pytest.mark.parametrize("remaining", [[0], [0, 1]])
 def test_the_mark_of_a_deduplicated_save_counts_in_a_single_remaining_file(remaining: list[int], plain: World) -> None:
-    """Each file holds another parameter; nothing but the mark tells that others were saved."""
+    """Each file contains another parameter; only the mark shows that others were saved."""
     ranks = cut_ranks(plain.source, NEW)
     for rank in remaining:
         write_checkpoint(plain.src / f"rank_{rank}" / "net-1_12.safetensors", {"w": ranks[rank]["w"]},
@@ -282,7 +282,7 @@ def test_a_missing_slice_with_rows_of_an_uneven_table_shows_a_deduplicated_save(
 
 
 def test_differing_files_of_one_stage_show_a_deduplicated_save(tmp_path: Path) -> None:
-    """Of the other stage one file is left, and nothing but the first stage's files says that it was one of two."""
+    """One file of the other stage remains; only the first stage's files show that it was one of two."""
     whole = layout([2], [-1, -1])
     names = [["a0", "b0"], ["a1", "b1"]]
     # Nobody saves the last ones, which does not matter while all ranks are there.
@@ -342,7 +342,7 @@ def test_a_target_rank_without_parameters_gets_a_file(tmp_path: Path) -> None:
 
 
 def test_a_stage_of_tied_parameters_only_may_be_absent_for_a_full_target(tmp_path: Path) -> None:
-    """Whatever of what they list was not saved."""
+    """Any listed parameters may be unsaved."""
     layouts = {"w": layout([2], [0, -1]), "m.w": layout([2], [0, -1])}
     source = [{"devices": 2, "layouts": layouts}, {"devices": 2, "layouts": layouts}]
     old = write_strategy(tmp_path / "old", source)
@@ -367,7 +367,7 @@ def test_values_of_another_stage_are_copied_to_a_single_rank(command: str, tmp_p
 
 
 def test_sharding_of_gradients_does_not_depend_on_the_available_files(tmp_path: Path) -> None:
-    """Tied, and only one of the two stages records optimizer shards: its files tell whether they are made."""
+    """Tied, and only one of the two stages records optimizer shards: its files show whether they exist."""
     whole, shards = layout([2], [-1, -1]), layout([2], [-1, -1], 2, 1)
     names = ("emb", "accu_grads.emb")
     source = [
@@ -418,7 +418,7 @@ def test_a_torn_step_with_undecidable_gradients_is_skipped_by_by_rank(tmp_path: 
 
 
 def test_filters_do_not_affect_the_step(plain: World) -> None:
-    """w is torn at the newest step: that v is whole there does not make the step complete."""
+    """w is torn at the newest step, so the step is incomplete although v is whole."""
     plain.save(OLD)
     plain.save_step("1_12", NEW, ranks=[0])
     plain.convert("--include", "v")

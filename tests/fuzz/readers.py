@@ -120,7 +120,7 @@ def read_groups(path: Path) -> None:
 
 
 def read_names(path: Path) -> None:
-    """The lines name a source, a suffix, and files that lie there."""
+    """The lines name a source, a suffix, and existing files."""
     lines = [line.decode(errors="surrogateescape") for line in path.read_bytes().split(b"\n")]
     src, suffix, *files = [*lines, "", ""]
     root = path.parent / "tree"
@@ -146,7 +146,7 @@ def read_names(path: Path) -> None:
 
 
 def read_metadata(path: Path) -> None:
-    """The file says how the tensors are cut that lie beside it; what is read of them has to be right."""
+    """The file lists the layouts of tensors beside it; they must be read correctly."""
     iteration = path.parent
     if not any(iteration.glob("*.safetensors")):
         for name, contents in _SAVED.files().items():
@@ -155,7 +155,7 @@ def read_metadata(path: Path) -> None:
 
 
 def read_distributed(path: Path) -> None:
-    """The metadata of files beside it, or one of these files; what is read has to be right, or be refused."""
+    """The metadata of files beside it, or one of these files; it must be read correctly or refused."""
     form = "dcp" if path.name in _DISTRIBUTED["dcp"] else "hyper-parallel"
     for name, content in _DISTRIBUTED[form].items():
         if not (path.parent / name).exists():
@@ -170,7 +170,7 @@ def read_distributed(path: Path) -> None:
 
 
 def read_map(path: Path) -> None:
-    """The file says which tensor is in which of the files beside it; what is read of them has to be right."""
+    """The file lists the files of tensors beside it; they must be read correctly."""
     for file, tensors in _WEIGHTS.items():
         if not (path.parent / file).exists():
             write_safetensors(path.parent / file, tensors)
@@ -187,7 +187,7 @@ def read_map(path: Path) -> None:
 
 
 def inside(name: str) -> bool:
-    """Whether a name, as part of a path, stays below the directory it is put in, and can stand there."""
+    """Whether a name is a valid path below its directory."""
     if any(len(os.fsencode(part)) > 255 for part in name.split("/")):
         return False
     return not name.startswith("/") and "\0" not in name and ".." not in name.split("/") and bool(name.strip("/."))

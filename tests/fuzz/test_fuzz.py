@@ -112,7 +112,7 @@ def test_inputs_that_reach_new_lines_are_errors_or_harmless(name: str, tmp_path:
 
 
 def covered(run: Callable[[], object]) -> set[tuple[str, int, int]]:
-    """The steps from line to line that a call takes in the rooms that read."""
+    """The line transitions of a call in the rooms that read files."""
     actual: set[tuple[str, int, int]] = set()
 
     def enter(frame: FrameType, event: str, argument: object) -> Optional[Callable[..., Any]]:

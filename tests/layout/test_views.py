@@ -20,7 +20,7 @@ Array = npt.NDArray[np.int64]
 
 
 def elements(regions: Sequence[Region], shape: Sequence[int], sources: Sequence[Array]) -> Array:
-    """What regions say, element by element; -1 where none says anything."""
+    """The element positions of regions; -1 outside all regions."""
     actual = np.full(shape, -1, np.int64)
     for region in regions:
         for indices in itertools.product(*(range(loop.length) for loop in region.loops)):

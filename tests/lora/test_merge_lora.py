@@ -416,7 +416,7 @@ def test_each_tile_of_the_product_is_computed_once(rows: int) -> None:
 
 
 def compared(src: Path, adapter: Path, out: Path, alpha: float = 16) -> list[tuple[str, Optional[str]]]:
-    """Kind and parameter of what is not as the base and an adapter of PEFT make it, by `verify_conversion`."""
+    """Kind and parameter of every difference from base plus adapter, by `verify_conversion`."""
     with FileHandles() as handles:
         matrices = CheckpointPlace(str(adapter / "adapter_model.safetensors"), "ranks", Strategy.none())
         result = verify_conversion(

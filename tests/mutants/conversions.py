@@ -68,7 +68,7 @@ class Builder:
         self.plain(name, "--src-strategy", old, "--dst-strategy", new, *words)
 
     def plain(self, name: str, *words: Argument) -> None:
-        """A conversion of what is there."""
+        """A conversion of the created checkpoint."""
         self.commands[name] = ["convert", str(self._root / name / "src"), "OUT", *map(str, words), "--verify", "-q"]
 
 

@@ -148,7 +148,7 @@ def run(chosen: Sequence[Mutant], limit: int, jobs: int, conversions: Collection
 
 
 def main() -> None:
-    """Print what became of the mutants."""
+    """Print the results of the mutants."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--every", type=int, default=1)
     parser.add_argument("--first", type=int, default=0)

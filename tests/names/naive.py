@@ -27,7 +27,7 @@ def numbered(shapes: Shapes) -> dict[str, Array]:
 
 
 def elements(view: View, sources: Sequence[Array]) -> Array:
-    """What a view says; every element is said once."""
+    """The elements of a view, each exactly once."""
     actual = np.full(view.shape, -1, np.int64)
     for region in view.regions:
         grid = np.indices([loop.length for loop in region.loops]).reshape(len(region.loops), region.volume)

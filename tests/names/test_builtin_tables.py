@@ -117,7 +117,7 @@ def _places(shape: Sequence[int]) -> list[tuple[int, ...]]:
 
 
 def _at(view: View, position: Sequence[int]) -> tuple[int, tuple[int, ...]]:
-    """The source of an element, and where it lies there."""
+    """The source of an element, and its position in it."""
     actual = [place for region in view.regions for place in _within(region, position)]
     assert len(actual) == 1
     return actual[0]

@@ -16,7 +16,7 @@ from tests.names.naive import Array, arrays_of, assert_equal, numbered, redone
 
 @dataclass
 class RandomRule:
-    """A rule, the tensors it takes, and what NumPy makes of them."""
+    """A rule, its input tensors, and NumPy's result."""
 
     text: str
     config: dict[str, object]

@@ -106,7 +106,7 @@ def contents(draw: st.DrawFn, dtype: str, shape: tuple[int, ...]) -> Value:
 
 
 def magnitudes_of(value: Value) -> dict[int, int]:
-    """How many finite numbers but zeros there are of every power of two, number by number."""
+    """The count of finite nonzero numbers for every power of two, number by number."""
     counts: Counter[int] = Counter()
     for number in values_of(value).tolist():
         size = abs(number)
@@ -270,7 +270,7 @@ def test_magnitude_counts_equal_those_number_by_number(data: st.DataObject) -> N
 
 @pytest.mark.parametrize("dtype", ["Float16", "BFloat16", "Float32"])
 def test_magnitudes_of_many_numbers_equal_numpys(dtype: str, tmp_path: Path) -> None:
-    """More than are counted together, an odd number, with what is no ordinary number at any place."""
+    """An odd number of elements over one block, with NaN and infinity at any place."""
     rng = np.random.default_rng(7)
     size = (1 << 18) * 2 + 77_777
     numbers = (rng.standard_normal(size) * 10.0 ** rng.integers(-50, 37, size)).astype("f4")

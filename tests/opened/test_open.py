@@ -99,7 +99,7 @@ def check_all(opened: Any, expected: dict[str, Value]) -> None:
 
 
 def check_index(tensor: Any, array: Array, index: Any) -> None:
-    """Reading, reading into an array and reading in blocks give what NumPy gives."""
+    """Reading, reading into an array and reading in blocks equal NumPy."""
     expected = array[index]
     assert same(tensor[index], expected), index
     assert type(tensor[index]).__name__ == "ndarray" or np.ndim(expected) == 0

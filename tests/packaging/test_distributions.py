@@ -50,7 +50,7 @@ def repository_files() -> list[str]:
 
 
 class Built(NamedTuple):
-    """The two distributions, and what building them said."""
+    """The two distributions, and the output of the build."""
 
     wheel: Path
     sdist: Path

@@ -34,7 +34,7 @@ from tests.trees import (
 
 
 class Case(NamedTuple):
-    """A checkpoint as it lies on disk, and what was saved of it."""
+    """A checkpoint on disk, and its saved contents."""
 
     source: Strategy
     target: Strategy
@@ -59,7 +59,7 @@ def models(draw: st.DrawFn) -> dict[str, Value]:
 
 
 def with_owners_layout(strategy: Strategy, full: Checkpoint) -> Strategy:
-    """Accumulated gradients, and nothing else, laid out as what they belong to, in the same stages."""
+    """Accumulated gradients only, with the layouts and stages of their parameters."""
     created = []
     for stage in strategy:
         own = dict(stage["layouts"])
@@ -145,7 +145,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 def write_source(case: Case, world: World) -> dict[str, Any]:
-    """Write what is left of a checkpoint; with what options."""
+    """Write the remaining files of a checkpoint; returns the options for it."""
     options: dict[str, Any] = {}
     if case.ending == "safetensors":
         options["metadata"] = {"remove_redundancy": str(case.deduplicated)}
@@ -254,7 +254,7 @@ def test_the_files_of_a_rank_list_suffice_with_names_and_casts(data: st.DataObje
 @examples(30)
 @given(st.data())
 def test_recover_restores_ranks_or_reports_missing_slices(data: st.DataObject) -> None:
-    """With a tied parameter that a stage's ranks hold unlisted, cut in a way that nobody recorded."""
+    """With an unlisted tied parameter of a stage in an unrecorded layout."""
     case = data.draw(cases())
     saved = {rank: dict(contents) for rank, contents in case.saved.items()}
     remaining = case.left

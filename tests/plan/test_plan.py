@@ -152,7 +152,7 @@ def test_a_dry_run_prints_the_plan(world: World) -> None:
 
 
 def with_free_space(monkeypatch: pytest.MonkeyPatch, free: int, blocks: int = 100) -> None:
-    """Every file system says that it has so many bytes free."""
+    """Every file system reports this many free bytes."""
     space = os.statvfs_result([1, 1, blocks, free, free, 0, 0, 0, 0, 255])
     monkeypatch.setattr(os, "statvfs", lambda path: space)
 

@@ -215,7 +215,7 @@ def tied(tmp_path: Path, preserved: dict[int, int]) -> list[Argument]:
 
 @pytest.mark.parametrize("ranks", ["", "2", "4", "2,4"])
 def test_equal_remaining_slices_do_not_prove_replicas(ranks: str, tmp_path: Path) -> None:
-    """Ranks 0 and 2 of the stage agree: optimizer shards lie so, and the others hold what nobody has."""
+    """Ranks 0 and 2 of the stage agree: with optimizer shards, the other ranks hold slices without replicas."""
     words = tied(tmp_path, {0: 0, 2: 0})
     fails(3, *words, *(["--ranks", ranks] if ranks else []), says=["emb", "certain"])
     assert not (tmp_path / "dst").exists()

@@ -62,7 +62,7 @@ def put_back(world: World) -> None:
 
 
 def is_whole(world: World, source: Argument, pattern: str) -> None:
-    """The tree is what was saved, `inspect` calls it complete, and it converts."""
+    """The tree equals the saved one, `inspect` reports it as complete, and it converts."""
     same_ranks(read_named(world.src, pattern), cut_ranks(world.source, FULL, COPIED))
     (step,) = done("inspect", source, "--strategy", world.old, "--json").json["steps"]
     assert step["complete"] and sorted(step["ranks"]) == list(cut_ranks(world.source, FULL))

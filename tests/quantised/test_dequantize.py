@@ -22,7 +22,7 @@ from tests.trees import Value, arrays, layout, read_checkpoint, read_tree, same_
 
 
 def expected(quantised: list[Coded], dtype: str = "BFloat16") -> dict[str, Value]:
-    """What a model stands for, with what is not quantised as it is."""
+    """The dequantised values of a model; other tensors unchanged."""
     plain = {
         name: Value(preserved, np.frombuffer(content, f"u{len(content) // shape[0]}").reshape(shape))
         for name, (preserved, shape, content) in others().items()

@@ -42,7 +42,7 @@ FIELDS = {"Float32": (23, -126, 127), "Float16": (10, -14, 15), "BFloat16": (7, 
 
 
 def rounded(values: npt.NDArray[np.float32], dtype: str) -> npt.NDArray[np.float64]:
-    """The nearest numbers of a type, ties to even, as multiples of what numbers of that size are apart."""
+    """The nearest numbers of a type, ties to even, as multiples of the spacing at that size."""
     mantissa, least, largest = FIELDS[dtype]
     doubles = values.astype("f8")
     apart = np.ldexp(1.0, np.maximum(np.frexp(doubles)[1] - 1, least) - mantissa)

@@ -44,7 +44,7 @@ PARTS: dict[str, tuple[str, tuple[Argument, ...]]] = {
 
 
 def as_advised(words: list[Argument], result: Result) -> list[Argument]:
-    """A command with what the error says to give, and without what it says to leave out."""
+    """A command with the options that the error adds, and without those that it removes."""
     advice = " ".join(result.err.split("error:")[1].split())
     remaining = [str(word) for word in words]
     arguments, selected = GIVE.search(advice), LEAVE_OUT.search(advice)
@@ -57,7 +57,7 @@ def as_advised(words: list[Argument], result: Result) -> list[Argument]:
 
 
 def save(world: World) -> None:
-    """Two steps, so that each can be asked for."""
+    """Two steps, so that each can be selected."""
     world.save(tensors("older "), "rank_{rank}/net-1_9.ckpt")
     world.save(FULL)
 

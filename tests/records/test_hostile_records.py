@@ -207,7 +207,7 @@ def test_a_record_of_a_thousand_million_ranks_is_refused(world: World, kind: str
 
 @pytest.mark.long
 def test_a_large_fingerprint_is_merged_in_bounded_memory(tmp_path: Path) -> None:
-    """What is kept is a few bytes per slice, whatever the text takes."""
+    """A few bytes per slice stay in memory, whatever the size of the text."""
     slices = [{"stage": 0, "box": [[n, n + 1], [0, 8]], "sum": f"{n:032x}"} for n in range(2000)]
     parameter = {"dtype": "Float32", "shape": [2000, 8], "fingerprint": None}
     with open(tmp_path / "result.json", "w") as file:

@@ -21,7 +21,7 @@ FULL = tensors()
 
 @contextlib.contextmanager
 def held(path: Path, kind: int, seconds: float = 0) -> Iterator[None]:
-    """Somebody who may read a lock file holds it while this block runs, or for some seconds of it."""
+    """A reader locks the file while this block runs, or for some seconds of it."""
     fd = os.open(path, os.O_RDONLY)
     fcntl.flock(fd, kind)
     timer = threading.Timer(seconds, fcntl.flock, (fd, fcntl.LOCK_UN)) if seconds else None
@@ -37,7 +37,7 @@ def held(path: Path, kind: int, seconds: float = 0) -> Iterator[None]:
 
 @pytest.fixture
 def begun(world: World, monkeypatch: pytest.MonkeyPatch) -> World:
-    """A world of which one rank is converted, where nobody waits for long."""
+    """A world with one converted rank and a short lock timeout."""
     world.save(FULL)
     world.by_rank(0)
     monkeypatch.setattr(locks, "MESSAGE_AFTER", 0.05)

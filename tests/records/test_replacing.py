@@ -216,7 +216,7 @@ def test_a_failing_system_call_during_overwrite_is_recoverable(kind: str, number
 def test_records_of_replaced_targets_survive_a_temporarily_missing_plan(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without them nobody would know that the files may go."""
+    """Without them the files could not be recognised as removable."""
     world.save(FULL)
     plain = os.lstat
     before: list[int] = []
@@ -254,7 +254,7 @@ def test_a_late_part_of_a_replaced_run_changes_nothing(world: World) -> None:
 
 
 def killed_while_replacing(world: World) -> None:
-    """Begin to replace all in another format, until the first new file is there."""
+    """Begin to replace all in another format, until the first new file exists."""
     code = (
         "import os\n"
         "def rename(old, new, **places):\n"

@@ -242,7 +242,7 @@ def test_resume_refuses_a_changed_source(world: World) -> None:
 
 
 def test_resume_refuses_several_sources(world: World) -> None:
-    """As where every machine had copied what its rank needed."""
+    """As if every machine had copied the files of its rank."""
     world.save(FULL)
     other = shutil.copytree(world.src, world.root / "other")
     world.by_rank(0)

@@ -135,7 +135,7 @@ def test_the_suggested_command_uses_the_same_step(tmp_path: Path) -> None:
 
 
 def test_one_rank_checks_the_strategy_as_all_ranks_do(tree: Tree) -> None:
-    """Also where that rank itself gets nothing of what differs."""
+    """Also if that rank itself gets no differing bytes."""
     tree.save()
     tree.change(4, *WEIGHTS)
     stages = [model([2], [0, -1], NORMS), model([2], [0, -1], WEIGHTS)]

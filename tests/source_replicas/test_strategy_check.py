@@ -162,7 +162,7 @@ def test_untested_parameters_are_listed(tree: Tree, tmp_path: Path) -> None:
 
 
 def test_a_strategy_that_cuts_finer_than_the_files_does_not_fit(tmp_path: Path) -> None:
-    """No two ranks should hold the same, so that no replicas tell; but some do."""
+    """No two ranks should be replicas, so there is nothing to compare; but some are equal."""
     saved = single({name: layout([2, 2], [0, -1]) for name in "ab"})
     write_tree(tmp_path / "src", cut_ranks(saved, {name: value(name, (16, 6)) for name in "ab"}))
     fine = write_strategy(tmp_path / "fine", single({name: layout([4], [0, -1]) for name in "ab"}))

@@ -69,7 +69,7 @@ SHARDED: Strategy = single({name: layout([4], [0, -1] if name != "v" else [-1]) 
 
 @pytest.mark.parametrize(("saved", "other"), [(COLUMNS, SHARDED), (SHARDED, COLUMNS)])
 def test_a_swap_is_detected_with_equal_device_counts(tmp_path: Path, saved: Strategy, other: Strategy) -> None:
-    """Shapes fit either; replicas that differ, or are equal where they should not be, tell which it is."""
+    """Shapes fit either; differing replicas, or equal slices that should differ, decide."""
     world = World(tmp_path, saved, other)
     full = {name: value(name, (8, 8)) for name in ("w", "m.w")}
     write_tree(world.src, cut_ranks(saved, {**full, "v": value("v", (4,))}, COPIED))
@@ -108,7 +108,7 @@ def test_a_lost_rank_is_not_a_swap(world: World) -> None:
 
 
 def test_a_swap_also_lists_possibly_lost_ranks(tmp_path: Path) -> None:
-    """What is left of one stage is what the target would hold."""
+    """The remaining files of one stage equal the target's."""
     whole = layout([2], [-1, -1])
     stages = [{"devices": 2, "layouts": {name: whole}} for name in ("w", "m.w")]
     world = World(tmp_path, stages, single({"w": whole, "m.w": whole}))
@@ -136,7 +136,7 @@ def test_equal_ranks_that_the_source_strategy_separates_are_a_swap(tmp_path: Pat
 
 
 def test_a_source_strategy_finer_than_the_files_is_refused(tmp_path: Path) -> None:
-    """No two ranks should hold the same, so that comparing replicas says nothing; but ranks 0 and 2 do."""
+    """No two ranks should be replicas, so there is nothing to compare; but ranks 0 and 2 are equal."""
     world = World(tmp_path, single({name: layout([4], [0, -1]) for name in "ab"}), single({"a": layout([1], [-1, -1])}))
     full = {name: value(name, (8, 6)) for name in "ab"}
     write_tree(world.src, cut_ranks(single({name: layout([2, 2], [0, -1]) for name in "ab"}), full, COPIED))
@@ -243,7 +243,7 @@ def test_a_swap_indicated_only_by_the_rank_count_is_a_warning(tmp_path: Path) ->
 
 @pytest.mark.parametrize("names", ["ab", "a"])
 def test_rank_0_of_data_parallel_ranks_is_not_a_swap(names: str, tmp_path: Path) -> None:
-    """`none` fits every file that is left alone; a mark tells of what was saved by other ranks only."""
+    """`none` fits every single file; only a mark shows that other ranks saved more."""
     parallel = single({name: layout([4], [-1, -1]) for name in "ab"})
     world = World(tmp_path, parallel, parallel)
     full = {name: value(name, (8, 6)) for name in names}

@@ -29,10 +29,10 @@ class Place(Protocol):
         """Remove it."""
 
     def content(self) -> dict[str, bytes]:
-        """All files that are there, whatever they are for, by name."""
+        """All files of any purpose, by name."""
 
     def uploads(self) -> list[str]:
-        """Names of what is being uploaded."""
+        """Names of unfinished uploads."""
 
 
 class LocalPlace:
@@ -113,7 +113,7 @@ def content(size: int) -> bytes:
 
 
 def wait_until_killed(process: int) -> None:
-    """Wait until a process has ended of which nobody has asked how."""
+    """Wait until a process has ended and was not waited for."""
     os.waitid(os.P_PID, process, os.WEXITED | os.WNOWAIT)
 
 

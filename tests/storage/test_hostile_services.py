@@ -114,7 +114,7 @@ def test_an_impossible_response_is_an_error_in_one_line(name: str, objects: Obje
 
 @pytest.fixture
 def elsewhere() -> Iterator[tuple[str, list[str]]]:
-    """A server that nobody asked for, and what comes there."""
+    """A server outside the endpoint, and the requests that reach it."""
     received: list[str] = []
 
     class Handler(BaseHTTPRequestHandler):

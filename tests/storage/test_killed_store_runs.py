@@ -123,7 +123,7 @@ def interrupted(preloaded: Preloaded, objects: Objects, killer: Killer, words: l
 
 
 def check_nothing_is_half_written(objects: Objects, job: Job, before: Optional[Job] = None) -> None:
-    """Whatever has a final name is whole, and what says that all is there comes last."""
+    """Files under final names are whole, and the file that marks completion is written last."""
     content = objects.content("out")
     actual = {name: data for name, data in content.items() if name in job.whole and name != UNFINISHED}
     for name, data in actual.items():
@@ -169,7 +169,7 @@ def clear(objects: Objects) -> None:
 
 
 def status(preloaded: Preloaded, dst: str) -> Optional[dict[str, object]]:
-    """What `status` says of a directory; None where nothing was begun."""
+    """The output of `status` for a directory; None without a conversion."""
     result = preloaded.start("status", dst, "--json").result()
     if result.status == 3:
         assert "holds no records of a conversion" in result.err
@@ -179,7 +179,7 @@ def status(preloaded: Preloaded, dst: str) -> Optional[dict[str, object]]:
 
 
 def kill_and_go_on(killer: Killer, job: Job, preloaded: Preloaded, objects: Objects) -> bool:
-    """Kill a run at a request, see what is there, and complete it; whether it came so far."""
+    """Kill a run at a request, check the directory, and complete it; returns whether the request was reached."""
     dst = objects.path("out")
     ended = interrupted(preloaded, objects, killer, job.into(dst))
     assert ended == (-signal.SIGKILL if killer.done else 0)
@@ -269,7 +269,7 @@ def test_concurrent_runs_give_one_checkpoint(preloaded: Preloaded, objects: Obje
 
 @pytest.mark.long
 def test_a_killed_run_does_not_affect_a_concurrent_one(preloaded: Preloaded, objects: Objects, tmp_path: Path) -> None:
-    """Its upload of the same object is aborted once nobody else uploads it."""
+    """Its upload of the same object is aborted once no other process uploads it."""
     expected = job("parts", tmp_path)
     dst = objects.path("out")
     parts = itertools.count()
@@ -359,7 +359,7 @@ def test_a_run_with_overwrite_killed_at_any_request_is_completed_by_the_next(
 
 
 def move_to_another_machine(objects: Objects) -> None:
-    """Let everything that says that a process lives be of one of another machine."""
+    """Make all signs of life belong to a process of another machine."""
     holder = re.compile(rf"{_machine()}-([0-9]+-[0-9a-f]{{12}})")
     for key, content in objects.content().items():
         renamed_key = holder.sub(r"0badcafe-\1", key)

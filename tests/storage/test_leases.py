@@ -230,7 +230,7 @@ def test_leases_do_not_depend_on_the_local_clock(objects: Objects, monkeypatch: 
 
 @pytest.fixture
 def beating(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What says that this process lives is put again soon."""
+    """This process renews its sign of life soon."""
     monkeypatch.setattr(leases, "PUT_AGAIN_AFTER", 0.05)
     monkeypatch.setattr(leases, "_alive", set())
     monkeypatch.setattr(leases, "_thread", None)

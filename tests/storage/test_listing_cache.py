@@ -100,7 +100,7 @@ _ANSWERS: dict[str, dict[tuple[Callable[[str], Any], str], Any]] = {}
 
 
 def answers(run: Objects) -> dict[tuple[Callable[[str], Any], str], Any]:
-    """What the store says to every question, asked anew each time."""
+    """The store's answers without a cache."""
     if run.bucket not in _ANSWERS:
         _ANSWERS[run.bucket] = {(ask, path): ask(run.path(path)) for ask, path in itertools.product(QUESTIONS, PATHS)}
     return _ANSWERS[run.bucket]

@@ -37,7 +37,7 @@ ROUND_TRIPS = st.floats(0, 10)
 
 
 def slowed(milliseconds: float, file_system: str, *words: Argument) -> str:
-    """What a command prints if every read takes a round trip of so long, on a file system of this type."""
+    """A command's output if every read takes this round trip, on a file system of this type."""
     command = [sys.executable, "-m", "benchmarks.slow_reads", milliseconds, file_system, *words]
     process = subprocess.run([str(word) for word in command], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert process.returncode == 0, process.stderr

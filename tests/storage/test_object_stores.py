@@ -150,7 +150,7 @@ def test_each_header_takes_one_request(objects: Objects, tmp_path: Path) -> None
 
 
 def lists(objects: Objects) -> Counter[str]:
-    """How often each directory was listed, by what its keys begin with; looks whether there is any key apart."""
+    """How often each directory was listed, by its prefix, without checks for any key."""
     counts: Counter[str] = Counter()
     for _, path in objects.faults.asked:
         query = parse_qs(urlsplit(path).query)

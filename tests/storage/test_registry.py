@@ -27,7 +27,7 @@ ASKS = re.compile(
 
 
 def copied(directory: Path, place: ToyPlace) -> str:
-    """Files of a local directory, put into the toy store; where they lie there."""
+    """Copy a local directory into the toy store; returns its path there."""
     for file in directory.rglob("*"):
         if file.is_file():
             place.put(str(file.relative_to(directory)), file.read_bytes())

@@ -260,7 +260,7 @@ def test_a_fingerprint_written_to_a_store_is_read_again(objects: Objects, tmp_pa
 
 @pytest.mark.short
 def test_a_late_run_replaces_no_object_of_another_program(objects: Objects, saved: World) -> None:
-    """As one that was stopped while another conversion was written there."""
+    """Like a run that was suspended while another conversion was written."""
     theirs = b"of another conversion"
 
     def choose(number: int, method: str, path: str) -> None:

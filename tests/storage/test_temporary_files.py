@@ -35,7 +35,7 @@ def without_locks(fd: int, operation: int) -> None:
 def test_a_process_of_another_container_counts_as_alive(
     same: bool, locks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Containers of one machine have one host name where they share its network; a lock tells of all of them."""
+    """Containers that share a machine's network have one host name; a lock distinguishes them."""
     if not locks:
         monkeypatch.setattr(fcntl, "flock", without_locks)
     with monkeypatch.context() as patch:

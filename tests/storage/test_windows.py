@@ -25,7 +25,7 @@ def test_windows_return_the_read_bytes_or_nothing(kept: list[tuple[str, int, int
 
 
 def rounds(offsets: list[int]) -> int:
-    """How often somebody waits who asks for what stands at these offsets, one after the other."""
+    """The number of waits of a reader of these offsets in order."""
     jumps = Jumps()
     expected: set[int] = set()
     waited = 0

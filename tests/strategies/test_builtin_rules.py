@@ -131,7 +131,7 @@ def placed(layout: Layout) -> object:
 
 
 def test_layouts_that_depend_on_the_configuration_stay_undecided() -> None:
-    """vocab_emb_dp leaves embedding and head whole: rules cannot know, and do not guess."""
+    """vocab_emb_dp leaves embedding and head whole: rules cannot derive that, and do not guess."""
     case = made_cases.load("20_llama_dp4mp2pp1")
     says = "(?s)does not settle 2 parameters.*--set vocab_emb_dp=true or --set vocab_emb_dp=false"
     with pytest.raises(StrategyError, match=says):

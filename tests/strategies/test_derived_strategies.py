@@ -47,7 +47,7 @@ SAME, SAME_SLICES, REFUSED, LOUD, SILENT = "same record", "same slices", "refuse
 
 @cache
 def networks() -> list[list[MadeCase]]:
-    """Cases of the same network, where there are several."""
+    """Cases of the same network, if there are several."""
     actual: dict[Any, list[MadeCase]] = {}
     for name in made_cases.case_names():
         case = made_cases.load(name)
@@ -161,7 +161,7 @@ def test_assumed_growth_is_wrong_only_in_shapes_and_capped_slices() -> None:
 
 
 def test_assumed_device_order_can_be_wrong_unnoticed() -> None:
-    """Which is why it is not assumed: one source of a single replica, whose cut lies outermost."""
+    """The reason for not assuming it: one source of a single replica, whose cut is outermost."""
     one, other = made_cases.load("30_left_dp1mp4pp1"), made_cases.load("30_left_dp4mp2pp1")
     assert derive([one], other) == REFUSED
     assert derive([one], other, [DP_OUTERMOST]) == SILENT
@@ -206,7 +206,7 @@ _SIZES = [
 
 @pytest.mark.parametrize(("matrix", "entries"), _ORDERS, ids=lambda sizes_text: "-".join(map(str, sizes_text)))
 def test_no_device_order_gives_a_slice_to_a_wrong_rank(matrix: list[str], entries: list[Any], tmp_path: Path) -> None:
-    """A weight whose devices lie so, and one that shows what mp cuts, for all sizes: the right slices, or refused."""
+    """A weight with this device order, and one that mp cuts, for all sizes: the correct slices, or refused."""
     usual, nested = made_cases.rule("usual", ["dp", "cp", "mp"], ["mp", "None"]), "nested = true"
     text = usual + made_cases.rule("w", matrix, entries, nested if isinstance(entries[0], list) else "")
     model = model_tensors("shapes", [FullTensor(name, (64, 64), "Float32") for name in ("usual", "w")], ITEM_SIZES)
@@ -236,7 +236,7 @@ def test_no_device_order_gives_a_slice_to_a_wrong_rank(matrix: list[str], entrie
 
 
 def test_wrong_sizes_are_refused_or_harmless() -> None:
-    """Wrong sizes of the same product: refused, or what is derived with them is right, but for shapes of very few."""
+    """Wrong sizes of the same product: refused, or the derived layouts are correct except for a few shapes."""
     harmful = []
     count = refused = 0
     for one, other in sampled(pairs(), 40):
@@ -276,7 +276,7 @@ def shapes_of(case: MadeCase, path: Path) -> Path:
 
 
 def test_the_command_derives_the_compiled_strategy(tmp_path: Path) -> None:
-    """Training to inference, a strategy with more devices beside it; the record tells where it is from."""
+    """Training to inference with a strategy of more devices beside it; the record contains the origin."""
     one, other = made_cases.load("10_dp2mp4pp1"), made_cases.load("10_dp1mp4pp1")
     shapes = shapes_of(one, tmp_path / "full.safetensors")
     out = tmp_path / "out.ckpt"

@@ -42,7 +42,7 @@ BACKBONE = FIXTURES / "rules" / "backbone.toml"
 
 
 def write_shapes(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> Path:
-    """A JSON strategy of one device, which tells nothing but shapes."""
+    """A JSON strategy of one device, which records only shapes."""
     return write_strategy(
         path, 0, {name: layout([1], [-1] * len(shape), shape=list(shape)) for name, shape in shapes.items()}
     )
@@ -133,7 +133,7 @@ def pangu_shape(name: str, record: RecordedLayout) -> tuple[int, ...]:
 
 
 def test_a_strategy_of_thousands_of_devices_is_made_quickly() -> None:
-    """Records of 10,240 devices cost what 8 do: layouts are worked out once each."""
+    """Records of 10,240 devices cost as much as of 8: each layout is computed once."""
     names = [f"blocks.{layer}.w{number}" for layer in range(64) for number in range(8)]
     model = model_tensors("shapes", [FullTensor(name, (10240, 10240), "Float32") for name in names], ITEM_SIZES)
     rules = parse_rules('[[parameter]]\nmatch = "*"\nmap = ["mp", "None"]\n', "rules")
@@ -213,7 +213,7 @@ def test_undecided_and_uncompilable_layouts_are_refused(rules: str, sizes: str, 
 
 
 def test_rules_may_leave_irrelevant_settings_open(tmp_path: Path) -> None:
-    """With data parallelism alone nothing is cut, whatever cuts; on one replica the order of devices is no matter."""
+    """With data parallelism alone nothing is cut; with one replica the order of devices is irrelevant."""
     open_cut = '[[parameter]]\nmatch = "*"\nmap = ["?", "None"]\n'
     done(*making(tmp_path, open_cut, {"w": (8, 8)}, "--sizes", "dp=8", "--weights-only"))
     open_order = '[[parameter]]\nmatch = "*"\nmatrix = [["dp", "mp"], ["mp", "dp"]]\nmap = ["mp", "None"]\n'
@@ -357,7 +357,7 @@ def test_overwrite_removes_stages_of_another_strategy(out: str, tmp_path: Path) 
 @pytest.mark.parametrize("out", ["stages/", "stages/{rank}.ckpt", "stages/rank_{rank}/s_{rank}.json"])
 @pytest.mark.parametrize("replaces", [False, True])
 def test_stages_of_an_interrupted_run_are_never_read_as_a_strategy(out: str, replaces: bool, tmp_path: Path) -> None:
-    """Whichever call to the system is the last: what lies there is the old strategy, the new one, or refused."""
+    """After any last system call the file is the old strategy, the new one, or refused."""
     shapes = {f"layers.{layer}.w": (8, 8) for layer in range(6)}
     words = list(making(tmp_path, ONE_RULE, shapes, "--weights-only", "--sizes", "mp=2,pp=4", "--layers-per-stage"))
     words[3] = tmp_path / out
@@ -409,7 +409,7 @@ SIZES = st.sampled_from([1, 2, 4, 8])
 
 @given(dp=SIZES, cp=SIZES, mp=SIZES, outer=st.booleans(), shards=st.sampled_from([0, -1, 2, 4]), rows=st.booleans())
 def test_every_rank_has_the_slice_of_its_rule(dp: int, cp: int, mp: int, outer: bool, shards: int, rows: bool) -> None:
-    """The record against the meaning of named axes: a rank's coordinates along them say which slice is its."""
+    """The record against the meaning of named axes: a rank's coordinates select its slice."""
     devices = dp * cp * mp
     axes = ["mp", "dp", "cp"] if outer else ["dp", "cp", "mp"]
     sizes = {"dp": dp, "cp": cp, "mp": mp}

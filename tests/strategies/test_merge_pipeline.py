@@ -30,7 +30,7 @@ def two_stages(directory: Path, ending: str = "ckpt") -> Path:
 
 
 def content(path: Path) -> dict[str, Any]:
-    """What a file says, apart from the order in which stages were merged."""
+    """The content of a file, without the order of merged stages."""
     file = read_strategy_file(str(path))
     return {"items": sorted(map(repr, file.items)), "layouts": dict(file.layouts), "stage": file.current_stage}
 

@@ -44,7 +44,7 @@ def read_one(path: Path) -> dict[str, Layout]:
 
 
 def only(tmp_path: Path, expected: dict[str, Any], name: str = "s.ckpt") -> Layout:
-    """The layout of a file that says this of its only parameter."""
+    """The layout of a file with this record of its only parameter."""
     return read_one(write_strategy(tmp_path / name, 0, {"w": expected}))["w"]
 
 
@@ -106,7 +106,7 @@ def check_layout(layout_record: Layout, message: dict[str, Any], shape: tuple[in
 @examples(300)
 @given(data=st.data())
 def test_every_written_layout_is_read_with_the_same_slices(data: st.DataObject) -> None:
-    """As .ckpt and as .json, to whoever knows how many dimensions the tensor has."""
+    """As .ckpt and as .json, for a known number of dimensions."""
     # Slices of one row, beside another dimension that is cut: there JSON can be read in several ways.
     shape = tuple(data.draw(st.lists(st.sampled_from([4, 8, 2, 6, 1]), max_size=4)))
     layout_record = data.draw(layouts(data.draw(st.sampled_from([16, 8, 12, 1])), shape))

@@ -132,7 +132,7 @@ def test_every_command_with_filters_warns_of_unmatched_patterns(adam: World) -> 
 
 
 def test_unmatched_exclusions_of_optimizer_state_give_no_warning(tmp_path: Path) -> None:
-    """As scripts do that are for any checkpoint; but state of another optimizer is there, and would stay."""
+    """As in scripts for any checkpoint; but the source contains state of another optimizer."""
     weights = single(dict.fromkeys(WEIGHTS, layout([2], [0])))
     world = World(tmp_path, weights, single(dict.fromkeys(WEIGHTS, layout([1], [-1]))))
     write_tree(world.src, cut_ranks(weights, {name: value(name, (4,)) for name in WEIGHTS}, COPIED))

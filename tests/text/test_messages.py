@@ -60,7 +60,7 @@ def test_problems_that_differ_only_in_the_parameter_are_grouped(tmp_path: Path) 
 
 
 def test_a_long_error_repeats_its_summary_at_the_end(tmp_path: Path) -> None:
-    """Every parameter has a shape of its own, so that there is nothing to fold."""
+    """Every parameter has a different shape, so that no lines are folded."""
     names = [f"p{letter}" for letter in "abcdefghijklmnopqrst"]
     world = World(tmp_path, model(ROWS, names), model(WHOLE, names))
     ranks = cut_ranks(world.source, {name: value(name, (8, 4)) for name in names})
@@ -133,7 +133,7 @@ def test_a_very_long_name_is_shortened_in_messages(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["w[0]", "a*b", "what?", "it's", "line\nbreak"])
 def test_the_suggested_exclude_matches_only_its_parameter(tmp_path: Path, name: str) -> None:
-    """Typed into a shell as it is printed, whatever a pattern or a shell would make of the name."""
+    """Pasted into a shell, with any special characters in the name."""
     layout_record = layout([2], [0, -1])
     full = {"w": value("w", (8, 6)), "w0": value("w0", (8, 6)), name: value("x", (4, 4))}
     ranks = cut_ranks(single({key: layout_record for key in full}), full)

@@ -189,7 +189,7 @@ def test_a_transposed_square_matrix_has_another_sum(change: Any) -> None:
 
 
 def test_swapped_signs_change_the_sum() -> None:
-    """Two flipped sign bits are what a sum modulo a power of two would let cancel."""
+    """Two flipped sign bits would cancel in a sum modulo a power of two."""
     array = np.random.RandomState(5).standard_normal(4096).astype("<f4").view("<u4")
     sums = set()
     for one in range(0, 4096, 97):

@@ -40,7 +40,7 @@ def compared(form: str, world: World) -> list[Argument]:
 def test_verify_finds_a_mistake_common_to_writer_and_reader(
     form: str, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two types that are taken for each other both ways come back as they were."""
+    """Two swapped dtypes are restored by a second swap."""
     world.save(FULL)
     for one, other in (("Float16", "BFloat16"), ("BFloat16", "Float16")):
         monkeypatch.setitem(SAFETENSORS_NAMES, one, {"Float16": "F16", "BFloat16": "BF16"}[other])

@@ -25,7 +25,7 @@ FULL = tensors()
 
 
 def words(form: str, world: World) -> list[Argument]:
-    """The strategies that comparing a form with the rank directories it was made of takes."""
+    """The strategy options for comparing a form with its source ranks."""
     return ["--src-strategy", world.old, *laid_out(form, world)]
 
 

@@ -180,7 +180,7 @@ def one_row_off(view: View) -> View:
 
 
 def other_source(view: View) -> View:
-    """The second source is taken for the third and the third for the second."""
+    """The second and the third source are swapped."""
     turned = {1: 2, 2: 1}
     regions = tuple(region._replace(source=turned.get(region.source, region.source)) for region in view.regions)
     return View(view.shape, regions) if len({region.source for region in view.regions}) > 2 else view

@@ -53,7 +53,7 @@ def differences(world: World, *options: Argument) -> list[tuple[str, Optional[st
 
 
 def converted(world: World, target: Strategy, full: Checkpoint, copied: Checkpoint = COPIED, **options: Any) -> None:
-    """Write what a right conversion makes, without manifest and records."""
+    """Write the output of a correct conversion, without manifest and records."""
     write_tree(world.dst, cut_ranks(target, full, copied, **options), "rank_{rank}/checkpoint_{rank}.ckpt")
 
 

@@ -353,7 +353,7 @@ def test_verify_finds_a_mistake_of_the_conversion(
 
 
 def recovery(tmp_path: Path) -> tuple[list[Argument], Path]:
-    """Recovered ranks of two stages, of which the second holds a tied table unlisted; with what to verify them."""
+    """Recovered ranks of two stages, the second with an unlisted tied table; returns the options of verify."""
     cut, table = layout([2], [0, -1]), layout([2], [-1, 0])
     strategy: Strategy = [
         {"devices": 2, "layouts": {"emb": cut, "a": cut}},

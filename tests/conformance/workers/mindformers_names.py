@@ -102,7 +102,7 @@ def known(job: Job) -> list[str]:
 
 
 def legacy_names(home: Path, job: Job) -> list[str]:
-    """Names as the scripts of Llama make them, whose modules need what is not here."""
+    """Names as the scripts of Llama make them; their modules need packages that are absent here."""
     path = home / "models" / "llama" / ("convert_reversed.py" if job["back"] else "convert_weight.py")
     tree = ast.parse(path.read_text(encoding="utf-8"))
     functions: list[ast.stmt] = [
