@@ -1,4 +1,4 @@
-"""Distributed checkpoints of PyTorch: its libraries' files are read correctly or refused; written ones are read again."""
+"""Distributed checkpoints of PyTorch: files of its libraries are read correctly or refused; written ones round-trip."""
 
 from __future__ import annotations
 
