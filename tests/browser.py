@@ -140,6 +140,6 @@ def browser(directory: Path) -> Iterator[Browser]:
 def _request(url: str, body: Optional[dict[str, Any]] = None, method: Optional[str] = None) -> Any:
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"}, method=method)
-    # Proxies of the environment do not know this machine.
+    # Proxies of the environment cannot reach this machine.
     with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=_MAX_WAIT) as answer:
         return json.load(answer)["value"]

@@ -100,7 +100,7 @@ def strategy_jobs() -> Iterator[Job]:
             *(["group-info", "inspect", str(path)] for path in sorted(case.glob("group_info/*.pb"))[:2])
         )
         yield Job(f"strategy {case.name}", commands)
-    # Of all pairs of the corpora there are thousands.
+    # The corpora have thousands of pairs.
     sized = [case for case in cases if case.name.startswith("10") and case.parent == FIXTURES]
     for source, target in product(sized[::2], sized[1::2]):
         arguments = ["--src-strategy", str(source / "strategy"), "--dst-strategy", str(target / "strategy")]

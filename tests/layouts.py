@@ -161,7 +161,7 @@ def _ambiguous(layout_record: LayoutDict, shape: Sequence[int]) -> bool:
     if len(entries) == len(shape):
         return False
     if layout_record["uneven"]:
-        return True  # The recorded shape is wrong then, and does not tell how entries go together.
+        return True  # The recorded shape is wrong then, so it cannot group the entries.
     mine = _sliced(layout_record, shape)
     actual = 0
     for cuts in product([False, True], repeat=len(entries) - 1):

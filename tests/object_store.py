@@ -29,7 +29,7 @@ from reshard.storage import use_endpoint
 
 SECRET = "the-secret-key-that-nobody-may-see"
 KEY = "AKIAOFNOBODY"
-# In a process of its own, so that it answers whatever the tests do.
+# In a separate process, so that tests do not block it.
 _SERVER = """
 import sys, threading
 from moto.server import DomainDispatcherApplication, create_backend_app
@@ -43,7 +43,7 @@ class Quiet(WSGIRequestHandler):
 app = DomainDispatcherApplication(create_backend_app)
 server = make_server("127.0.0.1", 0, app, threaded=True, request_handler=Quiet)
 print(server.port, flush=True)
-# Ends with whoever started it, however that ends.
+# Ends with its parent process.
 threading.Thread(target=lambda: (sys.stdin.read(), server.shutdown()), daemon=True).start()
 server.serve_forever()
 """

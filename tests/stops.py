@@ -83,7 +83,7 @@ def check(root: Path, before: dict[str, bytes], after: dict[str, bytes], where: 
         assert name in files or whole, f"{where}: {name} was removed too early"
     for mark in MARKS:
         assert files in (before, after) or not (root / "dst" / mark).exists(), f"{where}: {mark}"
-    # Whatever happened, it can be asked how far it is.
+    # After any failure, status works.
     status_of(str(root / "dst"))
 
 

@@ -185,7 +185,7 @@ def test_data_is_aligned_and_in_the_given_order(tensors: list[tuple[str, int]]) 
         assert list(header) == list(named)
     position = 0
     for name, info in header.items():
-        # MindSpore asks for the header to be in the order of the data.
+        # MindSpore requires the header in the order of the data.
         assert info["data_offsets"][0] == position
         position = info["data_offsets"][1]
         assert info["data_offsets"][0] % widths[parts(named[name])[0]] == 0 or not parts(named[name])[1][0]

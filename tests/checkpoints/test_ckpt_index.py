@@ -239,7 +239,7 @@ def shuffled_value(draw: Any, name: str, dtype: str, dims: list[int], content: b
     packed = draw(st.booleans())
     numbers = [field(1, b"".join(varint(dim) for dim in dims))] if packed else [field(1, dim) for dim in dims]
     others = [field(2, dtype), field(3, content), *draw(unknown)]
-    # The dims keep their order among themselves, whatever comes between them.
+    # The dims keep their order, with any fields between them.
     keys = draw(st.permutations(["dim"] * len(numbers) + ["other"] * len(others)))
     remaining = {"dim": list(numbers), "other": list(draw(st.permutations(others)))}
     tensor = b"".join(remaining[key].pop(0) for key in keys)

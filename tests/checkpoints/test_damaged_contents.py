@@ -163,7 +163,7 @@ def test_the_same_command_resumes_with_the_older_step(fallen: World, checked: Co
     checked.clear()
     plan = done(*fallen.words("--json", command="plan")).json
     assert (plan["step"], plan["ranks"], plan["done_before"]) == ("1_9", [1], [0])
-    # Only what was found damaged is looked at again.
+    # Only files recorded as damaged are checked again.
     assert checked == Counter(saved(fallen, 1, 3))
     assert fallen.by_rank(1, "--json").json["step"] == "1_9"
     assert {name: data for name, data in tree_bytes(fallen.dst).items() if name in whole} == whole
@@ -206,7 +206,7 @@ def test_partial_reads_skip_files_that_an_earlier_run_recorded_as_damaged(
     warns(result, f"{path}: is damaged: its CRC is", f"rank {first} counts as absent")
     staged.convert()
     same_ranks(staged.found(), staged.expected(NEW))
-    # Once it is sound again, nobody takes it for damaged.
+    # An intact file is no longer recorded as damaged.
     shutil.rmtree(staged.dst / "rank_1")
     damage(path)
     assert "damaged" not in staged.by_rank(1).err

@@ -260,7 +260,7 @@ def test_aes_gcm_detects_a_change_of_any_byte(block: int, tmp_path: Path) -> Non
 def test_an_encrypted_file_truncated_anywhere_is_an_error(mode: str, tmp_path: Path) -> None:
     path, decryption, _ = small_file(tmp_path, mode)
     data = path.read_bytes()
-    # With less than the mark there is nothing to tell that it was encrypted.
+    # A file shorter than the mark cannot be recognised as encrypted.
     for size in range(4, len(data)):
         path.write_bytes(data[:size])
         with pytest.raises(CheckpointError) as caught:

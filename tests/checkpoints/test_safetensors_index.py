@@ -24,7 +24,7 @@ from tests.checkpoint_writing import (
     write_sparse,
 )
 
-# Its types are not told.
+# Its dtypes are not compared.
 deserialize: Any = safetensors.deserialize
 
 
@@ -203,7 +203,7 @@ def test_every_truncation_is_an_error(tmp_path: Path) -> None:
 
 
 def test_random_damage_is_an_error_or_read_as_the_library_does(tmp_path: Path) -> None:
-    # Not every version of the library knows complex numbers.
+    # Not every version of the library reads complex numbers.
     arrays = {name: array for name, array in random_arrays().items() if array.dtype != np.complex64}
     original = safetensors_bytes(arrays, {"format": "ms"})
     (length,) = struct.unpack("<Q", original[:8])

@@ -130,7 +130,7 @@ def test_a_single_source_file_may_not_be_replaced(world: World) -> None:
     assert path.read_bytes() == before
 
 
-# Sources that are not there or not checkpoints.
+# Sources that are missing or not checkpoints.
 
 
 def test_a_source_that_does_not_exist_is_named(world: World) -> None:

@@ -146,7 +146,7 @@ def test_verbose_may_stand_before_the_command(world: World, flag: str) -> None:
     world.save(FULL, copied={f"value_{letter}": scalar(1) for letter in "abcdefghi"})
     assert "value_a" not in world.convert("-n").out
     assert "9 copied unchanged: 'value_a', 'value_b'" in done(flag, *world.words("-n")).out
-    # What has no such flag does as always.
+    # Shells without the flag behave as before.
     listing = ("rank-list", 0, "--src-strategy", world.old, "--dst-strategy", world.new)
     assert done(flag, *listing) == done(*listing)
 

@@ -188,7 +188,7 @@ def test_paths_that_are_too_long_are_wrong_usage(world: World, path: str) -> Non
         "merge": ["fingerprint", "--merge", path],
         "merged": ["merge-pipeline", world.old.parent, path + ".ckpt"],
     }
-    # A pattern whose directories are not there matches nothing, however long it is.
+    # A pattern with missing directories matches nothing, whatever its length.
     del uses["pattern"]
     for words in uses.values():
         if any(path in str(word) for word in words):

@@ -40,7 +40,7 @@ def test_a_terminal_shows_progress_speed_and_remaining_time(columns: int, shown:
     for frame in frames:
         assert shown in frame and "iB/s" in frame.replace(" B/s", "iB/s") and re.search(r"\d\d:\d\d", frame)
         assert len(frame) <= columns
-    # A message stands on a line of its own, and the bar is gone in the end.
+    # A message has its own line, and the bar is removed at the end.
     assert re.search(r"(\r|\n)(\x1b\[33m)?warning: look here", output)
     assert output.split("\n")[-1].rpartition("\r")[2].strip() == ""
 

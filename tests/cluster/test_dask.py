@@ -189,7 +189,7 @@ def test_ranks_that_kill_every_worker_are_named_and_the_others_written(large: La
         cluster.worker()
         result = ended(client)
     assert result.status == 1
-    # Dask blames whatever the worker was given, so also the rank that would have been next.
+    # Dask also blames the rank that was next on the worker.
     warns(result, "died", "not written: rank", "7", "of 24 ranks that this run had to write were written")
     assert 22 <= len(list(dst.glob("rank_*/checkpoint_*"))) <= 23
     done(*large.words(dst))
@@ -349,7 +349,7 @@ def test_an_unreachable_scheduler_is_wrong_usage(world: World, typed: list[Argum
 @pytest.mark.parametrize("typed", ["carrier-pigeon://1", "tcp://127.0.0.1", "tls://127.0.0.1:1"])
 def test_an_address_that_dask_cannot_use_is_wrong_usage(world: World, typed: str) -> None:
     world.save(tensors())
-    # In a process of its own, because what Dask leaves running shows when it ends.
+    # In a separate process, because threads that Dask leaves appear at its end.
     result = reshard(*world.words("--scheduler", typed), subprocess_=True)
     assert result.status == 2
     warns(result, "Dask cannot use this address")

@@ -258,7 +258,7 @@ NETWORKS = {
         _DECODER,
         {
             "sixteen": Run({"dp": 8, "mp": 2}, shards(-1, 0)),
-            # The threshold is just what the square matrices are.
+            # The threshold equals the size of the square matrices.
             "forty": Run({"dp": 5, "mp": 8}, shards(-1, 25)),
             "sizes of four": Run({"dp": 16, "mp": 2}, shards(4, 26)),
             "context": Run({"dp": 2, "cp": 2, "mp": 4}, shards(-1, 0)),

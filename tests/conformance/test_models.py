@@ -149,7 +149,7 @@ def test_logits_are_equal_after_ranks_and_checkpoint2(
     answers = oracles.done(oracles.transformers([load(place) for place in places]))
     for first, *others in (answers[:3], answers[3:]):
         assert (first["missing"], first["dtypes"]) == ([], ["torch.float32"])
-        # The library knows the layer after the last in releases of that model alone, which have 61.
+        # The library supports the layer after the last only in releases of that model, which have 61.
         assert bool(first["unknown"]) == (family == "deepseek_v3")
         assert all(name.startswith("model.layers.4.") for name in first["unknown"])
         assert others == [first] * 2

@@ -99,7 +99,7 @@ def test_rank_lists_are_sufficient_and_at_most_as_long_as_mindspores(pair: str, 
     """Enough, and no longer than MindSpore's; which of several replicas is each library's own choice."""
     source, target = pair.split(" -> ")
     files = strategy_file(source), strategy_file(target)
-    # What is merged here is as good to MindSpore as what it merges.
+    # MindSpore reads our merged files like its own.
     merged_here = strategy_file(source, tmp_path), strategy_file(target, tmp_path)
     devices = 1 if target == "None" else rank_count(cases.load(target).strategy)
     refused = any(isinstance(answer, str) for answer in RANK_LISTS[pair].values())

@@ -65,7 +65,7 @@ def test_tensors_are_in_the_same_files_as_mindspores(
         same_checkpoints(read_full(where / "theirs"), preserved, f"seed {seed}")
         assert placed(where / "ours") == placed(where / "theirs"), f"seed {seed}"
         parts = max(parts, len(set(placed(where / "ours").values())))
-        # What is no part of the model; theirs has rank 0's slices of what was dropped, too.
+        # Entries outside the model; MindSpore's file also contains rank 0's slices of dropped parameters.
         ours, theirs = (read_checkpoint(where / side / "hyper_param.safetensors") for side in ("ours", "theirs"))
         same_checkpoints(ours, COPIED)
         same_checkpoints({name: theirs[name] for name in COPIED}, COPIED)

@@ -150,7 +150,7 @@ def test_each_byte_is_read_at_most_once(name: str, jobs: int, tmp_path: Path, co
     convert(tmp_path, KINDS[name], "--io", "pread", "--jobs", jobs, *ALONE)
     assert SIZE <= costs.bytes_read <= SIZE * KINDS[name].copies
     if name == "16 to 24 ranks":
-        # Not a third of what is written, as there are more targets than go into one group.
+        # Not a third of the written bytes, because there are more targets than a group has members.
         assert costs.bytes_read <= 2 * SIZE
 
 

@@ -164,7 +164,7 @@ def test_renamed_tensors_keep_their_layout(data: st.DataObject) -> None:
         words: list[Argument] = ["--src-strategy", source, "--dst-strategy", "same", "--rename", "old.*=new.*"]
         result = done("convert", root / "src", root / "dst", *words)
         same_ranks(read_tree(root / "dst"), cut_ranks(layouts, renamed))
-        # The source's strategy does not know the new names.
+        # The source's strategy does not list the new names.
         beside = root / "dst" / "reshard-strategy.json"
         warns(result, f"the strategy of these ranks is written to {beside}")
         again: list[Argument] = ["--src-strategy", beside, "--dst-strategy", "same", "--rename", "new.*=old.*"]
@@ -175,7 +175,7 @@ def test_renamed_tensors_keep_their_layout(data: st.DataObject) -> None:
         same_ranks(read_tree(root / "whole"), {0: renamed})
         even = not any(cut["uneven"] for stage in strategy for cut in stage["layouts"].values())
         if even and len(strategy) == 1:
-            # Checkpoint 2.0 cannot say uneven slices, and says stages in its own way.
+            # Checkpoint 2.0 cannot record uneven slices, and records stages differently.
             done("convert", root / "src", root / "two", *words, "--to", "checkpoint2")
             back: list[Argument] = ["--dst-strategy", "same", "--rename", "new.*=old.*", "--format", "ckpt"]
             done("convert", root / "two", root / "back", *back)

@@ -168,7 +168,7 @@ def test_only_configuration_values_in_use_belong_to_the_identity(tmp_path: Path)
     words = [*world.convert, "--config", world.hf / "config.json"]
     done("convert", *words, "--shard", "0/2")
 
-    # What is usual is said now, and something that no rule asks for.
+    # The assumed default is stated now, and a setting that no rule uses.
     edited = {**world.config, "use_cache": False, "torch_dtype": "float32", "head_dim": 3}
     (world.hf / "config.json").write_text(json.dumps(edited, indent=1))
     assert done("convert", *words, "--shard", "0/2", "--json").json["ranks"] == []
@@ -255,7 +255,7 @@ def test_the_configuration_records_the_dtype_of_cast_weights(tmp_path: Path, key
     result = world.told_back(tmp_path / "ranks", *words)
     assert "is kept" not in result.err and (back / "config.json").read_bytes() == written
 
-    # From one Hugging Face directory to another, where what lies beside the weights is compared.
+    # From one Hugging Face directory to another, where files beside the weights are compared.
     verified: list[Argument] = ["--to", "huggingface", "--cast", "Float16"]
     done("convert", world.hf, tmp_path / "half", *verified, "--verify")
     assert json.loads((tmp_path / "half" / "config.json").read_text()) == {**output, key: "float16"}

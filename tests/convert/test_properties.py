@@ -233,7 +233,7 @@ def test_accumulated_gradients_stay_sharded_or_unsharded(data: st.DataObject) ->
     with world_of(source, target) as world:
         write_tree(world.src, cut_ranks(source, everything, COPIED, untrue))
         world.convert()
-        # Where the source has no shards to tell it by, they are written as the compiler makes them.
+        # If the source has no shards, they are written as the compiler makes them.
         plain = [
             name for name in gradients
             if name in untrue

@@ -21,7 +21,7 @@ DEMO = ROOT / "fixtures" / "demo"
 SRC = DEMO / "src_checkpoints"
 STRATEGIES: dict[str, Any] = {"src_strategy": DEMO / "src_strategy.ckpt", "dst_strategy": DEMO / "dst_strategy.ckpt"}
 QWEN3 = ROOT / "fixtures" / "models" / "qwen3"
-# How a command prints and gets its share of the work; what methods do; an endpoint is one of the environment here.
+# Options for output and for shares of the work; methods; the endpoint comes from the environment here.
 ONLY_COMMAND = {"scheduler", "verify", "dry_run", "progress", "quiet", "verbose", "debug", "as_json", "endpoint_url"}
 
 

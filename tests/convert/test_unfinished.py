@@ -22,7 +22,7 @@ FORMS: dict[str, tuple[list[Argument], str]] = {
     "checkpoint2": (["--dst-strategy", "same"], "latest_checkpointed_iteration.txt"),
     "unified": (["--max-shard-size", "200"], "param_name_map.json"),
     "huggingface": (["--max-shard-size", "200"], "model.safetensors.index.json"),
-    # Nothing but the marker tells its loaders that files are missing.
+    # Only the marker shows loaders that files are missing.
     "hf-sharded": (["--shards", "4"], "reshard-manifest.json"),
     "dcp": (["--shards", "4"], ".metadata"),
     "hyper-parallel": (["--shards", "4"], ".metadata"),

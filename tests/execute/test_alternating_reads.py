@@ -56,7 +56,7 @@ def test_alternating_reads_of_files_read_each_byte_about_once(
         for start in range(0, SIZE, SMALL):
             for path in [*contents][:files]:
                 assert read(reader, path, start, SMALL) == contents[path][start : start + SMALL]
-    # At first nobody knows that others will follow.
+    # The first request cannot predict others.
     assert sum(requests) <= files * SIZE + 3 * SIZE
     assert len(requests) <= 1 if files == 1 else len(requests) <= files * SIZE // SMALL // 2
 

@@ -65,7 +65,7 @@ def tensors(draw: st.DrawFn, directory: Path) -> tuple[TargetTensor, npt.NDArray
     content = b""
     for cell in cells:
         stored = full[tuple(slice(*interval) for interval in cell)].tobytes()
-        # The slice lies in the file in one or more runs, with other bytes between them.
+        # The file contains the slice in one or more runs, with other bytes between them.
         cut = draw(st.integers(0, len(stored)))
         extents = []
         for part in (stored[:cut], stored[cut:]) if draw(st.booleans()) else (stored,):

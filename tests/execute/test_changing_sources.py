@@ -24,7 +24,7 @@ from tests.small import World, tensors
 from tests.trees import Value, layout, read_tree, scalar, single, value
 
 NEW, OTHER = tensors("new "), tensors("other ")
-# Each target rank takes what the source rank of its number holds.
+# Each target rank reads the source rank of the same number.
 TWO = single({"w": layout([2], [0, -1])})
 BIG = {label: {"w": value(label, (2048, 1024))} for label in ("one", "two")}
 
@@ -264,7 +264,7 @@ def test_values_distinguish_sources_of_machines_without_a_common_file(command: s
 
     def convert(rank: int, step: int, *options: str) -> Result:
         shutil.rmtree(world.src, ignore_errors=True)
-        # Generator states are a rank's own, and tell nothing.
+        # Generator states belong to one rank, so they distinguish no sources.
         copied = {"global_step": scalar(step), "rng_state": scalar(rank)}
         world.save(NEW, ranks=[rank], copied=copied)
         if command == "by-rank":

@@ -180,7 +180,7 @@ def test_a_short_read_is_continued(arguments: int, command: str, converted: Worl
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "pread", short)
         result = reshard(*words)
-    # What is free on the disk, and what this process holds by now, says nothing of what was read.
+    # Free disk space and the memory of this process do not depend on the source.
     figures = r"[0-9.]+ [KMGT]iB free|memory +about [0-9.]+ [KMGT]iB"
     message, required = (re.sub(figures, "", out) for out in (result.out, expected.out))
     assert (result.status, message) == (0, required), result.err

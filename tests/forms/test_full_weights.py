@@ -78,7 +78,7 @@ def test_files_of_mindspore_and_hugging_face_are_read(case: str) -> None:
         (sharding,) = tensor.shardings
         assert sharding.grid.shape == tensor.shape and sharding.grid.slice_count == 1
         assert list(sharding.holders(0)) == checkpoint.holders(name)
-    # Scalars are read; what may be a slice of rank 0 is not, be it of one element.
+    # Scalars are read; a possible slice of rank 0 is not, even with one element.
     hyper_parameters = expected.get("hyper_param", {})
     scalars = {name for name, message in hyper_parameters.items() if message["shape"] in ([], [1]) and "." not in name}
     assert checkpoint.values() == sorted(scalars)

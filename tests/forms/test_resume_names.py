@@ -151,7 +151,7 @@ def test_meta_json_records_the_converted_step(world: World) -> None:
         world.convert(*options, "--overwrite")
         for path in sorted(world.dst.rglob("meta.json")):
             assert json.loads(path.read_text())["last_ckpt_file"] == f"llama_{path.parent.name}-{step}.ckpt"
-    # While a rank is missing, nobody is told to go on from the others.
+    # While a rank is missing, no command suggests resuming from the others.
     (world.dst / "rank_0" / "llama_rank_0-4_2.ckpt").unlink()
     (world.dst / "rank_1" / "llama_rank_1-4_2.ckpt").unlink()
     world.by_rank(1, *options)

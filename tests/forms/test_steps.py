@@ -285,7 +285,7 @@ def test_differing_files_of_one_stage_show_a_deduplicated_save(tmp_path: Path) -
     """One file of the other stage remains; only the first stage's files show that it was one of two."""
     whole = layout([2], [-1, -1])
     names = [["a0", "b0"], ["a1", "b1"]]
-    # Nobody saves the last ones, which does not matter while all ranks are there.
+    # No rank saves the last ones, which is irrelevant while all ranks exist.
     source = [{"devices": 2, "layouts": dict.fromkeys([*some, f"never{some[0]}"], whole)} for some in names]
     world = World(tmp_path, source, single({name: whole for some in names for name in some}))
     full = {name: value(name, (4, 2)) for some in names for name in some}

@@ -23,7 +23,7 @@ from tests.trees import cut_ranks, layout, single, write_strategy, write_tree
 
 DEMO = FIXTURES / "demo"
 PLACEHOLDER = re.compile(r"\b[A-Z][A-Z_]+\b")
-# Of each form, what one can do with it.
+# The aims of each form.
 AIMS = {
     "ranks": ["check-strategy", "cluster", "huggingface", "pytorch"],
     "checkpoint2": ["cluster", "huggingface", "pytorch"],

@@ -127,7 +127,7 @@ def test_sixteen_bit_weights_are_rounded_once(tmp_path: Path) -> None:
     done("merge-lora", base(tmp_path / "base", full), peft(tmp_path / "adapter", pairs), tmp_path / "out")
     tensors = load_file(tmp_path / "out" / "model.safetensors")
     for name, array in merged(full, pairs, 2.0).items():
-        # What lies on the edge between two may fall on either side, by the last bits of the product.
+        # Values on the edge between two may round to either side, by the last bits of the product.
         wrong = tensors[name] != array.astype("f2")
         assert tensors[name].dtype == np.float16 and wrong.mean() < 1e-3
         assert np.abs(tensors[name].astype("f8") - array).max() <= np.abs(array).max() * 2**-10
@@ -167,7 +167,7 @@ def test_adapters_stored_among_the_weights_of_ranks_are_merged(tmp_path: Path, s
     done(*words, tmp_path / "two", *ends, "--to", "checkpoint2", "--verify")
     actual = {name: value.array.view("<f4") for name, value in read_tree(whole)[0].items()}
     close(actual, merged(full, pairs, 2.0))
-    # However it is cut, and in whatever blocks, every element is the same.
+    # Every element is the same in any layout and any blocks.
     whole_values = {name: Value("Float32", array.view("<u4")) for name, array in actual.items()}
     stages = single({name: layouts[name] for name in SHAPES})
     for rank, tensors in cut_ranks(stages, whole_values).items():

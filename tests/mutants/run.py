@@ -110,7 +110,7 @@ def _in_child(work: Path, limit: int, mutant: Optional[Mutant], task: Callable[[
 
 def run(chosen: Sequence[Mutant], limit: int, jobs: int, conversions: Collection[str] = ()) -> dict[str, object]:
     """What became of some mutants, in some conversions or all."""
-    # What takes long to import and does not change is there before the children are.
+    # Slow imports that do not change are done before the children start.
     for name in ("numpy", "click", "safetensors", "google.protobuf.descriptor_pool", "reshard.storage"):
         importlib.import_module(name)
     # Memory, where there is some: each conversion flushes what it writes.

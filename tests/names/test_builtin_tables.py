@@ -49,7 +49,7 @@ def test_a_tiny_model_round_trips_and_uses_each_element_once(name: str, options:
     assert_equal(redone(applied, arrays), outputs)
     returned = arrays_of(back, outputs)
     assert_equal(redone(back, outputs), returned)
-    # What is there twice is taken once, and made twice again.
+    # Tied tensors are read once, and written twice in reverse.
     for one, other in applied.tied:
         arrays[other] = arrays[one]
     assert_equal(returned, arrays)
@@ -76,7 +76,7 @@ def test_a_real_model_round_trips_and_uses_each_element_once(name: str) -> None:
     )
 
     assert {tensor: each.view.shape for tensor, each in back.views.items()} == shapes
-    # What is made of what was made: each tensor is itself again.
+    # The inverse of the result: each tensor is restored.
     for tensor in _one_of_each_kind(shapes):
         assert_itself_again(back, applied, tensor)
 

@@ -24,7 +24,7 @@ def plain(names: list[str], objects: tuple[str, ...] = (), keys: Any = None, opt
 
 def test_a_trainers_prefix_is_removed_only_on_evidence() -> None:
     unchanged, bare = dict(zip(MODEL, MODEL)), dict(zip(MODEL, ["embed.weight", "layers.0.up.weight"]))
-    # A model of Hugging Face with tied embeddings has such names of its own.
+    # A model of Hugging Face with tied embeddings contains these names itself.
     assert plain(MODEL) == unchanged
     assert plain(MODEL, objects=("optimizer.param_groups.0.lr",)) == bare
     assert plain([*MODEL, STATE]) == {**bare, STATE: "adam_m.layers.0.up.weight"}

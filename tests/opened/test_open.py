@@ -58,7 +58,7 @@ def indices(draw: st.DrawFn, shape: tuple[int, ...]) -> Any:
             parts.append(slice(draw(ends), draw(ends), draw(st.sampled_from([None, 1, 2, 3, -1, -2, 7, -5]))))
     if draw(st.booleans()):
         parts.insert(draw(st.integers(0, len(parts))), ...)
-        # What stands behind it counts from the last dimension, and may not fit there.
+        # The following indexes count from the last dimension, and may be out of range.
         parts = [part if part is ... or isinstance(part, slice) else slice(None) for part in parts]
     for _ in range(draw(st.integers(0, 2))):
         parts.insert(draw(st.integers(0, len(parts))), None)
@@ -153,7 +153,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return actual
 
 
-# What a request costs in bytes that were not asked for: see reshard/storage/costs.py.
+# Surplus bytes that are cheaper than a request: see reshard/storage/costs.py.
 GRANULE = 16 << 10
 
 
@@ -256,7 +256,7 @@ def test_reading_ahead_stays_within_the_budget(tmp_path: Path, monkeypatch: pyte
         selected = 0
         for name, array in opened.read_all():
             selected += array.nbytes
-            # Half of the memory is for what is read ahead.
+            # Half of the memory is for reading ahead.
             assert sum(created) <= selected + (4 << 20)
             assert same(array, full[name].array)
         assert selected == sum(created) == 24 << 20

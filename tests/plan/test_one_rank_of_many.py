@@ -75,7 +75,7 @@ def laid_out(draw: st.DrawFn, full: dict[str, Value], most: int = 6) -> Strategy
     strategy: Strategy = draw(strategies(owners, most))
     for stage in strategy:
         if "nothing" in stage["layouts"]:
-            # Boxes without elements are all alike, so that no step between shards can be told from them.
+            # Boxes without elements are all equal, so they show no step between shards.
             stage["layouts"]["nothing"].update(shard_size=0, shard_step=0)
     strategy = with_owners_layout(strategy, full)
     if "table" in full:
@@ -135,7 +135,7 @@ def cases(draw: st.DrawFn) -> Case:
                 if other != keeper:
                     del remaining[other][name]
     if ending == "ckpt" and draw(st.booleans()):
-        # Synchronous saves leave out what has no elements.
+        # Synchronous saves skip tensors without elements.
         remaining = {rank: {n: v for n, v in contents.items() if v.array.size} for rank, contents in remaining.items()}
     for rank, contents in draw(values(ranks, ending)).items():
         remaining[rank].update(contents)
@@ -288,7 +288,7 @@ def test_recover_restores_ranks_or_reports_missing_slices(data: st.DataObject) -
             name for contents in remaining.values() for name in contents
         }
         if nowhere and case.deduplicated and case.ending == "ckpt":
-            # No mark tells what an absent rank may have saved, nor need other files.
+            # Neither a mark nor other files show which parameters an absent rank saved.
             assert "count as not saved" in result.err
             skipped |= nowhere
         message = "no rank is left to tell whether" in result.err
@@ -296,10 +296,10 @@ def test_recover_restores_ranks_or_reports_missing_slices(data: st.DataObject) -
             place = stage_of(case.source, rank)[0]
             unlisted: set[str] = set()
             if not any(stage_of(case.source, other)[0] == place for other in remaining):
-                # Whether it held what only other stages list nobody knows any more.
+                # Whether it held parameters that only other stages list is unknown.
                 unlisted = set(listing) - set(case.source[place]["layouts"])
                 assert message or not unlisted
-            # What has no elements need not be there.
+            # Tensors without elements may be absent.
             empty = {name for name, tensor in contents.items() if not tensor.array.size}
             passed_over = skipped | empty | unlisted
             same_checkpoints(without(ranks[rank], passed_over), without(contents, passed_over), f"rank {rank}")

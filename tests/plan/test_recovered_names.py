@@ -48,7 +48,7 @@ NAMED = {
     "deeper": ("node1/rank_{rank}/net/net_{rank}-1_1.ckpt", "node*/rank_{rank}/*/*.ckpt"),
     "directories": ("r{rank}/net-1_2.ckpt", "r{rank}"),
 }
-# Names of which one file alone does not tell where the rank's number stands; see the test of other steps.
+# Names whose rank number one file alone does not determine; see the test of other steps.
 UNTOLD = ("digits", "deeper")
 LOST = some_of([[3], [0, 1], [1, 2], [2, 3]], 2)
 

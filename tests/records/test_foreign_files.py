@@ -20,7 +20,7 @@ def test_a_rank_over_the_target_device_count_is_named(world: World) -> None:
     assert "complete" in output and "files of other origin: rank_7/checkpoint_7.ckpt; remove it" in " ".join(
         output.split()
     )
-    # It is what a conversion would refuse.
+    # A conversion would refuse it.
     fails(3, *world.words(), says=["rank_7/checkpoint_7.ckpt"])
 
 

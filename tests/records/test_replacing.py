@@ -22,7 +22,7 @@ from tests.small import COPIED, World, tensors
 from tests.trees import cut_ranks, same_ranks, tree_bytes
 
 FULL = tensors()
-# What was converted before, and what replaces it; of the first, the second ends with these files alone.
+# The first conversion, and the one that replaces it; only the files of the second remain.
 REPLACED = {
     "another format": ((), ("--format", "safetensors")),
     "another prefix": (("--prefix", "net-"), ()),

@@ -173,7 +173,7 @@ def test_resume_applies_a_recorded_verify(world: World) -> None:
     world.convert("--verify")
     lose(world, 1)
     assert resume(world)["differences"] == []
-    # Whether it was made before nobody knows.
+    # It is unknown whether it was made before.
     assert resume(world)["differences"] == []
     target = world.dst / "rank_1" / "checkpoint_1.ckpt"
     status = target.stat()

@@ -125,7 +125,7 @@ def test_a_recovery_of_lost_ranks_is_complete_without_the_others(plain: World) -
     assert (status(plain)["changed"], status(plain)["complete"]) == ([3], False)
     lost.unlink()
     done(*recover, "--lost-only")
-    # Once all were asked for, lost ones are not enough any more.
+    # After a request for all ranks, the lost ones alone are incomplete.
     done(*recover, "--ranks", "0")
     report = status(plain)
     assert (report["wanted"], report["missing"], report["complete"]) == ([0, 1, 2, 3], [1], False)

@@ -290,7 +290,7 @@ def test_a_layout_wrong_for_some_parameters_is_reported_as_undecided(tree: Tree)
     fails(3, *tree.words(wrong), says=["3 of", "the strategy may be wrong for them"])
 
 
-# Where there is nothing to compare, or nothing that tells.
+# Without replicas, or with replicas that cannot decide.
 
 
 def test_without_replicas_the_plan_reports_a_check_of_shapes_only(tree: Tree) -> None:
@@ -346,7 +346,7 @@ def test_rows_of_padding_do_not_hide_a_difference(tree: Tree) -> None:
     tree.save(full, true)
     fails(3, *tree.words(write_strategy(tree.root / "padded", wrong)), says=["the strategy is probably wrong"])
     result = done(*tree.words(write_strategy(tree.root / "right", true), "--json"))
-    # A place of padding says nothing, and another one is tried: four of which three are padding, on the average.
+    # A sample of padding is replaced by another one: four samples, three of them padding on average.
     assert replicas(result)["parameters"] > len(WEIGHTS) // 2
 
 
@@ -395,7 +395,7 @@ def test_a_parameter_shared_by_stages_is_compared_across_them(tmp_path: Path) ->
     fails(3, *words, "--check-replicas", "all", says=["'embedding' differs between rank", "and rank 5"])
 
 
-# Files that are not built alike, and such as cannot be read.
+# Files of different structure, and unreadable ones.
 
 
 def test_files_may_contain_tensors_in_any_order(tree: Tree) -> None:

@@ -107,7 +107,7 @@ def test_slices_of_other_shapes_are_grouped(tree: Tree) -> None:
     result = found(columns, tree.src, status=4)
     (misfit,) = result["misfits"]
     assert misfit["parameters"] == sorted(NORMS) and "tensor map [0, -1]" in misfit["detail"]
-    # Columns of another tensor are as good, by their shapes: only what ranks hold could tell, and does not.
+    # Columns of another tensor fit by their shapes; only contents could decide, and do not.
     assert result["parameters"] == sorted(WEIGHTS) and not result["differing"]
     output = check(columns, tree.src, status=4).out
     assert "18 parameters: slices have other shapes than in the strategy" in output

@@ -52,7 +52,7 @@ class LocalPlace:
         place = Path(self.path)
         actual = {}
         for path in place.rglob("*"):
-            # What got another name meanwhile is there under that one.
+            # A file renamed meanwhile is listed under its new name.
             with contextlib.suppress(FileNotFoundError):
                 if path.is_file():
                     actual[str(path.relative_to(place))] = path.read_bytes()

@@ -77,7 +77,7 @@ def test_an_upload_of_a_killed_process_is_aborted(complete: bool, objects: Objec
     with half_written(objects.path("run/file")) as process:
         remove_dead(objects, complete=complete)
         assert [key for key, _ in objects.uploads()] == ["run/file"] and len(objects.content("run/.")) == 1
-        # Not yet asked for by its parent, and afterwards.
+        # Before and after its parent waits for it.
         process.send_signal(signal.SIGKILL)
         if complete:
             process.wait()
@@ -109,7 +109,7 @@ def test_uploads_of_living_processes_stay(objects: Objects, dead: str) -> None:
         mine.finish()
         mine.publish()
     assert objects.uploads() == [("run/mine", same)]
-    # Now nobody writes it.
+    # Now no process writes it.
     remove_dead(objects)
     assert objects.content() == {"run/mine": data} and objects.uploads() == []
 
@@ -222,7 +222,7 @@ def test_an_upload_of_a_resuming_run_is_not_aborted(stage: str, objects: Objects
         begun: list[str] = []
 
         def choose(number: int, method: str, requests: str) -> None:
-            # Before it is looked which there are, or before one is aborted.
+            # Before uploads are listed, or before one is aborted.
             if not begun and stage in requests and method in ("GET", "DELETE"):
                 begun.append(requests)
                 file.write(0, memoryview(bytes(PART)))

@@ -148,7 +148,7 @@ def test_a_lock_of_a_killed_local_process_is_taken_over_at_once(asked_for: bool,
         if asked_for:
             holder.wait()
         else:
-            # It stays listed until its parent asks for it, which some never do.
+            # It stays listed until its parent waits for it, which some never do.
             wait_until_killed(holder.pid)
         with alone(objects):
             assert held(objects).startswith(leases._machine().encode())
@@ -181,7 +181,7 @@ def test_a_lock_of_another_machine_is_taken_over_after_its_lease_expired(objects
         if alive:
             with pytest.raises(Waited), alone(objects):
                 pass
-    # Put again by it: it lives, after all.
+    # Its own renewal: it is alive.
     objects.put("run/.reshard/lock", f"{ELSEWHERE} 4".encode())
     objects.faults.clock = 0
     with pytest.raises(Waited), alone(objects):
@@ -211,7 +211,7 @@ def test_a_sign_of_life_renewed_during_its_removal_stays(again: bool, conditions
 
     objects.faults.choose = choose
     store.remove_dead_signs(objects.path("run/.reshard"))
-    # Without conditions nothing is lost either: who lives puts its sign again.
+    # Without conditional writes nothing is lost either: a live process renews its sign.
     assert objects.content() == ({key: b"2"} if again and conditions == "heed" else {})
 
 
@@ -369,7 +369,7 @@ def test_a_service_without_conditional_writes_gives_a_warning_and_no_lock(condit
         f"{objects.url.partition('//')[0]}//{objects.url.partition('//')[2]} has no conditional writes, by which runs "
         f"see each other: let no other run write to {objects.path('run')} at the same time"
     }
-    # Objects that say that somebody lives take no conditions.
+    # Signs of life use no conditional writes.
     shared = store.share(objects.path("run/.reshard/shared"), nothing_told)
     assert store.leases_in(objects.path("run/.reshard"), "shared.") == [True]
     shared.release()

@@ -36,7 +36,7 @@ def test_a_listing_is_requested_once(run: Objects) -> None:
         for _ in range(3):
             assert exists(run.path("run")) and is_directory(run.path("run"))
             assert names_in(run.path("run")) == ["empty", "notes", "rank_0", "rank_1", "step.10"]
-            # The list tells.
+            # The listing shows it.
             assert is_directory(run.path("run/rank_0")) and is_regular_file(run.path("run/notes"))
             assert not exists(run.path("run/nothing"))
     counts = Counter(run.faults.asked)
@@ -48,7 +48,7 @@ def test_a_listing_is_requested_again_after_the_block(run: Objects) -> None:
     with listings_cached():
         assert names_in(run.path("run")) and not exists(path)
         run.put("run/new", b"1")
-        # Of one moment, as far as it was asked for.
+        # The state of one moment, for requested paths.
         assert not exists(path)
         assert store_of(path).open(path).read(0, 1) == b"1"
         with listings_cached():

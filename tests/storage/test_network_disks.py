@@ -52,7 +52,7 @@ def slowed(milliseconds: float, file_system: str, *words: Argument) -> str:
         ([1 * MS, 3 * MS, 2 * MS], 2 * MS),
         # Opening a file is often several round trips.
         ([30 * MS, 10 * MS], 10 * MS),
-        # What the page cache answers says nothing of the network, as long as something else does.
+        # Reads from the page cache are ignored if there are others.
         ([HIT, 5 * MS, HIT, 6 * MS, HIT, 7 * MS], 6 * MS),
         ([HIT] * 64, None),
         # A machine that is busy for a moment is no network.
@@ -147,7 +147,7 @@ def test_only_network_file_systems_report_a_round_trip(
         return
     assert before == REMOTE and after.in_flight > REMOTE.in_flight
     assert after.round_trip is not None and after.round_trip >= 0.02
-    # Nobody knows yet of a file system that nothing was read of.
+    # A file system without reads has no measured round trip.
     assert LocalStore().costs(str(path)) == REMOTE
     assert store.costs(str(tmp_path / "nothing" / "here")) == REMOTE
 
@@ -230,7 +230,7 @@ def test_small_pieces_of_many_files_are_read_in_few_requests(
                 out = bytearray(piece)
                 reader.read_into(source, start, memoryview(out))
                 assert out == content[start : start + piece]
-    # Were there no room for a window of each file, every piece would take one.
+    # Without room for a window of each file, every piece would take a request.
     assert len(requests) <= files * count // 4 and max(requests) <= REMOTE.window
 
 

@@ -299,7 +299,7 @@ def test_directories_of_records_are_created_and_removed(place: Place) -> None:
     assert place.content() == {"rank_0/file": b"1"}
 
 
-# What a request is for, by its method and what its path holds, and does not.
+# Requests by method, and by texts that the path contains or not.
 REQUESTS = {
     "begin": ("POST", "?uploads", "uploadId"),
     "part": ("PUT", "partNumber=", "nothing"),
@@ -359,7 +359,7 @@ def test_a_failed_write_is_an_error_and_leaves_nothing(kind: str, fault: str, ob
             file.discard()
     assert path in str(caught.value)
     assert SECRET not in str(caught.value) and KEY not in str(caught.value)
-    # Of what did reach the service nobody knows; it is whole.
+    # The client cannot detect the requests that did arrive; the object is whole.
     assert objects.content()["file"] in ((b"old", whole) if fault == "lost" else (b"old",))
     assert list(objects.content()) == ["file"] and objects.uploads() == []
 
@@ -387,7 +387,7 @@ def test_a_lost_upload_beside_a_concurrent_writer_is_aborted_later(objects: Obje
         other.write(0, memoryview(whole)[: 2 * PART])
         objects.faults.choose = Failing("begin", "lost", 1)
         written(path, bytes(LARGE))
-        # Which of the two that are left is the other's, nobody can tell.
+        # The owner of the two remaining uploads is unknown.
         assert objects.content()["file"] == bytes(LARGE) and len(objects.uploads()) == 2
         other.write(2 * PART, memoryview(whole)[2 * PART :])
         other.finish()
@@ -498,7 +498,7 @@ def version(path: str) -> str:
 @pytest.mark.parametrize("size", [1000, PART + 1000])
 def test_a_file_replaces_only_what_was_expected(size: int, objects: Objects) -> None:
     path, data = objects.path("file"), content(size)
-    # Nothing was there, and nothing is; what was there still is.
+    # A missing file stays missing; an existing one stays unchanged.
     assert published(path, data, Expected("", "mine")) is None
     assert published(path, data[::-1], Expected(version(path), "mine")) is None
     assert objects.content() == {"file": data[::-1]}

@@ -279,7 +279,7 @@ def test_without_credentials_the_error_lists_their_places(objects: Objects, monk
     path = objects.upload(DEMO / "src_checkpoints", "ckpt")
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
-    # The service of another name is asked anew.
+    # A service of another name is requested separately.
     url = objects.url.replace("127.0.0.1", "localhost")
     fails(3, "inspect", path, "--endpoint-url", url, says=["credentials are missing", "AWS_PROFILE"])
 

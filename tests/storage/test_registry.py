@@ -108,7 +108,7 @@ def test_listings_are_requested_again_after_a_write(toy: ToyStore) -> None:
     with listings_cached():
         assert not exists(f"{place.path}/new") and not is_directory(place.path)
         place.put("new", b"")
-        # Written by others, whom nobody sees in such a block.
+        # Writes of other processes are invisible in this block.
         assert not exists(f"{place.path}/new")
         store_of(place.path).make_empty(f"{place.path}/own")
         assert exists(f"{place.path}/new") and exists(f"{place.path}/own") and is_directory(place.path)

@@ -42,7 +42,7 @@ def test_reading_commands_print_the_same_for_a_store_and_a_disk(objects: Objects
         ("inspect",),
     ):
         here, target = (done(command, place, *more).out for place in (saved.dst, dst))
-        # A shell needs quotes where there are spaces.
+        # A shell requires quotes around spaces.
         assert target.replace(f"'{dst}'", dst).replace(dst, str(saved.dst)) == here
     objects.put(f"{NAME}/rank_1/checkpoint_1.ckpt", b"other")
     assert done("status", dst, "--json").json["changed"] == [1]

@@ -112,7 +112,7 @@ def test_names_that_no_object_can_have_are_refused() -> None:
 
 
 @given(data=st.data())
-# To find the smallest of what fails would take very many requests.
+# Shrinking a failure would take very many requests.
 @settings(
     max_examples=12,
     phases=[Phase.generate],

@@ -48,7 +48,7 @@ SIZES = [
     for dp, cp, mp, ep in itertools.product((1, 2, 4), (1, 2), (1, 2, 4), (1, 2, 4))
     if dp * cp >= ep
 ]
-# Weights that show what each size cuts: sizes that cut nothing are refused.
+# Weights that each size cuts: sizes that cut nothing are refused.
 USUAL = "".join(
     rule(f"usual.{number}", matrix, entries)
     for number, (matrix, entries) in enumerate(

@@ -132,7 +132,7 @@ def sampled(of: Sequence[Any], count: int) -> Sequence[Any]:
 def test_a_strategy_derived_from_one_equals_the_compiled_one() -> None:
     counts = Counter(derive([one], other) for one, other in sampled(pairs(), 80))
     assert set(counts) <= {SAME, SAME_SLICES, REFUSED}, counts
-    # Of all pairs a throwaway prototype derived 29 percent; most others change what one strategy cannot show.
+    # Most other pairs differ in settings that one strategy does not show.
     assert counts[SAME] + counts[SAME_SLICES] >= 0.2 * sum(counts.values()), counts
 
 
@@ -262,7 +262,7 @@ def test_wrong_sizes_are_refused_or_harmless() -> None:
             if report not in (SAME, SAME_SLICES):
                 harmful.append((one.name, text, other.name, report))
     assert count > 100 and refused > 0.9 * count
-    # What experts or context parallelism cut cannot always be told from what mp cuts: that shows when it is loaded.
+    # Cuts by experts or context parallelism may look like cuts by mp: loading reveals it.
     assert all(created == LOUD for *_, created in harmful), harmful
     assert len(harmful) <= 0.001 * count + 1, harmful
 

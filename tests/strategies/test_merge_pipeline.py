@@ -85,7 +85,7 @@ def test_merging_twice_writes_the_same_bytes(tmp_path: Path) -> None:
         assert (tmp_path / f"a.{ending}").read_bytes() == (tmp_path / f"b.{ending}").read_bytes()
 
 
-# What one form can say and the other cannot.
+# Records that only one format can express.
 
 
 def recorded(path: Path, name: str) -> RecordedLayout:

@@ -74,7 +74,7 @@ def test_derive_uses_shapes_of_a_checkpoint_with_other_names(tmp_path: Path, fam
     hf = write_huggingface(tmp_path / "hf", source, config)
     (tmp_path / "rules.toml").write_text(RULES)
     converted = write_checkpoint(tmp_path / "converted.safetensors", mindformers(family, source, config))
-    # A strategy of this format does not tell shapes.
+    # A strategy of this format records no shapes.
     old = tmp_path / "old.ckpt"
     done(
         "strategy",

@@ -241,7 +241,7 @@ def test_files_without_items_that_differ_are_refused(tmp_path: Path) -> None:
     refused(tmp_path, "a.ckpt", "b.ckpt")
 
 
-# Everything else that lies in such directories.
+# All other files in such directories.
 
 
 def test_files_that_are_not_strategies_are_listed_and_skipped(tmp_path: Path) -> None:

@@ -447,7 +447,7 @@ def with_value(*path: str, value: Any) -> bytes:
 
 LAYOUT = ("parallel_layout_item", "w")
 ITEM = ("parallel_strategy_item", "MatMul-0")
-# Every place, and values that do not belong there; None takes the place away.
+# Every place with invalid values; None removes it.
 NO_NUMBER: list[Any] = ["2", True, 2.0, {}, [[[0]]], ["0"], [True], 2**80, -(2**80)]
 WRONG_VALUES: list[tuple[tuple[str, ...], list[Any]]] = [
     ((*LAYOUT, "dev_matrix"), [*NO_NUMBER, 2, None]),

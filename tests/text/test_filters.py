@@ -59,13 +59,13 @@ def warnings(err: str) -> list[str]:
         ("adm_m.*", "adam_m.*"),
         ("model.layer.*", "model.layers.*"),
         ("global-step", "global_step"),
-        # Several in one; what this program prints itself.
+        # Several in one pattern; text that this program prints.
         ("{adam_m,adam_v}.*", "adam_m.* adam_v.*"),
         ("adam_m.*,adam_v.*", "adam_m.* adam_v.*"),
         ("adam_m.* adam_v.*", "adam_m.* adam_v.*"),
         ("'adam_m.*'", "adam_m.*"),
         ("model.layers.{0-2}.attention.wq.weight", "model.layers.*.attention.wq.weight"),
-        # Another optimizer's names, or nobody's.
+        # Names of another optimizer, or of none.
         ("moment1.*", "adam_m.* adam_v.*"),
         ("optimizer", "adam_m.* adam_v.*"),
     ],

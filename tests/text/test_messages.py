@@ -17,7 +17,7 @@ FULL = tensors()
 ROWS, COLUMNS, WHOLE = layout([4], [0, -1]), layout([4], [-1, 0]), layout([1], [-1, -1])
 LAYERS = [f"model.layers.{number}.{kind}.weight" for number in range(32) for kind in ("wq", "wo")]
 STATES = [prefix + name for name in LAYERS for prefix in ("", "adam_m.", "adam_v.")]
-# Ends with status 0 whatever the command's.
+# Ends with status 0 after any status of the command.
 ON_TERMINAL = "import contextlib\nfrom reshard.cli.main import main\nwith contextlib.suppress(SystemExit): main()"
 RED, YELLOW = "\033[31m", "\033[33m"
 

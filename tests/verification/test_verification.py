@@ -309,7 +309,7 @@ def test_a_flipped_bit_outside_contents_is_found(pair: Pair, ending: str) -> Non
     extents = [extent for tensor in tensors_.values() for extent in tensor.extents]
     content = {at for start, size in extents for at in range(start, start + size)}
     data = path.read_bytes()
-    # The key of a content of no bytes: what it says is the same without it.
+    # The key of an empty content: optional.
     content.add(data.find(b"\x1a\x00") if ending == "ckpt" else -1)
     for at in sorted(set(range(len(data))) - content)[:: 1 if LONG else 3]:
         changed = bytearray(data)
@@ -333,7 +333,7 @@ def test_false_metadata_is_a_difference(pair: Pair, wrong: Mapping[str, str]) ->
     if "remove_redundancy" in wrong:
         assert brief(differences) == [("file", None, (1,))]
     else:
-        # What the source says of itself may be said of the target.
+        # Metadata of the source may be in the target.
         assert differences == []
     pair.write(held(SOURCE), held(TARGET), "safetensors")
     path.write_bytes(safetensors_bytes(held(TARGET)[1], wrong))
@@ -438,7 +438,7 @@ def test_pieces_missing_in_the_plan_are_found(pair: Pair, monkeypatch: pytest.Mo
     right, fill, fill_shared = Overlap.cells, BlockFiller.fill, BlockFiller.fill_shared
 
     def over_something(self: BlockFiller, tensor: Any, block: Any, out: memoryview) -> None:
-        # What is left out keeps what memory held, which by chance may be right.
+        # Skipped bytes keep the memory's old content, which may be correct by chance.
         out[:] = b"\xa5" * len(out)
         fill(self, tensor, block, out)
 

@@ -131,7 +131,7 @@ def test_renamed_targets_with_the_source_layout_verify(models: Models) -> None:
         assert "recorded names and types" in done(*verify).err
         one_less = found(fails(4, *verify, *swapped[:4], "--cast", "*.norm=Float16", "--json"))
         assert {name for _, name in one_less} == {"model.norm", "net.norm"}
-    # Checkpoint 2.0 tells itself how it is cut.
+    # Checkpoint 2.0 records its own layouts.
     renamed: list[Argument] = ["--dst-strategy", "same", "--rename", "net.*=model.*"]
     done("convert", iterations, back, *renamed, "--verify")
     done("verify", back, "--src", iterations, "--dst-strategy", "same")
@@ -141,7 +141,7 @@ def test_renamed_targets_with_the_source_layout_verify(models: Models) -> None:
     assert ("content", "model.k") in found(result)
 
 
-# Mistakes of tables: verified with the right one, what the wrong one makes is found.
+# Mistakes of tables: the output of a wrong table, verified with the right one, is found.
 
 WRONG_TABLES = {
     "gate and up are swapped": ('["model.gate", "model.up"]', '["model.up", "model.gate"]', "net.gate_up"),
@@ -161,7 +161,7 @@ def test_wrong_tables_are_found(models: Models, mistake: str) -> None:
     assert found(fails(4, *models.verify(*models.names, "--json"))) == {("content", name)}
 
 
-# Mistakes of views, which plans are made of and verification knows nothing of.
+# Mistakes of views, which plans use and verification does not.
 
 
 def one_row_off(view: View) -> View:
@@ -283,7 +283,7 @@ def test_an_incomplete_source_is_an_error(models: Models) -> None:
     fails(3, *models.verify(*models.names), says=["model.gate", "ranks 1,3"])
 
 
-# What a directory says of names and types.
+# The recorded names and types of a directory.
 
 
 def test_without_records_rules_must_be_typed(models: Models) -> None:

@@ -192,7 +192,7 @@ def test_a_skipped_empty_slice_does_not_indicate_a_deduplicated_save(tmp_path: P
     ranks = cut_ranks(old, full, COPIED)
     write_tree(world.src, without(ranks, {1: ["t"]}))
     world.convert("--verify")
-    # A rank is absent, and nobody has `never`: in a de-duplicated save it may have been there.
+    # A rank is absent and no file has `never`: in a deduplicated save the rank may have had it.
     lose(world, [1])
     assert world.verify().status == 0
     write_tree(world.src, without(ranks, {0: ["a"], 1: ["t"]}))
@@ -332,7 +332,7 @@ def test_differing_files_of_one_stage_show_a_deduplicated_save(tmp_path: Path) -
     write_tree(world.src, without(ranks, shares))
     converted(world, world.target, full)
     assert differences(world) == []
-    # What is left of the other stage looks as if nobody had saved b1.
+    # From the remaining files of the other stage, b1 seems unsaved.
     lose(world, [3])
     converted(world, world.target, {name: full[name] for name in full if name != "b1"})
     fails(3, "fingerprint", world.src, "--strategy", world.old, says=["rank 3 should hold: 'b1'"])
@@ -405,7 +405,7 @@ def test_the_recorded_step_is_compared_before_the_manifest_exists(tmp_path: Path
     assert not (world.dst / "reshard-manifest.json").exists()
     assert differences(world, "--ranks", "1") == []
     assert {name for _, name, _ in differences(world, "--ranks", "1", "--step", "1_10")} == {"w", "adam_m.w"}
-    # Records that nobody can read are no help, and no hindrance.
+    # Unreadable records are ignored.
     for path in world.dst.glob(".reshard/*/plan.json"):
         path.write_bytes(b"{}")
     result = world.verify("--ranks", "1", "--step", "1_9", "--exclude", "b")

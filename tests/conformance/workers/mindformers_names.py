@@ -76,7 +76,7 @@ def convert(job: Job) -> None:
     """Convert all tensors of a file."""
     template = importlib.import_module("mindformers.checkpoint.converter.template")
     converter = template.WeightTemplate(model_of(job["model"]).weight_converters)
-    # One device: what is asked for is the whole tensors.
+    # One device: the result is full tensors.
     one = {"tensor_model_parallel_size": 1, "expert_model_parallel_size": 1}
     converter.set_model_config(types.SimpleNamespace(**one, **job["config"]))
     for each in converter.weight_converters:
