@@ -33,14 +33,14 @@ def measure() -> Section:
     section.table("kind", *CONTEST)
     with memory_backed() as place:
         start_up = run([python, "-c", "import mindspore"]).seconds
-        made, job = place / "made", place / "job.json"
+        target, job = place / "made", place / "job.json"
 
         def row(kind: str, ours: list[object], worker: list[object], jobs: list[dict[str, object]]) -> None:
             job.write_text(json.dumps(jobs))
             module = ["-m", f"tests.conformance.workers.{worker[0]}", *worker[1:]]
             logs = ["env", f"LOG_MF_PATH={place}", f"LOCAL_DEFAULT_PATH={place}"]
             command = [*WITH_JOB, job, *logs, python, *module]
-            section.row(kind, *contest(ours, made, command, start_up))
+            section.row(kind, *contest(ours, target, command, start_up))
 
         write_checkpoint(place / "src", MODEL, OLD, "safetensors")
         write_strategy(place / "old", MODEL, OLD)
@@ -48,29 +48,29 @@ def measure() -> Section:
         old, new = (place / name / "ckpt_strategy_rank_0.ckpt" for name in ("old", "new"))
         unified, theirs = place / "unified", place / "theirs"
 
-        ours = reshard("convert", place / "src", made, "--to", "unified", "--src-strategy", old, "--quiet")
+        ours = reshard("convert", place / "src", target, "--to", "unified", "--src-strategy", old, "--quiet")
         unify: dict[str, object] = {"do": "unify", "src": str(place / "src"), "strategy": str(old), "dst": str(unified)}
         row("ranks to unified weights", ours, ["mindspore"], [unify])
-        assert wrong_in_full_weights(made, MODEL, "param_name_map.json") == 0
+        assert wrong_in_full_weights(target, MODEL, "param_name_map.json") == 0
         assert wrong_in_full_weights(unified, MODEL, "param_name_map.json") == 0
         remove(place / "src")
 
-        ours = reshard("convert", unified, made, "--to", "ranks", "--dst-strategy", new, "--quiet")
+        ours = reshard("convert", unified, target, "--to", "ranks", "--dst-strategy", new, "--quiet")
         where = {"unified": str(unified), "strategy": str(new), "dst": str(theirs)}
         row("unified weights to 4 ranks", ours, ["mindspore"], [{"do": "distribute", **where, "ranks": [0, 1, 2, 3]}])
-        assert wrong_slices(made, MODEL, NEW, "safetensors") == 0
+        assert wrong_slices(target, MODEL, NEW, "safetensors") == 0
         assert len(list(theirs.glob("rank_*/net.safetensors"))) == NEW.ranks
         remove(unified, theirs)
 
         write_checkpoint2(place / "ckpt", MODEL, OLD)
-        ours = reshard("convert", place / "ckpt", made, "--to", "huggingface", "--quiet")
+        ours = reshard("convert", place / "ckpt", target, "--to", "huggingface", "--quiet")
         shape = [MODEL.rows, MODEL.columns]
         tensors = {name: {"dtype": "F32", "shape": shape} for name in MODEL.names(OLD, 0)}
         theirs.mkdir()
         gather: dict[str, object] = {"do": "gather", "checkpoint": str(place / "ckpt"), "tensors": tensors}
         gather["file"] = str(theirs / "all")
         row("Checkpoint 2.0 to one file", ours, ["mindformers", wheel], [gather])
-        assert wrong_in_full_weights(made, MODEL) == 0
+        assert wrong_in_full_weights(target, MODEL) == 0
         assert (theirs / "all.safetensors").stat().st_size >= MODEL.nbytes
     return section
 

@@ -43,8 +43,8 @@ def mindspore_python() -> Optional[str]:
     python = os.environ.get("RESHARD_MINDSPORE_PYTHON") or str(ENVIRONMENT)
     if not Path(python).exists():
         return None
-    asked = subprocess.run([python, "-c", "import mindspore"], capture_output=True)
-    return python if asked.returncode == 0 else None
+    process = subprocess.run([python, "-c", "import mindspore"], capture_output=True)
+    return python if process.returncode == 0 else None
 
 
 def measure() -> Section:
@@ -54,8 +54,8 @@ def measure() -> Section:
     if python is None:
         section.say("Skipped: no Python with MindSpore was found; `make conformance` makes one.")
         return section
-    asked = [python, "-c", "import mindspore; print(mindspore.__version__)"]
-    version = subprocess.run(asked, capture_output=True, text=True).stdout.split()[-1]
+    process = [python, "-c", "import mindspore; print(mindspore.__version__)"]
+    version = subprocess.run(process, capture_output=True, text=True).stdout.split()[-1]
     section.say(
         f"MindSpore {version} on the same input, {MODEL.nbytes / 1e9:.1f} GB, once; reshard's time is the median of "
         f"{OUR_RUNS}. Each in a process of its own, so MindSpore's start-up counts, as it does for users (given "
@@ -66,25 +66,25 @@ def measure() -> Section:
         options = prepare(place, MODEL, CLAIM)
         old = place / "old" / "ckpt_strategy_rank_0.ckpt"
         new = place / "new" / "ckpt_strategy_rank_0.ckpt"
-        src, made, theirs = place / "src", place / "made", place / "theirs"
+        src, target, theirs = place / "src", place / "made", place / "theirs"
         start_up = run([python, "-c", "import mindspore"]).seconds
 
         def row(kind: str, ours: list[object], script: str, *arguments: object) -> None:
-            section.row(kind, *contest(ours, made, [python, "-c", script, *arguments], start_up))
+            section.row(kind, *contest(ours, target, [python, "-c", script, *arguments], start_up))
             remove(theirs)
 
-        row(f"{CLAIM.name}", reshard("transform-dir", src, made, *options), _TRANSFORM, src, theirs, old, new)
-        assert wrong_slices(made, MODEL, CLAIM.new) == 0
+        row(f"{CLAIM.name}", reshard("transform-dir", src, target, *options), _TRANSFORM, src, theirs, old, new)
+        assert wrong_slices(target, MODEL, CLAIM.new) == 0
         theirs.mkdir()
         arguments = [src, theirs / "rank.ckpt", old, new, RANK]
-        row(f"{CLAIM.name}, one of them", reshard("by-rank", RANK, src, made, *options), _BY_RANK, *arguments)
+        row(f"{CLAIM.name}, one of them", reshard("by-rank", RANK, src, target, *options), _BY_RANK, *arguments)
         to_safetensors = ["--src-strategy", old, "--dst-strategy", old, "--format", "safetensors", "--quiet"]
-        ours = reshard("transform-dir", src, made, *to_safetensors)
+        ours = reshard("transform-dir", src, target, *to_safetensors)
         row(".ckpt to .safetensors", ours, _CHANGE_FORMAT, src, theirs)
     return section
 
 
-def contest(ours: list[object], made: Path, theirs: list[object], start_up: float) -> tuple[str, ...]:
+def contest(ours: list[object], target: Path, theirs: list[object], start_up: float) -> tuple[str, ...]:
     """Measure theirs once and ours several times, as cells of a table with `CONTEST` columns.
 
     Args:
@@ -96,7 +96,7 @@ def contest(ours: list[object], made: Path, theirs: list[object], start_up: floa
     other = quietly(theirs)
     mine = []
     for _ in range(OUR_RUNS):
-        remove(made)
+        remove(target)
         mine.append(run(ours))
     seconds = statistics.median(one.seconds for one in mine)
     return (

@@ -38,12 +38,12 @@ KINDS = [Kind(SHARDS), Kind(COLUMNS_CUT), Kind(COLUMNS_TO_FULL), Kind(COLUMNS_JO
 
 def cost(place: Path, kind: Kind) -> Compared:
     """Measure a conversion with checksums against one without."""
-    made = place / "made"
+    target = place / "made"
     command = ["by-rank", kind.claim.new.ranks - 1] if kind.by_rank else ["transform-dir"]
-    words = reshard(*command, place / "src", made, *prepare(place, MODEL, kind.claim), "--checksum")
+    words = reshard(*command, place / "src", target, *prepare(place, MODEL, kind.claim), "--checksum")
 
     def convert(checksum: str) -> Run:
-        remove(made)
+        remove(target)
         return run([*words, checksum])
 
     return pairs(lambda: convert("crc32"), lambda: convert("none"), PAIRS)

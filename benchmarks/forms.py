@@ -88,10 +88,10 @@ def prepare(place: Path, model: Model, claim: Claim) -> list[object]:
 def convert(place: Path, model: Model, claim: Claim, count: int = PAIRS) -> Compared:
     """Measure `convert` against `cp -r` of what it wrote."""
     words = prepare(place, model, claim)
-    made = place / "made"
-    found = against_copy(words, made, count)
-    assert FORMS[claim.target].wrong(made, model, claim.new) == 0
-    return found
+    target = place / "made"
+    measured = against_copy(words, target, count)
+    assert FORMS[claim.target].wrong(target, model, claim.new) == 0
+    return measured
 
 
 def measure() -> Section:

@@ -24,10 +24,15 @@ def measure() -> Section:
     curve = []
     for layers in LAYERS:
         model = model_of(layers)
-        taken = median(model, FOUR)
+        run_of_four = median(model, FOUR)
         gigabytes = model.nbytes / 1e9
-        section.row(f"{gigabytes:.2f}", f"{taken.seconds:.2f} s", f"{taken.seconds / gigabytes:.2f} s", mib(taken))
-        curve.append((f"{gigabytes:.2f} GB", taken.seconds))
+        section.row(
+            f"{gigabytes:.2f}",
+            f"{run_of_four.seconds:.2f} s",
+            f"{run_of_four.seconds / gigabytes:.2f} s",
+            mib(run_of_four),
+        )
+        curve.append((f"{gigabytes:.2f} GB", run_of_four.seconds))
     section.bars(curve, " s")
     model = model_of(LAYERS[1])
     section.say(f"More ranks, the same {model.nbytes / 1e9:.1f} GB:")
@@ -35,10 +40,10 @@ def measure() -> Section:
     curve = []
     for ranks in RANKS:
         claim = Claim("", 1, Scheme(data=2, model=ranks // 2, sharded=True), Scheme(model=ranks // 2))
-        taken = median(model, claim)
+        run_of_four = median(model, claim)
         files = ranks + ranks // 2
-        section.row(str(ranks), str(files), f"{taken.seconds:.2f} s", mib(taken))
-        curve.append((f"{files} files", taken.seconds))
+        section.row(str(ranks), str(files), f"{run_of_four.seconds:.2f} s", mib(run_of_four))
+        curve.append((f"{files} files", run_of_four.seconds))
     section.bars(curve, " s")
     per_file = (curve[-1][1] - curve[0][1]) / ((RANKS[-1] - RANKS[0]) * 1.5)
     section.say(f"From the fewest to the most, a file more costs {per_file * 1000:.1f} ms.")
@@ -55,8 +60,8 @@ def median(model: Model, claim: Claim) -> Run:
     return sorted(runs, key=lambda one: one.seconds)[TURNS // 2]
 
 
-def mib(taken: Run) -> str:
-    return f"{taken.anonymous / 2**20:.0f} MiB"
+def mib(run_of_four: Run) -> str:
+    return f"{run_of_four.anonymous / 2**20:.0f} MiB"
 
 
 if __name__ == "__main__":

@@ -180,13 +180,13 @@ def _calls() -> tuple[int, int]:
 
 def times(commands: Sequence[Sequence[object]], count: int) -> list[list[float]]:
     """Seconds of each command, run in turns ``count`` times after a warm-up."""
-    found: list[list[float]] = [[] for _ in commands]
+    durations: list[list[float]] = [[] for _ in commands]
     for number in range(count + 1):
-        for command, taken in zip(commands, found):
+        for command, seconds_of_command in zip(commands, durations):
             seconds = run(command).seconds
             if number:
-                taken.append(seconds)
-    return found
+                seconds_of_command.append(seconds)
+    return durations
 
 
 def pairs(ours: Callable[[], Run], theirs: Callable[[], Run], count: int) -> Compared:
@@ -201,12 +201,12 @@ def pairs(ours: Callable[[], Run], theirs: Callable[[], Run], count: int) -> Com
     other: list[Run] = []
     for number in range(count + 1):
         order = [(ours, mine), (theirs, other)]
-        for measure, found in order if number % 2 else order[::-1]:
-            found.append(measure())
+        for measure, durations in order if number % 2 else order[::-1]:
+            durations.append(measure())
     return compare(mine[1:], other[1:])
 
 
-def against_copy(words: Sequence[object], made: Path, count: int) -> Compared:
+def against_copy(words: Sequence[object], target: Path, count: int) -> Compared:
     """Measure a command against `cp -r` of the directory that it makes.
 
     Args:
@@ -214,12 +214,12 @@ def against_copy(words: Sequence[object], made: Path, count: int) -> Compared:
         made: the directory; it stays as the command made it last.
         count: pairs, after one that warms up.
     """
-    copied, pattern = made.with_name("copied"), made.with_name("pattern")
+    copied, pattern = target.with_name("copied"), target.with_name("pattern")
     run(words)
-    made.rename(pattern)
+    target.rename(pattern)
 
     def ours() -> Run:
-        remove(made)
+        remove(target)
         return run(words)
 
     def copy() -> Run:
@@ -278,11 +278,11 @@ class _Sampler:
             self.resident = max(self.resident, resident)
 
 
-def _field(path: Path, wanted: str) -> int:
+def _field(path: Path, field: str) -> int:
     """Bytes, of a file of the kernel's with a number of KiB a line."""
     for line in path.read_text().splitlines():
         key, _, value = line.partition(":")
-        if key == wanted:
+        if key == field:
             return int(value.split()[0]) * 1024
     return 0
 

@@ -34,11 +34,11 @@ def measure() -> Section:
     section.table("kind", *BUDGETS)
     for claim in KINDS:
         with memory_backed() as place:
-            found = sweep(place, claim)
-            section.row(claim.name, *(f"{min(r.seconds for r in runs):.2f} s" for runs in found.values()))
-            for what, kind in (("anonymous", "anonymous"), ("resident", "resident")):
-                peaks = [max(getattr(one, kind) for one in runs) for runs in found.values()]
-                section.row(f"... {what}", *(f"{peak / MIB:.0f} MiB" for peak in peaks))
+            runs = sweep(place, claim)
+            section.row(claim.name, *(f"{min(r.seconds for r in runs):.2f} s" for runs in runs.values()))
+            for label, kind in (("anonymous", "anonymous"), ("resident", "resident")):
+                peaks = [max(getattr(one, kind) for one in runs) for runs in runs.values()]
+                section.row(f"... {label}", *(f"{peak / MIB:.0f} MiB" for peak in peaks))
     one_huge_tensor(section)
     return section
 
@@ -46,12 +46,12 @@ def measure() -> Section:
 def sweep(place: Path, claim: Claim) -> dict[str, list[Run]]:
     """Runs per budget; in turns, so that a slow moment of the machine does not fall on one budget."""
     words = reshard("transform-dir", place / "src", place / "made", *prepare(place, MODEL, claim))
-    found: dict[str, list[Run]] = {budget: [] for budget in BUDGETS}
+    measured: dict[str, list[Run]] = {budget: [] for budget in BUDGETS}
     for _ in range(TURNS):
-        for budget, runs in found.items():
+        for budget, runs in measured.items():
             remove(place / "made")
             runs.append(run([*words, "--max-memory", budget]))
-    return found
+    return measured
 
 
 def one_huge_tensor(section: Section) -> None:
@@ -77,12 +77,15 @@ def one_huge_tensor(section: Section) -> None:
         for kind, new in (("to 2 row slices", Scheme(model=2)), ("to 2 column slices", Scheme(model=2, cut=1))):
             write_strategy(place / "new", HUGE, new)
             options = ["--src-strategy", "none", "--dst-strategy", place / "new", "--quiet"]
-            taken = run(reshard("transform-dir", disk / "full.ckpt", place / "made", *options))
+            measured = run(reshard("transform-dir", disk / "full.ckpt", place / "made", *options))
             written = sum(path.stat().st_size for path in (place / "made").glob("rank_*/*"))
             assert written >= HUGE.nbytes
             remove(place / "made")
             section.row(
-                kind, f"{taken.seconds:.1f} s", f"{taken.anonymous / MIB:.0f} MiB", f"{taken.resident / MIB:.0f} MiB"
+                kind,
+                f"{measured.seconds:.1f} s",
+                f"{measured.anonymous / MIB:.0f} MiB",
+                f"{measured.resident / MIB:.0f} MiB",
             )
 
 

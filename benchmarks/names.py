@@ -71,8 +71,8 @@ def elements(name: str, number: int, shape: tuple[int, ...], dtype: str) -> Arra
     """The elements of a tensor, as words; those of Float32 are from a half to one."""
     words = np.arange(int(np.prod(shape)), dtype=np.uint32) * np.uint32(2654435761)
     words += np.uint32(sum(name.encode()) * 40503 + number)
-    found = (words & np.uint32(0x007FFFFF)) | np.uint32(0x3F000000)
-    return (found if dtype == "F32" else (found >> np.uint32(7)).astype("<u2")).reshape(shape)
+    arrays = (words & np.uint32(0x007FFFFF)) | np.uint32(0x3F000000)
+    return (arrays if dtype == "F32" else (arrays >> np.uint32(7)).astype("<u2")).reshape(shape)
 
 
 def _rule(sources: str, target: str, operation: str) -> str:
@@ -80,21 +80,21 @@ def _rule(sources: str, target: str, operation: str) -> str:
     return f'[[rule]]\nfrom = [{", ".join(names)}]\nto = "net.{{layer}}.{target}"\ndo = {operation}\n'
 
 
-def _qkv(found: Arrays) -> Arrays:
-    groups = zip(*(np.split(found[name], 8) for name in ("q", "k", "v")))
+def _qkv(arrays: Arrays) -> Arrays:
+    groups = zip(*(np.split(arrays[name], 8) for name in ("q", "k", "v")))
     return {"qkv": np.concatenate([part for parts in groups for part in parts])}
 
 
-def _interleaved(found: Arrays) -> Arrays:
-    return {"fc1": np.stack([found["gate"], found["up"]], 1).reshape(-1, found["up"].shape[1])}
+def _interleaved(arrays: Arrays) -> Arrays:
+    return {"fc1": np.stack([arrays["gate"], arrays["up"]], 1).reshape(-1, arrays["up"].shape[1])}
 
 
-def _halves(found: Arrays) -> Arrays:
-    return {"fc1": np.concatenate([found["gate"], found["up"]])}
+def _halves(arrays: Arrays) -> Arrays:
+    return {"fc1": np.concatenate([arrays["gate"], arrays["up"]])}
 
 
-def _experts(found: Arrays) -> Arrays:
-    gate, up, down = ([found[f"{number}.{name}"].T for number in range(EXPERTS)] for name in ("gate", "up", "down"))
+def _experts(arrays: Arrays) -> Arrays:
+    gate, up, down = ([arrays[f"{number}.{name}"].T for number in range(EXPERTS)] for name in ("gate", "up", "down"))
     return {
         "weight1": np.concatenate([np.concatenate(pair, 1) for pair in zip(gate, up)]),
         "weight2": np.concatenate(down),
@@ -124,8 +124,8 @@ _MLP = {"gate": (8192, 4096), "up": (8192, 4096)}
 _RENAME = '[[rule]]\nfrom = "model.{layer}.{number}.w"\nto = "net.{layer}.{number}.weight"\n'
 
 
-def _renamed(found: Arrays) -> Arrays:
-    return {name + "eight": array for name, array in found.items()}
+def _renamed(arrays: Arrays) -> Arrays:
+    return {name + "eight": array for name, array in arrays.items()}
 
 
 def _grouped(dtype: str, layers: int, back: bool = False) -> Kind:
@@ -181,12 +181,12 @@ def read_safetensors(path: Path) -> Arrays:
     data = np.memmap(path, np.uint8, "r")
     (size,) = struct.unpack("<Q", data[:8].tobytes())
     header = json.loads(data[8 : 8 + size].tobytes())
-    found = {}
-    for name, said in header.items():
+    arrays = {}
+    for name, entry in header.items():
         if name != "__metadata__":
-            start, stop = (8 + size + offset for offset in said["data_offsets"])
-            found[name] = data[start:stop].view(WORDS[said["dtype"]]).reshape(said["shape"])
-    return found
+            start, stop = (8 + size + offset for offset in entry["data_offsets"])
+            arrays[name] = data[start:stop].view(WORDS[entry["dtype"]]).reshape(entry["shape"])
+    return arrays
 
 
 def write_whole(root: Path, kind: Kind, arrays: Callable[[int], Arrays], files: int) -> None:
@@ -229,25 +229,27 @@ def prepare(place: Path, kind: Kind) -> list[object]:
     return reshard("convert", *words, "--dst-strategy", place / "new.ckpt", "--quiet")
 
 
-def wrong(made: Path, kind: Kind) -> int:
+def wrong(target: Path, kind: Kind) -> int:
     """How many tensors of what was made are not what they must be, or not there."""
     if kind.back:
-        held = {name: array for path in made.glob("*.safetensors") for name, array in read_safetensors(path).items()}
-        found = [
-            name not in held or not np.array_equal(held[name], array)
+        stored = {
+            name: array for path in target.glob("*.safetensors") for name, array in read_safetensors(path).items()
+        }
+        arrays = [
+            name not in stored or not np.array_equal(stored[name], array)
             for number in range(kind.layers)
             for name, array in kind.source(number).items()
         ]
-        return sum(found) + abs(len(held) - len(found))
-    ranks = [read_safetensors(made / f"rank_{rank}" / f"checkpoint_{rank}.safetensors") for rank in range(RANKS)]
-    found = []
+        return sum(arrays) + abs(len(stored) - len(arrays))
+    ranks = [read_safetensors(target / f"rank_{rank}" / f"checkpoint_{rank}.safetensors") for rank in range(RANKS)]
+    arrays = []
     for number in range(kind.layers):
         for name, array in kind.target(number).items():
             # Of what is from a half to one, the upper half of the bits, rounded, is BFloat16.
-            wanted = _rounded(array) if kind.cast else array
-            parts = zip(ranks, np.split(wanted, RANKS, kind.cut))
-            found += [name not in held or not np.array_equal(held[name], part) for held, part in parts]
-    return sum(found) + abs(sum(map(len, ranks)) - len(found))
+            expected = _rounded(array) if kind.cast else array
+            parts = zip(ranks, np.split(expected, RANKS, kind.cut))
+            arrays += [name not in stored or not np.array_equal(stored[name], part) for stored, part in parts]
+    return sum(arrays) + abs(sum(map(len, ranks)) - len(arrays))
 
 
 def _rounded(words: Array) -> Array:
@@ -260,10 +262,10 @@ def _rounded(words: Array) -> Array:
 def convert(place: Path, kind: Kind, count: int = PAIRS) -> tuple[str, ...]:
     """Measure a kind against `cp -r` of what it wrote, as cells of a table."""
     words = prepare(place, kind)
-    found = against_copy(words, place / "made", count)
+    arrays = against_copy(words, place / "made", count)
     assert wrong(place / "made", kind) == 0
     size = sum(path.stat().st_size for path in (place / "made").rglob("*.safetensors"))
-    return (f"{size / found.ours / 1e9:.1f} GB/s", *found.cells())
+    return (f"{size / arrays.ours / 1e9:.1f} GB/s", *arrays.cells())
 
 
 def measure() -> Section:
@@ -290,13 +292,13 @@ def against_mindformers(section: Section) -> None:
         return
     config = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "hidden_size": 4096}
     config.update(num_hidden_layers=LAYERS, vocab_size=8192, intermediate_size=8192)
-    told: dict[str, object] = {
+    summary: dict[str, object] = {
         "num_attention_heads": 32,
         "num_query_groups": 8,
         "kv_channels": 128,
         "hidden_size": 4096,
     }
-    told["use_interleaved_weight_layout_mlp"] = True
+    summary["use_interleaved_weight_layout_mlp"] = True
     section.say(
         f"The same Qwen3 ({_qwen3_size() / 1e9:.1f} GB, one file, whole tensors) by the `weight_converters` of "
         f"MindFormers {MINDFORMERS}, once; reshard's time is the median of {OUR_RUNS}. Theirs holds the model in "
@@ -304,7 +306,7 @@ def against_mindformers(section: Section) -> None:
     )
     section.table("kind", *CONTEST)
     with memory_backed() as place:
-        hf, named, job = place / "hf", place / "named", place / "job.json"
+        hf, target, job = place / "hf", place / "named", place / "job.json"
         hf.mkdir()
         shapes = qwen3()
         arrays = (elements(name, 0, shape, "F32") for name, shape in shapes.items())
@@ -312,12 +314,12 @@ def against_mindformers(section: Section) -> None:
         (hf / "config.json").write_text(json.dumps(config))
         start_up = run([python, "-c", "import mindspore"]).seconds
         for kind, way, src, dst in (
-            ("Qwen3 to MindFormers' names", "to_mindformers", hf, named),
-            ("and back", "to_huggingface", named, place / "back"),
+            ("Qwen3 to MindFormers' names", "to_mindformers", hf, target),
+            ("and back", "to_huggingface", target, place / "back"),
         ):
             words: list[object] = [src, dst, "--to", "huggingface", "--config", hf / "config.json", "--quiet"]
             words += ["--names", "qwen3,gate_up=interleaved,qkv=grouped,output=own", "--max-shard-size", "50GB"]
-            theirs = {"do": way, "model": "qwen3", "file": str(src / "model.safetensors"), "config": told}
+            theirs = {"do": way, "model": "qwen3", "file": str(src / "model.safetensors"), "config": summary}
             job.write_text(json.dumps([{**theirs, "out": str(place / "theirs")}]))
             logs = ["env", f"LOG_MF_PATH={place}", f"LOCAL_DEFAULT_PATH={place}"]
             module = [python, "-m", "tests.conformance.workers.mindformers_names", wheel]
@@ -333,17 +335,17 @@ LAYERS = 3
 
 def qwen3() -> dict[str, tuple[int, ...]]:
     """Names and shapes of a Qwen3 of few layers."""
-    found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (8192, 4096)}
+    arrays: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (8192, 4096)}
     for number in range(LAYERS):
         layer = f"model.layers.{number}"
-        found.update({f"{layer}.{name}_layernorm.weight": (4096,) for name in ("input", "post_attention")})
-        found.update({f"{layer}.self_attn.{name}_norm.weight": (128,) for name in "qk"})
-        found.update({f"{layer}.self_attn.{name}_proj.weight": shape for name, shape in _QKV.items()})
-        found[f"{layer}.self_attn.o_proj.weight"] = (4096, 4096)
-        found.update({f"{layer}.mlp.{name}_proj.weight": shape for name, shape in _MLP.items()})
-        found[f"{layer}.mlp.down_proj.weight"] = (4096, 8192)
-    found.update({"model.norm.weight": (4096,), "lm_head.weight": (8192, 4096)})
-    return found
+        arrays.update({f"{layer}.{name}_layernorm.weight": (4096,) for name in ("input", "post_attention")})
+        arrays.update({f"{layer}.self_attn.{name}_norm.weight": (128,) for name in "qk"})
+        arrays.update({f"{layer}.self_attn.{name}_proj.weight": shape for name, shape in _QKV.items()})
+        arrays[f"{layer}.self_attn.o_proj.weight"] = (4096, 4096)
+        arrays.update({f"{layer}.mlp.{name}_proj.weight": shape for name, shape in _MLP.items()})
+        arrays[f"{layer}.mlp.down_proj.weight"] = (4096, 8192)
+    arrays.update({"model.norm.weight": (4096,), "lm_head.weight": (8192, 4096)})
+    return arrays
 
 
 def _qwen3_size() -> int:

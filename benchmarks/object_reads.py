@@ -33,8 +33,8 @@ def main() -> None:
     def move(one: tuple[str, int, int, int]) -> None:
         key, start, stop, where = one
         done = 0
-        found = client.get_object(Bucket="bench", Key=key, Range=f"bytes={start}-{stop - 1}")
-        for chunk in found["Body"].iter_chunks(256 << 10):
+        response = client.get_object(Bucket="bench", Key=key, Range=f"bytes={start}-{stop - 1}")
+        for chunk in response["Body"].iter_chunks(256 << 10):
             done += os.pwrite(target, chunk, where + done)
 
     begun = time.perf_counter()

@@ -66,7 +66,7 @@ def handler(root: Path, delay: float, link: Link) -> type[BaseHTTPRequestHandler
     uploads = root.parent / f"{root.name}-uploads"
     uploads.mkdir(exist_ok=True)
     # Metadata of objects, by path, and of uploads, by number.
-    said: dict[str, dict[str, str]] = {}
+    metadata: dict[str, dict[str, str]] = {}
     # When uploads were begun and completed.
     times: list[float] = []
     lock = threading.Lock()
@@ -81,9 +81,9 @@ def handler(root: Path, delay: float, link: Link) -> type[BaseHTTPRequestHandler
             """Nothing is told."""
 
         def handle_expect_100(self) -> bool:
-            found = super().handle_expect_100()
+            paths = super().handle_expect_100()
             self.wfile.flush()
-            return found
+            return paths
 
         def do_HEAD(self) -> None:
             self._answer(body=False)
@@ -99,13 +99,13 @@ def handler(root: Path, delay: float, link: Link) -> type[BaseHTTPRequestHandler
             whole = root / key
             path = uploads / query["uploadId"][0] / query["partNumber"][0] if "uploadId" in query else whole
             unnamed = uploads / uuid.uuid4().hex
-            left = int(self.headers["Content-Length"])
+            remaining = int(self.headers["Content-Length"])
             with unnamed.open("wb") as file:
-                while left:
-                    data = self.rfile.read(min(_PIECE, left))
+                while remaining:
+                    data = self.rfile.read(min(_PIECE, remaining))
                     link.pass_through(len(data))
                     file.write(data)
-                    left -= len(data)
+                    remaining -= len(data)
             with lock:
                 if self._is_unmet(whole):
                     unnamed.unlink()
@@ -117,7 +117,7 @@ def handler(root: Path, delay: float, link: Link) -> type[BaseHTTPRequestHandler
                 path.parent.mkdir(parents=True, exist_ok=True)
                 unnamed.rename(path)
                 if path is whole:
-                    said[str(whole)] = self._metadata()
+                    metadata[str(whole)] = self._metadata()
                 return self._plain(200, b"", ETag=_etag(path))
 
         def do_POST(self) -> None:
@@ -127,7 +127,7 @@ def handler(root: Path, delay: float, link: Link) -> type[BaseHTTPRequestHandler
                 times.append(time.perf_counter() - delay)
                 number = uuid.uuid4().hex
                 (uploads / number).mkdir()
-                said[number] = self._metadata()
+                metadata[number] = self._metadata()
                 text = f"<InitiateMultipartUploadResult><UploadId>{number}</UploadId></InitiateMultipartUploadResult>"
                 return self._plain(200, text.encode())
             number = query["uploadId"][0]
@@ -143,7 +143,7 @@ def handler(root: Path, delay: float, link: Link) -> type[BaseHTTPRequestHandler
                     part.unlink()
             (root / key).parent.mkdir(parents=True, exist_ok=True)
             (uploads / number / "whole").rename(root / key)
-            said[str(root / key)] = said.pop(number)
+            metadata[str(root / key)] = metadata.pop(number)
             times.append(time.perf_counter())
             text = f"<CompleteMultipartUploadResult><ETag>{_etag(root / key)}</ETag></CompleteMultipartUploadResult>"
             return self._plain(200, text.encode())
@@ -165,9 +165,9 @@ def handler(root: Path, delay: float, link: Link) -> type[BaseHTTPRequestHandler
 
         def _is_unmet(self, path: Path) -> bool:
             """Whether a condition does not hold under which something is to be written."""
-            there = _etag(path) if path.is_file() else None
-            wanted = self.headers.get("If-Match")
-            return bool((self.headers.get("If-None-Match") and there) or (wanted and wanted != there))
+            current = _etag(path) if path.is_file() else None
+            required = self.headers.get("If-Match")
+            return bool((self.headers.get("If-None-Match") and current) or (required and required != current))
 
         def _metadata(self) -> dict[str, str]:
             return {name: value for name, value in self.headers.items() if name.lower().startswith("x-amz-meta-")}
@@ -191,7 +191,7 @@ def handler(root: Path, delay: float, link: Link) -> type[BaseHTTPRequestHandler
                 self.send_header("Content-Range", f"bytes {first}-{last}/{size}")
             self.send_header("Content-Length", str(last - first + 1))
             self.send_header("ETag", _etag(path))
-            for name, value in said.get(str(path), {}).items():
+            for name, value in metadata.get(str(path), {}).items():
                 self.send_header(name, value)
             self.send_header("Last-Modified", formatdate(path.stat().st_mtime, usegmt=True))
             self.end_headers()
@@ -213,10 +213,10 @@ def handler(root: Path, delay: float, link: Link) -> type[BaseHTTPRequestHandler
             flat = "delimiter" not in query
             place, _, start = prefix.rpartition("/")
             directory = root / place
-            found = sorted(directory.rglob("*") if flat else directory.iterdir()) if directory.is_dir() else []
-            found = [path for path in found if flat or path.name.startswith(start)]
+            paths = sorted(directory.rglob("*") if flat else directory.iterdir()) if directory.is_dir() else []
+            paths = [path for path in paths if flat or path.name.startswith(start)]
             parts = []
-            for path in found[: int(query.get("max-keys", ["1000"])[0])]:
+            for path in paths[: int(query.get("max-keys", ["1000"])[0])]:
                 key = escape(str(path.relative_to(root)))
                 if path.is_dir() and not flat:
                     parts.append(f"<CommonPrefixes><Prefix>{key}/</Prefix></CommonPrefixes>")

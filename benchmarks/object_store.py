@@ -51,17 +51,17 @@ def measure() -> Section:
 
 def compared(place: Path, endpoint: str, options: list[object], claim: Claim) -> list[str]:
     """A conversion against reading in large ranges: requests under way, seconds of both, how they compare."""
-    made, raw = place / "made", place / "raw"
-    words = ["s3://bench", made, *options, "--endpoint-url", endpoint, "--max-memory", MEMORY, "--json"]
+    target, raw = place / "made", place / "raw"
+    words = ["s3://bench", target, *options, "--endpoint-url", endpoint, "--max-memory", MEMORY, "--json"]
     requests = told(reshard("plan", *words))["requests"]
     at_a_time, size = requests["at_a_time"], requests["most_bytes"]
     whole, part, theirs, anonymous = [], [], [], 0
     for _ in range(PAIRS):
-        remove(made)
+        remove(target)
         raw.unlink(missing_ok=True)
-        found = run([sys.executable, "-m", "benchmarks.object_store", place / "told", *reshard("convert", *words)])
-        whole.append(found.seconds)
-        anonymous = max(anonymous, found.anonymous)
+        result = run([sys.executable, "-m", "benchmarks.object_store", place / "told", *reshard("convert", *words)])
+        whole.append(result.seconds)
+        anonymous = max(anonymous, result.anonymous)
         part.append(json.loads((place / "told").read_text())["phases"]["writing"])
         command: list[object] = [
             sys.executable,
@@ -74,9 +74,9 @@ def compared(place: Path, endpoint: str, options: list[object], claim: Claim) ->
             raw,
         ]
         theirs.append(told(command))
-    assert wrong_slices(made, MODEL, claim.new, claim.ending) == 0
+    assert wrong_slices(target, MODEL, claim.new, claim.ending) == 0
     ours, ranges = median(part), median(theirs)
-    seconds = [f"{found:.2f} s" for found in (median(whole), ours, ranges)]
+    seconds = [f"{measured:.2f} s" for measured in (median(whole), ours, ranges)]
     return [str(at_a_time), *seconds, f"{ranges / ours:.2f}", f"{anonymous / MIB:.0f} MiB"]
 
 

@@ -52,17 +52,17 @@ def uploaded(place: Path, endpoint: str, options: list[object], claim: Claim) ->
     whole, part, theirs, processor, anonymous = [], [], [], [], 0
     for _ in range(PAIRS):
         remove(place / "bucket" / "made")
-        found = run([sys.executable, "-m", "benchmarks.object_store", place / "told", *reshard("convert", *words)])
+        result = run([sys.executable, "-m", "benchmarks.object_store", place / "told", *reshard("convert", *words)])
         part.append(seconds_of(endpoint))
-        whole.append(found.seconds)
-        anonymous = max(anonymous, found.anonymous)
+        whole.append(result.seconds)
+        anonymous = max(anonymous, result.anonymous)
         remove(place / "bucket" / "raw")
         plain = run([sys.executable, "-m", "benchmarks.object_writes", endpoint, threads, MIN_PART_BYTES, local])
         theirs.append(seconds_of(endpoint))
-        processor.append(found.cpu / plain.cpu)
+        processor.append(result.cpu / plain.cpu)
     assert wrong_slices(place / "bucket" / "made", MODEL, claim.new, claim.ending) == 0
     ours, upload = median(part), median(theirs)
-    seconds = [f"{found:.2f} s" for found in (median(whole), ours, upload)]
+    seconds = [f"{measured:.2f} s" for measured in (median(whole), ours, upload)]
     compared = [f"{upload / ours:.2f}", f"{median(processor):.2f}", f"{anonymous / MIB:.0f} MiB"]
     return [str(threads), *seconds, *compared]
 

@@ -46,13 +46,13 @@ def measure() -> Section:
 
 def row(section: Section, name: str, old: Path, new: Optional[Path], rank: int) -> None:
     target = new or "none"
-    taken = run([sys.executable, "-m", "benchmarks.planning", old, target])
+    process = run([sys.executable, "-m", "benchmarks.planning", old, target])
     listing = times([reshard("rank-list", rank, "--src-strategy", old, "--dst-strategy", target)], 3)[0]
     section.row(
         name,
-        f"{taken.seconds:.2f} s",
-        f"{taken.anonymous / MIB:.0f} MiB",
-        f"{taken.resident / MIB:.0f} MiB",
+        f"{process.seconds:.2f} s",
+        f"{process.anonymous / MIB:.0f} MiB",
+        f"{process.resident / MIB:.0f} MiB",
         f"{statistics.median(listing):.2f} s",
     )
 

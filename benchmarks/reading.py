@@ -75,10 +75,10 @@ def opening(section: Section, place: Path) -> None:
     write_checkpoint(place / "one", Model(1, 1, 8, 8), Scheme())
     listing = reshard("rank-list", 777, "--src-strategy", place / "many", "--dst-strategy", place / "others")
     words = [place / "one", place / "many", place / "others", 777]
-    found = pairs(lambda: run([sys.executable, "-c", _OPEN_ONLY, *words]), lambda: run(listing), PAIRS)
+    both = pairs(lambda: run([sys.executable, "-c", _OPEN_ONLY, *words]), lambda: run(listing), PAIRS)
     section.say(
         f"`reshard.open` with strategies of {many.ranks:,} and {others.ranks:,} ranks and "
-        f"{MANY.layers * MANY.matrices:,} parameters: {found.ours:.2f} s, where `rank-list` takes {found.theirs:.2f} s."
+        f"{MANY.layers * MANY.matrices:,} parameters: {both.ours:.2f} s, where `rank-list` takes {both.theirs:.2f} s."
     )
     remove(place / "many", place / "others", place / "one")
 
@@ -107,30 +107,30 @@ def slices(section: Section, place: Path, python: Optional[str]) -> None:
             return run(["cp", pattern, copied])
 
         command = [sys.executable, "-c", _OPEN, *words]
-        found = pairs(lambda command=command: run(command), copy, PAIRS)  # type: ignore[misc]
+        measured = pairs(lambda command=command: run(command), copy, PAIRS)  # type: ignore[misc]
         theirs = "not at hand" if python is None else f"{quietly([python, '-c', _LOAD, *words]).seconds:.1f} s"
         section.row(
             name,
-            f"{found.ratio:.2f}",
-            f"{found.cpu:.2f}",
-            f"{found.ours:.2f} s",
+            f"{measured.ratio:.2f}",
+            f"{measured.cpu:.2f}",
+            f"{measured.ours:.2f} s",
             f"{min(run([sys.executable, '-c', _NAMES, *words]).seconds for _ in range(PAIRS)):.2f} s",
-            f"{found.theirs:.2f} s",
+            f"{measured.theirs:.2f} s",
             theirs,
-            f"{found.anonymous / MIB:.0f} MiB",
+            f"{measured.anonymous / MIB:.0f} MiB",
         )
         remove(pattern, copied)
     files = sorted((place / "src").glob("*/*"))
     words = [place / "src", old]
-    found = pairs(
+    measured = pairs(
         lambda: run([sys.executable, "-c", _OPEN_ALL, *words]),
         lambda: run(["sh", "-c", 'for file; do cp "$file" /dev/null; done', "sh", *files]),
         PAIRS,
     )
     section.say(
         f"All full tensors one after the other by `read_all`, {MODEL.nbytes / 1e9:.1f} GB, against `cp` of all files "
-        f"to /dev/null, which writes nothing: {found.ours:.2f} s and {found.theirs:.2f} s, "
-        f"{found.anonymous / MIB:.0f} MiB."
+        f"to /dev/null, which writes nothing: {measured.ours:.2f} s and {measured.theirs:.2f} s, "
+        f"{measured.anonymous / MIB:.0f} MiB."
     )
     remove(place / "src")
 

@@ -21,9 +21,9 @@ from reshard.storage import costs as storage
 def delayed(call: Callable[..., Any], seconds: float) -> Callable[..., Any]:
     """The same call after a wait."""
 
-    def later(*arguments: Any, **named: Any) -> Any:
+    def later(*arguments: Any, **options: Any) -> Any:
         time.sleep(seconds)
-        return call(*arguments, **named)
+        return call(*arguments, **options)
 
     return later
 
@@ -32,10 +32,10 @@ def opening(seconds: float) -> Callable[..., int]:
     """`os.open`, with a wait before files that are read."""
     call = os.open
 
-    def later(path: Any, flags: int, *arguments: Any, **named: Any) -> int:
+    def later(path: Any, flags: int, *arguments: Any, **options: Any) -> int:
         if flags & (os.O_ACCMODE | os.O_DIRECTORY | os.O_CREAT) == os.O_RDONLY:
             time.sleep(seconds)
-        return call(path, flags, *arguments, **named)
+        return call(path, flags, *arguments, **options)
 
     return later
 

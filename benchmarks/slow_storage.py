@@ -62,10 +62,10 @@ def measure() -> Section:
     for name, model, claim, command in KINDS:
         with memory_backed() as place:
             options = prepare(place, model, claim)
-            source, made = place / "src", place / "made"
+            source, target = place / "src", place / "made"
             for delay in DELAYS:
-                row(section, name, made, delay, [source, made, *options, "--io", "pread"], command)
-            assert command[0] != "transform-dir" or wrong_slices(made, model, claim.new, claim.ending) == 0
+                row(section, name, target, delay, [source, target, *options, "--io", "pread"], command)
+            assert command[0] != "transform-dir" or wrong_slices(target, model, claim.new, claim.ending) == 0
     section.say("The same for `convert` between forms, `.safetensors` in and out.")
     section.table("kind", "delay", "requests", "remote over local", "anonymous, remote")
     for between in FORMS:
@@ -81,26 +81,28 @@ def measure() -> Section:
 
 
 def row(
-    section: Section, name: str, made: Path, delay: int, words: Sequence[object], command: Sequence[object]
+    section: Section, name: str, target: Path, delay: int, words: Sequence[object], command: Sequence[object]
 ) -> None:
     """Measure one kind at one delay; what the last run wrote stays."""
-    remove(made)
+    remove(target)
     ranks = ["--ranks", command[1]] if command[0] == "by-rank" else []
-    told = subprocess.run(slowly(delay, "nfs", ["plan", *words, *ranks, "--json"]), check=True, stdout=subprocess.PIPE)
-    requests = json.loads(told.stdout)["requests"]["at_a_time"]
-    found = [both(made, delay, [*command, *words]) for _ in range(2)]
-    local, remote = (min(runs, key=lambda one: one.seconds) for runs in zip(*found))
+    process = subprocess.run(
+        slowly(delay, "nfs", ["plan", *words, *ranks, "--json"]), check=True, stdout=subprocess.PIPE
+    )
+    requests = json.loads(process.stdout)["requests"]["at_a_time"]
+    measured = [both(target, delay, [*command, *words]) for _ in range(2)]
+    local, remote = (min(runs, key=lambda one: one.seconds) for runs in zip(*measured))
     ratio = f"{remote.seconds / local.seconds:.2f}"
     section.row(name, f"{delay} ms", str(requests), ratio, f"{remote.anonymous / MIB:.0f} MiB")
 
 
-def both(made: Path, delay: int, words: Sequence[object]) -> list[Run]:
+def both(target: Path, delay: int, words: Sequence[object]) -> list[Run]:
     """A run as for local files, and one as for remote ones."""
-    found = []
+    measured = []
     for kind in ("ext4", "nfs"):
-        remove(made)
-        found.append(run(slowly(delay, kind, words)))
-    return found
+        remove(target)
+        measured.append(run(slowly(delay, kind, words)))
+    return measured
 
 
 def slowly(delay: int, file_system: str, words: Sequence[object]) -> list[str]:

@@ -33,15 +33,15 @@ def measure() -> Section:
         numpy, showing, listing = times(commands, TURNS)
     section.table("command", "at most", "ratio", "time", "quartiles")
     names = ("`reshard --help`", f"`reshard rank-list`, {MODEL.layers * MODEL.matrices} parameters")
-    for name, most, found in zip(names, ("1.3", "2.0"), (showing, listing)):
-        ratio = statistics.median(found) / statistics.median(numpy)
-        section.row(name, most, f"{ratio:.2f}", f"{statistics.median(found) * 1000:.0f} ms", quartiles(found))
+    for name, most, seconds in zip(names, ("1.3", "2.0"), (showing, listing)):
+        ratio = statistics.median(seconds) / statistics.median(numpy)
+        section.row(name, most, f"{ratio:.2f}", f"{statistics.median(seconds) * 1000:.0f} ms", quartiles(seconds))
     section.row("Python with NumPy", "", "1", f"{statistics.median(numpy) * 1000:.0f} ms", quartiles(numpy))
     return section
 
 
-def quartiles(found: list[float]) -> str:
-    low, _, high = statistics.quantiles(found, n=4)
+def quartiles(seconds: list[float]) -> str:
+    low, _, high = statistics.quantiles(seconds, n=4)
     return f"{low * 1000:.0f} to {high * 1000:.0f} ms"
 
 

@@ -172,14 +172,14 @@ class Writer:
         self._file = open(path, "wb", buffering=0)  # noqa: SIM115
 
     def write(self, data: Words) -> None:
-        left = data.reshape(-1).view(np.uint8).data
-        while left.nbytes:
+        remaining = data.reshape(-1).view(np.uint8).data
+        while remaining.nbytes:
             segment = next(self._segments)
             if isinstance(segment, Literal):
                 self._file.write(segment.data)
             else:
-                self._file.write(left[: segment.stop - segment.start])
-                left = left[segment.stop - segment.start :]
+                self._file.write(remaining[: segment.stop - segment.start])
+                remaining = remaining[segment.stop - segment.start :]
 
     def close(self) -> None:
         for segment in self._segments:

@@ -58,7 +58,7 @@ def write_checkpoint2(root: Path, model: Model, scheme: Scheme) -> None:
                 ],
             }
             for number in sorted(set(slices)):
-                group = [rank for rank, held in zip(ranks, slices) if held == number]
+                group = [rank for rank, contents in zip(ranks, slices) if contents == number]
                 storage[str((name, (number,)))] = [
                     {"file_name": files[rank], "storage_rank": rank, "rank_group": group} for rank in group
                 ]
@@ -96,8 +96,8 @@ def _write_full_weights(directory: Path, model: Model, files: list[str], index: 
             writer.write(model.tensor(name))
             where[name] = file
         writer.close()
-    listed = {"metadata": {"total_size": model.nbytes}, "weight_map": where}
-    (directory / index).write_text(json.dumps(listed, indent=2, sort_keys=True))
+    listing = {"metadata": {"total_size": model.nbytes}, "weight_map": where}
+    (directory / index).write_text(json.dumps(listing, indent=2, sort_keys=True))
 
 
 def wrong_in_checkpoint2(root: Path, model: Model) -> int:
@@ -105,11 +105,11 @@ def wrong_in_checkpoint2(root: Path, model: Model) -> int:
     (iteration,) = root.glob("iteration_*")
     metadata = json.loads((iteration / "metadata.json").read_text())
     wrong = 0
-    seen = set()
+    visited = set()
     for name, file, box in _stored(metadata):
-        seen.add(name)
+        visited.add(name)
         wrong += _bytes_of(iteration / file, name) != _part(model, name, box)
-    return wrong + len(set(model.names(Scheme(), 0)) ^ seen)
+    return wrong + len(set(model.names(Scheme(), 0)) ^ visited)
 
 
 def _stored(metadata: dict[str, Any]) -> Iterator[tuple[str, str, tuple[slice, ...]]]:

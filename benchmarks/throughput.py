@@ -84,10 +84,10 @@ def prepare(place: Path, model: Model, claim: Claim) -> list[object]:
 def transform_dir(place: Path, model: Model, claim: Claim, count: int = PAIRS) -> Compared:
     """Measure `transform-dir` against `cp -r` of what it wrote."""
     options = prepare(place, model, claim)
-    made = place / "made"
-    found = against_copy(reshard("transform-dir", place / "src", made, *options), made, count)
-    assert wrong_slices(made, model, claim.new, claim.ending) == 0
-    return found
+    target = place / "made"
+    measured = against_copy(reshard("transform-dir", place / "src", target, *options), target, count)
+    assert wrong_slices(target, model, claim.new, claim.ending) == 0
+    return measured
 
 
 def by_rank(place: Path, model: Model, claim: Claim, count: int = PAIRS_OF_ONE_RANK) -> tuple[Compared, int]:
@@ -138,10 +138,10 @@ def bytes_touched(model: Model, claim: Claim, rank: int) -> int:
     As many as it writes, but where its columns lie in wider rows: then the memory pages they lie in.
     """
     low, high = claim.new.layout().slice_box((model.rows, model.columns), rank)[1]
-    held = model.columns if claim.old.cut == 0 else model.columns // claim.old.model
-    if high - low >= held:
+    columns = model.columns if claim.old.cut == 0 else model.columns // claim.old.model
+    if high - low >= columns:
         return model.nbytes // claim.new.model
-    rows = np.arange(model.rows, dtype=np.int64) * held * 4
+    rows = np.arange(model.rows, dtype=np.int64) * columns * 4
     pages = np.unique(np.concatenate([rows + 4 * low + step for step in range(0, 4 * (high - low), 64)]) // _PAGE)
     return len(pages) * _PAGE * model.layers * model.matrices
 
@@ -165,8 +165,8 @@ def measure() -> Section:
     section.table("kind", "touched", "at most", *COMPARED)
     for claim in BY_RANK:
         with memory_backed() as place:
-            found, touched = by_rank(place, TWICE, claim)
-            section.row(claim.name, f"{touched / 1e9:.2f} GB", f"{claim.most}", *found.cells())
+            measured, touched = by_rank(place, TWICE, claim)
+            section.row(claim.name, f"{touched / 1e9:.2f} GB", f"{claim.most}", *measured.cells())
     with memory_backed() as place:
         size = TWICE.nbytes // 2
         section.row(

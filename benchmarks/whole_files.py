@@ -41,16 +41,16 @@ def main(source: Path, target: Path) -> None:
 
     written = {}
     for name in sorted(set(places.values())):
-        made = {}
+        contents = {}
         for key, tensor in tensors_of(name).items():
             scale = f"{key}_scale_inv"
             if scale in places:
-                made[key] = dequantise(tensor, tensors_of(places[scale])[scale])
+                contents[key] = dequantise(tensor, tensors_of(places[scale])[scale])
             elif not key.endswith("_scale_inv"):
-                made[key] = tensor
-        save_file(made, target / name)
-        written.update(dict.fromkeys(made, name))
-        del made, tensor
+                contents[key] = tensor
+        save_file(contents, target / name)
+        written.update(dict.fromkeys(contents, name))
+        del contents, tensor
         while len(loaded) > MAX_LOADED:
             del loaded[next(iter(loaded))]
     (target / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": written}))

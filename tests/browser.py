@@ -69,8 +69,8 @@ class Browser:
 
     def texts(self, selector: str) -> list[str]:
         """The texts of all elements that match."""
-        found = self.run("return [...document.querySelectorAll(arguments[0])].map(each => each.textContent)", selector)
-        return [str(text) for text in found]
+        actual = self.run("return [...document.querySelectorAll(arguments[0])].map(each => each.textContent)", selector)
+        return [str(text) for text in actual]
 
     def type(self, selector: str, *keys: str) -> None:
         """Focus an element and press keys: names of keys, or texts."""
@@ -106,7 +106,7 @@ class Browser:
         return [entry["message"] for entry in entries if entry["level"] in ("SEVERE", "WARNING")]
 
     def screenshot(self, path: Path) -> None:
-        """Write what is seen as a PNG."""
+        """Save a screenshot as a PNG."""
         path.write_bytes(base64.b64decode(self._send("screenshot")))
 
     def _send(self, command: str, body: Optional[dict[str, Any]] = None) -> Any:
@@ -127,8 +127,8 @@ def browser(directory: Path) -> Iterator[Browser]:
             line = next(line for line in driver.stdout if "successfully on port" in line)
             url = f"http://127.0.0.1:{line.rstrip().rstrip('.').rpartition(' ')[2]}/session"
             options = {"binary": BROWSER, "args": [*_ARGUMENTS, f"--user-data-dir={directory}"]}
-            wanted = {"browserName": "chrome", "goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}
-            session = _request(url, {"capabilities": {"alwaysMatch": wanted}})["sessionId"]
+            expected = {"browserName": "chrome", "goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}
+            session = _request(url, {"capabilities": {"alwaysMatch": expected}})["sessionId"]
             try:
                 yield Browser(f"{url}/{session}")
             finally:
@@ -140,6 +140,6 @@ def browser(directory: Path) -> Iterator[Browser]:
 def _request(url: str, body: Optional[dict[str, Any]] = None, method: Optional[str] = None) -> Any:
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"}, method=method)
-    # Proxies of the environment do not know this machine.
+    # Proxies of the environment cannot reach this machine.
     with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=_MAX_WAIT) as answer:
         return json.load(answer)["value"]

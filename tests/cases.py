@@ -65,7 +65,7 @@ def sha256_16(array: Any) -> str:
 
 
 def case_directory(name: str) -> Path:
-    """Where a case lies: in the fixtures if it is there."""
+    """The path of a case, preferably in the fixtures."""
     return FIXTURES / name if (FIXTURES / name).is_dir() else CORPUS / name
 
 

@@ -15,8 +15,20 @@ def make_certificate(directory: Path, name: str) -> dict[str, str]:
         pytest.skip("there is no openssl here")
     directory.mkdir(parents=True, exist_ok=True)
     certificate, key = str(directory / f"{name}.pem"), str(directory / f"{name}-key.pem")
-    made = ["-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", f"/CN={name}", "-keyout", key, "-out", certificate]
-    subprocess.run(["openssl", "req", "-x509", *made], check=True, capture_output=True)
+    created = [
+        "-newkey",
+        "rsa:2048",
+        "-nodes",
+        "-days",
+        "2",
+        "-subj",
+        f"/CN={name}",
+        "-keyout",
+        key,
+        "-out",
+        certificate,
+    ]
+    subprocess.run(["openssl", "req", "-x509", *created], check=True, capture_output=True)
     tls = {"CA_FILE": certificate}
     for role in ("SCHEDULER", "WORKER", "CLIENT"):
         tls[f"{role}__CERT"], tls[f"{role}__KEY"] = certificate, key

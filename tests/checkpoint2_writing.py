@@ -49,10 +49,10 @@ class Laid:
 
     def groups(self) -> dict[int, list[int]]:
         """The ranks that hold each slice, by its number."""
-        found: dict[int, list[int]] = {}
+        actual: dict[int, list[int]] = {}
         for rank in self.ranks:
-            found.setdefault(self.part(rank)[0], []).append(rank)
-        return found
+            actual.setdefault(self.part(rank)[0], []).append(rank)
+        return actual
 
     @property
     def cuts(self) -> list[int]:
@@ -88,11 +88,11 @@ class Saving:
     prefix: Optional[str] = "llm"
 
     def metadata(self) -> dict[str, Any]:
-        """What metadata.json says."""
+        """The content of metadata.json."""
         return {"state_dict_metadata": self._descriptions(), "storage_data": self._storage()}
 
     def _descriptions(self) -> dict[str, Any]:
-        found = {}
+        actual = {}
         for name, laid in self.tensors.items():
             layout = None
             if laid.matrix is not None:
@@ -104,17 +104,17 @@ class Saving:
                     "rank_list": list(laid.ranks),
                 }
             shape = [size // cut for size, cut in zip(laid.array.shape, laid.cuts)]
-            found[name] = {
+            actual[name] = {
                 "properties": {"dtype": DTYPES[laid.array.dtype.name].lower(), "replica_id": 0},
                 "global_shape": list(laid.array.shape),
                 "axis_fragmentations": laid.cuts,
                 "layout": layout,
                 "chunk": [{"global_offset": [number], "local_shape": shape} for number in laid.groups()],
             }
-        return found
+        return actual
 
     def _storage(self) -> dict[str, Any]:
-        found = {}
+        actual = {}
         for name, laid in self.tensors.items():
             for number, ranks in laid.groups().items():
                 entries: list[dict[str, Any]] = []
@@ -122,8 +122,8 @@ class Saving:
                     entries.append({"file_name": self.file(kind_of(name), rank), "storage_rank": rank})
                     if self.groups:
                         entries[-1]["rank_group"] = ranks
-                found[str((name, (number,)))] = entries
-        return found
+                actual[str((name, (number,)))] = entries
+        return actual
 
     def _storing(self, name: str, number: int, ranks: list[int]) -> list[int]:
         """The ranks that store a slice, of those that hold it."""
@@ -131,13 +131,13 @@ class Saving:
 
     def _stored(self, kind: str, rank: int) -> dict[str, Array]:
         """What a rank stores of the tensors that are listed."""
-        found = {}
+        actual = {}
         for name, laid in self.tensors.items():
             if kind_of(name) == kind and rank in laid.ranks:
                 number, place = laid.part(rank)
                 if rank in self._storing(name, number, laid.groups()[number]):
-                    found[name] = laid.array[place].copy()
-        return found
+                    actual[name] = laid.array[place].copy()
+        return actual
 
     def _writers(self, kind: str) -> list[int]:
         """The ranks that write a file of this kind, in the order of the files."""
@@ -151,24 +151,24 @@ class Saving:
 
     def files(self) -> dict[str, dict[str, Array]]:
         """What every file holds."""
-        found: dict[str, dict[str, Array]] = {}
+        actual: dict[str, dict[str, Array]] = {}
         optimizer = bool(self.values) or any(kind_of(name) == "opt" for name in self.tensors)
         for kind in ("model", "opt") if optimizer else ("model",):
             for rank in self._writers(kind):
-                held = found[self.file(kind, rank)] = self._stored(kind, rank)
+                contents = actual[self.file(kind, rank)] = self._stored(kind, rank)
                 if self.deduplicated:
                     continue
                 for name, array in self.unlisted.items():
                     if kind_of(name) == kind:
-                        held[name] = array if isinstance(array, np.ndarray) else array[rank]
-                held.update(self.values if kind == "opt" else {})
-        return found
+                        contents[name] = array if isinstance(array, np.ndarray) else array[rank]
+                contents.update(self.values if kind == "opt" else {})
+        return actual
 
     def write(self, directory: Path) -> Path:
         """Write the iteration; a single rank has no metadata.json."""
         directory.mkdir(parents=True, exist_ok=True)
-        for name, held in self.files().items():
-            write_safetensors(directory / name, held, {"format": "ms"})
+        for name, contents in self.files().items():
+            write_safetensors(directory / name, contents, {"format": "ms"})
         (directory / "common.json").write_text(json.dumps(COMMON, indent=4))
         if self.world > 1:
             (directory / "metadata.json").write_text(json.dumps(self.metadata(), indent=self.indent))
@@ -182,12 +182,12 @@ class Saving:
 
 
 def kind_of(name: str) -> str:
-    """In which kind of file a tensor lies."""
+    """The kind of file that contains a tensor."""
     return "opt" if name.startswith(("adam_", "exp_avg", "learning_rate", "global_step")) else "model"
 
 
 def numbered(shape: Sequence[int], start: int = 0, dtype: str = "float32") -> Array:
-    """An array whose elements tell where they belong."""
+    """An array of elements that encode their positions."""
     return (np.arange(math.prod(shape)) + start).astype(dtype).reshape(shape)
 
 

@@ -1,4 +1,4 @@
-"""Compares what two commits print as JSON, exit with, and write, for every fixture and corpus at hand.
+"""Compares the JSON, exit statuses and files of two commits, for every fixture and corpus.
 
 usage: python -m tests.compare_commits BASE [HEAD] [--only TEXT] [--keep FILE] [--jobs N]
 
@@ -68,12 +68,12 @@ def full_weights(case: Path, directory: Path) -> Path:
 
 def directories(*patterns: str) -> list[Path]:
     """Directories of the fixtures and corpora that match, one for each name."""
-    found: dict[str, Path] = {}
+    files: dict[str, Path] = {}
     for root in (FIXTURES, SHARED / "corpus", SHARED / "corpus2", SHARED / "corpus_strategies"):
         for pattern in patterns:
             for path in sorted(root.glob(pattern)):
-                found.setdefault(f"{pattern}:{path.parent.name}" if path.is_file() else f"{pattern}:{path.name}", path)
-    return list(found.values())
+                files.setdefault(f"{pattern}:{path.parent.name}" if path.is_file() else f"{pattern}:{path.name}", path)
+    return list(files.values())
 
 
 def json_commands(*commands: list[str]) -> list[list[str]]:
@@ -100,7 +100,7 @@ def strategy_jobs() -> Iterator[Job]:
             *(["group-info", "inspect", str(path)] for path in sorted(case.glob("group_info/*.pb"))[:2])
         )
         yield Job(f"strategy {case.name}", commands)
-    # Of all pairs of the corpora there are thousands.
+    # The corpora have thousands of pairs.
     sized = [case for case in cases if case.name.startswith("10") and case.parent == FIXTURES]
     for source, target in product(sized[::2], sized[1::2]):
         arguments = ["--src-strategy", str(source / "strategy"), "--dst-strategy", str(target / "strategy")]
@@ -179,7 +179,7 @@ def form_jobs() -> Iterator[Job]:
 
 
 def plain(value: Any, place: str) -> Any:
-    """A JSON value without what differs from run to run."""
+    """A JSON value without the parts that vary between runs."""
     if isinstance(value, dict):
         return {key: plain(each, place) for key, each in value.items() if key not in VOLATILE_KEYS}
     if isinstance(value, list):
@@ -270,11 +270,11 @@ def main() -> int:
             )
         if arguments.keep:
             Path(arguments.keep).write_text(json.dumps([base, head], indent=1))
-        found = list(differences(base, head))
-        print("\n".join(found[:400]))
+        actual = list(differences(base, head))
+        print("\n".join(actual[:400]))
         commands, files = sum(len(job.commands) for job in chosen), sum(len(side["files"]) for side in base.values())
-        print(f"{len(found)} differences in {commands} commands and {files} files")
-    return 1 if found else 0
+        print(f"{len(actual)} differences in {commands} commands and {files} files")
+    return 1 if actual else 0
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Where the checkpoints and strategies that MindSpore itself wrote are.
+"""Paths of the checkpoints and strategies that MindSpore wrote.
 
 `FIXTURES` is a selection that is always there. `CORPUS` is the whole collection; it lies beside the
 repository where the project is developed, and tests that need it skip elsewhere.

@@ -1,4 +1,4 @@
-"""Checkpoints that MindFormers and MindSpore themselves wrote in the newer forms, and what is in them.
+"""Checkpoints that MindFormers and MindSpore wrote in the newer forms, and their contents.
 
 They lie beside the repository where the project is developed; tests that need them skip elsewhere. Values follow
 rules, so that `expected.json` need not hold them: element i of parameter number p is ``4096 p + i``, or for 16-bit
@@ -28,7 +28,7 @@ DTYPES = {stored: name for name, stored in SAFETENSORS_NAMES.items() if name != 
 
 @cache
 def expected(case: str) -> dict[str, Any]:
-    """What `expected.json` says of a case."""
+    """The entry of a case in `expected.json`."""
     result: dict[str, Any] = json.loads((CORPUS2 / case / "expected.json").read_text())
     return result
 

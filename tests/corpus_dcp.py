@@ -1,4 +1,4 @@
-"""Distributed checkpoints that libraries of PyTorch's side wrote, with the answers."""
+"""Distributed checkpoints that PyTorch's libraries wrote, and their contents."""
 
 from __future__ import annotations
 
@@ -36,40 +36,41 @@ class Case(NamedTuple):
 
 
 def fixtures(directory: str = "dcp") -> list[Case]:
-    """The cases that are always there."""
-    found = []
+    """The cases in the fixtures."""
+    actual = []
     for place in sorted((FIXTURES / directory).iterdir()):
         answer = json.loads((place / "expected.json").read_text())
         tensors = {name: (dtype, tuple(shape), digest) for name, (dtype, shape, digest) in answer["tensors"].items()}
-        found.append(Case(place.name, place / "checkpoint", tensors, answer["objects"]))
-    return found
+        actual.append(Case(place.name, place / "checkpoint", tensors, answer["objects"]))
+    return actual
 
 
 def corpus() -> list[Case]:
-    """All cases of the collection; none where it is not there."""
-    found = []
+    """All cases of the collection; none if it is absent."""
+    actual = []
     for place in sorted(CORPUS_DCP.iterdir()) if CORPUS_DCP.is_dir() else ():
         if place.name.startswith(_FORMS):
             answer = json.loads((place / "expected.json").read_text())
             tensors = {
-                name: (held["dtype"], tuple(held["shape"]), held["sha256"]) for name, held in answer["tensors"].items()
+                name: (value["dtype"], tuple(value["shape"]), value["sha256"])
+                for name, value in answer["tensors"].items()
             }
             refused = answer.get("expect") == "refuse"
             may = bool(answer.get("may_refuse") or answer.get("may_convert"))
-            found.append(Case(place.name, place / "checkpoint", tensors, answer.get("objects", {}), refused, may))
-    return found
+            actual.append(Case(place.name, place / "checkpoint", tensors, answer.get("objects", {}), refused, may))
+    return actual
 
 
 def held_in(directory: Path) -> dict[str, tuple[str, tuple[int, ...], str]]:
     """What the safetensors files of a directory hold, as `Case.tensors` has it; read by nothing of the package."""
-    found: dict[str, tuple[str, tuple[int, ...], str]] = {}
+    actual: dict[str, tuple[str, tuple[int, ...], str]] = {}
     for path in sorted(directory.glob("*.safetensors")):
         data = path.read_bytes()
         start = 8 + int.from_bytes(data[:8], "little")
         for name, entry in json.loads(data[8:start]).items():
             if name != "__metadata__":
-                assert name not in found
+                assert name not in actual
                 begin, end = entry["data_offsets"]
                 digest = hashlib.sha256(data[start + begin : start + end]).hexdigest()
-                found[name] = entry["dtype"], tuple(entry["shape"]), digest
-    return found
+                actual[name] = entry["dtype"], tuple(entry["shape"]), digest
+    return actual

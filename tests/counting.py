@@ -1,4 +1,4 @@
-"""How often source files are opened."""
+"""Counts of opened source files."""
 
 from __future__ import annotations
 

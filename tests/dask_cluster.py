@@ -26,12 +26,12 @@ _ENVIRONMENT = {
 
 
 def until(happened: Callable[[], Any], seconds: float = 60.0) -> Any:
-    """Wait until something is true; what it is."""
+    """Wait until a value is true; returns it."""
     deadline = time.monotonic() + seconds
     while True:
-        found = happened()
-        if found:
-            return found
+        actual = happened()
+        if actual:
+            return actual
         assert time.monotonic() < deadline, "it did not happen"
         time.sleep(0.02)
 
@@ -66,7 +66,7 @@ class DaskCluster:
         return self._start("dask_worker", {"FAULTS": json.dumps(faults)}, *options)
 
     def workers(self, count: int, **faults: Any) -> list[subprocess.Popen[bytes]]:
-        """Start workers and wait until all are there."""
+        """Start workers and wait until all are connected."""
         started = [self.worker(**faults) for _ in range(count)]
         until(lambda: self.registered() >= len(self._started) - 1)
         return started

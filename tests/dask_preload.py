@@ -1,4 +1,4 @@
-"""What tests do to Dask workers, given to them with ``--preload``; FAULTS in the environment says what, as JSON.
+"""Faults of Dask workers, loaded with ``--preload``; FAULTS in the environment lists them as JSON.
 
 ======== ===========================================================
 slow     seconds that every write takes longer, and an eighth of what every target does

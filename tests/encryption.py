@@ -42,7 +42,7 @@ def encrypted_block(data: bytes, mode: str, key: bytes, iv: bytes) -> bytes:
 
 
 def encrypt_file(path: Path, mode: str, key: bytes = KEY, block: int = BLOCK) -> None:
-    """Put what encryption makes of a file in its place."""
+    """Replace a file by its encrypted content."""
     path.write_bytes(encrypted(path.read_bytes(), mode, key, block, str(path)))
 
 

@@ -1,4 +1,4 @@
-"""Calls to the system that fail while a command runs."""
+"""System calls that fail while a command runs."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Faults:
 
     def wrap(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **options: Any) -> Any:
-            # Only what the program does counts, not pytest's or click's own.
+            # Only calls of the program count, not those of pytest or click.
             if args and self.concerns(args[0], options.get("dir_fd", options.get("src_dir_fd"))):
                 with self._lock:
                     self.calls += 1

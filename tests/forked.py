@@ -73,14 +73,14 @@ def _serve(address: str) -> None:
 def _run(client: socket.socket) -> None:
     """Run a command in a process of its own and send its status."""
     data, descriptors, _, _ = socket.recv_fds(client, 1 << 20, 3)
-    wanted = json.loads(data)
+    document = json.loads(data)
     process = os.fork()
     if not process:
         for number, descriptor in enumerate(descriptors):
             os.dup2(descriptor, number)
-        os.chdir(wanted["directory"])
+        os.chdir(document["directory"])
         os.environ.clear()
-        run(wanted["words"], wanted["environment"])
+        run(document["words"], document["environment"])
     for descriptor in descriptors:
         os.close(descriptor)
     _, status = os.waitpid(process, 0)

@@ -1,4 +1,4 @@
-"""Run conversions and kill them at random moments; a program of its own, so that it may fork.
+"""Run conversions and kill them at random moments; a separate program, because it forks.
 
 Usage: python -m tests.kills ROOT KILLS SEED PROCESSES
 
@@ -29,7 +29,7 @@ from reshard.strategies import read_strategy
 
 
 def load_commands() -> None:
-    """Import what commands import: forked processes then spend their time on the work."""
+    """Import the modules of commands, so that forked processes spend their time on the work."""
     for module in pkgutil.iter_modules(reshard.cli.__path__, "reshard.cli."):
         importlib.import_module(module.name)
     # Loaded where the first strategy is read.
@@ -128,8 +128,8 @@ class Rounds:
         words = ["resume", str(self.dst)] if resumed else self.words(self.dst)
         self.finish(run_here(words, self.root / "log"))
         self.check(alone=True)
-        found = {path.relative_to(self.dst) for path in self.dst.rglob("rank_*/*")}
-        assert found == set(self.whole), f"left over: {sorted(map(str, found ^ set(self.whole)))}"
+        paths = {path.relative_to(self.dst) for path in self.dst.rglob("rank_*/*")}
+        assert paths == set(self.whole), f"left over: {sorted(map(str, paths ^ set(self.whole)))}"
         assert (self.dst / "reshard-manifest.json").read_bytes() == self.manifest
         assert not [path for path in self.dst.rglob(".reshard-tmp-*")]
         shutil.rmtree(self.dst)

@@ -1,4 +1,4 @@
-"""Hypothesis strategies for what is converted: random tensors, stages and layouts.
+"""Hypothesis strategies for conversions: random tensors, stages and layouts.
 
 Layouts are made so that they are valid: an axis is used for a dimension only if the cuts divide it.
 """
@@ -89,39 +89,39 @@ def layouts(draw: st.DrawFn, devices: int, shape: Sequence[int]) -> dict[str, An
     tensor_map: list[Any] = (
         [entry or [-1] for entry in axes] if nested else [entry[0] if entry else -1 for entry in axes]
     )
-    made = layout(matrix, tensor_map)
+    layout_record = layout(matrix, tensor_map)
     if not shape:
-        return made
+        return layout_record
     cuts = math.prod(matrix[-1 - axis] for axis in axes[0])
     if cuts > 1 and len(axes[0]) == 1 and shape[0] >= cuts and draw(st.integers(0, 3)) == 0:
         # At least one row in each slice, the others wherever they fall.
         bounds = draw(st.lists(st.integers(1, shape[0] - 1), min_size=cuts - 1, max_size=cuts - 1, unique=True))
         edges = [0, *sorted(bounds), shape[0]]
-        made["uneven"] = [stop - start for start, stop in zip(edges, edges[1:])]
+        layout_record["uneven"] = [stop - start for start, stop in zip(edges, edges[1:])]
     elif draw(st.integers(0, 3)) < 3:
         replicas = devices // math.prod(matrix[-1 - axis] for entry in axes for axis in entry)
         rows = shape[0] // cuts
         sizes = [size for size in range(2, replicas + 1) if replicas % size == 0 and rows % size == 0]
         if sizes:
             size = draw(st.sampled_from(sizes))
-            made["shard_size"] = -1 if size == replicas and draw(st.booleans()) else size
-            made["shard_step"] = shard_step(made, shape)
-    return made
+            layout_record["shard_size"] = -1 if size == replicas and draw(st.booleans()) else size
+            layout_record["shard_step"] = shard_step(layout_record, shape)
+    return layout_record
 
 
 @st.composite
 def strategies(draw: st.DrawFn, checkpoint: dict[str, Value], max_devices: int = 6, fewest_stages: int = 1) -> Strategy:
     """Stages that hold the checkpoint's tensors, each in at least one stage, some in several."""
     count = draw(st.integers(fewest_stages, 3))
-    held: list[set[str]] = [set() for _ in range(count)]
+    contents: list[set[str]] = [set() for _ in range(count)]
     for name in checkpoint:
         for number in draw(st.sets(st.integers(0, count - 1), min_size=1, max_size=2)):
-            held[number].add(name)
-    for names in held:
+            contents[number].add(name)
+    for names in contents:
         if not names:
             names.add(draw(st.sampled_from(sorted(checkpoint))))
     result = []
-    for names in held:
+    for names in contents:
         most = max_devices if count == 1 else max(4, max_devices // count + 1)
         devices = draw(st.sampled_from([size for size in DEVICES if size <= most]))
         ordered = draw(st.permutations(sorted(names)))
@@ -139,8 +139,8 @@ def holders(strategy: Strategy, checkpoint: dict[str, Value]) -> dict[tuple[int,
     result: dict[tuple[int, str, Any], list[int]] = {}
     first = 0
     for number, stage in enumerate(strategy):
-        for name, made in stage["layouts"].items():
-            for local, box in enumerate(boxes(made, checkpoint[name].array.shape)):
+        for name, layout_record in stage["layouts"].items():
+            for local, box in enumerate(boxes(layout_record, checkpoint[name].array.shape)):
                 result.setdefault((number, name, box), []).append(first + local)
         first += stage["devices"]
     return result
@@ -149,19 +149,21 @@ def holders(strategy: Strategy, checkpoint: dict[str, Value]) -> dict[tuple[int,
 def json_is_ambiguous(strategy: Strategy, checkpoint: dict[str, Value]) -> bool:
     """Whether the JSON writer's expanded form of some layout can be read in two ways from its slices."""
     return any(
-        _ambiguous(made, checkpoint[name].array.shape) for stage in strategy for name, made in stage["layouts"].items()
+        _ambiguous(layout_record, checkpoint[name].array.shape)
+        for stage in strategy
+        for name, layout_record in stage["layouts"].items()
     )
 
 
-def _ambiguous(made: LayoutDict, shape: Sequence[int]) -> bool:
-    written = layout_json(made, shape)
+def _ambiguous(layout_record: LayoutDict, shape: Sequence[int]) -> bool:
+    written = layout_json(layout_record, shape)
     entries = list(zip(written["tensor_map"], written["tensor_shape"]))
     if len(entries) == len(shape):
         return False
-    if made["uneven"]:
-        return True  # The recorded shape is wrong then, and does not tell how entries go together.
-    mine = _sliced(made, shape)
-    found = 0
+    if layout_record["uneven"]:
+        return True  # The recorded shape is wrong then, so it cannot group the entries.
+    mine = _sliced(layout_record, shape)
+    actual = 0
     for cuts in product([False, True], repeat=len(entries) - 1):
         groups = [[entries[0]]]
         for entry, split in zip(entries[1:], cuts):
@@ -172,13 +174,13 @@ def _ambiguous(made: LayoutDict, shape: Sequence[int]) -> bool:
         if len(groups) != len(shape) or any(len(group) > 1 and -1 in dict(group) for group in groups):
             continue
         other_shape = [math.prod(size for _, size in group) for group in groups]
-        other = {**made, "tensor_map": [[axis for axis, _ in group] for group in groups]}
-        found += _sliced(other, other_shape) == mine
-    return found != 1
+        other = {**layout_record, "tensor_map": [[axis for axis, _ in group] for group in groups]}
+        actual += _sliced(other, other_shape) == mine
+    return actual != 1
 
 
-def _sliced(made: LayoutDict, shape: Sequence[int]) -> Optional[list[int]]:
+def _sliced(layout_record: LayoutDict, shape: Sequence[int]) -> Optional[list[int]]:
     try:
-        return [stop - start for start, stop in boxes(made, shape)[0]]
+        return [stop - start for start, stop in boxes(layout_record, shape)[0]]
     except AssertionError:
         return None

@@ -1,4 +1,4 @@
-"""A run that has begun and goes on for as long as a test needs it."""
+"""A run that continues until a test ends it."""
 
 from __future__ import annotations
 

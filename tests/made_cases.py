@@ -1,4 +1,4 @@
-"""Compiled strategies as `strategy make` would have to make them: rules written by hand, sizes, settings, shapes.
+"""Compiled strategies as cases for `strategy make`: handwritten rules, sizes, settings, shapes.
 
 A case is a compile of MindSpore's. Its rules are written from the network's code, not from the strategy.
 """
@@ -26,7 +26,7 @@ _NAMED = ("dp", "mp", "pp", "cp", "ep")
 
 
 class MadeCase(NamedTuple):
-    """One compile: what would be typed to make its strategy, and the strategy that it wrote."""
+    """One compile: the options that make its strategy, and the strategy that it wrote."""
 
     name: str
     path: Path
@@ -53,8 +53,8 @@ class MadeCase(NamedTuple):
 
     @property
     def target(self) -> TargetRun:
-        said = ",".join(f"{name}={size}" for name, size in self.sizes.items())
-        return TargetRun(parse_sizes(said), self.shards, self.layers_per_stage, not self.model.states)
+        options = ",".join(f"{name}={size}" for name, size in self.sizes.items())
+        return TargetRun(parse_sizes(options), self.shards, self.layers_per_stage, not self.model.states)
 
     @property
     def strategy(self) -> Path:
@@ -66,12 +66,12 @@ class MadeCase(NamedTuple):
         return {file.items[0].stage: dict(file.layouts) for file in files}
 
     def options(self) -> list[str]:
-        """The options of `strategy make` and `derive` that say the same as `target`, sizes aside."""
-        said = ["--optimizer-shards", "off" if not self.shards.size else str(self.shards.size)]
-        said += ["--optimizer-threshold", str(self.shards.threshold)]
+        """The options of `strategy make` and `derive` for `target`, without sizes."""
+        options = ["--optimizer-shards", "off" if not self.shards.size else str(self.shards.size)]
+        options += ["--optimizer-threshold", str(self.shards.threshold)]
         if self.layers_per_stage is not None:
-            said += ["--layers-per-stage", ",".join(map(str, self.layers_per_stage))]
-        return said if self.model.states else [*said, "--weights-only"]
+            options += ["--layers-per-stage", ",".join(map(str, self.layers_per_stage))]
+        return options if self.model.states else [*options, "--weights-only"]
 
     @property
     def sizes_text(self) -> str:
@@ -86,12 +86,12 @@ def case_names() -> list[str]:
 @cache
 def load(name: str) -> MadeCase:
     path = next(root / name for root in ROOTS if (root / name / "case.json").is_file())
-    said = json.loads((path / "case.json").read_text())
-    config = said.get("config", {})
-    classes = said["layout_classes"]
+    options = json.loads((path / "case.json").read_text())
+    config = options.get("config", {})
+    classes = options["layout_classes"]
     tensors = tuple(
         FullTensor(param, tuple(classes[label]["full_shape"]), classes[label]["dtype"])
-        for param, (label, *_) in said["params"].items()
+        for param, (label, *_) in options["params"].items()
     )
     stages = config.get("stage_of_layer")
     layers = tuple(count for _, count in sorted(Counter(stages).items())) if stages else None
@@ -101,7 +101,7 @@ def load(name: str) -> MadeCase:
     else:
         sizes = {key: config[key] for key in _NAMED if config.get(key, 1) > 1} or {"dp": 1}
         rules = _rules(config)
-    return MadeCase(name, path, rules, sizes, _shards(said["auto_parallel_context"]), layers, tensors, own)
+    return MadeCase(name, path, rules, sizes, _shards(options["auto_parallel_context"]), layers, tensors, own)
 
 
 def _shards(context: dict[str, Any]) -> ShardSetting:
@@ -145,8 +145,8 @@ def _rules(config: dict[str, Any]) -> str:
 
 def rule(match: str, matrix: list[str], entries: list[Any], more: str = "") -> str:
     """One rule as TOML."""
-    said = {"match": match, "matrix": matrix, "map": entries}
-    return "\n".join(["[[parameter]]", *(f"{key} = {json.dumps(value)}" for key, value in said.items()), more, ""])
+    options = {"match": match, "matrix": matrix, "map": entries}
+    return "\n".join(["[[parameter]]", *(f"{key} = {json.dumps(value)}" for key, value in options.items()), more, ""])
 
 
 def _block(number: int, matrix: list[str], entries: list[Any], more: str = "") -> str:

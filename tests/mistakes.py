@@ -1,4 +1,4 @@
-"""Mistakes of the planner in where a slice's bytes lie; in place of `StoredSlice`, for `verify` to find."""
+"""Wrong places of a slice's bytes, for `verify` to find; they replace `StoredSlice`."""
 
 from __future__ import annotations
 

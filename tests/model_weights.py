@@ -61,15 +61,15 @@ _COLUMNS = re.compile(r".*(?:linear_proj|linear_fc2|wo|w2)\.weight")
 
 
 def weights(family: str, seed: int = 0) -> dict[str, Value]:
-    """A model under Hugging Face's names; what releases hold twice is equal."""
+    """A model under Hugging Face's names; tensors that releases contain twice are equal."""
     random = np.random.default_rng(seed)
     config, shapes = MODELS[family]
-    found = {name: float32(random.standard_normal(shape)) for name, shape in shapes.items()}
+    actual = {name: float32(random.standard_normal(shape)) for name, shape in shapes.items()}
     again = f"model.layers.{config['num_hidden_layers']}"
     for name, twin in (("embed_tokens", "model.embed_tokens"), ("shared_head.head", "lm_head")):
-        if f"{again}.{name}.weight" in found:
-            found[f"{again}.{name}.weight"] = found[f"{twin}.weight"]
-    return found
+        if f"{again}.{name}.weight" in actual:
+            actual[f"{again}.{name}.weight"] = actual[f"{twin}.weight"]
+    return actual
 
 
 def float32(array: Array) -> Value:
@@ -114,10 +114,10 @@ def mindformers(family: str, tensors: Checkpoint, config: Config, options: Seque
     (dtype,) = dtypes
     arrays = {name: tensor.array for name, tensor in tensors.items()}
     if family in ("llama", "qwen2"):
-        made = {_legacy(name): array for name, array in arrays.items()}
+        created = {_legacy(name): array for name, array in arrays.items()}
     else:
-        made = _mcore(arrays, config, options)
-    return {name: Value(dtype, np.ascontiguousarray(array)) for name, array in made.items()}
+        created = _mcore(arrays, config, options)
+    return {name: Value(dtype, np.ascontiguousarray(array)) for name, array in created.items()}
 
 
 def _legacy(name: str) -> str:
@@ -139,26 +139,26 @@ def _legacy(name: str) -> str:
 
 
 def _mcore(arrays: Mapping[str, Array], config: Config, options: Sequence[str]) -> dict[str, Array]:
-    made = {
+    created = {
         "embedding.word_embeddings.weight": arrays["model.embed_tokens.weight"],
         "decoder.final_layernorm.weight": arrays["model.norm.weight"],
     }
     if "lm_head.weight" in arrays:
-        made["output_layer.weight"] = arrays["lm_head.weight"]
+        created["output_layer.weight"] = arrays["lm_head.weight"]
     layers = config["num_hidden_layers"]
     for number in range(layers):
-        _layer(made, arrays, f"model.layers.{number}", f"decoder.layers.{number}", config, options)
+        _layer(created, arrays, f"model.layers.{number}", f"decoder.layers.{number}", config, options)
     for number in range(config.get("num_nextn_predict_layers", 0)):
         old, new = f"model.layers.{layers + number}", f"mtp.layers.{number}"
-        _layer(made, arrays, old, f"{new}.transformer_layer", config, options)
+        _layer(created, arrays, old, f"{new}.transformer_layer", config, options)
         for name in ("enorm", "hnorm", "eh_proj"):
-            made[f"{new}.{name}.weight"] = arrays[f"{old}.{name}.weight"]
-        made[f"{new}.final_layernorm.weight"] = arrays[f"{old}.shared_head.norm.weight"]
-    return made
+            created[f"{new}.{name}.weight"] = arrays[f"{old}.{name}.weight"]
+        created[f"{new}.final_layernorm.weight"] = arrays[f"{old}.shared_head.norm.weight"]
+    return created
 
 
 def _layer(
-    made: dict[str, Array], arrays: Mapping[str, Array], old: str, new: str, config: Config, options: Sequence[str]
+    tensors: dict[str, Array], arrays: Mapping[str, Array], old: str, new: str, config: Config, options: Sequence[str]
 ) -> None:
     names = {
         "input_layernorm": "input_layernorm",
@@ -178,17 +178,17 @@ def _layer(
     }
     for theirs, ours in names.items():
         if f"{old}.{theirs}.weight" in arrays:
-            made[f"{new}.{ours}.weight"] = arrays[f"{old}.{theirs}.weight"]
+            tensors[f"{new}.{ours}.weight"] = arrays[f"{old}.{theirs}.weight"]
     if f"{old}.mlp.gate.e_score_correction_bias" in arrays:
-        made[f"{new}.mlp.router.expert_bias"] = arrays[f"{old}.mlp.gate.e_score_correction_bias"]
+        tensors[f"{new}.mlp.router.expert_bias"] = arrays[f"{old}.mlp.gate.e_score_correction_bias"]
     if f"{old}.self_attn.k_proj.weight" in arrays:
         q, k, v = (arrays[f"{old}.self_attn.{name}_proj.weight"] for name in "qkv")
-        made[f"{new}.self_attention.linear_qkv.weight"] = _qkv(q, k, v, config, "qkv=contiguous" in options)
+        tensors[f"{new}.self_attention.linear_qkv.weight"] = _qkv(q, k, v, config, "qkv=contiguous" in options)
     for place in ("mlp", "mlp.shared_experts"):
         if f"{old}.{place}.gate_proj.weight" in arrays:
             gate, up = (arrays[f"{old}.{place}.{name}_proj.weight"] for name in ("gate", "up"))
             rows = [gate, up] if "gate_up=halves" in options else [row[None] for both in zip(gate, up) for row in both]
-            made[f"{new}.{place}.linear_fc1.weight"] = np.concatenate(rows)
+            tensors[f"{new}.{place}.linear_fc1.weight"] = np.concatenate(rows)
     if f"{old}.mlp.experts.0.up_proj.weight" in arrays:
         first, second = [], []
         for expert in range(len(arrays[f"{old}.mlp.gate.weight"])):
@@ -197,8 +197,8 @@ def _layer(
             )
             first.append(np.concatenate([gate.T, up.T], axis=1))
             second.append(down.T)
-        made[f"{new}.mlp.experts.weight1"] = np.concatenate(first)
-        made[f"{new}.mlp.experts.weight2"] = np.concatenate(second)
+        tensors[f"{new}.mlp.experts.weight1"] = np.concatenate(first)
+        tensors[f"{new}.mlp.experts.weight2"] = np.concatenate(second)
 
 
 def _qkv(q: Array, k: Array, v: Array, config: Config, contiguous: bool) -> Array:
@@ -213,7 +213,7 @@ def cut(tensors: Checkpoint, layers: int, data: int = 1, model: int = 2, stages:
 
     Experts are shared out over the devices that cut the other parameters.
     """
-    found: list[dict[str, Any]] = [{"devices": data * model, "layouts": {}} for _ in range(stages)]
+    rows: list[dict[str, Any]] = [{"devices": data * model, "layouts": {}} for _ in range(stages)]
     for name, tensor in tensors.items():
         axes = [-1] * tensor.array.ndim
         if _ROWS.fullmatch(name):
@@ -223,5 +223,5 @@ def cut(tensors: Checkpoint, layers: int, data: int = 1, model: int = 2, stages:
         number = re.search(r"(?:decoder|model)\.layers\.([0-9]+)", name)
         first = name.startswith(("embedding.", "model.tok_embeddings."))
         stage = int(number[1]) * stages // layers if number else 0 if first else stages - 1
-        found[stage]["layouts"][name] = layout([data, model], axes)
-    return found
+        rows[stage]["layouts"][name] = layout([data, model], axes)
+    return rows

@@ -7,7 +7,7 @@ import re
 
 def numbers_named(text: str) -> set[int]:
     """The numbers that `stepped_ranges` put into words, read as a person would."""
-    found: set[int] = set()
+    actual: set[int] = set()
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:-(\d+))?(?:\.\.(\d+)-(\d+))?(?: step (\d+))?", part)
         assert match is not None, part
@@ -17,7 +17,7 @@ def numbers_named(text: str) -> set[int]:
             assert last is not None and stop is not None and step is not None
             assert stop - start == last - first
             for at in range(first, start + 1, step):
-                found.update(range(at, at + last - first + 1))
+                actual.update(range(at, at + last - first + 1))
         else:
-            found.update(range(first, (first if last is None else last) + 1, step or 1))
-    return found
+            actual.update(range(first, (first if last is None else last) + 1, step or 1))
+    return actual

@@ -1,4 +1,4 @@
-"""A real object store on the loopback interface: a server process that the tests start, and a proxy that makes it fail.
+"""A real object store on the loopback interface: a server process, and a proxy that injects failures.
 
 `objects` gives a bucket of its own to each test; `Faults` says what goes wrong on the way to it.
 """
@@ -29,7 +29,7 @@ from reshard.storage import use_endpoint
 
 SECRET = "the-secret-key-that-nobody-may-see"
 KEY = "AKIAOFNOBODY"
-# In a process of its own, so that it answers whatever the tests do.
+# In a separate process, so that tests do not block it.
 _SERVER = """
 import sys, threading
 from moto.server import DomainDispatcherApplication, create_backend_app
@@ -43,7 +43,7 @@ class Quiet(WSGIRequestHandler):
 app = DomainDispatcherApplication(create_backend_app)
 server = make_server("127.0.0.1", 0, app, threaded=True, request_handler=Quiet)
 print(server.port, flush=True)
-# Ends with whoever started it, however that ends.
+# Ends with its parent process.
 threading.Thread(target=lambda: (sys.stdin.read(), server.shutdown()), daemon=True).start()
 server.serve_forever()
 """
@@ -201,27 +201,27 @@ class Proxy:
                     return answer, answer.read()
 
             def unmet(self) -> Optional[str]:
-                """Why what is to be written under a condition is refused."""
+                """Why a conditional write is refused."""
                 match, none_match = (self.headers.get(name) for name in _CONDITIONS)
                 if (match or none_match) is None or proxy.faults.conditions == "ignore":
                     return None
                 if proxy.faults.conditions == "refuse":
                     return "not implemented"
-                there, _ = self.ask("HEAD", path=self.path.partition("?")[0])
-                if there.status == 404:
+                exists, _ = self.ask("HEAD", path=self.path.partition("?")[0])
+                if exists.status == 404:
                     return None if match is None else "absent"
-                return None if match is not None and match == there.getheader("ETag") else "unmet"
+                return None if match is not None and match == exists.getheader("ETag") else "unmet"
 
             def is_under_way(self) -> bool:
-                """Whether there is an upload of the number that is asked for."""
+                """Whether the requested upload exists."""
                 server = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
                 bucket = self.path.split("/")[1]
                 with contextlib.closing(server):
                     server.request(
                         "GET", f"/{bucket}?uploads", headers={"Authorization": self.headers["Authorization"]}
                     )
-                    found = server.getresponse().read().decode()
-                return parse_qs(urlsplit(self.path).query)["uploadId"][0] in found
+                    actual = server.getresponse().read().decode()
+                return parse_qs(urlsplit(self.path).query)["uploadId"][0] in actual
 
             def refuse(self, kind: str) -> None:
                 status, code, message = _REFUSALS[kind]
@@ -296,19 +296,19 @@ class Objects:
 
     def uploads(self) -> list[tuple[str, str]]:
         """Multipart uploads that are under way, as key and number."""
-        found = self.client.list_multipart_uploads(Bucket=self.bucket).get("Uploads", [])
-        return [(upload["Key"], upload["UploadId"]) for upload in found]
+        actual = self.client.list_multipart_uploads(Bucket=self.bucket).get("Uploads", [])
+        return [(upload["Key"], upload["UploadId"]) for upload in actual]
 
     def content(self, prefix: str = "") -> dict[str, bytes]:
-        """What is there, by key below a prefix."""
-        found = {}
+        """The objects by key below a prefix."""
+        actual = {}
         for page in self.client.get_paginator("list_objects_v2").paginate(Bucket=self.bucket, Prefix=prefix):
             for entry in page.get("Contents", ()):
                 key = entry["Key"]
-                found[key[len(prefix) :].lstrip("/")] = self.client.get_object(Bucket=self.bucket, Key=key)[
+                actual[key[len(prefix) :].lstrip("/")] = self.client.get_object(Bucket=self.bucket, Key=key)[
                     "Body"
                 ].read()
-        return found
+        return actual
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""A small model whose tensors another code packs, and the rules that lead from one to the other."""
+"""A small model with packed tensors, and the rules that convert it."""
 
 HIDDEN, HEADS, GROUPS, SIZE, INNER, VOCABULARY, EXPERTS = 8, 4, 2, 2, 8, 5, 2
 CONFIG = {"heads": HEADS, "groups": GROUPS, "head_dim": SIZE, "vocabulary": VOCABULARY, "experts": EXPERTS}

@@ -1,4 +1,4 @@
-"""Runs of `reshard` in processes of their own that start at once: forked from one that has loaded everything.
+"""Runs of `reshard` in separate processes that start at once: forked from one that has loaded everything.
 
 Usage as a program: standard input has a line of JSON per command, with its words and a file for its output. Standard
 output gets the number of its process, and that number and the exit status when it has ended.
@@ -39,10 +39,10 @@ class Run:
         self._status = status
         self._ended.set()
 
-    def send(self, what: int) -> None:
+    def send(self, kind: int) -> None:
         """Send a signal, unless the command has ended."""
         with contextlib.suppress(ProcessLookupError):
-            os.kill(self.process, what)
+            os.kill(self.process, kind)
 
     def result(self) -> Result:
         """Wait for the command; the status is negative if a signal ended it."""
@@ -72,12 +72,12 @@ class Preloaded:
     def _hear(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            said = json.loads(line)
+            document = json.loads(line)
             with self._news:
-                if "status" in said:
-                    self._runs[said["process"]].ended(said["status"])
+                if "status" in document:
+                    self._runs[document["process"]].ended(document["status"])
                 else:
-                    run = Run(said["process"], Path(said["log"]))
+                    run = Run(document["process"], Path(document["log"]))
                     self._runs[run.process] = run
                     self._started.append(run)
                 self._news.notify_all()
@@ -86,13 +86,13 @@ class Preloaded:
         """Start a command."""
         self._number += 1
         log = self._directory / f"log{self._number}"
-        wanted = {
+        expected = {
             "words": [str(word) for word in words],
             "log": str(log),
             "environment": {**{name: value for name, value in os.environ.items() if "AWS" in name}, **environment},
         }
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(wanted) + "\n")
+        self._process.stdin.write(json.dumps(expected) + "\n")
         self._process.stdin.flush()
         with self._news:
             assert self._news.wait_for(lambda: len(self._started) == self._number, 60)
@@ -109,7 +109,7 @@ class Preloaded:
 
 
 def load() -> None:
-    """Import what commands import."""
+    """Import the modules of commands."""
     import reshard.cli
 
     for module in pkgutil.iter_modules(reshard.cli.__path__, "reshard.cli."):
@@ -136,8 +136,8 @@ def run(words: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
         os._exit(status)
 
 
-def _say(**what: Any) -> None:
-    os.write(1, (json.dumps(what) + "\n").encode())
+def _say(**kind: Any) -> None:
+    os.write(1, (json.dumps(kind) + "\n").encode())
 
 
 def _serve() -> None:
@@ -147,35 +147,35 @@ def _serve() -> None:
 
     def bury(*_: object) -> None:
         for process in list(living):
-            found, status = os.waitpid(process, os.WNOHANG)
-            if found:
+            actual, status = os.waitpid(process, os.WNOHANG)
+            if actual:
                 living.discard(process)
                 _say(process=process, status=os.waitstatus_to_exitcode(status))
 
     signal.signal(signal.SIGCHLD, bury)
     for line in _lines():
-        wanted = json.loads(line)
+        document = json.loads(line)
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
         process = os.fork()
         if not process:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-            log = os.open(wanted["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+            log = os.open(document["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
             os.dup2(log, 1)
             os.dup2(log, 2)
-            run(wanted["words"], wanted["environment"])
+            run(document["words"], document["environment"])
         living.add(process)
-        _say(process=process, log=wanted["log"])
+        _say(process=process, log=document["log"])
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
     for process in living:
         os.kill(process, signal.SIGKILL)
 
 
 def _lines() -> Iterator[str]:
-    held = b""
+    contents = b""
     while part := os.read(0, 1 << 16):
-        *lines, held = (held + part).split(b"\n")
+        *lines, contents = (contents + part).split(b"\n")
         yield from (line.decode() for line in lines)
 
 

@@ -1,4 +1,4 @@
-"""What a layout means, computed without cleverness: the oracle the converter is compared with.
+"""A naive reference of layouts, which the tests compare conversions with.
 
 Nothing here knows of `reshard`. A strategy is plain data, one mapping per pipeline stage::
 
@@ -159,11 +159,11 @@ def uncovered(
         common = names_of(source) & set(shapes)
         needed = {name: tuple((0, size) for size in shapes[name]) for name in common}
     else:
-        wanted = rank_boxes(target, shapes, target_rank, unsharded)
-        needed = {name: box for name, box in wanted.items() if name in names_of(source)}
-    held = {name: np.zeros(tuple(shapes[name]), bool) for name in needed}
+        expected = rank_boxes(target, shapes, target_rank, unsharded)
+        needed = {name: box for name, box in expected.items() if name in names_of(source)}
+    contents = {name: np.zeros(tuple(shapes[name]), bool) for name in needed}
     for rank in available:
         for name, box in rank_boxes(source, shapes, rank, unsharded).items():
-            if name in held:
-                held[name][tuple(slice(*interval) for interval in box)] = True
-    return {name for name, box in needed.items() if not cut(held[name], box).all()}
+            if name in contents:
+                contents[name][tuple(slice(*interval) for interval in box)] = True
+    return {name for name, box in needed.items() if not cut(contents[name], box).all()}

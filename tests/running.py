@@ -1,4 +1,4 @@
-"""Running `reshard` in this process, as its command line would run."""
+"""Running `reshard` in this process, like its command line."""
 
 from __future__ import annotations
 

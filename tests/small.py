@@ -43,7 +43,10 @@ TARGET = single({"w": layout([2], [-1, 0]), "v": layout([2], [-1]), "m.w": layou
 
 def without(strategy: Strategy, *names: str) -> Strategy:
     return [
-        {**stage, "layouts": {name: made for name, made in stage["layouts"].items() if name not in names}}
+        {
+            **stage,
+            "layouts": {name: layout_record for name, layout_record in stage["layouts"].items() if name not in names},
+        }
         for stage in strategy
     ]
 
@@ -77,11 +80,11 @@ class World:
         **options: Any,
     ) -> None:
         """Save a checkpoint on all source ranks, or on some."""
-        listed = {name for stage in self.source for name in stage["layouts"]}
-        held = cut_ranks(self.source, subset(full, sorted(listed)), COPIED if copied is None else copied)
+        listing = {name for stage in self.source for name in stage["layouts"]}
+        slices_of_rank = cut_ranks(self.source, subset(full, sorted(listing)), COPIED if copied is None else copied)
         write_tree(
             self.src,
-            {rank: held[rank] for rank in held if ranks is None or rank in ranks},
+            {rank: slices_of_rank[rank] for rank in slices_of_rank if ranks is None or rank in ranks},
             pattern,
             **options,
         )
@@ -118,7 +121,7 @@ class World:
         return reshard(*self.words(*options))
 
     def refuses(self, status: int, *says: Argument, options: tuple[Argument, ...] = ()) -> Result:
-        """The conversion fails so, and no target is there afterwards."""
+        """The conversion fails with this status and these texts, and leaves no target."""
         result = fails(status, *self.words(*options), says=says)
         assert not list(self.dst.glob("rank_*/*")) if self.dst.is_dir() else True
         return result
@@ -134,7 +137,7 @@ class World:
 
 @contextlib.contextmanager
 def world_of(source: Strategy, target: Strategy) -> Iterator[World]:
-    """A world of its own for each of hypothesis' examples, which share what pytest gives a test."""
+    """A separate world for each of hypothesis' examples, which share pytest's fixtures."""
     with tempfile.TemporaryDirectory() as directory:
         yield World(Path(directory), source, target)
 

@@ -1,4 +1,4 @@
-"""What may stand where a file should be."""
+"""Special files in place of regular ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stop a run at every call that changes something on disk; a program of its own, so that it may fork.
+"""Stop a run at every system call that changes the disk; a separate program, because it forks.
 
 Usage: python -m tests.stops ROOT FIRST EVERY COMMAND...
 
@@ -75,20 +75,20 @@ def stopped(number: int, words: list[str]) -> bool:
 
 
 def check(root: Path, before: dict[str, bytes], after: dict[str, bytes], where: str) -> None:
-    found = checkpoints(root / "dst")
-    for name, data in found.items():
+    files = checkpoints(root / "dst")
+    for name, data in files.items():
         assert data in (before.get(name), after.get(name)), f"{where}: {name} is torn"
-    whole = all(found.get(name) == data for name, data in after.items())
+    whole = all(files.get(name) == data for name, data in after.items())
     for name in before.keys() - after.keys():
-        assert name in found or whole, f"{where}: {name} was removed too early"
+        assert name in files or whole, f"{where}: {name} was removed too early"
     for mark in MARKS:
-        assert found in (before, after) or not (root / "dst" / mark).exists(), f"{where}: {mark}"
-    # Whatever happened, it can be asked how far it is.
+        assert files in (before, after) or not (root / "dst" / mark).exists(), f"{where}: {mark}"
+    # After any failure, status works.
     status_of(str(root / "dst"))
 
 
 def main(root: Path, first: int, every: int, words: list[str]) -> None:
-    """Stop the command at all these calls, and say how often."""
+    """Stop the command at all these calls, and print their number."""
     load_commands()
     before, after = checkpoints(root / "before"), checkpoints(root / "after")
     number, stops = first, 0

@@ -25,17 +25,17 @@ def numbers(values: Sequence[int]) -> bytes:
     return b"".join(field(1, value) for value in values)
 
 
-def layout_message(said: Mapping[str, Any]) -> bytes:
-    maps = said["tensor_map"]
+def layout_message(fields: Mapping[str, Any]) -> bytes:
+    maps = fields["tensor_map"]
     maps = maps if any(isinstance(entry, list) for entry in maps) else [maps]
     return (
-        field(1, numbers(said["dev_matrix"]))
+        field(1, numbers(fields["dev_matrix"]))
         + b"".join(field(2, numbers(entry)) for entry in maps)
-        + field(3, numbers(said.get("sizes", [])))
-        + field(4, numbers(said.get("offsets", [])))
-        + field(5, said.get("field", 0))
-        + field(6, said.get("step", 0))
-        + field(7, said.get("size", 0))
+        + field(3, numbers(fields.get("sizes", [])))
+        + field(4, numbers(fields.get("offsets", [])))
+        + field(5, fields.get("field", 0))
+        + field(6, fields.get("step", 0))
+        + field(7, fields.get("size", 0))
     )
 
 
@@ -45,17 +45,17 @@ def protobuf(layouts: Layouts, item_stages: Sequence[int] = (0,)) -> bytes:
     for number in item_stages:
         strategies = field(1, number) + field(2, numbers([2, 1]))
         out += field(2, field(1, f"MatMul-{number}") + field(2, strategies))
-    for name, said in layouts.items():
-        out += field(3, field(1, name) + field(2, layout_message(said)))
+    for name, fields in layouts.items():
+        out += field(3, field(1, name) + field(2, layout_message(fields)))
     return out
 
 
 def json_content(layouts: Layouts, item_stages: Sequence[int] = (0,)) -> dict[str, Any]:
     """What the JSON file of a strategy holds."""
     items = {f"MatMul-{number}": {"stage": number, "parallel_strategy": [[2, 1]]} for number in item_stages}
-    said = {}
+    fields = {}
     for name, one in layouts.items():
-        said[name] = {
+        fields[name] = {
             "dev_matrix": one["dev_matrix"],
             "tensor_map": one["tensor_map"],
             "field": one.get("field", 0),
@@ -63,8 +63,8 @@ def json_content(layouts: Layouts, item_stages: Sequence[int] = (0,)) -> dict[st
             "opt_weight_shard_size": one.get("size", 0),
         }
         renamed = {"shape": "tensor_shape", "sizes": "param_split_shape", "offsets": "indices_offset"}
-        said[name].update({theirs: one[ours] for ours, theirs in renamed.items() if ours in one})
-    return {"current_stage": 1, "parallel_layout_item": said, "parallel_strategy_item": items}
+        fields[name].update({theirs: one[ours] for ours, theirs in renamed.items() if ours in one})
+    return {"current_stage": 1, "parallel_layout_item": fields, "parallel_strategy_item": items}
 
 
 def write_strategy(path: Path, stage: int, layouts: Layouts, item_stages: Optional[Sequence[int]] = None) -> Path:
@@ -80,7 +80,7 @@ def write_strategy(path: Path, stage: int, layouts: Layouts, item_stages: Option
 
 def write_merged(path: Path, stages: Mapping[int, Layouts]) -> Path:
     """Write a merged file, stages in the order given."""
-    named = {f"{number}-{name}": said for number, layouts in stages.items() for name, said in layouts.items()}
+    named = {f"{number}-{name}": fields for number, layouts in stages.items() for name, fields in layouts.items()}
     return write_strategy(path, 0, named, list(stages))
 
 

@@ -17,5 +17,5 @@ def test_a_class_name_means_one_thing() -> None:
         for name in re.findall(r"^class (\w+)", path.read_text(), re.MULTILINE):
             places[name].append(str(path.relative_to(ROOT)))
     # Private classes are read in their own module only.
-    twice = {name: found for name, found in places.items() if len(found) > 1 and not name.startswith("_")}
-    assert {name: found for name, found in twice.items() if name not in TWICE} == {}
+    twice = {name: actual for name, actual in places.items() if len(actual) > 1 and not name.startswith("_")}
+    assert {name: actual for name, actual in twice.items() if name not in TWICE} == {}

@@ -1,4 +1,4 @@
-"""Checkpoints, rank trees and strategy files, written and read the obvious way, for tests.
+"""Checkpoints, rank trees and strategy files, written and read naively.
 
 A checkpoint here is ``{name: Value}``; a `Value` is a MindSpore dtype name and the elements as an
 array of unsigned integers of the same width, so that BF16 or FP8 need no NumPy type.
@@ -170,16 +170,16 @@ def read_checkpoint(path: Union[str, Path]) -> dict[str, Value]:
     data = path.read_bytes()
     if path.suffix == ".safetensors":
         return read_safetensors(data)
-    found: dict[str, tuple[str, list[int], list[bytes]]] = {}
+    actual: dict[str, tuple[str, list[int], list[bytes]]] = {}
     for record in messages(data, 1):
         parts = dict(fields(record))
         name, tensor = parts[1], parts[2]
         assert isinstance(name, bytes) and isinstance(tensor, bytes)
         (dtype,) = messages(tensor, 2)
         (content,) = messages(tensor, 3)
-        found.setdefault(name.decode(), (dtype.decode(), integers(tensor), []))[2].append(content)
+        actual.setdefault(name.decode(), (dtype.decode(), integers(tensor), []))[2].append(content)
     result = {}
-    for key, (dtype_name, dims, contents) in found.items():
+    for key, (dtype_name, dims, contents) in actual.items():
         array = np.frombuffer(b"".join(contents), f"<u{ITEM_SIZES[dtype_name]}")
         scalar_marked = dims == [0] and array.size and dtype_name != "str"
         shape = [-1] if dtype_name == "str" else [] if scalar_marked else dims
@@ -221,8 +221,8 @@ def cut_ranks(
     """What every rank saves: its slices of `checkpoint`, and `copied` as it is."""
     parts = slices(strategy, arrays(checkpoint), unsharded)
     return {
-        rank: {**{name: Value(checkpoint[name].dtype, part) for name, part in held.items()}, **(copied or {})}
-        for rank, held in parts.items()
+        rank: {**{name: Value(checkpoint[name].dtype, part) for name, part in tensors.items()}, **(copied or {})}
+        for rank, tensors in parts.items()
     }
 
 
@@ -267,17 +267,17 @@ def tree_bytes(root: Union[str, Path]) -> dict[str, bytes]:
     return {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.glob("rank_*/*"))}
 
 
-def same_ranks(found: Mapping[int, Checkpoint], expected: Mapping[int, Checkpoint]) -> None:
+def same_ranks(ranks: Mapping[int, Checkpoint], expected: Mapping[int, Checkpoint]) -> None:
     """Fail, naming rank and parameter, unless both hold the same tensors."""
-    assert sorted(found) == sorted(expected)
+    assert sorted(ranks) == sorted(expected)
     for rank, checkpoint in expected.items():
-        same_checkpoints(found[rank], checkpoint, f"rank {rank}")
+        same_checkpoints(ranks[rank], checkpoint, f"rank {rank}")
 
 
-def same_checkpoints(found: Checkpoint, expected: Checkpoint, where: str = "") -> None:
-    assert sorted(found) == sorted(expected), where
+def same_checkpoints(tensors: Checkpoint, expected: Checkpoint, where: str = "") -> None:
+    assert sorted(tensors) == sorted(expected), where
     for name, tensor in expected.items():
-        other = found[name]
+        other = tensors[name]
         assert other.dtype == tensor.dtype, f"{where} {name}: {other.dtype} is not {tensor.dtype}"
         assert other.array.shape == tensor.array.shape, f"{where} {name}: {other.array.shape}"
         assert other.array.tobytes() == tensor.array.tobytes(), f"{where} {name}: values differ"

@@ -1,4 +1,4 @@
-"""The protobuf wire format, written and read the slow and obvious way."""
+"""The protobuf wire format, written and read naively."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ class Printed(NamedTuple):
 
 def blocks(text: str) -> list[Block]:
     """The fenced blocks of a page in order."""
-    found = []
+    entries = []
     lines = text.splitlines(keepends=True)
     number = 0
     while number < len(lines):
@@ -84,15 +84,15 @@ def blocks(text: str) -> list[Block]:
             number = next(place for place in range(start, len(lines)) if lines[place].startswith("```"))
             inside = "".join(lines[start:number])
             word, value = (mark[1], mark[2] or "") if mark else ("", "")
-            found.append(Block(fence[1], inside, word, value, start, number))
+            entries.append(Block(fence[1], inside, word, value, start, number))
         number += 1
-    return found
+    return entries
 
 
 def pages() -> list[Path]:
     """Every page with something to type, or with output."""
-    found = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-    return [page for page in found if any(_is_typed(block) for block in blocks(page.read_text(encoding="utf-8")))]
+    entries = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    return [page for page in entries if any(_is_typed(block) for block in blocks(page.read_text(encoding="utf-8")))]
 
 
 def _is_typed(block: Block) -> bool:
@@ -130,13 +130,13 @@ def type_page(page: Path, place: Path, commands: Optional[Path] = None) -> list[
     environment = {**os.environ, **ENVIRONMENT, "PATH": os.pathsep.join(directories)}
     for variable in ("COLUMNS", "NO_COLOR"):
         environment.pop(variable, None)
-    found = []
+    entries = []
     printed = ""
     for block in blocks(page.read_text(encoding="utf-8")):
         if block.mark == "file":
             (place / block.value).write_text(block.text, encoding="utf-8")
         elif block.mark == "output":
-            found.append(Printed(block, printed))
+            entries.append(Printed(block, printed))
         elif block.language in _TYPED:
             done = subprocess.run(
                 [*_TYPED[block.language], block.text],
@@ -149,16 +149,16 @@ def type_page(page: Path, place: Path, commands: Optional[Path] = None) -> list[
                 check=False,
             )
             printed = done.stdout.replace(str(place), _HOME)
-            wanted = int(block.value) if block.mark == "status" else 0
+            status = int(block.value) if block.mark == "status" else 0
             where = f"{page.name}, line {block.start + 1}"
-            assert done.returncode == wanted, f"{where} gave {done.returncode}:\n{block.text}\n{printed}"
-    return found
+            assert done.returncode == status, f"{where} gave {done.returncode}:\n{block.text}\n{printed}"
+    return entries
 
 
-def rewrite(page: Path, found: list[Printed]) -> None:
+def rewrite(page: Path, entries: list[Printed]) -> None:
     """Put what was printed into a page's output blocks; what differs in timings alone stays."""
     lines = page.read_text(encoding="utf-8").splitlines(keepends=True)
-    for printed in reversed(found):
+    for printed in reversed(entries):
         if not printed.same:
             lines[printed.block.start : printed.block.end] = printed.output.splitlines(keepends=True)
     page.write_text("".join(lines), encoding="utf-8")

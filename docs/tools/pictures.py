@@ -73,7 +73,7 @@ def pictures(place: Path) -> dict[str, bytes]:
         place: an empty directory.
     """
     _make_checkpoint(place)
-    made = {}
+    pictures = {}
     for form, (title, options) in _FORMS.items():
         directory = place / "ckpt" if form == "ranks" else place / form
         if form != "ranks":
@@ -81,8 +81,8 @@ def pictures(place: Path) -> dict[str, bytes]:
             command = [sys.executable, "-m", "reshard", *words]
             subprocess.run(command, cwd=place, env=_environment(), check=True, capture_output=True)
         cards = [*_tensor_cards(directory), *_text_cards(form, place, directory)]
-        made[f"form-{form}.svg"] = _drawn(title, cards)
-    return made
+        pictures[f"form-{form}.svg"] = _drawn(title, cards)
+    return pictures
 
 
 def _make_checkpoint(place: Path) -> None:
@@ -91,15 +91,15 @@ def _make_checkpoint(place: Path) -> None:
         name: {**layout, "field": 0, "opt_weight_shard_step": 0, "opt_weight_shard_size": 0}
         for name, layout in _LAYOUTS.items()
     }
-    said = {"current_stage": 0, "parallel_layout_item": layouts}
-    (place / "strategy.json").write_text(json.dumps(said))
+    layout = {"current_stage": 0, "parallel_layout_item": layouts}
+    (place / "strategy.json").write_text(json.dumps(layout))
     full = np.arange(math.prod(_SHAPE), dtype="<f4").reshape(_SHAPE)
     rows = _SHAPE[0] // _SLICES
     for rank in range(_RANKS):
         first = rank % _SLICES * rows
         own = full[first : first + rows]
-        held = {_TENSOR: own, "v": -full, _MOMENT: own / 100, "global_step": np.array([_STEP], "<i4")}
-        _write(place / "ckpt" / f"rank_{rank}" / f"m-1_{_STEP}.safetensors", held)
+        tensors = {_TENSOR: own, "v": -full, _MOMENT: own / 100, "global_step": np.array([_STEP], "<i4")}
+        _write(place / "ckpt" / f"rank_{rank}" / f"m-1_{_STEP}.safetensors", tensors)
 
 
 def _write(path: Path, tensors: Mapping[str, npt.NDArray[np.generic]]) -> None:
@@ -115,9 +115,9 @@ def _write(path: Path, tensors: Mapping[str, npt.NDArray[np.generic]]) -> None:
 
 
 def _environment() -> dict[str, str]:
-    known = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
-    known.pop("COLUMNS", None)
-    return known
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
+    environment.pop("COLUMNS", None)
+    return environment
 
 
 def _tensor_cards(directory: Path) -> Iterator[_Card]:
@@ -136,9 +136,9 @@ def _tensor_cards(directory: Path) -> Iterator[_Card]:
 def _text_cards(form: str, place: Path, directory: Path) -> list[_Card]:
     """What the other files say of the tensor."""
     if form == "ranks":
-        said = json.loads((place / "strategy.json").read_text())["parallel_layout_item"][_TENSOR]
-        told = f"{_TENSOR}: device matrix {said['dev_matrix']}, tensor map {said['tensor_map']}"
-        return [_Card("the strategy file, which the job wrote elsewhere", None, [told])]
+        strategy = json.loads((place / "strategy.json").read_text())["parallel_layout_item"][_TENSOR]
+        text = f"{_TENSOR}: device matrix {strategy['dev_matrix']}, tensor map {strategy['tensor_map']}"
+        return [_Card("the strategy file, which the job wrote elsewhere", None, [text])]
     if form == "checkpoint2":
         (metadata,) = directory.rglob("metadata.json")
         content = json.loads(metadata.read_text())
@@ -167,10 +167,10 @@ def _text_cards(form: str, place: Path, directory: Path) -> list[_Card]:
 
 def _drawn(title: str, cards: Sequence[_Card]) -> bytes:
     body = [svg.text(_MARGIN, 26, title, font_weight="600")]
-    told = (
+    text = (
         f"{_TENSOR} is a tensor of shape {list(_SHAPE)}. A file holds the elements that are coloured, by ranks' slices."
     )
-    parts, line = svg.paragraph(_MARGIN, 26 + svg.LINE_HEIGHT, told, _WIDTH - 2 * _MARGIN, "soft")
+    parts, line = svg.paragraph(_MARGIN, 26 + svg.LINE_HEIGHT, text, _WIDTH - 2 * _MARGIN, "soft")
     body += parts
     files = [card for card in cards if card.elements is not None]
     place = os.path.commonpath([os.path.dirname(card.name) for card in files])
@@ -196,19 +196,19 @@ def _drawn(title: str, cards: Sequence[_Card]) -> bytes:
 
 def _tensor_file(card: _Card, name: str, x: float, top: float, width: float, height: float) -> list[str]:
     """A file of tensors: its name, the place of what it holds in the tensor, what else it holds."""
-    held = frozenset(card.elements or ())
-    left, grid_top = x + _GAP, top + 28
-    body = [svg.rectangle(x, top, width, height, "line", rx=4), svg.text(left, top + 18, name)]
+    tensors = frozenset(card.elements or ())
+    remaining, grid_top = x + _GAP, top + 28
+    body = [svg.rectangle(x, top, width, height, "line", rx=4), svg.text(remaining, top + 18, name)]
     for number in range(math.prod(_SHAPE)):
         row, column = divmod(number, _SHAPE[1])
-        at = left + column * _CELL, grid_top + row * _CELL
-        if number in held:
+        at = remaining + column * _CELL, grid_top + row * _CELL
+        if number in tensors:
             body.append(svg.rectangle(*at, _CELL, _CELL, f"slice{row * _SLICES // _SHAPE[0]}"))
             body.append(svg.text(at[0] + _CELL / 2, at[1] + 14, str(number), text_anchor="middle", font_size="10"))
         body.append(svg.rectangle(*at, _CELL, _CELL, "line"))
     line = grid_top + _SHAPE[0] * _CELL + 18
     for words in _also(card):
-        parts, line = svg.paragraph(left, line, words, width - 2 * _GAP, "soft")
+        parts, line = svg.paragraph(remaining, line, words, width - 2 * _GAP, "soft")
         body += parts
     return body
 

@@ -202,9 +202,9 @@ class _StatisticsComputer:
             first_nonfinite: Optional[int] = None
             for block in blocks:
                 for place, raw in _slices(block, 1):
-                    here = np.bincount(raw, minlength=256)
-                    counts += here
-                    if first_nonfinite is None and here[bad].any():
+                    block_counts = np.bincount(raw, minlength=256)
+                    counts += block_counts
+                    if first_nonfinite is None and block_counts[bad].any():
                         first_nonfinite = place + int(bad[raw].argmax())
             sums = self._of_counts(counts, dtype)
             sums.first_nonfinite = first_nonfinite
@@ -238,8 +238,8 @@ class _StatisticsComputer:
             sums.totals += map(_Scaled, weighted.tolist())
             sums.squares += map(_Scaled, (weighted * values[present]).tolist())
             if sums.magnitudes is not None:
-                kept = present & (values != 0)
-                sums.magnitudes.weigh(values[kept], counts[kept])
+                nonzero = present & (values != 0)
+                sums.magnitudes.weigh(values[nonzero], counts[nonzero])
         return sums.finished()
 
     def _add_floats(self, sums: _PartialStatistics, numbers: Array, place: int) -> None:
@@ -253,9 +253,9 @@ class _StatisticsComputer:
         nan = int(np.count_nonzero(np.isnan(numbers)))
         sums.nan += nan
         sums.inf += len(numbers) - int(np.count_nonzero(finite)) - nan
-        kept = numbers[finite]
-        if len(kept):
-            self._add(sums, kept)
+        finite_numbers = numbers[finite]
+        if len(finite_numbers):
+            self._add(sums, finite_numbers)
 
     def _add(self, sums: _PartialStatistics, numbers: Array, low: Any = None, high: Any = None) -> None:
         """Add finite numbers."""

@@ -188,15 +188,15 @@ class OpenedCheckpoint(Mapping[str, LazyTensor]):
             CheckpointError: it does not exist, or is more than that.
             ReshardError: its file cannot be read.
         """
-        held = self.contents.plan.checkpoint.objects.get(name)
-        if held is None:
+        stored = self.contents.plan.checkpoint.objects.get(name)
+        if stored is None:
             raise NoSuchTensorError(f"no object {quoted(name)}", parameter=name)
         try:
-            return shown_object(self._handles, held)
+            return shown_object(self._handles, stored)
         except NotPlain as error:
             raise CheckpointError(
-                f"{held.path}: the object {quoted(name)} cannot be shown: {error}",
-                file=held.path,
+                f"{stored.path}: the object {quoted(name)} cannot be shown: {error}",
+                file=stored.path,
                 parameter=name,
                 hint="dcp and hyper-parallel carry objects unchanged: convert --to dcp",
             ) from error

@@ -181,16 +181,16 @@ class Plan:
     def data_bytes(self, files: Iterable[int]) -> dict[int, int]:
         """Bytes of tensor contents in each of some target files; for one copied whole, its size."""
         total = {}
-        made = []
+        assembled = []
         for file in files:
             taken_over = self.form.copied_file(file)
             if taken_over is None:
-                made.append(file)
+                assembled.append(file)
                 total[file] = sum(value.tensor.nbytes for value in self.values_of(file))
             else:
                 total[file] = self.checkpoint.indexes[taken_over].size
         for section in self.sections:
-            files_here = in_section(section, made)
+            files_here = in_section(section, assembled)
             for kind in self.kinds_of(section):
                 for file, nbytes in self.slice_bytes(kind, section, files_here).items():
                     total[file] += nbytes * kind.count(self.form.names_in(file))

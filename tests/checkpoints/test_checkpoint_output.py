@@ -1,4 +1,4 @@
-"""Laid-out files: what is put together from their segments is what others write and read."""
+"""New checkpoint files: their segments make the files that MindSpore and the safetensors library write and read."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ FILES = FIXTURES / "ckpt_files"
 
 def outputs(tensors: Mapping[str, Source]) -> tuple[list[OutputTensor], list[bytes]]:
     split = {name: parts(tensor) for name, tensor in tensors.items()}
-    listed = [OutputTensor(name, dtype, tuple(dims), len(data)) for name, (dtype, dims, data) in split.items()]
-    return listed, [data for _, _, data in split.values()]
+    listing = [OutputTensor(name, dtype, tuple(dims), len(data)) for name, (dtype, dims, data) in split.items()]
+    return listing, [data for _, _, data in split.values()]
 
 
 def fill(layout: OutputLayout, contents: Sequence[bytes]) -> bytes:
@@ -55,8 +55,8 @@ def fill(layout: OutputLayout, contents: Sequence[bytes]) -> bytes:
 
 
 def written(tensors: Mapping[str, Source], metadata: Optional[Mapping[str, str]] = None) -> bytes:
-    listed, contents = outputs(tensors)
-    return fill(lay_out_safetensors(listed, metadata), contents)
+    listing, contents = outputs(tensors)
+    return fill(lay_out_safetensors(listing, metadata), contents)
 
 
 # .ckpt
@@ -77,14 +77,14 @@ def test_ckpt_output_equals_mindspores_byte_for_byte(name: str) -> None:
 @pytest.mark.parametrize("limit", [8, 24, 1000])
 def test_large_tensors_take_several_records(limit: int) -> None:
     tensors: dict[str, Source] = {**random_arrays(), "note": text("not divided"), "z": np.zeros((0, 3), "int8")}
-    listed, contents = outputs(tensors)
-    assert fill(lay_out_ckpt(listed, limit), contents) == ckpt_bytes(tensors, limit)
+    listing, contents = outputs(tensors)
+    assert fill(lay_out_ckpt(listing, limit), contents) == ckpt_bytes(tensors, limit)
 
 
 @pytest.mark.parametrize("limit", [1, 7, 100])
 def test_a_record_never_ends_inside_an_element(limit: int) -> None:
-    listed = [OutputTensor("a", "Float32", (5, 9), 180), OutputTensor("b", "Unknown24", (7,), 21)]
-    for segment in lay_out_ckpt(listed, limit).segments():
+    listing = [OutputTensor("a", "Float32", (5, 9), 180), OutputTensor("b", "Unknown24", (7,), 21)]
+    for segment in lay_out_ckpt(listing, limit).segments():
         if isinstance(segment, Data):
             size = 4 if segment.tensor == 0 else 3
             assert segment.start % size == 0 and segment.stop % size == 0
@@ -92,12 +92,12 @@ def test_a_record_never_ends_inside_an_element(limit: int) -> None:
 
 
 def test_records_of_many_gibibytes_are_read_again(tmp_path: Path) -> None:
-    listed = [
+    listing = [
         OutputTensor("small", "Int8", (3,), 3),
         OutputTensor("large", "BFloat16", (5 << 20, 512), 5 << 30),
         OutputTensor("odd", "UInt8", ((1 << 30) + 5,), (1 << 30) + 5),
     ]
-    layout = lay_out_ckpt(listed)
+    layout = lay_out_ckpt(listing)
     path = tmp_path / "large.ckpt"
     places: dict[int, list[tuple[int, int]]] = {}
     with open(path, "wb") as file:
@@ -111,7 +111,7 @@ def test_records_of_many_gibibytes_are_read_again(tmp_path: Path) -> None:
     index = index_of(path)
     assert [len(extents) for extents in places.values()] == [1, 10, 3]
     assert max(size for extents in places.values() for _, size in extents) == 512 << 20
-    for number, tensor in enumerate(listed):
+    for number, tensor in enumerate(listing):
         assert index.tensors[tensor.name].extents == tuple(places[number])
         assert index.tensors[tensor.name].dims == tensor.dims
 
@@ -185,7 +185,7 @@ def test_data_is_aligned_and_in_the_given_order(tensors: list[tuple[str, int]]) 
         assert list(header) == list(named)
     position = 0
     for name, info in header.items():
-        # MindSpore asks for the header to be in the order of the data.
+        # MindSpore requires the header in the order of the data.
         assert info["data_offsets"][0] == position
         position = info["data_offsets"][1]
         assert info["data_offsets"][0] % widths[parts(named[name])[0]] == 0 or not parts(named[name])[1][0]
@@ -227,8 +227,8 @@ def test_each_format_accepts_its_dtypes_only(dtype: str, ckpt: bool, safetensors
     assert can_hold("ckpt", dtype) == ckpt
     assert can_hold("safetensors", dtype) == safetensors_
     tensor = OutputTensor("layer.weight", dtype, (0,), 0)
-    for held, lay_out in ((ckpt, lay_out_ckpt), (safetensors_, lay_out_safetensors)):
-        if held:
+    for contents, lay_out in ((ckpt, lay_out_ckpt), (safetensors_, lay_out_safetensors)):
+        if contents:
             lay_out([tensor])
         else:
             with pytest.raises(CheckpointError, match=r"layer\.weight") as caught:

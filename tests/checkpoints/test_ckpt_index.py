@@ -1,4 +1,4 @@
-"""`.ckpt` files: what the index says is what MindSpore wrote, and what is broken is said to be."""
+"""`.ckpt` files: the index lists the contents that MindSpore wrote, and damage is an error."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ def index_bytes(data: bytes, directory: Path) -> CheckpointIndex:
 
 def contents(index: CheckpointIndex) -> dict[str, bytes]:
     data = Path(index.path).read_bytes()
-    found = {}
+    actual = {}
     for name, tensor in index.tensors.items():
-        found[name] = b"".join(data[offset : offset + size] for offset, size in tensor.extents)
-        assert len(found[name]) == tensor.nbytes
-    return found
+        actual[name] = b"".join(data[offset : offset + size] for offset, size in tensor.extents)
+        assert len(actual[name]) == tensor.nbytes
+    return actual
 
 
 # What MindSpore wrote.
@@ -70,7 +70,7 @@ def contents(index: CheckpointIndex) -> dict[str, bytes]:
 )
 def test_files_of_mindspore_are_indexed(name: str) -> None:
     index = index_of(FILES / name)
-    found = contents(index)
+    actual = contents(index)
     assert index.size == EXPECTED[name]["size"]
     expected = EXPECTED[name]["params"]
     if name == "empty_dim.ckpt":
@@ -84,12 +84,12 @@ def test_files_of_mindspore_are_indexed(name: str) -> None:
         if "python_value" in entry:
             value = entry["python_value"]
             assert tensor.shape == ()
-            assert found[tensor.name] == PYTHON_VALUES[type(value)](value)
+            assert actual[tensor.name] == PYTHON_VALUES[type(value)](value)
             assert tensor.dtype == {int: "Int64", float: "Float32", bool: "Bool", str: "str"}[type(value)]
         else:
             assert (list(tensor.shape), tensor.dtype) == (entry["shape"], entry["dtype"])
             assert tensor.nbytes == entry["nbytes"]
-            assert hashlib.sha256(found[tensor.name]).hexdigest() == entry["sha256"]
+            assert hashlib.sha256(actual[tensor.name]).hexdigest() == entry["sha256"]
     assert (index.crc is not None) == EXPECTED[name].get("crc", False)
 
 
@@ -118,13 +118,13 @@ def test_sm4_is_recognised(tmp_path: Path) -> None:
 def test_every_dtype_and_number_of_dimensions_is_indexed(tmp_path: Path) -> None:
     arrays = random_arrays()
     index = index_of(write_ckpt(tmp_path / "a.ckpt", arrays))
-    found = contents(index)
+    actual = contents(index)
     assert list(index.tensors) == list(arrays)
     for name, array in arrays.items():
         tensor = index.tensors[name]
         assert tensor.shape == array.shape == tensor.dims
         assert tensor.item_size == array.itemsize
-        assert found[name] == array.tobytes()
+        assert actual[name] == array.tobytes()
 
 
 @pytest.mark.parametrize(
@@ -229,7 +229,7 @@ def test_offsets_over_four_gibibytes_are_indexed(tmp_path: Path) -> None:
 
 
 def shuffled_value(draw: Any, name: str, dtype: str, dims: list[int], content: bytes) -> bytes:
-    """A value with its fields in any order, packed or unpacked dims, and fields nobody knows."""
+    """A value with its fields in any order, packed or unpacked dims, and unknown fields."""
     unknown = st.lists(
         st.sampled_from(
             [field(9, 300), field(15, b"what"), varint(12 << 3 | 1) + bytes(8), varint(300 << 3 | 5) + bytes(4)]
@@ -239,10 +239,10 @@ def shuffled_value(draw: Any, name: str, dtype: str, dims: list[int], content: b
     packed = draw(st.booleans())
     numbers = [field(1, b"".join(varint(dim) for dim in dims))] if packed else [field(1, dim) for dim in dims]
     others = [field(2, dtype), field(3, content), *draw(unknown)]
-    # The dims keep their order among themselves, whatever comes between them.
+    # The dims keep their order, with any fields between them.
     keys = draw(st.permutations(["dim"] * len(numbers) + ["other"] * len(others)))
-    left = {"dim": list(numbers), "other": list(draw(st.permutations(others)))}
-    tensor = b"".join(left[key].pop(0) for key in keys)
+    remaining = {"dim": list(numbers), "other": list(draw(st.permutations(others)))}
+    tensor = b"".join(remaining[key].pop(0) for key in keys)
     return b"".join(draw(st.permutations([field(1, name), field(2, tensor), *draw(unknown)])))
 
 
@@ -270,20 +270,20 @@ def test_any_field_order_and_unknown_fields_are_accepted(
 ) -> None:
     data, expected = file
     index = index_bytes(data, tmp_path_factory.getbasetemp())
-    found = contents(index)
-    assert list(found) == list(expected)
+    actual = contents(index)
+    assert list(actual) == list(expected)
     for name, (dtype, dims, content) in expected.items():
         tensor = index.tensors[name]
-        assert (tensor.dtype, list(tensor.dims), found[name]) == (dtype, dims, content)
+        assert (tensor.dtype, list(tensor.dims), actual[name]) == (dtype, dims, content)
 
 
 def test_the_index_equals_that_of_the_protobuf_library(tmp_path: Path) -> None:
     data = ckpt_bytes(random_arrays(), record_limit=7)
-    found = contents(index_bytes(data, tmp_path))
+    actual = contents(index_bytes(data, tmp_path))
     joined: dict[str, bytes] = {}
     for value in checkpoint_message().FromString(data).value:
         joined[value.tag] = joined.get(value.tag, b"") + value.tensor.tensor_content
-    assert found == joined
+    assert actual == joined
 
 
 def checkpoint_message() -> Any:
@@ -342,12 +342,12 @@ def test_every_truncation_is_detected_or_leaves_whole_parameters(tmp_path: Path)
     boundaries = 0
     for length in range(1, len(data)):
         try:
-            found = contents(index_bytes(data[:length], tmp_path))
+            actual = contents(index_bytes(data[:length], tmp_path))
         except DamagedCheckpointError as error:
             assert "made.ckpt" in str(error)
             continue
         boundaries += 1
-        assert all(whole[name] == content for name, content in found.items())
+        assert all(whole[name] == content for name, content in actual.items())
     assert boundaries == 2
 
 
@@ -434,7 +434,7 @@ def test_an_unreadable_file_is_named(tmp_path: Path) -> None:
 
 
 class Reads:
-    """Counts what is read from files."""
+    """Counts bytes read from files."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls = 0
@@ -471,5 +471,5 @@ def test_small_tensors_are_indexed_in_large_reads(tmp_path: Path, monkeypatch: p
 
 def test_text_is_indexed(tmp_path: Path) -> None:
     index = index_of(write_ckpt(tmp_path / "t.ckpt", {"note": text("hello 世界"), "none": text("")}))
-    found = contents(index)
-    assert found["note"].decode("utf-32-le") == "hello 世界" and found["none"] == bytes(4)
+    actual = contents(index)
+    assert actual["note"].decode("utf-32-le") == "hello 世界" and actual["none"] == bytes(4)

@@ -1,4 +1,4 @@
-"""The CRC that a file records: checked where it says something, by MindSpore's own rules."""
+"""The recorded CRC of a file, checked by MindSpore's own rules."""
 
 from __future__ import annotations
 
@@ -133,11 +133,11 @@ def test_integers_outside_mindspores_crc_are_not_checked(value: int, tmp_path: P
 
 def test_the_check_reports_blocks_and_can_be_stopped(tmp_path: Path) -> None:
     path = write_ckpt(tmp_path / "x.ckpt", random_arrays(), crc=True)
-    seen: list[int] = []
+    visited: list[int] = []
     with FileHandles() as handles:
         index = read_index(handles, str(path))
-        check_crc(handles, index, 100, seen.append)
-        assert sum(seen) == index.size - 17 and max(seen) <= 100
+        check_crc(handles, index, 100, visited.append)
+        assert sum(visited) == index.size - 17 and max(visited) <= 100
 
         def stop(count: int) -> None:
             raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""Source files whose contents are not what their recorded CRC was made of count as absent, as truncated ones do."""
+"""Source files with a wrong CRC count as absent, like truncated ones."""
 
 from __future__ import annotations
 
@@ -147,9 +147,9 @@ def test_some_ranks_do_not_fall_back_to_an_older_step(part: str, fallen: World) 
         "by-rank": fallen.words(1, command="by-rank"),
         "--ranks": fallen.words("--ranks", "1"),
     }
-    told = fails(3, *words[part], says=["step 1_10 is damaged", "rank 1", "give every rank --step 1_9"])
+    result = fails(3, *words[part], says=["step 1_10 is damaged", "rank 1", "give every rank --step 1_9"])
     assert not fallen.dst.exists()
-    assert "may use step 1_10" in told.err
+    assert "may use step 1_10" in result.err
     for rank in (0, 1):
         fallen.by_rank(rank, "--step", "1_9")
     same_ranks(fallen.found(), fallen.expected(OLD))
@@ -163,7 +163,7 @@ def test_the_same_command_resumes_with_the_older_step(fallen: World, checked: Co
     checked.clear()
     plan = done(*fallen.words("--json", command="plan")).json
     assert (plan["step"], plan["ranks"], plan["done_before"]) == ("1_9", [1], [0])
-    # Only what was found damaged is looked at again.
+    # Only files recorded as damaged are checked again.
     assert checked == Counter(saved(fallen, 1, 3))
     assert fallen.by_rank(1, "--json").json["step"] == "1_9"
     assert {name: data for name, data in tree_bytes(fallen.dst).items() if name in whole} == whole
@@ -206,7 +206,7 @@ def test_partial_reads_skip_files_that_an_earlier_run_recorded_as_damaged(
     warns(result, f"{path}: is damaged: its CRC is", f"rank {first} counts as absent")
     staged.convert()
     same_ranks(staged.found(), staged.expected(NEW))
-    # Once it is sound again, nobody takes it for damaged.
+    # An intact file is no longer recorded as damaged.
     shutil.rmtree(staged.dst / "rank_1")
     damage(path)
     assert "damaged" not in staged.by_rank(1).err
@@ -294,10 +294,10 @@ def test_verify_finds_targets_made_from_damaged_files(joined: World) -> None:
 
 def test_fingerprint_reads_intact_files(repaired: World, checked: Counter[Path]) -> None:
     words: list[Argument] = ["fingerprint", repaired.src, "--strategy", repaired.old]
-    made = done("fingerprint", repaired.dst, "--strategy", repaired.new).out
+    output = done("fingerprint", repaired.dst, "--strategy", repaired.new).out
     result = done(*words)
     warns(result, *saved(repaired, 0, 1), "rank 0 counts as absent")
-    assert result.out == made != done(*words, "--crc", "never").out
+    assert result.out == output != done(*words, "--crc", "never").out
     part = done(*words, "--ranks", "0,2")
     warns(part, *saved(repaired, 0), "rank 0 counts as absent")
     assert checked == Counter(saved(repaired, 0, 1, 2, 3, 0, 2))
@@ -305,8 +305,8 @@ def test_fingerprint_reads_intact_files(repaired: World, checked: Counter[Path])
 
 def test_verify_replicas_names_files_with_damaged_contents(repaired: World) -> None:
     words: list[Argument] = ["verify", repaired.src, "--replicas", "--strategy", repaired.old]
-    found = fails(4, *words, "--json").json["differences"]
-    assert [(difference["kind"], difference["ranks"]) for difference in found] == [("file", [0]), ("file", [1])]
-    assert all("its CRC is" in difference["detail"] for difference in found)
-    found = fails(4, *words, "--json", "--crc", "never").json["differences"]
-    assert [(difference["kind"], difference["parameter"]) for difference in found] == [("replicas", "w")] * 2
+    differences = fails(4, *words, "--json").json["differences"]
+    assert [(difference["kind"], difference["ranks"]) for difference in differences] == [("file", [0]), ("file", [1])]
+    assert all("its CRC is" in difference["detail"] for difference in differences)
+    differences = fails(4, *words, "--json", "--crc", "never").json["differences"]
+    assert [(difference["kind"], difference["parameter"]) for difference in differences] == [("replicas", "w")] * 2

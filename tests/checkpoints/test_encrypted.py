@@ -1,4 +1,4 @@
-"""Encrypted sources: whatever mode and blocks, they are read as what was encrypted, or an error says why not."""
+"""Encrypted sources: every mode and block size is decrypted correctly or refused."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def key_file(tmp_path: Path) -> Path:
 
 
 def contents(path: Path, decryption: Optional[Decryption] = None) -> dict[str, bytes]:
-    """Every tensor's bytes, by way of what reads files."""
+    """Every tensor's bytes, through the reader of files."""
     with FileHandles(decryption=decryption) as handles:
         index = read_index(handles, str(path))
         with handles.borrow(str(path)) as file:
@@ -56,10 +56,10 @@ def save_twice(world: World, how: object, block: int) -> dict[str, bytes]:
     """What a conversion makes of the plain tree, which is encrypted then."""
     world.save(FULL)
     world.convert()
-    made = tree_bytes(world.dst)
+    files = tree_bytes(world.dst)
     shutil.rmtree(world.dst)
     encrypt_tree(world.src, how, block)  # type: ignore[arg-type]
-    return made
+    return files
 
 
 # What MindSpore wrote.
@@ -71,10 +71,10 @@ def test_files_that_mindspore_encrypted_are_converted(name: str, key_file: Path,
     assert expected["enc_key"].encode() == KEY
     words: list[Argument] = [FILES / name, tmp_path / "out", "--src-strategy", "none", "--dst-strategy", "none"]
     done("transform-dir", *words, "--decrypt-key-file", key_file)
-    found = read_checkpoint(tmp_path / "out" / "rank_0" / "checkpoint_0.ckpt")
-    assert sorted(found) == sorted(parameter["name"] for parameter in expected["params"])
+    contents = read_checkpoint(tmp_path / "out" / "rank_0" / "checkpoint_0.ckpt")
+    assert sorted(contents) == sorted(parameter["name"] for parameter in expected["params"])
     for parameter in expected["params"]:
-        tensor = found[parameter["name"]]
+        tensor = contents[parameter["name"]]
         assert (tensor.dtype, list(tensor.array.shape)) == (parameter["dtype"], parameter["shape"])
         assert hashlib.sha256(tensor.array.tobytes()).hexdigest() == parameter["sha256"]
 
@@ -87,9 +87,9 @@ def test_files_that_mindspore_encrypted_are_converted(name: str, key_file: Path,
 def test_an_encrypted_tree_gives_the_same_bytes_as_the_plain_one(
     world: World, mode: str, block: int, key_file: Path
 ) -> None:
-    made = save_twice(world, mode, block)
+    target = save_twice(world, mode, block)
     world.convert("--decrypt-key-file", key_file)
-    assert tree_bytes(world.dst) == made
+    assert tree_bytes(world.dst) == target
 
 
 @pytest.mark.parametrize("form", ["unified", "huggingface", "checkpoint2"])
@@ -100,18 +100,18 @@ def test_encrypted_ranks_become_any_form(world: World, form: str, key_file: Path
     done("convert", world.src, world.root / "plain", "--to", form, *strategies)
     encrypt_tree(world.src, {0: "AES-GCM", 1: "AES-CBC", 2: "SM4-CBC"}, 100)
     done("convert", world.src, world.dst, "--to", form, *strategies, "--decrypt-key-file", key_file)
-    made, expected = (
+    content, expected = (
         {path.relative_to(root): path.read_bytes() for path in root.rglob("*.safetensors")}
         for root in (world.dst, world.root / "plain")
     )
-    assert made == expected and made
+    assert content == expected and content
 
 
 @pytest.mark.parametrize("io_", ["mmap", "pread"])
 def test_plain_files_and_all_cipher_modes_may_be_mixed(world: World, io_: str, key_file: Path) -> None:
-    made = save_twice(world, {0: "AES-GCM", 1: "AES-CBC", 3: "SM4-CBC"}, 100)
+    target = save_twice(world, {0: "AES-GCM", 1: "AES-CBC", 3: "SM4-CBC"}, 100)
     world.convert("--decrypt-key-file", key_file, "--io", io_, "--verify")
-    assert tree_bytes(world.dst) == made
+    assert tree_bytes(world.dst) == target
 
 
 @pytest.mark.parametrize("size", [16, 24, 32])
@@ -127,11 +127,11 @@ def test_aes_accepts_keys_of_every_length(mode: str, size: int, tmp_path: Path) 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_crc_after_the_last_block_is_ignored(world: World, mode: str, key_file: Path) -> None:
-    made = save_twice(world, mode, 64)
+    target = save_twice(world, mode, 64)
     for path in world.src.glob("*/*.ckpt"):
         path.write_bytes(path.read_bytes() + b"crc_num" + bytes(10))
     world.convert("--decrypt-key-file", key_file)
-    assert tree_bytes(world.dst) == made
+    assert tree_bytes(world.dst) == target
 
 
 def test_commands_print_the_same_for_an_encrypted_and_a_plain_tree(plain: World, key_file: Path) -> None:
@@ -151,8 +151,8 @@ def test_commands_print_the_same_for_an_encrypted_and_a_plain_tree(plain: World,
     inspected = done("inspect", file, "--json").json
     before = [done(*words).out for words in commands]
     encrypt_tree(plain.src, {0: "AES-CBC", 1: "AES-GCM", 2: "SM4-CBC"}, 100)
-    for words, said in zip(commands, before):
-        assert timeless(done(*words, "--decrypt-key-file", key_file).out) == timeless(said)
+    for words, message in zip(commands, before):
+        assert timeless(done(*words, "--decrypt-key-file", key_file).out) == timeless(message)
         fails(3, *words, says=["rank_0", "is encrypted with", "--decrypt-key-file FILE"])
     looked = done("inspect", file, "--json", "--decrypt-key-file", key_file).json
     assert looked == {**inspected, "cipher": "AES-GCM"}
@@ -162,13 +162,13 @@ def test_commands_print_the_same_for_an_encrypted_and_a_plain_tree(plain: World,
     assert "is encrypted with" in done("inspect", plain.src).out
 
 
-def timeless(said: str) -> object:
-    """What was said, but for how long it took and how much memory there was."""
+def timeless(message: str) -> object:
+    """The output without timings and memory."""
     try:
-        found = json.loads(said)
+        document = json.loads(message)
     except ValueError:
-        return said
-    return {name: part for name, part in found.items() if name not in ("seconds", "phases", "memory", "space")}
+        return message
+    return {name: part for name, part in document.items() if name not in ("seconds", "phases", "memory", "space")}
 
 
 def test_lost_ranks_are_recovered_from_encrypted_replicas(plain: World, key_file: Path) -> None:
@@ -178,8 +178,8 @@ def test_lost_ranks_are_recovered_from_encrypted_replicas(plain: World, key_file
     words: list[Argument] = ["recover", plain.src, plain.dst, "--strategy", plain.old]
     done(*words, "--decrypt-key-file", key_file)
     # What is written is not encrypted.
-    found = read_checkpoint(plain.dst / "rank_2" / "net-1_10.ckpt")
-    assert {name: tensor.array.tobytes() for name, tensor in found.items()} == {
+    contents = read_checkpoint(plain.dst / "rank_2" / "net-1_10.ckpt")
+    assert {name: tensor.array.tobytes() for name, tensor in contents.items()} == {
         name: tensor.array.tobytes() for name, tensor in expected.items()
     }
 
@@ -260,7 +260,7 @@ def test_aes_gcm_detects_a_change_of_any_byte(block: int, tmp_path: Path) -> Non
 def test_an_encrypted_file_truncated_anywhere_is_an_error(mode: str, tmp_path: Path) -> None:
     path, decryption, _ = small_file(tmp_path, mode)
     data = path.read_bytes()
-    # With less than the mark there is nothing to tell that it was encrypted.
+    # A file shorter than the mark cannot be recognised as encrypted.
     for size in range(4, len(data)):
         path.write_bytes(data[:size])
         with pytest.raises(CheckpointError) as caught:
@@ -315,9 +315,9 @@ def test_many_wrong_keys_are_all_refused(mode: str, tmp_path: Path) -> None:
 def test_a_file_of_another_cipher_mode_is_an_error(world: World, key_file: Path) -> None:
     world.save(FULL)
     encrypt_file(world.src / "rank_1" / "net-1_10.ckpt", "AES-CBC")
-    asked = ("--decrypt-key-file", key_file, "--decrypt-mode", "AES-GCM")
-    world.refuses(3, "rank_1", "encrypted with AES-CBC, not with AES-GCM", options=asked)
-    world.convert(*asked[:3], "AES-CBC")
+    options = ("--decrypt-key-file", key_file, "--decrypt-mode", "AES-GCM")
+    world.refuses(3, "rank_1", "encrypted with AES-CBC, not with AES-GCM", options=options)
+    world.convert(*options[:3], "AES-CBC")
 
 
 def test_an_sm4_key_has_16_bytes(world: World) -> None:
@@ -351,14 +351,14 @@ def with_changed_byte(path: Path, place: float) -> Path:
 @pytest.mark.parametrize("place", [0.21, 0.5, 1.0])
 def test_replicas_replace_a_file_with_a_wrong_tag(large: World, place: float, key_file: Path) -> None:
     large.convert()
-    made = tree_bytes(large.dst)
+    files = tree_bytes(large.dst)
     shutil.rmtree(large.dst)
     encrypt_tree(large.src, "AES-GCM", 4000)
     path = with_changed_byte(large.src / "rank_0" / "net-1_10.ckpt", place)
     words: list[Argument] = ["--src-strategy", large.old, "--dst-strategy", large.new, "--decrypt-key-file", key_file]
     result = done("transform-dir", large.src, large.dst, *words, "--verify")
     warns(result, path, "tag of block", "rank 0 counts as absent")
-    assert tree_bytes(large.dst) == made
+    assert tree_bytes(large.dst) == files
     warns(done("verify", large.dst, "--src", large.src, *words), path, "tag of block")
 
 
@@ -375,10 +375,10 @@ def test_a_wrong_tag_ends_the_conversion_although_crc_is_never(large: World, io_
 
 
 def test_the_key_may_come_from_standard_input(world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    made = save_twice(world, "AES-GCM", 100)
+    target = save_twice(world, "AES-GCM", 100)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(KEY + b"\n")))
     world.convert("--decrypt-key-file", "-", "--verify")
-    assert tree_bytes(world.dst) == made
+    assert tree_bytes(world.dst) == target
 
 
 def test_the_key_may_come_through_a_pipe(key_file: Path) -> None:
@@ -438,7 +438,7 @@ def test_neither_the_key_nor_its_file_is_recorded_or_shown(world: World, tmp_pat
 
 
 def test_resume_takes_the_key_again(world: World, key_file: Path) -> None:
-    made = save_twice(world, "AES-CBC", 100)
+    target = save_twice(world, "AES-CBC", 100)
     world.convert("--ranks", "0", "--decrypt-key-file", key_file)
     world.run("--decrypt-key-file", key_file, "--dry-run")
     begun = world.run("--decrypt-key-file", key_file, "--jobs", "1", "--shard", "0/2")
@@ -446,7 +446,7 @@ def test_resume_takes_the_key_again(world: World, key_file: Path) -> None:
     shutil.rmtree(world.dst / "rank_1", ignore_errors=True)
     fails(3, "resume", world.dst, says=["is encrypted with AES-CBC", "--decrypt-key-file FILE"])
     done("resume", world.dst, "--decrypt-key-file", key_file)
-    assert tree_bytes(world.dst) == made
+    assert tree_bytes(world.dst) == target
 
 
 def test_workers_do_not_get_a_key_from_standard_input(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

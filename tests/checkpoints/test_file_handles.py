@@ -1,4 +1,4 @@
-"""Open files: each opened once, no more than allowed, never closed under a reader."""
+"""Open files: each opened once, at most a limit at a time, never closed during a read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pickles are read as data: plain values come out, and what would run, fill memory or recurse is refused."""
+"""Pickles are read as data: plain values are returned; code, memory bombs and recursion are refused."""
 
 from __future__ import annotations
 
@@ -85,9 +85,9 @@ def test_an_ordered_dictionary_with_attributes_is_read_as_a_dictionary() -> None
 
 def test_allowed_classes_become_records_and_are_not_imported() -> None:
     data = b"\x80\x02cno.such.module\nThing\n)\x81}X\x01\x00\x00\x00aK\x05sb."
-    found = read_pickle(data, among(["no.such.module.Thing"]))
-    assert isinstance(found, PickledInstance)
-    assert (found.name, found.args, found.fields) == ("no.such.module.Thing", (), {"a": 5})
+    value = read_pickle(data, among(["no.such.module.Thing"]))
+    assert isinstance(value, PickledInstance)
+    assert (value.name, value.args, value.fields) == ("no.such.module.Thing", (), {"a": 5})
 
 
 def _text(text: str) -> bytes:
@@ -192,10 +192,10 @@ def test_lists_with_exponential_content_take_bounded_memory_and_are_not_shown() 
 def test_a_list_that_contains_itself_is_not_shown() -> None:
     value: list[Any] = []
     value.append(value)
-    found = read_pickle(pickle.dumps(value, 4), NOTHING)
-    assert found[0] is found
+    content = read_pickle(pickle.dumps(value, 4), NOTHING)
+    assert content[0] is content
     with pytest.raises(NotPlain):
-        plain(found)
+        plain(content)
 
 
 HOSTILE = {
@@ -239,8 +239,8 @@ def test_items_of_an_instance_take_linear_time() -> None:
     count = 200_000
     data = b"\x80\x02cno.such\nThing\n)\x81" + b"K\x01a" * count + b"K\x01K\x02s" * count + b"."
     began = time.monotonic()
-    found = read_pickle(data, among(["no.such.Thing"]))
-    assert len(found.items) == 2 * count
+    value = read_pickle(data, among(["no.such.Thing"]))
+    assert len(value.items) == 2 * count
     assert time.monotonic() - began < 30
 
 

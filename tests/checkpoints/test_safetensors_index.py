@@ -24,7 +24,7 @@ from tests.checkpoint_writing import (
     write_sparse,
 )
 
-# Its types are not told.
+# Its dtypes are not compared.
 deserialize: Any = safetensors.deserialize
 
 
@@ -47,12 +47,12 @@ def test_files_of_the_library_are_indexed(tmp_path: Path) -> None:
     arrays = {name: array for name, array in random_arrays().items() if array.dtype != np.complex64}
     arrays["empty"] = np.zeros((0, 3), "float32")
     index = index_bytes(safetensors.numpy.save(arrays, metadata={"format": "ms"}), tmp_path)
-    found = contents(index)
-    assert set(found) == set(arrays)
+    actual = contents(index)
+    assert set(actual) == set(arrays)
     for name, array in arrays.items():
         tensor = index.tensors[name]
         assert (tensor.shape, tensor.dims, tensor.item_size) == (array.shape, array.shape, array.itemsize)
-        assert found[name] == array.tobytes()
+        assert actual[name] == array.tobytes()
     assert index.metadata == {"format": "ms"} and index.crc is None
 
 
@@ -203,7 +203,7 @@ def test_every_truncation_is_an_error(tmp_path: Path) -> None:
 
 
 def test_random_damage_is_an_error_or_read_as_the_library_does(tmp_path: Path) -> None:
-    # Not every version of the library knows complex numbers.
+    # Not every version of the library reads complex numbers.
     arrays = {name: array for name, array in random_arrays().items() if array.dtype != np.complex64}
     original = safetensors_bytes(arrays, {"format": "ms"})
     (length,) = struct.unpack("<Q", original[:8])

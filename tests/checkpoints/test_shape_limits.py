@@ -1,4 +1,4 @@
-"""How many dimensions and elements tensors may have: up to a limit everything works, beyond it a message says so."""
+"""Limits of dimensions and elements: tensors up to them work, tensors over them are errors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ COMMANDS: list[list[Argument]] = [
 
 
 def words(command: list[Argument], path: Path) -> list[Argument]:
-    """A command with its paths, and the strategy under the name that it has there."""
+    """A command with its paths and its strategy option."""
     named = [path if word == "{}" else path.parent / str(word) if word in ("hf", "c2") else word for word in command]
     option = {"convert": ["--src-strategy", "none"], "inspect": []}.get(str(command[0]), ["--strategy", "none"])
     return [*named, *option]

@@ -1,4 +1,4 @@
-"""The command line: spellings, help, JSON and what goes to which stream."""
+"""The command line: spellings, help, JSON, output streams."""
 
 from __future__ import annotations
 
@@ -98,11 +98,11 @@ def test_strategy_none_accepts_a_capital(world: World, none: str) -> None:
     same_ranks(world.found(), {0: {**FULL, **COPIED}})
 
 
-@pytest.mark.parametrize(("ranks", "made"), [("0", [0]), ("1", [1]), ("0-1", [0, 1]), ("1,0", [0, 1])])
-def test_ranks_option_accepts_dashes_and_commas(world: World, ranks: str, made: list[int]) -> None:
+@pytest.mark.parametrize(("ranks", "created"), [("0", [0]), ("1", [1]), ("0-1", [0, 1]), ("1,0", [0, 1])])
+def test_ranks_option_accepts_dashes_and_commas(world: World, ranks: str, created: list[int]) -> None:
     world.save(FULL)
     world.convert("--ranks", ranks)
-    assert sorted(world.found()) == made
+    assert sorted(world.found()) == created
 
 
 def test_a_dry_run_writes_nothing(world: World) -> None:
@@ -345,7 +345,7 @@ def test_every_command_names_files_that_are_not_strategies(world: World, words: 
 
 
 @pytest.mark.parametrize(
-    ("typed", "meant"),
+    ("typed", "expected"),
     [
         ("sr", "src"),
         ("SRC/", "src"),
@@ -354,10 +354,12 @@ def test_every_command_names_files_that_are_not_strategies(world: World, words: 
         ("srcc/rank_{rank}/*.ckpt", "src/rank_{rank}/*.ckpt"),
     ],
 )
-def test_a_missing_source_suggests_the_nearest_path(world: World, typed: str, meant: str) -> None:
+def test_a_missing_source_suggests_the_nearest_path(world: World, typed: str, expected: str) -> None:
     world.save(FULL)
     strategies = ("--src-strategy", world.old, "--dst-strategy", world.new)
-    fails(3, "transform-dir", world.root / typed, world.dst, *strategies, says=[f"did you mean {world.root / meant}"])
+    fails(
+        3, "transform-dir", world.root / typed, world.dst, *strategies, says=[f"did you mean {world.root / expected}"]
+    )
 
 
 @pytest.mark.parametrize("option", ["--src-strategy", "--dst-strategy"])

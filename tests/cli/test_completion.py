@@ -1,4 +1,4 @@
-"""The tab key, in real shells."""
+"""Completion of commands in real shells."""
 
 from __future__ import annotations
 
@@ -61,14 +61,14 @@ def completed(shell: str, lines: Sequence[str], directory: Path, command: Path) 
 def say(terminal: int, text: str, until: str) -> str:
     """Type a text and read until a pattern is found; its group, or all that was said."""
     os.write(terminal, text.encode())
-    said = ""
+    message = ""
     while True:
-        found = re.search(until, said, re.DOTALL)
-        if found:
-            return found[1] if found.groups() else said
+        match = re.search(until, message, re.DOTALL)
+        if match:
+            return match[1] if match.groups() else message
         ready, _, _ = select.select([terminal], [], [], 10)
-        assert ready, f"the shell says no more than {said!r}"
-        said += os.read(terminal, 65536).decode(errors="replace")
+        assert ready, f"the shell says no more than {message!r}"
+        message += os.read(terminal, 65536).decode(errors="replace")
 
 
 def run_script(place: Path, *words: str) -> subprocess.CompletedProcess[str]:
@@ -138,8 +138,8 @@ def test_completion_of_a_command_imports_no_heavy_module() -> None:
         # Not google: a .pth file of protobuf 3.20 makes it at the start.
         "print(sorted({'numpy', 'rich', 'tqdm', 'google.protobuf'} & sys.modules.keys()))"
     )
-    asked = {"_RESHARD_COMPLETE": "bash_complete", "COMP_WORDS": "reshard ", "COMP_CWORD": "1"}
+    requests = {"_RESHARD_COMPLETE": "bash_complete", "COMP_WORDS": "reshard ", "COMP_CWORD": "1"}
     out = subprocess.run(
-        [sys.executable, "-c", script], env={**os.environ, **asked}, capture_output=True, text=True, check=True
+        [sys.executable, "-c", script], env={**os.environ, **requests}, capture_output=True, text=True, check=True
     ).stdout.splitlines()
     assert "plain,convert" in out and out[-1] == "[]"

@@ -1,4 +1,4 @@
-"""What commands cost on large strategies and with many patterns, counted; and what has a bound is refused beyond it."""
+"""Costs of commands with large strategies and many patterns, counted; inputs over the limits are refused."""
 
 from __future__ import annotations
 
@@ -86,21 +86,21 @@ def write(path: Path, *args: Any) -> Path:
 @pytest.fixture
 def cells(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Counts the cells of target slices that are made, and the edges of dimensions."""
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     edges = Layout.boundaries
 
     def counted(*parts: Any) -> overlap.Cell:
-        found["cells"] += 1
+        counts["cells"] += 1
         return Cell(*parts)
 
     def counted_edges(self: Layout, dimension: int, size: int) -> tuple[int, ...]:
-        made = edges(self, dimension, size)
-        found["edges"] += len(made)
-        return made
+        created = edges(self, dimension, size)
+        counts["edges"] += len(created)
+        return created
 
     monkeypatch.setattr(overlap, "Cell", counted)
     monkeypatch.setattr(Layout, "boundaries", counted_edges)
-    return found
+    return counts
 
 
 @pytest.mark.parametrize("devices", [512, 4096])
@@ -146,8 +146,8 @@ def test_strategy_show_of_uneven_slices_costs_as_much_as_the_slices(
 def test_rank_lists_of_thousands_of_ranks_contain_all_needed_ranks(tmp_path: Path, cells: Counter[str]) -> None:
     path = write(tmp_path / "s.ckpt", {"w": layout([16384], [0, -1])})
     with within(60):
-        found = done("rank-list", 0, "--src-strategy", path, "--dst-strategy", "none", "--json").json
-    assert found["ranks"] == list(range(16384))
+        report = done("rank-list", 0, "--src-strategy", path, "--dst-strategy", "none", "--json").json
+    assert report["ranks"] == list(range(16384))
     assert cells["cells"] == 16384
 
 
@@ -236,8 +236,12 @@ def test_thousands_of_unmatched_patterns_give_a_short_warning(world: World) -> N
 def test_every_matching_pattern_is_reported(world: World) -> None:
     world.save(FULL)
     done(*world.words(*(word for name in ("w", "v*", "?", "[x-z]*") for word in ("--exclude", name))))
-    kept = [name for name in FULL if not any(fnmatchcase(name, pattern) for pattern in ("w", "v*", "?", "[x-z]*"))]
+    preserved = [name for name in FULL if not any(fnmatchcase(name, pattern) for pattern in ("w", "v*", "?", "[x-z]*"))]
     expected = cut_ranks(world.target, FULL, COPIED)
     same_ranks(
-        world.found(), {rank: {n: held[n] for n in held if n in kept or n in COPIED} for rank, held in expected.items()}
+        world.found(),
+        {
+            rank: {n: contents[n] for n in contents if n in preserved or n in COPIED}
+            for rank, contents in expected.items()
+        },
     )

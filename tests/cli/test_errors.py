@@ -1,4 +1,4 @@
-"""Every error that is promised: its exit status, and that it names what it is about."""
+"""Every promised error: its exit status, and the file, rank or parameter that it names."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ FULL = tensors()
 @pytest.mark.parametrize("command", ["transform-dir", "by-rank", "rank-list"])
 def test_a_missing_strategy_option_is_wrong_usage_that_suggests_none(world: World, command: str, missing: str) -> None:
     world.save(FULL)
-    given: list[Argument] = ["--dst-strategy", world.new] if missing == "src" else ["--src-strategy", world.old]
+    arguments: list[Argument] = ["--dst-strategy", world.new] if missing == "src" else ["--src-strategy", world.old]
     places: dict[str, list[Argument]] = {
         "transform-dir": [world.src, world.dst],
         "by-rank": [0, world.src, world.dst],
         "rank-list": [0],
     }
-    fails(2, command, *places[command], *given, says=[f"--{missing}-strategy", "none"])
+    fails(2, command, *places[command], *arguments, says=[f"--{missing}-strategy", "none"])
 
 
 @pytest.mark.parametrize("rank", ["2", "99", "x"])
@@ -130,7 +130,7 @@ def test_a_single_source_file_may_not_be_replaced(world: World) -> None:
     assert path.read_bytes() == before
 
 
-# Sources that are not there or not checkpoints.
+# Sources that are missing or not checkpoints.
 
 
 def test_a_source_that_does_not_exist_is_named(world: World) -> None:
@@ -237,12 +237,12 @@ def spoil(path: Path, at: bytes) -> None:
 def test_a_checksum_that_does_not_match_is_an_error(tmp_path: Path, ending: str) -> None:
     world = World(tmp_path, TARGET, single({name: layout([1], [-1] * len(FULL[name].array.shape)) for name in FULL}))
     ranks = cut_ranks(TARGET, FULL)
-    for rank, held in ranks.items():
+    for rank, contents in ranks.items():
         path = world.src / f"rank_{rank}" / f"net-1_10.{ending}"
         if ending == "ckpt":
-            write_checkpoint(path, held, crc=True)
+            write_checkpoint(path, contents, crc=True)
         else:
-            write_checkpoint(path, held, metadata={"crc_num": str(crc_num(held))})
+            write_checkpoint(path, contents, metadata={"crc_num": str(crc_num(contents))})
     world.convert()
     same_ranks(world.found(), world.expected(FULL, {}))
     shutil.rmtree(world.dst)
@@ -253,9 +253,9 @@ def test_a_checksum_that_does_not_match_is_an_error(tmp_path: Path, ending: str)
     assert sorted(world.found()) == [0]
 
 
-def crc_num(held: object) -> int:
+def crc_num(contents: object) -> int:
     total = 0
-    for name, tensor in sorted(held.items()):  # type: ignore[attr-defined]
+    for name, tensor in sorted(contents.items()):  # type: ignore[attr-defined]
         total = zlib.crc32(name.encode(), total)
         total = zlib.crc32(tensor.array.tobytes(), total)
     return total
@@ -412,7 +412,7 @@ def test_files_that_are_not_strategies_are_named_and_skipped(world: World) -> No
 
 
 def test_a_merged_file_beside_its_complete_stages_is_skipped(tmp_path: Path) -> None:
-    """Even one that says something else: it may be of an earlier run."""
+    """Even a different one: it may be of an earlier run."""
     world = World(tmp_path, STAGES, ONE)
     world.save(FULL)
     path = directory(tmp_path, {f"ckpt_strategy_rank_{2 * n}.ckpt": strategy_bytes(STAGES, [n]) for n in range(3)})
@@ -455,7 +455,7 @@ def test_device_counts_that_differ_within_a_stage_are_an_error(world: World) -> 
 
 
 @pytest.mark.parametrize(
-    "made",
+    "created",
     [
         layout([2, 2], [5, -1]),
         layout([2, 2], [0, 0]),
@@ -466,15 +466,15 @@ def test_device_counts_that_differ_within_a_stage_are_an_error(world: World) -> 
         layout([2, 2], [0, -1], uneven=[1, 2, 5]),
     ],
 )
-def test_contradictory_layouts_are_named(world: World, made: dict[str, object]) -> None:
-    odd = [{"devices": 4, "layouts": {"v": layout([2, 2], [-1]), "w": made}}]
+def test_contradictory_layouts_are_named(world: World, created: dict[str, object]) -> None:
+    odd = [{"devices": 4, "layouts": {"v": layout([2, 2], [-1]), "w": created}}]
     path = world.root / "odd.ckpt"
     path.write_bytes(strategy_bytes(odd, [0]))
     strategy_error(world, path, "w")
 
 
 def without_items(strategy: Strategy, number: int) -> bytes:
-    """A strategy file that holds layouts and nothing that tells its stage."""
+    """A strategy file with layouts but without its stage."""
     from tests.wire import fields
 
     data = strategy_bytes(strategy, [number])
@@ -579,9 +579,9 @@ def test_insufficient_disk_space_is_an_error_before_writing(world: World, monkey
     real = os.statvfs
 
     def full(path: str) -> os.statvfs_result:
-        found = list(real(path))
-        found[3] = found[4] = 0
-        return os.statvfs_result(found)
+        actual = list(real(path))
+        actual[3] = actual[4] = 0
+        return os.statvfs_result(actual)
 
     monkeypatch.setattr(os, "statvfs", full)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: (10, 10, 0))
@@ -669,13 +669,13 @@ def test_lost_ranks_are_named_with_their_parameters(tmp_path: Path) -> None:
     write_tree(
         world.src,
         {
-            rank: held
-            for rank, held in cut_ranks(PLAIN, {"w": FULL["w"], "v": FULL["v"]}, COPIED).items()
+            rank: contents
+            for rank, contents in cut_ranks(PLAIN, {"w": FULL["w"], "v": FULL["v"]}, COPIED).items()
             if rank in (0, 2)
         },
     )
-    said = world.refuses(3, "w").err
-    assert "1" in said and "3" in said
+    output = world.refuses(3, "w").err
+    assert "1" in output and "3" in output
 
 
 @pytest.mark.parametrize("prefix", ["a/b", ".hidden", "x" * 250])

@@ -1,4 +1,4 @@
-"""get: what is printed or written is the tensor, whatever it is cut into."""
+"""get: prints or writes the whole tensor, whatever its layout."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def expected(name: str) -> Any:
 
 def test_get_assembles_a_sliced_tensor(saved: World, tmp_path: Path) -> None:
     result = done(*words(saved, "w", "-o", tmp_path / "out" / "w.npy"))
-    found = np.load(tmp_path / "out" / "w.npy")
-    assert found.dtype == np.float32 and found.tobytes() == expected("w").tobytes() and found.shape == (8, 6)
+    actual = np.load(tmp_path / "out" / "w.npy")
+    assert actual.dtype == np.float32 and actual.tobytes() == expected("w").tobytes() and actual.shape == (8, 6)
     assert not result.out and "float32 [8,6]" in result.err
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["w.npy"]
 
@@ -51,8 +51,8 @@ def test_get_writes_into_a_linked_directory(saved: World, tmp_path: Path) -> Non
 def test_get_slice_equals_numpy_slicing(index: str, saved: World, tmp_path: Path) -> None:
     done(*words(saved, "w", f"--slice={index}", "-o", tmp_path / "w.npy"))
     chosen = eval(f"array[{index.strip('[]')}]", {"array": expected("w")})
-    found = np.load(tmp_path / "w.npy")
-    assert found.shape == np.shape(chosen) and found.tobytes() == np.ascontiguousarray(chosen).tobytes()
+    actual = np.load(tmp_path / "w.npy")
+    assert actual.shape == np.shape(chosen) and actual.tobytes() == np.ascontiguousarray(chosen).tobytes()
     (printed,) = done(*words(saved, "w", "--slice", index, "--json")).json
     assert np.array_equal(np.array(printed["values"], "f4").reshape(chosen.shape), chosen) and printed[
         "sliced_shape"
@@ -70,14 +70,14 @@ def test_standard_output_gets_an_array_for_numpy_or_text(saved: World) -> None:
     command = [sys.executable, "-c", LAUNCHER, *map(str, words(saved, "w", "-o", "-"))]
     printed = subprocess.run(command, capture_output=True, check=True).stdout
     assert np.load(BytesIO(printed)).tobytes() == expected("w").tobytes()
-    said = done(*words(saved, "v")).out
-    assert said.startswith("v  Float32  [4]\n[") and said.count(",") == 3 + said.splitlines()[0].count(",")
+    output = done(*words(saved, "v")).out
+    assert output.startswith("v  Float32  [4]\n[") and output.count(",") == 3 + output.splitlines()[0].count(",")
 
 
 def test_get_with_a_pattern_prints_every_match(saved: World) -> None:
-    found = done(*words(saved, "?", "--json")).json
-    assert [row["name"] for row in found] == ["v", "w"]
-    assert [row["dtype"] for row in found] == ["Float32", "Float32"]
+    report = done(*words(saved, "?", "--json")).json
+    assert [row["name"] for row in report] == ["v", "w"]
+    assert [row["dtype"] for row in report] == ["Float32", "Float32"]
     fails(2, *words(saved, "?", "-o", "all.npy"), says=["matches 2 tensors", "'v'"])
     fails(3, *words(saved, "W"), says=["no tensor 'W'", "did you mean 'w'"])
 
@@ -92,8 +92,8 @@ def test_dtypes_without_a_numpy_type_become_float32_or_bits(tmp_path: Path) -> N
     path = write_checkpoint(tmp_path / "all.safetensors", checkpoint)
     out = tmp_path / "out.npy"
     result = done("get", path, "b", "--strategy", "none", "-o", out)
-    found = np.load(out)
-    assert found.dtype == np.float32 and found.view("<u4").tolist() == [int(bit) << 16 for bit in bits]
+    actual = np.load(out)
+    assert actual.dtype == np.float32 and actual.view("<u4").tolist() == [int(bit) << 16 for bit in bits]
     assert "BFloat16, which NumPy lacks, and is written as Float32" in result.err
     done("get", path, "b", "--strategy", "none", "-o", out, "--raw")
     assert np.load(out).dtype == np.uint16 and np.load(out).tolist() == bits.tolist()
@@ -114,20 +114,20 @@ def test_text_and_scalars_are_printed(tmp_path: Path) -> None:
 def test_memory_of_get_does_not_grow_with_the_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     array = np.arange(6 << 20, dtype="<u4")
     path = write_checkpoint(tmp_path / "all.safetensors", {"w": Value("Float32", array)})
-    made: list[int] = []
+    created: list[int] = []
     from reshard.opened.tensor import LazyTensor
 
     empty = LazyTensor.empty
 
     def counting(tensor: LazyTensor, shape: tuple[int, ...]) -> Any:
-        found = empty(tensor, shape)
-        made.append(found.nbytes)
-        return found
+        actual = empty(tensor, shape)
+        created.append(actual.nbytes)
+        return actual
 
     monkeypatch.setattr(LazyTensor, "empty", counting)
     done("get", path, "w", "--strategy", "none", "-o", tmp_path / "w.npy")
     assert np.array_equal(np.load(tmp_path / "w.npy").view("<u4"), array)
-    assert max(made) <= 8 << 20 and sum(made) == array.nbytes
+    assert max(created) <= 8 << 20 and sum(created) == array.nbytes
 
 
 @pytest.mark.parametrize(
@@ -177,8 +177,8 @@ def test_objects_are_printed_as_json(tmp_path: Path) -> None:
 
 def test_a_pattern_matches_objects_too(tmp_path: Path) -> None:
     src = FIXTURES / "dcp" / "hyper_w2_later" / "checkpoint"
-    found = done("get", src, "*", "--json").json
-    assert {"name": "optimizer.lr", "object": 0.001} in found and any("values" in row for row in found)
-    check(found, SCHEMAS / "get.v1.json")
+    report = done("get", src, "*", "--json").json
+    assert {"name": "optimizer.lr", "object": 0.001} in report and any("values" in row for row in report)
+    check(report, SCHEMAS / "get.v1.json")
     assert "optimizer.lr  object\n0.001\n" in done("get", src, "optimizer.l*").out
     fails(2, "get", src, "optimizer.l*", "-o", tmp_path / "lr.npy", says=["matches no tensor"])

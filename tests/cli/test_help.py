@@ -1,4 +1,4 @@
-"""Help, and advice on what was mistyped."""
+"""Help, and hints after mistyped commands and options."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def test_help_fits_80_columns_and_ends_with_examples_of_the_command(
 @pytest.mark.parametrize("group", [[], ["group-info"], ["strategy"], ["names"]], ids=" ".join)
 def test_command_lists_contain_whole_sentences(group: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    listed = done(*group, "--help").out.split("\nCommands:\n")[1]
-    assert "..." not in listed
+    listing = done(*group, "--help").out.split("\nCommands:\n")[1]
+    assert "..." not in listing
 
 
 @pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
@@ -108,9 +108,9 @@ def test_two_hyphens_end_the_options(world: World) -> None:
 MEANT = [("transform", "convert"), ("show", "strategy show"), ("compare", "diff"), ("plna", "plan")]
 
 
-@pytest.mark.parametrize(("typed", "meant"), MEANT)
-def test_a_command_name_of_another_tool_suggests_ours(typed: str, meant: str) -> None:
-    fails(2, typed, says=[f"Did you mean {meant}"])
+@pytest.mark.parametrize(("typed", "expected"), MEANT)
+def test_a_command_name_of_another_tool_suggests_ours(typed: str, expected: str) -> None:
+    fails(2, typed, says=[f"Did you mean {expected}"])
 
 
 @pytest.mark.parametrize("path", [(), *COMMANDS, ("strategy",)], ids=" ".join)
@@ -146,9 +146,9 @@ def test_verbose_may_stand_before_the_command(world: World, flag: str) -> None:
     world.save(FULL, copied={f"value_{letter}": scalar(1) for letter in "abcdefghi"})
     assert "value_a" not in world.convert("-n").out
     assert "9 copied unchanged: 'value_a', 'value_b'" in done(flag, *world.words("-n")).out
-    # What has no such flag does as always.
-    listed = ("rank-list", 0, "--src-strategy", world.old, "--dst-strategy", world.new)
-    assert done(flag, *listed) == done(*listed)
+    # Shells without the flag behave as before.
+    listing = ("rank-list", 0, "--src-strategy", world.old, "--dst-strategy", world.new)
+    assert done(flag, *listing) == done(*listing)
 
 
 @pytest.mark.parametrize("flag", ["-q", "--quiet"])

@@ -1,4 +1,4 @@
-"""Input that is meant to do harm, or is something else than it should be: errors, never hangs or tracebacks.
+"""Hostile input and files of other kinds: errors, never hangs or tracebacks.
 
 What the readers say of damaged content is tested with each reader; here are the commands as a whole,
 special files, sizes that would cost time or memory, and names.
@@ -31,7 +31,7 @@ from tests.wire import field, varint
 
 
 def uses_of_a_file(world: World, file: Path) -> dict[str, list[Argument]]:
-    """Every command that takes a file, given this one."""
+    """Every command that takes a file, with this one."""
     out = world.root / "out"
     strategies: list[Argument] = ["--src-strategy", world.old, "--dst-strategy", world.new]
     return {
@@ -103,8 +103,10 @@ RIGHT = {
 }
 
 
-@pytest.mark.parametrize(("given", "use"), [(kind, use) for kind in KINDS for use in RIGHT if kind not in RIGHT[use]])
-def test_a_file_of_another_kind_is_refused_by_name(world: World, given: str, use: str) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "use"), [(kind, use) for kind in KINDS for use in RIGHT if kind not in RIGHT[use]]
+)
+def test_a_file_of_another_kind_is_refused_by_name(world: World, arguments: str, use: str) -> None:
     world.save(tensors())
     contents = {
         "checkpoint": (world.src / "rank_0" / "net-1_10.ckpt").read_bytes(),
@@ -117,7 +119,7 @@ def test_a_file_of_another_kind_is_refused_by_name(world: World, given: str, use
     }
     file = world.root / "odd" / "rank_0" / "given.ckpt"
     file.parent.mkdir(parents=True)
-    file.write_bytes(contents[given])
+    file.write_bytes(contents[arguments])
     refused(3, *uses_of_a_file(world, file)[use], says=[file])
 
 
@@ -152,10 +154,10 @@ def test_parameter_names_are_never_paths(tmp_path: Path, name: str, ending: str)
             "--src-strategy", "none", "--dst-strategy", strategy, "--format", ending,
         )  # fmt: skip
         for rank in range(2):
-            (held,) = done("inspect", tmp_path / "out" / f"rank_{rank}" / f"checkpoint_{rank}.{ending}", "--json").json[
-                "tensors"
-            ]
-            assert (held["name"], held["shape"]) == (name, [1, 4])
+            (report,) = done(
+                "inspect", tmp_path / "out" / f"rank_{rank}" / f"checkpoint_{rank}.{ending}", "--json"
+            ).json["tensors"]
+            assert (report["name"], report["shape"]) == (name, [1, 4])
     assert all(tmp_path / "out" in [path, *path.parents] for path in {*tmp_path.rglob("*")} - {*before})
 
 
@@ -186,7 +188,7 @@ def test_paths_that_are_too_long_are_wrong_usage(world: World, path: str) -> Non
         "merge": ["fingerprint", "--merge", path],
         "merged": ["merge-pipeline", world.old.parent, path + ".ckpt"],
     }
-    # A pattern whose directories are not there matches nothing, however long it is.
+    # A pattern with missing directories matches nothing, whatever its length.
     del uses["pattern"]
     for words in uses.values():
         if any(path in str(word) for word in words):
@@ -251,12 +253,12 @@ def test_character_sets_in_patterns_match_like_in_a_shell(tmp_path: Path, patter
     names = [*"abz!]&~|-[w0", "\\", "[!]", "[z-a]"]
     for name in names:
         (tmp_path / name).touch()
-    found = [os.path.basename(match.path) for match in match_paths(f"{tmp_path}/{pattern}", "_tmp")]
+    actual = [os.path.basename(match.path) for match in match_paths(f"{tmp_path}/{pattern}", "_tmp")]
     try:
         expected = sorted(fnmatch.filter(names, pattern))
     except re.error:
         pytest.skip("the fnmatch of this Python cannot read the set")
-    assert found == expected
+    assert actual == expected
 
 
 # Sizes: time and memory
@@ -324,7 +326,7 @@ def test_strategies_over_the_limits_are_refused_at_once(tmp_path: Path, case: st
 
 
 def many_records(count: int) -> bytes:
-    """Tensors of different names, made of one since each takes its time."""
+    """Tensors of different names with the same content, because each takes its time."""
     before, after = record("layer.NUMBER.weight", "Int8", [1], b"x").split(b"NUMBER")
     return b"".join(before + b"%06d" % number + after for number in range(count))
 
@@ -445,8 +447,8 @@ def test_json_output_contains_no_control_character(command: str, tmp_path: Path)
 
 
 def test_a_traceback_contains_no_control_character(tmp_path: Path) -> None:
-    said = reshard("--debug", "inspect", tmp_path / "no\x1b[31m.ckpt")
-    assert said.status == 3 and "Traceback" in said.err and said.err.replace("\n", "").isprintable()
+    result = reshard("--debug", "inspect", tmp_path / "no\x1b[31m.ckpt")
+    assert result.status == 3 and "Traceback" in result.err and result.err.replace("\n", "").isprintable()
 
 
 def test_a_number_of_thousands_of_digits_in_toml_is_an_error_that_names_the_file(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What --json prints is what docs/json.md and docs/schemas promise, nothing more and nothing less."""
+"""--json output satisfies docs/json.md and docs/schemas exactly."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ GROUP_INFO = FIXTURES / "01_dp2mp4_adam" / "group_info"
 
 def documented() -> dict[str, Path]:
     """Schema per command, from the table of docs/json.md."""
-    found = {}
+    actual = {}
     for line in (ROOT / "docs" / "json.md").read_text(encoding="utf-8").splitlines():
         link = re.search(r"\]\(schemas/([\w.-]+)\)", line)
         if line.startswith("| `reshard ") and link:
             for name in re.findall(r"`(reshard [^`]+)`", line.split("|")[1]):
-                found[name] = SCHEMAS / link[1]
-    return found
+                actual[name] = SCHEMAS / link[1]
+    return actual
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def examples(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
         result = reshard(*words, "--json")
         assert result.status == status, result.err
         name = " ".join(["reshard", *(str(word) for word in words)])
-        command = max((known for known, _, _ in walk() if f"{name} ".startswith(f"{known} ")), key=len)
+        command = max((reference for reference, _, _ in walk() if f"{name} ".startswith(f"{reference} ")), key=len)
         # A dry run prints the plan.
         printed.setdefault("reshard plan" if "--dry-run" in words else command, []).append(result.json)
 
@@ -101,8 +101,8 @@ def examples(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     add("strategy", "diff", DEMO / "src_strategy.ckpt", "none")
     add("strategy", "check", DEMO / "src_strategy.ckpt", source)
     rules, shapes = FIXTURES / "rules" / "backbone.toml", FIXTURES / "01_dp2mp4_adam" / "strategy_json"
-    said = ("--shapes", next(shapes.glob("*.json")), "--optimizer-shards", "-1", "--optimizer-threshold", "0")
-    add("strategy", "make", rules, out / "made.ckpt", *said, "--sizes", "dp=2,mp=2,pp=2")
+    options = ("--shapes", next(shapes.glob("*.json")), "--optimizer-shards", "-1", "--optimizer-threshold", "0")
+    add("strategy", "make", rules, out / "made.ckpt", *options, "--sizes", "dp=2,mp=2,pp=2")
     derived = ("--src-sizes", "dp=2,mp=4", "--dst-sizes", "dp=2,mp=2", "--assume", "growth")
     add("strategy", "derive", next(shapes.glob("*.json")), out / "derived.ckpt", *derived)
     add("strategy", "check", DEMO / "dst_strategy.ckpt", source, "--all", status=4)

@@ -1,4 +1,4 @@
-"""What is shown on a terminal while bytes move, and nowhere else."""
+"""Progress on terminals, and its absence elsewhere."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ bar.end()
 
 
 def on_terminal(columns: int, *words: str) -> str:
-    """What the script says on a terminal of so many columns."""
+    """The script's output on a terminal of this many columns."""
     return terminal_output(columns, SCRIPT, *words)
 
 
 @pytest.mark.parametrize(("columns", "shown"), [(80, " of 4.0 GiB, "), (40, "% ")])
 def test_a_terminal_shows_progress_speed_and_remaining_time(columns: int, shown: str) -> None:
-    said = on_terminal(columns)
-    frames = [frame for frame in re.split(r"[\r\n]", said) if frame.startswith("checking CRCs")]
+    output = on_terminal(columns)
+    frames = [frame for frame in re.split(r"[\r\n]", output) if frame.startswith("checking CRCs")]
     assert frames
     for frame in frames:
         assert shown in frame and "iB/s" in frame.replace(" B/s", "iB/s") and re.search(r"\d\d:\d\d", frame)
         assert len(frame) <= columns
-    # A message stands on a line of its own, and the bar is gone in the end.
-    assert re.search(r"(\r|\n)(\x1b\[33m)?warning: look here", said)
-    assert said.split("\n")[-1].rpartition("\r")[2].strip() == ""
+    # A message has its own line, and the bar is removed at the end.
+    assert re.search(r"(\r|\n)(\x1b\[33m)?warning: look here", output)
+    assert output.split("\n")[-1].rpartition("\r")[2].strip() == ""
 
 
 @pytest.mark.parametrize(
@@ -95,12 +95,12 @@ def test_progress_lines_are_printed_while_no_bytes_move(
     bar = progress_of(quiet=False, requested=True)
     bar.begin(4 << 30, "writing")
     bar.wrote(1 << 30)
-    said = ""
-    while said.count("\n") < 3:
+    text = ""
+    while text.count("\n") < 3:
         time.sleep(0.05)
-        said += capfd.readouterr().err
+        text += capfd.readouterr().err
     bar.end()
-    first, second, *_ = said.splitlines()
+    first, second, *_ = text.splitlines()
     assert re.fullmatch(r"writing: 25%, 1\.0 GiB of 4\.0 GiB, .* GiB/s, 00:00 left", first)
     assert second == "writing: 25%, 1.0 GiB of 4.0 GiB, 0 B/s"
     capfd.readouterr()
@@ -111,7 +111,7 @@ def test_progress_lines_are_printed_while_no_bytes_move(
 def test_the_summary_lists_the_time_of_each_phase(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("reshard.cli.conversion.MIN_SHOWN", 0.0)
     world.save(tensors())
-    said = world.convert("--verify", "-v").err
-    assert re.search(r"planning \d+\.\d s, checking \d+\.\d s, writing \d+\.\d s, verifying \d+\.\d s", said)
-    said = done("recover", world.src, world.root / "whole", "--strategy", world.old, "-v").err
-    assert re.search(r"planning \d+\.\d s, checking \d+\.\d s, writing \d+\.\d s", said)
+    output = world.convert("--verify", "-v").err
+    assert re.search(r"planning \d+\.\d s, checking \d+\.\d s, writing \d+\.\d s, verifying \d+\.\d s", output)
+    output = done("recover", world.src, world.root / "whole", "--strategy", world.old, "-v").err
+    assert re.search(r"planning \d+\.\d s, checking \d+\.\d s, writing \d+\.\d s", output)

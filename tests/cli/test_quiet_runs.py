@@ -1,4 +1,4 @@
-"""What a run prints when all is well: two lines, with -q nothing but results."""
+"""Output of successful runs: two lines; with -q only results."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def test_the_run_that_writes_the_last_rank_reports_completion(plain: World) -> N
 
 def test_an_empty_shard_is_reported(tmp_path: Path) -> None:
     words: list[Argument] = ["convert", DEMO / "src_checkpoints", tmp_path / "out", *STRATEGIES]
-    said = done(*words, "--shard", "0/9").err
-    assert said == "nothing to write: share 0/9 is empty: fewer ranks than shares\n"
+    output = done(*words, "--shard", "0/9").err
+    assert output == "nothing to write: share 0/9 is empty: fewer ranks than shares\n"
     assert not (tmp_path / "out").exists()
     for number in range(1, 9):
-        said = done(*words, "--shard", f"{number}/9").err
-    assert "all ranks written" in said
+        output = done(*words, "--shard", f"{number}/9").err
+    assert "all ranks written" in output
 
 
 def test_excluded_parameters_are_not_reported_as_missing_in_the_target_strategy(tmp_path: Path) -> None:
@@ -85,7 +85,7 @@ def test_quiet_prints_results(plain: World) -> None:
     for words in quiet:
         result = done(*words, "-q")
         assert (result.out, result.err) == ("", ""), words
-    told: list[list[Argument]] = [
+    output: list[list[Argument]] = [
         plain.words(command="plan"),
         ["status", plain.dst],
         ["inspect", plain.src],
@@ -94,6 +94,6 @@ def test_quiet_prints_results(plain: World) -> None:
         ["stats", plain.src, "--strategy", plain.old],
         ["replicas", "--strategy", plain.old],
     ]
-    for words in told:
+    for words in output:
         result = done(*words, "-q")
         assert result.out and not result.err, words

@@ -1,4 +1,4 @@
-"""rank-list of a checkpoint: the files that a conversion reads for a target, whatever the forms and names."""
+"""rank-list of a checkpoint: the files that a conversion reads for a target, for all forms and names."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ STRATEGIES: list[Argument] = [
 
 def planned(*words: Argument) -> dict[int, list[int]]:
     """Per target file the source files that it is made of."""
-    found = done("plan", *words, "--json").json["targets"]
-    return {target["rank"]: [source["rank"] for source in target["sources"]] for target in found}
+    targets = done("plan", *words, "--json").json["targets"]
+    return {target["rank"]: [source["rank"] for source in target["sources"]] for target in targets}
 
 
 def test_rank_list_of_a_source_equals_that_of_its_strategies() -> None:

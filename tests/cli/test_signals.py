@@ -1,4 +1,4 @@
-"""A signal ends a run with 130 or 143 at whatever moment it comes, with nothing half-written and no traceback.
+"""A signal at any moment ends a run with 130 or 143, without half-written files and without a traceback.
 
 `tests/execute/test_interruption.py` stops long runs, too, and looks at what the next one makes of it.
 """
@@ -84,15 +84,15 @@ def started(*words: str) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
-def ended(status: int, said: str, number: int) -> None:
+def ended(status: int, message: str, number: int) -> None:
     """A run ended as signals end it."""
-    assert status == 128 + number, said
-    assert re.search("terminated|interrupted", said)
-    assert not re.search("Traceback|ignored|Aborted", said), said
+    assert status == 128 + number, message
+    assert re.search("terminated|interrupted", message)
+    assert not re.search("Traceback|ignored|Aborted", message), message
 
 
 def nothing_half_written(dst: Path, whole: dict[str, bytes]) -> None:
-    """What stands under a final name is whole, and no temporary file is left."""
+    """Files under final names are whole, and no temporary file remains."""
     assert not list(dst.rglob(".reshard-tmp-*"))
     for path in dst.glob("rank_*/*"):
         name = str(path.relative_to(dst))
@@ -119,9 +119,9 @@ def test_a_signal_at_any_call_ends_the_run(world: World, command: str) -> None:
         }
         return python(AT_EVENT, int(number), at, *words[command])
 
-    found = re.search(r"(\d+) events", run(signal.SIGTERM, 1 << 60, world.root / "first").err)
-    assert found is not None
-    events = int(found[1])
+    match = re.search(r"(\d+) events", run(signal.SIGTERM, 1 << 60, world.root / "first").err)
+    assert match is not None
+    events = int(match[1])
 
     def stop(seed: int) -> bool:
         chance = random.Random(seed)
@@ -156,14 +156,14 @@ def test_a_signal_at_any_time_ends_the_run(world: World) -> None:
             time.sleep(chance.uniform(0, 1.2 * life))
             process.send_signal(number)
             sent = time.monotonic_ns()
-            _, said = process.communicate(timeout=60)
-        left = re.search(r"left at (\d+)", said)
-        assert left is not None, said
+            _, output = process.communicate(timeout=60)
+        match = re.search(r"left at (\d+)", output)
+        assert match is not None, output
         nothing_half_written(dst, whole)
         if process.returncode == 0:
-            assert int(left[1]) < sent, said
+            assert int(match[1]) < sent, output
             return False
-        ended(process.returncode, said, number)
+        ended(process.returncode, output, number)
         done(*words)
         assert tree_bytes(dst).keys() == whole.keys()
         nothing_half_written(dst, whole)
@@ -262,6 +262,6 @@ def test_a_second_signal_or_a_timeout_ends_a_run_on_a_slow_disk(world: World, in
             with pytest.raises(subprocess.TimeoutExpired):
                 process.wait(1.5)
             process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=20)
-    ended(process.returncode, said, signal.SIGTERM)
+        _, output = process.communicate(timeout=20)
+    ended(process.returncode, output, signal.SIGTERM)
     nothing_half_written(world.dst, {})

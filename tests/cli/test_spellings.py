@@ -1,4 +1,4 @@
-"""Types, sizes, forms and steps in the spellings that people bring along, and errors that name the right cause."""
+"""Other spellings of types, sizes, forms and steps; errors name the cause."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def test_cast_accepts_other_spellings_of_dtypes(spelled: str, dtype: str, plain:
     plain.save(tensors())
     with reshard.open(plain.src, src_strategy=plain.old, cast=f"w={spelled}") as opened:
         assert opened["w"].dtype_name == dtype
-    got = done("get", plain.src, "w", "--strategy", plain.old, "--cast", f"w={spelled}", "--json").json
-    assert got[0]["dtype"] == dtype
+    report = done("get", plain.src, "w", "--strategy", plain.old, "--cast", f"w={spelled}", "--json").json
+    assert report[0]["dtype"] == dtype
 
 
 @pytest.mark.parametrize("spelled", ["fp8", "int8", "float64", "torch", ""])
@@ -49,10 +49,10 @@ def test_an_unknown_cast_dtype_is_refused(spelled: str, plain: World) -> None:
 )
 def test_file_sizes_accept_every_usual_unit(text: str, size: int, plain: World) -> None:
     plain.save(tensors())
-    made = [plain.root / name for name in ("typed", "bytes")]
-    for out, said in zip(made, (text, str(size))):
-        done("convert", plain.src, out, "--src-strategy", plain.old, "--to", "hf", "--max-shard-size", said)
-    names = [sorted(path.name for path in out.glob("model*")) for out in made]
+    created = [plain.root / name for name in ("typed", "bytes")]
+    for out, message in zip(created, (text, str(size))):
+        done("convert", plain.src, out, "--src-strategy", plain.old, "--to", "hf", "--max-shard-size", message)
+    names = [sorted(path.name for path in out.glob("model*")) for out in created]
     assert names[0] == names[1]
 
 

@@ -33,15 +33,15 @@ def test_statistics_are_the_same_in_every_layout_and_form(saved: World) -> None:
     done("convert", saved.src, saved.root / "c2", *old, "--to", "checkpoint2", "--dst-strategy", saved.new)
     assert stats(saved.dst, "--strategy", saved.new) == [*expected.values()]
     assert stats(saved.root / "hf") == [*expected.values()]
-    found = {row["name"]: row for row in stats(saved.root / "c2")}
-    assert all(found[name] == expected[name] for name in tensors())
+    actual = {row["name"]: row for row in stats(saved.root / "c2")}
+    assert all(actual[name] == expected[name] for name in tensors())
     assert done("stats", saved.root / "hf", "--json").json["form"] == "huggingface"
 
 
 def test_stats_lists_every_tensor_and_the_totals(saved: World) -> None:
-    said = done("stats", saved.src, "--strategy", saved.old, "--exclude", "m.*").out
-    assert "w" in said and "m.w" not in said and "[8,6]" in said
-    assert said.rstrip().splitlines()[-1].startswith("3 tensors, 53 elements: 0 NaN")
+    output = done("stats", saved.src, "--strategy", saved.old, "--exclude", "m.*").out
+    assert "w" in output and "m.w" not in output and "[8,6]" in output
+    assert output.rstrip().splitlines()[-1].startswith("3 tensors, 53 elements: 0 NaN")
 
 
 def test_fail_on_lists_tensors_with_nan_or_inf(tmp_path: Path) -> None:
@@ -71,11 +71,11 @@ def test_stats_locates_the_first_nan_or_inf_in_its_file(tmp_path: Path, dtype: s
     # Rows 4 and 5 are of the lower half, column 4 of the right one.
     expected = {"index": [5, 4], "rank": 3, "file": str(tmp_path / "src" / "rank_3" / "net.safetensors")}
     words = (tmp_path / "src", "--strategy", strategy)
-    found = {row["name"]: row["first_nonfinite"] for row in stats(*words)}
-    assert found == {"a": None, "b": expected}
-    said = done("stats", *words).out.splitlines()
-    assert said[0].startswith("b: ") and said[0].endswith(f"the first at [5,4], rank 3, {expected['file']}")
-    assert [line.split()[0] for line in said if line.startswith(("a ", "b "))] == ["b", "a"]
+    actual = {row["name"]: row["first_nonfinite"] for row in stats(*words)}
+    assert actual == {"a": None, "b": expected}
+    lines = done("stats", *words).out.splitlines()
+    assert lines[0].startswith("b: ") and lines[0].endswith(f"the first at [5,4], rank 3, {expected['file']}")
+    assert [line.split()[0] for line in lines if line.startswith(("a ", "b "))] == ["b", "a"]
     # Turned round, the other one comes first.
     (tmp_path / "t.toml").write_text(
         '[[rule]]\nfrom = "b"\nto = "c"\ndo = "transpose"\n[[rule]]\nfrom = "a"\ndo = "drop"\n'
@@ -90,12 +90,12 @@ def test_the_picture_of_stats_shows_magnitudes(saved: World, tmp_path: Path) -> 
     done("stats", saved.src, "--strategy", saved.old, "--svg", picture)
     root = xml.etree.ElementTree.parse(picture).getroot()
     # Long lines are broken.
-    said = " ".join(" ".join(root.itertext()).split())
-    assert "101 elements" in said and "m.w" in said
-    assert "2^-138 to 2^-137: 48 elements" in said
+    message = " ".join(" ".join(root.itertext()).split())
+    assert "101 elements" in message and "m.w" in message
+    assert "2^-138 to 2^-137: 48 elements" in message
     # The counter is 41, between 2^5 and 2^6, far from all weights.
-    assert "2^5 to 2^6" not in said
-    assert "counters and settings: global_step" in said
+    assert "2^5 to 2^6" not in message
+    assert "counters and settings: global_step" in message
     write_checkpoint(tmp_path / "z.ckpt", {"w": Value("Float32", np.zeros(3, "<u4"))})
     done("stats", tmp_path / "z.ckpt", "--strategy", "none", "--svg", tmp_path / "z.svg")
     assert xml.etree.ElementTree.parse(tmp_path / "z.svg").getroot().tag.endswith("svg")
@@ -116,14 +116,14 @@ def test_diff_compares_steps_of_one_checkpoint(plain: World) -> None:
     plain.save(old, "rank_{rank}/net-1_9.ckpt")
     plain.save(new, "rank_{rank}/net-1_10.ckpt")
     words: list[Any] = ["diff", plain.src, plain.src, "--strategy", plain.old, "--a-step", "1_9"]
-    found = done(*words, "--json").json
-    (row,) = found["differing"]
-    assert (row["name"], row["differing"], row["at"]) == ("w", 1, [3, 2]) and found["identical"] == 2
+    report = done(*words, "--json").json
+    (row,) = report["differing"]
+    assert (row["name"], row["differing"], row["at"]) == ("w", 1, [3, 2]) and report["identical"] == 2
     before = float(old["w"].array.view("<f4")[3, 2])
     assert row["max_abs"] == pytest.approx(7.5 - before) and row["max_rel"] == pytest.approx((7.5 - before) / 7.5)
-    assert (found["a"]["step"], found["b"]["step"]) == ("1_9", "1_10")
-    said = reshard(*words, "--exit-code")
-    assert said.status == 4 and "[3,2]" in said.out
+    assert (report["a"]["step"], report["b"]["step"]) == ("1_9", "1_10")
+    result = reshard(*words, "--exit-code")
+    assert result.status == 4 and "[3,2]" in result.out
     assert done(*words).status == 0
 
 
@@ -134,9 +134,9 @@ def test_diff_lists_names_shapes_and_dtypes_that_differ(tmp_path: Path) -> None:
     one = write_checkpoint(tmp_path / "a.ckpt", {"x": ones(2), "s": ones(2, 3), "t": ones(3), "says": text("a")})
     half = Value("BFloat16", np.full((3,), 0x3F80, "<u2"))
     other = write_checkpoint(tmp_path / "b.ckpt", {"y": ones(2), "s": ones(3, 2), "t": half, "says": text("b")})
-    said = done("diff", one, other, "--strategy", "none").out
-    assert "1 only in A: 'x'" in said and "1 only in B: 'y'" in said and "s: [2,3] in A, [3,2] in B" in said
-    assert "Float32 and BFloat16" in said and "2 tensors of 2 differ" in said
+    output = done("diff", one, other, "--strategy", "none").out
+    assert "1 only in A: 'x'" in output and "1 only in B: 'y'" in output and "s: [2,3] in A, [3,2] in B" in output
+    assert "Float32 and BFloat16" in output and "2 tensors of 2 differ" in output
     assert reshard("diff", one, other, "--strategy", "none", "--exit-code").status == 4
     cast = done("diff", one, other, "--strategy", "none", "--include", "t", "--cast", "t=BFloat16", "--exit-code")
     assert "all equal" in cast.out
@@ -145,8 +145,8 @@ def test_diff_lists_names_shapes_and_dtypes_that_differ(tmp_path: Path) -> None:
 def test_diff_of_checkpoints_without_a_common_name_fails(tmp_path: Path) -> None:
     value = Value("Float32", np.zeros(2, "<u4"))
     one, other = (write_checkpoint(tmp_path / f"{name}.ckpt", {name: value}) for name in "ab")
-    said = done("diff", one, other, "--strategy", "none").out
-    assert "no tensor was compared: the two have no names in common" in said and "equal" not in said
+    output = done("diff", one, other, "--strategy", "none").out
+    assert "no tensor was compared: the two have no names in common" in output and "equal" not in output
     assert reshard("diff", one, other, "--strategy", "none", "--exit-code").status == 4
 
 

@@ -1,4 +1,4 @@
-"""strategy show and strategy diff, as typed."""
+"""strategy show and strategy diff on the command line."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ WEIGHT = "backbone.blocks.0.output.mapping.weight"
 
 
 def on_terminal(columns: int, *words: object, **environment: str) -> str:
-    """What a command says on a terminal of so many columns."""
+    """A command's output on a terminal of this many columns."""
     return terminal_output(columns, LAUNCHER, *map(str, words), **environment)
 
 
@@ -90,9 +90,9 @@ def test_an_unknown_parameter_is_wrong_usage_and_similar_names_are_listed(world:
 
 
 def test_a_part_of_a_name_lists_the_names_that_contain_it(world: World) -> None:
-    said = fails(2, "strategy", "show", FIXTURES / "02_dp2mp4_opt/strategy", "Dense1").err
-    assert "6  {,adam_m.,adam_v.}backbone.blocks.{0-1}.attention.dense1.weight" in said
-    assert len(said.splitlines()) < 20
+    output = fails(2, "strategy", "show", FIXTURES / "02_dp2mp4_opt/strategy", "Dense1").err
+    assert "6  {,adam_m.,adam_v.}backbone.blocks.{0-1}.attention.dense1.weight" in output
+    assert len(output.splitlines()) < 20
     fails(2, "strategy", "show", world.old, "m.", says=["Did you mean 'm.w'?"])
 
 
@@ -139,17 +139,17 @@ def test_a_parameter_of_several_stages_is_shown_per_stage(tmp_path: Path) -> Non
         {"devices": 2, "layouts": {"t": layout([2], [-1, 0])}},
     ]
     path = write_strategy(tmp_path / "s", stages)
-    found = done("strategy", "show", path, "t", "--json").json
-    assert [stage["stage"] for stage in found["stages"]] == [0, 1]
-    assert [[part["ranks"] for part in stage["slices"]] for stage in found["stages"]] == [[[0, 2], [1, 3]], [[4], [5]]]
+    report = done("strategy", "show", path, "t", "--json").json
+    assert [stage["stage"] for stage in report["stages"]] == [0, 1]
+    assert [[part["ranks"] for part in stage["slices"]] for stage in report["stages"]] == [[[0, 2], [1, 3]], [[4], [5]]]
     shown = done("strategy", "show", path, "t").out
     assert "stage 0: ranks 0-3" in shown and "stage 1: ranks 4-5" in shown
     assert "ranks 0,2" in shown and "rank 5" in shown
 
 
 def test_element_counts_are_shown_where_a_json_strategy_records_the_shape(tmp_path: Path) -> None:
-    made = single({"w": layout([2, 2], [0, -1], -1, 2)})
-    path = write_strategy(tmp_path / "s", made, {"w": [16, 3]}, form="json")
+    strategy = single({"w": layout([2, 2], [0, -1], -1, 2)})
+    path = write_strategy(tmp_path / "s", strategy, {"w": [16, 3]}, form="json")
     (stage,) = done("strategy", "show", path, "w", "--json").json["stages"]
     assert stage["extents"] == [16, 3] and stage["in_elements"] == [True, True]
     assert [(part["box"], part["shard"], part["ranks"]) for part in stage["slices"]] == [
@@ -165,7 +165,7 @@ def test_element_counts_are_shown_where_a_json_strategy_records_the_shape(tmp_pa
 
 
 def expanded(pattern: str) -> list[str]:
-    """The names that a pattern stands for, as a shell would expand its braces."""
+    """The names of a pattern, with braces expanded as in a shell."""
     choices = []
     for part in re.split(r"(\{[^}]*\})", pattern):
         if not part.startswith("{"):
@@ -190,9 +190,9 @@ def expanded(pattern: str) -> list[str]:
     )
 )
 def test_each_name_belongs_to_one_pattern(names: set[str]) -> None:
-    found = name_patterns(names, names)
-    assert sorted(name for pattern in found for name in expanded(pattern.text)) == sorted(names)
-    assert [len(expanded(pattern.text)) for pattern in found] == [pattern.size for pattern in found]
+    actual = name_patterns(names, names)
+    assert sorted(name for pattern in actual for name in expanded(pattern.text)) == sorted(names)
+    assert [len(expanded(pattern.text)) for pattern in actual] == [pattern.size for pattern in actual]
 
 
 # strategy diff.
@@ -221,22 +221,22 @@ def conversions(draw: st.DrawFn) -> tuple[list[int], Any, Any]:
 def test_diff_counts_match_enumerated_devices(tmp_path: Path, conversion: tuple[list[int], Any, Any]) -> None:
     shape, before, after = conversion
     paths = [
-        write_strategy(tmp_path / name, single({"w": made}), form="nested")
-        for name, made in (("a", before), ("b", after))
+        write_strategy(tmp_path / name, single({"w": created}), form="nested")
+        for name, created in (("a", before), ("b", after))
     ]
-    found = done("strategy", "diff", *paths, "--json").json
-    ((change,), source, target) = found["changes"], boxes(before, shape), boxes(after, shape)
+    report = done("strategy", "diff", *paths, "--json").json
+    ((change,), source, target) = report["changes"], boxes(before, shape), boxes(after, shape)
     ((move,), whole) = change["moves"], range(len(shape))
     assert move["joined"] == [per_dimension(source, target, dimension) for dimension in whole]
     assert move["divided"] == [per_dimension(target, source, dimension) for dimension in whole]
     # Every rank holds one slice, so as many ranks are read as slices are met.
-    read = [len({box for box in source if overlapping(box, wanted)}) for wanted in target]
+    read = [len({box for box in source if overlapping(box, expected)}) for expected in target]
     assert move["ranks_read"] == [min(read), max(read)]
     assert move["kept"] == (source[: len(target)] == target)
     assert change["unchanged"] == (source == target)
     same = set(source) == set(target) and len({*source, *target}) == len(set(source))
     expected = "unchanged" if source == target else "moved" if same else "cut_differently"
-    assert {effect: count for effect, count in found["summary"].items() if count} == {expected: 1}
+    assert {effect: count for effect, count in report["summary"].items() if count} == {expected: 1}
     text = done("strategy", "diff", *paths).out
     assert ("nothing changes" in text) == (source == target)
 
@@ -248,17 +248,17 @@ def test_diff_accounts_for_every_parameter_once(tmp_path: Path, data: st.DataObj
     before, after = data.draw(strategies(checkpoint)), data.draw(strategies(checkpoint))
     for strategy, name in ((before, "gone"), (after, "new")):
         strategy[0]["layouts"][name] = layout([strategy[0]["devices"]], [0])
-    paths = [write_strategy(tmp_path / name, made, form="nested") for name, made in (("a", before), ("b", after))]
-    found = done("strategy", "diff", *paths, "--json").json
-    assert sorted(name for change in found["changes"] for name in change["parameters"]) == sorted(checkpoint)
-    assert all(change["problem"] is None for change in found["changes"])
-    assert found["left_out"] == ["gone"] and found["missing"] == ["new"]
-    assert found["summary"]["left_out"] == found["summary"]["missing"] == 1
-    assert sum(found["summary"].values()) == len(checkpoint) + 2
-    for change in found["changes"]:
+    paths = [write_strategy(tmp_path / name, created, form="nested") for name, created in (("a", before), ("b", after))]
+    report = done("strategy", "diff", *paths, "--json").json
+    assert sorted(name for change in report["changes"] for name in change["parameters"]) == sorted(checkpoint)
+    assert all(change["problem"] is None for change in report["changes"])
+    assert report["left_out"] == ["gone"] and report["missing"] == ["new"]
+    assert report["summary"]["left_out"] == report["summary"]["missing"] == 1
+    assert sum(report["summary"].values()) == len(checkpoint) + 2
+    for change in report["changes"]:
         for name in change["parameters"]:
-            for held, strategy in ((change["source"], before), (change["target"], after)):
-                assert [row["stage"] for row in held] == [n for n, s in enumerate(strategy) if name in s["layouts"]]
+            for contents, strategy in ((change["source"], before), (change["target"], after)):
+                assert [row["stage"] for row in contents] == [n for n, s in enumerate(strategy) if name in s["layouts"]]
 
 
 def test_diff_across_pipelines_begins_with_totals() -> None:
@@ -275,10 +275,12 @@ def test_diff_across_pipelines_begins_with_totals() -> None:
 
 
 def test_diff_across_pipelines_prints_changes_common_to_all_stages_once() -> None:
-    """Four stages become two: without that every change would be told four times."""
+    """Four stages become two: otherwise every change would be printed four times."""
     text = done("strategy", "diff", FIXTURES / "10_dp1mp2pp4/strategy", FIXTURES / "10_dp2mp2pp2/strategy").out
-    said = "16 parameters: stages 0-1 -> stage 0, stages 2-3 -> stage 1; replicas: 1 -> 2; devices of the stage: 2 -> 4"
-    assert said in text
+    message = (
+        "16 parameters: stages 0-1 -> stage 0, stages 2-3 -> stage 1; replicas: 1 -> 2; devices of the stage: 2 -> 4"
+    )
+    assert message in text
     assert "A: stages 0-3: ranks 0-7, device matrix [2], tensor map [-1, 0]" in text
     assert "B: stages 0-1: ranks 0-7, device matrix [2, 2], tensor map [-1, 0]" in text
     assert text.count("device matrix [2, 2]") == 4
@@ -286,7 +288,7 @@ def test_diff_across_pipelines_prints_changes_common_to_all_stages_once() -> Non
 
 def test_diff_describes_changes_in_words() -> None:
     text = done("strategy", "diff", FIXTURES / "02_dp2mp4_opt/strategy", FIXTURES / "10_dp2mp2pp2/strategy").out
-    for said in (
+    for message in (
         "6 parameters: cut of dimension 1: 4 -> 2; optimizer shards: 2 -> none; replicas: 1 -> 2",
         "each target slice joins 2 source slices of dimension 0",
         "each target slice joins 2 source slices of dimension 1",
@@ -294,15 +296,15 @@ def test_diff_describes_changes_in_words() -> None:
         "stage 0 -> stage 1",
         "164 parameters only in B: missing",
     ):
-        assert said in text
+        assert message in text
 
 
 @pytest.mark.parametrize(("first", "second"), [("old", None), (None, "old")])
 def test_diff_accepts_none(world: World, first: Optional[str], second: Optional[str]) -> None:
     paths = [world.old if name else "none" for name in (first, second)]
-    found = done("strategy", "diff", *paths, "--json").json
-    moves = {name: change["moves"][0] for change in found["changes"] for name in change["parameters"]}
-    assert set(moves) == {"w", "v", "m.w"} and not found["left_out"] and not found["missing"]
+    report = done("strategy", "diff", *paths, "--json").json
+    moves = {name: change["moves"][0] for change in report["changes"] for name in change["parameters"]}
+    assert set(moves) == {"w", "v", "m.w"} and not report["left_out"] and not report["missing"]
     assert moves["m.w"]["joined" if first else "divided"][0] == [4, 4]
     assert moves["m.w"]["ranks_read"] == ([4, 4] if first else [1, 1])
     assert moves["v"]["kept"] is bool(first)
@@ -327,17 +329,17 @@ def test_rank_list_does_not_import_pictures() -> None:
 
 
 def test_diff_with_exit_code_fails_on_a_difference(tmp_path: Path) -> None:
-    made = layout([2, 2], [0, -1])
+    layout_record = layout([2, 2], [0, -1])
     one, same, other, none = (
         write_strategy(tmp_path / name, single({"w": of}))
         for name, of in (
-            ("one", made),
+            ("one", layout_record),
             ("same", layout([2, 2], [0, -1])),
             ("other", layout([2, 2], [1, -1])),
             ("none", layout([1], [-1, -1])),
         )
     )
-    more = write_strategy(tmp_path / "more", single({"w": made, "v": made}))
+    more = write_strategy(tmp_path / "more", single({"w": layout_record, "v": layout_record}))
     assert done("strategy", "diff", one, same, "--exit-code").out == done("strategy", "diff", one, same).out
     for differing in (other, none, more):
         result = reshard("strategy", "diff", one, differing, "--exit-code", "--json")
@@ -348,7 +350,7 @@ def test_diff_with_exit_code_fails_on_a_difference(tmp_path: Path) -> None:
 @pytest.mark.parametrize("command", ["show", "rank-list"])
 @pytest.mark.parametrize("content", ["empty", "items", "nothing"])
 def test_an_empty_strategy_is_not_none(content: str, command: str, tmp_path: Path) -> None:
-    """Neither an empty file, nor one without layouts: taken for one device, whole tensors would be read as slices."""
+    """Neither an empty file nor one without layouts: as one device, full tensors would be read as slices."""
     for ending in ("ckpt", "json", "pb"):
         path = tmp_path / f"strategy.{ending}"
         if content == "empty":

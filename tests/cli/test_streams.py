@@ -1,4 +1,4 @@
-"""Standard output and standard error: the status is that of the work, whoever listens and in whatever encoding."""
+"""Standard output and standard error: closed, full or slow streams of any encoding do not change the exit status."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def run(
 
 @pytest.fixture
 def nobody() -> int:
-    """A pipe that nobody reads from."""
+    """A pipe without a reader."""
     reads, writes = os.pipe()
     os.close(reads)
     return writes
@@ -99,7 +99,7 @@ def test_a_json_summary_that_cannot_be_printed_is_a_failure(world: World, full: 
     world.save(FULL)
     assert run(*world.words("--json"), out=full).status == 1
     same_ranks(world.found(), world.expected(FULL))
-    # What the next run says.
+    # The output of the next run.
     assert json.loads(run(*world.words("--json")).out)["ranks"] == []
 
 
@@ -135,7 +135,10 @@ NAMES = {"w": "权重.w", "v": "naïve.v", "m.w": "m.权重.w"}
 
 
 def renamed(strategy: Strategy) -> Strategy:
-    return [{**stage, "layouts": {NAMES[n]: made for n, made in stage["layouts"].items()}} for stage in strategy]
+    return [
+        {**stage, "layouts": {NAMES[n]: layout_record for n, layout_record in stage["layouts"].items()}}
+        for stage in strategy
+    ]
 
 
 @pytest.fixture
@@ -158,11 +161,11 @@ def test_any_name_is_printed_in_any_encoding(foreign: World, encoding: str) -> N
         assert result.status == status and "Traceback" not in result.err, result.err
         return result.out + result.err
 
-    listed = say(0, "fingerprint", foreign.src, "--strategy", foreign.old)
-    assert f"  {escaped}\n" in listed and f"  {v}\n" in listed
+    listing = say(0, "fingerprint", foreign.src, "--strategy", foreign.old)
+    assert f"  {escaped}\n" in listing and f"  {v}\n" in listing
     rows = [line for line in say(0, "inspect", file).splitlines() if "Float32" in line and ".w" in line]
     assert escaped in rows[0]
-    # Columns are as wide as what is seen.
+    # Columns are as wide as the printed text.
     assert len({line.index("Float32") for line in rows}) == 1
     drawn = say(0, "strategy", "show", foreign.old, chosen)
     assert escaped in drawn and ("┌────" if encoding == "cp437" else "+----") in drawn
@@ -176,7 +179,7 @@ def test_any_name_is_printed_in_any_encoding(foreign: World, encoding: str) -> N
 def test_json_is_utf_8_in_any_locale(foreign: World, encoding: str) -> None:
     file = foreign.src / "rank_0" / "net-1_10.ckpt"
     said = json.loads(run("inspect", file, "--json", PYTHONIOENCODING=encoding).out)
-    # Python makes of the escape what it was.
+    # Python restores the escaped bytes.
     assert os.fsencode(said["file"]) == os.fsencode(file)
     assert {tensor["name"] for tensor in said["tensors"]} >= set(NAMES.values())
     shown = run("strategy", "show", foreign.old, "--json", PYTHONIOENCODING=encoding).out

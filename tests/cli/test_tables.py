@@ -1,4 +1,4 @@
-"""Tables on terminals: as wide as these, names shortened, numbers aligned on the right."""
+"""Tables on terminals: they fit the width, shorten names in the middle and align numbers on the right."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def checkpoint(tmp_path: Path) -> Path:
     return write_checkpoint(tmp_path / "net.ckpt", full)
 
 
-def plain(said: str) -> list[str]:
-    return [line.rstrip() for line in re.sub(r"\x1b\[[0-9;]*m", "", said).splitlines()]
+def plain(message: str) -> list[str]:
+    return [line.rstrip() for line in re.sub(r"\x1b\[[0-9;]*m", "", message).splitlines()]
 
 
 @pytest.mark.parametrize("command", ["stats", "inspect", "diff"])
@@ -83,13 +83,13 @@ def test_shortened_names_fit_one_name_each(columns: int, command: str, tmp_path:
 
 def test_tables_in_a_pipe_or_with_v_contain_whole_names(checkpoint: Path) -> None:
     names = [NAME.format(layer, expert) for layer in (0, 11) for expert in (3, 25)]
-    found = done("stats", checkpoint, "--strategy", "none").out
+    output = done("stats", checkpoint, "--strategy", "none").out
     verbose = terminal_output(80, LAUNCHER, "stats", str(checkpoint), "--strategy", "none", "-v")
     for name in names:
-        assert name in found and name in verbose
+        assert name in output and name in verbose
 
 
 def test_columns_that_do_not_fit_are_listed(checkpoint: Path) -> None:
-    said = terminal_output(80, LAUNCHER, "stats", str(checkpoint), "--strategy", "none")
-    assert "not shown on this terminal: norm" in said and "-v shows all" in said
+    output = terminal_output(80, LAUNCHER, "stats", str(checkpoint), "--strategy", "none")
+    assert "not shown on this terminal: norm" in output and "-v shows all" in output
     assert "not shown" not in terminal_output(120, LAUNCHER, "stats", str(checkpoint), "--strategy", "none")

@@ -1,4 +1,4 @@
-"""--scheduler: the result is that of a local run, even if workers, scheduler or client are lost."""
+"""--scheduler: the result equals a local run's, also after lost workers, schedulers and clients."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MANIFEST = "reshard-manifest.json"
 
 
 class Large:
-    """A conversion to 24 ranks, and what it makes without a cluster."""
+    """A conversion to 24 ranks, and its files without a cluster."""
 
     def __init__(self, root: Path) -> None:
         self.root, self.src, self.whole = root, root / "src", root / "whole"
@@ -47,16 +47,16 @@ class Large:
         return ["transform-dir", self.src, dst, *strategies, "--checksum", "crc32", *options]
 
     def same(self, dst: Path) -> None:
-        """What stands there, manifest included, is what a local run makes; and nothing else does."""
+        """The files, manifest included, are exactly those of a local run."""
         assert files(dst) == files(self.whole)
 
 
 def files(root: Path) -> dict[str, bytes]:
     """Everything in a target directory but its records; temporary files too, wherever they are."""
-    found = {str(path.relative_to(root)): path for path in root.rglob("*") if path.is_file()}
+    paths = {str(path.relative_to(root)): path for path in root.rglob("*") if path.is_file()}
     return {
         name: path.read_bytes()
-        for name, path in found.items()
+        for name, path in paths.items()
         if not name.startswith(".reshard/") or path.name.startswith(".reshard-tmp")
     }
 
@@ -82,12 +82,12 @@ def test_bundles_contain_whole_groups_and_are_balanced(groups: list[list[int]], 
     sizes = dict(enumerate(size for group in groups for size in group))
     ranks = iter(sizes)
     numbered = [tuple(next(ranks) for _ in group) for group in groups]
-    made = list(bundles(numbered, sizes, count))
-    assert [rank for bundle in made for rank in bundle] == list(sizes)
-    assert all(len({bundle for bundle in made if set(bundle) & set(group)}) == 1 for group in numbered)
+    created = list(bundles(numbered, sizes, count))
+    assert [rank for bundle in created for rank in bundle] == list(sizes)
+    assert all(len({bundle for bundle in created if set(bundle) & set(group)}) == 1 for group in numbered)
     largest = max((sum(group) for group in groups), default=0)
-    assert all(sum(sizes[rank] for rank in bundle) <= max(largest, sum(sizes.values()) / count) for bundle in made)
-    assert len(made) <= 2 * count
+    assert all(sum(sizes[rank] for rank in bundle) <= max(largest, sum(sizes.values()) / count) for bundle in created)
+    assert len(created) <= 2 * count
 
 
 def test_another_worker_takes_over_from_a_killed_one(cluster: DaskCluster, large: Large, tmp_path: Path) -> None:
@@ -189,7 +189,7 @@ def test_ranks_that_kill_every_worker_are_named_and_the_others_written(large: La
         cluster.worker()
         result = ended(client)
     assert result.status == 1
-    # Dask blames whatever the worker was given, so also the rank that would have been next.
+    # Dask also blames the rank that was next on the worker.
     warns(result, "died", "not written: rank", "7", "of 24 ranks that this run had to write were written")
     assert 22 <= len(list(dst.glob("rank_*/checkpoint_*"))) <= 23
     done(*large.words(dst))
@@ -288,9 +288,9 @@ def test_workers_skip_source_files_with_a_wrong_crc_as_a_local_run_does(cluster:
         result = cluster.run(*world.words("--json"))
         assert (result.status, result.json["step"]) == (0, step), result.err
         warns(result, f"warning: {path}: is damaged: its CRC is", f"rank {rank} counts as absent at step 1_10")
-        made = files(world.dst)
+        created = files(world.dst)
         world.convert("--overwrite")
-        assert files(world.dst) == made
+        assert files(world.dst) == created
         shutil.rmtree(world.dst)
 
 
@@ -349,7 +349,7 @@ def test_an_unreachable_scheduler_is_wrong_usage(world: World, typed: list[Argum
 @pytest.mark.parametrize("typed", ["carrier-pigeon://1", "tcp://127.0.0.1", "tls://127.0.0.1:1"])
 def test_an_address_that_dask_cannot_use_is_wrong_usage(world: World, typed: str) -> None:
     world.save(tensors())
-    # In a process of its own, because what Dask leaves running shows when it ends.
+    # In a separate process, because threads that Dask leaves appear at its end.
     result = reshard(*world.words("--scheduler", typed), subprocess_=True)
     assert result.status == 2
     warns(result, "Dask cannot use this address")
@@ -379,10 +379,10 @@ def test_a_scheduler_file_without_a_valid_address_is_wrong_usage(world: World, a
 
 @pytest.mark.long
 def test_a_tls_cluster_accepts_only_clients_with_its_certificates(large: Large, tmp_path: Path) -> None:
-    known, others = (make_certificate(tmp_path / "certificates", name) for name in ("known", "others"))
+    reference, others = (make_certificate(tmp_path / "certificates", name) for name in ("known", "others"))
     required = {"DASK_DISTRIBUTED__COMM__REQUIRE_ENCRYPTION": "true"}
     dst = tmp_path / "dst"
-    with DaskCluster(tmp_path / "cluster", "tls", {**known, **required}) as cluster:
+    with DaskCluster(tmp_path / "cluster", "tls", {**reference, **required}) as cluster:
         cluster.workers(2)
         address = json.loads(cluster.file.read_text())["address"]
         assert address.startswith("tls://")
@@ -391,7 +391,7 @@ def test_a_tls_cluster_accepts_only_clients_with_its_certificates(large: Large, 
         refused = cluster.run(*large.words(tmp_path / "other", "--dry-run"), **others)
         assert refused.status == 2
         warns(refused, address, "do not agree on encryption", "certificate")
-        without = cluster.run(*large.words(tmp_path / "other", "--dry-run"), **dict.fromkeys(known, ""))
+        without = cluster.run(*large.words(tmp_path / "other", "--dry-run"), **dict.fromkeys(reference, ""))
         assert without.status == 2
         warns(without, "Dask's configuration names no certificates for TLS")
 

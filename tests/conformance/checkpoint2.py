@@ -1,4 +1,4 @@
-"""What MindFormers has to find in a Checkpoint 2.0 directory, and what it is asked for.
+"""Requests to MindFormers about Checkpoint 2.0 directories, and the expected results.
 
 Layouts are as metadata.json has them: ``{"device_matrix", "tensor_map", "rank_list"}``. Which layouts a checkpoint is
 loaded into has nothing to do with those it was saved in.
@@ -91,16 +91,16 @@ def slices_of(full: Checkpoint, layouts: Layouts, step: int = -1) -> dict[str, d
         for rank, box in zip(layout["rank_list"], boxes(plain, array.shape)):
             result[str(rank)][name] = described(cut(array, box))
     if step >= 0:
-        for held in result.values():
-            held.setdefault("global_step", described(np.array([step], np.int32)))
+        for tensors in result.values():
+            tensors.setdefault("global_step", described(np.array([step], np.int32)))
     return result
 
 
-def differences(found: Mapping[str, Mapping[str, Any]], expected: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def differences(actual: Mapping[str, Mapping[str, Any]], expected: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Every rank and parameter that is not as expected."""
     return [
         f"rank {rank}: {name}"
-        for rank in sorted(found.keys() | expected.keys(), key=int)
-        for name in sorted(found.get(rank, {}).keys() | expected.get(rank, {}).keys())
-        if found.get(rank, {}).get(name) != expected.get(rank, {}).get(name)
+        for rank in sorted(actual.keys() | expected.keys(), key=int)
+        for name in sorted(actual.get(rank, {}).keys() | expected.get(rank, {}).keys())
+        if actual.get(rank, {}).get(name) != expected.get(rank, {}).get(name)
     ]

@@ -1,4 +1,4 @@
-"""Networks that a real compiler is asked about, and the rules of them.
+"""Networks for a real compiler, and their rules.
 
 A network is written as a model's code writes it: an operator's strategy is numbers of devices per dimension of its
 inputs. Its rules are written in named axes, by hand; nothing here makes one of the other.
@@ -51,13 +51,13 @@ class Run(NamedTuple):
 
     def options(self) -> list[str]:
         """What is typed for `strategy make` and `derive` to make the strategy of this run, sizes aside."""
-        said = ["--optimizer-shards", "off"]
+        options = ["--optimizer-shards", "off"]
         if self.shards is not None:
-            said[1] = str(self.shards["optimizer_weight_shard_size"])
-            said += ["--optimizer-threshold", str(self.shards["parallel_optimizer_threshold"])]
+            options[1] = str(self.shards["optimizer_weight_shard_size"])
+            options += ["--optimizer-threshold", str(self.shards["parallel_optimizer_threshold"])]
         if self.stages > 1:
-            said += ["--layers-per-stage", ",".join(map(str, self.layers))]
-        return said if self.training else [*said, "--weights-only"]
+            options += ["--layers-per-stage", ",".join(map(str, self.layers))]
+        return options if self.training else [*options, "--weights-only"]
 
 
 class Network(NamedTuple):
@@ -78,9 +78,9 @@ def operator(
     trained: bool = True,
     opted_out: bool = False,
 ) -> Operator:
-    """As `workers.compiler` takes it."""
-    said = {"kind": kind, "weight": weight, "shape": list(shape), "shard": list(shard), "stage": stage}
-    return {**said, "dtype": dtype, "trained": trained, "opted_out": opted_out}
+    """In the format of `workers.compiler`."""
+    options = {"kind": kind, "weight": weight, "shape": list(shape), "shard": list(shard), "stage": stage}
+    return {**options, "dtype": dtype, "trained": trained, "opted_out": opted_out}
 
 
 def shards(size: int, threshold: int) -> dict[str, int]:
@@ -98,13 +98,13 @@ def _decoder(run: Run) -> list[Operator]:
         return stage if run.stages > 1 else None
 
     first_table = [mp * cp, 1], [data // cp]
-    made = [operator("gather", "embedding.table", (ROWS, HIDDEN), *first_table, stage=on(0))]
+    created = [operator("gather", "embedding.table", (ROWS, HIDDEN), *first_table, stage=on(0))]
     stages = [stage for stage, count in enumerate(run.layers) for _ in range(count)]
     rows = [data, 1], [mp, 1]
     columns = [data, mp], [1, mp]
     for layer, stage in enumerate(stages):
         at = f"decoder.{layer}"
-        made += [
+        created += [
             operator("mul", f"{at}.norm", (HIDDEN,), [data, 1], [1], stage=on(stage), opted_out=True),
             operator("matmul", f"{at}.query", (HIDDEN, HIDDEN), *rows, stage=on(stage)),
             operator("matmul", f"{at}.key", (HIDDEN, HIDDEN), [data, 1], [heads, 1], stage=on(stage)),
@@ -113,9 +113,9 @@ def _decoder(run: Run) -> list[Operator]:
             operator("mul", f"{at}.gate", (INNER,), [data, mp], [mp], stage=on(stage)),
             operator("matmul", f"{at}.down", (HIDDEN, INNER), *columns, stage=on(stage)),
         ]
-    made.append(operator("mul", "norm", (HIDDEN,), [data, 1], [1], stage=on(last), opted_out=True))
-    made.append(operator("matmul", "head", (ROWS, HIDDEN), *rows, stage=on(last)))
-    return made
+    created.append(operator("mul", "norm", (HIDDEN,), [data, 1], [1], stage=on(last), opted_out=True))
+    created.append(operator("matmul", "head", (ROWS, HIDDEN), *rows, stage=on(last)))
+    return created
 
 
 _DECODER = """
@@ -258,7 +258,7 @@ NETWORKS = {
         _DECODER,
         {
             "sixteen": Run({"dp": 8, "mp": 2}, shards(-1, 0)),
-            # The threshold is just what the square matrices are.
+            # The threshold equals the size of the square matrices.
             "forty": Run({"dp": 5, "mp": 8}, shards(-1, 25)),
             "sizes of four": Run({"dp": 16, "mp": 2}, shards(4, 26)),
             "context": Run({"dp": 2, "cp": 2, "mp": 4}, shards(-1, 0)),

@@ -34,14 +34,14 @@ def main() -> None:
         if not name.startswith(NOT_SAVED)
     }
     shutil.rmtree(DEMO, ignore_errors=True)
-    for rank, held in slices(source.strategy, weights).items():
-        for name, array in held.items():
+    for rank, tensors in slices(source.strategy, weights).items():
+        for name, array in tensors.items():
             assert (list(array.shape), cases.sha256_16(array)) == source.expected(name, rank)
         directory = DEMO / "src_checkpoints" / f"rank_{rank}"
         directory.mkdir(parents=True)
         path = directory / "mlp-2_10.ckpt"
-        held["global_step"] = np.array([20], np.int32)
-        save(held, path, append_dict={"epoch_num": 2, "step_num": 20})
+        tensors["global_step"] = np.array([20], np.int32)
+        save(tensors, path, append_dict={"epoch_num": 2, "step_num": 20})
         path.chmod(0o644)
     for case, name in ((source, "src_strategy.ckpt"), (target, "dst_strategy.ckpt")):
         (file,) = sorted(case.directory.iterdir())
@@ -49,9 +49,9 @@ def main() -> None:
     expected = {str(rank): {name: target.expected(name, rank) for name in weights} for rank in target.slices["ranks"]}
     lines = ",\n".join(
         f' "{rank}": {{\n'
-        + ",\n".join(f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in held.items())
+        + ",\n".join(f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in tensors.items())
         + "\n }"
-        for rank, held in expected.items()
+        for rank, tensors in expected.items()
     )
     (DEMO / "expected.json").write_text(f"{{\n{lines}\n}}\n")
 

@@ -63,11 +63,11 @@ def plain(value: Any) -> Any:
     return np.asarray(value.asnumpy())
 
 
-def assert_same(found: Arrays, expected: Arrays, where: str = "") -> None:
+def assert_same(tensors: Arrays, expected: Arrays, where: str = "") -> None:
     """The same names, and of each the same type, shape and bytes."""
-    assert sorted(found) == sorted(expected), where
+    assert sorted(tensors) == sorted(expected), where
     for name, value in expected.items():
-        other = found[name]
+        other = tensors[name]
         if isinstance(value, str):
             assert other == value, f"{where} {name}"
         else:
@@ -75,7 +75,7 @@ def assert_same(found: Arrays, expected: Arrays, where: str = "") -> None:
             assert other.tobytes() == value.tobytes(), f"{where} {name}"
 
 
-def assert_same_ranks(found: Mapping[int, Arrays], expected: Mapping[int, Arrays]) -> None:
-    assert sorted(found) == sorted(expected)
+def assert_same_ranks(ranks: Mapping[int, Arrays], expected: Mapping[int, Arrays]) -> None:
+    assert sorted(ranks) == sorted(expected)
     for rank, arrays in expected.items():
-        assert_same(found[rank], arrays, f"rank {rank}")
+        assert_same(ranks[rank], arrays, f"rank {rank}")

@@ -101,7 +101,7 @@ def _ask(python: Path, worker: str, jobs: Sequence[Job], *arguments: Path) -> li
     words = [str(python), "-m", f"tests.conformance.workers.{worker}", *map(str, arguments)]
     with TemporaryDirectory() as logs:
         # Of more than eight ranks MindFormers saves only on disks that all machines are known to share.
-        known = {"HF_HUB_OFFLINE": "1", "LOG_MF_PATH": logs, "LOCAL_DEFAULT_PATH": logs, "SHARED_PATHS": "/"}
+        reference = {"HF_HUB_OFFLINE": "1", "LOG_MF_PATH": logs, "LOCAL_DEFAULT_PATH": logs, "SHARED_PATHS": "/"}
         process = subprocess.run(
             words,
             input=json.dumps(jobs),
@@ -109,7 +109,7 @@ def _ask(python: Path, worker: str, jobs: Sequence[Job], *arguments: Path) -> li
             text=True,
             cwd=ROOT,
             timeout=600,
-            env={**os.environ, **known},
+            env={**os.environ, **reference},
         )
     assert process.returncode == 0, f"{words} gave {process.returncode}:\n{process.stderr[-4000:]}"
     answers: list[Any] = json.loads(process.stdout)

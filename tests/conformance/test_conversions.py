@@ -41,7 +41,7 @@ DIFFERS = [check for check, result in CHECKS.items() if result != "agrees"]
 
 
 class Conversion:
-    """One recorded check: source tree, strategy files, and what must come out."""
+    """One recorded check: source tree, strategy files, and the expected result."""
 
     def __init__(self, check: str, root: Path, form: str = "ckpt") -> None:
         source, target = check.split(" -> ")
@@ -76,13 +76,13 @@ class Conversion:
     def ranks(self, strategy: Strategy) -> dict[int, dict[str, Any]]:
         """What every rank of this strategy holds: its slices, and `global_step`."""
         parts = slices(strategy, self.full)
-        return {rank: {**held, "global_step": GLOBAL_STEP} for rank, held in parts.items()}
+        return {rank: {**tensors, "global_step": GLOBAL_STEP} for rank, tensors in parts.items()}
 
     def expected(self) -> dict[int, dict[str, Any]]:
         if self.target is not None:
             return self.ranks(self.target.strategy)
-        listed = {name for stage in self.source.strategy for name in stage["layouts"]}
-        full = {name: array for name, array in self.full.items() if name in listed}
+        listing = {name for stage in self.source.strategy for name in stage["layouts"]}
+        full = {name: array for name, array in self.full.items() if name in listing}
         return {0: {**full, "global_step": GLOBAL_STEP}}
 
     def ours(self, out: Path, *options: str) -> dict[int, dict[str, Any]]:
@@ -98,19 +98,19 @@ class Conversion:
         )
         return load_tree(out)
 
-    def assert_as_mindspore_slices(self, found: dict[int, dict[str, Any]]) -> None:
+    def assert_as_mindspore_slices(self, actual: dict[int, dict[str, Any]]) -> None:
         """Every tensor, counted from 0 again, has the hash of the slice that MindSpore's slicer cuts.
 
         For a target in full it is one slice, which `slices.json` has for no case: cut it as the source is.
         """
         case = self.target or self.source
-        held = found
+        contents = actual
         if self.target is None:
-            held = slices(self.source.strategy, {name: found[0][name] for name in self.full})
+            contents = slices(self.source.strategy, {name: actual[0][name] for name in self.full})
         for rank in case.slices["ranks"]:
-            for name in held[rank].keys() & self.full.keys():
+            for name in contents[rank].keys() & self.full.keys():
                 expected = case.expected(name, rank)
-                array = held[rank][name]
+                array = contents[rank][name]
                 counted = (array - np.float32(self.starts[name])).astype("<f4")
                 if expected is not None:
                     assert (list(array.shape), cases.sha256_16(counted)) == expected, (rank, name)

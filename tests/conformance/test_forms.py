@@ -67,7 +67,7 @@ STAGES = [(6,), (8,), (4, 4), (2, 6), (6, 3), (1,)]
 
 
 class Made(NamedTuple):
-    """A directory that `reshard` wrote, and what must be in it; of Checkpoint 2.0 the root."""
+    """A directory that `reshard` wrote, and its expected contents; of Checkpoint 2.0 the root."""
 
     name: str
     root: Path
@@ -102,19 +102,19 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> list[Made]:
 
 
 def _of_the_corpus(place: Path) -> list[Made]:
-    made = []
+    built = []
     for case, target in CONVERTED if CORPUS2.is_dir() else ():
         src = CORPUS2 / case / ("unified" if case.startswith("u") else "checkpoint")
         old = ("--src-strategy", CORPUS2 / case / "strategy") if case.startswith("s_") else ()
         new = target if target == "same" else CORPUS2 / target / "strategy"
         root = convert(src, place / f"{case}_to_{target}", "checkpoint2", *old, "--dst-strategy", new)
         checkpoint = {name: full(case)[name] for name in listed(root)}
-        made.append(Made(f"{case} to {target}", root, checkpoint, list(filter(is_state, checkpoint))))
-    return made
+        built.append(Made(f"{case} to {target}", root, checkpoint, list(filter(is_state, checkpoint))))
+    return built
 
 
 def _of_random_trees(place: Path) -> list[Made]:
-    made = []
+    built = []
     for seed in SEEDS:
         world = worlds.world(seed)
         source = worlds.strategy(seed, world, (4,) * (1 + seed % 2), sharded=True)
@@ -125,8 +125,8 @@ def _of_random_trees(place: Path) -> list[Made]:
         root = convert(
             src, where / "dst", "checkpoint2", "--src-strategy", where / "old.ckpt", "--dst-strategy", dst_strategy
         )
-        made.append(Made(f"random {seed}", root, world.checkpoint, world.states))
-    return made
+        built.append(Made(f"random {seed}", root, world.checkpoint, world.states))
+    return built
 
 
 def _tree(where: Path, world: worlds.World, strategy: Strategy) -> Path:
@@ -141,10 +141,10 @@ def _tree(where: Path, world: worlds.World, strategy: Strategy) -> Path:
 
 
 def test_written_checkpoints_contain_every_parameter(written: list[Made]) -> None:
-    for made in written:
-        expected = set(made.checkpoint)
-        assert set(listed(made.root)) == expected, made.name
-        assert made.states, made.name
+    for built in written:
+        expected = set(built.checkpoint)
+        assert set(listed(built.root)) == expected, built.name
+        assert built.states, built.name
 
 
 def loadable(version: str, checkpoint: Checkpoint) -> dict[str, Value]:
@@ -162,34 +162,34 @@ def understood(version: str, layouts: Layouts) -> bool:
 @pytest.mark.parametrize("version", oracles.MINDFORMERS)
 def test_mindformers_loads_checkpoint2(version: str, written: list[Made]) -> None:
     """Weights and optimizer, into the layouts that were written, into others, and into one device."""
-    asked = []
-    for made in written:
-        checkpoint = loadable(version, made.checkpoint)
-        as_written = {name: layout for name, layout in stated(newest(made.root)).items() if name in checkpoint}
+    requests = []
+    for built in written:
+        checkpoint = loadable(version, built.checkpoint)
+        as_written = {name: layout for name, layout in stated(newest(built.root)).items() if name in checkpoint}
         for layouts in (as_written, grid(checkpoint, 2, 4), grid(checkpoint, 1, 1)):
             if understood(version, layouts):
-                asked.append((made, checkpoint, layouts))
-    jobs = [load_job(made.root, checkpoint, layouts, made.states) for made, checkpoint, layouts in asked]
+                requests.append((built, checkpoint, layouts))
+    jobs = [load_job(built.root, checkpoint, layouts, built.states) for built, checkpoint, layouts in requests]
     wrong = []
-    for (made, checkpoint, layouts), answer in zip(asked, oracles.mindformers(version, jobs)):
-        where = f"{made.name} into {world_of(layouts)} ranks"
+    for (built, checkpoint, layouts), answer in zip(requests, oracles.mindformers(version, jobs)):
+        where = f"{built.name} into {world_of(layouts)} ranks"
         if "error" in answer:
             wrong.append(f"{where}: {answer['error'][:300]}")
         else:
-            found = differences(answer["done"], slices_of(checkpoint, layouts, STEP))
-            wrong += [f"{where}: {difference}" for difference in found]
+            outcome = differences(answer["done"], slices_of(checkpoint, layouts, STEP))
+            wrong += [f"{where}: {difference}" for difference in outcome]
     assert not wrong, "\n".join(wrong[:20])
 
 
 @pytest.mark.parametrize("version", oracles.MINDFORMERS)
 def test_mindformers_loads_weights_without_their_optimizer(version: str, written: list[Made]) -> None:
-    asked = []
-    for made in written:
-        checkpoint = loadable(version, made.checkpoint)
-        only = {name: tensor for name, tensor in checkpoint.items() if name not in made.states}
-        asked.append((made.name, only, load_job(made.root, only, grid(only, 2, 2))))
-    answers = oracles.done(oracles.mindformers(version, [job for _, _, job in asked]))
-    for (name, only, _), answer in zip(asked, answers):
+    requests = []
+    for built in written:
+        checkpoint = loadable(version, built.checkpoint)
+        only = {name: tensor for name, tensor in checkpoint.items() if name not in built.states}
+        requests.append((built.name, only, load_job(built.root, only, grid(only, 2, 2))))
+    answers = oracles.done(oracles.mindformers(version, [job for _, _, job in requests]))
+    for (name, only, _), answer in zip(requests, answers):
         assert not differences(answer, slices_of(only, grid(only, 2, 2))), name
 
 
@@ -224,23 +224,23 @@ def test_checkpoints_of_mindformers_are_read(version: str, tmp_path: Path) -> No
         target = worlds.strategy(seed + 200, world, STAGES[seed], sharded=True)
         convert(src, where / "ranks", "ranks", "--dst-strategy", write_strategy(where / "new", target, world.shapes))
         expected = cut_ranks(target, world.checkpoint)
-        found = {rank: only_tensors(held, world) for rank, held in read_tree(where / "ranks").items()}
-        same_ranks(found, expected)
+        actual = {rank: only_tensors(tensors, world) for rank, tensors in read_tree(where / "ranks").items()}
+        same_ranks(actual, expected)
         convert(src, where / "unified", "unified", "--max-shard-size", "2KB")
         same_checkpoints(only_tensors(read_full(where / "unified"), world), world.checkpoint, f"seed {seed}")
 
 
-def only_tensors(found: Checkpoint, world: worlds.World) -> dict[str, Value]:
+def only_tensors(tensors: Checkpoint, world: worlds.World) -> dict[str, Value]:
     """A checkpoint without the values that have no layout."""
-    return {name: held for name, held in found.items() if name in world.checkpoint}
+    return {name: contents for name, contents in tensors.items() if name in world.checkpoint}
 
 
 def read_full(directory: Path, index: str = "param_name_map.json") -> dict[str, Value]:
     """All tensors of a directory of full weights, each from the file that the index names."""
     where = json.loads((directory / index).read_text())["weight_map"]
-    held = {file: read_checkpoint(directory / file) for file in set(where.values())}
-    assert {name: file for file, part in held.items() for name in part} == where
-    return {name: held[file][name] for name, file in where.items()}
+    contents = {file: read_checkpoint(directory / file) for file in set(where.values())}
+    assert {name: file for file, part in contents.items() for name in part} == where
+    return {name: contents[file][name] for name, file in where.items()}
 
 
 # Full weights.
@@ -250,7 +250,7 @@ def read_full(directory: Path, index: str = "param_name_map.json") -> dict[str, 
 def unified(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Made]:
     """Directories of unified weights, made of every form of source: one part, and several."""
     place = tmp_path_factory.mktemp("unified")
-    made = {}
+    built = {}
     for seed in SEEDS:
         world = worlds.world(seed)
         source = worlds.strategy(seed, world, (4,) * (1 + seed % 2), sharded=True)
@@ -259,22 +259,22 @@ def unified(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Made]:
         root = convert(
             src, place / str(seed) / "dst", "unified", "--src-strategy", place / str(seed) / "old.ckpt", *size
         )
-        made[f"random{seed}"] = Made(f"random {seed}", root, world.checkpoint, world.states)
-    return made
+        built[f"random{seed}"] = Made(f"random {seed}", root, world.checkpoint, world.states)
+    return built
 
 
 @pytest.mark.parametrize("version", oracles.MINDSPORE)
 def test_mindspore_distributes_unified_weights(version: str, unified: Mapping[str, Made], tmp_path: Path) -> None:
     jobs, targets = [], {}
-    for seed, (name, made) in enumerate(unified.items()):
-        world = worlds.World(dict(made.checkpoint))
+    for seed, (name, built) in enumerate(unified.items()):
+        world = worlds.World(dict(built.checkpoint))
         target = worlds.strategy(seed + 300, world, (4,) * (1 + seed % 2), sharded=bool(seed % 3))
         targets[name] = target
         strategy = write_strategy(tmp_path / f"{name}_strategy", target, world.shapes)
         jobs.append(
             {
                 "do": "distribute",
-                "unified": str(made.root),
+                "unified": str(built.root),
                 "strategy": str(strategy),
                 "dst": str(tmp_path / name),
                 "ranks": list(range(rank_count(target))),
@@ -283,25 +283,25 @@ def test_mindspore_distributes_unified_weights(version: str, unified: Mapping[st
     oracles.done(oracles.mindspore(version, jobs))
     for name, target in targets.items():
         world = worlds.World(dict(unified[name].checkpoint))
-        found = {
+        actual = {
             rank: only_tensors(read_checkpoint(tmp_path / name / f"rank_{rank}" / "net.safetensors"), world)
             for rank in range(rank_count(target))
         }
-        same_ranks(found, cut_ranks(target, world.checkpoint))
+        same_ranks(actual, cut_ranks(target, world.checkpoint))
 
 
 @pytest.mark.parametrize("version", oracles.MINDFORMERS)
 def test_mindformers_loads_full_weights(version: str, unified: Mapping[str, Made], tmp_path: Path) -> None:
     """A directory of unified or Hugging Face files, without metadata.json, is whole tensors to it."""
-    asked = []
-    for name, made in unified.items():
-        hf = convert(made.root, tmp_path / name, "huggingface", "--max-shard-size", "4KB")
-        held = loadable(version, made.checkpoint)
-        only = {parameter: tensor for parameter, tensor in held.items() if parameter not in made.states}
-        for place in (made.root, hf):
-            asked.append((only, grid(only, 2, 2), load_job(place, only, grid(only, 2, 2))))
-    answers = oracles.done(oracles.mindformers(version, [job for _, _, job in asked]))
-    for (only, layouts, _), answer in zip(asked, answers):
+    requests = []
+    for name, built in unified.items():
+        hf = convert(built.root, tmp_path / name, "huggingface", "--max-shard-size", "4KB")
+        contents = loadable(version, built.checkpoint)
+        only = {parameter: tensor for parameter, tensor in contents.items() if parameter not in built.states}
+        for place in (built.root, hf):
+            requests.append((only, grid(only, 2, 2), load_job(place, only, grid(only, 2, 2))))
+    answers = oracles.done(oracles.mindformers(version, [job for _, _, job in requests]))
+    for (only, layouts, _), answer in zip(requests, answers):
         assert not differences(answer, slices_of(only, layouts))
 
 
@@ -309,8 +309,8 @@ def test_mindformers_loads_full_weights(version: str, unified: Mapping[str, Made
 def test_mindspore_refuses_files_with_the_dtypes_of_the_warning(version: str, tmp_path: Path) -> None:
     jobs, types = [], ("F8_E4M3", "F8_E5M2", "Complex64")
     for dtype in types:
-        held = {"w": value("w", (8, 6)), "other": value("other", (8, 6), dtype)}
-        write_checkpoint(tmp_path / dtype / "src" / "model.safetensors", held)
+        contents = {"w": value("w", (8, 6)), "other": value("other", (8, 6), dtype)}
+        write_checkpoint(tmp_path / dtype / "src" / "model.safetensors", contents)
         result = done("convert", tmp_path / dtype / "src", tmp_path / dtype / "unified", "--to", "unified")
         assert "MindSpore and MindFormers load no .safetensors file" in result.err
         only = single({"w": layout([2], [0, -1])})
@@ -339,8 +339,8 @@ def test_unified_weights_of_mindspore_are_read(version: str, tmp_path: Path) -> 
         target = worlds.strategy(seed + 400, world, STAGES[seed], sharded=True)
         strategy = write_strategy(where / "new", target, world.shapes)
         convert(where / "unified", where / "ranks", "ranks", "--dst-strategy", strategy)
-        found = {rank: only_tensors(held, world) for rank, held in read_tree(where / "ranks").items()}
-        same_ranks(found, cut_ranks(target, world.checkpoint))
+        actual = {rank: only_tensors(tensors, world) for rank, tensors in read_tree(where / "ranks").items()}
+        same_ranks(actual, cut_ranks(target, world.checkpoint))
         convert(where / "unified", where / "hf", "huggingface", "--max-shard-size", "4KB")
-        held = read_full(where / "hf", "model.safetensors.index.json")
-        same_checkpoints(only_tensors(held, world), world.checkpoint, f"seed {seed}")
+        tensors = read_full(where / "hf", "model.safetensors.index.json")
+        same_checkpoints(only_tensors(tensors, world), world.checkpoint, f"seed {seed}")

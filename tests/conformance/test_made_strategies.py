@@ -41,16 +41,16 @@ PAIRS = [(network, one, other) for network, of in NETWORKS.items() for one, othe
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Compiled:
-    """The directory with what a version's compiler wrote for a run."""
-    known: dict[tuple[str, str, str], Path] = {}
+    """The directory with the strategies that a version's compiler wrote for a run."""
+    reference: dict[tuple[str, str, str], Path] = {}
 
     def directory(version: str, network: str, name: str) -> Path:
         key = version, network, name
-        if key not in known:
+        if key not in reference:
             path = tmp_path_factory.mktemp("compiled") / "strategy"
             oracles.done([compile_run(version, network, NETWORKS[network].runs[name], path)])
-            known[key] = path
-        return known[key]
+            reference[key] = path
+        return reference[key]
 
     return directory
 
@@ -72,9 +72,9 @@ def flattened(stages: dict[int, dict[str, RecordedLayout]]) -> dict[int, dict[st
 def shapes(network: str, run: Run, path: Path) -> Path:
     """The weights of a network, uncut, and no state of an optimizer."""
     full = {}
-    for said in NETWORKS[network].operators(run):
-        dtype, stored = _DTYPES[said["dtype"]]
-        full[said["weight"]] = Value(dtype, np.zeros(said["shape"], stored))
+    for operator in NETWORKS[network].operators(run):
+        dtype, stored = _DTYPES[operator["dtype"]]
+        full[operator["weight"]] = Value(dtype, np.zeros(operator["shape"], stored))
     return write_checkpoint(path, full)
 
 
@@ -88,10 +88,10 @@ def test_made_strategies_equal_compiled_ones(
     full = shapes(network, run, tmp_path / "full.safetensors")
     out = tmp_path / "made"
     done("strategy", "make", tmp_path / "rules.toml", f"{out}/", "--shapes", full, "--sizes", run.text, *run.options())
-    made = records(out)
+    created = records(out)
     if version != oracles.MINDSPORE[0]:
-        made, theirs = flattened(made), flattened(theirs)
-    assert made == theirs
+        created, theirs = flattened(created), flattened(theirs)
+    assert created == theirs
 
 
 @pytest.mark.parametrize(("network", "name"), [("mixed", "four experts"), ("grid", "tall")])

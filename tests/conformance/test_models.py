@@ -112,17 +112,17 @@ def load(directory: Path) -> dict[str, Any]:
 
 
 def with_config_of(model: Model, dtype: str, *directories: Path) -> None:
-    """Directories of ranks have none, so that it is copied by whoever makes a model of them."""
+    """Rank directories have no configuration, so it is copied with the model."""
     for directory in directories:
         (directory / "config.json").write_text(json.dumps({**model.config, "dtype": dtype}))
 
 
 def cut_in_two(model: Model, root: Path) -> tuple[Strategy, Path, dict[str, Value]]:
     """Tensors in two, two pipeline stages: the strategy, its file, and the model under MindFormers' names."""
-    made = mindformers(model.family, model.weights, model.config)
-    strategy = cut(made, model.config["num_hidden_layers"], data=1, model=2, stages=2)
-    shapes = {name: each.array.shape for name, each in made.items()}
-    return strategy, write_strategy(root / f"d-{model.tied}", strategy, shapes), made
+    arrays = mindformers(model.family, model.weights, model.config)
+    strategy = cut(arrays, model.config["num_hidden_layers"], data=1, model=2, stages=2)
+    shapes = {name: each.array.shape for name, each in arrays.items()}
+    return strategy, write_strategy(root / f"d-{model.tied}", strategy, shapes), arrays
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -132,10 +132,10 @@ def test_logits_are_equal_after_ranks_and_checkpoint2(
     places = []
     for tied in (False, True):
         model, root = models[family, tied], tmp_path / f"tied-{tied}"
-        strategy, written, made = cut_in_two(model, tmp_path)
+        strategy, written, created = cut_in_two(model, tmp_path)
 
         model.converted(model.directory, root / "ranks", "--dst-strategy", written)
-        same_ranks(read_tree(root / "ranks"), cut_ranks(strategy, made))
+        same_ranks(read_tree(root / "ranks"), cut_ranks(strategy, created))
         model.converted(model.directory, root / "two", "--to", "checkpoint2", "--dst-strategy", written)
         back = ["--to", "huggingface", "--max-shard-size", "60KB"]
         model.converted(root / "ranks", root / "back", *back, "--src-strategy", written)
@@ -149,7 +149,7 @@ def test_logits_are_equal_after_ranks_and_checkpoint2(
     answers = oracles.done(oracles.transformers([load(place) for place in places]))
     for first, *others in (answers[:3], answers[3:]):
         assert (first["missing"], first["dtypes"]) == ([], ["torch.float32"])
-        # The library knows the layer after the last in releases of that model alone, which have 61.
+        # The library supports the layer after the last only in releases of that model, which have 61.
         assert bool(first["unknown"]) == (family == "deepseek_v3")
         assert all(name.startswith("model.layers.4.") for name in first["unknown"])
         assert others == [first] * 2
@@ -171,9 +171,9 @@ def test_bfloat16_from_ranks_equals_the_librarys(
     cast = {"do": "cast", "directory": str(model.directory), "dtype": "bfloat16", "to": str(theirs)}
     _, ours, expected = oracles.done(oracles.transformers([cast, load(tmp_path / "short"), load(theirs)]))
 
-    found, wanted = huggingface(tmp_path / "short"), huggingface(theirs)
-    same_checkpoints(found, bfloat16(model.weights))
-    same_checkpoints({name: found[name] for name in wanted}, wanted)
+    actual, required = huggingface(tmp_path / "short"), huggingface(theirs)
+    same_checkpoints(actual, bfloat16(model.weights))
+    same_checkpoints({name: actual[name] for name in required}, required)
     assert ours["logits"] == expected["logits"]
 
 

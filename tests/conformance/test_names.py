@@ -25,7 +25,7 @@ def both_ways(table: str, shapes: Shapes, config: Config) -> tuple[dict[str, Arr
 
 
 def wanted_of(config: Config, **more: Any) -> dict[str, Any]:
-    """MindFormers' names of what a config.json says."""
+    """MindFormers' names of the settings in a config.json."""
     return {
         "num_attention_heads": config["num_attention_heads"],
         "num_query_groups": config["num_key_value_heads"],
@@ -51,12 +51,12 @@ def test_qwen3_equals_mindformers_conversion(tmp_path: Path, way: str, interleav
     config, shapes = TINY["qwen3"]
     table = "qwen3" if interleaved else "qwen3,gate_up=halves"
     theirs, ours = both_ways(table, shapes, config)
-    told = wanted_of(config, use_interleaved_weight_layout_mlp=interleaved)
+    output = wanted_of(config, use_interleaved_weight_layout_mlp=interleaved)
 
     if way == "to_mindformers":
-        assert_equal(converted(tmp_path, way, "qwen3", theirs, told), ours)
+        assert_equal(converted(tmp_path, way, "qwen3", theirs, output), ours)
     else:
-        assert_equal(converted(tmp_path, way, "qwen3", ours, told), theirs)
+        assert_equal(converted(tmp_path, way, "qwen3", ours, output), theirs)
 
 
 def test_qwen3_moe_equals_mindformers_conversion(tmp_path: Path) -> None:
@@ -71,33 +71,33 @@ def test_experts_of_deepseek_equal_mindformers_conversion(tmp_path: Path) -> Non
     """Their converters are those of DeepSeek-V4, whose experts and shared experts are the same under other names."""
     config, shapes = TINY["deepseek_v3"]
     theirs, ours = both_ways("deepseek_v3", shapes, config)
-    told = wanted_of(config, use_interleaved_weight_layout_mlp=True)
-    told["num_moe_experts"] = config["n_routed_experts"]
+    output = wanted_of(config, use_interleaved_weight_layout_mlp=True)
+    output["num_moe_experts"] = config["n_routed_experts"]
     packed = {name: array for name, array in ours.items() if "decoder" in name and "experts." in name}
 
-    made = converted(tmp_path, "to_huggingface", "deepseek4", packed, told)
+    created = converted(tmp_path, "to_huggingface", "deepseek4", packed, output)
 
     parts = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj", "layers.": "model.layers.", ".ffn.": ".mlp."}
     renamed = {}
-    for name, array in made.items():
+    for name, array in created.items():
         for old, new in parts.items():
             name = name.replace(old, new, 1)
         renamed[name] = array
-    wanted = {
+    expected = {
         name: array for name, array in theirs.items() if "experts." in name and not name.startswith("model.layers.3.")
     }
-    assert len(wanted) > 10
-    assert_equal(renamed, wanted)
+    assert len(expected) > 10
+    assert_equal(renamed, expected)
 
 
 @pytest.mark.parametrize("table", ["qwen3", "qwen3_moe", "deepseek_v3"])
 def test_names_equal_those_of_mindformers_tables(table: str) -> None:
-    """`weight_mapping` says what each tensor is called before it is packed."""
+    """`weight_mapping` lists the name of each tensor before packing."""
     config, shapes = TINY[table]
     model = {"deepseek_v3": "deepseek3"}.get(table, table)
-    made = apply_rules(rules_named(table), shapes, config).views
+    views = apply_rules(rules_named(table), shapes, config).views
     targets: dict[str, set[str]] = {}
-    for each in made.values():
+    for each in views.values():
         for source in each.sources:
             targets.setdefault(source, set()).add(each.name)
     # Of the layer that predicts further tokens they have other names in this table, which is one for inference.
@@ -116,12 +116,12 @@ def test_names_equal_those_of_mindformers_tables(table: str) -> None:
 def test_the_multi_token_prediction_layer_has_mindformers_names() -> None:
     """Those of DeepSeek-V4's converters, but for attention and the bias of experts, which V4 has not alike."""
     config, shapes = TINY["deepseek_v3"]
-    made = apply_rules(rules_named("deepseek_v3"), shapes, config).views
+    views = apply_rules(rules_named("deepseek_v3"), shapes, config).views
 
-    [known] = oracles.done(oracles.mindformers_names(_VERSION, [{"do": "known", "model": "deepseek4"}]))
+    [reference] = oracles.done(oracles.mindformers_names(_VERSION, [{"do": "known", "model": "deepseek4"}]))
 
-    ours = {name for name in made if name.startswith("mtp.")}
-    theirs = {name.replace("{}", "0", 1) for name in known}
+    ours = {name for name in views if name.startswith("mtp.")}
+    theirs = {name.replace("{}", "0", 1) for name in reference}
     other = {name for name in ours if "self_attention.linear_kv" in name or "expert_bias" in name}
     assert len(ours) > 15 and len(other) == 3
     assert ours - other <= theirs
@@ -130,14 +130,14 @@ def test_the_multi_token_prediction_layer_has_mindformers_names() -> None:
 @pytest.mark.parametrize("table", ["llama", "qwen2"])
 def test_legacy_names_equal_those_of_mindformers_scripts(table: str) -> None:
     config, shapes = TINY[table]
-    made = apply_rules(rules_named(table), shapes, config).views
-    ours = {each.sources[0]: name for name, each in made.items()}
+    views = apply_rules(rules_named(table), shapes, config).views
+    ours = {each.sources[0]: name for name, each in views.items()}
     jobs = [
         {"do": "legacy_names", "names": [*ours], "back": False},
         {"do": "legacy_names", "names": [*ours.values()], "back": True},
     ]
 
-    there, back = oracles.done(oracles.mindformers_names(_VERSION, jobs))
+    names, back = oracles.done(oracles.mindformers_names(_VERSION, jobs))
 
-    assert there == [*ours.values()]
+    assert names == [*ours.values()]
     assert back == [*ours]

@@ -77,6 +77,6 @@ def test_without_ml_dtypes_mindspores_type_reads_bfloat16_bits(tmp_path: Path, m
     np_dtype = pytest.importorskip("mindspore.common.np_dtype")
     with reshard.open(source, src_strategy=old) as opened:
         assert opened["bias"].dtype_name == "BFloat16"
-        found = mindspore.Tensor(opened["bias"][...].view(np_dtype.bfloat16))
-    assert found.dtype == mindspore.bfloat16
-    assert plain(found).tolist() == plain(numbers("bfloat16")["bias"]).tolist()
+        actual = mindspore.Tensor(opened["bias"][...].view(np_dtype.bfloat16))
+    assert actual.dtype == mindspore.bfloat16
+    assert plain(actual).tolist() == plain(numbers("bfloat16")["bias"]).tolist()

@@ -53,9 +53,9 @@ TREES = {"s_dp2mp2": "u01_dp2mp2", "s_pp2_opt": "u05_pp2_opt"}
 
 def listed(case: str) -> Checkpoint:
     """The parameters of a case that metadata.json lists and some file has."""
-    known = full(case)
+    reference = full(case)
     names = metadata(case)["state_dict_metadata"].keys() - set(expected(case)["listed_without_data"])
-    return {name: known[name] for name in sorted(names)}
+    return {name: reference[name] for name in sorted(names)}
 
 
 def layouts_of(case: str, kind: str) -> Layouts:
@@ -69,25 +69,29 @@ def layouts_of(case: str, kind: str) -> Layouts:
 @cache
 def loaded(version: str, cases: tuple[str, ...], states: bool) -> dict[tuple[str, str], Any]:
     """What one version makes of the cases, in the layouts they were saved in and in others."""
-    asked = [(case, kind) for case in cases for kind in ("same", "other")]
+    requests = [(case, kind) for case in cases for kind in ("same", "other")]
     jobs = [
         load_job(
             CORPUS2 / case / "checkpoint",
             listed(case),
-            {name: made for name, made in layouts_of(case, kind).items() if states or not is_state(name)},
+            {
+                name: layout_record
+                for name, layout_record in layouts_of(case, kind).items()
+                if states or not is_state(name)
+            },
             filter(is_state, listed(case)) if states else (),
         )
-        for case, kind in asked
+        for case, kind in requests
     ]
-    return dict(zip(asked, oracles.mindformers(version, jobs)))
+    return dict(zip(requests, oracles.mindformers(version, jobs)))
 
 
 @pytest.mark.parametrize("kind", ["same", "other"])
 @pytest.mark.parametrize("case", CASES)
 def test_mindformers_loads_its_own_checkpoints(case: str, kind: str) -> None:
-    (found,) = oracles.done([loaded("2.1.0", tuple(CASES), True)[case, kind]])
+    (actual,) = oracles.done([loaded("2.1.0", tuple(CASES), True)[case, kind]])
     step = 10 if any(map(is_state, listed(case))) else -1
-    assert not differences(found, slices_of(listed(case), layouts_of(case, kind), step))
+    assert not differences(actual, slices_of(listed(case), layouts_of(case, kind), step))
 
 
 @pytest.mark.parametrize("version", oracles.MINDFORMERS[:-1])
@@ -95,9 +99,9 @@ def test_mindformers_loads_its_own_checkpoints(case: str, kind: str) -> None:
 def test_older_mindformers_loads_its_own_weights(case: str, version: str) -> None:
     cases = ("a01_dp2mp2", "a05_pp2dp2mp2", "a10_mf180_dp2mp2")
     for kind in ("same", "other"):
-        layouts = {name: made for name, made in layouts_of(case, kind).items() if not is_state(name)}
-        (found,) = oracles.done([loaded(version, cases, False)[case, kind]])
-        assert not differences(found, slices_of(listed(case), layouts))
+        layouts = {name: layout_record for name, layout_record in layouts_of(case, kind).items() if not is_state(name)}
+        (actual,) = oracles.done([loaded(version, cases, False)[case, kind]])
+        assert not differences(actual, slices_of(listed(case), layouts))
 
 
 def test_mindformers_refuses_known_defects() -> None:
@@ -118,8 +122,8 @@ def test_the_oracles_detect_wrong_bytes(tmp_path: Path) -> None:
     file.write_bytes(data)
     checkpoint, layouts = listed("a02_dp2mp2_dedup"), layouts_of("a02_dp2mp2_dedup", "same")
     states = list(filter(is_state, checkpoint))
-    (found,) = oracles.done(oracles.mindformers("2.1.0", [load_job(tmp_path / "ckpt", checkpoint, layouts, states)]))
-    wrong = differences(found, slices_of(checkpoint, layouts, 10))
+    (actual,) = oracles.done(oracles.mindformers("2.1.0", [load_job(tmp_path / "ckpt", checkpoint, layouts, states)]))
+    wrong = differences(actual, slices_of(checkpoint, layouts, 10))
     assert wrong
     # The last tensor of the file is one slice, which one or two ranks hold.
     assert len({line.split(": ")[1] for line in wrong}) == 1
@@ -138,7 +142,7 @@ def saved(version: str, root: Path) -> None:
                 "do": "save",
                 "root": str(root / case / "checkpoint"),
                 "full": str(write_checkpoint(root / case / "full.safetensors", full(case))),
-                "world": 1 + max(rank for made in layouts.values() for rank in made["rank_list"]),
+                "world": 1 + max(rank for layout_record in layouts.values() for rank in layout_record["rank_list"]),
                 "layouts": layouts,
                 "optimizer": list(filter(is_state, full(case))),
                 "iteration": 10,
@@ -156,25 +160,25 @@ def again(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(("case", "version", "removed"), SAVED)
 def test_mindformers_saves_its_own_checkpoint_unchanged(case: str, version: str, removed: bool, again: Path) -> None:
-    """Byte for byte what the recorded directory has, which real compilations and several processes wrote."""
+    """Equal byte for byte to the recorded directory, which real compilations and several processes wrote."""
     saved(version, again)
-    made, recorded = again / case / "checkpoint", CORPUS2 / case / "checkpoint"
+    created, recorded = again / case / "checkpoint", CORPUS2 / case / "checkpoint"
     names = sorted(str(path.relative_to(recorded)) for path in recorded.rglob("*") if path.is_file())
-    assert sorted(str(path.relative_to(made)) for path in made.rglob("*") if path.is_file()) == names
+    assert sorted(str(path.relative_to(created)) for path in created.rglob("*") if path.is_file()) == names
     for name in names:
         if name.endswith("metadata.json"):
             # The order of parameters is the compiler's.
-            assert json.loads((made / name).read_text()) == json.loads((recorded / name).read_text())
+            assert json.loads((created / name).read_text()) == json.loads((recorded / name).read_text())
         else:
-            assert (made / name).read_bytes() == (recorded / name).read_bytes(), name
+            assert (created / name).read_bytes() == (recorded / name).read_bytes(), name
 
 
 def read_parts(directory: Path) -> dict[str, Value]:
-    """All parts of a unified directory, which must say of each parameter where it is."""
+    """All parts of a unified directory, which must locate each parameter."""
     parts = {path.name: read_checkpoint(path) for path in directory.glob("part*.safetensors")}
     where = json.loads((directory / "param_name_map.json").read_text())["weight_map"]
-    assert where == {name: file for file, held in parts.items() for name in held}
-    return {name: value for held in parts.values() for name, value in held.items()}
+    assert where == {name: file for file, tensors in parts.items() for name in tensors}
+    return {name: value for tensors in parts.values() for name, value in tensors.items()}
 
 
 @pytest.mark.parametrize("version", oracles.MINDSPORE)

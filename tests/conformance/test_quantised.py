@@ -1,4 +1,4 @@
-"""Quantised models become what the libraries that define them make of them, bit for bit.
+"""Dequantised weights equal those of the libraries that define the schemes, bit for bit.
 
 `make conformance-transformers` runs these tests.
 """
@@ -64,9 +64,9 @@ def test_dequantised_logits_equal_those_of_the_librarys_numbers(
 
     assert (mine["missing"], mine["unknown"], mine["dtypes"]) == ([], [], theirs["dtypes"])
     assert mine["logits"] == theirs["logits"]
-    found, wanted = contents(written), contents(models[family] / "plain")
-    assert found.keys() == wanted.keys()
-    assert all(found[name].same(wanted[name]) for name in wanted)
+    actual, expected = contents(written), contents(models[family] / "plain")
+    assert actual.keys() == expected.keys()
+    assert all(actual[name].same(expected[name]) for name in expected)
 
 
 # transformers takes a block for a part of equal size, so that it fails for partial blocks, or is wrong.

@@ -1,4 +1,4 @@
-"""Strategy files, group files and rank lists mean the same here and in MindSpore."""
+"""Strategy files, group files and rank lists have the same meaning here and in MindSpore."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ PAIRS = list(RANK_LISTS)
 
 
 def strategy_file(name: str, merged_by_us: Optional[Path] = None) -> Optional[str]:
-    """The one file that MindSpore takes for a case: None, the stage's own, or the merged one."""
+    """The one file that MindSpore reads for a case: None, the stage's own, or the merged one."""
     if name == "None":
         return None
     case = cases.load(name)
@@ -99,7 +99,7 @@ def test_rank_lists_are_sufficient_and_at_most_as_long_as_mindspores(pair: str, 
     """Enough, and no longer than MindSpore's; which of several replicas is each library's own choice."""
     source, target = pair.split(" -> ")
     files = strategy_file(source), strategy_file(target)
-    # What is merged here is as good to MindSpore as what it merges.
+    # MindSpore reads our merged files like its own.
     merged_here = strategy_file(source, tmp_path), strategy_file(target, tmp_path)
     devices = 1 if target == "None" else rank_count(cases.load(target).strategy)
     refused = any(isinstance(answer, str) for answer in RANK_LISTS[pair].values())
@@ -124,9 +124,9 @@ def enough(source: str, target: str, rank: int, available: list[int]) -> bool:
         return available == [0]
     case = cases.load(source)
     new = ONE_DEVICE if target == "None" else cases.load(target).strategy
-    wanted = None if target == "None" else rank
+    expected = None if target == "None" else rank
     return not any(
-        uncovered(case.strategy, new, case.shapes, wanted, available, unsharded) for unsharded in ([], case.unsharded)
+        uncovered(case.strategy, new, case.shapes, expected, available, unsharded) for unsharded in ([], case.unsharded)
     )
 
 
@@ -148,12 +148,12 @@ def test_mindspore_reads_made_strategies_as_compiled_ones(source: str, target: s
     rules.write_text(after.rules)
     shapes = write_checkpoint(tmp_path / "full.safetensors", before.full())
     for out in (tmp_path / "stages" / "{rank}.ckpt", tmp_path / "made.ckpt"):
-        said: tuple[Argument, ...] = ("--shapes", shapes, "--sizes", after.sizes_text, *after.options())
-        done("strategy", "make", rules, out, *said)
+        arguments: tuple[Argument, ...] = ("--shapes", shapes, "--sizes", after.sizes_text, *after.options())
+        done("strategy", "make", rules, out, *arguments)
     for name, stages in (("compiled", after.strategy), ("merged", tmp_path / "stages"), ("src", before.directory)):
         mindspore.merge_pipeline_strategys(str(stages), str(tmp_path / f"{name}.ckpt"))
     src = str(tmp_path / "src.ckpt")
     for rank in range(8):
         expected = mindspore.rank_list_for_transform(rank, src, str(tmp_path / "compiled.ckpt"))
-        for made in ("made", "merged"):
-            assert mindspore.rank_list_for_transform(rank, src, str(tmp_path / f"{made}.ckpt")) == expected
+        for created in ("made", "merged"):
+            assert mindspore.rank_list_for_transform(rank, src, str(tmp_path / f"{created}.ckpt")) == expected

@@ -120,7 +120,7 @@ def test_torch_resumes_from_a_converted_checkpoint(tmp_path: Path) -> None:
         jobs += [job("start", model, back, "dcp", mesh, form != "hf-sharded") for mesh in OTHER_MESHES]
     weights = weights_of(trained)
     for request, started in zip(jobs, oracles.done(oracles.torch_checkpoints(jobs))):
-        # Objects such as a learning rate, without which torch does not load an optimizer, have no place in safetensors.
+        # safetensors cannot contain objects such as a learning rate, which torch requires to load an optimizer.
         assert started == (trained if request["optimizer"] else {**weights, "logits": trained["logits"]})
 
 
@@ -156,7 +156,7 @@ def rows_of(tensors: Mapping[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("mesh", [(1, 2, 2), (2, 2, 2)], ids=["4", "8"])
 @pytest.mark.parametrize("form", ["dcp", "hf-sharded"])
 def test_tensors_of_every_dtype_and_cut_load_on_another_mesh(form: str, mesh: Mesh, tmp_path: Path) -> None:
-    # torch's reader of sharded safetensors takes types that it does not know for float32, complex numbers among them.
+    # torch's reader of sharded safetensors reads unknown dtypes, such as complex ones, as float32.
     dtypes = (*DTYPES, *INTEGERS) if form == "dcp" else DTYPES[:4]
     tensors = tensors_of(dtypes)
     places = {"form": form, "tensors": tensors, "mesh": mesh}

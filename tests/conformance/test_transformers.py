@@ -68,7 +68,7 @@ def test_a_model_survives_every_form(tmp_path: Path) -> None:
     tensors = {name: tensor for path in model.glob("*.safetensors") for name, tensor in read_checkpoint(path).items()}
     strategy = columns(tensors, 4)
     written = write_strategy(
-        tmp_path / "strategy", strategy, {name: held.array.shape for name, held in tensors.items()}
+        tmp_path / "strategy", strategy, {name: value.array.shape for name, value in tensors.items()}
     )
     steps: list[tuple[str, str, tuple[Argument, ...]]] = [
         ("ranks", "ranks", ("--dst-strategy", written)),
@@ -98,4 +98,4 @@ def columns(tensors: Checkpoint, ranks: int) -> Strategy:
     def axes(shape: tuple[int, ...]) -> list[int]:
         return [0 if axis == 1 and size % ranks == 0 else -1 for axis, size in enumerate(shape)]
 
-    return single({name: layout([ranks], axes(held.array.shape)) for name, held in tensors.items()})
+    return single({name: layout([ranks], axes(value.array.shape)) for name, value in tensors.items()})

@@ -58,12 +58,14 @@ def test_tensors_are_in_the_same_files_as_mindspores(
         dropped = worlds.STATE if seed % 2 else "nothing"
         reshard.unified_safetensors(str(src), str(strategy), str(where / "ours"), choice_func=choice(seed))
         renamed = RENAMED if seed % 2 and seed % 3 == 2 else ""
-        kept = {renamed + name: held for name, held in world.checkpoint.items() if not name.startswith(dropped)}
-        same_checkpoints(read_full(where / "ours"), kept, f"seed {seed}")
-        same_checkpoints(read_full(where / "theirs"), kept, f"seed {seed}")
+        preserved = {
+            renamed + name: tensor for name, tensor in world.checkpoint.items() if not name.startswith(dropped)
+        }
+        same_checkpoints(read_full(where / "ours"), preserved, f"seed {seed}")
+        same_checkpoints(read_full(where / "theirs"), preserved, f"seed {seed}")
         assert placed(where / "ours") == placed(where / "theirs"), f"seed {seed}"
         parts = max(parts, len(set(placed(where / "ours").values())))
-        # What is no part of the model; theirs has rank 0's slices of what was dropped, too.
+        # Entries outside the model; MindSpore's file also contains rank 0's slices of dropped parameters.
         ours, theirs = (read_checkpoint(where / side / "hyper_param.safetensors") for side in ("ours", "theirs"))
         same_checkpoints(ours, COPIED)
         same_checkpoints({name: theirs[name] for name in COPIED}, COPIED)
@@ -71,10 +73,10 @@ def test_tensors_are_in_the_same_files_as_mindspores(
 
 
 def counted(world: worlds.World, version: str) -> worlds.World:
-    """A checkpoint whose bytes this version counts rightly: 2.7.0 takes every element for one of four bytes."""
+    """A checkpoint whose bytes this version counts correctly: 2.7.0 assumes four bytes per element."""
     if version != "2.7.0":
         return world
-    return worlds.World({name: value(name, held.array.shape) for name, held in world.checkpoint.items()})
+    return worlds.World({name: value(name, tensor.array.shape) for name, tensor in world.checkpoint.items()})
 
 
 def choice(seed: int) -> Optional[Callable[[str], Union[bool, str]]]:
@@ -87,8 +89,8 @@ def choice(seed: int) -> Optional[Callable[[str], Union[bool, str]]]:
 
 def placed(directory: Path) -> dict[str, str]:
     """The file of every tensor."""
-    found: dict[str, str] = json.loads((directory / "param_name_map.json").read_text())["weight_map"]
-    return found
+    weight_map: dict[str, str] = json.loads((directory / "param_name_map.json").read_text())["weight_map"]
+    return weight_map
 
 
 @pytest.mark.parametrize("version", oracles.MINDSPORE)
@@ -187,8 +189,8 @@ def test_mindformers_refuses_an_unfinished_directory(form: str, version: str, tm
     strategy = write_strategy(tmp_path / "old", source, world.shapes)
     words = ["--to", form, "--src-strategy", str(strategy), "--max-shard-size", str(SIZE), "--quiet"]
     done("convert", src, tmp_path / "dst", *words, "--ranks", "0-1")
-    held = loadable(version, world.checkpoint)
-    weights = {name: tensor for name, tensor in held.items() if name not in world.states}
+    contents = loadable(version, world.checkpoint)
+    weights = {name: tensor for name, tensor in contents.items() if name not in world.states}
     job = load_job(tmp_path / "dst", weights, grid(weights, 1, 1))
     (answer,) = oracles.mindformers(version, [job])
     assert "error" in answer

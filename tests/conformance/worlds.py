@@ -1,4 +1,4 @@
-"""Random checkpoints and random layouts of them, as MindFormers saves them and as a strategy file says.
+"""Random checkpoints in the forms of MindFormers, with random layouts.
 
 Everything follows from a seed. Every dimension divides by its cut; pipelines have one layer in each stage.
 """
@@ -30,7 +30,7 @@ class World(NamedTuple):
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: held.array.shape for name, held in self.checkpoint.items()}
+        return {name: tensor.array.shape for name, tensor in self.checkpoint.items()}
 
 
 def world(seed: int) -> World:
@@ -44,19 +44,19 @@ def world(seed: int) -> World:
             name = f"layers.{layer}.{part}"
             # Values that are no numbers do not come through the other libraries bit by bit.
             finite = 0x3000 if dtype in ("BFloat16", "Float16") else 0
-            held = value(f"{seed}{name}", shape, dtype)
-            checkpoint[name] = Value(dtype, held.array % 0x1000 + finite if finite else held.array)
+            contents = value(f"{seed}{name}", shape, dtype)
+            checkpoint[name] = Value(dtype, contents.array % 0x1000 + finite if finite else contents.array)
             checkpoint[STATE + name] = value(f"{seed}{STATE}{name}", shape)
     return World(checkpoint)
 
 
-def strategy(seed: int, made: World, devices: Sequence[int], sharded: bool = False) -> Strategy:
+def strategy(seed: int, world: World, devices: Sequence[int], sharded: bool = False) -> Strategy:
     """Random layouts over stages of so many devices each, one or two; `sharded`: some with an optimizer shard."""
     random = np.random.RandomState(seed)
     result = []
     for stage, count in enumerate(devices):
         layouts = {}
-        for name, shape in made.shapes.items():
+        for name, shape in world.shapes.items():
             if len(devices) == 1 or f"layers.{stage}." in name:
                 plain = _layout(random, shape, count)
                 layouts[name] = _shard(plain, shape) if sharded and random.randint(2) else plain
@@ -69,11 +69,15 @@ def metadata_layouts(strategy: Strategy) -> dict[str, dict[str, Any]]:
     result, first = {}, 0
     for stage in strategy:
         ranks = list(range(first, first + stage["devices"]))
-        for name, made in stage["layouts"].items():
-            assert not made["shard_size"]
-            axes = axes_of(made["tensor_map"], len(made["tensor_map"]))
+        for name, layout_record in stage["layouts"].items():
+            assert not layout_record["shard_size"]
+            axes = axes_of(layout_record["tensor_map"], len(layout_record["tensor_map"]))
             tensor_map = [entry if len(entry) > 1 else entry[0] if entry else -1 for entry in axes]
-            result[name] = {"device_matrix": list(made["dev_matrix"]), "tensor_map": tensor_map, "rank_list": ranks}
+            result[name] = {
+                "device_matrix": list(layout_record["dev_matrix"]),
+                "tensor_map": tensor_map,
+                "rank_list": ranks,
+            }
         first += stage["devices"]
     return result
 
@@ -81,11 +85,11 @@ def metadata_layouts(strategy: Strategy) -> dict[str, dict[str, Any]]:
 def _layout(random: Any, shape: Sequence[int], devices: int) -> dict[str, Any]:
     """A random device matrix, and some of its axes for dimensions that divide."""
     matrix: list[int] = []
-    left = devices
-    while left > 1:
-        size = int(random.choice([size for size in range(2, left + 1) if left % size == 0]))
+    remaining = devices
+    while remaining > 1:
+        size = int(random.choice([size for size in range(2, remaining + 1) if remaining % size == 0]))
         matrix.append(size)
-        left //= size
+        remaining //= size
     matrix = matrix or [1]
     axes: list[list[int]] = [[] for _ in shape]
     cuts = [1] * len(shape)

@@ -1,4 +1,4 @@
-"""Converting what MindFormers itself saved as Checkpoint 2.0, to every form and back."""
+"""Converting Checkpoint 2.0 directories that MindFormers saved, to every form and back."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ UNPLACED = {"a08_dtypes": {"extra_cell.q"}}
 
 def full(directory: Path) -> dict[str, Any]:
     """Shape and hash of everything in a directory of full weights."""
-    found: dict[str, Any] = {}
+    actual: dict[str, Any] = {}
     for file in directory.glob("*.safetensors"):
         for name, tensor in read_checkpoint(file).items():
-            found[name] = (list(tensor.array.shape), hashlib.sha256(tensor.array.tobytes()).hexdigest())
-    return found
+            actual[name] = (list(tensor.array.shape), hashlib.sha256(tensor.array.tobytes()).hexdigest())
+    return actual
 
 
 def saved(case: Path) -> dict[str, Any]:
-    """The same of what was saved."""
+    """The same for the saved values."""
     return {name: (entry["shape"], hash_of(entry)) for name, entry in expected_of(case).items()}
 
 
@@ -49,21 +49,21 @@ def test_a_checkpoint_of_mindformers_converts_to_every_form_and_back(case: Path,
 def test_rank_files_of_the_same_layouts_equal_the_saved_ranks(tmp_path: Path) -> None:
     saved = saving(unlisted={"table": numbered((4,), 7)})
     done("convert", saved.write_root(tmp_path / "src"), tmp_path / "dst", "--dst-strategy", "same")
-    found = read_tree(tmp_path / "dst")
+    ranks = read_tree(tmp_path / "dst")
     for rank in range(8):
-        held = {**saved.files()[saved.file("model", rank)], **saved.files()[saved.file("opt", rank)]}
-        assert {name: tensor.array.tobytes() for name, tensor in found[rank].items()} == {
-            name: array.tobytes() for name, array in held.items()
+        contents = {**saved.files()[saved.file("model", rank)], **saved.files()[saved.file("opt", rank)]}
+        assert {name: tensor.array.tobytes() for name, tensor in ranks[rank].items()} == {
+            name: array.tobytes() for name, array in contents.items()
         }
 
 
 def test_weights_without_a_layout_are_copied_to_every_rank(tmp_path: Path) -> None:
-    listed = {
+    listing = {
         "bias": Laid(numbered((3,), 5), None, (), range(4)),
         "adam_m.bias": Laid(numbered((3,)), None, (), [0, 1]),
     }
     saved = saving(unlisted={"table": numbered((4,), 7)})
-    saved = replace(saved, tensors={**saved.tensors, **listed})
+    saved = replace(saved, tensors={**saved.tensors, **listing})
     strategy = write_strategy(tmp_path / "strategy", single({"first.weight": layout([2], [0, -1])}))
     root = saved.write_root(tmp_path / "src")
     done("convert", root, tmp_path / "dst", "--dst-strategy", strategy)
@@ -83,8 +83,8 @@ def test_unreadable_tensors_are_an_error_only_where_they_are_written(tmp_path: P
     root = saved.write_root(tmp_path / "src")
     (root / "iteration_00000010" / "llm-opt-0000000-0000005.safetensors").unlink()
     words: list[Argument] = ["convert", root, tmp_path / "dst", "--to", "huggingface"]
-    told = ["iteration 10", "is not complete", "llm-opt-0000000-0000005.safetensors", "'adam_m.first.weight'"]
-    fails(3, *words, says=told)
+    output = ["iteration 10", "is not complete", "llm-opt-0000000-0000005.safetensors", "'adam_m.first.weight'"]
+    fails(3, *words, says=output)
     assert not (tmp_path / "dst" / "model.safetensors").exists()
     warns(done(*words, "--exclude", "adam_m.*"), "cannot be read")
     assert full(tmp_path / "dst").keys() == {"first.weight", "second.weight", "second.norm"}

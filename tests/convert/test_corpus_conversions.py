@@ -1,4 +1,4 @@
-"""Real strategies, end to end: every slice that comes out is the one MindSpore's own slicer cut."""
+"""Real strategies, end to end: every slice equals the one that MindSpore cut."""
 
 from __future__ import annotations
 
@@ -47,15 +47,15 @@ def test_full_tensors_become_mindspores_slices(name: str, tmp_path: Path) -> Non
         "transform-dir", tmp_path / "full.ckpt", tmp_path / "out", "--src-strategy", "none",
         "--dst-strategy", case.directory,
     )  # fmt: skip
-    found = read_tree(tmp_path / "out")
-    assert sorted(found) == list(range(sum(stage["devices"] for stage in case.strategy)))
+    ranks = read_tree(tmp_path / "out")
+    assert sorted(ranks) == list(range(sum(stage["devices"] for stage in case.strategy)))
     for rank in case.slices["ranks"]:
         first = 0
         for stage in case.strategy:
             if first <= rank < first + stage["devices"]:
-                assert set(found[rank]) == set(stage["layouts"])
+                assert set(ranks[rank]) == set(stage["layouts"])
             first += stage["devices"]
-        for parameter, tensor in found[rank].items():
+        for parameter, tensor in ranks[rank].items():
             expected = case.expected(parameter, rank)
             if expected is not None:
                 assert list(tensor.array.shape) == expected[0], (rank, parameter)
@@ -83,8 +83,8 @@ def test_all_ranks_become_the_full_tensors(name: str, tmp_path: Path) -> None:
         "transform-dir", tmp_path / "src", tmp_path / "out", "--src-strategy", case.directory,
         "--dst-strategy", "none",
     )  # fmt: skip
-    held = {parameter: full[parameter] for parameter in full if parameter in listed(case)}
-    same_ranks(read_tree(tmp_path / "out"), {0: {**held, **COPIED}})
+    contents = {parameter: full[parameter] for parameter in full if parameter in listed(case)}
+    same_ranks(read_tree(tmp_path / "out"), {0: {**contents, **COPIED}})
 
 
 # All pairs of the cases that are one network.
@@ -165,8 +165,8 @@ def test_every_form_of_a_strategy_gives_the_same_files(name: str, tmp_path: Path
             "transform-dir", tmp_path / "full.ckpt", out / "ranks", "--src-strategy", "none",
             "--dst-strategy", form,
         )  # fmt: skip
-        held = {parameter: full[parameter] for parameter in full if parameter in listed(case)}
-        same_ranks(read_tree(out / "full"), {0: {**held, **COPIED}})
+        contents = {parameter: full[parameter] for parameter in full if parameter in listed(case)}
+        same_ranks(read_tree(out / "full"), {0: {**contents, **COPIED}})
         same_ranks(read_tree(out / "ranks"), ranks_of(case, full))
 
     *forms, mixed = forms_of(case, tmp_path)
@@ -194,8 +194,8 @@ def test_the_output_of_merge_pipeline_gives_the_same_conversion(name: str, endin
         "--dst-strategy",
         "none",
     )
-    held = {parameter: full[parameter] for parameter in full if parameter in listed(case)}
-    same_ranks(read_tree(tmp_path / "out"), {0: {**held, **COPIED}})
+    contents = {parameter: full[parameter] for parameter in full if parameter in listed(case)}
+    same_ranks(read_tree(tmp_path / "out"), {0: {**contents, **COPIED}})
 
 
 # Where MindSpore's own conversion is wrong or refuses.
@@ -220,7 +220,7 @@ def test_uneven_tables_are_joined_and_cut_by_their_recorded_sizes(tmp_path: Path
         "transform-dir", tmp_path / "full.ckpt", tmp_path / "out", "--src-strategy", "none",
         "--dst-strategy", case.directory,
     )  # fmt: skip
-    rows = [held["embedding.embedding_table"].array.shape[0] for held in read_tree(tmp_path / "out").values()]
+    rows = [tensors["embedding.embedding_table"].array.shape[0] for tensors in read_tree(tmp_path / "out").values()]
     assert rows == [10, 20, 30, 4]
 
 
@@ -228,18 +228,18 @@ def test_uneven_tables_are_joined_and_cut_by_their_recorded_sizes(tmp_path: Path
 
 
 def rank_list_pairs() -> list[Any]:
-    """The pairs that MindSpore was asked about; those that only the corpus has are long."""
-    found = {}
+    """The pairs with results from MindSpore; those that only the corpus has are long."""
+    actual = {}
     for root in (CORPUS, FIXTURES):
         path = root / "rank_lists.json"
         for pair, ranks in (json.loads(path.read_text())["pairs"] if path.is_file() else {}).items():
             marks = () if root == FIXTURES else pytest.mark.long
-            found[pair] = pytest.param(*pair.split(" -> "), ranks, id=pair, marks=marks)
-    return list(found.values())
+            actual[pair] = pytest.param(*pair.split(" -> "), ranks, id=pair, marks=marks)
+    return list(actual.values())
 
 
 def one_of_each(source: Case, target: Case) -> dict[str, tuple[int, ...]]:
-    """Shapes of parameters of which each stands for all those cut alike."""
+    """Shapes of parameters, one for each layout."""
     kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
     for name, shape in target.shapes.items():
         if name in listed(source) and name in listed(target):

@@ -1,4 +1,4 @@
-"""What a conversion costs, counted: files opened, headers parsed, bytes and requests read."""
+"""Costs of a conversion, counted: opened files, parsed headers, read bytes, requests."""
 
 from __future__ import annotations
 
@@ -127,14 +127,14 @@ KINDS = {
 
 
 def convert(place: Path, kind: Kind, *options: Argument) -> dict[int, dict[str, Value]]:
-    """Write a source, convert it, compare the result with what it must be; the source's ranks."""
-    held = cut_ranks(kind.old, FULL)
-    write_tree(place / "src", held)
+    """Write a source, convert it and compare the result; returns the source's ranks."""
+    ranks = cut_ranks(kind.old, FULL)
+    write_tree(place / "src", ranks)
     old, new = write_strategy(place / "old", kind.old), write_strategy(place / "new", kind.new)
     words: list[Argument] = ["--src-strategy", old, "--dst-strategy", new, "--format", kind.format, *options]
     done("transform-dir", place / "src", place / "dst", *words)
     same_ranks(read_tree(place / "dst"), cut_ranks(kind.new, FULL))
-    return held
+    return ranks
 
 
 @pytest.fixture
@@ -150,7 +150,7 @@ def test_each_byte_is_read_at_most_once(name: str, jobs: int, tmp_path: Path, co
     convert(tmp_path, KINDS[name], "--io", "pread", "--jobs", jobs, *ALONE)
     assert SIZE <= costs.bytes_read <= SIZE * KINDS[name].copies
     if name == "16 to 24 ranks":
-        # Not a third of what is written, as there are more targets than go into one group.
+        # Not a third of the written bytes, because there are more targets than a group has members.
         assert costs.bytes_read <= 2 * SIZE
 
 
@@ -163,10 +163,10 @@ def test_every_source_file_is_opened_once(name: str, io: str, tmp_path: Path, co
 
 @pytest.mark.parametrize("name", KINDS)
 def test_each_piece_of_a_tensor_takes_one_request(name: str, tmp_path: Path, costs: Costs, no_windows: None) -> None:
-    """A tensor that fits the buffers takes one request for each file that a target needs of it."""
-    held = convert(tmp_path, KINDS[name], "--io", "pread", "--jobs", 1, *ALONE)
+    """A tensor that fits the buffers takes one request per source file."""
+    outcome = convert(tmp_path, KINDS[name], "--io", "pread", "--jobs", 1, *ALONE)
     targets = sum(len(stage["layouts"]) * stage["devices"] for stage in KINDS[name].new)
-    slices = sum(len(checkpoint) for checkpoint in held.values())
+    slices = sum(len(checkpoint) for checkpoint in outcome.values())
     # A piece begins where a slice of the source or of the target does.
     assert len(costs.reads) <= max(slices, targets) + min(slices, targets)
 
@@ -194,9 +194,9 @@ def test_one_rank_reads_only_the_bytes_that_it_needs(tmp_path: Path, costs: Cost
     strategies: list[Argument] = [
         "--src-strategy", write_strategy(tmp_path / "old", old), "--dst-strategy", write_strategy(tmp_path / "new", new)
     ]  # fmt: skip
-    listed = done("rank-list", 1, *strategies, "--json").json["ranks"]
+    ranks = done("rank-list", 1, *strategies, "--json").json["ranks"]
     done("by-rank", 1, tmp_path / "src", tmp_path / "dst", *strategies, "--io", "pread", *ALONE)
-    needed = {str(tmp_path / "src" / f"rank_{rank}" / "net-1_10.ckpt") for rank in listed}
+    needed = {str(tmp_path / "src" / f"rank_{rank}" / "net-1_10.ckpt") for rank in ranks}
     assert len(needed) == 2
     assert {path for path, _ in costs.reads} == needed <= set(costs.opened)
     # Of the others the header is read, to decide as a run for all ranks does.

@@ -1,4 +1,4 @@
-"""Rules of names and packing, and casts, between any layouts and forms: what NumPy makes of whole arrays."""
+"""Rules of names and packing, and casts, between any layouts and forms: equal to NumPy on whole arrays."""
 
 from __future__ import annotations
 
@@ -85,10 +85,10 @@ class Side:
 
     def check(self, root: Path) -> None:
         if self.form == "huggingface":
-            found: dict[str, Value] = {}
+            tensors: dict[str, Value] = {}
             for path in root.glob("*.safetensors"):
-                found.update(read_checkpoint(path))
-            same_checkpoints(found, self.full)
+                tensors.update(read_checkpoint(path))
+            same_checkpoints(tensors, self.full)
         else:
             same_ranks(read_tree(root), cut_ranks(self.strategy, self.full))
 
@@ -129,7 +129,7 @@ INT4_RULES = [
 
 @pytest.mark.parametrize(("rule", "expected"), INT4_RULES)
 def test_packed_elements_are_moved_by_whole_bytes_or_refused(tmp_path: Path, rule: str, expected: Any) -> None:
-    """Two elements of Int4 share a byte; what would part them is refused."""
+    """Two elements of Int4 share a byte; a cut between them is refused."""
 
     def packed(array: Any) -> Value:
         return Value("Int4", (array[:, 0::2] | array[:, 1::2] << 4).astype("u1"))
@@ -162,11 +162,11 @@ def test_renamed_tensors_keep_their_layout(data: st.DataObject) -> None:
         write_tree(root / "src", cut_ranks(strategy, full), "rank_{rank}/net.ckpt")
         source = write_strategy(root / "src.ckpt", strategy, shapes_of(full), "merged")
         words: list[Argument] = ["--src-strategy", source, "--dst-strategy", "same", "--rename", "old.*=new.*"]
-        told = done("convert", root / "src", root / "dst", *words)
+        result = done("convert", root / "src", root / "dst", *words)
         same_ranks(read_tree(root / "dst"), cut_ranks(layouts, renamed))
-        # The source's strategy does not know the new names.
+        # The source's strategy does not list the new names.
         beside = root / "dst" / "reshard-strategy.json"
-        warns(told, f"the strategy of these ranks is written to {beside}")
+        warns(result, f"the strategy of these ranks is written to {beside}")
         again: list[Argument] = ["--src-strategy", beside, "--dst-strategy", "same", "--rename", "new.*=old.*"]
         done("convert", root / "dst", root / "once more", *again, "--format", "ckpt", "--verify")
         same_ranks(read_tree(root / "once more"), cut_ranks(strategy, full))
@@ -175,7 +175,7 @@ def test_renamed_tensors_keep_their_layout(data: st.DataObject) -> None:
         same_ranks(read_tree(root / "whole"), {0: renamed})
         even = not any(cut["uneven"] for stage in strategy for cut in stage["layouts"].values())
         if even and len(strategy) == 1:
-            # Checkpoint 2.0 cannot say uneven slices, and says stages in its own way.
+            # Checkpoint 2.0 cannot record uneven slices, and records stages differently.
             done("convert", root / "src", root / "two", *words, "--to", "checkpoint2")
             back: list[Argument] = ["--dst-strategy", "same", "--rename", "new.*=old.*", "--format", "ckpt"]
             done("convert", root / "two", root / "back", *back)
@@ -249,9 +249,9 @@ def test_tensors_without_elements_follow_rules(tmp_path: Path, form: str) -> Non
     if form == "ranks":
         words += ["--dst-strategy", "none"]
     done("convert", tmp_path / "src", tmp_path / "out", *words)
-    (found,) = (tmp_path / "out").rglob("*.safetensors")
+    (path,) = (tmp_path / "out").rglob("*.safetensors")
     expected = {"n.w": full["m.w"], "n.turned": Value("Float32", full["m.empty"].array.T)}
-    same_checkpoints(read_checkpoint(found), expected)
+    same_checkpoints(read_checkpoint(path), expected)
 
 
 def test_renamed_targets_are_verified_with_the_source_strategy(tmp_path: Path) -> None:
@@ -275,9 +275,9 @@ def test_one_of_several_equal_stacks_is_used(tmp_path: Path) -> None:
         '[[rule]]\nfrom = "model.{expert}.w"\nto = ["net.a", "net.b"]\ndo = ["copy", { stack = "expert" }]\n'
     )
     done("convert", tmp_path / "src", tmp_path / "out", "--to", "huggingface", "--names", rules, "--verify")
-    (found,) = (tmp_path / "out").glob("*.safetensors")
+    (path,) = (tmp_path / "out").glob("*.safetensors")
     expected = {f"model.{number}.w": Value("Float32", stacked.array[number]) for number in range(2)}
-    same_checkpoints(read_checkpoint(found), expected)
+    same_checkpoints(read_checkpoint(path), expected)
 
 
 @pytest.mark.parametrize("dtype", ["Int8", "Complex64"])
@@ -307,8 +307,12 @@ def test_a_cast_without_a_match_is_an_error(status: int, cast: str, says: list[s
     fails(status, *words, cast, says=says)
     # Among others that are cast it stays as it is.
     done(*words, "*=BFloat16", "--cast", "Float16")
-    found = read_checkpoint(tmp_path / "out" / "model.safetensors")
-    assert {name: tensor.dtype for name, tensor in found.items()} == {"w": "Float16", "v": "Float16", "steps": "Int64"}
+    tensors = read_checkpoint(tmp_path / "out" / "model.safetensors")
+    assert {name: tensor.dtype for name, tensor in tensors.items()} == {
+        "w": "Float16",
+        "v": "Float16",
+        "steps": "Int64",
+    }
 
 
 def test_a_strategy_is_written_beside_ranks_only_where_no_file_contains_it(tmp_path: Path) -> None:
@@ -334,8 +338,13 @@ def test_a_strategy_is_written_beside_ranks_only_where_no_file_contains_it(tmp_p
 
     done("convert", tmp_path / "src", tmp_path / "two", "--to", "checkpoint2", *words)
     done("convert", tmp_path / "two", tmp_path / "back", "--to", "ranks", "--dst-strategy", "same", "--format", "ckpt")
-    told: list[Argument] = ["--src-strategy", tmp_path / "back" / "reshard-strategy.json", "--dst-strategy", "none"]
-    done("convert", tmp_path / "back", tmp_path / "whole", *told)
+    arguments: list[Argument] = [
+        "--src-strategy",
+        tmp_path / "back" / "reshard-strategy.json",
+        "--dst-strategy",
+        "none",
+    ]
+    done("convert", tmp_path / "back", tmp_path / "whole", *arguments)
     same_ranks(read_tree(tmp_path / "whole"), {0: full})
 
 

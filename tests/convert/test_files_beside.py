@@ -1,4 +1,4 @@
-"""Files beside the weights of a Hugging Face directory: taken over byte for byte, of any size, or refused at once."""
+"""Files beside the weights of a Hugging Face directory: copied byte for byte, of any size, or refused at once."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ LARGE = (16 << 20) + 7
 @pytest.fixture
 def model(world: World) -> Path:
     world.save(tensors())
-    made = world.root / "model"
-    done("convert", world.src, made, "--src-strategy", world.old, "--to", "huggingface")
-    shutil.rmtree(made / ".reshard")
-    (made / "config.json").write_text('{"model_type": "x"}')
-    (made / "vocabulary.dat").write_bytes(os.urandom(1 << 20) * (LARGE >> 20) + b"the end")
-    (made / "empty.txt").write_bytes(b"")
-    return made
+    path = world.root / "model"
+    done("convert", world.src, path, "--src-strategy", world.old, "--to", "huggingface")
+    shutil.rmtree(path / ".reshard")
+    (path / "config.json").write_text('{"model_type": "x"}')
+    (path / "vocabulary.dat").write_bytes(os.urandom(1 << 20) * (LARGE >> 20) + b"the end")
+    (path / "empty.txt").write_bytes(b"")
+    return path
 
 
 def words(world: World, model: Path, *more: Argument) -> list[Argument]:

@@ -1,4 +1,4 @@
-"""Every form of checkpoint to every other and back: the same values, whatever lies between."""
+"""Every form of checkpoint to every other and back: the same values."""
 
 from __future__ import annotations
 
@@ -163,9 +163,9 @@ def test_files_beside_weights_are_copied_without_overwriting(world: World) -> No
     (one / "tokenizer.json").write_text("[]")
     two.mkdir()
     (two / "config.json").write_text('{"mine": 1}')
-    told = done("convert", one, two, "--to", "huggingface")
+    result = done("convert", one, two, "--to", "huggingface")
     assert (two / "config.json").read_text() == '{"mine": 1}' and (two / "tokenizer.json").read_text() == "[]"
-    assert f"{two / 'config.json'}: existing file kept" in told.err and "tokenizer.json" not in told.err
+    assert f"{two / 'config.json'}: existing file kept" in result.err and "tokenizer.json" not in result.err
 
 
 def test_replacing_weights_replaces_the_files_beside_them(world: World) -> None:
@@ -174,8 +174,8 @@ def test_replacing_weights_replaces_the_files_beside_them(world: World) -> None:
     done("convert", world.src, one, "--src-strategy", world.old, "--to", "huggingface")
     for model in ("first", "second"):
         (one / "config.json").write_text(model)
-        told = done("convert", one, two, "--to", "huggingface", "--overwrite")
-        assert (two / "config.json").read_text() == model and "is kept" not in told.err
+        result = done("convert", one, two, "--to", "huggingface", "--overwrite")
+        assert (two / "config.json").read_text() == model and "is kept" not in result.err
     assert "is kept" not in done("convert", one, two, "--to", "huggingface").err
 
 

@@ -1,4 +1,4 @@
-"""Ways to lose or spoil a checkpoint without a word, each of which must stay closed."""
+"""Defects that would lose or damage a checkpoint unnoticed."""
 
 from __future__ import annotations
 
@@ -65,13 +65,13 @@ def test_a_checkpoint_of_another_model_is_refused(pipeline: World) -> None:
 
 def test_crc_finds_a_flipped_bit_on_every_rank_that_is_read_whole(tmp_path: Path) -> None:
     rows = single({"w": layout([2], [0, -1])})
-    held = cut_ranks(rows, {"w": FULL["w"]}, COPIED)
-    write_tree(tmp_path / "src", held, "rank_{rank}/net-1_10.ckpt", crc=True)
+    ranks = cut_ranks(rows, {"w": FULL["w"]}, COPIED)
+    write_tree(tmp_path / "src", ranks, "rank_{rank}/net-1_10.ckpt", crc=True)
     old = write_strategy(tmp_path / "old", rows)
     for rank in (0, 1):
         path = tmp_path / "src" / f"rank_{rank}" / "net-1_10.ckpt"
         sound = path.read_bytes()
-        where = sound.index(held[rank]["w"].array.tobytes())
+        where = sound.index(ranks[rank]["w"].array.tobytes())
         path.write_bytes(sound[:where] + bytes([sound[where] ^ 1]) + sound[where + 1 :])
         words = ("transform-dir", tmp_path / "src", tmp_path / "dst", "--src-strategy", old, "--dst-strategy", "none")
         fails(3, *words, says=[path, "CRC"])
@@ -81,25 +81,25 @@ def test_crc_finds_a_flipped_bit_on_every_rank_that_is_read_whole(tmp_path: Path
 
 
 def test_a_slice_is_never_copied_as_a_full_tensor(tmp_path: Path) -> None:
-    listed = layout([2], [0, -1])
+    layout_record = layout([2], [0, -1])
     full = {"w": value("w", (8, 6)), "x": value("x", (4, 4))}
-    held = cut_ranks(single({"w": listed, "x": listed}), full)
-    write_tree(tmp_path / "src", held, "rank_{rank}/net-1_1.ckpt")
-    old = write_strategy(tmp_path / "old", single({"w": listed}))
-    new = write_strategy(tmp_path / "new", single({"w": listed, "x": layout([2], [-1, -1])}))
+    ranks = cut_ranks(single({"w": layout_record, "x": layout_record}), full)
+    write_tree(tmp_path / "src", ranks, "rank_{rank}/net-1_1.ckpt")
+    old = write_strategy(tmp_path / "old", single({"w": layout_record}))
+    new = write_strategy(tmp_path / "new", single({"w": layout_record, "x": layout([2], [-1, -1])}))
     words = ("transform-dir", tmp_path / "src", tmp_path / "dst", "--src-strategy", old, "--dst-strategy", new)
     fails(3, *words, says=["x", "--exclude"])
     done(*words, "--exclude", "x")
 
 
 def test_by_rank_recognises_a_deduplicated_save(tmp_path: Path) -> None:
-    """Rank 0 is lost, and with it p; that the other ranks hold different sets says that p was saved."""
+    """Rank 0 is lost, and p with it; the other ranks' different sets of parameters show that p was saved."""
     whole = layout([4], [-1])
     full = {name: value(name, (4,)) for name in "pqrs"}
     old = write_strategy(tmp_path / "old", single({name: whole for name in full}))
     new = write_strategy(tmp_path / "new", single({name: layout([2], [0]) for name in full}))
-    held = {rank: {name: full[name]} for rank, name in enumerate("pqrs") if rank}
-    write_tree(tmp_path / "src", held, "rank_{rank}/net-1_1.ckpt")
+    contents = {rank: {name: full[name]} for rank, name in enumerate("pqrs") if rank}
+    write_tree(tmp_path / "src", contents, "rank_{rank}/net-1_1.ckpt")
     words: list[Argument] = [tmp_path / "src", tmp_path / "dst", "--src-strategy", old, "--dst-strategy", new]
     fails(3, "transform-dir", *words, says=["p"])
     fails(3, "by-rank", "1", *words, says=["p"])
@@ -142,8 +142,8 @@ def test_overwriting_some_ranks_beside_those_of_another_run_is_refused(world: Wo
 
 
 def test_files_of_two_runs_on_different_ranks_give_a_warning(world: World) -> None:
-    held = cut_ranks(world.source, FULL, COPIED)
-    for rank, content in held.items():
+    ranks = cut_ranks(world.source, FULL, COPIED)
+    for rank, content in ranks.items():
         name = "net" if rank < 2 else "net_1"
         write_tree(world.src, {rank: content}, f"rank_{{rank}}/{name}-1_10.ckpt")
     assert "warning" in world.convert("--quiet").err

@@ -45,7 +45,7 @@ _ASKED = [
 
 
 class World:
-    """A model as a Hugging Face directory, and what its ranks have to be: two replicas, tensors in 2, 2 stages."""
+    """A model as a Hugging Face directory, and its expected ranks: two replicas, tensors in 2, 2 stages."""
 
     def __init__(self, root: Path, family: str, options: Sequence[str] = ()) -> None:
         self.root = root
@@ -64,7 +64,7 @@ class World:
         return source.with_name(source.name + "-back")
 
     def told_back(self, source: Path, *words: Argument) -> Result:
-        """Likewise; what was said."""
+        """Likewise; returns the result of the last command."""
         target = source.with_name(source.name + "-back")
         return done("convert", source, target, "--to", "huggingface", "--names", self.names, "--config",
                     self.hf / "config.json", "--max-shard-size", "4KB", *words)  # fmt: skip
@@ -168,7 +168,7 @@ def test_only_configuration_values_in_use_belong_to_the_identity(tmp_path: Path)
     words = [*world.convert, "--config", world.hf / "config.json"]
     done("convert", *words, "--shard", "0/2")
 
-    # What is usual is said now, and something that no rule asks for.
+    # The assumed default is stated now, and a setting that no rule uses.
     edited = {**world.config, "use_cache": False, "torch_dtype": "float32", "head_dim": 3}
     (world.hf / "config.json").write_text(json.dumps(edited, indent=1))
     assert done("convert", *words, "--shard", "0/2", "--json").json["ranks"] == []
@@ -212,17 +212,17 @@ def test_stating_a_size_derived_from_names_is_the_same_conversion(tmp_path: Path
 def test_values_are_copied_with_renamed_tensors(tmp_path: Path) -> None:
     hf, src = FIXTURES / "models" / "qwen3", tmp_path / "src"
     done("convert", hf, src, "--to", "unified", "--cast", "Float32")
-    held = {name: array for path in src.glob("*.safetensors") for name, array in load_file(path).items()}
-    state = {f"adam_m.{name}": array for name, array in held.items()}
+    paths = {name: array for path in src.glob("*.safetensors") for name, array in load_file(path).items()}
+    state = {f"adam_m.{name}": array for name, array in paths.items()}
     (tmp_path / "ck").mkdir()
     values = {"global_step": np.array([7], "i4"), "learning_rate": np.array(0.5, "f4")}
-    save_file({**held, **state, **values}, tmp_path / "ck" / "net.safetensors")
+    save_file({**paths, **state, **values}, tmp_path / "ck" / "net.safetensors")
     out: list[Argument] = ["convert", tmp_path / "ck" / "net.safetensors", tmp_path / "out", "--src-strategy", "none"]
     out += ["--to", "huggingface", "--config", hf / "config.json", "--names", "qwen3,gate_up=halves,qkv=grouped"]
     warns(done(*out, "--verify"), f"{len(state)} left out", "--optimizer keep", "no differences")
-    made = load_file(tmp_path / "out" / "model.safetensors")
-    assert made["global_step"] == 7 and made["learning_rate"] == np.float32(0.5)
-    assert not any(name.startswith("adam_m.") for name in made)
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    assert tensors["global_step"] == 7 and tensors["learning_rate"] == np.float32(0.5)
+    assert not any(name.startswith("adam_m.") for name in tensors)
 
 
 def test_the_given_configuration_is_copied_beside_the_weights(tmp_path: Path) -> None:
@@ -242,26 +242,26 @@ def test_the_given_configuration_is_copied_beside_the_weights(tmp_path: Path) ->
 @pytest.mark.parametrize("key", ["torch_dtype", "dtype"])
 def test_the_configuration_records_the_dtype_of_cast_weights(tmp_path: Path, key: str) -> None:
     world = World(tmp_path, "qwen3")
-    said = {key: "float32", **world.config, "rope_scaling": {"dtype": "float32", "factor": 1e-6}}
+    output = {key: "float32", **world.config, "rope_scaling": {"dtype": "float32", "factor": 1e-6}}
     config = world.hf / "config.json"
-    config.write_text(json.dumps(said))
+    config.write_text(json.dumps(output))
     done("convert", *world.convert)
     words: list[Argument] = ["--src-strategy", world.d, "--cast", "BFloat16"]
-    told = world.told_back(tmp_path / "ranks", *words, "--shard", "1/2")
-    warns(told, f"config.json: {key} changed from 'float32' to bfloat16")
+    result = world.told_back(tmp_path / "ranks", *words, "--shard", "1/2")
+    warns(result, f"config.json: {key} changed from 'float32' to bfloat16")
     back = world.back(tmp_path / "ranks", *words)
     written = (back / "config.json").read_bytes()
-    assert json.loads(written) == {**said, key: "bfloat16"} and [*json.loads(written)] == [*said]
-    told = world.told_back(tmp_path / "ranks", *words)
-    assert "is kept" not in told.err and (back / "config.json").read_bytes() == written
+    assert json.loads(written) == {**output, key: "bfloat16"} and [*json.loads(written)] == [*output]
+    result = world.told_back(tmp_path / "ranks", *words)
+    assert "is kept" not in result.err and (back / "config.json").read_bytes() == written
 
-    # From one Hugging Face directory to another, where what lies beside the weights is compared.
+    # From one Hugging Face directory to another, where files beside the weights are compared.
     verified: list[Argument] = ["--to", "huggingface", "--cast", "Float16"]
     done("convert", world.hf, tmp_path / "half", *verified, "--verify")
-    assert json.loads((tmp_path / "half" / "config.json").read_text()) == {**said, key: "float16"}
+    assert json.loads((tmp_path / "half" / "config.json").read_text()) == {**output, key: "float16"}
     verify: list[Argument] = ["verify", tmp_path / "half", "--src", world.hf]
     assert "config.json" not in done(*verify).err
-    (tmp_path / "half" / "config.json").write_text(json.dumps(said))
+    (tmp_path / "half" / "config.json").write_text(json.dumps(output))
     warns(done(*verify), "differs from the file beside the source's weights: config.json")
 
 
@@ -270,10 +270,10 @@ def test_the_configuration_of_weights_of_several_dtypes_is_unchanged(tmp_path: P
     for config in (json.dumps({**world.config, "dtype": "float32"}), json.dumps(world.config), "no configuration"):
         (world.hf / "config.json").write_text(config)
         out = tmp_path / str(len(config))
-        told = done("convert", world.hf, out, "--to", "huggingface", "--cast", "BFloat16", "--cast", "*norm*=Float32")
+        result = done("convert", world.hf, out, "--to", "huggingface", "--cast", "BFloat16", "--cast", "*norm*=Float32")
         assert (out / "config.json").read_text() == config
-        assert ("have several types (bfloat16, float32)" in flat(told.err)) == ("dtype" in config)
-        assert ("is copied unchanged" in flat(told.err)) == (config == "no configuration")
+        assert ("have several types (bfloat16, float32)" in flat(result.err)) == ("dtype" in config)
+        assert ("is copied unchanged" in flat(result.err)) == (config == "no configuration")
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
@@ -285,8 +285,8 @@ def test_a_round_trip_is_verified_against_the_original(tmp_path: Path, family: s
     done("convert", back, tmp_path / "again", *world.convert[2:])
     done("convert", tmp_path / "ranks", tmp_path / "two", *ranks, "--to", "checkpoint2", "--dst-strategy", "same")
 
-    said = done("verify", back, "--src", world.hf)
-    warns(said, f"has the names of {world.hf}, which the recorded rules would change: compared without them")
+    config = done("verify", back, "--src", world.hf)
+    warns(config, f"has the names of {world.hf}, which the recorded rules would change: compared without them")
     both: list[Argument] = [*ranks, "--dst-strategy", world.d]
     warns(done("verify", tmp_path / "again", "--src", tmp_path / "ranks", *both), "compared without them")
     warns(done("verify", tmp_path / "again", "--src", tmp_path / "two", *both[2:]), "compared without them")
@@ -296,8 +296,8 @@ def test_a_round_trip_is_verified_against_the_original(tmp_path: Path, family: s
 
     other = {name: bits(each) for name, each in world.weights.items()}
     write_huggingface(tmp_path / "other", other, world.config)
-    found = fails(4, "verify", back, "--src", tmp_path / "other", "--json").json["differences"]
-    assert {(each["kind"], each["parameter"]) for each in found} == {("content", name) for name in other}
+    differences = fails(4, "verify", back, "--src", tmp_path / "other", "--json").json["differences"]
+    assert {(each["kind"], each["parameter"]) for each in differences} == {("content", name) for name in other}
 
 
 def bits(tensor: Value) -> Value:
@@ -358,20 +358,22 @@ def test_plan_shows_a_conversion_of_a_model(tmp_path: Path) -> None:
     planned = done("plan", *words, "--svg", drawn, "--json").json
     dry = done("convert", *words, "--dry-run", "--json").json
     assert not (tmp_path / "ranks").exists()
-    made = done("convert", *words, "--json").json
+    report = done("convert", *words, "--json").json
 
     assert drawn.read_text().startswith("<svg")
-    for said in (planned, dry):
-        assert [Path(target["file"]).stat().st_size for target in said["targets"]] == [
-            target["bytes"] for target in said["targets"]
+    for config in (planned, dry):
+        assert [Path(target["file"]).stat().st_size for target in config["targets"]] == [
+            target["bytes"] for target in config["targets"]
         ]
-        assert {key: said[key] for key in ("bytes_written", "parameters", "notes")} == {
-            key: made[key] for key in ("bytes_written", "parameters", "notes")
+        assert {key: config[key] for key in ("bytes_written", "parameters", "notes")} == {
+            key: report[key] for key in ("bytes_written", "parameters", "notes")
         }
     # Of four bytes per element of the source, two are written.
     for target in planned["targets"]:
-        held = cut_ranks(world.strategy, world.made)[target["rank"]]
-        assert sum(source["bytes"] for source in target["sources"]) == sum(each.array.nbytes for each in held.values())
+        tensors = cut_ranks(world.strategy, world.made)[target["rank"]]
+        assert sum(source["bytes"] for source in target["sources"]) == sum(
+            each.array.nbytes for each in tensors.values()
+        )
 
 
 def test_the_command_in_a_warning_can_be_pasted_and_keeps_all_options(tmp_path: Path) -> None:
@@ -391,6 +393,6 @@ def test_the_command_in_a_warning_can_be_pasted_and_keeps_all_options(tmp_path: 
 
 
 def test_the_model_of_the_documentation_equals_its_scripts_output(tmp_path: Path) -> None:
-    there = FIXTURES / "models"
-    subprocess.run([sys.executable, there / "make.py", tmp_path / "made"], check=True)
-    assert tree_bytes(tmp_path / "made") == tree_bytes(there / "qwen3")
+    target = FIXTURES / "models"
+    subprocess.run([sys.executable, target / "make.py", tmp_path / "made"], check=True)
+    assert tree_bytes(tmp_path / "made") == tree_bytes(target / "qwen3")

@@ -1,4 +1,4 @@
-"""Random conversions against the naive reference: what is written is what the layouts say, always."""
+"""Random conversions against the naive reference."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ def drawn(data: st.DataObject, most_devices: int = 6) -> tuple[dict[str, Value],
 def test_any_layout_converts_to_any_other(data: st.DataObject) -> None:
     full = data.draw(tensors())
     source = data.draw(strategies(full), label="source")
-    wanted = data.draw(st.sets(st.sampled_from(sorted(full)), min_size=1), label="wanted")
-    target = data.draw(strategies(subset(full, sorted(wanted))), label="target")
+    expected = data.draw(st.sets(st.sampled_from(sorted(full)), min_size=1), label="wanted")
+    target = data.draw(strategies(subset(full, sorted(expected))), label="target")
     tree = data.draw(st.sampled_from(TREES))
     ending, output = data.draw(st.sampled_from(FORMATS)), data.draw(st.sampled_from(["same", *FORMATS]))
     options: dict[str, Any] = {}
@@ -82,9 +82,9 @@ def test_any_layout_converts_to_any_other(data: st.DataObject) -> None:
         world.old = data.draw(st.composite(write_any_form)(world.root / "old", source, full))
         world.new = data.draw(st.composite(write_any_form)(world.root / "new", target, full))
         world.convert("--format", output)
-        kept = ending if output == "same" else output
-        assert {path.suffix for path in world.dst.glob("rank_*/*")} == {f".{kept}"}
-        same_ranks(world.found(), world.expected(subset(full, sorted(wanted)), COPIED))
+        preserved = ending if output == "same" else output
+        assert {path.suffix for path in world.dst.glob("rank_*/*")} == {f".{preserved}"}
+        same_ranks(world.found(), world.expected(subset(full, sorted(expected)), COPIED))
 
 
 @examples(15)
@@ -135,13 +135,13 @@ def test_replicas_replace_lost_and_deduplicated_ranks(data: st.DataObject) -> No
             keeper = data.draw(st.sampled_from(group))
             for other in set(group) - {keeper}:
                 del ranks[other][name]
-        ranks = {rank: held for rank, held in ranks.items() if held}
+        ranks = {rank: contents for rank, contents in ranks.items() if contents}
     for rank in data.draw(st.permutations(sorted(ranks)), label="perhaps lost"):
         if removable(source, ranks, full, rank) and data.draw(st.booleans()):
             del ranks[rank]
-    note(f"left: { {rank: sorted(held) for rank, held in ranks.items()} }")
+    note(f"left: { {rank: sorted(contents) for rank, contents in ranks.items()} }")
     with world_of(source, target) as world:
-        write_tree(world.src, {rank: {**held, **COPIED} for rank, held in ranks.items()})
+        write_tree(world.src, {rank: {**contents, **COPIED} for rank, contents in ranks.items()})
         world.convert()
         same_ranks(world.found(), world.expected(full, COPIED))
 
@@ -163,17 +163,17 @@ def test_a_missing_slice_is_an_error(data: st.DataObject) -> None:
 @examples(40)
 @given(st.data())
 def test_any_remaining_files_are_converted_correctly_or_refused(data: st.DataObject) -> None:
-    """Any tensors may be lacking in any files: what comes out is right, and no slice is made up."""
+    """Any tensors may be missing in any files: the output is correct, and no slice is invented."""
     full, source, target = drawn(data, 8)
     ranks: dict[int, dict[str, Value]] = cut_ranks(source, full)
-    entries = [(rank, name) for rank, held in ranks.items() for name in held]
+    entries = [(rank, name) for rank, contents in ranks.items() for name in contents]
     for rank, name in data.draw(st.lists(st.sampled_from(entries), max_size=6, unique=True), label="lacking"):
         del ranks[rank][name]
     for rank in data.draw(st.sets(st.sampled_from(sorted(ranks)), max_size=2), label="lost"):
         del ranks[rank]
-    saved = {name for held in ranks.values() for name in held}
+    saved = {name for contents in ranks.values() for name in contents}
     with world_of(source, target) as world:
-        write_tree(world.src, {rank: {**held, **COPIED} for rank, held in ranks.items()})
+        write_tree(world.src, {rank: {**contents, **COPIED} for rank, contents in ranks.items()})
         result = world.run()
         if result.status:
             assert result.status == 3
@@ -199,9 +199,9 @@ def test_expanded_json_is_read_correctly_or_refused(data: st.DataObject) -> None
     """Where the entries of a map go together in two ways that fit the slices, it is never a guess."""
     shape = data.draw(st.lists(st.sampled_from([2, 4, 8, 3, 6]), min_size=2, max_size=3))
     full = {"w": value("w", shape)}
-    made = data.draw(layouts(data.draw(st.sampled_from([4, 8, 6, 12])), shape))
-    assume(any(len(axes) > 1 for axes in axes_of(made["tensor_map"], len(shape))))
-    source, target = single({"w": made}), data.draw(strategies(full))
+    layout_record = data.draw(layouts(data.draw(st.sampled_from([4, 8, 6, 12])), shape))
+    assume(any(len(axes) > 1 for axes in axes_of(layout_record["tensor_map"], len(shape))))
+    source, target = single({"w": layout_record}), data.draw(strategies(full))
     with world_of(source, target) as world:
         world.save(full)
         world.old = write_strategy(world.root / "old", source, shapes_of(full), "json")
@@ -233,7 +233,7 @@ def test_accumulated_gradients_stay_sharded_or_unsharded(data: st.DataObject) ->
     with world_of(source, target) as world:
         write_tree(world.src, cut_ranks(source, everything, COPIED, untrue))
         world.convert()
-        # Where the source has no shards to tell it by, they are written as the compiler makes them.
+        # If the source has no shards, they are written as the compiler makes them.
         plain = [
             name for name in gradients
             if name in untrue
@@ -277,16 +277,16 @@ def test_rank_lists_of_any_layouts_are_sufficient_and_irredundant(data: st.DataO
         world.dst = world.root / "one"
         chosen = data.draw(st.sets(st.integers(0, rank_count(target) - 1), min_size=1, max_size=3))
         for rank in sorted(chosen):
-            listed = world.rank_list(rank)
-            assert listed == sorted(set(listed))
-            assert not uncovered(source, target, shapes, rank, listed), "insufficient"
-            for other in listed:
-                rest = [entry for entry in listed if entry != other]
-                assert uncovered(source, target, shapes, rank, rest), f"{other} of {listed} is not needed"
-            world.src = write_tree(world.root / f"src{rank}", {entry: ranks[entry] for entry in listed})
+            rank_list = world.rank_list(rank)
+            assert rank_list == sorted(set(rank_list))
+            assert not uncovered(source, target, shapes, rank, rank_list), "insufficient"
+            for other in rank_list:
+                rest = [entry for entry in rank_list if entry != other]
+                assert uncovered(source, target, shapes, rank, rest), f"{other} of {rank_list} is not needed"
+            world.src = write_tree(world.root / f"src{rank}", {entry: ranks[entry] for entry in rank_list})
             world.by_rank(rank)
-        found = tree_bytes(world.dst)
-        assert found == {path: data_ for path, data_ in whole.items() if int(path[5 : path.index("/")]) in chosen}
+        files = tree_bytes(world.dst)
+        assert files == {path: data_ for path, data_ in whole.items() if int(path[5 : path.index("/")]) in chosen}
 
 
 @examples(10)
@@ -302,9 +302,9 @@ def test_rank_lists_contain_available_ranks_only(data: st.DataObject) -> None:
             return
         if not covered_by_one_stage(source, target, full, rank, available):
             return
-        listed = world.rank_list(rank, *options)
-        assert set(listed) <= available
-        assert not uncovered(source, target, shapes_of(full), rank, listed)
+        rank_list = world.rank_list(rank, *options)
+        assert set(rank_list) <= available
+        assert not uncovered(source, target, shapes_of(full), rank, rank_list)
 
 
 def covered_by_one_stage(
@@ -339,7 +339,7 @@ def test_output_does_not_depend_on_io_options(data: st.DataObject) -> None:
             "tiny": ["--max-memory", "1", "--jobs", "2", "--io", data.draw(st.sampled_from(["mmap", "pread"]))],
             "remote": ["--jobs", "2"],
         }
-        made: dict[str, dict[str, bytes]] = {}
+        files: dict[str, dict[str, bytes]] = {}
         for name, options in ways.items():
             with contextlib.ExitStack() as changed:
                 if name == "tiny":
@@ -349,8 +349,8 @@ def test_output_does_not_depend_on_io_options(data: st.DataObject) -> None:
                     changed.enter_context(mock.patch.object(storage_module, "file_system_of", lambda path: "nfs"))
                 world.dst = world.root / name
                 world.convert(*options)
-            made[name] = tree_bytes(world.dst)
-            assert made[name] == made["plain"], name
+            files[name] = tree_bytes(world.dst)
+            assert files[name] == files["plain"], name
         same_ranks(read_tree(world.root / "plain"), world.expected(full, COPIED))
 
 
@@ -375,12 +375,14 @@ def test_the_reference_for_one_device_lists_no_parameters() -> None:
 @given(st.data())
 def test_a_targets_source_files_do_not_depend_on_other_targets(data: st.DataObject) -> None:
     full, source, target = drawn(data)
-    left = data.draw(st.sets(st.sampled_from(range(rank_count(target))), min_size=1), label="left to write")
+    remaining = data.draw(st.sets(st.sampled_from(range(rank_count(target))), min_size=1), label="left to write")
     with world_of(source, target) as world, FileHandles() as handles:
         world.save(full, copied=COPIED)
         request = Request(str(world.src), "dst", read_strategy(str(world.old)), read_strategy(str(world.new)))
         whole, part = make_plan(request, handles, Report()), make_plan(request, handles, Report())
         together = data.draw(st.integers(1, 4))
-        expected = {made.rank: [*made.tensors] for group in whole.groups(whole.requested) for made in group}
-        found = {made.rank: [*made.tensors] for group in part.groups(sorted(left), together) for made in group}
-        assert found == {rank: expected[rank] for rank in left}
+        expected = {created.rank: [*created.tensors] for group in whole.groups(whole.requested) for created in group}
+        actual = {
+            created.rank: [*created.tensors] for group in part.groups(sorted(remaining), together) for created in group
+        }
+        assert actual == {rank: expected[rank] for rank in remaining}

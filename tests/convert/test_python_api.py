@@ -1,4 +1,4 @@
-"""reshard.Conversion: the bytes that the command line writes, and errors in Python's words."""
+"""reshard.Conversion: the bytes of the command line, and errors with names of parameters."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DEMO = ROOT / "fixtures" / "demo"
 SRC = DEMO / "src_checkpoints"
 STRATEGIES: dict[str, Any] = {"src_strategy": DEMO / "src_strategy.ckpt", "dst_strategy": DEMO / "dst_strategy.ckpt"}
 QWEN3 = ROOT / "fixtures" / "models" / "qwen3"
-# How a command prints and gets its share of the work; what methods do; an endpoint is one of the environment here.
+# Options for output and for shares of the work; methods; the endpoint comes from the environment here.
 ONLY_COMMAND = {"scheduler", "verify", "dry_run", "progress", "quiet", "verbose", "debug", "as_json", "endpoint_url"}
 
 
@@ -32,7 +32,7 @@ def contents(directory: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize(
-    "given",
+    "arguments",
     [
         STRATEGIES,
         {**STRATEGIES, "include": ["head*", "*.bias"], "format": "safetensors"},
@@ -41,13 +41,13 @@ def contents(directory: Path) -> dict[str, bytes]:
         {**STRATEGIES, "cast": "BFloat16", "rename": "head.*=tail.*"},
     ],
 )
-def test_a_conversion_writes_the_bytes_of_the_command_line(tmp_path: Path, given: dict[str, Any]) -> None:
+def test_a_conversion_writes_the_bytes_of_the_command_line(tmp_path: Path, arguments: dict[str, Any]) -> None:
     words = []
-    for name, value in given.items():
+    for name, value in arguments.items():
         for one in value if isinstance(value, list) else [value]:
             words += [f"--{name.replace('_', '-')}", one]
     done("convert", SRC, tmp_path / "typed", *words)
-    conversion = reshard.Conversion(SRC, tmp_path / "called", **given)
+    conversion = reshard.Conversion(SRC, tmp_path / "called", **arguments)
     planned = conversion.plan()
     assert not (tmp_path / "called").exists()
     summary = conversion.convert(verify=True)
@@ -92,7 +92,7 @@ def test_verify_uses_records_and_raises_differences(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "error", "words"),
+    ("arguments", "error", "words"),
     [
         ({}, UsageError, "src_strategy and dst_strategy are missing.*src_strategy=FILE"),
         ({**STRATEGIES, "to": "torch"}, UsageError, "to='torch' is none of 'ranks'"),
@@ -108,10 +108,10 @@ def test_verify_uses_records_and_raises_differences(tmp_path: Path) -> None:
     ],
 )
 def test_errors_name_python_parameters(
-    tmp_path: Path, given: dict[str, Any], error: type[ReshardError], words: str
+    tmp_path: Path, arguments: dict[str, Any], error: type[ReshardError], words: str
 ) -> None:
     with pytest.raises(error) as caught:
-        reshard.Conversion(SRC, tmp_path / "out", **given).convert()
+        reshard.Conversion(SRC, tmp_path / "out", **arguments).convert()
     text = str(caught.value)
     assert "--" not in text
     assert caught.match(f"(?s){words}")

@@ -1,4 +1,4 @@
-"""--shard: every target rank is in one share, whoever runs it and in whatever order."""
+"""--shard: every target rank is in exactly one shard."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ ARRAY = {"SLURM_ARRAY_TASK_MIN": "4", "SLURM_ARRAY_TASK_MAX": "10", "SLURM_ARRAY
             {"RANK": "1", "WORLD_SIZE": "2", "RANK_ID": "1", "RANK_SIZE": "2", "PMI_RANK": "1", "PMI_SIZE": "2"},
             Share(1, 2),
         ),
-        # Half of a pair says nothing, and neither do ids that are no numbers.
+        # An incomplete pair has no meaning, and neither have ids that are not numbers.
         ({"RANK": "7", "PMI_RANK": "0", "PMI_SIZE": "2"}, Share(0, 2)),
         ({"WORLD_SIZE": "7", "RANK_ID": "1", "RANK_SIZE": "2"}, Share(1, 2)),
         ({"MS_NODE_ID": "node_a", "MS_WORKER_NUM": "2", "RANK": "1", "WORLD_SIZE": "2"}, Share(1, 2)),

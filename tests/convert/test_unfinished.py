@@ -1,4 +1,4 @@
-"""Directories that are being filled: no loader takes one for a whole checkpoint, whatever it goes by."""
+"""Incomplete target directories: no loader accepts one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FORMS: dict[str, tuple[list[Argument], str]] = {
     "checkpoint2": (["--dst-strategy", "same"], "latest_checkpointed_iteration.txt"),
     "unified": (["--max-shard-size", "200"], "param_name_map.json"),
     "huggingface": (["--max-shard-size", "200"], "model.safetensors.index.json"),
-    # Nothing but the marker tells its loaders that files are missing.
+    # Only the marker shows loaders that files are missing.
     "hf-sharded": (["--shards", "4"], "reshard-manifest.json"),
     "dcp": (["--shards", "4"], ".metadata"),
     "hyper-parallel": (["--shards", "4"], ".metadata"),
@@ -40,9 +40,9 @@ def weights(root: Path) -> list[Path]:
 
 
 def contents(root: Path) -> dict[str, bytes]:
-    """Every file of a directory, by its path, but for the records and what says where they came from."""
-    found = {str(path.relative_to(root)): path for path in root.rglob("*") if path.is_file()}
-    return {name: path.read_bytes() for name, path in found.items() if not name.startswith((".reshard", "reshard-man"))}
+    """Every file of a directory by its path, except records and the recorded strategy."""
+    paths = {str(path.relative_to(root)): path for path in root.rglob("*") if path.is_file()}
+    return {name: path.read_bytes() for name, path in paths.items() if not name.startswith((".reshard", "reshard-man"))}
 
 
 def everything(root: Path) -> dict[str, bytes]:
@@ -71,11 +71,11 @@ def test_an_incomplete_directory_contains_a_file_that_no_loader_accepts(form: st
     assert files > 2
     for number in range(files):
         done("by-rank", number, *words(form, world, world.dst))
-        found = weights(world.dst)
+        stored_tensors = weights(world.dst)
         last = number == files - 1
         # Never a file alone, which MindSpore would take for everything.
-        assert len(found) == number + (1 if last else 2)
-        assert all_can_be_read(found) == last
+        assert len(stored_tensors) == number + (1 if last else 2)
+        assert all_can_be_read(stored_tensors) == last
         assert (world.dst / FORMS[form][1]).exists() == last
         assert done("status", world.dst, "--json").json["complete"] == last
     assert contents(world.dst) == contents(world.root / "whole")
@@ -170,12 +170,12 @@ def test_no_loader_accepts_a_conversion_stopped_at_any_moment(
         with monkeypatch.context() as patch:
             patch.setattr(os, call, stop)
             reshard("convert", *words(form, world, world.dst))
-        found = weights(world.dst)
-        there = {str(path.relative_to(world.dst)) for path in found}
-        if (world.dst / FORMS[form][1]).exists() or there == parts:
-            assert parts <= there
+        stored_tensors = weights(world.dst)
+        target = {str(path.relative_to(world.dst)) for path in stored_tensors}
+        if (world.dst / FORMS[form][1]).exists() or target == parts:
+            assert parts <= target
         else:
-            assert not found or not all_can_be_read(found), (at, there)
+            assert not stored_tensors or not all_can_be_read(stored_tensors), (at, target)
         done("convert", *words(form, world, world.dst))
         assert contents(world.dst) == whole
         shutil.rmtree(world.dst)

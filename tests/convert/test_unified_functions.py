@@ -35,8 +35,8 @@ def unify(world: World, **options: Any) -> Path:
 
 def test_a_rank_tree_becomes_unified_weights(world: World) -> None:
     same_checkpoints(held(unify(world)), {**FULL, **COPIED})
-    said = json.loads((world.dst / "param_name_map.json").read_text())
-    assert said["weight_map"] == dict.fromkeys(FULL, "part0.safetensors")
+    document = json.loads((world.dst / "param_name_map.json").read_text())
+    assert document["weight_map"] == dict.fromkeys(FULL, "part0.safetensors")
     assert sorted(path.name for path in world.dst.glob("*.safetensors")) == [
         "hyper_param.safetensors",
         "part0.safetensors",
@@ -44,25 +44,25 @@ def test_a_rank_tree_becomes_unified_weights(world: World) -> None:
 
 
 def test_parameters_excluded_by_the_callback_are_left_out(world: World) -> None:
-    asked: list[str] = []
+    requests: list[str] = []
 
     def choose(name: str) -> bool:
-        asked.append(name)
+        requests.append(name)
         return not name.startswith("m.")
 
     same_checkpoints(held(unify(world, choice_func=choose)), {"w": FULL["w"], "v": FULL["v"], **COPIED})
-    assert sorted(asked) == sorted(FULL)
+    assert sorted(requests) == sorted(FULL)
     # A name that is also a pattern means itself.
     assert "m.w" not in json.loads((world.dst / "param_name_map.json").read_text())["weight_map"]
 
 
 def test_parameters_renamed_by_the_callback_are_renamed_in_files_and_map(world: World) -> None:
-    """Every name by itself, and what is left out stays out, be its name given to another."""
+    """Every name separately; excluded names stay excluded, even if another tensor gets such a name."""
     names: dict[str, Any] = {"w": "net.w", "v": False, "m.w": "v"}
     expected = {"net.w": FULL["w"], "v": FULL["m.w"], **COPIED}
     same_checkpoints(held(unify(world, choice_func=names.__getitem__)), expected)
-    said = json.loads((world.dst / "param_name_map.json").read_text())["weight_map"]
-    assert sorted(said) == ["net.w", "v"]
+    weight_map = json.loads((world.dst / "param_name_map.json").read_text())["weight_map"]
+    assert sorted(weight_map) == ["net.w", "v"]
     # Another choice is another conversion.
     with pytest.raises(ReshardError, match="another conversion"):
         unify(world)
@@ -84,7 +84,7 @@ def test_optimizer_state_keeps_its_name_unless_it_is_given_another(tmp_path: Pat
 @pytest.mark.parametrize("name", ["v", "global_step"])
 def test_a_rename_to_an_existing_name_is_refused(name: str, world: World) -> None:
     with pytest.raises(ReshardError, match="would also get the name"):
-        unify(world, choice_func=lambda asked: name if asked == "w" else True)
+        unify(world, choice_func=lambda requests: name if requests == "w" else True)
     assert not list(world.dst.glob("*.safetensors"))
 
 
@@ -232,7 +232,7 @@ def test_listed_weights_missing_in_the_files_are_reported(world: World, caplog: 
 )
 def test_arguments_that_require_mindspore_are_refused(options: dict[str, Any], says: str, world: World) -> None:
     unified = unify(world)
-    given: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "network": None,
         "predict_strategy": str(world.new),
         "format": "safetensors",
@@ -241,7 +241,7 @@ def test_arguments_that_require_mindspore_are_refused(options: dict[str, Any], s
         **options,
     }
     with pytest.raises(UsageError) as caught:
-        reshard.load_distributed_checkpoint(**given)
+        reshard.load_distributed_checkpoint(**arguments)
     assert says in str(caught.value)
     assert not (world.root / "loaded").exists()
 

@@ -25,7 +25,7 @@ def command() -> Iterator[Path]:
 @pytest.fixture
 def environment(tmp_path: Path, command: Path) -> dict[str, str]:
     """The environment of shells with a command in `tmp_path / "bin"`."""
-    found = install(tmp_path / "bin")
+    actual = install(tmp_path / "bin")
     if not LONG:
         shutil.copy(command / "reshard", tmp_path / "bin")
-    return found
+    return actual

@@ -28,9 +28,9 @@ PAGES = [README, *sorted(DOCS.glob("*.md")), *ORIGINALS]
 @pytest.mark.parametrize("page", pages.pages(), ids=lambda page: page.name)
 def test_every_example_works_as_typed_and_prints_what_the_page_shows(page: Path, command: Path) -> None:
     with pages.home() as place:
-        for found in pages.type_page(page, place, None if LONG else command):
-            line = f"{page.name}, line {found.block.start + 1}: `make docs` writes what is printed now"
-            assert found.same, f"{line}\n{found.output}"
+        for actual in pages.type_page(page, place, None if LONG else command):
+            line = f"{page.name}, line {actual.block.start + 1}: `make docs` writes what is printed now"
+            assert actual.same, f"{line}\n{actual.output}"
         if page == README:
             check_what_the_readme_makes(place / "out")
 
@@ -137,9 +137,9 @@ def messages_of_the_program() -> Iterator[str]:
 
 
 def test_pictures_of_forms_match_written_files(tmp_path: Path) -> None:
-    made = pictures.pictures(tmp_path)
-    assert len(made) == 4
-    for name, picture in made.items():
+    created = pictures.pictures(tmp_path)
+    assert len(created) == 4
+    for name, picture in created.items():
         assert (pictures.PLACE / name).read_bytes() == picture, f"`make docs` draws {name} anew"
 
 

@@ -1,4 +1,4 @@
-"""The scripts of docs/many-machines.md, run as their launchers would run them."""
+"""The scripts of docs/many-machines.md, run as by their launchers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SCRIPTS = [name for name in FILES if not name.endswith(".yaml")]
 
 
 class Machine:
-    """A directory with the page's scripts in it, the fixtures, and stand-ins for what cannot be run here."""
+    """A directory with the page's scripts, the fixtures, and substitutes for absent programs."""
 
     def __init__(self, place: Path, environment: dict[str, str]) -> None:
         self.place = place
@@ -116,12 +116,12 @@ def test_the_processes_of_an_mpi_launcher_convert_everything(machine: Machine) -
 def test_the_pods_of_a_kubernetes_job_convert_everything(machine: Machine) -> None:
     job = kubernetes_job()
     container = job["template"]["spec"]["containers"][0]
-    told = {entry["name"]: entry["value"] for entry in container["env"]}
-    assert told == {"JOB_COMPLETIONS": str(job["completions"])}
+    output = {entry["name"]: entry["value"] for entry in container["env"]}
+    assert output == {"JOB_COMPLETIONS": str(job["completions"])}
     assert job["completionMode"] == "Indexed"
     # Of eight pods with four ranks, those with an odd index find one to do.
     for index in range(1, job["completions"], 2):
-        ran = machine.run(*container["command"], *container["args"], **told, JOB_COMPLETION_INDEX=str(index))
+        ran = machine.run(*container["command"], *container["args"], **output, JOB_COMPLETION_INDEX=str(index))
         assert ran.returncode == 0, ran.stderr
     assert machine.complete
 

@@ -1,4 +1,4 @@
-"""The pages in Chinese are in step with the English ones."""
+"""The pages in Chinese match the English ones."""
 
 from __future__ import annotations
 

@@ -112,8 +112,8 @@ def test_d_for_inference_without_optimizer_state(shell: Shell) -> None:
         """
     )
     same_ranks(read_tree(shell.directory / "sharded"), cut_ranks(inference, weights, COPIED))
-    kept = {name: tensor for name, tensor in full.items() if not name.startswith("moment")}
-    same_ranks(read_tree(shell.directory / "whole"), {0: {**kept, **COPIED}})
+    preserved = {name: tensor for name, tensor in full.items() if not name.startswith("moment")}
+    same_ranks(read_tree(shell.directory / "whole"), {0: {**preserved, **COPIED}})
 
 
 def test_e_group_info_lists_ranks_0_and_4_as_replicas(shell: Shell) -> None:
@@ -129,16 +129,16 @@ def test_f_an_end_of_life_checkpoint_is_converted_as_it_is(shell: Shell) -> None
     (shell.directory / "strategy").symlink_to(source.directory)
     write_tree(shell.directory / "checkpoints", cut_ranks(source.strategy, old, COPIED))
     full = source.full()
-    for rank, held in cut_ranks(source.strategy, full, COPIED).items():
+    for rank, tensors in cut_ranks(source.strategy, full, COPIED).items():
         if rank in (0, 2, 3, 5):
             directory = shell.directory / "checkpoints" / f"rank_{rank}"
-            write_checkpoint(directory / "net-1_12.ckpt", {**held, "cur_rank": scalar(rank)})
+            write_checkpoint(directory / "net-1_12.ckpt", {**tensors, "cur_rank": scalar(rank)})
     write_strategy(shell.directory / "target", target.strategy)
-    said = shell(
+    output = shell(
         "reshard transform-dir checkpoints converted --src-strategy strategy --dst-strategy target.ckpt"
     ).stderr
-    assert "1_12" in said
-    found = read_tree(shell.directory / "converted")
-    for held in found.values():
-        held.pop("cur_rank", None)
-    same_ranks(found, cut_ranks(target.strategy, full, COPIED))
+    assert "1_12" in output
+    ranks = read_tree(shell.directory / "converted")
+    for tensors in ranks.values():
+        tensors.pop("cur_rank", None)
+    same_ranks(ranks, cut_ranks(target.strategy, full, COPIED))

@@ -1,4 +1,4 @@
-"""The executor's blocks: any range of any tensor, from any pieces, through any buffer size."""
+"""Blocks of the executor: any range of any tensor, from any pieces, through any buffer size."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def test_boxes_of_a_range_cover_its_elements_in_order(shape: tuple[int, ...], da
     stop = data.draw(st.integers(start, count))
     most = data.draw(st.integers(1, count + 1))
     numbers = np.arange(count).reshape(shape)
-    found: list[int] = []
+    actual: list[int] = []
     for box in boxes_of_range(shape, start, stop, most):
         part = numbers[tuple(slice(*interval) for interval in box)]
         assert 1 <= part.size <= most
-        found += part.reshape(-1).tolist()
-    assert found == list(range(start, stop))
+        actual += part.reshape(-1).tolist()
+    assert actual == list(range(start, stop))
 
 
 @given(SHAPES.filter(lambda shape: len(shape) > 0 and math.prod(shape) > 8))
@@ -50,7 +50,7 @@ def test_a_range_becomes_few_boxes(shape: tuple[int, ...]) -> None:
 
 @st.composite
 def tensors(draw: st.DrawFn, directory: Path) -> tuple[TargetTensor, npt.NDArray[np.uint8]]:
-    """A target tensor over stored slices in a file, and what it must hold."""
+    """A target tensor over stored slices in a file, and its expected contents."""
     item_size = draw(st.sampled_from([1, 2, 3, 4, 8, 16]))
     shape = tuple(draw(st.lists(st.integers(1, 7), min_size=1, max_size=3)))
     full = np.random.default_rng(draw(st.integers(0, 99))).integers(0, 256, (*shape, item_size), dtype=np.uint8)
@@ -65,7 +65,7 @@ def tensors(draw: st.DrawFn, directory: Path) -> tuple[TargetTensor, npt.NDArray
     content = b""
     for cell in cells:
         stored = full[tuple(slice(*interval) for interval in cell)].tobytes()
-        # The slice lies in the file in one or more runs, with other bytes between them.
+        # The file contains the slice in one or more runs, with other bytes between them.
         cut = draw(st.integers(0, len(stored)))
         extents = []
         for part in (stored[:cut], stored[cut:]) if draw(st.booleans()) else (stored,):
@@ -121,7 +121,7 @@ def test_a_tensor_is_the_same_through_any_reader_and_buffer_size(
     @examples(150)
     @given(st.data())
     def check(data: st.DataObject) -> None:
-        tensor, wanted = data.draw(tensors(tmp_path))
+        tensor, expected = data.draw(tensors(tmp_path))
         scratch = np.empty(data.draw(st.sampled_from([16, 40, 4096])), dtype=np.uint8)
         most = max(1, data.draw(st.sampled_from([1, 16, 64, 1 << 20])) // tensor.item_size)
         out = b""
@@ -131,7 +131,7 @@ def test_a_tensor_is_the_same_through_any_reader_and_buffer_size(
                 room = bytearray(math.prod(high - low for low, high in block) * tensor.item_size)
                 filler.fill(tensor, block, memoryview(room))
                 out += room
-        assert out == wanted.tobytes()
+        assert out == expected.tobytes()
 
     check()
 

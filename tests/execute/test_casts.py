@@ -1,4 +1,4 @@
-"""Casts against exact arithmetic: every element is the nearest that its type has, ties to even."""
+"""Casts against exact arithmetic: to the nearest value, ties to even."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PAIRS = [(stored, dtype) for stored, dtype in itertools.product(CASTABLE, CAST_T
 
 
 def value_of(bits: int, dtype: str) -> Any:
-    """The number that bits stand for: a fraction and a sign, an infinity, or nothing."""
+    """The number of a bit pattern: a fraction and a sign, an infinity, or None."""
     exponent_bits, mantissa_bits = FIELDS[dtype]
     sign = -1 if bits >> (exponent_bits + mantissa_bits) else 1
     exponent = bits >> mantissa_bits & ((1 << exponent_bits) - 1)
@@ -62,8 +62,8 @@ def nearest(value: Any, dtype: str) -> int:
 
 
 def cast(bits: list[int], stored: str, dtype: str) -> list[int]:
-    found: list[int] = cast_words(np.array(bits, WORDS[stored]), stored, dtype).tolist()
-    return found
+    actual: list[int] = cast_words(np.array(bits, WORDS[stored]), stored, dtype).tolist()
+    return actual
 
 
 def check(bits: list[int], stored: str, dtype: str) -> None:
@@ -115,16 +115,16 @@ def test_casts_by_blocks_equal_casts_by_element_and_count_overflows(shape: tuple
     values = random.standard_normal(shape).astype("f4")
     flat = values.reshape(-1)
     flat[:7] = [1e38, -3e38, np.inf, np.nan, 65504, 65520, 3.4e38]
-    told: list[tuple[str, int]] = []
+    output: list[tuple[str, int]] = []
     for dtype, overflows in (("BFloat16", 1), ("Float16", 4)):
         out = np.zeros(shape[::-1] if transposed else shape, "u2")
         view = out.transpose() if transposed else out
-        told.clear()
-        given_words, made = values.view("u4")[..., None], view[..., None]
-        put(given_words, made, Cast("Float32", dtype, "w", lambda name, count: told.append((name, count))))
+        output.clear()
+        given_words, created = values.view("u4")[..., None], view[..., None]
+        put(given_words, created, Cast("Float32", dtype, "w", lambda name, count: output.append((name, count))))
         np.testing.assert_array_equal(view, cast_words(values.view("u4"), "Float32", dtype))
-        assert sum(count for _, count in told) == overflows
-        assert {name for name, _ in told} == {"w"}
+        assert sum(count for _, count in output) == overflows
+        assert {name for name, _ in output} == {"w"}
 
 
 @pytest.mark.parametrize(("stored", "dtype"), PAIRS)

@@ -1,4 +1,4 @@
-"""A source that is written to while it is read never gets into a target that is recorded."""
+"""A source modified during a run never gets into a recorded target."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.small import World, tensors
 from tests.trees import Value, layout, read_tree, scalar, single, value
 
 NEW, OTHER = tensors("new "), tensors("other ")
-# Each target rank takes what the source rank of its number holds.
+# Each target rank reads the source rank of the same number.
 TWO = single({"w": layout([2], [0, -1])})
 BIG = {label: {"w": value(label, (2048, 1024))} for label in ("one", "two")}
 
@@ -118,12 +118,12 @@ def test_a_process_killed_by_a_truncated_map_leaves_only_a_temporary_file(
     world: World,
 ) -> None:
     world.save(NEW)
-    kept = {path: path.read_bytes() for path in world.src.rglob("*.ckpt")}
+    original = {path: path.read_bytes() for path in world.src.rglob("*.ckpt")}
     words = [str(word) for word in world.words("--jobs", "1", "--io", "mmap")]
     killed = subprocess.run([sys.executable, "-c", SHORTENED_WHILE_MAPPED, *words], capture_output=True, check=False)
     assert killed.returncode == -signal.SIGBUS
     assert not list(world.dst.glob("rank_*/checkpoint_*"))
-    for path, content in kept.items():
+    for path, content in original.items():
         path.write_bytes(content)
     world.convert()
     assert sorted(world.found()) == [0, 1]
@@ -264,7 +264,7 @@ def test_values_distinguish_sources_of_machines_without_a_common_file(command: s
 
     def convert(rank: int, step: int, *options: str) -> Result:
         shutil.rmtree(world.src, ignore_errors=True)
-        # Generator states are a rank's own, and tell nothing.
+        # Generator states belong to one rank, so they distinguish no sources.
         copied = {"global_step": scalar(step), "rng_state": scalar(rank)}
         world.save(NEW, ranks=[rank], copied=copied)
         if command == "by-rank":
@@ -285,7 +285,7 @@ def test_values_distinguish_sources_of_machines_without_a_common_file(command: s
 
 
 def test_a_copy_of_the_source_resumes_with_a_warning(world: World) -> None:
-    """Other times, other inodes, the same contents: only told."""
+    """Other times, other inodes, the same contents: only a warning."""
     world.save(NEW)
     world.convert("--ranks", "0")
     world.src = Path(shutil.copytree(world.src, world.root / "copy", copy_function=shutil.copyfile))
@@ -302,7 +302,7 @@ def test_a_file_replaced_by_one_of_equal_time_is_detected(world: World) -> None:
 
 
 def at_commit(monkeypatch: pytest.MonkeyPatch, todo: Callable[[Path], None]) -> None:
-    """Do something with each target as soon as it stands there."""
+    """Call a function with each target as soon as it exists."""
     original = writing.TargetWriter.commit
 
     def commit(self: writing.TargetWriter) -> None:
@@ -386,8 +386,8 @@ def test_a_source_that_is_rewritten_at_random_moments_is_never_mixed(tmp_path: P
             process.communicate()
         if (world.dst / "reshard-manifest.json").exists():
             ended += 1
-            found = read_tree(world.dst)
-            whole = [all(found[r][n].same(v) for r in tree for n, v in tree[r].items()) for tree in trees.values()]
+            ranks = read_tree(world.dst)
+            whole = [all(ranks[r][n].same(v) for r in tree for n, v in tree[r].items()) for tree in trees.values()]
             mixed += not any(whole)
     assert not mixed and ended
 
@@ -396,7 +396,7 @@ def test_a_source_that_is_rewritten_at_random_moments_is_never_mixed(tmp_path: P
 def test_files_beside_weights_modified_during_a_run_are_not_copied(
     way: Callable[[Path, bytes], None], world: World, at_first_write: list[Callable[[], None]]
 ) -> None:
-    """No target is made of a part of one save and a part of another; the same command again takes the new one."""
+    """No target mixes parts of two saves; the same command again reads the new one."""
     world.save(NEW)
     model = world.root / "model"
     words: list[Argument] = ["convert", model, world.dst, "--to", "huggingface"]
@@ -440,7 +440,7 @@ def test_a_tensor_modified_during_get_gives_no_file(
 
 @pytest.mark.parametrize("command", ["stats", "fingerprint", "transform-dir"])
 def test_a_file_opened_during_a_write_is_an_error(command: str, world: World) -> None:
-    """Its times were changed when the write began, and so tell nothing afterwards."""
+    """Its times changed when the write began, so they show nothing afterwards."""
     world.save(NEW)
     path = world.src / "rank_0" / "net-1_10.ckpt"
     words = world.words() if command == "transform-dir" else [command, world.src, "--strategy", world.old]

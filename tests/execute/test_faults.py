@@ -1,4 +1,4 @@
-"""Every call to the system in turn fails once: success, or an error that names a file, and a rerun that succeeds."""
+"""Each system call fails once: the run succeeds, or its error names a file and the next run succeeds."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ def test_a_failing_system_call_leaves_a_resumable_target(
         shutil.rmtree(world.dst, ignore_errors=True)
         with failing(kind, world.root, at, number):
             result = reshard(*world.words(*options, "--checksum", "crc32"))
-        said = result.err.replace("\n", "")
+        message = result.err.replace("\n", "")
         where = f"{kind} {at} of {faults.calls}: {errno.errorcode[number]}: {result.status}: {result.err}"
         assert result.status in ((0, 1) if number in PASSING else (0, 1, 3)), where
-        assert "Traceback" not in said and "internal error" not in said, where
+        assert "Traceback" not in message and "internal error" not in message, where
         if result.status:
-            assert str(world.root) in said, where
+            assert str(world.root) in message, where
         survivors_are_whole(world)
         if result.status == 0:
             same_ranks(world.found(), world.expected(FULL))
@@ -64,7 +64,7 @@ def test_a_failing_system_call_leaves_a_resumable_target(
 
 
 def test_temporarily_missing_records_are_not_removed(world: World) -> None:
-    """File servers say so of what another machine, or this one, has just made."""
+    """File servers report this for files that were just created."""
     world.save(FULL)
     with failing("open", world.root, None, errno.ENOENT) as faults:
         world.convert()
@@ -160,8 +160,8 @@ def test_a_failed_look_is_not_reported_as_a_missing_file(kind: str, command: str
             assert str(converted.root) in result.err.replace("\n", ""), where
 
 
-@pytest.mark.parametrize(("given", "command"), some_of(itertools.product([0, 1, 9], COMMANDS), 3))
-def test_a_short_read_is_continued(given: int, command: str, converted: World) -> None:
+@pytest.mark.parametrize(("arguments", "command"), some_of(itertools.product([0, 1, 9], COMMANDS), 3))
+def test_a_short_read_is_continued(arguments: int, command: str, converted: World) -> None:
     """Nothing of a file is called damaged, or different, because a network file system gave a part of it."""
     words = commands(converted)[command]
     expected = done(*words)
@@ -172,7 +172,7 @@ def test_a_short_read_is_continued(given: int, command: str, converted: World) -
         nonlocal calls
         calls += 1
         # Every read but the one that follows gives a part.
-        return read(fd, min(count, given), offset) if calls % 2 else read(fd, count, offset)
+        return read(fd, min(count, arguments), offset) if calls % 2 else read(fd, count, offset)
 
     for place in ("other", "recovered", "merged.ckpt"):
         shutil.rmtree(converted.root / place, ignore_errors=True)
@@ -180,18 +180,18 @@ def test_a_short_read_is_continued(given: int, command: str, converted: World) -
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "pread", short)
         result = reshard(*words)
-    # What is free on the disk, and what this process holds by now, says nothing of what was read.
+    # Free disk space and the memory of this process do not depend on the source.
     figures = r"[0-9.]+ [KMGT]iB free|memory +about [0-9.]+ [KMGT]iB"
-    said, wanted = (re.sub(figures, "", out) for out in (result.out, expected.out))
-    assert (result.status, said) == (0, wanted), result.err
+    message, required = (re.sub(figures, "", out) for out in (result.out, expected.out))
+    assert (result.status, message) == (0, required), result.err
     assert calls or command in ("status", "plan")
 
 
 @pytest.mark.parametrize("ending", ["ckpt", "safetensors"])
-@pytest.mark.parametrize("what", ["conversion", "inspection"])
-def test_an_unreadable_header_is_a_retryable_error(what: str, ending: str, world: World) -> None:
+@pytest.mark.parametrize("kind", ["conversion", "inspection"])
+def test_an_unreadable_header_is_a_retryable_error(kind: str, ending: str, world: World) -> None:
     world.save(FULL, f"rank_{{rank}}/net-1_10.{ending}")
-    words = world.words() if what == "conversion" else ["inspect", world.src / "rank_0" / f"net-1_10.{ending}"]
+    words = world.words() if kind == "conversion" else ["inspect", world.src / "rank_0" / f"net-1_10.{ending}"]
     read = os.pread
 
     def nothing(fd: int, count: int, offset: int) -> bytes:

@@ -1,4 +1,4 @@
-"""What a run that fails, is stopped or is killed leaves behind: never half a file under a final name."""
+"""Failed, interrupted and killed runs leave no half-written file under a final name."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MIB = 1 << 20
 
 
 def large_source(path: Path, size: int) -> None:
-    """A safetensors file of one big tensor of zeros, which takes no space on disk."""
+    """A safetensors file of one large tensor of zeros, which takes no space on disk."""
     header = {"big": {"dtype": "F32", "shape": [size // 4], "data_offsets": [0, size]}}
     encoded = json.dumps(header).encode()
     encoded += b" " * (-len(encoded) % 8)
@@ -57,21 +57,21 @@ def test_an_interrupted_run_leaves_no_target_and_the_next_run_cleans_up(
     while not files(tmp_path) and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.002)
     process.send_signal(sent)
-    _, said = process.communicate(timeout=60)
-    assert process.returncode == status, said
-    assert "Traceback" not in said
+    _, output = process.communicate(timeout=60)
+    assert process.returncode == status, output
+    assert "Traceback" not in output
     assert not (tmp_path / "dst" / "rank_0" / "checkpoint_0.safetensors").exists()
     if sent != signal.SIGKILL:
         assert files(tmp_path) == []
     large_source(tmp_path / "big.safetensors", MIB)
     again = start(tmp_path)
-    _, said = again.communicate(timeout=60)
-    assert again.returncode == 0, said
+    _, output = again.communicate(timeout=60)
+    assert again.returncode == 0, output
     assert files(tmp_path) == [tmp_path / "dst" / "rank_0" / "checkpoint_0.safetensors"]
 
 
 def test_a_failed_write_is_a_retryable_error(tmp_path: Path) -> None:
-    """A limit on the size of files stands for a disk that runs full."""
+    """A limit on the size of files simulates a full disk."""
     large_source(tmp_path / "big.safetensors", 4 * MIB)
     words = [
         "transform-dir", str(tmp_path / "big.safetensors"), str(tmp_path / "dst"), "--src-strategy", "none",
@@ -105,7 +105,7 @@ def test_a_low_limit_of_open_files_suffices_for_many_ranks(world: World) -> None
 
 
 def test_ranks_may_be_converted_at_the_same_time(world: World) -> None:
-    """Shell loops on several machines: no run takes away what another one is writing."""
+    """Shell loops on several machines: no run removes a file that another one is writing."""
     world.save(FULL)
     runs = [
         subprocess.Popen(
@@ -116,6 +116,6 @@ def test_ranks_may_be_converted_at_the_same_time(world: World) -> None:
         for rank in range(2)
     ]
     for run in runs:
-        _, said = run.communicate(timeout=60)
-        assert run.returncode == 0, said
+        _, output = run.communicate(timeout=60)
+        assert run.returncode == 0, output
     same_ranks(world.found(), world.expected(FULL))

@@ -1,4 +1,4 @@
-"""Memory stays where it was promised, whatever the size of checkpoint and tensor."""
+"""Memory stays within its documented limit for any size of checkpoint and tensor."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def place(tmp_path: Path) -> Iterator[Path]:
 
 
 def peaks(arguments: list[object]) -> Run:
-    """Run the command and tell the most memory that all its processes together were seen with."""
+    """Run the command and return the largest measured memory of all its processes together."""
     return run(reshard(*arguments, "--quiet"))
 
 
@@ -66,9 +66,9 @@ def test_memory_of_encrypted_sources_stays_under_the_limit(mode: str, place: Pat
     shutil.rmtree(place / "dst")
     for path in (place / "src").rglob("*.ckpt"):
         encrypt_file(path, mode)
-    found = transform(place, "pread", "16M", 2, *with_key(place / "key"))
+    outcome = transform(place, "pread", "16M", 2, *with_key(place / "key"))
     # Less than a block, of which none is held.
-    assert found.anonymous < plain.anonymous + 32 * MIB
+    assert outcome.anonymous < plain.anonymous + 32 * MIB
     assert wrong_slices(place / "dst", model, SCHEMES[kind][1]) == 0
 
 
@@ -81,7 +81,7 @@ def test_mapped_pages_are_released(kind: str, place: Path) -> None:
 
 
 def test_sparsely_read_pages_are_released(tmp_path: Path) -> None:
-    """A look at a few bytes makes a whole page resident, and the kernel adds what is cached around it."""
+    """Reading a few bytes makes a whole page resident, and the kernel adds cached pages around it."""
     size, step = 256 * MIB, 64 << 10
     path = tmp_path / "tensor"
     path.write_bytes(bytes(size))
@@ -113,10 +113,10 @@ def convert(place: Path, model: Model, kind: str, io: str, limit: str, most: int
     write_checkpoint(place / "src", model, old)
     write_strategy(place / "old", model, old)
     write_strategy(place / "new", model, new)
-    found = transform(place, io, limit, jobs)
-    assert found.anonymous < most
+    outcome = transform(place, io, limit, jobs)
+    assert outcome.anonymous < most
     assert wrong_slices(place / "dst", model, new) == 0
-    return found
+    return outcome
 
 
 def transform(place: Path, io: str, limit: str, jobs: int, *more: Argument) -> Run:
@@ -136,7 +136,7 @@ def test_memory_of_a_hundred_thousand_tensors_stays_under_the_limit(ending: str,
     (place / "old.ckpt").write_bytes(strategy_bytes(names, Scheme(model=2), 0))
     (place / "new.ckpt").write_bytes(strategy_bytes(names, Scheme(), 0))
     options = ["--src-strategy", place / "old.ckpt", "--dst-strategy", place / "new.ckpt"]
-    found = peaks(["transform-dir", place / "src", place / "dst", *options])
+    memory = peaks(["transform-dir", place / "src", place / "dst", *options])
     path = str(place / "dst" / "rank_0" / f"checkpoint_0.{ending}")
     with FileHandles() as handles:
         stored = read_index(handles, path).tensors
@@ -145,13 +145,13 @@ def test_memory_of_a_hundred_thousand_tensors_stays_under_the_limit(ending: str,
     for name, halves in zip(names, values.swapaxes(0, 1)):
         ((offset, size),) = stored[name].extents
         assert data[offset : offset + size].tobytes() == halves.tobytes()
-    assert found.anonymous < 64 * MIB + 100 * MIB
+    assert memory.anonymous < 64 * MIB + 100 * MIB
 
 
 @pytest.mark.long
 def test_memory_of_full_weights_in_many_files_stays_under_the_limit(place: Path) -> None:
     files, each = 60, 1500
-    listed: dict[str, str] = {}
+    listing: dict[str, str] = {}
     values = np.arange(4 * files * each, dtype=np.float32).reshape(files, each, 4)
     for file in range(files):
         names = [f"model.layers.{file}.mlp.experts.{number // 3}.w{number % 3}" for number in range(each)]
@@ -159,14 +159,14 @@ def test_memory_of_full_weights_in_many_files_stays_under_the_limit(place: Path)
         name = f"model-{file + 1:05d}-of-{files:05d}.safetensors"
         layout = lay_out_safetensors(outputs, {"format": "pt"})
         write_file(place / "src" / name, layout, values[file])
-        listed.update(dict.fromkeys(names, name))
-    index = json.dumps({"metadata": {}, "weight_map": listed})
+        listing.update(dict.fromkeys(names, name))
+    index = json.dumps({"metadata": {}, "weight_map": listing})
     (place / "src" / "model.safetensors.index.json").write_text(index)
     options = ["--to", "unified", "--max-shard-size", "10KB"]
-    found = peaks(["convert", place / "src", place / "dst", *options])
-    said = json.loads((place / "dst" / "param_name_map.json").read_text())["weight_map"]
-    assert said.keys() == listed.keys() and len(set(said.values())) == 144
-    assert found.anonymous < 64 * MIB + 100 * MIB
+    memory = peaks(["convert", place / "src", place / "dst", *options])
+    weight_map = json.loads((place / "dst" / "param_name_map.json").read_text())["weight_map"]
+    assert weight_map.keys() == listing.keys() and len(set(weight_map.values())) == 144
+    assert memory.anonymous < 64 * MIB + 100 * MIB
 
 
 def write_file(path: Path, layout: OutputLayout, content: np.ndarray) -> None:
@@ -199,7 +199,7 @@ def test_a_tensor_over_four_gibibytes_is_converted(cut: int, place: Path) -> Non
     (place / "new.ckpt").write_bytes(strategy_bytes(["w"], scheme, 0))
     options = ["--src-strategy", "none", "--dst-strategy", place / "new.ckpt", "--max-memory", "32M"]
     assert peaks(["transform-dir", place / "full.ckpt", place / "dst", *options]).anonymous < 132 * MIB
-    found = set()
+    actual = set()
     with FileHandles() as handles:
         for rank in range(2):
             path = str(place / "dst" / f"rank_{rank}" / f"checkpoint_{rank}.ckpt")
@@ -214,9 +214,9 @@ def test_a_tensor_over_four_gibibytes_is_converted(cut: int, place: Path) -> Non
                     row, column = divmod(position + at, stored.shape[1])
                     number = (row + box[0][0]) * columns + column + box[1][0]
                     assert words[at] == number + 1
-                    found.add(number)
+                    actual.add(number)
                 position += size // 4
-    assert found == set(places)
+    assert actual == set(places)
 
 
 @pytest.mark.long
@@ -229,8 +229,8 @@ def test_memory_of_an_adapter_of_many_ranks_stays_under_the_limit(place: Path) -
         (place / name).mkdir()
         save_file(tensors, place / name / "model.safetensors")
     words = ["merge-lora", place / "base", place / "adapter", place / "dst", "--alpha", size, "--max-memory", "16M"]
-    found = peaks([*words, "--jobs", 2])
-    assert found.anonymous < 16 * MIB + 100 * MIB
+    memory = peaks([*words, "--jobs", 2])
+    assert memory.anonymous < 16 * MIB + 100 * MIB
     merged = load_file(place / "dst" / "model.safetensors")
     assert merged.keys() == weights.keys()
     assert all(np.allclose(tensor, 1 + 1 / size, rtol=2**-10) for tensor in merged.values())

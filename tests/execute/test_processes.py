@@ -1,4 +1,4 @@
-"""Worker processes: the same bytes, whoever dies; and nothing left behind but what the next run removes."""
+"""Worker processes: the same bytes as threads; after a crash only files that the next run removes."""
 
 from __future__ import annotations
 
@@ -81,11 +81,11 @@ def _threads_of_other_tests(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def crews(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Has the smallest work done by worker processes; how many of them were made, time after time."""
-    made: list[int] = []
+    created: list[int] = []
 
     class Counted(Crew):
         def __init__(self, count: int, *others: Any) -> None:
-            made.append(count)
+            created.append(count)
             super().__init__(count, *others)
 
     monkeypatch.setattr(run, "usable_cpus", lambda: 64)
@@ -93,7 +93,7 @@ def crews(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         monkeypatch.setattr(module, "Crew", Counted)
         monkeypatch.setattr(module, "private_bytes", lambda: 1 << 20)
     monkeypatch.setattr(processes, "MIN_BYTES_PER_PROCESS", 1)
-    return made
+    return created
 
 
 def prepared(place: Path, kind: str) -> list[str]:
@@ -149,8 +149,8 @@ def test_threads_and_processes_write_the_same_files(
         monkeypatch.setattr(parts, "MIN_PART_BYTES", part_bytes)
         words[2] = str(tmp_path / f"dst{jobs}-{part_bytes}")
         done(*words, "--jobs", jobs, "--checksum", checksum)
-        found = tree_bytes(Path(words[2]))
-        assert {path: data for path, data in found.items() if "rank_" in str(path)} == {
+        files = tree_bytes(Path(words[2]))
+        assert {path: data for path, data in files.items() if "rank_" in str(path)} == {
             path: data for path, data in expected.items() if "rank_" in str(path)
         }
         done("verify", words[2], "--src", words[1], *words[3:], "--jobs", 1)
@@ -159,7 +159,7 @@ def test_threads_and_processes_write_the_same_files(
 
 @pytest.fixture
 def small_steps(crews: list[int], monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Likewise, and whoever reads takes little at a time."""
+    """Likewise, with small reads."""
     monkeypatch.setattr(reading, "_MIN_BLOCK", 512)
     monkeypatch.setattr(reading, "_MAX_BLOCK", 512)
     monkeypatch.setattr(reading, "_TINY", 0)
@@ -173,11 +173,11 @@ def test_threads_and_processes_verify_alike(kind: str, tmp_path: Path, small_ste
     words = prepared(tmp_path, kind)
     done(*words, "--jobs", 1)
     strategy: list[Argument] = ["--strategy", tmp_path / "new"]
-    made: list[Argument] = [tmp_path / "dst", "--src-strategy", tmp_path / "new"]
+    arguments: list[Argument] = [tmp_path / "dst", "--src-strategy", tmp_path / "new"]
     commands: list[list[Argument]] = [
         ["verify", words[2], "--src", *words[1:2], *words[3:], "--json"],
         ["fingerprint", tmp_path / "dst", *strategy, "--json"],
-        ["stats", *made, "--json"],
+        ["stats", *arguments, "--json"],
     ]
     for command in commands:
         small_steps.clear()
@@ -190,7 +190,7 @@ def test_threads_and_processes_verify_alike(kind: str, tmp_path: Path, small_ste
 def test_a_thread_waiting_for_a_worker_ends_after_an_error(
     tmp_path: Path, small_steps: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it has taken comes after what was taken later; workers make tasks once, and in order."""
+    """Earlier tasks may finish after later ones; workers run each task once, and in order."""
     words = prepared(tmp_path, "rows")
     done(*words, "--jobs", 1)
     late = iter([False] * 6 + [True])
@@ -269,8 +269,8 @@ def test_long_runs_are_copied_by_the_file_system_where_possible(
         return copy(source, target, min(count, 700), *places)
 
     monkeypatch.setattr(os, "copy_file_range", copied)
-    told = done(*words, "--jobs", jobs, "--checksum", checksum, "-v").err
-    assert ("copied by the file system" in told) == (checksum == "none" and fails_at != 0), told
+    output = done(*words, "--jobs", jobs, "--checksum", checksum, "-v").err
+    assert ("copied by the file system" in output) == (checksum == "none" and fails_at != 0), output
     done("verify", words[2], "--src", words[1], *words[3:], "--jobs", 1)
 
 
@@ -324,11 +324,11 @@ def test_a_failed_write_in_a_worker_names_the_file(world: World, crews: list[int
 def test_a_killed_worker_ends_the_run_and_the_next_run_resumes(kind: str, at: int, tmp_path: Path) -> None:
     words = prepared(tmp_path, kind)
     process = start([*words, "--jobs", "3"], at)
-    _, said = process.communicate(timeout=60)
-    assert process.returncode == 1 or (at > 3 and not process.returncode), said
+    _, output = process.communicate(timeout=60)
+    assert process.returncode == 1 or (at > 3 and not process.returncode), output
     if process.returncode:
-        assert "Traceback" not in said
-        assert "checkpoint_" in said and "killed by signal 9" in said, said
+        assert "Traceback" not in output
+        assert "checkpoint_" in output and "killed by signal 9" in output, output
     assert not temporary_files(tmp_path)
     done(*words)
     done("verify", words[2], "--src", words[1], *words[3:])
@@ -344,8 +344,8 @@ def test_workers_end_with_their_parent_process(kind: str, sent: signal.Signals, 
         workers = workers_of(process)
         time.sleep(random.uniform(0, 0.1))
         process.send_signal(sent)
-        _, said = process.communicate(timeout=60)
-        assert process.returncode == status and "Traceback" not in said, said
+        _, output = process.communicate(timeout=60)
+        assert process.returncode == status and "Traceback" not in output, output
         until(lambda workers=workers: not any(map(is_alive, workers)))  # type: ignore[misc]
         if sent != signal.SIGKILL:
             assert not temporary_files(tmp_path)
@@ -390,15 +390,15 @@ def serve(request: Any, descriptors: Sequence[int], tell: Notify) -> Any:
 
 @pytest.fixture(scope="module")
 def crew() -> Iterator[Crew]:
-    with Crew(2, 1, serve) as made:
-        yield made
+    with Crew(2, 1, serve) as created:
+        yield created
 
 
 def test_a_worker_returns_results_and_reports_progress(crew: Crew) -> None:
-    told: list[Any] = []
+    output: list[Any] = []
     large = "x" * 3_000_000
-    assert crew.call(large, notify=told.append)[0] == large
-    assert told == [("half", large)]
+    assert crew.call(large, notify=output.append)[0] == large
+    assert output == [("half", large)]
     pids = {crew.call(number)[1] for number in range(4)}
     assert len(pids) == 2 and os.getpid() not in pids
 
@@ -437,17 +437,17 @@ def test_an_unread_result_of_a_worker_is_never_returned_to_a_later_call() -> Non
 
 
 def test_a_limit_of_processes_reduces_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    fork, left = os.fork, [1, 0]
+    fork, remaining = os.fork, [1, 0]
 
     def limited() -> int:
-        if not left.pop(0):
+        if not remaining.pop(0):
             raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
         return fork()
 
     monkeypatch.setattr(os, "fork", limited)
     with Crew(3, 1, serve) as crew:
         assert len({crew.call(number)[1] for number in range(3)}) == 1
-    left.append(0)
+    remaining.append(0)
     with pytest.raises(RetryableError, match="no worker process"):
         Crew(3, 1, serve)
 

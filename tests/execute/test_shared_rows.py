@@ -1,4 +1,4 @@
-"""Rows that several targets take columns of are read once, and only then; counted, not timed."""
+"""Rows of which several targets take columns are read once; counted, not timed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Forms of checkpoints as tests ask for them."""
+"""Requests for forms of checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoint 2.0 as a command reads it, put together naively."""
+"""Checkpoint 2.0 read through the package and assembled naively."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ def full_bytes(checkpoint: Checkpoint, name: str) -> bytes:
     tensor = checkpoint.tensors[name]
     whole: Optional[npt.NDArray[np.void]] = None
     for sharding in tensor.shardings:
-        found = np.zeros(tensor.shape, dtype=f"V{tensor.item_size}")
+        actual = np.zeros(tensor.shape, dtype=f"V{tensor.item_size}")
         for number in range(sharding.grid.slice_count):
             box = tuple(slice(*interval) for interval in sharding.grid.slice_box(number))
             holders = sharding.holders(number)
             assert holders, f"{name}: slice {number} has no holder"
             pieces = {content(checkpoint, name, holder) for holder in holders}
             assert len(pieces) == 1, f"{name}: copies of slice {number} differ"
-            found[box] = np.frombuffer(pieces.pop(), found.dtype).reshape(found[box].shape)
-        assert whole is None or whole.tobytes() == found.tobytes()
-        whole = found
+            actual[box] = np.frombuffer(pieces.pop(), actual.dtype).reshape(actual[box].shape)
+        assert whole is None or whole.tobytes() == actual.tobytes()
+        whole = actual
     assert whole is not None
     return whole.tobytes()
 

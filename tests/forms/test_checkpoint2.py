@@ -1,4 +1,4 @@
-"""Reading Checkpoint 2.0: which iteration, which file holds which slice, and what it all adds up to."""
+"""Reading Checkpoint 2.0: iterations, files, slices and assembled tensors."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ def cases() -> list[Any]:
     """Every directory of Checkpoint 2.0, the fixtures first."""
     here = sorted(HERE.iterdir())
     beyond = sorted(CORPUS2.glob("[ap][0-9]*")) if CORPUS2.is_dir() else []
-    known = {case.name for case in here}
-    found = []
-    for case in [*here, *(case for case in beyond if case.name not in known)]:
-        found.append(pytest.param(case, id=case.name))
-    return found
+    reference = {case.name for case in here}
+    actual = []
+    for case in [*here, *(case for case in beyond if case.name not in reference)]:
+        actual.append(pytest.param(case, id=case.name))
+    return actual
 
 
 def expected_of(case: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((case / "expected.json").read_text())["tensors"]
-    return found
+    actual: dict[str, Any] = json.loads((case / "expected.json").read_text())["tensors"]
+    return actual
 
 
 def hash_of(saved: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Checkpoint 2.0 with something missing, damaged, wrong or not listed: what is healed, and what is an error."""
+"""Checkpoint 2.0 with missing, damaged, wrong or unlisted parts: repaired, or an error."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def same(checkpoint: Checkpoint2, saved: Saving, *but: str) -> None:
 def change(iteration: Path, edit: Callable[[dict[str, Any]], object]) -> None:
     """Edit the metadata of an iteration."""
     path = iteration / "metadata.json"
-    said = json.loads(path.read_text())
-    edit(said)
-    path.write_text(json.dumps(said))
+    metadata = json.loads(path.read_text())
+    edit(metadata)
+    path.write_text(json.dumps(metadata))
 
 
 def test_other_holders_replace_missing_and_damaged_files(tmp_path: Path) -> None:
@@ -63,18 +63,25 @@ def test_a_file_recorded_as_damaged_is_not_read(tmp_path: Path) -> None:
 def test_all_lost_parameters_are_listed_at_once(tmp_path: Path) -> None:
     saved = saving(deduplicated=True)
     iteration = saved.write(tmp_path / ITERATION)
-    gone = ["llm-model-0000000-0000005.safetensors", "llm-opt-0000003-0000005.safetensors"]
-    for name in gone:
+    missing = ["llm-model-0000000-0000005.safetensors", "llm-opt-0000003-0000005.safetensors"]
+    for name in missing:
         (iteration / name).unlink()
     with pytest.raises(IncompleteSourceError) as caught:
         read(iteration)
-    said = str(caught.value)
-    for word in ("iteration 10", "is not complete", *gone, "'first.weight'", "does not exist", "bring the files back"):
-        assert word in said
+    metadata = str(caught.value)
+    for word in (
+        "iteration 10",
+        "is not complete",
+        *missing,
+        "'first.weight'",
+        "does not exist",
+        "bring the files back",
+    ):
+        assert word in metadata
     with pytest.raises(IncompleteSourceError):
         read(iteration, required=lambda name: name == "first.weight")
     checkpoint = read(iteration, required=lambda name: name == "second.weight")
-    assert checkpoint.lost.keys() >= {"first.weight"} and checkpoint.lost["first.weight"].files == (gone[0],)
+    assert checkpoint.lost.keys() >= {"first.weight"} and checkpoint.lost["first.weight"].files == (missing[0],)
 
 
 def test_messages_about_many_lost_parameters_stay_short(tmp_path: Path) -> None:
@@ -90,7 +97,10 @@ def test_messages_about_many_lost_parameters_stay_short(tmp_path: Path) -> None:
 def test_an_unlisted_rank_with_the_slice_replaces_a_lost_one(tmp_path: Path) -> None:
     saved = saving()
     iteration = saved.write(tmp_path / ITERATION)
-    change(iteration, lambda said: said.update(storage_data={k: v[:1] for k, v in said["storage_data"].items()}))
+    change(
+        iteration,
+        lambda metadata: metadata.update(storage_data={k: v[:1] for k, v in metadata["storage_data"].items()}),
+    )
     (iteration / saved.file("model", 0)).unlink()
     report = Report()
     same(read(iteration, report=report), saved)
@@ -106,8 +116,8 @@ def test_layouts_place_slices_despite_gaps_and_wrong_rank_numbers(tmp_path: Path
     saved = saving(tensors=tensors, world=4, values={})
     iteration = saved.write(tmp_path / ITERATION)
 
-    def misnumber(said: dict[str, Any]) -> None:
-        stored = said["storage_data"]
+    def misnumber(metadata: dict[str, Any]) -> None:
+        stored = metadata["storage_data"]
         for name, number in (("a.weight", 0), ("b.weight", 1)):
             entries = stored.pop(str((name, (0,)))) + stored.pop(str((name, (1,))))
             stored[str((name, (number,)))] = entries
@@ -124,8 +134,10 @@ def test_copies_of_ranks_outside_the_layout_are_skipped(tmp_path: Path) -> None:
     saved = saving()
     iteration = saved.write(tmp_path / ITERATION)
 
-    def add(said: dict[str, Any]) -> None:
-        said["storage_data"]["('first.weight', (0,))"].append({"file_name": saved.file("model", 1), "storage_rank": 9})
+    def add(metadata: dict[str, Any]) -> None:
+        metadata["storage_data"]["('first.weight', (0,))"].append(
+            {"file_name": saved.file("model", 1), "storage_rank": 9}
+        )
 
     change(iteration, add)
     report = Report()
@@ -135,17 +147,17 @@ def test_copies_of_ranks_outside_the_layout_are_skipped(tmp_path: Path) -> None:
 
 def lay(name: str, **changes: Any) -> Callable[[dict[str, Any]], object]:
     """Change the layout of a tensor."""
-    return lambda said: said["state_dict_metadata"][name]["layout"].update(changes)
+    return lambda metadata: metadata["state_dict_metadata"][name]["layout"].update(changes)
 
 
 def describe(name: str, **changes: Any) -> Callable[[dict[str, Any]], object]:
-    """Change what else is said of a tensor."""
-    return lambda said: said["state_dict_metadata"][name].update(changes)
+    """Change other metadata of a tensor."""
+    return lambda metadata: metadata["state_dict_metadata"][name].update(changes)
 
 
 def store(key: str, *entries: dict[str, Any]) -> Callable[[dict[str, Any]], object]:
     """List other files for a slice."""
-    return lambda said: said["storage_data"].update({key: list(entries)})
+    return lambda metadata: metadata["storage_data"].update({key: list(entries)})
 
 
 FIRST = "first.weight"
@@ -154,7 +166,7 @@ FILE = "llm-model-{}-0000008.safetensors"
 
 
 @pytest.mark.parametrize(
-    ("edit", "told"),
+    ("edit", "output"),
     [
         (lay(FIRST, tensor_map=[-1, 0]), "axis_fragmentations"),
         (lay(FIRST, tensor_map=[0, 0]), "uses an axis twice"),
@@ -184,12 +196,12 @@ FILE = "llm-model-{}-0000008.safetensors"
     ],
 )
 def test_a_contradiction_names_file_and_parameter_and_affects_only_them(
-    tmp_path: Path, edit: Callable[[dict[str, Any]], object], told: str
+    tmp_path: Path, edit: Callable[[dict[str, Any]], object], output: str
 ) -> None:
     saved = saving()
     iteration = saved.write(tmp_path / ITERATION)
     change(iteration, edit)
-    with pytest.raises(InputError, match=told) as caught:
+    with pytest.raises(InputError, match=output) as caught:
         read(iteration)
     assert caught.value.status == 3
     assert "'first.weight'" in str(caught.value) and str(iteration) in str(caught.value)
@@ -224,9 +236,9 @@ def test_states_in_files_of_another_stage_replace_missing_listed_files(tmp_path:
         if "opt-0000004" not in file.name and "opt-0000006" not in file.name:
             (tmp_path / file.name).symlink_to(file)
     report = Report()
-    found = read(tmp_path, report=report, required=lambda name: "layers.0" in name)
+    contents = read(tmp_path, report=report, required=lambda name: "layers.0" in name)
     for name in ("exp_avg.embedding.weight", "exp_avg_sq.layers.0.linear_fc1.weight"):
-        assert full_bytes(found, name) == full_bytes(checkpoint, name)
+        assert full_bytes(contents, name) == full_bytes(checkpoint, name)
     assert any("files of another pipeline stage" in warning for warning in report.warnings)
 
 
@@ -243,10 +255,10 @@ def test_an_unlisted_state_has_the_layout_of_its_parameter(tmp_path: Path) -> No
     saved = saving()
     iteration = saved.write(tmp_path / ITERATION)
 
-    def drop(said: dict[str, Any]) -> None:
-        del said["state_dict_metadata"]["adam_m.first.weight"]
+    def drop(metadata: dict[str, Any]) -> None:
+        del metadata["state_dict_metadata"]["adam_m.first.weight"]
         for number in range(2):
-            del said["storage_data"][str(("adam_m.first.weight", (number,)))]
+            del metadata["storage_data"][str(("adam_m.first.weight", (number,)))]
 
     change(iteration, drop)
     report = Report()
@@ -255,7 +267,7 @@ def test_an_unlisted_state_has_the_layout_of_its_parameter(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("array", "told"),
+    ("array", "output"),
     [
         (numbered((4,), 7), "read as whole"),
         (numbered((300_000,), 7), "read as whole"),
@@ -266,12 +278,12 @@ def test_an_unlisted_state_has_the_layout_of_its_parameter(tmp_path: Path) -> No
         (np.zeros((0, 4), np.float32), "it has no elements"),
     ],
 )
-def test_unlisted_parameters_count_as_whole_only_if_their_values_agree(tmp_path: Path, array: Any, told: str) -> None:
+def test_unlisted_parameters_count_as_whole_only_if_their_values_agree(tmp_path: Path, array: Any, output: str) -> None:
     saved = saving(unlisted={"table": array})
     report = Report()
     checkpoint = read(saved.write(tmp_path / ITERATION), report=report)
-    assert len(report.warnings) == 1 and told in report.warnings[0] and "'table'" in report.warnings[0]
-    if told == "read as whole":
+    assert len(report.warnings) == 1 and output in report.warnings[0] and "'table'" in report.warnings[0]
+    if output == "read as whole":
         assert full_bytes(checkpoint, "table") == array.tobytes()
         assert all("table" in layouts for layouts in checkpoint.layouts().values())
     else:
@@ -319,7 +331,7 @@ def test_names_may_contain_any_characters(tmp_path: Path) -> None:
     same(read(saved.write(tmp_path / ITERATION)), saved)
 
 
-def test_unreadable_files_are_retryable_errors(tmp_path: Path) -> None:
+def test_metadata_that_is_a_directory_is_an_error(tmp_path: Path) -> None:
     saved = saving()
     iteration = saved.write(tmp_path / ITERATION)
     (iteration / "metadata.json").unlink()

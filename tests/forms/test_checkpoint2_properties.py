@@ -1,4 +1,4 @@
-"""Random checkpoints of form 2.0, written naively: what is read is what was saved, whatever the layouts."""
+"""Random Checkpoint 2.0 directories, written naively, are read correctly in any layout."""
 
 from __future__ import annotations
 
@@ -92,6 +92,6 @@ def test_keys_are_parsed_as_python_writes_them(name: str, number: int) -> None:
 @given(st.text(alphabet="('a\\\", )0x1u{}[]d"))
 def test_invalid_keys_are_refused_and_never_evaluated(text: str) -> None:
     for key in (text, f"('{text}', (0,))", f'("{text}", (0,))', f"('w', ({text},))"):
-        found = parse_key(key)
-        if found is not None:
-            assert ast.literal_eval(key) == (found[0], (found[1],))
+        actual = parse_key(key)
+        if actual is not None:
+            assert ast.literal_eval(key) == (actual[0], (actual[1],))

@@ -1,4 +1,4 @@
-"""Distributed checkpoints of PyTorch's side: what libraries wrote comes out right or is refused, both ways."""
+"""Distributed checkpoints of PyTorch: files of its libraries are read correctly or refused; written ones round-trip."""
 
 from __future__ import annotations
 
@@ -47,22 +47,22 @@ def named(case: Case) -> str:
 
 
 def read(path: Path, handles: FileHandles) -> ChunkedCheckpoint:
-    found = form_named(form_of(str(path))).read(ReadRequest(str(path), handles, Report()))
-    assert isinstance(found, ChunkedCheckpoint)
-    return found
+    checkpoint = form_named(form_of(str(path))).read(ReadRequest(str(path), handles, Report()))
+    assert isinstance(checkpoint, ChunkedCheckpoint)
+    return checkpoint
 
 
 def objects_in(path: Path) -> dict[str, Any]:
     """The objects of a checkpoint, as JSON has them."""
-    found = {}
+    actual = {}
     with FileHandles() as handles:
-        for name, held in read(path, handles).objects.items():
-            data = Path(held.path).read_bytes()[held.offset : held.offset + held.length]
-            if held.archived:
+        for name, value in read(path, handles).objects.items():
+            data = Path(value.path).read_bytes()[value.offset : value.offset + value.length]
+            if value.archived:
                 with zipfile.ZipFile(io.BytesIO(data)) as archive:
                     data = archive.read(next(each for each in archive.namelist() if each.endswith("/data.pkl")))
-            found[name] = plain(read_pickle(data, lambda name: False))
-    return found
+            actual[name] = plain(read_pickle(data, lambda name: False))
+    return actual
 
 
 @pytest.mark.parametrize("case", [*CASES, *corpus()], ids=named)
@@ -97,15 +97,15 @@ def test_checkpoints_of_libraries_survive_every_other_form(case: Case, through: 
     if result.status and case.may_refuse:
         assert result.status == 3
         return
-    held = case.tensors
+    contents = case.tensors
     if result.status == 3 and "cannot hold" in result.err:
-        held = {name: found for name, found in held.items() if f"'{name}'" not in result.err}
-        left = [word for name in case.tensors.keys() - held.keys() for word in ("--exclude", name)]
-        assert left
-        result = reshard("convert", case.path, tmp_path / "there", "--to", *words, *shards, "--verify", *left)
+        contents = {name: actual for name, actual in contents.items() if f"'{name}'" not in result.err}
+        remaining = [word for name in case.tensors.keys() - contents.keys() for word in ("--exclude", name)]
+        assert remaining
+        result = reshard("convert", case.path, tmp_path / "there", "--to", *words, *shards, "--verify", *remaining)
     assert result.status == 0, result.err
     done("convert", tmp_path / "there", tmp_path / "back", *WHOLE, "--verify")
-    assert held_in(tmp_path / "back") == held
+    assert held_in(tmp_path / "back") == contents
 
 
 def test_records_are_readable_as_plain_zip_files(tmp_path: Path) -> None:
@@ -117,9 +117,9 @@ def test_records_are_readable_as_plain_zip_files(tmp_path: Path) -> None:
     }
     write_safetensors(tmp_path / "src" / "model.safetensors", values)
     done("convert", tmp_path / "src", tmp_path / "out", "--to", "dcp", "--shards", 2, "--rename", "*=*")
-    held = read_pickle((tmp_path / "out" / ".metadata").read_bytes(), lambda name: name.startswith("torch.")).fields
-    seen = {}
-    for index, info in held["storage_data"].items():
+    content = read_pickle((tmp_path / "out" / ".metadata").read_bytes(), lambda name: name.startswith("torch.")).fields
+    visited = {}
+    for index, info in content["storage_data"].items():
         record = info.fields
         data = (tmp_path / "out" / record["relative_path"]).read_bytes()
         data = data[record["offset"] : record["offset"] + record["length"]]
@@ -129,11 +129,11 @@ def test_records_are_readable_as_plain_zip_files(tmp_path: Path) -> None:
             extra = int.from_bytes(data[entry.header_offset + 28 : entry.header_offset + 30], "little")
             start = entry.header_offset + 30 + names + extra
             assert start % 64 == 0
-            seen[index.fields["fqn"], index.fields["offset"]] = data[start : start + entry.file_size]
+            visited[index.fields["fqn"], index.fields["offset"]] = data[start : start + entry.file_size]
             assert archive.read("archive/version") == b"3\n"
             assert archive.read("archive/byteorder") == b"little"
     rows = values["w"]
-    assert seen == {
+    assert visited == {
         ("w", (0, 0)): rows[:3].tobytes(),
         ("w", (3, 0)): rows[3:].tobytes(),
         ("v.s", ()): values["v.s"].tobytes(),
@@ -246,7 +246,7 @@ def test_a_chunk_without_a_record_is_refused(saved: Saved) -> None:
 
 
 def test_records_of_another_shape_are_refused(saved: Saved) -> None:
-    """The records of the two chunks are of one shape, and so is half of either: the archive tells."""
+    """The records of the two chunks have one shape, and so has half of either: the archive decides."""
     for chunk in saved.tensor.fields["chunks"]:
         chunk.fields["sizes"] = (3, 2)
         chunk.fields["offsets"] = tuple(reversed(chunk.fields["offsets"]))
@@ -329,11 +329,11 @@ def test_runs_by_file_equal_one_run(saved: Saved, tmp_path: Path) -> None:
         done("convert", saved.path, tmp_path / form, "--to", form, "--shards", 4)
         for file in (2, 0, 3, 1):
             done("by-rank", file, saved.path, tmp_path / f"{form}-files", "--to", form, "--shards", 4)
-        whole, made = (
+        whole, content = (
             {path.name: path.read_bytes() for path in place.iterdir() if path.is_file() and "manifest" not in path.name}
             for place in (tmp_path / form, tmp_path / f"{form}-files")
         )
-        assert made == whole
+        assert content == whole
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -344,7 +344,7 @@ def test_strides_and_windows_read_every_element(seed: int, tmp_path: Path) -> No
     order = random.permutation(len(shape))
     values = random.integers(0, 1 << 30, [shape[axis] for axis in order]).astype("<i4")
     strides = dict(zip(order.tolist(), [stride // 4 for stride in values.strides]))
-    wanted = np.ascontiguousarray(values.transpose(np.argsort(order)))
+    required = np.ascontiguousarray(values.transpose(np.argsort(order)))
     records, tensors, offset = b"", [], 0
     for number in range(3):
         archive = record_of(values.tobytes(), shape, [strides[axis] for axis in range(len(shape))])
@@ -359,7 +359,7 @@ def test_strides_and_windows_read_every_element(seed: int, tmp_path: Path) -> No
         places = [tensor.extents[0] for tensor in placement.tensors()]
         expected = bytearray(placement.size)
         for start, size in places:
-            expected[start : start + size] = wanted.tobytes()
+            expected[start : start + size] = required.tobytes()
         with handles.borrow(str(path)) as file:
             assert isinstance(file, PlacedFile)
             assert file.read(0, placement.size + 10) == expected
@@ -381,12 +381,12 @@ def record_of(data: bytes, shape: tuple[int, ...], strides: list[int]) -> bytes:
             b"\x89ccollections\nOrderedDict\n)RtR.",
         ]
     )
-    held = io.BytesIO()
-    with zipfile.ZipFile(held, "w") as archive:
+    contents = io.BytesIO()
+    with zipfile.ZipFile(contents, "w") as archive:
         archive.writestr("archive/data.pkl", text)
         archive.writestr("archive/data/0", data)
         archive.writestr("archive/version", "3\n")
-    return held.getvalue()
+    return contents.getvalue()
 
 
 def test_a_large_transposed_record_is_read_in_bounded_memory(tmp_path: Path) -> None:
@@ -398,8 +398,8 @@ def test_a_large_transposed_record_is_read_in_bounded_memory(tmp_path: Path) -> 
         handles.place(str(path), Placement(str(path), [Stored("t", "Int32", (1024, 1024), 0, len(archive))]))
         with handles.borrow(str(path)) as file:
             for start in range(0, 4 << 20, 8192):
-                got = np.frombuffer(file.read(start, 8192), "<i4")
-                assert got[0] == start // 4 and (np.diff(got) == 1).all()
+                actual = np.frombuffer(file.read(start, 8192), "<i4")
+                assert actual[0] == start // 4 and (np.diff(actual) == 1).all()
 
 
 def test_archives_with_excessive_sizes_are_refused(tmp_path: Path) -> None:
@@ -423,7 +423,7 @@ def test_archives_with_excessive_sizes_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("elements", [(1 << 32) - 2, (1 << 32) - 1, (5 << 30) + 3], ids=["under", "at", "over"])
 def test_records_around_and_over_4_gib_are_valid_archives(elements: int, tmp_path: Path) -> None:
-    """As sparse files: a tensor that is large, and one that lies behind it in the same archive file."""
+    """As sparse files: a large tensor, and one after it in the same archive file."""
     tensors = [OutputTensor("large", "UInt8", (elements,), elements), OutputTensor("small", "UInt8", (3,), 3)]
     layout = lay_out_archives(tensors, [(0,), (0,)])
     path, ends = tmp_path / "__0_0.distcp", (b"first", b"last!")
@@ -441,11 +441,11 @@ def test_records_around_and_over_4_gib_are_valid_archives(elements: int, tmp_pat
     assert path.stat().st_size == layout.size
     with FileHandles() as handles, handles.borrow(str(path)) as opened:
         for record, begin, end in zip(layout.records, (ends[0], b"abc"), (ends[1], b"abc")):
-            found = archived_tensor(opened, record.offset, record.length)
-            assert (found.dtype, found.shape, found.in_order) == ("UInt8", record.tensor.dims, True)
-            assert (found.offset - record.offset) % 64 == 0
-            last = found.offset + record.tensor.nbytes
-            assert (opened.read(found.offset, len(begin)), opened.read(last - len(end), len(end))) == (begin, end)
+            actual = archived_tensor(opened, record.offset, record.length)
+            assert (actual.dtype, actual.shape, actual.in_order) == ("UInt8", record.tensor.dims, True)
+            assert (actual.offset - record.offset) % 64 == 0
+            last = actual.offset + record.tensor.nbytes
+            assert (opened.read(actual.offset, len(begin)), opened.read(last - len(end), len(end))) == (begin, end)
     # Another reader of zip archives: the first record is a file of its own.
     os.truncate(path, layout.records[0].length)
     with zipfile.ZipFile(path) as archive:

@@ -1,4 +1,4 @@
-"""How full weights are divided into files, and the maps of them: as Hugging Face and MindSpore do it."""
+"""Division of full weights into files, and their maps: as in Hugging Face and MindSpore."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ def divides_alike(hub: Any, sizes: list[tuple[str, int]], limit: int) -> None:
     index = huggingface_index(files, sizes)
     assert (index is not None) == theirs.is_sharded or not files
     if index is not None:
-        said = {"metadata": theirs.metadata, "weight_map": theirs.tensor_to_filename}
-        assert index.decode() == json.dumps(said, indent=2, sort_keys=True) + "\n"
+        message = {"metadata": theirs.metadata, "weight_map": theirs.tensor_to_filename}
+        assert index.decode() == json.dumps(message, indent=2, sort_keys=True) + "\n"
 
 
 def test_mindspores_files_get_the_largest_tensor_in_the_smallest_file() -> None:
@@ -96,24 +96,24 @@ def test_no_file_exceeds_a_given_limit(seed: int) -> None:
         assert all(names for names in files)
         # What has no bytes does not count.
         filled = [[nbytes[name] for name in names if nbytes[name]] for names in files]
-        assert all(sum(held) <= limit or len(held) == 1 for held in filled)
+        assert all(sum(tensors) <= limit or len(tensors) == 1 for tensors in filled)
 
 
 @pytest.mark.parametrize("case", sorted(name for name in CASES if name.startswith("u")))
 def test_files_are_divided_as_by_mindspore(case: str) -> None:
     directory = CASES[case] / "unified"
-    said = json.loads((directory / "param_name_map.json").read_text())
-    found = read(directory)
-    nbytes = {name: math.prod(tensor.shape) * tensor.item_size for name, tensor in found.tensors.items()}
+    index = json.loads((directory / "param_name_map.json").read_text())
+    checkpoint = read(directory)
+    nbytes = {name: math.prod(tensor.shape) * tensor.item_size for name, tensor in checkpoint.tensors.items()}
     # MindSpore takes equally large ones in the order in which rank after rank holds them, in files sorted as these.
-    order = list(found.indexes[0].tensors) if len(found.files) == 2 else sorted(nbytes)
+    order = list(checkpoint.indexes[0].tensors) if len(checkpoint.files) == 2 else sorted(nbytes)
     if case.startswith("u05"):
         order.sort(key=lambda name: "embedding" not in name and "layers.0" not in name)
     sizes = [(name, nbytes[name]) for name in order]
     # Several parts were made of small data by a smaller unit.
-    files = unified_files(sizes, None if len(set(said["weight_map"].values())) == 1 else 4096)
+    files = unified_files(sizes, None if len(set(index["weight_map"].values())) == 1 else 4096)
     total = sum(nbytes.values())
-    expected = {"metadata": {"total_size": total}, "weight_map": said["weight_map"]}
+    expected = {"metadata": {"total_size": total}, "weight_map": index["weight_map"]}
     assert unified_map(files, sizes).decode() == json.dumps(expected, indent=4)
 
 
@@ -121,11 +121,11 @@ def test_files_are_divided_as_by_mindspore(case: str) -> None:
 def test_files_are_divided_as_by_hugging_face() -> None:
     directory = CORPUS2 / "h01_bf16_sharded"
     expected = json.loads((directory / "expected.json").read_text())["tensors"]
-    sizes = [(name, 2 * math.prod(said["shape"])) for name, said in expected.items()]
+    sizes = [(name, 2 * math.prod(index["shape"])) for name, index in expected.items()]
     index = json.loads(huggingface_index(huggingface_files(sizes, 2000), sizes) or b"")
-    said = json.loads((directory / "model/model.safetensors.index.json").read_text())
-    assert index["weight_map"] == said["weight_map"]
-    assert index["metadata"]["total_size"] == said["metadata"]["total_size"]
+    document = json.loads((directory / "model/model.safetensors.index.json").read_text())
+    assert index["weight_map"] == document["weight_map"]
+    assert index["metadata"]["total_size"] == document["metadata"]["total_size"]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Directories of full weights, MindSpore's and Hugging Face's: what is in them, and which of them are refused."""
+"""Directories of full weights of MindSpore and Hugging Face: their contents, and refusals."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def read(path: Path, report: Optional[Report] = None) -> FullWeights:
 
 
 def refused(path: Path, *says: str) -> ReshardError:
-    """The error, which says all of this."""
+    """The error, which contains all of these texts."""
     with pytest.raises(ReshardError) as caught:
         read(path)
     for text in says:
@@ -44,19 +44,19 @@ def refused(path: Path, *says: str) -> ReshardError:
     return caught.value
 
 
-def content(found: Checkpoint, name: str) -> bytes:
-    (number,) = found.holders(name)
-    data = Path(found.files[number]).read_bytes()
-    return b"".join(data[start : start + size] for start, size in found.indexes[number].tensors[name].extents)
+def content(tensors: Checkpoint, name: str) -> bytes:
+    (number,) = tensors.holders(name)
+    data = Path(tensors.files[number]).read_bytes()
+    return b"".join(data[start : start + size] for start, size in tensors.indexes[number].tensors[name].extents)
 
 
-def saved(directory: Path, files: Mapping[str, Mapping[str, Any]], listed: Optional[Mapping[str, str]] = None) -> Path:
-    """A Hugging Face directory of some files, and an index of what is in them or of what is said to be."""
+def saved(directory: Path, files: Mapping[str, Mapping[str, Any]], listing: Optional[Mapping[str, str]] = None) -> Path:
+    """A Hugging Face directory of some files, and an index of their actual or given contents."""
     for name, tensors in files.items():
         write_safetensors(directory / name, tensors, {"format": "pt"})
-    if listed is None:
-        listed = {name: file for file, tensors in files.items() for name in tensors}
-    index = {"metadata": {"total_parameters": 1, "total_size": 7.5}, "weight_map": listed}
+    if listing is None:
+        listing = {name: file for file, tensors in files.items() for name in tensors}
+    index = {"metadata": {"total_parameters": 1, "total_size": 7.5}, "weight_map": listing}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
     return directory
 
@@ -68,34 +68,34 @@ ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors
 def test_files_of_mindspore_and_hugging_face_are_read(case: str) -> None:
     directory = next(path for path in CASES[case].iterdir() if path.is_dir())
     expected = json.loads((CASES[case] / "expected.json").read_text())
-    found = read(directory)
-    assert found.form == ("unified" if case.startswith("u") else "huggingface")
-    assert set(found.tensors) == set(found.order()) == set(expected["tensors"])
-    for name, tensor in found.tensors.items():
-        said = expected["tensors"][name]
-        assert (STORED[tensor.dtype], tensor.shape) == (said["dtype"], tuple(said["shape"]))
-        assert hashlib.sha256(content(found, name)).hexdigest() == said["sha256"]
+    checkpoint = read(directory)
+    assert checkpoint.form == ("unified" if case.startswith("u") else "huggingface")
+    assert set(checkpoint.tensors) == set(checkpoint.order()) == set(expected["tensors"])
+    for name, tensor in checkpoint.tensors.items():
+        message = expected["tensors"][name]
+        assert (STORED[tensor.dtype], tensor.shape) == (message["dtype"], tuple(message["shape"]))
+        assert hashlib.sha256(content(checkpoint, name)).hexdigest() == message["sha256"]
         (sharding,) = tensor.shardings
         assert sharding.grid.shape == tensor.shape and sharding.grid.slice_count == 1
-        assert list(sharding.holders(0)) == found.holders(name)
-    # Scalars are read; what may be a slice of rank 0 is not, be it of one element.
+        assert list(sharding.holders(0)) == checkpoint.holders(name)
+    # Scalars are read; a possible slice of rank 0 is not, even with one element.
     hyper_parameters = expected.get("hyper_param", {})
-    scalars = {name for name, said in hyper_parameters.items() if said["shape"] in ([], [1]) and "." not in name}
-    assert found.values() == sorted(scalars)
+    scalars = {name for name, message in hyper_parameters.items() if message["shape"] in ([], [1]) and "." not in name}
+    assert checkpoint.values() == sorted(scalars)
     for name in scalars:
-        said = hyper_parameters[name]
-        if "value" in said:
-            kind = {"I64": "<i8", "I32": "<i4"}[said["dtype"]]
-            assert np.frombuffer(content(found, name), kind).tolist() == np.ravel(said["value"]).tolist()
+        message = hyper_parameters[name]
+        if "value" in message:
+            kind = {"I64": "<i8", "I32": "<i4"}[message["dtype"]]
+            assert np.frombuffer(content(checkpoint, name), kind).tolist() == np.ravel(message["value"]).tolist()
 
 
 def test_possible_slices_of_rank_0_are_skipped_and_listed() -> None:
     report = Report()
-    found = read(FIXTURES / "full_weights" / "u03_choice_ms210" / "unified", report)
+    checkpoint = read(FIXTURES / "full_weights" / "u03_choice_ms210" / "unified", report)
     (warning,) = report.warnings
     assert "adam_m.layers.0.linear_fc1.weight" in warning and "adam_v.layers.0.scale" in warning
     assert "global_step" not in warning
-    assert not found.holders("adam_m.layers.0.linear_fc1.weight")
+    assert not checkpoint.holders("adam_m.layers.0.linear_fc1.weight")
 
 
 def test_hyper_parameters_are_not_tensors(tmp_path: Path) -> None:
@@ -103,8 +103,8 @@ def test_hyper_parameters_are_not_tensors(tmp_path: Path) -> None:
     write_safetensors(tmp_path / "hyper_param.safetensors", {"w": W[:1], "expert_bias.0": V[:1]})
     (tmp_path / "param_name_map.json").write_text('{"w": "part0.safetensors"}')
     report = Report()
-    found = read(tmp_path, report)
-    assert found.order() == ["w"] and found.holders("w") == [0] and not found.values()
+    checkpoint = read(tmp_path, report)
+    assert checkpoint.order() == ["w"] and checkpoint.holders("w") == [0] and not checkpoint.values()
     assert len(report.warnings) == 1 and "skipped" in report.warnings[0]
 
 
@@ -115,18 +115,18 @@ def test_files_and_layers_are_in_the_order_of_their_numbers(tmp_path: Path) -> N
         write_safetensors(tmp_path / name, tensors)
     flat = {name: file for file, tensors in files.items() for name in tensors}
     (tmp_path / "param_name_map.json").write_text(json.dumps(dict(reversed(flat.items()))))
-    found = read(tmp_path)
-    assert [os.path.basename(found.files[number]) for number in range(12)] == list(files)
+    checkpoint = read(tmp_path)
+    assert [os.path.basename(checkpoint.files[number]) for number in range(12)] == list(files)
     layers = [name for number in range(12) for name in (f"layers.{number}.w", f"layers.{number}.b")]
-    assert found.order() == [*layers, "embedding"]
-    assert found.files[3] == str(tmp_path / "part3.safetensors") and found.holders("layers.10.w") == [10]
+    assert checkpoint.order() == [*layers, "embedding"]
+    assert checkpoint.files[3] == str(tmp_path / "part3.safetensors") and checkpoint.holders("layers.10.w") == [10]
 
 
 def test_a_map_is_read_with_and_without_its_metadata(tmp_path: Path) -> None:
     shutil.copytree(FIXTURES / "full_weights" / "u05_pp2_opt_ms270" / "unified", tmp_path / "w")
     nested = read(tmp_path / "w")
-    said = json.loads((tmp_path / "w/param_name_map.json").read_text())
-    (tmp_path / "w/param_name_map.json").write_text(json.dumps(said["weight_map"]))
+    document = json.loads((tmp_path / "w/param_name_map.json").read_text())
+    (tmp_path / "w/param_name_map.json").write_text(json.dumps(document["weight_map"]))
     assert read(tmp_path / "w") == nested
 
 
@@ -142,8 +142,8 @@ def test_files_beside_the_model_are_listed_without_other_weights(tmp_path: Path)
     os.mkfifo(directory / "pipe")
     (directory / "link.json").symlink_to("config.json")
     report = Report()
-    found = read(directory, report)
-    assert found.extra_files == (
+    checkpoint = read(directory, report)
+    assert checkpoint.extra_files == (
         *("README.md", "config.json", "link.json", "modeling_x.py", "tokenizer.json", "tokenizer.model"),
     )
     (note,) = report.notes
@@ -206,9 +206,9 @@ def test_a_tensor_in_two_files_is_an_error(tmp_path: Path) -> None:
 def test_a_name_of_both_a_value_and_a_tensor_is_an_error(tmp_path: Path) -> None:
     shutil.copytree(FIXTURES / "full_weights" / "u05_pp2_opt_ms270" / "unified", tmp_path / "w")
     write_safetensors(tmp_path / "w/part9.safetensors", {"global_step": np.array([3], "i4")})
-    said = json.loads((tmp_path / "w/param_name_map.json").read_text())
-    said["weight_map"]["global_step"] = "part9.safetensors"
-    (tmp_path / "w/param_name_map.json").write_text(json.dumps(said))
+    document = json.loads((tmp_path / "w/param_name_map.json").read_text())
+    document["weight_map"]["global_step"] = "part9.safetensors"
+    (tmp_path / "w/param_name_map.json").write_text(json.dumps(document))
     refused(tmp_path / "w", "'global_step' in part9.safetensors and hyper_param.safetensors")
 
 
@@ -324,9 +324,9 @@ def test_forms_are_recognised_by_a_given_map(tmp_path: Path) -> None:
 
 
 def test_a_directory_of_links_is_read_through_them(tmp_path: Path) -> None:
-    kept = saved(tmp_path / "blobs", {ONE: {"a": W}, TWO: {"b": V}})
+    preserved = saved(tmp_path / "blobs", {ONE: {"a": W}, TWO: {"b": V}})
     links = tmp_path / "snapshot"
     links.mkdir()
-    for path in kept.iterdir():
+    for path in preserved.iterdir():
         (links / path.name).symlink_to(path)
     assert read(links).order() == ["a", "b"]

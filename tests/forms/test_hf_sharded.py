@@ -1,4 +1,4 @@
-"""Sharded safetensors of torch: any boxes come out whole, and what is not all of a tensor is refused by name."""
+"""Sharded safetensors of torch: any boxes are assembled, and incomplete tensors are refused by name."""
 
 from __future__ import annotations
 
@@ -46,39 +46,39 @@ def write_shards(root: Path, tensors: Mapping[str, Value], chunks: Sequence[Chun
 
     Where a shard has several chunks of one tensor, the others get names of their own.
     """
-    held: dict[int, dict[str, Value]] = {}
+    ranks: dict[int, dict[str, Value]] = {}
     info: dict[int, dict[str, dict[str, Any]]] = {}
     for name, box, shard in chunks:
-        entries, said = held.setdefault(shard, {}), info.setdefault(shard, {})
+        entries, message = ranks.setdefault(shard, {}), info.setdefault(shard, {})
         key = name if name not in entries else f"{name}.{len(entries)}"
         entries[key] = Value(tensors[name].dtype, tensors[name].array[within(box)].copy())
-        said[key] = {"saved_offsets": [start for start, _ in box]}
+        message[key] = {"saved_offsets": [start for start, _ in box]}
         if shapes:
-            said[key]["global_shape"] = list(tensors[name].array.shape)
+            message[key]["global_shape"] = list(tensors[name].array.shape)
         if key != name:
-            said[key]["fqn"] = name
-    for shard, entries in held.items():
+            message[key]["fqn"] = name
+    for shard, entries in ranks.items():
         metadata = {"DCP_SHARDING_INFO": json.dumps(info[shard]), "DCP_VERSION": "1.0", "format": "pt"}
         write_checkpoint(root / f"shard-{shard:05d}-model-00001-of-00001.safetensors", entries, metadata=metadata)
     return root
 
 
 def read_shards(root: Path) -> dict[str, Value]:
-    """What files written by reshard hold, put together as their headers say."""
-    found: dict[str, Value] = {}
+    """The tensors of files written by reshard, assembled from their headers."""
+    tensors: dict[str, Value] = {}
     for path in sorted(root.glob("shard-*.safetensors")):
         metadata = safetensors_metadata(path)
         assert metadata["format"] == "pt" and metadata["DCP_VERSION"] == "1.0"
         info = json.loads(metadata["DCP_SHARDING_INFO"])
-        held = read_checkpoint(path)
-        assert held.keys() == info.keys()
-        for name, (dtype, array) in held.items():
+        contents = read_checkpoint(path)
+        assert contents.keys() == info.keys()
+        for name, (dtype, array) in contents.items():
             shape = tuple(info[name]["global_shape"])
-            if name not in found:
-                found[name] = Value(dtype, np.zeros(shape, array.dtype))
+            if name not in tensors:
+                tensors[name] = Value(dtype, np.zeros(shape, array.dtype))
             box = tuple((start, start + size) for start, size in zip(info[name]["saved_offsets"], array.shape))
-            found[name].array[within(box)] = array
-    return found
+            tensors[name].array[within(box)] = array
+    return tensors
 
 
 def rows(name: str, full: Value, shards: int) -> list[Chunk]:
@@ -101,7 +101,7 @@ def converted(src: Path, out: Path) -> dict[str, Value]:
 
 @st.composite
 def cut_tensors(draw: st.DrawFn) -> tuple[dict[str, Value], list[Chunk]]:
-    """Tensors cut into boxes again and again, some of them held several times."""
+    """Tensors cut recursively into boxes, some of them stored several times."""
     tensors, chunks = {}, []
     for name in draw(st.sampled_from([["a"], ["a", "b.c"]])):
         shape = tuple(draw(st.lists(st.integers(0, 5), max_size=3)))
@@ -139,22 +139,22 @@ def test_any_boxes_are_assembled_and_cut_into_rows_again(
 def test_a_lost_chunk_is_refused_by_name(cut: tuple[dict[str, Value], list[Chunk]], data: st.DataObject) -> None:
     tensors, chunks = cut
     lost = data.draw(st.sampled_from(chunks))
-    left = [chunk for chunk in chunks if (chunk.name, chunk.box) != (lost.name, lost.box)]
-    assume(all(start < stop for start, stop in lost.box) and any(chunk.name == lost.name for chunk in left))
+    remaining = [chunk for chunk in chunks if (chunk.name, chunk.box) != (lost.name, lost.box)]
+    assume(all(start < stop for start, stop in lost.box) and any(chunk.name == lost.name for chunk in remaining))
     with small_directory() as root:
-        src = write_shards(root / "src", tensors, left, shapes=True)
+        src = write_shards(root / "src", tensors, remaining, shapes=True)
         fails(3, "convert", src, root / "out", "--to", "huggingface", says=[f"'{lost.name}'", "no chunk holds"])
         assert not (root / "out" / "model.safetensors").exists()
 
 
 def change(path: Path, edit: Any) -> None:
-    """Write what a header records of its entries anew."""
+    """Rewrite the entries of a header."""
     data = path.read_bytes()
     (length,) = struct.unpack("<Q", data[:8])
     header = json.loads(data[8 : 8 + length])
     info = json.loads(header["__metadata__"]["DCP_SHARDING_INFO"])
-    found = edit(info)
-    header["__metadata__"]["DCP_SHARDING_INFO"] = found if isinstance(found, str) else json.dumps(info)
+    actual = edit(info)
+    header["__metadata__"]["DCP_SHARDING_INFO"] = actual if isinstance(actual, str) else json.dumps(info)
     text = json.dumps(header).encode()
     path.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + length :])
 
@@ -204,8 +204,8 @@ def test_a_tensor_with_a_hole_can_be_excluded(tmp_path: Path) -> None:
     src = write_shards(tmp_path / "src", FULL, CHUNKS)
     (src / "shard-00002-model-00001-of-00001.safetensors").unlink()
     fails(3, "convert", src, tmp_path / "out", "--to", "unified", says=["bring the files of shard 2", "rows 2 to 3"])
-    found = done("inspect", src, "--json").json
-    assert not found["complete"]
+    report = done("inspect", src, "--json").json
+    assert not report["complete"]
 
 
 def test_shards_beside_consolidated_files_are_ignored(tmp_path: Path) -> None:
@@ -238,9 +238,9 @@ def test_rows_are_cut_as_fsdp_cuts_them(shards: int, tmp_path: Path) -> None:
     done("convert", src, tmp_path / "out", "--to", "hf-sharded", "--shards", shards)
     expected = [chunk for name, full in FULL.items() for chunk in rows(name, full, shards)]
     for shard in range(1, shards + 1):
-        held = read_checkpoint(tmp_path / "out" / f"shard-{shard:05d}-model-00001-of-00001.safetensors")
+        tensors = read_checkpoint(tmp_path / "out" / f"shard-{shard:05d}-model-00001-of-00001.safetensors")
         same_checkpoints(
-            held,
+            tensors,
             {
                 chunk.name: Value(FULL[chunk.name].dtype, FULL[chunk.name].array[within(chunk.box)])
                 for chunk in expected
@@ -287,7 +287,9 @@ def test_files_of_torch_are_read_correctly_or_refused(case: Path, tmp_path: Path
         assert result.status == 3
         return
     assert result.status == 0, result.err
-    expected = {name: (held["dtype"], tuple(held["shape"]), held["sha256"]) for name, held in answer["tensors"].items()}
+    expected = {
+        name: (tensor["dtype"], tuple(tensor["shape"]), tensor["sha256"]) for name, tensor in answer["tensors"].items()
+    }
     assert held_in(tmp_path / "out") == expected
     done("convert", case / "checkpoint", tmp_path / "there", "--to", "hf-sharded", "--shards", 3, "--verify")
     done("convert", tmp_path / "there", tmp_path / "back", "--to", "huggingface", "--verify")

@@ -1,4 +1,4 @@
-"""Checkpoint 2.0 whose metadata is meant to do harm: right values or an error that names the file, in time."""
+"""Checkpoint 2.0 with hostile metadata: correct values, or an error that names the file, in bounded time."""
 
 from __future__ import annotations
 
@@ -36,30 +36,30 @@ OUTSIDE += ["passwd", ".safetensors", "", "x.ckpt"]
 
 
 def written(tmp_path: Path) -> tuple[Path, dict[str, Any]]:
-    """An iteration, and what its metadata says."""
+    """An iteration and its metadata."""
     saved = saving()
     return saved.write(tmp_path / ITERATION), saved.metadata()
 
 
 def refused(iteration: Path, content: bytes) -> str:
-    """Reading ends in an error that names the file; what it says."""
+    """Reading fails with an error that names the file; returns its message."""
     path = iteration / "metadata.json"
     path.write_bytes(content)
     with within(), pytest.raises(ReshardError) as caught:
         read(iteration)
-    said = str(caught.value)
-    assert str(path) in said and caught.value.status == 3 and len(said) < 3000
-    return said
+    metadata = str(caught.value)
+    assert str(path) in metadata and caught.value.status == 3 and len(metadata) < 3000
+    return metadata
 
 
 @pytest.mark.parametrize("name", OUTSIDE)
 def test_no_file_outside_the_directory_is_opened(tmp_path: Path, name: str) -> None:
-    iteration, said = written(tmp_path)
+    iteration, metadata = written(tmp_path)
     (tmp_path / "x.safetensors").write_bytes(b"never read")
-    said["storage_data"][KEY][0]["file_name"] = name
+    metadata["storage_data"][KEY][0]["file_name"] = name
     for indent in (None, 4):
-        assert "no name of a .safetensors file" in refused(iteration, json.dumps(said, indent=indent).encode())
-        spelled = json.dumps(said, indent=indent).replace("file_name", "file\\u005fname")
+        assert "no name of a .safetensors file" in refused(iteration, json.dumps(metadata, indent=indent).encode())
+        spelled = json.dumps(metadata, indent=indent).replace("file_name", "file\\u005fname")
         assert "no name of a .safetensors file" in refused(iteration, spelled.encode())
 
 
@@ -86,22 +86,22 @@ def test_no_file_outside_the_directory_is_opened(tmp_path: Path, name: str) -> N
     ],
 )
 def test_keys_are_never_evaluated(tmp_path: Path, key: str) -> None:
-    iteration, said = written(tmp_path)
-    said["storage_data"][key] = said["storage_data"].pop(KEY)
-    assert "no name and number of a slice" in refused(iteration, json.dumps(said).encode())
+    iteration, metadata = written(tmp_path)
+    metadata["storage_data"][key] = metadata["storage_data"].pop(KEY)
+    assert "no name and number of a slice" in refused(iteration, json.dumps(metadata).encode())
 
 
 def test_duplicate_entries_are_refused(tmp_path: Path) -> None:
-    iteration, said = written(tmp_path)
-    first = json.dumps(said["storage_data"][KEY])
-    text = json.dumps(said)
+    iteration, metadata = written(tmp_path)
+    first = json.dumps(metadata["storage_data"][KEY])
+    text = json.dumps(metadata)
     for spelled in (KEY, "('first\\\\x2eweight', (0,))"):
         again = text.replace('"storage_data": {', f'"storage_data": {{"{spelled}": {first}, ')
         assert "twice" in refused(iteration, again.encode())
     double = text.replace('"state_dict_metadata": {', '"state_dict_metadata": {"first.weight": {}, ', 1)
     refused(iteration, double.encode())
-    said["storage_data"][KEY] *= 2
-    assert "a file is listed twice" in refused(iteration, json.dumps(said).encode())
+    metadata["storage_data"][KEY] *= 2
+    assert "a file is listed twice" in refused(iteration, json.dumps(metadata).encode())
     refused(iteration, (text[:-1] + ', "storage_data": {}}').encode())
 
 
@@ -131,35 +131,35 @@ def test_invalid_metadata_is_refused(tmp_path: Path, content: bytes) -> None:
 
 
 def test_a_stored_tensor_without_metadata_is_refused(tmp_path: Path) -> None:
-    iteration, said = written(tmp_path)
-    del said["state_dict_metadata"]["first.weight"]
-    assert "which state_dict_metadata does not" in refused(iteration, json.dumps(said).encode())
+    iteration, metadata = written(tmp_path)
+    del metadata["state_dict_metadata"]["first.weight"]
+    assert "which state_dict_metadata does not" in refused(iteration, json.dumps(metadata).encode())
 
 
 @pytest.mark.parametrize("size", [(1 << 63) - 1, 1 << 63, 1 << 64, -1, 1.5, True, None, "4", [4], 10**30])
 def test_numbers_over_the_limits_are_refused(tmp_path: Path, size: Any) -> None:
-    iteration, said = written(tmp_path)
-    described = said["state_dict_metadata"]["first.weight"]
+    iteration, metadata = written(tmp_path)
+    described = metadata["state_dict_metadata"]["first.weight"]
     layout = described["layout"]
     for holder, key in ((described, "global_shape"), (layout, "device_matrix"), (layout, "rank_list")):
         before = holder[key]
         holder[key] = [size, *before[1:]]
-        refused(iteration, json.dumps(said).encode())
+        refused(iteration, json.dumps(metadata).encode())
         holder[key] = before
-    entry = said["storage_data"][KEY][0]
+    entry = metadata["storage_data"][KEY][0]
     for key in ("storage_rank", "rank_group"):
         before = entry[key]
         entry[key] = size if key == "storage_rank" else [size]
         if size != (1 << 63) - 1 or key == "storage_rank":
-            refused(iteration, json.dumps(said).encode())
+            refused(iteration, json.dumps(metadata).encode())
         entry[key] = before
 
 
 def test_metadata_of_a_million_ranks_takes_linear_time(tmp_path: Path) -> None:
-    iteration, said = written(tmp_path)
-    layout = said["state_dict_metadata"]["first.weight"]["layout"]
+    iteration, metadata = written(tmp_path)
+    layout = metadata["state_dict_metadata"]["first.weight"]["layout"]
     layout.update(device_matrix=[1 << 20, 1 << 20, 1 << 20], tensor_map=[2, [1, 0]])
-    refused(iteration, json.dumps(said).encode())
+    refused(iteration, json.dumps(metadata).encode())
 
 
 SAVED = {
@@ -181,29 +181,29 @@ def parts(value: Any) -> Iterator[tuple[Any, Any]]:
 @given(st.integers(0, 1 << 40))
 def test_modified_metadata_gives_right_values_or_an_error(seed: int) -> None:
     saved = saving(tensors=SAVED, world=4)
-    said = saved.metadata()
-    change(said, random.Random(seed))
+    metadata = saved.metadata()
+    change(metadata, random.Random(seed))
     with tempfile.TemporaryDirectory() as directory:
         iteration = saved.write(Path(directory) / ITERATION)
-        (iteration / "metadata.json").write_text(json.dumps(said))
+        (iteration / "metadata.json").write_text(json.dumps(metadata))
         right_or_refused(iteration, saved.tensors)
 
 
-def change(said: Any, rng: random.Random) -> None:
-    """Drop, replace, move or repeat one to three values of what metadata says."""
+def change(metadata: Any, rng: random.Random) -> None:
+    """Drop, replace, move or repeat one to three values of the metadata."""
     for _ in range(rng.randint(1, 3)):
-        places = list(parts(said))
+        places = list(parts(metadata))
         if not places:
             return
-        (holder, key), (other, there) = rng.choice(places), rng.choice(places)
-        taken = copy.deepcopy(rng.choice([rng.choice(VALUES), other[there]]))
+        (holder, key), (other, target) = rng.choice(places), rng.choice(places)
+        replacement = copy.deepcopy(rng.choice([rng.choice(VALUES), other[target]]))
         action = rng.randrange(3)
         if action == 0:
             del holder[key]
         elif action == 1 and isinstance(holder, list):
-            holder.insert(key, taken)
+            holder.insert(key, replacement)
         else:
-            holder[key] = taken
+            holder[key] = replacement
 
 
 def right_or_refused(iteration: Path, tensors: Mapping[str, Laid]) -> None:

@@ -23,7 +23,7 @@ def made_shapes(tmp_path: Path, *words: Argument) -> dict[str, list[int]]:
     (tmp_path / "rules.toml").write_text(RULES)
     done("strategy", "make", tmp_path / "rules.toml", out, *words, "--sizes", "mp=2", "--weights-only", "--overwrite")
     layouts = json.loads(out.read_text())["parallel_layout_item"]
-    return {name: said["tensor_shape"] for name, said in layouts.items()}
+    return {name: layout_record["tensor_shape"] for name, layout_record in layouts.items()}
 
 
 @pytest.mark.parametrize("form", ["huggingface", "unified", "checkpoint2"])
@@ -47,8 +47,15 @@ def test_rank_0_alone_is_neither_a_slice_nor_a_full_checkpoint(directory: str, t
     write_checkpoint(tree / directory / "net-1_10.ckpt", FULL)
     make: list[Argument] = ["--shapes", tree, "--src-strategy", old]
     (tmp_path / "rules.toml").write_text(RULES)
-    said: list[Argument] = [tmp_path / "rules.toml", tmp_path / "out.ckpt", *make, "--sizes", "mp=2", "--weights-only"]
-    result = fails(3, "strategy", "make", *said, says=["only rank 0 exists, of 4"])
+    arguments: list[Argument] = [
+        tmp_path / "rules.toml",
+        tmp_path / "out.ckpt",
+        *make,
+        "--sizes",
+        "mp=2",
+        "--weights-only",
+    ]
+    result = fails(3, "strategy", "make", *arguments, says=["only rank 0 exists, of 4"])
     derive: list[Argument] = [
         old,
         tmp_path / "out.ckpt",
@@ -71,7 +78,7 @@ def test_rank_0_alone_is_neither_a_slice_nor_a_full_checkpoint(directory: str, t
 
 
 def test_slices_that_contradict_the_recorded_shapes_are_refused(tmp_path: Path) -> None:
-    """Full tensors in every rank's file, and a strategy whose JSON knows how large they are."""
+    """Full tensors in every rank's file, and a JSON strategy with their shapes."""
     shapes = {name: of.array.shape for name, of in FULL.items()}
     old = write_strategy(tmp_path / "old", SAVED_WITH, shapes, "json")
     tree = write_tree(tmp_path / "tree", dict.fromkeys(range(4), FULL))

@@ -49,15 +49,15 @@ def test_unlisted_values_are_copied_to_every_target_rank(world: World) -> None:
 
 def test_unlisted_values_of_some_ranks_are_copied(world: World) -> None:
     world.save(FULL)
-    held = cut_ranks(world.source, FULL)
-    write_checkpoint(world.src / "rank_3" / "net-1_10.ckpt", {**held[3], **COPIED, "epoch_num": scalar(7)})
+    ranks = cut_ranks(world.source, FULL)
+    write_checkpoint(world.src / "rank_3" / "net-1_10.ckpt", {**ranks[3], **COPIED, "epoch_num": scalar(7)})
     world.convert()
     same_ranks(world.found(), world.expected(FULL, {**COPIED, "epoch_num": scalar(7)}))
 
 
 def save_with_own(world: World, name: str) -> None:
-    for rank, held in cut_ranks(world.source, FULL, COPIED).items():
-        write_checkpoint(world.src / f"rank_{rank}" / "net-1_10.ckpt", {**held, name: scalar(100 + rank)})
+    for rank, contents in cut_ranks(world.source, FULL, COPIED).items():
+        write_checkpoint(world.src / f"rank_{rank}" / "net-1_10.ckpt", {**contents, name: scalar(100 + rank)})
 
 
 def test_differing_copies_give_a_warning_and_the_lowest_rank_wins(world: World) -> None:
@@ -74,8 +74,8 @@ def test_equal_copies_give_no_warning(world: World) -> None:
 def test_each_target_gets_the_cur_rank_of_its_own_number(world: World) -> None:
     save_with_own(world, "cur_rank")
     assert "cur_rank" not in world.convert("--quiet").err
-    for rank, held in world.found().items():
-        assert held["cur_rank"].same(scalar(100 + rank))
+    for rank, contents in world.found().items():
+        assert contents["cur_rank"].same(scalar(100 + rank))
 
 
 # Left out, and missing.
@@ -121,8 +121,8 @@ def test_every_parameter_with_a_missing_slice_is_listed_with_its_ranks(tmp_path:
     strategy = single({"first": layout([4], [0]), "second": layout([2, 2], [0]), "third": layout([4], [-1])})
     world = World(tmp_path, strategy, single({"first": layout([1], [-1]), "second": layout([1], [-1])}))
     world.save({name: value(name, (8,)) for name in ("first", "second", "third")}, ranks=[0, 2])
-    said = world.refuses(3, "first", "second", "1", "3").err
-    assert "third" not in said
+    output = world.refuses(3, "first", "second", "1", "3").err
+    assert "third" not in output
 
 
 # `none`.
@@ -185,10 +185,10 @@ def test_a_parameter_shared_by_source_stages_is_read_from_either(tmp_path: Path,
 
 
 def save_unlisted(world: World) -> None:
-    """Ranks of the last stage hold the table too, cut in no way their strategy tells, with other values."""
-    for rank, held in cut_ranks(LISTED_ONCE, TIED, COPIED).items():
+    """Ranks of the last stage hold the table too, in an unrecorded layout, with other values."""
+    for rank, contents in cut_ranks(LISTED_ONCE, TIED, COPIED).items():
         more = {"emb": value("not this one", (4, 6))} if rank >= 2 else {}
-        write_checkpoint(world.src / f"rank_{rank}" / "net-1_10.ckpt", {**held, **more})
+        write_checkpoint(world.src / f"rank_{rank}" / "net-1_10.ckpt", {**contents, **more})
 
 
 def test_ranks_whose_stage_does_not_list_a_parameter_are_not_read_for_it(tmp_path: Path) -> None:
@@ -206,10 +206,10 @@ def test_an_unlisted_tied_parameter_is_an_error_with_strict(tmp_path: Path) -> N
 
 def test_a_table_that_only_unlisted_ranks_hold_is_not_read_from_them(tmp_path: Path) -> None:
     world = World(tmp_path, LISTED_ONCE, WHOLE)
-    for rank, held in cut_ranks(LISTED_ONCE, TIED, COPIED).items():
-        kept = {name: tensor for name, tensor in held.items() if name != "emb"}
+    for rank, contents in cut_ranks(LISTED_ONCE, TIED, COPIED).items():
+        preserved = {name: tensor for name, tensor in contents.items() if name != "emb"}
         more = {"emb": TIED["emb"]} if rank >= 2 else {}
-        write_checkpoint(world.src / f"rank_{rank}" / "net-1_10.ckpt", {**kept, **more})
+        write_checkpoint(world.src / f"rank_{rank}" / "net-1_10.ckpt", {**preserved, **more})
     warns(world.convert(), "emb")
     same_ranks(world.found(), world.expected({name: TIED[name] for name in ("a", "b")}))
 
@@ -312,8 +312,8 @@ def test_zero_dimensional_and_empty_tensors_are_copied(world: World) -> None:
 
 def test_records_may_end_inside_a_row_and_be_empty(world: World) -> None:
     world.save(FULL)
-    held = cut_ranks(world.source, FULL, COPIED)
-    for rank, checkpoint in held.items():
+    ranks = cut_ranks(world.source, FULL, COPIED)
+    for rank, checkpoint in ranks.items():
         data = ckpt_bytes(checkpoint, record_bytes=5)
         path = world.src / f"rank_{rank}" / "net-1_10.ckpt"
         path.write_bytes(data)
@@ -368,9 +368,9 @@ def test_accumulated_gradients_can_become_full_tensors(tmp_path: Path) -> None:
 def test_gradients_whose_shape_fits_neither_reading_are_an_error(tmp_path: Path) -> None:
     world = World(tmp_path, PIPELINE, PLAIN_PIPELINE)
     ranks = cut_ranks(PIPELINE, GRADIENTS, COPIED)
-    for held in ranks.values():
-        if ACCU in held:
-            held[ACCU] = value("odd", (3, 4))
+    for contents in ranks.values():
+        if ACCU in contents:
+            contents[ACCU] = value("odd", (3, 4))
     write_tree(world.src, ranks)
     world.refuses(3, ACCU)
 
@@ -404,15 +404,15 @@ def test_a_slice_unlike_the_others_is_an_error_that_names_rank_and_parameter(
     world: World, name: str, wrong: Value
 ) -> None:
     world.save(FULL)
-    held = cut_ranks(world.source, FULL, COPIED)[1]
-    write_checkpoint(world.src / "rank_1" / "net-1_10.ckpt", {**held, name: wrong})
+    contents = cut_ranks(world.source, FULL, COPIED)[1]
+    write_checkpoint(world.src / "rank_1" / "net-1_10.ckpt", {**contents, name: wrong})
     world.refuses(3, name, str(world.src), "rank 1")
 
 
 def test_a_tensor_of_another_rank_than_its_map_is_an_error(world: World) -> None:
     ranks = cut_ranks(world.source, FULL, COPIED)
-    for held in ranks.values():
-        held["w"] = value("w", (4, 3, 2))
+    for contents in ranks.values():
+        contents["w"] = value("w", (4, 3, 2))
     write_tree(world.src, ranks)
     world.refuses(3, "w")
 
@@ -447,8 +447,8 @@ def test_gradients_without_their_saved_parameter_are_an_error(tmp_path: Path) ->
     """Four rows may be the half of 8 or the quarter of 16."""
     world = World(tmp_path, PIPELINE, PLAIN_PIPELINE)
     ranks = cut_ranks(PIPELINE, GRADIENTS, COPIED, [ACCU])
-    for held in ranks.values():
-        held.pop("w", None)
+    for contents in ranks.values():
+        contents.pop("w", None)
     write_tree(world.src, ranks)
     world.refuses(3, ACCU)
 

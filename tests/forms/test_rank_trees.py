@@ -31,8 +31,8 @@ def plant(root: Path, names: Iterable[str]) -> Path:
 def steps_of(tree: SourceTree, step: Optional[str] = None) -> dict[str, list[str]]:
     """Step to paths below the root, in the order of the candidates and of the ranks."""
     return {
-        str(found.step): [os.path.relpath(path, tree.root) for path in found.files.values()]
-        for found in list(tree.candidates(step))
+        str(candidate.step): [os.path.relpath(path, tree.root) for path in candidate.files.values()]
+        for candidate in list(tree.candidates(step))
     }
 
 
@@ -65,9 +65,9 @@ def test_ranks_may_be_missing_and_hold_different_steps(tmp_path: Path) -> None:
     names = [f"rank_{rank}/net-1_{step}.ckpt" for rank in range(8) for step in (5, 8) if rank != 6]
     names += [f"rank_{rank}/net-1_9_breakpoint.ckpt" for rank in (0, 2, 3, 5)]
     tree = find_checkpoints(str(plant(tmp_path, names)))
-    found = list(tree.candidates())
-    assert [str(one.step) for one in found] == ["1_9", "1_8", "1_5"]
-    assert [sorted(one.files) for one in found] == [[0, 2, 3, 5], [0, 1, 2, 3, 4, 5, 7], [0, 1, 2, 3, 4, 5, 7]]
+    candidates = list(tree.candidates())
+    assert [str(one.step) for one in candidates] == ["1_9", "1_8", "1_5"]
+    assert [sorted(one.files) for one in candidates] == [[0, 2, 3, 5], [0, 1, 2, 3, 4, 5, 7], [0, 1, 2, 3, 4, 5, 7]]
     assert tree.ranks == (0, 1, 2, 3, 4, 5, 7)
 
 
@@ -192,9 +192,9 @@ def test_two_namings_of_different_steps_cannot_be_compared(tmp_path: Path) -> No
 
 def test_names_that_differ_between_ranks_are_listed(tmp_path: Path) -> None:
     tree = find_checkpoints(str(plant(tmp_path, ["rank_0/a-1_10.ckpt", "rank_1/b-1_10.ckpt"])))
-    (found,) = list(tree.candidates())
-    assert sorted(found.files) == [0, 1]
-    (note,) = found.notes
+    (candidates,) = list(tree.candidates())
+    assert sorted(candidates.files) == [0, 1]
+    (note,) = candidates.notes
     assert "step 1_10" in note and "different names" in note and "a-1_10.ckpt" in note and "b-1_10.ckpt" in note
     tree = find_checkpoints(str(plant(tmp_path / "f", ["rank_0/a-1_10.ckpt", "rank_1/a-1_10.safetensors"])))
     assert "different formats" in next(iter(tree.candidates())).notes[0]
@@ -203,8 +203,8 @@ def test_names_that_differ_between_ranks_are_listed(tmp_path: Path) -> None:
 def test_the_rank_number_in_a_name_does_not_distinguish_families(tmp_path: Path) -> None:
     names = [f"rank_{r}/llama2_rank_{r}-{s}_10.ckpt" for r in range(12) for s in (1, 2)]
     tree = find_checkpoints(str(plant(tmp_path, names)))
-    assert [len(found.files) for found in list(tree.candidates())] == [12, 12]
-    assert all(found.notes == () for found in list(tree.candidates()))
+    assert [len(candidate.files) for candidate in list(tree.candidates())] == [12, 12]
+    assert all(candidate.notes == () for candidate in list(tree.candidates()))
 
 
 PREFIXES = [
@@ -246,10 +246,10 @@ def test_one_file_is_an_unsharded_checkpoint(tmp_path: Path) -> None:
     plant(tmp_path, ["net-3_10.ckpt", "plain.safetensors"])
     tree = find_checkpoints(str(tmp_path / "net-3_10.ckpt"))
     assert tree.single_file and tree.ranks == (0,)
-    (found,) = list(tree.candidates())
-    assert (found.step, found.files) == (Step(3, 10), {0: str(tmp_path / "net-3_10.ckpt")})
-    (found,) = list(find_checkpoints(str(tmp_path / "plain.safetensors")).candidates())
-    assert found.step is None
+    (candidates,) = list(tree.candidates())
+    assert (candidates.step, candidates.files) == (Step(3, 10), {0: str(tmp_path / "net-3_10.ckpt")})
+    (candidates,) = list(find_checkpoints(str(tmp_path / "plain.safetensors")).candidates())
+    assert candidates.step is None
 
 
 def test_a_missing_file_or_one_of_another_kind_is_an_error(tmp_path: Path) -> None:
@@ -286,9 +286,9 @@ def test_a_path_with_rank_in_it_selects_files(
     plant(tmp_path, ["node3/7/x.ckpt", "aXb(c)/5/x+.ckpt", "node1/r_3/net_4.ckpt", ".net0.ckpt", "x/y/z.ckpt"])
     monkeypatch.chdir(tmp_path)
     tree = find_checkpoints(pattern if relative else f"{tmp_path}/{pattern}")
-    (found,) = list(tree.candidates())
+    (candidates,) = list(tree.candidates())
     expected = {rank: path if relative else str(tmp_path / path) for rank, path in files.items()}
-    assert {rank: os.path.normpath(path) for rank, path in found.files.items()} == expected
+    assert {rank: os.path.normpath(path) for rank, path in candidates.files.items()} == expected
     assert not tree.single_file
 
 

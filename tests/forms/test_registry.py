@@ -64,8 +64,8 @@ def test_commands_accept_a_registered_form(world: World, toy: ToyForm) -> None:
         assert not (out / LIST).exists()
         done("by-rank", number, world.src, out, *words)
     assert "4 files" in done("status", out).out
-    found = done("inspect", out, "--json").json
-    assert found["form"] == "toy" and {tensor["name"] for tensor in found["tensors"]} == set(FULL)
+    report = done("inspect", out, "--json").json
+    assert report["form"] == "toy" and {tensor["name"] for tensor in report["tensors"]} == set(FULL)
     assert "[8,6]" in done("get", out, "w").out
     one, other = (done("fingerprint", *source).out for source in ([out], [world.src, "--strategy", world.old]))
     assert one == other

@@ -61,7 +61,7 @@ def test_a_prefix_that_gives_no_file_name_is_wrong_usage(prefix: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name, said",
+    "name, numbers",
     [
         ("rank_3/llama_rank_3-1_200.ckpt", (1, 200)),
         ("rank_12/llama_1_rank_12-30_7.safetensors", (30, 7)),
@@ -76,13 +76,13 @@ def test_a_prefix_that_gives_no_file_name_is_wrong_usage(prefix: str) -> None:
         ("rank_3/llama_rank_3-1_0200.ckpt", None),
     ],
 )
-def test_meta_json_requires_names_of_a_training(name: str, said: Optional[tuple[int, int]]) -> None:
-    found = meta_json(name)
-    if said is None:
-        assert found is None
+def test_meta_json_is_written_for_training_names_only(name: str, numbers: Optional[tuple[int, int]]) -> None:
+    actual = meta_json(name)
+    if numbers is None:
+        assert actual is None
         return
-    expected = {"last_epoch": said[0], "last_step": said[1], "last_ckpt_file": name.split("/")[1]}
-    assert found is not None and json.loads(found) == expected
+    expected = {"last_epoch": numbers[0], "last_step": numbers[1], "last_ckpt_file": name.split("/")[1]}
+    assert actual is not None and json.loads(actual) == expected
 
 
 def test_converted_files_have_training_names(world: World) -> None:
@@ -138,8 +138,8 @@ def test_trainers_find_converted_files_by_meta_json(world: World) -> None:
     assert not list(world.dst.rglob("meta.json"))
     world.convert(*options)
     for rank in range(2):
-        said = json.loads((world.dst / f"rank_{rank}" / "meta.json").read_text())
-        assert said == {"last_epoch": 3, "last_step": 10, "last_ckpt_file": f"llama_rank_{rank}-3_10.ckpt"}
+        numbers = json.loads((world.dst / f"rank_{rank}" / "meta.json").read_text())
+        assert numbers == {"last_epoch": 3, "last_step": 10, "last_ckpt_file": f"llama_rank_{rank}-3_10.ckpt"}
     world.convert("--overwrite")
     assert not list(world.dst.rglob("meta.json"))
 
@@ -151,7 +151,7 @@ def test_meta_json_records_the_converted_step(world: World) -> None:
         world.convert(*options, "--overwrite")
         for path in sorted(world.dst.rglob("meta.json")):
             assert json.loads(path.read_text())["last_ckpt_file"] == f"llama_{path.parent.name}-{step}.ckpt"
-    # While a rank is missing, nobody is told to go on from the others.
+    # While a rank is missing, no command suggests resuming from the others.
     (world.dst / "rank_0" / "llama_rank_0-4_2.ckpt").unlink()
     (world.dst / "rank_1" / "llama_rank_1-4_2.ckpt").unlink()
     world.by_rank(1, *options)

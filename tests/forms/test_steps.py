@@ -1,4 +1,4 @@
-"""Which checkpoint of a rank tree is converted."""
+"""The choice of the step in a rank tree."""
 
 from __future__ import annotations
 
@@ -121,15 +121,15 @@ def test_a_damaged_file_counts_as_absent_and_its_replica_is_used(plain: World) -
 
 
 @pytest.mark.parametrize("ending", ["ckpt", "safetensors"])
-@pytest.mark.parametrize("kept", [0, 3, 40])
-def test_a_step_with_a_truncated_file_falls_back_to_the_step_before(world: World, ending: str, kept: int) -> None:
+@pytest.mark.parametrize("preserved", [0, 3, 40])
+def test_a_step_with_a_truncated_file_falls_back_to_the_step_before(world: World, ending: str, preserved: int) -> None:
     world.save(OLD, f"rank_{{rank}}/net-1_9.{ending}")
     world.save(NEW, f"rank_{{rank}}/net-1_10.{ending}")
     damaged = world.src / "rank_1" / f"net-1_10.{ending}"
-    damaged.write_bytes(damaged.read_bytes()[:kept])
+    damaged.write_bytes(damaged.read_bytes()[:preserved])
     result = world.convert()
     warns(result, "1_9", "1_10")
-    if kept or ending != "ckpt":  # A .ckpt of no bytes is a well-formed one of no tensors.
+    if preserved or ending != "ckpt":  # A .ckpt of no bytes is a well-formed one of no tensors.
         warns(result, str(damaged))
     assert_same(world, OLD)
 
@@ -146,8 +146,8 @@ def test_a_file_truncated_between_records_is_not_complete(world: World) -> None:
     """Such a file is well formed, it only lacks parameters that the others have."""
     world.save_step("1_9", OLD)
     world.save_step("1_10", NEW)
-    held = cut_ranks(world.source, NEW)[2]
-    write_checkpoint(world.src / "rank_2" / "net-1_10.ckpt", {"w": held["w"], "v": held["v"]})
+    contents = cut_ranks(world.source, NEW)[2]
+    write_checkpoint(world.src / "rank_2" / "net-1_10.ckpt", {"w": contents["w"], "v": contents["v"]})
     warns(world.convert(), "1_10")
     assert_same(world, OLD)
 
@@ -178,12 +178,12 @@ def test_unsaved_parameters_do_not_affect_completeness(plain: World) -> None:
 
 
 def test_an_absent_rank_of_a_deduplicated_save_makes_its_step_incomplete(plain: World) -> None:
-    """Rank 3 may have been the only one to save v: the step cannot be told from a whole one."""
+    """Rank 3 may have been the only one to save v: the step may be incomplete."""
     plain.save(OLD)
-    held = cut_ranks(plain.source, NEW)
+    ranks = cut_ranks(plain.source, NEW)
     for rank, names in {0: ["w"], 1: ["w"], 2: []}.items():
-        kept = {**{name: held[rank][name] for name in names}, "global_step": COPIED["global_step"]}
-        write_checkpoint(plain.src / f"rank_{rank}" / "net-1_12.ckpt", kept)
+        preserved = {**{name: ranks[rank][name] for name in names}, "global_step": COPIED["global_step"]}
+        write_checkpoint(plain.src / f"rank_{rank}" / "net-1_12.ckpt", preserved)
     warns(plain.convert(), "1_12")
     assert_same(plain, OLD)
 
@@ -254,12 +254,12 @@ def test_an_older_complete_step_is_preferred_to_one_without_optimizer_shards(tmp
     assert_same(world, {name: OLD[name] for name in ("w", "v")})
 
 
-@pytest.mark.parametrize("left", [[0], [0, 1]])
-def test_the_mark_of_a_deduplicated_save_counts_in_a_single_remaining_file(left: list[int], plain: World) -> None:
-    """Each file holds another parameter; nothing but the mark tells that others were saved."""
-    held = cut_ranks(plain.source, NEW)
-    for rank in left:
-        write_checkpoint(plain.src / f"rank_{rank}" / "net-1_12.safetensors", {"w": held[rank]["w"]},
+@pytest.mark.parametrize("remaining", [[0], [0, 1]])
+def test_the_mark_of_a_deduplicated_save_counts_in_a_single_remaining_file(remaining: list[int], plain: World) -> None:
+    """Each file contains another parameter; only the mark shows that others were saved."""
+    ranks = cut_ranks(plain.source, NEW)
+    for rank in remaining:
+        write_checkpoint(plain.src / f"rank_{rank}" / "net-1_12.safetensors", {"w": ranks[rank]["w"]},
                          metadata={"remove_redundancy": "True"})  # fmt: skip
     says = ["v", "3"]
     plain.refuses(3, *says)
@@ -271,31 +271,31 @@ def test_a_missing_slice_with_rows_of_an_uneven_table_shows_a_deduplicated_save(
     laid_out = {"table": layout([2, 2], [0, -1], uneven=[0, 8]), "v": layout([2, 2], [-1])}
     strategy = single(laid_out)
     world = World(tmp_path, strategy, strategy)
-    held = cut_ranks(strategy, {"table": value("table", (8, 3)), "v": value("v", (4,))}, COPIED)
-    kept: dict[int, Checkpoint] = {0: COPIED, 1: {**COPIED, "table": held[1]["table"]}}
-    write_tree(world.src, {**kept, 3: COPIED})
+    ranks = cut_ranks(strategy, {"table": value("table", (8, 3)), "v": value("v", (4,))}, COPIED)
+    tensors_of_rank: dict[int, Checkpoint] = {0: COPIED, 1: {**COPIED, "table": ranks[1]["table"]}}
+    write_tree(world.src, {**tensors_of_rank, 3: COPIED})
     world.refuses(3, "'v'", "rank 2")
     # Those without rows are left out by every synchronous save.
-    write_tree(world.src, {3: kept[1]})
+    write_tree(world.src, {3: tensors_of_rank[1]})
     world.convert()
     assert world.found()[2]["table"].array.shape == (0, 3)
 
 
 def test_differing_files_of_one_stage_show_a_deduplicated_save(tmp_path: Path) -> None:
-    """Of the other stage one file is left, and nothing but the first stage's files says that it was one of two."""
+    """One file of the other stage remains; only the first stage's files show that it was one of two."""
     whole = layout([2], [-1, -1])
     names = [["a0", "b0"], ["a1", "b1"]]
-    # Nobody saves the last ones, which does not matter while all ranks are there.
+    # No rank saves the last ones, which is irrelevant while all ranks exist.
     source = [{"devices": 2, "layouts": dict.fromkeys([*some, f"never{some[0]}"], whole)} for some in names]
     world = World(tmp_path, source, single({name: whole for some in names for name in some}))
     full = {name: value(name, (4, 2)) for some in names for name in some}
-    held = cut_ranks(source, full)
+    ranks = cut_ranks(source, full)
     for rank, name in enumerate(["a0", "b0", "a1"]):
-        write_checkpoint(world.src / f"rank_{rank}" / "net-1_10.ckpt", {name: held[rank][name]})
+        write_checkpoint(world.src / f"rank_{rank}" / "net-1_10.ckpt", {name: ranks[rank][name]})
     world.refuses(3, "'b1'", "rank 3")
     fails(3, *world.words(0, command="by-rank"), says=["'b1'", "rank 3"])
     fails(3, "recover", world.src, world.dst, "--strategy", world.old, says=["'b1'", "rank 3"])
-    write_checkpoint(world.src / "rank_3" / "net-1_10.ckpt", {"b1": held[3]["b1"]})
+    write_checkpoint(world.src / "rank_3" / "net-1_10.ckpt", {"b1": ranks[3]["b1"]})
     assert "is not complete" not in world.convert("--verify").err
     same_ranks(world.found(), world.expected(full, {}))
 
@@ -308,16 +308,18 @@ def test_weights_that_only_an_absent_rank_can_have_saved_give_a_warning(plain: W
 @pytest.mark.parametrize("kind", ["whole", "slice"])
 def test_tensors_without_elements_never_make_a_step_incomplete(kind: str, tmp_path: Path) -> None:
     """Their ranks are lost, or their files leave them out."""
-    made = layout([2, 2], [-1, 0]) if kind == "whole" else layout([4], [0, -1], uneven=[2, 0, 4, 0])
+    layout_record = layout([2, 2], [-1, 0]) if kind == "whole" else layout([4], [0, -1], uneven=[2, 0, 4, 0])
     full = {"w": NEW["w"], "none": value("none", (0, 4) if kind == "whole" else (6, 2))}
-    world = World(tmp_path, single({"w": layout([2, 2] if kind == "whole" else [4], [-1, -1]), "none": made}), TARGET)
+    world = World(
+        tmp_path, single({"w": layout([2, 2] if kind == "whole" else [4], [-1, -1]), "none": layout_record}), TARGET
+    )
     world.new = write_strategy(tmp_path / "new", single({n: layout([2], [-1, -1]) for n in full}))
     saved = cut_ranks(world.source, full, COPIED)
-    held = {rank: {name: v for name, v in saved[rank].items() if v.array.size or kind == "whole"} for rank in saved}
-    write_tree(world.src, {rank: held[rank] for rank in ([0, 2] if kind == "whole" else range(4))})
+    contents = {rank: {name: v for name, v in saved[rank].items() if v.array.size or kind == "whole"} for rank in saved}
+    write_tree(world.src, {rank: contents[rank] for rank in ([0, 2] if kind == "whole" else range(4))})
     world.convert()
-    found = world.found()
-    assert all(found[rank]["none"].same(full["none"]) for rank in (0, 1))
+    ranks = world.found()
+    assert all(ranks[rank]["none"].same(full["none"]) for rank in (0, 1))
 
 
 def test_a_target_rank_without_parameters_gets_a_file(tmp_path: Path) -> None:
@@ -340,12 +342,12 @@ def test_a_target_rank_without_parameters_gets_a_file(tmp_path: Path) -> None:
 
 
 def test_a_stage_of_tied_parameters_only_may_be_absent_for_a_full_target(tmp_path: Path) -> None:
-    """Whatever of what they list was not saved."""
-    listed = {"w": layout([2], [0, -1]), "m.w": layout([2], [0, -1])}
-    source = [{"devices": 2, "layouts": listed}, {"devices": 2, "layouts": listed}]
+    """Any listed parameters may be unsaved."""
+    layouts = {"w": layout([2], [0, -1]), "m.w": layout([2], [0, -1])}
+    source = [{"devices": 2, "layouts": layouts}, {"devices": 2, "layouts": layouts}]
     old = write_strategy(tmp_path / "old", source)
-    held = cut_ranks(source, {"w": NEW["w"]}, COPIED)
-    write_tree(tmp_path / "src", {rank: held[rank] for rank in (0, 1)})
+    ranks = cut_ranks(source, {"w": NEW["w"]}, COPIED)
+    write_tree(tmp_path / "src", {rank: ranks[rank] for rank in (0, 1)})
     strategies: list[Argument] = ["--src-strategy", old, "--dst-strategy", "none"]
     assert done("rank-list", 0, *strategies).out.split() == ["0", "1"]
     done("by-rank", 0, tmp_path / "src", tmp_path / "dst", *strategies)
@@ -356,16 +358,16 @@ def test_a_stage_of_tied_parameters_only_may_be_absent_for_a_full_target(tmp_pat
 def test_values_of_another_stage_are_copied_to_a_single_rank(command: str, tmp_path: Path) -> None:
     stages = [{"devices": 2, "layouts": {name: layout([2], [0, -1])}} for name in ("a", "b")]
     world = World(tmp_path, stages, stages)
-    held = cut_ranks(stages, {name: value(name, (4, 2)) for name in ("a", "b")}, COPIED)
-    held[3]["loss_scale"] = scalar(1024, "Float32")
-    write_tree(world.src, held)
+    ranks = cut_ranks(stages, {name: value(name, (4, 2)) for name in ("a", "b")}, COPIED)
+    ranks[3]["loss_scale"] = scalar(1024, "Float32")
+    write_tree(world.src, ranks)
     for rank in range(4):
         world.by_rank(rank) if command == "by-rank" else world.convert("--ranks", str(rank))
-    assert all(found["loss_scale"].same(held[3]["loss_scale"]) for found in world.found().values())
+    assert all(contents["loss_scale"].same(ranks[3]["loss_scale"]) for contents in world.found().values())
 
 
 def test_sharding_of_gradients_does_not_depend_on_the_available_files(tmp_path: Path) -> None:
-    """Tied, and only one of the two stages records optimizer shards: its files tell whether they are made."""
+    """Tied, and only one of the two stages records optimizer shards: its files show whether they exist."""
     whole, shards = layout([2], [-1, -1]), layout([2], [-1, -1], 2, 1)
     names = ("emb", "accu_grads.emb")
     source = [
@@ -379,19 +381,19 @@ def test_sharding_of_gradients_does_not_depend_on_the_available_files(tmp_path: 
     world = World(tmp_path, source, target)
     full = {name: value(name, (4, 2)) for name in (*names, "b")}
     for plain in ((), ("accu_grads.emb",)):
-        held = cut_ranks(source, full, unsharded=plain)
+        ranks = cut_ranks(source, full, unsharded=plain)
         world.src, world.dst = tmp_path / f"src{plain}", tmp_path / f"all{plain}"
-        write_tree(world.src, held)
+        write_tree(world.src, ranks)
         world.convert()
-        found = world.found()
-        same_ranks(found, cut_ranks(target, full, unsharded=plain))
-        listed = done("rank-list", 0, "--src-strategy", world.old, "--dst-strategy", world.new, "--json").json["ranks"]
+        tensors_of_rank = world.found()
+        same_ranks(tensors_of_rank, cut_ranks(target, full, unsharded=plain))
+        report = done("rank-list", 0, "--src-strategy", world.old, "--dst-strategy", world.new, "--json").json["ranks"]
         world.src, world.dst = tmp_path / f"few{plain}", tmp_path / f"one{plain}"
-        write_tree(world.src, {rank: held[rank] for rank in listed})
+        write_tree(world.src, {rank: ranks[rank] for rank in report})
         world.by_rank(0)
-        same_ranks(world.found(), {0: found[0]})
+        same_ranks(world.found(), {0: tensors_of_rank[0]})
         world.src, world.dst = tmp_path / f"fewer{plain}", tmp_path / f"none{plain}"
-        write_tree(world.src, {0: held[0]})
+        write_tree(world.src, {0: ranks[0]})
         fails(3, *world.words(0, command="by-rank"), says=["accu_grads.emb", "ranks 2-3"])
 
 
@@ -416,12 +418,12 @@ def test_a_torn_step_with_undecidable_gradients_is_skipped_by_by_rank(tmp_path: 
 
 
 def test_filters_do_not_affect_the_step(plain: World) -> None:
-    """w is torn at the newest step: that v is whole there does not make the step complete."""
+    """w is torn at the newest step, so the step is incomplete although v is whole."""
     plain.save(OLD)
     plain.save_step("1_12", NEW, ranks=[0])
     plain.convert("--include", "v")
-    for held in plain.found().values():
-        assert held["v"].same(OLD["v"])
+    for contents in plain.found().values():
+        assert contents["v"].same(OLD["v"])
 
 
 # Names and namings.

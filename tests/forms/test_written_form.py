@@ -1,4 +1,4 @@
-"""What is written besides the weights, and what is said of it."""
+"""Files written besides the weights, and warnings about them."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ def test_options_suggested_by_a_warning_exclude_no_weight(tmp_path: Path) -> Non
     assert set(load_file(tmp_path / "weights" / "model.safetensors")) == set(WEIGHTS)
 
 
-@pytest.mark.parametrize("said", ["float32", "bfloat16"])
+@pytest.mark.parametrize("message", ["float32", "bfloat16"])
 @pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
-def test_a_configuration_of_another_dtype_gives_a_warning(said: str, key: str, tmp_path: Path) -> None:
+def test_a_configuration_of_another_dtype_gives_a_warning(message: str, key: str, tmp_path: Path) -> None:
     source = huggingface(tmp_path / "src")
-    (source / "config.json").write_text(json.dumps({key: said}))
+    (source / "config.json").write_text(json.dumps({key: message}))
     result = done("convert", source, tmp_path / "out", "--to", "huggingface")
-    told = f"has {key} '{said}', and the weights are float32" in flat(result.err)
-    assert told == (said != "float32")
-    assert json.loads((tmp_path / "out" / "config.json").read_text()) == {key: said}
+    output = f"has {key} '{message}', and the weights are float32" in flat(result.err)
+    assert output == (message != "float32")
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == {key: message}
 
 
 def test_values_alone_do_not_make_a_unified_directory(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A form of checkpoint that the package does not have: one file per tensor, and a list of them.
+"""A form of checkpoint outside the package: one file per tensor, and a list of them.
 
 It is one module, and one line in ``FORM_CLASSES``. CONTRIBUTING.md shows it.
 """

@@ -1,1 +1,1 @@
-"""Fuzzing of everything that reads files which somebody else wrote."""
+"""Fuzzing of all readers of files."""

@@ -1,4 +1,4 @@
-"""Damaging valid files: blindly at bytes, and knowingly at the structure of protobuf and JSON."""
+"""Damage to valid files: random bytes, or the structure of protobuf and JSON."""
 
 from __future__ import annotations
 
@@ -59,14 +59,14 @@ def changed_bytes(data: bytes, others: list[bytes], random: Random) -> bytes:
 def tree_of(message: bytes, depth: int = 5) -> Union[list[Node], bytes]:
     """The fields of a message, each (number, wire type, value); bytes that are no message as they are."""
     try:
-        found = list(fields(message))
+        actual = list(fields(message))
     except (AssertionError, IndexError):
         return message
-    if any(number == 0 for number, _ in found) or not found or not depth:
+    if any(number == 0 for number, _ in actual) or not actual or not depth:
         return message
     return [
         (number, 0, value) if isinstance(value, int) else (number, 2, tree_of(value, depth - 1))
-        for number, value in found
+        for number, value in actual
     ]
 
 

@@ -1,4 +1,4 @@
-"""The readers that are fuzzed: what they start from, and what must hold of everything they accept."""
+"""The fuzzed readers: their valid inputs, and the properties of every accepted input."""
 
 from __future__ import annotations
 
@@ -73,29 +73,34 @@ def read_encrypted(path: Path) -> None:
 
 
 def see_that_it_adds_up(index: CheckpointIndex, size: int) -> None:
-    taken: list[tuple[int, int]] = []
+    selected: list[tuple[int, int]] = []
     for name, tensor in index.tensors.items():
         name.encode()
         assert name == tensor.name
         assert tensor.nbytes == sum(length for _, length in tensor.extents)
         assert all(dim >= 0 for dim in tensor.shape)
         assert len(tensor.shape) <= 64
-        taken += tensor.extents
-    taken.sort()
-    assert all(start + length <= next_start for (start, length), (next_start, _) in zip(taken, taken[1:]))
-    assert all(start >= 0 and length > 0 and start + length <= size for start, length in taken)
+        selected += tensor.extents
+    selected.sort()
+    assert all(start + length <= next_start for (start, length), (next_start, _) in zip(selected, selected[1:]))
+    assert all(start >= 0 and length > 0 and start + length <= size for start, length in selected)
 
 
 def read_a_strategy(path: Path) -> None:
     strategy = read_strategy(str(path))
     for stage in strategy.stages:
         assert 0 < stage.device_count <= 2**20
-        for name, made in stage.layouts.items():
+        for name, layout_record in stage.layouts.items():
             name.encode()
-            assert made.device_count == stage.device_count
-            assert made.slice_of_rank.shape == (stage.device_count,)
-            assert 0 <= int(made.slice_of_rank.min()) <= int(made.slice_of_rank.max()) < made.slice_count
-            made.regroupings()
+            assert layout_record.device_count == stage.device_count
+            assert layout_record.slice_of_rank.shape == (stage.device_count,)
+            assert (
+                0
+                <= int(layout_record.slice_of_rank.min())
+                <= int(layout_record.slice_of_rank.max())
+                < layout_record.slice_count
+            )
+            layout_record.regroupings()
     assert sum(len(group.ranks) for group in replicas_of_strategy(strategy).groups) == strategy.device_count
 
 
@@ -117,12 +122,12 @@ def read_groups(path: Path) -> None:
 
 
 def read_names(path: Path) -> None:
-    """The lines name a source, a suffix, and files that lie there."""
+    """The lines name a source, a suffix, and existing files."""
     lines = [line.decode(errors="surrogateescape") for line in path.read_bytes().split(b"\n")]
     src, suffix, *files = [*lines, "", ""]
     root = path.parent / "tree"
-    made = [root / name for name in files[:12] if inside(name)]
-    for file in made:
+    created = [root / name for name in files[:12] if inside(name)]
+    for file in created:
         with contextlib.suppress(OSError):
             file.parent.mkdir(parents=True, exist_ok=True)
             file.touch()
@@ -131,9 +136,9 @@ def read_names(path: Path) -> None:
             src = ""
         tree = find_checkpoints(os.path.join(str(root), src), suffix or None)
         for step in tree.candidates():
-            for rank, found in step.files.items():
+            for rank, tensors in step.files.items():
                 assert rank in tree.ranks
-                assert os.path.isfile(found)
+                assert os.path.isfile(tensors)
     finally:
         for directory, directories, names in os.walk(root, topdown=False):
             for name in names:
@@ -143,16 +148,16 @@ def read_names(path: Path) -> None:
 
 
 def read_metadata(path: Path) -> None:
-    """The file says how the tensors are cut that lie beside it; what is read of them has to be right."""
+    """The file lists the layouts of tensors beside it; they must be read correctly."""
     iteration = path.parent
     if not any(iteration.glob("*.safetensors")):
-        for name, held in _SAVED.files().items():
-            write_safetensors(iteration / name, held)
+        for name, contents in _SAVED.files().items():
+            write_safetensors(iteration / name, contents)
     see_that_it_is_right(iteration, _SAVED.tensors)
 
 
 def read_distributed(path: Path) -> None:
-    """The metadata of files beside it, or one of these files; what is read has to be right, or be refused."""
+    """The metadata of files beside it, or one of these files; it must be read correctly or refused."""
     form = next(form for form, files in _DISTRIBUTED.items() if path.name in files)
     for name, content in _DISTRIBUTED[form].items():
         if not (path.parent / name).exists():
@@ -175,8 +180,8 @@ def read_rank_pickle(path: Path) -> None:
 
 def read_chunks(form: str, directory: Path) -> None:
     with FileHandles() as handles:
-        found = form_named(form).read(ReadRequest(str(directory), handles, Report()))
-        for index in found.indexes.values():
+        checkpoint = form_named(form).read(ReadRequest(str(directory), handles, Report()))
+        for index in checkpoint.indexes.values():
             for tensor in index.tensors.values():
                 for start, size in tensor.extents:
                     with handles.borrow(index.path) as file:
@@ -184,24 +189,24 @@ def read_chunks(form: str, directory: Path) -> None:
 
 
 def read_map(path: Path) -> None:
-    """The file says which tensor is in which of the files beside it; what is read of them has to be right."""
+    """The file lists the files of tensors beside it; they must be read correctly."""
     for file, tensors in _WEIGHTS.items():
         if not (path.parent / file).exists():
             write_safetensors(path.parent / file, tensors)
     read = read_unified if path.name == UNIFIED_MAP else read_huggingface
     with FileHandles() as handles:
-        found = read(str(path), handles, Report())
-    assert found.tensors.keys() <= {name for tensors in _WEIGHTS.values() for name in tensors}
-    for name, tensor in found.tensors.items():
-        (number,) = found.holders(name)
-        array = _WEIGHTS[os.path.basename(found.files[number])][name]
-        ((start, size),) = found.indexes[number].tensors[name].extents
-        content = Path(found.files[number]).read_bytes()[start : start + size]
+        checkpoint = read(str(path), handles, Report())
+    assert checkpoint.tensors.keys() <= {name for tensors in _WEIGHTS.values() for name in tensors}
+    for name, tensor in checkpoint.tensors.items():
+        (number,) = checkpoint.holders(name)
+        array = _WEIGHTS[os.path.basename(checkpoint.files[number])][name]
+        ((start, size),) = checkpoint.indexes[number].tensors[name].extents
+        content = Path(checkpoint.files[number]).read_bytes()[start : start + size]
         assert (content, tensor.shape) == (array.tobytes(), array.shape)
 
 
 def inside(name: str) -> bool:
-    """Whether a name, as part of a path, stays below the directory it is put in, and can stand there."""
+    """Whether a name is a valid path below its directory."""
     if any(len(os.fsencode(part)) > 255 for part in name.split("/")):
         return False
     return not name.startswith("/") and "\0" not in name and ".." not in name.split("/") and bool(name.strip("/."))
@@ -242,7 +247,7 @@ _SAFETENSORS = [
     for tensors in checkpoints()
     for metadata in (None, {"format": "ms", "crc_num": "123", "remove_redundancy": "False"})
 ]
-_PROTOBUF = [protobuf(made, [0, 1] if "0-w" in made else [0]) for made in seeds_of_layouts()]
+_PROTOBUF = [protobuf(created, [0, 1] if "0-w" in created else [0]) for created in seeds_of_layouts()]
 _GROUPS = [group_info([0, 4], [("world", range(8)), ("pp", [0, 4]), ("pp", [1, 5])]), group_info([])]
 _NAMES = [
     b"\n\nrank_0/net-1_10.ckpt\nrank_1/net-1_10.ckpt\nrank_0/net-1_9.ckpt\nrank_1/net-1_9.ckpt",
@@ -253,7 +258,10 @@ _NAMES = [
 
 
 def json_seeds() -> list[bytes]:
-    return [json.dumps(json_content(made, [0, 1] if "0-w" in made else [0])).encode() for made in seeds_of_layouts()]
+    return [
+        json.dumps(json_content(created, [0, 1] if "0-w" in created else [0])).encode()
+        for created in seeds_of_layouts()
+    ]
 
 
 _SAVED = saving(tensors=SAVED, world=4)
@@ -272,8 +280,8 @@ _WEIGHTS = {
 }
 _LISTED = {name: file for file, tensors in _WEIGHTS.items() for name in tensors}
 _MAPS = [
-    json.dumps({"metadata": {"total_size": size}, "weight_map": listed}, indent=indent).encode()
-    for listed in (_LISTED, dict(list(_LISTED.items())[:3]))
+    json.dumps({"metadata": {"total_size": size}, "weight_map": listing}, indent=indent).encode()
+    for listing in (_LISTED, dict(list(_LISTED.items())[:3]))
     for size, indent in ((286, 4), (None, None))
 ]
 

@@ -92,7 +92,7 @@ def test_inputs_that_reach_new_lines_are_errors_or_harmless(name: str, tmp_path:
     reader = READERS[name]
     random = Random()
     corpus = list(reader.seeds)
-    seen: set[tuple[str, int, int]] = set()
+    visited: set[tuple[str, int, int]] = set()
     end = time.monotonic() + SECONDS
     tried = 0
     while time.monotonic() < end:
@@ -105,15 +105,15 @@ def test_inputs_that_reach_new_lines_are_errors_or_harmless(name: str, tmp_path:
         except BaseException:
             keep(name, data)
             raise
-        if not reached <= seen:
-            seen |= reached
+        if not reached <= visited:
+            visited |= reached
             corpus.append(data)
-    print(f"{name}: {tried} inputs, {len(corpus)} kept in memory, {len(seen)} steps from line to line")
+    print(f"{name}: {tried} inputs, {len(corpus)} kept in memory, {len(visited)} steps from line to line")
 
 
 def covered(run: Callable[[], object]) -> set[tuple[str, int, int]]:
-    """The steps from line to line that a call takes in the rooms that read."""
-    found: set[tuple[str, int, int]] = set()
+    """The line transitions of a call in the rooms that read files."""
+    actual: set[tuple[str, int, int]] = set()
 
     def enter(frame: FrameType, event: str, argument: object) -> Optional[Callable[..., Any]]:
         file = frame.f_code.co_filename
@@ -124,7 +124,7 @@ def covered(run: Callable[[], object]) -> set[tuple[str, int, int]]:
         def step(frame: FrameType, event: str, argument: object) -> Optional[Callable[..., Any]]:
             nonlocal last
             if event == "line":
-                found.add((file, last, frame.f_lineno))
+                actual.add((file, last, frame.f_lineno))
                 last = frame.f_lineno
             return step
 
@@ -136,7 +136,7 @@ def covered(run: Callable[[], object]) -> set[tuple[str, int, int]]:
         run()
     finally:
         sys.settrace(before)
-    return found
+    return actual
 
 
 def keep(name: str, data: bytes) -> None:

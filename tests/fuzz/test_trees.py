@@ -95,9 +95,9 @@ def damaged(world: World, random: Random) -> set[str]:
         ]
         random.choice(replace)()
     elif change == 8:
-        held, others = file.read_bytes(), other.read_bytes()
+        content, others = file.read_bytes(), other.read_bytes()
         file.write_bytes(others)
-        other.write_bytes(held)
+        other.write_bytes(content)
         return {"swapped"}
     elif change == 9:
         stem = random.choice(["net-1_11", "other-1_10", "net-1_10_breakpoint", ".net"])
@@ -144,14 +144,14 @@ def check_tree(root: Path, seed: int) -> int:
     assert result.status in (0, 1, 2, 3), result
     assert result.status == 0 or result.err.strip()
     if result.status == 0 and not done & {"swapped", "strategy"} and (kind.whole or "content" not in done):
-        found = world.found()
+        ranks = world.found()
         matching = [
             label
             for label in labels.values()
             if all(
-                rank in found and name in found[rank] and same(found[rank][name], expected)
-                for rank, held in world.expected(tensors(label, names), kind.copied).items()
-                for name, expected in held.items()
+                rank in ranks and name in ranks[rank] and same(ranks[rank][name], expected)
+                for rank, contents in world.expected(tensors(label, names), kind.copied).items()
+                for name, expected in contents.items()
             )
         ]
         assert matching, f"wrong output without an error:\n{result.err}"

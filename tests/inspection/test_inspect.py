@@ -1,4 +1,4 @@
-"""`inspect`: what is said of files and trees, and that it agrees with conversions."""
+"""`inspect`: its output for files and trees, and its agreement with conversions."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ def judged(world: World, *words: Argument) -> Any:
     return inspected(world.src, "--strategy", world.old, *words)
 
 
-def steps(found: Any) -> dict[Optional[str], Any]:
-    return {step["step"]: step for step in found["steps"]}
+def steps(actual: Any) -> dict[Optional[str], Any]:
+    return {step["step"]: step for step in actual["steps"]}
 
 
-def finding(found: Any, kind: str) -> Any:
-    (one,) = [item for item in found["findings"] if item["kind"] == kind]
+def finding(actual: Any, kind: str) -> Any:
+    (one,) = [item for item in actual["findings"] if item["kind"] == kind]
     return one
 
 
-def kinds(found: Any) -> list[str]:
-    return [item["kind"] for item in found["findings"]]
+def kinds(actual: Any) -> list[str]:
+    return [item["kind"] for item in actual["findings"]]
 
 
 def damage(path: Path) -> Path:
@@ -62,13 +62,13 @@ def damage(path: Path) -> Path:
 def test_without_a_strategy_completeness_is_unknown(plain: World) -> None:
     plain.save(FULL)
     plain.save(FULL, NEWER, ranks=[0, 3])
-    found = inspected(plain.src)
-    assert [step["complete"] for step in found["steps"]] == [None, None]
-    assert found["latest"] is None and found["strategy"] is None
-    assert steps(found)["1_12"]["absent_ranks"] == [1, 2] and steps(found)["1_10"]["absent_ranks"] == []
+    report = inspected(plain.src)
+    assert [step["complete"] for step in report["steps"]] == [None, None]
+    assert report["latest"] is None and report["strategy"] is None
+    assert steps(report)["1_12"]["absent_ranks"] == [1, 2] and steps(report)["1_10"]["absent_ranks"] == []
     shown = done("inspect", plain.src).out
-    for said in ("complete?", "torn or saved by one rank of each replica group", "on all ranks", "--strategy"):
-        assert said in shown
+    for message in ("complete?", "torn or saved by one rank of each replica group", "on all ranks", "--strategy"):
+        assert message in shown
 
 
 def test_a_file_count_that_fits_no_groups_is_not_an_end_of_life_save(plain: World) -> None:
@@ -82,9 +82,9 @@ def test_inspect_reads_headers_of_the_newest_step(plain: World) -> None:
     plain.save(FULL)
     plain.save(FULL, NEWER)
     damage(plain.src / "rank_0" / "net-1_10.ckpt")
-    found = inspected(plain.src)
-    assert steps(found)["1_10"]["contents"] is None and steps(found)["1_10"]["damaged"] == []
-    assert steps(found)["1_12"]["contents"]["sets"] == [
+    report = inspected(plain.src)
+    assert steps(report)["1_10"]["contents"] is None and steps(report)["1_10"]["damaged"] == []
+    assert steps(report)["1_12"]["contents"]["sets"] == [
         {"ranks": [0, 1, 2, 3], "names": ["global_step", "v", "w"]},
     ]
 
@@ -93,11 +93,11 @@ def test_step_selects_the_headers_to_read(plain: World) -> None:
     plain.save(FULL)
     plain.save(FULL, NEWER)
     path = damage(plain.src / "rank_0" / "net-1_10.ckpt")
-    found = inspected(plain.src, "--step", "1_10")
-    assert steps(found)["1_12"]["contents"] is None
-    ((rank, reason),) = [item.values() for item in steps(found)["1_10"]["damaged"]]
+    report = inspected(plain.src, "--step", "1_10")
+    assert steps(report)["1_12"]["contents"] is None
+    ((rank, reason),) = [item.values() for item in steps(report)["1_10"]["damaged"]]
     assert rank == 0 and str(path) in reason
-    assert str(path) in finding(found, "damaged")["text"]
+    assert str(path) in finding(report, "damaged")["text"]
     fails(3, "inspect", plain.src, "--step", "7_7", says=["7_7", "1_12"])
     fails(2, "inspect", plain.src, "--step", "soon", says=["soon"])
 
@@ -123,18 +123,18 @@ def test_names_are_grouped_by_pipeline_stage(tmp_path: Path) -> None:
 def test_a_file_smaller_than_the_others_is_a_guess(plain: World) -> None:
     plain.save(FULL)
     write_checkpoint(plain.src / "rank_2" / "net-1_10.ckpt", {"w": value("w", (4, 6))})
-    said = finding(inspected(plain.src), "lacking")["text"]
-    assert "rank 2 may lack 2 names" in said and "'global_step', 'v'" in said and "guess" in said
+    problem = finding(inspected(plain.src), "lacking")["text"]
+    assert "rank 2 may lack 2 names" in problem and "'global_step', 'v'" in problem and "guess" in problem
     assert "lacking" not in kinds(judged(plain))
 
 
 def test_empty_rank_directories_and_gaps_are_listed(plain: World) -> None:
     plain.save(FULL, ranks=[0, 3])
     (plain.src / "rank_1").mkdir()
-    found = inspected(plain.src)
-    assert found["ranks"] == [0, 1, 3]
-    assert "rank 1:" in finding(found, "empty_rank")["text"]
-    assert "rank 2:" in finding(found, "gap")["text"]
+    report = inspected(plain.src)
+    assert report["ranks"] == [0, 1, 3]
+    assert "rank 1:" in finding(report, "empty_rank")["text"]
+    assert "rank 2:" in finding(report, "gap")["text"]
 
 
 def test_a_very_large_rank_number_takes_no_memory(plain: World) -> None:
@@ -147,10 +147,10 @@ def test_unfinished_directories_and_saves_at_a_fault_are_skipped_and_listed(plai
     plain.save(FULL)
     for name in ("tft_saved_checkpoints-step_9_tmp", "ttp_saved_checkpoints-step_8"):
         write_checkpoint(plain.src / name / "rank_0" / "ttp_rank_0-1_9.ckpt", {})
-    found = inspected(plain.src)
-    assert list(steps(found)) == ["1_10"]
-    assert "tft_saved_checkpoints-step_9_tmp" in finding(found, "unfinished")["text"]
-    assert "ttp_saved_checkpoints-step_8" in finding(found, "save_at_fault")["text"]
+    report = inspected(plain.src)
+    assert list(steps(report)) == ["1_10"]
+    assert "tft_saved_checkpoints-step_9_tmp" in finding(report, "unfinished")["text"]
+    assert "ttp_saved_checkpoints-step_8" in finding(report, "save_at_fault")["text"]
     fails(3, "inspect", plain.src / "tft_saved_checkpoints-step_9_tmp", says=["never finished"])
     assert inspected(plain.src / "rank_{rank}" / "*.ckpt")["ranks"] == [0, 1, 2, 3]
 
@@ -179,17 +179,17 @@ def test_an_end_of_life_save_is_recognised_by_its_stored_rank(plain: World) -> N
 def test_a_file_removed_during_inspect_is_reported(plain: World, monkeypatch: pytest.MonkeyPatch) -> None:
     plain.save(FULL)
     plain.save(FULL, NEWER)
-    gone = plain.src / "rank_1" / "net-1_10.ckpt"
+    path = plain.src / "rank_1" / "net-1_10.ckpt"
 
-    def find(*given: Any) -> Any:
-        found = find_checkpoints(*given)
-        gone.unlink()
-        return found
+    def find(*arguments: Any) -> Any:
+        candidates = find_checkpoints(*arguments)
+        path.unlink()
+        return candidates
 
     monkeypatch.setattr("reshard.inspection.tree.find_checkpoints", find)
-    found = inspected(plain.src)
-    assert str(gone) in finding(found, "vanished")["text"]
-    assert steps(found)["1_10"]["absent_ranks"] == [1]
+    report = inspected(plain.src)
+    assert str(path) in finding(report, "vanished")["text"]
+    assert steps(report)["1_10"]["absent_ranks"] == [1]
 
 
 # What a conversion refuses is a finding, not an error.
@@ -207,20 +207,20 @@ AMBIGUOUS = {
 def test_two_files_of_a_rank_and_step_are_a_problem(plain: World, pattern: str, with_strategy: bool) -> None:
     plain.save(FULL)
     plain.save(FULL, pattern)
-    found = judged(plain) if with_strategy else inspected(plain.src)
-    said = finding(found, "ambiguous")
-    assert said["refuses"] and said["step"] == "1_10" and "--file-suffix" in said["hint"]
-    assert steps(found)["1_10"]["ambiguous"] and steps(found)["1_10"]["complete"] is None
+    report = judged(plain) if with_strategy else inspected(plain.src)
+    problem = finding(report, "ambiguous")
+    assert problem["refuses"] and problem["step"] == "1_10" and "--file-suffix" in problem["hint"]
+    assert steps(report)["1_10"]["ambiguous"] and steps(report)["1_10"]["complete"] is None
     assert "a conversion of step 1_10 refuses: rank 0 has" in done("inspect", plain.src).out
     error = plain.refuses(3).err
-    assert flat(said["text"]) in flat(error)
+    assert flat(problem["text"]) in flat(error)
 
 
 def test_file_suffix_selects_one_series_of_files(plain: World) -> None:
     plain.save(FULL)
     plain.save(FULL, AMBIGUOUS["names"])
-    found = judged(plain, "--file-suffix", "_breakpoint")
-    assert found["latest"] == {"found": True, "step": "1_10"} and found["findings"] == []
+    report = judged(plain, "--file-suffix", "_breakpoint")
+    assert report["latest"] == {"found": True, "step": "1_10"} and report["findings"] == []
 
 
 def test_an_older_ambiguous_step_does_not_matter_to_a_conversion(plain: World) -> None:
@@ -234,10 +234,10 @@ def test_an_older_ambiguous_step_does_not_matter_to_a_conversion(plain: World) -
 def test_two_series_of_saves_are_a_problem(plain: World) -> None:
     plain.save(FULL)
     plain.save(FULL, "rank_{rank}/net_1-1_3.ckpt")
-    found = judged(plain)
-    assert finding(found, "series")["refuses"]
-    assert found["latest"] == {"found": False, "step": None}
-    assert steps(found)["1_10"]["contents"] is not None
+    report = judged(plain)
+    assert finding(report, "series")["refuses"]
+    assert report["latest"] == {"found": False, "step": None}
+    assert steps(report)["1_10"]["contents"] is not None
     plain.refuses(3, "series")
 
 
@@ -245,9 +245,9 @@ def test_an_encrypted_file_is_a_problem_that_names_it(plain: World) -> None:
     plain.save(FULL)
     path = plain.src / "rank_2" / "net-1_10.ckpt"
     path.write_bytes(b"\xd8\x5e\x3a\x7f" + bytes(100))
-    for found in (inspected(plain.src), judged(plain)):
-        (said,) = [item for item in found["findings"] if item["refuses"]]
-        assert str(path) in said["text"] and "encrypted" in said["text"]
+    for actual in (inspected(plain.src), judged(plain)):
+        (message,) = [item for item in actual["findings"] if item["refuses"]]
+        assert str(path) in message["text"] and "encrypted" in message["text"]
     assert judged(plain)["latest"] == {"found": False, "step": None}
     fails(3, "inspect", path, says=[path, "encrypted"])
 
@@ -255,21 +255,21 @@ def test_an_encrypted_file_is_a_problem_that_names_it(plain: World) -> None:
 def test_a_strategy_that_does_not_fit_is_a_problem(plain: World) -> None:
     plain.save(FULL)
     wrong = write_strategy(plain.root / "wrong", single({"w": layout([4], [0]), "v": layout([4], [-1])}))
-    found = inspected(plain.src, "--strategy", wrong)
-    said = finding(found, "refused")
-    assert "w" in said["text"] and said["step"] == "1_10" and found["latest"]["found"] is False
-    assert steps(found)["1_10"]["contents"] is not None
+    report = inspected(plain.src, "--strategy", wrong)
+    problem = finding(report, "refused")
+    assert "w" in problem["text"] and problem["step"] == "1_10" and report["latest"]["found"] is False
+    assert steps(report)["1_10"]["contents"] is not None
 
 
 @pytest.mark.parametrize("devices", [2, None])
 def test_ranks_over_the_device_count_are_a_problem(plain: World, devices: Optional[int]) -> None:
     plain.save(FULL)
-    given: Argument = "none"
+    arguments: Argument = "none"
     if devices:
-        given = write_strategy(plain.root / "small", single({"w": layout([devices], [0, -1])}))
-    found = inspected(plain.src, "--strategy", given)
-    assert "rank" in finding(found, "refused")["text"] and found["latest"]["found"] is False
-    assert steps(found)["1_10"]["contents"] is not None
+        arguments = write_strategy(plain.root / "small", single({"w": layout([devices], [0, -1])}))
+    report = inspected(plain.src, "--strategy", arguments)
+    assert "rank" in finding(report, "refused")["text"] and report["latest"]["found"] is False
+    assert steps(report)["1_10"]["contents"] is not None
 
 
 # With the strategy, the same answer as a conversion's.
@@ -277,20 +277,20 @@ def test_ranks_over_the_device_count_are_a_problem(plain: World, devices: Option
 
 def assert_agrees(world: World) -> Optional[str]:
     """Inspecting and converting choose the same step, or both find none; that step."""
-    found = judged(world)
+    report = judged(world)
     shutil.rmtree(world.dst, ignore_errors=True)
     result = world.run()
-    latest = found["latest"]
+    latest = report["latest"]
     assert latest["found"] == (result.status == 0), result.err
     if latest["found"]:
         assert done("status", world.dst, "--json").json["step"] == latest["step"]
-        assert steps(found)[latest["step"]]["complete"] is True
+        assert steps(report)[latest["step"]]["complete"] is True
     else:
-        for step in found["steps"]:
+        for step in report["steps"]:
             for line in step["reasons"][:1]:
                 assert flat(line) in flat(result.err)
-    taken: Optional[str] = latest["step"]
-    return taken
+    selected: Optional[str] = latest["step"]
+    return selected
 
 
 @pytest.mark.parametrize("ranks", [[0, 3], [0, 2], [1, 3], [1, 2, 3], [0], [0, 1, 2, 3]], ids=str)
@@ -300,8 +300,8 @@ def test_inspect_and_transform_dir_agree_on_the_step(plain: World, ranks: list[i
     plain.save(FULL, NEWER, ranks=ranks)
     newer_is_complete = bool({0, 2} & set(ranks)) and bool({1, 3} & set(ranks))
     older_is_complete = older != [1, 3]
-    taken = assert_agrees(plain)
-    assert taken == ("1_12" if newer_is_complete else "1_10" if older_is_complete else None)
+    selected = assert_agrees(plain)
+    assert selected == ("1_12" if newer_is_complete else "1_10" if older_is_complete else None)
 
 
 def test_inspect_and_transform_dir_agree_on_the_step_with_damaged_files(plain: World) -> None:
@@ -318,38 +318,38 @@ def test_inspect_and_transform_dir_agree_on_the_step_with_damaged_files(plain: W
 def test_missing_slices_are_listed(plain: World) -> None:
     plain.save(FULL)
     plain.save(FULL, NEWER, ranks=[1, 3])
-    found = judged(plain)
-    torn = steps(found)["1_12"]
+    report = judged(plain)
+    torn = steps(report)["1_12"]
     assert torn["complete"] is False and torn["absent_ranks"] == [0, 2]
     assert torn["lost"] == [{"parameters": ["w"], "ranks": [0, 2]}]
-    assert steps(found)["1_10"]["complete"] is True and found["latest"] == {"found": True, "step": "1_10"}
+    assert steps(report)["1_10"]["complete"] is True and report["latest"] == {"found": True, "step": "1_10"}
     shown = done("inspect", plain.src, "--strategy", plain.old).out
-    for said in ("step 1_12 is not complete", "ranks 0,2 should hold: 'w'", "latest takes step 1_10"):
-        assert said in shown
+    for message in ("step 1_12 is not complete", "ranks 0,2 should hold: 'w'", "latest takes step 1_10"):
+        assert message in shown
 
 
 def test_steps_older_than_the_selected_one_are_not_checked(plain: World) -> None:
     plain.save(FULL, "rank_{rank}/net-1_9.ckpt")
     plain.save(FULL)
-    found = judged(plain)
-    assert steps(found)["1_9"]["complete"] is None and steps(found)["1_9"]["contents"] is None
+    report = judged(plain)
+    assert steps(report)["1_9"]["complete"] is None and steps(report)["1_9"]["contents"] is None
     assert "not looked at" in done("inspect", plain.src, "--strategy", plain.old).out
 
 
 def test_step_selects_the_step_to_check(plain: World) -> None:
     plain.save(FULL, ranks=[1, 3])
     plain.save(FULL, NEWER)
-    found = judged(plain, "--step", "1_10")
-    assert steps(found)["1_10"]["complete"] is False and steps(found)["1_12"]["complete"] is None
-    assert found["latest"] is None
+    report = judged(plain, "--step", "1_10")
+    assert steps(report)["1_10"]["complete"] is False and steps(report)["1_12"]["complete"] is None
+    assert report["latest"] is None
 
 
 def test_one_rank_of_each_replica_group_looks_like_an_end_of_life_save(plain: World) -> None:
     plain.save(FULL)
     plain.save(FULL, NEWER, ranks=[0, 3])
-    found = steps(judged(plain))
-    assert found["1_12"]["one_per_replica_group"] is True and found["1_12"]["complete"] is True
-    assert found["1_10"]["one_per_replica_group"] is False
+    actual = steps(judged(plain))
+    assert actual["1_12"]["one_per_replica_group"] is True and actual["1_12"]["complete"] is True
+    assert actual["1_10"]["one_per_replica_group"] is False
     assert "one rank of each replica group" in done("inspect", plain.src, "--strategy", plain.old).out
 
 
@@ -364,7 +364,7 @@ def test_unsaved_parameters_and_the_full_size_are_printed(world: World) -> None:
 
 
 def test_inspect_of_a_file_prints_totals_and_marks(tmp_path: Path) -> None:
-    held = {
+    contents = {
         "net.weight": value("a", (4, 2), "BFloat16"),
         "adam_m.net.weight": value("b", (4, 2)),
         "moments.net.weight": value("c", (4, 2)),
@@ -372,16 +372,16 @@ def test_inspect_of_a_file_prints_totals_and_marks(tmp_path: Path) -> None:
         "packed": value("e", (4,), "Int4"),
         "global_step": scalar(3, shape=(1,)),
     }
-    path = write_checkpoint(tmp_path / "x.safetensors", held, metadata={"remove_redundancy": "True"})
-    found = inspected(path)
-    assert {kind: total["tensors"] for kind, total in found["kinds"].items()} == {
+    path = write_checkpoint(tmp_path / "x.safetensors", contents, metadata={"remove_redundancy": "True"})
+    report = inspected(path)
+    assert {kind: total["tensors"] for kind, total in report["kinds"].items()} == {
         "weights": 2, "optimizer state": 2, "accumulated gradients": 1, "other values": 1,
     }  # fmt: skip
-    assert found["dtypes"]["BFloat16"] == {"tensors": 1, "bytes": 16}
-    assert found["remove_redundancy"] is True and kinds(found) == ["int4", "remove_redundancy"]
+    assert report["dtypes"]["BFloat16"] == {"tensors": 1, "bytes": 16}
+    assert report["remove_redundancy"] is True and kinds(report) == ["int4", "remove_redundancy"]
     shown = done("inspect", path).out
-    for said in ("optimizer state 2", "remove_redundancy", "no CRC", "two values a byte"):
-        assert said in shown
+    for message in ("optimizer state 2", "remove_redundancy", "no CRC", "two values a byte"):
+        assert message in shown
 
 
 def test_dtypes_that_a_format_lacks_are_reported(tmp_path: Path) -> None:
@@ -462,8 +462,8 @@ def test_a_tree_of_terabytes_is_inspected_by_headers_alone(tmp_path: Path) -> No
         path = tmp_path / "src" / f"rank_{rank}" / "net-1_10.safetensors"
         path.parent.mkdir(parents=True)
         write_sparse(path, [head, size])
-    found = inspected(tmp_path / "src")
-    assert found["steps"][0]["contents"]["dtypes"] == {"Float32": {"tensors": 1, "bytes": 32 * size}}
+    report = inspected(tmp_path / "src")
+    assert report["steps"][0]["contents"]["dtypes"] == {"Float32": {"tensors": 1, "bytes": 32 * size}}
     assert "2.0 TiB" in done("inspect", tmp_path / "src").out
 
 
@@ -485,13 +485,13 @@ def test_a_rank_directory_shows_its_rank(world: World) -> None:
     assert f"{directory}: rank 3, 2 steps" in shown and "m.w" in shown
     assert f"`reshard inspect {world.src}` shows all ranks" in shown
     assert "guess" not in shown and "note" not in shown
-    said = done("inspect", f"{directory}/", "--json", "--step", "1_10").json
-    assert said["ranks"] == [3] and said["findings"] == []
-    assert [(step["step"], step["ranks"], step["absent_ranks"]) for step in said["steps"]] == [
+    report = done("inspect", f"{directory}/", "--json", "--step", "1_10").json
+    assert report["ranks"] == [3] and report["findings"] == []
+    assert [(step["step"], step["ranks"], step["absent_ranks"]) for step in report["steps"]] == [
         ("2_10", [3], []),
         ("1_10", [3], []),
     ]
-    assert said["steps"][0]["contents"] is None and said["steps"][1]["contents"] is not None
+    assert report["steps"][0]["contents"] is None and report["steps"][1]["contents"] is not None
 
 
 def test_a_rank_directory_may_be_the_working_directory(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

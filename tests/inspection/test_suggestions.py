@@ -1,4 +1,4 @@
-"""`reshard suggest`: commands that run as they are printed, and placeholders for what only the user knows."""
+"""`reshard suggest`: commands that run as printed, and placeholders for values that only the user has."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.trees import cut_ranks, layout, single, write_strategy, write_tree
 
 DEMO = FIXTURES / "demo"
 PLACEHOLDER = re.compile(r"\b[A-Z][A-Z_]+\b")
-# Of each form, what one can do with it.
+# The aims of each form.
 AIMS = {
     "ranks": ["check-strategy", "cluster", "huggingface", "pytorch"],
     "checkpoint2": ["cluster", "huggingface", "pytorch"],
@@ -55,7 +55,7 @@ def suggested(*words: Argument) -> Any:
 
 
 def placeholders(command: Sequence[str]) -> set[str]:
-    return {found for word in command if "/" not in word for found in PLACEHOLDER.findall(word)}
+    return {actual for word in command if "/" not in word for actual in PLACEHOLDER.findall(word)}
 
 
 def parse(arguments: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""Stored boxes of a tensor: exactly all of it, or refused with what is wrong."""
+"""Stored boxes of a tensor: they cover it exactly, or are refused."""
 
 from __future__ import annotations
 
@@ -47,17 +47,17 @@ def test_each_element_is_read_from_the_box_that_contains_it(
 ) -> None:
     shape, boxes = cut
     boxes += data.draw(st.lists(st.sampled_from(boxes), max_size=3))
-    found = covered_by(shape, boxes)
-    assert found.grid.shape == shape
-    for number in range(found.grid.slice_count):
-        part = found.grid.slice_box(number)
-        box = found.boxes[number if found.box_of_slice is None else int(found.box_of_slice[number])]
+    coverage = covered_by(shape, boxes)
+    assert coverage.grid.shape == shape
+    for number in range(coverage.grid.slice_count):
+        part = coverage.grid.slice_box(number)
+        box = coverage.boxes[number if coverage.box_of_slice is None else int(coverage.box_of_slice[number])]
         assert all(low <= a <= b <= high for (a, b), (low, high) in zip(part, box))
-    for box, members in zip(found.boxes, found.members):
+    for box, members in zip(coverage.boxes, coverage.members):
         equal = [number for number, each in enumerate(boxes) if each == box]
         assert list(members) == (equal if volume_of(box) else list(range(len(boxes))))
-    if found.box_of_slice is None:
-        assert [found.grid.slice_box(number) for number in range(found.grid.slice_count)] == list(found.boxes)
+    if coverage.box_of_slice is None:
+        assert [coverage.grid.slice_box(number) for number in range(coverage.grid.slice_count)] == list(coverage.boxes)
 
 
 @given(partitions(), st.data())
@@ -107,9 +107,9 @@ def test_boxes_whose_ends_do_not_fit_64_bits_are_refused() -> None:
 
 def test_a_pinwheel_is_read_from_its_five_boxes() -> None:
     pinwheel: list[Box] = [((0, 1), (0, 2)), ((0, 2), (2, 3)), ((2, 3), (1, 3)), ((1, 3), (0, 1)), ((1, 2), (1, 2))]
-    found = covered_by((3, 3), pinwheel)
-    assert found.grid == Grid(((0, 1, 2, 3), (0, 1, 2, 3)))
-    assert set(found.boxes) == set(pinwheel)
+    coverage = covered_by((3, 3), pinwheel)
+    assert coverage.grid == Grid(((0, 1, 2, 3), (0, 1, 2, 3)))
+    assert set(coverage.boxes) == set(pinwheel)
 
 
 @pytest.mark.parametrize("grid", [True, False])
@@ -121,9 +121,9 @@ def test_a_hundred_thousand_boxes_are_checked_in_bounded_time(grid: bool) -> Non
         edges = sorted({0, 2 * columns, *(2 * column + shift for column in range(columns))})
         boxes += (((row, row + 1), pair) for pair in zip(edges, edges[1:]))
     begun = time.monotonic()
-    found = covered_by((rows, 2 * columns), boxes)
+    coverage = covered_by((rows, 2 * columns), boxes)
     assert time.monotonic() - begun < 20
-    assert len(found.boxes) == len(boxes) and (found.box_of_slice is None) is grid
+    assert len(coverage.boxes) == len(boxes) and (coverage.box_of_slice is None) is grid
 
 
 def test_boxes_that_cut_each_other_into_too_many_parts_are_refused() -> None:

@@ -47,16 +47,16 @@ def described(layout: Layout) -> dict[str, object]:
 def test_slices_equal_those_of_enumerated_devices(data: st.DataObject) -> None:
     layout = data.draw(layouts(data.draw(st.integers(0, 3))))
     shape = tuple(cuts * data.draw(st.integers(1, 3)) for cuts in layout.cuts)
-    found = [layout.slice_box(shape, int(number)) for number in layout.slice_of_rank]
-    assert [list(box) for box in found] == [list(box) for box in boxes(described(layout), shape)]
+    actual = [layout.slice_box(shape, int(number)) for number in layout.slice_of_rank]
+    assert [list(box) for box in actual] == [list(box) for box in boxes(described(layout), shape)]
 
 
 @given(st.data())
 def test_holders_of_a_slice_are_its_ranks_in_ascending_order(data: st.DataObject) -> None:
     layout = data.draw(layouts(2))
     for number in range(layout.slice_count):
-        held = [rank for rank in range(layout.device_count) if layout.slice_of_rank[rank] == number]
-        assert layout.holders(number).tolist() == held and held
+        contents = [rank for rank in range(layout.device_count) if layout.slice_of_rank[rank] == number]
+        assert layout.holders(number).tolist() == contents and contents
 
 
 @given(st.data())
@@ -70,12 +70,12 @@ def test_cells_cover_a_slice_once_and_lie_within_their_source_slices(data: st.Da
         counted = np.zeros(shape, dtype=int)
         for box, slices, _ in overlap.cells(number):
             counted[tuple(slice(*interval) for interval in box)] += 1
-            for layout, held in zip(sources, slices):
-                around = layout.slice_box(shape, held)
+            for layout, contents in zip(sources, slices):
+                around = layout.slice_box(shape, contents)
                 assert all(low <= start and stop <= high for (start, stop), (low, high) in zip(box, around))
-        wanted = np.zeros(shape, dtype=int)
-        wanted[tuple(slice(*interval) for interval in target.slice_box(shape, number))] = 1
-        assert (counted == wanted).all()
+        expected = np.zeros(shape, dtype=int)
+        expected[tuple(slice(*interval) for interval in target.slice_box(shape, number))] = 1
+        assert (counted == expected).all()
 
 
 @given(st.data())

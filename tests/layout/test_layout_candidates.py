@@ -15,14 +15,14 @@ from tests.reference import boxes
 def test_candidates_of_slices_contain_their_layout(data: st.DataObject) -> None:
     devices = data.draw(st.sampled_from([1, 2, 3, 4, 6, 8, 12]))
     shape = data.draw(st.sampled_from([(24,), (24, 12), (8, 4, 6), ()]))
-    made = data.draw(layouts(devices, shape))
-    assume(not made["uneven"])
-    held = boxes(made, shape)
-    numbers = {box: number for number, box in enumerate(sorted(set(held)))}
-    cuts = cuts_of(shape, [stop - start for start, stop in held[0]])
+    layout_record = data.draw(layouts(devices, shape))
+    assume(not layout_record["uneven"])
+    contents = boxes(layout_record, shape)
+    numbers = {box: number for number, box in enumerate(sorted(set(contents)))}
+    cuts = cuts_of(shape, [stop - start for start, stop in contents[0]])
     assert cuts is not None
     ways = possible_holders(devices, cuts)
-    assert ways is not None and tuple(numbers[box] for box in held) in ways
+    assert ways is not None and tuple(numbers[box] for box in contents) in ways
     assert len(set(ways)) == len(ways)
 
 

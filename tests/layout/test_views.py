@@ -20,27 +20,27 @@ Array = npt.NDArray[np.int64]
 
 
 def elements(regions: Sequence[Region], shape: Sequence[int], sources: Sequence[Array]) -> Array:
-    """What regions say, element by element; -1 where none says anything."""
-    found = np.full(shape, -1, np.int64)
+    """The element positions of regions; -1 outside all regions."""
+    actual = np.full(shape, -1, np.int64)
     for region in regions:
         for indices in itertools.product(*(range(loop.length) for loop in region.loops)):
-            here, there = list(region.origin), list(region.source_origin)
+            here, source_origin = list(region.origin), list(region.source_origin)
             for index, loop in zip(indices, region.loops):
                 here[loop.dimension] += index * loop.step
-                there[loop.source_dimension] += index * loop.source_step
-            assert found[tuple(here)] == -1
-            found[tuple(here)] = 0 if region.source == ZEROS else sources[region.source][tuple(there)]
-    return found
+                source_origin[loop.source_dimension] += index * loop.source_step
+            assert actual[tuple(here)] == -1
+            actual[tuple(here)] = 0 if region.source == ZEROS else sources[region.source][tuple(source_origin)]
+    return actual
 
 
 def numbered(*shapes: Sequence[int]) -> list[Array]:
     """Arrays whose elements are all different."""
-    found, first = [], 1
+    actual, first = [], 1
     for shape in shapes:
         count = math.prod(shape)
-        found.append(np.arange(first, first + count).reshape(shape))
+        actual.append(np.arange(first, first + count).reshape(shape))
         first += count
-    return found
+    return actual
 
 
 def a_shape_of(draw: Any, count: int) -> tuple[int, ...]:

@@ -84,11 +84,11 @@ def merged(full: dict[str, Array], pairs: dict[str, tuple[Array, Array]], scale:
     }
 
 
-def close(found: dict[str, Array], expected: dict[str, Array], epsilon: float = 2**-22) -> None:
-    assert found.keys() == expected.keys()
+def close(tensors: dict[str, Array], expected: dict[str, Array], epsilon: float = 2**-22) -> None:
+    assert tensors.keys() == expected.keys()
     for name, array in expected.items():
         # The product is a sum of eight, in Float32; terms are some units large.
-        assert np.abs(found[name].astype("f8") - array).max() <= 64 * epsilon, name
+        assert np.abs(tensors[name].astype("f8") - array).max() <= 64 * epsilon, name
 
 
 @pytest.mark.parametrize("infix", ["", ".default"])
@@ -96,9 +96,9 @@ def test_the_product_is_added_and_all_other_tensors_are_copied(tmp_path: Path, i
     full, pairs = weights(), matrices()
     src = base(tmp_path / "base", full)
     done("merge-lora", src, peft(tmp_path / "adapter", pairs, infix), tmp_path / "out")
-    found = load_file(tmp_path / "out" / "model.safetensors")
-    close(found, merged(full, pairs, 2.0))
-    assert np.array_equal(found["model.norm.weight"], full["model.norm.weight"])
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    close(tensors, merged(full, pairs, 2.0))
+    assert np.array_equal(tensors["model.norm.weight"], full["model.norm.weight"])
     assert (tmp_path / "out" / "config.json").is_file()
 
 
@@ -126,12 +126,12 @@ def test_the_scale_follows_the_configuration(
 def test_sixteen_bit_weights_are_rounded_once(tmp_path: Path) -> None:
     full, pairs = weights("f2"), matrices()
     done("merge-lora", base(tmp_path / "base", full), peft(tmp_path / "adapter", pairs), tmp_path / "out")
-    found = load_file(tmp_path / "out" / "model.safetensors")
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
     for name, array in merged(full, pairs, 2.0).items():
-        # What lies on the edge between two may fall on either side, by the last bits of the product.
-        wrong = found[name] != array.astype("f2")
-        assert found[name].dtype == np.float16 and wrong.mean() < 1e-3
-        assert np.abs(found[name].astype("f8") - array).max() <= np.abs(array).max() * 2**-10
+        # Values on the edge between two may round to either side, by the last bits of the product.
+        wrong = tensors[name] != array.astype("f2")
+        assert tensors[name].dtype == np.float16 and wrong.mean() < 1e-3
+        assert np.abs(tensors[name].astype("f8") - array).max() <= np.abs(array).max() * 2**-10
 
 
 def test_a_weight_with_a_row_for_each_input_gets_the_product_transposed(tmp_path: Path) -> None:
@@ -166,12 +166,12 @@ def test_adapters_stored_among_the_weights_of_ranks_are_merged(tmp_path: Path, s
     done(*words, tmp_path / "out", *ends, "--verify")
     done(*words, whole, *ends, "--dst-strategy", "none", "--jobs", 1, "--max-memory", "64K", "--verify")
     done(*words, tmp_path / "two", *ends, "--to", "checkpoint2", "--verify")
-    found = {name: value.array.view("<f4") for name, value in read_tree(whole)[0].items()}
-    close(found, merged(full, pairs, 2.0))
-    # However it is cut, and in whatever blocks, every element is the same.
-    whole_values = {name: Value("Float32", array.view("<u4")) for name, array in found.items()}
-    kept = single({name: layouts[name] for name in SHAPES})
-    for rank, tensors in cut_ranks(kept, whole_values).items():
+    actual = {name: value.array.view("<f4") for name, value in read_tree(whole)[0].items()}
+    close(actual, merged(full, pairs, 2.0))
+    # Every element is the same in any layout and any blocks.
+    whole_values = {name: Value("Float32", array.view("<u4")) for name, array in actual.items()}
+    stages = single({name: layouts[name] for name in SHAPES})
+    for rank, tensors in cut_ranks(stages, whole_values).items():
         mine = read_tree(tmp_path / "out")[rank]
         assert mine.keys() == tensors.keys() and all(mine[name].same(tensor) for name, tensor in tensors.items())
 
@@ -228,8 +228,8 @@ def test_an_adapter_that_does_not_fit_is_refused(tmp_path: Path, change: Any, sa
 def test_the_summary_lists_merged_weights(tmp_path: Path) -> None:
     adapter = peft(tmp_path / "adapter", matrices(), lora_alpha=24)
     words: list[Argument] = ["merge-lora", base(tmp_path / "base", weights()), adapter, tmp_path / "out"]
-    told = done(*words)
-    warns(told, "alpha is 24, of", "adapter_config.json", f"{len(matrices())} tensors added to: ")
+    result = done(*words)
+    warns(result, "alpha is 24, of", "adapter_config.json", f"{len(matrices())} tensors added to: ")
     warns(fails(3, *words, "--alpha", "2"), "alpha is 2, as typed", "differs in names, types or adapter")
     command = f"reshard merge-lora BASE ADAPTER {tmp_path / 'out'} --verify"
     fails(2, "verify", tmp_path / "out", "--src", tmp_path / "base", says=["was written by merge-lora", command])
@@ -422,21 +422,21 @@ def test_each_tile_of_the_product_is_computed_once(rows: int) -> None:
         read.append(1)
         return up[slice(*rows)], down[:, slice(*columns)]
 
-    found = np.zeros((200, 2500), "<u4")
+    actual = np.zeros((200, 2500), "<u4")
     weight = LowRank("w", (200, 2500), "Float32", matrices, 2.0, lambda *_: None, Products(1 << 20))
     for row in range(0, 200, rows):
-        block = found[row : row + rows]
+        block = actual[row : row + rows]
         weight.add(((row, row + len(block)), (0, 2500)), block[..., None])
-    assert np.allclose(found.view("f4"), 2 * up @ down, rtol=1e-5, atol=1e-5)
+    assert np.allclose(actual.view("f4"), 2 * up @ down, rtol=1e-5, atol=1e-5)
     # Four bands of three tiles.
     assert len(read) == 12
 
 
 def compared(src: Path, adapter: Path, out: Path, alpha: float = 16) -> list[tuple[str, Optional[str]]]:
-    """Kind and parameter of what is not as the base and an adapter of PEFT make it, by `verify_conversion`."""
+    """Kind and parameter of every difference from base plus adapter, by `verify_conversion`."""
     with FileHandles() as handles:
         matrices = CheckpointPlace(str(adapter / "adapter_model.safetensors"), "ranks", Strategy.none())
-        found = verify_conversion(
+        result = verify_conversion(
             Converted(
                 CheckpointPlace(str(src), "huggingface", Strategy.none()),
                 Edits(),
@@ -448,7 +448,7 @@ def compared(src: Path, adapter: Path, out: Path, alpha: float = 16) -> list[tup
             report=Report(),
             crcs=None,
         )
-    return [(difference.kind, difference.parameter) for difference in found]
+    return [(difference.kind, difference.parameter) for difference in result]
 
 
 def in_place(path: Path, name: str, index: tuple[int, ...], change: Callable[[Any], Any]) -> None:

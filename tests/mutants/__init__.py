@@ -1,1 +1,1 @@
-"""Conversions by a `reshard` with one operator changed: whatever comes out wrong has to be found by verification."""
+"""Conversions by a `reshard` with one changed operator: verification must find every wrong output."""

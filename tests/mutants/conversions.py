@@ -1,4 +1,4 @@
-"""Small conversions that together use all that puts bytes into their places."""
+"""Small conversions that together use all code that places bytes."""
 
 from __future__ import annotations
 
@@ -68,14 +68,14 @@ class Builder:
         self.plain(name, "--src-strategy", old, "--dst-strategy", new, *words)
 
     def plain(self, name: str, *words: Argument) -> None:
-        """A conversion of what is there."""
+        """A conversion of the created checkpoint."""
         self.commands[name] = ["convert", str(self._root / name / "src"), "OUT", *map(str, words), "--verify", "-q"]
 
 
 def build(root: Path) -> Mapping[str, list[str]]:
     """Write all sources; the command of every conversion, with OUT for where it writes to."""
-    made = Builder(root)
-    made.add("demo", SOURCE, TARGET, tensors())
+    created = Builder(root)
+    created.add("demo", SOURCE, TARGET, tensors())
 
     shapes = {"w": (16, 8), "t": (16, 4, 6), "e": (24, 3)}
     full = {name: value(name, shape) for name, shape in shapes.items()}
@@ -89,12 +89,12 @@ def build(root: Path) -> Mapping[str, list[str]]:
         "t": layout([2, 2, 2], [[2, 0], [1], [-1]]),
         "e": layout([2, 4], [1, -1], 2, 1),
     }
-    made.add("sharded", single(sharded), single(other), full)
+    created.add("sharded", single(sharded), single(other), full)
     gradients = {**full, **{"accu_grads." + name: value("g" + name, shape) for name, shape in shapes.items()}}
     both = {**sharded, **{"accu_grads." + name: one for name, one in sharded.items()}}
     others = {**other, **{"accu_grads." + name: one for name, one in other.items()}}
     unsharded = [name for name in gradients if name.startswith("accu_grads.")]
-    made.add("gradients", single(both), single(others), gradients, unsharded=unsharded, form="merged-json")
+    created.add("gradients", single(both), single(others), gradients, unsharded=unsharded, form="merged-json")
 
     stages = [
         *single({"a": layout([2, 2], [1, 0]), "s": layout([2, 2], [0, -1])}),
@@ -105,14 +105,14 @@ def build(root: Path) -> Mapping[str, list[str]]:
         *single({"a": layout([4], [0, -1])}),
         *single({"s": layout([2], [-1, 0])}),
     ]
-    made.add("pipeline", stages, after, {name: value(name, (8, 12), "Float16") for name in ("a", "b", "s")})
+    created.add("pipeline", stages, after, {name: value(name, (8, 12), "Float16") for name in ("a", "b", "s")})
 
     experts = {
         "up": value("up", (4, 6, 8), "BFloat16"),
         "down": value("down", (4, 8, 6), "BFloat16"),
         "table": value("table", (10, 3)),
     }
-    made.add(
+    created.add(
         "expert",
         single(
             {
@@ -128,8 +128,8 @@ def build(root: Path) -> Mapping[str, list[str]]:
         "--format",
         "safetensors",
     )
-    made.add("full", single(sharded), [], full, "--to", "huggingface", "--max-shard-size", "300")
-    made.add(
+    created.add("full", single(sharded), [], full, "--to", "huggingface", "--max-shard-size", "300")
+    created.add(
         "checkpoint2",
         single(sharded),
         single({name: {**one, "shard_size": 0, "shard_step": 0} for name, one in other.items()}),
@@ -144,12 +144,12 @@ def build(root: Path) -> Mapping[str, list[str]]:
     (root / "packed" / "rules.toml").write_text(_RULES)
     (root / "packed" / "config.json").write_text(json.dumps(CONFIG))
     names: list[Argument] = ["--names", root / "packed" / "rules.toml", "--config", root / "packed" / "config.json"]
-    made.add("packed", cut, single(_PACKED), unpacked, *names)
+    created.add("packed", cut, single(_PACKED), unpacked, *names)
 
     place = root / "model" / "src"
     write_checkpoint(place / "model.safetensors", weights("qwen3"), metadata={"format": "pt"})
     (place / "config.json").write_text(json.dumps(MODELS["qwen3"][0]))
-    made.plain("model", "--names", "qwen3", "--dst-strategy", "none", "--cast", "BFloat16", "--to", "ranks")
+    created.plain("model", "--names", "qwen3", "--dst-strategy", "none", "--cast", "BFloat16", "--to", "ranks")
 
     for scheme in SCHEMES:
         name = scheme.replace(" ", "-").replace(",", "")
@@ -157,7 +157,7 @@ def build(root: Path) -> Mapping[str, list[str]]:
         coded = write_model(root / name / "src", scheme)
         rows = {each.name: layout([2, 2], [*[-1] * (each.values.ndim - 2), 1, 0]) for each in coded}
         strategy = write_strategy(root / name / "new", single(rows))
-        made.plain(name, "--dequantize", "BFloat16", "--dst-strategy", strategy)
+        created.plain(name, "--dequantize", "BFloat16", "--dst-strategy", strategy)
 
     numbers = np.random.default_rng(3).standard_normal(96).astype("<f4").view("<u4")
     numbers[: len(_SPECIAL)] = _SPECIAL
@@ -171,11 +171,11 @@ def build(root: Path) -> Mapping[str, list[str]]:
         "m.e": Value("Float16", (numbers >> 13).astype("<u2").reshape(8, 12)),
     }
     casts = ["--cast", "BFloat16", "--cast", "m.c=Float32", "--cast", "m.d=Float16", "--cast", "m.e=Float32"]
-    made.add(
+    created.add(
         "cast",
         single({name: layout([2, 2], [1, 0]) for name in floats}),
         single({name: layout([2], [-1, 0]) for name in floats}),
         floats,
         *casts,
     )
-    return made.commands
+    return created.commands

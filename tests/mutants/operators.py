@@ -74,7 +74,7 @@ class _Changer(ast.NodeTransformer):
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
         # Neither decorators nor annotations nor docstrings.
-        node.body = [made for child in node.body for made in [self.visit(child)] if made is not None]
+        node.body = [created for child in node.body for created in [self.visit(child)] if created is not None]
         return node
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:

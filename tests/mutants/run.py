@@ -1,4 +1,4 @@
-"""Convert and verify with mutants; what became of each is printed as JSON.
+"""Convert and verify with mutants; print the result of each as JSON.
 
     python -m tests.mutants.run [--every N] [--first N] [--module NAME] [--change REGEX] [--conversion NAME] [--show]
 
@@ -54,9 +54,9 @@ def _convert(words: list[str], out: Path) -> int:
     from reshard.cli.main import main
 
     sys.argv = ["reshard", *(str(out) if word == "OUT" else word for word in words)]
-    said = io.StringIO()
+    output = io.StringIO()
     try:
-        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
             main()
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else 1 if stop.code else 0
@@ -67,17 +67,17 @@ def _convert(words: list[str], out: Path) -> int:
 
 def _judge(commands: Mapping[str, list[str]], right: Mapping[str, Mapping[str, bytes]], place: Path) -> dict[str, str]:
     """What became of every conversion."""
-    found = {}
+    actual = {}
     for name, words in commands.items():
         status = _convert(words, place / name)
         same = (place / name).is_dir() and _files(place / name) == right[name]
         if status == 0:
-            found[name] = SAME if same else CERTIFIED
+            actual[name] = SAME if same else CERTIFIED
         else:
             # A difference that is none, where the output is right, is no harm.
-            found[name] = FOUND if status == 4 else REFUSED
+            actual[name] = FOUND if status == 4 else REFUSED
         shutil.rmtree(place / name, ignore_errors=True)
-    return found
+    return actual
 
 
 def _in_child(work: Path, limit: int, mutant: Optional[Mutant], task: Callable[[Path], _T]) -> _T:
@@ -101,16 +101,16 @@ def _in_child(work: Path, limit: int, mutant: Optional[Mutant], task: Callable[[
             os._exit(status)
     os.close(write)
     with os.fdopen(read, "rb") as pipe:
-        said = pipe.read()
+        output = pipe.read()
     os.waitpid(child, 0)
     shutil.rmtree(work, ignore_errors=True)
-    found: _T = json.loads(said or b"{}")
-    return found
+    document: _T = json.loads(output or b"{}")
+    return document
 
 
 def run(chosen: Sequence[Mutant], limit: int, jobs: int, conversions: Collection[str] = ()) -> dict[str, object]:
     """What became of some mutants, in some conversions or all."""
-    # What takes long to import and does not change is there before the children are.
+    # Slow imports that do not change are done before the children start.
     for name in ("numpy", "click", "safetensors", "google.protobuf.descriptor_pool", "reshard.storage"):
         importlib.import_module(name)
     # Memory, where there is some: each conversion flushes what it writes.
@@ -136,9 +136,9 @@ def run(chosen: Sequence[Mutant], limit: int, jobs: int, conversions: Collection
             began = time.monotonic()
             work = root / f"work{number}"
             work.mkdir()
-            found = _in_child(work, limit, mutant, lambda place: _judge(commands, right, place))
-            worst = max(found.values(), key=_WORST.index, default=REFUSED)
-            return {**mutant._asdict(), "outcome": worst, "conversions": found, "seconds": time.monotonic() - began}
+            actual = _in_child(work, limit, mutant, lambda place: _judge(commands, right, place))
+            worst = max(actual.values(), key=_WORST.index, default=REFUSED)
+            return {**mutant._asdict(), "outcome": worst, "conversions": actual, "seconds": time.monotonic() - began}
 
         with ThreadPoolExecutor(jobs) as pool:
             outcomes = [*pool.map(of, enumerate(chosen))]
@@ -148,7 +148,7 @@ def run(chosen: Sequence[Mutant], limit: int, jobs: int, conversions: Collection
 
 
 def main() -> None:
-    """Print what became of the mutants."""
+    """Print the results of the mutants."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--every", type=int, default=1)
     parser.add_argument("--first", type=int, default=0)
@@ -158,18 +158,18 @@ def main() -> None:
     parser.add_argument("--change", default="", help="only changes in whose words this regular expression is found")
     parser.add_argument("--conversion", action="append", default=[])
     parser.add_argument("--show", action="store_true", help="only what is certified, and the counts")
-    given = parser.parse_args()
-    chosen = [mutant for module in given.module or MODULES for mutant in mutants_of(module)]
-    chosen = [mutant for mutant in chosen if re.search(given.change, mutant.change)]
-    found = run(chosen[given.first :: given.every], given.limit, given.jobs, given.conversion)
-    if given.show:
-        each = found.pop("each")
+    arguments = parser.parse_args()
+    chosen = [mutant for module in arguments.module or MODULES for mutant in mutants_of(module)]
+    chosen = [mutant for mutant in chosen if re.search(arguments.change, mutant.change)]
+    result = run(chosen[arguments.first :: arguments.every], arguments.limit, arguments.jobs, arguments.conversion)
+    if arguments.show:
+        each = result.pop("each")
         assert isinstance(each, list)
         for one in each:
             if one["outcome"] == CERTIFIED:
                 wrong = [name for name, status in one["conversions"].items() if status == CERTIFIED]
                 print(f"certified: {one['module']}:{one['line']}: {one['change']} (number {one['number']}): {wrong}")
-    print(json.dumps(found))
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

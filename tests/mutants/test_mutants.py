@@ -1,4 +1,4 @@
-"""Whatever a conversion with one operator changed gets wrong, it refuses, or verification finds."""
+"""A conversion with one changed operator is correct, refused, or found wrong by verification."""
 
 from __future__ import annotations
 
@@ -18,31 +18,33 @@ def outcomes(*options: str) -> dict[str, Any]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     process = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert process.returncode == 0, process.stderr
-    found: dict[str, Any] = json.loads(process.stdout)
-    return found
+    actual: dict[str, Any] = json.loads(process.stdout)
+    return actual
 
 
-def certified(found: dict[str, Any]) -> list[str]:
-    return [f"{one['module']}:{one['line']}: {one['change']}" for one in found["each"] if one["outcome"] == "certified"]
+def certified(actual: dict[str, Any]) -> list[str]:
+    return [
+        f"{one['module']}:{one['line']}: {one['change']}" for one in actual["each"] if one["outcome"] == "certified"
+    ]
 
 
 def test_reversed_layouts_are_found() -> None:
     """Slices, devices and shards counted from the other end, which a conversion and its own algebra agree about."""
     where = ["--module", "reshard.layout.layout", "--change", "loop mirrored|counted down"]
-    found = outcomes(*where, "--conversion", "demo", "--conversion", "sharded")
-    assert not certified(found)
-    assert found["outcomes"]["found"] >= 4
+    results = outcomes(*where, "--conversion", "demo", "--conversion", "sharded")
+    assert not certified(results)
+    assert results["outcomes"]["found"] >= 4
 
 
 def test_a_sample_of_mutants_is_refused_or_found() -> None:
-    found = outcomes("--every", "220", "--first", "17")
-    assert not certified(found)
-    assert found["run"] >= 6
+    results = outcomes("--every", "220", "--first", "17")
+    assert not certified(results)
+    assert results["run"] >= 6
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("first", range(4))
 def test_mutants_of_layouts_views_engine_and_casts_are_refused_or_found(first: int) -> None:
-    found = outcomes("--every", "12", "--first", str(3 * first))
-    assert not certified(found)
-    assert found["run"] >= 100 and found["outcomes"]["found"] >= 5
+    results = outcomes("--every", "12", "--first", str(3 * first))
+    assert not certified(results)
+    assert results["run"] >= 100 and results["outcomes"]["found"] >= 5

@@ -1,4 +1,4 @@
-"""Tensors of models as Hugging Face names them, made up or of real sizes."""
+"""Tensors of models under Hugging Face's names, tiny or of real sizes."""
 
 from __future__ import annotations
 
@@ -9,102 +9,102 @@ from tests.names.naive import Shapes
 Config = dict[str, Any]
 
 
-def _attention(found: dict[str, tuple[int, ...]], layer: str, config: Config, bias: bool, norms: bool) -> None:
+def _attention(shapes: dict[str, tuple[int, ...]], layer: str, config: Config, bias: bool, norms: bool) -> None:
     hidden, size = config["hidden_size"], config["head_dim"]
     for name, heads in (
         ("q", config["num_attention_heads"]),
         ("k", config["num_key_value_heads"]),
         ("v", config["num_key_value_heads"]),
     ):
-        found[f"{layer}.self_attn.{name}_proj.weight"] = (heads * size, hidden)
+        shapes[f"{layer}.self_attn.{name}_proj.weight"] = (heads * size, hidden)
         if bias:
-            found[f"{layer}.self_attn.{name}_proj.bias"] = (heads * size,)
-    found[f"{layer}.self_attn.o_proj.weight"] = (hidden, config["num_attention_heads"] * size)
+            shapes[f"{layer}.self_attn.{name}_proj.bias"] = (heads * size,)
+    shapes[f"{layer}.self_attn.o_proj.weight"] = (hidden, config["num_attention_heads"] * size)
     if norms:
-        found[f"{layer}.self_attn.q_norm.weight"] = found[f"{layer}.self_attn.k_norm.weight"] = (size,)
+        shapes[f"{layer}.self_attn.q_norm.weight"] = shapes[f"{layer}.self_attn.k_norm.weight"] = (size,)
 
 
-def _mlp(found: dict[str, tuple[int, ...]], place: str, hidden: int, inner: int) -> None:
-    found[f"{place}.gate_proj.weight"] = found[f"{place}.up_proj.weight"] = (inner, hidden)
-    found[f"{place}.down_proj.weight"] = (hidden, inner)
+def _mlp(shapes: dict[str, tuple[int, ...]], place: str, hidden: int, inner: int) -> None:
+    shapes[f"{place}.gate_proj.weight"] = shapes[f"{place}.up_proj.weight"] = (inner, hidden)
+    shapes[f"{place}.down_proj.weight"] = (hidden, inner)
 
 
-def _experts(found: dict[str, tuple[int, ...]], layer: str, config: Config, count: int) -> None:
+def _experts(shapes: dict[str, tuple[int, ...]], layer: str, config: Config, count: int) -> None:
     hidden, inner = config["hidden_size"], config["moe_intermediate_size"]
-    found[f"{layer}.mlp.gate.weight"] = (count, hidden)
+    shapes[f"{layer}.mlp.gate.weight"] = (count, hidden)
     for expert in range(count):
-        _mlp(found, f"{layer}.mlp.experts.{expert}", hidden, inner)
+        _mlp(shapes, f"{layer}.mlp.experts.{expert}", hidden, inner)
 
 
-def _norms(found: dict[str, tuple[int, ...]], layer: str, hidden: int) -> None:
-    found[f"{layer}.input_layernorm.weight"] = found[f"{layer}.post_attention_layernorm.weight"] = (hidden,)
+def _norms(shapes: dict[str, tuple[int, ...]], layer: str, hidden: int) -> None:
+    shapes[f"{layer}.input_layernorm.weight"] = shapes[f"{layer}.post_attention_layernorm.weight"] = (hidden,)
 
 
 def dense(config: Config, bias: bool = False, norms: bool = False) -> Shapes:
     """Llama and Qwen2 (with bias), Qwen3 (with norms)."""
     hidden = config["hidden_size"]
-    found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config["vocab_size"], hidden)}
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config["vocab_size"], hidden)}
     for number in range(config["num_hidden_layers"]):
         layer = f"model.layers.{number}"
-        _norms(found, layer, hidden)
-        _attention(found, layer, config, bias, norms)
-        _mlp(found, f"{layer}.mlp", hidden, config["intermediate_size"])
-    found["model.norm.weight"] = (hidden,)
+        _norms(shapes, layer, hidden)
+        _attention(shapes, layer, config, bias, norms)
+        _mlp(shapes, f"{layer}.mlp", hidden, config["intermediate_size"])
+    shapes["model.norm.weight"] = (hidden,)
     if not config.get("tie_word_embeddings"):
-        found["lm_head.weight"] = (config["vocab_size"], hidden)
-    return found
+        shapes["lm_head.weight"] = (config["vocab_size"], hidden)
+    return shapes
 
 
 def mixture(config: Config) -> Shapes:
     """Qwen3-MoE."""
     hidden = config["hidden_size"]
-    found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config["vocab_size"], hidden)}
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config["vocab_size"], hidden)}
     for number in range(config["num_hidden_layers"]):
         layer = f"model.layers.{number}"
-        _norms(found, layer, hidden)
-        _attention(found, layer, config, False, True)
+        _norms(shapes, layer, hidden)
+        _attention(shapes, layer, config, False, True)
         if number in config["mlp_only_layers"]:
-            _mlp(found, f"{layer}.mlp", hidden, config["intermediate_size"])
+            _mlp(shapes, f"{layer}.mlp", hidden, config["intermediate_size"])
         else:
-            _experts(found, layer, config, config["num_experts"])
-    found["model.norm.weight"] = (hidden,)
-    found["lm_head.weight"] = (config["vocab_size"], hidden)
-    return found
+            _experts(shapes, layer, config, config["num_experts"])
+    shapes["model.norm.weight"] = (hidden,)
+    shapes["lm_head.weight"] = (config["vocab_size"], hidden)
+    return shapes
 
 
 def deepseek(config: Config) -> Shapes:
     """DeepSeek-V3, with the layers that predict further tokens as its releases have them."""
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     rope = config["qk_rope_head_dim"]
-    found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config["vocab_size"], hidden)}
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config["vocab_size"], hidden)}
     for number in range(config["num_hidden_layers"] + config["num_nextn_predict_layers"]):
         layer = f"model.layers.{number}"
-        _norms(found, layer, hidden)
+        _norms(shapes, layer, hidden)
         attention = f"{layer}.self_attn"
-        found[f"{attention}.q_a_proj.weight"] = (config["q_lora_rank"], hidden)
-        found[f"{attention}.q_a_layernorm.weight"] = (config["q_lora_rank"],)
-        found[f"{attention}.q_b_proj.weight"] = (heads * (config["qk_nope_head_dim"] + rope), config["q_lora_rank"])
-        found[f"{attention}.kv_a_proj_with_mqa.weight"] = (config["kv_lora_rank"] + rope, hidden)
-        found[f"{attention}.kv_a_layernorm.weight"] = (config["kv_lora_rank"],)
+        shapes[f"{attention}.q_a_proj.weight"] = (config["q_lora_rank"], hidden)
+        shapes[f"{attention}.q_a_layernorm.weight"] = (config["q_lora_rank"],)
+        shapes[f"{attention}.q_b_proj.weight"] = (heads * (config["qk_nope_head_dim"] + rope), config["q_lora_rank"])
+        shapes[f"{attention}.kv_a_proj_with_mqa.weight"] = (config["kv_lora_rank"] + rope, hidden)
+        shapes[f"{attention}.kv_a_layernorm.weight"] = (config["kv_lora_rank"],)
         kv_rows = heads * (config["qk_nope_head_dim"] + config["v_head_dim"])
-        found[f"{attention}.kv_b_proj.weight"] = (kv_rows, config["kv_lora_rank"])
-        found[f"{attention}.o_proj.weight"] = (hidden, heads * config["v_head_dim"])
+        shapes[f"{attention}.kv_b_proj.weight"] = (kv_rows, config["kv_lora_rank"])
+        shapes[f"{attention}.o_proj.weight"] = (hidden, heads * config["v_head_dim"])
         if number < config["first_k_dense_replace"]:
-            _mlp(found, f"{layer}.mlp", hidden, config["intermediate_size"])
+            _mlp(shapes, f"{layer}.mlp", hidden, config["intermediate_size"])
         else:
-            _experts(found, layer, config, config["n_routed_experts"])
-            found[f"{layer}.mlp.gate.e_score_correction_bias"] = (config["n_routed_experts"],)
+            _experts(shapes, layer, config, config["n_routed_experts"])
+            shapes[f"{layer}.mlp.gate.e_score_correction_bias"] = (config["n_routed_experts"],)
             inner = config["moe_intermediate_size"] * config["n_shared_experts"]
-            _mlp(found, f"{layer}.mlp.shared_experts", hidden, inner)
+            _mlp(shapes, f"{layer}.mlp.shared_experts", hidden, inner)
         if number >= config["num_hidden_layers"]:
-            found[f"{layer}.embed_tokens.weight"] = (config["vocab_size"], hidden)
-            found[f"{layer}.enorm.weight"] = found[f"{layer}.hnorm.weight"] = (hidden,)
-            found[f"{layer}.eh_proj.weight"] = (hidden, 2 * hidden)
-            found[f"{layer}.shared_head.norm.weight"] = (hidden,)
-            found[f"{layer}.shared_head.head.weight"] = (config["vocab_size"], hidden)
-    found["model.norm.weight"] = (hidden,)
-    found["lm_head.weight"] = (config["vocab_size"], hidden)
-    return found
+            shapes[f"{layer}.embed_tokens.weight"] = (config["vocab_size"], hidden)
+            shapes[f"{layer}.enorm.weight"] = shapes[f"{layer}.hnorm.weight"] = (hidden,)
+            shapes[f"{layer}.eh_proj.weight"] = (hidden, 2 * hidden)
+            shapes[f"{layer}.shared_head.norm.weight"] = (hidden,)
+            shapes[f"{layer}.shared_head.head.weight"] = (config["vocab_size"], hidden)
+    shapes["model.norm.weight"] = (hidden,)
+    shapes["lm_head.weight"] = (config["vocab_size"], hidden)
+    return shapes
 
 
 _TINY: Config = {

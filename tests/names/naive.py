@@ -1,4 +1,4 @@
-"""Rules on whole arrays: views taken element by element, and applied steps done with plain NumPy."""
+"""Rules on whole arrays: views element by element, and steps in plain NumPy."""
 
 from __future__ import annotations
 
@@ -18,71 +18,71 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 def numbered(shapes: Shapes) -> dict[str, Array]:
     """Arrays whose elements are all different, and none of them zero."""
-    found, first = {}, 1
+    actual, first = {}, 1
     for name, shape in shapes.items():
         count = math.prod(shape)
-        found[name] = np.arange(first, first + count).reshape(shape)
+        actual[name] = np.arange(first, first + count).reshape(shape)
         first += count
-    return found
+    return actual
 
 
 def elements(view: View, sources: Sequence[Array]) -> Array:
-    """What a view says; every element is said once."""
-    found = np.full(view.shape, -1, np.int64)
+    """The elements of a view, each exactly once."""
+    actual = np.full(view.shape, -1, np.int64)
     for region in view.regions:
         grid = np.indices([loop.length for loop in region.loops]).reshape(len(region.loops), region.volume)
         here = np.array(region.origin, np.int64)[:, None] + np.zeros((1, region.volume), np.int64)
-        there = np.array(region.source_origin, np.int64)[:, None] + np.zeros((1, region.volume), np.int64)
+        source_positions = np.array(region.source_origin, np.int64)[:, None] + np.zeros((1, region.volume), np.int64)
         for loop, index in zip(region.loops, grid):
             here[loop.dimension] += index * loop.step
-            there[loop.source_dimension] += index * loop.source_step
-        assert (found[tuple(here)] == -1).all()
-        found[tuple(here)] = 0 if region.source == ZEROS else sources[region.source][tuple(there)]
-    assert (found != -1).all()
-    return found
+            source_positions[loop.source_dimension] += index * loop.source_step
+        assert (actual[tuple(here)] == -1).all()
+        actual[tuple(here)] = 0 if region.source == ZEROS else sources[region.source][tuple(source_positions)]
+    assert (actual != -1).all()
+    return actual
 
 
-def array_of(made: NamedView, arrays: Mapping[str, Array]) -> Array:
-    return elements(made.view, [arrays[name] for name in made.sources])
+def array_of(created: NamedView, arrays: Mapping[str, Array]) -> Array:
+    return elements(created.view, [arrays[name] for name in created.sources])
 
 
 def arrays_of(applied: Applied, arrays: Mapping[str, Array]) -> dict[str, Array]:
     """All tensors that rules make."""
-    return {name: array_of(made, arrays) for name, made in applied.views.items()}
+    return {name: array_of(view, arrays) for name, view in applied.views.items()}
 
 
 def redone(applied: Applied, arrays: Mapping[str, Array]) -> dict[str, Array]:
     """The same by the steps, without views."""
-    found: dict[str, Array] = {}
+    contents: dict[str, Array] = {}
     for step in applied.steps:
         tensors: list[Any] = [arrays[name] for name in step.sources]
         for operation in step.operations:
             tensors = _done(operation, tensors)
-        found.update(zip(step.targets, tensors))
+        contents.update(zip(step.targets, tensors))
         assert len(tensors) == len(step.targets)
-    return found
+    return contents
 
 
 def _done(operation: SizedOperation, tensors: list[Any]) -> list[Any]:
     dimension, sizes, count = operation.dimension, operation.sizes, operation.count
     if operation.kind == "join":
         each = len(tensors) // len(sizes)
-        made = []
+        created = []
         for number in range(each):
             pieces = []
             for group in range(operation.groups):
                 for size, tensor in zip(sizes, tensors[number::each]):
                     pieces.append(np.take(tensor, range(group * size, (group + 1) * size), dimension))
-            made.append(np.concatenate(pieces, dimension))
-        return made
+            created.append(np.concatenate(pieces, dimension))
+        return created
     if operation.kind == "cut":
-        made = []
+        created = []
         for column, size in enumerate(sizes):
             for tensor in tensors:
                 first = sum(sizes[:column])
                 rows = [group * sum(sizes) + first + row for group in range(operation.groups) for row in range(size)]
-                made.append(np.take(tensor, rows, dimension))
-        return made
+                created.append(np.take(tensor, rows, dimension))
+        return created
     if operation.kind == "stack":
         return [np.stack(tensors[start : start + count], dimension) for start in range(0, len(tensors), count)]
     if operation.kind == "unstack":

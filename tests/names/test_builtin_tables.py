@@ -1,4 +1,4 @@
-"""Built-in tables: forth and back is the identity, and every element is used once, in tiny and in real models."""
+"""Built-in tables: a round trip is the identity and uses every element once, for tiny and real models."""
 
 from __future__ import annotations
 
@@ -40,25 +40,25 @@ def test_a_tiny_model_round_trips_and_uses_each_element_once(name: str, options:
     arrays = numbered(shapes)
     table = rules_named(name + options)
 
-    there = apply_rules(table, shapes, config)
-    made = arrays_of(there, arrays)
-    back = apply_rules(table, {tensor: array.shape for tensor, array in made.items()}, config)
+    applied = apply_rules(table, shapes, config)
+    outputs = arrays_of(applied, arrays)
+    back = apply_rules(table, {tensor: array.shape for tensor, array in outputs.items()}, config)
 
-    assert not there.reversed and back.reversed
-    assert not there.dropped and not there.skipped_state
-    assert_equal(redone(there, arrays), made)
-    returned = arrays_of(back, made)
-    assert_equal(redone(back, made), returned)
-    # What is there twice is taken once, and made twice again.
-    for one, other in there.tied:
+    assert not applied.reversed and back.reversed
+    assert not applied.dropped and not applied.skipped_state
+    assert_equal(redone(applied, arrays), outputs)
+    returned = arrays_of(back, outputs)
+    assert_equal(redone(back, outputs), returned)
+    # Tied tensors are read once, and written twice in reverse.
+    for one, other in applied.tied:
         arrays[other] = arrays[one]
     assert_equal(returned, arrays)
-    used = np.concatenate([array.ravel() for array in made.values()])
-    twins = {other for _, other in there.tied}
-    wanted = np.concatenate([array.ravel() for tensor, array in arrays.items() if tensor not in twins])
+    used = np.concatenate([array.ravel() for array in outputs.values()])
+    twins = {other for _, other in applied.tied}
+    expected = np.concatenate([array.ravel() for tensor, array in arrays.items() if tensor not in twins])
     if "output=copied" in options:
-        wanted = np.concatenate([wanted, arrays["model.embed_tokens.weight"].ravel()])
-    np.testing.assert_array_equal(np.sort(used[used > 0]), np.sort(wanted))
+        expected = np.concatenate([expected, arrays["model.embed_tokens.weight"].ravel()])
+    np.testing.assert_array_equal(np.sort(used[used > 0]), np.sort(expected))
 
 
 @pytest.mark.parametrize("name", sorted(REAL))
@@ -66,39 +66,41 @@ def test_a_real_model_round_trips_and_uses_each_element_once(name: str) -> None:
     config, shapes = REAL[name]
     table = rules_named(name)
 
-    there = apply_rules(table, shapes, config)
-    assert_each_element_once(there, shapes)
-    made = {tensor: each.view.shape for tensor, each in there.views.items()}
-    back = apply_rules(table, made, config)
-    taken = {one for one, _ in there.tied}
-    assert_each_element_once(back, made, {name for name, each in there.views.items() if taken & {*each.sources}})
+    applied = apply_rules(table, shapes, config)
+    assert_each_element_once(applied, shapes)
+    created = {tensor: each.view.shape for tensor, each in applied.views.items()}
+    back = apply_rules(table, created, config)
+    selected = {one for one, _ in applied.tied}
+    assert_each_element_once(
+        back, created, {name for name, each in applied.views.items() if selected & {*each.sources}}
+    )
 
     assert {tensor: each.view.shape for tensor, each in back.views.items()} == shapes
-    # What is made of what was made: each tensor is itself again.
+    # The inverse of the result: each tensor is restored.
     for tensor in _one_of_each_kind(shapes):
-        assert_itself_again(back, there, tensor)
+        assert_itself_again(back, applied, tensor)
 
 
 def assert_each_element_once(applied: Applied, shapes: Shapes, twice: Collection[str] = ()) -> None:
     """By counting: the regions of every tensor are all of it, and so are those of every source."""
-    taken: Counter[str] = Counter()
-    for made in applied.views.values():
-        assert sum(region.volume for region in made.view.regions) == math.prod(made.view.shape)
-        for region in made.view.regions:
-            taken[made.sources[region.source]] += region.volume
+    counts: Counter[str] = Counter()
+    for view in applied.views.values():
+        assert sum(region.volume for region in view.view.regions) == math.prod(view.view.shape)
+        for region in view.view.regions:
+            counts[view.sources[region.source]] += region.volume
     spare = {other for _, other in applied.tied}
     for name, shape in shapes.items():
         if name not in spare:
-            assert taken[name] == math.prod(shape) * (2 if name in twice else 1), name
+            assert counts[name] == math.prod(shape) * (2 if name in twice else 1), name
 
 
-def assert_itself_again(back: Applied, there: Applied, tensor: str) -> None:
+def assert_itself_again(back: Applied, target: Applied, tensor: str) -> None:
     """A tensor that was made back is the one that it was, at places all over it."""
-    made = back.views[tensor]
-    twins = {other: one for one, other in there.tied}
-    for position in _places(made.view.shape):
-        source, place = _at(made.view, position)
-        between = there.views[made.sources[source]]
+    created = back.views[tensor]
+    twins = {other: one for one, other in target.tied}
+    for position in _places(created.view.shape):
+        source, place = _at(created.view, position)
+        between = target.views[created.sources[source]]
         first, origin = _at(between.view, place)
         assert (between.sources[first], origin) == (twins.get(tensor, tensor), position)
 
@@ -115,10 +117,10 @@ def _places(shape: Sequence[int]) -> list[tuple[int, ...]]:
 
 
 def _at(view: View, position: Sequence[int]) -> tuple[int, tuple[int, ...]]:
-    """The source of an element, and where it lies there."""
-    found = [place for region in view.regions for place in _within(region, position)]
-    assert len(found) == 1
-    return found[0]
+    """The source of an element, and its position in it."""
+    actual = [place for region in view.regions for place in _within(region, position)]
+    assert len(actual) == 1
+    return actual[0]
 
 
 def _within(region: Region, position: Sequence[int]) -> list[tuple[int, tuple[int, ...]]]:
@@ -141,14 +143,14 @@ def test_settings_of_a_mindformers_configuration_apply() -> None:
     config, shapes = TINY["qwen3"]
     stated = apply_rules(rules_named("qwen3,gate_up=halves,qkv=contiguous"), shapes, config)
 
-    told = apply_rules(
+    applied = apply_rules(
         rules_named("qwen3"),
         shapes,
         {**config, "use_interleaved_weight_layout_mlp": False, "use_contiguous_weight_layout_attention": True},
     )
 
-    assert told.views == stated.views
-    assert told.views != apply_rules(rules_named("qwen3"), shapes, config).views
+    assert applied.views == stated.views
+    assert applied.views != apply_rules(rules_named("qwen3"), shapes, config).views
 
 
 def test_assumed_defaults_are_printed() -> None:
@@ -173,11 +175,11 @@ def test_the_multi_token_prediction_layer_may_be_absent() -> None:
     config, shapes = TINY["deepseek_v3"]
     less = {name: shape for name, shape in shapes.items() if not name.startswith("model.layers.3.")}
 
-    there = apply_rules(rules_named("deepseek_v3"), less, config)
-    back = apply_rules(rules_named("deepseek_v3"), {name: m.view.shape for name, m in there.views.items()}, config)
+    applied = apply_rules(rules_named("deepseek_v3"), less, config)
+    back = apply_rules(rules_named("deepseek_v3"), {name: m.view.shape for name, m in applied.views.items()}, config)
 
-    assert not any(name.startswith("mtp.") for name in there.views)
-    assert {name: made.view.shape for name, made in back.views.items()} == less
+    assert not any(name.startswith("mtp.") for name in applied.views)
+    assert {name: view.view.shape for name, view in back.views.items()} == less
 
 
 def test_the_multi_token_prediction_layer_must_be_complete() -> None:
@@ -201,11 +203,11 @@ def test_padding_is_printed() -> None:
     config, shapes = TINY["llama"]
     table = rules_named("llama,vocab_multiple=8")
 
-    there = apply_rules(table, shapes, config)
-    back = apply_rules(table, {name: made.view.shape for name, made in there.views.items()}, config)
+    applied = apply_rules(table, shapes, config)
+    back = apply_rules(table, {name: view.view.shape for name, view in applied.views.items()}, config)
 
-    assert there.views["lm_head.weight"].view.shape == (16, 6)
-    assert "padded with zeros along dimension 0 from 11 to 16" in " ".join(there.notes)
+    assert applied.views["lm_head.weight"].view.shape == (16, 6)
+    assert "padded with zeros along dimension 0 from 11 to 16" in " ".join(applied.notes)
     assert "removed" in " ".join(back.notes)
 
 

@@ -1,4 +1,4 @@
-"""Names of trainers' states: what PyTorch's trainers put around a model's names comes off, and goes back on."""
+"""Names of trainers' states: wrappers around a model's names are removed and restored."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def plain(names: list[str], objects: tuple[str, ...] = (), keys: Any = None, opt
 
 
 def test_a_trainers_prefix_is_removed_only_on_evidence() -> None:
-    kept, bare = dict(zip(MODEL, MODEL)), dict(zip(MODEL, ["embed.weight", "layers.0.up.weight"]))
-    # A model of Hugging Face with tied embeddings has such names of its own.
-    assert plain(MODEL) == kept
+    unchanged, bare = dict(zip(MODEL, MODEL)), dict(zip(MODEL, ["embed.weight", "layers.0.up.weight"]))
+    # A model of Hugging Face with tied embeddings contains these names itself.
+    assert plain(MODEL) == unchanged
     assert plain(MODEL, objects=("optimizer.param_groups.0.lr",)) == bare
     assert plain([*MODEL, STATE]) == {**bare, STATE: "adam_m.layers.0.up.weight"}
     assert plain(MODEL, keys={name: ("model", name[6:]) for name in MODEL}) == bare
-    assert plain(MODEL, keys={name: (name,) for name in MODEL}) == kept
-    assert plain([*MODEL, "head.weight"], objects=("optimizer.x",)) == {**kept, "head.weight": "head.weight"}
+    assert plain(MODEL, keys={name: (name,) for name in MODEL}) == unchanged
+    assert plain([*MODEL, "head.weight"], objects=("optimizer.x",)) == {**unchanged, "head.weight": "head.weight"}
     causal = ["model.model.embed.weight", "model.lm_head.weight"]
     assert plain(causal) == dict(zip(causal, ["model.embed.weight", "lm_head.weight"]))
 
@@ -53,25 +53,25 @@ def test_a_trainers_prefix_is_removed_only_on_evidence() -> None:
     ],
 )
 def test_wrappers_of_frameworks_are_removed_from_names(name: str, new: Any) -> None:
-    found = plain([name])
-    assert found == {name: new}
+    actual = plain([name])
+    assert actual == {name: new}
     assert new is None or new in possible_plain_names(name, True)
     assert plain([name], optimizer=False) == {name: None if name.startswith("opti") else new}
 
 
 def test_names_of_a_trainer_are_restored() -> None:
     names = ["a.weight", "adam_m.a.weight", "adam_v.a.weight", "adam_m.other", "global_step", "model.b.weight"]
-    found = trainer_names(names)
-    assert found["a.weight"] == "model.a.weight" and found["model.b.weight"] == "model.model.b.weight"
-    assert found["adam_m.a.weight"] == "optimizer.state.a.weight.exp_avg"
-    assert found["adam_v.a.weight"] == "optimizer.state.a.weight.exp_avg_sq"
-    assert (found["adam_m.other"], found["global_step"]) == ("adam_m.other", "global_step")
+    actual = trainer_names(names)
+    assert actual["a.weight"] == "model.a.weight" and actual["model.b.weight"] == "model.model.b.weight"
+    assert actual["adam_m.a.weight"] == "optimizer.state.a.weight.exp_avg"
+    assert actual["adam_v.a.weight"] == "optimizer.state.a.weight.exp_avg_sq"
+    assert (actual["adam_m.other"], actual["global_step"]) == ("adam_m.other", "global_step")
     assert trainer_keys("model.a.weight") == ("model", "a.weight")
     assert trainer_keys("optimizer.state.a.weight.exp_avg") == ("optimizer", "state", "a.weight", "exp_avg")
     assert trainer_keys("global_step") == ("global_step",)
-    assert {name_before(new) for new in found.values() if new} == set(names)
-    made = [new or "" for new in found.values()]
-    again = plain_names(made, (), {name: trainer_keys(name) for name in made}, True).names
+    assert {name_before(new) for new in actual.values() if new} == set(names)
+    created = [new or "" for new in actual.values()]
+    again = plain_names(created, (), {name: trainer_keys(name) for name in created}, True).names
     assert (again["adam_m.other"], again["model.model.b.weight"]) == ("adam_m.other", "model.b.weight")
     assert again["model.a.weight"] == "a.weight"
     assert again["optimizer.state.a.weight.exp_avg_sq"] == "adam_v.a.weight"
@@ -79,28 +79,30 @@ def test_names_of_a_trainer_are_restored() -> None:
 
 def test_moments_of_a_trainer_reach_mindspore_and_no_model(tmp_path: Path) -> None:
     moments = {"exp_avg": value("m", (7, 6)), "exp_avg_sq": value("v", (7, 6))}
-    state = {f"optimizer.state.a.weight.{name}": held for name, held in moments.items()}
+    state = {f"optimizer.state.a.weight.{name}": tensor for name, tensor in moments.items()}
     step = {"optimizer.state.a.weight.step": Value("Float32", np.array(3, "<u4"))}
-    tensors = {**{f"model.{name}": held for name, held in FULL.items()}, **state, **step}
+    tensors = {**{f"model.{name}": tensor for name, tensor in FULL.items()}, **state, **step}
     chunks = [chunk._replace(name=f"model.{chunk.name}") for chunk in CHUNKS]
-    chunks += [chunk for name, held in state.items() for chunk in rows(name, held, 4)]
+    chunks += [chunk for name, tensor in state.items() for chunk in rows(name, tensor, 4)]
     src = write_shards(tmp_path / "src", tensors, [*chunks, Chunk(next(iter(step)), (), 1)])
-    said = done("convert", src, tmp_path / "hf", "--to", "huggingface", "--verify").err
-    assert "3 tensors of the optimizer left out" in said and "the trainer's prefix 'model.' is removed" in said
+    output = done("convert", src, tmp_path / "hf", "--to", "huggingface", "--verify").err
+    assert "3 tensors of the optimizer left out" in output and "the trainer's prefix 'model.' is removed" in output
     assert read_checkpoint(tmp_path / "hf" / "model.safetensors").keys() == FULL.keys()
-    said = done("convert", src, tmp_path / "ms", "--to", "unified", "--verify").err
-    assert "1 tensor of the optimizer left out: 'optimizer.state.a.weight.step'" in said
-    held = read_checkpoint(tmp_path / "ms" / "part0.safetensors")
-    assert held["adam_m.a.weight"].same(moments["exp_avg"]) and held["adam_v.a.weight"].same(moments["exp_avg_sq"])
-    said = done("convert", tmp_path / "ms", tmp_path / "back", "--to", "dcp", "--shards", 2, "--verify").err
-    assert "optimizer.state has no step" in said
+    output = done("convert", src, tmp_path / "ms", "--to", "unified", "--verify").err
+    assert "1 tensor of the optimizer left out: 'optimizer.state.a.weight.step'" in output
+    contents = read_checkpoint(tmp_path / "ms" / "part0.safetensors")
+    assert contents["adam_m.a.weight"].same(moments["exp_avg"]) and contents["adam_v.a.weight"].same(
+        moments["exp_avg_sq"]
+    )
+    output = done("convert", tmp_path / "ms", tmp_path / "back", "--to", "dcp", "--shards", 2, "--verify").err
+    assert "optimizer.state has no step" in output
     weights: list[Any] = ["--to", "dcp", "--shards", 2, "--exclude", "optimizer.*"]
     assert "has no step" not in done("convert", tmp_path / "ms", tmp_path / "weights", *weights).err
     done("convert", tmp_path / "back", tmp_path / "again", "--to", "unified", "--verify")
     again = read_checkpoint(tmp_path / "again" / "part0.safetensors")
-    assert again.keys() == held.keys() and all(again[name].same(each) for name, each in held.items())
-    kept = done("convert", src, tmp_path / "kept", "--to", "huggingface", "--rename", "*=*", "--verify").err
-    assert "left out" not in kept
+    assert again.keys() == contents.keys() and all(again[name].same(each) for name, each in contents.items())
+    unchanged = done("convert", src, tmp_path / "kept", "--to", "huggingface", "--rename", "*=*", "--verify").err
+    assert "left out" not in unchanged
     assert read_checkpoint(tmp_path / "kept" / "model.safetensors").keys() == tensors.keys()
 
 
@@ -121,9 +123,9 @@ def test_names_are_unchanged_between_forms_of_torch(tmp_path: Path) -> None:
 def test_tensors_beside_the_model_of_a_nested_state_are_skipped() -> None:
     keys = {"model.a": ("model", "a"), "rng": ("rng",)}
 
-    found = plain_names(keys, (), keys, True)
+    actual = plain_names(keys, (), keys, True)
 
-    assert (found.names, found.outside) == ({"model.a": "a", "rng": None}, ["rng"])
+    assert (actual.names, actual.outside) == ({"model.a": "a", "rng": None}, ["rng"])
     assert plain_names(["a", "rng"], (), {"a": ("a",), "rng": ("rng",)}, True).names == {"a": "a", "rng": "rng"}
 
 

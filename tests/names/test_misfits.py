@@ -1,4 +1,4 @@
-"""Rules that do not fit a checkpoint: one error that lists everything, with the nearest names."""
+"""Rules that do not match a checkpoint: one error lists all problems, with the nearest names."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def test_unknown_and_missing_names_are_listed_with_the_nearest() -> None:
 def test_the_suggested_rule_drops_unknown_names(tmp_path: Path) -> None:
     unknown = {"model.layers.0.extra.w": (2,), "model.layers.1.extra.w": (2,)}
     table = tmp_path / "mine.toml"
-    for named, said in (("qwen3", "(reshard names show qwen3 > mine.toml)"), (str(table), "to the table:")):
-        with pytest.raises(NamesError, match=re.escape(said)) as caught:
+    for named, message in (("qwen3", "(reshard names show qwen3 > mine.toml)"), (str(table), "to the table:")):
+        with pytest.raises(NamesError, match=re.escape(message)) as caught:
             apply_rules(rules_named(named), {**SHAPES, **unknown}, QWEN3)
         table.write_text(rules_named(named).text)
     rule = str(caught.value)[str(caught.value).index("[[rule]]") :]
@@ -106,24 +106,24 @@ def test_a_star_matches_the_same_names_for_every_number(counted: bool, left_out:
     texts: dict[tuple[str, ...], set[str]] = {("dense",): set(), ("q", "k"): set(), ("extra",): set()}
     for name in shapes:
         _, _, part, text = name.split(".", 3)
-        next(found for parts, found in texts.items() if part in parts).add(text)
+        next(actual for parts, actual in texts.items() if part in parts).add(text)
     missing = {
         f"m.{layer}.{part}.{text}"
-        for parts, there in texts.items()
+        for parts, expected in texts.items()
         for part in parts
-        for text in there
+        for text in expected
         for layer in layers
     } - shapes.keys()
-    unfit = {parts for parts, there in texts.items() if not there} - {("extra",)}
+    unfit = {parts for parts, expected in texts.items() if not expected} - {("extra",)}
     if not missing and not unfit:
         assert apply_rules(table, shapes, {"num_hidden_layers": 3}).views
         return
     with pytest.raises(NamesError) as caught:
         apply_rules(table, shapes, {"num_hidden_layers": 3})
-    said = str(caught.value)
-    assert ("missing: " in said) == bool(missing)
+    message = str(caught.value)
+    assert ("missing: " in message) == bool(missing)
     for parts in unfit:
-        assert f"no name matches 'm.{{layer}}.{parts[0]}.*'" in said
+        assert f"no name matches 'm.{{layer}}.{parts[0]}.*'" in message
 
 
 def test_names_missing_for_a_star_are_listed() -> None:
@@ -184,9 +184,9 @@ def test_experts_that_are_missing_or_too_many_are_an_error() -> None:
     table = rules_named("qwen3_moe")
     refused(table, EXPERTS, {**MIXTURE, "num_experts": 4}, ["missing: 'model.layers.0.mlp.experts.3.gate_proj.weight'"])
     refused(table, EXPERTS, {**MIXTURE, "num_experts": 2}, ["expert must be less than 2, by config.json"])
-    made = {name: each.view.shape for name, each in apply_rules(table, EXPERTS, MIXTURE).views.items()}
-    refused(table, made, {**MIXTURE, "num_experts": 4}, ["is not [experts*hidden, columns] with experts 4"])
-    refused(table, made, {**MIXTURE, "num_experts": 2}, ["is not [experts*hidden, columns] with experts 2"])
+    created = {name: each.view.shape for name, each in apply_rules(table, EXPERTS, MIXTURE).views.items()}
+    refused(table, created, {**MIXTURE, "num_experts": 4}, ["is not [experts*hidden, columns] with experts 4"])
+    refused(table, created, {**MIXTURE, "num_experts": 2}, ["is not [experts*hidden, columns] with experts 2"])
 
 
 def test_a_layer_with_dense_weights_and_experts_is_an_error() -> None:
@@ -236,9 +236,9 @@ def test_a_star_of_a_rename_does_not_match_counters() -> None:
 
     applied = apply_rules(parse_renames(["*=model.*"]), shapes, values=values)
 
-    made = {name: each.sources for name, each in applied.views.items()}
+    created = {name: each.sources for name, each in applied.views.items()}
     # A weight without a layout is not left under its old name in silence: the conversion refuses it.
-    assert made == {
+    assert created == {
         "model.a.w": ("a.w",),
         "global_step": ("global_step",),
         "model.unlisted.w": ("unlisted.w",),
@@ -253,8 +253,8 @@ def test_renames_keep_other_names_and_states_follow_their_weights() -> None:
 
     applied = apply_rules(parse_renames(["model.*=net.*", "head=out"]), shapes)
 
-    made = {name: each.sources for name, each in applied.views.items()}
-    assert made == {
+    created = {name: each.sources for name, each in applied.views.items()}
+    assert created == {
         "net.a.w": ("model.a.w",),
         "adam_m.net.a.w": ("adam_m.model.a.w",),
         "out": ("head",),
@@ -268,11 +268,11 @@ def test_optimizer_state_is_skipped_by_default() -> None:
     table, arrays = rules_named("qwen3"), numbered(shapes)
 
     alone = apply_rules(table, shapes, QWEN3)
-    kept = apply_rules(table, shapes, QWEN3, optimizer=True)
-    weights, states = arrays_of(alone, arrays), arrays_of(kept, arrays)
+    applied = apply_rules(table, shapes, QWEN3, optimizer=True)
+    weights, states = arrays_of(alone, arrays), arrays_of(applied, arrays)
 
     assert len(alone.skipped_state) == len(SHAPES)
-    assert not kept.skipped_state
+    assert not applied.skipped_state
     assert_equal({"global_step": weights.pop("global_step")}, {"global_step": arrays["global_step"]})
     # The running numbers of the states are those of the weights, so much later.
     later = arrays["adam_m.lm_head.weight"].min() - arrays["lm_head.weight"].min()
@@ -327,6 +327,6 @@ def test_an_unknown_table_is_an_error(typed: str, says: str) -> None:
 
 def test_heads_that_fit_only_the_packed_tensor_are_an_error_in_reverse() -> None:
     table = rules_named("qwen3")
-    made = {name: each.view.shape for name, each in apply_rules(table, SHAPES, QWEN3).views.items()}
+    created = {name: each.view.shape for name, each in apply_rules(table, SHAPES, QWEN3).views.items()}
     wrong = {**QWEN3, "num_attention_heads": 2, "num_key_value_heads": 3}
-    refused(table, made, wrong, ["shape [6, 12] is not [hidden, heads*head_dim] with heads 2, head_dim 3"])
+    refused(table, created, wrong, ["shape [6, 12] is not [hidden, heads*head_dim] with heads 2, head_dim 3"])

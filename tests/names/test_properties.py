@@ -1,4 +1,4 @@
-"""Random rules: what they make is what NumPy makes of whole arrays, and they come back as they were."""
+"""Random rules equal NumPy on whole arrays and are reversible."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.names.naive import Array, arrays_of, assert_equal, numbered, redone
 
 @dataclass
 class RandomRule:
-    """A rule, the tensors it takes, and what NumPy makes of them."""
+    """A rule, its input tensors, and NumPy's result."""
 
     text: str
     config: dict[str, object]
@@ -164,12 +164,12 @@ from = [{left}]
 to = [{right}]
 do = [{", ".join(chain.said)}]
 """
-    made = {
+    created = {
         f"net.made_{column}" if chain.stacked else f"net.{expert}.made_{column}": array
         for column, arrays_ in enumerate(chain.columns)
         for expert, array in enumerate(arrays_)
     }
-    return RandomRule(text, dict(chain.sizes), arrays, made, chain.tied)
+    return RandomRule(text, dict(chain.sizes), arrays, created, chain.tied)
 
 
 @examples(300)
@@ -178,11 +178,11 @@ def test_rules_equal_numpys_operations_and_are_reversible(rule: RandomRule) -> N
     table = parse_rules(rule.text, "random.toml")
     shapes = {name: array.shape for name, array in rule.arrays.items()}
 
-    there = apply_rules(table, shapes, rule.config)
+    applied = apply_rules(table, shapes, rule.config)
 
-    assert not there.reversed
-    assert_equal(arrays_of(there, rule.arrays), rule.made)
-    assert_equal(redone(there, rule.arrays), rule.made)
+    assert not applied.reversed
+    assert_equal(arrays_of(applied, rule.arrays), rule.made)
+    assert_equal(redone(applied, rule.arrays), rule.made)
 
     back = apply_rules(table, {name: array.shape for name, array in rule.made.items()}, rule.config)
 
@@ -196,8 +196,8 @@ def test_rules_equal_numpys_operations_and_are_reversible(rule: RandomRule) -> N
 def test_rules_use_every_element_once(rule: RandomRule) -> None:
     shapes = {name: array.shape for name, array in rule.arrays.items()}
 
-    made = arrays_of(apply_rules(parse_rules(rule.text, "random.toml"), shapes, rule.config), rule.arrays)
+    arrays = arrays_of(apply_rules(parse_rules(rule.text, "random.toml"), shapes, rule.config), rule.arrays)
 
-    used = np.concatenate([array.ravel() for array in made.values()])
-    wanted = np.concatenate([array.ravel() for array in rule.arrays.values()])
-    np.testing.assert_array_equal(np.sort(used[used > 0]), np.sort(np.tile(wanted, rule.tied)))
+    used = np.concatenate([array.ravel() for array in arrays.values()])
+    expected = np.concatenate([array.ravel() for array in rule.arrays.values()])
+    np.testing.assert_array_equal(np.sort(used[used > 0]), np.sort(np.tile(expected, rule.tied)))

@@ -1,4 +1,4 @@
-"""Files of rules: what they cannot say is an error that names file and rule."""
+"""Files of rules: invalid ones are errors that name file and rule."""
 
 from __future__ import annotations
 

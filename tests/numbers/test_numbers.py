@@ -106,7 +106,7 @@ def contents(draw: st.DrawFn, dtype: str, shape: tuple[int, ...]) -> Value:
 
 
 def magnitudes_of(value: Value) -> dict[int, int]:
-    """How many finite numbers but zeros there are of every power of two, number by number."""
+    """The count of finite nonzero numbers for every power of two, number by number."""
     counts: Counter[int] = Counter()
     for number in values_of(value).tolist():
         size = abs(number)
@@ -116,43 +116,43 @@ def magnitudes_of(value: Value) -> dict[int, int]:
     return counts
 
 
-def check_magnitudes(found: TensorStatistics, value: Value) -> None:
+def check_magnitudes(row: TensorStatistics, value: Value) -> None:
     expected = magnitudes_of(value)
     if value.dtype == "Float64":
         # Numbers below its normal ones have all one exponent.
         small = sum(expected.pop(power) for power in [*expected] if power < 1 - ONE)
         expected.update({-ONE: small} if small else {})
-    assert found.magnitudes is not None
-    assert {int(at) - ONE: int(found.magnitudes[at]) for at in np.flatnonzero(found.magnitudes)} == expected
+    assert row.magnitudes is not None
+    assert {int(at) - ONE: int(row.magnitudes[at]) for at in np.flatnonzero(row.magnitudes)} == expected
 
 
-def check_statistics(found: TensorStatistics, value: Value) -> None:
+def check_statistics(row: TensorStatistics, value: Value) -> None:
     numbers = values_of(value)
     finite = numbers[np.isfinite(numbers)]
-    assert found.shape == value.array.shape and found.count == numbers.size
-    assert found.nan == np.isnan(numbers).sum() and found.inf == np.isinf(numbers).sum()
+    assert row.shape == value.array.shape and row.count == numbers.size
+    assert row.nan == np.isnan(numbers).sum() and row.inf == np.isinf(numbers).sum()
     with np.errstate(invalid="ignore"):
-        assert found.zeros == (numbers == 0).sum()
+        assert row.zeros == (numbers == 0).sum()
     wide = finite.astype("c16" if finite.dtype.kind == "c" else "f8")
     if value.dtype == "Float64":
         with localcontext(Context(prec=80, Emin=-9999, Emax=9999)):
             norm = sum((Decimal(number) ** 2 for number in wide.tolist()), Decimal(0)).sqrt()
-        assert found.norm == pytest.approx(float(norm), rel=1e-14)
+        assert row.norm == pytest.approx(float(norm), rel=1e-14)
     else:
-        assert found.norm == pytest.approx(float(np.sqrt((np.abs(wide) ** 2).sum())), rel=1e-12)
+        assert row.norm == pytest.approx(float(np.sqrt((np.abs(wide) ** 2).sum())), rel=1e-12)
     if not finite.size or finite.dtype.kind == "c":
-        assert found.min is None and found.max is None and found.mean is None
+        assert row.min is None and row.max is None and row.mean is None
         return
-    assert (found.min, found.max) == (finite.min(), finite.max())
+    assert (row.min, row.max) == (finite.min(), finite.max())
     largest = float(np.abs(wide).max())
     if finite.dtype.kind in "iu":
-        assert found.mean == sum(finite.tolist()) / finite.size
+        assert row.mean == sum(finite.tolist()) / finite.size
     elif value.dtype == "Float64":
         exact = float(sum(map(Fraction, wide.tolist())) / finite.size)
-        assert found.mean == pytest.approx(exact, rel=1e-14, abs=1e-24 * largest)
+        assert row.mean == pytest.approx(exact, rel=1e-14, abs=1e-24 * largest)
     else:
-        assert found.mean == pytest.approx(math.fsum(wide) / finite.size, rel=1e-9, abs=1e-12 * largest)
-    assert isinstance(found.min, float) is value.dtype.startswith(("Float", "BFloat", "F8"))
+        assert row.mean == pytest.approx(math.fsum(wide) / finite.size, rel=1e-9, abs=1e-12 * largest)
+    assert isinstance(row.min, float) is value.dtype.startswith(("Float", "BFloat", "F8"))
 
 
 @examples(40)
@@ -169,14 +169,14 @@ def test_statistics_equal_numpys_in_any_layout(data: st.DataObject) -> None:
         write_checkpoint(root / "whole" / "all.safetensors", full)
         with reshard.open(root / "src", src_strategy=old, jobs=data.draw(st.integers(1, 3))) as opened:
             counted = data.draw(st.booleans())
-            found = statistics_of(opened, MEMORY, Progress(), magnitudes=counted)
-        assert [tensor.name for tensor in found] == sorted(full)
-        for tensor in found:
+            rows = statistics_of(opened, MEMORY, Progress(), magnitudes=counted)
+        assert [tensor.name for tensor in rows] == sorted(full)
+        for tensor in rows:
             check_statistics(tensor, full[tensor.name])
             if counted:
                 check_magnitudes(tensor, full[tensor.name])
         with reshard.open(root / "whole" / "all.safetensors", src_strategy="none") as opened:
-            assert found == statistics_of(opened, MEMORY, Progress())
+            assert rows == statistics_of(opened, MEMORY, Progress())
         whole = reshard.open(root / "whole" / "all.safetensors", src_strategy="none")
         with whole as one, reshard.open(root / "src", src_strategy=old) as other:
             assert differences(one, other, MEMORY, Progress()).equal
@@ -199,8 +199,8 @@ def test_sums_of_float64_neither_overflow_nor_underflow(numbers: list[float], tm
     full = {"w": Value("Float64", np.array(numbers).view("<u8"))}
     write_checkpoint(tmp_path / "all.safetensors", full)
     with reshard.open(tmp_path / "all.safetensors", src_strategy="none") as opened:
-        (found,) = statistics_of(opened, MEMORY, Progress())
-    check_statistics(found, full["w"])
+        (rows,) = statistics_of(opened, MEMORY, Progress())
+    check_statistics(rows, full["w"])
 
 
 @pytest.mark.parametrize("dtype", ["Int64", "UInt64"])
@@ -210,8 +210,8 @@ def test_means_of_integers_of_64_bits_are_exact(dtype: str, tmp_path: Path) -> N
     full = {"w": Value(dtype, np.array(numbers, dtype.lower()).view("<u8"))}
     write_checkpoint(tmp_path / "all.safetensors", full)
     with reshard.open(tmp_path / "all.safetensors", src_strategy="none") as opened:
-        (found,) = statistics_of(opened, MEMORY, Progress())
-    check_statistics(found, full["w"])
+        (rows,) = statistics_of(opened, MEMORY, Progress())
+    check_statistics(rows, full["w"])
 
 
 def large(root: Path, kind: str = "Float32") -> dict[str, Value]:
@@ -233,13 +233,13 @@ def test_sums_are_bitwise_equal_in_any_layout_with_any_threads(
     strategy = single({"w": layout([1031], [-1, 0])})
     write_tree(tmp_path / "src", cut_ranks(strategy, full), "rank_{rank}/net.ckpt")
     old = write_strategy(tmp_path / "old", strategy)
-    found = []
+    actual = []
     for source, saved, jobs in ((tmp_path / "whole.ckpt", "none", 1), (tmp_path / "whole.ckpt", "none", 3),
                                 (tmp_path / "src", old, 2)):  # fmt: skip
         with reshard.open(source, src_strategy=saved, jobs=jobs) as opened:
-            found += statistics_of(opened, MEMORY, Progress())
-    assert found[0] == found[1] == found[2]
-    check_statistics(found[0], full["w"])
+            actual += statistics_of(opened, MEMORY, Progress())
+    assert actual[0] == actual[1] == actual[2]
+    check_statistics(actual[0], full["w"])
 
 
 @examples(60)
@@ -270,7 +270,7 @@ def test_magnitude_counts_equal_those_number_by_number(data: st.DataObject) -> N
 
 @pytest.mark.parametrize("dtype", ["Float16", "BFloat16", "Float32"])
 def test_magnitudes_of_many_numbers_equal_numpys(dtype: str, tmp_path: Path) -> None:
-    """More than are counted together, an odd number, with what is no ordinary number at any place."""
+    """An odd number of elements over one block, with NaN and infinity at any place."""
     rng = np.random.default_rng(7)
     size = (1 << 18) * 2 + 77_777
     numbers = (rng.standard_normal(size) * 10.0 ** rng.integers(-50, 37, size)).astype("f4")
@@ -282,13 +282,13 @@ def test_magnitudes_of_many_numbers_equal_numpys(dtype: str, tmp_path: Path) -> 
     value = Value(dtype, bits)
     write_checkpoint(tmp_path / "w.safetensors", {"w": value})
     with reshard.open(tmp_path / "w.safetensors", src_strategy="none") as opened:
-        (found,) = statistics_of(opened, MEMORY, Progress(), magnitudes=True)
+        (rows,) = statistics_of(opened, MEMORY, Progress(), magnitudes=True)
     finite = np.abs(values_of(value).astype("f8"))
     finite = finite[np.isfinite(finite) & (finite > 0)]
     powers, counts = np.unique(np.frexp(finite)[1] - 1, return_counts=True)
-    assert found.magnitudes is not None
-    assert np.array_equal(np.flatnonzero(found.magnitudes) - ONE, powers)
-    assert np.array_equal(found.magnitudes[found.magnitudes > 0], counts)
+    assert rows.magnitudes is not None
+    assert np.array_equal(np.flatnonzero(rows.magnitudes) - ONE, powers)
+    assert np.array_equal(rows.magnitudes[rows.magnitudes > 0], counts)
 
 
 def test_magnitudes_count_every_power_of_two(tmp_path: Path) -> None:
@@ -296,15 +296,15 @@ def test_magnitudes_count_every_power_of_two(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "w.ckpt", {"w": Value("Float32", numbers.view("<u4"))})
     write_checkpoint(tmp_path / "i.ckpt", {"i": Value("Int8", np.array([1, 255, 128, 0, 64], "u1"))})
     with reshard.open(tmp_path / "w.ckpt", src_strategy="none") as opened:
-        (found,) = statistics_of(opened, MEMORY, Progress(), magnitudes=True)
-    assert found.magnitudes is not None
-    assert {int(at) - ONE: int(found.magnitudes[at]) for at in np.flatnonzero(found.magnitudes)} == {
+        (rows,) = statistics_of(opened, MEMORY, Progress(), magnitudes=True)
+    assert rows.magnitudes is not None
+    assert {int(at) - ONE: int(rows.magnitudes[at]) for at in np.flatnonzero(rows.magnitudes)} == {
         -149: 1, -3: 1, 0: 2, 1: 1,
     }  # fmt: skip
     with reshard.open(tmp_path / "i.ckpt", src_strategy="none") as opened:
-        (found,) = statistics_of(opened, MEMORY, Progress(), magnitudes=True)
-    assert found.magnitudes is not None
-    assert {int(at) - ONE: int(found.magnitudes[at]) for at in np.flatnonzero(found.magnitudes)} == {0: 2, 6: 1, 7: 1}
+        (rows,) = statistics_of(opened, MEMORY, Progress(), magnitudes=True)
+    assert rows.magnitudes is not None
+    assert {int(at) - ONE: int(rows.magnitudes[at]) for at in np.flatnonzero(rows.magnitudes)} == {0: 2, 6: 1, 7: 1}
 
 
 def compared(root: Path, one: dict[str, Value], other: dict[str, Value]) -> Differences:
@@ -359,9 +359,9 @@ def test_differences_equal_numpys(data: st.DataObject) -> None:
         keep = np.random.default_rng(data.draw(st.integers(0, 99))).random(shape) < 0.7
         other = Value(kind, np.where(keep, one.array, other.array).astype(one.array.dtype))
     with tempfile.TemporaryDirectory() as directory:
-        found = compared(Path(directory), {"w": one}, {"w": other})
-    assert not found.only_a and not found.only_b and not found.shapes
-    check_difference(found.pairs[0], one, other)
+        outcome = compared(Path(directory), {"w": one}, {"w": other})
+    assert not outcome.only_a and not outcome.only_b and not outcome.shapes
+    check_difference(outcome.pairs[0], one, other)
 
 
 def test_a_difference_in_a_large_tensor_is_located(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -370,8 +370,8 @@ def test_a_difference_in_a_large_tensor_is_located(tmp_path: Path, monkeypatch: 
     array = one.array.copy()
     array.view("<f4")[700, 11] += 0.5
     array.view("<f4")[800, 12] -= 0.25
-    found = compared(tmp_path, {"w": one}, {"w": Value("Float32", array)})
-    (pair,) = found.differing
+    outcome = compared(tmp_path, {"w": one}, {"w": Value("Float32", array)})
+    (pair,) = outcome.differing
     check_difference(pair, one, Value("Float32", array))
     assert pair.at == (700, 11) and pair.differing == 2
 
@@ -383,9 +383,9 @@ def test_only_differing_blocks_are_subtracted(tmp_path: Path, monkeypatch: pytes
 
     compare = difference._DifferenceComputer._compare
 
-    def counting(self: Any, found: Any, first: int, *raws: Any) -> None:
+    def counting(self: Any, actual: Any, first: int, *raws: Any) -> None:
         compares.append(first)
-        compare(self, found, first, *raws)
+        compare(self, actual, first, *raws)
 
     monkeypatch.setattr(difference._DifferenceComputer, "_compare", counting)
     assert compared(tmp_path, {"w": one}, {"w": one}).equal and not compares
@@ -400,14 +400,14 @@ def test_names_shapes_and_types_are_compared(tmp_path: Path) -> None:
 
     half = Value("BFloat16", np.full((3,), 0x3F80, "<u2"))
     zero, minus = (Value("Float32", np.array([bits], "<u4")) for bits in (0, 1 << 31))
-    found = compared(
+    outcome = compared(
         tmp_path,
         {"x": ones(2), "s": ones(2, 3), "t": ones(3), "z": zero},
         {"y": ones(2), "s": ones(3, 2), "t": half, "z": minus},
     )
-    assert (found.only_a, found.only_b, found.shapes) == (["x"], ["y"], {"s": ((2, 3), (3, 2))})
-    assert found.differing == [
+    assert (outcome.only_a, outcome.only_b, outcome.shapes) == (["x"], ["y"], {"s": ((2, 3), (3, 2))})
+    assert outcome.differing == [
         TensorPair("t", ("Float32", "BFloat16"), (3,), False),
         TensorPair("z", ("Float32", "Float32"), (1,), False),
     ]
-    assert not found.equal
+    assert not outcome.equal

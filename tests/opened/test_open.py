@@ -1,4 +1,4 @@
-"""reshard.open: every tensor, slice and rank as the naive reference has it, read where it lies."""
+"""reshard.open: every tensor, slice and rank equals the naive reference."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ from tests.trees import (
 )
 
 
-def same(found: Any, expected: Array) -> bool:
+def same(actual: Any, expected: Array) -> bool:
     """Whether an array has the bytes and the shape of another."""
-    array: Array = np.asarray(found)
+    array: Array = np.asarray(actual)
     return array.shape == expected.shape and array.tobytes() == np.ascontiguousarray(expected).tobytes()
 
 
@@ -58,7 +58,7 @@ def indices(draw: st.DrawFn, shape: tuple[int, ...]) -> Any:
             parts.append(slice(draw(ends), draw(ends), draw(st.sampled_from([None, 1, 2, 3, -1, -2, 7, -5]))))
     if draw(st.booleans()):
         parts.insert(draw(st.integers(0, len(parts))), ...)
-        # What stands behind it counts from the last dimension, and may not fit there.
+        # The following indexes count from the last dimension, and may be out of range.
         parts = [part if part is ... or isinstance(part, slice) else slice(None) for part in parts]
     for _ in range(draw(st.integers(0, 2))):
         parts.insert(draw(st.integers(0, len(parts))), None)
@@ -94,12 +94,12 @@ def check_all(opened: Any, expected: dict[str, Value]) -> None:
         tensor = opened[name]
         assert tensor.shape == array.shape and tensor.dtype_name == dtype and tensor.nbytes == array.nbytes
         assert same(tensor[...], array) and tensor[...].dtype == tensor.dtype
-    found = dict(opened.read_all())
-    assert all(same(found[name], tensor.array) for name, tensor in expected.items()) and set(found) == set(expected)
+    actual = dict(opened.read_all())
+    assert all(same(actual[name], tensor.array) for name, tensor in expected.items()) and set(actual) == set(expected)
 
 
 def check_index(tensor: Any, array: Array, index: Any) -> None:
-    """Reading, reading into an array and reading in blocks give what NumPy gives."""
+    """Reading, reading into an array and reading in blocks equal NumPy."""
     expected = array[index]
     assert same(tensor[index], expected), index
     assert type(tensor[index]).__name__ == "ndarray" or np.ndim(expected) == 0
@@ -135,25 +135,25 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Array]:
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The bytes of every read of this process from now on."""
-    found: list[int] = []
+    actual: list[int] = []
     pread, preadv = os.pread, os.preadv
 
     def counting(fd: int, count: int, offset: int) -> bytes:
         data = pread(fd, count, offset)
-        found.append(len(data))
+        actual.append(len(data))
         return data
 
     def counting_into(fd: int, buffers: Any, offset: int) -> int:
         count = preadv(fd, buffers, offset)
-        found.append(count)
+        actual.append(count)
         return count
 
     monkeypatch.setattr(os, "pread", counting)
     monkeypatch.setattr(os, "preadv", counting_into)
-    return found
+    return actual
 
 
-# What a request costs in bytes that were not asked for: see reshard/storage/costs.py.
+# Surplus bytes that are cheaper than a request: see reshard/storage/costs.py.
 GRANULE = 16 << 10
 
 
@@ -187,11 +187,11 @@ def test_an_index_reads_its_bytes_and_small_gaps_only(
         tensor = opened["w"]
         assert tensor.shape == array.shape
         counted.clear()
-        found = tensor[index]
+        actual = tensor[index]
         granule = GRANULE if stored == "local" else 256 << 10
-        assert sum(counted) <= found.nbytes + runs * granule
-        assert sum(counted) >= found.nbytes
-        assert same(found, array[index])
+        assert sum(counted) <= actual.nbytes + runs * granule
+        assert sum(counted) >= actual.nbytes
+        assert same(actual, array[index])
 
 
 def test_reading_everything_reads_each_byte_once(wide: tuple[Path, Path, Array], counted: list[int]) -> None:
@@ -199,8 +199,8 @@ def test_reading_everything_reads_each_byte_once(wide: tuple[Path, Path, Array],
     with reshard.open(source, src_strategy=strategy) as opened:
         len(opened)
         counted.clear()
-        ((name, found),) = opened.read_all()
-        assert name == "w" and same(found, array)
+        ((name, actual),) = opened.read_all()
+        assert name == "w" and same(actual, array)
         assert sum(counted) == array.nbytes
 
 
@@ -244,22 +244,22 @@ def test_tensors_are_in_the_order_of_the_files(tmp_path: Path) -> None:
 def test_reading_ahead_stays_within_the_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     full = {f"t{number:02}": value(f"t{number}", (1 << 18,)) for number in range(24)}
     write_checkpoint(tmp_path / "all.safetensors", full)
-    made: list[int] = []
+    created: list[int] = []
     empty = LazyTensor.empty
 
     def counting(tensor: Any, shape: tuple[int, ...]) -> Any:
-        made.append(tensor.nbytes)
+        created.append(tensor.nbytes)
         return empty(tensor, shape)
 
     monkeypatch.setattr("reshard.opened.tensor.LazyTensor.empty", counting)
     with reshard.open(tmp_path / "all.safetensors", src_strategy="none", max_memory=8 << 20, jobs=2) as opened:
-        taken = 0
+        selected = 0
         for name, array in opened.read_all():
-            taken += array.nbytes
-            # Half of the memory is for what is read ahead.
-            assert sum(made) <= taken + (4 << 20)
+            selected += array.nbytes
+            # Half of the memory is for reading ahead.
+            assert sum(created) <= selected + (4 << 20)
             assert same(array, full[name].array)
-        assert taken == sum(made) == 24 << 20
+        assert selected == sum(created) == 24 << 20
 
 
 def test_a_tensor_larger_than_the_budget_is_read_by_itself(tmp_path: Path) -> None:
@@ -267,7 +267,7 @@ def test_a_tensor_larger_than_the_budget_is_read_by_itself(tmp_path: Path) -> No
     full = {"big": Value("Float32", array), "small": value("small", (3,)), "big2": Value("Float32", array[::-1])}
     write_checkpoint(tmp_path / "all.ckpt", full, record_bytes=3 << 20)
     with reshard.open(tmp_path / "all.ckpt", src_strategy="none", max_memory=1 << 20, jobs=3) as opened:
-        assert all(same(found, full[name].array) for name, found in opened.read_all())
+        assert all(same(actual, full[name].array) for name, actual in opened.read_all())
 
 
 def test_many_threads_read_at_once(wide: tuple[Path, Path, Array]) -> None:
@@ -433,7 +433,7 @@ def test_contradictory_options_of_open_are_wrong_usage(options: dict[str, Any], 
     plain.save(small_tensors(names=["w", "v"]))
     paths = {"OLD": plain.old, "NEW": plain.new}
     with pytest.raises(UsageError, match=says):
-        reshard.open(plain.src, **{key: paths.get(said, said) for key, said in options.items()})
+        reshard.open(plain.src, **{key: paths.get(message, message) for key, message in options.items()})
 
 
 def test_open_of_a_missing_path_is_an_error(tmp_path: Path) -> None:
@@ -457,11 +457,11 @@ def test_open_accepts_filters_and_a_step(plain: World) -> None:
 def test_a_single_pattern_equals_a_list_of_one(options: dict[str, str], plain: World) -> None:
     plain.save(small_tensors(names=["w", "v"]))
 
-    def opened(**said: Any) -> dict[str, str]:
-        with reshard.open(plain.src, src_strategy=plain.old, **said) as tensors:
+    def opened(**message: Any) -> dict[str, str]:
+        with reshard.open(plain.src, src_strategy=plain.old, **message) as tensors:
             return {name: tensor.dtype_name for name, tensor in tensors.items()}
 
-    assert opened(**options) == opened(**{name: [said] for name, said in options.items()}) != opened()
+    assert opened(**options) == opened(**{name: [message] for name, message in options.items()}) != opened()
 
 
 @pytest.mark.parametrize("form", ["ranks", "checkpoint2"])

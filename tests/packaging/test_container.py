@@ -1,4 +1,4 @@
-"""The Dockerfile: linted, and its steps carried out in a directory, since no builder may be at hand."""
+"""The Dockerfile: linted, and its steps carried out in a directory, because there may be no builder."""
 
 from __future__ import annotations
 
@@ -112,12 +112,12 @@ def test_hadolint_accepts_the_dockerfile() -> None:
 
 
 def test_the_build_context_contains_only_copied_files() -> None:
-    listed = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
-    admitted = {line[1:] for line in listed if line.startswith("!")}
+    content = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
+    admitted = {line[1:] for line in content if line.startswith("!")}
     copied = {
         word for name, rest in instructions() if name == "COPY" and "--from" not in rest for word in rest.split()[:-1]
     }
-    assert "*" in listed and admitted == copied
+    assert "*" in content and admitted == copied
 
 
 def test_a_container_does_not_run_as_root(image: Image) -> None:

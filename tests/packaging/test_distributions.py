@@ -45,12 +45,12 @@ def run(
 
 
 def repository_files() -> list[str]:
-    listed = run("git", "ls-files", "-z", cwd=ROOT).stdout
-    return sorted(name for name in listed.split("\0") if name and (ROOT / name).is_file())
+    output = run("git", "ls-files", "-z", cwd=ROOT).stdout
+    return sorted(name for name in output.split("\0") if name and (ROOT / name).is_file())
 
 
 class Built(NamedTuple):
-    """The two distributions, and what building them said."""
+    """The two distributions, and the output of the build."""
 
     wheel: Path
     sdist: Path
@@ -106,8 +106,8 @@ def test_the_wheel_contains_only_the_package(built: Built) -> None:
 
 def test_the_source_distribution_contains_the_repository(unpacked: Path) -> None:
     files = {path.relative_to(unpacked).as_posix() for path in unpacked.rglob("*") if path.is_file()}
-    made = {name for name in files if name == "PKG-INFO" or name.startswith("reshard.egg-info/")}
-    assert sorted(files - made) == [name for name in repository_files() if name != ".gitignore"]
+    created = {name for name in files if name == "PKG-INFO" or name.startswith("reshard.egg-info/")}
+    assert sorted(files - created) == [name for name in repository_files() if name != ".gitignore"]
     assert os.access(unpacked / ".ci" / "venv", os.X_OK)
 
 
@@ -147,8 +147,8 @@ def test_the_command_works_installed_by_pipx(bare: Bare, tmp_path: Path) -> None
 
 
 def test_a_conversion_works_with_runtime_dependencies_only(bare: Bare, tmp_path: Path) -> None:
-    listed = "import importlib.metadata as m; print(*(d.metadata['Name'].lower() for d in m.distributions()))"
-    present = run(bare.python, "-I", "-c", listed, cwd=tmp_path).stdout.split()
+    listing = "import importlib.metadata as m; print(*(d.metadata['Name'].lower() for d in m.distributions()))"
+    present = run(bare.python, "-I", "-c", listing, cwd=tmp_path).stdout.split()
     assert "numpy" in present
     assert not {"pytest", "hypothesis", "mypy", "ruff", "setuptools", "mindspore"}.intersection(present)
     demo = run("sh", FIXTURES / "demo.sh", tmp_path / "demo", cwd=tmp_path, environment=bare.commands).stdout
@@ -180,5 +180,5 @@ def test_mypy_reads_the_installed_types(bare: Bare, tmp_path: Path) -> None:
     script.write_text(right)
     run(*mypy, cwd=tmp_path)
     script.write_text(right.replace("0", "'zero'").replace("list[int]", "str"))
-    said = run(*mypy, cwd=tmp_path, status=1).stdout
-    assert "[arg-type]" in said and "[assignment]" in said, said
+    output = run(*mypy, cwd=tmp_path, status=1).stdout
+    assert "[arg-type]" in output and "[assignment]" in output, output

@@ -1,4 +1,4 @@
-"""The pictures: well-formed, whole, and saying what they leave out."""
+"""Pictures: valid, complete, and with notes on omitted parts."""
 
 from __future__ import annotations
 
@@ -58,19 +58,19 @@ def test_a_transfer_map_draws_a_cell_per_pair_that_exchanges_data() -> None:
     moved = {(0, 0): 3 << 30, (1, 0): 1 << 20, (2, 1): 5, (3, 1): 0}
     picture = transfer_map(moved, 4, 2, "four to two")
     assert painted_cells(picture) == 3
-    said = words(picture)
-    assert {"3.0 GiB", "1.0 MiB", "5 B", "four to two", "source rank", "target rank"} <= set(said)
-    assert f"{byte_size(sum(moved.values()))} from 4 source ranks to 2 target ranks; 3 of 8 pairs" in " ".join(said)
-    assert "source rank 0 to target rank 0" in " ".join(said)
+    text = words(picture)
+    assert {"3.0 GiB", "1.0 MiB", "5 B", "four to two", "source rank", "target rank"} <= set(text)
+    assert f"{byte_size(sum(moved.values()))} from 4 source ranks to 2 target ranks; 3 of 8 pairs" in " ".join(text)
+    assert "source rank 0 to target rank 0" in " ".join(text)
 
 
 def test_a_transfer_map_of_many_ranks_sums_neighbours_and_notes_it() -> None:
     moved = {(rank, rank): 1024 for rank in range(600)}
     picture = transfer_map(moved, 600, 600, "many")
     assert painted_cells(picture) == 120
-    said = " ".join(words(picture))
-    assert "a cell is 5 source ranks by 5 target ranks" in said
-    assert "is 5.0 KiB, as from source ranks 0-4 to target ranks 0-4" in said
+    text = " ".join(words(picture))
+    assert "a cell is 5 source ranks by 5 target ranks" in text
+    assert "is 5.0 KiB, as from source ranks 0-4 to target ranks 0-4" in text
     assert len(picture) < 50_000
 
 
@@ -120,9 +120,9 @@ def test_a_transfer_map_distinguishes_copied_values_from_parameters() -> None:
     moved = {(0, 0): 1000, (0, 1): 8, (1, 0): 500, (1, 1): 1000}
     picture = transfer_map(moved, 2, 2, "x", copied={(0, 0): 8, (0, 1): 8})
     assert painted_cells(picture, "copied") == 1 and painted_cells(picture) == 3
-    said = " ".join(words(picture))
-    assert "only values that are copied unchanged, such as global_step" in said
-    assert "16 B of it unchanged values" in said
+    text = " ".join(words(picture))
+    assert "only values that are copied unchanged, such as global_step" in text
+    assert "16 B of it unchanged values" in text
     without = transfer_map(moved, 2, 2, "x")
     assert painted_cells(without, "copied") == 0 and "copied" not in " ".join(words(without))
 
@@ -150,16 +150,20 @@ def test_a_picture_has_colours_for_light_and_dark_pages() -> None:
 # One parameter.
 
 
-def arranged(made: LayoutDict, shape: list[int], first_rank: int = 0, whole_shape: bool = False) -> Arrangement:
+def arranged(
+    layout_record: LayoutDict, shape: list[int], first_rank: int = 0, whole_shape: bool = False
+) -> Arrangement:
     recorded = RecordedLayout(
-        tuple(made["dev_matrix"]),
-        tuple(tuple(axes) or (-1,) for axes in axes_of(made["tensor_map"], len(shape))),
+        tuple(layout_record["dev_matrix"]),
+        tuple(tuple(axes) or (-1,) for axes in axes_of(layout_record["tensor_map"], len(shape))),
         nested=True,
         tensor_shape=tuple(shape) if whole_shape else None,
-        shard_step=made["shard_step"],
-        shard_size=made["shard_size"],
-        split_sizes=tuple(made["uneven"] or ()),
-        split_offsets=tuple(sum(made["uneven"][:at]) for at in range(len(made["uneven"]))) if made["uneven"] else (),
+        shard_step=layout_record["shard_step"],
+        shard_size=layout_record["shard_size"],
+        split_sizes=tuple(layout_record["uneven"] or ()),
+        split_offsets=tuple(sum(layout_record["uneven"][:at]) for at in range(len(layout_record["uneven"])))
+        if layout_record["uneven"]
+        else (),
     )
     layout = recorded.layout()
     return Arrangement(Holding(Stage(1, first_rank, layout.device_count, {"w": layout}), layout))
@@ -169,28 +173,28 @@ def arranged(made: LayoutDict, shape: list[int], first_rank: int = 0, whole_shap
 def parameters(draw: st.DrawFn) -> Parameter:
     shape = draw(shapes(1))
     devices = draw(st.sampled_from([1, 4, 6, 8, 12, 24, 48]))
-    made = draw(layouts(devices, shape))
-    return made, shape, arranged(made, shape, draw(st.sampled_from([0, 16])), draw(st.booleans()))
+    layout_record = draw(layouts(devices, shape))
+    return layout_record, shape, arranged(layout_record, shape, draw(st.sampled_from([0, 16])), draw(st.booleans()))
 
 
 @given(parameters())
 def test_the_slices_of_a_picture_equal_those_of_the_ranks(
     parameter: Parameter,
 ) -> None:
-    made, shape, arrangement = parameter
-    held: dict[tuple[tuple[int, int], ...], list[int]] = {}
-    for local, box in enumerate(boxes(made, shape)):
-        held.setdefault(box, []).append(arrangement.holding.stage.first_rank + local)
-    found = {}
+    layout_record, shape, arrangement = parameter
+    contents: dict[tuple[tuple[int, int], ...], list[int]] = {}
+    for local, box in enumerate(boxes(layout_record, shape)):
+        contents.setdefault(box, []).append(arrangement.holding.stage.first_rank + local)
+    actual = {}
     for drawn in arrangement.slices():
         units = [
-            1 if known else size // extent
-            for known, size, extent in zip(arrangement.in_elements, shape, arrangement.extents)
+            1 if reference else size // extent
+            for reference, size, extent in zip(arrangement.in_elements, shape, arrangement.extents)
         ]
-        found[tuple((start * unit, stop * unit) for (start, stop), unit in zip(drawn.box, units))] = list(drawn.ranks)
+        actual[tuple((start * unit, stop * unit) for (start, stop), unit in zip(drawn.box, units))] = list(drawn.ranks)
     # Equal to the oracle: the tensor is covered once, and every rank is in one slice.
-    assert found == held
-    assert sum(prod(stop - start for start, stop in box) for box in found) == prod(shape)
+    assert actual == contents
+    assert sum(prod(stop - start for start, stop in box) for box in actual) == prod(shape)
 
 
 @given(parameters())
@@ -299,36 +303,42 @@ def statistics(name: str, numbers: list[float]) -> TensorStatistics:
 
 
 def test_a_picture_of_magnitudes_omits_counters_and_marks_nan() -> None:
-    found = [statistics("a.w", [0.5, 0.25]), statistics("global_step", [2.0**30]), statistics("b.w", [np.nan] * 3)]
-    picture = magnitudes_picture("x", found)
-    said = words(picture)
-    assert "2^30" not in " ".join(said) and not any(
+    actual = [statistics("a.w", [0.5, 0.25]), statistics("global_step", [2.0**30]), statistics("b.w", [np.nan] * 3)]
+    picture = magnitudes_picture("x", actual)
+    text = words(picture)
+    assert "2^30" not in " ".join(text) and not any(
         "2^30" in each for each in re.findall("<title>(.*?)<", picture.decode())
     )
-    assert "b.w: 3 NaN" in said and said.index("b.w: 3 NaN") < said.index("a.w")
-    assert any("global_step" in each and "Not drawn" in each for each in said)
-    assert any(each.startswith("Red names") for each in said) and any(each.startswith("Orange line") for each in said)
+    assert "b.w: 3 NaN" in text and text.index("b.w: 3 NaN") < text.index("a.w")
+    assert any("global_step" in each and "Not drawn" in each for each in text)
+    assert any(each.startswith("Red names") for each in text) and any(each.startswith("Orange line") for each in text)
     classes = {element.text: element.attrib["class"] for element in ElementTree.fromstring(picture).iter(f"{SVG}text")}
     assert classes["b.w: 3 NaN"] == "bad" and classes["a.w"] == "ink"
 
 
 def test_uneven_slices_are_drawn_in_proportion() -> None:
-    made = {"dev_matrix": [4], "tensor_map": [0, -1], "shard_step": 0, "shard_size": 0, "uneven": [10, 20, 30, 4]}
-    picture = parameter_picture("w", [arranged(made, [64, 3])])
+    layout_record = {
+        "dev_matrix": [4],
+        "tensor_map": [0, -1],
+        "shard_step": 0,
+        "shard_size": 0,
+        "uneven": [10, 20, 30, 4],
+    }
+    picture = parameter_picture("w", [arranged(layout_record, [64, 3])])
     heights = [
         float(element.attrib["height"]) + 1
         for element in ElementTree.fromstring(picture).iter(f"{SVG}rect")
         if list(element)
     ]
     assert heights == pytest.approx([sum(heights) / 64 * rows for rows in (10, 20, 30, 4)], abs=0.1)
-    lines = picture_lines(arranged(made, [64, 3]), 80, lambda text, colour: text)
+    lines = picture_lines(arranged(layout_record, [64, 3]), 80, lambda text, colour: text)
     rules = [number for number, line in enumerate(lines) if line.startswith(("┌", "├", "└"))]
     assert [after - before - 1 for before, after in zip(rules, rules[1:])] == [4, 8, 11, 2]
 
 
 def test_a_picture_of_many_slices_prints_the_number_of_omitted_ones() -> None:
-    made = {"dev_matrix": [4096], "tensor_map": [0], "shard_step": 0, "shard_size": 0, "uneven": None}
-    arrangement = arranged(made, [8192])
+    layout_record = {"dev_matrix": [4096], "tensor_map": [0], "shard_step": 0, "shard_size": 0, "uneven": None}
+    arrangement = arranged(layout_record, [8192])
     lines = picture_lines(arrangement, 80, lambda text, colour: text)
     assert len(lines) < 60 and any("4065 more slices" in line for line in lines)
     picture = parameter_picture("w", [arrangement])

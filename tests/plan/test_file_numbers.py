@@ -70,10 +70,10 @@ def test_some_files_are_refused_where_all_files_are(form: str, damage: str, tmp_
     if damage == "lost rank":
         shutil.rmtree(src / "rank_1")
     else:
-        held = cut_ranks(ROWS, FULL, COPIED)
-        held[1]["net.b.w"] = value("net.b.w", (2, 4))
+        ranks = cut_ranks(ROWS, FULL, COPIED)
+        ranks[1]["net.b.w"] = value("net.b.w", (2, 4))
         shutil.rmtree(src)
-        write_tree(src, held)
+        write_tree(src, ranks)
     words = to(form, strategy)
     if form == "checkpoint2":
         # A file of the first stage needs nothing of the contradicting parameter.

@@ -1,4 +1,4 @@
-"""Weights and optimizer state told apart in plan and summary: as `inspect` finds them in the files afterwards."""
+"""Weights and optimizer state counted by plan and summary: as `inspect` counts them in the files."""
 
 from __future__ import annotations
 

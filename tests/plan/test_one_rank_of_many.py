@@ -34,7 +34,7 @@ from tests.trees import (
 
 
 class Case(NamedTuple):
-    """A checkpoint as it lies on disk, and what was saved of it."""
+    """A checkpoint on disk, and its saved contents."""
 
     source: Strategy
     target: Strategy
@@ -59,13 +59,13 @@ def models(draw: st.DrawFn) -> dict[str, Value]:
 
 
 def with_owners_layout(strategy: Strategy, full: Checkpoint) -> Strategy:
-    """Accumulated gradients, and nothing else, laid out as what they belong to, in the same stages."""
-    made = []
+    """Accumulated gradients only, with the layouts and stages of their parameters."""
+    created = []
     for stage in strategy:
         own = dict(stage["layouts"])
         own.update({f"accu_grads.{n}": m for n, m in stage["layouts"].items() if f"accu_grads.{n}" in full})
-        made.append({**stage, "layouts": own})
-    return made
+        created.append({**stage, "layouts": own})
+    return created
 
 
 @st.composite
@@ -75,37 +75,37 @@ def laid_out(draw: st.DrawFn, full: dict[str, Value], most: int = 6) -> Strategy
     strategy: Strategy = draw(strategies(owners, most))
     for stage in strategy:
         if "nothing" in stage["layouts"]:
-            # Boxes without elements are all alike, so that no step between shards can be told from them.
+            # Boxes without elements are all equal, so they show no step between shards.
             stage["layouts"]["nothing"].update(shard_size=0, shard_step=0)
     strategy = with_owners_layout(strategy, full)
     if "table" in full:
         stage = draw(st.sampled_from(strategy))
         devices, rows = stage["devices"], full["table"].array.shape[0]
-        made = draw(layouts(devices, full["table"].array.shape))
+        layout_record = draw(layouts(devices, full["table"].array.shape))
         if devices > 1 and draw(st.booleans()):
             uneven = [0] * devices
             for _ in range(rows):
                 uneven[draw(st.integers(0, devices - 1))] += 1
-            made = layout([devices], [0, -1], uneven=uneven)
-        stage["layouts"]["table"] = made
+            layout_record = layout([devices], [0, -1], uneven=uneven)
+        stage["layouts"]["table"] = layout_record
     return strategy
 
 
 @st.composite
 def values(draw: st.DrawFn, ranks: list[int], ending: str) -> dict[int, dict[str, Value]]:
     """Values outside the strategies, each on all ranks or on some; equal wherever they are, but for cur_rank."""
-    there = {"global_step": scalar(7, shape=(1,)), "loss_scale": scalar(9, "Float32")}
+    target = {"global_step": scalar(7, shape=(1,)), "loss_scale": scalar(9, "Float32")}
     if ending == "ckpt":
-        there["note"] = text("sävéd")
-    found: dict[int, dict[str, Value]] = {rank: {} for rank in ranks}
-    for name, held in there.items():
+        target["note"] = text("sävéd")
+    tensors_of_rank: dict[int, dict[str, Value]] = {rank: {} for rank in ranks}
+    for name, contents in target.items():
         some = draw(st.sets(st.sampled_from(ranks), min_size=1)) if draw(st.integers(0, 3)) == 0 else ranks
         for rank in some:
-            found[rank][name] = held
+            tensors_of_rank[rank][name] = contents
     if draw(st.booleans()):
         for rank in ranks:
-            found[rank]["cur_rank"] = scalar(rank)
-    return found
+            tensors_of_rank[rank]["cur_rank"] = scalar(rank)
+    return tensors_of_rank
 
 
 @st.composite
@@ -120,7 +120,7 @@ def cases(draw: st.DrawFn) -> Case:
     ending = draw(st.sampled_from(FORMATS))
     ranks = list(range(rank_count(source)))
     saved = cut_ranks(source, full, unsharded=plain)
-    left = {rank: dict(held) for rank, held in saved.items()}
+    remaining = {rank: dict(contents) for rank, contents in saved.items()}
     deduplicated = draw(st.integers(0, 2)) == 0
     if deduplicated:
         groups: dict[Any, list[int]] = {}
@@ -133,19 +133,19 @@ def cases(draw: st.DrawFn) -> Case:
             keeper = draw(st.sampled_from(group))
             for other in group:
                 if other != keeper:
-                    del left[other][name]
+                    del remaining[other][name]
     if ending == "ckpt" and draw(st.booleans()):
-        # Synchronous saves leave out what has no elements.
-        left = {rank: {n: v for n, v in held.items() if v.array.size} for rank, held in left.items()}
-    for rank, held in draw(values(ranks, ending)).items():
-        left[rank].update(held)
+        # Synchronous saves skip tensors without elements.
+        remaining = {rank: {n: v for n, v in contents.items() if v.array.size} for rank, contents in remaining.items()}
+    for rank, contents in draw(values(ranks, ending)).items():
+        remaining[rank].update(contents)
     for rank in draw(st.sets(st.sampled_from(ranks), max_size=min(2, len(ranks) - 1)), label="lost"):
-        del left[rank]
-    return Case(source, target, full, saved, left, deduplicated, ending, plain)
+        del remaining[rank]
+    return Case(source, target, full, saved, remaining, deduplicated, ending, plain)
 
 
 def write_source(case: Case, world: World) -> dict[str, Any]:
-    """Write what is left of a checkpoint; with what options."""
+    """Write the remaining files of a checkpoint; returns the options for it."""
     options: dict[str, Any] = {}
     if case.ending == "safetensors":
         options["metadata"] = {"remove_redundancy": str(case.deduplicated)}
@@ -205,10 +205,10 @@ def test_the_files_of_a_rank_list_suffice_for_its_rank(data: st.DataObject) -> N
         world.convert()
         whole = tree_bytes(world.dst)
         rank = data.draw(st.sampled_from(range(rank_count(target))))
-        listed = world.rank_list(rank)
-        if not listed:
+        rank_list = world.rank_list(rank)
+        if not rank_list:
             return
-        world.src = write_tree(world.root / "few", {r: saved[r] for r in listed}, pattern)
+        world.src = write_tree(world.root / "few", {r: saved[r] for r in rank_list}, pattern)
         world.dst = world.root / "one"
         world.by_rank(rank)
         assert tree_bytes(world.dst).items() <= whole.items()
@@ -227,9 +227,12 @@ def test_the_files_of_a_rank_list_suffice_with_names_and_casts(data: st.DataObje
     chosen = data.draw(st.sets(st.sampled_from(sorted(alone))) if alone else st.just(set()), label="renamed")
     new = {name: f"new.{name}" for name in chosen}
     named = [
-        {**stage, "layouts": {new.get(name, name): made for name, made in stage["layouts"].items()}} for stage in target
+        {**stage, "layouts": {new.get(name, name): layout_record for name, layout_record in stage["layouts"].items()}}
+        for stage in target
     ]
-    options: list[Argument] = [word for old, made in sorted(new.items()) for word in ("--rename", f"{old}={made}")]
+    options: list[Argument] = [
+        word for old, created in sorted(new.items()) for word in ("--rename", f"{old}={created}")
+    ]
     if not new or data.draw(st.booleans()):
         options += ["--cast", "BFloat16"]
     with world_of(source, named) as world:
@@ -238,10 +241,10 @@ def test_the_files_of_a_rank_list_suffice_with_names_and_casts(data: st.DataObje
         world.convert(*options)
         whole = tree_bytes(world.dst)
         rank = data.draw(st.sampled_from(range(rank_count(target))))
-        listed = world.rank_list(rank, "--src", world.src, *options)
-        if not listed:
+        rank_list = world.rank_list(rank, "--src", world.src, *options)
+        if not rank_list:
             return
-        world.src = write_tree(world.root / "few", {r: saved[r] for r in listed}, "rank_{rank}/net-3_10.ckpt")
+        world.src = write_tree(world.root / "few", {r: saved[r] for r in rank_list}, "rank_{rank}/net-3_10.ckpt")
         world.dst = world.root / "one"
         world.by_rank(rank, *options)
         assert tree_bytes(world.dst).items() <= whole.items()
@@ -251,10 +254,10 @@ def test_the_files_of_a_rank_list_suffice_with_names_and_casts(data: st.DataObje
 @examples(30)
 @given(st.data())
 def test_recover_restores_ranks_or_reports_missing_slices(data: st.DataObject) -> None:
-    """With a tied parameter that a stage's ranks hold unlisted, cut in a way that nobody recorded."""
+    """With an unlisted tied parameter of a stage in an unrecorded layout."""
     case = data.draw(cases())
-    saved = {rank: dict(held) for rank, held in case.saved.items()}
-    left = case.left
+    saved = {rank: dict(contents) for rank, contents in case.saved.items()}
+    remaining = case.left
     others = [
         (number, name)
         for number, stage in enumerate(case.source)
@@ -265,12 +268,12 @@ def test_recover_restores_ranks_or_reports_missing_slices(data: st.DataObject) -
         number, name = data.draw(st.sampled_from(others), label="tied and unlisted")
         first = sum(stage["devices"] for stage in case.source[:number])
         stage = case.source[number]
-        made = data.draw(layouts(stage["devices"], case.full[name].array.shape), label="its layout there")
-        tied = cut_ranks([{**stage, "layouts": {name: made}}], subset(case.full, [name]))
+        layout_record = data.draw(layouts(stage["devices"], case.full[name].array.shape), label="its layout there")
+        tied = cut_ranks([{**stage, "layouts": {name: layout_record}}], subset(case.full, [name]))
         for local, part in tied.items():
             saved[first + local].update(part)
-            if first + local in left:
-                left[first + local].update(part)
+            if first + local in remaining:
+                remaining[first + local].update(part)
     with world_of(case.source, case.source) as world:
         write_source(case, world)
         result = reshard("recover", world.src, world.dst, "--strategy", world.old, "--prefix", "checkpoint_")
@@ -278,30 +281,30 @@ def test_recover_restores_ranks_or_reports_missing_slices(data: st.DataObject) -
         if result.status:
             assert result.status == 3
             return
-        found = world.found()
-        listed = names_of(case.source)
-        skipped = {name for held in left.values() for name in held if name not in listed}
-        nowhere = {name for name in listed if case.full[name].array.size} - {
-            name for held in left.values() for name in held
+        ranks = world.found()
+        listing = names_of(case.source)
+        skipped = {name for contents in remaining.values() for name in contents if name not in listing}
+        nowhere = {name for name in listing if case.full[name].array.size} - {
+            name for contents in remaining.values() for name in contents
         }
         if nowhere and case.deduplicated and case.ending == "ckpt":
-            # No mark tells what an absent rank may have saved, nor need other files.
+            # Neither a mark nor other files show which parameters an absent rank saved.
             assert "count as not saved" in result.err
             skipped |= nowhere
-        told = "no rank is left to tell whether" in result.err
-        for rank, held in saved.items():
+        message = "no rank is left to tell whether" in result.err
+        for rank, contents in saved.items():
             place = stage_of(case.source, rank)[0]
             unlisted: set[str] = set()
-            if not any(stage_of(case.source, other)[0] == place for other in left):
-                # Whether it held what only other stages list nobody knows any more.
-                unlisted = set(listed) - set(case.source[place]["layouts"])
-                assert told or not unlisted
-            # What has no elements need not be there.
-            empty = {name for name, tensor in held.items() if not tensor.array.size}
+            if not any(stage_of(case.source, other)[0] == place for other in remaining):
+                # Whether it held parameters that only other stages list is unknown.
+                unlisted = set(listing) - set(case.source[place]["layouts"])
+                assert message or not unlisted
+            # Tensors without elements may be absent.
+            empty = {name for name, tensor in contents.items() if not tensor.array.size}
             passed_over = skipped | empty | unlisted
-            same_checkpoints(without(found[rank], passed_over), without(held, passed_over), f"rank {rank}")
+            same_checkpoints(without(ranks[rank], passed_over), without(contents, passed_over), f"rank {rank}")
         done("verify", world.dst, "--src", world.src, "--src-strategy", world.old, "--dst-strategy", world.new)
 
 
 def without(checkpoint: Checkpoint, names: set[str]) -> Checkpoint:
-    return {name: held for name, held in checkpoint.items() if name not in names}
+    return {name: tensor for name, tensor in checkpoint.items() if name not in names}

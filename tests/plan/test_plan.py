@@ -1,4 +1,4 @@
-"""`reshard plan`: what it says is what a conversion does."""
+"""`reshard plan` equals the conversion."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def planned(world: World, *options: Argument) -> dict[str, Any]:
 
 
 def plan_of(words: Sequence[Argument]) -> dict[str, Any]:
-    found = json.loads(done(*words).out)
-    assert isinstance(found, dict)
-    return found
+    document = json.loads(done(*words).out)
+    assert isinstance(document, dict)
+    return document
 
 
 @pytest.mark.parametrize("options", [(), ("--format", "safetensors"), ("--ranks", "1"), ("--shard", "0/2")])
@@ -80,9 +80,9 @@ def test_read_bytes_equal_the_plan(name: str, jobs: int, tmp_path: Path, costs: 
     for path, count in costs.reads:
         by_file[path] += count
     assert {source["file"]: source["bytes_read"] for source in plan["sources"]} == by_file
-    taken = sum(source["bytes"] for target in plan["targets"] for source in target["sources"])
-    assert taken == sum(array.array.nbytes for array in FULL.values()) * KINDS[name].copies
-    assert plan["over_read"] == pytest.approx(costs.bytes_read / taken - 1, abs=1e-4)
+    selected = sum(source["bytes"] for target in plan["targets"] for source in target["sources"])
+    assert selected == sum(array.array.nbytes for array in FULL.values()) * KINDS[name].copies
+    assert plan["over_read"] == pytest.approx(costs.bytes_read / selected - 1, abs=1e-4)
 
 
 @examples(40)
@@ -146,15 +146,15 @@ def test_a_dry_run_prints_the_plan(world: World) -> None:
     plan_words = world.words(command="plan")
     # The memory that a process has by now is never quite the same, nor is the space that is free.
     varying = r"about [\d.]+ MiB|[\d.]+ \w+ free"
-    said = [re.sub(varying, "", done(*words).out) for words in (world.words("--dry-run"), plan_words)]
-    assert said[0] == said[1]
+    message = [re.sub(varying, "", done(*words).out) for words in (world.words("--dry-run"), plan_words)]
+    assert message[0] == message[1]
     assert planned(world).keys() == json.loads(done(*world.words("--dry-run", "--json")).out).keys()
 
 
 def with_free_space(monkeypatch: pytest.MonkeyPatch, free: int, blocks: int = 100) -> None:
-    """Every file system says that it has so many bytes free."""
-    said = os.statvfs_result([1, 1, blocks, free, free, 0, 0, 0, 0, 255])
-    monkeypatch.setattr(os, "statvfs", lambda path: said)
+    """Every file system reports this many free bytes."""
+    space = os.statvfs_result([1, 1, blocks, free, free, 0, 0, 0, 0, 255])
+    monkeypatch.setattr(os, "statvfs", lambda path: space)
 
 
 @pytest.mark.parametrize("command", ["plan", "--dry-run"])
@@ -172,9 +172,9 @@ def test_a_plan_prints_required_space_and_warns_of_a_full_disk(
     short = done(*words, "--quiet")
     assert bool(short.out) == (command == "plan")
     warns(short, "warning: ", f"{needed:,} bytes are needed, but its file system has {needed - 1:,} free")
-    said = done(*words, "--json").json
-    assert said["space"] == [{"directory": str(world.root), "bytes_needed": needed, "bytes_free": needed - 1}]
-    assert any("would be refused" in warning for warning in said["warnings"])
+    report = done(*words, "--json").json
+    assert report["space"] == [{"directory": str(world.root), "bytes_needed": needed, "bytes_free": needed - 1}]
+    assert any("would be refused" in warning for warning in report["warnings"])
     world.refuses(1, f"{needed:,} bytes are needed")
 
 
@@ -182,8 +182,8 @@ def test_an_unknown_free_space_gives_no_warning(world: World, monkeypatch: pytes
     world.save(SMALL)
     with_free_space(monkeypatch, 0, blocks=0)
     assert "free space unknown" in done(*world.words(command="plan")).out
-    said = planned(world)
-    assert said["space"][0]["bytes_free"] is None and said["warnings"] == []
+    report = planned(world)
+    assert report["space"][0]["bytes_free"] is None and report["warnings"] == []
     world.convert()
     assert planned(world)["space"] == []
 
@@ -195,8 +195,8 @@ def test_space_is_counted_per_file_system(tmp_path: Path) -> None:
     (tmp_path / "dst").mkdir()
     (tmp_path / "dst" / "rank_1").symlink_to(memory)
     directories = [str(tmp_path / "dst" / f"rank_{rank}") for rank in range(3)]
-    found = [(space.place, space.needed) for space in space_for(zip(directories, (1, 10, 100)))]
-    assert found == [(str(tmp_path / "dst"), 101), (directories[1], 10)]
+    actual = [(space.place, space.needed) for space in space_for(zip(directories, (1, 10, 100)))]
+    assert actual == [(str(tmp_path / "dst"), 101), (directories[1], 10)]
 
 
 def test_space_is_counted_on_the_file_system_of_a_resolved_path(tmp_path: Path) -> None:
@@ -229,10 +229,10 @@ def test_transfer_maps_of_the_documentation_are_up_to_date(
     monkeypatch.chdir(ROOT)
     words: list[Argument] = ["plan", "fixtures/demo/src_checkpoints", dst, "--svg", tmp_path / "made.svg"]
     done(*words, "--src-strategy", "fixtures/demo/src_strategy.ckpt", "--dst-strategy", f"fixtures/{target}")
-    made = (tmp_path / "made.svg").read_bytes()
-    assert made == (ROOT / "docs" / "pictures" / f"{picture}.svg").read_bytes()
-    assert (b">stage 1</text>" in made) == (picture == "transfers-stages")
-    assert (b" 80 B of it" if picture == "transfers" else b" 160 B of it unchanged values") in made
+    content = (tmp_path / "made.svg").read_bytes()
+    assert content == (ROOT / "docs" / "pictures" / f"{picture}.svg").read_bytes()
+    assert (b">stage 1</text>" in content) == (picture == "transfers-stages")
+    assert (b" 80 B of it" if picture == "transfers" else b" 160 B of it unchanged values") in content
 
 
 def test_many_target_ranks_are_shortened_unless_verbose(tmp_path: Path) -> None:
@@ -256,7 +256,7 @@ def test_a_large_read_amplification_is_printed_as_a_factor(tmp_path: Path) -> No
     """Of rows of which every target rank needs a few bytes, whole pages are looked at."""
     world = World(tmp_path, single({"w": layout([2], [0, -1])}), single({"w": layout([128], [-1, 0])}))
     world.save({"w": value("w", (64, 4096))}, copied={})
-    said = done(*world.words("--ranks", "0,64", "--io", "mmap", command="plan"))
+    result = done(*world.words("--ranks", "0,64", "--io", "mmap", command="plan"))
     over_read = done(*world.words("--ranks", "0,64", "--io", "mmap", "--json", command="plan")).json["over_read"]
     assert over_read > 1
-    assert f"; {1 + over_read:.1f} times the needed bytes" in said.out
+    assert f"; {1 + over_read:.1f} times the needed bytes" in result.out

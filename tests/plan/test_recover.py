@@ -1,4 +1,4 @@
-"""recover: lost and damaged ranks come back from replicas, or what cannot come back is listed."""
+"""recover: lost and damaged ranks are restored from replicas, or the missing parameters are listed."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def recover(world: World, *options: Argument) -> Result:
 
 def cut(world: World) -> dict[int, dict[str, Value]]:
     """What an undamaged source holds."""
-    listed = {name for stage in world.source for name in stage["layouts"]}
-    return cut_ranks(world.source, subset(FULL, sorted(listed)), COPIED)
+    listing = {name for stage in world.source for name in stage["layouts"]}
+    return cut_ranks(world.source, subset(FULL, sorted(listing)), COPIED)
 
 
 @examples(15)
@@ -58,10 +58,10 @@ def test_recover_restores_any_losses_or_reports_them(data: st.DataObject) -> Non
     with world_of(strategy, strategy) as world:
         write_tree(world.src, {r: saved[r] for r in ranks if r not in lost}, f"rank_{{rank}}/net-3_7.{ending}")
         words: list[Argument] = ["recover", world.src, world.dst, "--strategy", world.old]
-        gone = uncovered(strategy, strategy, shapes_of(full), None, set(ranks) - lost)
-        if gone:
-            told = fails(3, *words).err
-            assert any(name in told for name in gone), told
+        missing = uncovered(strategy, strategy, shapes_of(full), None, set(ranks) - lost)
+        if missing:
+            output = fails(3, *words).err
+            assert any(name in output for name in missing), output
             assert not world.dst.exists()
         else:
             result = done(*words, "--json")
@@ -72,21 +72,21 @@ def test_recover_restores_any_losses_or_reports_them(data: st.DataObject) -> Non
 def test_a_deduplicated_save_is_recovered_whole(world: World) -> None:
     """As at the end of life, or de-duplicated: no single rank has it all."""
     saved = cut(world)
-    kept = {rank: dict(held) for rank, held in saved.items()}
-    seen: set[tuple[str, bytes]] = set()
-    for held in kept.values():
-        for name in sorted(held):
-            key = (name, held[name].array.tobytes())
-            if key in seen and name != "global_step":
-                del held[name]
-            seen.add(key)
-    write_tree(world.src, kept, "rank_{rank}/net-1_10.ckpt")
+    preserved = {rank: dict(contents) for rank, contents in saved.items()}
+    visited: set[tuple[str, bytes]] = set()
+    for contents in preserved.values():
+        for name in sorted(contents):
+            key = (name, contents[name].array.tobytes())
+            if key in visited and name != "global_step":
+                del contents[name]
+            visited.add(key)
+    write_tree(world.src, preserved, "rank_{rank}/net-1_10.ckpt")
     recover(world)
     same_ranks(read_named(world.dst, NAMED), saved)
 
 
 def test_a_file_with_a_wrong_crc_is_rewritten_from_its_replica(world: World) -> None:
-    saved = {rank: {n: held[n] for n in held if n != "m.w"} for rank, held in cut(world).items()}
+    saved = {rank: {n: contents[n] for n in contents if n != "m.w"} for rank, contents in cut(world).items()}
     world.save({name: FULL[name] for name in ("w", "v")}, crc=True)
     path = world.src / "rank_2" / "net-1_10.ckpt"
     data = bytearray(path.read_bytes())
@@ -116,8 +116,8 @@ def test_a_truncated_file_is_rewritten(world: World) -> None:
 def test_intact_files_are_copied_byte_for_byte(world: World) -> None:
     own = {"note": text("kept"), "cur_rank": COPIED["global_step"]}
     world.save(FULL, copied=own, crc=True)
-    held = {name: value for name, value in cut(world)[1].items() if name != "global_step"}
-    write_checkpoint(world.src / "rank_1" / "net-1_10.ckpt", {**held, **own, "extra": held["w"]}, crc=True)
+    contents = {name: value for name, value in cut(world)[1].items() if name != "global_step"}
+    write_checkpoint(world.src / "rank_1" / "net-1_10.ckpt", {**contents, **own, "extra": contents["w"]}, crc=True)
     recover(world)
     for rank in range(4):
         source = world.src / f"rank_{rank}" / "net-1_10.ckpt"
@@ -126,8 +126,8 @@ def test_intact_files_are_copied_byte_for_byte(world: World) -> None:
 
 def test_a_file_without_a_parameter_of_all_others_is_not_intact(world: World) -> None:
     world.save(FULL)
-    held = {name: value for name, value in cut(world)[1].items() if name != "global_step"}
-    write_checkpoint(world.src / "rank_1" / "net-1_10.ckpt", held)
+    contents = {name: value for name, value in cut(world)[1].items() if name != "global_step"}
+    write_checkpoint(world.src / "rank_1" / "net-1_10.ckpt", contents)
     assert json.loads(recover(world, "--json").out)["recovered"] == [1]
     same_ranks(read_named(world.dst, NAMED), cut(world))
 
@@ -137,18 +137,18 @@ def test_a_file_without_its_slice_of_an_uneven_table_is_not_intact(tmp_path: Pat
         {"devices": 4, "layouts": {"table": layout([2, 2], [0, -1], uneven=[0, 8]), "v": layout([2, 2], [-1])}}
     ]
     saved = cut_ranks(strategy, {"table": value("table", (8, 3)), "v": value("v", (4,))})
-    held = {rank: {n: v for n, v in saved[rank].items() if v.array.size} for rank in saved}
-    write_tree(tmp_path / "src", {**held, 1: {"v": saved[1]["v"]}})
+    contents = {rank: {n: v for n, v in saved[rank].items() if v.array.size} for rank in saved}
+    write_tree(tmp_path / "src", {**contents, 1: {"v": saved[1]["v"]}})
     old = write_strategy(tmp_path / "strategy", strategy)
     result = done("recover", tmp_path / "src", tmp_path / "dst", "--strategy", old, "--json")
     assert result.json["recovered"] == [1]
-    same_ranks(read_named(tmp_path / "dst", NAMED), held)
+    same_ranks(read_named(tmp_path / "dst", NAMED), contents)
 
 
 def test_values_of_a_lost_rank_give_a_warning(world: World) -> None:
     world.save({"w": FULL["w"]}, ranks=[0, 1, 2], copied={"cur_rank": COPIED["global_step"]})
-    said = " ".join(recover(world).err.split())
-    assert "warning" in said and "cur_rank" in said and "rank 3" in said
+    output = " ".join(recover(world).err.split())
+    assert "warning" in output and "cur_rank" in output and "rank 3" in output
 
 
 def pipeline(data: int) -> Strategy:
@@ -164,11 +164,11 @@ def pipeline(data: int) -> Strategy:
 def test_an_unlisted_tied_parameter_is_recovered(kind: str, tmp_path: Path) -> None:
     strategy = pipeline(2)
     full = {name: value(name, (4, 6)) for name in ("emb", "a", "b")}
-    saved = {rank: dict(held) for rank, held in cut_ranks(strategy, full, COPIED).items()}
+    saved = {rank: dict(contents) for rank, contents in cut_ranks(strategy, full, COPIED).items()}
     for rank in range(4, 8):
         half = full["emb"].array[rank % 2 * 2 : rank % 2 * 2 + 2]
         saved[rank]["emb"] = full["emb"] if kind == "whole" else Value("Float32", half)
-    write_tree(tmp_path / "src", {rank: held for rank, held in saved.items() if rank != 7})
+    write_tree(tmp_path / "src", {rank: contents for rank, contents in saved.items() if rank != 7})
     words: list[Argument] = ["recover", tmp_path / "src", tmp_path / "dst"]
     words += ["--strategy", write_strategy(tmp_path / "strategy", strategy)]
     done(*words)
@@ -180,10 +180,10 @@ def test_an_unlisted_tied_slice_without_a_known_replica_is_reported(tmp_path: Pa
     full = {name: value(name, (4, 6)) for name in ("emb", "a", "b")}
     # By the strategy ranks 2 and 3 are replicas; the tied parameter, which it does not list, is cut.
     strategy[1]["layouts"]["b"] = layout([1, 2], [-1, -1])
-    saved = {rank: dict(held) for rank, held in cut_ranks(strategy, full, COPIED).items()}
+    saved = {rank: dict(contents) for rank, contents in cut_ranks(strategy, full, COPIED).items()}
     for rank in (2, 3):
         saved[rank]["emb"] = Value("Float32", full["emb"].array[rank % 2 * 2 : rank % 2 * 2 + 2])
-    write_tree(tmp_path / "src", {rank: held for rank, held in saved.items() if rank != 3})
+    write_tree(tmp_path / "src", {rank: contents for rank, contents in saved.items() if rank != 3})
     words: list[Argument] = ["recover", tmp_path / "src", tmp_path / "dst"]
     words += ["--strategy", write_strategy(tmp_path / "strategy", strategy)]
     fails(3, *words, says=["emb", "rank 3"])
@@ -191,7 +191,7 @@ def test_an_unlisted_tied_slice_without_a_known_replica_is_reported(tmp_path: Pa
     done(*words, "--ranks", "0-2")
 
 
-def tied(tmp_path: Path, kept: dict[int, int]) -> list[Argument]:
+def tied(tmp_path: Path, preserved: dict[int, int]) -> list[Argument]:
     """A stage of one listed and one of four ranks, which hold halves of the tied ``emb`` unlisted: recover's words.
 
     Args:
@@ -202,10 +202,12 @@ def tied(tmp_path: Path, kept: dict[int, int]) -> list[Argument]:
         {"devices": 4, "layouts": {"b": layout([4], [-1, -1])}},
     ]
     full = {name: value(name, (4, 6)) for name in ("emb", "b")}
-    saved = {rank: dict(held) for rank, held in cut_ranks(strategy, full, COPIED).items()}
-    for local, half in kept.items():
+    saved = {rank: dict(contents) for rank, contents in cut_ranks(strategy, full, COPIED).items()}
+    for local, half in preserved.items():
         saved[1 + local]["emb"] = Value("Float32", full["emb"].array[half * 2 : half * 2 + 2])
-    write_tree(tmp_path / "src", {rank: held for rank, held in saved.items() if rank == 0 or rank - 1 in kept})
+    write_tree(
+        tmp_path / "src", {rank: contents for rank, contents in saved.items() if rank == 0 or rank - 1 in preserved}
+    )
     return [
         "recover", tmp_path / "src", tmp_path / "dst", "--strategy", write_strategy(tmp_path / "strategy", strategy)
     ]  # fmt: skip
@@ -213,7 +215,7 @@ def tied(tmp_path: Path, kept: dict[int, int]) -> list[Argument]:
 
 @pytest.mark.parametrize("ranks", ["", "2", "4", "2,4"])
 def test_equal_remaining_slices_do_not_prove_replicas(ranks: str, tmp_path: Path) -> None:
-    """Ranks 0 and 2 of the stage agree: optimizer shards lie so, and the others hold what nobody has."""
+    """Ranks 0 and 2 of the stage agree: with optimizer shards, the other ranks hold slices without replicas."""
     words = tied(tmp_path, {0: 0, 2: 0})
     fails(3, *words, *(["--ranks", ranks] if ranks else []), says=["emb", "certain"])
     assert not (tmp_path / "dst").exists()
@@ -232,21 +234,21 @@ def test_a_slice_is_recovered_where_all_candidate_layouts_agree(
 
 
 @pytest.mark.parametrize(
-    "kept",
+    "preserved",
     [
         {0: ["emb"], 1: [], 2: ["b", "emb"], 3: ["c"]},
         {0: ["emb"], 1: [], 2: ["b", "c", "emb"], 3: []},
         {0: [], 1: ["emb"], 2: [], 3: ["emb", "b", "c"]},
     ],
 )
-def test_a_complete_deduplicated_save_is_recovered_unchanged(kept: dict[int, list[str]], tmp_path: Path) -> None:
+def test_a_complete_deduplicated_save_is_recovered_unchanged(preserved: dict[int, list[str]], tmp_path: Path) -> None:
     """The tied parameter that its stage does not list is whole on one of its ranks."""
     strategy: Strategy = [
         {"devices": 2, "layouts": {"emb": layout([2], [-1, -1])}},
         {"devices": 2, "layouts": {name: layout([2], [-1, -1]) for name in ("b", "c")}},
     ]
     full = {name: value(name, (4, 6)) for name in ("emb", "b", "c")}
-    for rank, names in kept.items():
+    for rank, names in preserved.items():
         write_checkpoint(
             tmp_path / "src" / f"rank_{rank}" / "net-1_1.safetensors",
             {name: full[name] for name in names},
@@ -264,9 +266,9 @@ def test_only_lost_writes_lost_ranks_alone(world: World) -> None:
     saved = cut(world)
     world.save({"w": FULL["w"]}, ranks=[0, 1, 2])
     recover(world, "--lost-only")
-    found = read_named(world.dst, NAMED)
-    assert list(found) == [3]
-    assert found[3]["w"].same(saved[3]["w"])
+    contents = read_named(world.dst, NAMED)
+    assert list(contents) == [3]
+    assert contents[3]["w"].same(saved[3]["w"])
 
 
 def test_a_dry_run_plans_and_writes_nothing(world: World) -> None:

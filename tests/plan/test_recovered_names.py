@@ -1,4 +1,4 @@
-"""What `recover` writes can be put back into the tree that ranks were lost from: names as their siblings have."""
+"""Recovered files have the names of the lost ones, so that they can be copied back."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ NAMED = {
     "deeper": ("node1/rank_{rank}/net/net_{rank}-1_1.ckpt", "node*/rank_{rank}/*/*.ckpt"),
     "directories": ("r{rank}/net-1_2.ckpt", "r{rank}"),
 }
-# Names of which one file alone does not tell where the rank's number stands; see the test of other steps.
+# Names whose rank number one file alone does not determine; see the test of other steps.
 UNTOLD = ("digits", "deeper")
 LOST = some_of([[3], [0, 1], [1, 2], [2, 3]], 2)
 
@@ -62,7 +62,7 @@ def put_back(world: World) -> None:
 
 
 def is_whole(world: World, source: Argument, pattern: str) -> None:
-    """The tree is what was saved, `inspect` calls it complete, and it converts."""
+    """The tree equals the saved one, `inspect` reports it as complete, and it converts."""
     same_ranks(read_named(world.src, pattern), cut_ranks(world.source, FULL, COPIED))
     (step,) = done("inspect", source, "--strategy", world.old, "--json").json["steps"]
     assert step["complete"] and sorted(step["ranks"]) == list(cut_ranks(world.source, FULL))
@@ -93,10 +93,10 @@ def test_lost_ranks_can_be_copied_back_into_the_tree(named: str, lost: list[int]
 def test_the_recovered_tree_is_named_as_the_source(named: str, plain: World) -> None:
     pattern, below = NAMED[named]
     plain.save(FULL, pattern)
-    kept = (plain.src / pattern.format(rank=0)).read_bytes()
+    content = (plain.src / pattern.format(rank=0)).read_bytes()
     lose(plain, pattern, [1])
     recover(plain, plain.src / below, "--checksum", "crc32")
-    assert (plain.dst / pattern.format(rank=0)).read_bytes() == kept
+    assert (plain.dst / pattern.format(rank=0)).read_bytes() == content
     assert done("status", plain.dst, "--json").json["complete"]
     done("verify", plain.dst)
     shutil.rmtree(plain.src)
@@ -190,19 +190,19 @@ def test_files_of_two_formats_get_a_hint(plain: World) -> None:
     plain.save(FULL, "rank_{rank}/net-1_10.ckpt", ranks=[0, 1, 2])
     plain.save(FULL, "rank_{rank}/net-1_10.safetensors", ranks=[3])
     words: list[Argument] = ["recover", plain.src, plain.dst, "--strategy", plain.old]
-    told = fails(3, *words, says=["different formats", "'ckpt/rank_{rank}/*.ckpt'"])
-    assert "--format" not in told.err
+    result = fails(3, *words, says=["different formats", "'ckpt/rank_{rank}/*.ckpt'"])
+    assert "--format" not in result.err
     words[1] = plain.src / "rank_{rank}" / "*.ckpt"
     done(*words)
     same_ranks(read_named(plain.dst, "rank_{rank}/net-1_10.ckpt"), cut_ranks(plain.source, FULL, COPIED))
 
 
 def test_names_in_records_cannot_leave_the_directory() -> None:
-    said = {"template": "rank_{rank}/net", "own": [{"rank": 1, "name": "rank_1/other"}]}
-    names = FileNames.from_fields(Fields(said, "names"))
+    message = {"template": "rank_{rank}/net", "own": [{"rank": 1, "name": "rank_1/other"}]}
+    names = FileNames.from_fields(Fields(message, "names"))
     assert (names.of(0), names.of(1), names.of(12)) == ("rank_0/net", "rank_1/other", "rank_12/net")
     for wrong in ("../x", "/x", "a/../x", "a//x", "./x", "", "a\0"):
-        for broken in ({**said, "template": wrong}, {**said, "own": [{"rank": 1, "name": wrong}]}):
+        for broken in ({**message, "template": wrong}, {**message, "own": [{"rank": 1, "name": wrong}]}):
             with pytest.raises(ValueError, match="no name"):
                 FileNames.from_fields(Fields(broken, "names"))
 
@@ -219,9 +219,9 @@ def test_names_follow_most_files_then_the_lowest_rank(tmp_path: Path) -> None:
         root = tmp_path / str(len(list(tmp_path.iterdir())))
         for name in names:
             write_checkpoint(root / name, {"v": FULL["v"]})
-        found = next(find_checkpoints(str(root)).candidates()).names
-        assert found is not None
-        return found
+        actual = next(find_checkpoints(str(root)).candidates()).names
+        assert actual is not None
+        return actual
 
     names = named("rank_0/a.ckpt", "rank_1/b.ckpt", "rank_2/b.ckpt")
     assert names.template == "rank_{rank}/b" and [file.name for file in names.own] == ["rank_0/a"]

@@ -1,4 +1,4 @@
-"""Which replica is read: few files, balanced shares, and nothing superfluous."""
+"""The choice of replicas: few files, balanced shares, no superfluous file."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def test_chosen_ranks_meet_every_need_and_are_irredundant(needs: list[list[int]]
 @given(NEEDS, st.integers(0, 20))
 def test_the_rank_that_meets_most_needs_is_chosen_next_and_ties_alternate(needs: list[list[int]], turn: int) -> None:
     chosen = {need[0] for need in needs if len(need) == 1}
-    while left := [need for need in needs if not chosen & set(need)]:
-        meets = Counter(rank for need in left for rank in need)
+    while remaining := [need for need in needs if not chosen & set(need)]:
+        meets = Counter(rank for need in remaining for rank in need)
         equals = sorted(rank for rank in meets if meets[rank] == max(meets.values()))
         chosen.add(equals[turn % len(equals)])
     for rank in sorted(chosen, reverse=True):

@@ -1,4 +1,4 @@
-"""--dst-strategy same of Checkpoint 2.0: the strategy comes of the same look at the source as everything else."""
+"""--dst-strategy same of Checkpoint 2.0 reads the source's metadata once."""
 
 from __future__ import annotations
 

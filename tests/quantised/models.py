@@ -1,4 +1,4 @@
-"""Small quantised models, as the libraries write them, and what they stand for by arithmetic on single elements."""
+"""Small quantised models as libraries write them, and their values by arithmetic on single elements."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LAYOUTS = {"Float8E4M3FN": (4, 3, 7), "Float8E5M2": (5, 2, 15), E2M1: (2, 1, 1)
 
 
 def number(code: str, bits: int) -> float:
-    """What a code of one element stands for, by the definition of its type."""
+    """The value of a code of one element, by the definition of its type."""
     if code == "Int8":
         return float(bits - 256 if bits > 127 else bits)
     exponent, mantissa, bias = _LAYOUTS[code]

@@ -1,4 +1,4 @@
-"""--dequantize: quantised weights are written as numbers, whatever they are cut into."""
+"""--dequantize: quantised weights are written as numbers in any layout."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from tests.trees import Value, arrays, layout, read_checkpoint, read_tree, same_
 
 
 def expected(quantised: list[Coded], dtype: str = "BFloat16") -> dict[str, Value]:
-    """What a model stands for, with what is not quantised as it is."""
+    """The dequantised values of a model; other tensors unchanged."""
     plain = {
-        name: Value(kept, np.frombuffer(content, f"u{len(content) // shape[0]}").reshape(shape))
-        for name, (kept, shape, content) in others().items()
+        name: Value(preserved, np.frombuffer(content, f"u{len(content) // shape[0]}").reshape(shape))
+        for name, (preserved, shape, content) in others().items()
     }
     return {**plain, **{each.name: each.as_type(dtype) for each in quantised}}
 
@@ -89,7 +89,8 @@ def test_every_rank_of_any_layout_gets_its_slices(scheme: str, data: st.DataObje
 
         parts = slices(strategy, arrays(whole))
         cut = {
-            rank: {name: Value(whole[name].dtype, part) for name, part in held.items()} for rank, held in parts.items()
+            rank: {name: Value(whole[name].dtype, part) for name, part in tensors.items()}
+            for rank, tensors in parts.items()
         }
         same_ranks(read_tree(tmp_path / "out"), cut)
 
@@ -140,8 +141,8 @@ def test_blocks_in_ranks_are_dequantised(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("scheme", ["fp8 tensors", "fp8 channels"])
 @pytest.mark.parametrize("alike", [True, False])
-@pytest.mark.parametrize("listed", [True, False])
-def test_replicated_scales_must_agree_in_all_files(tmp_path: Path, scheme: str, alike: bool, listed: bool) -> None:
+@pytest.mark.parametrize("listing", [True, False])
+def test_replicated_scales_must_agree_in_all_files(tmp_path: Path, scheme: str, alike: bool, listing: bool) -> None:
     """Each rank may have quantised its own slice."""
     quantised = write_model(tmp_path / "src", scheme)
     first = {name: parts for each in quantised for name, parts in each.stored.items()}
@@ -153,19 +154,19 @@ def test_replicated_scales_must_agree_in_all_files(tmp_path: Path, scheme: str, 
             for name, (dtype, shape, data) in codes.items()
         }
         other = {name: (dtype, shape, data[::-1]) for name, (dtype, shape, data) in scales.items()}
-        held = scales if alike or not rank else other
+        contents = scales if alike or not rank else other
         cut = {name: (dtype, shape, part.tobytes()) for name, (dtype, shape, part) in half.items()}
         (tmp_path / f"ranks/rank_{rank}").mkdir(parents=True)
-        write_safetensors(tmp_path / f"ranks/rank_{rank}/checkpoint_{rank}.safetensors", {**cut, **held})
+        write_safetensors(tmp_path / f"ranks/rank_{rank}/checkpoint_{rank}.safetensors", {**cut, **contents})
     layouts = {name: layout([2], [-1, 0]) for name in codes}
-    if listed:
+    if listing:
         layouts |= {name: layout([2], [-1] * len(shape)) for name, (_, shape, _) in scales.items()}
     path = write_strategy(tmp_path / "strategy", [{"devices": 2, "layouts": layouts}])
     command = ("convert", tmp_path / "ranks", tmp_path / "out", "--src-strategy", path, "--to", "huggingface")
     options = ("--dequantize", "bf16", "--config", tmp_path / "src")
 
     if not alike:
-        says = "differs between rank 0 and rank 1" if listed else "strategy does not list it"
+        says = "differs between rank 0 and rank 1" if listing else "strategy does not list it"
         fails(3, *command, *options, says=["_scale", "differs", "rank_0", "rank_1", says])
         return
     done(*command, *options, "--verify")

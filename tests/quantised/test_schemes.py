@@ -1,4 +1,4 @@
-"""Which tensors count as quantised, and what is refused."""
+"""Recognition of quantised tensors, and refusals."""
 
 from __future__ import annotations
 
@@ -84,13 +84,13 @@ def test_a_weight_with_scales_of_the_right_shape_is_recognised(
         "logit_scale": TypedShape("Float32", ()),
     }
 
-    found = recognise(stored, config)
+    schemes = recognise(stored, config)
 
-    assert list(found.tensors) == ["a.weight"]
-    made = found.tensors["a.weight"]
-    assert (made.shape, made.block, made.sources) == (shape, block, ("a.weight", "a" + end))
-    assert list(found.left_out) == ["a.input_scale"]
-    assert list(describe(found).values()) == [1]
+    assert list(schemes.tensors) == ["a.weight"]
+    created = schemes.tensors["a.weight"]
+    assert (created.shape, created.block, created.sources) == (shape, block, ("a.weight", "a" + end))
+    assert list(schemes.left_out) == ["a.input_scale"]
+    assert list(describe(schemes).values()) == [1]
 
 
 def test_packed_codes_count_twice_in_the_last_dimension() -> None:
@@ -101,17 +101,17 @@ def test_packed_codes_count_twice_in_the_last_dimension() -> None:
         "e.down_proj_bias": TypedShape("BFloat16", (2, 96)),
     }
 
-    made = recognise(stored, config).tensors["e.down_proj"]
+    schemes = recognise(stored, config).tensors["e.down_proj"]
 
-    assert (made.shape, made.block, made.scale_shape) == ((2, 96, 96), (1, 1, 32), (2, 96, 3))
+    assert (schemes.shape, schemes.block, schemes.scale_shape) == ((2, 96, 96), (1, 1, 32), (2, 96, 3))
 
 
 def test_a_byte_with_two_codes_has_a_scale_per_32_elements() -> None:
     stored = {"w1.weight": TypedShape("Int8", (64, 48)), "w1.scale": TypedShape("Float8E8M0", (64, 3))}
 
-    made = recognise(stored, BLOCKS).tensors["w1.weight"]
+    schemes = recognise(stored, BLOCKS).tensors["w1.weight"]
 
-    assert (made.shape, made.block, made.scale_shape) == ((64, 96), (1, 32), (64, 3))
+    assert (schemes.shape, schemes.block, schemes.scale_shape) == ((64, 96), (1, 32), (64, 3))
 
 
 def test_experts_in_one_tensor_have_blocks_of_their_last_two_dimensions() -> None:
@@ -132,9 +132,9 @@ def test_weights_of_msmodelslim_have_a_scale_and_an_offset_per_row() -> None:
     }
     description = {"a.weight": "W8A8_DYNAMIC", "norm.weight": "FLOAT", "model_quant_type": "W8A8_DYNAMIC"}
 
-    made = recognise(stored, None, description).tensors["a.weight"]
+    schemes = recognise(stored, None, description).tensors["a.weight"]
 
-    assert (made.offsets, made.block) == ("a.weight_offset", (1, 6))
+    assert (schemes.offsets, schemes.block) == ("a.weight_offset", (1, 6))
 
 
 WEIGHT = {"a.weight": TypedShape(E4M3, (576, 256))}

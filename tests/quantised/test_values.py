@@ -1,4 +1,4 @@
-"""Codes and scales as numbers, against arithmetic on Python's own."""
+"""Codes and scales as numbers, against Python's arithmetic."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ FIELDS = {"Float32": (23, -126, 127), "Float16": (10, -14, 15), "BFloat16": (7, 
 
 
 def rounded(values: npt.NDArray[np.float32], dtype: str) -> npt.NDArray[np.float64]:
-    """The nearest numbers of a type, ties to even, as multiples of what numbers of that size are apart."""
+    """The nearest numbers of a type, ties to even, as multiples of the spacing at that size."""
     mantissa, least, largest = FIELDS[dtype]
     doubles = values.astype("f8")
     apart = np.ldexp(1.0, np.maximum(np.frexp(doubles)[1] - 1, least) - mantissa)
@@ -102,8 +102,8 @@ def test_any_box_equals_elements_times_their_scales(data: st.DataObject) -> None
         box.append((low, data.draw(st.integers(low + 1, size))))
     box[-1] = (box[-1][0] // per_byte * per_byte, -(-box[-1][1] // per_byte) * per_byte)
     dtype = data.draw(st.sampled_from(CAST_TO))
-    taken = tuple(slice(low, high) for low, high in box)
-    bytes_taken = (*taken[:-1], slice(box[-1][0] // per_byte, box[-1][1] // per_byte))
+    selected = tuple(slice(low, high) for low, high in box)
+    bytes_taken = (*selected[:-1], slice(box[-1][0] // per_byte, box[-1][1] // per_byte))
     scales_taken = tuple(slice(low, high) for low, high in scale_box(tuple(box), block))
     out = np.empty([high - low for low, high in box], "u4" if dtype == "Float32" else "u2")
     codes_taken = np.ascontiguousarray(codes[bytes_taken])

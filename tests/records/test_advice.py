@@ -1,4 +1,4 @@
-"""What errors about the target directory advise, typed: every way out that is named leads out."""
+"""Errors about the target directory: every command that they suggest works."""
 
 from __future__ import annotations
 
@@ -43,21 +43,21 @@ PARTS: dict[str, tuple[str, tuple[Argument, ...]]] = {
 }
 
 
-def as_advised(words: list[Argument], told: Result) -> list[Argument]:
-    """A command with what the error says to give, and without what it says to leave out."""
-    advice = " ".join(told.err.split("error:")[1].split())
-    left = [str(word) for word in words]
-    given, taken = GIVE.search(advice), LEAVE_OUT.search(advice)
-    assert given or taken, advice
-    typed = shlex.split(taken[1]) if taken else []
+def as_advised(words: list[Argument], result: Result) -> list[Argument]:
+    """A command with the options that the error adds, and without those that it removes."""
+    advice = " ".join(result.err.split("error:")[1].split())
+    remaining = [str(word) for word in words]
+    arguments, selected = GIVE.search(advice), LEAVE_OUT.search(advice)
+    assert arguments or selected, advice
+    typed = shlex.split(selected[1]) if selected else []
     for option, value in zip(typed[::2], typed[1::2]):
-        at = next(n for n, word in enumerate(left) if (word, left[n + 1]) == (option, value))
-        del left[at : at + 2]
-    return [*left, *(shlex.split(given[1]) if given else ())]
+        at = next(n for n, word in enumerate(remaining) if (word, remaining[n + 1]) == (option, value))
+        del remaining[at : at + 2]
+    return [*remaining, *(shlex.split(arguments[1]) if arguments else ())]
 
 
 def save(world: World) -> None:
-    """Two steps, so that each can be asked for."""
+    """Two steps, so that each can be selected."""
     world.save(tensors("older "), "rank_{rank}/net-1_9.ckpt")
     world.save(FULL)
 
@@ -69,7 +69,7 @@ def replaced_with_a_run_for_all(world: World, *options: Argument) -> None:
 
 
 @pytest.mark.parametrize(("swapped", "options", "part"), some_of(itertools.product([False, True], OTHERWISE, PARTS), 3))
-def test_another_conversion_says_what_to_type_to_go_on(
+def test_refusal_of_another_conversion_suggests_commands(
     options: tuple[str, ...], swapped: bool, part: str, world: World
 ) -> None:
     save(world)
@@ -77,13 +77,13 @@ def test_another_conversion_says_what_to_type_to_go_on(
     world.by_rank(0, *first)
     command, position = PARTS[part]
     words = world.words(*position, *second, command=command)
-    told = fails(3, *words, says=[world.dst, "differs in"])
-    done(*as_advised(words, told))
+    result = fails(3, *words, says=[world.dst, "differs in"])
+    done(*as_advised(words, result))
     assert done("status", world.dst, "--json").json["complete"]
     assert len(tree_bytes(world.dst)) == 2
     by_rank = "convert " if part == "by-rank" else ""
     every = "" if part in ("by-rank", "whole") else " for all ranks"
-    warns(told, f"replace all of it with {by_rank}--overwrite{every}")
+    warns(result, f"replace all of it with {by_rank}--overwrite{every}")
     replaced_with_a_run_for_all(world, *second)
 
 
@@ -92,22 +92,22 @@ def test_ranks_of_two_steps_are_never_advised(part: str, world: World) -> None:
     save(world)
     world.by_rank(0, "--step", "1_9")
     command, position = PARTS[part]
-    told = fails(3, *world.words(*position, command=command), says=["convert every rank with --step 1_9"])
-    assert "another DST" not in told.err
+    result = fails(3, *world.words(*position, command=command), says=["convert every rank with --step 1_9"])
+    assert "another DST" not in result.err
 
 
-def test_what_cannot_be_told_by_options_is_done_with_the_command_that_was_given(world: World) -> None:
+def test_differences_without_an_option_suggest_the_recorded_command(world: World) -> None:
     save(world)
     other = write_strategy(world.root / "other", without(world.target, "m.w"))
     done(*world.words("--ranks", "0", "--dst-strategy", other))
-    told = fails(3, *world.words(), says=["the target strategy", "repeat the earlier command"])
+    result = fails(3, *world.words(), says=["the target strategy", "repeat the earlier command"])
     done(*world.words("--dst-strategy", other))
-    warns(told, "choose another DST")
+    warns(result, "choose another DST")
     done(*world.words("--dst-strategy", other, "--step", "1_9", "--overwrite"))
     replaced_with_a_run_for_all(world)
 
 
-def test_files_without_a_step_are_no_step_to_give(world: World) -> None:
+def test_files_without_a_step_suggest_no_step(world: World) -> None:
     save(world)
     plain = world.root / "plain"
     shutil.copytree(world.src, plain)
@@ -121,7 +121,7 @@ def test_files_without_a_step_are_no_step_to_give(world: World) -> None:
     done(*before)
 
 
-def test_recoveries_say_what_to_type_too(plain: World) -> None:
+def test_refusal_of_another_recovery_suggests_commands(plain: World) -> None:
     full = {name: FULL[name] for name in ("w", "v")}
     for step in ("1_9", "1_10"):
         plain.save(full, f"rank_{{rank}}/net-{step}.ckpt", ranks=[0, 1, 2])
@@ -130,16 +130,16 @@ def test_recoveries_say_what_to_type_too(plain: World) -> None:
         shutil.rmtree(plain.dst, ignore_errors=True)
         done(*recover, "--ranks", "3", *first)
         words = [*recover, "--ranks", "2", *second]
-        told = fails(3, *words, says=["replace all of it with --overwrite for all ranks"])
-        done(*(as_advised(words, told) if "leave out --prefix" not in told.err else words[:-2]))
+        result = fails(3, *words, says=["replace all of it with --overwrite for all ranks"])
+        done(*(as_advised(words, result) if "leave out --prefix" not in result.err else words[:-2]))
         done(*recover, *second, "--overwrite")
         assert done("status", plain.dst, "--json").json["complete"]
-    told = fails(3, *plain.words(), says=["the task (recover there, convert here)"])
+    result = fails(3, *plain.words(), says=["the task (recover there, convert here)"])
     done(*plain.words("--overwrite"))
     assert len(tree_bytes(plain.dst)) == 2
 
 
-def test_some_ranks_beside_others_are_replaced_with_all_or_one_by_one(world: World) -> None:
+def test_replacing_some_ranks_suggests_all_or_one_by_one(world: World) -> None:
     world.save(FULL)
     world.convert()
     for options in (("--ranks", "0"), ("--shard", "0/2")):
@@ -148,12 +148,14 @@ def test_some_ranks_beside_others_are_replaced_with_all_or_one_by_one(world: Wor
     world.convert("--overwrite")
 
 
-def test_a_recovered_rank_is_replaced_by_removing_it(plain: World) -> None:
+def test_replacing_a_recovered_rank_suggests_removing_it(plain: World) -> None:
     plain.save({name: FULL[name] for name in ("w", "v")}, ranks=[0, 1, 2])
     recover: list[Argument] = ["recover", plain.src, plain.dst, "--strategy", plain.old]
     done(*recover)
-    told = fails(3, *recover, "--ranks", "3", "--overwrite", says=["remove single files", "--overwrite for all ranks"])
-    assert "by-rank" not in told.err
+    result = fails(
+        3, *recover, "--ranks", "3", "--overwrite", says=["remove single files", "--overwrite for all ranks"]
+    )
+    assert "by-rank" not in result.err
     path = plain.dst / "rank_3" / "net-1_10.ckpt"
     path.unlink()
     done(*recover, "--ranks", "3")
@@ -169,7 +171,7 @@ def test_a_recovered_rank_is_replaced_by_removing_it(plain: World) -> None:
 
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("cure", ["remove", "replace"])
-def test_a_changed_target_is_removed_or_replaced(cure: str, part: str, world: World) -> None:
+def test_a_modified_target_suggests_removal_or_overwrite(cure: str, part: str, world: World) -> None:
     world.save(FULL)
     world.convert()
     (world.dst / "rank_1" / "checkpoint_1.ckpt").write_bytes(b"trained on")
@@ -177,21 +179,21 @@ def test_a_changed_target_is_removed_or_replaced(cure: str, part: str, world: Wo
     words = world.words(*position, command=command)
     if part == "--shard":
         words[-1] = next(shard for shard in ("0/2", "1/2") if reshard(*words[:-1], shard).status)
-    told = fails(3, *words, says=["already holds rank_1/checkpoint_1.ckpt", "changed", "remove it and run the same"])
+    result = fails(3, *words, says=["already holds rank_1/checkpoint_1.ckpt", "changed", "remove it and run the same"])
     if cure == "remove":
         (world.dst / "rank_1" / "checkpoint_1.ckpt").unlink()
         done(*words)
     elif part == "by-rank":
-        warns(told, "or replace it with --overwrite")
+        warns(result, "or replace it with --overwrite")
         done(*words, "--overwrite")
     else:
-        warns(told, "replace all ranks with --overwrite" + ("" if part == "whole" else " for all ranks"))
+        warns(result, "replace all ranks with --overwrite" + ("" if part == "whole" else " for all ranks"))
         world.convert("--overwrite")
     same_ranks(world.found(), world.expected(FULL))
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_a_target_without_a_record_is_replaced(part: str, world: World) -> None:
+def test_a_target_without_a_record_suggests_overwrite(part: str, world: World) -> None:
     world.save(FULL)
     world.convert()
     shutil.rmtree(world.dst / ".reshard")
@@ -207,7 +209,7 @@ def test_a_target_without_a_record_is_replaced(part: str, world: World) -> None:
     same_ranks(world.found(), world.expected(FULL))
 
 
-def test_checkpoints_of_nobody_are_removed(world: World) -> None:
+def test_unrecorded_checkpoints_suggest_removal(world: World) -> None:
     world.save(FULL)
     other = world.dst / "rank_5" / "net-1_1.ckpt"
     other.parent.mkdir(parents=True)
@@ -218,16 +220,16 @@ def test_checkpoints_of_nobody_are_removed(world: World) -> None:
     world.convert()
 
 
-def test_checkpoints_of_another_conversion_are_replaced_by_a_run_for_all(world: World) -> None:
+def test_checkpoints_of_another_conversion_suggest_a_run_for_all_ranks(world: World) -> None:
     world.save(FULL)
     world.convert("--exclude", "m.*")
     for words in (world.words("--overwrite", "--ranks", "0"), world.words(0, "--overwrite", command="by-rank")):
-        told = fails(3, *words, says=["rank_1/checkpoint_1.ckpt", "replace all of it with"])
-        assert "remove" not in told.err
+        result = fails(3, *words, says=["rank_1/checkpoint_1.ckpt", "replace all of it with"])
+        assert "remove" not in result.err
     replaced_with_a_run_for_all(world)
 
 
-def test_what_is_no_file_or_directory_is_removed(world: World, tmp_path: Path) -> None:
+def test_a_special_file_suggests_removal(world: World, tmp_path: Path) -> None:
     world.save(FULL)
     world.dst.write_text("a file")
     fails(3, *world.words(), says=["is not a directory", "choose another DST"])
@@ -246,7 +248,7 @@ def test_what_is_no_file_or_directory_is_removed(world: World, tmp_path: Path) -
     world.convert()
 
 
-def test_a_target_elsewhere_does_not_overlap(world: World) -> None:
+def test_overlapping_paths_suggest_another_target(world: World) -> None:
     world.save(FULL)
     inside = world.words()
     inside[2] = world.src / "out"
@@ -264,7 +266,7 @@ def test_a_target_elsewhere_does_not_overlap(world: World) -> None:
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_a_source_that_has_changed_is_converted_anew(part: str, world: World) -> None:
+def test_a_changed_source_suggests_overwrite(part: str, world: World) -> None:
     world.save(FULL)
     world.by_rank(0)
     world.save({**FULL, "w": FULL["w"]}, copied={})
@@ -285,7 +287,7 @@ def test_a_source_that_has_changed_is_converted_anew(part: str, world: World) ->
     world.convert("--overwrite")
 
 
-def test_a_source_of_another_time_is_converted_again_if_need_be(world: World) -> None:
+def test_a_source_of_another_time_suggests_overwrite(world: World) -> None:
     world.save(FULL)
     world.by_rank(0)
     for path in world.src.rglob("*.ckpt"):
@@ -294,26 +296,26 @@ def test_a_source_of_another_time_is_converted_again_if_need_be(world: World) ->
     assert "another time" not in world.convert("--overwrite").err
 
 
-def test_a_live_run_of_an_older_source_is_waited_for(world: World) -> None:
+def test_a_live_run_of_an_older_source_suggests_waiting(world: World) -> None:
     world.save(FULL)
     with live_run(world.words()):
         for path in world.src.rglob("*.ckpt"):
             os.utime(path, (1, 1))
-        told = fails(3, *world.words(), says=["another run is writing", "wait until it ends", "--overwrite"])
-    assert "convert --" not in told.err
+        result = fails(3, *world.words(), says=["another run is writing", "wait until it ends", "--overwrite"])
+    assert "convert --" not in result.err
     world.convert("--overwrite")
 
 
-def test_a_live_run_of_another_conversion_is_waited_for(world: World) -> None:
+def test_a_live_run_of_another_conversion_suggests_waiting(world: World) -> None:
     world.save(FULL)
     with live_run(world.words("--prefix", "x")):
-        told = fails(3, *world.words(), says=["another conversion is writing", "wait until it ends, or"])
-        assert "remove" not in told.err
+        result = fails(3, *world.words(), says=["another conversion is writing", "wait until it ends, or"])
+        assert "remove" not in result.err
         done(*world.words(*SAFE, "--overwrite")[:2], world.root / "elsewhere", *world.words(*SAFE)[3:])
     world.convert()
 
 
-def test_where_there_are_no_locks_a_dead_run_is_told_by_hand(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_locks_a_dead_run_suggests_removing_its_record(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     world.save(FULL)
     world.by_rank(0, "--prefix", "x")
 
@@ -321,14 +323,14 @@ def test_where_there_are_no_locks_a_dead_run_is_told_by_hand(world: World, monke
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", none)
-    told = fails(3, *world.words("--overwrite"), says=["another conversion is writing", "if it is dead, remove"])
-    path = re.search(r"if it is dead, remove (\S+)", told.err.replace("\n", ""))
+    result = fails(3, *world.words("--overwrite"), says=["another conversion is writing", "if it is dead, remove"])
+    path = re.search(r"if it is dead, remove (\S+)", result.err.replace("\n", ""))
     assert path
     Path(path[1]).unlink()
     replaced_with_a_run_for_all(world)
 
 
-def test_records_of_two_conversions_end_with_overwrite(world: World) -> None:
+def test_records_of_two_conversions_suggest_overwrite(world: World) -> None:
     """As after copying records into a directory, or on file systems whose locks do not reach others."""
     world.save(FULL)
     world.convert()
@@ -342,7 +344,7 @@ def test_records_of_two_conversions_end_with_overwrite(world: World) -> None:
     assert {path.suffix for path in world.dst.glob("rank_*/*")} == {".ckpt"}
 
 
-def test_space_that_is_freed_suffices(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_suggests_sufficient_space(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     world.save(FULL)
     with monkeypatch.context() as patch:
         patch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_blocks=9, f_bavail=0, f_frsize=1))
@@ -350,7 +352,7 @@ def test_space_that_is_freed_suffices(world: World, monkeypatch: pytest.MonkeyPa
     world.convert()
 
 
-def test_lost_ranks_alone_are_verified_in_their_tree(plain: World) -> None:
+def test_recovered_lost_ranks_suggest_verifying_the_whole_tree(plain: World) -> None:
     plain.save({name: FULL[name] for name in ("w", "v")}, ranks=[0, 1, 2])
     done("recover", plain.src, plain.dst, "--strategy", plain.old, "--lost-only")
     fails(3, "verify", plain.dst, says=["copy the lost ranks back", "--replicas --strategy S"])
@@ -358,7 +360,7 @@ def test_lost_ranks_alone_are_verified_in_their_tree(plain: World) -> None:
     done("verify", plain.src, "--replicas", "--strategy", plain.old)
 
 
-def test_a_record_that_is_damaged_is_removed(world: World) -> None:
+def test_a_damaged_record_suggests_removal(world: World) -> None:
     world.save(FULL)
     world.convert()
     (plan,) = (world.dst / ".reshard").glob("*/plan.json")

@@ -1,4 +1,4 @@
-"""Records that anybody may have written: manifests, plans, fingerprints to merge, scheduler files.
+"""Hostile records: manifests, plans, fingerprints to merge, scheduler files.
 
 Whatever stands in their place, a command that reads them ends, soon, with a few lines and no bug.
 """
@@ -37,8 +37,8 @@ class Record(NamedTuple):
 
 
 def plan_of(world: World) -> Path:
-    (found,) = world.dst.glob(".reshard/*/plan.json")
-    return found
+    (paths,) = world.dst.glob(".reshard/*/plan.json")
+    return paths
 
 
 def result_of(world: World) -> Path:
@@ -83,11 +83,11 @@ def record(request: pytest.FixtureRequest, world: World) -> tuple[Record, Path]:
         pytest.importorskip("distributed")
     world.save(tensors())
     world.convert("--checksum", "crc32")
-    found = RECORDS[request.param]
-    path = found.find(world)
+    actual = RECORDS[request.param]
+    path = actual.find(world)
     if request.param == "manifest alone":
         plan_of(world).unlink()
-    return found, path
+    return actual, path
 
 
 def read(world: World, record: Record, path: Path, *, seconds: int = 5) -> list[Result]:
@@ -103,7 +103,7 @@ def read(world: World, record: Record, path: Path, *, seconds: int = 5) -> list[
 
 
 @pytest.mark.parametrize("kind", [kind for kind in SPECIAL if kind not in ("missing",)])
-def test_what_is_no_file_is_no_record_and_never_waited_for(
+def test_special_files_in_place_of_records_are_refused_without_waiting(
     world: World, record: tuple[Record, Path], kind: str
 ) -> None:
     use, path = record
@@ -115,7 +115,7 @@ def test_what_is_no_file_is_no_record_and_never_waited_for(
 
 
 @pytest.mark.parametrize("head", [b"", b'{"version": 1, "a": ', b'{"ranks": [', b"\xff" * 8])
-def test_a_sparse_terabyte_is_not_read(world: World, record: tuple[Record, Path], head: bytes) -> None:
+def test_a_sparse_record_of_a_terabyte_is_not_read(world: World, record: tuple[Record, Path], head: bytes) -> None:
     use, path = record
     path.unlink()
     write_sparse(path, [head, 1 << 40])
@@ -141,7 +141,7 @@ TEXTS = {
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_what_is_no_record_is_refused_by_name(world: World, record: tuple[Record, Path], text: str) -> None:
+def test_invalid_records_are_refused_by_name(world: World, record: tuple[Record, Path], text: str) -> None:
     use, path = record
     path.write_bytes(TEXTS[text])
     for result in read(world, use, path):
@@ -167,18 +167,18 @@ def leaves(content: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]
 
 
 def with_value(content: Any, path: tuple[Any, ...], value: Optional[Any], remove: bool = False) -> Any:
-    made = copy.deepcopy(content)
-    place = made
+    created = copy.deepcopy(content)
+    place = created
     for key in path[:-1]:
         place = place[key]
     if remove:
         del place[path[-1]]
     else:
         place[path[-1]] = value
-    return made
+    return created
 
 
-def test_no_value_of_a_record_is_taken_for_granted(world: World, record: tuple[Record, Path]) -> None:
+def test_every_value_of_a_record_is_checked(world: World, record: tuple[Record, Path]) -> None:
     use, path = record
     content = json.loads(path.read_text())
     for number, place in enumerate(leaves(content)):
@@ -191,7 +191,7 @@ def test_no_value_of_a_record_is_taken_for_granted(world: World, record: tuple[R
 
 
 @pytest.mark.parametrize("kind", ["manifest alone", "plan"])
-def test_a_thousand_million_ranks_are_no_conversion(world: World, kind: str) -> None:
+def test_a_record_of_a_thousand_million_ranks_is_refused(world: World, kind: str) -> None:
     world.save(tensors())
     world.convert()
     path = RECORDS[kind].find(world)
@@ -206,8 +206,8 @@ def test_a_thousand_million_ranks_are_no_conversion(world: World, kind: str) -> 
 
 
 @pytest.mark.long
-def test_a_large_result_is_merged_in_little_memory(tmp_path: Path) -> None:
-    """What is kept is a few bytes per slice, whatever the text takes."""
+def test_a_large_fingerprint_is_merged_in_bounded_memory(tmp_path: Path) -> None:
+    """A few bytes per slice stay in memory, whatever the size of the text."""
     slices = [{"stage": 0, "box": [[n, n + 1], [0, 8]], "sum": f"{n:032x}"} for n in range(2000)]
     parameter = {"dtype": "Float32", "shape": [2000, 8], "fingerprint": None}
     with open(tmp_path / "result.json", "w") as file:

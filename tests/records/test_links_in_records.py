@@ -1,4 +1,4 @@
-"""What stands in DST/.reshard may be anybody's: no link in it is followed, nothing foreign is removed."""
+"""Links and foreign files in DST/.reshard: no link is followed, nothing foreign is removed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ def content(place: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("part", ["", "done", "sources", "root"])
 @pytest.mark.parametrize("options", [("--ranks", "1"), ("--overwrite",), ("--overwrite", "--format", "safetensors")])
-def test_a_link_in_the_place_of_records_is_refused_by_name(part: str, options: tuple[str, ...], world: World) -> None:
+def test_a_link_in_place_of_the_records_directory_is_refused_by_name(
+    part: str, options: tuple[str, ...], world: World
+) -> None:
     own = begun(world, "0")
     place = elsewhere(world)
     linked = world.dst / ".reshard" if part == "root" else own / part
@@ -49,7 +51,7 @@ def test_a_link_in_the_place_of_records_is_refused_by_name(part: str, options: t
 
 
 @pytest.mark.parametrize("name", ["lock", "plan.json", "../lock"])
-def test_a_link_in_the_place_of_a_file_of_records_is_refused(name: str, world: World) -> None:
+def test_a_link_in_place_of_a_record_is_refused(name: str, world: World) -> None:
     own = begun(world, "0")
     place = elsewhere(world)
     path = own / name
@@ -59,21 +61,21 @@ def test_a_link_in_the_place_of_a_file_of_records_is_refused(name: str, world: W
     assert content(place) == KEPT
 
 
-def test_what_a_link_in_the_place_of_a_recorded_command_leads_to_is_not_touched(world: World) -> None:
+def test_the_target_of_a_link_in_place_of_the_recorded_command_is_unchanged(world: World) -> None:
     own = begun(world, "0")
     (path,) = own.glob("command.*")
-    kept = elsewhere(world) / "notes.txt"
-    os.utime(kept, ns=(0, 0))
+    preserved = elsewhere(world) / "notes.txt"
+    os.utime(preserved, ns=(0, 0))
     path.unlink()
-    path.symlink_to(kept)
+    path.symlink_to(preserved)
     world.convert("--ranks", "0")
     fails(3, "resume", world.dst, says=[path])
     world.convert("--ranks", "1")
-    assert kept.stat().st_mtime_ns == 0 and content(kept.parent) == KEPT
+    assert preserved.stat().st_mtime_ns == 0 and content(preserved.parent) == KEPT
 
 
 @pytest.mark.parametrize("command", ["status", "resume", "verify"])
-def test_commands_that_read_records_follow_no_link(command: str, world: World) -> None:
+def test_commands_that_read_records_do_not_follow_links(command: str, world: World) -> None:
     own = begun(world, "0")
     place = elsewhere(world)
     shutil.rmtree(own)
@@ -82,7 +84,7 @@ def test_commands_that_read_records_follow_no_link(command: str, world: World) -
     assert content(place) == KEPT
 
 
-def test_foreign_files_beside_records_stay(world: World) -> None:
+def test_foreign_files_beside_records_are_unchanged(world: World) -> None:
     """Also where the records are removed, because another conversion replaces everything."""
     own = begun(world, "0-1")
     foreign = [own / "notes.txt", own / "done" / "notes.txt", own / "sources" / "a.b.c.d", world.dst / ".reshard" / "x"]

@@ -1,4 +1,4 @@
-"""Locks that others hold, readers as well: waited for with a word, and not for ever."""
+"""Locks held by other processes: waiting is announced and limited."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FULL = tensors()
 
 @contextlib.contextmanager
 def held(path: Path, kind: int, seconds: float = 0) -> Iterator[None]:
-    """Somebody who may read a lock file holds it while this block runs, or for some seconds of it."""
+    """A reader locks the file while this block runs, or for some seconds of it."""
     fd = os.open(path, os.O_RDONLY)
     fcntl.flock(fd, kind)
     timer = threading.Timer(seconds, fcntl.flock, (fd, fcntl.LOCK_UN)) if seconds else None
@@ -37,7 +37,7 @@ def held(path: Path, kind: int, seconds: float = 0) -> Iterator[None]:
 
 @pytest.fixture
 def begun(world: World, monkeypatch: pytest.MonkeyPatch) -> World:
-    """A world of which one rank is converted, where nobody waits for long."""
+    """A world with one converted rank and a short lock timeout."""
     world.save(FULL)
     world.by_rank(0)
     monkeypatch.setattr(locks, "MESSAGE_AFTER", 0.05)
@@ -48,15 +48,15 @@ def begun(world: World, monkeypatch: pytest.MonkeyPatch) -> World:
 def lock_of(world: World, which: str) -> Path:
     if which == "begin and end":
         return world.dst / ".reshard" / "lock"
-    (found,) = world.dst.glob(".reshard/*/lock")
-    return found
+    (paths,) = world.dst.glob(".reshard/*/lock")
+    return paths
 
 
 @pytest.mark.parametrize(
     ("which", "kind"),
     [("begin and end", fcntl.LOCK_EX), ("begin and end", fcntl.LOCK_SH), ("writing", fcntl.LOCK_EX)],
 )
-def test_a_lock_that_is_never_given_up_is_an_error_that_names_it(begun: World, which: str, kind: int) -> None:
+def test_a_lock_that_is_never_released_is_an_error_that_names_it(begun: World, which: str, kind: int) -> None:
     path = lock_of(begun, which)
     with held(path, kind):
         result = fails(1, *begun.words(), says=[path, "has held this lock", "fuser"])
@@ -66,7 +66,7 @@ def test_a_lock_that_is_never_given_up_is_an_error_that_names_it(begun: World, w
 
 
 @pytest.mark.parametrize(("which", "kind"), [("begin and end", fcntl.LOCK_SH), ("writing", fcntl.LOCK_EX)])
-def test_a_lock_that_is_given_up_is_waited_for(
+def test_a_lock_is_acquired_after_its_release(
     begun: World, which: str, kind: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = lock_of(begun, which)
@@ -77,15 +77,13 @@ def test_a_lock_that_is_given_up_is_waited_for(
     same_ranks(begun.found(), begun.expected(FULL))
 
 
-def test_who_reads_a_lock_of_those_that_write_is_no_hindrance(begun: World) -> None:
+def test_readers_of_the_lock_file_do_not_block_writers(begun: World) -> None:
     with held(lock_of(begun, "writing"), fcntl.LOCK_SH):
         assert "waiting" not in begun.convert().err
     same_ranks(begun.found(), begun.expected(FULL))
 
 
-def test_a_new_file_that_somebody_locks_at_once_is_not_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_new_file_locked_by_a_backup_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lock = fcntl.flock
     others: list[int] = []
 

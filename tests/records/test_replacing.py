@@ -1,4 +1,4 @@
-"""--overwrite replaces all of another conversion: its own recorded, unchanged files go, everything else stays."""
+"""--overwrite replaces another conversion: its recorded, unchanged files are removed, all others stay."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.small import COPIED, World, tensors
 from tests.trees import cut_ranks, same_ranks, tree_bytes
 
 FULL = tensors()
-# What was converted before, and what replaces it; of the first, the second ends with these files alone.
+# The first conversion, and the one that replaces it; only the files of the second remain.
 REPLACED = {
     "another format": ((), ("--format", "safetensors")),
     "another prefix": (("--prefix", "net-"), ()),
@@ -33,8 +33,12 @@ REPLACED = {
 KILLED = {
     **REPLACED,
     **{
-        form: (("--to", form, *kept, "--exclude", "m.*"), ("--to", form, *kept))
-        for form, kept in (("dcp", ("--rename", "*=*")), ("hyper-parallel", ("--rename", "*=*")), ("hf-sharded", ()))
+        form: (("--to", form, *preserved, "--exclude", "m.*"), ("--to", form, *preserved))
+        for form, preserved in (
+            ("dcp", ("--rename", "*=*")),
+            ("hyper-parallel", ("--rename", "*=*")),
+            ("hf-sharded", ()),
+        )
     },
 }
 
@@ -46,7 +50,7 @@ def words(world: World, options: tuple[Argument, ...], dst: Argument) -> list[Ar
 
 
 @pytest.mark.parametrize("kind", REPLACED)
-def test_all_of_another_conversion_is_replaced(kind: str, world: World) -> None:
+def test_overwrite_replaces_all_of_another_conversion(kind: str, world: World) -> None:
     first, second = REPLACED[kind]
     world.save(FULL)
     done(*words(world, second, world.root / "expected"))
@@ -61,7 +65,7 @@ def test_all_of_another_conversion_is_replaced(kind: str, world: World) -> None:
     done(*words(world, second, world.dst))
 
 
-def test_relative_paths_are_replaced_as_well(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_overwrite_replaces_targets_given_by_relative_paths(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     world.save(FULL)
     monkeypatch.chdir(world.root)
     done(*words(world, (), "dst"))
@@ -69,7 +73,7 @@ def test_relative_paths_are_replaced_as_well(world: World, monkeypatch: pytest.M
     assert {path.suffix for path in world.dst.glob("rank_*/*")} == {".safetensors"}
 
 
-def test_directories_that_are_left_empty_go_too(world: World) -> None:
+def test_overwrite_removes_empty_directories(world: World) -> None:
     world.save(FULL)
     world.convert()
     done(*world.words("--dst-strategy", "none", "--overwrite"))
@@ -77,7 +81,7 @@ def test_directories_that_are_left_empty_go_too(world: World) -> None:
 
 
 @pytest.mark.parametrize("change", ["trained on", "replaced", "touched"])
-def test_a_file_that_was_changed_is_never_removed(change: str, world: World) -> None:
+def test_overwrite_never_removes_a_modified_file(change: str, world: World) -> None:
     world.save(FULL)
     world.convert()
     path = world.dst / "rank_1" / "checkpoint_1.ckpt"
@@ -87,8 +91,8 @@ def test_a_file_that_was_changed_is_never_removed(change: str, world: World) -> 
     else:
         path.write_bytes(data + b"more" if change == "trained on" else data[::-1])
     before = tree_bytes(world.dst)
-    told = fails(3, *world.words("--format", "safetensors"), says=["remove rank_1/checkpoint_1.ckpt", "--overwrite"])
-    assert "rank_0" not in told.err
+    result = fails(3, *world.words("--format", "safetensors"), says=["remove rank_1/checkpoint_1.ckpt", "--overwrite"])
+    assert "rank_0" not in result.err
     fails(3, *world.words("--format", "safetensors", "--overwrite"), says=["rank_1/checkpoint_1.ckpt", "remove"])
     assert tree_bytes(world.dst) == before
     path.unlink()
@@ -96,7 +100,7 @@ def test_a_file_that_was_changed_is_never_removed(change: str, world: World) -> 
     assert list(tree_bytes(world.dst)) == [f"rank_{rank}/checkpoint_{rank}.safetensors" for rank in (0, 1)]
 
 
-def test_a_file_that_nobody_recorded_is_never_removed(world: World) -> None:
+def test_overwrite_never_removes_an_unrecorded_file(world: World) -> None:
     world.save(FULL)
     world.convert()
     other = world.dst / "rank_1" / "net-1_10.ckpt"
@@ -105,7 +109,7 @@ def test_a_file_that_nobody_recorded_is_never_removed(world: World) -> None:
     assert other.read_bytes() == b"mine" and len(tree_bytes(world.dst)) == 3
 
 
-def test_what_is_changed_while_it_is_replaced_stays_and_is_told(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_modified_during_overwrite_are_kept_and_reported(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     world.save(FULL)
     world.convert()
     path = world.dst / "rank_1" / "checkpoint_1.ckpt"
@@ -136,18 +140,18 @@ def test_what_is_changed_while_it_is_replaced_stays_and_is_told(world: World, mo
         ("transform-dir",),
     ],
 )
-def test_only_a_run_for_all_ranks_removes_anything(typed: tuple[str, ...], world: World) -> None:
+def test_only_a_run_for_all_ranks_removes_files(typed: tuple[str, ...], world: World) -> None:
     world.save(FULL)
     world.convert()
     before = tree_bytes(world.dst)
     command, *options = typed
     rank: tuple[Argument, ...] = (0,) if command == "by-rank" else ()
-    told = fails(3, *world.words(*rank, "--format", "safetensors", *options, command=command))
-    assert "--overwrite" in told.err
+    result = fails(3, *world.words(*rank, "--format", "safetensors", *options, command=command))
+    assert "--overwrite" in result.err
     assert tree_bytes(world.dst) == before
 
 
-def test_a_link_to_a_file_elsewhere_is_never_followed(world: World) -> None:
+def test_overwrite_never_follows_a_link(world: World) -> None:
     world.save(FULL)
     world.convert()
     elsewhere = world.root / "elsewhere"
@@ -157,7 +161,7 @@ def test_a_link_to_a_file_elsewhere_is_never_followed(world: World) -> None:
     assert (elsewhere / "checkpoint_1.ckpt").exists()
 
 
-def test_a_recovery_of_another_step_is_replaced(plain: World) -> None:
+def test_overwrite_replaces_a_recovery_of_another_step(plain: World) -> None:
     full = {name: FULL[name] for name in ("w", "v")}
     plain.save(full, "rank_{rank}/net-1_10.ckpt")
     plain.save(full, "rank_{rank}/net-1_20.ckpt", ranks=[0, 1, 2])
@@ -172,7 +176,7 @@ def test_a_recovery_of_another_step_is_replaced(plain: World) -> None:
 
 
 @pytest.mark.parametrize("kind", some_of(KILLED, 3))
-def test_a_run_that_is_killed_while_it_replaces_is_gone_on_with(kind: str, world: World) -> None:
+def test_a_killed_run_with_overwrite_resumes(kind: str, world: World) -> None:
     """At every call that changes something on disk, and twice in a row."""
     first, second = KILLED[kind]
     world.save(FULL)
@@ -188,7 +192,7 @@ def test_a_run_that_is_killed_while_it_replaces_is_gone_on_with(kind: str, world
 
 
 @pytest.mark.parametrize(("kind", "number"), some_of([(kind, number) for kind in CALLS for number in ERRORS[kind]], 2))
-def test_a_call_that_fails_while_everything_is_replaced(kind: str, number: int, world: World) -> None:
+def test_a_failing_system_call_during_overwrite_is_recoverable(kind: str, number: int, world: World) -> None:
     world.save(FULL)
     expected = cut_ranks(world.target, FULL, COPIED)
     world.convert("--prefix", "old")
@@ -209,10 +213,10 @@ def test_a_call_that_fails_while_everything_is_replaced(kind: str, number: int, 
         assert not list(world.dst.rglob(".reshard-tmp-*")), where
 
 
-def test_records_of_what_is_replaced_stay_where_their_plan_is_not_found_for_a_moment(
+def test_records_of_replaced_targets_survive_a_temporarily_missing_plan(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without them nobody would know that the files may go."""
+    """Without them the files could not be recognised as removable."""
     world.save(FULL)
     plain = os.lstat
     before: list[int] = []
@@ -238,7 +242,7 @@ def test_records_of_what_is_replaced_stay_where_their_plan_is_not_found_for_a_mo
     assert at > 5
 
 
-def test_a_part_of_a_run_that_has_been_replaced_since_changes_nothing(world: World) -> None:
+def test_a_late_part_of_a_replaced_run_changes_nothing(world: World) -> None:
     world.save(FULL)
     world.convert()
     world.convert("--prefix", "new", "--overwrite")
@@ -250,7 +254,7 @@ def test_a_part_of_a_run_that_has_been_replaced_since_changes_nothing(world: Wor
 
 
 def killed_while_replacing(world: World) -> None:
-    """Begin to replace all in another format, until the first new file is there."""
+    """Begin to replace all in another format, until the first new file exists."""
     code = (
         "import os\n"
         "def rename(old, new, **places):\n"
@@ -268,7 +272,7 @@ def killed_while_replacing(world: World) -> None:
     assert len(done("status", world.dst, "--json").json["done"]) == 1
 
 
-def test_resume_goes_on_with_replacing(world: World) -> None:
+def test_resume_continues_overwrite(world: World) -> None:
     world.save(FULL)
     world.convert()
     killed_while_replacing(world)
@@ -277,7 +281,7 @@ def test_resume_goes_on_with_replacing(world: World) -> None:
     assert done("status", world.dst, "--json").json["complete"]
 
 
-def test_going_back_to_what_was_being_replaced(world: World) -> None:
+def test_a_replaced_conversion_can_replace_its_successor(world: World) -> None:
     """A run that was to replace everything is killed; the first conversion is wanted after all."""
     world.save(FULL)
     world.convert()

@@ -1,4 +1,4 @@
-"""Going on where a run stopped: what is recorded, what is skipped, what is refused."""
+"""Resuming: recorded, skipped and refused targets."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ def manifest(world: World) -> bytes:
 
 
 def summary(result: Result) -> dict[str, object]:
-    found = json.loads(result.out)
-    assert isinstance(found, dict)
-    return found
+    document = json.loads(result.out)
+    assert isinstance(document, dict)
+    return document
 
 
-def test_the_same_command_again_writes_nothing_anew(world: World) -> None:
+def test_repeating_a_command_writes_nothing(world: World) -> None:
     world.save(FULL)
     world.convert()
     before = ages(world)
@@ -58,7 +58,7 @@ def test_the_same_command_again_writes_nothing_anew(world: World) -> None:
     assert again["ranks"] == [] and again["done_before"] == [0, 1]
 
 
-def test_a_missing_target_is_written_again_and_the_others_are_left(world: World) -> None:
+def test_only_a_missing_target_is_written_again(world: World) -> None:
     world.save(FULL)
     world.convert()
     before = ages(world)
@@ -69,7 +69,7 @@ def test_a_missing_target_is_written_again_and_the_others_are_left(world: World)
 
 
 @pytest.mark.parametrize("options", [("--jobs", "1"), ("--io", "pread"), ("--max-memory", "1M"), ("--crc", "never")])
-def test_how_bytes_are_moved_is_no_part_of_the_identity(world: World, options: tuple[str, ...]) -> None:
+def test_io_options_are_not_part_of_the_identity(world: World, options: tuple[str, ...]) -> None:
     world.save(FULL)
     world.by_rank(0)
     world.convert(*options)
@@ -115,7 +115,7 @@ def test_by_rank_does_not_overwrite_one_rank_of_another_conversion(world: World)
     assert tree_bytes(world.dst) == before
 
 
-def test_the_manifest_is_the_same_however_it_came_about(world: World, tmp_path: Path) -> None:
+def test_the_manifest_does_not_depend_on_the_runs(world: World, tmp_path: Path) -> None:
     world.save(FULL)
     world.by_rank(1, "--checksum", "crc32")
     assert not (world.dst / "reshard-manifest.json").exists()
@@ -126,19 +126,19 @@ def test_the_manifest_is_the_same_however_it_came_about(world: World, tmp_path: 
     assert manifest(world) == one
 
 
-def test_the_manifest_tells_sizes_and_checksums(world: World) -> None:
+def test_the_manifest_records_sizes_and_checksums(world: World) -> None:
     world.save(FULL)
     world.convert("--checksum", "crc32", "--max-memory", "1")
-    said = json.loads(manifest(world))
-    assert said["version"] == 1 and said["plan"]["step"] == "1_10" and said["plan"]["ranks"] == 2
-    assert [entry["rank"] for entry in said["files"]] == [0, 1]
-    for entry in said["files"]:
+    document = json.loads(manifest(world))
+    assert document["version"] == 1 and document["plan"]["step"] == "1_10" and document["plan"]["ranks"] == 2
+    assert [entry["rank"] for entry in document["files"]] == [0, 1]
+    for entry in document["files"]:
         data = (world.dst / entry["file"]).read_bytes()
         assert entry["size"] == len(data)
         assert entry["crc32"] == f"{zlib.crc32(data):08x}"
 
 
-def test_without_checksums_the_manifest_has_none(world: World) -> None:
+def test_the_manifest_records_no_checksums_by_default(world: World) -> None:
     world.save(FULL)
     world.convert()
     assert [entry["crc32"] for entry in json.loads(manifest(world))["files"]] == [None, None]
@@ -152,7 +152,7 @@ def test_a_source_of_another_size_is_refused(world: World) -> None:
     assert not (world.dst / "rank_1").exists()
 
 
-def test_a_source_of_another_time_is_warned_of(world: World) -> None:
+def test_a_source_of_another_time_gives_a_warning(world: World) -> None:
     world.save(FULL)
     world.by_rank(0)
     for path in world.src.rglob("*.ckpt"):
@@ -160,7 +160,7 @@ def test_a_source_of_another_time_is_warned_of(world: World) -> None:
     assert "another time" in world.by_rank(1).err.replace("\n", " ")
 
 
-def test_a_run_that_replaces_targets_goes_on_with_the_same_command(world: World) -> None:
+def test_a_run_with_overwrite_resumes_by_the_same_command(world: World) -> None:
     world.save(FULL)
     world.convert()
     before = ages(world)
@@ -196,7 +196,7 @@ def test_a_run_that_replaces_targets_goes_on_with_the_same_command(world: World)
     assert summary(world.convert("--overwrite", "--json"))["ranks"] == [0, 1]
 
 
-def test_a_failure_leaves_the_other_targets_finished(world: World) -> None:
+def test_a_failure_keeps_the_other_finished_targets(world: World) -> None:
     world.save(FULL)
     (world.dst / "rank_0").mkdir(parents=True)
     os.mkfifo(world.dst / "rank_0" / "not in the way")
@@ -212,7 +212,7 @@ def test_a_failure_leaves_the_other_targets_finished(world: World) -> None:
     same_ranks(world.found(), world.expected(FULL))
 
 
-def test_temporary_files_of_dead_runs_are_removed_and_those_of_live_ones_are_not(world: World) -> None:
+def test_only_temporary_files_of_dead_runs_are_removed(world: World) -> None:
     world.save(FULL)
     code = (
         "import sys, time\n"
@@ -246,21 +246,21 @@ def test_temporary_files_of_dead_runs_are_removed_and_those_of_live_ones_are_not
             process.communicate()
 
 
-def test_two_processes_that_convert_the_same_end_in_one_checkpoint(world: World) -> None:
+def test_two_processes_of_the_same_conversion_write_one_checkpoint(world: World) -> None:
     world.save(FULL)
     words = [str(word) for word in world.words()]
     runs = [
         subprocess.Popen([sys.executable, "-c", LAUNCHER, *words], stderr=subprocess.PIPE, text=True) for _ in range(4)
     ]
     for run in runs:
-        _, said = run.communicate(timeout=60)
-        assert run.returncode == 0, said
+        _, output = run.communicate(timeout=60)
+        assert run.returncode == 0, output
     same_ranks(world.found(), world.expected(FULL))
     assert len(json.loads(manifest(world))["files"]) == 2
     assert summary(world.convert("--json"))["ranks"] == []
 
 
-def test_a_live_run_keeps_its_directory_from_another_conversion(world: World) -> None:
+def test_a_live_run_blocks_another_conversion(world: World) -> None:
     world.save(FULL)
     with live_run(world.words()):
         fails(3, *world.words("--prefix", "net", "--overwrite"), says=["another conversion is writing"])
@@ -268,7 +268,7 @@ def test_a_live_run_keeps_its_directory_from_another_conversion(world: World) ->
     assert not [path for path in world.dst.glob("rank_*/.*")]
 
 
-def test_a_dry_run_tells_what_is_left_and_changes_nothing(world: World) -> None:
+def test_a_dry_run_lists_remaining_targets_and_changes_nothing(world: World) -> None:
     world.save(FULL)
     assert summary(world.convert("--dry-run", "--json"))["ranks"] == [0, 1]
     assert not world.dst.exists()
@@ -278,13 +278,13 @@ def test_a_dry_run_tells_what_is_left_and_changes_nothing(world: World) -> None:
     assert sorted(world.dst.rglob("*")) == before
 
 
-def test_what_fails_before_anything_is_written_leaves_no_directory(world: World) -> None:
+def test_a_failure_before_writing_leaves_no_directory(world: World) -> None:
     world.save(FULL)
     fails(3, *world.words("--include", "nothing"), says=["nothing"])
     assert not world.dst.exists()
 
 
-def test_what_the_user_has_in_the_records_directory_is_left_alone(world: World) -> None:
+def test_files_of_the_user_among_records_are_unchanged(world: World) -> None:
     world.save(FULL)
     mine = world.dst / ".reshard" / "mine" / "x"
     mine.parent.mkdir(parents=True)
@@ -301,7 +301,7 @@ def test_what_the_user_has_in_the_records_directory_is_left_alone(world: World) 
 
 
 @pytest.mark.parametrize("kind", ["link", "file", "dangling"])
-def test_records_are_not_written_where_a_link_leads(world: World, kind: str, tmp_path: Path) -> None:
+def test_records_are_not_written_through_a_link(world: World, kind: str, tmp_path: Path) -> None:
     world.save(FULL)
     elsewhere = tmp_path / "elsewhere"
     world.dst.mkdir()
@@ -323,7 +323,7 @@ def test_a_complete_directory_may_be_read_only(world: World) -> None:
     assert sorted((str(path), path.lstat().st_mtime_ns) for path in world.dst.rglob("*")) == before
 
 
-def test_a_failed_first_run_leaves_the_users_own_directory(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_first_run_keeps_an_existing_directory(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     world.save(FULL)
     world.dst.mkdir(mode=0o750)
     with monkeypatch.context() as patch:
@@ -345,7 +345,7 @@ def part(world: World, ranks: set[int], sources: Optional[str] = None) -> None:
     transform(request, Options(overwrite=True, adding=True, part=Part(frozenset(ranks), sources)))
 
 
-def test_a_part_of_a_run_that_is_done_again_when_the_run_has_ended_changes_nothing(world: World) -> None:
+def test_repeating_a_part_after_the_end_changes_nothing(world: World) -> None:
     world.save(FULL)
     world.convert()
     world.convert("--overwrite")
@@ -356,7 +356,7 @@ def test_a_part_of_a_run_that_is_done_again_when_the_run_has_ended_changes_nothi
         assert tree_bytes(world.dst) == all_of_it
 
 
-def test_a_part_of_a_run_is_not_made_of_other_source_files(world: World) -> None:
+def test_a_part_of_a_run_with_other_source_files_is_refused(world: World) -> None:
     world.save(FULL)
     world.convert()
     (world.dst / "rank_1" / "checkpoint_1.ckpt").unlink()
@@ -366,7 +366,7 @@ def test_a_part_of_a_run_is_not_made_of_other_source_files(world: World) -> None
     same_ranks(world.found(), world.expected(FULL))
 
 
-def test_replacing_begins_anew_when_the_source_was_saved_again_meanwhile(world: World) -> None:
+def test_overwrite_restarts_when_the_source_changed(world: World) -> None:
     world.save(FULL)
     world.convert()
     world.save(tensors("second "))
@@ -383,11 +383,11 @@ def test_replacing_begins_anew_when_the_source_was_saved_again_meanwhile(world: 
     third = tensors("third ")
     world.save(third, copied={**COPIED, "epoch_num": COPIED["global_step"]})
     assert summary(world.convert("--overwrite", "--json"))["ranks"] == [0, 1]
-    found = world.found()
-    assert all(found[rank]["w"].same(world.expected(third)[rank]["w"]) for rank in (0, 1))
+    ranks = world.found()
+    assert all(ranks[rank]["w"].same(world.expected(third)[rank]["w"]) for rank in (0, 1))
 
 
-def test_a_manifest_of_targets_that_are_gone_does_not_stay(world: World) -> None:
+def test_the_manifest_of_missing_targets_is_removed(world: World) -> None:
     world.save(FULL)
     world.convert()
     for rank in (0, 1):
@@ -396,7 +396,7 @@ def test_a_manifest_of_targets_that_are_gone_does_not_stay(world: World) -> None
     assert not (world.dst / "reshard-manifest.json").exists()
 
 
-def test_checksums_asked_for_later_are_computed_of_what_is_done(world: World) -> None:
+def test_checksums_requested_later_are_computed_for_finished_targets(world: World) -> None:
     world.save(FULL)
     world.by_rank(0)
     world.by_rank(1, "--checksum", "crc32")
@@ -404,7 +404,7 @@ def test_checksums_asked_for_later_are_computed_of_what_is_done(world: World) ->
         assert entry["crc32"] == f"{zlib.crc32((world.dst / entry['file']).read_bytes()):08x}"
 
 
-def test_checksums_that_one_run_asked_for_are_in_the_manifest_whichever_ended_last(world: World) -> None:
+def test_the_manifest_contains_checksums_that_any_run_requested(world: World) -> None:
     world.save(FULL)
     manifests = set()
     for options in ([("--checksum", "crc32"), ()], [(), ("--checksum", "crc32")], [("--checksum", "crc32")] * 2):
@@ -422,9 +422,7 @@ def test_checksums_that_one_run_asked_for_are_in_the_manifest_whichever_ended_la
 @pytest.mark.parametrize(
     "written", [[(0, b"here")], [(0, b"he"), (2, b"re")], [(0, b"he")], [(0, b"here"), (0, b"he")]]
 )
-def test_a_file_is_committed_when_as_much_was_written_as_planned(
-    tmp_path: Path, written: list[tuple[int, bytes]]
-) -> None:
+def test_a_file_is_committed_only_with_the_planned_size(tmp_path: Path, written: list[tuple[int, bytes]]) -> None:
     layout = lay_out_copy(4)
     path = tmp_path / "rank_0" / "a"
     writer = TargetWriter(TargetFile(0, str(path), layout, (), frozenset()), lambda *_: None, allocated=True)
@@ -439,9 +437,7 @@ def test_a_file_is_committed_when_as_much_was_written_as_planned(
     assert not list(tmp_path.rglob("*a")) and not list(tmp_path.rglob(".reshard-tmp-*"))
 
 
-def test_a_descriptor_is_not_given_to_another_file_while_it_is_written_to(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_descriptor_in_use_by_a_write_is_not_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file that is given up by one thread while another one is writing to it."""
     layout = lay_out_copy(4)
     writer = TargetWriter(TargetFile(0, str(tmp_path / "rank_0" / "a"), layout, (), frozenset()), lambda *_: None)
@@ -476,10 +472,10 @@ def test_a_descriptor_is_not_given_to_another_file_while_it_is_written_to(
     assert not list((tmp_path / "rank_0").glob("*")) if (tmp_path / "rank_0").exists() else True
 
 
-@pytest.mark.parametrize(("rank", "said"), [("0", "1 rank (0)"), ("0-1", "2 ranks (0-1)")])
-def test_what_was_written_before_is_told_in_the_right_number(world: World, rank: str, said: str) -> None:
+@pytest.mark.parametrize(("rank", "message"), [("0", "1 rank (0)"), ("0-1", "2 ranks (0-1)")])
+def test_messages_about_finished_targets_agree_in_number(world: World, rank: str, message: str) -> None:
     world.save(FULL)
     world.convert("--ranks", rank)
-    left = "left as it is" if rank == "0" else "left as they are"
-    assert f"{said} already complete" in world.convert().err
-    assert f"{said} by the same conversion before; {left}" in world.convert("--ranks", rank, "-n").out
+    text = "left as it is" if rank == "0" else "left as they are"
+    assert f"{message} already complete" in world.convert().err
+    assert f"{message} by the same conversion before; {text}" in world.convert("--ranks", rank, "-n").out

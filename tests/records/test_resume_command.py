@@ -1,4 +1,4 @@
-"""`reshard resume`: going on with what the records say, without a path or option typed again."""
+"""`reshard resume` continues from the records, without paths or options."""
 
 from __future__ import annotations
 
@@ -46,17 +46,17 @@ def resume(world: World, *options: Argument) -> Any:
     return done("resume", world.dst, "--json", *options).json
 
 
-def test_a_conversion_goes_on_without_a_word(world: World) -> None:
+def test_resume_continues_a_conversion_without_options(world: World) -> None:
     world.save(FULL)
     world.convert()
     whole = tree_bytes(world.dst)
     lose(world, 1)
-    said = done("resume", world.dst)
-    assert "wrote 1 rank (1)" in said.err and "already complete" in said.err
+    result = done("resume", world.dst)
+    assert "wrote 1 rank (1)" in result.err and "already complete" in result.err
     assert tree_bytes(world.dst) == whole
 
 
-def test_paths_that_were_relative_hold_from_anywhere(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resume_resolves_relative_paths_from_any_directory(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     world.save(FULL)
     monkeypatch.chdir(world.root)
     old, new = (path.relative_to(world.root) for path in (world.old, world.new))
@@ -68,9 +68,7 @@ def test_paths_that_were_relative_hold_from_anywhere(world: World, monkeypatch: 
     same_ranks(world.found(), world.expected(FULL))
 
 
-def test_a_path_through_a_link_and_back_is_remembered_as_where_it_leads(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_path_through_a_link_and_back_is_recorded_resolved(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     world.save(FULL)
     far = world.root / "far"
     (far / "inner").mkdir(parents=True)
@@ -95,19 +93,19 @@ def test_a_path_through_a_link_and_back_is_remembered_as_where_it_leads(
     ],
     ids=" ".join,
 )
-def test_every_option_that_matters_holds_again(world: World, options: list[str]) -> None:
+def test_resume_applies_every_recorded_option(world: World, options: list[str]) -> None:
     world.save(FULL, "rank_{rank}/net-1_10.ckpt")
     world.save(tensors("newer"), "rank_{rank}/net-2_10.ckpt")
     world.convert(*options)
     whole = tree_bytes(world.dst)
-    (given,) = records(world)
+    (arguments,) = records(world)
     lose(world, 0)
     done("resume", world.dst)
     assert tree_bytes(world.dst) == whole
-    assert records(world) == [given]
+    assert records(world) == [arguments]
 
 
-def test_the_step_that_was_chosen_stays(world: World) -> None:
+def test_resume_keeps_the_selected_step(world: World) -> None:
     world.save(FULL, "rank_{rank}/net-1_10.ckpt")
     world.by_rank(0)
     world.save(tensors("newer"), "rank_{rank}/net-2_10.ckpt")
@@ -116,7 +114,7 @@ def test_the_step_that_was_chosen_stays(world: World) -> None:
 
 
 @pytest.mark.parametrize("begin", ["by-rank", "shard"])
-def test_what_was_divided_among_runs_is_gone_on_with_for_all_ranks(world: World, begin: str) -> None:
+def test_resume_covers_all_ranks_of_divided_runs(world: World, begin: str) -> None:
     world.save(FULL)
     if begin == "shard":
         world.convert("--shard", "1/2")
@@ -126,29 +124,29 @@ def test_what_was_divided_among_runs_is_gone_on_with_for_all_ranks(world: World,
     assert done("status", world.dst, "--json").json["complete"]
 
 
-def test_all_ranks_that_any_command_asked_for_are_gone_on_with(tmp_path: Path) -> None:
+def test_resume_covers_the_ranks_of_all_commands(tmp_path: Path) -> None:
     world = of_ranks(tmp_path, 6)
     world.convert("--ranks", "0-1")
     world.convert("--ranks", "3")
     lose(world, 0, 3)
     assert resume(world)["ranks"] == [0, 3]
-    said = done("resume", world.dst).err
-    assert "nothing to do: 3 ranks (0-1,3) are written; ranks 2,4-5 were not requested" in said
+    output = done("resume", world.dst).err
+    assert "nothing to do: 3 ranks (0-1,3) are written; ranks 2,4-5 were not requested" in output
     world.by_rank(5)
     assert resume(world)["ranks"] == [2, 4]
 
 
-def test_a_recovery_goes_on(plain: World) -> None:
+def test_resume_continues_a_recovery(plain: World) -> None:
     plain.save(FULL, ranks=[0, 1, 3])
     done("recover", plain.src, plain.dst, "--strategy", plain.old)
     whole = tree_bytes(plain.dst)
     lose(plain, 2, 3)
-    said = resume(plain)
-    assert (said["ranks"], said["recovered"]) == ([2, 3], [2])
+    result = resume(plain)
+    assert (result["ranks"], result["recovered"]) == ([2, 3], [2])
     assert tree_bytes(plain.dst) == whole
 
 
-def test_a_recovery_of_lost_ranks_stays_one(plain: World) -> None:
+def test_resume_keeps_a_recovery_of_lost_ranks(plain: World) -> None:
     plain.save(FULL, ranks=[0, 1])
     done("recover", plain.src, plain.dst, "--strategy", plain.old, "--lost-only")
     lose(plain, 3)
@@ -156,26 +154,26 @@ def test_a_recovery_of_lost_ranks_stays_one(plain: World) -> None:
     assert sorted(path.parent.name for path in plain.dst.glob("rank_*/*")) == ["rank_2", "rank_3"]
 
 
-def test_what_is_complete_says_so_whatever_became_of_the_source(world: World) -> None:
+def test_a_complete_directory_resumes_without_its_source(world: World) -> None:
     world.save(FULL)
     world.convert()
     shutil.rmtree(world.src)
     world.old.unlink()
     before = tree_bytes(world.dst)
     assert "nothing to do" in done("resume", world.dst).err
-    said = resume(world)
-    assert (said["ranks"], said["done_before"]) == ([], [0, 1]) and said["manifest"]
+    result = resume(world)
+    assert (result["ranks"], result["done_before"]) == ([], [0, 1]) and result["manifest"]
     shutil.rmtree(world.dst / ".reshard")
     assert "nothing to do" in done("resume", world.dst).err
     assert {path: content for path, content in before.items() if ".reshard" not in path} == tree_bytes(world.dst)
 
 
-def test_a_verification_that_was_asked_for_is_made(world: World) -> None:
+def test_resume_applies_a_recorded_verify(world: World) -> None:
     world.save(FULL)
     world.convert("--verify")
     lose(world, 1)
     assert resume(world)["differences"] == []
-    # Whether it was made before nobody knows.
+    # It is unknown whether it was made before.
     assert resume(world)["differences"] == []
     target = world.dst / "rank_1" / "checkpoint_1.ckpt"
     status = target.stat()
@@ -202,14 +200,14 @@ def test_resume_refuses_to_verify_a_recovery(plain: World) -> None:
 
 
 @pytest.mark.parametrize("lost", ["src", "old", "new"])
-def test_a_path_that_is_gone_is_named_with_the_command_to_type(world: World, lost: str) -> None:
+def test_resume_names_a_missing_path_and_the_command(world: World, lost: str) -> None:
     world.save(FULL)
     world.by_rank(0, "--exclude", "it's *")
     path: Path = getattr(world, lost)
     path.rename(world.root / "moved")
-    said = fails(3, "resume", world.dst, says=[f"{path}: does not exist any more", "run the whole command"]).err
+    output = fails(3, "resume", world.dst, says=[f"{path}: does not exist any more", "run the whole command"]).err
     # The command works as it is shown, once the path is right.
-    words = shlex.split(said.strip().splitlines()[-1])
+    words = shlex.split(output.strip().splitlines()[-1])
     assert words[0] == "reshard"
     done(*[word.replace(str(path), str(world.root / "moved")) for word in words[1:]])
     assert done("status", world.dst, "--json").json["complete"]
@@ -218,9 +216,7 @@ def test_a_path_that_is_gone_is_named_with_the_command_to_type(world: World, los
     assert resume(world)["ranks"] == [0]
 
 
-def test_another_machine_that_does_not_see_the_source_is_told_where_it_was(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_resume_on_a_machine_without_the_source_names_its_host(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     world.save(FULL)
     world.by_rank(0)
     shutil.move(world.src, world.root / "elsewhere")
@@ -229,14 +225,14 @@ def test_another_machine_that_does_not_see_the_source_is_told_where_it_was(
     fails(3, "resume", world.dst, says=[f"{world.src}: does not exist here, as it did on {host}"])
 
 
-def test_a_strategy_that_says_something_else_now_is_named(world: World) -> None:
+def test_resume_names_a_changed_strategy(world: World) -> None:
     world.save(FULL)
     world.by_rank(0)
     shutil.copy(world.old, world.new)
     fails(3, "resume", world.dst, says=[f"{world.new}: differs from the strategy"])
 
 
-def test_a_source_that_has_changed_is_refused(world: World) -> None:
+def test_resume_refuses_a_changed_source(world: World) -> None:
     world.save(FULL)
     world.by_rank(0)
     world.save(FULL, copied={**COPIED, "more": scalar(1)})
@@ -245,8 +241,8 @@ def test_a_source_that_has_changed_is_refused(world: World) -> None:
     assert resume(world, "--accept-changed-source")["ranks"] == [1]
 
 
-def test_different_sources_are_not_chosen_from(world: World) -> None:
-    """As where every machine had copied what its rank needed."""
+def test_resume_refuses_several_sources(world: World) -> None:
+    """As if every machine had copied the files of its rank."""
     world.save(FULL)
     other = shutil.copytree(world.src, world.root / "other")
     world.by_rank(0)
@@ -260,21 +256,21 @@ def test_different_sources_are_not_chosen_from(world: World) -> None:
     assert resume(world)["ranks"] == [0]
 
 
-def test_a_run_that_replaces_targets_is_gone_on_with(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resume_continues_a_run_with_overwrite(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     world.save(FULL)
     world.convert()
     old = world.dst / "rank_0" / "checkpoint_0.ckpt"
     before = old.stat().st_ino
     stop_after_one(world.words("--overwrite", "--jobs", 1), monkeypatch)
-    kept = {path.name: path.stat().st_ino for path in world.dst.glob("rank_*/*")}
-    assert len(kept) == 2
-    said = resume(world)
-    assert len(said["ranks"]) == 1 and len(said["done_before"]) == 1
+    inodes = {path.name: path.stat().st_ino for path in world.dst.glob("rank_*/*")}
+    assert len(inodes) == 2
+    result = resume(world)
+    assert len(result["ranks"]) == 1 and len(result["done_before"]) == 1
     assert old.stat().st_ino != before
     same_ranks(world.found(), world.expected(FULL))
 
 
-def test_one_of_several_runs_that_replace_targets_is_not_guessed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resume_refuses_several_runs_with_overwrite(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     world.save(FULL)
     world.convert()
     monkeypatch.setattr("reshard.convert.writing.convert", stopped)
@@ -299,7 +295,7 @@ def stop_after_one(words: list[Argument], monkeypatch: pytest.MonkeyPatch) -> No
         assert reshard(*words).status == 130
 
 
-def test_a_run_that_was_interrupted_is_gone_on_with(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resume_continues_an_interrupted_run(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     world.save(FULL)
     stop_after_one(world.words("--jobs", 1), monkeypatch)
     assert "run: reshard resume" in done("status", world.dst).out
@@ -307,7 +303,7 @@ def test_a_run_that_was_interrupted_is_gone_on_with(world: World, monkeypatch: p
     same_ranks(world.found(), world.expected(FULL))
 
 
-def test_a_dry_run_shows_what_would_be_done(world: World) -> None:
+def test_resume_dry_run_prints_the_plan(world: World) -> None:
     world.save(FULL)
     world.by_rank(0)
     before = tree_bytes(world.dst)
@@ -317,21 +313,21 @@ def test_a_dry_run_shows_what_would_be_done(world: World) -> None:
     assert "goes on" not in done("-q", "resume", world.dst, "-n").err
 
 
-def test_the_rest_is_divided_among_machines(tmp_path: Path) -> None:
+def test_resume_divides_the_remaining_ranks_among_machines(tmp_path: Path) -> None:
     world = of_ranks(tmp_path, 8)
     world.by_rank(7)
     ranks = [resume(world, "--shard", f"{index}/2")["ranks"] for index in range(2)]
     assert sorted(ranks[0] + ranks[1]) == list(range(7)) and all(ranks)
 
 
-def test_what_was_begun_from_python_is_gone_on_with(world: World) -> None:
+def test_resume_continues_a_conversion_from_python(world: World) -> None:
     world.save(FULL)
     transform_checkpoints(str(world.src), str(world.dst), "checkpoint_", str(world.old), str(world.new))
     lose(world, 1)
     assert resume(world)["ranks"] == [1]
 
 
-def test_without_a_record_of_the_command_it_has_to_be_typed(world: World) -> None:
+def test_resume_without_a_recorded_command_is_an_error(world: World) -> None:
     world.save(FULL)
     world.by_rank(0)
     for path in records(world):
@@ -340,13 +336,13 @@ def test_without_a_record_of_the_command_it_has_to_be_typed(world: World) -> Non
     assert "resume" not in done("status", world.dst).out
 
 
-def test_what_is_no_target_of_a_conversion_is_an_error(world: World) -> None:
+def test_resume_of_another_directory_is_an_error(world: World) -> None:
     world.save(FULL)
     fails(3, "resume", world.src, says=["holds no records of a conversion"])
     fails(3, "resume", world.root / "nothing", says=["holds no records of a conversion", "run its command again"])
 
 
-def test_an_option_that_the_command_does_not_have_is_wrong_usage(plain: World) -> None:
+def test_resume_with_an_unknown_option_is_wrong_usage(plain: World) -> None:
     plain.save(FULL, ranks=[0, 1])
     done("recover", plain.src, plain.dst, "--strategy", plain.old)
     lose(plain, 3)
@@ -375,7 +371,7 @@ DAMAGE: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
-def test_a_record_that_no_run_writes_is_not_believed(world: World, damage: Any) -> None:
+def test_an_invalid_recorded_command_is_refused(world: World, damage: Any) -> None:
     world.save(FULL)
     world.by_rank(0)
     (path,) = records(world)
@@ -398,7 +394,7 @@ def test_a_damaged_record_is_named(world: World, content: bytes) -> None:
     world.by_rank(1)
 
 
-def test_a_hostile_prefix_does_not_lead_out_of_the_directory(world: World) -> None:
+def test_a_hostile_recorded_prefix_cannot_leave_the_directory(world: World) -> None:
     world.save(FULL)
     world.by_rank(0)
     (path,) = records(world)
@@ -420,7 +416,7 @@ NOT_RECORDED = {
 
 
 @pytest.mark.parametrize("kind", RECORDED)
-def test_every_attribute_of_a_run_is_recorded_or_left_out_on_purpose(kind: type) -> None:
+def test_every_attribute_of_a_run_is_recorded_or_listed_as_unrecorded(kind: type) -> None:
     names = [*RECORDED[kind].split(), *NOT_RECORDED[kind].split()]
     assert sorted(names) == sorted(field.name for field in dataclasses.fields(kind))
 

@@ -1,4 +1,4 @@
-"""status: what is done, changed and missing, from the records alone."""
+"""status: finished, modified and missing targets, from the records alone."""
 
 from __future__ import annotations
 
@@ -20,36 +20,36 @@ FULL = tensors()
 
 
 def status(world: World) -> dict[str, Any]:
-    found = json.loads(done("status", world.dst, "--json").out)
-    assert isinstance(found, dict)
-    return found
+    document = json.loads(done("status", world.dst, "--json").out)
+    assert isinstance(document, dict)
+    return document
 
 
-def test_ranks_come_one_by_one_until_it_is_complete(world: World) -> None:
+def test_status_counts_ranks_until_completion(world: World) -> None:
     world.save(FULL)
     world.by_rank(1)
-    found = status(world)
-    assert (found["done"], found["missing"], found["complete"], found["manifest"]) == ([1], [0], False, None)
-    assert found["bytes_done"] == (world.dst / "rank_1" / "checkpoint_1.ckpt").stat().st_size
+    report = status(world)
+    assert (report["done"], report["missing"], report["complete"], report["manifest"]) == ([1], [0], False, None)
+    assert report["bytes_done"] == (world.dst / "rank_1" / "checkpoint_1.ckpt").stat().st_size
     assert "1 rank missing: 0" in done("status", world.dst).out
     world.by_rank(0)
-    found = status(world)
-    assert (found["done"], found["missing"], found["complete"]) == ([0, 1], [], True)
-    assert found["step"] == "1_10" and not found["writing"]
+    report = status(world)
+    assert (report["done"], report["missing"], report["complete"]) == ([0, 1], [], True)
+    assert report["step"] == "1_10" and not report["writing"]
     assert "complete" in done("status", world.dst).out
 
 
-def test_a_file_that_was_removed_is_missing_and_a_changed_one_is_told_apart(world: World) -> None:
+def test_status_distinguishes_missing_and_modified_files(world: World) -> None:
     world.save(FULL)
     world.convert()
     (world.dst / "rank_0" / "checkpoint_0.ckpt").unlink()
     with open(world.dst / "rank_1" / "checkpoint_1.ckpt", "ab") as file:
         file.write(b"more")
-    found = status(world)
-    assert (found["done"], found["changed"], found["missing"]) == ([], [1], [0])
-    assert not found["complete"]
-    said = done("status", world.dst).out
-    assert "1 rank changed since it was written" in said and "reshard by-rank 1 " in said
+    report = status(world)
+    assert (report["done"], report["changed"], report["missing"]) == ([], [1], [0])
+    assert not report["complete"]
+    output = done("status", world.dst).out
+    assert "1 rank changed since it was written" in output and "reshard by-rank 1 " in output
     fails(3, *world.words(), says=["modified after"])
     world.by_rank(1, "--overwrite")
     world.convert()
@@ -57,14 +57,14 @@ def test_a_file_that_was_removed_is_missing_and_a_changed_one_is_told_apart(worl
 
 
 @pytest.mark.parametrize("changed", [[1], [0, 1]])
-def test_the_commands_for_changed_files_can_be_pasted(changed: list[int], world: World) -> None:
+def test_commands_for_modified_files_can_be_pasted(changed: list[int], world: World) -> None:
     world.save(FULL)
     world.convert()
     for rank in changed:
         os.utime(world.dst / f"rank_{rank}" / f"checkpoint_{rank}.ckpt", (1, 1))
-    said = done("status", world.dst).out
-    assert "missing" not in said
-    compare, *_, replace = [line.partition("reshard ")[2] for line in said.splitlines() if "reshard " in line]
+    output = done("status", world.dst).out
+    assert "missing" not in output
+    compare, *_, replace = [line.partition("reshard ")[2] for line in output.splitlines() if "reshard " in line]
     assert "no differences" in done(*shlex.split(compare)).err
     refused = fails(3, "resume", world.dst, says=["already holds", f"reshard verify {world.dst} --src SRC"])
     assert shlex.split(refused.err.splitlines()[-1])[:2] == ["reshard", "convert"]
@@ -82,7 +82,7 @@ def test_the_command_in_the_refusal_of_resume_can_be_pasted(world: World) -> Non
     assert status(world)["complete"]
 
 
-def test_a_copy_without_records_is_known_by_its_manifest(world: World) -> None:
+def test_status_of_a_copy_reads_its_manifest(world: World) -> None:
     world.save(FULL)
     world.convert()
     shutil.rmtree(world.dst / ".reshard")
@@ -91,7 +91,7 @@ def test_a_copy_without_records_is_known_by_its_manifest(world: World) -> None:
     assert status(world)["missing"] == [0]
 
 
-def test_a_damaged_manifest_is_left_to_commands_that_read_it(world: World) -> None:
+def test_status_ignores_a_damaged_manifest(world: World) -> None:
     world.save(FULL)
     world.convert()
     (world.dst / "reshard-manifest.json").write_text("{")
@@ -99,43 +99,43 @@ def test_a_damaged_manifest_is_left_to_commands_that_read_it(world: World) -> No
     fails(3, "verify", world.dst, says=["is damaged, or not a manifest"])
 
 
-def test_a_directory_without_a_conversion_is_an_error(tmp_path: Path) -> None:
+def test_status_of_another_directory_is_an_error(tmp_path: Path) -> None:
     fails(3, "status", tmp_path, says=[str(tmp_path)])
     fails(3, "status", tmp_path / "nowhere", says=["nowhere"])
 
 
-def test_a_recovery_of_lost_ranks_alone_is_complete_with_them(plain: World) -> None:
+def test_a_recovery_of_lost_ranks_is_complete_without_the_others(plain: World) -> None:
     plain.save({name: FULL[name] for name in ("w", "v")}, ranks=[0, 1])
     recover: list[Argument] = ["recover", plain.src, plain.dst, "--strategy", plain.old]
     done(*recover, "--lost-only", "--ranks", "2")
-    found = status(plain)
-    assert (found["wanted"], found["done"], found["missing"], found["complete"]) == ([2], [2], [], True)
+    report = status(plain)
+    assert (report["wanted"], report["done"], report["missing"], report["complete"]) == ([2], [2], [], True)
     done(*recover, "--lost-only")
-    found = status(plain)
-    assert (found["wanted"], found["done"], found["complete"], found["manifest"]) == ([2, 3], [2, 3], True, None)
-    said = done("status", plain.dst).out
-    assert "4 ranks, only the lost 2 ranks (2-3)" in said and "missing" not in said
-    assert "all lost ranks are written" in said
+    report = status(plain)
+    assert (report["wanted"], report["done"], report["complete"], report["manifest"]) == ([2, 3], [2, 3], True, None)
+    output = done("status", plain.dst).out
+    assert "4 ranks, only the lost 2 ranks (2-3)" in output and "missing" not in output
+    assert "all lost ranks are written" in output
     lost = plain.dst / "rank_3" / "net-1_10.ckpt"
     data = lost.read_bytes()
     lost.unlink()
-    found = status(plain)
-    assert (found["done"], found["missing"], found["complete"]) == ([2], [3], False)
+    report = status(plain)
+    assert (report["done"], report["missing"], report["complete"]) == ([2], [3], False)
     lost.write_bytes(data + b"more")
     assert (status(plain)["changed"], status(plain)["complete"]) == ([3], False)
     lost.unlink()
     done(*recover, "--lost-only")
-    # Once all were asked for, lost ones are not enough any more.
+    # After a request for all ranks, the lost ones alone are incomplete.
     done(*recover, "--ranks", "0")
-    found = status(plain)
-    assert (found["wanted"], found["missing"], found["complete"]) == ([0, 1, 2, 3], [1], False)
+    report = status(plain)
+    assert (report["wanted"], report["missing"], report["complete"]) == ([0, 1, 2, 3], [1], False)
     done(*recover, "--lost-only")
     assert status(plain)["missing"] == [1]
     done(*recover)
     assert status(plain)["complete"] and status(plain)["manifest"]
 
 
-def test_lost_ranks_that_were_put_back_meanwhile_leave_it_complete(plain: World) -> None:
+def test_a_recovery_stays_complete_after_its_ranks_are_copied_back(plain: World) -> None:
     plain.save({name: FULL[name] for name in ("w", "v")}, ranks=[0, 1, 2])
     recover: list[Argument] = ["recover", plain.src, plain.dst, "--strategy", plain.old, "--lost-only"]
     assert f"file names are those of {plain.src}" in " ".join(done(*recover).err.split())
@@ -178,7 +178,7 @@ def test_a_model_without_its_configuration_is_not_complete(tmp_path: Path) -> No
     assert done("status", out, "--json").json["complete"]
 
 
-def test_an_interrupted_run_names_missing_files_and_the_command_that_continues(
+def test_status_lists_missing_files_and_the_command_that_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     src, out = tmp_path / "src", tmp_path / "out"

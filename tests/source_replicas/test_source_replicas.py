@@ -1,4 +1,4 @@
-"""What a source strategy says are replicas is compared before anything is written: samples of it, or all."""
+"""Replicas according to the source strategy are compared before anything is written: samples, or all."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ COPIED = {"global_step": scalar(7, shape=(1,))}
 
 def model(matrix: list[int], cut: list[int], names: Optional[list[str]] = None) -> Strategy:
     """A strategy that cuts the weights so, and gives every rank the norms whole."""
-    held = {name: layout(matrix, cut if name in WEIGHTS else [-1]) for name in FULL}
-    return single({name: made for name, made in held.items() if names is None or name in names})
+    layouts = {name: layout(matrix, cut if name in WEIGHTS else [-1]) for name in FULL}
+    return single({name: created for name, created in layouts.items() if names is None or name in names})
 
 
 class Tree:
@@ -74,9 +74,9 @@ class Tree:
     def change(self, rank: int, *names: str) -> None:
         """Let a rank diverge: other values of some parameters."""
         path = self.src / f"rank_{rank}" / "net-1_10.ckpt"
-        held = read_checkpoint(path)
-        changed = {name: Value(held[name].dtype, held[name].array + 1) for name in names}
-        write_checkpoint(path, {**held, **changed})
+        contents = read_checkpoint(path)
+        changed = {name: Value(contents[name].dtype, contents[name].array + 1) for name in names}
+        write_checkpoint(path, {**contents, **changed})
 
     def words(self, old: Path, *options: Argument, command: str = "transform-dir") -> list[Argument]:
         return [*command.split(), self.src, self.dst, "--src-strategy", old, "--dst-strategy", self.new, *options]
@@ -88,9 +88,9 @@ def tree(tmp_path: Path) -> Tree:
 
 
 def replicas(result: Result) -> dict[str, Any]:
-    found = result.json["replicas"]
-    assert isinstance(found, dict)
-    return found
+    replicas = result.json["replicas"]
+    assert isinstance(replicas, dict)
+    return replicas
 
 
 CONVERSIONS: dict[str, tuple[str, list[Argument]]] = {
@@ -121,21 +121,21 @@ def test_a_strategy_that_swaps_axes_is_refused_and_nothing_is_written(kind: str,
     done(*tree.words(tree.true, *options, command=command))
 
 
-def test_what_the_error_says_to_type_looks_at_the_same_step(tmp_path: Path) -> None:
+def test_the_suggested_command_uses_the_same_step(tmp_path: Path) -> None:
     """Here an older one, of names that a shell would take apart."""
     tree = Tree(tmp_path / "my run")
     tree.save()
     write_tree(tree.src, {0: cut_ranks(model(*TRUE), FULL)[0]}, "rank_{rank}/net-1_11.ckpt")
-    told = fails(3, *tree.words(tree.wrong), says=["step 1_11 is not complete"])
-    typed = [shlex.split(words) for words in re.findall("`(reshard .*?)`", told.err)]
+    outcome = fails(3, *tree.words(tree.wrong), says=["step 1_11 is not complete"])
+    typed = [shlex.split(words) for words in re.findall("`(reshard .*?)`", outcome.err)]
     assert [words[1] for words in typed] == ["strategy", "verify"]
     for words in typed:
         result = reshard(*words[1:])
         assert result.status == 4 and "1_11" not in result.out + result.err and "blocks." in result.out
 
 
-def test_one_rank_judges_the_strategy_as_all_do(tree: Tree) -> None:
-    """Also where that rank itself gets nothing of what differs."""
+def test_one_rank_checks_the_strategy_as_all_ranks_do(tree: Tree) -> None:
+    """Also if that rank itself gets no differing bytes."""
     tree.save()
     tree.change(4, *WEIGHTS)
     stages = [model([2], [0, -1], NORMS), model([2], [0, -1], WEIGHTS)]
@@ -148,7 +148,7 @@ def test_one_rank_judges_the_strategy_as_all_do(tree: Tree) -> None:
     done(*tree.words(tree.true, "--check-replicas", "all", command="by-rank 0"))
 
 
-def test_recover_and_the_python_functions_refuse_it_too(tree: Tree) -> None:
+def test_recover_and_python_functions_refuse_a_wrong_strategy(tree: Tree) -> None:
     tree.save()
     shutil.rmtree(tree.src / "rank_5")
     fails(3, "recover", tree.src, tree.dst, "--strategy", tree.wrong, says=["the strategy is probably wrong"])
@@ -159,14 +159,14 @@ def test_recover_and_the_python_functions_refuse_it_too(tree: Tree) -> None:
     warns(done("recover", tree.src, tree.dst, "--strategy", tree.true, "-v"), AGREE)
 
 
-def test_never_compares_nothing_and_says_so(tree: Tree) -> None:
+def test_replica_check_never_compares_nothing_and_reports_it(tree: Tree) -> None:
     tree.save()
-    found = done(*tree.words(tree.wrong, "--check-replicas", "never", "--json", "-v"))
-    assert replicas(found) == {"compared": "nothing", "samples": 0, "parameters": 0, "untested": 0, "tested": False}
-    warns(found, "replicas were not compared (--check-replicas never)")
+    result = done(*tree.words(tree.wrong, "--check-replicas", "never", "--json", "-v"))
+    assert replicas(result) == {"compared": "nothing", "samples": 0, "parameters": 0, "untested": 0, "tested": False}
+    warns(result, "replicas were not compared (--check-replicas never)")
 
 
-def test_the_summary_tells_what_was_compared(tree: Tree) -> None:
+def test_the_summary_counts_compared_parameters(tree: Tree) -> None:
     tree.save()
     few = done(*tree.words(tree.true, "--json", "-v"))
     warns(few, AGREE)
@@ -179,7 +179,7 @@ def test_the_summary_tells_what_was_compared(tree: Tree) -> None:
     assert done(*tree.words(tree.true, "--json", "--overwrite")).json["replicas"] == few.json["replicas"]
 
 
-def test_with_only_the_files_of_the_rank_list_nothing_can_be_tested(tree: Tree) -> None:
+def test_the_files_of_a_rank_list_leave_no_replicas_to_compare(tree: Tree) -> None:
     tree.save()
     strategies: list[Argument] = ["--src-strategy", tree.wrong, "--dst-strategy", tree.new]
     for rank in set(range(8)).difference(done("rank-list", 1, *strategies, "--json").json["ranks"]):
@@ -220,7 +220,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Reads:
 
 
 @pytest.mark.parametrize(("options", "most"), [((), 1024), (("--verify",), 4 * 4096)])
-def test_what_is_read_is_bounded_however_large_the_tree(
+def test_the_replica_check_reads_a_bounded_number_of_bytes(
     options: tuple[str, ...], most: int, tmp_path: Path, reads: Reads
 ) -> None:
     names = [f"blocks.{layer}.w{number}" for layer in range(100) for number in range(6)]
@@ -229,14 +229,14 @@ def test_what_is_read_is_bounded_however_large_the_tree(
     write_tree(tmp_path / "src", cut_ranks(many, full))
     strategy = write_strategy(tmp_path / "old", many)
     words: list[Argument] = ["--src-strategy", strategy, "--dst-strategy", "none", "--json", *options]
-    found = replicas(done("transform-dir", tmp_path / "src", tmp_path / "dst", *words))
-    assert found["tested"] and found["samples"] >= 100
+    report = replicas(done("transform-dir", tmp_path / "src", tmp_path / "dst", *words))
+    assert report["tested"] and report["samples"] >= 100
     assert len(reads.sampled) <= most
     assert max(size for _, size in reads.sampled) <= 4096
     assert len({path for path, _ in reads.sampled}) == 8
 
 
-def test_all_reads_every_byte_of_every_replica(tree: Tree, reads: Reads) -> None:
+def test_replica_check_all_reads_every_byte_of_every_replica(tree: Tree, reads: Reads) -> None:
     tree.save()
     done(*tree.words(tree.true, "--check-replicas", "all", "--dry-run"))
     everything = 8 * (len(WEIGHTS) * 8 * 24 + len(NORMS) * 24) * 4
@@ -247,7 +247,7 @@ def test_all_reads_every_byte_of_every_replica(tree: Tree, reads: Reads) -> None
 # Replicas that diverged.
 
 
-def test_a_diverged_replica_is_told_from_a_wrong_strategy(tree: Tree) -> None:
+def test_a_diverged_replica_is_distinguished_from_a_wrong_strategy(tree: Tree) -> None:
     tree.save()
     tree.change(5, "blocks.3.w1")
     result = fails(
@@ -259,27 +259,27 @@ def test_a_diverged_replica_is_told_from_a_wrong_strategy(tree: Tree) -> None:
     done(*tree.words(tree.true, "--check-replicas", "never"))
 
 
-def test_norms_that_were_not_synchronised_are_told_from_a_wrong_strategy(tree: Tree) -> None:
+def test_unsynchronised_norms_are_distinguished_from_a_wrong_strategy(tree: Tree) -> None:
     tree.save()
     for rank in range(8):
         tree.change(rank, *NORMS[: rank % 3])
     fails(3, *tree.words(tree.true, "--check-replicas", "all"), says=["the replicas have probably diverged"])
 
 
-def test_a_rank_that_diverged_as_a_whole_is_named(tree: Tree) -> None:
+def test_a_wholly_diverged_rank_is_named(tree: Tree) -> None:
     tree.save()
     tree.change(6, *WEIGHTS, *NORMS)
     result = fails(3, *tree.words(tree.true), says=["diverged", "rank 6"])
     assert "the strategy is probably wrong" not in result.err
 
 
-def test_a_layout_that_is_wrong_for_some_parameters_only_may_be_either(tree: Tree) -> None:
+def test_a_layout_wrong_for_some_parameters_is_reported_as_undecided(tree: Tree) -> None:
     full = {**FULL, **{f"blocks.{number}.head": value(f"head{number}", (32, 24)) for number in range(3)}}
     heads = sorted(full.keys() - FULL.keys())
 
     def layouts(of_heads: tuple[list[int], list[int]]) -> Strategy:
-        held = model(*TRUE)[0]["layouts"]
-        return single({**held, **{name: layout(*of_heads) for name in heads}})
+        contents = model(*TRUE)[0]["layouts"]
+        return single({**contents, **{name: layout(*of_heads) for name in heads}})
 
     tree.new = write_strategy(
         tree.root / "all", single({name: layout([2], [-1, -1][: full[name].array.ndim]) for name in full})
@@ -290,17 +290,17 @@ def test_a_layout_that_is_wrong_for_some_parameters_only_may_be_either(tree: Tre
     fails(3, *tree.words(wrong), says=["3 of", "the strategy may be wrong for them"])
 
 
-# Where there is nothing to compare, or nothing that tells.
+# Without replicas, or with replicas that cannot decide.
 
 
-def test_without_replicas_the_plan_says_that_only_shapes_were_checked(tree: Tree) -> None:
+def test_without_replicas_the_plan_reports_a_check_of_shapes_only(tree: Tree) -> None:
     cut = single({name: layout([2, 4], [0, -1], -1, 4) for name in WEIGHTS})
     tree.save({name: FULL[name] for name in WEIGHTS}, cut)
     old = write_strategy(tree.root / "sharded", cut)
     for words in (tree.words(old), tree.words(old, command="plan"), tree.words(old, command="by-rank 1")):
         result = done(*words, "--json", "--overwrite")
-        found = result.json["replicas"]
-        assert found == {"compared": "samples", "samples": 0, "parameters": 0, "untested": 36, "tested": False}
+        replicas = result.json["replicas"]
+        assert replicas == {"compared": "samples", "samples": 0, "parameters": 0, "untested": 36, "tested": False}
     assert NO_REPLICAS in done(*tree.words(old, "--overwrite", command="plan")).out
     assert NO_REPLICAS not in done(*tree.words(old, "--overwrite")).err, "there is nothing to do about it"
     warns(done(*tree.words(old, "--overwrite", "-v")), NO_REPLICAS)
@@ -310,11 +310,11 @@ def test_a_deduplicated_save_has_nothing_to_compare(tree: Tree) -> None:
     tree.save()
     for rank in range(8):
         path = tree.src / f"rank_{rank}" / "net-1_10.ckpt"
-        held = read_checkpoint(path)
+        contents = read_checkpoint(path)
         # Of the two ranks that hold a weight, one saves it; of the eight that hold a norm, one.
         keep = {name for number, name in enumerate(WEIGHTS) if number % 2 == rank // 4}
         keep |= {name for number, name in enumerate(NORMS) if number % 8 == rank}
-        write_checkpoint(path, {name: held[name] for name in held if name in keep or name in COPIED})
+        write_checkpoint(path, {name: contents[name] for name in contents if name in keep or name in COPIED})
     warns(done(*tree.words(tree.true, "-v")), NO_REPLICAS)
     same_ranks(
         {rank: read_checkpoint(tree.dst / f"rank_{rank}" / f"checkpoint_{rank}.ckpt") for rank in range(2)},
@@ -330,13 +330,13 @@ def test_an_unsharded_source_has_no_strategy_to_test(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("effort", ["auto", "all"])
-def test_values_that_are_all_the_same_do_not_count_as_compared(effort: str, tree: Tree) -> None:
+def test_constant_tensors_do_not_count_as_compared(effort: str, tree: Tree) -> None:
     zeros = {name: Value("Float32", full.array * 0) for name, full in FULL.items()}
     tree.save(zeros)
     warns(done(*tree.words(tree.wrong, "--check-replicas", effort, "-v")), NO_REPLICAS)
 
 
-def test_rows_of_padding_do_not_hide_what_differs(tree: Tree) -> None:
+def test_rows_of_padding_do_not_hide_a_difference(tree: Tree) -> None:
     """Each slice is nearly all zeros, larger than a sample, and differs at its end only."""
     full = {name: Value("Float32", value(name, (4 * 200, 24)).array) for name in WEIGHTS}
     for name in full:
@@ -346,36 +346,36 @@ def test_rows_of_padding_do_not_hide_what_differs(tree: Tree) -> None:
     tree.save(full, true)
     fails(3, *tree.words(write_strategy(tree.root / "padded", wrong)), says=["the strategy is probably wrong"])
     result = done(*tree.words(write_strategy(tree.root / "right", true), "--json"))
-    # A place of padding says nothing, and another one is tried: four of which three are padding, on the average.
+    # A sample of padding is replaced by another one: four samples, three of them padding on average.
     assert replicas(result)["parameters"] > len(WEIGHTS) // 2
 
 
-def test_values_of_a_rank_are_no_replicas(tree: Tree) -> None:
-    held = model(*TRUE)
+def test_values_of_a_rank_are_not_replicas(tree: Tree) -> None:
+    contents = model(*TRUE)
     names = ["net.dropout.generator._seed", "default_generator_0._offset"]
-    listed = single({**held[0]["layouts"], **{name: layout([2, 4], [-1]) for name in names}})
-    ranks = cut_ranks(held, FULL, COPIED)
+    strategy = single({**contents[0]["layouts"], **{name: layout([2, 4], [-1]) for name in names}})
+    ranks = cut_ranks(contents, FULL, COPIED)
     for rank, tensors_ in ranks.items():
         tensors_.update({name: Value("Float32", value(name, (4,)).array + rank) for name in names})
     write_tree(tree.src, ranks)
-    old = write_strategy(tree.root / "listed", listed)
+    old = write_strategy(tree.root / "listed", strategy)
     for options in ((), ("--check-replicas", "all")):
         done(*tree.words(old, "--dry-run", *options))
 
 
-def test_accumulated_gradients_are_compared_with_all_alone_and_warned_of(tree: Tree) -> None:
+def test_accumulated_gradients_are_compared_by_all_only_and_give_a_warning(tree: Tree) -> None:
     names = [f"accu_grads.{name}" for name in WEIGHTS[:4]]
-    listed = single({**model(*TRUE)[0]["layouts"], **{name: layout(*TRUE) for name in names}})
+    strategy = single({**model(*TRUE)[0]["layouts"], **{name: layout(*TRUE) for name in names}})
     tree.new = write_strategy(tree.root / "new-grads", single({name: layout([2], [0, -1]) for name in names}))
-    tree.save({**FULL, **{name: value(name, (32, 24)) for name in names}}, listed)
+    tree.save({**FULL, **{name: value(name, (32, 24)) for name in names}}, strategy)
     tree.change(7, *names)
-    old = write_strategy(tree.root / "listed", listed)
+    old = write_strategy(tree.root / "listed", strategy)
     assert "differ" not in done(*tree.words(old, "--dry-run")).err
     result = done(*tree.words(old, "--check-replicas", "all"))
     warns(result, "warning: 4 parameters of accumulated gradients differ", "have not reduced them yet")
 
 
-def test_a_parameter_that_stages_share_is_compared_across_them(tmp_path: Path) -> None:
+def test_a_parameter_shared_by_stages_is_compared_across_them(tmp_path: Path) -> None:
     """Cut by rows on one stage, by columns on the other; no rank has a replica in its own stage."""
     names = ["embedding", "w0", "w1"]
     full = {name: value(name, (24, 16)) for name in names}
@@ -386,28 +386,28 @@ def test_a_parameter_that_stages_share_is_compared_across_them(tmp_path: Path) -
     write_tree(tmp_path / "src", cut_ranks(shared, full))
     words: list[Argument] = ["--src-strategy", write_strategy(tmp_path / "old", shared), "--dst-strategy", "none"]
     words = ["transform-dir", tmp_path / "src", tmp_path / "dst", *words]
-    found = replicas(done(*words, "--dry-run", "--json"))
-    assert (found["samples"], found["untested"]) == (1, 2)
+    report = replicas(done(*words, "--dry-run", "--json"))
+    assert (report["samples"], report["untested"]) == (1, 2)
     assert replicas(done(*words, "--dry-run", "--json", "--check-replicas", "all"))["parameters"] == 1
     path = tmp_path / "src" / "rank_5" / "net-1_10.ckpt"
-    held = read_checkpoint(path)
-    write_checkpoint(path, {**held, "embedding": Value("Float32", held["embedding"].array + 1)})
+    contents = read_checkpoint(path)
+    write_checkpoint(path, {**contents, "embedding": Value("Float32", contents["embedding"].array + 1)})
     fails(3, *words, "--check-replicas", "all", says=["'embedding' differs between rank", "and rank 5"])
 
 
-# Files that are not built alike, and such as cannot be read.
+# Files of different structure, and unreadable ones.
 
 
-def test_files_may_hold_their_tensors_in_any_order(tree: Tree) -> None:
+def test_files_may_contain_tensors_in_any_order(tree: Tree) -> None:
     ranks = cut_ranks(model(*TRUE), FULL, COPIED)
-    held = {rank: dict(reversed(ranks[rank].items())) if rank > 3 else ranks[rank] for rank in ranks}
-    write_tree(tree.src, {rank: {"note": text("x" * rank), **tensors_} for rank, tensors_ in held.items()})
+    contents = {rank: dict(reversed(ranks[rank].items())) if rank > 3 else ranks[rank] for rank in ranks}
+    write_tree(tree.src, {rank: {"note": text("x" * rank), **tensors_} for rank, tensors_ in contents.items()})
     assert replicas(done(*tree.words(tree.true, "--json", command="by-rank 1")))["tested"]
     tree.dst = tree.root / "other"
     fails(3, *tree.words(tree.wrong, command="by-rank 1"), says=["the strategy is probably wrong"])
 
 
-def test_a_damaged_file_counts_as_absent_here_too(tree: Tree) -> None:
+def test_the_replica_check_skips_damaged_files(tree: Tree) -> None:
     tree.save()
     for rank in range(4, 8):
         path = tree.src / f"rank_{rank}" / "net-1_10.ckpt"
@@ -416,7 +416,7 @@ def test_a_damaged_file_counts_as_absent_here_too(tree: Tree) -> None:
     assert replicas(result) == {"compared": "samples", "samples": 18, "parameters": 18, "untested": 36, "tested": False}
 
 
-def test_a_sample_that_cannot_be_read_does_not_end_a_conversion(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreadable_sample_does_not_end_a_conversion(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
     tree.save()
     read = ReplicaFiles.read
 
@@ -427,8 +427,8 @@ def test_a_sample_that_cannot_be_read_does_not_end_a_conversion(tree: Tree, monk
         read(self, parameter, holder, box, out)
 
     monkeypatch.setattr(ReplicaFiles, "read", failing)
-    found = replicas(done(*tree.words(tree.true, "--json")))
-    assert found["tested"] and 18 < found["samples"] < 54
+    report = replicas(done(*tree.words(tree.true, "--json")))
+    assert report["tested"] and 18 < report["samples"] < 54
     tree.dst = tree.root / "other"
     fails(1, *tree.words(tree.true, "--check-replicas", "all"), says=["cannot be read", "rank 5"])
 
@@ -459,11 +459,11 @@ def factorizations(number: int) -> Iterator[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("devices", [4, 6, 8, 12, 16])
-def test_a_probe_finds_every_wrong_layout_that_its_group_can_show(devices: int) -> None:
+def test_a_probe_finds_every_wrong_layout_that_its_group_contradicts(devices: int) -> None:
     """Whatever the true layout: if members of an alleged group hold different slices, two of those probed do."""
     alike: dict[tuple[int, ...], dict[tuple[int, ...], Layout]] = {}
-    for made in layouts_of(devices):
-        alike.setdefault(made.cuts, {})[tuple(made.slice_of_rank.tolist())] = made
+    for layout_record in layouts_of(devices):
+        alike.setdefault(layout_record.cuts, {})[tuple(layout_record.slice_of_rank.tolist())] = layout_record
     shown = 0
     for group_of in alike.values():
         for alleged in group_of.values():
@@ -478,17 +478,17 @@ def test_a_probe_finds_every_wrong_layout_that_its_group_can_show(devices: int) 
     assert shown > 0
 
 
-def test_a_probe_of_a_thousand_ranks_takes_a_dozen_or_as_many_of_those_that_are_left() -> None:
+def test_a_probe_of_a_thousand_ranks_reads_a_dozen_files() -> None:
     group = tuple(range(0, 8192, 8))
     assert len(HolderGroup(group, group, ()).probed()) == 12
-    left = (8 * 77, 8 * 500)
-    assert HolderGroup(group, left, ()).probed() == [*left]
+    remaining = (8 * 77, 8 * 500)
+    assert HolderGroup(group, remaining, ()).probed() == [*remaining]
     some = group[300:700]
-    found = HolderGroup(group, some, ()).probed()
-    assert len(found) == 12 and set(found) <= set(some) and max(found) == some[-1]
+    actual = HolderGroup(group, some, ()).probed()
+    assert len(actual) == 12 and set(actual) <= set(some) and max(actual) == some[-1]
 
 
-def test_small_cases_of_the_issue_are_found_for_every_pair_of_layouts(tmp_path: Path) -> None:
+def test_every_pair_of_small_layouts_is_distinguished(tmp_path: Path) -> None:
     """Through the command line: eight ranks, every two layouts of four slices of rows."""
     cuts: list[tuple[list[int], list[Any]]] = [
         ([2, 4], [0, -1]),
@@ -500,10 +500,10 @@ def test_small_cases_of_the_issue_are_found_for_every_pair_of_layouts(tmp_path: 
     full = {"w": value("w", (16, 8))}
     new = write_strategy(tmp_path / "new", single({"w": layout([2], [0, -1])}))
     paths = [write_strategy(tmp_path / f"cut{n}", single({"w": layout(*cut)})) for n, cut in enumerate(cuts)]
-    held = [cut_ranks(single({"w": layout(*cut)}), full) for cut in cuts]
-    for number, ranks in enumerate(held):
+    contents = [cut_ranks(single({"w": layout(*cut)}), full) for cut in cuts]
+    for number, ranks in enumerate(contents):
         src = write_tree(tmp_path / f"src{number}", ranks)
-        for other, alleged in enumerate(held):
+        for other, alleged in enumerate(contents):
             same = all(
                 ranks[one]["w"].same(ranks[two]["w"])
                 for one, two in itertools.combinations(range(8), 2)
@@ -530,14 +530,14 @@ def test_small_cases_of_the_issue_are_found_for_every_pair_of_layouts(tmp_path: 
 @pytest.mark.parametrize("ending", ["ckpt", "safetensors"])
 def test_lost_ranks_leave_the_others_to_compare(ending: str, tmp_path: Path) -> None:
     ranks = cut_ranks(model(*TRUE), FULL, COPIED)
-    held = {rank: ranks[rank] for rank in (0, 1, 2, 3, 6)}
-    write_tree(tmp_path / "src", held, f"rank_{{rank}}/net-1_10.{ending}")
+    contents = {rank: ranks[rank] for rank in (0, 1, 2, 3, 6)}
+    write_tree(tmp_path / "src", contents, f"rank_{{rank}}/net-1_10.{ending}")
     words: list[Argument] = ["--src-strategy", write_strategy(tmp_path / "old", model(*TRUE)), "--dst-strategy", "none"]
-    found = replicas(done("transform-dir", tmp_path / "src", tmp_path / "dst", *words, "--json"))
-    assert found["tested"] and found["untested"] == 0
+    report = replicas(done("transform-dir", tmp_path / "src", tmp_path / "dst", *words, "--json"))
+    assert report["tested"] and report["untested"] == 0
 
 
-def test_filters_tell_what_is_compared(tree: Tree) -> None:
+def test_filters_select_the_compared_parameters(tree: Tree) -> None:
     tree.save()
     tree.change(3, *NORMS)
     fails(3, *tree.words(tree.true), says=["diverged"])
@@ -546,8 +546,8 @@ def test_filters_tell_what_is_compared(tree: Tree) -> None:
 
 def test_the_small_world_has_replicas_of_some_parameters_only(world: World) -> None:
     world.save(tensors())
-    found = replicas(world.convert("--json"))
-    assert (found["parameters"], found["untested"], found["tested"]) == (2, 1, True)
+    report = replicas(world.convert("--json"))
+    assert (report["parameters"], report["untested"], report["tested"]) == (2, 1, True)
 
 
 def test_a_tensor_in_several_records_is_compared_as_a_whole(tree: Tree) -> None:
@@ -571,13 +571,13 @@ def test_a_large_tensor_is_compared_in_blocks_and_to_its_end(tmp_path: Path) -> 
     fails(3, *words, "--check-replicas", "all", "--jobs", "3", says=["'w' differs between rank 1 and rank 3"])
 
 
-def test_resume_compares_what_the_first_command_did(tree: Tree) -> None:
+def test_resume_repeats_the_replica_check_of_the_first_command(tree: Tree) -> None:
     tree.save()
     done(*tree.words(tree.wrong, "--check-replicas", "never", command="by-rank 0"))
     warns(done("resume", tree.dst, "-v"), "--check-replicas=never", "replicas were not compared")
 
 
-def test_what_is_compared_is_not_part_of_what_a_conversion_is(tree: Tree) -> None:
+def test_the_replica_check_is_not_part_of_the_identity(tree: Tree) -> None:
     tree.save()
     done(*tree.words(tree.true, "--ranks", "0", "--check-replicas", "never"))
     done(*tree.words(tree.true, "--check-replicas", "all"))

@@ -1,4 +1,4 @@
-"""strategy check: whether a strategy is the one that a checkpoint was saved with."""
+"""strategy check: whether a checkpoint was saved with a strategy."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ DEMO = FIXTURES / "demo"
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Tree:
-    made = Tree(tmp_path)
-    made.save()
-    return made
+    created = Tree(tmp_path)
+    created.save()
+    return created
 
 
 def check(strategy: Path, path: Path, *options: Argument, status: int = 0) -> Result:
@@ -47,10 +47,10 @@ def found(strategy: Path, path: Path, *options: Argument, status: int = 0) -> An
 
 
 def test_the_right_strategy_fits(tree: Tree) -> None:
-    said = check(tree.true, tree.src).out
-    assert "54 parameters: slices have the shapes of the strategy" in said
-    assert "replicas of 54 parameters agree (" in said
-    assert said.splitlines()[-1] == "fits"
+    output = check(tree.true, tree.src).out
+    assert "54 parameters: slices have the shapes of the strategy" in output
+    assert "replicas of 54 parameters agree (" in output
+    assert output.splitlines()[-1] == "fits"
     result = found(tree.true, tree.src, "--all")
     assert result["fits"] and result["step"] == "1_10" and result["ranks"] == list(range(8))
     assert result["parameters"] == sorted(FULL) and result["not_listed"] == ["global_step"]
@@ -59,16 +59,16 @@ def test_the_right_strategy_fits(tree: Tree) -> None:
 
 
 @pytest.mark.parametrize("options", [(), ("--all",)])
-def test_a_strategy_that_swaps_axes_does_not_fit_and_which_ranks_hold_the_same_is_told(
+def test_a_strategy_that_swaps_axes_does_not_fit_and_equal_ranks_are_listed(
     options: tuple[str, ...], tree: Tree
 ) -> None:
-    said = check(tree.wrong, tree.src, *options, status=4).out
-    assert "36 of 54 parameters compared differ between ranks that are replicas in the strategy" in said
-    assert "36 of the 36 cut parameters differ: the strategy is probably wrong" in said
-    assert "{,adam_m.,adam_v.}blocks.{0-5}.w{1-2}" in said
-    assert "ranks with equal contents of 'blocks.0.w1': 0,4; 1,5; 2,6; 3,7" in said
-    assert said.splitlines()[-1].startswith("does not fit")
-    assert len(said.splitlines()) <= 20
+    output = check(tree.wrong, tree.src, *options, status=4).out
+    assert "36 of 54 parameters compared differ between ranks that are replicas in the strategy" in output
+    assert "36 of the 36 cut parameters differ: the strategy is probably wrong" in output
+    assert "{,adam_m.,adam_v.}blocks.{0-5}.w{1-2}" in output
+    assert "ranks with equal contents of 'blocks.0.w1': 0,4; 1,5; 2,6; 3,7" in output
+    assert output.splitlines()[-1].startswith("does not fit")
+    assert len(output.splitlines()) <= 20
     result = found(tree.wrong, tree.src, *options, status=4)
     assert result["likely"] == "strategy" and len(result["differing"]) == 36 and not result["fits"]
     assert result["alike"] == {"parameter": "blocks.0.w1", "groups": [[0, 4], [1, 5], [2, 6], [3, 7]]}
@@ -82,12 +82,12 @@ def test_a_diverged_replica_is_a_difference(tree: Tree) -> None:
     (differing,) = result["differing"]
     assert differing["parameter"] == "blocks.3.w1" and differing["ranks"] == [1, 5]
     assert differing["files"] == [str(tree.src / f"rank_{rank}" / "net-1_10.ckpt") for rank in (1, 5)]
-    said = check(tree.true, tree.src, "--all", status=4).out
-    assert said.splitlines()[-1] == "does not fit: another strategy was used, or replicas have diverged"
-    assert "the replicas have probably diverged" in said and "0,4; 1; 2,6; 3,7; 5" in said
+    output = check(tree.true, tree.src, "--all", status=4).out
+    assert output.splitlines()[-1] == "does not fit: another strategy was used, or replicas have diverged"
+    assert "the replicas have probably diverged" in output and "0,4; 1; 2,6; 3,7; 5" in output
 
 
-def test_filters_tell_what_is_looked_at(tree: Tree) -> None:
+def test_filters_select_the_checked_parameters(tree: Tree) -> None:
     tree.change(5, *NORMS)
     check(tree.true, tree.src, status=4)
     result = found(tree.true, tree.src, "--exclude", "*norm")
@@ -95,11 +95,11 @@ def test_filters_tell_what_is_looked_at(tree: Tree) -> None:
     assert found(tree.true, tree.src, "--include", "blocks.0.w1")["parameters"] == ["blocks.0.w1"]
 
 
-def test_filters_that_leave_nothing_are_no_success(tree: Tree) -> None:
+def test_filters_without_a_match_fail(tree: Tree) -> None:
     fails(3, "strategy", "check", tree.true, tree.src, "--include", "nothing.*", says=["no parameter", "--include"])
 
 
-def test_slices_of_other_shapes_are_told_with_those_alike(tree: Tree) -> None:
+def test_slices_of_other_shapes_are_grouped(tree: Tree) -> None:
     columns = write_strategy(
         tree.root / "columns",
         single({name: layout([2, 4], [-1, 0] if name in WEIGHTS else [0, -1]) for name in FULL}),
@@ -107,14 +107,14 @@ def test_slices_of_other_shapes_are_told_with_those_alike(tree: Tree) -> None:
     result = found(columns, tree.src, status=4)
     (misfit,) = result["misfits"]
     assert misfit["parameters"] == sorted(NORMS) and "tensor map [0, -1]" in misfit["detail"]
-    # Columns of another tensor are as good, by their shapes: only what ranks hold could tell, and does not.
+    # Columns of another tensor fit by their shapes; only contents could decide, and do not.
     assert result["parameters"] == sorted(WEIGHTS) and not result["differing"]
-    said = check(columns, tree.src, status=4).out
-    assert "18 parameters: slices have other shapes than in the strategy" in said
-    assert "{,adam_m.,adam_v.}blocks.{0-5}.norm" in said
+    output = check(columns, tree.src, status=4).out
+    assert "18 parameters: slices have other shapes than in the strategy" in output
+    assert "{,adam_m.,adam_v.}blocks.{0-5}.norm" in output
 
 
-def test_ranks_beyond_the_strategy_and_ranks_without_a_file_are_told(tree: Tree) -> None:
+def test_ranks_over_the_device_count_and_ranks_without_a_file_are_listed(tree: Tree) -> None:
     four = write_strategy(tree.root / "four", model([1, 4], [0, -1]))
     result = found(four, tree.src, status=4)
     assert result["beyond_ranks"] == [4, 5, 6, 7]
@@ -125,7 +125,7 @@ def test_ranks_beyond_the_strategy_and_ranks_without_a_file_are_told(tree: Tree)
     assert "no file of ranks 8-15" in check(sixteen, tree.src).out
 
 
-def test_listed_and_held_parameters_that_do_not_meet_are_told(tree: Tree) -> None:
+def test_parameters_missing_in_the_strategy_or_the_files_are_listed(tree: Tree) -> None:
     weights = write_strategy(tree.root / "weights", model(*TRUE, names=WEIGHTS))
     result = found(weights, tree.src)
     assert result["not_listed"] == sorted([*NORMS, "global_step"]) and not result["not_described"]
@@ -139,43 +139,43 @@ def test_listed_and_held_parameters_that_do_not_meet_are_told(tree: Tree) -> Non
     assert found(other, tree.src, status=4)["parameters"] == []
 
 
-def test_what_ranks_hold_parts_of_and_the_strategy_does_not_list_is_a_difference(tree: Tree) -> None:
+def test_unlisted_sliced_parameters_are_a_difference(tree: Tree) -> None:
     norms = write_strategy(tree.root / "norms", model(*TRUE, names=[*NORMS, *WEIGHTS[1:]]))
     result = found(norms, tree.src, status=4)
     assert result["not_described"] == WEIGHTS[:1] and result["not_listed"] == ["global_step"]
-    said = check(norms, tree.src, status=4).out
-    assert "their layout is unknown" in said
-    assert said.splitlines()[-1] == "does not fit: pass the strategy that this checkpoint was saved with"
+    output = check(norms, tree.src, status=4).out
+    assert "their layout is unknown" in output
+    assert output.splitlines()[-1] == "does not fit: pass the strategy that this checkpoint was saved with"
 
 
-def test_what_could_not_be_tested_is_told(tree: Tree, tmp_path: Path) -> None:
+def test_untested_parameters_are_listed(tree: Tree, tmp_path: Path) -> None:
     sharded = single(
         {name: layout([2, 4], [0, -1], -1, 4) if name in WEIGHTS else layout([2, 4], [-1]) for name in FULL}
     )
     write_tree(tmp_path / "other", cut_ranks(sharded, FULL))
     strategy = write_strategy(tmp_path / "sharded", sharded)
-    said = check(strategy, tmp_path / "other").out
-    assert "; 36 others without replicas, checked by shape only" in said
-    assert said.splitlines()[-1] == "fits by shapes; no replicas were compared"
+    output = check(strategy, tmp_path / "other").out
+    assert "; 36 others without replicas, checked by shape only" in output
+    assert output.splitlines()[-1] == "fits by shapes; no replicas were compared"
     result = found(strategy, tmp_path / "other")
     assert result["replicas"]["untested"] == 36 and not result["replicas"]["tested"] and result["fits"]
 
 
 def test_a_strategy_that_cuts_finer_than_the_files_does_not_fit(tmp_path: Path) -> None:
-    """No two ranks should hold the same, so that no replicas tell; but some do."""
+    """No two ranks should be replicas, so there is nothing to compare; but some are equal."""
     saved = single({name: layout([2, 2], [0, -1]) for name in "ab"})
     write_tree(tmp_path / "src", cut_ranks(saved, {name: value(name, (16, 6)) for name in "ab"}))
     fine = write_strategy(tmp_path / "fine", single({name: layout([4], [0, -1]) for name in "ab"}))
-    said = check(fine, tmp_path / "src", status=4).out
-    assert "2 parameters: ranks hold equal bytes, but different slices in the strategy" in said
-    assert "ranks with equal contents of 'a': 0,2; 1,3" in said
-    assert said.splitlines()[-1].startswith("does not fit: pass the strategy")
+    output = check(fine, tmp_path / "src", status=4).out
+    assert "2 parameters: ranks hold equal bytes, but different slices in the strategy" in output
+    assert "ranks with equal contents of 'a': 0,2; 1,3" in output
+    assert output.splitlines()[-1].startswith("does not fit: pass the strategy")
     result = found(fine, tmp_path / "src", status=4)
     assert not result["fits"] and result["differing"] == []
     assert result["same_slices"] == [{"parameter": name, "ranks": [0, 2]} for name in "ab"]
 
 
-def test_the_step_is_the_newest_that_all_ranks_have_or_the_one_that_is_named(tree: Tree) -> None:
+def test_strategy_check_uses_the_newest_common_step_or_the_given_one(tree: Tree) -> None:
     newer = cut_ranks(model(*TRUE), {name: value(f"new{name}", full.array.shape) for name, full in FULL.items()})
     write_tree(tree.src, {rank: newer[rank] for rank in range(3)}, "rank_{rank}/net-1_20.ckpt")
     assert found(tree.true, tree.src)["step"] == "1_10"
@@ -186,7 +186,7 @@ def test_the_step_is_the_newest_that_all_ranks_have_or_the_one_that_is_named(tre
     fails(3, "strategy", "check", tree.true, tree.src, "--step", "9_9", says=["9_9"])
 
 
-def test_a_damaged_file_counts_as_absent_and_what_cannot_be_read_is_an_error(tree: Tree) -> None:
+def test_damaged_files_are_skipped_and_unreadable_ones_are_an_error(tree: Tree) -> None:
     path = tree.src / "rank_5" / "net-1_10.ckpt"
     path.write_bytes(path.read_bytes()[:1000])
     result = check(tree.true, tree.src, "--json")
@@ -199,20 +199,20 @@ def test_a_damaged_file_counts_as_absent_and_what_cannot_be_read_is_an_error(tre
     fails(3, "strategy", "check", tree.true, tree.src, says=["no file of step 1_10 is readable"])
 
 
-def test_one_file_and_none_are_checked_like_any(tmp_path: Path) -> None:
+def test_one_file_and_none_are_checked(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path / "full.ckpt", {**FULL, "step": scalar(3), "note": text("a note")})
     assert check(Path("none"), path).out.splitlines()[-1] == "fits by shapes; no replicas were compared"
     strategy = write_strategy(tmp_path / "true", model(*TRUE))
     assert found(strategy, path)["absent_ranks"] == list(range(1, 8))
 
 
-def test_accumulated_gradients_do_not_speak_against_a_strategy(tree: Tree) -> None:
+def test_accumulated_gradients_do_not_contradict_a_strategy(tree: Tree) -> None:
     names = [f"accu_grads.{name}" for name in WEIGHTS[:4]]
-    listed: Strategy = single({**model(*TRUE)[0]["layouts"], **{name: layout(*TRUE) for name in names}})
+    stages: Strategy = single({**model(*TRUE)[0]["layouts"], **{name: layout(*TRUE) for name in names}})
     shutil.rmtree(tree.src)
-    tree.save({**FULL, **{name: value(name, (32, 24)) for name in names}}, listed)
+    tree.save({**FULL, **{name: value(name, (32, 24)) for name in names}}, stages)
     tree.change(6, *names)
-    strategy = write_strategy(tree.root / "listed", listed)
+    strategy = write_strategy(tree.root / "listed", stages)
     assert not found(strategy, tree.src)["gradients"]
     result = found(strategy, tree.src, "--all")
     assert [differing["parameter"] for differing in result["gradients"]] == names and not result["differing"]
@@ -234,10 +234,10 @@ def test_many_different_misfits_are_counted(tmp_path: Path) -> None:
     for rank in range(8):
         # Of every tensor another rank has a row more.
         path = tmp_path / "src" / f"rank_{rank}" / "net-1_10.ckpt"
-        held = dict(read_checkpoint(path))
+        tensors = dict(read_checkpoint(path))
         name = f"w{rank}"
-        held[name] = Value("Float32", held[name].array.repeat(2, axis=0))
-        write_checkpoint(path, held)
+        tensors[name] = Value("Float32", tensors[name].array.repeat(2, axis=0))
+        write_checkpoint(path, tensors)
     strategy = write_strategy(tmp_path / "true", true)
     result = found(strategy, tmp_path / "src", status=4)
     assert len(result["misfits"]) == 8 and result["parameters"] == ["w8"]
@@ -245,7 +245,7 @@ def test_many_different_misfits_are_counted(tmp_path: Path) -> None:
     assert "    w7\n" in check(strategy, tmp_path / "src", "-v", status=4).out
 
 
-def test_the_same_strategy_in_every_form_fits(tree: Tree) -> None:
+def test_the_same_strategy_in_every_file_format_fits(tree: Tree) -> None:
     shapes = {name: full.array.shape for name, full in FULL.items()}
     for form in ("json", "nested", "merged", "directory"):
         assert done("strategy", "check", write_strategy(tree.root / form, model(*TRUE), shapes, form), tree.src)

@@ -1,4 +1,4 @@
-"""What tests of stores start with."""
+"""Fixtures for tests of stores."""
 
 from tests.storage.places import place, toy
 

@@ -1,4 +1,4 @@
-"""Directories in every store: local, in the toy store, in an object store, and in one behind a network that fails."""
+"""Directories in every store: local, in the toy store, in an object store, and behind a failing network."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class Place(Protocol):
         """Remove it."""
 
     def content(self) -> dict[str, bytes]:
-        """All files that are there, whatever they are for, by name."""
+        """All files of any purpose, by name."""
 
     def uploads(self) -> list[str]:
-        """Names of what is being uploaded."""
+        """Names of unfinished uploads."""
 
 
 class LocalPlace:
@@ -50,13 +50,13 @@ class LocalPlace:
 
     def content(self) -> dict[str, bytes]:
         place = Path(self.path)
-        found = {}
+        actual = {}
         for path in place.rglob("*"):
-            # What got another name meanwhile is there under that one.
+            # A file renamed meanwhile is listed under its new name.
             with contextlib.suppress(FileNotFoundError):
                 if path.is_file():
-                    found[str(path.relative_to(place))] = path.read_bytes()
-        return found
+                    actual[str(path.relative_to(place))] = path.read_bytes()
+        return actual
 
     def uploads(self) -> list[str]:
         return []
@@ -113,7 +113,7 @@ def content(size: int) -> bytes:
 
 
 def wait_until_killed(process: int) -> None:
-    """Wait until a process has ended of which nobody has asked how."""
+    """Wait until a process has ended and was not waited for."""
     os.waitid(os.P_PID, process, os.WEXITED | os.WNOWAIT)
 
 

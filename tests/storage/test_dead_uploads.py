@@ -1,4 +1,4 @@
-"""Uploads of dead processes are aborted; those of living ones, and of whoever claims none, are let alone."""
+"""Uploads of dead processes are aborted; those of live ones, and unclaimed ones, are unchanged."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def begin(objects: Objects, key: str, parts: int = 1) -> str:
 
 
 def claim(objects: Objects, who: str, writes: Optional[str], directory: str = "run") -> str:
-    said = b"" if writes is None else json.dumps({"writes": objects.path(writes)}).encode()
-    objects.put(f"{directory}/.reshard-tmp-{who}", said)
+    content = b"" if writes is None else json.dumps({"writes": objects.path(writes)}).encode()
+    objects.put(f"{directory}/.reshard-tmp-{who}", content)
     return f"{directory}/.reshard-tmp-{who}"
 
 
@@ -77,7 +77,7 @@ def test_an_upload_of_a_killed_process_is_aborted(complete: bool, objects: Objec
     with half_written(objects.path("run/file")) as process:
         remove_dead(objects, complete=complete)
         assert [key for key, _ in objects.uploads()] == ["run/file"] and len(objects.content("run/.")) == 1
-        # Not yet asked for by its parent, and afterwards.
+        # Before and after its parent waits for it.
         process.send_signal(signal.SIGKILL)
         if complete:
             process.wait()
@@ -97,22 +97,25 @@ def test_uploads_of_living_processes_stay(objects: Objects, dead: str) -> None:
         # Of a dead one: the same object's, and another's.
         same, other = begin(objects, "run/mine"), begin(objects, "run/other")
         claim(objects, dead, "run/other")
-        kept = claim(objects, f"{dead[:-1]}c", "run/mine")
+        preserved = claim(objects, f"{dead[:-1]}c", "run/mine")
         remove_dead(objects)
-        left = dict(objects.uploads())
-        assert other not in left.values() and sorted(key for key, _ in objects.uploads()) == ["run/mine", "run/mine"]
-        assert kept in objects.content() and len(objects.content("run/.")) == 2
+        remaining = dict(objects.uploads())
+        assert other not in remaining.values() and sorted(key for key, _ in objects.uploads()) == [
+            "run/mine",
+            "run/mine",
+        ]
+        assert preserved in objects.content() and len(objects.content("run/.")) == 2
         mine.write(PART, memoryview(data)[PART:])
         mine.finish()
         mine.publish()
     assert objects.uploads() == [("run/mine", same)]
-    # Now nobody writes it.
+    # Now no process writes it.
     remove_dead(objects)
     assert objects.content() == {"run/mine": data} and objects.uploads() == []
 
 
 @pytest.mark.short
-def test_what_another_machine_writes_is_dead_when_it_has_long_not_said_otherwise(objects: Objects) -> None:
+def test_an_upload_of_another_machine_is_aborted_after_its_lease_expired(objects: Objects) -> None:
     fresh = begin(objects, "run/file")
     mark = claim(objects, f"deadbeef-1-{HEX}", "run/file")
     for clock in (0.0, leases.DEAD_AFTER - 60):
@@ -124,20 +127,20 @@ def test_what_another_machine_writes_is_dead_when_it_has_long_not_said_otherwise
     assert objects.uploads() == [] and objects.content() == {}
 
 
-def test_only_what_is_claimed_in_the_directory_is_touched(objects: Objects, dead: str) -> None:
+def test_only_uploads_claimed_in_the_directory_are_aborted(objects: Objects, dead: str) -> None:
     for key in ("run/file", "run/file.more", "run/fil", "run/deep/file", "elsewhere/file", "file"):
         begin(objects, key)
     elsewhere = claim(objects, dead, "elsewhere/file", "elsewhere")
     claim(objects, dead, "run/file")
     remove_dead(objects)
-    left = ["elsewhere/file", "file", "run/deep/file", "run/fil", "run/file.more"]
-    assert sorted(key for key, _ in objects.uploads()) == left
+    remaining = ["elsewhere/file", "file", "run/deep/file", "run/fil", "run/file.more"]
+    assert sorted(key for key, _ in objects.uploads()) == remaining
     assert list(objects.content()) == [elsewhere]
     remove_dead(objects, "elsewhere/")
-    assert sorted(key for key, _ in objects.uploads()) == left[1:] and objects.content() == {}
+    assert sorted(key for key, _ in objects.uploads()) == remaining[1:] and objects.content() == {}
 
 
-def test_a_bucket_is_a_directory_like_others(objects: Objects, dead: str) -> None:
+def test_dead_uploads_in_a_bucket_root_are_aborted(objects: Objects, dead: str) -> None:
     begin(objects, "file")
     begin(objects, "run/file")
     objects.put(f".reshard-tmp-{dead}", json.dumps({"writes": objects.path("file")}).encode())
@@ -182,7 +185,7 @@ DAMAGED = [
 
 
 @pytest.mark.parametrize("number", range(len(DAMAGED)))
-def test_claims_that_are_damaged_do_no_harm(number: int, objects: Objects, dead: str) -> None:
+def test_damaged_claims_are_ignored(number: int, objects: Objects, dead: str) -> None:
     foreign = [begin(objects, key) for key in ("run/foreign", "run/deep/foreign", "elsewhere/foreign", "run")]
     begin(objects, "run/file")
     damaged = DAMAGED[number].replace(b"BUCKET", objects.bucket.encode())
@@ -191,11 +194,11 @@ def test_claims_that_are_damaged_do_no_harm(number: int, objects: Objects, dead:
     objects.put("run/.reshard-tmp-of something else", damaged)
     remove_dead(objects)
     assert sorted(upload for _, upload in objects.uploads()) == sorted(foreign)
-    left = objects.content("run/")
-    assert f".reshard-tmp-{dead}" not in left and ".reshard-tmp-of something else" in left
+    remaining = objects.content("run/")
+    assert f".reshard-tmp-{dead}" not in remaining and ".reshard-tmp-of something else" in remaining
 
 
-def test_an_upload_that_is_begun_while_dead_ones_are_looked_for_stays(objects: Objects, dead: str) -> None:
+def test_an_upload_started_during_cleanup_stays(objects: Objects, dead: str) -> None:
     begin(objects, "run/file")
     claim(objects, dead, "run/file")
     begun: list[str] = []
@@ -211,17 +214,17 @@ def test_an_upload_that_is_begun_while_dead_ones_are_looked_for_stays(objects: O
 
 
 @pytest.mark.parametrize("stage", ["uploads", "uploadId="])
-def test_an_upload_is_not_aborted_under_the_hands_of_who_goes_on_with_it(stage: str, objects: Objects) -> None:
+def test_an_upload_of_a_resuming_run_is_not_aborted(stage: str, objects: Objects) -> None:
     path = objects.path("run/file")
     with half_written(path):
         pass
     with contextlib.closing(new_file(path, 2 * PART)) as file:
         begun: list[str] = []
 
-        def choose(number: int, method: str, asked: str) -> None:
-            # Before it is looked which there are, or before one is aborted.
-            if not begun and stage in asked and method in ("GET", "DELETE"):
-                begun.append(asked)
+        def choose(number: int, method: str, requests: str) -> None:
+            # Before uploads are listed, or before one is aborted.
+            if not begun and stage in requests and method in ("GET", "DELETE"):
+                begun.append(requests)
                 file.write(0, memoryview(bytes(PART)))
 
         objects.faults.choose = choose
@@ -235,7 +238,7 @@ def test_an_upload_is_not_aborted_under_the_hands_of_who_goes_on_with_it(stage: 
     assert list(objects.content()) == ["run/file"] and not objects.uploads()
 
 
-def test_without_the_right_to_see_uploads_claims_do_not_pile_up(objects: Objects, dead: str) -> None:
+def test_without_permission_to_list_uploads_claims_are_removed(objects: Objects, dead: str) -> None:
     begin(objects, "run/file")
     claim(objects, dead, "run/file")
     objects.faults.choose = lambda number, method, path: "refuse" if "uploads" in path else None
@@ -243,7 +246,7 @@ def test_without_the_right_to_see_uploads_claims_do_not_pile_up(objects: Objects
     assert objects.content() == {} and len(objects.uploads()) == 1
 
 
-def test_where_nothing_can_be_asked_nothing_is_removed(objects: Objects, dead: str) -> None:
+def test_without_access_no_upload_is_aborted(objects: Objects, dead: str) -> None:
     begin(objects, "run/file")
     mark = claim(objects, dead, "run/file")
     objects.faults.choose = lambda *_: "refuse"

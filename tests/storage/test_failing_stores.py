@@ -1,4 +1,4 @@
-"""Conversions into an object store whose requests fail: the same objects, once visible, and nothing beside them."""
+"""Conversions into an object store with failing requests: the same objects, and no others."""
 
 from __future__ import annotations
 
@@ -19,40 +19,40 @@ OTHER_KINDS = ["drop", "cut", "unavailable"]
 
 def faulty(seed: int, form: str, objects: Objects, root: Path, *more: Argument) -> None:
     """Convert while one request of five fails somehow, and compare."""
-    wanted = job(form, root)
+    expected = job(form, root)
     chance = random.Random(seed)
     kinds: list[Optional[str]] = ["drop", "cut", "unavailable", "lost", *[None] * 16]
     objects.faults.choose = lambda *_: chance.choice(kinds)
-    done(*wanted.into(objects.path("out"), "--verify", "--jobs", chance.choice([1, 2, 4]), *more))
+    done(*expected.into(objects.path("out"), "--verify", "--jobs", chance.choice([1, 2, 4]), *more))
     objects.faults.choose = lambda *_: None
-    check_nothing_is_left(objects, wanted)
+    check_nothing_is_left(objects, expected)
 
 
 @pytest.mark.short
 @pytest.mark.parametrize("seed, form", [(1, "parts")])
-def test_requests_that_fail_change_nothing(seed: int, form: str, objects: Objects, tmp_path: Path) -> None:
+def test_failing_requests_do_not_change_the_output(seed: int, form: str, objects: Objects, tmp_path: Path) -> None:
     faulty(seed, form, objects, tmp_path)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(2, 44))
-def test_any_requests_that_fail_change_nothing(seed: int, objects: Objects, tmp_path: Path) -> None:
+def test_any_failing_requests_do_not_change_the_output(seed: int, objects: Objects, tmp_path: Path) -> None:
     form = ("parts", *FORMS)[seed % (1 + len(FORMS))]
     faulty(seed, form, objects, tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["lost", *(pytest.param(kind, marks=pytest.mark.long) for kind in OTHER_KINDS)])
-def test_each_request_may_fail_once(kind: str, objects: Objects, tmp_path: Path) -> None:
-    wanted = job("parts", tmp_path)
-    seen: set[tuple[str, str]] = set()
+def test_each_request_is_retried_once(kind: str, objects: Objects, tmp_path: Path) -> None:
+    expected = job("parts", tmp_path)
+    visited: set[tuple[str, str]] = set()
 
     def choose(number: int, method: str, path: str) -> Optional[str]:
-        if (method, path) in seen:
+        if (method, path) in visited:
             return None
-        seen.add((method, path))
+        visited.add((method, path))
         return kind
 
     objects.faults.choose = choose
-    done(*wanted.into(objects.path("out")))
+    done(*expected.into(objects.path("out")))
     objects.faults.choose = lambda *_: None
-    check_nothing_is_left(objects, wanted)
+    check_nothing_is_left(objects, expected)

@@ -1,4 +1,4 @@
-"""JSON that is walked in windows says what it says in one piece."""
+"""JSON parsed in windows equals JSON parsed at once."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def walked(stream: JsonStream) -> Any:
 def read_all(text: bytes, window: int, walk: bool) -> Any:
     file = io.BytesIO(text)
     stream = JsonStream(lambda: file.read(window))
-    found = walked(stream) if walk else stream.value()
+    actual = walked(stream) if walk else stream.value()
     stream.end()
-    return found
+    return actual
 
 
 @pytest.mark.parametrize("walk", [True, False])
 @pytest.mark.parametrize("case", RIGHT)
-def test_text_in_windows_says_the_same_as_in_one_piece(case: str, walk: bool) -> None:
+def test_json_read_in_windows_equals_json_read_at_once(case: str, walk: bool) -> None:
     text = RIGHT[case]
     for window in range(1, len(text) + 2):
         assert read_all(text, window, walk) == parse_json(text) == json.loads(text)
@@ -57,7 +57,7 @@ def test_text_in_windows_says_the_same_as_in_one_piece(case: str, walk: bool) ->
 
 @pytest.mark.parametrize("walk", [True, False])
 @pytest.mark.parametrize("case", WRONG)
-def test_what_is_no_json_in_one_piece_is_none_in_windows(case: str, walk: bool) -> None:
+def test_invalid_json_is_refused_in_windows_and_at_once(case: str, walk: bool) -> None:
     text = WRONG[case]
     with pytest.raises(JsonError):
         parse_json(text)
@@ -66,7 +66,7 @@ def test_what_is_no_json_in_one_piece_is_none_in_windows(case: str, walk: bool) 
             read_all(text, window, walk)
 
 
-def test_a_number_without_end_is_not_kept() -> None:
+def test_an_endless_number_takes_bounded_memory() -> None:
     endless = iter([b"1." + b"5" * 1000] + [b"5" * 1000] * 10_000)
     with pytest.raises(JsonError, match="longer than 5000 characters"):
         JsonStream(lambda: next(endless), 5000).value()

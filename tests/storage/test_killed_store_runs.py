@@ -1,4 +1,4 @@
-"""Runs that write to an object store and are killed: nothing half of it is seen, and the next run completes it."""
+"""Killed runs into an object store: no half-written target is visible, and the next run completes it."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ FORMS: dict[str, tuple[list[Argument], Optional[str]]] = {
 
 @pytest.fixture(scope="module")
 def preloaded(tmp_path_factory: pytest.TempPathFactory, object_server: int) -> Iterator[Preloaded]:
-    found = Preloaded(tmp_path_factory.mktemp("runs"))
-    yield found
-    found.close()
+    actual = Preloaded(tmp_path_factory.mktemp("runs"))
+    yield actual
+    actual.close()
 
 
 class Job(NamedTuple):
@@ -76,9 +76,9 @@ def job(form: str, root: Path, label: str = "") -> Job:
         world.save(tensors(label))
     to: list[Argument] = ["--dst-strategy", world.new] if mark is None else ["--to", form, *options]
     words: list[Argument] = [world.src, "{}", "--src-strategy", world.old, *to]
-    found = Job(words, {}, mark)
-    done(*found.into(str(root / "whole")))
-    return found._replace(whole=tree(root / "whole"))
+    actual = Job(words, {}, mark)
+    done(*actual.into(str(root / "whole")))
+    return actual._replace(whole=tree(root / "whole"))
 
 
 class Killer:
@@ -91,9 +91,9 @@ class Killer:
         of: only requests whose paths hold this count.
     """
 
-    def __init__(self, at: int, what: int = signal.SIGKILL, arrives: bool = False, of: str = "") -> None:
-        self.at, self.what, self.arrives, self.of = at, what, arrives, of
-        self.kill: Callable[[int], None] = lambda what: None
+    def __init__(self, at: int, kind: int = signal.SIGKILL, arrives: bool = False, of: str = "") -> None:
+        self.at, self.what, self.arrives, self.of = at, kind, arrives, of
+        self.kill: Callable[[int], None] = lambda kind: None
         self.ready = threading.Event()
         self.done = False
         self._counted = itertools.count()
@@ -123,15 +123,15 @@ def interrupted(preloaded: Preloaded, objects: Objects, killer: Killer, words: l
 
 
 def check_nothing_is_half_written(objects: Objects, job: Job, before: Optional[Job] = None) -> None:
-    """Whatever has a final name is whole, and what says that all is there comes last."""
+    """Files under final names are whole, and the file that marks completion is written last."""
     content = objects.content("out")
-    found = {name: data for name, data in content.items() if name in job.whole and name != UNFINISHED}
-    for name, data in found.items():
+    actual = {name: data for name, data in content.items() if name in job.whole and name != UNFINISHED}
+    for name, data in actual.items():
         assert data in (job.whole[name], *([before.whole[name]] if before and name in before.whole else ())), name
     weights = {name for name in job.whole if name.endswith((".safetensors", ".ckpt", ".distcp"))}
     if before is None and (MANIFEST in content or (job.mark or MANIFEST) in content):
-        assert weights <= set(found)
-    if before is None and job.mark is not None and weights & set(found) and not weights <= set(found):
+        assert weights <= set(actual)
+    if before is None and job.mark is not None and weights & set(actual) and not weights <= set(actual):
         assert any(name.rpartition("/")[2] == UNFINISHED for name in content)
 
 
@@ -144,9 +144,9 @@ def check_nothing_is_left(objects: Objects, job: Job, ended: bool = True) -> Non
         ended: the last run that wrote something was not killed. One that was after it had written the manifest is
             followed by none that begins, so that what says that it lived stays: nobody takes it for alive.
     """
-    found = written(objects)
-    assert sorted(found) == sorted(job.whole)
-    assert found == job.whole
+    files = written(objects)
+    assert sorted(files) == sorted(job.whole)
+    assert files == job.whole
     assert not uploads(objects)
     names = objects.content("out")
     assert not [name for name in names if ".reshard-tmp-" in name]
@@ -159,8 +159,8 @@ def check_nothing_is_left(objects: Objects, job: Job, ended: bool = True) -> Non
 
 
 def uploads(objects: Objects) -> list[str]:
-    found = objects.client.list_multipart_uploads(Bucket=objects.bucket).get("Uploads", [])
-    return [upload["Key"] for upload in found]
+    actual = objects.client.list_multipart_uploads(Bucket=objects.bucket).get("Uploads", [])
+    return [upload["Key"] for upload in actual]
 
 
 def clear(objects: Objects) -> None:
@@ -169,29 +169,31 @@ def clear(objects: Objects) -> None:
 
 
 def status(preloaded: Preloaded, dst: str) -> Optional[dict[str, object]]:
-    """What `status` says of a directory; None where nothing was begun."""
+    """The output of `status` for a directory; None without a conversion."""
     result = preloaded.start("status", dst, "--json").result()
     if result.status == 3:
         assert "holds no records of a conversion" in result.err
         return None
-    found: dict[str, object] = json.loads(result.err)
-    return found
+    document: dict[str, object] = json.loads(result.err)
+    return document
 
 
 def kill_and_go_on(killer: Killer, job: Job, preloaded: Preloaded, objects: Objects) -> bool:
-    """Kill a run at a request, see what is there, and complete it; whether it came so far."""
+    """Kill a run at a request, check the directory, and complete it; returns whether the request was reached."""
     dst = objects.path("out")
     ended = interrupted(preloaded, objects, killer, job.into(dst))
     assert ended == (-signal.SIGKILL if killer.done else 0)
     check_nothing_is_half_written(objects, job)
-    said = status(preloaded, dst)
+    renamed_content = status(preloaded, dst)
     weights = {name for name in job.whole if name.endswith((".safetensors", ".ckpt", ".distcp"))}
     content = objects.content("out")
-    assert (said is not None and said["complete"]) == (weights <= set(content) and MANIFEST in content)
-    if said is not None:
-        assert not said["writing"]
-    given = said is not None and any("/command." in name for name in content)
-    again = ["resume", dst] if killer.at // 2 % 2 and given else job.into(dst)
+    assert (renamed_content is not None and renamed_content["complete"]) == (
+        weights <= set(content) and MANIFEST in content
+    )
+    if renamed_content is not None:
+        assert not renamed_content["writing"]
+    has_command = renamed_content is not None and any("/command." in name for name in content)
+    again = ["resume", dst] if killer.at // 2 % 2 and has_command else job.into(dst)
     preloaded.done(*again)
     check_nothing_is_left(objects, job, ended=MANIFEST not in content)
     clear(objects)
@@ -200,7 +202,7 @@ def kill_and_go_on(killer: Killer, job: Job, preloaded: Preloaded, objects: Obje
 
 @pytest.mark.short
 @pytest.mark.parametrize("form, at, of", [("parts", 2, "partNumber=")])
-def test_the_next_run_completes_what_a_killed_one_began(
+def test_the_next_run_completes_a_killed_one(
     form: str, at: int, of: str, preloaded: Preloaded, objects: Objects, tmp_path: Path
 ) -> None:
     assert kill_and_go_on(Killer(at, of=of), job(form, tmp_path), preloaded, objects)
@@ -209,12 +211,12 @@ def test_the_next_run_completes_what_a_killed_one_began(
 @pytest.mark.long
 @pytest.mark.parametrize("arrives", [False, True])
 @pytest.mark.parametrize("form", FORMS)
-def test_wherever_a_run_is_killed_the_next_one_completes_it(
+def test_a_run_killed_at_any_request_is_completed_by_the_next(
     form: str, arrives: bool, preloaded: Preloaded, objects: Objects, tmp_path: Path
 ) -> None:
-    wanted = job(form, tmp_path)
+    expected = job(form, tmp_path)
     for at in itertools.count(int(arrives), 2):
-        if not kill_and_go_on(Killer(at, arrives=arrives), wanted, preloaded, objects):
+        if not kill_and_go_on(Killer(at, arrives=arrives), expected, preloaded, objects):
             break
     assert at > 20
 
@@ -234,43 +236,41 @@ def stop_and_go_on(killer: Killer, job: Job, preloaded: Preloaded, objects: Obje
     return killer.done
 
 
-@pytest.mark.parametrize("what, of", [(signal.SIGTERM, "partNumber="), (signal.SIGINT, ".reshard/lock")])
-def test_a_run_that_is_asked_to_end_leaves_nothing(
-    what: int, of: str, preloaded: Preloaded, objects: Objects, tmp_path: Path
+@pytest.mark.parametrize("kind, of", [(signal.SIGTERM, "partNumber="), (signal.SIGINT, ".reshard/lock")])
+def test_a_terminated_run_leaves_no_upload(
+    kind: int, of: str, preloaded: Preloaded, objects: Objects, tmp_path: Path
 ) -> None:
-    assert stop_and_go_on(Killer(1, what, of=of), job("parts", tmp_path), preloaded, objects)
+    assert stop_and_go_on(Killer(1, kind, of=of), job("parts", tmp_path), preloaded, objects)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("form", ["parts", "unified"])
-def test_wherever_a_run_is_asked_to_end_it_leaves_nothing(
+def test_a_run_terminated_at_any_request_leaves_no_upload(
     form: str, preloaded: Preloaded, objects: Objects, tmp_path: Path
 ) -> None:
-    wanted = job(form, tmp_path)
+    expected = job(form, tmp_path)
     for at in itertools.count(0, 2):
         killer = Killer(at, (signal.SIGTERM, signal.SIGINT)[at // 2 % 2])
-        if not stop_and_go_on(killer, wanted, preloaded, objects):
+        if not stop_and_go_on(killer, expected, preloaded, objects):
             break
     assert at > 20
 
 
-def test_runs_at_the_same_time_do_not_disturb_each_other(
-    preloaded: Preloaded, objects: Objects, tmp_path: Path
-) -> None:
+def test_concurrent_runs_give_one_checkpoint(preloaded: Preloaded, objects: Objects, tmp_path: Path) -> None:
     """Two of the same files, and two of one rank each."""
-    wanted = job("parts", tmp_path)
+    expected = job("parts", tmp_path)
     dst = objects.path("out")
-    ranks = [["by-rank", rank, *wanted.into(dst)[1:]] for rank in (0, 1)]
-    runs = [preloaded.start(*words) for words in (wanted.into(dst), wanted.into(dst), *ranks)]
+    ranks = [["by-rank", rank, *expected.into(dst)[1:]] for rank in (0, 1)]
+    runs = [preloaded.start(*words) for words in (expected.into(dst), expected.into(dst), *ranks)]
     results = [run.result() for run in runs]
     assert [result.status for result in results] == [0] * 4, [result.err for result in results]
-    check_nothing_is_left(objects, wanted)
+    check_nothing_is_left(objects, expected)
 
 
 @pytest.mark.long
-def test_a_run_that_is_killed_does_not_disturb_another(preloaded: Preloaded, objects: Objects, tmp_path: Path) -> None:
-    """Its upload of the same object is aborted once nobody else uploads it."""
-    wanted = job("parts", tmp_path)
+def test_a_killed_run_does_not_affect_a_concurrent_one(preloaded: Preloaded, objects: Objects, tmp_path: Path) -> None:
+    """Its upload of the same object is aborted once no other process uploads it."""
+    expected = job("parts", tmp_path)
     dst = objects.path("out")
     parts = itertools.count()
     killed: list[Callable[[int], None]] = []
@@ -281,18 +281,18 @@ def test_a_run_that_is_killed_does_not_disturb_another(preloaded: Preloaded, obj
         return None
 
     objects.faults.choose = choose
-    first = preloaded.start(*wanted.into(dst))
+    first = preloaded.start(*expected.into(dst))
     killed.append(first.send)
-    second = preloaded.start(*wanted.into(dst))
+    second = preloaded.start(*expected.into(dst))
     first.result()
     assert second.result().status == 0, second.result().err
     objects.faults.choose = lambda *_: None
-    preloaded.done(*wanted.into(dst))
-    assert written(objects) == wanted.whole
+    preloaded.done(*expected.into(dst))
+    assert written(objects) == expected.whole
 
 
-def test_another_conversion_is_refused_while_one_writes(preloaded: Preloaded, objects: Objects, tmp_path: Path) -> None:
-    wanted, other = job("parts", tmp_path / "one"), job("ranks", tmp_path / "other")
+def test_another_conversion_is_refused_during_a_run(preloaded: Preloaded, objects: Objects, tmp_path: Path) -> None:
+    expected, other = job("parts", tmp_path / "one"), job("ranks", tmp_path / "other")
     dst = objects.path("out")
     writing, go_on = threading.Event(), threading.Event()
 
@@ -303,18 +303,18 @@ def test_another_conversion_is_refused_while_one_writes(preloaded: Preloaded, ob
         return None
 
     objects.faults.choose = choose
-    run = preloaded.start(*wanted.into(dst))
+    run = preloaded.start(*expected.into(dst))
     assert writing.wait(60)
-    said = status(preloaded, dst)
-    assert said is not None and said["writing"] and not said["complete"]
+    renamed_content = status(preloaded, dst)
+    assert renamed_content is not None and renamed_content["writing"] and not renamed_content["complete"]
     result = preloaded.start(*other.into(dst, "--overwrite")).result()
     assert result.status == 3 and "another conversion is writing" in result.err, result.err
     go_on.set()
     assert run.result().status == 0, run.result().err
-    check_nothing_is_left(objects, wanted)
+    check_nothing_is_left(objects, expected)
     result = preloaded.start(*other.into(dst)).result()
     assert result.status == 3 and "holds another conversion" in result.err, result.err
-    check_nothing_is_left(objects, wanted)
+    check_nothing_is_left(objects, expected)
 
 
 def overwrite_after_kill(killer: Killer, before: Job, job: Job, preloaded: Preloaded, objects: Objects) -> bool:
@@ -323,9 +323,9 @@ def overwrite_after_kill(killer: Killer, before: Job, job: Job, preloaded: Prelo
     preloaded.done(*before.into(dst))
     interrupted(preloaded, objects, killer, job.into(dst, "--overwrite"))
     check_nothing_is_half_written(objects, job, before)
-    said = status(preloaded, dst)
-    assert said is not None
-    if said["complete"]:
+    renamed_content = status(preloaded, dst)
+    assert renamed_content is not None
+    if renamed_content["complete"]:
         assert written(objects) in (before.whole, job.whole)
     preloaded.done(*job.into(dst, "--overwrite"))
     check_nothing_is_left(objects, job)
@@ -339,7 +339,7 @@ PAIRS = [("ranks", "ranks"), ("unified", "huggingface"), ("checkpoint2", "ranks"
 @pytest.mark.parametrize(
     "pair, of", [pytest.param(PAIRS[0], "rank_1/", marks=pytest.mark.long), (PAIRS[1], "model-00002")]
 )
-def test_what_is_replaced_is_of_one_conversion_in_the_end(
+def test_concurrent_runs_with_overwrite_give_one_conversion(
     pair: tuple[str, str], of: str, preloaded: Preloaded, objects: Objects, tmp_path: Path
 ) -> None:
     before, after = job(pair[0], tmp_path / "before", "old"), job(pair[1], tmp_path / "after", "new")
@@ -348,7 +348,7 @@ def test_what_is_replaced_is_of_one_conversion_in_the_end(
 
 @pytest.mark.long
 @pytest.mark.parametrize("pair", PAIRS)
-def test_wherever_a_run_that_replaces_is_killed_the_next_one_completes_it(
+def test_a_run_with_overwrite_killed_at_any_request_is_completed_by_the_next(
     pair: tuple[str, str], preloaded: Preloaded, objects: Objects, tmp_path: Path
 ) -> None:
     before, after = job(pair[0], tmp_path / "before", "old"), job(pair[1], tmp_path / "after", "new")
@@ -359,33 +359,33 @@ def test_wherever_a_run_that_replaces_is_killed_the_next_one_completes_it(
 
 
 def move_to_another_machine(objects: Objects) -> None:
-    """Let everything that says that a process lives be of one of another machine."""
+    """Make all signs of life belong to a process of another machine."""
     holder = re.compile(rf"{_machine()}-([0-9]+-[0-9a-f]{{12}})")
     for key, content in objects.content().items():
-        there = holder.sub(r"0badcafe-\1", key)
-        said = holder.sub(r"0badcafe-\1", content.decode("latin-1")).encode("latin-1")
-        if there != key:
+        renamed_key = holder.sub(r"0badcafe-\1", key)
+        renamed_content = holder.sub(r"0badcafe-\1", content.decode("latin-1")).encode("latin-1")
+        if renamed_key != key:
             objects.client.delete_object(Bucket=objects.bucket, Key=key)
-        if (there, said) != (key, content):
-            objects.put(there, said)
+        if (renamed_key, renamed_content) != (key, content):
+            objects.put(renamed_key, renamed_content)
 
 
-def test_what_a_run_of_another_machine_left_is_its_own_until_it_has_been_silent_for_long(
+def test_files_of_another_machine_stay_until_its_lease_expired(
     preloaded: Preloaded, objects: Objects, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wanted, other = job("parts", tmp_path / "one"), job("ranks", tmp_path / "other")
+    expected, other = job("parts", tmp_path / "one"), job("ranks", tmp_path / "other")
     dst = objects.path("out")
     killer = Killer(1, of="partNumber=")
-    interrupted(preloaded, objects, killer, wanted.into(dst))
+    interrupted(preloaded, objects, killer, expected.into(dst))
     assert killer.done and uploads(objects)
     move_to_another_machine(objects)
     # It may still be alive: nothing of it is touched.
-    said = status(preloaded, dst)
-    assert said is not None and said["writing"] and not said["complete"]
+    renamed_content = status(preloaded, dst)
+    assert renamed_content is not None and renamed_content["writing"] and not renamed_content["complete"]
     fails(3, *other.into(dst, "--overwrite"), says=["another conversion is writing"])
     before = uploads(objects)
-    done(*wanted.into(dst))
-    assert written(objects).items() >= wanted.whole.items()
+    done(*expected.into(dst))
+    assert written(objects).items() >= expected.whole.items()
     assert set(uploads(objects)) <= set(before) != set()
     # The services' clocks count seconds.
     time.sleep(1.1)
@@ -393,44 +393,44 @@ def test_what_a_run_of_another_machine_left_is_its_own_until_it_has_been_silent_
     for module in ("store", "new_object", "service"):
         monkeypatch.setattr(f"reshard.storage.s3.{module}.age_of", lambda modified, _: 1000.0 * (modified < now))
     # Nothing is left to do but that.
-    done(*wanted.into(dst))
+    done(*expected.into(dst))
     assert not uploads(objects)
-    assert written(objects) == wanted.whole
+    assert written(objects) == expected.whole
     assert done("status", dst, "--json").json["writing"] is False
     done(*other.into(dst, "--overwrite"))
     check_nothing_is_left(objects, other)
 
 
-def test_a_lock_of_a_machine_that_is_gone_is_taken_over(
+def test_a_lock_of_a_dead_machine_is_taken_over(
     preloaded: Preloaded, objects: Objects, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wanted = job("ranks", tmp_path)
+    expected = job("ranks", tmp_path)
     objects.put("out/.reshard/lock", b"0badcafe-1-0123456789ab 3")
     time.sleep(1.1)
     now = datetime.now(timezone.utc)
     monkeypatch.setattr("reshard.storage.s3.service.age_of", lambda modified, _: 1000.0 * (modified < now))
-    done(*wanted.into(objects.path("out")))
-    check_nothing_is_left(objects, wanted)
+    done(*expected.into(objects.path("out")))
+    check_nothing_is_left(objects, expected)
 
 
 @pytest.mark.long
-def test_a_lock_of_a_machine_that_has_just_died_is_waited_for(
+def test_a_lock_of_a_machine_that_just_died_is_waited_for(
     objects: Objects, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever waits does not give up before the lock counts for nothing."""
-    wanted = job("ranks", tmp_path)
+    expected = job("ranks", tmp_path)
     objects.put("out/.reshard/lock", b"0badcafe-1-0123456789ab 3")
     monkeypatch.setattr("reshard.storage.s3.leases.DEAD_AFTER", 4.0)
     monkeypatch.setattr("reshard.storage.locks.GIVEN_UP_AFTER", 4.0)
-    warns(done(*wanted.into(objects.path("out"))), "waiting for", "which another process has locked")
-    check_nothing_is_left(objects, wanted)
+    warns(done(*expected.into(objects.path("out"))), "waiting for", "which another process has locked")
+    check_nothing_is_left(objects, expected)
 
 
 @pytest.mark.parametrize("others", [True, False])
-def test_a_lock_is_waited_for_as_long_as_it_goes_from_hand_to_hand(
+def test_waiting_continues_while_a_lock_changes_holders(
     others: bool, objects: Objects, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wanted = job("ranks", tmp_path)
+    expected = job("ranks", tmp_path)
     now = 0.0
     hands = itertools.count(1)
 
@@ -444,10 +444,10 @@ def test_a_lock_is_waited_for_as_long_as_it_goes_from_hand_to_hand(
     objects.put("out/.reshard/lock", b"0badcafe-1-0123456789ab 0")
     clock = SimpleNamespace(sleep=sleep, monotonic=lambda: now)
     monkeypatch.setattr("reshard.storage.locks.time", clock)
-    words = wanted.into(objects.path("out"))
+    words = expected.into(objects.path("out"))
     if not others:
         fails(1, *words, says=["another process has held this lock for 135 s"])
         assert next(hands) < 20
         return
     done(*words)
-    check_nothing_is_left(objects, wanted)
+    check_nothing_is_left(objects, expected)

@@ -1,4 +1,4 @@
-"""Locks in object stores: held by one at most, given up with the process that held them, and by the service's clock."""
+"""Locks in object stores: at most one holder, released at its death, timed by the service's clock."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def count_up(objects: Objects) -> None:
 
 
 @pytest.mark.parametrize("faults", ["none", "failing", "conflict"])
-def test_threads_never_hold_a_lock_together(faults: str, objects: Objects) -> None:
+def test_two_threads_never_hold_one_lock(faults: str, objects: Objects) -> None:
     if faults == "failing":
         objects.faults.choose = failing
     elif faults == "conflict":
@@ -101,7 +101,7 @@ def process(*words: str) -> subprocess.Popen[str]:
     )
 
 
-def test_processes_never_hold_a_lock_together(objects: Objects) -> None:
+def test_two_processes_never_hold_one_lock(objects: Objects) -> None:
     objects.put("count", b"0")
     started = [process(_CONTENDS, objects.bucket, objects.url, "5") for _ in range(3)]
     with contextlib.ExitStack() as stack:
@@ -138,7 +138,7 @@ def holding(objects: Objects) -> Iterator[subprocess.Popen[str]]:
 
 @pytest.mark.short
 @pytest.mark.parametrize("asked_for", [True, False])
-def test_what_a_killed_process_of_this_machine_held_is_had_at_once(asked_for: bool, objects: Objects) -> None:
+def test_a_lock_of_a_killed_local_process_is_taken_over_at_once(asked_for: bool, objects: Objects) -> None:
     store = s3_store(objects.path())
     with holding(objects) as holder:
         with pytest.raises(Waited), alone(objects):
@@ -148,7 +148,7 @@ def test_what_a_killed_process_of_this_machine_held_is_had_at_once(asked_for: bo
         if asked_for:
             holder.wait()
         else:
-            # It stays listed until its parent asks for it, which some never do.
+            # It stays listed until its parent waits for it, which some never do.
             wait_until_killed(holder.pid)
         with alone(objects):
             assert held(objects).startswith(leases._machine().encode())
@@ -157,7 +157,7 @@ def test_what_a_killed_process_of_this_machine_held_is_had_at_once(asked_for: bo
     assert held(objects) == b"free"
 
 
-def test_processes_that_are_hidden_live(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_hidden_by_proc_count_as_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     def hidden(path: str, mode: str) -> None:
         raise FileNotFoundError(path)
 
@@ -170,7 +170,7 @@ def test_processes_that_are_hidden_live(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.short
-def test_a_lock_of_another_machine_is_had_when_the_service_has_long_not_heard_of_it(objects: Objects) -> None:
+def test_a_lock_of_another_machine_is_taken_over_after_its_lease_expired(objects: Objects) -> None:
     objects.put("run/.reshard/lock", f"{ELSEWHERE} 3".encode())
     objects.put(f"run/.reshard/shared.{ELSEWHERE}", b"")
     objects.put(f"run/.reshard/shared.{ELSEWHERE}.more", b"a name of something else")
@@ -181,7 +181,7 @@ def test_a_lock_of_another_machine_is_had_when_the_service_has_long_not_heard_of
         if alive:
             with pytest.raises(Waited), alone(objects):
                 pass
-    # Put again by it: it lives, after all.
+    # Its own renewal: it is alive.
     objects.put("run/.reshard/lock", f"{ELSEWHERE} 4".encode())
     objects.faults.clock = 0
     with pytest.raises(Waited), alone(objects):
@@ -195,27 +195,27 @@ def test_a_lock_of_another_machine_is_had_when_the_service_has_long_not_heard_of
 @pytest.mark.short
 @pytest.mark.parametrize("conditions", ["heed", "ignore"])
 @pytest.mark.parametrize("again", [False, True])
-def test_a_sign_that_is_put_again_while_it_is_removed_stays(again: bool, conditions: str, objects: Objects) -> None:
+def test_a_sign_of_life_renewed_during_its_removal_stays(again: bool, conditions: str, objects: Objects) -> None:
     key = f"run/.reshard/sign.{ELSEWHERE}"
     objects.put(key, b"1")
     store = s3_store(objects.path())
     objects.faults.conditions = conditions
     leases.has_conditional_writes(store._service, objects.path("run/.reshard/lock"))
     objects.faults.clock = leases.DEAD_AFTER + 5
-    asked: list[str] = []
+    requests: list[str] = []
 
     def choose(number: int, method: str, path: str) -> None:
-        if again and method in ("PUT", "DELETE") and not asked:
-            asked.append(method)
+        if again and method in ("PUT", "DELETE") and not requests:
+            requests.append(method)
             objects.put(key, b"2")
 
     objects.faults.choose = choose
     store.remove_dead_signs(objects.path("run/.reshard"))
-    # Without conditions nothing is lost either: who lives puts its sign again.
+    # Without conditional writes nothing is lost either: a live process renews its sign.
     assert objects.content() == ({key: b"2"} if again and conditions == "heed" else {})
 
 
-def test_the_clock_of_this_machine_does_not_matter(objects: Objects, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leases_do_not_depend_on_the_local_clock(objects: Objects, monkeypatch: pytest.MonkeyPatch) -> None:
     objects.put("run/.reshard/lock", f"{ELSEWHERE} 3".encode())
     objects.put(f"run/.reshard/shared.{ELSEWHERE}", b"")
 
@@ -230,7 +230,7 @@ def test_the_clock_of_this_machine_does_not_matter(objects: Objects, monkeypatch
 
 @pytest.fixture
 def beating(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What says that this process lives is put again soon."""
+    """This process renews its sign of life soon."""
     monkeypatch.setattr(leases, "PUT_AGAIN_AFTER", 0.05)
     monkeypatch.setattr(leases, "_alive", set())
     monkeypatch.setattr(leases, "_thread", None)
@@ -245,7 +245,7 @@ def until(true: Callable[[], bool]) -> None:
 
 @pytest.mark.usefixtures("beating")
 @pytest.mark.parametrize("fails", [False, True])
-def test_who_lives_says_so_again(fails: bool, objects: Objects) -> None:
+def test_a_live_holder_renews_its_lease(fails: bool, objects: Objects) -> None:
     if fails:
         objects.faults.choose = failing
     shared = s3_store(objects.path()).share(objects.path("run/.reshard/shared"), nothing_told)
@@ -264,7 +264,7 @@ def test_who_lives_says_so_again(fails: bool, objects: Objects) -> None:
 
 @pytest.mark.short
 @pytest.mark.parametrize("silent", [0.0, 3 * leases.PUT_AGAIN_AFTER])
-def test_who_was_taken_for_dead_learns_it_and_does_not_come_back(
+def test_a_holder_declared_dead_detects_it_and_stops(
     silent: float, objects: Objects, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = leases._now
@@ -283,7 +283,7 @@ def test_who_was_taken_for_dead_learns_it_and_does_not_come_back(
 
 
 @pytest.mark.usefixtures("beating")
-def test_one_that_goes_wrong_does_not_keep_others_from_saying_that_they_live(objects: Objects) -> None:
+def test_a_failing_renewal_does_not_stop_other_renewals(objects: Objects) -> None:
     class Wrong:
         def put_again(self) -> None:
             raise RuntimeError("unforeseen")
@@ -299,7 +299,7 @@ def test_one_that_goes_wrong_does_not_keep_others_from_saying_that_they_live(obj
 
 @pytest.mark.short
 @pytest.mark.parametrize("now", [f"{ELSEWHERE} 0".encode(), b"free", None])
-def test_who_lost_a_lock_leaves_it_to_whoever_has_it(now: bytes, objects: Objects) -> None:
+def test_a_lost_lock_is_not_released_for_its_new_holder(now: bytes, objects: Objects) -> None:
     with alone(objects):
         (lock,) = list(leases._alive)
         if now is None:
@@ -316,9 +316,7 @@ def test_who_lost_a_lock_leaves_it_to_whoever_has_it(now: bytes, objects: Object
 
 @pytest.mark.short
 @pytest.mark.parametrize("silent", [0.0, 3 * leases.PUT_AGAIN_AFTER])
-def test_who_was_silent_for_long_learns_whether_the_lock_is_still_its_own(
-    silent: float, objects: Objects, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_late_holder_checks_its_lock(silent: float, objects: Objects, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = leases._now
     with alone(objects) as check:
         check()
@@ -333,21 +331,21 @@ def test_who_was_silent_for_long_learns_whether_the_lock_is_still_its_own(
 
 
 @pytest.mark.parametrize("lost", range(1, 12))
-def test_answers_that_get_lost_do_not_lose_the_lock(lost: int, objects: Objects) -> None:
+def test_lost_responses_do_not_lose_the_lock(lost: int, objects: Objects) -> None:
     with alone(objects):
         (lock,) = list(leases._alive)
-        left = [lost]
+        remaining = [lost]
 
         def choose(number: int, method: str, path: str) -> Optional[str]:
-            if method == "PUT" and left[0]:
-                left[0] -= 1
+            if method == "PUT" and remaining[0]:
+                remaining[0] -= 1
                 return "lost"
             return None
 
         objects.faults.choose = choose
         lock.put_again()
         lock.put_again()
-        assert left == [0]
+        assert remaining == [0]
         with pytest.raises(Waited), alone(objects):
             pass
     assert held(objects) == b"free"
@@ -355,23 +353,23 @@ def test_answers_that_get_lost_do_not_lose_the_lock(lost: int, objects: Objects)
 
 @pytest.mark.short
 @pytest.mark.parametrize("conditions", ["ignore", "refuse"])
-def test_a_service_without_conditional_writes_is_told_of_and_holds_nothing(conditions: str, objects: Objects) -> None:
+def test_a_service_without_conditional_writes_gives_a_warning_and_no_lock(conditions: str, objects: Objects) -> None:
     objects.faults.conditions = conditions
-    told: list[str] = []
+    output: list[str] = []
     store = s3_store(objects.path())
     path = objects.path("run/.reshard/lock")
     for _ in range(2):
         with (
-            leases.held_alone(store._service, path, no_wait, told.append),
-            leases.held_alone(store._service, path, no_wait, told.append),
+            leases.held_alone(store._service, path, no_wait, output.append),
+            leases.held_alone(store._service, path, no_wait, output.append),
         ):
             assert objects.content() == {}
     assert objects.content() == {}
-    assert set(told) == {
+    assert set(output) == {
         f"{objects.url.partition('//')[0]}//{objects.url.partition('//')[2]} has no conditional writes, by which runs "
         f"see each other: let no other run write to {objects.path('run')} at the same time"
     }
-    # Objects that say that somebody lives take no conditions.
+    # Signs of life use no conditional writes.
     shared = store.share(objects.path("run/.reshard/shared"), nothing_told)
     assert store.leases_in(objects.path("run/.reshard"), "shared.") == [True]
     shared.release()
@@ -379,32 +377,34 @@ def test_a_service_without_conditional_writes_is_told_of_and_holds_nothing(condi
 
 
 @pytest.mark.parametrize("conditions", ["heed", "ignore", "refuse"])
-def test_a_network_that_fails_does_not_change_what_is_known_of_a_service(conditions: str, objects: Objects) -> None:
+def test_a_failing_network_does_not_change_the_recorded_abilities_of_a_service(
+    conditions: str, objects: Objects
+) -> None:
     objects.faults.conditions = conditions
     objects.faults.choose = failing
-    asked = s3_store(objects.path())._service
-    assert leases.has_conditional_writes(asked, objects.path("lock")) is (conditions == "heed")
+    requests = s3_store(objects.path())._service
+    assert leases.has_conditional_writes(requests, objects.path("lock")) is (conditions == "heed")
     before = sum(objects.faults.requests.values())
-    assert leases.has_conditional_writes(asked, objects.path("run/other")) is (conditions == "heed")
+    assert leases.has_conditional_writes(requests, objects.path("run/other")) is (conditions == "heed")
     assert sum(objects.faults.requests.values()) == before
     assert objects.content() == {}
 
 
-def test_nothing_secret_is_said_of_a_lock(objects: Objects) -> None:
-    said = []
+def test_messages_about_locks_contain_no_secret(objects: Objects) -> None:
+    message = []
     with alone(objects):
-        said += [repr(objects.content())]
+        message += [repr(objects.content())]
         objects.faults.choose = lambda *_: "refuse"
         with pytest.raises(PermissionError) as refused:
             s3_store(objects.path()).share(objects.path("run/.reshard/shared"), nothing_told)
         with pytest.raises(OSError) as also:
             store_of(objects.path()).write_whole(objects.path("x"), b"")
         objects.faults.choose = lambda *_: None
-    said += [repr(refused.value), str(refused.value), str(also.value)]
-    assert SECRET not in str(said) and KEY not in str(said)
+    message += [repr(refused.value), str(refused.value), str(also.value)]
+    assert SECRET not in str(message) and KEY not in str(message)
 
 
-def test_stores_of_one_service_are_one(objects: Objects) -> None:
+def test_paths_of_one_service_share_one_store(objects: Objects) -> None:
     assert isinstance(store_of(objects.path("a")), S3Store) and store_of(objects.path("a")) is store_of(
         objects.path("b")
     )

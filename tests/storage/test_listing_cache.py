@@ -1,4 +1,4 @@
-"""What is asked of an object store once, while it is found out what lies there."""
+"""The cache of object listings of one command."""
 
 from __future__ import annotations
 
@@ -30,25 +30,25 @@ def run(objects: Objects) -> Objects:
     return objects
 
 
-def test_what_is_there_is_asked_for_once(run: Objects) -> None:
+def test_a_listing_is_requested_once(run: Objects) -> None:
     run.faults.asked.clear()
     with listings_cached():
         for _ in range(3):
             assert exists(run.path("run")) and is_directory(run.path("run"))
             assert names_in(run.path("run")) == ["empty", "notes", "rank_0", "rank_1", "step.10"]
-            # The list tells.
+            # The listing shows it.
             assert is_directory(run.path("run/rank_0")) and is_regular_file(run.path("run/notes"))
             assert not exists(run.path("run/nothing"))
-    asked = Counter(run.faults.asked)
-    assert set(asked.values()) == {1} and len(asked) == 3
+    counts = Counter(run.faults.asked)
+    assert set(counts.values()) == {1} and len(counts) == 3
 
 
-def test_behind_the_block_it_is_asked_anew(run: Objects) -> None:
+def test_a_listing_is_requested_again_after_the_block(run: Objects) -> None:
     path = run.path("run/new")
     with listings_cached():
         assert names_in(run.path("run")) and not exists(path)
         run.put("run/new", b"1")
-        # Of one moment, as far as it was asked for.
+        # The state of one moment, for requested paths.
         assert not exists(path)
         assert store_of(path).open(path).read(0, 1) == b"1"
         with listings_cached():
@@ -57,7 +57,7 @@ def test_behind_the_block_it_is_asked_anew(run: Objects) -> None:
     assert exists(path) and "new" in names_in(run.path("run"))
 
 
-def test_whoever_writes_asks_anew(run: Objects) -> None:
+def test_a_write_invalidates_listings(run: Objects) -> None:
     path = run.path("run/new")
     with listings_cached():
         assert not exists(path) and "new" not in names_in(run.path("run"))
@@ -67,14 +67,14 @@ def test_whoever_writes_asks_anew(run: Objects) -> None:
         assert not exists(path)
 
 
-def test_other_threads_ask_for_themselves(run: Objects) -> None:
+def test_other_threads_have_their_own_listings(run: Objects) -> None:
     with listings_cached(), ThreadPoolExecutor(1) as pool:
         assert not exists(run.path("run/new"))
         run.put("run/new", b"1")
         assert pool.submit(exists, run.path("run/new")).result()
 
 
-def test_what_may_pass_is_asked_again(run: Objects, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_requests_are_not_cached(run: Objects, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("reshard.storage.s3.failures.pause", lambda times: 0.0)
     with listings_cached():
         run.faults.choose = lambda *_: "unavailable"
@@ -90,17 +90,17 @@ def test_what_may_pass_is_asked_again(run: Objects, monkeypatch: pytest.MonkeyPa
     phases=[Phase.explicit, Phase.reuse, Phase.generate],
 )  # fmt: skip
 @given(st.lists(st.tuples(st.sampled_from(QUESTIONS), st.sampled_from(PATHS)), max_size=12))
-def test_answers_are_those_of_the_store(run: Objects, asked: list[tuple[Callable[[str], Any], str]]) -> None:
+def test_cached_listings_equal_the_stores(run: Objects, asked: list[tuple[Callable[[str], Any], str]]) -> None:
     with listings_cached():
-        found = [ask(run.path(path)) for ask, path in asked]
-    assert found == [answers(run)[ask, path] for ask, path in asked]
+        actual = [ask(run.path(path)) for ask, path in asked]
+    assert actual == [answers(run)[ask, path] for ask, path in asked]
 
 
 _ANSWERS: dict[str, dict[tuple[Callable[[str], Any], str], Any]] = {}
 
 
 def answers(run: Objects) -> dict[tuple[Callable[[str], Any], str], Any]:
-    """What the store says to every question, asked anew each time."""
+    """The store's answers without a cache."""
     if run.bucket not in _ANSWERS:
         _ANSWERS[run.bucket] = {(ask, path): ask(run.path(path)) for ask, path in itertools.product(QUESTIONS, PATHS)}
     return _ANSWERS[run.bucket]

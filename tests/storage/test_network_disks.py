@@ -1,4 +1,4 @@
-"""Network file systems: requests follow from how long those took that were made, whatever the page cache answered."""
+"""Network file systems: request sizes follow measured latencies, not answers of the page cache."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ ROUND_TRIPS = st.floats(0, 10)
 
 
 def slowed(milliseconds: float, file_system: str, *words: Argument) -> str:
-    """What a command prints if every read takes a round trip of so long, on a file system of this type."""
+    """A command's output if every read takes this round trip, on a file system of this type."""
     command = [sys.executable, "-m", "benchmarks.slow_reads", milliseconds, file_system, *words]
-    found = subprocess.run([str(word) for word in command], cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert found.returncode == 0, found.stderr
-    return found.stdout
+    process = subprocess.run([str(word) for word in command], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert process.returncode == 0, process.stderr
+    return process.stdout
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def slowed(milliseconds: float, file_system: str, *words: Argument) -> str:
         ([1 * MS, 3 * MS, 2 * MS], 2 * MS),
         # Opening a file is often several round trips.
         ([30 * MS, 10 * MS], 10 * MS),
-        # What the page cache answers says nothing of the network, as long as something else does.
+        # Reads from the page cache are ignored if there are others.
         ([HIT, 5 * MS, HIT, 6 * MS, HIT, 7 * MS], 6 * MS),
         ([HIT] * 64, None),
         # A machine that is busy for a moment is no network.
@@ -60,16 +60,14 @@ def slowed(milliseconds: float, file_system: str, *words: Argument) -> str:
     ],
     ids=str,
 )
-def test_the_round_trip_is_that_of_requests_that_were_waited_for(
-    seconds: list[float], expected: Optional[float]
-) -> None:
+def test_the_round_trip_is_measured_on_blocking_requests(seconds: list[float], expected: Optional[float]) -> None:
     assert round_trip_of(seconds) == expected
 
 
 @pytest.mark.parametrize(
     ("round_trip", "in_flight"), [(0.3 * MS, 4), (1 * MS, 4), (6 * MS, 4), (12 * MS, 8), (24 * MS, 16), (1.0, 32)]
 )
-def test_a_longer_round_trip_has_more_requests_under_way(round_trip: float, in_flight: int) -> None:
+def test_a_longer_round_trip_increases_concurrent_requests(round_trip: float, in_flight: int) -> None:
     for least in (REMOTE, OBJECTS):
         measured = Measured(least)
         measured.request(round_trip)
@@ -79,7 +77,7 @@ def test_a_longer_round_trip_has_more_requests_under_way(round_trip: float, in_f
 
 
 @given(ROUND_TRIPS, ROUND_TRIPS)
-def test_requests_only_grow_with_the_round_trip_and_never_fall_below_what_is_usual(one: float, other: float) -> None:
+def test_request_sizes_grow_with_the_round_trip_from_the_default(one: float, other: float) -> None:
     quick, slow = (storage_with(seconds, 0, REMOTE) for seconds in sorted((one, other)))
     for less, more in ((REMOTE, quick), (quick, slow)):
         assert less.in_flight <= more.in_flight and less.worth_skipping <= more.worth_skipping
@@ -87,7 +85,7 @@ def test_requests_only_grow_with_the_round_trip_and_never_fall_below_what_is_usu
     assert slow.small <= slow.window
 
 
-def test_what_tells_of_no_round_trip_leaves_what_is_usual() -> None:
+def test_without_a_measured_round_trip_the_defaults_apply() -> None:
     measured = Measured(REMOTE, usual=0.0)
     assert measured.storage() == REMOTE
     for _ in range(100):
@@ -99,9 +97,7 @@ def test_what_tells_of_no_round_trip_leaves_what_is_usual() -> None:
 
 
 @given(st.integers(1, 128), st.integers(1, 1 << 32), ROUND_TRIPS)
-def test_more_requests_than_usual_are_under_way_only_while_they_are_large(
-    jobs: int, max_memory: int, round_trip: float
-) -> None:
+def test_only_large_requests_exceed_the_default_concurrency(jobs: int, max_memory: int, round_trip: float) -> None:
     usual, measured = (
         ExecutionOptions(jobs, max_memory, storage=storage) for storage in (REMOTE, storage_with(round_trip, 0, REMOTE))
     )
@@ -130,7 +126,7 @@ def slow_open(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
 
 
 @pytest.mark.parametrize("file_system", ["nfs4", "lustre", "fuse.something", "ext4", "tmpfs"])
-def test_files_of_network_file_systems_tell_and_others_do_not(
+def test_only_network_file_systems_report_a_round_trip(
     file_system: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("reshard.storage.costs.file_system_of", lambda path: file_system)
@@ -151,23 +147,23 @@ def test_files_of_network_file_systems_tell_and_others_do_not(
         return
     assert before == REMOTE and after.in_flight > REMOTE.in_flight
     assert after.round_trip is not None and after.round_trip >= 0.02
-    # Nobody knows yet of a file system that nothing was read of.
+    # A file system without reads has no measured round trip.
     assert LocalStore().costs(str(path)) == REMOTE
     assert store.costs(str(tmp_path / "nothing" / "here")) == REMOTE
 
 
-def test_plan_tells_how_requests_to_network_disks_are_made(tmp_path: Path) -> None:
+def test_plan_json_describes_requests_to_network_disks(tmp_path: Path) -> None:
     words: list[Argument] = ["plan", DEMO / "src_checkpoints", tmp_path / "out", *WORDS, "--jobs", 2]
-    told = json.loads(slowed(12, "nfs4", *words, "--json"))
-    check(told, SCHEMAS / "plan.v1.json")
-    requests = told["requests"]
+    document = json.loads(slowed(12, "nfs4", *words, "--json"))
+    check(document, SCHEMAS / "plan.v1.json")
+    requests = document["requests"]
     assert requests["found"] == "measured" and requests["round_trip"] >= 0.012
     # As many as have room in memory, being large.
-    assert requests["at_a_time"] == told["threads"] == 16
-    assert told["io"]["way"] == "pread" and "round trip for each page" in told["io"]["why"]
+    assert requests["at_a_time"] == document["threads"] == 16
+    assert document["io"]["way"] == "pread" and "round trip for each page" in document["io"]["why"]
 
 
-def test_plan_tells_it_in_words(tmp_path: Path) -> None:
+def test_plan_describes_requests_to_network_disks_in_words(tmp_path: Path) -> None:
     weights = FIXTURES / "full_weights/h01_bf16_sharded/model"
     words: list[Argument] = ["plan", weights, tmp_path / "out", "--to", "huggingface", "--jobs", 2]
     text = slowed(12, "lustre", *words)
@@ -177,17 +173,17 @@ def test_plan_tells_it_in_words(tmp_path: Path) -> None:
     assert "requests" not in here and "io       pread, as mmap is hardly quicker on a local disk" in here
 
 
-def test_how_slow_a_disk_is_does_not_change_what_is_written(tmp_path: Path) -> None:
-    made = []
+def test_a_slow_disk_does_not_change_the_output(tmp_path: Path) -> None:
+    created = []
     for name, milliseconds, file_system in (("here", 0, "ext4"), ("far", 2, "nfs4")):
         place = tmp_path / name
         slowed(milliseconds, file_system, "convert", DEMO / "src_checkpoints", place, *WORDS, "--verify")
-        made.append({name: data for name, data in tree_bytes(place).items() if name.endswith(".ckpt")})
-    assert made[0] == made[1] and made[0]
+        created.append({name: data for name, data in tree_bytes(place).items() if name.endswith(".ckpt")})
+    assert created[0] == created[1] and created[0]
 
 
 @pytest.mark.parametrize(
-    ("asked", "storage", "way"),
+    ("io", "storage", "way"),
     [
         ("auto", LOCAL, "pread"),
         ("auto", REMOTE, "pread"),
@@ -198,12 +194,12 @@ def test_how_slow_a_disk_is_does_not_change_what_is_written(tmp_path: Path) -> N
         ("mmap", OBJECTS, "pread"),
     ],
 )
-def test_maps_are_used_where_they_are_asked_for_and_can_be_made(asked: str, storage: Storage, way: str) -> None:
-    assert choose_io(asked, storage).way == way
-    assert ExecutionOptions(1, io=asked, storage=storage).mapped == (way == "mmap")
+def test_io_mmap_uses_maps_where_possible(io: str, storage: Storage, way: str) -> None:
+    assert choose_io(io, storage).way == way
+    assert ExecutionOptions(1, io=io, storage=storage).mapped == (way == "mmap")
 
 
-def test_plan_tells_what_maps_were_asked_for(tmp_path: Path) -> None:
+def test_plan_describes_io_mmap(tmp_path: Path) -> None:
     words: list[Argument] = ["plan", DEMO / "src_checkpoints", tmp_path / "out", *WORDS, "--io", "mmap"]
     assert done(*words, "--json").json["io"] == {"way": "mmap", "why": "as requested"}
     assert "io       mmap, as requested" in done(*words).out
@@ -211,7 +207,7 @@ def test_plan_tells_what_maps_were_asked_for(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("files", [2, 8, 30])
 @pytest.mark.parametrize("window_bytes", [256 << 10, 1 << 20])
-def test_small_pieces_of_many_files_take_far_fewer_requests_than_there_are_pieces(
+def test_small_pieces_of_many_files_are_read_in_few_requests(
     files: int, window_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     piece, count = 512, 400
@@ -234,11 +230,11 @@ def test_small_pieces_of_many_files_take_far_fewer_requests_than_there_are_piece
                 out = bytearray(piece)
                 reader.read_into(source, start, memoryview(out))
                 assert out == content[start : start + piece]
-    # Were there no room for a window of each file, every piece would take one.
+    # Without room for a window of each file, every piece would take a request.
     assert len(requests) <= files * count // 4 and max(requests) <= REMOTE.window
 
 
-def test_threads_that_wait_for_targets_do_not_open_more_files_than_may_be(
+def test_threads_waiting_for_targets_stay_within_the_limit_of_open_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     far = storage_with(50 * MS, least=REMOTE)

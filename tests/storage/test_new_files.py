@@ -1,4 +1,4 @@
-"""New files are written alike to every store: in any order, seen by nobody before they are whole, and never in part."""
+"""New files in every store: written in any order, invisible before they are complete."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_bytes_come_in_any_order_from_several_threads(place: Place, data: st.Dat
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_nobody_sees_a_file_before_it_is_published(place: Place, size: int) -> None:
+def test_a_file_is_invisible_before_it_is_published(place: Place, size: int) -> None:
     path, old, new = place.put("file", b"the one that was there"), b"the one that was there", content(size)
     with writing(path, size) as file, writing(f"{place.path}/other", size) as other:
         for one in (file, other):
@@ -102,16 +102,16 @@ def test_nobody_sees_a_file_before_it_is_published(place: Place, size: int) -> N
     assert place.content() == {"file": new, "other": new} and place.uploads() == []
 
 
-def test_a_file_that_is_replaced_is_the_one_or_the_other_at_every_moment(place: Place) -> None:
+def test_a_file_is_replaced_atomically(place: Place) -> None:
     versions = [content(LARGE), bytes(1000), bytes(PART + 1)]
     path = place.put("file", versions[0])
-    seen: set[int] = set()
+    visited: set[int] = set()
     done = threading.Event()
 
     def look() -> None:
         while not done.is_set():
             try:
-                seen.add(versions.index(place.content()["file"]))
+                visited.add(versions.index(place.content()["file"]))
             except Exception as error:
                 # The server that is tested against has none for a moment while it is replaced.
                 if "NoSuchKey" not in str(error):
@@ -125,12 +125,12 @@ def test_a_file_that_is_replaced_is_the_one_or_the_other_at_every_moment(place: 
         finally:
             done.set()
         looking.result()
-    assert seen and place.content() == {"file": versions[1]}
+    assert visited and place.content() == {"file": versions[1]}
 
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("stage", ["begun", "half", "written", "finished"])
-def test_what_is_discarded_leaves_nothing(place: Place, size: int, stage: str) -> None:
+def test_a_discarded_file_leaves_nothing(place: Place, size: int, stage: str) -> None:
     with writing(f"{place.path}/new/file", size) as file:
         if stage == "half":
             file.write(0, memoryview(content(size)[: size * 2 // 3]))
@@ -147,7 +147,7 @@ def test_what_is_discarded_leaves_nothing(place: Place, size: int, stage: str) -
     assert place.content() == {} and place.uploads() == []
 
 
-def test_what_is_only_closed_leaves_nothing_in_a_store_of_objects(objects: Objects) -> None:
+def test_an_object_closed_without_publishing_leaves_nothing(objects: Objects) -> None:
     with writing(objects.path("file"), LARGE) as file:
         write_all(file, content(LARGE))
         file.finish()
@@ -155,7 +155,7 @@ def test_what_is_only_closed_leaves_nothing_in_a_store_of_objects(objects: Objec
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_what_is_discarded_while_others_write_leaves_nothing(place: Place, seed: int) -> None:
+def test_a_file_discarded_during_writes_leaves_nothing(place: Place, seed: int) -> None:
     chosen = random.Random(seed)
     size = 6 * PART
     whole = content(size)
@@ -181,7 +181,7 @@ def test_what_is_discarded_while_others_write_leaves_nothing(place: Place, seed:
     assert place.content() == {} and place.uploads() == []
 
 
-def test_the_size_tells_bytes_that_are_missing(place: Place) -> None:
+def test_missing_bytes_are_an_error_on_publishing(place: Place) -> None:
     for size, missing in ((10, 1), (PART, 1), (PART + 1, 1), (LARGE, 1), (LARGE, PART)):
         with writing(f"{place.path}/file", size) as file:
             file.write(0, memoryview(content(size))[: size - missing])
@@ -190,7 +190,7 @@ def test_the_size_tells_bytes_that_are_missing(place: Place) -> None:
     assert place.content() == {} and place.uploads() == []
 
 
-def test_the_size_tells_missing_bytes_of_objects_wherever_they_are(objects: Objects) -> None:
+def test_missing_bytes_anywhere_in_an_object_are_an_error(objects: Objects) -> None:
     for size in (10, PART + 1):
         for hole in (0, size // 2, size - 1):
             with writing(objects.path("file"), size) as file:
@@ -200,7 +200,7 @@ def test_the_size_tells_missing_bytes_of_objects_wherever_they_are(objects: Obje
 
 
 @pytest.mark.parametrize("size", [0, 5, PART, PART + 5])
-def test_more_bytes_than_were_planned_do_not_pass(place: Place, size: int) -> None:
+def test_bytes_over_the_planned_size_are_an_error(place: Place, size: int) -> None:
     with writing(f"{place.path}/file", size) as file:
         try:
             file.write(max(0, size - 3), memoryview(b"too many"))
@@ -211,7 +211,7 @@ def test_more_bytes_than_were_planned_do_not_pass(place: Place, size: int) -> No
     assert place.content() == {}
 
 
-def test_the_time_is_the_same_whoever_tells_it(place: Place) -> None:
+def test_a_published_file_has_one_time_in_all_functions(place: Place) -> None:
     for size in (0, 1000, LARGE):
         path = f"{place.path}/of-{size}"
         with writing(path, size) as file:
@@ -231,22 +231,22 @@ def test_the_time_is_the_same_whoever_tells_it(place: Place) -> None:
 
 
 @pytest.mark.short
-def test_parts_are_as_many_and_as_large_as_services_take() -> None:
+def test_numbers_and_sizes_of_parts_stay_within_service_limits() -> None:
     for size in (1, PART, PART + 1, PART * 10_000, PART * 10_000 + 1, 3 << 40, 5 << 40):
         part = part_bytes(size)
         assert part >= 5 << 20 and part % (1 << 20) == 0 and -(-size // part) <= 10_000
         assert part == PART or -(-size // (part - (1 << 20))) > 10_000
 
 
-def test_a_small_file_is_written_whole(place: Place) -> None:
+def test_a_small_object_is_written_in_one_request(place: Place) -> None:
     place.put("other", b"")
     path = f"{place.path}/file"
-    seen: set[bytes] = set()
+    visited: set[bytes] = set()
     done = threading.Event()
 
     def look() -> None:
         while not done.is_set():
-            seen.add(place.content().get("file", b""))
+            visited.add(place.content().get("file", b""))
 
     texts = [bytes([65 + number]) * (1 + 50_000 * number) for number in range(5)]
     with ThreadPoolExecutor(1) as threads:
@@ -258,7 +258,7 @@ def test_a_small_file_is_written_whole(place: Place) -> None:
         finally:
             done.set()
         looking.result()
-    assert seen <= {b"", *texts}
+    assert visited <= {b"", *texts}
     assert place.content() == {"file": texts[-1], "other": b""}
 
 
@@ -273,7 +273,7 @@ def test_files_are_removed(place: Place) -> None:
     assert list(place.content()) == ["a/file.more"]
 
 
-def test_directories_of_records_come_and_go(place: Place) -> None:
+def test_directories_of_records_are_created_and_removed(place: Place) -> None:
     place.put("rank_0/file", b"1")
     root = f"{place.path}/.reshard"
     store_of(root).make_directory(root)
@@ -299,7 +299,7 @@ def test_directories_of_records_come_and_go(place: Place) -> None:
     assert place.content() == {"rank_0/file": b"1"}
 
 
-# What a request is for, by its method and what its path holds, and does not.
+# Requests by method, and by texts that the path contains or not.
 REQUESTS = {
     "begin": ("POST", "?uploads", "uploadId"),
     "part": ("PUT", "partNumber=", "nothing"),
@@ -328,7 +328,7 @@ class Failing:
 
 @pytest.mark.parametrize("fault, times", [("lost", 1), ("lost", 4), ("cut", 1), ("drop", 2), ("unavailable", 4)])
 @pytest.mark.parametrize("kind", REQUESTS)
-def test_answers_that_get_lost_change_nothing(kind: str, fault: str, times: int, objects: Objects) -> None:
+def test_lost_responses_do_not_change_the_file(kind: str, fault: str, times: int, objects: Objects) -> None:
     size = 1000 if kind == "put" else PART + 1000
     path, whole = objects.put("file", b"old"), content(size)
     with writing(path, size) as file:
@@ -346,7 +346,7 @@ def test_answers_that_get_lost_change_nothing(kind: str, fault: str, times: int,
 
 @pytest.mark.parametrize("fault", ["lost", "drop", "refuse"])
 @pytest.mark.parametrize("kind", ["begin", "part", "complete", "put"])
-def test_a_file_that_cannot_be_written_is_an_error_and_leaves_nothing(kind: str, fault: str, objects: Objects) -> None:
+def test_a_failed_write_is_an_error_and_leaves_nothing(kind: str, fault: str, objects: Objects) -> None:
     size = 1000 if kind == "put" else PART + 1000
     path, whole = objects.put("file", b"old"), content(size)
     objects.faults.choose = Failing(kind, fault, 9)
@@ -359,13 +359,13 @@ def test_a_file_that_cannot_be_written_is_an_error_and_leaves_nothing(kind: str,
             file.discard()
     assert path in str(caught.value)
     assert SECRET not in str(caught.value) and KEY not in str(caught.value)
-    # Of what did reach the service nobody knows; it is whole.
+    # The client cannot detect the requests that did arrive; the object is whole.
     assert objects.content()["file"] in ((b"old", whole) if fault == "lost" else (b"old",))
     assert list(objects.content()) == ["file"] and objects.uploads() == []
 
 
 @pytest.mark.short
-def test_threads_that_fail_to_begin_leave_nothing(objects: Objects) -> None:
+def test_threads_that_fail_to_start_leave_no_upload(objects: Objects) -> None:
     size = 4 * PART
     objects.faults.choose = Failing("begin", "lost", 13)
     with writing(objects.path("file"), size) as file:
@@ -381,13 +381,13 @@ def test_threads_that_fail_to_begin_leave_nothing(objects: Objects) -> None:
 
 
 @pytest.mark.short
-def test_an_upload_that_was_lost_while_another_writes_the_same_is_removed_at_last(objects: Objects) -> None:
+def test_a_lost_upload_beside_a_concurrent_writer_is_aborted_later(objects: Objects) -> None:
     path, whole = objects.path("file"), content(LARGE)
     with writing(path, LARGE) as other:
         other.write(0, memoryview(whole)[: 2 * PART])
         objects.faults.choose = Failing("begin", "lost", 1)
         written(path, bytes(LARGE))
-        # Which of the two that are left is the other's, nobody can tell.
+        # The owner of the two remaining uploads is unknown.
         assert objects.content()["file"] == bytes(LARGE) and len(objects.uploads()) == 2
         other.write(2 * PART, memoryview(whole)[2 * PART :])
         other.finish()
@@ -411,7 +411,7 @@ file.close()
 
 
 @pytest.mark.short
-def test_an_upload_that_cannot_be_aborted_is_by_the_next_run(objects: Objects) -> None:
+def test_the_next_run_aborts_an_upload_that_could_not_be_aborted(objects: Objects) -> None:
     path = objects.path("file")
     objects.faults.choose = Failing("abort", "unavailable", 1000)
     subprocess.run([sys.executable, "-c", _GIVES_UP, path, str(LARGE)], check=True, cwd=ROOT)
@@ -421,7 +421,7 @@ def test_an_upload_that_cannot_be_aborted_is_by_the_next_run(objects: Objects) -
     assert objects.content() == {} and objects.uploads() == []
 
 
-def test_an_upload_that_another_aborts_is_an_error(objects: Objects) -> None:
+def test_an_upload_aborted_by_another_program_is_an_error(objects: Objects) -> None:
     path = objects.put("file", b"old")
     for published_by_another in (False, True):
         with writing(path, LARGE) as file:
@@ -438,7 +438,7 @@ def test_an_upload_that_another_aborts_is_an_error(objects: Objects) -> None:
     assert objects.content() == {"file": bytes(LARGE)} and objects.uploads() == []
 
 
-def test_objects_of_other_programs_have_one_time_whoever_tells_it(objects: Objects) -> None:
+def test_objects_of_other_programs_have_one_time_in_all_functions(objects: Objects) -> None:
     for number, metadata in enumerate(({}, {"mtime": "1700000000.25"}, {"mtime": "1700000000"}, {"mtime": "no time"})):
         objects.client.put_object(Bucket=objects.bucket, Key=f"{number}", Body=b"1", Metadata=metadata)
         path = objects.path(f"{number}")
@@ -451,34 +451,34 @@ def test_objects_of_other_programs_have_one_time_whoever_tells_it(objects: Objec
 
 
 @pytest.mark.short
-def test_credentials_are_in_no_object(objects: Objects) -> None:
+def test_objects_contain_no_credentials(objects: Objects) -> None:
     objects.faults.choose = failing
-    seen: list[str] = []
+    visited: list[str] = []
     with writing(objects.path("run/large"), LARGE) as file:
         write_all(file, bytes(LARGE))
-        seen += [f"{name} {data!r}" for name, data in objects.content().items()]
+        visited += [f"{name} {data!r}" for name, data in objects.content().items()]
         file.publish()
     write_whole(objects.path("run/small"), b"1")
     for key in objects.content():
         head = objects.client.head_object(Bucket=objects.bucket, Key=key)
-        seen.append(f"{key} {head['Metadata']}")
-    assert len(seen) == 3 and ".reshard-tmp-" in seen[0]
-    assert SECRET not in str(seen) and KEY not in str(seen)
+        visited.append(f"{key} {head['Metadata']}")
+    assert len(visited) == 3 and ".reshard-tmp-" in visited[0]
+    assert SECRET not in str(visited) and KEY not in str(visited)
 
 
 @pytest.mark.short
-def test_what_is_put_is_sent_without_asking_first(objects: Objects) -> None:
+def test_puts_do_not_wait_for_100_continue(objects: Objects) -> None:
     place = objects.path("run")
-    asked: list[bool] = []
+    requests: list[bool] = []
     client = service(place).client
-    client.meta.events.register("before-send.s3", lambda request, **_: asked.append("Expect" in request.headers))
+    client.meta.events.register("before-send.s3", lambda request, **_: requests.append("Expect" in request.headers))
     write_whole(f"{place}/small", b"1")
     data = content(LARGE)
     with contextlib.closing(new_file(f"{place}/large", LARGE)) as file:
         file.write(0, memoryview(data))
         file.finish()
         file.publish()
-    assert len(asked) > 5 and not any(asked)
+    assert len(requests) > 5 and not any(requests)
     assert objects.content() == {"run/small": b"1", "run/large": data}
 
 
@@ -498,7 +498,7 @@ def version(path: str) -> str:
 @pytest.mark.parametrize("size", [1000, PART + 1000])
 def test_a_file_replaces_only_what_was_expected(size: int, objects: Objects) -> None:
     path, data = objects.path("file"), content(size)
-    # Nothing was there, and nothing is; what was there still is.
+    # A missing file stays missing; an existing one stays unchanged.
     assert published(path, data, Expected("", "mine")) is None
     assert published(path, data[::-1], Expected(version(path), "mine")) is None
     assert objects.content() == {"file": data[::-1]}
@@ -516,11 +516,11 @@ def test_a_file_replaces_only_what_was_expected(size: int, objects: Objects) -> 
 
 @pytest.mark.short
 @pytest.mark.parametrize("size", [1000, PART + 1000])
-def test_what_another_run_of_the_same_conversion_has_put_first_stays(size: int, objects: Objects) -> None:
+def test_an_equal_object_of_a_concurrent_run_stays(size: int, objects: Objects) -> None:
     path, data = objects.path("file"), content(size)
     assert published(path, data, Expected("", "one run of it")) is None
-    there = status_at(path)
-    assert published(path, data, Expected("", "one run of it")) == there == status_at(path)
+    status = status_at(path)
+    assert published(path, data, Expected("", "one run of it")) == status == status_at(path)
     with pytest.raises(OSError, match="another program has written"):
         published(path, data, Expected("", "another conversion"))
     assert objects.content() == {"file": data} and objects.uploads() == []
@@ -528,7 +528,9 @@ def test_what_another_run_of_the_same_conversion_has_put_first_stays(size: int, 
 
 @pytest.mark.parametrize("conditions", ["ignore", "refuse"])
 @pytest.mark.parametrize("size", [1000, PART + 1000])
-def test_without_conditional_writes_it_is_looked_what_is_there(size: int, conditions: str, objects: Objects) -> None:
+def test_without_conditional_writes_the_existing_object_is_checked(
+    size: int, conditions: str, objects: Objects
+) -> None:
     objects.faults.conditions = conditions
     assert not leases.has_conditional_writes(service(objects.path()), objects.path("lock"))
     path, data = objects.path("file"), content(size)
@@ -541,7 +543,9 @@ def test_without_conditional_writes_it_is_looked_what_is_there(size: int, condit
 
 @pytest.mark.parametrize("fault, times", [("lost", 1), ("lost", 4), ("drop", 2), ("conflict", 2)])
 @pytest.mark.parametrize("kind", ["complete", "put"])
-def test_an_answer_that_gets_lost_is_no_other_program(kind: str, fault: str, times: int, objects: Objects) -> None:
+def test_a_lost_response_is_not_mistaken_for_another_program(
+    kind: str, fault: str, times: int, objects: Objects
+) -> None:
     path, data = objects.path("file"), content(1000 if kind == "put" else PART + 1000)
     for _ in range(2):
         objects.faults.choose = faults = Failing(kind, fault, times)
@@ -551,7 +555,7 @@ def test_an_answer_that_gets_lost_is_no_other_program(kind: str, fault: str, tim
 
 
 @pytest.mark.short
-def test_so_many_parts_are_sent_at_a_time_while_others_are_filled(objects: Objects) -> None:
+def test_parts_are_sent_concurrently_while_others_are_filled(objects: Objects) -> None:
     under_way: list[int] = []
     most, lock, go_on = [0], threading.Lock(), threading.Event()
 
@@ -579,7 +583,7 @@ def test_so_many_parts_are_sent_at_a_time_while_others_are_filled(objects: Objec
     assert most == [3] and objects.content() == {"file": data}
 
 
-def test_memory_of_sent_parts_is_used_again_and_never_exceeds_the_parts_at_a_time() -> None:
+def test_memory_of_parts_is_reused_and_bounded() -> None:
     sending = Sending(2)
     sent = [sending.buffer(PART) for _ in range(3)]
     assert len({id(buffer) for buffer in sent}) == 3
@@ -595,7 +599,7 @@ def test_memory_of_sent_parts_is_used_again_and_never_exceeds_the_parts_at_a_tim
     sending.close()
 
 
-def test_parts_that_cannot_be_sent_fail_the_file_and_leave_nothing(objects: Objects) -> None:
+def test_a_failed_part_fails_the_file_and_leaves_nothing(objects: Objects) -> None:
     objects.faults.choose = lambda number, method, path: "refuse" if "partNumber=3" in path else None
     sending = Sending(2)
     with contextlib.closing(new_file(objects.path("file"), 6 * PART, None, sending)) as file:
@@ -607,7 +611,7 @@ def test_parts_that_cannot_be_sent_fail_the_file_and_leave_nothing(objects: Obje
     assert objects.content() == {} and objects.uploads() == []
 
 
-def test_a_file_is_closed_once_no_part_is_on_its_way_though_others_failed(objects: Objects) -> None:
+def test_a_file_is_closed_after_its_last_part_although_others_failed(objects: Objects) -> None:
     on_its_way, go_on = threading.Event(), threading.Event()
 
     def choose(number: int, method: str, path: str) -> Optional[str]:

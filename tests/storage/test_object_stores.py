@@ -1,4 +1,4 @@
-"""Checkpoints in object stores: read as local ones are, whatever the network does, to the same bytes."""
+"""Sources in object stores: the same output as from local files, whatever the network does."""
 
 from __future__ import annotations
 
@@ -101,9 +101,9 @@ def some_ranks_left(objects: Objects, place: Path) -> tuple[str, Path]:
 
 
 @pytest.mark.parametrize("name", some_of(KINDS, 2))
-def test_a_source_in_a_store_becomes_what_a_local_one_does(name: str, objects: Objects, tmp_path: Path) -> None:
-    found = from_store(KINDS[name], objects, tmp_path / "out", "--verify")
-    assert found and found == locally(KINDS[name], tmp_path / "local")
+def test_a_source_in_a_store_converts_like_a_local_one(name: str, objects: Objects, tmp_path: Path) -> None:
+    outcome = from_store(KINDS[name], objects, tmp_path / "out", "--verify")
+    assert outcome and outcome == locally(KINDS[name], tmp_path / "local")
 
 
 def some_fail(number: int, method: str, path: str) -> Optional[str]:
@@ -111,22 +111,22 @@ def some_fail(number: int, method: str, path: str) -> Optional[str]:
 
 
 @pytest.mark.parametrize("name", ["ranks to ranks", "checkpoint2 to unified"])
-def test_a_network_that_fails_changes_nothing(name: str, objects: Objects, tmp_path: Path) -> None:
+def test_network_failures_do_not_change_the_output(name: str, objects: Objects, tmp_path: Path) -> None:
     objects.faults.choose = some_fail
-    found = from_store(KINDS[name], objects, tmp_path / "out", "--verify")
+    outcome = from_store(KINDS[name], objects, tmp_path / "out", "--verify")
     objects.faults.choose = lambda *_: None
-    assert found == locally(KINDS[name], tmp_path / "local")
+    assert outcome == locally(KINDS[name], tmp_path / "local")
 
 
 @pytest.mark.parametrize("delay", some_of([0.02, 0.1], 2))
-def test_a_store_that_is_far_away_changes_nothing(delay: float, objects: Objects, tmp_path: Path) -> None:
+def test_latency_does_not_change_the_output(delay: float, objects: Objects, tmp_path: Path) -> None:
     objects.faults.delay = delay
     assert from_store(KINDS["ranks to ranks"], objects, tmp_path / "out") == locally(
         KINDS["ranks to ranks"], tmp_path / "local"
     )
 
 
-def test_headers_are_asked_for_at_the_same_time(objects: Objects, tmp_path: Path) -> None:
+def test_headers_are_requested_concurrently(objects: Objects, tmp_path: Path) -> None:
     # The first header tells what the others are to be; those are held back here until all have been asked for.
     others = threading.Barrier(7)
     headers = itertools.count()
@@ -150,21 +150,19 @@ def test_each_header_takes_one_request(objects: Objects, tmp_path: Path) -> None
 
 
 def lists(objects: Objects) -> Counter[str]:
-    """How often each directory was listed, by what its keys begin with; looks whether there is any key apart."""
-    found: Counter[str] = Counter()
+    """How often each directory was listed, by its prefix, without checks for any key."""
+    counts: Counter[str] = Counter()
     for _, path in objects.faults.asked:
         query = parse_qs(urlsplit(path).query)
         if "list-type" in query and "max-keys" not in query:
-            found[query.get("prefix", [""])[0]] += 1
-    return found
+            counts[query.get("prefix", [""])[0]] += 1
+    return counts
 
 
 @pytest.mark.parametrize(
     ("name", "command"), some_of([(name, command) for name in KINDS for command in ("convert", "inspect", "stats")], 4)
 )
-def test_a_directory_is_listed_once_to_know_its_form_and_once_to_read_it(
-    name: str, command: str, objects: Objects, tmp_path: Path
-) -> None:
+def test_a_directory_is_listed_at_most_twice(name: str, command: str, objects: Objects, tmp_path: Path) -> None:
     kind = KINDS[name]
     source = objects.upload(kind.source, "ckpt")
     strategy: list[Argument] = ["--src-strategy", DEMO / "src_strategy.ckpt"] if kind.strategy else []
@@ -172,10 +170,10 @@ def test_a_directory_is_listed_once_to_know_its_form_and_once_to_read_it(
         done(command, source, tmp_path / "out", *strategy, *kind.options)
     else:
         done(command, source, *(strategy if command == "stats" else []))
-    listed = lists(objects)
-    assert listed.pop("ckpt/") == 2
+    listing = lists(objects)
+    assert listing.pop("ckpt/") == 2
     # Directories of ranks, and of the iteration.
-    assert set(listed.values()) <= {1}
+    assert set(listing.values()) <= {1}
     # That files are there is known from the lists; `inspect` tells their sizes, too, and metadata of archives is
     # compared with them.
     looked_at = [path for method, path in objects.faults.asked if method == "HEAD" and not path.endswith("/ckpt")]
@@ -183,7 +181,7 @@ def test_a_directory_is_listed_once_to_know_its_form_and_once_to_read_it(
 
 
 @pytest.mark.parametrize("cut, at_a_time", [([0, -1], 4), ([-1, -1], 3)])
-def test_what_tests_the_strategy_is_read_at_the_same_time(
+def test_samples_of_replicas_are_requested_concurrently(
     cut: list[int], at_a_time: int, objects: Objects, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Slices that should differ, of four ranks, or replicas, of which the first tells where the others are read.
@@ -206,19 +204,19 @@ def test_what_tests_the_strategy_is_read_at_the_same_time(
     assert next(alone) == 4 and not together.broken
 
 
-def test_plan_tells_how_requests_are_made(objects: Objects, tmp_path: Path) -> None:
+def test_plan_describes_requests_to_a_store(objects: Objects, tmp_path: Path) -> None:
     objects.faults.delay = 0.05
     source = objects.upload(DEMO / "src_checkpoints", "ckpt")
     words: list[Argument] = ["plan", source, tmp_path / "out", "--src-strategy", DEMO / "src_strategy.ckpt", *TO_DEMO]
-    said = done(*words, "--json", "--jobs", 2).json["requests"]
-    assert 0.05 <= said["round_trip"] < 0.5 and said["at_a_time"] == 64
+    requests = done(*words, "--json", "--jobs", 2).json["requests"]
+    assert 0.05 <= requests["round_trip"] < 0.5 and requests["at_a_time"] == 64
     assert "requests 64 at a time" in done(*words, "--jobs", 2).out
     objects.faults.delay = 0.0
     words[1] = DEMO / "src_checkpoints"
     assert done(*words, "--json").json["requests"] is None
 
 
-def test_commands_that_read_take_paths_in_a_store(objects: Objects, tmp_path: Path) -> None:
+def test_reading_commands_accept_paths_in_a_store(objects: Objects, tmp_path: Path) -> None:
     source = objects.upload(DEMO / "src_checkpoints", "ckpt")
     strategy = objects.upload(DEMO / "src_strategy.ckpt", "strategy.ckpt")
     target = objects.upload(DEMO / "dst_strategy.ckpt", "target.ckpt")
@@ -239,12 +237,12 @@ def test_commands_that_read_take_paths_in_a_store(objects: Objects, tmp_path: Pa
 
 
 def test_lost_ranks_are_recovered_from_a_store(objects: Objects, tmp_path: Path) -> None:
-    left, cut = some_ranks_left(objects, tmp_path / "whole")
-    done("recover", left, tmp_path / "out", "--strategy", cut)
+    remaining, cut = some_ranks_left(objects, tmp_path / "whole")
+    done("recover", remaining, tmp_path / "out", "--strategy", cut)
     assert tree(tmp_path / "out") == tree(tmp_path / "whole")
 
 
-def test_resume_goes_on_with_a_source_in_a_store(objects: Objects, tmp_path: Path) -> None:
+def test_resume_continues_with_a_source_in_a_store(objects: Objects, tmp_path: Path) -> None:
     words = demo_command(objects, tmp_path / "out")
     done(*words)
     (tmp_path / "out/rank_1/checkpoint_1.ckpt").unlink()
@@ -253,7 +251,7 @@ def test_resume_goes_on_with_a_source_in_a_store(objects: Objects, tmp_path: Pat
     assert tree(tmp_path / "out") == locally(KINDS["ranks to ranks"], tmp_path / "local")
 
 
-def test_a_source_that_is_replaced_meanwhile_is_another_conversion(objects: Objects, tmp_path: Path) -> None:
+def test_a_source_replaced_between_runs_is_another_conversion(objects: Objects, tmp_path: Path) -> None:
     source = objects.upload(DEMO / "src_checkpoints", "ckpt")
     words: list[Argument] = [source, tmp_path / "out", "--src-strategy", DEMO / "src_strategy.ckpt", *TO_DEMO]
     done("by-rank", 0, *words)
@@ -268,27 +266,25 @@ def test_a_source_that_is_replaced_meanwhile_is_another_conversion(objects: Obje
         warns(result, "rank 0", "unless they were only copied")
 
 
-def test_nothing_secret_is_said_or_recorded(objects: Objects, tmp_path: Path) -> None:
+def test_output_and_records_contain_no_secret(objects: Objects, tmp_path: Path) -> None:
     words = demo_command(objects, tmp_path / "out")
-    said = [done(*words, "-v").err, fails(3, "inspect", objects.path("nothing"), "--debug").err]
+    message = [done(*words, "-v").err, fails(3, "inspect", objects.path("nothing"), "--debug").err]
     written = [path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()]
     for secret in (SECRET, KEY):
-        assert not any(secret in text for text in said)
+        assert not any(secret in text for text in message)
         assert not any(secret.encode() in data for data in written)
 
 
-def test_without_credentials_it_says_where_they_are_looked_for(
-    objects: Objects, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_credentials_the_error_lists_their_places(objects: Objects, monkeypatch: pytest.MonkeyPatch) -> None:
     path = objects.upload(DEMO / "src_checkpoints", "ckpt")
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
-    # The service of another name is asked anew.
+    # A service of another name is requested separately.
     url = objects.url.replace("127.0.0.1", "localhost")
     fails(3, "inspect", path, "--endpoint-url", url, says=["credentials are missing", "AWS_PROFILE"])
 
 
-def test_the_endpoint_may_be_typed(objects: Objects, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endpoint_url_selects_the_service(objects: Objects, monkeypatch: pytest.MonkeyPatch) -> None:
     path = objects.upload(DEMO / "src_checkpoints", "ckpt")
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
     assert "8 ranks" in done("inspect", path, "--endpoint-url", objects.url).out
@@ -296,7 +292,7 @@ def test_the_endpoint_may_be_typed(objects: Objects, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("key", ["nothing", "ckpt/rank_0/mlp-2_10.ckp"])
-def test_what_is_not_in_the_store_does_not_exist(key: str, objects: Objects) -> None:
+def test_a_missing_object_does_not_exist(key: str, objects: Objects) -> None:
     objects.upload(DEMO / "src_checkpoints", "ckpt")
     fails(3, "inspect", objects.path(key), says=["does not exist"])
     bucket = f"{objects.bucket}-not"
@@ -304,7 +300,7 @@ def test_what_is_not_in_the_store_does_not_exist(key: str, objects: Objects) -> 
     fails(2, "inspect", "s3://", says=["names no bucket"])
 
 
-def test_without_the_extra_its_name_is_said(tmp_path: Path) -> None:
+def test_without_boto3_the_error_names_the_extra_to_install(tmp_path: Path) -> None:
     """As where the packages are not installed; in a process that has not loaded them."""
     script = f"import sys; sys.modules['boto3'] = None; {LAUNCHER}"
     command = [sys.executable, "-c", script, "inspect", "s3://bucket/ckpt"]
@@ -315,18 +311,18 @@ def test_without_the_extra_its_name_is_said(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(20))
-def test_any_faults_in_any_order_change_nothing(seed: int, objects: Objects, tmp_path: Path) -> None:
+def test_any_faults_in_any_order_do_not_change_the_output(seed: int, objects: Objects, tmp_path: Path) -> None:
     chance = random.Random(seed)
     kind = KINDS[chance.choice(list(KINDS))]
     kinds: list[Optional[str]] = ["drop", "cut", "unavailable", "lost", *[None] * 12]
     objects.faults.choose = lambda *_: chance.choice(kinds)
-    found = from_store(kind, objects, tmp_path / "out", "--verify", "--jobs", chance.choice([1, 2, 4]))
-    assert found == locally(kind, tmp_path / "local")
+    outcome = from_store(kind, objects, tmp_path / "out", "--verify", "--jobs", chance.choice([1, 2, 4]))
+    assert outcome == locally(kind, tmp_path / "local")
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("seconds", [0.6, 0.9, 1.2, 1.5, 1.8, 2.1, 2.4])
-def test_the_same_command_goes_on_after_a_kill(seconds: float, objects: Objects, tmp_path: Path) -> None:
+def test_the_same_command_resumes_after_a_kill(seconds: float, objects: Objects, tmp_path: Path) -> None:
     words = demo_command(objects, tmp_path / "out")
     objects.faults.delay = 0.1
     with subprocess.Popen([sys.executable, "-c", LAUNCHER, *map(str, words)], stderr=subprocess.DEVNULL) as process:

@@ -1,4 +1,4 @@
-"""A store is one class and one line: nothing outside the room of stores asks which store a path lies in."""
+"""A store is one class and one line: no code outside the room compares stores."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ASKS = re.compile(
 
 
 def copied(directory: Path, place: ToyPlace) -> str:
-    """Files of a local directory, put into the toy store; where they lie there."""
+    """Copy a local directory into the toy store; returns its path there."""
     for file in directory.rglob("*"):
         if file.is_file():
             place.put(str(file.relative_to(directory)), file.read_bytes())
@@ -54,8 +54,8 @@ def test_a_registered_store_is_converted_from_and_to(form: str, world: World, to
     source: list[Argument] = ["--src-strategy", world.new] if form == "ranks" else []
     done("convert", middle, back, *source, "--dst-strategy", world.new, "--verify")
     same_ranks(read_tree(back), world.expected(FULL))
-    found = done("status", middle, "--json").json
-    assert found["complete"] and not found["writing"]
+    report = done("status", middle, "--json").json
+    assert report["complete"] and not report["writing"]
     done("verify", middle, "--src", src, "--src-strategy", world.old, *to(form, world)[2:])
     assert not toy.keys("a/middle/.reshard/lock") and not list((world.root / "toy/new").glob("*"))
 
@@ -64,7 +64,7 @@ def words_of(world: World, dst: str, *options: Argument) -> list[Argument]:
     return ["convert", world.src, dst, "--src-strategy", world.old, "--dst-strategy", world.new, *options]
 
 
-def test_a_run_that_was_interrupted_in_a_registered_store_goes_on(world: World, toy: ToyStore) -> None:
+def test_an_interrupted_run_in_a_registered_store_resumes(world: World, toy: ToyStore) -> None:
     world.save(FULL)
     named: list[str] = []
 
@@ -76,8 +76,8 @@ def test_a_run_that_was_interrupted_in_a_registered_store_goes_on(world: World, 
     toy.published = stop
     dst = "toy://out"
     fails(1, *words_of(world, dst, "--jobs", 1), says=["the store is away"])
-    found = done("status", dst, "--json").json
-    assert not found["complete"] and len(found["done"]) == 1
+    report = done("status", dst, "--json").json
+    assert not report["complete"] and len(report["done"]) == 1
     toy.published = named.append
     first = list(named)
     done("resume", dst)
@@ -86,29 +86,29 @@ def test_a_run_that_was_interrupted_in_a_registered_store_goes_on(world: World, 
     same_ranks(read_tree(fetched(dst, toy, world.root / "out")), world.expected(FULL))
 
 
-def test_two_conversions_never_write_to_a_registered_store_at_a_time(world: World, toy: ToyStore) -> None:
+def test_two_conversions_never_write_to_a_registered_store_concurrently(world: World, toy: ToyStore) -> None:
     world.save(FULL)
     dst = "toy://out"
-    seen: list[str] = []
+    visited: list[str] = []
 
     def meanwhile(path: str) -> None:
-        if not seen:
-            seen.append(path)
+        if not visited:
+            visited.append(path)
             other = reshard(*words_of(world, dst, "--include", "w", "--overwrite"))
             assert other.status == 3 and "another conversion is writing" in other.err
             assert done("status", dst, "--json").json["writing"]
 
     toy.published = meanwhile
     done(*words_of(world, dst, "--jobs", 1))
-    assert seen and not done("status", dst, "--json").json["writing"]
+    assert visited and not done("status", dst, "--json").json["writing"]
 
 
-def test_what_was_looked_at_is_looked_at_again_once_something_was_written(toy: ToyStore) -> None:
+def test_listings_are_requested_again_after_a_write(toy: ToyStore) -> None:
     place = ToyPlace(toy)
     with listings_cached():
         assert not exists(f"{place.path}/new") and not is_directory(place.path)
         place.put("new", b"")
-        # Written by others, whom nobody sees in such a block.
+        # Writes of other processes are invisible in this block.
         assert not exists(f"{place.path}/new")
         store_of(place.path).make_empty(f"{place.path}/own")
         assert exists(f"{place.path}/new") and exists(f"{place.path}/own") and is_directory(place.path)
@@ -119,7 +119,7 @@ def lines_of_other_rooms() -> Sequence[tuple[str, str]]:
     return [(f"{path}:{number}", line) for path in files for number, line in enumerate(path.read_text().split("\n"), 1)]
 
 
-def test_nothing_else_asks_which_store_a_path_lies_in() -> None:
+def test_no_other_code_compares_stores() -> None:
     for place, line in lines_of_other_rooms():
         assert not ASKS.search(line), f"{place}: ask a method of its store: {line}"
 
@@ -128,5 +128,5 @@ def test_contributing_lists_what_a_store_implements() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text()
     shown = re.search(r"\* \*\*A store\*\*.*?(?=\n\* \*\*)", text, re.DOTALL)
     assert shown is not None
-    listed = set(re.findall(r"`(\w+)\(\)`", shown[0]))
-    assert listed == set(Store.__abstractmethods__)
+    listing = set(re.findall(r"`(\w+)\(\)`", shown[0]))
+    assert listing == set(Store.__abstractmethods__)

@@ -1,4 +1,4 @@
-"""Commands and functions whose outputs lie in an object store: the bytes and the answers of a file system."""
+"""Commands and functions with outputs in an object store equal those on a file system."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def cuts(world: World) -> list[Argument]:
     return ["--src-strategy", world.old, "--dst-strategy", world.new]
 
 
-def test_what_is_looked_at_is_as_on_a_disk(objects: Objects, saved: World) -> None:
+def test_reading_commands_print_the_same_for_a_store_and_a_disk(objects: Objects, saved: World) -> None:
     dst = objects.path(NAME)
     saved.convert("--checksum", "crc32")
     done("convert", saved.src, dst + "/", *cuts(saved), "--checksum", "crc32")
@@ -41,9 +41,9 @@ def test_what_is_looked_at_is_as_on_a_disk(objects: Objects, saved: World) -> No
         ("fingerprint", "--json", "--strategy", saved.new),
         ("inspect",),
     ):
-        here, there = (done(command, place, *more).out for place in (saved.dst, dst))
-        # A shell needs quotes where there are spaces.
-        assert there.replace(f"'{dst}'", dst).replace(dst, str(saved.dst)) == here
+        here, target = (done(command, place, *more).out for place in (saved.dst, dst))
+        # A shell requires quotes around spaces.
+        assert target.replace(f"'{dst}'", dst).replace(dst, str(saved.dst)) == here
     objects.put(f"{NAME}/rank_1/checkpoint_1.ckpt", b"other")
     assert done("status", dst, "--json").json["changed"] == [1]
     assert "rank_1/checkpoint_1.ckpt has 5 bytes" in fails(4, "verify", dst).out
@@ -53,7 +53,7 @@ def test_what_is_looked_at_is_as_on_a_disk(objects: Objects, saved: World) -> No
 
 
 @pytest.mark.short
-def test_a_dry_run_and_a_plan_write_nothing_but_the_picture(objects: Objects, saved: World) -> None:
+def test_dry_run_and_plan_write_only_the_picture(objects: Objects, saved: World) -> None:
     dst = objects.path("out")
     done("convert", saved.src, dst, *cuts(saved), "--dry-run")
     done("plan", saved.src, dst, *cuts(saved))
@@ -64,10 +64,10 @@ def test_a_dry_run_and_a_plan_write_nothing_but_the_picture(objects: Objects, sa
 
 
 @pytest.mark.short
-def test_a_page_shows_a_store_and_goes_into_one(objects: Objects, saved: World) -> None:
+def test_view_reads_from_and_writes_to_a_store(objects: Objects, saved: World) -> None:
     src, page = objects.path("ckpt"), objects.path("pages/ckpt.html")
-    for rank, made in tree(saved.src).items():
-        objects.put(f"ckpt/{rank}", made)
+    for rank, tensors in tree(saved.src).items():
+        objects.put(f"ckpt/{rank}", tensors)
     for _ in range(2):
         done("view", src, "--src-strategy", saved.old, "--dst-strategy", saved.new, "-o", page)
     (content,) = objects.content("pages").values()
@@ -77,7 +77,7 @@ def test_a_page_shows_a_store_and_goes_into_one(objects: Objects, saved: World) 
 
 
 @pytest.mark.short
-def test_single_tensors_and_strategies_go_into_a_store(objects: Objects, saved: World) -> None:
+def test_tensors_and_strategies_are_written_to_a_store(objects: Objects, saved: World) -> None:
     place = saved.root / "w.npy"
     for target in (place, objects.path("npy/w.npy")):
         done("get", saved.src, "w", "--strategy", saved.old, "-o", target)
@@ -108,7 +108,7 @@ def test_an_adapter_is_merged_into_a_store(objects: Objects, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("dst", ["src", "src/", "src/rank_0", ""])
-def test_sources_are_never_written_over(dst: str, objects: Objects, saved: World) -> None:
+def test_sources_are_never_overwritten(dst: str, objects: Objects, saved: World) -> None:
     src = objects.upload(saved.src, "src")
     before = objects.content()
     fails(2, "convert", src, objects.path(dst), *cuts(saved), says=["overlap"])
@@ -116,14 +116,14 @@ def test_sources_are_never_written_over(dst: str, objects: Objects, saved: World
     assert objects.content() == before
 
 
-def test_a_whole_bucket_may_be_the_target(objects: Objects, saved: World) -> None:
+def test_a_bucket_root_may_be_the_target(objects: Objects, saved: World) -> None:
     done("convert", saved.src, objects.path() + "/", *cuts(saved))
     saved.convert()
     assert written(objects, "") == tree(saved.dst)
     assert done("status", objects.path(), "--json").json["complete"]
 
 
-def test_what_somebody_else_put_there_is_refused(objects: Objects, saved: World) -> None:
+def test_objects_of_other_programs_are_refused(objects: Objects, saved: World) -> None:
     objects.put("one/rank_0/checkpoint_0.ckpt", b"foreign")
     objects.put("two/rank_9/checkpoint_9.ckpt", b"foreign")
     objects.put("three", b"foreign")
@@ -146,7 +146,7 @@ def test_what_somebody_else_put_there_is_refused(objects: Objects, saved: World)
 
 
 @pytest.mark.short
-def test_where_one_may_not_write_it_is_one_line(objects: Objects, saved: World) -> None:
+def test_a_store_without_write_permission_is_a_short_error(objects: Objects, saved: World) -> None:
     objects.faults.choose = lambda number, method, path: None if method in ("GET", "HEAD") else "refuse"
     # No retry cures it.
     result = fails(3, "convert", saved.src, objects.path("out"), *cuts(saved), says=["AccessDenied", "docs/stores.md"])
@@ -155,17 +155,17 @@ def test_where_one_may_not_write_it_is_one_line(objects: Objects, saved: World) 
     assert not objects.content()
 
 
-def test_memory_that_does_not_hold_a_part_is_refused_with_what_suffices(objects: Objects, tmp_path: Path) -> None:
-    wanted = job("parts", tmp_path)
+def test_max_memory_under_one_part_is_refused_with_a_sufficient_size(objects: Objects, tmp_path: Path) -> None:
+    expected = job("parts", tmp_path)
     dst = objects.path("out")
-    result = fails(2, *wanted.into(dst, "--max-memory", "8M"), says=["'s parts of 5,242,880 bytes", "pass at least"])
+    result = fails(2, *expected.into(dst, "--max-memory", "8M"), says=["'s parts of 5,242,880 bytes", "pass at least"])
     assert not objects.content()
     least = result.err.partition("pass at least --max-memory ")[2].split(";")[0]
-    done(*wanted.into(dst, "--max-memory", least))
-    assert written(objects) == wanted.whole
+    done(*expected.into(dst, "--max-memory", least))
+    assert written(objects) == expected.whole
 
 
-def test_ranks_one_after_the_other_make_the_whole(objects: Objects, saved: World) -> None:
+def test_ranks_written_one_by_one_complete_a_store(objects: Objects, saved: World) -> None:
     dst = objects.path("out")
     saved.convert()
     src = objects.upload(saved.src, "out-not")
@@ -178,8 +178,8 @@ def test_ranks_one_after_the_other_make_the_whole(objects: Objects, saved: World
 
 
 def test_lost_ranks_are_recovered_into_a_store(objects: Objects, tmp_path: Path) -> None:
-    left, cut = some_ranks_left(objects, tmp_path / "whole")
-    done("recover", left, objects.path("out"), "--strategy", cut)
+    remaining, cut = some_ranks_left(objects, tmp_path / "whole")
+    done("recover", remaining, objects.path("out"), "--strategy", cut)
     assert written(objects) == tree(tmp_path / "whole")
 
 
@@ -215,29 +215,29 @@ def distributed(src: str, dst: str, old: str, new: str) -> None:
 @pytest.mark.parametrize(
     "call", [one_by_one, distributed, *(pytest.param(call, marks=pytest.mark.long) for call in (transformed, unified))]
 )
-def test_the_functions_of_mindspore_write_there(
+def test_the_python_functions_write_to_a_store(
     call: Callable[[str, str, str, str], None], objects: Objects, saved: World
 ) -> None:
     cut = [objects.upload(path, path.name) for path in (saved.old, saved.new)]
     call(str(saved.src), str(saved.dst), str(saved.old), str(saved.new))
     call(objects.upload(saved.src, "src"), objects.path("out"), *cut)
-    found, expected = written(objects), tree(saved.dst)
-    assert {name for name in found if ".reshard/" not in name} == {name for name in expected if ".reshard/" not in name}
+    files, expected = written(objects), tree(saved.dst)
+    assert {name for name in files if ".reshard/" not in name} == {name for name in expected if ".reshard/" not in name}
     for name, content in expected.items():
-        assert found.get(name) == content or "reshard" in name, name
+        assert files.get(name) == content or "reshard" in name, name
 
 
 @pytest.mark.long
-def test_workers_of_a_cluster_write_there(objects: Objects, tmp_path: Path) -> None:
-    wanted = job("parts", tmp_path)
+def test_workers_of_a_cluster_write_to_a_store(objects: Objects, tmp_path: Path) -> None:
+    expected = job("parts", tmp_path)
     source = objects.upload(tmp_path / "src", "src")
     with DaskCluster(tmp_path / "cluster", everywhere=_aws()) as cluster:
         cluster.workers(2)
         for name, src in (("out", str(tmp_path / "src")), ("again", source)):
-            words = [src if word == tmp_path / "src" else word for word in wanted.into(objects.path(name))]
+            words = [src if word == tmp_path / "src" else word for word in expected.into(objects.path(name))]
             result = cluster.run(*words)
             assert result.status == 0, result.err
-            assert written(objects, name) == wanted.whole
+            assert written(objects, name) == expected.whole
             assert not [key for key in objects.content(name) if "/lock." in key or "/sign." in key]
 
 
@@ -246,7 +246,7 @@ def _aws() -> dict[str, str]:
 
 
 @pytest.mark.long
-def test_a_table_of_results_is_read_again(objects: Objects, tmp_path: Path) -> None:
+def test_a_fingerprint_written_to_a_store_is_read_again(objects: Objects, tmp_path: Path) -> None:
     """What was converted into a store is a source like any other, back to the first layout."""
     kind = demo(*TO_DEMO)
     done("convert", *words(kind, objects.path("out")))
@@ -259,10 +259,8 @@ def test_a_table_of_results_is_read_again(objects: Objects, tmp_path: Path) -> N
 
 
 @pytest.mark.short
-def test_a_run_that_is_late_replaces_nothing_of_what_another_program_has_written(
-    objects: Objects, saved: World
-) -> None:
-    """As one that was stopped while another conversion was written there."""
+def test_a_late_run_replaces_no_object_of_another_program(objects: Objects, saved: World) -> None:
+    """Like a run that was suspended while another conversion was written."""
     theirs = b"of another conversion"
 
     def choose(number: int, method: str, path: str) -> None:
@@ -278,9 +276,7 @@ def test_a_run_that_is_late_replaces_nothing_of_what_another_program_has_written
 
 
 @pytest.mark.short
-def test_a_run_that_was_taken_for_dead_writes_no_more(
-    objects: Objects, saved: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_declared_dead_stops_writing(objects: Objects, saved: World, monkeypatch: pytest.MonkeyPatch) -> None:
     plain, slept = leases._now, [0.0]
     monkeypatch.setattr(leases, "_now", lambda: plain() + slept[0])
 

@@ -1,4 +1,4 @@
-"""Every store gives the same answers: local files, objects, and objects behind a network that fails."""
+"""Every store gives the same results: local files, objects, and objects behind a failing network."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def opened(path: str) -> OpenFile:
     return store_of(path).open(path)
 
 
-def test_what_is_at_a_path(place: Place) -> None:
+def test_status_distinguishes_files_directories_and_missing_paths(place: Place) -> None:
     file = place.put("a/b/file.bin", b"12345")
     for path, regular, directory in ((file, True, False), (f"{place.path}/a", False, True), (place.path, False, True)):
         status = status_at(path)
@@ -47,7 +47,7 @@ def test_what_is_at_a_path(place: Place) -> None:
         assert status_at(absent) is None and not exists(absent)
 
 
-def test_names_in_a_directory(place: Place) -> None:
+def test_entries_lists_names_in_a_directory(place: Place) -> None:
     for name in ("b/x", "b/y/z", "a", "a.more", "c d/e", "ü", "100%", "#1"):
         place.put(name, name.encode())
     assert names_in(place.path) == sorted(["b", "a", "a.more", "c d", "ü", "100%", "#1"])
@@ -59,19 +59,19 @@ def test_names_in_a_directory(place: Place) -> None:
     assert kinds["b"] == (True, False) and kinds["a"] == (False, True)
 
 
-def test_directories_are_listed_together_in_their_order(place: Place) -> None:
+def test_directories_are_listed_together_in_order(place: Place) -> None:
     for number in range(7):
         place.put(f"rank_{number}/file-{number}", b"")
     directories = [f"{place.path}/rank_{number}" for number in range(7)]
-    listed = for_each(lambda path: store_of(path).entries(path), directories)
+    listing = for_each(lambda path: store_of(path).entries(path), directories)
 
     def names(entries: list[DirectoryEntry]) -> list[str]:
         return [entry.name for entry in entries]
 
-    assert list(map(names, listed)) == [[f"file-{number}"] for number in range(7)]
+    assert list(map(names, listing)) == [[f"file-{number}"] for number in range(7)]
 
 
-def test_what_is_not_there_cannot_be_opened(place: Place) -> None:
+def test_a_missing_file_cannot_be_opened(place: Place) -> None:
     place.put("directory/file", b"")
     with pytest.raises(FileNotFoundError), opened_regular(f"{place.path}/nothing"):
         pass
@@ -79,7 +79,7 @@ def test_what_is_not_there_cannot_be_opened(place: Place) -> None:
         pass
 
 
-def test_small_files_are_read_whole_within_a_bound(place: Place) -> None:
+def test_small_files_are_read_up_to_a_limit(place: Place) -> None:
     path = place.put("small", b"x" * 100)
     assert read_small(path, 100) == b"x" * 100
     with pytest.raises(UnfitError, match="larger than any such file"):
@@ -87,7 +87,7 @@ def test_small_files_are_read_whole_within_a_bound(place: Place) -> None:
     assert read_small(place.put("empty", b""), 100) == b""
 
 
-def test_a_read_ends_where_the_file_does(place: Place) -> None:
+def test_a_read_ends_at_the_end_of_the_file(place: Place) -> None:
     file = opened(place.put("file", bytes(range(100))))
     assert file.size() == 100
     assert file.read(90, 50) == bytes(range(90, 100))
@@ -112,24 +112,24 @@ def test_names_that_no_object_can_have_are_refused() -> None:
 
 
 @given(data=st.data())
-# To find the smallest of what fails would take very many requests.
+# Shrinking a failure would take very many requests.
 @settings(
     max_examples=12,
     phases=[Phase.generate],
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
-def test_any_range_is_what_the_file_has_there(place: Place, data: st.DataObject) -> None:
+def test_any_read_range_equals_the_file(place: Place, data: st.DataObject) -> None:
     size = data.draw(st.sampled_from([0, 1, 65535, 65536, 65537, 300_000, 3 * MIB]))
     whole = content(size)
     path = place.put(f"of-{size}", whole)
     file = opened(path)
     reads = data.draw(st.lists(st.tuples(st.integers(0, size), st.integers(0, size + 10)), min_size=1, max_size=6))
     for offset, count in reads:
-        held = max(0, min(count, size - offset))
-        assert read_range(file, offset, held, count) == whole[offset : offset + count]
+        length = max(0, min(count, size - offset))
+        assert read_range(file, offset, length, count) == whole[offset : offset + count]
         out = bytearray(count)
         done = file.read_into(offset, memoryview(out))
-        assert 0 < done <= held or not held
+        assert 0 < done <= length or not length
         assert out[:done] == whole[offset : offset + done]
     inside = [(offset, min(count, size - offset)) for offset, count in reads]
     assert list(read_each(file, inside)) == [whole[offset : offset + count] for offset, count in inside]
@@ -137,7 +137,7 @@ def test_any_range_is_what_the_file_has_there(place: Place, data: st.DataObject)
 
 
 @pytest.mark.parametrize("size", [10, 100_000, 2 * MIB])
-def test_a_file_that_is_replaced_is_not_read_on(place: Place, size: int) -> None:
+def test_a_replaced_file_is_an_error_for_its_reader(place: Place, size: int) -> None:
     path = place.put("file", content(size))
     with FileHandles() as handles:
         with handles.borrow(path) as file:
@@ -163,7 +163,7 @@ def test_versions_of_a_file_have_another_status(place: Place) -> None:
     assert other is not None and (other.inode, other.changed) != (first.inode, first.changed)
 
 
-def test_a_list_of_many_pages_is_read_whole(objects: Objects) -> None:
+def test_a_listing_of_many_pages_is_complete(objects: Objects) -> None:
     for number in range(25):
         objects.put(f"many/{number:03}/x", b"")
     store = store_of(objects.path("many"))
@@ -181,7 +181,7 @@ def test_a_list_of_many_pages_is_read_whole(objects: Objects) -> None:
         client.meta.events.unregister("provide-client-params.s3.ListObjectsV2", small)
 
 
-def test_a_marker_of_a_directory_is_no_file_in_it(objects: Objects) -> None:
+def test_a_directory_marker_is_not_a_file(objects: Objects) -> None:
     objects.put("run/", b"")
     objects.put("run/rank_0/", b"")
     objects.put("run/rank_0/file", b"1")
@@ -189,7 +189,7 @@ def test_a_marker_of_a_directory_is_no_file_in_it(objects: Objects) -> None:
     assert names_in(objects.path("run/rank_0")) == ["file"]
 
 
-def test_a_store_that_stays_away_is_an_error_worth_a_retry(objects: Objects) -> None:
+def test_an_unreachable_store_is_a_retryable_error(objects: Objects) -> None:
     path = objects.put("file", content(MIB))
     file = opened(path)
     objects.faults.choose = lambda number, method, path: "unavailable"
@@ -197,7 +197,7 @@ def test_a_store_that_stays_away_is_an_error_worth_a_retry(objects: Objects) -> 
         file.read(MIB // 2, MIB // 2)
 
 
-def test_small_reads_nearby_are_answered_from_few_requests(objects: Objects) -> None:
+def test_small_reads_nearby_share_requests(objects: Objects) -> None:
     path = objects.put("file", content(2 * MIB))
     file = opened(path)
     before = objects.faults.requests["GET"]
@@ -207,9 +207,7 @@ def test_small_reads_nearby_are_answered_from_few_requests(objects: Objects) -> 
 
 
 @pytest.mark.parametrize("reached", some_of([True, False], 2))
-def test_a_service_that_cannot_be_connected_to_is_asked_again_if_it_ever_answered(
-    reached: bool, objects: Objects
-) -> None:
+def test_connections_are_retried_only_after_a_first_response(reached: bool, objects: Objects) -> None:
     from botocore.exceptions import EndpointConnectionError
 
     path = objects.put("file", b"1")

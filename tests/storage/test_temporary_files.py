@@ -1,4 +1,4 @@
-"""Temporary files: whose they are, when they go, and that names that were given last through a crash."""
+"""Temporary files: their owner, their removal, and names that survive a crash."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def without_locks(fd: int, operation: int) -> None:
 
 @pytest.mark.parametrize("locks", [True, False])
 @pytest.mark.parametrize("same", [True, False])
-def test_a_process_of_another_container_is_not_taken_for_dead_by_its_number(
+def test_a_process_of_another_container_counts_as_alive(
     same: bool, locks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Containers of one machine have one host name where they share its network; a lock tells of all of them."""
+    """Containers that share a machine's network have one host name; a lock distinguishes them."""
     if not locks:
         monkeypatch.setattr(fcntl, "flock", without_locks)
     with monkeypatch.context() as patch:
@@ -50,20 +50,18 @@ def test_a_process_of_another_container_is_not_taken_for_dead_by_its_number(
     assert os.path.exists(path) == (not locks and not same)
 
 
-def test_get_removes_what_a_killed_one_left(world: World) -> None:
+def test_get_removes_temporary_files_of_killed_runs(world: World) -> None:
     world.save(tensors())
-    made = world.root / "made"
-    made.mkdir()
-    left = subprocess.run([sys.executable, "-c", LEFT, str(made)], capture_output=True, text=True, check=False).stdout
-    assert Path(left.strip()).exists()
-    done("get", world.src, "w", "--strategy", world.old, "-o", made / "w.npy")
-    assert [path.name for path in made.iterdir()] == ["w.npy"]
+    path = world.root / "made"
+    path.mkdir()
+    output = subprocess.run([sys.executable, "-c", LEFT, str(path)], capture_output=True, text=True, check=False).stdout
+    assert Path(output.strip()).exists()
+    done("get", world.src, "w", "--strategy", world.old, "-o", path / "w.npy")
+    assert [path.name for path in path.iterdir()] == ["w.npy"]
 
 
 @pytest.mark.parametrize("form", ["ranks", "huggingface", "checkpoint2"])
-def test_a_directory_is_flushed_after_each_name_that_is_given_in_it(
-    form: str, world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_directory_is_flushed_after_each_rename(form: str, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of index and manifest, too: a crash after the end loses nothing."""
     world.save(tensors())
     waiting: dict[tuple[int, int], str] = {}

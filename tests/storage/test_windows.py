@@ -1,4 +1,4 @@
-"""What is kept of small requests, and what is asked for ahead of them."""
+"""Windows that serve small requests, and prediction of the next ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ JUMP = 1 << 20
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 200), st.integers(1, 50)), max_size=40), st.data())
-def test_windows_give_what_was_read_there_or_nothing(kept: list[tuple[str, int, int]], data: st.DataObject) -> None:
+def test_windows_return_the_read_bytes_or_nothing(kept: list[tuple[str, int, int]], data: st.DataObject) -> None:
     windows: Windows[str] = Windows(most=120)
     content = {name: bytes((ord(name) + n) % 256 for n in range(300)) for name in "abc"}
     for name, start, size in kept:
@@ -25,19 +25,19 @@ def test_windows_give_what_was_read_there_or_nothing(kept: list[tuple[str, int, 
 
 
 def rounds(offsets: list[int]) -> int:
-    """How often somebody waits who asks for what stands at these offsets, one after the other."""
+    """The number of waits of a reader of these offsets in order."""
     jumps = Jumps()
     expected: set[int] = set()
     waited = 0
     for offset in offsets:
         ahead = jumps.to(offset)
-        known = any(abs(offset - place) <= 4096 for place in expected)
-        waited += not known or bool(ahead)
+        reference = any(abs(offset - place) <= 4096 for place in expected)
+        waited += not reference or bool(ahead)
         expected.update(ahead)
     return waited
 
 
-def test_records_of_layers_that_are_alike_are_expected() -> None:
+def test_windows_predict_records_of_equal_layers() -> None:
     layer = [4 * JUMP, 4 * JUMP + 7, 11 * JUMP, JUMP, 11 * JUMP + 3]
     offsets = list(accumulate(layer * 60))
     # Names of later layers have a digit more, and something else follows the last one.
@@ -46,12 +46,12 @@ def test_records_of_layers_that_are_alike_are_expected() -> None:
 
 
 @given(st.lists(st.integers(0, 1 << 40), max_size=60))
-def test_any_order_of_requests_is_taken(offsets: list[int]) -> None:
+def test_windows_accept_requests_in_any_order(offsets: list[int]) -> None:
     assert 0 <= rounds(offsets) <= len(offsets)
 
 
 @given(st.lists(st.integers(1, 1 << 30), max_size=60))
-def test_what_is_expected_lies_ahead(lengths: list[int]) -> None:
+def test_predictions_are_after_the_current_position(lengths: list[int]) -> None:
     jumps = Jumps()
     for offset in accumulate(lengths):
         ahead = jumps.to(offset)

@@ -1,4 +1,4 @@
-"""What no retry changes is told so: status 3 for rights and read-only disks, 1 for what may pass."""
+"""Exit statuses of errors: 3 for missing rights and read-only disks, 1 for transient ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE)
 
 @pytest.mark.parametrize("number", [*LASTING, *PASSING])
 @pytest.mark.parametrize("command", ["transform-dir", "get", "merge-pipeline", "strategy show --svg"])
-def test_the_exit_status_says_whether_a_retry_may_cure_it(
+def test_the_exit_status_distinguishes_retryable_write_errors(
     command: str, number: int, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world.save(tensors())
@@ -39,7 +39,7 @@ def test_the_exit_status_says_whether_a_retry_may_cure_it(
 
 
 @pytest.mark.parametrize("number", [*LASTING[:2], *PASSING[2:]])
-def test_so_does_that_of_a_source_that_cannot_be_read(
+def test_the_exit_status_distinguishes_retryable_read_errors(
     number: int, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world.save(tensors())

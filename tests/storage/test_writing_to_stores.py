@@ -1,4 +1,4 @@
-"""Conversions into object stores: what is written there is what the same command writes to a disk."""
+"""Conversions into object stores: the objects equal the files that the same command writes to a disk."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def written(objects: Objects, key: str = "out") -> dict[str, bytes]:
 
 def tree(place: Path) -> dict[str, bytes]:
     """Likewise of a directory."""
-    found = {str(path.relative_to(place)): path for path in sorted(place.rglob("*")) if path.is_file()}
-    return {name: path.read_bytes() for name, path in found.items() if not _is_record(name)}
+    paths = {str(path.relative_to(place)): path for path in sorted(place.rglob("*")) if path.is_file()}
+    return {name: path.read_bytes() for name, path in paths.items() if not _is_record(name)}
 
 
 def _is_record(name: str) -> bool:
@@ -78,7 +78,7 @@ def words(kind: Kind, dst: Argument, source: Optional[str] = None) -> list[Argum
 
 @pytest.mark.short
 @pytest.mark.parametrize("name", ["ranks, other format"])
-def test_objects_are_what_files_would_be(name: str, objects: Objects, tmp_path: Path) -> None:
+def test_objects_equal_local_files(name: str, objects: Objects, tmp_path: Path) -> None:
     kind = KINDS[name]
     done("convert", *words(kind, tmp_path / "out"))
     done("convert", *words(kind, objects.path("out")), "--verify")
@@ -87,7 +87,9 @@ def test_objects_are_what_files_would_be(name: str, objects: Objects, tmp_path: 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", KINDS)
-def test_of_sources_in_the_same_bucket_too(name: str, objects: Objects, tmp_path: Path) -> None:
+def test_objects_from_a_source_in_the_same_bucket_equal_local_files(
+    name: str, objects: Objects, tmp_path: Path
+) -> None:
     kind = KINDS[name]
     done("convert", *words(kind, tmp_path / "out"))
     source = objects.upload(kind.source, "runs/some run/ckpt")
@@ -99,7 +101,7 @@ def test_of_sources_in_the_same_bucket_too(name: str, objects: Objects, tmp_path
     assert not [path for method, path in objects.faults.asked if method == "PUT" and ".reshard/" not in path]
 
 
-def test_one_command_from_store_to_store(objects: Objects, tmp_path: Path) -> None:
+def test_one_command_converts_from_store_to_store(objects: Objects, tmp_path: Path) -> None:
     kind = KINDS["ranks"]
     done("convert", *words(kind, tmp_path / "out"))
     source = objects.upload(kind.source, "runs/some run/ckpt")
@@ -123,7 +125,7 @@ def test_one_command_from_store_to_store(objects: Objects, tmp_path: Path) -> No
     ],
 )
 @pytest.mark.parametrize("more", ["--verify", "--dry-run"])
-def test_where_nothing_can_be_written_it_is_said_first(key: str, says: str, more: str, objects: Objects) -> None:
+def test_missing_write_permission_is_an_error_before_reading(key: str, says: str, more: str, objects: Objects) -> None:
     dst = key.format(bucket=objects.bucket)
     fails(3 if "there is" in says else 2, "convert", *words(demo(*TO_DEMO), dst), more, says=[says])
     assert {method for method, _ in objects.faults.asked} <= {"GET", "HEAD"}

@@ -1,4 +1,4 @@
-"""A store that the package does not have: flat names in one directory, ``toy://a/b`` as the file ``a%2Fb``.
+"""A store outside the package: flat names in one directory, ``toy://a/b`` as the file ``a%2Fb``.
 
 It is one class and one line, ``STORES["toy"] = lambda path: store``. CONTRIBUTING.md lists what it implements.
 """

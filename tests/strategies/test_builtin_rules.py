@@ -1,4 +1,4 @@
-"""Built-in rules make what MindSpore compiled of networks that are cut like the families that they are for.
+"""Built-in rules make the strategies that MindSpore compiles for networks of the same families.
 
 The networks of the compiled strategies have short names; here they get those of MindFormers' models.
 """
@@ -96,32 +96,32 @@ PARAMETERS = [
 ]
 
 
-@pytest.mark.parametrize(("builtin", "name", "changes", "kept"), PARAMETERS)
-def test_built_in_rules_make_what_was_compiled(
-    builtin: str, name: str, changes: list[tuple[str, str]], kept: str
+@pytest.mark.parametrize(("builtin", "name", "changes", "preserved"), PARAMETERS)
+def test_built_in_rules_make_the_compiled_strategy(
+    builtin: str, name: str, changes: list[tuple[str, str]], preserved: str
 ) -> None:
     """The slices and optimizer shards; MindFormers' newer models write the same cuts in another form."""
     case = made_cases.load(name)
     tensors = [tensor._replace(name=renamed(tensor.name, changes)) for tensor in case.tensors]
     model = model_tensors("shapes", tensors, ITEM_SIZES)
     assert len(model.weights) == len(case.model.weights)
-    text = rules_named(builtin).text.replace("[[parameter]]", f"{kept}[[parameter]]", 1)
-    made = make_strategy(parse_rules(text, builtin), model, case.target, "rules")
+    text = rules_named(builtin).text.replace("[[parameter]]", f"{preserved}[[parameter]]", 1)
+    strategy = make_strategy(parse_rules(text, builtin), model, case.target, "rules")
     for stage, compiled in case.compiled().items():
         expected = {renamed(parameter, changes): placed(record.layout()) for parameter, record in compiled.items()}
-        found = {parameter: placed(record.layout()) for parameter, record in made[stage].layouts.items()}
-        assert found == expected
+        actual = {parameter: placed(record.layout()) for parameter, record in strategy[stage].layouts.items()}
+        assert actual == expected
 
 
 @pytest.mark.parametrize(("start", "value"), [("20_llama", "False"), ("21_vocabdp", "true"), ("25_cp", "false")])
-def test_a_switch_of_the_configuration_makes_what_was_compiled(start: str, value: str) -> None:
+def test_a_switch_of_the_configuration_makes_the_compiled_strategy(start: str, value: str) -> None:
     for name in cases_of(start, None):
         case = made_cases.load(name)
         tensors = [tensor._replace(name=renamed(tensor.name, _LLAMA)) for tensor in case.tensors]
         rules = rules_named("llama").with_switches({"vocab_emb_dp": value})
-        made = make_strategy(rules, model_tensors("shapes", tensors, ITEM_SIZES), case.target, "rules")
+        strategy = make_strategy(rules, model_tensors("shapes", tensors, ITEM_SIZES), case.target, "rules")
         for stage, compiled in case.compiled().items():
-            assert {parameter: placed(record.layout()) for parameter, record in made[stage].layouts.items()} == {
+            assert {parameter: placed(record.layout()) for parameter, record in strategy[stage].layouts.items()} == {
                 renamed(parameter, _LLAMA): placed(record.layout()) for parameter, record in compiled.items()
             }
 
@@ -130,8 +130,8 @@ def placed(layout: Layout) -> object:
     return slices_by_device(layout.without_shards()), layout.shard_size, layout.shard_step
 
 
-def test_what_a_configuration_decides_is_left_open() -> None:
-    """vocab_emb_dp leaves embedding and head whole: rules cannot know, and do not guess."""
+def test_layouts_that_depend_on_the_configuration_stay_undecided() -> None:
+    """vocab_emb_dp leaves embedding and head whole: rules cannot derive that, and do not guess."""
     case = made_cases.load("20_llama_dp4mp2pp1")
     says = "(?s)does not settle 2 parameters.*--set vocab_emb_dp=true or --set vocab_emb_dp=false"
     with pytest.raises(StrategyError, match=says):
@@ -139,9 +139,9 @@ def test_what_a_configuration_decides_is_left_open() -> None:
 
 
 def test_built_in_rules_are_listed_and_printed() -> None:
-    listed = done("strategy", "rules", "--list").out
+    output = done("strategy", "rules", "--list").out
     for name in builtin_names():
-        assert f"{name} " in listed
+        assert f"{name} " in output
         assert done("strategy", "rules", name).out == rules_named(name).text
     fails(3, "strategy", "rules", "lama", "--sizes", "mp=2", says=["lama"])
     fails(3, "strategy", "make", "lama", "out.ckpt", "--shapes", "x", "--sizes", "mp=2", says=["Did you mean llama?"])
@@ -154,5 +154,7 @@ def test_the_rules_of_pangu_make_a_production_strategy_record_for_record() -> No
     whole = '[[parameter]]\nmatch = "*.embedding_table"\nmap = ["None", "None"]\noptimizer_shard = false\n'
     text = rules_named("pangu").text.replace("[[parameter]]", f"{whole}[[parameter]]", 1)
     target = TargetRun(parse_sizes("dp=64,mp=8"), ShardSetting(-1, 0))
-    (made,) = make_strategy(parse_rules(text, "pangu"), model_tensors("shapes", tensors, ITEM_SIZES), target, "rules")
-    assert made.layouts == compiled
+    (strategy,) = make_strategy(
+        parse_rules(text, "pangu"), model_tensors("shapes", tensors, ITEM_SIZES), target, "rules"
+    )
+    assert strategy.layouts == compiled

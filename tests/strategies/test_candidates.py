@@ -1,4 +1,4 @@
-"""Rules generate candidates and strategies are compared with them: one is the inverse of the other."""
+"""Generating candidates from rules and comparing strategies with them are inverses."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ SIZES = [
     for dp, cp, mp, ep in itertools.product((1, 2, 4), (1, 2), (1, 2, 4), (1, 2, 4))
     if dp * cp >= ep
 ]
-# Weights that show what each size cuts: sizes that cut nothing are refused.
+# Weights that each size cuts: sizes that cut nothing are refused.
 USUAL = "".join(
     rule(f"usual.{number}", matrix, entries)
     for number, (matrix, entries) in enumerate(
@@ -60,8 +60,8 @@ some_sizes = st.lists(st.sampled_from(SIZES), max_size=6)
 shapes = st.tuples(st.sampled_from([16, 20, 64]), st.sampled_from([12, 16, 64]))
 
 
-def sizes_of(said: dict[str, int]) -> AxisSizes:
-    return parse_sizes(",".join(f"{name}={size}" for name, size in said.items()))
+def sizes_of(sizes: dict[str, int]) -> AxisSizes:
+    return parse_sizes(",".join(f"{name}={size}" for name, size in sizes.items()))
 
 
 def slices_of(stage: MadeStage) -> dict[str, object]:
@@ -75,7 +75,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @examples(60)
 @given(orders, shapes, st.sampled_from(SIZES), st.sampled_from(["ckpt", "json"]), some_sizes)
-def test_what_is_learned_from_a_made_strategy_makes_it_again(
+def test_rules_learned_from_a_made_strategy_make_it_again(
     directory: Path,
     chosen: list[tuple[list[str], list[str]]],
     shape: tuple[int, int],
@@ -89,10 +89,10 @@ def test_what_is_learned_from_a_made_strategy_makes_it_again(
     model = ModelTensors("shapes", tensors)
     rules, target = parse_rules(text, "rules"), TargetRun(sizes_of(said), ShardSetting(0), weights_only=True)
     try:
-        made = make_strategy(rules, model, target, "rules")
+        strategy = make_strategy(rules, model, target, "rules")
     except ReshardError:
         reject()
-    written = write_strategy(str(directory / f"made.{ending}"), made, {}, overwrite=True)
+    written = write_strategy(str(directory / f"made.{ending}"), strategy, {}, overwrite=True)
     source = SourceRun(*read_recorded(written.files[0]), target.sizes)
     try:
         learned = learn([source], model_of(source, model))
@@ -104,7 +104,7 @@ def test_what_is_learned_from_a_made_strategy_makes_it_again(
     learned_rules = parse_rules(rules_text(learned, [source], model, True), "learned")
     for again in (learned.rules, learned_rules):
         [stage] = make_strategy(again, model, target, "rules")
-        assert slices_of(stage) == slices_of(made[0])
+        assert slices_of(stage) == slices_of(strategy[0])
 
     # At sizes of which the strategy shows something, the rule's slices are among those of the candidates.
     for other in map(sizes_of, others):
@@ -117,7 +117,7 @@ def test_what_is_learned_from_a_made_strategy_makes_it_again(
                 if each.matches(name)
                 for cuts in itertools.product(*(entry or () for entry in each.entries or ()))
             ]
-            found = learned.weights[name].candidates
+            actual = learned.weights[name].candidates
             assert true.slices(tensors[name].shape, other) in [
-                candidate.slices(tensors[name].shape, other) for candidate in found
+                candidate.slices(tensors[name].shape, other) for candidate in actual
             ], (name, other.text)

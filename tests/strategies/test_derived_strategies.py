@@ -1,4 +1,4 @@
-"""strategy derive and strategy rules: only what strategies show, and never a slice on a wrong rank."""
+"""strategy derive and strategy rules: no slice on a wrong rank."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ SAME, SAME_SLICES, REFUSED, LOUD, SILENT = "same record", "same slices", "refuse
 
 @cache
 def networks() -> list[list[MadeCase]]:
-    """Cases of the same network, where there are several."""
-    found: dict[Any, list[MadeCase]] = {}
+    """Cases of the same network, if there are several."""
+    actual: dict[Any, list[MadeCase]] = {}
     for name in made_cases.case_names():
         case = made_cases.load(name)
-        found.setdefault(case.same_network, []).append(case)
-    return [cases for cases in found.values() if len(cases) > 1]
+        actual.setdefault(case.same_network, []).append(case)
+    return [cases for cases in actual.values() if len(cases) > 1]
 
 
 def pairs() -> list[tuple[MadeCase, MadeCase]]:
@@ -78,27 +78,27 @@ def derive(
 ) -> str:
     """What comes of deriving a case from others."""
     try:
-        found = [source(case) for case in sources]
-        model = model_of(found[0], sources[0].model)
-        learned = learn(found, model, assume, target.target.sizes)
-        check_explained(learned, (), found)
+        actual = [source(case) for case in sources]
+        model = model_of(actual[0], sources[0].model)
+        learned = learn(actual, model, assume, target.target.sizes)
+        check_explained(learned, (), actual)
         return judged(make_strategy(stated(learned.rules), model, target.target, "rules"), target)
     except ReshardError:
         return REFUSED
 
 
-def judged(made: Sequence[MadeStage], target: MadeCase) -> str:
+def judged(strategy: Sequence[MadeStage], target: MadeCase) -> str:
     """How a made strategy compares with the compiled one."""
-    found, compiled = {stage.number: stage.layouts for stage in made}, target.compiled()
-    if found == compiled:
+    actual, compiled = {stage.number: stage.layouts for stage in strategy}, target.compiled()
+    if actual == compiled:
         return SAME
-    if {stage: set(of) for stage, of in found.items()} != {stage: set(of) for stage, of in compiled.items()}:
+    if {stage: set(of) for stage, of in actual.items()} != {stage: set(of) for stage, of in compiled.items()}:
         return LOUD
     differing = [
-        (found[stage][name], record)
+        (actual[stage][name], record)
         for stage, of in compiled.items()
         for name, record in of.items()
-        if found[stage][name] != record
+        if actual[stage][name] != record
     ]
     if all(same_slices(*two) for two in differing):
         return SAME_SLICES
@@ -115,11 +115,11 @@ def with_stages_and_opt_outs(target: MadeCase) -> Callable[[LayoutRules], Layout
     by_hand = parse_rules(target.rules, "rules")
 
     def stated(rules: LayoutRules) -> LayoutRules:
-        made = []
+        created = []
         for rule in rules.rules:
-            said = next(one for one in by_hand.rules if one.matches(rule.patterns[0]))
-            made.append(replace(rule, optimizer_shard=said.optimizer_shard, shard_shown_for=None))
-        return replace(rules, rules=tuple(made), pipeline=by_hand.pipeline)
+            sizes_text = next(one for one in by_hand.rules if one.matches(rule.patterns[0]))
+            created.append(replace(rule, optimizer_shard=sizes_text.optimizer_shard, shard_shown_for=None))
+        return replace(rules, rules=tuple(created), pipeline=by_hand.pipeline)
 
     return stated
 
@@ -129,29 +129,29 @@ def sampled(of: Sequence[Any], count: int) -> Sequence[Any]:
     return of if LONG or len(of) <= count else random.Random(7).sample(list(of), count)
 
 
-def test_what_is_derived_from_one_strategy_is_what_was_compiled() -> None:
-    found = Counter(derive([one], other) for one, other in sampled(pairs(), 80))
-    assert set(found) <= {SAME, SAME_SLICES, REFUSED}, found
-    # Of all pairs a throwaway prototype derived 29 percent; most others change what one strategy cannot show.
-    assert found[SAME] + found[SAME_SLICES] >= 0.2 * sum(found.values()), found
+def test_a_strategy_derived_from_one_equals_the_compiled_one() -> None:
+    counts = Counter(derive([one], other) for one, other in sampled(pairs(), 80))
+    assert set(counts) <= {SAME, SAME_SLICES, REFUSED}, counts
+    # Most other pairs differ in settings that one strategy does not show.
+    assert counts[SAME] + counts[SAME_SLICES] >= 0.2 * sum(counts.values()), counts
 
 
-def test_what_is_derived_from_two_strategies_is_what_was_compiled() -> None:
+def test_a_strategy_derived_from_two_equals_the_compiled_one() -> None:
     triples = [(one, two, other) for cases in networks() for one, two, other in itertools.permutations(cases, 3)]
     chosen = random.Random(3).sample(triples, min(len(triples), 2000 if LONG else 120))
-    found = Counter(derive([one, two], other) for one, two, other in chosen)
-    assert set(found) <= {SAME, SAME_SLICES, REFUSED}, found
-    assert found[SAME] + found[SAME_SLICES] >= 0.35 * sum(found.values()), found
+    counts = Counter(derive([one, two], other) for one, two, other in chosen)
+    assert set(counts) <= {SAME, SAME_SLICES, REFUSED}, counts
+    assert counts[SAME] + counts[SAME_SLICES] >= 0.35 * sum(counts.values()), counts
 
 
-def test_with_stages_and_opt_outs_stated_most_follows() -> None:
+def test_stated_stages_and_exceptions_settle_most_layouts() -> None:
     chosen = sampled(pairs(), 80)
-    found = Counter(derive([one], other, (), with_stages_and_opt_outs(other)) for one, other in chosen)
-    assert set(found) <= {SAME, SAME_SLICES, REFUSED}, found
-    assert found[SAME] + found[SAME_SLICES] >= 0.4 * sum(found.values()), found
+    counts = Counter(derive([one], other, (), with_stages_and_opt_outs(other)) for one, other in chosen)
+    assert set(counts) <= {SAME, SAME_SLICES, REFUSED}, counts
+    assert counts[SAME] + counts[SAME_SLICES] >= 0.4 * sum(counts.values()), counts
 
 
-def test_assumed_growth_is_wrong_only_in_shapes_and_where_code_caps_cuts() -> None:
+def test_assumed_growth_is_wrong_only_in_shapes_and_capped_slices() -> None:
     wrong = [
         (one.name, other.name)
         for one, other in sampled(pairs(), 80)
@@ -160,26 +160,26 @@ def test_assumed_growth_is_wrong_only_in_shapes_and_where_code_caps_cuts() -> No
     assert all("kvcap" in one and "kvcap" in other for one, other in wrong), wrong
 
 
-def test_assuming_the_order_of_devices_can_be_wrong_without_a_trace() -> None:
-    """Which is why it is not assumed: one source of a single replica, whose cut lies outermost."""
+def test_assumed_device_order_can_be_wrong_unnoticed() -> None:
+    """The reason for not assuming it: one source of a single replica, whose cut is outermost."""
     one, other = made_cases.load("30_left_dp1mp4pp1"), made_cases.load("30_left_dp4mp2pp1")
     assert derive([one], other) == REFUSED
     assert derive([one], other, [DP_OUTERMOST]) == SILENT
 
 
 @pytest.mark.parametrize("shapes_known", [True, False])
-def test_rules_read_from_a_strategy_make_what_was_compiled_or_are_refused(shapes_known: bool) -> None:
-    found: Counter[str] = Counter()
+def test_rules_read_from_a_strategy_make_the_compiled_one_or_are_refused(shapes_known: bool) -> None:
+    counts: Counter[str] = Counter()
     for one, other in sampled(pairs(), 80):
         read = [source(one)]
         try:
             model = model_of(read[0], one.model if shapes_known else None)
             text = rules_text(learn(read, model), read, model, shapes_known)
-            found[judged(make_strategy(parse_rules(text, "rules"), other.model, other.target, "rules"), other)] += 1
+            counts[judged(make_strategy(parse_rules(text, "rules"), other.model, other.target, "rules"), other)] += 1
         except ReshardError:
-            found[REFUSED] += 1
-    assert set(found) <= {SAME, SAME_SLICES, REFUSED}, found
-    assert found[SAME] + found[SAME_SLICES] >= 0.15 * sum(found.values()), found
+            counts[REFUSED] += 1
+    assert set(counts) <= {SAME, SAME_SLICES, REFUSED}, counts
+    assert counts[SAME] + counts[SAME_SLICES] >= 0.15 * sum(counts.values()), counts
 
 
 _ORDERS = [
@@ -204,41 +204,39 @@ _SIZES = [
 ]
 
 
-@pytest.mark.parametrize(("matrix", "entries"), _ORDERS, ids=lambda said: "-".join(map(str, said)))
-def test_whatever_the_order_of_devices_no_slice_is_derived_for_a_wrong_rank(
-    matrix: list[str], entries: list[Any], tmp_path: Path
-) -> None:
-    """A weight whose devices lie so, and one that shows what mp cuts, for all sizes: the right slices, or refused."""
+@pytest.mark.parametrize(("matrix", "entries"), _ORDERS, ids=lambda sizes_text: "-".join(map(str, sizes_text)))
+def test_no_device_order_gives_a_slice_to_a_wrong_rank(matrix: list[str], entries: list[Any], tmp_path: Path) -> None:
+    """A weight with this device order, and one that mp cuts, for all sizes: the correct slices, or refused."""
     usual, nested = made_cases.rule("usual", ["dp", "cp", "mp"], ["mp", "None"]), "nested = true"
     text = usual + made_cases.rule("w", matrix, entries, nested if isinstance(entries[0], list) else "")
     model = model_tensors("shapes", [FullTensor(name, (64, 64), "Float32") for name in ("usual", "w")], ITEM_SIZES)
     runs = []
     for number, sizes in enumerate(_SIZES):
-        said = ",".join(f"{name}={size}" for name, size in sizes.items())
-        target = TargetRun(parse_sizes(said), ShardSetting(0), weights_only=True)
+        sizes_text = ",".join(f"{name}={size}" for name, size in sizes.items())
+        target = TargetRun(parse_sizes(sizes_text), ShardSetting(0), weights_only=True)
         try:
-            made = make_strategy(parse_rules(text, "rules"), model, target, "rules")
+            strategy = make_strategy(parse_rules(text, "rules"), model, target, "rules")
         except ReshardError:
             continue
-        (path,) = write_rules_strategy(str(tmp_path / f"{number}.ckpt"), made, {}, overwrite=False).files
-        runs.append((SourceRun(*read_recorded(path), target.sizes), target, made[0].layouts))
+        (path,) = write_rules_strategy(str(tmp_path / f"{number}.ckpt"), strategy, {}, overwrite=False).files
+        runs.append((SourceRun(*read_recorded(path), target.sizes), target, strategy[0].layouts))
     derived = 0
     for one, of_one, _ in sampled(runs, 3):
         for _, target, compiled in runs:
             try:
                 learned = learn([one], model, (), target.sizes)
                 check_explained(learned, (), [one])
-                (found,) = make_strategy(learned.rules, model, target, "rules")
+                (stages,) = make_strategy(learned.rules, model, target, "rules")
             except ReshardError:
                 continue
-            for name, record in found.layouts.items():
+            for name, record in stages.layouts.items():
                 assert same_slices(record, compiled[name]), (of_one.sizes.text, target.sizes.text, name)
             derived += of_one.sizes != target.sizes
     assert derived
 
 
-def test_sizes_that_are_not_those_of_the_run_are_refused_or_do_no_harm() -> None:
-    """Wrong sizes of the same product: refused, or what is derived with them is right, but for shapes of very few."""
+def test_wrong_sizes_are_refused_or_harmless() -> None:
+    """Wrong sizes of the same product: refused, or the derived layouts are correct except for a few shapes."""
     harmful = []
     count = refused = 0
     for one, other in sampled(pairs(), 40):
@@ -247,25 +245,25 @@ def test_sizes_that_are_not_those_of_the_run_are_refused_or_do_no_harm() -> None
             continue
         devices = true["dp"] * true["mp"] * true["cp"]
         for dp, mp, cp, ep in itertools.product((1, 2, 3, 4, 6, 8), (1, 2, 4, 8), (1, 2, 4), (1, 2, 4, 8)):
-            said = {"dp": dp, "mp": mp, "cp": cp, "ep": ep}
-            if dp * mp * cp != devices or said == true:
+            sizes_text = {"dp": dp, "mp": mp, "cp": cp, "ep": ep}
+            if dp * mp * cp != devices or sizes_text == true:
                 continue
-            text = ",".join(f"{name}={size}" for name, size in (*said.items(), ("pp", one.sizes.get("pp", 1))))
+            text = ",".join(f"{name}={size}" for name, size in (*sizes_text.items(), ("pp", one.sizes.get("pp", 1))))
             count += 1
             try:
                 wrong = source(one, text)
                 model = model_of(wrong, one.model)
                 learned = learn([wrong], model, (), other.target.sizes)
                 check_explained(learned, (), [wrong])
-                made = judged(make_strategy(learned.rules, model, other.target, "rules"), other)
+                report = judged(make_strategy(learned.rules, model, other.target, "rules"), other)
             except ReshardError:
                 refused += 1
                 continue
-            if made not in (SAME, SAME_SLICES):
-                harmful.append((one.name, text, other.name, made))
+            if report not in (SAME, SAME_SLICES):
+                harmful.append((one.name, text, other.name, report))
     assert count > 100 and refused > 0.9 * count
-    # What experts or context parallelism cut cannot always be told from what mp cuts: that shows when it is loaded.
-    assert all(made == LOUD for *_, made in harmful), harmful
+    # Cuts by experts or context parallelism may look like cuts by mp: loading reveals it.
+    assert all(created == LOUD for *_, created in harmful), harmful
     assert len(harmful) <= 0.001 * count + 1, harmful
 
 
@@ -277,8 +275,8 @@ def shapes_of(case: MadeCase, path: Path) -> Path:
     return write_checkpoint(path, full)
 
 
-def test_a_derived_strategy_is_the_compiled_one(tmp_path: Path) -> None:
-    """Training to inference, a strategy with more devices beside it; the record tells where it is from."""
+def test_the_command_derives_the_compiled_strategy(tmp_path: Path) -> None:
+    """Training to inference with a strategy of more devices beside it; the record contains the origin."""
     one, other = made_cases.load("10_dp2mp4pp1"), made_cases.load("10_dp1mp4pp1")
     shapes = shapes_of(one, tmp_path / "full.safetensors")
     out = tmp_path / "out.ckpt"
@@ -292,7 +290,7 @@ def test_a_derived_strategy_is_the_compiled_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("out", ["src.ckpt", "link.ckpt", "strategy/ckpt_strategy_rank_0.ckpt"])
-def test_what_a_strategy_is_derived_from_is_never_replaced(out: str, tmp_path: Path) -> None:
+def test_derive_never_replaces_its_inputs(out: str, tmp_path: Path) -> None:
     """A compiled strategy cannot be had again without its cluster."""
     one = made_cases.load("10_dp2mp4pp1")
     source = tmp_path / out
@@ -307,7 +305,7 @@ def test_what_a_strategy_is_derived_from_is_never_replaced(out: str, tmp_path: P
     assert source.read_bytes() == before
 
 
-def test_what_one_strategy_does_not_show_another_one_may(tmp_path: Path) -> None:
+def test_a_second_strategy_settles_undecided_layouts(tmp_path: Path) -> None:
     one, other = made_cases.load("10_dp1mp4pp1"), made_cases.load("10_dp4mp4pp1")
     shapes = shapes_of(one, tmp_path / "full.ckpt")
     words: Words = (one.strategy, tmp_path / "out.ckpt", "--shapes", shapes, "--src-sizes", "mp=4")
@@ -328,7 +326,7 @@ def test_what_one_strategy_does_not_show_another_one_may(tmp_path: Path) -> None
         done("strategy", "diff", other.strategy, tmp_path / "out.ckpt", "--exit-code")
 
 
-def test_stages_and_opt_outs_are_stated_in_a_file_of_rules(tmp_path: Path) -> None:
+def test_a_rule_file_states_stages_and_exceptions(tmp_path: Path) -> None:
     one, other = made_cases.load("10_dp4mp4pp1"), made_cases.load("10o_dp2mp2pp2_optm1")
     shapes = shapes_of(one, tmp_path / "full.ckpt")
     words: Words = (one.strategy, tmp_path / "out.ckpt", "--shapes", shapes, "--src-sizes", "dp=4,mp=4")
@@ -357,7 +355,7 @@ def test_stages_and_opt_outs_are_stated_in_a_file_of_rules(tmp_path: Path) -> No
         (("--src-sizes", "dp=2,mp=4", "--dst-sizes", "mp=8"), "is valid only for mp<=4"),
     ],
 )
-def test_sizes_that_cannot_be_are_refused(more: tuple[str, ...], says: str, tmp_path: Path) -> None:
+def test_impossible_sizes_are_refused(more: tuple[str, ...], says: str, tmp_path: Path) -> None:
     one = made_cases.load("10_dp2mp4pp1")
     shapes = shapes_of(one, tmp_path / "full.ckpt")
     words: Words = (one.strategy, tmp_path / "out.ckpt", "--shapes", shapes, "--dst-sizes", "mp=2", *more)
@@ -365,7 +363,7 @@ def test_sizes_that_cannot_be_are_refused(more: tuple[str, ...], says: str, tmp_
     assert not (tmp_path / "out.ckpt").exists()
 
 
-def test_rules_are_printed_with_marks_and_make_what_was_compiled(tmp_path: Path) -> None:
+def test_printed_rules_mark_assumptions_and_make_the_compiled_strategy(tmp_path: Path) -> None:
     one, other = made_cases.load("10_dp2mp4pp1"), made_cases.load("10_dp1mp4pp1")
     shapes = shapes_of(one, tmp_path / "full.ckpt")
     printed = done("strategy", "rules", one.strategy, "--sizes", "dp=2,mp=4", "--shapes", shapes).out
@@ -379,7 +377,7 @@ def test_rules_are_printed_with_marks_and_make_what_was_compiled(tmp_path: Path)
     fails(3, "strategy", "make", *words, "mp=8", says=["is valid only for mp<=4", 'remove "mp<=4" from shown_for'])
 
 
-def test_without_shapes_what_may_not_divide_is_left_open_until_they_are_known(tmp_path: Path) -> None:
+def test_without_shapes_divisibility_stays_undecided(tmp_path: Path) -> None:
     one, other = made_cases.load("24_vocab100_dp1mp8pp1"), made_cases.load("24_vocab100_dp2mp4pp1_optm1t0")
     printed = done("strategy", "rules", one.strategy, "--sizes", "mp=8").out
     assert 'map = ["None|mp?", "None|mp?"]' in printed
@@ -393,7 +391,7 @@ def test_without_shapes_what_may_not_divide_is_left_open_until_they_are_known(tm
 
 
 @pytest.mark.parametrize(("shape", "expected"), [([8, 16, 4], ((2, 1), (0,), ())), ([4, 32, 4], ((2,), (1, 0), ()))])
-def test_the_reading_of_json_that_fits_the_shapes_is_taken(shape: list[int], expected: Any, tmp_path: Path) -> None:
+def test_shapes_select_the_reading_of_json(shape: list[int], expected: Any, tmp_path: Path) -> None:
     """Slices of one row, and columns that are cut as well."""
     maps = {"w": layout([4, 2, 2], [2, 1, 0, -1], shape=[4, 2, 16, 4])}
     source = write_strategy(tmp_path / "src.json", 0, maps)

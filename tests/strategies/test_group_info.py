@@ -1,4 +1,4 @@
-"""group_info files: the restore list and the groups, and what is no such file."""
+"""group_info files: the restore list, the groups, and refusals."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ WITH_GROUPS = [name for name in EVERYWHERE if (case_directory(name) / "group_inf
 
 
 @pytest.mark.parametrize("name", WITH_GROUPS)
-def test_what_mindspore_wrote_is_read(name: str) -> None:
+def test_group_info_of_mindspore_is_read(name: str) -> None:
     path = case_directory(name)
     expected = json.loads((path / "case.json").read_text())["group_info"]
     for file in (path / "group_info").glob("*.pb"):
         rank = file.stem.rsplit("_", 1)[1]
-        found = read_group_info(str(file))
-        assert list(found.restore_ranks) == expected[rank]["ckpt_restore_rank_list"]
-        assert [(group, list(ranks)) for group, ranks in found.groups] == list(expected[rank]["groups"].items())
+        info = read_group_info(str(file))
+        assert list(info.restore_ranks) == expected[rank]["ckpt_restore_rank_list"]
+        assert [(group, list(ranks)) for group, ranks in info.groups] == list(expected[rank]["groups"].items())
 
 
 def test_names_of_groups_may_repeat_and_keep_their_order(tmp_path: Path) -> None:
     groups = [("b", [4, 0]), ("a", [1]), ("b", [2, 3])]
     (tmp_path / "group_info.pb").write_bytes(group_info([4, 0], groups))
-    found = read_group_info(str(tmp_path / "group_info.pb"))
-    assert found.file == str(tmp_path / "group_info.pb")
-    assert found.restore_ranks == (4, 0)
-    assert found.groups == (("b", (4, 0)), ("a", (1,)), ("b", (2, 3)))
+    info = read_group_info(str(tmp_path / "group_info.pb"))
+    assert info.file == str(tmp_path / "group_info.pb")
+    assert info.restore_ranks == (4, 0)
+    assert info.groups == (("b", (4, 0)), ("a", (1,)), ("b", (2, 3)))
 
 
-def test_an_empty_restore_list_is_unknown_and_not_an_error(tmp_path: Path) -> None:
+def test_an_empty_restore_list_means_unknown(tmp_path: Path) -> None:
     (tmp_path / "group_info.pb").write_bytes(group_info([]))
     assert read_group_info(str(tmp_path / "group_info.pb")).restore_ranks == ()
 
@@ -61,7 +61,7 @@ def test_other_files_are_refused_by_name(tmp_path: Path, data: bytes, says: str)
     assert caught.value.file == str(path)
 
 
-def test_a_strategy_file_is_named_as_such(tmp_path: Path) -> None:
+def test_a_strategy_file_is_refused_by_name(tmp_path: Path) -> None:
     path = write_strategy(tmp_path / "s.ckpt", 0, {"w": layout([2], [0])})
     with pytest.raises(StrategyError, match="it is a strategy file"):
         read_group_info(str(path))

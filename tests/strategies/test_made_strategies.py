@@ -1,4 +1,4 @@
-"""strategy make: record for record what MindSpore's compiler writes, or an error that says what is missing."""
+"""strategy make: record for record the strategy of MindSpore's compiler, or an error that lists the missing rules."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ BACKBONE = FIXTURES / "rules" / "backbone.toml"
 
 
 def write_shapes(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> Path:
-    """A JSON strategy of one device, which tells nothing but shapes."""
+    """A JSON strategy of one device, which records only shapes."""
     return write_strategy(
         path, 0, {name: layout([1], [-1] * len(shape), shape=list(shape)) for name, shape in shapes.items()}
     )
@@ -53,25 +53,25 @@ def as_recorded(path: Path) -> dict[str, RecordedLayout]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_is_made_is_what_was_compiled(name: str) -> None:
+def test_a_made_strategy_equals_the_compiled_one(name: str) -> None:
     case = made_cases.load(name)
-    made = make_strategy(parse_rules(case.rules, "rules"), case.model, case.target, "rules")
-    assert {stage.number: stage.layouts for stage in made} == case.compiled()
+    strategy = make_strategy(parse_rules(case.rules, "rules"), case.model, case.target, "rules")
+    assert {stage.number: stage.layouts for stage in strategy} == case.compiled()
 
 
 @pytest.mark.parametrize("name", ["10_dp2mp2pp2", "20_llama_dp1mp4pp2_uneven", "27_mcoremoe_dp2mp4ep8pp1"])
 @pytest.mark.parametrize("ending", ["ckpt", "json"])
-def test_what_is_typed_is_what_was_compiled_in_every_form(name: str, ending: str, tmp_path: Path) -> None:
+def test_the_command_makes_the_compiled_strategy_in_every_file_format(name: str, ending: str, tmp_path: Path) -> None:
     case = made_cases.load(name)
     rules = tmp_path / "rules.toml"
     rules.write_text(case.rules)
     full = {tensor.name: Value(tensor.dtype or "", np.zeros(tensor.shape, "<u4")) for tensor in case.tensors}
     shapes = write_checkpoint(tmp_path / "full.safetensors", full)
-    said: Said = ("--shapes", shapes, "--sizes", case.sizes_text, *case.options())
-    done("strategy", "make", rules, tmp_path / f"merged.{ending}", *said)
-    done("strategy", "make", rules, tmp_path / "stages" / f"of_{{rank}}.{ending}", *said)
-    for made in (tmp_path / f"merged.{ending}", tmp_path / "stages"):
-        compared = done("strategy", "diff", case.strategy, made, "--json").json["summary"]
+    options: Said = ("--shapes", shapes, "--sizes", case.sizes_text, *case.options())
+    done("strategy", "make", rules, tmp_path / f"merged.{ending}", *options)
+    done("strategy", "make", rules, tmp_path / "stages" / f"of_{{rank}}.{ending}", *options)
+    for created in (tmp_path / f"merged.{ending}", tmp_path / "stages"):
+        compared = done("strategy", "diff", case.strategy, created, "--json").json["summary"]
         assert compared.pop("unchanged") == len({name for stage in case.compiled().values() for name in stage})
         assert not any(compared.values())
     if ending == "ckpt":
@@ -80,7 +80,7 @@ def test_what_is_typed_is_what_was_compiled_in_every_form(name: str, ending: str
 
 
 @pytest.mark.parametrize("name", ["07_layout8_opt", "08_pp2dp2mp2"])
-def test_json_is_as_mindspore_writes_it(name: str, tmp_path: Path) -> None:
+def test_made_json_equals_mindspores(name: str, tmp_path: Path) -> None:
     """Full shapes, and an entry per device axis where a dimension has several."""
     case = made_cases.load(name)
     rules = tmp_path / "rules.toml"
@@ -92,8 +92,8 @@ def test_json_is_as_mindspore_writes_it(name: str, tmp_path: Path) -> None:
     theirs = sorted((case.path / "strategy_json").glob("*.json"))
     assert theirs
     for path in theirs:
-        made = json.loads((tmp_path / path.name).read_text())["parallel_layout_item"]
-        assert made == json.loads(path.read_text())["parallel_layout_item"]
+        parallel_layout_item = json.loads((tmp_path / path.name).read_text())["parallel_layout_item"]
+        assert parallel_layout_item == json.loads(path.read_text())["parallel_layout_item"]
 
 
 @pytest.mark.skipif(not PANGU.is_file(), reason="the whole corpus is not on this machine")
@@ -117,8 +117,8 @@ optimizer_shard = false
     tensors = [FullTensor(name, pangu_shape(name, record), "Float32") for name, record in compiled.items()]
     model = model_tensors("shapes", tensors, ITEM_SIZES)
     target = TargetRun(parse_sizes("dp=64,mp=8"), ShardSetting(-1, 0))
-    (made,) = make_strategy(parse_rules(rules, "rules"), model, target, "rules")
-    assert made.layouts == compiled
+    (strategy,) = make_strategy(parse_rules(rules, "rules"), model, target, "rules")
+    assert strategy.layouts == compiled
     assert len(compiled) == 1551
 
 
@@ -132,20 +132,20 @@ def pangu_shape(name: str, record: RecordedLayout) -> tuple[int, ...]:
     return (10240,) if wide else (2560,)
 
 
-def test_thousands_of_devices_take_no_time_to_speak_of() -> None:
-    """Records of 10,240 devices cost what 8 do: layouts are worked out once each."""
+def test_a_strategy_of_thousands_of_devices_is_made_quickly() -> None:
+    """Records of 10,240 devices cost as much as of 8: each layout is computed once."""
     names = [f"blocks.{layer}.w{number}" for layer in range(64) for number in range(8)]
     model = model_tensors("shapes", [FullTensor(name, (10240, 10240), "Float32") for name in names], ITEM_SIZES)
     rules = parse_rules('[[parameter]]\nmatch = "*"\nmap = ["mp", "None"]\n', "rules")
     target = TargetRun(parse_sizes("dp=1280,mp=8"), ShardSetting(-1, 0), weights_only=True)
-    (made,) = make_strategy(rules, model, target, "rules")
-    assert made.layouts[names[-1]] == RecordedLayout((1280, 8), ((0, -1),), shard_step=8, shard_size=-1)
+    (strategy,) = make_strategy(rules, model, target, "rules")
+    assert strategy.layouts[names[-1]] == RecordedLayout((1280, 8), ((0, -1),), shard_step=8, shard_size=-1)
 
 
 # What does not follow.
 
 
-def making(tmp_path: Path, rules: str, shapes: Mapping[str, tuple[int, ...]], *said: Any) -> tuple[Any, ...]:
+def making(tmp_path: Path, rules: str, shapes: Mapping[str, tuple[int, ...]], *options: Any) -> tuple[Any, ...]:
     (tmp_path / "rules.toml").write_text(rules)
     return (
         "strategy",
@@ -154,25 +154,25 @@ def making(tmp_path: Path, rules: str, shapes: Mapping[str, tuple[int, ...]], *s
         tmp_path / "out.ckpt",
         "--shapes",
         write_shapes(tmp_path / "shapes.json", shapes),
-        *said,
+        *options,
     )
 
 
 ONE_RULE = '[[parameter]]\nmatch = "*"\nmap = ["mp", "None"]\n'
 
 
-def test_parameters_without_a_rule_are_grouped_and_the_lines_that_settle_it_do(tmp_path: Path) -> None:
+def test_parameters_without_a_rule_are_grouped_with_working_suggestions(tmp_path: Path) -> None:
     shapes = {f"layers.{layer}.{name}": (8, 8) for layer in range(3) for name in ("wq", "wo", "norm")}
-    said = ("--sizes", "dp=2,mp=4", "--weights-only")
+    options = ("--sizes", "dp=2,mp=4", "--weights-only")
     rules = '[[parameter]]\nmatch = "*.wq"\nmap = ["mp", "None"]\n'
     failed = fails(
         3,
-        *making(tmp_path, rules, shapes, *said),
+        *making(tmp_path, rules, shapes, *options),
         says=["6 parameters", "no rule fits (shape [8, 8])", 'match = ["layers.*.norm", "layers.*.wo"]'],
     )
     lines = [line.strip() for line in failed.err.splitlines()]
     pasted = "\n".join(lines[lines.index("[[parameter]]") :][:3])
-    done(*making(tmp_path, rules + pasted, shapes, *said))
+    done(*making(tmp_path, rules + pasted, shapes, *options))
 
 
 @pytest.mark.parametrize(
@@ -206,16 +206,14 @@ def test_parameters_without_a_rule_are_grouped_and_the_lines_that_settle_it_do(t
         ('[[parameter]]\nmatch = "*"\nmap = ["mp+cp", "None"]\n', "mp=4", "is not a product of sizes"),
     ],
 )
-def test_what_does_not_follow_or_would_not_compile_is_refused(
-    rules: str, sizes: str, says: str, tmp_path: Path
-) -> None:
+def test_undecided_and_uncompilable_layouts_are_refused(rules: str, sizes: str, says: str, tmp_path: Path) -> None:
     shapes = {f"layers.{layer}.w": (8, 8) for layer in range(2)}
     fails(3, *making(tmp_path, rules, shapes, "--sizes", sizes, "--weights-only"), says=[says])
     assert not (tmp_path / "out.ckpt").exists()
 
 
-def test_rules_that_leave_open_what_does_not_matter_are_enough(tmp_path: Path) -> None:
-    """With data parallelism alone nothing is cut, whatever cuts; on one replica the order of devices is no matter."""
+def test_rules_may_leave_irrelevant_settings_open(tmp_path: Path) -> None:
+    """With data parallelism alone nothing is cut; with one replica the order of devices is irrelevant."""
     open_cut = '[[parameter]]\nmatch = "*"\nmap = ["?", "None"]\n'
     done(*making(tmp_path, open_cut, {"w": (8, 8)}, "--sizes", "dp=8", "--weights-only"))
     open_order = '[[parameter]]\nmatch = "*"\nmatrix = [["dp", "mp"], ["mp", "dp"]]\nmap = ["mp", "None"]\n'
@@ -223,16 +221,18 @@ def test_rules_that_leave_open_what_does_not_matter_are_enough(tmp_path: Path) -
     assert as_recorded(tmp_path / "out.ckpt")["w"] == RecordedLayout((8,), ((0, -1),))
 
 
-def test_stages_of_parameters_outside_layers_have_to_be_said(tmp_path: Path) -> None:
+def test_stages_of_parameters_outside_layers_are_required(tmp_path: Path) -> None:
     shapes = {"embed": (8, 8), **{f"layers.{layer}.w": (8, 8) for layer in range(5)}, "head": (8, 8)}
-    said: Said = ("--sizes", "mp=4,pp=2", "--weights-only")
-    fails(2, *making(tmp_path, ONE_RULE, shapes, *said), says=["5 layers do not divide", "--layers-per-stage 3,2"])
-    said = (*said, "--layers-per-stage", "2,3")
+    options: Said = ("--sizes", "mp=4,pp=2", "--weights-only")
+    fails(2, *making(tmp_path, ONE_RULE, shapes, *options), says=["5 layers do not divide", "--layers-per-stage 3,2"])
+    options = (*options, "--layers-per-stage", "2,3")
     fails(
-        3, *making(tmp_path, ONE_RULE, shapes, *said), says=["2 parameters outside the layers", 'first = ["embed", "']
+        3,
+        *making(tmp_path, ONE_RULE, shapes, *options),
+        says=["2 parameters outside the layers", 'first = ["embed", "'],
     )
     stages = '[pipeline]\nfirst = "embed"\nlast = "head"\n'
-    done(*making(tmp_path, stages + ONE_RULE, shapes, *said))
+    done(*making(tmp_path, stages + ONE_RULE, shapes, *options))
     shown = done("strategy", "show", tmp_path / "out.ckpt", "--json").json
     assert {row["parameter"]: row["stage"] for row in shown} == {
         "embed": 0,
@@ -243,8 +243,8 @@ def test_stages_of_parameters_outside_layers_have_to_be_said(tmp_path: Path) -> 
         "layers.4.w": 1,
         "head": 1,
     }
-    said = ("--sizes", "mp=4,pp=2", "--weights-only", "--overwrite", "--layers-per-stage", "1,1,2,1")
-    done(*making(tmp_path, stages + ONE_RULE, shapes, *said))
+    options = ("--sizes", "mp=4,pp=2", "--weights-only", "--overwrite", "--layers-per-stage", "1,1,2,1")
+    done(*making(tmp_path, stages + ONE_RULE, shapes, *options))
     shown = done("strategy", "show", tmp_path / "out.ckpt", "layers.*", "--json").json
     assert sorted((row["parameter"], row["stage"]) for row in shown) == [
         ("layers.0.w", 0),
@@ -255,46 +255,48 @@ def test_stages_of_parameters_outside_layers_have_to_be_said(tmp_path: Path) -> 
     ]
 
 
-def test_numbers_in_several_places_are_not_taken_for_layers(tmp_path: Path) -> None:
+def test_numbers_in_several_places_are_not_layers(tmp_path: Path) -> None:
     shapes = {f"{part}.{number}.w": (8, 8) for part in ("encoder", "decoder") for number in range(2)}
-    said = ("--sizes", "mp=4,pp=2", "--weights-only")
-    fails(3, *making(tmp_path, ONE_RULE, shapes, *said), says=['layers = ["encoder.{layer}.*", "decoder.{layer}.*"]'])
+    options = ("--sizes", "mp=4,pp=2", "--weights-only")
+    fails(
+        3, *making(tmp_path, ONE_RULE, shapes, *options), says=['layers = ["encoder.{layer}.*", "decoder.{layer}.*"]']
+    )
 
 
-def test_optimizer_state_has_to_be_known(tmp_path: Path) -> None:
-    said = ("--sizes", "dp=2,mp=4", "--optimizer-shards", "-1", "--optimizer-threshold", "0")
-    fails(3, *making(tmp_path, ONE_RULE, {"w": (8, 8)}, *said), says=["no optimizer state", "--weights-only"])
-    done(*making(tmp_path, 'optimizer_states = ["adam_m", "adam_v"]\n' + ONE_RULE, {"w": (8, 8)}, *said))
+def test_the_optimizer_is_required(tmp_path: Path) -> None:
+    options = ("--sizes", "dp=2,mp=4", "--optimizer-shards", "-1", "--optimizer-threshold", "0")
+    fails(3, *making(tmp_path, ONE_RULE, {"w": (8, 8)}, *options), says=["no optimizer state", "--weights-only"])
+    done(*making(tmp_path, 'optimizer_states = ["adam_m", "adam_v"]\n' + ONE_RULE, {"w": (8, 8)}, *options))
     assert list(as_recorded(tmp_path / "out.ckpt")) == ["w", "adam_m.w", "adam_v.w"]
 
 
-def test_the_element_type_has_to_be_known_where_it_decides(tmp_path: Path) -> None:
-    said = ("--sizes", "dp=2,mp=4", "--optimizer-shards", "-1", "--optimizer-threshold", "1", "--weights-only")
+def test_the_dtype_is_required_where_it_decides(tmp_path: Path) -> None:
+    options = ("--sizes", "dp=2,mp=4", "--optimizer-shards", "-1", "--optimizer-threshold", "1", "--weights-only")
     shapes = {"small": (8, 4), "middle": (16, 32), "large": (64, 64)}
-    fails(3, *making(tmp_path, ONE_RULE, shapes, *said), says=["1 parameter: 'middle'", 'dtype = "Float32"'])
+    fails(3, *making(tmp_path, ONE_RULE, shapes, *options), says=["1 parameter: 'middle'", 'dtype = "Float32"'])
     for dtype, sharded in (("Float32", True), ("fp32", True), ("bf16", True), ("Int8", False)):
-        done(*making(tmp_path, f'dtype = "{dtype}"\n' + ONE_RULE, shapes, *said, "--overwrite"))
-        found = as_recorded(tmp_path / "out.ckpt")
-        assert {name: layout.shard_size != 0 for name, layout in found.items()} == {
+        done(*making(tmp_path, f'dtype = "{dtype}"\n' + ONE_RULE, shapes, *options, "--overwrite"))
+        actual = as_recorded(tmp_path / "out.ckpt")
+        assert {name: layout.shard_size != 0 for name, layout in actual.items()} == {
             "small": False,
             "middle": sharded,
             "large": True,
         }
 
 
-def test_what_lies_at_out_is_not_replaced_unless_it_may_be(tmp_path: Path) -> None:
-    said = ("--sizes", "mp=4", "--weights-only")
-    done(*making(tmp_path, ONE_RULE, {"w": (8, 8)}, *said))
+def test_existing_output_is_refused_without_overwrite(tmp_path: Path) -> None:
+    options = ("--sizes", "mp=4", "--weights-only")
+    done(*making(tmp_path, ONE_RULE, {"w": (8, 8)}, *options))
     before = tree_bytes(tmp_path)
-    done(*making(tmp_path, ONE_RULE, {"w": (8, 8)}, *said))
+    done(*making(tmp_path, ONE_RULE, {"w": (8, 8)}, *options))
     assert tree_bytes(tmp_path) == before
-    fails(3, *making(tmp_path, ONE_RULE, {"v": (8, 8)}, *said), says=["exists with other content", "--overwrite"])
+    fails(3, *making(tmp_path, ONE_RULE, {"v": (8, 8)}, *options), says=["exists with other content", "--overwrite"])
     (tmp_path / "out.ckpt").write_text("a letter")
-    fails(3, *making(tmp_path, ONE_RULE, {"w": (8, 8)}, *said, "--overwrite"), says=["it is not replaced"])
+    fails(3, *making(tmp_path, ONE_RULE, {"w": (8, 8)}, *options, "--overwrite"), says=["it is not replaced"])
 
 
 @pytest.mark.parametrize(
-    ("said", "says"),
+    ("options", "says"),
     [
         ("set = 1", "set must be a list such as"),
         ('set = [{ map = ["None", "None"] }]', "must have one switch"),
@@ -303,18 +305,18 @@ def test_what_lies_at_out_is_not_replaced_unless_it_may_be(tmp_path: Path) -> No
         ('set = [{ a = true, map = "mp" }]', "map must be a list"),
     ],
 )
-def test_switches_that_say_nothing_are_refused(said: str, says: str, tmp_path: Path) -> None:
-    rules = ONE_RULE + said + "\n"
+def test_switches_without_effect_are_refused(options: str, says: str, tmp_path: Path) -> None:
+    rules = ONE_RULE + options + "\n"
     fails(3, *making(tmp_path, rules, {"w": (8, 8)}, "--sizes", "mp=4", "--weights-only"), says=[says])
 
 
-def test_a_condition_of_optimizer_shards_is_of_sizes_that_there_are(tmp_path: Path) -> None:
-    said = ("--sizes", "dp=2,mp=4", "--optimizer-shards", "-1", "--optimizer-threshold", "0", "--weights-only")
+def test_conditions_of_optimizer_shards_use_existing_sizes(tmp_path: Path) -> None:
+    options = ("--sizes", "dp=2,mp=4", "--optimizer-shards", "-1", "--optimizer-threshold", "0", "--weights-only")
     rules = 'optimizer_shard = "tp<=2"\n' + ONE_RULE
-    fails(3, *making(tmp_path, rules, {"w": (8, 8)}, *said), says=["optimizer_shard: tp has no size"])
+    fails(3, *making(tmp_path, rules, {"w": (8, 8)}, *options), says=["optimizer_shard: tp has no size"])
 
 
-def test_a_weight_whose_name_ends_in_that_of_another_is_no_optimizer_state(tmp_path: Path) -> None:
+def test_a_weight_whose_name_ends_like_another_is_not_optimizer_state(tmp_path: Path) -> None:
     shapes = {name: (8, 8) for name in ("norm.weight", "mtp.norm.weight", "head.w", "linear.head.w", "adam_m.head.w")}
     shapes["linear.head.w"] = (16, 8)
     done(*making(tmp_path, ONE_RULE, shapes, "--sizes", "mp=4", "--weights-only"))
@@ -323,13 +325,13 @@ def test_a_weight_whose_name_ends_in_that_of_another_is_no_optimizer_state(tmp_p
     assert set(as_recorded(tmp_path / "out.ckpt")) == set(shapes)
 
 
-def test_what_most_weights_have_is_optimizer_state_whatever_it_is_called(tmp_path: Path) -> None:
+def test_a_suffix_of_most_weights_is_optimizer_state(tmp_path: Path) -> None:
     shapes = {f"{prefix}{name}": (8, 8) for prefix in ("", "own_m.") for name in ("w", "v")}
     done(*making(tmp_path, ONE_RULE, shapes, "--sizes", "mp=4", "--weights-only"))
     assert set(as_recorded(tmp_path / "out.ckpt")) == {"w", "v"}
 
 
-def test_optimizer_state_of_another_shape_is_not_laid_out_as_its_weight(tmp_path: Path) -> None:
+def test_optimizer_state_of_another_shape_does_not_get_the_layout_of_its_weight(tmp_path: Path) -> None:
     shapes = {"w": (8, 8), "exp_avg_sq_row.w": (8,)}
     says = ["'exp_avg_sq_row.w'", "its cut is unknown", "--weights-only"]
     fails(3, *making(tmp_path, ONE_RULE, shapes, "--sizes", "mp=4"), says=says)
@@ -338,7 +340,7 @@ def test_optimizer_state_of_another_shape_is_not_laid_out_as_its_weight(tmp_path
 
 
 @pytest.mark.parametrize("out", ["stages/", "stages/{rank}.ckpt", "stages/rank_{rank}/s_{rank}.ckpt"])
-def test_stages_of_another_strategy_do_not_stay_among_those_that_are_made(out: str, tmp_path: Path) -> None:
+def test_overwrite_removes_stages_of_another_strategy(out: str, tmp_path: Path) -> None:
     """They would be read as further stages of it."""
     shapes = {f"layers.{layer}.w": (8, 8) for layer in range(4)}
     words = list(making(tmp_path, ONE_RULE, shapes, "--weights-only", "--sizes"))
@@ -354,10 +356,8 @@ def test_stages_of_another_strategy_do_not_stay_among_those_that_are_made(out: s
 
 @pytest.mark.parametrize("out", ["stages/", "stages/{rank}.ckpt", "stages/rank_{rank}/s_{rank}.json"])
 @pytest.mark.parametrize("replaces", [False, True])
-def test_a_part_of_the_stages_that_a_stopped_run_left_is_never_read_as_a_strategy(
-    out: str, replaces: bool, tmp_path: Path
-) -> None:
-    """Whichever call to the system is the last: what lies there is the old strategy, the new one, or refused."""
+def test_stages_of_an_interrupted_run_are_never_read_as_a_strategy(out: str, replaces: bool, tmp_path: Path) -> None:
+    """After any last system call the file is the old strategy, the new one, or refused."""
     shapes = {f"layers.{layer}.w": (8, 8) for layer in range(6)}
     words = list(making(tmp_path, ONE_RULE, shapes, "--weights-only", "--sizes", "mp=2,pp=4", "--layers-per-stage"))
     words[3] = tmp_path / out
@@ -368,24 +368,24 @@ def test_a_part_of_the_stages_that_a_stopped_run_left_is_never_read_as_a_strateg
 
     done(*words, "1,2,1,2")
     old = layers() if replaces else None
-    kept = tree_bytes(stages)
+    files = tree_bytes(stages)
     shutil.rmtree(stages)
     words = [*words, "2,1,2,1", *(["--overwrite"] if replaces else [])]
     for kind, number in (("names", errno.EIO), ("write", errno.ENOSPC)):
         for at in itertools.count(1):
             shutil.rmtree(stages, ignore_errors=True)
-            for name, data in kept.items() if replaces else ():
+            for name, data in files.items() if replaces else ():
                 (stages / name).parent.mkdir(parents=True, exist_ok=True)
                 (stages / name).write_bytes(data)
             with failing(kind, tmp_path, at, number) as faults:
                 status = reshard(*words).status
             try:
-                found = layers()
+                actual = layers()
             except StrategyError:
-                found = None
+                actual = None
             done(*words)
             new = layers()
-            assert found in (old, new, None)
+            assert actual in (old, new, None)
             assert [len(layers) for layers in new] == [2, 1, 2, 1]
             if faults.calls < at:
                 assert status == 0
@@ -393,7 +393,7 @@ def test_a_part_of_the_stages_that_a_stopped_run_left_is_never_read_as_a_strateg
                 break
 
 
-def test_the_record_beside_a_made_strategy_says_how_it_was_made(tmp_path: Path) -> None:
+def test_the_record_beside_a_made_strategy_contains_its_rules(tmp_path: Path) -> None:
     result = done(*making(tmp_path, ONE_RULE, {"w": (8, 8)}, "--sizes", "mp=4", "--weights-only", "--json"))
     record = json.loads(Path(result.json["record"]).read_text())
     assert record["rules"] == ONE_RULE
@@ -408,10 +408,8 @@ SIZES = st.sampled_from([1, 2, 4, 8])
 
 
 @given(dp=SIZES, cp=SIZES, mp=SIZES, outer=st.booleans(), shards=st.sampled_from([0, -1, 2, 4]), rows=st.booleans())
-def test_every_rank_holds_what_the_rule_says_it_holds(
-    dp: int, cp: int, mp: int, outer: bool, shards: int, rows: bool
-) -> None:
-    """The record against the meaning of named axes: a rank's coordinates along them say which slice is its."""
+def test_every_rank_has_the_slice_of_its_rule(dp: int, cp: int, mp: int, outer: bool, shards: int, rows: bool) -> None:
+    """The record against the meaning of named axes: a rank's coordinates select its slice."""
     devices = dp * cp * mp
     axes = ["mp", "dp", "cp"] if outer else ["dp", "cp", "mp"]
     sizes = {"dp": dp, "cp": cp, "mp": mp}
@@ -421,8 +419,8 @@ def test_every_rank_holds_what_the_rule_says_it_holds(
     model = model_tensors("shapes", [FullTensor("w", shape, "Float32")], ITEM_SIZES)
     target = TargetRun(parse_sizes(f"dp={dp},cp={cp},mp={mp}"), ShardSetting(shards, 0), weights_only=True)
     assume(shards <= devices)
-    (made,) = make_strategy(parse_rules(text, "rules"), model, target, "rules")
-    found = made.layouts["w"].layout()
+    (strategy,) = make_strategy(parse_rules(text, "rules"), model, target, "rules")
+    actual = strategy.layouts["w"].layout()
     size = min(shards, dp * cp) if shards > 1 else dp * cp if shards else 1
     for rank in range(devices):
         rest, at = rank, {}
@@ -434,9 +432,9 @@ def test_every_rank_holds_what_the_rule_says_it_holds(
         first, last = expected[0]
         part = (last - first) // size
         expected[0] = [first + part * (replica % size), first + part * (replica % size + 1)]
-        box = found.slice_box(shape, int(found.slice_of_rank[rank]))
+        box = actual.slice_box(shape, int(actual.slice_of_rank[rank]))
         assert [list(interval) for interval in box] == expected
-    assert math.prod(found.device_matrix) == devices
+    assert math.prod(actual.device_matrix) == devices
 
 
 # Conversions to strategies that were made.
@@ -451,7 +449,7 @@ def test_every_rank_holds_what_the_rule_says_it_holds(
     ],
 )
 @pytest.mark.parametrize("weights_only", [True, False])
-def test_a_conversion_to_a_made_strategy_gives_the_bytes_of_one_to_the_compiled(
+def test_conversions_to_a_made_and_a_compiled_strategy_are_equal(
     source: str, target: str, weights_only: bool, tmp_path: Path
 ) -> None:
     """With optimizer state and without, to and from pipelines, full shapes from the source's own ranks."""
@@ -467,8 +465,8 @@ def test_a_conversion_to_a_made_strategy_gives_the_bytes_of_one_to_the_compiled(
     for out, strategy in (("made", tmp_path / "made.ckpt"), ("compiled", after.strategy)):
         words: Said = ("--src-strategy", before.directory, "--dst-strategy", strategy, "--quiet", *only)
         done("transform-dir", src, tmp_path / out, *words)
-    made = tree_bytes(tmp_path / "made")
-    assert made and made == tree_bytes(tmp_path / "compiled")
+    files = tree_bytes(tmp_path / "made")
+    assert files and files == tree_bytes(tmp_path / "compiled")
     done("strategy", "check", before.directory, src)
     done("strategy", "check", tmp_path / "made.ckpt", tmp_path / "made")
 
@@ -476,7 +474,7 @@ def test_a_conversion_to_a_made_strategy_gives_the_bytes_of_one_to_the_compiled(
 # Names of axes.
 
 
-def test_axes_of_a_made_strategy_are_called_by_their_names(tmp_path: Path) -> None:
+def test_axes_of_a_made_strategy_are_shown_by_name(tmp_path: Path) -> None:
     done(*making(tmp_path, ONE_RULE, {"w": (8, 8)}, "--sizes", "dp=2,mp=4", "--weights-only"))
     out = tmp_path / "out.ckpt"
     shown = done("strategy", "show", out, "w", "--svg", tmp_path / "w.svg").out
@@ -484,8 +482,8 @@ def test_axes_of_a_made_strategy_are_called_by_their_names(tmp_path: Path) -> No
     assert "cut in 4 over mp" in shown and "dp: 1" in shown and "mp:" in shown
     assert "axis" not in shown
     assert "mp, columns" in (tmp_path / "w.svg").read_text() and "dp, rows" in (tmp_path / "w.svg").read_text()
-    listed = done("strategy", "show", out).out
-    assert "[dp 2, mp 4]" in listed and "[mp, None]" in listed
+    output = done("strategy", "show", out).out
+    assert "[dp 2, mp 4]" in output and "[mp, None]" in output
     (row,) = done("strategy", "show", out, "--json").json
     assert row["axes"] == ["dp", "mp"]
 
@@ -499,7 +497,7 @@ def test_axes_of_a_compiled_strategy_are_named_by_the_sizes_of_its_run() -> None
     fails(3, *words, "--sizes", "dp=2,mp=2", says=["has 8 devices in a stage"])
 
 
-def test_a_record_that_is_of_another_strategy_names_nothing(tmp_path: Path) -> None:
+def test_a_record_of_another_strategy_is_ignored(tmp_path: Path) -> None:
     done(*making(tmp_path, ONE_RULE, {"w": (8, 8)}, "--sizes", "dp=2,mp=4", "--weights-only"))
     write_strategy(tmp_path / "out.ckpt", 0, {"w": layout([4, 2], [0, -1])})
     assert "axis 0 of size 2: cuts dimension 0" in done("strategy", "show", tmp_path / "out.ckpt", "w").out
@@ -511,5 +509,7 @@ def test_the_first_rule_that_matches_decides_whether_a_parameter_is_trained() ->
     text = 'optimizer_states = "adam_m"\n' + '[[parameter]]\nmatch = "frozen"\nmap = ["mp", "None"]\ntrained = false\n'
     text += '[[parameter]]\nmatch = "*"\nmap = ["mp", "None"]\n'
     model = model_tensors("shapes", [FullTensor(name, (8, 8), "Float32") for name in ("frozen", "w")], ITEM_SIZES)
-    [made] = make_strategy(parse_rules(text, "rules"), model, TargetRun(parse_sizes("mp=2"), ShardSetting(0)), "rules")
-    assert set(made.layouts) == {"frozen", "w", "adam_m.w"}
+    [strategy] = make_strategy(
+        parse_rules(text, "rules"), model, TargetRun(parse_sizes("mp=2"), ShardSetting(0)), "rules"
+    )
+    assert set(strategy.layouts) == {"frozen", "w", "adam_m.w"}

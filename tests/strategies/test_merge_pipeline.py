@@ -1,4 +1,4 @@
-"""Merging stages into one file: the same content as MindSpore's merge, and nothing half-written."""
+"""Merging stages into one file: the content of MindSpore's merge, and nothing half-written."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def two_stages(directory: Path, ending: str = "ckpt") -> Path:
 
 
 def content(path: Path) -> dict[str, Any]:
-    """What a file says, apart from the order in which stages were merged."""
+    """The content of a file, without the order of merged stages."""
     file = read_strategy_file(str(path))
     return {"items": sorted(map(repr, file.items)), "layouts": dict(file.layouts), "stage": file.current_stage}
 
@@ -51,7 +51,7 @@ def test_json_is_merged_as_mindspore_merges_it(tmp_path: Path, name: str) -> Non
 
 @pytest.mark.parametrize("source", ["ckpt", "json"])
 @pytest.mark.parametrize("target", ["ckpt", "json"])
-def test_the_merged_file_says_what_the_directory_says(tmp_path: Path, source: str, target: str) -> None:
+def test_the_merged_file_equals_its_directory(tmp_path: Path, source: str, target: str) -> None:
     directory = two_stages(tmp_path / "strategy", source)
     path = tmp_path / "new" / "directory" / f"merged.{target}"
     merge(directory, path)
@@ -62,13 +62,13 @@ def test_the_merged_file_says_what_the_directory_says(tmp_path: Path, source: st
     ]
 
 
-def test_a_directory_of_one_stage_is_merged_too(tmp_path: Path) -> None:
+def test_a_directory_of_one_stage_is_merged(tmp_path: Path) -> None:
     write_strategy(tmp_path / "s" / "rank_0.ckpt", 0, FIRST)
     merge(tmp_path / "s", tmp_path / "merged.ckpt")
     assert list(read_strategy_file(str(tmp_path / "merged.ckpt")).layouts) == ["0-embedding", "0-a-b"]
 
 
-def test_stages_are_written_in_order_whatever_their_files_are_called(tmp_path: Path) -> None:
+def test_stages_are_written_in_order_for_any_file_names(tmp_path: Path) -> None:
     write_strategy(tmp_path / "s" / "a.ckpt", 1, SECOND)
     write_strategy(tmp_path / "s" / "b.ckpt", 0, FIRST)
     merge(tmp_path / "s", tmp_path / "m.ckpt")
@@ -85,19 +85,19 @@ def test_merging_twice_writes_the_same_bytes(tmp_path: Path) -> None:
         assert (tmp_path / f"a.{ending}").read_bytes() == (tmp_path / f"b.{ending}").read_bytes()
 
 
-# What one form can say and the other cannot.
+# Records that only one format can express.
 
 
 def recorded(path: Path, name: str) -> RecordedLayout:
     return read_strategy_file(str(path)).layouts[name]
 
 
-def test_shapes_are_left_out_of_json_where_protobuf_does_not_know_them(tmp_path: Path) -> None:
+def test_json_merged_from_protobuf_contains_no_shapes(tmp_path: Path) -> None:
     merge(two_stages(tmp_path / "s"), tmp_path / "m.json")
     assert "tensor_shape" not in (tmp_path / "m.json").read_text()
 
 
-def test_nested_maps_that_need_no_nesting_become_flat_json(tmp_path: Path) -> None:
+def test_flat_nested_maps_become_flat_json(tmp_path: Path) -> None:
     write_strategy(tmp_path / "s" / "a.ckpt", 0, {"w": layout([2, 2], [[0], [-1]])})
     assert merge(tmp_path / "s", tmp_path / "m.json") == []
     assert recorded(tmp_path / "m.json", "0-w") == RecordedLayout((2, 2), ((0, -1),))
@@ -113,8 +113,8 @@ def test_nested_maps_stay_nested_in_json_with_a_note(tmp_path: Path) -> None:
 
 
 def test_a_map_that_may_be_expanded_is_not_written_to_protobuf(tmp_path: Path) -> None:
-    said = {"w": layout([2, 2, 2], [2, 0, -1], shape=[2, 32, 32])}
-    write_strategy(tmp_path / "s" / "a.json", 0, said)
+    layouts = {"w": layout([2, 2, 2], [2, 0, -1], shape=[2, 32, 32])}
+    write_strategy(tmp_path / "s" / "a.json", 0, layouts)
     with pytest.raises(StrategyError, match="'w': tensor map") as caught:
         merge(tmp_path / "s", tmp_path / "m.ckpt")
     assert "a.json" in str(caught.value)
@@ -123,7 +123,7 @@ def test_a_map_that_may_be_expanded_is_not_written_to_protobuf(tmp_path: Path) -
     assert recorded(tmp_path / "m.json", "0-w").tensor_shape == (2, 32, 32)
 
 
-def test_each_form_is_taken_from_its_own_copies(tmp_path: Path) -> None:
+def test_each_file_format_is_merged_from_its_own_copies(tmp_path: Path) -> None:
     write_strategy(tmp_path / "s" / "a.json", 0, {"w": layout([2, 2, 2], [2, 0, -1], shape=[2, 32, 32])})
     write_strategy(tmp_path / "s" / "b.ckpt", 0, {"w": layout([2, 2, 2], [[2, 0], [-1]])})
     merge(tmp_path / "s", tmp_path / "m.ckpt")
@@ -133,8 +133,8 @@ def test_each_form_is_taken_from_its_own_copies(tmp_path: Path) -> None:
 
 
 def test_a_table_split_by_hand_keeps_its_slices(tmp_path: Path) -> None:
-    said = layout([2], [0, -1], sizes=[3, 5], offsets=[0, 3], shape=[6, 4])
-    write_strategy(tmp_path / "s" / "a.json", 0, {"w": said})
+    layouts = layout([2], [0, -1], sizes=[3, 5], offsets=[0, 3], shape=[6, 4])
+    write_strategy(tmp_path / "s" / "a.json", 0, {"w": layouts})
     for ending in ("ckpt", "json"):
         merge(tmp_path / "s", tmp_path / f"m.{ending}")
         assert read_strategy(str(tmp_path / f"m.{ending}")).stages[0].layouts["w"].uneven == (3, 5)
@@ -143,7 +143,7 @@ def test_a_table_split_by_hand_keeps_its_slices(tmp_path: Path) -> None:
 # The file that is written.
 
 
-def test_a_merged_file_is_replaced_and_never_its_own_input(tmp_path: Path) -> None:
+def test_merge_pipeline_replaces_its_output_and_never_reads_it(tmp_path: Path) -> None:
     target = write_merged(two_stages(tmp_path) / "merged.ckpt", {0: {"old": layout([8], [0])}})
     for _ in range(2):
         assert merge(tmp_path, target) == []
@@ -151,14 +151,14 @@ def test_a_merged_file_is_replaced_and_never_its_own_input(tmp_path: Path) -> No
     assert sorted(os.listdir(tmp_path)) == ["merged.ckpt", "rank_0.ckpt", "rank_4.ckpt"]
 
 
-def test_another_merged_file_in_the_directory_is_passed_over(tmp_path: Path) -> None:
+def test_another_merged_file_in_the_directory_is_skipped(tmp_path: Path) -> None:
     write_merged(two_stages(tmp_path) / "merged.ckpt", {0: FIRST, 1: SECOND})
     (note,) = merge(tmp_path, tmp_path / "again.ckpt")
     assert "skipped merged.ckpt" in note
     assert content(tmp_path / "again.ckpt") == content(tmp_path / "merged.ckpt")
 
 
-def test_the_file_is_readable_by_all_whom_the_umask_allows(tmp_path: Path) -> None:
+def test_the_mode_of_the_merged_file_follows_the_umask(tmp_path: Path) -> None:
     before = os.umask(0o027)
     try:
         merge(two_stages(tmp_path / "s"), tmp_path / "m.ckpt")
@@ -197,7 +197,7 @@ def test_a_stage_is_not_replaced_by_the_merged_file(tmp_path: Path) -> None:
         merge(tmp_path, tmp_path / "directory.ckpt")
 
 
-def test_a_failure_to_write_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_keeps_the_existing_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = two_stages(tmp_path / "s")
     target = write_merged(tmp_path / "out" / "m.ckpt", {0: {"old": layout([8], [0])}})
     before = target.read_bytes()

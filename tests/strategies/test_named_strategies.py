@@ -1,4 +1,4 @@
-"""--names of strategy make and derive: the strategy of what a table of names makes of a checkpoint beforehand."""
+"""--names of strategy make and derive: the strategy of a checkpoint with converted names."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ map = ["None", "None"]
 
 
 @pytest.mark.parametrize("family", sorted(MODELS))
-def test_it_is_the_strategy_of_the_converted_checkpoint(tmp_path: Path, family: str) -> None:
+def test_a_strategy_made_with_names_equals_that_of_the_converted_checkpoint(tmp_path: Path, family: str) -> None:
     config, _ = MODELS[family]
     source = weights(family)
     hf = write_huggingface(tmp_path / "hf", source, config)
@@ -52,29 +52,29 @@ def layouts(path: Path) -> object:
     return json.loads(path.read_text())["parallel_layout_item"]
 
 
-def test_sizes_are_told_by_a_configuration(tmp_path: Path) -> None:
+def test_sizes_are_read_from_a_configuration(tmp_path: Path) -> None:
     config, _ = MODELS["qwen3"]
     hf = write_huggingface(tmp_path / "hf", weights("qwen3"), config)
-    told = (hf / "config.json").rename(tmp_path / "told.json")
+    output = (hf / "config.json").rename(tmp_path / "told.json")
     (tmp_path / "rules.toml").write_text(RULES)
     words: list[Argument] = ["strategy", "make", tmp_path / "rules.toml", tmp_path / "d.json", "--sizes", "mp=2"]
     words += ["--weights-only", "--shapes", hf]
 
     fails(3, *words, "--names", "qwen3", says=["the rules need the size", "--config FILE"])
-    fails(2, *words, "--config", told, says=["--config needs --names"])
+    fails(2, *words, "--config", output, says=["--config needs --names"])
     assert not (tmp_path / "d.json").exists()
-    done(*words, "--names", "qwen3", "--config", told)
+    done(*words, "--names", "qwen3", "--config", output)
     assert json.loads((tmp_path / "d.json.made").read_text())["names"] == "qwen3"
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_one_is_derived_by_the_shapes_of_a_checkpoint_under_other_names(tmp_path: Path, family: str) -> None:
+def test_derive_uses_shapes_of_a_checkpoint_with_other_names(tmp_path: Path, family: str) -> None:
     config, _ = MODELS[family]
     source = weights(family)
     hf = write_huggingface(tmp_path / "hf", source, config)
     (tmp_path / "rules.toml").write_text(RULES)
     converted = write_checkpoint(tmp_path / "converted.safetensors", mindformers(family, source, config))
-    # A strategy of this format does not tell shapes.
+    # A strategy of this format records no shapes.
     old = tmp_path / "old.ckpt"
     done(
         "strategy",
@@ -99,7 +99,7 @@ def test_one_is_derived_by_the_shapes_of_a_checkpoint_under_other_names(tmp_path
     assert not (tmp_path / "three.json").exists()
 
 
-def test_what_is_proposed_for_names_of_hugging_face_and_for_switches_works_as_typed(tmp_path: Path) -> None:
+def test_suggestions_for_hugging_face_names_and_switches_can_be_pasted(tmp_path: Path) -> None:
     config, _ = MODELS["qwen3"]
     hf = write_huggingface(tmp_path / "hf", weights("qwen3"), config)
     words: list[Argument] = ["strategy", "make", "mcore", tmp_path / "d.ckpt", "--shapes", hf, "--sizes", "mp=2,pp=2"]
@@ -115,6 +115,6 @@ def test_what_is_proposed_for_names_of_hugging_face_and_for_switches_works_as_ty
 
 
 @pytest.mark.parametrize("size", ["vpp=2", "pp_interleave_num=2", "offset=1"])
-def test_settings_of_layers_are_no_sizes(size: str, tmp_path: Path) -> None:
+def test_settings_of_layers_are_not_sizes(size: str, tmp_path: Path) -> None:
     words: list[Argument] = ["strategy", "make", "mcore", tmp_path / "d.ckpt", "--shapes", tmp_path]
     fails(2, *words, "--sizes", f"mp=2,{size}", says=[size.partition("=")[0], "--layers-per-stage"])

@@ -27,15 +27,15 @@ Groups = list[tuple[Optional[int], list[int]]]
 def naive_groups(strategy: reference.Strategy, shapes: dict[str, tuple[int, ...]]) -> Groups:
     """Ranks compared one by one: same stage, same slice of everything."""
     groups: Groups = []
-    held = [
+    contents = [
         (reference.stage_of(strategy, rank)[0], reference.rank_boxes(strategy, shapes, rank))
         for rank in range(reference.rank_count(strategy))
     ]
-    seen: list[int] = []
-    for rank, mine in enumerate(held):
-        if rank not in seen:
-            group = [other for other, theirs in enumerate(held) if theirs == mine]
-            seen += group
+    visited: list[int] = []
+    for rank, mine in enumerate(contents):
+        if rank not in visited:
+            group = [other for other, theirs in enumerate(contents) if theirs == mine]
+            visited += group
             groups.append((mine[0], group))
     return groups
 
@@ -45,18 +45,18 @@ def found_groups(strategy: Strategy) -> Groups:
 
 
 @pytest.mark.parametrize("name", all_cases())
-def test_replicas_of_what_mindspore_compiled_are_those_of_the_layouts(name: str) -> None:
+def test_replicas_of_compiled_strategies_follow_their_layouts(name: str) -> None:
     case = load(name)
-    found = found_groups(read_strategy(str(case.directory)))
-    assert found == naive_groups(case.strategy, case.shapes)
+    actual = found_groups(read_strategy(str(case.directory)))
+    assert actual == naive_groups(case.strategy, case.shapes)
     # What MindSpore itself lists is a part of these groups.
     for file in (case.path / "group_info").glob("*.pb"):
-        listed = set(read_group_info(str(file)).restore_ranks)
-        assert not listed or any(listed <= set(ranks) for _, ranks in found)
+        listing = set(read_group_info(str(file)).restore_ranks)
+        assert not listing or any(listing <= set(ranks) for _, ranks in actual)
 
 
 @given(st.data())
-def test_replicas_of_any_strategy_are_those_of_the_naive_comparison(
+def test_replicas_of_any_strategy_equal_the_naive_comparison(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
     checkpoint = data.draw(tensors())
@@ -66,7 +66,7 @@ def test_replicas_of_any_strategy_are_those_of_the_naive_comparison(
     assert found_groups(read_strategy(str(path))) == naive_groups(strategy, shapes)
 
 
-def test_none_is_one_rank_alone() -> None:
+def test_none_gives_one_group_of_one_rank() -> None:
     assert found_groups(Strategy.none()) == [(0, [0])]
 
 
@@ -96,13 +96,13 @@ def test_one_line_per_group_and_documented_json(tmp_path: Path) -> None:
 
 
 def test_an_optimizer_shard_of_accumulated_gradients_is_counted_and_noted(tmp_path: Path) -> None:
-    made = {"w": layout([4], [-1]), "accu_grads.w": layout([4], [-1], 4, 1)}
-    path = write_strategy(tmp_path / "s", single(made))
+    layouts = {"w": layout([4], [-1]), "accu_grads.w": layout([4], [-1], 4, 1)}
+    path = write_strategy(tmp_path / "s", single(layouts))
     result = done("replicas", "--strategy", path)
     assert result.out == "[0]\n[1]\n[2]\n[3]\n"
     warns(result, "accu_grads.w")
     # Where the moments are sharded as well, it makes no difference.
-    path = write_strategy(tmp_path / "t", single({**made, "m.w": layout([4], [-1], 4, 1)}))
+    path = write_strategy(tmp_path / "t", single({**layouts, "m.w": layout([4], [-1], 4, 1)}))
     assert "accu_grads" not in done("replicas", "--strategy", path).err
 
 
@@ -120,7 +120,7 @@ def from_infos(paths: list[Path], *options: str) -> Result:
     return done("replicas", "--group-info", *paths, *options)
 
 
-def test_lists_that_share_a_rank_are_joined_and_said(tmp_path: Path) -> None:
+def test_lists_that_share_a_rank_are_joined_with_a_note(tmp_path: Path) -> None:
     paths = write_infos(tmp_path, {"a": [0, 4], "b": [1, 5], "c": [8, 4], "d": [5, 1], "e": [3]})
     result = from_infos(paths)
     assert result.out == "[0, 4, 8]\n[1, 5]\n[3]\n"
@@ -140,11 +140,13 @@ def test_the_order_of_files_does_not_matter(lists: list[set[int]], random: objec
         pair = next(((a, b) for a in expected for b in expected if a is not b and a & b), None)
         if pair is None:
             break
-        expected = [kept for kept in expected if kept is not pair[0] and kept is not pair[1]] + [pair[0] | pair[1]]
+        expected = [contents for contents in expected if contents is not pair[0] and contents is not pair[1]] + [
+            pair[0] | pair[1]
+        ]
     assert groups == {tuple(sorted(ranks)) for ranks in expected}
 
 
-def test_an_empty_list_is_unknown_and_not_a_rank_alone(tmp_path: Path) -> None:
+def test_an_empty_list_means_unknown(tmp_path: Path) -> None:
     paths = write_infos(tmp_path, {"ckpt_dir0": [0, 2], "ckpt_dir1": []})
     result = from_infos(paths)
     assert result.out == "[0, 2]\n"
@@ -163,7 +165,7 @@ def test_two_files_of_one_rank_that_differ_are_refused(tmp_path: Path) -> None:
     fails(3, "replicas", "--group-info", *paths, says=[*paths, "rank 0", "one run"])
 
 
-def test_a_rank_beyond_any_cluster_is_damage() -> None:
+def test_a_rank_over_the_limit_is_damage() -> None:
     with pytest.raises(StrategyError, match="4294967295"):
         replicas_of_group_infos([GroupInfo("f", (0, 2**32 - 1), ())])
 
@@ -176,5 +178,5 @@ def test_a_strategy_for_a_group_info_file_and_the_reverse_are_named(tmp_path: Pa
 
 
 @pytest.mark.parametrize("words", [[], ["--strategy", "none", "--group-info", "x"], ["x"], ["--strategy", "none", "x"]])
-def test_neither_or_both_sources_are_wrong_usage(words: list[str]) -> None:
+def test_strategy_and_group_info_exclude_each_other(words: list[str]) -> None:
     fails(2, "replicas", *words)

@@ -1,4 +1,4 @@
-"""Directories of strategy files: stages found, copies compared, everything else passed over."""
+"""Directories of strategy files: stages found, copies compared, other files skipped."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_the_files_of_the_stages_are_one_strategy(tmp_path: Path) -> None:
     assert not strategy.is_none
 
 
-def test_nothing_is_written(tmp_path: Path) -> None:
+def test_reading_a_strategy_directory_writes_nothing(tmp_path: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in [tmp_path, *two_stages(tmp_path).iterdir()]}
     read(tmp_path)
     assert {path: path.stat().st_mtime_ns for path in [tmp_path, *tmp_path.iterdir()]} == before
@@ -99,18 +99,18 @@ def test_a_json_copy_agrees_with_a_protobuf_copy_and_adds_the_shape(tmp_path: Pa
 @pytest.mark.parametrize("first", ["a.ckpt", "a.json"])
 def test_an_expanded_map_agrees_with_the_nested_one_which_groups_it(tmp_path: Path, first: str) -> None:
     second = "b.json" if first == "a.ckpt" else "b.ckpt"
-    said = {
+    layouts = {
         ".ckpt": layout([2, 2, 2], [[2, 0], [-1]], step=2, size=-1),
         ".json": layout([2, 2, 2], [2, 0, -1], step=2, size=-1, shape=[2, 32, 32]),
     }
     for name in (first, second):
-        write_strategy(tmp_path / name, 0, {"w": said[name[1:]]})
+        write_strategy(tmp_path / name, 0, {"w": layouts[name[1:]]})
     assert read(tmp_path).stages[0].layouts["w"] == Layout(
         (2, 2, 2), ((2, 0), ()), shard_size=-1, shard_step=2, recorded_shape=(64, 32)
     )
 
 
-def test_a_map_that_only_looks_expanded_is_settled_by_the_protobuf_copy(tmp_path: Path) -> None:
+def test_a_protobuf_copy_settles_an_ambiguous_expanded_map(tmp_path: Path) -> None:
     write_strategy(tmp_path / "a.json", 0, {"w": layout([2, 2], [1, 0], shape=[2, 32])})
     assert read(tmp_path).stages[0].layouts["w"].expandable
     write_strategy(tmp_path / "b.ckpt", 0, {"w": layout([2, 2], [1, 0])})
@@ -172,7 +172,7 @@ def test_a_missing_first_stage_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["a_merged.ckpt", "merged_ckpt_strategy.json"])
-def test_a_merged_file_beside_its_stages_is_passed_over(tmp_path: Path, name: str) -> None:
+def test_a_merged_file_beside_its_stages_is_skipped(tmp_path: Path, name: str) -> None:
     write_merged(two_stages(tmp_path) / name, {0: FIRST, 1: SECOND})
     strategy = read(tmp_path)
     (note,) = strategy.notes
@@ -181,7 +181,7 @@ def test_a_merged_file_beside_its_stages_is_passed_over(tmp_path: Path, name: st
     assert not any(path.endswith(name) for stage in strategy.stages for path in stage.files)
 
 
-def test_a_merged_file_of_another_run_is_passed_over_and_said_to_differ(tmp_path: Path) -> None:
+def test_a_merged_file_of_another_run_is_skipped_with_a_warning(tmp_path: Path) -> None:
     write_merged(two_stages(tmp_path) / "merged.ckpt", {0: {"w": layout([8], [0])}})
     strategy = read(tmp_path)
     assert strategy.device_count == 8
@@ -193,7 +193,7 @@ def test_a_merged_file_alone_is_used(tmp_path: Path) -> None:
     assert read(tmp_path).stages == read_strategy(str(path)).stages
 
 
-def test_a_merged_file_in_both_forms_is_used_where_they_agree(tmp_path: Path) -> None:
+def test_a_merged_file_in_both_formats_is_used_where_they_agree(tmp_path: Path) -> None:
     write_merged(tmp_path / "merged.ckpt", {0: FIRST, 1: SECOND})
     write_merged(tmp_path / "merged.json", {1: SECOND, 0: FIRST})
     assert read(tmp_path).device_count == 8
@@ -204,7 +204,7 @@ def test_a_merged_file_in_both_forms_is_used_where_they_agree(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(("stage", "missing"), [(0, 1), (1, 0)])
-def test_a_merged_file_does_not_stand_in_for_a_missing_stage(tmp_path: Path, stage: int, missing: int) -> None:
+def test_a_merged_file_does_not_replace_a_missing_stage(tmp_path: Path, stage: int, missing: int) -> None:
     write_strategy(tmp_path / "rank_0.ckpt", stage, (FIRST, SECOND)[stage])
     path = write_merged(tmp_path / "merged.ckpt", {0: FIRST, 1: SECOND})
     refused(tmp_path, f"stage {missing} is missing", "rank_0.ckpt", f"pass the merged file itself: {path}")
@@ -241,10 +241,10 @@ def test_files_without_items_that_differ_are_refused(tmp_path: Path) -> None:
     refused(tmp_path, "a.ckpt", "b.ckpt")
 
 
-# Everything else that lies in such directories.
+# All other files in such directories.
 
 
-def test_what_is_no_strategy_is_named_and_passed_over(tmp_path: Path) -> None:
+def test_files_that_are_not_strategies_are_listed_and_skipped(tmp_path: Path) -> None:
     two_stages(tmp_path)
     (tmp_path / "subdirectory").mkdir()
     os.mkfifo(tmp_path / "pipe.ckpt")
@@ -258,20 +258,20 @@ def test_what_is_no_strategy_is_named_and_passed_over(tmp_path: Path) -> None:
     with (tmp_path / "huge.bin").open("wb") as file:
         file.truncate(2**31)
     strategy = read(tmp_path)
-    said = "\n".join(strategy.notes)
+    text = "\n".join(strategy.notes)
     assert strategy.device_count == 8
     for name in sorted(os.listdir(tmp_path)):
-        assert (name in said) == ("rank_" not in name)
+        assert (name in text) == ("rank_" not in name)
 
 
-def test_a_directory_without_strategies_says_what_is_there(tmp_path: Path) -> None:
+def test_a_directory_without_strategies_lists_its_files(tmp_path: Path) -> None:
     refused(tmp_path, str(tmp_path), "no strategy files")
     (tmp_path / "weights.ckpt").write_bytes(field(1, field(1, "w") + field(2, b"")))
     refused(tmp_path, "no strategy files", "weights.ckpt", "a checkpoint")
 
 
 @pytest.mark.parametrize("data", [b"", protobuf(SECOND, [1])[:-3], b"\x00" * 100])
-def test_a_damaged_strategy_is_not_passed_over(tmp_path: Path, data: bytes) -> None:
+def test_a_damaged_strategy_is_not_skipped(tmp_path: Path, data: bytes) -> None:
     (two_stages(tmp_path) / "ckpt_strategy_rank_5.ckpt").write_bytes(data)
     refused(tmp_path, "ckpt_strategy_rank_5.ckpt")
 
@@ -281,12 +281,12 @@ def test_a_contradiction_in_any_file_is_refused(tmp_path: Path) -> None:
     refused(tmp_path, "x.ckpt", "number of devices", "head")
 
 
-def test_a_link_that_leads_nowhere_is_refused(tmp_path: Path) -> None:
+def test_a_dangling_link_is_refused(tmp_path: Path) -> None:
     (two_stages(tmp_path) / "ckpt_strategy_rank_1.ckpt").symlink_to(tmp_path / "gone")
     refused(tmp_path, "ckpt_strategy_rank_1.ckpt")
 
 
-def test_json_directories_are_read_like_the_others(tmp_path: Path) -> None:
+def test_json_directories_are_read(tmp_path: Path) -> None:
     two_stages(tmp_path / "json", "json")
     two_stages(tmp_path / "ckpt")
     assert [stage.layouts for stage in read(tmp_path / "json").stages] == [
@@ -295,7 +295,7 @@ def test_json_directories_are_read_like_the_others(tmp_path: Path) -> None:
     assert json_content(FIRST)["parallel_layout_item"]["shared"]["tensor_map"] == [0, -1]
 
 
-def test_files_of_two_stages_that_do_not_say_so_are_told_how(tmp_path: Path) -> None:
+def test_files_of_stages_without_items_get_a_hint(tmp_path: Path) -> None:
     for number in (0, 1):
         layouts = {f"p{number}.w": {
             "dev_matrix": [2], "tensor_map": [0, -1], "tensor_shape": [4, 4], "field": 0,
@@ -314,17 +314,17 @@ def of_ranks(directory: Path) -> Path:
 
 
 def test_strategies_in_rank_directories_are_found(tmp_path: Path) -> None:
-    found = read(of_ranks(tmp_path / "apart"))
-    assert found.stages[0].layouts == read(two_stages(tmp_path / "together")).stages[0].layouts
-    assert (found.device_count, len(found.stages), found.notes) == (8, 2, ())
+    strategy = read(of_ranks(tmp_path / "apart"))
+    assert strategy.stages[0].layouts == read(two_stages(tmp_path / "together")).stages[0].layouts
+    assert (strategy.device_count, len(strategy.stages), strategy.notes) == (8, 2, ())
 
 
-def test_rank_directories_are_passed_over_where_strategies_lie_beside_them(tmp_path: Path) -> None:
+def test_rank_directories_are_skipped_beside_strategies(tmp_path: Path) -> None:
     of_ranks(tmp_path)
     (tmp_path / "rank_0" / "ckpt_strategy.ckpt").write_bytes(b"\x08")
-    found = read(two_stages(tmp_path))
-    assert found.device_count == 8
-    assert "rank_0, rank_1" in found.notes[0]
+    strategy = read(two_stages(tmp_path))
+    assert strategy.device_count == 8
+    assert "rank_0, rank_1" in strategy.notes[0]
 
 
 def test_rank_directories_that_disagree_are_named(tmp_path: Path) -> None:
@@ -337,7 +337,7 @@ def test_rank_directories_that_disagree_are_named(tmp_path: Path) -> None:
     refused(tmp_path, "stage 1 is missing", "rank_0/ckpt_strategy.ckpt")
 
 
-def test_what_else_lies_in_rank_directories_is_passed_over(tmp_path: Path) -> None:
+def test_other_files_in_rank_directories_are_skipped(tmp_path: Path) -> None:
     of_ranks(tmp_path)
     (tmp_path / "rank_0" / "group_info.pb").write_bytes(group_info([0, 4]))
     (tmp_path / "rank_0" / ".hidden.ckpt").write_bytes(b"\x08")
@@ -347,7 +347,7 @@ def test_what_else_lies_in_rank_directories_is_passed_over(tmp_path: Path) -> No
     assert any("readme.txt" in note for note in notes)
 
 
-def test_a_tree_of_checkpoints_is_no_strategy_directory(tmp_path: Path) -> None:
+def test_a_checkpoint_tree_is_not_a_strategy_directory(tmp_path: Path) -> None:
     for rank in range(2):
         write_checkpoint(tmp_path / f"rank_{rank}" / "net-1_1.ckpt", {"w": value("w", (4, 4))})
     refused(tmp_path, "holds no strategy files", "rank_0/net-1_1.ckpt", "a checkpoint")

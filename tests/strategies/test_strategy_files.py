@@ -1,4 +1,4 @@
-"""One strategy file, in every form it is written in, and everything a file can get wrong."""
+"""Strategy files in every file format, and their defects."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def read_one(path: Path) -> dict[str, Layout]:
     return dict(stage.layouts)
 
 
-def only(tmp_path: Path, said: dict[str, Any], name: str = "s.ckpt") -> Layout:
-    """The layout of a file that says this of its only parameter."""
-    return read_one(write_strategy(tmp_path / name, 0, {"w": said}))["w"]
+def only(tmp_path: Path, expected: dict[str, Any], name: str = "s.ckpt") -> Layout:
+    """The layout of a file with this record of its only parameter."""
+    return read_one(write_strategy(tmp_path / name, 0, {"w": expected}))["w"]
 
 
 def refused(path: Path, *says: str) -> StrategyError:
@@ -72,7 +72,7 @@ def forms_of(name: str) -> list[Path]:
 
 
 @pytest.mark.parametrize("name", EVERYWHERE)
-def test_every_form_of_a_case_says_what_the_compiler_said(name: str) -> None:
+def test_every_file_format_of_a_case_equals_the_compilers_layouts(name: str) -> None:
     described = json.loads((case_directory(name) / "case.json").read_text())
     for path in forms_of(name):
         strategy = read_strategy(str(path))
@@ -85,43 +85,45 @@ def test_every_form_of_a_case_says_what_the_compiler_said(name: str) -> None:
                 if str(stage.number) in described["layout_classes"][label[0]]["stages"]
             }
             assert stage.layouts.keys() == expected.keys()
-            for param, found in stage.layouts.items():
-                said = expected[param]["stages"][str(stage.number)]
-                check_layout(found, said, tuple(expected[param]["full_shape"]), f"{path} {param}")
+            for param, layout_record in stage.layouts.items():
+                message = expected[param]["stages"][str(stage.number)]
+                check_layout(layout_record, message, tuple(expected[param]["full_shape"]), f"{path} {param}")
 
 
-def check_layout(found: Layout, said: dict[str, Any], shape: tuple[int, ...], where: str) -> None:
-    axes = said["tensor_map"]
+def check_layout(layout_record: Layout, message: dict[str, Any], shape: tuple[int, ...], where: str) -> None:
+    axes = message["tensor_map"]
     axes = [entry if isinstance(entry, list) else [entry] for entry in axes]
     expected = tuple(tuple(axis for axis in entry if axis != -1) for entry in axes)
-    fitting = [candidate for candidate in found.regroupings() if candidate.tensor_map == expected]
-    assert fitting, f"{where}: {found.tensor_map} is not {expected}"
-    assert list(found.device_matrix) == said["dev_matrix"], where
-    assert found.uneven == (tuple(said["param_split_shape"]) if said["indices_offset"] else None), where
+    fitting = [candidate for candidate in layout_record.regroupings() if candidate.tensor_map == expected]
+    assert fitting, f"{where}: {layout_record.tensor_map} is not {expected}"
+    assert list(layout_record.device_matrix) == message["dev_matrix"], where
+    assert layout_record.uneven == (tuple(message["param_split_shape"]) if message["indices_offset"] else None), where
     assert fitting[0].recorded_shape in (None, shape), where
-    step, size = said["opt_weight_shard_step"], said["opt_weight_shard_size"]
-    assert (found.shard_step, found.shard_size) == ((step, size) if step and size else (0, 0)), where
+    step, size = message["opt_weight_shard_step"], message["opt_weight_shard_size"]
+    assert (layout_record.shard_step, layout_record.shard_size) == ((step, size) if step and size else (0, 0)), where
 
 
 @examples(300)
 @given(data=st.data())
-def test_every_layout_that_is_written_reads_back_as_the_same_slices(data: st.DataObject) -> None:
-    """As .ckpt and as .json, to whoever knows how many dimensions the tensor has."""
+def test_every_written_layout_is_read_with_the_same_slices(data: st.DataObject) -> None:
+    """As .ckpt and as .json, for a known number of dimensions."""
     # Slices of one row, beside another dimension that is cut: there JSON can be read in several ways.
     shape = tuple(data.draw(st.lists(st.sampled_from([4, 8, 2, 6, 1]), max_size=4)))
-    made = data.draw(layouts(data.draw(st.sampled_from([16, 8, 12, 1])), shape))
-    said = protobuf_file.parse_strategy(strategy_bytes([{"devices": 1, "layouts": {"w": made}}], [0]), "said.ckpt")
-    assert said is not None
-    stage = Stage(0, 0, math.prod(made["dev_matrix"]), {"w": said.layouts["w"].layout()}, ("said.ckpt",))
-    as_ckpt = protobuf_file.parse_strategy(protobuf_file.serialize_strategy(said), "again.ckpt")
+    layout_record = data.draw(layouts(data.draw(st.sampled_from([16, 8, 12, 1])), shape))
+    expected = protobuf_file.parse_strategy(
+        strategy_bytes([{"devices": 1, "layouts": {"w": layout_record}}], [0]), "said.ckpt"
+    )
+    assert expected is not None
+    stage = Stage(0, 0, math.prod(layout_record["dev_matrix"]), {"w": expected.layouts["w"].layout()}, ("said.ckpt",))
+    as_ckpt = protobuf_file.parse_strategy(protobuf_file.serialize_strategy(expected), "again.ckpt")
     as_json = json_file.parse_strategy(merged_json(Strategy((stage,), "said"), {"w": shape}, "made", ""), "again.json")
     assert as_ckpt is not None and as_json is not None
     for record in (as_ckpt.layouts["w"], as_json.layouts["0-w"]):
         fitting = [each for each in record.layout().regroupings() if len(each.cuts) == len(shape)]
         assert len(fitting) == 1
         assert fitting[0].recorded_shape in (None, shape)
-        found = [fitting[0].slice_box(shape, int(number)) for number in fitting[0].slice_of_rank]
-        assert found == boxes(made, shape)
+        actual = [fitting[0].slice_box(shape, int(number)) for number in fitting[0].slice_of_rank]
+        assert actual == boxes(layout_record, shape)
 
 
 # What the records mean.
@@ -134,7 +136,7 @@ def test_none_is_one_device_that_lists_nothing() -> None:
         assert (strategy.device_count, strategy.path, strategy.parameters) == (1, "none", ())
 
 
-def test_flat_and_nested_maps_mean_the_same(tmp_path: Path) -> None:
+def test_flat_and_nested_maps_are_equal(tmp_path: Path) -> None:
     flat = only(tmp_path, layout([2, 4], [0, -1, 1]))
     nested = only(tmp_path, layout([2, 4], [[0], [-1], [1]]))
     assert flat == nested == Layout((2, 4), ((0,), (), (1,)))
@@ -144,19 +146,19 @@ def test_a_dimension_over_several_axes_names_the_most_significant_first(tmp_path
     assert only(tmp_path, layout([2, 2, 2], [[2, 0], [-1]])) == Layout((2, 2, 2), ((2, 0), ()))
 
 
-def test_the_empty_marker_map_is_no_dimension(tmp_path: Path) -> None:
+def test_an_empty_marker_map_has_no_dimension(tmp_path: Path) -> None:
     assert only(tmp_path, layout([2, 2], [[1, 0], []])) == Layout((2, 2), ((1, 0),))
 
 
-def test_a_scalar_has_no_dimension_in_either_form(tmp_path: Path) -> None:
+def test_a_scalar_has_no_dimension_in_either_format(tmp_path: Path) -> None:
     for name in ("s.ckpt", "s.json"):
         assert only(tmp_path, layout([4], [], shape=[]), name).tensor_map == ()
     assert only(tmp_path, layout([4], [[], []])).tensor_map == ()
 
 
 def test_axes_of_size_one_may_be_mapped(tmp_path: Path) -> None:
-    found = only(tmp_path, layout([4, 1], [1, 0]))
-    assert (found.device_count, found.cuts) == (4, (4, 1))
+    parsed = only(tmp_path, layout([4, 1], [1, 0]))
+    assert (parsed.device_count, parsed.cuts) == (4, (4, 1))
 
 
 def test_an_empty_device_matrix_is_one_device(tmp_path: Path) -> None:
@@ -165,45 +167,43 @@ def test_an_empty_device_matrix_is_one_device(tmp_path: Path) -> None:
         assert read_strategy(str(path)).device_count == 1
 
 
-@pytest.mark.parametrize("said", [[1, 0], [[1, 0], [-1]], [[2], [1], []]], ids=str)
+@pytest.mark.parametrize("expected", [[1, 0], [[1, 0], [-1]], [[2], [1], []]], ids=str)
 @pytest.mark.parametrize("size", [0, -1, 4])
-def test_an_empty_device_matrix_is_one_device_whatever_its_map_and_shards_say(
-    tmp_path: Path, said: Any, size: int
-) -> None:
+def test_an_empty_device_matrix_overrides_map_and_shards(tmp_path: Path, expected: Any, size: int) -> None:
     for name in ("s.ckpt", "s.json"):
-        found = only(tmp_path, layout([], said, step=size and 1, size=size), name)
-        assert (found.device_count, found.cuts) == (1, (1, 1))
+        parsed = only(tmp_path, layout([], expected, step=size and 1, size=size), name)
+        assert (parsed.device_count, parsed.cuts) == (1, (1, 1))
 
 
-def test_a_missing_device_matrix_message_is_one_device_too(tmp_path: Path) -> None:
-    said = field(2, field(1, -1)) + field(5, 0) + field(6, 0) + field(7, 0)
-    (tmp_path / "s.ckpt").write_bytes(field(1, 1) + field(3, field(1, "w") + field(2, said)))
+def test_a_missing_device_matrix_is_one_device(tmp_path: Path) -> None:
+    expected = field(2, field(1, -1)) + field(5, 0) + field(6, 0) + field(7, 0)
+    (tmp_path / "s.ckpt").write_bytes(field(1, 1) + field(3, field(1, "w") + field(2, expected)))
     assert read_one(tmp_path / "s.ckpt")["w"] == Layout((), ((),))
 
 
 @pytest.mark.parametrize(("step", "size", "shards"), [(0, -1, 1), (2, 0, 1), (0, 0, 1), (4, -1, 2), (4, 2, 2)])
 def test_an_optimizer_shard_needs_a_step_and_a_size(tmp_path: Path, step: int, size: int, shards: int) -> None:
-    found = only(tmp_path, layout([2, 4], [0, -1], step=step, size=size))
-    assert found.shards == shards
-    assert (found.shard_size != 0) == (found.shard_step != 0) == (shards > 1)
+    parsed = only(tmp_path, layout([2, 4], [0, -1], step=step, size=size))
+    assert parsed.shards == shards
+    assert (parsed.shard_size != 0) == (parsed.shard_step != 0) == (shards > 1)
 
 
 def test_a_table_split_by_hand_has_uneven_slices_and_no_recorded_shape(tmp_path: Path) -> None:
-    said = layout([4], [0, -1], sizes=[10, 20, 30, 4], offsets=[0, 10, 30, 60], shape=[40, 8])
+    expected = layout([4], [0, -1], sizes=[10, 20, 30, 4], offsets=[0, 10, 30, 60], shape=[40, 8])
     for name in ("s.ckpt", "s.json"):
-        found = only(tmp_path, said, name)
-        assert found.uneven == (10, 20, 30, 4)
-        assert found.recorded_shape is None
+        parsed = only(tmp_path, expected, name)
+        assert parsed.uneven == (10, 20, 30, 4)
+        assert parsed.recorded_shape is None
 
 
-def test_split_sizes_without_offsets_mean_nothing(tmp_path: Path) -> None:
+def test_split_sizes_without_offsets_are_ignored(tmp_path: Path) -> None:
     # Stand-alone strategies put the full shape there, step 0 with size -1, and maps from the left.
-    said = layout([2, 4, 1], [1, 0], sizes=[64, 32], step=0, size=-1)
+    expected = layout([2, 4, 1], [1, 0], sizes=[64, 32], step=0, size=-1)
     for name in ("s.ckpt", "s.json"):
-        assert only(tmp_path, said, name) == Layout((2, 4, 1), ((1,), (0,)))
+        assert only(tmp_path, expected, name) == Layout((2, 4, 1), ((1,), (0,)))
 
 
-def test_an_expanded_json_map_can_be_grouped_to_the_nested_one(tmp_path: Path) -> None:
+def test_an_expanded_json_map_is_grouped_to_the_nested_one(tmp_path: Path) -> None:
     expanded = only(tmp_path, layout([2, 2, 2], [-1, 1, 0], shape=[32, 2, 32]), "s.json")
     assert expanded.expandable
     nested = Layout((2, 2, 2), ((), (1, 0)), recorded_shape=(32, 64))
@@ -211,17 +211,17 @@ def test_an_expanded_json_map_can_be_grouped_to_the_nested_one(tmp_path: Path) -
 
 
 def test_a_json_map_that_cannot_be_expanded_is_exact(tmp_path: Path) -> None:
-    found = only(tmp_path, layout([2, 2], [1, 0], shape=[64, 32]), "s.json")
-    assert found == Layout((2, 2), ((1,), (0,)), recorded_shape=(64, 32))
+    parsed = only(tmp_path, layout([2, 2], [1, 0], shape=[64, 32]), "s.json")
+    assert parsed == Layout((2, 2), ((1,), (0,)), recorded_shape=(64, 32))
 
 
 @pytest.mark.parametrize("shape", [[32, 64], [32, 2, 32]])
-def test_a_nested_json_map_goes_with_either_form_of_shape(tmp_path: Path, shape: list[int]) -> None:
-    found = only(tmp_path, layout([2, 2, 2], [[-1], [1, 0]], shape=shape), "s.json")
-    assert found == Layout((2, 2, 2), ((), (1, 0)), recorded_shape=(32, 64))
+def test_a_nested_json_map_accepts_either_kind_of_shape(tmp_path: Path, shape: list[int]) -> None:
+    parsed = only(tmp_path, layout([2, 2, 2], [[-1], [1, 0]], shape=shape), "s.json")
+    assert parsed == Layout((2, 2, 2), ((), (1, 0)), recorded_shape=(32, 64))
 
 
-def test_a_nested_json_map_may_hold_plain_numbers(tmp_path: Path) -> None:
+def test_a_nested_json_map_may_contain_plain_numbers(tmp_path: Path) -> None:
     assert only(tmp_path, layout([2, 2, 2], [-1, [1, 0]]), "s.json") == Layout((2, 2, 2), ((), (1, 0)))
 
 
@@ -229,14 +229,14 @@ def test_json_without_a_shape_is_read_without_one(tmp_path: Path) -> None:
     assert only(tmp_path, layout([2], [0, -1]), "s.json") == Layout((2,), ((0,), ()))
 
 
-def test_json_is_recognised_whatever_its_name(tmp_path: Path) -> None:
+def test_json_is_recognised_by_content(tmp_path: Path) -> None:
     content = json.dumps(json_content({"w": layout([2], [0])}))
     for text in (content, "\n  " + content, "\ufeff" + content):
         (tmp_path / "strategy.ckpt").write_text(text, encoding="utf-8")
         assert read_one(tmp_path / "strategy.ckpt")["w"] == Layout((2,), ((0,),))
 
 
-def test_other_json_sections_are_no_layouts(tmp_path: Path) -> None:
+def test_other_json_sections_are_not_layouts(tmp_path: Path) -> None:
     content = json_content({"w": layout([2], [0])})
     content["parallel_out_strategy_item"] = {"node": {"parallel_strategy": "anything"}}
     content["parallel_layout_value_item"] = 7
@@ -253,7 +253,7 @@ def test_json_without_strategy_items_is_stage_0(tmp_path: Path) -> None:
 
 def test_equal_layouts_are_one_object(tmp_path: Path) -> None:
     path = write_strategy(tmp_path / "s.ckpt", 0, {f"w{index}": layout([2, 2], [0]) for index in range(9)})
-    assert len({id(found) for found in read_one(path).values()}) == 1
+    assert len({id(actual) for actual in read_one(path).values()}) == 1
 
 
 # Stages of one file.
@@ -261,7 +261,9 @@ def test_equal_layouts_are_one_object(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])
 @pytest.mark.parametrize("name", ["merged.ckpt", "merged.json"])
-def test_ranks_run_through_the_stages_of_a_merged_file(tmp_path: Path, order: tuple[int, ...], name: str) -> None:
+def test_ranks_are_numbered_through_the_stages_of_a_merged_file(
+    tmp_path: Path, order: tuple[int, ...], name: str
+) -> None:
     counts = [2, 4, 1]
     stages = {
         number: {f"w{number}": layout([counts[number]], [0]), "tied-w": layout([counts[number]], [-1])}
@@ -286,12 +288,12 @@ def test_a_merged_file_of_one_stage_is_read_without_its_prefix(tmp_path: Path) -
     assert list(read_one(path)) == ["w", "a-b"]
 
 
-def test_a_parameter_name_with_a_dash_is_no_stage(tmp_path: Path) -> None:
+def test_a_dash_in_a_parameter_name_is_not_a_stage_prefix(tmp_path: Path) -> None:
     path = write_strategy(tmp_path / "s.ckpt", 0, {"0-w": layout([2], [0]), "block-1.w": layout([2], [0])})
     assert list(read_one(path)) == ["0-w", "block-1.w"]
 
 
-def test_items_that_stages_overwrote_in_merged_json_do_not_matter(tmp_path: Path) -> None:
+def test_items_overwritten_in_merged_json_are_ignored(tmp_path: Path) -> None:
     layouts = {"0-w": layout([2], [0]), "1-w": layout([2], [0])}
     path = write_strategy(tmp_path / "m.json", 0, layouts, item_stages=[1])
     assert len(read_strategy(str(path)).stages) == 2
@@ -337,8 +339,8 @@ def test_a_gap_in_a_merged_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_layouts_for_different_numbers_of_devices_are_refused(tmp_path: Path) -> None:
-    said = {"a": layout([2, 4], [0]), "b": layout([8], [0]), "odd": layout([2, 2], [0])}
-    error = refused(write_strategy(tmp_path / "s.ckpt", 0, said), "stage 0", "4: 'odd'", "8: 'a', 'b'")
+    expected = {"a": layout([2, 4], [0]), "b": layout([8], [0]), "odd": layout([2, 2], [0])}
+    error = refused(write_strategy(tmp_path / "s.ckpt", 0, expected), "stage 0", "4: 'odd'", "8: 'a', 'b'")
     assert error.parameter == "odd"
 
 
@@ -368,10 +370,10 @@ BAD_LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("said", BAD_LAYOUTS.values(), ids=BAD_LAYOUTS)
+@pytest.mark.parametrize("expected", BAD_LAYOUTS.values(), ids=BAD_LAYOUTS)
 @pytest.mark.parametrize("ending", ["ckpt", "json"])
-def test_a_bad_layout_names_file_stage_and_parameter(tmp_path: Path, said: dict[str, Any], ending: str) -> None:
-    path = write_merged(tmp_path / f"s.{ending}", {0: {"good": layout([2, 4], [0])}, 1: {"bad.w": said}})
+def test_a_bad_layout_names_file_stage_and_parameter(tmp_path: Path, expected: dict[str, Any], ending: str) -> None:
+    path = write_merged(tmp_path / f"s.{ending}", {0: {"good": layout([2, 4], [0])}, 1: {"bad.w": expected}})
     error = refused(path, "stage 1", "bad.w")
     assert error.parameter == "bad.w"
 
@@ -382,9 +384,9 @@ def test_a_bad_tensor_shape_is_refused(tmp_path: Path, shape: list[int]) -> None
     refused(path, "w")
 
 
-def test_a_map_that_could_be_grouped_in_endless_ways_is_refused(tmp_path: Path) -> None:
-    said = layout([1] * 40, list(range(40)), shape=[1] * 40)
-    refused(write_strategy(tmp_path / "s.json", 0, {"w": said}), "too many ways")
+def test_a_map_with_too_many_groupings_is_refused(tmp_path: Path) -> None:
+    expected = layout([1] * 40, list(range(40)), shape=[1] * 40)
+    refused(write_strategy(tmp_path / "s.json", 0, {"w": expected}), "too many ways")
 
 
 # Damage.
@@ -419,15 +421,15 @@ def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [5, 6, 7])
 def test_a_required_field_that_is_missing_is_damage(tmp_path: Path, number: int) -> None:
-    said = field(1, b"") + field(2, field(1, -1)) + b"".join(field(n, 0) for n in (5, 6, 7) if n != number)
-    (tmp_path / "s.ckpt").write_bytes(field(1, 1) + field(3, field(1, "w") + field(2, said)))
+    expected = field(1, b"") + field(2, field(1, -1)) + b"".join(field(n, 0) for n in (5, 6, 7) if n != number)
+    (tmp_path / "s.ckpt").write_bytes(field(1, 1) + field(3, field(1, "w") + field(2, expected)))
     refused(tmp_path / "s.ckpt", "damaged")
 
 
 @pytest.mark.parametrize("name", [b"\xff\xfe", b""])
-def test_a_name_that_is_no_text_is_damage(tmp_path: Path, name: bytes) -> None:
-    said = field(5, 0) + field(6, 0) + field(7, 0)
-    (tmp_path / "s.ckpt").write_bytes(field(1, 1) + field(3, field(1, name) + field(2, said)))
+def test_a_name_that_is_not_text_is_damage(tmp_path: Path, name: bytes) -> None:
+    expected = field(5, 0) + field(6, 0) + field(7, 0)
+    (tmp_path / "s.ckpt").write_bytes(field(1, 1) + field(3, field(1, name) + field(2, expected)))
     refused(tmp_path / "s.ckpt", "damaged")
 
 
@@ -445,7 +447,7 @@ def with_value(*path: str, value: Any) -> bytes:
 
 LAYOUT = ("parallel_layout_item", "w")
 ITEM = ("parallel_strategy_item", "MatMul-0")
-# Every place, and values that do not belong there; None takes the place away.
+# Every place with invalid values; None removes it.
 NO_NUMBER: list[Any] = ["2", True, 2.0, {}, [[[0]]], ["0"], [True], 2**80, -(2**80)]
 WRONG_VALUES: list[tuple[tuple[str, ...], list[Any]]] = [
     ((*LAYOUT, "dev_matrix"), [*NO_NUMBER, 2, None]),
@@ -475,15 +477,15 @@ BAD_JSON = {
 
 
 @pytest.mark.parametrize("data", BAD_JSON.values(), ids=BAD_JSON)
-def test_json_that_holds_something_else_is_refused(tmp_path: Path, data: bytes) -> None:
+def test_json_of_another_kind_is_refused(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "strategy.json").write_bytes(data)
     refused(tmp_path / "strategy.json")
 
 
 @given(data=st.data())
-def test_no_damage_is_more_than_an_error(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
-    said = {"w": layout([2, 4], [[1, 0], [-1]], step=1, size=-1), "a-b": layout([8], [0], sizes=[1] * 8)}
-    whole = data.draw(st.sampled_from([protobuf(said, [0, 1]), json.dumps(json_content(said)).encode()]))
+def test_any_damage_is_an_error_at_most(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    expected = {"w": layout([2, 4], [[1, 0], [-1]], step=1, size=-1), "a-b": layout([8], [0], sizes=[1] * 8)}
+    whole = data.draw(st.sampled_from([protobuf(expected, [0, 1]), json.dumps(json_content(expected)).encode()]))
     damaged = bytearray(whole)
     for _ in range(data.draw(st.integers(1, 4))):
         position = data.draw(st.integers(0, len(damaged) - 1))
@@ -513,7 +515,7 @@ OTHERS = {
 
 @pytest.mark.parametrize(("data", "kind"), OTHERS.values(), ids=OTHERS)
 @pytest.mark.parametrize("name", ["x.ckpt", "x.json", "x"])
-def test_other_files_are_named_for_what_they_are(tmp_path: Path, data: bytes, kind: str, name: str) -> None:
+def test_files_of_other_kinds_are_recognised(tmp_path: Path, data: bytes, kind: str, name: str) -> None:
     (tmp_path / name).write_bytes(data)
     refused(tmp_path / name, "not a strategy file", kind)
 
@@ -523,7 +525,7 @@ def test_a_fifo_is_refused_without_waiting_for_its_writer(tmp_path: Path) -> Non
     refused(tmp_path / "s.ckpt", "not a regular file")
 
 
-def test_paths_that_lead_nowhere_are_refused(tmp_path: Path) -> None:
+def test_missing_paths_are_refused(tmp_path: Path) -> None:
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     write_strategy(tmp_path / "s.ckpt", 0, {"w": layout([2], [0])})
     for path in (tmp_path / "nothing", tmp_path / "loop", tmp_path / "s.ckpt" / "x"):
@@ -543,7 +545,7 @@ def test_a_file_that_may_not_be_read_is_refused(tmp_path: Path) -> None:
     refused(path, "cannot be read")
 
 
-def test_a_strategy_of_impossible_size_is_refused_unread(tmp_path: Path) -> None:
+def test_a_strategy_file_over_the_size_limit_is_refused_unread(tmp_path: Path) -> None:
     path = write_strategy(tmp_path / "s.ckpt", 0, {"w": layout([2], [0])})
     os.truncate(path, one_file.MAX_STRATEGY + 1)
     refused(path, "larger than any strategy file")
@@ -577,7 +579,7 @@ items = st.builds(StrategyItem, names, numbers, st.lists(dims, max_size=3).map(t
     st.dictionaries(names, nested | flat, max_size=3),
     numbers,
 )
-def test_what_is_written_is_read_again(
+def test_written_strategies_are_read_again(
     items: list[StrategyItem], layouts: dict[str, RecordedLayout], current: int
 ) -> None:
     for form, room in (("protobuf", protobuf_file), ("json", json_file)):
@@ -589,7 +591,7 @@ def test_what_is_written_is_read_again(
 
 
 @pytest.mark.parametrize("name", EVERYWHERE)
-def test_protobuf_is_written_byte_for_byte_as_mindspore_writes_it(name: str) -> None:
+def test_written_protobuf_equals_mindspores_byte_for_byte(name: str) -> None:
     for path in (case_directory(name) / "strategy").glob("*.ckpt"):
         assert protobuf_file.serialize_strategy(read_strategy_file(str(path))) == path.read_bytes()
 
@@ -602,7 +604,7 @@ descriptor_pool.Default().AddSerializedFile(theirs.SerializeToString())
 """
 
 
-def test_messages_of_mindspore_in_the_same_process_are_no_trouble(tmp_path: Path) -> None:
+def test_protobuf_messages_of_mindspore_do_not_conflict(tmp_path: Path) -> None:
     path = tmp_path / "s.ckpt"
     path.write_bytes(protobuf({"w": layout([2], [0])}))
     words = ["strategy", "show", str(path), "--json"]

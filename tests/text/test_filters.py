@@ -1,4 +1,4 @@
-"""--include and --exclude that match nothing: warned of, with what would match."""
+"""--include and --exclude without a match: a warning with similar names."""
 
 from __future__ import annotations
 
@@ -59,18 +59,18 @@ def warnings(err: str) -> list[str]:
         ("adm_m.*", "adam_m.*"),
         ("model.layer.*", "model.layers.*"),
         ("global-step", "global_step"),
-        # Several in one; what this program prints itself.
+        # Several in one pattern; text that this program prints.
         ("{adam_m,adam_v}.*", "adam_m.* adam_v.*"),
         ("adam_m.*,adam_v.*", "adam_m.* adam_v.*"),
         ("adam_m.* adam_v.*", "adam_m.* adam_v.*"),
         ("'adam_m.*'", "adam_m.*"),
         ("model.layers.{0-2}.attention.wq.weight", "model.layers.*.attention.wq.weight"),
-        # Another optimizer's names, or nobody's.
+        # Names of another optimizer, or of none.
         ("moment1.*", "adam_m.* adam_v.*"),
         ("optimizer", "adam_m.* adam_v.*"),
     ],
 )
-def test_what_was_meant_by_a_pattern_that_matches_nothing_is_told(adam: World, typed: str, suggested: str) -> None:
+def test_a_pattern_without_a_match_suggests_similar_names(adam: World, typed: str, suggested: str) -> None:
     (warning,) = warnings(adam.convert("-n", "-q", "--exclude", typed).err)
     head, _, advice = warning.partition("; ")
     assert head == f"warning: --exclude '{typed}' matches no parameter or value of the checkpoint"
@@ -83,13 +83,13 @@ def test_what_was_meant_by_a_pattern_that_matches_nothing_is_told(adam: World, t
 
 
 @pytest.mark.parametrize("typed", ["backbone.*", "lr", "", "x" * 3000, "[", "((((", "{{", "\\"])
-def test_where_nothing_is_near_the_names_beginnings_are_told(adam: World, typed: str) -> None:
+def test_without_similar_names_prefixes_are_listed(adam: World, typed: str) -> None:
     (warning,) = warnings(adam.convert("-n", "-q", f"--exclude={typed}").err)
     assert "the checkpoint's names begin with 'adam_m.' (10), 'adam_v.' (10), 'model.' (9), " in warning
     assert len(warning) < 500
 
 
-def test_every_pattern_is_looked_at_by_itself(adam: World) -> None:
+def test_each_pattern_is_checked_separately(adam: World) -> None:
     result = adam.convert("-n", "-q", "--include", "model.*", "--include", "lm-head.*", "--exclude", "adam")
     assert [line.split(" matches")[0] for line in warnings(result.err)] == [
         "warning: --include 'lm-head.*'",
@@ -98,19 +98,19 @@ def test_every_pattern_is_looked_at_by_itself(adam: World) -> None:
     assert not warnings(adam.convert("-n", "-q", "--exclude", "adam_*", "--exclude", "global_step").err)
 
 
-def test_nothing_to_write_comes_with_what_would_match(adam: World) -> None:
+def test_an_empty_selection_lists_matching_patterns(adam: World) -> None:
     says = ("nothing would be written", "--include 'lm_head.*' would match 1")
     adam.refuses(3, *says, options=("--include", "lm-head.*"))
 
 
-def test_a_pattern_for_what_only_a_strategy_lists_is_no_mistake(adam: World) -> None:
+def test_a_pattern_that_matches_only_a_strategy_gives_no_warning(adam: World) -> None:
     """Weights alone were saved; scripts leave optimizer state out all the same."""
     weights = without(adam.source, *STATE)
     write_tree(adam.src, cut_ranks(weights, {name: value(name, (4,)) for name in WEIGHTS}, COPIED))
     assert not warnings(adam.convert("-n", "-q", "--exclude", "adam_m.*").err)
 
 
-def test_every_command_with_filters_warns(adam: World) -> None:
+def test_every_command_with_filters_warns_of_unmatched_patterns(adam: World) -> None:
     strategies: list[Argument] = ["--src-strategy", adam.old, "--dst-strategy", adam.new]
     other = adam.root / "other"
     commands: list[list[Argument]] = [
@@ -124,15 +124,15 @@ def test_every_command_with_filters_warns(adam: World) -> None:
     ]
     adam.convert("--include", "*weight")
     for words in commands:
-        said = warnings(done(*words, "--include", "*weight", "--exclude", "adam").err)
-        assert [line for line in said if "partial" not in line and "nothing was compared" not in line] == [
+        output = warnings(done(*words, "--include", "*weight", "--exclude", "adam").err)
+        assert [line for line in output if "partial" not in line and "nothing was compared" not in line] == [
             "warning: --exclude 'adam' matches no parameter or value of the checkpoint; "
             "--exclude 'adam*' would match 20"
         ]
 
 
-def test_leaving_out_what_there_is_none_of_needs_no_word(tmp_path: Path) -> None:
-    """As scripts do that are for any checkpoint; but state of another optimizer is there, and would stay."""
+def test_unmatched_exclusions_of_optimizer_state_give_no_warning(tmp_path: Path) -> None:
+    """As in scripts for any checkpoint; but the source contains state of another optimizer."""
     weights = single(dict.fromkeys(WEIGHTS, layout([2], [0])))
     world = World(tmp_path, weights, single(dict.fromkeys(WEIGHTS, layout([1], [-1]))))
     write_tree(world.src, cut_ranks(weights, {name: value(name, (4,)) for name in WEIGHTS}, COPIED))
@@ -140,10 +140,10 @@ def test_leaving_out_what_there_is_none_of_needs_no_word(tmp_path: Path) -> None
     assert not result.err
 
 
-def test_state_of_another_optimizer_is_warned_of(adam: World) -> None:
+def test_a_filter_for_another_optimizer_gives_a_warning(adam: World) -> None:
     assert len(warnings(adam.convert("-n", "--exclude", "moment[12].*").err)) == 1
 
 
-def test_filters_of_a_comparison_that_has_none_are_wrong_usage(adam: World) -> None:
+def test_filters_without_a_comparison_are_wrong_usage(adam: World) -> None:
     adam.convert("--checksum", "crc32")
     fails(2, "verify", adam.dst, "--exclude", "adam_*", says=["--include and --exclude need --src or --replicas"])

@@ -1,4 +1,4 @@
-"""What messages say of many parameters, and of parameters with strange names."""
+"""Messages about many parameters, and about parameters with strange names."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ FULL = tensors()
 ROWS, COLUMNS, WHOLE = layout([4], [0, -1]), layout([4], [-1, 0]), layout([1], [-1, -1])
 LAYERS = [f"model.layers.{number}.{kind}.weight" for number in range(32) for kind in ("wq", "wo")]
 STATES = [prefix + name for name in LAYERS for prefix in ("", "adam_m.", "adam_v.")]
-# Ends with status 0 whatever the command's.
+# Ends with status 0 after any status of the command.
 ON_TERMINAL = "import contextlib\nfrom reshard.cli.main import main\nwith contextlib.suppress(SystemExit): main()"
 RED, YELLOW = "\033[31m", "\033[33m"
 
 
-def model(made: dict[str, object], names: list[str]) -> Strategy:
-    return single({name: dict(made) for name in names})
+def model(created: dict[str, object], names: list[str]) -> Strategy:
+    return single({name: dict(created) for name in names})
 
 
 def big_world(root: Path) -> World:
@@ -35,7 +35,7 @@ def states() -> dict[str, Value]:
     return {name: value(name, (8, 4)) for name in STATES}
 
 
-def test_lost_parameters_are_folded_and_each_named_when_asked(tmp_path: Path) -> None:
+def test_lost_parameters_are_folded_unless_verbose(tmp_path: Path) -> None:
     world = big_world(tmp_path)
     world.save(states(), ranks=[0, 1, 3])
     result = world.refuses(3, "192 parameters", "'{,adam_m.,adam_v.}model.layers.{0-31}.wq.weight' (96)", "rank 2")
@@ -44,12 +44,12 @@ def test_lost_parameters_are_folded_and_each_named_when_asked(tmp_path: Path) ->
         warns(fails(3, *words), *(f"'{name}'" for name in STATES))
 
 
-def test_problems_that_differ_in_the_parameter_alone_are_said_once(tmp_path: Path) -> None:
+def test_problems_that_differ_only_in_the_parameter_are_grouped(tmp_path: Path) -> None:
     world = big_world(tmp_path)
-    held = cut_ranks(world.source, states(), COPIED)
+    ranks = cut_ranks(world.source, states(), COPIED)
     for name in STATES:
-        held[1][name] = value(name, (3, 4))
-    write_tree(world.src, held)
+        ranks[1][name] = value(name, (3, 4))
+    write_tree(world.src, ranks)
     result = world.refuses(
         3, f"does not fit the source strategy ({world.old}): 192 of 192 parameters", "[3, 4] on rank 1",
         "likewise, 192 in all: '{,adam_m.,adam_v.}model.layers.{0-31}.wo.weight' (96)",
@@ -59,14 +59,14 @@ def test_problems_that_differ_in_the_parameter_alone_are_said_once(tmp_path: Pat
     assert fails(3, *world.words("-v")).err.count("[3, 4] on rank 1") == 192
 
 
-def test_a_long_error_says_at_its_end_again_what_happened(tmp_path: Path) -> None:
-    """Every parameter has a shape of its own, so that there is nothing to fold."""
+def test_a_long_error_repeats_its_summary_at_the_end(tmp_path: Path) -> None:
+    """Every parameter has a different shape, so that no lines are folded."""
     names = [f"p{letter}" for letter in "abcdefghijklmnopqrst"]
     world = World(tmp_path, model(ROWS, names), model(WHOLE, names))
-    held = cut_ranks(world.source, {name: value(name, (8, 4)) for name in names})
+    ranks = cut_ranks(world.source, {name: value(name, (8, 4)) for name in names})
     for number, name in enumerate(names):
-        held[1][name] = value(name, (3, number + 1))
-    write_tree(world.src, held)
+        ranks[1][name] = value(name, (3, number + 1))
+    write_tree(world.src, ranks)
     lines = world.refuses(3, "... and 8 more lines").err.splitlines()
     assert len(lines) < 18
     assert lines[-1] == lines[0].rstrip(":") and "20 of 20 parameters" in lines[-1]
@@ -76,19 +76,19 @@ def test_a_long_error_says_at_its_end_again_what_happened(tmp_path: Path) -> Non
 
 def test_values_that_differ_on_the_same_ranks_are_one_warning(world: World) -> None:
     values = {f"count_{number}": scalar(number) for number in range(12)}
-    held = cut_ranks(SOURCE, FULL, values)
+    ranks = cut_ranks(SOURCE, FULL, values)
     for name in values:
-        held[3][name] = scalar(99)
-    write_tree(world.src, held)
-    said = world.convert("--json")
-    (warning,) = [line for line in said.err.splitlines() if line.startswith("warning")]
+        ranks[3][name] = scalar(99)
+    write_tree(world.src, ranks)
+    result = world.convert("--json")
+    (warning,) = [line for line in result.err.splitlines() if line.startswith("warning")]
     assert "'count_{0-11}' (12) on rank 3 differ from rank 0's" in warning
     # Scripts get every name.
-    (full,) = said.json["warnings"]
+    (full,) = result.json["warnings"]
     assert all(f"'{name}'" in full for name in values)
 
 
-def test_parameters_left_out_are_counted_in_the_summary_and_named_on_request(tmp_path: Path) -> None:
+def test_skipped_parameters_are_counted_and_listed_with_verbose(tmp_path: Path) -> None:
     world = World(tmp_path, model(ROWS, STATES), model(WHOLE, LAYERS))
     world.save(states())
     warns(world.convert("-n", "--json"))
@@ -98,13 +98,13 @@ def test_parameters_left_out_are_counted_in_the_summary_and_named_on_request(tmp
     assert len(world.convert("--json").json["left_out"]) == 128
 
 
-def test_a_parameter_named_like_a_message_is_told_from_it(tmp_path: Path) -> None:
+def test_a_parameter_named_like_a_message_is_quoted(tmp_path: Path) -> None:
     write_tree(tmp_path, {0: {"note": text("x"), "w": value("w", (2, 2))}})
     assert "note: 'note': text, which" in done("inspect", tmp_path).out
 
 
 @pytest.mark.parametrize("name", ["a\nreshard: error: all is lost", "tab\there", "bell\x07", "esc\x1b[31m"])
-def test_control_characters_in_names_stay_on_the_line(tmp_path: Path, name: str) -> None:
+def test_control_characters_in_names_do_not_break_lines(tmp_path: Path, name: str) -> None:
     source = single({name: layout([2], [0, -1]), "w": layout([2], [0, -1])})
     world = World(tmp_path, source, single({name: layout([3], [0, -1]), "w": layout([3], [-1, -1])}))
     world.save({name: value("v", (4, 4)), "w": value("w", (4, 4))}, copied={})
@@ -121,24 +121,24 @@ def test_control_characters_in_names_stay_on_the_line(tmp_path: Path, name: str)
         assert shown in out and name not in out
 
 
-def test_a_very_long_name_leaves_room_for_the_rest_of_a_message(tmp_path: Path) -> None:
+def test_a_very_long_name_is_shortened_in_messages(tmp_path: Path) -> None:
     name = "layer." * 2000 + "weight"
     world = World(tmp_path, single({name: layout([2], [0])}), single({name: layout([3], [0])}))
     world.save({name: value("v", (4,))}, copied={})
     result = world.refuses(3, "does not divide")
-    listed = done("strategy", "show", world.old).out
-    assert name in listed and max(map(len, listed.replace(name, "").splitlines())) < 200
+    output = done("strategy", "show", world.old).out
+    assert name in output and max(map(len, output.replace(name, "").splitlines())) < 200
     assert len(result.err) < 2500 and "'layer.layer." in result.err and ".weight'" in result.err
 
 
 @pytest.mark.parametrize("name", ["w[0]", "a*b", "what?", "it's", "line\nbreak"])
-def test_the_option_that_a_message_tells_leaves_just_that_parameter_out(tmp_path: Path, name: str) -> None:
-    """Typed into a shell as it is printed, whatever a pattern or a shell would make of the name."""
-    listed = layout([2], [0, -1])
+def test_the_suggested_exclude_matches_only_its_parameter(tmp_path: Path, name: str) -> None:
+    """Pasted into a shell, with any special characters in the name."""
+    layout_record = layout([2], [0, -1])
     full = {"w": value("w", (8, 6)), "w0": value("w0", (8, 6)), name: value("x", (4, 4))}
-    held = cut_ranks(single({key: listed for key in full}), full)
-    write_tree(tmp_path / "src", held)
-    old = write_strategy(tmp_path / "old", single({"w": listed, "w0": listed}))
+    ranks = cut_ranks(single({key: layout_record for key in full}), full)
+    write_tree(tmp_path / "src", ranks)
+    old = write_strategy(tmp_path / "old", single({"w": layout_record, "w0": layout_record}))
     new = write_strategy(tmp_path / "new", single({key: layout([2], [-1, -1]) for key in full}))
     words: list[Argument] = [
         "transform-dir",
@@ -154,31 +154,31 @@ def test_the_option_that_a_message_tells_leaves_just_that_parameter_out(tmp_path
     done(*words, "--exclude", pattern)
 
 
-def test_errors_are_red_and_warnings_yellow_on_a_terminal_that_has_colours(world: World) -> None:
+def test_errors_are_red_and_warnings_yellow_on_a_colour_terminal(world: World) -> None:
     world.save(FULL)
     wrong = [str(word) for word in world.words("--ranks", "9")]
     assert f"{RED}reshard: error: target rank 9" in terminal_output(100, ON_TERMINAL, *wrong)
     assert f"{RED}Error: No such option: --rank" in terminal_output(100, ON_TERMINAL, *wrong, "--rank")
     assert "\033[" not in terminal_output(100, ON_TERMINAL, *wrong, NO_COLOR="1")
     assert "\033[" not in reshard(*wrong, subprocess_=True).err
-    held = cut_ranks(SOURCE, FULL, COPIED)
-    held[1]["global_step"] = scalar(7, shape=(1,))
-    write_tree(world.src, held)
+    ranks = cut_ranks(SOURCE, FULL, COPIED)
+    ranks[1]["global_step"] = scalar(7, shape=(1,))
+    write_tree(world.src, ranks)
     assert f"{YELLOW}warning: 'global_step'" in terminal_output(100, ON_TERMINAL, *map(str, world.words()))
 
 
-def test_differences_are_a_red_error(world: World) -> None:
+def test_differences_are_printed_as_a_red_error(world: World) -> None:
     world.save(FULL)
     world.convert()
-    held = cut_ranks(world.target, {**FULL, "w": value("other", (8, 6))}, COPIED)
-    write_tree(world.dst, held, "rank_{rank}/checkpoint_{rank}.ckpt")
+    ranks = cut_ranks(world.target, {**FULL, "w": value("other", (8, 6))}, COPIED)
+    write_tree(world.dst, ranks, "rank_{rank}/checkpoint_{rank}.ckpt")
     words = [str(word) for word in world.words(command="verify")]
     words = ["verify", str(world.dst), "--src", *words[1:2], *words[3:]]
-    said = terminal_output(100, ON_TERMINAL, *words)
-    assert f"{RED}reshard: " in said and "must not be used" in said
+    output = terminal_output(100, ON_TERMINAL, *words)
+    assert f"{RED}reshard: " in output and "must not be used" in output
 
 
-def test_what_no_rank_can_give_is_folded(tmp_path: Path) -> None:
+def test_parameters_that_no_rank_can_provide_are_folded(tmp_path: Path) -> None:
     world = big_world(tmp_path)
     words: list[Argument] = [
         "rank-list",
@@ -195,7 +195,7 @@ def test_what_no_rank_can_give_is_folded(tmp_path: Path) -> None:
     assert json.loads(done(*words[:-2], "--json").out)["ranks"] == [0, 1, 2, 3]
 
 
-def test_differences_that_are_alike_are_one_line_and_each_is_named_when_asked(tmp_path: Path) -> None:
+def test_similar_differences_are_grouped_unless_verbose(tmp_path: Path) -> None:
     world = big_world(tmp_path)
     world.save(states())
     world.convert()
@@ -206,8 +206,8 @@ def test_differences_that_are_alike_are_one_line_and_each_is_named_when_asked(tm
     assert "'model.layers.{0-31}.wo.weight' (32), 'model.layers.{0-31}.wq.weight' (32) on rank 0: differs" in result.out
     # Beside the contents, the names are in another order than was written.
     assert len(result.out.splitlines()) == 2
-    listed = fails(4, *words, "-v").out.splitlines()
-    assert len(listed) == 65 and "'model.layers.7.wo.weight' on rank 0: differs from the source" in listed
+    lines = fails(4, *words, "-v").out.splitlines()
+    assert len(lines) == 65 and "'model.layers.7.wo.weight' on rank 0: differs from the source" in lines
     assert len(fails(4, *words, "--json").json["differences"]) == 65
 
 

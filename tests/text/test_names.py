@@ -1,4 +1,4 @@
-"""Optimizer state by its name: `linear.weight` is a weight, `linear.w` beside `w` is FTRL's state of `w`."""
+"""Optimizer state by name: `linear.weight` is a weight, `linear.w` beside `w` is FTRL's state of `w`."""
 
 from __future__ import annotations
 
@@ -59,12 +59,12 @@ def test_kinds_follow_from_names(name: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("prefix", AMBIGUOUS)
-def test_a_word_that_a_module_may_have_marks_state_only_before_a_parameter(prefix: str) -> None:
+def test_ambiguous_prefixes_mark_state_only_before_a_parameter(prefix: str) -> None:
     assert kind_of(f"{prefix}dense.weight", 8, {"dense.weight"}) == OPTIMIZER_STATE
     assert kind_of(f"{prefix}dense.weight", 8, {"weight", f"{prefix}dense.weight"}) == WEIGHTS
 
 
-def test_names_that_are_state_and_names_of_weights_never_mix() -> None:
+def test_names_of_state_and_weights_are_disjoint() -> None:
     chance = random.Random(1)
     words = ["weight", "layers", "0", "norm", *(prefix[:-1] for prefix in STATE_PREFIXES)]
     for _ in range(500):
@@ -119,12 +119,12 @@ def test_masters_of_pynative_training_follow_their_weights_through_rules(tmp_pat
         "BFloat16",
     ]
     done(*words, "--optimizer", "keep", "--verify")
-    found = types(tmp_path / "out")
-    assert {name: found[name] for name in MASTERS} == dict.fromkeys(MASTERS, "F32")
-    assert set(found) - set(MASTERS) == {"model.a.weight", "model.linear.weight"}
+    names_by_file = types(tmp_path / "out")
+    assert {name: names_by_file[name] for name in MASTERS} == dict.fromkeys(MASTERS, "F32")
+    assert set(names_by_file) - set(MASTERS) == {"model.a.weight", "model.linear.weight"}
     words[2] = tmp_path / "weights"
     done(*words, "--verify")
-    assert set(types(tmp_path / "weights")) == set(found) - set(MASTERS)
+    assert set(types(tmp_path / "weights")) == set(names_by_file) - set(MASTERS)
 
 
 def test_checkpoint2_puts_state_beside_its_parameter_and_nothing_else_into_optimizer_files(tmp_path: Path) -> None:
@@ -133,11 +133,11 @@ def test_checkpoint2_puts_state_beside_its_parameter_and_nothing_else_into_optim
     source = huggingface(tmp_path / "src", {name: full(shape) for name in names})
     strategy = write_strategy(tmp_path / "s", single(dict.fromkeys(names, layout([1], [-1, -1]))))
     done("convert", source, tmp_path / "out", "--to", "checkpoint2", "--dst-strategy", strategy, "--verify")
-    found = {
+    names_by_file = {
         path.name[: path.name.index("-")]: sorted(load_file(path))
         for path in (tmp_path / "out" / "iteration_00000000").glob("*.safetensors")
     }
-    assert found == {"model": sorted(names[:2]), "opt": sorted(names[2:])}
+    assert names_by_file == {"model": sorted(names[:2]), "opt": sorted(names[2:])}
 
 
 def test_an_adapter_changes_a_module_named_like_state(tmp_path: Path) -> None:

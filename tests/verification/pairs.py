@@ -20,7 +20,7 @@ from reshard.verification.stored import StoredSource
 
 
 class Quiet:
-    """Adds up what was read."""
+    """Sums read bytes."""
 
     def __init__(self) -> None:
         self.total = self.read = 0
@@ -62,7 +62,7 @@ def compare_trees(
     ranks: Optional[Iterable[int]] = None,
     admit: Callable[[str], bool] = lambda name: True,
 ) -> list[Difference]:
-    """What of a target checkpoint is not what the source makes of it."""
+    """The differences of a target checkpoint from its source."""
     ranks = None if ranks is None else sorted(ranks)
     read = read_source(source_files, source, means, target, ranks)
     return compare_ranks(read, target_files, target, means, ranks=ranks, admit=admit)

@@ -1,4 +1,4 @@
-"""Fingerprints: equal whatever the layout, different whatever else happens to a tensor."""
+"""Fingerprints: equal in every layout, different after any change of a tensor."""
 
 from __future__ import annotations
 
@@ -63,9 +63,9 @@ def defined_sum(array: Array) -> int:
     tiles = -(-row_bytes // 2048)
     totals = [0] * 8
     for row in range(len(content) // row_bytes if row_bytes else 0):
-        held = content[row * row_bytes : (row + 1) * row_bytes].tobytes()
-        held += bytes(-len(held) % 4)
-        for number, word in enumerate(np.frombuffer(held, "<i4").tolist()):
+        contents = content[row * row_bytes : (row + 1) * row_bytes].tobytes()
+        contents += bytes(-len(contents) % 4)
+        for number, word in enumerate(np.frombuffer(contents, "<i4").tolist()):
             tile, place = divmod(number, 512)
             for column in range(8):
                 inner = (drawn(place * 8 + column, 3) >> 50) - 2**13
@@ -101,7 +101,7 @@ def random_array(shape: Sequence[int], width: int, seed: int = 1) -> Array:
 
 @pytest.mark.parametrize("width", [1, 2, 3, 4, 8, 16])
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES if math.prod(shape) < 3000], ids=str)
-def test_the_sum_is_what_its_definition_says(shape: tuple[int, ...], width: int) -> None:
+def test_the_sum_follows_its_definition(shape: tuple[int, ...], width: int) -> None:
     array = random_array(shape, width)
     assert box_sum(array) == defined_sum(array)
 
@@ -124,8 +124,8 @@ def test_sums_of_boxes_add_up_in_blocks_of_any_size(data: st.DataObject) -> None
 @given(st.data())
 def test_sums_of_the_slices_of_any_layout_add_up(data: st.DataObject) -> None:
     (full,) = list(data.draw(tensors()).values())[:1]
-    made = data.draw(layouts(data.draw(st.sampled_from([1, 2, 4, 6, 8])), full.array.shape))
-    distinct = set(boxes(made, full.array.shape))
+    layout_record = data.draw(layouts(data.draw(st.sampled_from([1, 2, 4, 6, 8])), full.array.shape))
+    distinct = set(boxes(layout_record, full.array.shape))
     assert sum(box_sum(full.array, box) for box in distinct) % PRIME == box_sum(full.array)
 
 
@@ -152,7 +152,7 @@ def test_every_flipped_bit_changes_the_sum(dtype: str) -> None:
 
 @examples(150)
 @given(st.data())
-def test_elements_rows_columns_and_slices_cannot_change_places(data: st.DataObject) -> None:
+def test_swapping_elements_rows_columns_or_slices_changes_the_sum(data: st.DataObject) -> None:
     shape = data.draw(st.sampled_from([(32, 32), (4, 600), (600, 4), (6, 2, 256), (2048,)]))
     array = (np.arange(math.prod(shape)) + data.draw(st.integers(0, 1 << 20))).astype(
         data.draw(st.sampled_from(["<u2", "<u4", "<u8"]))
@@ -182,14 +182,14 @@ def test_elements_rows_columns_and_slices_cannot_change_places(data: st.DataObje
         lambda array: -array,
     ],
 )
-def test_a_square_matrix_in_another_order_has_another_sum(change: Any) -> None:
+def test_a_transposed_square_matrix_has_another_sum(change: Any) -> None:
     array = np.random.RandomState(5).randint(1, 1 << 30, (512, 512)).astype("<u4")
     other = np.ascontiguousarray(change(array)).astype("<u4")
     assert box_sum(other) != box_sum(array)
 
 
-def test_swapped_signs_are_seen() -> None:
-    """Two flipped sign bits are what a sum modulo a power of two would let cancel."""
+def test_swapped_signs_change_the_sum() -> None:
+    """Two flipped sign bits would cancel in a sum modulo a power of two."""
     array = np.random.RandomState(5).standard_normal(4096).astype("<f4").view("<u4")
     sums = set()
     for one in range(0, 4096, 97):
@@ -210,7 +210,7 @@ def test_random_damage_never_collides() -> None:
 
 
 def test_the_fingerprint_depends_on_name_type_and_shape() -> None:
-    made = {
+    created = {
         fingerprint("w", "Float32", (4, 6), 7),
         fingerprint("v", "Float32", (4, 6), 7),
         fingerprint("w", "Int32", (4, 6), 7),
@@ -218,10 +218,10 @@ def test_the_fingerprint_depends_on_name_type_and_shape() -> None:
         fingerprint("w", "Float32", (24,), 7),
         fingerprint("w", "Float32", (4, 6), 8),
     }
-    assert len(made) == 6 and all(len(entry) == 32 for entry in made)
+    assert len(created) == 6 and all(len(entry) == 32 for entry in created)
 
 
-def test_the_fingerprint_of_this_version_stays_what_it_is() -> None:
+def test_the_fingerprint_of_this_version_is_fixed() -> None:
     """Results are kept and compared years later: another value needs another version."""
     array = np.arange(4 * 1500, dtype="<u4").reshape(4, 1500)
     assert fingerprint("w", "Int32", (4, 1500), box_sum(array)) == "562cbb2825036fd165972ab2e2f3c0c3"
@@ -240,7 +240,7 @@ def of_full(root: Path, full: dict[str, Value], copied: dict[str, Value]) -> str
 
 @examples(40)
 @given(st.data())
-def test_a_conversion_changes_no_fingerprint(data: st.DataObject) -> None:
+def test_a_conversion_keeps_fingerprints(data: st.DataObject) -> None:
     full = data.draw(tensors())
     source, target = data.draw(strategies(full)), data.draw(strategies(full))
     format_ = data.draw(st.sampled_from(["ckpt", "safetensors"]))
@@ -258,8 +258,8 @@ def test_a_conversion_changes_no_fingerprint(data: st.DataObject) -> None:
 @pytest.mark.parametrize("name", cases.all_cases())
 def test_ranks_of_a_real_strategy_and_the_full_tensors_have_the_same_fingerprints(name: str, tmp_path: Path) -> None:
     case = cases.load(name)
-    listed = {parameter for stage in case.strategy for parameter in stage["layouts"]}
-    full = {parameter: tensor for parameter, tensor in case.full().items() if parameter in listed}
+    listing = {parameter for stage in case.strategy for parameter in stage["layouts"]}
+    full = {parameter: tensor for parameter, tensor in case.full().items() if parameter in listing}
     unsharded = case.unsharded if len(case.strategy) > 1 else []
     write_tree(tmp_path / "src", cut_ranks(case.strategy, full, COPIED, unsharded))
     assert shown(tmp_path / "src", "--strategy", case.directory) == of_full(tmp_path, full, COPIED)
@@ -267,7 +267,7 @@ def test_ranks_of_a_real_strategy_and_the_full_tensors_have_the_same_fingerprint
 
 @examples(30)
 @given(st.data())
-def test_results_of_any_ranks_merge_to_the_whole(data: st.DataObject) -> None:
+def test_results_of_any_ranks_merge_to_the_complete_one(data: st.DataObject) -> None:
     full = data.draw(tensors())
     strategy: Strategy = data.draw(strategies(full))
     every = range(rank_count(strategy))
@@ -275,12 +275,12 @@ def test_results_of_any_ranks_merge_to_the_whole(data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as directory:
         root = Path(directory)
         old = write_strategy(root / "old", strategy)
-        held = cut_ranks(strategy, full, {"global_step": scalar(7)})
-        write_tree(root / "src", held)
+        slices_of_rank = cut_ranks(strategy, full, {"global_step": scalar(7)})
+        write_tree(root / "src", slices_of_rank)
         words: list[Any] = []
         for number, ranks in enumerate(groups):
             # Only the ranks' own files are on this machine.
-            write_tree(root / f"machine{number}", {rank: held[rank] for rank in ranks})
+            write_tree(root / f"machine{number}", {rank: slices_of_rank[rank] for rank in ranks})
             typed = ",".join(map(str, sorted(ranks)))
             out = done("fingerprint", root / f"machine{number}", "--strategy", old, "--ranks", typed, "--json").out
             (root / f"{number}.json").write_text(out)
@@ -295,7 +295,7 @@ def lines(result: Result) -> dict[str, str]:
     return {line.split()[-1]: line.split()[0] for line in result.out.splitlines()}
 
 
-def test_a_partial_result_says_so(world: World) -> None:
+def test_a_partial_result_is_marked(world: World) -> None:
     world.save(small_tensors(), ranks=[0])
     result = done("fingerprint", world.src, "--strategy", world.old, "--ranks", "0")
     assert lines(result)["w"] == lines(result)["checkpoint"] == "partial" and len(lines(result)["v"]) == 32
@@ -330,16 +330,16 @@ def test_a_result_without_some_stage_or_file_is_partial(tmp_path: Path, form: st
     )
 
 
-def test_replicas_that_were_not_read_do_not_make_a_result_partial(world: World) -> None:
-    held = cut_ranks(single({"w": layout([2, 2], [0, -1])}), {"w": Value("Float32", np.ones((4, 2), "<u4"))})
+def test_unread_replicas_do_not_make_a_result_partial(world: World) -> None:
+    ranks = cut_ranks(single({"w": layout([2, 2], [0, -1])}), {"w": Value("Float32", np.ones((4, 2), "<u4"))})
     old = write_strategy(world.root / "dp", single({"w": layout([2, 2], [0, -1])}), None, "merged")
-    write_tree(world.root / "replicas", held)
+    write_tree(world.root / "replicas", ranks)
     whole = done("fingerprint", world.root / "replicas", "--strategy", old, "--json").json
-    found = done("fingerprint", world.root / "replicas", "--strategy", old, "--ranks", "0,1", "--json").json
-    assert found["complete"] and found["fingerprint"] == whole["fingerprint"]
+    report = done("fingerprint", world.root / "replicas", "--strategy", old, "--ranks", "0,1", "--json").json
+    assert report["complete"] and report["fingerprint"] == whole["fingerprint"]
 
 
-def test_a_slice_that_is_nowhere_is_an_error(world: World) -> None:
+def test_a_missing_slice_is_an_error(world: World) -> None:
     world.save(small_tensors(), ranks=[0, 1, 2])
     fails(3, "fingerprint", world.src, "--strategy", world.old, says=["m.w", "rank 3"])
     fails(3, "fingerprint", world.src, "--strategy", world.old, "--ranks", "0-3", says=["ranks 0-3"])
@@ -347,24 +347,24 @@ def test_a_slice_that_is_nowhere_is_an_error(world: World) -> None:
     fails(3, "fingerprint", world.src, "--strategy", world.old, "--exclude", "m.*", says=["m.w", "rank 3"])
 
 
-def test_lost_ranks_and_deduplicated_saves_do_not_matter(plain: World) -> None:
+def test_lost_ranks_and_deduplicated_saves_keep_fingerprints(plain: World) -> None:
     full = small_tensors(names=["w", "v"])
     plain.save(full)
     expected = shown(plain.src, "--strategy", plain.old)
-    held = cut_ranks(plain.source, full, COPIED)
+    ranks = cut_ranks(plain.source, full, COPIED)
     saved = {
-        0: {"w": held[0]["w"], **COPIED},
-        1: {"v": held[1]["v"], **COPIED},
+        0: {"w": ranks[0]["w"], **COPIED},
+        1: {"v": ranks[1]["v"], **COPIED},
         2: {**COPIED},
-        3: {"w": held[3]["w"], **COPIED},
+        3: {"w": ranks[3]["w"], **COPIED},
     }
     write_tree(plain.root / "once", saved)
     assert shown(plain.root / "once", "--strategy", plain.old) == expected
-    write_tree(plain.root / "lost", {rank: held[rank] for rank in (1, 2)})
+    write_tree(plain.root / "lost", {rank: ranks[rank] for rank in (1, 2)})
     assert shown(plain.root / "lost", "--strategy", plain.old) == expected
 
 
-def test_the_newest_complete_step_is_read(world: World) -> None:
+def test_fingerprint_reads_the_newest_complete_step(world: World) -> None:
     world.save(small_tensors("old"), "rank_{rank}/net-1_9.ckpt")
     world.save(small_tensors("new"), "rank_{rank}/net-1_10.ckpt", ranks=[0, 1])
     words = ("fingerprint", world.src, "--strategy", world.old)
@@ -377,51 +377,51 @@ def test_the_newest_complete_step_is_read(world: World) -> None:
     assert newest_of_both == done(*words, "--ranks", "1,2", "--step", "1_9", "--json").json
 
 
-def test_stages_that_share_a_parameter_have_to_agree(tmp_path: Path) -> None:
+def test_stages_that_share_a_parameter_must_agree(tmp_path: Path) -> None:
     tied: Strategy = [
         {"devices": 2, "layouts": {"w": layout([2], [0, -1])}},
         {"devices": 1, "layouts": {"w": layout([1], [-1, -1])}},
     ]
     strategy = write_strategy(tmp_path / "strategy", tied)
-    held = cut_ranks(tied, {"w": value("w", (8, 6))})
-    write_tree(tmp_path / "src", held)
+    ranks = cut_ranks(tied, {"w": value("w", (8, 6))})
+    write_tree(tmp_path / "src", ranks)
     assert lines(done("fingerprint", tmp_path / "src", "--strategy", strategy))["w"]
-    held[2] = {"w": value("other", (8, 6))}
-    write_tree(tmp_path / "src", held)
+    ranks[2] = {"w": value("other", (8, 6))}
+    write_tree(tmp_path / "src", ranks)
     fails(3, "fingerprint", tmp_path / "src", "--strategy", strategy, says=["w", "stages 0-1"])
 
 
-def test_text_and_values_of_one_rank_are_listed_but_not_part_of_the_whole(tmp_path: Path) -> None:
+def test_text_and_values_of_one_rank_are_listed_outside_the_total(tmp_path: Path) -> None:
     w = single({"w": layout([2], [0, -1])})
     strategy = write_strategy(tmp_path / "strategy", w)
     whole = []
     for number, others in enumerate([{}, {"note": text("text"), "cur_rank": scalar(5)}]):
         write_tree(tmp_path / f"{number}", cut_ranks(w, {"w": value("w", (8, 6))}, {**COPIED, **others}))
-        found = lines(done("fingerprint", tmp_path / f"{number}", "--strategy", strategy))
-        assert set(others) < set(found)
-        whole.append(found["checkpoint"])
+        actual = lines(done("fingerprint", tmp_path / f"{number}", "--strategy", strategy))
+        assert set(others) < set(actual)
+        whole.append(actual["checkpoint"])
     assert len(set(whole)) == 1
 
 
-def test_copies_that_differ_are_warned_of(world: World) -> None:
-    held = cut_ranks(SOURCE, small_tensors(), COPIED)
-    held[2]["global_step"] = scalar(42, shape=(1,))
-    write_tree(world.src, held)
+def test_differing_copies_give_a_warning(world: World) -> None:
+    ranks = cut_ranks(SOURCE, small_tensors(), COPIED)
+    ranks[2]["global_step"] = scalar(42, shape=(1,))
+    write_tree(world.src, ranks)
     warns(done("fingerprint", world.src, "--strategy", world.old), "global_step", "lowest")
 
 
-def test_json_holds_every_slice(world: World) -> None:
+def test_json_contains_every_slice(world: World) -> None:
     world.save(small_tensors())
-    found = done("fingerprint", world.src, "--strategy", world.old, "--json").json
-    assert found["complete"] and {len(entry["slices"]) for entry in found["parameters"]} == {1, 2, 4}
-    assert [entry["name"] for entry in found["values"]] == ["global_step"]
+    report = done("fingerprint", world.src, "--strategy", world.old, "--json").json
+    assert report["complete"] and {len(entry["slices"]) for entry in report["parameters"]} == {1, 2, 4}
+    assert [entry["name"] for entry in report["values"]] == ["global_step"]
     printed = lines(done("fingerprint", world.src, "--strategy", world.old))
-    for entry in (*found["parameters"], *found["values"]):
+    for entry in (*report["parameters"], *report["values"]):
         assert entry["fingerprint"] == printed[entry["name"]]
-    assert found["fingerprint"] == printed["checkpoint"]
+    assert report["fingerprint"] == printed["checkpoint"]
 
 
-def test_usage_is_checked(world: World, tmp_path: Path) -> None:
+def test_contradictory_options_of_fingerprint_are_wrong_usage(world: World, tmp_path: Path) -> None:
     world.save(small_tensors())
     fails(2, "fingerprint", says=["SRC"])
     fails(2, "fingerprint", world.src, says=["--strategy", "none"])
@@ -438,8 +438,8 @@ HALF = {(0, ((0, 4), (0, 6))): 5, (0, ((4, 8), (0, 6))): 6}
 
 
 def result(**changes: Any) -> Fingerprints:
-    made = {"name": "w", "dtype": "Float32", "shape": (8, 6), "slices": dict(HALF), **changes}
-    return Fingerprints({"w": ParameterSums(**made)})
+    created = {"name": "w", "dtype": "Float32", "shape": (8, 6), "slices": dict(HALF), **changes}
+    return Fingerprints({"w": ParameterSums(**created)})
 
 
 @pytest.mark.parametrize(
@@ -467,7 +467,7 @@ def test_contradictory_copies_are_refused() -> None:
         mine.merge(Fingerprints(values={"step": {1: ValueSum("Int32", (1,), 5)}}))
 
 
-def test_a_result_survives_json(tmp_path: Path) -> None:
+def test_a_result_round_trips_through_json(tmp_path: Path) -> None:
     mine = result()
     mine.values["step"] = {3: ValueSum("Int32", (), 5)}
     mine.groups, mine.read = {(0, 2), (2, 4)}, {0: "a", 3: "b"}

@@ -1,4 +1,4 @@
-"""Verification asks the safetensors library as well: what it finds otherwise is a difference."""
+"""Verification also reads with the safetensors library: a disagreement is a difference."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ def compared(form: str, world: World) -> list[Argument]:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_mistake_that_writer_and_reader_have_in_common_is_found(
+def test_verify_finds_a_mistake_common_to_writer_and_reader(
     form: str, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two types that are taken for each other both ways come back as they were."""
+    """Two swapped dtypes are restored by a second swap."""
     world.save(FULL)
     for one, other in (("Float16", "BFloat16"), ("BFloat16", "Float16")):
         monkeypatch.setitem(SAFETENSORS_NAMES, one, {"Float16": "F16", "BFloat16": "BF16"}[other])
         monkeypatch.setitem(FROM_SAFETENSORS, {"Float16": "F16", "BFloat16": "BF16"}[one], other)
-    said = ["the safetensors library reads", "'m.w'", "'w'"]
-    fails(4, "convert", *words(form, world), "--verify", "--checksum", "crc32", says=said)
-    assert said[0] in fails(4, "verify", world.dst).out
+    message = ["the safetensors library reads", "'m.w'", "'w'"]
+    fails(4, "convert", *words(form, world), "--verify", "--checksum", "crc32", says=message)
+    assert message[0] in fails(4, "verify", world.dst).out
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -66,9 +66,7 @@ def test_a_file_that_the_library_refuses_is_a_difference(
     assert "InvalidHeader" in fails(4, "verify", *compared(form, world)).out
 
 
-def test_types_that_some_versions_of_the_library_do_not_know_are_passed_over(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_dtypes_unknown_to_the_library_are_skipped(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     full = {**FULL, "v": value("v", (4,), "F8_E4M3")}
     world.save(full, "rank_{rank}/net-1_10.safetensors")
     monkeypatch.setattr(safetensors, "safe_open", lambda path, framework: pytest.fail("asked"))

@@ -1,4 +1,4 @@
-"""`verify OUT --src SRC`: strategies that the records in OUT know need not be typed."""
+"""`verify OUT --src SRC` reads strategies from the records in OUT."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ def verify(world: World, *options: Argument) -> list[Argument]:
     return ["verify", world.dst, "--src", world.src, *options]
 
 
-def test_strategies_come_from_the_records(converted: World) -> None:
-    said = done(*verify(converted)).err
-    assert f"--src-strategy {converted.old} --dst-strategy {converted.new}" in said
-    assert "verified: no differences" in said
-    found = converted.dst / "rank_1" / "checkpoint_1.ckpt"
-    data = bytearray(found.read_bytes())
+def test_verify_reads_strategies_from_records(converted: World) -> None:
+    output = done(*verify(converted)).err
+    assert f"--src-strategy {converted.old} --dst-strategy {converted.new}" in output
+    assert "verified: no differences" in output
+    path = converted.dst / "rank_1" / "checkpoint_1.ckpt"
+    data = bytearray(path.read_bytes())
     data[-3] ^= 1
-    found.write_bytes(data)
+    path.write_bytes(data)
     fails(4, *verify(converted), says=["must not be used"])
 
 
-def test_what_is_typed_wins(converted: World) -> None:
+def test_typed_strategies_override_recorded_ones(converted: World) -> None:
     assert (
         "recorded" not in done(*verify(converted, "--src-strategy", converted.old, "--dst-strategy", converted.new)).err
     )
@@ -45,7 +45,7 @@ def test_what_is_typed_wins(converted: World) -> None:
     fails(4, *verify(converted, "--src-strategy", moved, "--dst-strategy", other), says=["must not be used"])
 
 
-def test_a_recorded_strategy_that_is_gone_or_changed_is_not_guessed(converted: World) -> None:
+def test_a_missing_or_changed_recorded_strategy_is_an_error(converted: World) -> None:
     content = converted.new.read_bytes()
     converted.new.write_bytes(converted.old.read_bytes())
     fails(2, *verify(converted), says=["--dst-strategy is missing", converted.new, "has changed"])
@@ -56,12 +56,12 @@ def test_a_recorded_strategy_that_is_gone_or_changed_is_not_guessed(converted: W
     fails(2, *verify(converted), says=["--src-strategy and --dst-strategy are missing"])
 
 
-def test_a_directory_that_is_not_there_is_the_error_though_no_strategy_is_typed(converted: World) -> None:
+def test_a_missing_directory_is_reported_before_a_missing_strategy(converted: World) -> None:
     shutil.rmtree(converted.dst)
     fails(3, *verify(converted), says=[f"{converted.dst}: does not exist"])
 
 
-def test_other_forms_need_none_either(world: World, tmp_path: Path) -> None:
+def test_other_forms_require_no_typed_strategy(world: World, tmp_path: Path) -> None:
     world.save(tensors())
     for number, to in enumerate((["checkpoint2", "--dst-strategy", "same"], ["huggingface"])):
         out = tmp_path / f"out{number}"

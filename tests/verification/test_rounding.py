@@ -1,4 +1,4 @@
-"""The casts of verification against exact arithmetic: to the nearest, ties to even, once."""
+"""The casts of verification against exact arithmetic: to the nearest value, ties to even."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tests.execute.test_casts import FIELDS, PAIRS, WORDS, nearest, value_of
 
 
 def check(bits: list[int], stored: str, dtype: str) -> None:
-    made = words_as(np.array(bits, WORDS[stored]), stored, dtype).tolist()
-    for before, after in zip(bits, made):
+    created = words_as(np.array(bits, WORDS[stored]), stored, dtype).tolist()
+    for before, after in zip(bits, created):
         value = value_of(before, stored)
         if value is None:
             assert value_of(after, dtype) is None, hex(before)
@@ -28,13 +28,13 @@ def check(bits: list[int], stored: str, dtype: str) -> None:
 
 @pytest.mark.parametrize(("stored", "dtype"), PAIRS)
 @given(data=st.data())
-def test_every_element_is_the_nearest_there_is(stored: str, dtype: str, data: Any) -> None:
+def test_naive_casts_round_to_the_nearest_value(stored: str, dtype: str, data: Any) -> None:
     size = 8 * np.dtype(WORDS[stored]).itemsize
     check(data.draw(st.lists(st.integers(0, (1 << size) - 1), min_size=1, max_size=50)), stored, dtype)
 
 
 @pytest.mark.parametrize(("stored", "dtype"), PAIRS)
-def test_ties_and_what_lies_beside_them(stored: str, dtype: str) -> None:
+def test_naive_casts_round_ties_to_even(stored: str, dtype: str) -> None:
     """Halfway between two neighbours of the target's type, one element of the source's before and after, ends too."""
     exponent_bits, mantissa_bits = FIELDS[dtype]
     infinite = ((1 << exponent_bits) - 1) << mantissa_bits
@@ -50,7 +50,7 @@ def test_ties_and_what_lies_beside_them(stored: str, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", CAST_TO)
-def test_what_is_no_number_becomes_one_and_nothing_else_changes(dtype: str) -> None:
+def test_naive_casts_keep_nan(dtype: str) -> None:
     exponent_bits, mantissa_bits = FIELDS[dtype]
     infinite = ((1 << exponent_bits) - 1) << mantissa_bits
     sign = 1 << (exponent_bits + mantissa_bits)

@@ -1,4 +1,4 @@
-"""What rules make, box by box, against NumPy on whole arrays."""
+"""Rules of verification, box by box, against NumPy on whole arrays."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def boxes(draw: Any, shape: Shape) -> Box:
 
 @examples(150)
 @given(random_rules(), st.data())
-def test_boxes_are_those_of_what_numpy_makes(rule: RandomRule, data: st.DataObject) -> None:
+def test_naive_rules_equal_numpy_in_any_box(rule: RandomRule, data: st.DataObject) -> None:
     arrays = dict(rule.arrays) if data.draw(st.booleans(), label="forth") else dict(rule.made)
     shapes = {name: array.shape for name, array in arrays.items()}
     applied = apply_rules(parse_rules(rule.text, "random.toml"), shapes, rule.config)
@@ -52,10 +52,10 @@ def test_boxes_are_those_of_what_numpy_makes(rule: RandomRule, data: st.DataObje
         )
         before = [source.shape for source in sources]
         assert lists_of(step.operations, before)[-1][number] == array.shape
-        made = DerivedTensor(name, "UInt64", 8, array.shape, sources, step.operations, number, False)
+        created = DerivedTensor(name, "UInt64", 8, array.shape, sources, step.operations, number, False)
         box = boxes(data.draw, array.shape)
         read.clear()
         with mock.patch.object(StoredTensor, "read", read_array):
-            found = made.read(box, None)  # type: ignore[arg-type]
-        np.testing.assert_array_equal(found, array[tuple(slice(*interval) for interval in box)], name)
+            actual = created.read(box, None)  # type: ignore[arg-type]
+        np.testing.assert_array_equal(actual, array[tuple(slice(*interval) for interval in box)], name)
         assert read <= {step.sources[each] for each in needed_sources(step.operations, before, number)}

@@ -1,4 +1,4 @@
-"""Comparing checkpoints: what is right passes, and whatever is not is named by rank and parameter."""
+"""Comparing checkpoints: correct ones verify, differences are named by rank and parameter."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def held(strategy: Strategy, full: Checkpoint = FULL) -> Ranks:
 
 @examples(40)
 @given(st.data())
-def test_every_conversion_passes_and_every_byte_is_read(data: st.DataObject) -> None:
+def test_every_conversion_verifies_and_every_byte_is_read(data: st.DataObject) -> None:
     full = data.draw(tensors())
     old, new = data.draw(strategies(full)), data.draw(st.one_of(strategies(full), st.just(ONE_DEVICE)))
     format_ = data.draw(st.sampled_from(["ckpt", "safetensors"]))
@@ -142,14 +142,14 @@ def test_damage_is_found_at_its_rank_and_parameter(data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as directory:
         pair = Pair(Path(directory), old, new)
         pair.write(held(old, full), target)
-        found = pair.compare()
-        assert {(rank, found_.parameter) for found_ in found for rank in found_.ranks} == wrong
-        assert {difference.kind for difference in found} == {"content"}
+        differences = pair.compare()
+        assert {(rank, found_.parameter) for found_ in differences for rank in found_.ranks} == wrong
+        assert {difference.kind for difference in differences} == {"content"}
 
 
 @examples(80)
 @given(st.data())
-def test_slices_cut_by_another_layout_never_pass(data: st.DataObject) -> None:
+def test_slices_of_another_layout_are_found(data: st.DataObject) -> None:
     full = data.draw(tensors(fewest=4))
     old, new, other = (data.draw(strategies(full, fewest_stages=1)) for _ in range(3))
     right, wrong = held(new, full), held(other, full)
@@ -164,11 +164,11 @@ def test_slices_cut_by_another_layout_never_pass(data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as directory:
         pair = Pair(Path(directory), old, new)
         pair.write(held(old, full), wrong)
-        found = pair.compare()
-        assert {(rank, found_.parameter) for found_ in found for rank in found_.ranks} == differing | extra
+        differences = pair.compare()
+        assert {(rank, found_.parameter) for found_ in differences for rank in found_.ranks} == differing | extra
 
 
-def test_swapped_slices_are_found_though_the_whole_is_there(pair: Pair) -> None:
+def test_swapped_slices_are_found(pair: Pair) -> None:
     target = held(TARGET)
     target[0]["w"], target[1]["w"] = target[1]["w"], target[0]["w"]
     pair.write(held(SOURCE), target)
@@ -183,7 +183,7 @@ def test_a_transposed_square_is_found(tmp_path: Path) -> None:
     assert brief(pair.compare()) == [("content", "w", (0, 1))]
 
 
-def test_files_and_parameters_that_are_missing_or_too_many_are_told(pair: Pair) -> None:
+def test_missing_and_surplus_files_and_parameters_are_listed(pair: Pair) -> None:
     target = held(TARGET)
     del target[0]["v"], target[1]["global_step"]
     target[1]["foreign"] = value("f", (2,))
@@ -196,14 +196,14 @@ def test_files_and_parameters_that_are_missing_or_too_many_are_told(pair: Pair) 
 
 
 @pytest.mark.parametrize("cut_at", [1, 40, -1])
-def test_a_truncated_file_is_told(pair: Pair, cut_at: int) -> None:
+def test_a_truncated_file_is_a_difference(pair: Pair, cut_at: int) -> None:
     pair.write(held(SOURCE), held(TARGET))
     path = pair.root / "dst" / "rank_1" / "checkpoint_1.ckpt"
     path.write_bytes(path.read_bytes()[:cut_at])
     assert ("file", None, (1,)) in brief(pair.compare())
 
 
-def test_a_wrong_type_or_shape_is_told_by_rank(pair: Pair) -> None:
+def test_a_wrong_dtype_or_shape_is_reported_with_its_rank(pair: Pair) -> None:
     target = held(TARGET)
     target[0]["w"] = Value("Int32", target[0]["w"].array)
     target[1]["m.w"] = Value("Float32", target[1]["m.w"].array.reshape(6, 4))
@@ -212,7 +212,7 @@ def test_a_wrong_type_or_shape_is_told_by_rank(pair: Pair) -> None:
     assert brief(pair.compare()) == [("shape", "global_step", (1,)), ("shape", "m.w", (1,)), ("type", "w", (0,))]
 
 
-def test_a_shape_that_is_wrong_on_every_rank_is_told(pair: Pair) -> None:
+def test_a_shape_wrong_on_every_rank_is_a_difference(pair: Pair) -> None:
     target = held(TARGET)
     for rank in target:
         target[rank]["w"] = Value("Float32", target[rank]["w"].array.reshape(-1))
@@ -220,7 +220,7 @@ def test_a_shape_that_is_wrong_on_every_rank_is_told(pair: Pair) -> None:
     assert brief(pair.compare()) == [("shape", "w", (0, 1))]
 
 
-def test_copied_values_are_the_lowest_ranks_or_a_ranks_own(tmp_path: Path) -> None:
+def test_copied_values_are_compared_with_the_lowest_or_own_rank(tmp_path: Path) -> None:
     pair = Pair(tmp_path, SOURCE, TARGET)
     source, target = held(SOURCE), held(TARGET)
     for rank in source:
@@ -234,14 +234,14 @@ def test_copied_values_are_the_lowest_ranks_or_a_ranks_own(tmp_path: Path) -> No
     assert brief(pair.compare()) == [("content", name, (1,)) for name in ("cur_rank", "step", "text")]
 
 
-def test_text_is_not_missed_where_the_format_cannot_hold_it(pair: Pair) -> None:
+def test_text_is_not_expected_in_safetensors(pair: Pair) -> None:
     source = {rank: {**checkpoint, "note": text("some")} for rank, checkpoint in held(SOURCE).items()}
     write_tree(pair.root / "src", source)
     write_tree(pair.root / "dst", held(TARGET), "rank_{rank}/checkpoint_{rank}.safetensors")
     assert pair.compare() == []
 
 
-def test_only_some_target_ranks_can_be_compared(pair: Pair) -> None:
+def test_ranks_selects_the_compared_targets(pair: Pair) -> None:
     target = held(TARGET)
     target[0]["w"] = flipped(target[0]["w"])
     target[1]["m.w"] = flipped(target[1]["m.w"])
@@ -250,13 +250,13 @@ def test_only_some_target_ranks_can_be_compared(pair: Pair) -> None:
     assert ("file", None, (0,)) in brief(pair.compare())
 
 
-def test_parameters_that_were_not_converted_do_not_count(pair: Pair) -> None:
+def test_unconverted_parameters_are_not_compared(pair: Pair) -> None:
     target = {rank: {"v": checkpoint["v"]} for rank, checkpoint in held(TARGET).items()}
     pair.write(held(SOURCE), target)
     assert pair.compare(admit=lambda name: name == "v") == []
 
 
-def test_a_source_that_lacks_slices_or_does_not_fit_is_an_error(pair: Pair) -> None:
+def test_an_incomplete_or_contradictory_source_is_an_error(pair: Pair) -> None:
     source = held(SOURCE)
     del source[3]
     pair.write(source, held(TARGET))
@@ -270,7 +270,7 @@ def test_a_source_that_lacks_slices_or_does_not_fit_is_an_error(pair: Pair) -> N
 
 
 @pytest.mark.parametrize("stored_plain", [False, True])
-def test_accumulated_gradients_are_read_as_the_shapes_tell(tmp_path: Path, stored_plain: bool) -> None:
+def test_accumulated_gradients_are_compared_according_to_their_shapes(tmp_path: Path, stored_plain: bool) -> None:
     full = {"w": value("w", (8, 6)), "accu_grads.w": value("g", (8, 6))}
     sharded = {name: layout([2, 2], [0, -1], -1, 2) for name in full}
     new = [{"devices": 2, "layouts": {name: layout([2], [-1, -1], -1, 1) for name in full}}]
@@ -284,7 +284,7 @@ def test_accumulated_gradients_are_read_as_the_shapes_tell(tmp_path: Path, store
     assert brief(pair.compare()) == [("content", "accu_grads.w", (1,))]
 
 
-def test_ranks_that_the_target_does_not_have_are_told(pair: Pair) -> None:
+def test_ranks_missing_in_the_target_are_listed(pair: Pair) -> None:
     target = held(TARGET)
     pair.write(held(SOURCE), {**target, 7: target[1]})
     assert brief(pair.compare()) == [("file", None, (7,))]
@@ -292,7 +292,7 @@ def test_ranks_that_the_target_does_not_have_are_told(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("ending", ["ckpt", "safetensors"])
-def test_no_bit_outside_of_contents_can_flip_unseen(pair: Pair, ending: str) -> None:
+def test_a_flipped_bit_outside_contents_is_found(pair: Pair, ending: str) -> None:
     text_ = {"note": text("some")} if ending == "ckpt" else {}
     int4 = {"q": Value("Int4", np.arange(6, dtype=np.int8))} if ending != "ckpt" else {}
     more = {"empty": value("e", (0, 3)), "step": scalar(3), **text_, **int4}
@@ -309,7 +309,7 @@ def test_no_bit_outside_of_contents_can_flip_unseen(pair: Pair, ending: str) -> 
     extents = [extent for tensor in tensors_.values() for extent in tensor.extents]
     content = {at for start, size in extents for at in range(start, start + size)}
     data = path.read_bytes()
-    # The key of a content of no bytes: what it says is the same without it.
+    # The key of an empty content: optional.
     content.add(data.find(b"\x1a\x00") if ending == "ckpt" else -1)
     for at in sorted(set(range(len(data))) - content)[:: 1 if LONG else 3]:
         changed = bytearray(data)
@@ -322,19 +322,19 @@ def test_no_bit_outside_of_contents_can_flip_unseen(pair: Pair, ending: str) -> 
 
 
 @pytest.mark.parametrize("wrong", [{"remove_redundancy": "True"}, {"format": "np"}, {"m.w": "Int4x"}])
-def test_metadata_that_are_not_true_are_told(pair: Pair, wrong: Mapping[str, str]) -> None:
+def test_false_metadata_is_a_difference(pair: Pair, wrong: Mapping[str, str]) -> None:
     pair.write(held(SOURCE), held(TARGET), "safetensors")
     for tree, rank in (("src", 3), ("dst", 1)):
         path = Path(files_of(pair.root / tree)[rank])
         path.write_bytes(safetensors_bytes(held(SOURCE if tree == "src" else TARGET)[rank], wrong))
         if tree == "src" and "remove_redundancy" in wrong:
             assert pair.compare() == []
-    found = pair.compare()
+    differences = pair.compare()
     if "remove_redundancy" in wrong:
-        assert brief(found) == [("file", None, (1,))]
+        assert brief(differences) == [("file", None, (1,))]
     else:
-        # What the source says of itself may be said of the target.
-        assert found == []
+        # Metadata of the source may be in the target.
+        assert differences == []
     pair.write(held(SOURCE), held(TARGET), "safetensors")
     path.write_bytes(safetensors_bytes(held(TARGET)[1], wrong))
     assert brief(pair.compare()) == [("file", None, (1,))]
@@ -356,7 +356,7 @@ def many(root: Path, ranks: int, parameters: int) -> Pair:
 
 
 @pytest.mark.parametrize("most", [1, 7, 100])
-def test_batches_and_blocks_of_any_size_find_the_same(
+def test_differences_do_not_depend_on_batches_and_blocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
 ) -> None:
     monkeypatch.setattr(reading, "MAX_SLICES", most)
@@ -372,17 +372,17 @@ def test_batches_and_blocks_of_any_size_find_the_same(
     write_tree(pair.root / "dst", ranks, "rank_{rank}/checkpoint_{rank}.ckpt")
     wrong = [("global_step", (7,)), ("layer0.weight", (5,)), ("layer4.weight", (2,))]
     assert brief(pair.compare()) == [("content", name, where) for name, where in wrong]
-    assert [found.parameter for found in pair.replicas("dst")] == [name for name, _ in wrong]
+    assert [actual.parameter for actual in pair.replicas("dst")] == [name for name, _ in wrong]
 
 
-def test_headers_are_read_once_whatever_the_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_headers_are_read_once_with_any_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reading, "MAX_SLICES", 1)
     pair = many(tmp_path, 8, 6)
     read: list[str] = []
 
-    def counted(handles: FileHandles, path: str, known: Any) -> Any:
+    def counted(handles: FileHandles, path: str, reference: Any) -> Any:
         read.append(path)
-        return read_index(handles, path, known)
+        return read_index(handles, path, reference)
 
     monkeypatch.setattr(headers, "read_index", counted)
     pair.compare()
@@ -392,9 +392,9 @@ def test_headers_are_read_once_whatever_the_batches(tmp_path: Path, monkeypatch:
     assert len(read) == 8
 
 
-@pytest.mark.parametrize("what", ["compare", "replicas", "fingerprints"])
-def test_memory_does_not_grow_with_parameters_times_ranks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+@pytest.mark.parametrize("kind", ["compare", "replicas", "fingerprints"])
+def test_memory_of_verify_does_not_grow_with_parameters_times_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     monkeypatch.setattr(reading, "MAX_SLICES", 128)
     ranks, few, more = 64, 4, 24
@@ -404,13 +404,13 @@ def test_memory_does_not_grow_with_parameters_times_ranks(
         pair = many(tmp_path / f"{len(peaks)}", ranks, parameters)
         tracemalloc.start()
         try:
-            if what == "fingerprints":
+            if kind == "fingerprints":
                 with FileHandles() as handles:
                     strategy = read_strategy(str(pair.old_path))
                     means = Means(handles, 2, 8 << 20, Quiet())
                     fingerprints(read_source(files_of(pair.root / "src"), strategy, means), means)
             else:
-                assert getattr(pair, what)() == []
+                assert getattr(pair, kind)() == []
             peaks.append(tracemalloc.get_traced_memory()[1])
         finally:
             tracemalloc.stop()
@@ -423,22 +423,22 @@ def test_memory_does_not_grow_with_parameters_times_ranks(
 
 
 @pytest.mark.parametrize("mistake", [another_rank, off_by_one, swapped_rows])
-def test_slices_that_the_planner_takes_from_the_wrong_place_are_found(
+def test_slices_planned_from_the_wrong_place_are_found(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, mistake: Any
 ) -> None:
     monkeypatch.setattr(plan_module, "StoredSlice", mistake)
     pair.write(held(SOURCE), {})
     convert(pair)
-    found = pair.compare()
-    assert {"w", "m.w"} <= {difference.parameter for difference in found}
-    assert {difference.kind for difference in found} == {"content"}
+    differences = pair.compare()
+    assert {"w", "m.w"} <= {difference.parameter for difference in differences}
+    assert {difference.kind for difference in differences} == {"content"}
 
 
-def test_pieces_that_the_planner_forgets_are_found(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_missing_in_the_plan_are_found(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     right, fill, fill_shared = Overlap.cells, BlockFiller.fill, BlockFiller.fill_shared
 
     def over_something(self: BlockFiller, tensor: Any, block: Any, out: memoryview) -> None:
-        # What is left out keeps what memory held, which by chance may be right.
+        # Skipped bytes keep the memory's old content, which may be correct by chance.
         out[:] = b"\xa5" * len(out)
         fill(self, tensor, block, out)
 
@@ -463,7 +463,7 @@ def convert(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("names", [("10o_dp2mp2pp2_optm1", "10_dp3mp8pp1"), ("10_dp3mp8pp1", "10o_dp2mp4pp1_optm1")])
-def test_conversions_between_real_strategies_pass(names: tuple[str, str], tmp_path: Path) -> None:
+def test_conversions_between_real_strategies_verify(names: tuple[str, str], tmp_path: Path) -> None:
     source, target = (cases.load(name) for name in names)
     unsharded = source.unsharded if len(source.strategy) > 1 else []
     write_tree(tmp_path / "src", cut_ranks(source.strategy, source.full(), COPIED, unsharded))
@@ -496,14 +496,14 @@ def test_copies_of_a_checkpoint_agree_until_one_is_damaged(data: st.DataObject) 
         copies = [other for other in ranks if name in ranks[other] and ranks[other][name].same(ranks[rank][name])]
         ranks[rank][name] = flipped(ranks[rank][name])
         pair.write(ranks, {})
-        found = pair.replicas()
-        assert {difference.parameter for difference in found} <= {name}
-        kinds = {difference.kind for difference in found}
+        differences = pair.replicas()
+        assert {difference.parameter for difference in differences} <= {name}
+        kinds = {difference.kind for difference in differences}
         stages = sum(name in stage["layouts"] for stage in strategy)
         if len(copies) > 1 and (stages < 2 or name in COPIED):
-            assert found and rank in found[0].ranks
+            assert differences and rank in differences[0].ranks
             if kinds == {"replica"}:
-                assert found[0].ranks == (rank,)
+                assert differences[0].ranks == (rank,)
 
 
 def test_the_rank_that_differs_from_most_is_named(tmp_path: Path) -> None:
@@ -537,7 +537,7 @@ def test_stages_that_share_a_parameter_are_compared(tmp_path: Path) -> None:
     assert brief(pair.replicas()) == [("stages", "w", ())]
 
 
-def test_a_tree_with_lost_ranks_and_a_damaged_file_is_compared_as_far_as_it_goes(tmp_path: Path) -> None:
+def test_remaining_replicas_of_a_damaged_tree_are_compared(tmp_path: Path) -> None:
     strategy = single({"w": layout([4, 2], [0, -1])})
     ranks = held(strategy, {"w": FULL["w"]})
     pair = Pair(tmp_path, strategy, strategy)
@@ -549,16 +549,16 @@ def test_a_tree_with_lost_ranks_and_a_damaged_file_is_compared_as_far_as_it_goes
     assert brief(pair.replicas()) == [("file", None, (2,)), ("replica", "w", (5,))]
 
 
-def test_a_tree_that_does_not_fit_its_strategy_is_told(tmp_path: Path) -> None:
+def test_a_tree_that_does_not_fit_its_strategy_is_reported(tmp_path: Path) -> None:
     pair = Pair(tmp_path, SOURCE, TARGET)
     source = held(SOURCE)
     source[1]["w"] = value("w", (3, 6))
     pair.write(source, {})
-    found = pair.replicas()
-    assert [(difference.kind, difference.parameter) for difference in found] == [("strategy", "w")]
+    differences = pair.replicas()
+    assert [(difference.kind, difference.parameter) for difference in differences] == [("strategy", "w")]
 
 
-def test_trees_without_damage_are_not_changed_by_looking(pair: Pair) -> None:
+def test_verify_does_not_modify_the_tree(pair: Pair) -> None:
     pair.write(held(SOURCE), held(TARGET))
     pair.compare()
     pair.replicas()

@@ -1,4 +1,4 @@
-"""verify and fingerprint where names, packing and types are others: what they find, and what they must not pass."""
+"""verify and fingerprint with other names, packing and types."""
 
 from __future__ import annotations
 
@@ -109,16 +109,16 @@ def found(result: Result) -> set[tuple[str, str]]:
     return {(one["kind"], one["parameter"]) for one in result.json["differences"]}
 
 
-def test_what_is_right_is_verified(models: Models) -> None:
+def test_correct_renamed_targets_verify(models: Models) -> None:
     models.convert(*models.names, "--cast", "bfloat16", "--cast", "*norm=Float32", "--verify")
     done(*models.verify(*models.names, "--cast", "bfloat16", "--cast", "*norm=Float32"))
     # As recorded.
-    said = done(*models.verify())
-    assert "recorded names and types" in said.err
-    assert "no differences" in said.err
+    result = done(*models.verify())
+    assert "recorded names and types" in result.err
+    assert "no differences" in result.err
 
 
-def test_what_is_cut_as_the_source_is_verified_under_other_names(models: Models) -> None:
+def test_renamed_targets_with_the_source_layout_verify(models: Models) -> None:
     as_source: list[Argument] = ["--src-strategy", models.old, "--dst-strategy", "same"]
     # Two names change places, and these two are cut differently.
     swapped: list[Argument] = ["--rename", "model.q=model.down", "--rename", "model.down=model.q"]
@@ -131,7 +131,7 @@ def test_what_is_cut_as_the_source_is_verified_under_other_names(models: Models)
         assert "recorded names and types" in done(*verify).err
         one_less = found(fails(4, *verify, *swapped[:4], "--cast", "*.norm=Float16", "--json"))
         assert {name for _, name in one_less} == {"model.norm", "net.norm"}
-    # Checkpoint 2.0 tells itself how it is cut.
+    # Checkpoint 2.0 records its own layouts.
     renamed: list[Argument] = ["--dst-strategy", "same", "--rename", "net.*=model.*"]
     done("convert", iterations, back, *renamed, "--verify")
     done("verify", back, "--src", iterations, "--dst-strategy", "same")
@@ -141,7 +141,7 @@ def test_what_is_cut_as_the_source_is_verified_under_other_names(models: Models)
     assert ("content", "model.k") in found(result)
 
 
-# Mistakes of tables: verified with the right one, what the wrong one makes is found.
+# Mistakes of tables: the output of a wrong table, verified with the right one, is found.
 
 WRONG_TABLES = {
     "gate and up are swapped": ('["model.gate", "model.up"]', '["model.up", "model.gate"]', "net.gate_up"),
@@ -153,7 +153,7 @@ WRONG_TABLES = {
 
 
 @pytest.mark.parametrize("mistake", WRONG_TABLES)
-def test_mistakes_of_tables_are_found(models: Models, mistake: str) -> None:
+def test_wrong_tables_are_found(models: Models, mistake: str) -> None:
     right, wrong, name = WRONG_TABLES[mistake]
     wrong = wrong.replace("%s", '["heads*head_dim", "groups*head_dim", "groups*head_dim"]')
     assert right in RULES
@@ -161,7 +161,7 @@ def test_mistakes_of_tables_are_found(models: Models, mistake: str) -> None:
     assert found(fails(4, *models.verify(*models.names, "--json"))) == {("content", name)}
 
 
-# Mistakes of views, which plans are made of and verification knows nothing of.
+# Mistakes of views, which plans use and verification does not.
 
 
 def one_row_off(view: View) -> View:
@@ -180,7 +180,7 @@ def one_row_off(view: View) -> View:
 
 
 def other_source(view: View) -> View:
-    """The second source is taken for the third and the third for the second."""
+    """The second and the third source are swapped."""
     turned = {1: 2, 2: 1}
     regions = tuple(region._replace(source=turned.get(region.source, region.source)) for region in view.regions)
     return View(view.shape, regions) if len({region.source for region in view.regions}) > 2 else view
@@ -203,10 +203,12 @@ def not_turned(view: View) -> View:
         (not_turned, {"net.down"}),
     ],
 )
-def test_mistakes_of_views_are_found(
+def test_wrong_views_are_found(
     models: Models, monkeypatch: pytest.MonkeyPatch, mistake: Callable[[View], View], names: set[str]
 ) -> None:
-    monkeypatch.setattr("reshard.names.apply.views_of", lambda *given: [mistake(view) for view in views_of(*given)])
+    monkeypatch.setattr(
+        "reshard.names.apply.views_of", lambda *arguments: [mistake(view) for view in views_of(*arguments)]
+    )
     result = fails(4, "convert", models.src, models.dst, *models.strategies, *models.names, "--verify", "--json")
     assert found(result) == {("content", name) for name in names}
 
@@ -228,38 +230,38 @@ def test_padding_that_is_not_zero_is_found(models: Models) -> None:
     models.convert(*models.names)
     # Rows 5 to 7 of 8 are padding: the last three of ranks 2 and 3.
     path = next((models.dst / "rank_3").iterdir())
-    held = read_checkpoint(path)
-    assert not held["net.embedding"].array[1:].any() and held["net.embedding"].array[0].any()
-    held["net.embedding"] = flipped(held["net.embedding"], at=-1)
-    write_checkpoint(path, held)
+    tensors = read_checkpoint(path)
+    assert not tensors["net.embedding"].array[1:].any() and tensors["net.embedding"].array[0].any()
+    tensors["net.embedding"] = flipped(tensors["net.embedding"], at=-1)
+    write_checkpoint(path, tensors)
     result = fails(4, *models.verify(*models.names, "--json"))
     assert {("content", "net.embedding")} <= found(result)
     assert {tuple(one["ranks"]) for one in result.json["differences"] if one["kind"] == "content"} == {(3,)}
 
 
-def test_names_that_are_missing_or_too_many_are_told(models: Models) -> None:
+def test_missing_and_surplus_names_are_listed(models: Models) -> None:
     models.convert(*models.names)
     shutil.rmtree(models.dst / ".reshard")
     (models.dst / "reshard-manifest.json").unlink()
     path = next((models.dst / "rank_1").iterdir())
-    held = read_checkpoint(path)
-    held["model.q"] = held.pop("net.norm")
-    write_checkpoint(path, held)
+    tensors = read_checkpoint(path)
+    tensors["model.q"] = tensors.pop("net.norm")
+    write_checkpoint(path, tensors)
     result = fails(4, *models.verify(*models.names, "--json"))
     assert found(result) == {("missing", "net.norm"), ("extra", "model.q")}
 
 
-def test_values_are_compared_as_ever(models: Models) -> None:
+def test_values_beside_renamed_tensors_are_compared(models: Models) -> None:
     models.new = models.old
     models.convert("--cast", "BFloat16", "--verify")
     path = next((models.dst / "rank_2").iterdir())
-    held = read_checkpoint(path)
-    held["global_step"] = flipped(held["global_step"])
-    write_checkpoint(path, held)
+    tensors = read_checkpoint(path)
+    tensors["global_step"] = flipped(tensors["global_step"])
+    write_checkpoint(path, tensors)
     assert ("content", "global_step") in found(fails(4, *models.verify("--json")))
 
 
-def test_filters_are_of_names_as_written(models: Models) -> None:
+def test_filters_match_written_names(models: Models) -> None:
     models.convert(*models.names, "--exclude", "net.down", "--verify")
     done(*models.verify(*models.names, "--exclude", "net.down"))
     done(*models.verify(*models.names))
@@ -268,23 +270,23 @@ def test_filters_are_of_names_as_written(models: Models) -> None:
     assert found(fails(4, *models.verify(*models.names, "--json"))) == {("missing", "net.down")}
 
 
-def test_some_ranks_alone_are_compared(models: Models) -> None:
+def test_ranks_selects_the_compared_renamed_targets(models: Models) -> None:
     models.convert(*models.names, "--ranks", "1,2", "--verify")
     done(*models.verify(*models.names, "--ranks", "1"))
     fails(4, *models.verify(*models.names))
 
 
-def test_a_source_that_is_not_whole_is_an_error(models: Models) -> None:
+def test_an_incomplete_source_is_an_error(models: Models) -> None:
     models.convert(*models.names)
     for rank in (1, 3):
         shutil.rmtree(models.src / f"rank_{rank}")
     fails(3, *models.verify(*models.names), says=["model.gate", "ranks 1,3"])
 
 
-# What a directory says of names and types.
+# The recorded names and types of a directory.
 
 
-def test_without_records_nothing_is_guessed(models: Models) -> None:
+def test_without_records_rules_must_be_typed(models: Models) -> None:
     models.convert(*models.names, "--cast", "BFloat16")
     shutil.rmtree(models.dst / ".reshard")
     fails(2, *models.verify(), says=["other names or types", "--names", "--cast"])
@@ -294,7 +296,7 @@ def test_without_records_nothing_is_guessed(models: Models) -> None:
     fails(4, *models.verify())
 
 
-def test_a_table_that_was_changed_since_is_not_taken_for_the_recorded_one(models: Models) -> None:
+def test_a_changed_table_is_not_the_recorded_one(models: Models) -> None:
     models.convert(*models.names)
     done(*models.verify())
     models.rules.write_text(RULES.replace('["model.gate", "model.up"]', '["model.up", "model.gate"]'))
@@ -303,12 +305,12 @@ def test_a_table_that_was_changed_since_is_not_taken_for_the_recorded_one(models
     fails(2, *models.verify(), says=["rules.toml"])
 
 
-def test_names_go_with_a_source(models: Models) -> None:
+def test_names_without_a_source_are_wrong_usage(models: Models) -> None:
     models.convert(*models.names)
     fails(2, "verify", models.dst, *models.names, says=["--src"])
 
 
-def test_tensors_that_are_only_renamed_are_compared_as_ever(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_that_are_only_renamed_are_compared(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     target = single({name.replace("model.", "net."): made_ for name, made_ in SOURCE[0]["layouts"].items()})
     models.new = write_strategy(models.root / "strategies" / "renamed", target)
     monkeypatch.setattr(rules.DerivedTensor, "read", None)
@@ -322,10 +324,10 @@ def test_swapped_names_are_found(models: Models) -> None:
     swapped = {"model.gate": "model.up", "model.up": "model.gate"}
     models.new = models.old
     models.convert("--rename", "model.gate=model.up", "--rename", "model.up=model.gate", "--verify")
-    held = read_checkpoint(next((models.dst / "rank_0").iterdir()))
-    there = read_checkpoint(next((models.src / "rank_0").iterdir()))
-    for name, tensor in there.items():
-        assert held[swapped.get(name, name)].array.tobytes() == tensor.array.tobytes()
+    tensors = read_checkpoint(next((models.dst / "rank_0").iterdir()))
+    contents = read_checkpoint(next((models.src / "rank_0").iterdir()))
+    for name, tensor in contents.items():
+        assert tensors[swapped.get(name, name)].array.tobytes() == tensor.array.tobytes()
     shutil.rmtree(models.dst / ".reshard")
     (models.dst / "reshard-manifest.json").unlink()
     assert found(fails(4, *models.verify("--json"))) == {("content", "model.gate"), ("content", "model.up")}
@@ -347,7 +349,7 @@ def test_tied_tensors_that_differ_are_found(tmp_path: Path) -> None:
     assert found(result) == {("content", "b.weight")}
 
 
-def test_stages_that_disagree_about_what_they_share_are_found(tmp_path: Path) -> None:
+def test_differing_copies_of_shared_parameters_are_found(tmp_path: Path) -> None:
     two = [*single({"w.weight": layout([1], [-1, -1])}), *single({"w.weight": layout([1], [-1, -1])})]
     array = np.arange(0x3F800000, 0x3F800000 + 24, dtype="<u4").reshape(4, 6)
     ranks = cut_ranks(two, {"w.weight": Value("Float32", array)})
@@ -371,11 +373,11 @@ def to(form: str, models: Models) -> list[Argument]:
 
 
 @pytest.mark.parametrize(("first", "second"), list(itertools.product(FORMS, FORMS)))
-def test_every_pair_of_forms_verifies_and_damage_is_found(first: str, second: str, models: Models) -> None:
+def test_every_pair_of_forms_with_names_verifies_and_damage_is_found(first: str, second: str, models: Models) -> None:
     """Forth from ranks to one form, and back from it to another, all with casts."""
     one, two = models.root / "one", models.root / "two"
-    there: list[Argument] = [*models.names, "--cast", "*=BFloat16"]
-    done("convert", models.src, one, "--src-strategy", models.old, *to(first, models), *there, "--verify")
+    arguments: list[Argument] = [*models.names, "--cast", "*=BFloat16"]
+    done("convert", models.src, one, "--src-strategy", models.old, *to(first, models), *arguments, "--verify")
     source: list[Argument] = ["--src-strategy", models.new] if first == "ranks" else []
     models.new = models.old
     back: list[Argument] = [*models.names, "--cast", "*=Float32"]
@@ -402,26 +404,26 @@ def whole(result: Result) -> str:
     return str(result.json["fingerprint"])
 
 
-def test_one_model_has_one_fingerprint_in_both_namings(models: Models) -> None:
+def test_a_model_has_one_fingerprint_in_both_namings(models: Models) -> None:
     models.convert(*models.names)
     source: list[Argument] = ["fingerprint", models.src, "--strategy", models.old, "--json"]
     converted: list[Argument] = ["fingerprint", models.dst, "--strategy", models.new, "--json"]
-    there = whole(done(*source, *models.names))
-    assert there == whole(done(*converted))
+    target = whole(done(*source, *models.names))
+    assert target == whole(done(*converted))
     plain = whole(done(*source))
-    assert there != plain
+    assert target != plain
     assert whole(done(*converted, *models.names)) == plain
     assert whole(done(*converted, *models.names, "--reverse")) == plain
 
 
-def test_a_cast_has_the_fingerprint_of_what_it_makes(models: Models) -> None:
+def test_a_cast_has_the_fingerprint_of_its_result(models: Models) -> None:
     cast: list[Argument] = [*models.names, "--cast", "Float16"]
     models.convert(*cast)
     source = done("fingerprint", models.src, "--strategy", models.old, "--json", *cast)
     assert whole(source) == whole(done("fingerprint", models.dst, "--strategy", models.new, "--json"))
 
 
-def test_a_fingerprint_in_another_naming_needs_all_of_the_source(models: Models) -> None:
+def test_a_fingerprint_in_another_naming_requires_the_whole_source(models: Models) -> None:
     words: list[Argument] = ["fingerprint", models.src, "--strategy", models.old, *models.names]
     fails(2, *words, "--ranks", "0", says=["--ranks"])
     for rank in (1, 3):
@@ -450,7 +452,7 @@ do = ["transpose", { reshape = ["rows", "columns"], to = ["rows*columns"] }]
 
 
 @pytest.mark.long
-def test_memory_stays_under_the_limit(tmp_path: Path) -> None:
+def test_memory_of_verify_with_names_stays_under_the_limit(tmp_path: Path) -> None:
     rows, columns = 3072, 4096
     array = np.arange(rows * columns, dtype="<u4").reshape(rows, columns)
     array += np.uint32(0x30000000)
@@ -474,7 +476,7 @@ def test_memory_stays_under_the_limit(tmp_path: Path) -> None:
 
 @examples(60)
 @given(random_rules(), st.data())
-def test_what_numpy_makes_is_verified_and_a_changed_element_is_found(rule: RandomRule, data: st.DataObject) -> None:
+def test_numpys_results_verify_and_a_changed_element_is_found(rule: RandomRule, data: st.DataObject) -> None:
     dtype = data.draw(st.sampled_from(["Float32", "BFloat16", "Int8", "Int64"]))
     left, right = values(dict(rule.arrays), dtype), values(dict(rule.made), dtype)
     # An element of a tensor of one element is a value, which nothing lays out.
@@ -498,7 +500,7 @@ def test_what_numpy_makes_is_verified_and_a_changed_element_is_found(rule: Rando
         least, most = data.draw(st.sampled_from([(1, 1), (16, 40), (1 << 18, 1 << 23)]))
         with mock.patch.multiple(reading, _MIN_BLOCK=least, _MAX_BLOCK_DERIVED=most):
             done(*words)
-        rank = data.draw(st.sampled_from(sorted(rank for rank, held in written.items() if held)))
+        rank = data.draw(st.sampled_from(sorted(rank for rank, tensors in written.items() if tensors)))
         name = data.draw(st.sampled_from(sorted(written[rank])))
         element = data.draw(st.integers(0, written[rank][name].array.size - 1))
         written[rank][name] = flipped(written[rank][name], element * written[rank][name].array.itemsize)

@@ -1,4 +1,4 @@
-"""verify and fingerprint decide by themselves: which step, what of it is lost, and how its parameters are cut."""
+"""verify and fingerprint choose the step, missing slices and layouts without the planner."""
 
 from __future__ import annotations
 
@@ -47,11 +47,13 @@ def differences(world: World, *options: Argument) -> list[tuple[str, Optional[st
     """Kind, parameter and ranks of everything that verify finds."""
     result = world.verify("--json", *options)
     assert result.status in (0, 4), result.err
-    return [(found["kind"], found["parameter"], found["ranks"]) for found in result.json["differences"]]
+    return [
+        (difference["kind"], difference["parameter"], difference["ranks"]) for difference in result.json["differences"]
+    ]
 
 
 def converted(world: World, target: Strategy, full: Checkpoint, copied: Checkpoint = COPIED, **options: Any) -> None:
-    """Write what a right conversion makes, without manifest and records."""
+    """Write the output of a correct conversion, without manifest and records."""
     write_tree(world.dst, cut_ranks(target, full, copied, **options), "rank_{rank}/checkpoint_{rank}.ckpt")
 
 
@@ -67,11 +69,11 @@ def flipped(tensor: Value) -> Value:
     return Value(tensor.dtype, np.frombuffer(bytes(content), tensor.array.dtype).reshape(tensor.array.shape))
 
 
-def without(held: Held, names: Mapping[int, Sequence[str]]) -> Held:
+def without(contents: Held, names: Mapping[int, Sequence[str]]) -> Held:
     """What ranks hold, less some names on some of them."""
     return {
         rank: {name: tensor for name, tensor in checkpoint.items() if name not in names.get(rank, ())}
-        for rank, checkpoint in held.items()
+        for rank, checkpoint in contents.items()
     }
 
 
@@ -83,7 +85,7 @@ def imports_of(module: str) -> set[str]:
     return names | {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
 
 
-def test_what_is_compared_is_worked_out_without_layouts_plans_and_what_carries_them_out() -> None:
+def test_verification_imports_no_layout_plan_or_execution() -> None:
     makes_targets = {"cuts", "target", "writing", "rank_files", "written_files"}
     for path in (ROOT / "reshard" / "verification").glob("*.py"):
         rooms = {name for name in imports_of(path.stem) if name.startswith("reshard.")}
@@ -94,7 +96,7 @@ def test_what_is_compared_is_worked_out_without_layouts_plans_and_what_carries_t
         assert plan <= ({"edits"} if path.stem in ("edited", "end_to_end", "sources") else set())
 
 
-def test_verification_loads_nothing_that_carries_conversions_out() -> None:
+def test_verification_loads_no_module_of_conversions() -> None:
     code = "import json, sys, reshard.verification.end_to_end; print(json.dumps(list(sys.modules)))"
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     rooms = {name.split(".")[1] for name in json.loads(process.stdout) if name.startswith("reshard.")}
@@ -120,7 +122,7 @@ SHARED = {"w": value("w", (ROWS, 3)), **{f"own{number}": value(f"own{number}", (
     ("cuts", "lost"),
     [((2, 2), [0, 3]), ((2, 3), [0, 4]), ((3, 4), [1, 3, 6]), ((4, 3, 2), [0, 1, 5, 8])],
 )
-def test_a_parameter_pieced_together_from_several_stages_is_compared_and_summed(
+def test_a_parameter_assembled_from_several_stages_is_compared_and_summed(
     tmp_path: Path, cuts: Sequence[int], lost: Sequence[int]
 ) -> None:
     world = World(tmp_path, shared(*cuts), shared(3, *[2] * (len(cuts) - 1)))
@@ -137,7 +139,7 @@ def test_a_parameter_pieced_together_from_several_stages_is_compared_and_summed(
     assert ("content", "w", [1]) in differences(world)
 
 
-def test_results_of_a_pieced_parameter_merge_with_those_of_single_ranks(tmp_path: Path) -> None:
+def test_fingerprints_of_an_assembled_parameter_merge_with_those_of_single_ranks(tmp_path: Path) -> None:
     world = World(tmp_path, shared(2, 3), shared(1))
     world.save({name: SHARED[name] for name in ("w", "own0", "own1")})
     whole = done("fingerprint", world.src, "--strategy", world.old).out
@@ -155,7 +157,7 @@ def test_results_of_a_pieced_parameter_merge_with_those_of_single_ranks(tmp_path
     assert done("fingerprint", "--merge", path, *parts).out == whole
 
 
-def test_a_part_that_no_stage_has_is_lost_and_its_ranks_are_named(tmp_path: Path) -> None:
+def test_a_part_missing_in_all_stages_is_reported_with_its_ranks(tmp_path: Path) -> None:
     world = World(tmp_path, shared(2, 3), shared(1))
     full = {name: SHARED[name] for name in ("w", "own0", "own1")}
     world.save(full)
@@ -183,17 +185,17 @@ def test_a_parameter_without_elements_is_never_lost(tmp_path: Path, shape: tuple
     assert done("fingerprint", world.src, "--strategy", world.old).out == before
 
 
-def test_an_empty_slice_that_a_save_left_out_is_no_sign_of_a_deduplicated_one(tmp_path: Path) -> None:
+def test_a_skipped_empty_slice_does_not_indicate_a_deduplicated_save(tmp_path: Path) -> None:
     old = single({"t": layout([3], [0, -1], uneven=[2, 0, 4]), "a": layout([3], [-1]), "never": layout([3], [-1])})
     world = World(tmp_path, old, single({"t": layout([2], [0, -1]), "a": layout([2], [-1])}))
     full = {"t": value("t", (6, 2)), "a": value("a", (2,))}
-    held = cut_ranks(old, full, COPIED)
-    write_tree(world.src, without(held, {1: ["t"]}))
+    ranks = cut_ranks(old, full, COPIED)
+    write_tree(world.src, without(ranks, {1: ["t"]}))
     world.convert("--verify")
-    # A rank is absent, and nobody has `never`: in a de-duplicated save it may have been there.
+    # A rank is absent and no file has `never`: in a deduplicated save the rank may have had it.
     lose(world, [1])
     assert world.verify().status == 0
-    write_tree(world.src, without(held, {0: ["a"], 1: ["t"]}))
+    write_tree(world.src, without(ranks, {0: ["a"], 1: ["t"]}))
     assert world.verify().status == 0
     lose(world, [1])
     result = fails(3, "fingerprint", world.src, "--strategy", world.old)
@@ -225,7 +227,7 @@ def gradients(cut: Mapping[str, Any], *others: Mapping[str, Any]) -> list[Mappin
 
 
 @pytest.mark.parametrize("options", [["--include", "accu_grads.*"], ["--exclude", "emb"], ["--exclude", "b"]])
-def test_filters_choose_what_is_compared_and_not_how_it_is_read(tmp_path: Path, options: Sequence[str]) -> None:
+def test_filters_select_comparisons_without_changing_the_reading(tmp_path: Path, options: Sequence[str]) -> None:
     (cut,) = gradients(SHARDED)
     world = World(tmp_path, single({**cut, "b": WHOLE}), single({**cut, "b": WHOLE}))
     write_tree(world.src, cut_ranks(world.source, GRADIENTS, COPIED, ["accu_grads.emb"]))
@@ -251,7 +253,7 @@ RECORDS_NONE = stages({**ONE, "b": WHOLE}, ONE)
         (RECORDS_NONE, True, False, False),
     ],
 )
-def test_the_source_decides_whether_shards_of_accumulated_gradients_are_made(
+def test_the_source_decides_the_sharding_of_accumulated_gradients(
     tmp_path: Path, source: Strategy, stored_plain: bool, several: bool, plain: bool
 ) -> None:
     target = stages(OTHER, {"b": WHOLE}) if several else single({**OTHER, "b": WHOLE})
@@ -265,7 +267,7 @@ def test_the_source_decides_whether_shards_of_accumulated_gradients_are_made(
     assert differences(world) == [("shape", "accu_grads.emb", [0, 1])]
 
 
-def test_shards_that_only_lost_files_could_tell_of_are_not_guessed(tmp_path: Path) -> None:
+def test_sharding_known_only_from_lost_files_is_an_error(tmp_path: Path) -> None:
     world = World(tmp_path, PIPELINE, single({**OTHER, "b": WHOLE}))
     world.save(GRADIENTS)
     converted(world, world.target, GRADIENTS)
@@ -288,13 +290,13 @@ WEIGHTS = {name: value(name, (4, 2)) for name in NAMES}
 def save_deduplicated(world: World, step: str, marked: bool, ranks: Sequence[int] = (0, 1)) -> Held:
     """Each rank saves two of the four weights."""
     shares = [{name: WEIGHTS[name] for name in NAMES[2 * rank : 2 * rank + 2]} for rank in (0, 1)]
-    held = {rank: {**shares[rank], **COPIED} for rank in ranks}
+    contents = {rank: {**shares[rank], **COPIED} for rank in ranks}
     ending, options = ("safetensors", {"metadata": {"remove_redundancy": "True"}}) if marked else ("ckpt", {})
-    write_tree(world.src, held, "rank_{rank}/net-" + step + "." + ending, **options)
-    return held
+    write_tree(world.src, contents, "rank_{rank}/net-" + step + "." + ending, **options)
+    return contents
 
 
-def test_a_torn_save_that_is_marked_as_deduplicated_is_not_taken_for_whole(tmp_path: Path) -> None:
+def test_a_torn_save_marked_as_deduplicated_is_incomplete(tmp_path: Path) -> None:
     world = World(tmp_path, REPLICATED, ON_ONE)
     save_deduplicated(world, "1_10", marked=True)
     save_deduplicated(world, "1_11", marked=True, ranks=[0])
@@ -308,7 +310,7 @@ def test_a_torn_save_that_is_marked_as_deduplicated_is_not_taken_for_whole(tmp_p
     fails(3, "fingerprint", world.src, "--strategy", world.old, "--step", "1_11", says=["'c.w', 'd.w'", "rank 1"])
 
 
-def test_a_target_without_what_a_torn_save_lost_is_not_taken_for_right(tmp_path: Path) -> None:
+def test_a_target_without_the_parameters_of_a_torn_save_is_not_verified(tmp_path: Path) -> None:
     world = World(tmp_path, REPLICATED, ON_ONE)
     save_deduplicated(world, "1_11", marked=True)
     world.convert("--format", "ckpt")
@@ -321,32 +323,32 @@ def test_a_target_without_what_a_torn_save_lost_is_not_taken_for_right(tmp_path:
         warns(result, "rank 1 should hold: 'c.w', 'd.w'")
 
 
-def test_files_of_one_stage_that_differ_tell_of_the_whole_save(tmp_path: Path) -> None:
+def test_differing_files_of_one_stage_show_a_deduplicated_save(tmp_path: Path) -> None:
     layouts = [{f"{name}{number}": WHOLE for name in "ab"} for number in (0, 1)]
     world = World(tmp_path, stages(*layouts), single({**layouts[0], **layouts[1]}))
     full = {name: value(name, (4, 2)) for some in layouts for name in some}
-    held = cut_ranks(world.source, full, COPIED)
+    ranks = cut_ranks(world.source, full, COPIED)
     shares = {0: ["b0"], 1: ["a0"], 2: ["b1"], 3: ["a1"]}
-    write_tree(world.src, without(held, shares))
+    write_tree(world.src, without(ranks, shares))
     converted(world, world.target, full)
     assert differences(world) == []
-    # What is left of the other stage looks as if nobody had saved b1.
+    # From the remaining files of the other stage, b1 seems unsaved.
     lose(world, [3])
     converted(world, world.target, {name: full[name] for name in full if name != "b1"})
     fails(3, "fingerprint", world.src, "--strategy", world.old, says=["rank 3 should hold: 'b1'"])
     assert world.verify("--step", "1_10").status == 3
 
 
-@pytest.mark.parametrize("left", [[0], [0, 1]])
-def test_what_was_not_saved_is_not_missed(tmp_path: Path, left: Sequence[int]) -> None:
+@pytest.mark.parametrize("remaining", [[0], [0, 1]])
+def test_unsaved_parameters_are_not_expected(tmp_path: Path, remaining: Sequence[int]) -> None:
     world = World(tmp_path, REPLICATED, ON_ONE)
     saved = {name: WEIGHTS[name] for name in NAMES[:2]}
-    world.save(saved, ranks=[*left])
+    world.save(saved, ranks=[*remaining])
     converted(world, ON_ONE, saved)
     assert differences(world) == []
 
 
-def test_what_another_stage_tells_was_not_saved_is_not_missed(tmp_path: Path) -> None:
+def test_parameters_unsaved_according_to_another_stage_are_not_expected(tmp_path: Path) -> None:
     """A stage of nothing but a tied parameter, of whose ranks one is absent."""
     tied, own = {"tied": WHOLE}, {"w": layout([2], [0, -1])}
     world = World(tmp_path, stages({**tied, **own}, tied), stages({**tied, **own}))
@@ -371,7 +373,7 @@ def save_steps(world: World, older: bool) -> None:
 
 
 @pytest.mark.parametrize("older", [False, True])
-def test_a_step_that_is_whole_comes_before_one_that_has_what_the_target_lists(tmp_path: Path, older: bool) -> None:
+def test_a_complete_step_is_preferred_to_one_sufficient_for_the_target(tmp_path: Path, older: bool) -> None:
     world = World(tmp_path, WITH_STATE, single({"w": WHOLE}))
     save_steps(world, older)
     converted(world, world.target, OLDER if older else SAVED)
@@ -384,7 +386,7 @@ def test_a_step_that_is_whole_comes_before_one_that_has_what_the_target_lists(tm
 
 
 @pytest.mark.parametrize("older", [False, True])
-def test_what_the_asked_ranks_need_decides_last(tmp_path: Path, older: bool) -> None:
+def test_the_needs_of_selected_ranks_decide_last(tmp_path: Path, older: bool) -> None:
     world = World(tmp_path, WITH_STATE, single({"b": layout([4], [0, -1])}))
     save_steps(world, older)
     converted(world, world.target, OLDER if older else SAVED)
@@ -395,7 +397,7 @@ def test_what_the_asked_ranks_need_decides_last(tmp_path: Path, older: bool) -> 
         warns(result, "step 1_10", "is not complete", "rank 1 should hold: 'b'")
 
 
-def test_the_step_that_records_name_is_compared_before_there_is_a_manifest(tmp_path: Path) -> None:
+def test_the_recorded_step_is_compared_before_the_manifest_exists(tmp_path: Path) -> None:
     world = World(tmp_path, WITH_STATE, WITH_STATE)
     world.save(OLDER, "rank_{rank}/net-1_9.ckpt")
     world.save(SAVED)
@@ -403,7 +405,7 @@ def test_the_step_that_records_name_is_compared_before_there_is_a_manifest(tmp_p
     assert not (world.dst / "reshard-manifest.json").exists()
     assert differences(world, "--ranks", "1") == []
     assert {name for _, name, _ in differences(world, "--ranks", "1", "--step", "1_10")} == {"w", "adam_m.w"}
-    # Records that nobody can read are no help, and no hindrance.
+    # Unreadable records are ignored.
     for path in world.dst.glob(".reshard/*/plan.json"):
         path.write_bytes(b"{}")
     result = world.verify("--ranks", "1", "--step", "1_9", "--exclude", "b")
@@ -453,10 +455,10 @@ def test_a_source_file_whose_crc_is_wrong_counts_as_absent(tmp_path: Path) -> No
     right = cut_ranks(replicas, full, COPIED)
     right[1]["w"] = flipped(right[1]["w"])
     write_tree(world.dst, right, "rank_{rank}/checkpoint_{rank}.ckpt")
-    assert [found for found in differences(world) if found[0] != "file"] == [("content", "w", [1])]
+    assert [difference for difference in differences(world) if difference[0] != "file"] == [("content", "w", [1])]
 
 
-def test_a_step_of_which_a_file_is_damaged_inside_is_passed_over(tmp_path: Path) -> None:
+def test_a_step_with_damaged_contents_is_skipped(tmp_path: Path) -> None:
     world = World(tmp_path, WITH_STATE, WITH_STATE)
     world.save(OLDER, "rank_{rank}/net-1_9.ckpt", crc=True)
     world.save(SAVED, crc=True)
@@ -483,7 +485,7 @@ def test_a_checkpoint_of_another_model_is_not_compared(tmp_path: Path) -> None:
 WHOLE4 = layout([4], [-1])
 
 
-def test_ranks_made_of_the_few_files_that_they_need_are_verified(tmp_path: Path) -> None:
+def test_ranks_verify_with_only_their_source_files(tmp_path: Path) -> None:
     rows = single({"w": layout([4], [0, -1]), "b": WHOLE4})
     world = World(tmp_path, rows, rows)
     full = {"w": value("w", (8, 2)), "b": value("b", (2,))}
@@ -499,7 +501,7 @@ def test_ranks_made_of_the_few_files_that_they_need_are_verified(tmp_path: Path)
     warns(result, "rank 0 should hold: 'w'")
 
 
-def test_some_ranks_are_compared_by_reading_what_they_need_and_no_more(tmp_path: Path) -> None:
+def test_some_ranks_are_compared_by_reading_only_their_bytes(tmp_path: Path) -> None:
     rows = single({"w": layout([4], [0, -1]), "b": WHOLE4})
     columns = single({"w": layout([4], [-1, 0]), "b": WHOLE4})
     world = World(tmp_path, rows, columns)
@@ -515,16 +517,16 @@ def test_some_ranks_are_compared_by_reading_what_they_need_and_no_more(tmp_path:
     assert progress.read == progress.total == both
 
 
-def test_values_come_from_the_lowest_rank_of_all_files_that_are_there(tmp_path: Path) -> None:
+def test_values_are_compared_with_the_lowest_available_rank(tmp_path: Path) -> None:
     layouts = [{"a": WHOLE}, {"b": WHOLE}]
     world = World(tmp_path, stages(*layouts), stages(*layouts))
     full = {name: value(name, (4, 2)) for name in "ab"}
-    held = cut_ranks(world.source, full, COPIED)
-    for rank in held:
-        held[rank]["cur_rank"] = scalar(rank)
+    ranks = cut_ranks(world.source, full, COPIED)
+    for rank in ranks:
+        ranks[rank]["cur_rank"] = scalar(rank)
         if rank >= 2:
-            held[rank]["loss_scale"] = scalar(1024)
-    write_tree(world.src, held)
+            ranks[rank]["loss_scale"] = scalar(1024)
+    write_tree(world.src, ranks)
     target = cut_ranks(world.target, full, {**COPIED, "loss_scale": scalar(1024)})
     for rank in target:
         target[rank]["cur_rank"] = scalar(rank)
@@ -538,9 +540,7 @@ def test_values_come_from_the_lowest_rank_of_all_files_that_are_there(tmp_path: 
 
 
 @pytest.mark.parametrize("words", [["--cast", "BFloat16"], ["--rename", "w=model.w"]])
-def test_a_rank_is_proven_with_new_names_and_types_where_only_its_sources_are_there(
-    words: list[Argument], tmp_path: Path
-) -> None:
+def test_a_rank_with_names_and_casts_verifies_with_only_its_source_files(words: list[Argument], tmp_path: Path) -> None:
     cut = single({"w": layout([4], [0, -1])})
     world = World(tmp_path, cut, cut)
     world.save({"w": value("w", (8, 4))})
@@ -548,9 +548,9 @@ def test_a_rank_is_proven_with_new_names_and_types_where_only_its_sources_are_th
         shutil.rmtree(world.src / f"rank_{rank}")
     strategies: list[Argument] = ["--src-strategy", world.old, "--dst-strategy", "same"]
     done("by-rank", 1, world.src, world.dst, *strategies, *words, "--verify")
-    found = world.dst / "rank_1" / "checkpoint_1.ckpt"
-    data = bytearray(found.read_bytes())
+    path = world.dst / "rank_1" / "checkpoint_1.ckpt"
+    data = bytearray(path.read_bytes())
     data[-3] ^= 1
-    found.write_bytes(data)
-    said = fails(4, "verify", world.dst, "--src", world.src, *strategies, *words, "--ranks", "1").out
-    assert "on rank 1" in said
+    path.write_bytes(data)
+    output = fails(4, "verify", world.dst, "--src", world.src, *strategies, *words, "--ranks", "1").out
+    assert "on rank 1" in output

@@ -1,4 +1,4 @@
-"""verify and --verify: right conversions pass, and every mistake of our own would be found."""
+"""verify and --verify: correct conversions verify, and mistakes of a conversion are found."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def flip(path: Path, name: str, at: int = 5) -> None:
     path.write_bytes(data)
 
 
-def test_a_right_conversion_is_verified(world: World) -> None:
+def test_a_correct_conversion_verifies(world: World) -> None:
     world.save(FULL)
     world.convert("--checksum", "crc32", "--verify")
     done("verify", world.dst)
@@ -65,11 +65,11 @@ def test_a_flipped_bit_is_found_and_named_with_its_rank(world: World, rank: int,
     assert f"rank {rank}" in alone.out + alone.err
     result = world.verify("--json")
     assert result.status == 4
-    found = json.loads(result.out)["differences"]
-    assert [rank] in [difference["ranks"] for difference in found if difference["parameter"] == name]
+    differences = json.loads(result.out)["differences"]
+    assert [rank] in [difference["ranks"] for difference in differences if difference["parameter"] == name]
 
 
-def test_without_checksums_a_look_at_headers_alone_is_no_success_unless_asked_for(world: World) -> None:
+def test_without_checksums_comparing_headers_alone_requires_an_option(world: World) -> None:
     world.save(FULL)
     world.convert()
     flip(world.dst / "rank_1" / "checkpoint_1.ckpt", "w")
@@ -78,26 +78,26 @@ def test_without_checksums_a_look_at_headers_alone_is_no_success_unless_asked_fo
     assert "verified" not in fails(2, "verify", world.dst, says=says).err
     assert fails(2, "verify", world.dst, "--json", says=says).json == unchecked
     fails(2, "verify", world.dst, "--quiet", says=says)
-    said = done("verify", world.dst, "--headers-only").err
-    assert "contents of ranks 0-1 were not compared" in said and "verified" not in said
+    output = done("verify", world.dst, "--headers-only").err
+    assert "contents of ranks 0-1 were not compared" in output and "verified" not in output
     assert done("verify", world.dst, "--headers-only", "--json").json == unchecked
     assert world.verify().status == 4
 
 
-def test_what_was_compared_is_said(world: World) -> None:
+def test_the_summary_states_the_comparison(world: World) -> None:
     world.save(FULL)
     world.convert("--checksum", "crc32")
     assert "in sizes, headers and checksums" in done("verify", world.dst).err
     assert f"no differences from {world.src}" in world.verify().err
     assert "copies do not differ" in done("verify", world.src, "--replicas", "--strategy", world.old).err
     flip(world.dst / "rank_1" / "checkpoint_1.ckpt", "w")
-    said = done("verify", world.dst, "--headers-only")
-    assert "contents of ranks 0-1 were not compared" in said.err
-    assert "files of rank 1 have another time" in said.err
+    result = done("verify", world.dst, "--headers-only")
+    assert "contents of ranks 0-1 were not compared" in result.err
+    assert "files of rank 1 have another time" in result.err
     assert "its checksum is" in fails(4, "verify", world.dst).out
 
 
-def test_copies_that_are_not_there_are_not_said_to_be_verified(tmp_path: Path) -> None:
+def test_absent_copies_are_not_reported_as_verified(tmp_path: Path) -> None:
     rows, whole = layout([4], [0, -1]), layout([4], [-1, -1])
     for names, says in (
         ("w", "warning: no two files hold the same slice of a parameter"),
@@ -107,19 +107,19 @@ def test_copies_that_are_not_there_are_not_said_to_be_verified(tmp_path: Path) -
         old = write_strategy(tmp_path / f"old-{names}", strategy)
         write_tree(tmp_path / names, cut_ranks(strategy, {name: value(name, (8, 6)) for name in names}, COPIED))
         words: list[Argument] = ["verify", tmp_path / names, "--replicas", "--strategy", old]
-        said = done(*words).err
-        assert says in said and ("verified" in said) == ("v" in names)
+        output = done(*words).err
+        assert says in output and ("verified" in output) == ("v" in names)
         assert ("warning" in done(*words, "--quiet").err) == (names == "w")
         fails(3, *words, "--include", "other.*", says=["nothing to compare"])
 
 
-def test_ranks_that_the_manifest_does_not_have_are_wrong_usage(world: World) -> None:
+def test_ranks_outside_the_manifest_are_wrong_usage(world: World) -> None:
     world.save(FULL)
     world.convert("--checksum", "crc32")
     fails(2, "verify", world.dst, "--ranks", "1-3", says=["ranks 2-3", "out of range", "ranks 0-1"])
 
 
-def test_a_file_that_status_calls_changed_is_warned_of_where_contents_are_not_compared(world: World) -> None:
+def test_a_modified_file_gives_a_warning_where_contents_are_not_compared(world: World) -> None:
     world.save(FULL)
     world.convert()
     assert "changed" not in fails(2, "verify", world.dst).err
@@ -132,7 +132,7 @@ def test_a_file_that_status_calls_changed_is_warned_of_where_contents_are_not_co
 
 
 @pytest.mark.parametrize("damage", ["truncate", "remove", "grow", "header"])
-def test_files_that_are_not_what_the_manifest_says_are_found(world: World, damage: str) -> None:
+def test_files_that_contradict_the_manifest_are_found(world: World, damage: str) -> None:
     world.save(FULL)
     world.convert()
     path = world.dst / "rank_1" / "checkpoint_1.ckpt"
@@ -175,7 +175,7 @@ def test_a_replica_that_differs_is_found_in_a_source(world: World) -> None:
     assert "v" in result.out and "rank" in result.out and "2" in result.out
 
 
-def test_ranks_beyond_the_target_are_differences_unless_others_were_named(world: World) -> None:
+def test_ranks_outside_the_target_are_differences_unless_ranks_are_selected(world: World) -> None:
     world.save(FULL)
     world.convert()
     (world.dst / "reshard-manifest.json").unlink()
@@ -188,7 +188,7 @@ def test_ranks_beyond_the_target_are_differences_unless_others_were_named(world:
 
 
 @pytest.mark.parametrize("manifest", [True, False])
-def test_only_the_ranks_that_were_named_are_looked_at(world: World, manifest: bool) -> None:
+def test_only_selected_ranks_are_compared(world: World, manifest: bool) -> None:
     world.save(FULL)
     world.convert("--checksum", "crc32")
     flip(world.dst / "rank_1" / "checkpoint_1.ckpt", "w")
@@ -201,7 +201,7 @@ def test_only_the_ranks_that_were_named_are_looked_at(world: World, manifest: bo
     assert world.verify("--ranks", "1").status == 4
 
 
-def test_an_older_step_beside_the_newest_is_a_difference_and_not_taken_for_it(world: World) -> None:
+def test_an_older_step_beside_the_newest_is_a_difference(world: World) -> None:
     world.save(FULL)
     world.convert()
     (world.dst / "reshard-manifest.json").unlink()
@@ -214,27 +214,27 @@ def test_an_older_step_beside_the_newest_is_a_difference_and_not_taken_for_it(wo
     flip(old, "w")
     result = world.verify("--json")
     assert result.status == 4
-    (found,) = json.loads(result.out)["differences"]
-    assert (found["kind"], found["ranks"]) == ("file", [1]) and "net-1_9.ckpt" in found["detail"]
+    (differences,) = json.loads(result.out)["differences"]
+    assert (differences["kind"], differences["ranks"]) == ("file", [1]) and "net-1_9.ckpt" in differences["detail"]
     assert world.verify("--ranks", "0").status == 0
     (world.dst / "rank_1" / "net-1_10.ckpt").unlink()
     result = world.verify()
     assert result.status == 4 and "rank 1: is missing" in result.out
 
 
-def test_what_files_lack_is_noted_when_replicas_are_compared(world: World) -> None:
+def test_missing_parameters_are_noted_when_replicas_are_compared(world: World) -> None:
     world.save(FULL)
     words: list[Argument] = ["verify", world.src, "--replicas", "--strategy", world.old]
     assert "missing in some files" not in done(*words).err
-    held = cut_ranks(SOURCE, FULL, COPIED)
-    del held[2]["v"], held[3]["v"], held[1]["w"]
-    write_tree(world.src, held)
+    ranks = cut_ranks(SOURCE, FULL, COPIED)
+    del ranks[2]["v"], ranks[3]["v"], ranks[1]["w"]
+    write_tree(world.src, ranks)
     (line,) = [line for line in done(*words).err.splitlines() if "missing in some files" in line]
     assert "'w' not on rank 1" in line and "'v' not on ranks 2-3" in line
 
 
 @pytest.mark.parametrize("without", [[0], [0, 1]])
-def test_contents_that_no_checksum_covers_are_said_with_their_ranks(world: World, without: list[int]) -> None:
+def test_contents_without_a_checksum_are_listed_with_their_ranks(world: World, without: list[int]) -> None:
     world.save(FULL)
     world.convert("--checksum", "crc32")
     assert "contents" not in done("verify", world.dst).err
@@ -258,7 +258,7 @@ def test_contents_that_no_checksum_covers_are_said_with_their_ranks(world: World
         ("--src-strategy", "x"),
     ],
 )
-def test_options_that_do_not_go_together_are_wrong_usage(world: World, words: Sequence[str]) -> None:
+def test_contradictory_options_of_verify_are_wrong_usage(world: World, words: Sequence[str]) -> None:
     world.save(FULL)
     world.convert()
     fails(2, "verify", world.dst, *(world.src if word == "SRC" else word for word in words))
@@ -311,10 +311,10 @@ def rows_swapped(patch: pytest.MonkeyPatch) -> None:
     plain = boxes_of_range
 
     def boxes(shape: Any, start: int, stop: int, most: int) -> Any:
-        found = list(plain(shape, start, stop, min(most, 6)))
-        if len(found) > 1 and len({math.prod(high - low for low, high in box) for box in found[:2]}) == 1:
-            found[0], found[1] = found[1], found[0]
-        return iter(found)
+        actual = list(plain(shape, start, stop, min(most, 6)))
+        if len(actual) > 1 and len({math.prod(high - low for low, high in box) for box in actual[:2]}) == 1:
+            actual[0], actual[1] = actual[1], actual[0]
+        return iter(actual)
 
     patch.setattr(part_writing, "boxes_of_range", boxes)
     patch.setattr(filling.BlockFiller, "most_shared_rows", lambda self, shared: 0)
@@ -339,7 +339,7 @@ MUTANTS = [
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=[mutant.__name__ for mutant in MUTANTS])
 @pytest.mark.parametrize("ending", ["ckpt", "safetensors"])
-def test_a_mistake_of_our_own_is_found(
+def test_verify_finds_a_mistake_of_the_conversion(
     mutant: Callable[[pytest.MonkeyPatch], None], ending: str, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world.save(FULL)
@@ -353,7 +353,7 @@ def test_a_mistake_of_our_own_is_found(
 
 
 def recovery(tmp_path: Path) -> tuple[list[Argument], Path]:
-    """Recovered ranks of two stages, of which the second holds a tied table unlisted; with what to verify them."""
+    """Recovered ranks of two stages, the second with an unlisted tied table; returns the options of verify."""
     cut, table = layout([2], [0, -1]), layout([2], [-1, 0])
     strategy: Strategy = [
         {"devices": 2, "layouts": {"emb": cut, "a": cut}},
@@ -362,26 +362,29 @@ def recovery(tmp_path: Path) -> tuple[list[Argument], Path]:
     full = {name: value(name, (4, 6)) for name in ("emb", "a", "b")}
     saved = cut_ranks(strategy, full, COPIED)
     for rank, part in cut_ranks(single({"emb": table}), {"emb": full["emb"]}).items():
-        for there in (2 + rank, 4 + rank):
-            saved[there].update(part)
+        for target in (2 + rank, 4 + rank):
+            saved[target].update(part)
     for rank in saved:
         saved[rank]["cur_rank"] = scalar(rank)
     # A value that only some ranks have, and a rank that nothing is left of.
     saved[5]["loss_scale"] = scalar(1024, "Float32")
-    write_tree(tmp_path / "src", {rank: held for rank, held in saved.items() if rank != 4})
+    write_tree(tmp_path / "src", {rank: contents for rank, contents in saved.items() if rank != 4})
     old = write_strategy(tmp_path / "old", strategy)
     done("recover", tmp_path / "src", tmp_path / "dst", "--strategy", old)
     words: list[Argument] = ["--src", tmp_path / "src", "--src-strategy", old, "--dst-strategy", old]
     return ["verify", tmp_path / "dst", *words], tmp_path / "dst"
 
 
-def test_a_recovery_is_verified_with_what_ranks_held_of_their_own(tmp_path: Path) -> None:
+def test_a_recovery_is_verified_with_values_of_ranks(tmp_path: Path) -> None:
     words, dst = recovery(tmp_path)
     done(*words)
     # The same tree is no conversion: that would copy values from the lowest rank to all.
     for records in (dst / ".reshard", dst / "reshard-manifest.json"):
         shutil.rmtree(records) if records.is_dir() else records.unlink()
-    assert {found["parameter"] for found in fails(4, *words, "--json").json["differences"]} == {"emb", "loss_scale"}
+    assert {difference["parameter"] for difference in fails(4, *words, "--json").json["differences"]} == {
+        "emb",
+        "loss_scale",
+    }
 
 
 @pytest.mark.parametrize("rank", [2, 4])
@@ -390,22 +393,24 @@ def test_a_wrong_bit_in_a_recovery_is_found(name: str, rank: int, tmp_path: Path
     words, dst = recovery(tmp_path)
     flip(dst / f"rank_{rank}" / "net-1_10.ckpt", name, 1)
     result = fails(4, *words, "--json")
-    assert [rank] in [found["ranks"] for found in result.json["differences"] if found["parameter"] == name]
-
-
-@pytest.mark.parametrize(("rank", "name"), [(2, "emb"), (4, "emb"), (4, "loss_scale"), (5, "loss_scale"), (4, "b")])
-def test_what_a_recovery_lacks_is_found(name: str, rank: int, tmp_path: Path) -> None:
-    words, dst = recovery(tmp_path)
-    path = dst / f"rank_{rank}" / "net-1_10.ckpt"
-    path.chmod(0o644)
-    write_checkpoint(path, {n: held for n, held in read_checkpoint(path).items() if n != name})
-    result = fails(4, *words, "--json")
-    assert ("missing", name, [rank]) in [
-        (found["kind"], found["parameter"], found["ranks"]) for found in result.json["differences"]
+    assert [rank] in [
+        difference["ranks"] for difference in result.json["differences"] if difference["parameter"] == name
     ]
 
 
-def test_lost_ranks_that_alone_were_recovered_are_verified_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("rank", "name"), [(2, "emb"), (4, "emb"), (4, "loss_scale"), (5, "loss_scale"), (4, "b")])
+def test_parameters_missing_in_a_recovery_are_found(name: str, rank: int, tmp_path: Path) -> None:
+    words, dst = recovery(tmp_path)
+    path = dst / f"rank_{rank}" / "net-1_10.ckpt"
+    path.chmod(0o644)
+    write_checkpoint(path, {n: tensor for n, tensor in read_checkpoint(path).items() if n != name})
+    result = fails(4, *words, "--json")
+    assert ("missing", name, [rank]) in [
+        (difference["kind"], difference["parameter"], difference["ranks"]) for difference in result.json["differences"]
+    ]
+
+
+def test_recovered_lost_ranks_are_verified_alone(tmp_path: Path) -> None:
     words, _ = recovery(tmp_path)
     lost = tmp_path / "lost"
     done("recover", tmp_path / "src", lost, "--strategy", tmp_path / "old.ckpt", "--lost-only")

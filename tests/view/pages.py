@@ -1,4 +1,4 @@
-"""Reading the data of a page back, without a browser and without the code that made it."""
+"""Reading the data of a page without a browser and without the package."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from typing import Any
 
 def data_of(page: Path) -> dict[str, Any]:
     """The data of a page."""
-    (found,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page.read_text("utf-8"), re.S)
-    data: dict[str, Any] = json.loads(found)
+    (content,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page.read_text("utf-8"), re.S)
+    data: dict[str, Any] = json.loads(content)
     return data
 
 
-def repeated(found: Sequence[Any]) -> list[Any]:
-    return [value for value, count in zip(found[::2], found[1::2]) for _ in range(count)]
+def repeated(actual: Sequence[Any]) -> list[Any]:
+    return [value for value, count in zip(actual[::2], actual[1::2]) for _ in range(count)]
 
 
-def strided(found: Sequence[int]) -> list[int]:
-    values = [found[0]]
-    for count, stride in zip(found[1::2], found[2::2]):
+def strided(actual: Sequence[int]) -> list[int]:
+    values = [actual[0]]
+    for count, stride in zip(actual[1::2], actual[2::2]):
         values = [value + number * stride for number in range(count) for value in values]
     return values
 
@@ -38,7 +38,7 @@ def holders(sharding: dict[str, Any]) -> list[list[int]]:
 
 def places(data: dict[str, Any]) -> dict[tuple[int, str], tuple[int, int]]:
     """Offset and bytes by file and parameter."""
-    found = {}
+    actual = {}
     structures = data["structures"]
     for number, files in enumerate(structures["files"]):
         parameter, end = 0, 0
@@ -46,9 +46,9 @@ def places(data: dict[str, Any]) -> dict[tuple[int, str], tuple[int, int]]:
         for step, gap, nbytes in zip(*columns):
             parameter += step
             for file in strided(files) if isinstance(files, list) else files["list"]:
-                found[file, data["parameters"]["name"][parameter]] = (end + gap, nbytes)
+                actual[file, data["parameters"]["name"][parameter]] = (end + gap, nbytes)
             end += gap + nbytes
-    return found
+    return actual
 
 
 def pairs(moves: dict[str, Any]) -> Iterator[tuple[int, int, int, int]]:

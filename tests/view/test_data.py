@@ -1,4 +1,4 @@
-"""The numbers of a page: those of `inspect`, `plan`, `stats` and the layouts, in few bytes."""
+"""The data of a page: equal to `inspect`, `plan`, `stats` and the layouts, in few bytes."""
 
 from __future__ import annotations
 
@@ -44,23 +44,23 @@ def made(tmp_path: Path, *words: object) -> dict[str, Any]:
 
 
 @given(st.lists(st.integers(-2, 2)))
-def test_repeated_values_come_back(values: list[int]) -> None:
+def test_repeated_values_decode_to_the_originals(values: list[int]) -> None:
     assert repeated(repeats(values)) == values
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=12))
-def test_any_numbers_come_back_from_their_strides_or_have_none(values: list[int]) -> None:
-    found = strides(values)
-    assert found is None or strided(found) == values
+def test_any_numbers_decode_from_their_strides_or_have_none(values: list[int]) -> None:
+    encoded = strides(values)
+    assert encoded is None or strided(encoded) == values
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.randoms(use_true_random=False))
-def test_holders_of_layouts_without_optimizer_shards_are_sums_of_strides(matrix: list[int], random: Any) -> None:
+def test_holders_without_optimizer_shards_are_sums_of_strides(matrix: list[int], random: Any) -> None:
     axes = random.sample(range(len(matrix)), random.randint(0, len(matrix)))
     layout = Layout(tuple(matrix), (tuple(axes[::2]), tuple(axes[1::2])))
     flat = [int(rank) for number in range(layout.slice_count) for rank in layout.holders(number)]
-    found = strides(flat)
-    assert found is not None and strided(found) == flat
+    encoded = strides(flat)
+    assert encoded is not None and strided(encoded) == flat
 
 
 def test_a_page_of_ranks_has_the_numbers_of_inspect(tmp_path: Path) -> None:
@@ -81,9 +81,9 @@ def test_a_page_of_ranks_has_the_numbers_of_inspect(tmp_path: Path) -> None:
         assert ([dtype], nbytes, count, kind) == (item["dtypes"], item["bytes"], item["files"], item["kind"])
 
 
-def test_slices_are_where_the_files_have_them(tmp_path: Path) -> None:
+def test_slices_of_the_page_equal_those_of_the_files(tmp_path: Path) -> None:
     data = made(tmp_path, DEMO / "src_checkpoints", *CUT)
-    found = places(data)
+    actual = places(data)
     whole = tmp_path / "whole"
     done("convert", DEMO / "src_checkpoints", whole, *CUT, "--dst-strategy", "none", "--format", "safetensors")
     full = read_checkpoint(whole / "rank_0" / "checkpoint_0.safetensors")
@@ -101,32 +101,32 @@ def test_slices_are_where_the_files_have_them(tmp_path: Path) -> None:
             expected = full[name].array[part].tobytes()
             for rank in ranks:
                 path = data["files"]["base"] + data["files"]["path"][data["files"]["number"].index(rank)]
-                offset, nbytes = found[rank, name]
+                offset, nbytes = actual[rank, name]
                 assert Path(path).read_bytes()[offset : offset + nbytes] == expected
                 checked += 1
     assert checked == 8 * sum(number >= 0 for number in data["parameters"]["layout"])
 
 
-def test_replicas_are_those_of_the_strategy(tmp_path: Path, world: World) -> None:
+def test_replicas_of_the_page_equal_those_of_the_strategy(tmp_path: Path, world: World) -> None:
     world.save(tensors())
     data = made(tmp_path, world.src, "--src-strategy", world.old)
     groups: dict[int, list[int]] = {}
     for rank, first in zip(data["files"]["number"], repeated(data["files"]["same"])):
         groups.setdefault(first, []).append(rank)
-    told = done("replicas", "--strategy", world.old, "--json").json
-    assert sorted(groups.values()) == sorted(group["ranks"] for group in told)
+    report = done("replicas", "--strategy", world.old, "--json").json
+    assert sorted(groups.values()) == sorted(group["ranks"] for group in report)
 
 
 def test_a_conversion_has_the_numbers_of_plan(tmp_path: Path) -> None:
     target = ("--dst-strategy", DEMO / "dst_strategy.ckpt")
     moves = made(tmp_path, DEMO / "src_checkpoints", *CUT, *target)["moves"]
     planned = done("plan", DEMO / "src_checkpoints", tmp_path / "out", *CUT, *target, "--json").json
-    found: Counter[tuple[int, int]] = Counter()
+    counts: Counter[tuple[int, int]] = Counter()
     for source, to, nbytes, _ in pairs(moves):
-        found[source, to] += nbytes
-    assert found == {(each["rank"], to["rank"]): each["bytes"] for to in planned["targets"] for each in to["sources"]}
+        counts[source, to] += nbytes
+    assert counts == {(each["rank"], to["rank"]): each["bytes"] for to in planned["targets"] for each in to["sources"]}
     assert repeated(moves["bytes"]) == [to["bytes"] for to in planned["targets"]]
-    assert moves["sources"] == 8 and moves["targets"] == 4 and moves["taken"] == sum(found.values())
+    assert moves["sources"] == 8 and moves["targets"] == 4 and moves["taken"] == sum(counts.values())
 
 
 def test_a_conversion_to_shards_has_the_numbers_of_plan(tmp_path: Path) -> None:
@@ -154,12 +154,12 @@ def test_checkpoint2_has_the_numbers_of_inspect(tmp_path: Path) -> None:
     assert repeated(data["files"]["bytes"]) == [file["bytes"] for file in inspected["files"]]
 
 
-def test_further_holder_numbers_of_a_file_are_its_own(tmp_path: Path) -> None:
+def test_holder_numbers_belong_to_their_file(tmp_path: Path) -> None:
     source = FIXTURES / "dcp" / "w4_bricks" / "checkpoint"
     data = made(tmp_path, source)
     inspected = done("inspect", source, "--json").json
     files = [file["number"] for file in inspected["files"]]
-    held = {
+    contents = {
         holder
         for layout in data["layouts"]
         for sharding in layout["shardings"]
@@ -167,19 +167,19 @@ def test_further_holder_numbers_of_a_file_are_its_own(tmp_path: Path) -> None:
         for holder in each
     }
     aliases = dict(data["files"]["aliases"])
-    assert data["files"]["number"] == files and held - set(files) and held - set(files) <= aliases.keys()
+    assert data["files"]["number"] == files and contents - set(files) and contents - set(files) <= aliases.keys()
     assert set(aliases.values()) <= set(files)
 
 
-def test_statistics_are_those_of_stats_and_nan_is_a_problem(tmp_path: Path, world: World) -> None:
+def test_statistics_equal_stats_and_nan_is_a_problem(tmp_path: Path, world: World) -> None:
     full = tensors()
     name = "w"
     full[name].array.view("<f4")[0, 3] = np.nan
     world.save(full)
     data = made(tmp_path, world.src, "--src-strategy", world.old, "--stats")
-    told = done("stats", world.src, "--strategy", world.old, "--json").json["tensors"]
+    report = done("stats", world.src, "--strategy", world.old, "--json").json["tensors"]
     keys = ("name", "count", "nan", "inf", "zeros", "min", "max", "mean", "norm", "first_nonfinite")
-    assert [row[:-1] for row in data["statistics"]] == [[tensor[key] for key in keys] for tensor in told]
+    assert [row[:-1] for row in data["statistics"]] == [[tensor[key] for key in keys] for tensor in report]
     assert name in data["problems"][0]["text"] and data["problems"][0]["level"] == 0
 
 
@@ -201,14 +201,14 @@ def test_lost_ranks_are_the_first_problem_and_their_slices_are_marked(tmp_path: 
     assert dict(zip(data["files"]["number"], repeated(data["files"]["state"])))[3] == "missing"
 
 
-def test_without_a_strategy_the_page_lists_files_and_what_was_not_checked(tmp_path: Path) -> None:
+def test_without_a_strategy_the_page_lists_files_and_omitted_checks(tmp_path: Path) -> None:
     data = made(tmp_path, DEMO / "src_checkpoints")
     assert set(data["parameters"]["layout"]) == {-1} and data["complete"] is None
     (problem,) = data["problems"]
     assert problem["level"] == 1 and "--src-strategy" in problem["hint"]
 
 
-def test_a_file_is_shown_whole(tmp_path: Path) -> None:
+def test_a_single_file_is_shown(tmp_path: Path) -> None:
     (path,) = (DEMO / "src_checkpoints" / "rank_0").iterdir()
     data = made(tmp_path, path, "--stats")
     assert all(
@@ -220,7 +220,7 @@ def test_a_file_is_shown_whole(tmp_path: Path) -> None:
 HOSTILE = ["</script><script>document.title='owned'</script>.\u202ew", "q\"'&lt;.x", "<img src=x onerror=alert(1)>"]
 
 
-def test_hostile_names_end_no_script(tmp_path: Path) -> None:
+def test_hostile_names_cannot_end_the_script(tmp_path: Path) -> None:
     full = dict(zip(HOSTILE, tensors().values()))
     write_checkpoint(tmp_path / "<b>" / "model.safetensors", full)
     data = made(tmp_path, tmp_path / "<b>")
@@ -229,14 +229,14 @@ def test_hostile_names_end_no_script(tmp_path: Path) -> None:
     assert text.count("<script") == 2 and "<img" not in text and "<b>" not in text
 
 
-def test_a_page_permits_nothing_but_its_own_script_and_style(tmp_path: Path) -> None:
+def test_a_page_permits_only_its_own_script_and_style(tmp_path: Path) -> None:
     made(tmp_path, DEMO / "src_checkpoints")
     text = (tmp_path / "page.html").read_text("utf-8")
     assert "default-src 'none'; script-src 'sha256-" in text and "unsafe" not in text
     assert "http:" not in text and "https:" not in text and " src=" not in text and "@import" not in text
 
 
-def test_only_pages_are_replaced(tmp_path: Path) -> None:
+def test_view_replaces_only_its_own_pages(tmp_path: Path) -> None:
     page_ = tmp_path / "page.html"
     for _ in range(2):
         done("view", DEMO / "src_checkpoints", "-o", page_)
@@ -262,13 +262,13 @@ def test_a_page_that_is_not_named_is_not_replaced(tmp_path: Path, monkeypatch: p
 @given(
     st.dictionaries(st.tuples(st.integers(0, 30), st.integers(0, 11)), st.tuples(st.integers(1, 9), st.integers(1, 3)))
 )
-def test_pairs_come_back_from_their_patterns(found: dict[tuple[int, int], tuple[int, int]]) -> None:
+def test_pairs_decode_from_their_patterns(found: dict[tuple[int, int], tuple[int, int]]) -> None:
     moved = Transfers()
     for pair, (nbytes, requests) in found.items():
         moved.taken[pair], moved.requests[pair] = nbytes, requests
     data = pairs_data(moved, 12)
     assert data["together"] == 1
-    assert {(source, target): (nbytes, asked) for source, target, nbytes, asked in pairs(data)} == found
+    assert {(source, target): (nbytes, requests) for source, target, nbytes, requests in pairs(data)} == found
     few = pairs_data(moved, 12, most=12)
     together = few["together"]
     expected: Counter[tuple[int, int]] = Counter()

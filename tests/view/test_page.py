@@ -1,4 +1,4 @@
-"""The page in a browser: it loads without errors, and shows the right numbers by pointer and by keyboard."""
+"""The page in a browser: it loads without errors, and shows correct values by pointer and keyboard."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ def chosen(window: Browser, name: str) -> None:
 def slices(window: Browser) -> dict[str, Any]:
     """The layout of the demo's weight by `strategy show`."""
     (stage,) = done("strategy", "show", DEMO / "src_strategy.ckpt", WEIGHT, "--json").json["stages"]
-    found: dict[str, Any] = stage
-    return found
+    actual: dict[str, Any] = stage
+    return actual
 
 
 @pytest.mark.parametrize("width", [1280, 390])
-def test_it_loads_without_errors_and_fits_the_window(window: Browser, demo: Path, width: int) -> None:
+def test_the_page_loads_without_errors_and_fits_the_window(window: Browser, demo: Path, width: int) -> None:
     window.open(demo, width)
     assert window.errors() == []
     assert window.run("return document.documentElement.scrollWidth <= innerWidth")
@@ -61,7 +61,7 @@ def test_it_loads_without_errors_and_fits_the_window(window: Browser, demo: Path
     assert window.texts("nav a") == ["Problems", "Parameters", "Conversion", "Statistics", "Files and steps"]
 
 
-def test_search_finds_and_sorting_orders(window: Browser, demo: Path) -> None:
+def test_search_and_sorting_work(window: Browser, demo: Path) -> None:
     window.open(demo)
     names = [name for name in data_of(demo)["parameters"]["name"] if "dense1" in name and "weight" in name]
     window.type("#search", "DENSE1 weight")
@@ -78,28 +78,28 @@ def test_search_finds_and_sorting_orders(window: Browser, demo: Path) -> None:
     assert window.errors() == []
 
 
-def test_pointer_and_keys_show_the_box_the_rank_and_the_place(window: Browser, demo: Path) -> None:
+def test_pointer_and_keys_show_box_rank_and_file(window: Browser, demo: Path) -> None:
     window.open(demo)
     chosen(window, WEIGHT)
     stage = slices(window)
     count = len(stage["slices"])
-    found = places(data_of(demo))
+    actual = places(data_of(demo))
     for number, each in enumerate(stage["slices"]):
         window.hover("canvas.slices", 0.5, (number + 0.5) / count)
-        said = window.text("output.box")
+        text = window.text("output.box")
         (rank,) = each["ranks"]
         start, stop = (6 * edge for edge in each["box"][0])
-        assert said == f"slice {number} of {count}: box [{start}:{stop}, 0:48] on rank {rank}"
+        assert text == f"slice {number} of {count}: box [{start}:{stop}, 0:48] on rank {rank}"
         cells = window.texts(".holders td")
         assert cells[:2] == [str(rank), f"rank_{rank}/mlp-2_10.ckpt"]
-        assert [int(cell.replace(",", "")) for cell in cells[2:]] == list(found[rank, WEIGHT])
+        assert [int(cell.replace(",", "")) for cell in cells[2:]] == list(actual[rank, WEIGHT])
     window.type("canvas.slices", "Home", "Down", "Down")
     assert window.text("output.box").startswith("slice 2 of ")
     window.press("End")
     assert window.text("output.box").startswith(f"slice {count - 1} of ")
 
 
-def test_the_tree_is_walked_by_keys(window: Browser, demo: Path) -> None:
+def test_keys_navigate_the_tree(window: Browser, demo: Path) -> None:
     window.open(demo)
     window.type("#parameters .grid", "Home")
     active = "document.querySelector('#parameters .grid').getAttribute('aria-activedescendant')"
@@ -132,8 +132,8 @@ def test_the_matrix_has_the_numbers_of_plan(window: Browser, demo: Path, tmp_pat
         assert shown == {each["rank"]: each["bytes"] for each in to["sources"]}
         for each in to["sources"]:
             window.hover("#matrix", (to["rank"] + 0.5) / 4, (each["rank"] + 0.5) / 8)
-            said = window.text("#cell")
-            assert said.startswith(
+            text = window.text("#cell")
+            assert text.startswith(
                 f"source rank {each['rank']} to target rank {to['rank']}: {each['bytes']:,} bytes in "
             )
     window.hover("#matrix", 0.4, 0.5, click=True)
@@ -141,7 +141,7 @@ def test_the_matrix_has_the_numbers_of_plan(window: Browser, demo: Path, tmp_pat
     assert window.errors() == []
 
 
-def test_problems_come_first_and_lost_slices_are_shown(window: Browser, tmp_path: Path) -> None:
+def test_problems_are_first_and_lost_slices_are_marked(window: Browser, tmp_path: Path) -> None:
     shutil.copytree(DEMO / "src_checkpoints", tmp_path / "src")
     shutil.rmtree(tmp_path / "src" / "rank_3")
     done("view", tmp_path / "src", *CUT, "-o", tmp_path / "page.html")
@@ -152,7 +152,7 @@ def test_problems_come_first_and_lost_slices_are_shown(window: Browser, tmp_path
     assert "rank 3" in window.text("output.box")
 
 
-def test_hostile_names_are_text(window: Browser, tmp_path: Path) -> None:
+def test_hostile_names_are_shown_as_text(window: Browser, tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "<b>" / "model.safetensors", dict(zip(HOSTILE, tensors().values())))
     done("view", tmp_path / "<b>", "--stats", "-o", tmp_path / "page.html")
     window.open(tmp_path / "page.html")
@@ -166,7 +166,7 @@ def test_hostile_names_are_text(window: Browser, tmp_path: Path) -> None:
     assert window.errors() == []
 
 
-def test_a_page_runs_no_script_but_its_own(window: Browser, demo: Path, tmp_path: Path) -> None:
+def test_a_page_runs_only_its_own_script(window: Browser, demo: Path, tmp_path: Path) -> None:
     changed = demo.read_text("utf-8").replace("</body>", "<script>document.title = 'owned'</script></body>")
     (tmp_path / "page.html").write_text(changed, "utf-8")
     window.open(tmp_path / "page.html")
@@ -184,7 +184,7 @@ def test_checkpoint2_is_shown_by_file(window: Browser, tmp_path: Path) -> None:
     assert window.errors() == []
 
 
-def test_thousands_of_parameters_and_ranks_stay_fluid(window: Browser, tmp_path: Path) -> None:
+def test_thousands_of_parameters_and_ranks_render_quickly(window: Browser, tmp_path: Path) -> None:
     (tmp_path / "page.html").write_bytes(wide_page(10_000, 4_096))
     window.open(tmp_path / "page.html")
     # Rows exist only where they are seen, so that time does not grow with their number.

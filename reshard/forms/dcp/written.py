@@ -54,17 +54,17 @@ class _DistributedFiles(ChunkFiles):
     Args:
         checkpoint: the checkpoint to write.
         chosen: the selected part of it.
-        wanted: the request.
+        request: the request.
         name_of: the name of the file of a rank, without its ending.
     """
 
     holds_empty = False
 
-    def __init__(self, checkpoint: Checkpoint, chosen: Selected, wanted: WriteRequest, name_of: Any) -> None:
-        super().__init__(wanted.target, chosen, name_of)
+    def __init__(self, checkpoint: Checkpoint, chosen: Selected, request: WriteRequest, name_of: Any) -> None:
+        super().__init__(request.target, chosen, name_of)
         self._nested: Mapping[str, tuple[Any, ...]] = getattr(checkpoint, "nested", {})
-        self._objects = {name: stored for name, stored in checkpoint.objects.items() if wanted.admit(name)}
-        self._handles = wanted.handles
+        self._objects = {name: stored for name, stored in checkpoint.objects.items() if request.admit(name)}
+        self._handles = request.handles
 
     def described(self) -> Iterator[tuple[str, _Tensor]]:
         """Every tensor with its chunks."""
@@ -130,8 +130,8 @@ class DcpFiles(_DistributedFiles):
     name = DCP
     format = ARCHIVES
 
-    def __init__(self, checkpoint: Checkpoint, chosen: Selected, wanted: WriteRequest) -> None:
-        super().__init__(checkpoint, chosen, wanted, lambda rank: f"__{rank}_0")
+    def __init__(self, checkpoint: Checkpoint, chosen: Selected, request: WriteRequest) -> None:
+        super().__init__(checkpoint, chosen, request, lambda rank: f"__{rank}_0")
         # Megatron looks for these by their names.
         self._common = self._objects.pop(COMMON, None)
         self._beside: Optional[StoredObject] = None
@@ -236,8 +236,8 @@ class HyperParallelFiles(_DistributedFiles):
     name = HYPER_PARALLEL
     format = "safetensors"
 
-    def __init__(self, checkpoint: Checkpoint, chosen: Selected, wanted: WriteRequest) -> None:
-        super().__init__(checkpoint, chosen, wanted, lambda rank: f"_rank{rank}_")
+    def __init__(self, checkpoint: Checkpoint, chosen: Selected, request: WriteRequest) -> None:
+        super().__init__(checkpoint, chosen, request, lambda rank: f"_rank{rank}_")
 
     def lay_out(self, tensors: Sequence[OutputTensor], boxes: Sequence[Box]) -> OutputLayout:
         """A safetensors file that keeps its tensors."""

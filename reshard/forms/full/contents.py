@@ -237,7 +237,7 @@ class FullWeights(RecordedCheckpoint):
     def holders(self, name: str) -> list[int]:
         """The files that hold an entry of this name, ascending: one or none."""
         if name in self.tensors:
-            return [number for held in self.present(self.tensors[name]) for number in held]
+            return [number for numbers in self.present(self.tensors[name]) for number in numbers]
         return [self.plain[name]] if name in self.plain else []
 
 

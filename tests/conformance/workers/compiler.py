@@ -63,10 +63,10 @@ def pretend_ascend() -> None:
             field = ctypes.c_uint64.from_address(start + offset)
             before = field.value
             try:
-                found = os.pread(memory.fileno(), _HEADER.size + 4, before - _HEADER.size)
+                actual = os.pread(memory.fileno(), _HEADER.size + 4, before - _HEADER.size)
             except (OSError, OverflowError):
                 continue
-            if not found.endswith(b"CPU\0") or _HEADER.unpack(found[:-4])[0] != 3:
+            if not actual.endswith(b"CPU\0") or _HEADER.unpack(actual[:-4])[0] != 3:
                 continue
             field.value = ctypes.addressof(_ours) + _HEADER.size
             if context.get_param(ms_ctx_param.device_target) == _DEVICE.decode():
@@ -89,11 +89,11 @@ def answer_for_groups(devices: int) -> None:
     AutoParallelContext.get_instance().set_hccl_test_avaible(True)
 
 
-def _strategy(said: Any) -> Any:
-    if isinstance(said, list):
-        return tuple(said)
-    layout = mindspore.parallel.Layout(tuple(said["matrix"]), tuple(said["names"]))
-    return layout(*(tuple(part) if isinstance(part, list) else part for part in said["map"]))
+def _strategy(operator: Any) -> Any:
+    if isinstance(operator, list):
+        return tuple(operator)
+    layout = mindspore.parallel.Layout(tuple(operator["matrix"]), tuple(operator["names"]))
+    return layout(*(tuple(part) if isinstance(part, list) else part for part in operator["map"]))
 
 
 class Operator(nn.Cell):  # type: ignore[misc]
@@ -141,7 +141,7 @@ class Network(nn.Cell):  # type: ignore[misc]
 
     def __init__(self, operators: list[Job]) -> None:
         super().__init__(auto_prefix=False)
-        self.operators = nn.CellList([Operator(said) for said in operators], auto_prefix=False)
+        self.operators = nn.CellList([Operator(operator) for operator in operators], auto_prefix=False)
         self.loss = ops.ReduceSum()
 
     def construct(self, tokens: Any) -> Any:

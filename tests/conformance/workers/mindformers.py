@@ -82,7 +82,7 @@ class Holder(mindspore.nn.Cell):  # type: ignore[misc]
             self.insert_param_to_cell(name, parameter, check_name_contain_dot=False)
 
     def convert_name(self, name: str) -> str:
-        """What 1.8.0 asks a network: the names of a checkpoint are the network's own."""
+        """The interface that 1.8.0 expects of a network: the checkpoint's names are the network's own."""
         return name
 
     def convert_concat_name(self, name: str) -> str:
@@ -102,7 +102,7 @@ def layout_of(plain: Mapping[str, Any]) -> Any:
 
 
 def area_of(plain: Mapping[str, Any], shape: list[int], rank: int) -> tuple[slice, ...]:
-    """Where MindFormers says that the slice of a rank lies."""
+    """The place of a rank's slice according to MindFormers."""
     reshard = importlib.import_module("mindformers.checkpoint.reshard")
     area = reshard.infer_slice_area_by_rank(
         tuple(plain["device_matrix"]), plain["tensor_map"], plain["rank_list"].index(rank), tuple(shape)
@@ -111,7 +111,7 @@ def area_of(plain: Mapping[str, Any], shape: list[int], rank: int) -> tuple[slic
 
 
 def _state_strategy(layouts: Mapping[str, Any], shapes: Mapping[str, Any], dtypes: Mapping[str, str]) -> None:
-    """What the compiler says from now on."""
+    """Replace the layouts that the compiler reports."""
     _strategy.clear()
     _strategy.update({rank: {} for rank in range(world.size())})
     for name, plain in layouts.items():
@@ -121,20 +121,20 @@ def _state_strategy(layouts: Mapping[str, Any], shapes: Mapping[str, Any], dtype
 
 
 def load(checkpoint: Any, job: Job) -> dict[str, Any]:
-    """Load into networks of zeros less one, and say what is in them afterwards."""
+    """Load into networks of minus ones, and return their contents."""
     world.become(world.World(job["world"]))
-    held = job["tensors"]
+    contents = job["tensors"]
     _state_strategy(
-        {name: entry["layout"] for name, entry in held.items()},
-        {name: entry["shape"] for name, entry in held.items()},
-        {name: str(tensors.dtype_of(entry["dtype"])).lower() for name, entry in held.items()},
+        {name: entry["layout"] for name, entry in contents.items()},
+        {name: entry["shape"] for name, entry in contents.items()},
+        {name: str(tensors.dtype_of(entry["dtype"])).lower() for name, entry in contents.items()},
     )
     answer = {}
     for rank in job["ranks"]:
         world.as_rank(rank)
         model: dict[str, Any] = {}
         states: dict[str, Any] = {}
-        for name, entry in held.items():
+        for name, entry in contents.items():
             if rank in entry["layout"]["rank_list"]:
                 area = area_of(entry["layout"], entry["shape"], rank)
                 shape = [part.stop - part.start for part in area]

@@ -76,18 +76,18 @@ def convert(job: Job) -> None:
     """Convert all tensors of a file."""
     template = importlib.import_module("mindformers.checkpoint.converter.template")
     converter = template.WeightTemplate(model_of(job["model"]).weight_converters)
-    # One device: what is asked for is the whole tensors.
+    # One device: the result is full tensors.
     one = {"tensor_model_parallel_size": 1, "expert_model_parallel_size": 1}
     converter.set_model_config(types.SimpleNamespace(**one, **job["config"]))
     for each in converter.weight_converters:
         if hasattr(each, "optimizer_parallel_size"):
             each.optimizer_parallel_size = 1
-    found = safetensors.numpy.load_file(job["file"])
+    tensors = safetensors.numpy.load_file(job["file"])
     if job["do"] == "to_huggingface":
-        made = converter.get_hf_state_dict(found)
+        arrays = converter.get_hf_state_dict(tensors)
     else:
-        made = {name: value.asnumpy() for name, value in converter.get_mf_state_dict(found).items()}
-    safetensors.numpy.save_file({name: value.copy() for name, value in made.items()}, job["out"])
+        arrays = {name: value.asnumpy() for name, value in converter.get_mf_state_dict(tensors).items()}
+    safetensors.numpy.save_file({name: value.copy() for name, value in arrays.items()}, job["out"])
 
 
 def names(job: Job) -> list[str]:
@@ -102,7 +102,7 @@ def known(job: Job) -> list[str]:
 
 
 def legacy_names(home: Path, job: Job) -> list[str]:
-    """Names as the scripts of Llama make them, whose modules need what is not here."""
+    """Names as the scripts of Llama make them; their modules need packages that are absent here."""
     path = home / "models" / "llama" / ("convert_reversed.py" if job["back"] else "convert_weight.py")
     tree = ast.parse(path.read_text(encoding="utf-8"))
     functions: list[ast.stmt] = [

@@ -1,4 +1,4 @@
-"""One request on standard input, one answer on standard output, whatever the libraries print."""
+"""One request on standard input, one result on standard output, whatever the libraries print."""
 
 from __future__ import annotations
 

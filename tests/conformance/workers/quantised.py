@@ -115,7 +115,7 @@ def dequantise(job: Job) -> dict[str, Any]:
     directory, dtype = Path(job["directory"]), getattr(torch, job["dtype"])
     stored = _read(directory)
     weights = [name for name in stored if f"{name}_scale_inv" in stored]
-    found: dict[str, Any] = {}
+    actual: dict[str, Any] = {}
     if job["by"] == "torch":
         import torch.distributed.checkpoint as dcp
         from torch.distributed.checkpoint.quantized_hf_storage import QuantizedHuggingFaceStorageReader
@@ -126,10 +126,10 @@ def dequantise(job: Job) -> dict[str, Any]:
         return {name: _hash(tensor) for name, tensor in state.items()}
     for name in weights:
         try:
-            found[name] = _hash(_by(job["by"], stored[name], stored[f"{name}_scale_inv"], dtype))
+            actual[name] = _hash(_by(job["by"], stored[name], stored[f"{name}_scale_inv"], dtype))
         except ValueError as error:
-            found[name] = str(error)
-    return found
+            actual[name] = str(error)
+    return actual
 
 
 def _by(library: str, weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -60,7 +60,7 @@ _world = World(1)
 
 
 def become(world: World) -> None:
-    """What the library asks is answered for this world from now on."""
+    """Make the library's functions return values of this world."""
     global _world
     _world = world
 

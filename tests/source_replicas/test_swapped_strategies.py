@@ -1,4 +1,4 @@
-"""--src-strategy and --dst-strategy in each other's place: said so, where the files bear it out, and only there."""
+"""Swapped --src-strategy and --dst-strategy are reported where the files show it, and only there."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def exchanged(world: World) -> World:
     return world
 
 
-def test_fewer_devices_than_ranks(world: World) -> None:
+def test_a_swap_is_detected_with_fewer_devices_than_ranks(world: World) -> None:
     world.save(FULL)
     world.old, world.new = world.new, world.old
     says = ("it has 2 devices, the checkpoint ranks 0-3", f"the files do fit --dst-strategy ({world.new}): {SWAPPED}")
@@ -39,11 +39,11 @@ def test_fewer_devices_than_ranks(world: World) -> None:
 
 
 @pytest.mark.parametrize("words", [[], ["--ranks", "1"], ["-n"]])
-def test_more_devices_than_ranks(world: World, words: list[str]) -> None:
+def test_a_swap_is_detected_with_more_devices_than_ranks(world: World, words: list[str]) -> None:
     exchanged(world).refuses(3, "it has 4 devices, the checkpoint ranks 0-1", SWAPPED, options=tuple(words))
 
 
-def test_by_rank_and_verify_tell_it_as_well(world: World) -> None:
+def test_by_rank_and_verify_report_swapped_strategies(world: World) -> None:
     world.save(FULL)
     world.convert()
     strategies: list[Argument] = ["--src-strategy", world.new, "--dst-strategy", world.old]
@@ -51,7 +51,7 @@ def test_by_rank_and_verify_tell_it_as_well(world: World) -> None:
     fails(3, "verify", world.dst, "--src", world.src, *strategies, says=[SWAPPED])
 
 
-def test_at_most_three_examples_of_a_large_model(tmp_path: Path) -> None:
+def test_a_large_model_lists_at_most_three_examples(tmp_path: Path) -> None:
     words: list[Argument] = [DEMO / "src_checkpoints", tmp_path / "dst"]
     strategies: list[Argument] = [
         "--src-strategy",
@@ -68,8 +68,8 @@ SHARDED: Strategy = single({name: layout([4], [0, -1] if name != "v" else [-1]) 
 
 
 @pytest.mark.parametrize(("saved", "other"), [(COLUMNS, SHARDED), (SHARDED, COLUMNS)])
-def test_equally_many_devices(tmp_path: Path, saved: Strategy, other: Strategy) -> None:
-    """Shapes fit either; replicas that differ, or are equal where they should not be, tell which it is."""
+def test_a_swap_is_detected_with_equal_device_counts(tmp_path: Path, saved: Strategy, other: Strategy) -> None:
+    """Shapes fit either; differing replicas, or equal slices that should differ, decide."""
     world = World(tmp_path, saved, other)
     full = {name: value(name, (8, 8)) for name in ("w", "m.w")}
     write_tree(world.src, cut_ranks(saved, {**full, "v": value("v", (4,))}, COPIED))
@@ -85,7 +85,7 @@ def test_equally_many_devices(tmp_path: Path, saved: Strategy, other: Strategy) 
         warns(result, f"the files do fit --dst-strategy ({world.old}), by shapes alone: {SWAPPED}")
 
 
-def test_shapes_that_contradict_the_source_and_fit_the_target(tmp_path: Path) -> None:
+def test_a_swap_is_detected_by_shapes(tmp_path: Path) -> None:
     by_hand = {**layout([2], [0, -1]), "uneven": [5, 3]}
     saved, other = single({"w": by_hand}), single({"w": layout([2], [0, -1])})
     world = World(tmp_path, other, saved)
@@ -93,7 +93,7 @@ def test_shapes_that_contradict_the_source_and_fit_the_target(tmp_path: Path) ->
     world.refuses(3, f"does not fit the checkpoint; the files do fit --dst-strategy ({world.new})", SWAPPED)
 
 
-def test_files_that_fit_neither_are_not_said_to_fit_one(world: World) -> None:
+def test_files_that_fit_neither_strategy_are_not_a_swap(world: World) -> None:
     other = single({"w": layout([2, 4], [0, -1]), "v": layout([2, 4], [-1])})
     write_tree(world.src, cut_ranks(other, {name: FULL[name] for name in ("w", "v")}, COPIED))
     assert "swapped" not in world.refuses(3, "has checkpoints of ranks 4-7").err
@@ -102,13 +102,13 @@ def test_files_that_fit_neither_are_not_said_to_fit_one(world: World) -> None:
     assert "swapped" not in result.err
 
 
-def test_a_lost_rank_of_the_right_source_is_no_swap(world: World) -> None:
+def test_a_lost_rank_is_not_a_swap(world: World) -> None:
     world.save(FULL, ranks=[0, 1, 2])
     assert "swapped" not in world.refuses(3, "rank 3").err
 
 
-def test_ranks_that_may_as_well_be_lost_are_named_too(tmp_path: Path) -> None:
-    """What is left of one stage is what the target would hold."""
+def test_a_swap_also_lists_possibly_lost_ranks(tmp_path: Path) -> None:
+    """The remaining files of one stage equal the target's."""
     whole = layout([2], [-1, -1])
     stages = [{"devices": 2, "layouts": {name: whole}} for name in ("w", "m.w")]
     world = World(tmp_path, stages, single({"w": whole, "m.w": whole}))
@@ -116,7 +116,7 @@ def test_ranks_that_may_as_well_be_lost_are_named_too(tmp_path: Path) -> None:
     world.refuses(3, SWAPPED, "if they are not:", "pipeline stage 1 (ranks 2-3)")
 
 
-def test_half_a_cluster_that_is_lost_is_no_swap(tmp_path: Path) -> None:
+def test_half_a_cluster_lost_is_not_a_swap(tmp_path: Path) -> None:
     """What is left are as many ranks as the target has, and replicas make up for the others."""
     rows, columns = layout([4, 2], [0, -1]), layout([2, 2], [-1, 0])
     world = World(tmp_path, single({"w": rows}), single({"w": columns}))
@@ -125,7 +125,7 @@ def test_half_a_cluster_that_is_lost_is_no_swap(tmp_path: Path) -> None:
     same_ranks(read_tree(world.dst), cut_ranks(world.target, {"w": value("w", (8, 8))}, COPIED))
 
 
-def test_ranks_that_hold_the_same_although_the_source_says_otherwise(tmp_path: Path) -> None:
+def test_equal_ranks_that_the_source_strategy_separates_are_a_swap(tmp_path: Path) -> None:
     """Nothing can be compared by the source's strategy, by which all ranks hold different slices."""
     replicated = {name: layout([2, 2], [0, -1]) for name in ("w", "m.w")}
     sharded = {name: layout([2, 2], [0, -1], -1, 2) for name in ("w", "m.w")}
@@ -135,8 +135,8 @@ def test_ranks_that_hold_the_same_although_the_source_says_otherwise(tmp_path: P
     world.refuses(3, f"the files do fit --dst-strategy ({world.new}): {SWAPPED}")
 
 
-def test_a_source_cut_finer_than_the_files_is_no_success_whatever_the_target(tmp_path: Path) -> None:
-    """No two ranks should hold the same, so that comparing replicas says nothing; but ranks 0 and 2 do."""
+def test_a_source_strategy_finer_than_the_files_is_refused(tmp_path: Path) -> None:
+    """No two ranks should be replicas, so there is nothing to compare; but ranks 0 and 2 are equal."""
     world = World(tmp_path, single({name: layout([4], [0, -1]) for name in "ab"}), single({"a": layout([1], [-1, -1])}))
     full = {name: value(name, (8, 6)) for name in "ab"}
     write_tree(world.src, cut_ranks(single({name: layout([2, 2], [0, -1]) for name in "ab"}), full, COPIED))
@@ -158,7 +158,7 @@ def test_slices_of_few_different_elements_may_agree_by_chance(tmp_path: Path) ->
     world.convert()
 
 
-def test_a_few_parameters_of_equal_parts_do_not_speak_against_a_strategy(tmp_path: Path) -> None:
+def test_a_few_parameters_of_equal_parts_do_not_contradict_a_strategy(tmp_path: Path) -> None:
     """Experts that were copied from one, beside weights that were not."""
     strategy = single({name: layout([4], [0, -1]) for name in ("experts", "w")})
     world = World(tmp_path, strategy, single({name: layout([1], [-1, -1]) for name in ("experts", "w")}))
@@ -178,11 +178,11 @@ def test_a_few_parameters_of_equal_parts_do_not_speak_against_a_strategy(tmp_pat
         (layout([8], [-1, -1]), layout([8], [-1, -1], 4, 1)),
     ],
 )
-def test_replicas_that_agree_do_not_speak_for_a_strategy_that_cuts_finer(
+def test_equal_replicas_do_not_support_a_finer_strategy(
     true: dict[str, Any], wrong: dict[str, Any], tmp_path: Path
 ) -> None:
     names = [f"l.{number}.w" for number in range(4)]
-    strategies = [single(dict.fromkeys(names, made)) for made in (wrong, layout([1], [-1, -1]))]
+    strategies = [single(dict.fromkeys(names, created)) for created in (wrong, layout([1], [-1, -1]))]
     world = World(tmp_path, *strategies)
     full = {name: value(name, (32, 8)) for name in names}
     write_tree(world.src, cut_ranks(single(dict.fromkeys(names, true)), full, COPIED))
@@ -193,7 +193,7 @@ def test_replicas_that_agree_do_not_speak_for_a_strategy_that_cuts_finer(
     assert "hold equal bytes, but different slices" in result.out
 
 
-def test_whole_parameters_speak_against_optimizer_shards_though_others_fit(tmp_path: Path) -> None:
+def test_full_parameters_contradict_optimizer_shards(tmp_path: Path) -> None:
     """Weights that tensor parallelism cuts, as many parts as by the wrong strategy; norms that nothing cuts."""
     weights, norms = [f"l.{number}.w" for number in range(6)], [f"l.{number}.norm" for number in range(2)]
     true = {**dict.fromkeys(weights, layout([8], [0, -1])), **dict.fromkeys(norms, layout([8], [-1]))}
@@ -208,21 +208,21 @@ def test_whole_parameters_speak_against_optimizer_shards_though_others_fit(tmp_p
     world.refuses(3, "hold equal bytes where they should hold different slices, of 2 of 4", "'l.0.norm'")
 
 
-def test_a_strategy_too_fine_is_no_swap_with_itself(tmp_path: Path) -> None:
+def test_a_strategy_is_not_a_swap_with_itself(tmp_path: Path) -> None:
     names = ["a", "b"]
     fine = single({name: layout([4], [0, -1]) for name in names})
     world = World(tmp_path, fine, fine)
-    held = cut_ranks(single({name: layout([2, 2], [0, -1]) for name in names}), {n: value(n, (8, 6)) for n in names})
-    write_tree(world.src, {rank: held[rank] for rank in range(4)})
+    ranks = cut_ranks(single({name: layout([2, 2], [0, -1]) for name in names}), {n: value(n, (8, 6)) for n in names})
+    write_tree(world.src, {rank: ranks[rank] for rank in range(4)})
     assert "swapped" not in world.refuses(3, "where they should hold different slices").err
     words: list[Argument] = ["recover", world.src, world.dst, "--strategy", world.old]
     assert "swapped" not in fails(3, *words, says=["where they should hold different slices"]).err
 
 
-def test_slices_of_constants_and_a_few_copies_speak_against_nothing(tmp_path: Path) -> None:
+def test_constants_and_few_copies_contradict_no_strategy(tmp_path: Path) -> None:
     names = ["zeros", "ones", "a", "b", "copies"]
-    made = {name: layout([4], [0] if name in ("a", "b") else [0, -1]) for name in names}
-    world = World(tmp_path, single(made), single(dict.fromkeys(names, layout([1], [-1, -1]))))
+    layouts = {name: layout([4], [0] if name in ("a", "b") else [0, -1]) for name in names}
+    world = World(tmp_path, single(layouts), single(dict.fromkeys(names, layout([1], [-1, -1]))))
     world.new = write_strategy(tmp_path / "new", single({"a": layout([1], [-1]), "b": layout([1], [-1])}))
     full = {name: value(name, (8,)) for name in ("a", "b")}
     for name, number in (("zeros", 0), ("ones", 1)):
@@ -232,7 +232,7 @@ def test_slices_of_constants_and_a_few_copies_speak_against_nothing(tmp_path: Pa
     world.convert()
 
 
-def test_where_only_the_number_of_ranks_tells_it_is_a_warning(tmp_path: Path) -> None:
+def test_a_swap_indicated_only_by_the_rank_count_is_a_warning(tmp_path: Path) -> None:
     """Four of eight devices, and no two hold the same by either strategy."""
     world = World(tmp_path, single({"w": layout([2, 4], [0, -1])}), single({"w": layout([4], [0, -1])}))
     write_tree(world.src, cut_ranks(world.target, {"w": value("w", (8, 6))}, COPIED))
@@ -242,8 +242,8 @@ def test_where_only_the_number_of_ranks_tells_it_is_a_warning(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("names", ["ab", "a"])
-def test_rank_0_alone_of_data_parallel_ranks_is_no_swap(names: str, tmp_path: Path) -> None:
-    """`none` fits every file that is left alone; a mark tells of what was saved by other ranks only."""
+def test_rank_0_of_data_parallel_ranks_is_not_a_swap(names: str, tmp_path: Path) -> None:
+    """`none` fits every single file; only a mark shows that other ranks saved more."""
     parallel = single({name: layout([4], [-1, -1]) for name in "ab"})
     world = World(tmp_path, parallel, parallel)
     full = {name: value(name, (8, 6)) for name in names}
@@ -253,13 +253,13 @@ def test_rank_0_alone_of_data_parallel_ranks_is_no_swap(names: str, tmp_path: Pa
     assert "swapped" not in result.err
 
 
-def test_recover_knows_of_no_other_strategy(tmp_path: Path) -> None:
+def test_recover_reports_no_swap(tmp_path: Path) -> None:
     world = World(tmp_path, PLAIN, TARGET)
     world.save({name: FULL[name] for name in ("w", "v")}, ranks=[0])
     assert "swapped" not in fails(3, "recover", world.src, world.dst, "--strategy", world.old).err
 
 
-def test_a_source_in_stages_whose_ranks_hold_all_of_them_is_doubted(tmp_path: Path) -> None:
+def test_a_pipeline_source_whose_ranks_contain_all_stages_is_refused(tmp_path: Path) -> None:
     names = ["a", "b", "c", "d"]
     stages = [{"devices": 2, "layouts": {name: layout([2], [0, -1]) for name in pair}} for pair in ("ab", "cd")]
     saved = single({name: layout([4], [0, -1]) for name in names})
@@ -270,7 +270,7 @@ def test_a_source_in_stages_whose_ranks_hold_all_of_them_is_doubted(tmp_path: Pa
         write_strategy(tmp_path / "new", single({"a": layout([1], [-1, -1])})),
     )
     words: list[Argument] = [tmp_path / "src", tmp_path / "dst", "--src-strategy", old, "--dst-strategy", new]
-    said = "ranks of every pipeline stage hold all 4 parameters, which the source strategy shares out among 2 stages"
+    text = "ranks of every pipeline stage hold all 4 parameters, which the source strategy shares out among 2 stages"
     for command in ("plan", "transform-dir"):
         fails(
             3,
@@ -285,23 +285,25 @@ def test_a_source_in_stages_whose_ranks_hold_all_of_them_is_doubted(tmp_path: Pa
         and "4 parameters: held by ranks of a stage for which the strategy does not list them" in checked.out
     )
     assert reshard("strategy", "check", old, tmp_path / "src", "--json").json["misplaced"] == names
-    known = done("plan", *words, "--check-replicas", "never")
-    (warning,) = [line for line in known.err.splitlines() if "pipeline" in line]
-    assert said in warning
-    fails(3, "plan", *words, "--strict", says=[said])
+    result = done("plan", *words, "--check-replicas", "never")
+    (warning,) = [line for line in result.err.splitlines() if "pipeline" in line]
+    assert text in warning
+    fails(3, "plan", *words, "--strict", says=[text])
 
 
-def test_stages_of_another_run_are_refused_although_all_is_listed_somewhere(tmp_path: Path) -> None:
+def test_stages_of_another_run_are_refused(tmp_path: Path) -> None:
     """Two stages of four ranks were saved, and by the strategy they are four of two."""
     names = [f"l{number}" for number in range(8)]
     saved = [{"devices": 4, "layouts": dict.fromkeys(names[at : at + 4], layout([4], [0, -1]))} for at in (0, 4)]
-    given = [{"devices": 2, "layouts": dict.fromkeys(names[at : at + 2], layout([2], [0, -1]))} for at in (0, 2, 4, 6)]
-    world = World(tmp_path, given, single({name: layout([1], [-1, -1]) for name in names}))
+    arguments = [
+        {"devices": 2, "layouts": dict.fromkeys(names[at : at + 2], layout([2], [0, -1]))} for at in (0, 2, 4, 6)
+    ]
+    world = World(tmp_path, arguments, single({name: layout([1], [-1, -1]) for name in names}))
     write_tree(world.src, cut_ranks(saved, {name: value(name, (8, 6)) for name in names}))
     world.refuses(3, "ranks hold 8 parameters that it lists for other pipeline stages only")
 
 
-def test_a_source_in_stages_for_which_replicas_speak_is_warned_of_alone(tmp_path: Path) -> None:
+def test_a_pipeline_source_supported_by_replicas_gives_a_warning(tmp_path: Path) -> None:
     names = ["a", "b"]
     stages = [{"devices": 2, "layouts": {name: layout([2], [-1, -1])}} for name in names]
     world = World(tmp_path, stages, single({name: layout([1], [-1, -1]) for name in names}))
@@ -311,14 +313,14 @@ def test_a_source_in_stages_for_which_replicas_speak_is_warned_of_alone(tmp_path
     same_ranks(world.found(), {0: full})
 
 
-def test_what_is_held_beside_many_stages_lists_is_one_warning(tmp_path: Path) -> None:
+def test_parameters_outside_their_stages_give_one_warning(tmp_path: Path) -> None:
     stages = [{"devices": 1, "layouts": {f"l{number}": layout([1], [-1, -1])}} for number in range(4)]
     full = {f"l{number}": value(f"l{number}", (4, 6)) for number in range(4)}
-    held = cut_ranks(stages, full)
+    ranks = cut_ranks(stages, full)
     for rank in (1, 2, 3):
-        held[rank]["l0"] = held[0]["l0"]
-    held[3]["l1"] = held[1]["l1"]
-    write_tree(tmp_path / "src", held)
+        ranks[rank]["l0"] = ranks[0]["l0"]
+    ranks[3]["l1"] = ranks[1]["l1"]
+    write_tree(tmp_path / "src", ranks)
     old = write_strategy(tmp_path / "old", stages)
     words: list[Argument] = [tmp_path / "src", tmp_path / "dst", "--src-strategy", old, "--dst-strategy", "none"]
     (warning,) = [line for line in done("plan", *words).err.splitlines() if line.startswith("warning")]

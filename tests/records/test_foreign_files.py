@@ -1,4 +1,4 @@
-"""Checkpoints beside those of a conversion: status names them, though the conversion is complete."""
+"""Foreign checkpoints beside a complete conversion are listed by status."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.small import World, tensors
 FULL = tensors()
 
 
-def test_a_rank_that_the_target_strategy_does_not_have_is_named(world: World) -> None:
+def test_a_rank_over_the_target_device_count_is_named(world: World) -> None:
     world.save(FULL)
     world.convert()
     assert done("status", world.dst, "--json").json["beside"] == []
@@ -16,13 +16,15 @@ def test_a_rank_that_the_target_strategy_does_not_have_is_named(world: World) ->
     stray.parent.mkdir()
     stray.write_bytes(b"of another job")
     assert done("status", world.dst, "--json").json["beside"] == ["rank_7/checkpoint_7.ckpt"]
-    said = done("status", world.dst).out
-    assert "complete" in said and "files of other origin: rank_7/checkpoint_7.ckpt; remove it" in " ".join(said.split())
-    # It is what a conversion would refuse.
+    output = done("status", world.dst).out
+    assert "complete" in output and "files of other origin: rank_7/checkpoint_7.ckpt; remove it" in " ".join(
+        output.split()
+    )
+    # A conversion would refuse it.
     fails(3, *world.words(), says=["rank_7/checkpoint_7.ckpt"])
 
 
-def test_weights_that_belong_to_no_part_of_a_form_are_named(world: World) -> None:
+def test_foreign_weights_in_a_form_are_named(world: World) -> None:
     world.save(FULL)
     words: list[Argument] = ["convert", world.src, world.dst, "--src-strategy", world.old, "--to", "unified"]
     done(*words)
@@ -31,13 +33,13 @@ def test_weights_that_belong_to_no_part_of_a_form_are_named(world: World) -> Non
     fails(3, *words, says=["part7.safetensors"])
 
 
-def test_without_what_finishes_its_form_a_directory_is_not_complete(world: World) -> None:
+def test_a_directory_without_its_finishing_files_is_not_complete(world: World) -> None:
     world.save(FULL)
     words: list[Argument] = ["convert", world.src, world.dst, "--src-strategy", world.old, "--to", "unified"]
     done(*words)
     (world.dst / "param_name_map.json").unlink()
-    found = done("status", world.dst, "--json").json
-    assert not found["complete"] and not found["missing"] and found["manifest"] is None
+    report = done("status", world.dst, "--json").json
+    assert not report["complete"] and not report["missing"] and report["manifest"] is None
     assert "missing; run: reshard resume" in done("status", world.dst).out
     done(*words)
     assert done("status", world.dst, "--json").json["complete"]

@@ -1,4 +1,4 @@
-"""The table that docs/names.md writes: it makes what the built-in one makes of the same weights in another packing."""
+"""The table in docs/names.md equals the built-in one for the same weights in another packing."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def test_the_example_of_an_own_table_converts() -> None:
     shapes = {name: array.shape for name, array in packed.items()}
     table = parse_rules(text, "phi3.toml")
 
-    made = arrays_of(apply_rules(table, shapes, CONFIG), packed)
+    outputs = arrays_of(apply_rules(table, shapes, CONFIG), packed)
 
     # Of the same model, Qwen3 has two norms more.
     more = {f"model.layers.{layer}.self_attn.{one}_norm.weight": (3,) for layer in (0, 1) for one in "qk"}
     twin = apply_rules(rules_named("qwen3"), {**dense(CONFIG), **more}, CONFIG)
     everything = {**separate, **{name: np.zeros(shape, np.int64) for name, shape in more.items()}}
     norms = ("q_layernorm.weight", "k_layernorm.weight")
-    wanted = {name: array for name, array in arrays_of(twin, everything).items() if not name.endswith(norms)}
-    assert_equal(made, wanted)
-    back = apply_rules(table, {name: array.shape for name, array in made.items()}, CONFIG)
-    assert_equal(arrays_of(back, made), packed)
+    expected = {name: array for name, array in arrays_of(twin, everything).items() if not name.endswith(norms)}
+    assert_equal(outputs, expected)
+    back = apply_rules(table, {name: array.shape for name, array in outputs.items()}, CONFIG)
+    assert_equal(arrays_of(back, outputs), packed)

@@ -1,4 +1,4 @@
-"""A target never replaces what it is made of, whatever name it has there: links, hard links, bind mounts."""
+"""A target never replaces its source under another name: links, hard links, bind mounts."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ CAN_MOUNT = (
 
 @pytest.mark.skipif(not CAN_MOUNT, reason="mounts need a mount namespace of one's own")
 @pytest.mark.parametrize(("options", "mount"), some_of(itertools.product(OPTIONS, MOUNTS), 4))
-def test_a_bind_mount_of_the_source_is_no_target(
+def test_a_bind_mount_of_the_source_is_refused_as_target(
     options: tuple[str, ...], mount: tuple[str, str], world: World
 ) -> None:
     world.save(FULL, "rank_{rank}/checkpoint_{rank}.ckpt")
@@ -83,7 +83,7 @@ def test_a_target_that_is_a_source_file_by_another_name_is_not_replaced(
 
 
 @pytest.mark.parametrize("options", [(), ("--overwrite",)])
-def test_a_rank_directory_that_becomes_a_link_during_a_run_leads_nowhere(
+def test_a_rank_directory_replaced_by_a_link_during_a_run_is_not_followed(
     options: tuple[str, ...], world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing is written, replaced or removed where the link points to."""
@@ -107,7 +107,7 @@ def test_a_rank_directory_that_becomes_a_link_during_a_run_leads_nowhere(
 
 
 @pytest.mark.parametrize("link", [None, hard_linked, linked])
-def test_one_rank_is_not_written_over_one_of_its_inputs(link: Callable[[Path, Path], None], world: World) -> None:
+def test_by_rank_does_not_overwrite_its_inputs(link: Callable[[Path, Path], None], world: World) -> None:
     world.save(FULL)
     files = {rank: str(world.src / f"rank_{rank}" / "net-1_10.ckpt") for rank in range(4)}
     target = Path(files[2])
@@ -119,10 +119,10 @@ def test_one_rank_is_not_written_over_one_of_its_inputs(link: Callable[[Path, Pa
         reshard.transform_checkpoint_by_rank(0, files, str(target), str(world.old), str(world.new))
     assert tree_bytes(world.src) == before
     for strategy in (world.old, world.new):
-        said = strategy.read_bytes()
+        content = strategy.read_bytes()
         with pytest.raises(UsageError):
             reshard.transform_checkpoint_by_rank(0, files, str(strategy), str(world.old), str(world.new))
-        assert strategy.read_bytes() == said
+        assert strategy.read_bytes() == content
     directory = world.root / "stages"
     directory.mkdir()
     shutil.copy(world.old, directory / "stage.ckpt")
@@ -133,7 +133,7 @@ def test_one_rank_is_not_written_over_one_of_its_inputs(link: Callable[[Path, Pa
     assert beside.exists()
 
 
-def test_one_rank_is_not_written_in_the_place_of_what_is_no_file(world: World) -> None:
+def test_by_rank_does_not_replace_a_special_file(world: World) -> None:
     """A rename would replace a device such as /dev/null."""
     world.save(FULL)
     files = {rank: str(world.src / f"rank_{rank}" / "net-1_10.ckpt") for rank in range(4)}
@@ -202,7 +202,7 @@ def test_dst_may_be_a_link_and_so_may_a_directory_above_it(world: World) -> None
     assert world.dst.is_symlink()
 
 
-def test_dst_may_be_typed_through_a_link_that_is_left_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dst_may_contain_a_link_followed_by_dots(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     world.save(FULL)
     (world.root / "inner").mkdir()
     (world.root / "link").symlink_to("inner")

@@ -1,4 +1,4 @@
-"""Small requests, which are answered from windows of the files: in one file, and in many by turns."""
+"""Small requests served from windows of files: of one file, and of many in turn."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def contents(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     """What is in each file, by path."""
     place = tmp_path_factory.mktemp("files")
     rng = np.random.default_rng(3)
-    found = {str(place / f"{number}.ckpt"): rng.bytes(SIZE) for number in range(FILES)}
-    for path, data in found.items():
+    actual = {str(place / f"{number}.ckpt"): rng.bytes(SIZE) for number in range(FILES)}
+    for path, data in actual.items():
         Path(path).write_bytes(data)
-    return found
+    return actual
 
 
 def read(reader: ExplicitReader, path: str, start: int, count: int) -> bytes:
@@ -43,11 +43,11 @@ def read(reader: ExplicitReader, path: str, start: int, count: int) -> bytes:
 def test_alternating_reads_of_files_read_each_byte_about_once(
     files: int, contents: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[int] = []
+    requests: list[int] = []
     whole = LocalFile.read
 
     def counted(self: LocalFile, offset: int, count: int) -> bytes:
-        asked.append(count)
+        requests.append(count)
         return whole(self, offset, count)
 
     monkeypatch.setattr(LocalFile, "read", counted)
@@ -56,9 +56,9 @@ def test_alternating_reads_of_files_read_each_byte_about_once(
         for start in range(0, SIZE, SMALL):
             for path in [*contents][:files]:
                 assert read(reader, path, start, SMALL) == contents[path][start : start + SMALL]
-    # At first nobody knows that others will follow.
-    assert sum(asked) <= files * SIZE + 3 * SIZE
-    assert len(asked) <= 1 if files == 1 else len(asked) <= files * SIZE // SMALL // 2
+    # The first request cannot predict others.
+    assert sum(requests) <= files * SIZE + 3 * SIZE
+    assert len(requests) <= 1 if files == 1 else len(requests) <= files * SIZE // SMALL // 2
 
 
 @settings(examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture])

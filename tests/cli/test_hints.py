@@ -1,4 +1,4 @@
-"""What a command answers to common slips."""
+"""Hints after common mistakes."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ def test_to_with_a_dtype_suggests_cast(world: World) -> None:
 def test_refusal_of_another_conversion_lists_the_options_that_differ_without_digests(world: World) -> None:
     world.save(FULL)
     world.convert("--cast", "w=BFloat16")
-    told = fails(3, *world.words(), says=["--cast (w=BFloat16 there, none here)"])
-    assert "edits" not in told.err
+    result = fails(3, *world.words(), says=["--cast (w=BFloat16 there, none here)"])
+    assert "edits" not in result.err
 
 
 def test_another_maximum_shard_size_is_listed_once(world: World) -> None:
     world.save(FULL)
     words: list[Argument] = ["convert", world.src, world.dst, "--src-strategy", world.old, "--to", "huggingface"]
     done(*words, "--max-shard-size", "100")
-    told = fails(3, *words, "--max-shard-size", "1000", says=["--max-shard-size (100 there, 1000 here)"])
-    assert "names of the files" not in told.err
+    result = fails(3, *words, "--max-shard-size", "1000", says=["--max-shard-size (100 there, 1000 here)"])
+    assert "names of the files" not in result.err
 
 
 def test_merge_lora_with_swapped_arguments_suggests_their_order(world: World) -> None:

@@ -1,4 +1,4 @@
-"""A service that answers strangely, elsewhere, or never: an error in one line, in bounded time, without credentials."""
+"""Hostile, redirecting and silent services: an error in one line, in bounded time, without credentials."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ STRANGE: dict[str, tuple[Callable[[str, str, Answer], Answer], Optional[bool]]] 
 
 
 @pytest.mark.parametrize("name", some_of(STRANGE, 8))
-def test_an_answer_that_cannot_be_true_is_an_error_in_one_line(name: str, objects: Objects, tmp_path: Path) -> None:
+def test_an_impossible_response_is_an_error_in_one_line(name: str, objects: Objects, tmp_path: Path) -> None:
     edit, read = STRANGE[name]
     source = objects.upload(DEMO / "src_checkpoints", "ckpt")
     if read is not None:
@@ -114,12 +114,12 @@ def test_an_answer_that_cannot_be_true_is_an_error_in_one_line(name: str, object
 
 @pytest.fixture
 def elsewhere() -> Iterator[tuple[str, list[str]]]:
-    """A server that nobody asked for, and what comes there."""
-    came: list[str] = []
+    """A server outside the endpoint, and the requests that reach it."""
+    received: list[str] = []
 
     class Handler(BaseHTTPRequestHandler):
         def any(self) -> None:
-            came.append(f"{self.command} {self.path}")
+            received.append(f"{self.command} {self.path}")
             self.send_response(200)
             self.send_header("Content-Length", "0")
             self.end_headers()
@@ -131,7 +131,7 @@ def elsewhere() -> Iterator[tuple[str, list[str]]]:
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}", came
+    yield f"http://127.0.0.1:{server.server_port}", received
     server.shutdown()
     server.server_close()
 
@@ -140,7 +140,7 @@ def elsewhere() -> Iterator[tuple[str, list[str]]]:
 def test_redirects_to_another_host_are_refused(
     status: int, elsewhere: tuple[str, list[str]], objects: Objects, tmp_path: Path
 ) -> None:
-    url, came = elsewhere
+    url, received = elsewhere
     source = objects.upload(DEMO / "src_checkpoints", "ckpt")
 
     def away(method: str, path: str, answer: Answer) -> Answer:
@@ -149,7 +149,7 @@ def test_redirects_to_another_host_are_refused(
     objects.faults.edit = away
     result = fails(1, "convert", source, tmp_path / "out", *CUTS)
     assert "redirects to another address" in result.err and "--endpoint-url" in result.err
-    assert not came
+    assert not received
 
 
 TOKEN = "the-session-token-that-nobody-may-see"
@@ -161,7 +161,7 @@ DOCUMENTS = {
 
 
 @pytest.mark.parametrize("code", DOCUMENTS)
-def test_credentials_in_an_answer_are_not_shown(
+def test_credentials_in_a_response_are_not_printed(
     code: str, objects: Objects, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_SESSION_TOKEN", TOKEN)
@@ -178,7 +178,7 @@ def test_credentials_in_an_answer_are_not_shown(
 
 
 @pytest.mark.parametrize("where", ["option", "environment"])
-def test_a_password_in_the_address_is_not_shown(
+def test_a_password_in_the_url_is_not_printed(
     where: str, objects: Objects, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = "http://somebody:the-password@127.0.0.1:9"
@@ -196,7 +196,7 @@ def test_a_password_in_the_address_is_not_shown(
 
 
 @pytest.mark.parametrize("url", ["somebody:the-password@127.0.0.1:9", "http://somebody:a/the-password@127.0.0.1:9"])
-def test_a_password_in_an_address_that_is_none_is_not_shown(
+def test_a_password_in_an_invalid_url_is_not_printed(
     url: str, objects: Objects, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", url)
@@ -207,20 +207,20 @@ def test_a_password_in_an_address_that_is_none_is_not_shown(
     assert "the-password" not in result.err and "somebody" not in result.err
 
 
-@pytest.mark.parametrize("what", ["reads", "puts"])
-def test_a_service_that_never_answers_is_an_error_in_bounded_time(
-    what: str, objects: Objects, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("kind", ["reads", "puts"])
+def test_a_silent_service_is_an_error_in_bounded_time(
+    kind: str, objects: Objects, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = objects.upload(DEMO / "src_checkpoints", "ckpt")
     monkeypatch.setattr("reshard.storage.s3.service._READ_SECONDS", 0.3)
     monkeypatch.setattr("reshard.storage.s3.failures.PATIENCE", 0.5)
     service._service.cache_clear()
     objects.faults.choose = lambda number, method, path: (
-        "silent" if ".ckpt" in path and method == ("GET" if what == "reads" else "PUT") else None
+        "silent" if ".ckpt" in path and method == ("GET" if kind == "reads" else "PUT") else None
     )
     begun = time.monotonic()
     local: list[Argument] = [source, tmp_path / "out"]
-    words = local if what == "reads" else [DEMO / "src_checkpoints", objects.path("out")]
+    words = local if kind == "reads" else [DEMO / "src_checkpoints", objects.path("out")]
     fails(1, "convert", *words, *CUTS, says=["returned an unexpected answer"])
     assert time.monotonic() - begun < 15
     service._service.cache_clear()
@@ -236,7 +236,7 @@ def test_a_service_that_never_answers_is_an_error_in_bounded_time(
         ("hdfs://host/ckpt", "objects as s3://bucket/key"),
     ],
 )
-def test_schemes_of_other_clients_are_refused_with_what_to_type(path: str, says: str, tmp_path: Path) -> None:
+def test_schemes_of_other_clients_are_refused_with_the_right_one(path: str, says: str, tmp_path: Path) -> None:
     scheme = path.partition("://")[0]
     message = f"paths with {scheme}:// are not supported"
     fails(2, "inspect", path, says=[message, says])

@@ -1,4 +1,4 @@
-"""Tensors of which only one is written or read are compared in every byte, however each of them is cut."""
+"""Tied and unlisted tensors are compared in every byte, whatever their layouts."""
 
 from __future__ import annotations
 
