@@ -116,7 +116,8 @@ def _of_checkpoint(rank: int, src: str, typed: dict[str, Any]) -> Sequence[int]:
     to = typed.get("to")
     # Any format that goes with the form: files of different ones in the source are read alike.
     format = "safetensors" if to is None or "safetensors" in form_named(to).options.formats else "same"
-    report = Report(listener())
+    # Notes are about the conversion, which prints them.
+    report = Report(listener(notes=False))
     request = request_between(src, "", (rank,), {**typed, "format": format}, report)
     if form_named(request.to).options.by_rank and not request.target.is_placeholder:
         check_target_ranks(request)
