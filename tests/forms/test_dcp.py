@@ -495,6 +495,9 @@ def test_a_models_strategy_cuts_a_trainers_state_too(form: str, tmp_path: Path) 
     assert len(names) == 4
     for name in names:
         assert (tmp_path / "direct" / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
+    done("convert", demo / "src_checkpoints", tmp_path / "renamed", *source, *words, "--rename", "*=model.*")
+    for name in names:
+        assert (tmp_path / "direct" / name).read_bytes() == (tmp_path / "renamed" / name).read_bytes()
     # Also with other types; a strategy of other names is refused as before.
     done("convert", tmp_path / "whole", tmp_path / "cast", *words, "--cast", "BFloat16")
     other = ("--to", form, "--dst-strategy", tmp_path / "other.ckpt")

@@ -379,7 +379,7 @@ def test_quantised_weights_without_their_settings_need_the_configuration(tmp_pat
 
 def test_the_recorded_strategy_of_a_tree_that_is_cut_as_its_source_is_used(tmp_path: Path) -> None:
     strategy = DEMO / "src_strategy.ckpt"
-    words = ["--src-strategy", strategy, "--dst-strategy", "same"]
+    words: list[Argument] = ["--src-strategy", strategy, "--dst-strategy", "same"]
     done("convert", DEMO / "src_checkpoints", tmp_path / "out", *words)
     printed = suggested(tmp_path / "out")
     assert printed["strategy"] == str(strategy)
