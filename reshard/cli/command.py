@@ -84,9 +84,12 @@ class GroupedOption(click.Option):
         self.group = group
 
     def get_help_record(self, ctx: click.Context) -> Optional[tuple[str, str]]:
-        """Names and help, with a default in words as in ``[default: unchanged]``, which click puts in parentheses."""
+        """Names and help, with a default in words as in ``[default: unchanged]``: no parentheses, and no range."""
         record = super().get_help_record(ctx)
-        return None if record is None else (record[0], re.sub(r"\[default: \((.*?)\)", r"[default: \1", record[1]))
+        if record is None:
+            return None
+        text = re.sub(r"\[default: \((.*?)\)", r"[default: \1", record[1])
+        return record[0], re.sub(r"  \[\d+<=x<=\d+\]|; \d+<=x<=\d+(?=\])", "", text)
 
 
 def option(group: str, *names: str, **attributes: Any) -> Callable[[F], F]:

@@ -56,9 +56,9 @@ def convert(
     """Convert the checkpoint in SRC to another layout or another form, and write it to DST.
 
     SRC is a directory with rank_0/, rank_1/ ... (or rank0/, 0/), one file with a whole checkpoint, or a path
-    with {rank} and wildcards in it; these need --src-strategy. Or it is a directory of Checkpoint 2.0, unified
-    or Hugging Face weights. DST gets rank_{r}/{prefix}{r}.{ckpt|safetensors}, or the form that --to names.
-    Run the same command again to continue after an interruption.
+    with {rank} and wildcards in it; these need --src-strategy. Or it is a directory of Checkpoint 2.0, unified,
+    Hugging Face or PyTorch weights. DST gets rank_{r}/{prefix}{r}.{ckpt|safetensors}, or the form that --to
+    names. Run the same command again to continue after an interruption.
     """
     _convert(src, dst, ranks, typed, adding=False, share=shard, scheduler=scheduler)
 
@@ -82,9 +82,8 @@ def by_rank(rank: int, src: str, dst: str, **typed: Any) -> None:
     """Convert the checkpoint in SRC for one RANK of the target strategy.
 
     Only the source ranks that `reshard rank-list RANK` prints are needed; with --names, also one rank of each
-    pipeline stage. With --to checkpoint2, unified or huggingface, RANK is the number of a target file, as
-    `reshard plan` lists them, and the source must be complete. The run that writes the last missing rank
-    completes DST.
+    pipeline stage. With a form other than ranks in --to, RANK is the number of a target file, as `reshard plan`
+    lists them, and the source must be complete. The run that writes the last missing rank completes DST.
     """
     _convert(src, dst, (rank,), typed, adding=True)
 

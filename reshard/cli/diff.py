@@ -39,8 +39,8 @@ reshard diff ckpt/ ckpt/ --strategy src.ckpt --a-step 1_100 --b-step 1_200
 @options.strategy("Strategy of A and B, where they are rank files.", "--src-strategy", "strategy")
 @options.strategy("Strategy of A.", flag="--a-strategy")
 @options.strategy("Strategy of B.", flag="--b-strategy")
-@option("Source", "--a-step", metavar="EPOCH_STEP|latest", help="Step of A, if not --step.")
-@option("Source", "--b-step", metavar="EPOCH_STEP|latest", help="Step of B, if not --step.")
+@option("Source", "--a-step", metavar="EPOCH_STEP|latest", show_default="--step", help="Step of A.")
+@option("Source", "--b-step", metavar="EPOCH_STEP|latest", show_default="--step", help="Step of B.")
 @options.source
 @options.selection
 @options.edits
@@ -64,7 +64,7 @@ def diff(
     only one of them has, tensors of different shapes, and for each tensor that differs the number of different
     elements and the largest absolute and relative difference. NaN equals NaN. A tensor of another type or with
     other bits counts as different even if all values are equal. The exit status is 0, or with --exit-code 4 if
-    anything differs. --names, --rename and --cast apply to A: use them to compare B with its source A.
+    anything differs. Options of names and types apply to A: use them to compare B with its source A.
     `reshard strategy diff` compares strategies.
     """
     quiet = typed["quiet"]

@@ -87,7 +87,7 @@ def get(
 
     The tensor is printed whole, however the checkpoint is sharded; --slice reads a part. NAME may be a pattern
     such as '*.norm.weight'. All matches are printed; --output needs exactly one. NumPy has no BFloat16 and
-    8-bit floats: they are converted to Float32, which is exact, or with --raw to unsigned integers with the
+    no 8-bit floats: they are converted to Float32, which is exact, or with --raw to unsigned integers with the
     same bits. Int4 tensors are printed as packed bytes. Objects of PyTorch's checkpoints, such as a learning rate,
     are printed as JSON.
     """

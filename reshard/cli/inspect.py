@@ -60,13 +60,13 @@ def inspect(
     verbose: bool,
     **typed: Any,
 ) -> None:
-    """Show the contents of a checkpoint file, a rank directory, a rank tree or another form at PATH.
+    """Show the contents of the checkpoint at PATH: of any form, of one rank, or in one file.
 
     Only names, sizes and headers are read: of a rank tree, the headers of the newest step or of --step. With
     --strategy, steps are checked as a conversion checks them, from the newest to the first complete one, and
     missing slices are listed. Without it, the column "complete?" is a guess. Findings are problems that a
-    conversion would refuse; the exit status is 0 all the same. For Checkpoint 2.0, unified and Hugging Face
-    directories, iterations, files, tensors, their layouts and missing parts are shown.
+    conversion would refuse; the exit status is 0 all the same. Of other forms than rank trees, iterations, files,
+    tensors, their layouts and missing parts are shown.
     """
     decryption = options.decryption_of(typed)
     with listings_cached():

@@ -62,7 +62,7 @@ reshard merge-lora base/ adapter/ merged/ \\
 @options.source
 @options.fallback
 @options.writing
-@options.proof("Afterwards work every tensor out anew from BASE and ADAPTER, in Float64, and compare.")
+@options.proof("Compute every tensor again from BASE and ADAPTER after writing, in Float64, and compare.")
 @options.output
 def merge_lora(
     base: str,

@@ -186,11 +186,10 @@ def strategies(command: F) -> F:
             "--shards",
             type=click.IntRange(min=1, max=MAX_DEVICES),
             metavar="N",
-            show_default="as --dst-strategy",
             expose_value=False,
             is_eager=True,
             callback=_keep_shards,
-            help="In place of --dst-strategy: cut rows over N files, as FSDP does.",
+            help="Cut rows over N files, as FSDP does, in place of --dst-strategy.",
         ),
     )(command)
 
@@ -327,7 +326,7 @@ source = together(
         show_default=True,
         metavar="EPOCH_STEP|latest",
         shell_complete=completion.steps,
-        help="Step to convert; latest is the newest complete one.",
+        help="Step to read; latest is the newest complete one.",
     ),
     option(
         "Source",
@@ -347,7 +346,7 @@ selection = together(
         multiple=True,
         metavar="GLOB",
         show_default="all",
-        help="Convert only parameters that match GLOB (repeatable).",
+        help="Select only parameters that match GLOB (repeatable).",
     ),
     option(
         "Parameters",
@@ -404,8 +403,8 @@ edits = together(
         metavar="DTYPE",
         shell_complete=completion.types,
         show_default="unchanged",
-        help="Write quantised weights (block FP8, FP8 and Int8 with scales, MXFP4) as BFloat16, Float16 or Float32, "
-        "without scales.",
+        help="Turn quantised weights (block FP8, FP8 and Int8 with scales, MXFP4) into BFloat16, Float16 or Float32; "
+        "scales are left out.",
     ),
     option(
         "Names and types",

@@ -44,16 +44,21 @@ def totals_words(totals: Mapping[str, Total]) -> str:
     return ", ".join(f"{key} {total.names} ({byte_size(total.nbytes)})" for key, total in totals.items())
 
 
-def listener() -> Callable[[str, str], None]:
-    """Shows warnings always and notes unless -q was given, on standard error; -v names every parameter in them."""
+def listener(notes: bool = True) -> Callable[[str, str], None]:
+    """Shows warnings always and notes unless -q was given, on standard error; -v names every parameter in them.
+
+    Args:
+        notes: show notes without -v.
+    """
     # Read here: other threads have no click context.
     quiet, verbose = is_quiet(), is_verbose()
+    silent = quiet or not (notes or verbose)
 
     def show(kind: str, text: str) -> None:
         text = printable(full_text(text) if verbose else text)
         if kind == "warning":
             _echo_aside(_styled(f"warning: {text}", "yellow"))
-        elif not quiet:
+        elif not silent:
             _echo_aside(f"note: {text}")
 
     return show

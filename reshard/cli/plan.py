@@ -39,7 +39,7 @@ reshard plan ckpt/ out/ --svg transfers.svg \\
 @options.strategies
 @options.targets
 @options.conversion
-@options.svg("Draw which source rank, or file, gives how much to which target rank.")
+@options.svg("Draw how many bytes each target rank reads from each source rank or file.")
 def plan(
     src: str,
     dst: str,

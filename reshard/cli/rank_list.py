@@ -21,7 +21,7 @@ _WITH_SRC = ("to", "max_shard_size", "names", "rename", "config", "reverse", "op
     """
 reshard rank-list 1 --src-strategy src.ckpt --dst-strategy dst.ckpt
 
-Files of a checkpoint that is no rank directories, or under other names:
+Files of a source of another form, or with other names:
 reshard rank-list 1 --src hf/ --names qwen3 --dst-strategy dst.ckpt
 """,
 )
@@ -40,7 +40,7 @@ reshard rank-list 1 --src hf/ --names qwen3 --dst-strategy dst.ckpt
     "--src",
     metavar="SRC",
     shell_complete=completion.paths,
-    help="The checkpoint; needed for forms other than ranks, and for --names.",
+    help="The source; needed for forms other than ranks, and for options of names and types.",
 )
 @options.source
 @options.target_form("ranks", "Form of the target, whose files are numbered from 0.")
@@ -59,8 +59,8 @@ def rank_list(
 ) -> None:
     """Print the source ranks that target RANK needs: ascending, on one line, each of them necessary.
 
-    With --src, the ranks or files are listed that a conversion of that checkpoint reads. Forms without ranks
-    are listed by file number, and RANK is then the number of a target file.
+    With --src, it prints the ranks or files that a conversion of that checkpoint reads. Files of forms without
+    ranks are printed by number, and RANK is then the number of a target file.
     """
     if src is None:
         extra = [name for name in _WITH_SRC if typed[name]]
@@ -116,7 +116,8 @@ def _of_checkpoint(rank: int, src: str, typed: dict[str, Any]) -> Sequence[int]:
     to = typed.get("to")
     # Any format that goes with the form: files of different ones in the source are read alike.
     format = "safetensors" if to is None or "safetensors" in form_named(to).options.formats else "same"
-    report = Report(listener())
+    # Notes are about the conversion, which prints them.
+    report = Report(listener(notes=False))
     request = request_between(src, "", (rank,), {**typed, "format": format}, report)
     if form_named(request.to).options.by_rank and not request.target.is_placeholder:
         check_target_ranks(request)

@@ -51,9 +51,8 @@ reshard resume out/ --shard auto
 def resume(ctx: click.Context, /, dst: str, as_json: bool, quiet: bool, verify: bool, **_: Any) -> None:
     """Resume the conversion or recovery in DST.
 
-    The records in DST contain source, strategies, step and options. The missing ones of all target ranks that
-    were requested so far are written; after by-rank and --shard, the missing ones of the whole target. A run
-    with --verify is verified again.
+    The records in DST contain source, strategies, step and options. The requested target ranks that are missing
+    are written; after by-rank and --shard, all missing target ranks. A run with --verify is verified again.
     """
     status = status_of(dst)
     ledger = Ledger(dst, status.plan)

@@ -55,7 +55,7 @@ reshard stats unified/ --svg magnitudes.svg
     help="Exit with status 4 if any tensor holds one of these.",
 )
 @options.effort
-@options.svg("Draw which magnitudes the elements have, in all and by parameter.")
+@options.svg("Draw a histogram of magnitudes, of all elements and of each parameter.")
 @options.output
 def stats(src: str, strategy: Optional[str], fail_on: tuple[str, ...], svg: Optional[str], **typed: Any) -> None:
     """Print statistics of every tensor of the checkpoint in SRC.

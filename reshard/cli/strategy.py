@@ -57,7 +57,10 @@ def group_info() -> None:
 @options.json_output
 @options.common
 def group_info_inspect(files: tuple[str, ...], as_json: bool) -> None:
-    """Print ranks with identical checkpoints, then groups, per FILE."""
+    """Print the restore list and the groups of each FILE.
+
+    The restore list contains the ranks with identical checkpoints.
+    """
     from reshard.strategies import read_group_info
 
     infos = [read_group_info(path) for path in files]

@@ -171,7 +171,7 @@ reshard strategy rules llama > model.toml
 @click.argument("src", metavar="[SRC|NAME]", required=False, shell_complete=completion.strategies)
 @option("Source", "--sizes", type=SizesType(), metavar=SIZES, help="Devices of SRC's run: dp, mp, pp, cp, ep.")
 @_also
-@shapes(f"{_SHAPES} Without, more is left open.")
+@shapes(f"{_SHAPES} Without it, more rules are left open.")
 @option("Output", "--list", "as_list", is_flag=True, help="List the built-in rules.")
 @options.names_in_full
 @options.common

@@ -177,7 +177,7 @@ reshard strategy make mcore target.ckpt --shapes qwen3-hf/ --names qwen3 \\
     "--src-strategy",
     metavar="FILE|DIR",
     shell_complete=completion.strategies,
-    help="Strategy of --shapes, where that is ranks' checkpoints.",
+    help="Strategy of --shapes, if that is a rank tree.",
 )
 @names
 @option(

@@ -50,7 +50,7 @@ reshard strategy show src_strategy.ckpt \\
     "--sizes",
     type=SizesType(),
     metavar=SIZES,
-    help="Devices of its run: names the axes of device matrices by them, where they follow.",
+    help="Sizes of its run; axes of device matrices get these names where the sizes determine them.",
 )
 @options.svg("With PARAM: draw the picture into an SVG file, too.")
 @options.verbose("Without PARAM: list every parameter.")

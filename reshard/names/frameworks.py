@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Optional
 
-from reshard.text.names import TRAINER_OPTIMIZERS, is_weight
+from reshard.text.names import TRAINER_OPTIMIZERS, is_weight, trainer_optimizer
 
 MODEL = "model."
 _STATES = {"exp_avg": "adam_m.", "exp_avg_sq": "adam_v.", "fp32_param": "main_param."}
@@ -57,11 +57,11 @@ def plain_names(
         keys: by name, where it is recorded, the keys of the nested dictionaries that it was made of.
         optimizer: optimizer state is kept, under MindSpore's names.
     """
-    weights = [name for name in names if not name.startswith(TRAINER_OPTIMIZERS)]
+    weights = [name for name in names if not trainer_optimizer(name)]
     unrecorded = [name for name in weights if name not in keys]
     rooted = {name for name in weights if name in keys and len(keys[name]) > 1 and keys[name][0] == MODEL[:-1]}
     if unrecorded and all(name.startswith(MODEL) for name in unrecorded):
-        beside = any(name.startswith(TRAINER_OPTIMIZERS) for name in (*names, *objects))
+        beside = any(trainer_optimizer(name) for name in (*names, *objects))
         if beside or any(name.startswith(_CAUSAL) for name in unrecorded):
             rooted.update(unrecorded)
     new_names: dict[str, Optional[str]] = {}
@@ -74,7 +74,7 @@ def plain_names(
         if rooted and keys.get(name, (MODEL[:-1],))[0] != MODEL[:-1] and is_weight(name, all_names)
     ]
     for name in names:
-        if name.startswith(TRAINER_OPTIMIZERS):
+        if trainer_optimizer(name):
             new_names[name] = _state_name(name) if optimizer else None
             if new_names[name] is None:
                 left_out.append(name)
@@ -87,7 +87,7 @@ def plain_names(
 
 def possible_plain_names(name: str, optimizer: bool) -> list[str]:
     """The names that `plain_names` may give a tensor, whatever the others are; none where it is left out."""
-    if name.startswith(TRAINER_OPTIMIZERS):
+    if trainer_optimizer(name):
         state = _state_name(name) if optimizer else None
         return [] if state is None else [state]
     unrooted = [name[len(MODEL) :]] if name.startswith(MODEL) else []
@@ -96,7 +96,7 @@ def possible_plain_names(name: str, optimizer: bool) -> list[str]:
 
 def _state_name(name: str) -> Optional[str]:
     """MindSpore's name of optimizer state; None where it has none."""
-    inner_name = name.partition(".")[2]
+    inner_name = name[len(trainer_optimizer(name)) :]
     for inner in _INNER:
         inner_name = inner_name[len(inner) :] if inner_name.startswith(inner) else inner_name
     first, _, behind = inner_name.partition(".")

@@ -223,11 +223,15 @@ class Edits:
             target: the strategy.
             names: of all tensors that are written.
         """
-        if not self.trainer or target.is_placeholder or target.is_none or set(target.parameters).issuperset(names):
+        listed = set(target.parameters)
+        if target.is_placeholder or target.is_none or listed.issuperset(names):
             return target
         from reshard.names import name_before
 
         after = {name_before(name): name for name in names}
+        # Without a renaming, tensors may have the names that the strategy lists.
+        if not self.trainer and not (listed.isdisjoint(names) and len(after) == len(names)):
+            return target
         stages = (
             replace(stage, layouts={after.get(name, name): layout for name, layout in stage.layouts.items()})
             for stage in target.stages
@@ -261,7 +265,11 @@ class Edits:
             result = edited(checkpoint, self, Report(), complete=False)
             # Parameters that no file has are needed if the target's strategy lists them.
             names = {*result.tensors, *filter(None, result.unseen.values())}
-            laid_out = same_layouts(target, result) if target.path == SAME else self.laid_out(target, names)
+            laid_out = target
+            if target.path == SAME:
+                laid_out = same_layouts(target, result)
+            elif self.trainer:
+                laid_out = self.laid_out(target, names)
             return EditedStep(result.tensors, laid_out, result.unseen)
 
         return edit

@@ -44,10 +44,9 @@ def make_plan(request: Request, handles: FileHandles, report: Report) -> Plan:
         checkpoint = edited_checkpoint = edited(base, request.edits, report)
         request.edits.note_optimizer(filter(request.filters.admit, checkpoint.tensors), report)
         if request.target.path == SAME:
-            target = same_layouts(request.target, edited_checkpoint)
-        else:
-            target = request.edits.laid_out(request.target, edited_checkpoint.tensors)
-        request = replace(request, target=target)
+            request = replace(request, target=same_layouts(request.target, edited_checkpoint))
+    if form_named(request.to).options.names is not Names.MODEL and request.target.path != SAME:
+        request = replace(request, target=request.edits.laid_out(request.target, checkpoint.tensors))
     if shards is not None:
         shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
         request = replace(request, target=Strategy.shards(shards, shapes))

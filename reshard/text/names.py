@@ -59,6 +59,9 @@ STATE_PREFIXES = (*_OPTIMIZER_WORDS, *_ALSO_MODULES)
 TRAINER_OPTIMIZERS = ("optimizer.", "optim.")
 """Keys before the optimizer state of PyTorch's trainers."""
 
+# Megatron numbers the optimizers of dense weights and of experts.
+_CHAINED = re.compile(r"chained_\d+\.")
+
 _OTHER = re.compile(
     r"(global_step|current_iterator_step|last_overflow_iterator_step|epoch_num|step_num|learning_rate|"
     r"weight_decay|beta[12]_power|loss_scale|scale_sense|state_step(\..*)?)"
@@ -74,11 +77,24 @@ def state_prefix(name: str, parameters: Container[str]) -> str:
         name: a name.
         parameters: names of the parameters of the checkpoint or strategy.
     """
+    trainers = trainer_optimizer(name)
+    if trainers:
+        return trainers
     word, dot, parameter = name.partition(".")
     prefix = word + dot
-    if not parameter or prefix not in (ACCUMULATED_GRADIENTS, *STATE_PREFIXES, *TRAINER_OPTIMIZERS):
+    if not parameter or prefix not in (ACCUMULATED_GRADIENTS, *STATE_PREFIXES):
         return ""
     return "" if prefix in _ALSO_MODULES and parameter not in parameters else prefix
+
+
+def trainer_optimizer(name: str) -> str:
+    """The keys before optimizer state of PyTorch's trainers, ``optimizer.``; empty for other names."""
+    chained = _CHAINED.match(name)
+    start = 0 if chained is None else chained.end()
+    for root in TRAINER_OPTIMIZERS:
+        if name.startswith(root, start) and len(name) > start + len(root):
+            return name[: start + len(root)]
+    return ""
 
 
 def is_value(name: str, elements: int) -> bool:

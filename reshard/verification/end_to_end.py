@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Callable, NamedTuple, Optional
 
 from reshard.checkpoints import FileHandles, read_index
 from reshard.errors import CheckpointError, InputError, TargetError
+from reshard.forms.form import Names
 from reshard.forms.ranks import find_checkpoints
 from reshard.forms.ranks.coverage import check_ranks
 from reshard.forms.registry import form_named
@@ -134,7 +135,8 @@ def verify_conversion(
     def differences(source: StoredSource) -> list[Difference]:
         if edits.is_empty and converted.adapter is None:
             warn_of_unmatched(filters, (place.strategy.parameters, target.strategy.parameters, source.names), report)
-            return _compared(source, target, converted, filters.admit, means, report, recovered)
+            named = target._replace(strategy=_for_trainer(target, target.strategy, source.tensors))
+            return _compared(source, named, converted, filters.admit, means, report, recovered)
         if converted.recorded and _without_rules(source, edits, _weights_of(target, means.handles)):
             report.note(
                 f"{target.directory} has the names of {place.path}, which the recorded rules would change: compared "
@@ -189,10 +191,31 @@ def _edited_differences(
         matrices = reader_of(place, means.handles, Report())({})
         edited.tensors = sums_of(edited.tensors, matrices, place.path, scale)
     laid_out = (edited.same_layouts if target.cut_as_source else edited.laid_out)(target.strategy)
+    laid_out = _for_trainer(target, laid_out, edited.tensors)
     warn_of_unmatched(filters, (laid_out.parameters, edited.names), report)
     disagreements = [*_untied(edited, means), *_disagreeing(edited, means)]
     renamed = target._replace(strategy=laid_out)
     return [*disagreements, *_compared(edited, renamed, converted, filters.admit, means, report)]
+
+
+def _for_trainer(target: ConvertedTarget, strategy: Strategy, names: Collection[str]) -> Strategy:
+    """The strategy of a trainer's state, which may list the names of the model."""
+    without_names = strategy.is_placeholder or strategy.is_none
+    if (
+        without_names
+        or form_named(target.form).options.names is Names.MODEL
+        or not set(names).isdisjoint(strategy.parameters)
+    ):
+        return strategy
+    # Imported only here: most targets have a model's names.
+    from reshard.names import trainer_names
+
+    renamed = trainer_names(strategy.parameters)
+    stages = (
+        replace(stage, layouts={renamed[name] or name: layout for name, layout in stage.layouts.items()})
+        for stage in strategy.stages
+    )
+    return replace(strategy, stages=tuple(stages))
 
 
 def _compared(

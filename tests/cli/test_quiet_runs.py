@@ -63,6 +63,16 @@ def test_commands_that_read_a_whole_step_give_no_advice_for_single_ranks(command
 NOTHING_TO_HIDE = {"reshard help", "reshard completion"}
 
 
+def test_commands_that_write_nothing_name_no_objects_that_a_conversion_skips(tmp_path: Path) -> None:
+    source = DEMO.parent / "dcp" / "hyper_w2_later" / "checkpoint"
+    skipped = "3 objects skipped"
+    assert skipped in done("convert", source, tmp_path / "out", "--to", "huggingface").err
+    words: list[Argument] = ["rank-list", 0, "--src", source, "--to", "huggingface"]
+    assert not done(*words).err and skipped in done(*words, "-v").err
+    verdict = f"verified: no differences from {source}\n"
+    assert done("verify", tmp_path / "out", "--src", source).err == verdict
+
+
 def test_every_command_accepts_quiet() -> None:
     for name, command, _ in walk():
         assert any("-q" in param.opts for param in command.params) or name in NOTHING_TO_HIDE, name

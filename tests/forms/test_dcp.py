@@ -29,6 +29,7 @@ from reshard.forms.form import ReadRequest
 from reshard.forms.registry import form_named, form_of
 from reshard.text.report import Report
 from tests.checkpoint_writing import parts, record, write_safetensors
+from tests.corpus import FIXTURES
 from tests.corpus_dcp import Case, corpus, fixtures, held_in
 from tests.running import done, fails, flat, reshard
 from tests.sampling import some_of
@@ -480,6 +481,28 @@ def test_weights_of_a_lost_stage_are_missing_also_under_a_trainers_names(form: s
     result = done("convert", tmp_path / "ckpt", tmp_path / "out", *words, "--verify")
     assert "weights 2" in result.out + result.err
     assert "step 2_1 is not complete and is skipped" in flat(result.err)
+
+
+@pytest.mark.parametrize("form", ["dcp", "hyper-parallel"])
+def test_a_models_strategy_cuts_a_trainers_state_too(form: str, tmp_path: Path) -> None:
+    demo = FIXTURES / "demo"
+    words = ("--to", form, "--dst-strategy", demo / "dst_strategy.ckpt", "--verify")
+    source = ("--src-strategy", demo / "src_strategy.ckpt")
+    done("convert", demo / "src_checkpoints", tmp_path / "whole", *source, "--to", "dcp", "--shards", "3")
+    done("convert", demo / "src_checkpoints", tmp_path / "direct", *source, *words)
+    done("convert", tmp_path / "whole", tmp_path / "again", *words)
+    names = [path.name for path in (tmp_path / "direct").iterdir() if path.suffix in (".distcp", ".safetensors")]
+    assert len(names) == 4
+    for name in names:
+        assert (tmp_path / "direct" / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
+    done("convert", demo / "src_checkpoints", tmp_path / "renamed", *source, *words, "--rename", "*=model.*")
+    for name in names:
+        assert (tmp_path / "direct" / name).read_bytes() == (tmp_path / "renamed" / name).read_bytes()
+    # Also with other types; a strategy of other names is refused as before.
+    done("convert", tmp_path / "whole", tmp_path / "cast", *words, "--cast", "BFloat16")
+    other = ("--to", form, "--dst-strategy", tmp_path / "other.ckpt")
+    write_strategy(tmp_path / "other.ckpt", 0, {"embed.weight": layout([2], [0, -1])})
+    fails(3, "convert", tmp_path / "whole", tmp_path / "out", *other, says=["none of the 68 parameters"])
 
 
 @pytest.mark.parametrize("form", ["ranks", "checkpoint2", "dcp", "hyper-parallel", "hf-sharded"])

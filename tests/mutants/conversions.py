@@ -48,6 +48,18 @@ _PACKED = {
 _SPECIAL = [0, 1 << 31, 0x7F800000, 0xFF800000, 0x7FC00001, 0x7F7FFFFF, 0x00000001, 0x3F808000, 0x3F818000, 0x33800000]
 
 
+# The prefixes of weights and moments.
+_STATES = ("", "adam_m.", "adam_v.")
+
+
+def _with_moments(strategy: Strategy) -> Strategy:
+    """A strategy that also lists the moments of each weight, cut like it."""
+    return [
+        {**stage, "layouts": {state + name: one for state in _STATES for name, one in stage["layouts"].items()}}
+        for stage in strategy
+    ]
+
+
 class Builder:
     """Writes sources below a directory, and the words that convert them."""
 
@@ -106,6 +118,10 @@ def build(root: Path) -> Mapping[str, list[str]]:
         *single({"s": layout([2], [-1, 0])}),
     ]
     created.add("pipeline", stages, after, {name: value(name, (8, 12), "Float16") for name in ("a", "b", "s")})
+
+    # Written under a trainer's names, which the strategy does not list.
+    trained = {state + name: value(state + name, (8, 12)) for state in _STATES for name in ("a", "b", "s")}
+    made.add("dcp", _with_moments(stages), _with_moments(after), trained, "--to", "dcp")
 
     experts = {
         "up": value("up", (4, 6, 8), "BFloat16"),

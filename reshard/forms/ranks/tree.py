@@ -385,7 +385,7 @@ def _nothing_found(src: str, directories: list[str]) -> CheckpointError:
         )
     hint = (
         "a source is a directory of rank_0/, rank_1/ ... (or rank0/, 0/), one file, a path with {rank} in it, or a "
-        "directory of Checkpoint 2.0, unified or Hugging Face safetensors"
+        "directory of Checkpoint 2.0, unified, Hugging Face or PyTorch weights"
     )
     if _RANK_DIRECTORY.fullmatch(os.path.basename(os.path.abspath(src))):
         hint = f"did you mean {os.path.dirname(absolute(src))}?"
