@@ -18,7 +18,7 @@ from reshard.forms.registry import form_of
 from reshard.forms.verl.dtensors import PlacementError, part_of
 from tests.corpus_dcp import fixtures, held_in
 from tests.forms import FORMS
-from tests.running import done, reshard
+from tests.running import Argument, done, reshard
 
 (CASE,) = fixtures("verl")
 WHOLE = ("--to", "hf-sharded", "--shards", "1")
@@ -86,7 +86,7 @@ def refused(directory: Path, *words: str) -> None:
 @pytest.mark.parametrize("form", [form for form in FORMS if form not in ("ranks", "checkpoint2")])
 def test_what_torch_wrote_comes_out_right_through_every_form(form: str, tmp_path: Path) -> None:
     assert form_of(str(CASE.path)) == "verl"
-    shards = ["--shards", 3] if form not in ("unified", "huggingface") else []
+    shards: list[Argument] = ["--shards", 3] if form not in ("unified", "huggingface") else []
     done("convert", CASE.path, tmp_path / "there", "--to", form, *shards, "--rename", "*=*", "--verify")
     done("convert", tmp_path / "there", tmp_path / "back", *WHOLE, "--verify")
     assert held_in(tmp_path / "back") == CASE.tensors

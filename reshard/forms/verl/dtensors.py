@@ -94,7 +94,7 @@ def part_of(archive: Archive, value: Any) -> Optional[RankPart]:
             start = min(part * coordinates[number], sizes[dimension])
             offsets[dimension] += start
             sizes[dimension] = min(part, sizes[dimension] - start)
-    if elements.shape != tuple(sizes) and (math.prod(elements.shape) or math.prod(sizes)):
+    if elements.shape != tuple(sizes) and not (0 in elements.shape and 0 in sizes):
         raise PlacementError(
             f"of shape {list(shape)} has a part of shape {list(elements.shape)}, and one of {sizes} by its placement"
         )
@@ -105,7 +105,7 @@ def _wrapped(value: PickledInstance) -> tuple[Optional[tuple[int, ...]], dict[st
     """The shape and the attributes of a DTensor."""
     args = value.args
     wrapper = args[2] if len(args) > 3 and isinstance(args[2], tuple) and len(args[2]) > 2 else (None,)
-    if args[:1] != () and getattr(args[0], "name", None) == _WRAPPER and _class(wrapper[0]) == _TENSOR:
+    if args and getattr(args[0], "name", None) == _WRAPPER and _class(wrapper[0]) == _TENSOR:
         return _sizes(wrapper[2]), _fields(args[3])
     raise PlacementError("is a tensor of a class that is not read")
 

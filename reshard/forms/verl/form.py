@@ -31,7 +31,7 @@ from reshard.text.report import Report
 from reshard.text.wording import number_ranges, plural, quoted
 
 _MODEL_NAME = "model_world_size_{}_rank_{}.pt"
-_MODEL = re.compile(r"model_world_size_([0-9]{1,6})_rank_([0-9]{1,6})\.pt")
+_MODEL = re.compile(r"model_world_size_([1-9][0-9]{0,5})_rank_(0|[1-9][0-9]{0,5})\.pt")
 _OTHER_STATE = re.compile(r"(optim|extra_state)_world_size_[0-9]+_rank_[0-9]+\.pt")
 _BESIDE = "huggingface"
 _HINT = "copy the files of one save again"
@@ -64,30 +64,20 @@ class VerlForm(Form):
                 hint=f"give the directory as SRC: {os.path.dirname(directory) or os.curdir}",
             )
         names = names_in(directory)
-        world, paths = _files_of_ranks(directory, names)
+        world, paths, problems = _files_of_ranks(directory, names, request.damaged)
         unread = [name for name in names if _OTHER_STATE.fullmatch(name)]
         if unread:
             request.report.note(f"{directory}: optimizer and other state is not read: {file_names(unread)}")
-        missing = [rank for rank in range(world) if rank not in paths]
-        problems: list[InputError] = []
-        if missing:
-            text = f"{plural(len(missing), 'file')} of {world} missing: {_MODEL_NAME.format(world, missing[0])}"
-            more = f" and those of ranks {number_ranges(missing[1:])}" if missing[1:] else ""
-            problems.append(CheckpointError(f"{directory}: {text}{more}", file=directory, hint=_HINT))
-        problems += [DamagedCheckpointError(text, file=path, hint=_HINT) for path, text in request.damaged.items()]
-        files: list[_RankFile] = []
-        for file in for_each(
-            lambda path: _read_rank(path, request.handles),
-            [paths[rank] for rank in sorted(paths) if paths[rank] not in request.damaged],
-        ):
-            (files if isinstance(file, _RankFile) else problems).append(file)  # type: ignore[arg-type]
+        results = for_each(lambda path: _read_rank(path, request.handles), paths)
+        files = [result for result in results if isinstance(result, _RankFile)]
+        problems += [result for result in results if not isinstance(result, _RankFile)]
         lacking = one_error(problems, f"{directory} is not complete") if problems else None
         if not files and lacking is not None:
             raise lacking
         for file in files:
-            request.handles.place(file.index.path, file.placement)
+            request.handles.place(file.header.path, file.placement)
         tensors, faults = _tensors(files, world, request.report)
-        checkpoint = chunked_checkpoint(self.name, directory, [file.index for file in files], tensors, faults, _HINT)
+        checkpoint = chunked_checkpoint(self.name, directory, [file.header for file in files], tensors, faults, _HINT)
         beside = os.path.join(directory, _BESIDE)
         if _BESIDE in names and is_directory(beside):
             extra_files = extra_files_in(beside, names_in(beside), ())
@@ -109,8 +99,10 @@ class VerlForm(Form):
         return described(cast(ChunkedCheckpoint, checkpoint))
 
 
-def _files_of_ranks(directory: str, names: Sequence[str]) -> tuple[int, dict[int, str]]:
-    """The number of ranks that saved, and the file of each.
+def _files_of_ranks(
+    directory: str, names: Sequence[str], damaged: Mapping[str, str]
+) -> tuple[int, list[str], list[InputError]]:
+    """The number of ranks that saved, their files, and why others are not read.
 
     Raises:
         CheckpointError: the files are of several saves.
@@ -118,26 +110,34 @@ def _files_of_ranks(directory: str, names: Sequence[str]) -> tuple[int, dict[int
     matches = [match for match in map(_MODEL.fullmatch, names) if match]
     worlds = sorted({int(match[1]) for match in matches})
     paths = {int(match[2]): os.path.join(directory, match[0]) for match in matches}
-    if len(worlds) > 1 or max(paths) >= worlds[0]:
-        saves = f"saves of {' and '.join(map(str, worlds))} ranks" if worlds[1:] else f"a file of rank {max(paths)}"
+    world, last = worlds[0], max(paths)
+    if worlds[1:] or last >= world:
+        saves = f"saves of {' and '.join(map(str, worlds))} ranks"
         raise CheckpointError(
-            f"{directory}: holds {saves}" + ("" if worlds[1:] else f" in a save of {worlds[0]} ranks"),
+            f"{directory}: holds " + (saves if worlds[1:] else f"a file of rank {last} in a save of {world} ranks"),
             file=directory,
             hint="move the files of other saves to another directory",
         )
-    return worlds[0], paths
+    problems: list[InputError] = []
+    missing = [rank for rank in range(world) if rank not in paths]
+    if missing:
+        text = f"{plural(len(missing), 'file')} of {world} missing: {_MODEL_NAME.format(world, missing[0])}"
+        more = f" and those of ranks {number_ranges(missing[1:])}" if missing[1:] else ""
+        problems.append(CheckpointError(f"{directory}: {text}{more}", file=directory, hint=_HINT))
+    problems += [DamagedCheckpointError(text, file=path, hint=_HINT) for path, text in damaged.items()]
+    return world, [paths[rank] for rank in sorted(paths) if paths[rank] not in damaged], problems
 
 
 class _RankFile(NamedTuple):
     """The file of a rank.
 
     Attributes:
-        index: its tensors.
+        header: its tensors.
         placement: their places.
         parts: the part of each tensor, or why it is not read; None for a value that is no tensor.
     """
 
-    index: CheckpointIndex
+    header: CheckpointIndex
     placement: Placement
     parts: Mapping[str, Union[RankPart, PlacementError, None]]
 
@@ -193,8 +193,8 @@ def _tensors(
             problem = _problem(part, parts[0] if parts else None, at, world)
             if problem is not None or not isinstance(part, RankPart):
                 faults[name] = CheckpointError(
-                    f"{file.index.path}: {quoted(name)} {problem}",
-                    file=file.index.path,
+                    f"{file.header.path}: {quoted(name)} {problem}",
+                    file=file.header.path,
                     parameter=name,
                     hint=f"take the files of one save, or leave it out with --exclude {as_pattern(name)}",
                 )
