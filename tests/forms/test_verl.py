@@ -283,6 +283,17 @@ def test_tensors_of_ranks_outside_their_mesh_must_be_equal(saved: Path) -> None:
     refused(saved, "'layer.1.weight'", "over 2 ranks of 4", "different values")
 
 
+@pytest.mark.parametrize("name", ["layer.1.weight", "w.plain"])
+def test_lost_files_may_hold_other_values_of_tensors_without_a_full_mesh(
+    name: str, saved: Path, tmp_path: Path
+) -> None:
+    """Ranks 0 and 2 have all parts of the layer's weight."""
+    for rank in (1, 3):
+        file_of(saved, rank).unlink()
+    result = reshard("convert", saved, tmp_path / "out", *WHOLE, "--include", name)
+    assert result.status == 3 and "2 files of 4 missing" in result.err
+
+
 def test_plain_tensors_of_different_values_are_refused(saved: Path) -> None:
     with zipfile.ZipFile(file_of(saved, 3)) as archive:
         entries = {name: archive.read(name) for name in archive.namelist()}

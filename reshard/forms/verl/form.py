@@ -187,10 +187,10 @@ def _tensors(
             others.append(name)
             continue
         parts: list[RankPart] = []
-        at: dict[Optional[tuple[int, ...]], RankPart] = {}
+        by_offsets: dict[Optional[tuple[int, ...]], RankPart] = {}
         for file in files:
             part = file.parts.get(name)
-            problem = _problem(part, parts[0] if parts else None, at, world)
+            problem = _problem(part, parts[0] if parts else None, by_offsets, world, len(files) < world)
             if problem is not None or not isinstance(part, RankPart):
                 faults[name] = CheckpointError(
                     f"{file.header.path}: {quoted(name)} {problem}",
@@ -200,7 +200,7 @@ def _tensors(
                 )
                 break
             parts.append(part)
-            at.setdefault(part.offsets, part)
+            by_offsets.setdefault(part.offsets, part)
         else:
             chunks = [
                 Chunk(part.offsets, part.sizes, number) for number, part in enumerate(parts) if part.offsets is not None
@@ -214,35 +214,41 @@ def _tensors(
 def _problem(
     part: Union[RankPart, PlacementError, None],
     first: Optional[RankPart],
-    at: Mapping[Optional[tuple[int, ...]], RankPart],
+    by_offsets: Mapping[Optional[tuple[int, ...]], RankPart],
     world: int,
+    missing: bool,
 ) -> Optional[str]:
     """Why a part is not read; None if it is.
 
     Args:
         part: the part.
         first: of the same tensor in the file of another rank, if any.
-        at: such parts by their offsets.
+        by_offsets: such parts by their offsets.
         world: the number of ranks that saved.
+        missing: whether the file of one is not read.
     """
     if isinstance(part, PlacementError):
         return str(part)
     if part is None:
         return "is missing or no tensor, and is a tensor in the file of another rank"
-    here, there = (
+    description, first_description = (
         f"{each.elements.dtype} {list(each.shape)} over {plural(each.mesh_size, 'rank')}"
         for each in (part, first or part)
     )
-    if here != there:
-        return f"is {here} here, and {there} in the file of another rank"
-    copy = at.get(part.offsets)
-    if copy is None or part.mesh_size >= world or not math.prod(part.sizes):
+    if description != first_description:
+        return f"is {description} here, and {first_description} in the file of another rank"
+    if part.mesh_size >= world or not math.prod(part.sizes):
         return None
     # Ranks outside of the mesh hold replicas, or other experts or stages under the same names.
+    over = f"is laid out over {plural(part.mesh_size, 'rank')} of {world}, and "
+    if missing:
+        return over + "a file that may hold other values of it is missing"
+    copy = by_offsets.get(part.offsets)
+    if copy is None:
+        return None
     (crc, *place), other = _evidence(part), _evidence(copy)
     if crc and [crc, *place] == other:
         return None
-    over = f"is laid out over {plural(part.mesh_size, 'rank')} of {world}, and "
     if not crc:
         return over + "without checksums in the files nothing shows that the others hold the same values"
     return over + "the others hold different values of it, which nothing places"
