@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import shutil
 import zipfile
 from collections.abc import Iterator, Sequence
@@ -19,6 +20,7 @@ from reshard.forms.verl.dtensors import PlacementError, part_of
 from tests.corpus_dcp import fixtures, held_in
 from tests.forms import FORMS
 from tests.running import Argument, done, reshard
+from tests.schemas import SCHEMAS, check
 
 (CASE,) = fixtures("verl")
 WHOLE = ("--to", "hf-sharded", "--shards", "1")
@@ -102,6 +104,14 @@ def test_commands_read_it(tmp_path: Path) -> None:
     fingerprints = [done("fingerprint", path, *left_out).out for path in (CASE.path, tmp_path / "back")]
     assert fingerprints[0] == fingerprints[1]
     assert done("get", CASE.path, "w.rows", "--slice", "2:5,1").out
+
+
+@pytest.mark.parametrize("command", ["inspect", "stats", "suggest", "diff"])
+def test_json_is_as_the_schemas_define_it(command: str) -> None:
+    paths = [CASE.path, CASE.path] if command == "diff" else [CASE.path]
+    result = done(command, *paths, "--json").json
+    check(result, SCHEMAS / f"{command}.v1.json")
+    assert '"verl"' in json.dumps(result)
 
 
 def test_inspect_counts_what_is_there(saved: Path) -> None:
