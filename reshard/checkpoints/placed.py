@@ -149,7 +149,7 @@ class Placement:
             raise DamagedCheckpointError(f"{self._path}: does not hold {quoted(key)}", file=self._path, parameter=key)
         offset = tensor.extents[0][0] if tensor.extents else 0
         strides = [math.prod(tensor.shape[dimension + 1 :]) for dimension in range(len(tensor.shape))]
-        return Elements(tensor.dtype, tensor.shape, tuple(strides), offset, ArchiveEntry(offset, tensor.nbytes, 0))
+        return Elements(tensor.dtype, tensor.shape, tuple(strides), offset, ArchiveEntry(offset, tensor.nbytes, None))
 
     def _check(self, tensor: Stored, elements: Elements) -> None:
         # Megatron's local tensors have fewer dimensions than their boxes, which begin with ones.
@@ -171,7 +171,7 @@ class Placement:
             on_block: called with the bytes read since the last time.
 
         Returns:
-            Whether there are any CRCs.
+            Whether there are any CRCs, or the file is no archive.
 
         Raises:
             DamagedCheckpointError: one is another; or what `locate` raises.
@@ -189,7 +189,7 @@ class Placement:
                     parameter=name,
                 )
             checked.add(entry)
-        return any(entry.crc for entry in checked)
+        return any(entry.crc or entry.crc is None for entry in checked) or not checked
 
 
 class PlacedFile:

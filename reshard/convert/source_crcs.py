@@ -77,6 +77,6 @@ def damaged_files(
         checks = check_crcs(handles, indexes, execution.threads, execution.block_bytes, progress.wrote)
     finally:
         progress.end()
-    for path, reason in sorted(checks.unchecked.items()):
-        report.note(f"{path}: its CRC was not checked: {reason}")
+    for note in checks.notes():
+        report.note(note)
     return checks.damaged

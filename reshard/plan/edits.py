@@ -381,8 +381,8 @@ def _warn_of_buffers(values: AbstractSet[str], report: Report) -> None:
     names = sorted(name for name in values if not is_training_value(name))
     if names:
         report.warn(
-            f"{plural(len(names), 'single value')} without a layout keeps its name, while a trainer has "
-            f"buffers of a model under {quoted('model.' + names[0])} and so on: " + listing(names)
+            f"single values keep their names, and a trainer has buffers of a model under {quoted('model.' + names[0])} "
+            "and so on: " + listing(names)
         )
 
 

@@ -203,8 +203,8 @@ class RecordedCrcs:
         finally:
             means.progress.end()
         self._checked.update(index.path for index in new)
-        for path, reason in sorted(checks.unchecked.items()):
-            self._report.note(f"{path}: its CRC was not checked: {reason}")
+        for note in checks.notes():
+            self._report.note(note)
         return {path: error.message for path, error in checks.damaged.items()}
 
 

@@ -165,6 +165,21 @@ def test_a_flipped_bit_is_found_with_verify_before_anything_is_written(tmp_path:
     assert reshard("verify", tmp_path / "unseen", "--src", tmp_path / "src").status == 3
 
 
+def test_a_note_says_once_that_archives_have_no_checksums(tmp_path: Path) -> None:
+    """Those of torch have; reshard writes none, and a file of safetensors never has any."""
+    write_safetensors(tmp_path / "src" / "model.safetensors", {"a.w": np.arange(12, dtype="f4").reshape(4, 3)})
+    note = "its CRC was not checked: its archives record none (likewise 1 other file)"
+    for form, notes in (("dcp", 1), ("hyper-parallel", 0)):
+        path, out = tmp_path / form, tmp_path / f"from-{form}"
+        done("convert", tmp_path / "src", path, "--to", form, "--shards", 2)
+        assert flat(done("convert", path, out, *WHOLE, "--verify").err).count(flat(note)) == notes
+        assert flat(done("verify", out, "--src", path).err).count(flat(note)) == notes
+        assert "CRC" not in done("convert", path, tmp_path / f"unproven-{form}", *WHOLE).err
+        assert "CRC" not in done("verify", out, "--src", path, "--crc", "never").err
+    case = CASES[-1]
+    assert "CRC" not in done("convert", case.path, tmp_path / "out", *WHOLE, "--verify").err
+
+
 def instance(kind: str, **fields: Any) -> PickledInstance:
     return PickledInstance(f"torch.distributed.checkpoint.{kind}", (), fields)
 

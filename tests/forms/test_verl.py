@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import shutil
 import zipfile
 from collections.abc import Iterator, Sequence
@@ -19,6 +20,7 @@ from reshard.forms.verl.dtensors import PlacementError, part_of
 from tests.corpus_dcp import fixtures, held_in
 from tests.forms import FORMS
 from tests.running import Argument, done, reshard
+from tests.schemas import SCHEMAS, check
 
 (CASE,) = fixtures("verl")
 WHOLE = ("--to", "hf-sharded", "--shards", "1")
@@ -104,6 +106,14 @@ def test_commands_read_it(tmp_path: Path) -> None:
     assert done("get", CASE.path, "w.rows", "--slice", "2:5,1").out
 
 
+@pytest.mark.parametrize("command", ["inspect", "stats", "suggest", "diff"])
+def test_json_is_as_the_schemas_define_it(command: str) -> None:
+    paths = [CASE.path, CASE.path] if command == "diff" else [CASE.path]
+    result = done(command, *paths, "--json").json
+    check(result, SCHEMAS / f"{command}.v1.json")
+    assert '"verl"' in json.dumps(result)
+
+
 def test_inspect_counts_what_is_there(saved: Path) -> None:
     for name in ("optim", "extra_state"):
         (saved / f"{name}_world_size_4_rank_0.pt").write_bytes(b"not read")
@@ -131,6 +141,10 @@ def test_the_configuration_beside_the_files_goes_along(saved: Path, tmp_path: Pa
 def test_suggested_commands_write_other_forms(saved: Path) -> None:
     commands = done("suggest", saved).out
     assert "--to dcp" in commands and "--to huggingface" in commands and "--to verl" not in commands
+    assert "copy them from the base model" in commands
+    (saved / "huggingface").mkdir()
+    (saved / "huggingface" / "config.json").write_text("{}")
+    assert "copy them from the base model" not in done("suggest", saved).out
 
 
 def test_a_flipped_bit_is_found_with_verify(saved: Path, tmp_path: Path) -> None:
@@ -277,6 +291,17 @@ def test_tensors_of_ranks_outside_their_mesh_must_be_equal(saved: Path) -> None:
 
     rewrite(file_of(saved, 1), swap)
     refused(saved, "'layer.1.weight'", "over 2 ranks of 4", "different values")
+
+
+@pytest.mark.parametrize("name", ["layer.1.weight", "w.plain"])
+def test_lost_files_may_hold_other_values_of_tensors_without_a_full_mesh(
+    name: str, saved: Path, tmp_path: Path
+) -> None:
+    """Ranks 0 and 2 have all parts of the layer's weight."""
+    for rank in (1, 3):
+        file_of(saved, rank).unlink()
+    result = reshard("convert", saved, tmp_path / "out", *WHOLE, "--include", name)
+    assert result.status == 3 and "2 files of 4 missing" in result.err
 
 
 def test_plain_tensors_of_different_values_are_refused(saved: Path) -> None:

@@ -117,8 +117,7 @@ def test_every_command_for_every_form_runs_and_proves_its_result(demo: Path, for
     printed = suggested(demo / form, "--devices", 4)
     assert printed["form"] == form
     assert [item["aim"] for item in printed["suggestions"]] == AIMS[form]
-    # Its metadata does not record that a trainer put "model." before names, so no strategy lists them.
-    assert run_all(printed) == [aim for aim in AIMS[form] if (form, aim) != ("hyper-parallel", "mindspore")]
+    assert run_all(printed) == AIMS[form]
     assert all("--verify" in item["command"] for item in printed["suggestions"] if "convert" in item["command"])
 
 

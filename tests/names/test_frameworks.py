@@ -12,7 +12,7 @@ from reshard.names import name_before, plain_names, possible_plain_names, traine
 from tests.forms.test_hf_sharded import CHUNKS, FULL, Chunk, converted, rows, write_shards
 from tests.running import Argument, done, fails
 from tests.small import World, tensors
-from tests.trees import Value, read_checkpoint, value
+from tests.trees import Value, read_checkpoint, value, write_checkpoint
 
 MODEL = ["model.embed.weight", "model.layers.0.up.weight"]
 STATE = "optimizer.state.layers.0.up.weight.exp_avg"
@@ -119,6 +119,20 @@ def test_names_are_unchanged_between_forms_of_torch(tmp_path: Path) -> None:
     done("convert", src, tmp_path / "dcp", "--to", "dcp", "--shards", 2, "--verify")
     done("convert", tmp_path / "dcp", tmp_path / "shards", "--to", "hf-sharded", "--shards", 3, "--verify")
     assert converted(tmp_path / "shards", tmp_path / "out").keys() == FULL.keys()
+
+
+@pytest.mark.parametrize("form", ["dcp", "hyper-parallel"])
+@pytest.mark.parametrize("between", [[], ["dcp"], ["hyper-parallel"], ["hyper-parallel", "dcp"]], ids="-".join)
+def test_weights_alone_lose_the_prefix_on_the_way_back(form: str, between: list[str], tmp_path: Path) -> None:
+    """No optimizer state or second ``model.`` shows that it is a trainer's: the keys of the state are recorded."""
+    write_checkpoint(tmp_path / "src" / "model.safetensors", FULL)
+    path = tmp_path / "src"
+    for target in (form, *between):
+        done("convert", path, path.with_name(f"{path.name}-{target}"), "--to", target, "--shards", 2, "--verify")
+        path = path.with_name(f"{path.name}-{target}")
+    done("convert", path, tmp_path / "back", "--to", "huggingface", "--verify")
+    held = read_checkpoint(tmp_path / "back" / "model.safetensors")
+    assert held.keys() == FULL.keys() and all(held[name].same(each) for name, each in FULL.items())
 
 
 def test_tensors_beside_the_model_of_a_nested_state_are_skipped() -> None:

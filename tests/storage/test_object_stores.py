@@ -63,6 +63,7 @@ KINDS = {
     "hyper-parallel to dcp": Kind(
         FIXTURES / "dcp/hyper_w4_2026_03_by_rank/checkpoint", False, ("--to", "dcp", "--shards", "3")
     ),
+    "verl to dcp": Kind(FIXTURES / "verl/w4_mesh/checkpoint", False, ("--to", "dcp", "--shards", "3")),
     "a model with its configuration": Kind(
         FIXTURES / "models/qwen3", False, ("--to", "huggingface", "--cast", "Float32")
     ),

@@ -67,12 +67,12 @@ class ArchiveEntry(NamedTuple):
     Attributes:
         offset: where its bytes begin in the file.
         size: how many there are.
-        crc: their CRC-32 as recorded; 0 where none is.
+        crc: their CRC-32 as recorded; 0 where none is, None in a format without any.
     """
 
     offset: int
     size: int
-    crc: int
+    crc: Optional[int]
 
 
 class Elements(NamedTuple):

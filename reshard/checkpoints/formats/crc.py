@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from typing import Callable, NamedTuple
 
@@ -17,7 +17,7 @@ from reshard.checkpoints.placed import PlacedFile
 from reshard.errors import CheckpointError, DamagedCheckpointError
 from reshard.storage import ReadableFile, UnfitError, fill, opened_regular, read_range
 from reshard.storage.other_files import GCM
-from reshard.text.wording import quoted
+from reshard.text.wording import plural, quoted
 
 # MindSpore's CRC counts a 0-d integer of value N as N zero bytes, which it keeps in memory; so it cannot have written
 # a larger N, which would take longer than some seconds here.
@@ -59,9 +59,7 @@ def check_crc(
         return CrcCheck(False, "no CRC is recorded")
     with reading(index.path), handles.borrow(index.path) as file:
         if isinstance(file, PlacedFile):
-            # No note about archives without CRCs: they are common, and a user cannot add them.
-            file.check(on_block)
-            return CrcCheck(True)
+            return CrcCheck(True) if file.check(on_block) else CrcCheck(False, "its archives record none")
         if isinstance(file, DecryptedFile) and file.cipher == GCM:
             file.check(on_block)
             return CrcCheck(True)
@@ -85,6 +83,13 @@ class CrcChecks(NamedTuple):
 
     damaged: dict[str, DamagedCheckpointError]
     unchecked: dict[str, str]
+
+    def notes(self) -> Iterator[str]:
+        """A sentence for each reason, on its files."""
+        for reason in sorted({*self.unchecked.values()}):
+            paths = sorted(path for path in self.unchecked if self.unchecked[path] == reason)
+            more = f" (likewise {plural(len(paths) - 1, 'other file')})" if paths[1:] else ""
+            yield f"{paths[0]}: its CRC was not checked: {reason}{more}"
 
 
 def check_crcs(

@@ -294,11 +294,12 @@ class HyperParallelFiles(_DistributedFiles):
                     for name, offset, length in self._object_places()
                 ),
             ]
+            keys = {name: self._nested[name] for name, _ in described if name in self._nested}
             return _instance(
                 "metadata.Metadata",
                 HYPER,
                 state_dict_metadata=Pairs(iter(described)),
-                planner_data=None,
+                planner_data=keys or None,
                 storage_data=Pairs(iter(stored)),
                 version="1.0",
             )

@@ -94,7 +94,7 @@ def part_of(archive: Archive, value: Any) -> Optional[RankPart]:
             start = min(part * coordinates[number], sizes[dimension])
             offsets[dimension] += start
             sizes[dimension] = min(part, sizes[dimension] - start)
-    if elements.shape != tuple(sizes) and (0 not in elements.shape or 0 not in sizes):
+    if elements.shape != tuple(sizes) and not (0 in elements.shape and 0 in sizes):
         raise PlacementError(
             f"of shape {list(shape)} has a part of shape {list(elements.shape)}, and one of {sizes} by its placement"
         )
@@ -105,7 +105,7 @@ def _wrapped(value: PickledInstance) -> tuple[Optional[tuple[int, ...]], dict[st
     """The shape and the attributes of a DTensor."""
     args = value.args
     wrapper = args[2] if len(args) > 3 and isinstance(args[2], tuple) and len(args[2]) > 2 else (None,)
-    if args[:1] != () and getattr(args[0], "name", None) == _WRAPPER and _class(wrapper[0]) == _TENSOR:
+    if args and getattr(args[0], "name", None) == _WRAPPER and _class(wrapper[0]) == _TENSOR:
         return _sizes(wrapper[2]), _fields(args[3])
     raise PlacementError("is a tensor of a class that is not read")
 
@@ -145,30 +145,24 @@ def _cuts(placements: Sequence[Any], mesh_shape: Sequence[int], dimensions: int,
         if kind not in (_SHARD, _STRIDED) or type(dimension) is not int or not 0 <= dimension < dimensions:
             raise PlacementError(f"has the placement {kind or 'of no name'}, which is not read")
         cut = cuts.setdefault(dimension, [])
-        before = [math.prod(mesh_shape[each] for each in cut[:count]) for count in range(len(cut) + 1)]
+        part_counts = [math.prod(mesh_shape[each] for each in cut[:count]) for count in range(len(cut) + 1)]
         parts = fields.get("split_factor") if kind == _STRIDED else 1
-        if parts not in before or (kind == _STRIDED and order):
+        if parts not in part_counts or (kind == _STRIDED and order):
             raise PlacementError("has a strided placement that is not read")
-        cut.insert(before.index(parts), number)
+        cut.insert(part_counts.index(parts), number)
     if order:
-        recorded = {each.args[0]: [*each.args[1]] for each in order if _is_order(each)} if _are(order) else {}
+        recorded = _recorded_order(order)
         if {dimension: sorted(cut) for dimension, cut in recorded.items()} != cuts:
             raise PlacementError("has an order of its cuts that contradicts its placements")
         return recorded
     return cuts
 
 
-def _are(order: Any) -> bool:
-    return isinstance(order, (tuple, list)) and len(order) <= _MAX_DIMENSIONS and all(map(_is_order, order))
-
-
-def _is_order(entry: Any) -> bool:
-    return (
-        isinstance(entry, PickledInstance)
-        and len(entry.args) == 2
-        and type(entry.args[0]) is int
-        and _sizes(entry.args[1]) is not None
-    )
+def _recorded_order(order: Any) -> dict[int, list[int]]:
+    """The same as `_cuts`, as newer versions of torch record it; empty for anything else."""
+    entries = order if isinstance(order, (tuple, list)) and len(order) <= _MAX_DIMENSIONS else ()
+    pairs = [each.args for each in entries if isinstance(each, PickledInstance) and len(each.args) == 2]
+    return {dimension: [*(_sizes(cut) or ())] for dimension, cut in pairs if type(dimension) is int}
 
 
 def _class(value: Any) -> str:

@@ -31,7 +31,7 @@ from reshard.text.report import Report
 from reshard.text.wording import number_ranges, plural, quoted
 
 _MODEL_NAME = "model_world_size_{}_rank_{}.pt"
-_MODEL = re.compile(r"model_world_size_([0-9]{1,6})_rank_([0-9]{1,6})\.pt")
+_MODEL = re.compile(r"model_world_size_([1-9][0-9]{0,5})_rank_(0|[1-9][0-9]{0,5})\.pt")
 _OTHER_STATE = re.compile(r"(optim|extra_state)_world_size_[0-9]+_rank_[0-9]+\.pt")
 _BESIDE = "huggingface"
 _HINT = "copy the files of one save again"
@@ -64,23 +64,13 @@ class VerlForm(Form):
                 hint=f"give the directory as SRC: {os.path.dirname(directory) or os.curdir}",
             )
         names = names_in(directory)
-        world, paths = _files_of_ranks(directory, names)
+        world, paths, problems = _files_of_ranks(directory, names, request.damaged)
         unread = [name for name in names if _OTHER_STATE.fullmatch(name)]
         if unread:
             request.report.note(f"{directory}: optimizer and other state is not read: {file_names(unread)}")
-        missing = [rank for rank in range(world) if rank not in paths]
-        problems: list[InputError] = []
-        if missing:
-            text = f"{plural(len(missing), 'file')} of {world} missing: {_MODEL_NAME.format(world, missing[0])}"
-            more = f" and those of ranks {number_ranges(missing[1:])}" if missing[1:] else ""
-            problems.append(CheckpointError(f"{directory}: {text}{more}", file=directory, hint=_HINT))
-        problems += [DamagedCheckpointError(text, file=path, hint=_HINT) for path, text in request.damaged.items()]
-        files: list[_RankFile] = []
-        for file in for_each(
-            lambda path: _read_rank(path, request.handles),
-            [paths[rank] for rank in sorted(paths) if paths[rank] not in request.damaged],
-        ):
-            (files if isinstance(file, _RankFile) else problems).append(file)  # type: ignore[arg-type]
+        results = for_each(lambda path: _read_rank(path, request.handles), paths)
+        files = [result for result in results if isinstance(result, _RankFile)]
+        problems += [result for result in results if not isinstance(result, _RankFile)]
         lacking = one_error(problems, f"{directory} is not complete") if problems else None
         if not files and lacking is not None:
             raise lacking
@@ -109,8 +99,10 @@ class VerlForm(Form):
         return described(cast(ChunkedCheckpoint, checkpoint))
 
 
-def _files_of_ranks(directory: str, names: Sequence[str]) -> tuple[int, dict[int, str]]:
-    """The number of ranks that saved, and the file of each.
+def _files_of_ranks(
+    directory: str, names: Sequence[str], damaged: Mapping[str, str]
+) -> tuple[int, list[str], list[InputError]]:
+    """The number of ranks that saved, their files, and why others are not read.
 
     Raises:
         CheckpointError: the files are of several saves.
@@ -118,14 +110,22 @@ def _files_of_ranks(directory: str, names: Sequence[str]) -> tuple[int, dict[int
     matches = [match for match in map(_MODEL.fullmatch, names) if match]
     worlds = sorted({int(match[1]) for match in matches})
     paths = {int(match[2]): os.path.join(directory, match[0]) for match in matches}
-    if len(worlds) > 1 or max(paths) >= worlds[0]:
-        saves = f"saves of {' and '.join(map(str, worlds))} ranks" if worlds[1:] else f"a file of rank {max(paths)}"
+    world, last = worlds[0], max(paths)
+    if worlds[1:] or last >= world:
+        saves = f"saves of {' and '.join(map(str, worlds))} ranks"
         raise CheckpointError(
-            f"{directory}: holds {saves}" + ("" if worlds[1:] else f" in a save of {worlds[0]} ranks"),
+            f"{directory}: holds " + (saves if worlds[1:] else f"a file of rank {last} in a save of {world} ranks"),
             file=directory,
             hint="move the files of other saves to another directory",
         )
-    return worlds[0], paths
+    problems: list[InputError] = []
+    missing = [rank for rank in range(world) if rank not in paths]
+    if missing:
+        text = f"{plural(len(missing), 'file')} of {world} missing: {_MODEL_NAME.format(world, missing[0])}"
+        more = f" and those of ranks {number_ranges(missing[1:])}" if missing[1:] else ""
+        problems.append(CheckpointError(f"{directory}: {text}{more}", file=directory, hint=_HINT))
+    problems += [DamagedCheckpointError(text, file=path, hint=_HINT) for path, text in damaged.items()]
+    return world, [paths[rank] for rank in sorted(paths) if paths[rank] not in damaged], problems
 
 
 class _RankFile(NamedTuple):
@@ -187,10 +187,10 @@ def _tensors(
             others.append(name)
             continue
         parts: list[RankPart] = []
-        at: dict[Optional[tuple[int, ...]], RankPart] = {}
+        by_offsets: dict[Optional[tuple[int, ...]], RankPart] = {}
         for file in files:
             part = file.parts.get(name)
-            problem = _problem(part, parts[0] if parts else None, at, world)
+            problem = _problem(part, parts[0] if parts else None, by_offsets, world, len(files) < world)
             if problem is not None or not isinstance(part, RankPart):
                 faults[name] = CheckpointError(
                     f"{file.header.path}: {quoted(name)} {problem}",
@@ -200,7 +200,7 @@ def _tensors(
                 )
                 break
             parts.append(part)
-            at.setdefault(part.offsets, part)
+            by_offsets.setdefault(part.offsets, part)
         else:
             chunks = [
                 Chunk(part.offsets, part.sizes, number) for number, part in enumerate(parts) if part.offsets is not None
@@ -214,35 +214,41 @@ def _tensors(
 def _problem(
     part: Union[RankPart, PlacementError, None],
     first: Optional[RankPart],
-    at: Mapping[Optional[tuple[int, ...]], RankPart],
+    by_offsets: Mapping[Optional[tuple[int, ...]], RankPart],
     world: int,
+    missing: bool,
 ) -> Optional[str]:
     """Why a part is not read; None if it is.
 
     Args:
         part: the part.
         first: of the same tensor in the file of another rank, if any.
-        at: such parts by their offsets.
+        by_offsets: such parts by their offsets.
         world: the number of ranks that saved.
+        missing: whether the file of one is not read.
     """
     if isinstance(part, PlacementError):
         return str(part)
     if part is None:
         return "is missing or no tensor, and is a tensor in the file of another rank"
-    here, there = (
+    description, first_description = (
         f"{each.elements.dtype} {list(each.shape)} over {plural(each.mesh_size, 'rank')}"
         for each in (part, first or part)
     )
-    if here != there:
-        return f"is {here} here, and {there} in the file of another rank"
-    copy = at.get(part.offsets)
-    if copy is None or part.mesh_size >= world or not math.prod(part.sizes):
+    if description != first_description:
+        return f"is {description} here, and {first_description} in the file of another rank"
+    if part.mesh_size >= world or not math.prod(part.sizes):
         return None
     # Ranks outside of the mesh hold replicas, or other experts or stages under the same names.
+    over = f"is laid out over {plural(part.mesh_size, 'rank')} of {world}, and "
+    if missing:
+        return over + "a file that may hold other values of it is missing"
+    copy = by_offsets.get(part.offsets)
+    if copy is None:
+        return None
     (crc, *place), other = _evidence(part), _evidence(copy)
     if crc and [crc, *place] == other:
         return None
-    over = f"is laid out over {plural(part.mesh_size, 'rank')} of {world}, and "
     if not crc:
         return over + "without checksums in the files nothing shows that the others hold the same values"
     return over + "the others hold different values of it, which nothing places"
