@@ -19,6 +19,8 @@ Words = npt.NDArray[Any]
 
 # Elements that are cast at a time: with their temporaries they fit into the cache.
 _BLOCK = 1 << 16
+# To look up single elements is only faster where they are fewer than one in this number.
+_MIN_COMPUTED = 16
 _ROOMS = threading.local()
 
 
@@ -83,8 +85,19 @@ class Cast:
             np.left_shift(out, 16, out=out)
             return 0
         if self.stored_size == 2:
-            # All indices are valid; in its default mode NumPy would write to a copy first.
-            np.take(_table(self.stored, self.dtype), source, out=out, mode="wrap")
+            table = _table(self.stored, self.dtype)
+            others = None
+            if together and out.flags.c_contiguous and (self.stored, self.dtype) == ("BFloat16", "Float16"):
+                others = _normal_float16(source.reshape(-1), out.reshape(-1))
+            if others is None:
+                # All indices are valid; in its default mode NumPy would write to a copy first.
+                np.take(table, source, out=out, mode="wrap")
+            else:
+                source = source.reshape(-1)[others]
+                values = table[source]
+                out.reshape(-1)[others] = values
+                # Only these can be infinite.
+                out = values
         else:
             out[...] = cast_words(source, self.stored, self.dtype)
         if self.stored == "Float16":
@@ -119,6 +132,26 @@ def _cast_ordinary(stored: str, dtype: str, source: Words, out: Words) -> bool:
     if len(middle):
         out[np.unravel_index(middle, out.shape)] = cast_words(source[middle], stored, dtype)
     return True
+
+
+def _normal_float16(source: Words, out: Words) -> Optional[npt.NDArray[np.intp]]:
+    """Cast BFloat16 to Float16 where elements are normal numbers in both: only the bias of the exponent differs.
+
+    Returns:
+        Places of the other elements, which are not cast; None if there are many, and none is cast.
+    """
+    room = _rooms(len(source))[0].view("u2")[: len(source)]
+    # Twice the word has no sign; 0x3880 is the least normal number of Float16, 0x4780 the first beyond the largest.
+    np.left_shift(source, 1, out=room)
+    np.subtract(room, 2 * 0x3880, out=room)
+    others = room >= 2 * (0x4780 - 0x3880)
+    if np.count_nonzero(others) > len(source) // _MIN_COMPUTED:
+        return None
+    np.left_shift(room, 2, out=out)
+    np.add(out, 0x0400, out=out)
+    np.bitwise_and(source, 0x8000, out=room)
+    np.bitwise_or(out, room, out=out)
+    return np.flatnonzero(others)
 
 
 def _ordinary_bfloat16(bits: Words, out: Words) -> bool:

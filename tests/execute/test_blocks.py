@@ -97,6 +97,30 @@ def test_elements_are_placed_correctly_for_any_memory_order(data: st.DataObject)
     assert step == 1 or not view[1::step].any()
 
 
+@examples(40)
+@given(st.data())
+def test_transposed_elements_are_put_in_their_places_and_nowhere_else(data: st.DataObject) -> None:
+    """Sides around those of tiles, gaps on both sides, any bits."""
+    sides = st.sampled_from([255, 256, 257, 259, 300, 511, 514, 1023, 1025, 1030])
+    dtype = data.draw(st.sampled_from(["u1", "u2", "u4", "u8"]), "dtype")
+    shape = [*data.draw(st.lists(st.integers(1, 3), max_size=2), "outer"), data.draw(sides), data.draw(sides)]
+    while math.prod(shape) > 600_000:
+        shape[shape.index(max(shape))] = 257
+    places = data.draw(st.permutations(range(len(shape))), "places")
+    step = data.draw(st.sampled_from([1, 1, 2]), "step")
+    gaps = data.draw(st.lists(st.integers(0, 3), min_size=len(shape), max_size=len(shape)), "gaps")
+    random = np.random.default_rng(data.draw(st.integers(0, 9)))
+    stored = random.integers(1, 256, (*shape[:-1], shape[-1] * step, np.dtype(dtype).itemsize), dtype=np.uint8)
+    source = stored.view(dtype)[..., ::step, :]
+    memory = np.zeros([shape[axis] + gaps[axis] for axis in places], dtype)
+    view = memory.transpose(np.argsort(places))[tuple(map(slice, shape))]
+
+    put(source, view[..., None])
+
+    np.testing.assert_array_equal(view, source[..., 0])
+    assert np.count_nonzero(memory) == math.prod(shape)
+
+
 def test_only_runs_of_equal_bytes_are_copied() -> None:
     anything: Any = object()
     box = ((0, 4), (0, 8))

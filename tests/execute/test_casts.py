@@ -151,3 +151,32 @@ def test_casts_of_ordinary_blocks_equal_casts_by_element(stored: str, dtype: str
     Cast(stored, dtype, "w", lambda name, count: pytest.fail("overflow")).put(words, out)
 
     np.testing.assert_array_equal(out, cast_words(words, stored, dtype))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("special", ["none", "few", "many"])
+@pytest.mark.parametrize(("stored", "dtype"), PAIRS)
+def test_blocks_of_any_bits_give_what_elements_give(stored: str, dtype: str, special: str, transposed: bool) -> None:
+    """Numbers near 1, some or all of them replaced by any bits: NaN of any payload, infinities, subnormal numbers."""
+    random = np.random.default_rng(0)
+    shape = (301, 517)
+    numbers = random.uniform(-2, 2, shape).view("u8")
+    words = numbers if stored == "Float64" else cast_words(numbers, "Float64", stored)
+    chosen = random.random(shape) < {"none": 0, "few": 0.01, "many": 1}[special]
+    size = words.dtype.itemsize
+    words[chosen] = random.integers(0, 256, (*shape, size), dtype=np.uint8).view(words.dtype)[..., 0][chosen]
+    out = np.zeros(shape[::-1] if transposed else shape, WORDS[dtype])
+    view = out.T if transposed else out
+    overflows: list[int] = []
+
+    put(words[..., None], view[..., None], Cast(stored, dtype, "w", lambda name, count: overflows.append(count)))
+
+    expected = cast_words(words, stored, dtype)
+    np.testing.assert_array_equal(view, expected)
+    infinite = ((1 << FIELDS[dtype][0]) - 1) << FIELDS[dtype][1]
+    infinite_before = ((1 << FIELDS[stored][0]) - 1) << FIELDS[stored][1]
+    counts = [
+        np.count_nonzero(array << array.dtype.type(1) == array.dtype.type(2 * bits))
+        for array, bits in ((expected, infinite), (words, infinite_before))
+    ]
+    assert sum(overflows) == counts[0] - counts[1]
