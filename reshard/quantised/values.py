@@ -43,6 +43,8 @@ OFFSET_TYPES = (*FLOATS, "Int8")
 BLOCK = 1 << 16
 """Elements that are decoded at a time: their indices, of 8 bytes within NumPy, or their products stay in the cache."""
 
+# Minimum elements of a block that ends with a row of scales.
+_MIN_BLOCK = 1 << 12
 _ROOMS = threading.local()
 
 
@@ -207,12 +209,15 @@ def multiply(codes: Bytes, factors: Factors, block: Sequence[int], box: Box, out
     spread = _Spread(factors.values, block, box, 1)
     most = max(1, BLOCK // max(1, columns))
     with np.errstate(invalid="ignore", under="ignore"):
-        for first in range(0, rows, most):
-            part = flat_out[first : first + most]
+        last = 0
+        while last < rows:
+            first = last
+            last, values = spread.over(first, most)
+            part = flat_out[first:last]
             words = part if part.itemsize == 4 else _room(part.size, 0).reshape(part.shape)
-            _expand(flat_codes[first : first + most], factors.code, words)
+            _expand(flat_codes[first:last], factors.code, words)
             numbers = words.view("f4")
-            np.multiply(numbers, spread.over(first, first + len(part)), out=numbers)
+            np.multiply(numbers, values, out=numbers)
             if part.itemsize == 2:
                 _round_to_bfloat16(words, factors.ties, part)
 
@@ -282,12 +287,13 @@ def dequantise(codes: Bytes, tables: Tables, numbers: Words, block: Sequence[int
     most = max(1, BLOCK // flat_codes.shape[1])
     room = np.empty((min(most, rows), flat_codes.shape[1]), dtype)
     overflows = tables.overflows if tables.overflowing[numbers].any() else None
-    overflowed = 0
-    for first in range(0, rows, most):
-        last = min(first + most, rows)
+    overflowed = last = 0
+    while last < rows:
+        first = last
+        last, values = spread.over(first, most)
         indices = room[: last - first]
         np.copyto(indices, flat_codes[first:last])
-        np.add(indices, spread.over(first, last), out=indices)
+        np.add(indices, values, out=indices)
         # All indices are valid; in its default mode NumPy would write to a copy first.
         np.take(tables.words, indices, out=flat_out[first:last], mode="wrap")
         if overflows is not None:
@@ -316,21 +322,24 @@ class _Spread:
         self._lengths = np.full(last - first, size // per_byte)
         self._lengths[0] -= (low - first * size) // per_byte
         self._lengths[-1] -= (last * size - high) // per_byte
+        self._columns = int(self._lengths.sum())
         # NumPy is several times as fast where all repeats are equal.
         self._equal = bool((self._lengths == self._lengths[0]).all())
         self._values = values.reshape(-1, last - first)
         self._recent: tuple[int, Words] = -1, self._values[:0]
 
-    def over(self, first: int, last: int) -> Words:
-        """The values for some rows, in a shape that broadcasts to these."""
-        rows = self._rows[first:last]
-        if rows[0] != rows[-1] or (rows != rows[0]).any():
-            return self._repeated(self._values[rows])
-        # Most rows of a block share one row of scales.
+    def over(self, first: int, most: int) -> tuple[int, Words]:
+        """The values for rows from the first on, in a shape that broadcasts to these, and the end of the rows."""
+        rows = self._rows[first : first + most]
+        differ = np.flatnonzero(rows != rows[0])
+        # Most rows of a block share one row of scales. Where it ends, so does the block, unless that makes it small.
+        count = int(differ[0]) if len(differ) else len(rows)
+        if count < len(rows) and count * self._columns < _MIN_BLOCK:
+            return first + len(rows), self._repeated(self._values[rows])
         row = int(rows[0])
         if self._recent[0] != row:
             self._recent = row, self._repeated(self._values[row : row + 1])
-        return self._recent[1]
+        return first + count, self._recent[1]
 
     def _repeated(self, values: Words) -> Words:
         if len(self._lengths) == 1:
