@@ -332,9 +332,10 @@ class _Spread:
         """The values for rows from the first on, in a shape that broadcasts to these, and the end of the rows."""
         rows = self._rows[first : first + most]
         differ = np.flatnonzero(rows != rows[0])
-        # Most rows of a block share one row of scales. Where it ends, so does the block, unless that makes it small.
+        # Most rows of a block share one row of scales. Where it ends, so does the block, unless that makes it small or one
+        # scale for a whole row need not be repeated.
         count = int(differ[0]) if len(differ) else len(rows)
-        if count < len(rows) and count * self._columns < _MIN_BLOCK:
+        if len(self._lengths) == 1 or (count < len(rows) and count * self._columns < _MIN_BLOCK):
             return first + len(rows), self._repeated(self._values[rows])
         row = int(rows[0])
         if self._recent[0] != row:
