@@ -69,8 +69,10 @@ FLOAT8 = {"Float8E4M3FN": Float8(20, 0x87F00000, 120, 0x7F), "Float8E5M2": Float
 
 # The least word of Float32 that becomes infinite as BFloat16.
 _BECOMES_INFINITE = 0x7F7F8000
-# Minimum elements per scale for which all products of the scale are checked for ties.
-_MIN_SHARING = 1 << 10
+# The least number of Float32 with all of its digits.
+_LEAST_NORMAL = 2.0**-126
+# Minimum elements per product for which the products of scales are checked for ties.
+_MIN_SHARING = 8
 
 
 def decode_scales(words: Words, dtype: str) -> Floats:
@@ -174,22 +176,22 @@ def factors_of(code: str, scales: Floats, dtype: str, elements: int) -> Optional
         dtype: type of the elements.
         elements: the number of elements that will be multiplied.
     """
-    if code not in _SIZES or dtype not in ("Float32", "BFloat16"):
+    if code not in _MULTIPLIED or dtype not in ("Float32", "BFloat16"):
         return None
-    sizes = _SIZES[code]
-    # Without subnormal numbers, as some libraries set the processor, small codes would become zero.
+    least, largest, significands = _MULTIPLIED[code]
     bits = FLOAT8.get(code)
     power = np.float32(1 if bits is None else 2.0**bits.bias)
-    if bits is not None and np.uint32(1 << bits.shift).view("f4") * power != sizes[1]:
+    # Without subnormal numbers, as some libraries set the processor, small codes would become zero.
+    if bits is not None and np.uint32(1 << bits.shift).view("f4") * power != least:
         return None
     with np.errstate(over="ignore", under="ignore"):
         factors = scales * power
-        if not np.isfinite(factors).all() or (sizes[-1:] * scales.max()).view("u4")[0] >= _BECOMES_INFINITE:
+        if not np.isfinite(factors).all() or (largest * scales.max()).view("u4") >= _BECOMES_INFINITE:
             return None
         ties = True
-        if scales.size * _MIN_SHARING <= elements:
-            # Negative products round as positive ones.
-            products = sizes * scales.reshape(-1, 1)
+        if least * scales.min() >= _LEAST_NORMAL and scales.size * len(significands) * _MIN_SHARING <= elements:
+            # Products of numbers that differ by a power of two have the same digits.
+            products = significands * scales.reshape(-1, 1)
             ties = bool((products.view("u4").astype("u2") == 0x8000).any())
     return Factors(code, factors, ties)
 
@@ -332,8 +334,8 @@ class _Spread:
         """The values for rows from the first on, in a shape that broadcasts to these, and the end of the rows."""
         rows = self._rows[first : first + most]
         differ = np.flatnonzero(rows != rows[0])
-        # Most rows of a block share one row of scales. Where it ends, so does the block, unless that makes it small or one
-        # scale for a whole row need not be repeated.
+        # Most rows of a block share one row of scales. Where it ends, so does the block, unless that makes it small or
+        # rows have one scale, which is not repeated.
         count = int(differ[0]) if len(differ) else len(rows)
         if len(self._lengths) == 1 or (count < len(rows) and count * self._columns < _MIN_BLOCK):
             return first + len(rows), self._repeated(self._values[rows])
@@ -387,7 +389,19 @@ CODES: Mapping[str, Floats] = {
 }
 """Per code that can be decoded the numbers of every byte: 256 rows of one number, of two for `E2M1`."""
 
-# Per code of `Factors` the finite numbers without sign, ascending.
-_SIZES: Mapping[str, Floats] = {
-    code: np.unique(np.abs(CODES[code][np.isfinite(CODES[code])])) for code in (*FLOAT8, "Int8")
-}
+
+class _Numbers(NamedTuple):
+    """Finite numbers of a code, without sign: the least one above zero, the largest one, and their significands."""
+
+    least: np.float32
+    largest: np.float32
+    significands: Floats
+
+
+def _numbers_of(code: str) -> _Numbers:
+    sizes = np.abs(CODES[code][np.isfinite(CODES[code])])
+    sizes = sizes[sizes > 0]
+    return _Numbers(sizes.min(), sizes.max(), np.unique(np.frexp(sizes)[0]))
+
+
+_MULTIPLIED = {code: _numbers_of(code) for code in (*FLOAT8, "Int8")}
