@@ -61,7 +61,7 @@ _MAX_DESCRIPTION = 1 << 28
 # Elements that are read at a time: buffers for codes and scales stay below a MiB.
 _MOST = 1 << 19
 # Tables that are made at a time, and scales that are read at a time, for the same reason.
-_MAX_TABLES = 1 << 8
+_MAX_TABLES = 1 << 7
 _MAX_SCALES = 1 << 15
 # The scales and tables that a thread used last: the next rows mostly need the same ones.
 _RECENT = threading.local()
@@ -255,7 +255,10 @@ class ScaledCodes:
             scales = self._checked(decode_scales(words, self._scales.dtype), box)
         if self._offsets is not None:
             offsets = decode_scales(self._offsets.read(read, box), self._offsets.dtype)
-        elif not self._exponents:
+            # msmodelslim writes zeros for symmetric weights. Int8 has no negative zero, whose sign they would change.
+            if self._tensor.code == "Int8" and not offsets.any():
+                offsets = None
+        if offsets is None and not self._exponents:
             factors = factors_of(self._tensor.code, scales, self.dtype, elements)
         result = _RECENT.scaled = _Scaled(self, box, scales, offsets, factors)
         return result
