@@ -20,6 +20,8 @@ from reshard.plan.pieces import TargetTensor
 
 # Minimum bytes of a run: shorter runs are as fast through memory, many in one write.
 _MIN_COPIED_RUN = 1 << 20
+# Maximum bytes of decoded elements that are written at a time: they are still in the cache then.
+_MAX_DECODED = 2 << 20
 
 
 class PartWriter:
@@ -88,12 +90,15 @@ class PartWriter:
             first, last = segment.start // tensor.item_size, segment.stop // tensor.item_size
             if buffer.writer.copies:
                 first += self._copy(tensor, first, last, buffer)
-            most = max(1, buffer.size // tensor.item_size)
+            decoded = all(piece.source.decoding is not None and piece.region is None for piece in tensor.pieces)
+            most = max(1, (min(buffer.size, _MAX_DECODED) if decoded else buffer.size) // tensor.item_size)
             for box in boxes_of_range(tensor.shape, first, last, most):
                 if self._stopped():
                     return
                 count = volume_of(box) * tensor.item_size
                 self._filler.fill(tensor, box, buffer.reserve(count))
+                if decoded:
+                    buffer.flush()
                 self._wrote(count)
 
     def _copy(self, tensor: TargetTensor, first: int, last: int, buffer: PartBuffer) -> int:

@@ -61,7 +61,7 @@ _MAX_DESCRIPTION = 1 << 28
 # Elements that are read at a time: buffers for codes and scales stay below a MiB.
 _MOST = 1 << 19
 # Tables that are made at a time, and scales that are read at a time, for the same reason.
-_MAX_TABLES = 1 << 8
+_MAX_TABLES = 1 << 7
 _MAX_SCALES = 1 << 15
 # The scales and tables that a thread used last: the next rows mostly need the same ones.
 _RECENT = threading.local()
@@ -144,16 +144,14 @@ class _Scaled:
     Attributes:
         owner: decodes the tensor.
         box: which scales they are.
-        words: as they are stored.
-        scales: as numbers.
+        scales: as numbers; exponents, for which tables exist, as they are stored.
         offsets: the zero points; None without them.
         factors: for vector arithmetic; None where tables are needed.
     """
 
     owner: object
     box: Box
-    words: Words
-    scales: Floats
+    scales: Words
     offsets: Optional[Floats]
     factors: Optional[Factors]
 
@@ -171,8 +169,9 @@ class ScaledCodes:
         self._offsets = offsets
         self._per_byte = 2 if tensor.code == E2M1 else 1
         self._compared = False
-        # Tables of all scales exist already.
-        self._exponents = scales.dtype in EXPONENTS and offsets is None
+        # One set of tables has the results of all scales; vector arithmetic is faster, but not for these types.
+        tables = tensor.code == E2M1 or dtype == "Float16"
+        self._exponents = tables and scales.dtype in EXPONENTS and offsets is None
 
     def stored_bytes(self, elements: int) -> int:
         """Bytes of this many elements in the files."""
@@ -231,7 +230,7 @@ class ScaledCodes:
             multiply(codes, scaled.factors.part(part), block, box, out)
             return 0
         if self._exponents:
-            tables, numbers = tables_of_exponents(self._tensor.code, self.dtype, cast), scaled.words[part]
+            tables, numbers = tables_of_exponents(self._tensor.code, self.dtype, cast), scaled.scales[part]
         else:
             recent: Optional[tuple[object, Box, Tables]] = getattr(_RECENT, "tables", None)
             if recent is None or recent[:2] != (scaled, scales):
@@ -253,13 +252,19 @@ class ScaledCodes:
         if recent is not None and recent.owner is self and recent.box == box:
             return recent
         words = self._scales.read(read, box)
-        scales = self._checked(decode_scales(words, self._scales.dtype), box)
+        scales: Words = words
         offsets = factors = None
+        # Of exponents, only the largest word is no number.
+        if not self._exponents or words.max() == 0xFF:
+            scales = self._checked(decode_scales(words, self._scales.dtype), box)
         if self._offsets is not None:
             offsets = decode_scales(self._offsets.read(read, box), self._offsets.dtype)
-        else:
+            # msmodelslim writes zeros for symmetric weights. Int8 has no negative zero, whose sign they would change.
+            if self._tensor.code == "Int8" and not offsets.any():
+                offsets = None
+        if offsets is None and not self._exponents:
             factors = factors_of(self._tensor.code, scales, self.dtype, elements)
-        result = _RECENT.scaled = _Scaled(self, box, words, scales, offsets, factors)
+        result = _RECENT.scaled = _Scaled(self, box, scales, offsets, factors)
         return result
 
     def _checked(self, scales: Floats, box: Box) -> Floats:
@@ -268,8 +273,8 @@ class ScaledCodes:
         Raises:
             CheckpointError: one is not.
         """
-        valid = (scales > 0) & (scales < np.inf)
-        if not valid.all():
+        if not (scales.min() > 0 and scales.max() < np.inf):
+            valid = (scales > 0) & (scales < np.inf)
             first = tuple(np.argwhere(~valid)[0].tolist())
             place, value = [at + low for at, (low, _) in zip(first, box)], scales[first]
             raise CheckpointError(

@@ -43,6 +43,8 @@ OFFSET_TYPES = (*FLOATS, "Int8")
 BLOCK = 1 << 16
 """Elements that are decoded at a time: their indices, of 8 bytes within NumPy, or their products stay in the cache."""
 
+# Minimum elements of a block that ends with a row of scales.
+_MIN_BLOCK = 1 << 12
 _ROOMS = threading.local()
 
 
@@ -67,8 +69,10 @@ FLOAT8 = {"Float8E4M3FN": Float8(20, 0x87F00000, 120, 0x7F), "Float8E5M2": Float
 
 # The least word of Float32 that becomes infinite as BFloat16.
 _BECOMES_INFINITE = 0x7F7F8000
-# Minimum elements per scale for which all products of the scale are checked for ties.
-_MIN_SHARING = 1 << 10
+# The least number of Float32 with all of its digits.
+_LEAST_NORMAL = 2.0**-126
+# Minimum elements per product for which the products of scales are checked for ties.
+_MIN_SHARING = 8
 
 
 def decode_scales(words: Words, dtype: str) -> Floats:
@@ -172,22 +176,22 @@ def factors_of(code: str, scales: Floats, dtype: str, elements: int) -> Optional
         dtype: type of the elements.
         elements: the number of elements that will be multiplied.
     """
-    if code not in _SIZES or dtype not in ("Float32", "BFloat16"):
+    if code not in _MULTIPLIED or dtype not in ("Float32", "BFloat16"):
         return None
-    sizes = _SIZES[code]
-    # Without subnormal numbers, as some libraries set the processor, small codes would become zero.
+    least, largest, significands = _MULTIPLIED[code]
     bits = FLOAT8.get(code)
     power = np.float32(1 if bits is None else 2.0**bits.bias)
-    if bits is not None and np.uint32(1 << bits.shift).view("f4") * power != sizes[1]:
+    # Without subnormal numbers, as some libraries set the processor, small codes would become zero.
+    if bits is not None and np.uint32(1 << bits.shift).view("f4") * power != least:
         return None
     with np.errstate(over="ignore", under="ignore"):
         factors = scales * power
-        if not np.isfinite(factors).all() or (sizes[-1:] * scales.max()).view("u4")[0] >= _BECOMES_INFINITE:
+        if not np.isfinite(factors).all() or (largest * scales.max()).view("u4") >= _BECOMES_INFINITE:
             return None
         ties = True
-        if scales.size * _MIN_SHARING <= elements:
-            # Negative products round as positive ones.
-            products = sizes * scales.reshape(-1, 1)
+        if least * scales.min() >= _LEAST_NORMAL and scales.size * len(significands) * _MIN_SHARING <= elements:
+            # Products of numbers that differ by a power of two have the same digits.
+            products = significands * scales.reshape(-1, 1)
             ties = bool((products.view("u4").astype("u2") == 0x8000).any())
     return Factors(code, factors, ties)
 
@@ -207,12 +211,15 @@ def multiply(codes: Bytes, factors: Factors, block: Sequence[int], box: Box, out
     spread = _Spread(factors.values, block, box, 1)
     most = max(1, BLOCK // max(1, columns))
     with np.errstate(invalid="ignore", under="ignore"):
-        for first in range(0, rows, most):
-            part = flat_out[first : first + most]
+        last = 0
+        while last < rows:
+            first = last
+            last, values = spread.over(first, most)
+            part = flat_out[first:last]
             words = part if part.itemsize == 4 else _room(part.size, 0).reshape(part.shape)
-            _expand(flat_codes[first : first + most], factors.code, words)
+            _expand(flat_codes[first:last], factors.code, words)
             numbers = words.view("f4")
-            np.multiply(numbers, spread.over(first, first + len(part)), out=numbers)
+            np.multiply(numbers, values, out=numbers)
             if part.itemsize == 2:
                 _round_to_bfloat16(words, factors.ties, part)
 
@@ -282,12 +289,13 @@ def dequantise(codes: Bytes, tables: Tables, numbers: Words, block: Sequence[int
     most = max(1, BLOCK // flat_codes.shape[1])
     room = np.empty((min(most, rows), flat_codes.shape[1]), dtype)
     overflows = tables.overflows if tables.overflowing[numbers].any() else None
-    overflowed = 0
-    for first in range(0, rows, most):
-        last = min(first + most, rows)
+    overflowed = last = 0
+    while last < rows:
+        first = last
+        last, values = spread.over(first, most)
         indices = room[: last - first]
         np.copyto(indices, flat_codes[first:last])
-        np.add(indices, spread.over(first, last), out=indices)
+        np.add(indices, values, out=indices)
         # All indices are valid; in its default mode NumPy would write to a copy first.
         np.take(tables.words, indices, out=flat_out[first:last], mode="wrap")
         if overflows is not None:
@@ -316,21 +324,25 @@ class _Spread:
         self._lengths = np.full(last - first, size // per_byte)
         self._lengths[0] -= (low - first * size) // per_byte
         self._lengths[-1] -= (last * size - high) // per_byte
+        self._columns = int(self._lengths.sum())
         # NumPy is several times as fast where all repeats are equal.
         self._equal = bool((self._lengths == self._lengths[0]).all())
         self._values = values.reshape(-1, last - first)
         self._recent: tuple[int, Words] = -1, self._values[:0]
 
-    def over(self, first: int, last: int) -> Words:
-        """The values for some rows, in a shape that broadcasts to these."""
-        rows = self._rows[first:last]
-        if rows[0] != rows[-1] or (rows != rows[0]).any():
-            return self._repeated(self._values[rows])
-        # Most rows of a block share one row of scales.
+    def over(self, first: int, most: int) -> tuple[int, Words]:
+        """The values for rows from the first on, in a shape that broadcasts to these, and the end of the rows."""
+        rows = self._rows[first : first + most]
+        differ = np.flatnonzero(rows != rows[0])
+        # Most rows of a block share one row of scales. Where it ends, so does the block, unless that makes it small or
+        # rows have one scale, which is not repeated.
+        count = int(differ[0]) if len(differ) else len(rows)
+        if len(self._lengths) == 1 or (count < len(rows) and count * self._columns < _MIN_BLOCK):
+            return first + len(rows), self._repeated(self._values[rows])
         row = int(rows[0])
         if self._recent[0] != row:
             self._recent = row, self._repeated(self._values[row : row + 1])
-        return self._recent[1]
+        return first + count, self._recent[1]
 
     def _repeated(self, values: Words) -> Words:
         if len(self._lengths) == 1:
@@ -377,7 +389,19 @@ CODES: Mapping[str, Floats] = {
 }
 """Per code that can be decoded the numbers of every byte: 256 rows of one number, of two for `E2M1`."""
 
-# Per code of `Factors` the finite numbers without sign, ascending.
-_SIZES: Mapping[str, Floats] = {
-    code: np.unique(np.abs(CODES[code][np.isfinite(CODES[code])])) for code in (*FLOAT8, "Int8")
-}
+
+class _Numbers(NamedTuple):
+    """Finite numbers of a code, without sign: the least one above zero, the largest one, and their significands."""
+
+    least: np.float32
+    largest: np.float32
+    significands: Floats
+
+
+def _numbers_of(code: str) -> _Numbers:
+    sizes = np.abs(CODES[code][np.isfinite(CODES[code])])
+    sizes = sizes[sizes > 0]
+    return _Numbers(sizes.min(), sizes.max(), np.unique(np.frexp(sizes)[0]))
+
+
+_MULTIPLIED = {code: _numbers_of(code) for code in (*FLOAT8, "Int8")}

@@ -163,7 +163,12 @@ def weights(scheme: str) -> tuple[dict[str, Any], list[Coded]]:
             coded(b, "Float8E5M2", (6, 8), (1, 8), "BFloat16", (6,)),
         ]
     if scheme == "int8 channels":
-        return CHANNELS, [coded(a, "Int8", (6, 8), (1, 8))]
+        symmetric = coded(("b.weight", "b.weight", "b.weight_scale"), "Int8", (6, 8), (1, 8))
+        zeros: dict[str, Parts] = {"b.weight_zero_point": ("Int8", (6, 1), bytes(6))}
+        return CHANNELS, [
+            coded(a, "Int8", (6, 8), (1, 8)),
+            symmetric._replace(stored={**symmetric.stored, **zeros}),
+        ]
     if scheme == "int8 groups with zero points":
         return GROUPS, [
             coded((*a, "a.weight_zero_point"), "Int8", (6, 16), (1, 4), offset="Int8"),
