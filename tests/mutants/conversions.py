@@ -121,7 +121,7 @@ def build(root: Path) -> Mapping[str, list[str]]:
 
     # Written under a trainer's names, which the strategy does not list.
     trained = {state + name: value(state + name, (8, 12)) for state in _STATES for name in ("a", "b", "s")}
-    made.add("dcp", _with_moments(stages), _with_moments(after), trained, "--to", "dcp")
+    created.add("dcp", _with_moments(stages), _with_moments(after), trained, "--to", "dcp")
 
     experts = {
         "up": value("up", (4, 6, 8), "BFloat16"),
