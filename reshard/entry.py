@@ -5,6 +5,9 @@ It ends the process. Other programs call `reshard.cli.main`.
 
 from __future__ import annotations
 
+import gc
+import os
+
 from reshard import signals
 
 TYPE_CHECKING = False
@@ -15,12 +18,19 @@ if TYPE_CHECKING:
 def main() -> NoReturn:
     """Run the command line of this process and end the process."""
     signals.install()
+    # Else OpenBLAS starts a thread per core when NumPy is imported: 0.1 s of processor time on two cores. Matrix products
+    # are small, and run in as many processes as there are jobs.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    # Modules are no garbage.
+    gc.disable()
     # Slow imports come after the handlers of signals.
     from reshard.cli import streams
 
     streams.install()
     from reshard.cli.main import main as run
 
+    gc.freeze()
+    gc.enable()
     status = 0
     try:
         run()

@@ -57,6 +57,9 @@ class Destination:
             RetryableError: it cannot be read.
         """
         status = status_at(self.path)
+        if status is None and exists(self.path):
+            # A link that leads nowhere, or a directory that another run has just made.
+            status = status_at(self.path)
         if not status.directory if status is not None else exists(self.path):
             raise TargetError(f"{self.path} is not a directory", file=self.path, hint="choose another DST")
         entries = set(directories)
