@@ -516,7 +516,7 @@ def test_a_rank_modified_after_conversion_is_refused_without_overwrite(world: Wo
     world.by_rank(1)
     path = world.dst / "rank_1" / "checkpoint_1.ckpt"
     path.write_bytes(path.read_bytes() + b"trained on")
-    fails(3, *world.words(1, command="by-rank"), says=["checkpoint_1.ckpt", "changed", "--overwrite"])
+    fails(3, *world.words(1, command="by-rank"), says=["checkpoint_1.ckpt", "modified", "--overwrite"])
     assert path.read_bytes().endswith(b"trained on")
     world.by_rank(1, "--overwrite")
     world.by_rank(0)
