@@ -19,7 +19,7 @@ WITH_JOB = ["sh", "-c", 'job=$1; shift; exec "$@" <"$job" >/dev/null 2>&1', "sh"
 
 
 def measure() -> Section:
-    """Measure what the libraries can do themselves, or say that it was skipped."""
+    """Measure the libraries' own conversions, or report that they were skipped."""
     section = Section("Forms against MindSpore and MindFormers")
     python, wheel = ENVIRONMENT / "bin" / "python", ENVIRONMENT / "mindformers" / MINDFORMERS
     if not wheel.is_dir():

@@ -48,7 +48,7 @@ def mindspore_python() -> Optional[str]:
 
 
 def measure() -> Section:
-    """Measure the three kinds that MindSpore can do, or say that they were skipped."""
+    """Measure the three kinds that MindSpore supports, or report that they were skipped."""
     section = Section("Against MindSpore")
     python = mindspore_python()
     if python is None:
@@ -110,7 +110,7 @@ def contest(ours: list[object], target: Path, theirs: list[object], start_up: fl
 
 
 def quietly(command: list[object]) -> Run:
-    """Run a command that has much to say."""
+    """Run a command with much output."""
     return run(["sh", "-c", 'exec "$@" >/dev/null 2>&1', "sh", *command])
 
 

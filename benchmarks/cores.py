@@ -1,4 +1,4 @@
-"""How a conversion uses many cores: GB/s by `--jobs`, and what stands for it where there are few cores.
+"""How a conversion uses many cores: GB/s by `--jobs`, and substitutes on machines with few cores.
 
     python -m benchmarks.cores [GB] [CASE ...]
 
@@ -102,7 +102,7 @@ def _measure_case(section: Section, place: Path, case: Case, model: Model, jobs:
 
 
 def _copies_at_once(target: Path, copied: Path) -> float:
-    """Seconds that as many `cp` take as there are target files."""
+    """Seconds of one `cp` per target file."""
     remove(copied)
     files = [path for path in target.glob("rank_*/*")]
     for path in files:

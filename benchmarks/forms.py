@@ -86,7 +86,7 @@ def prepare(place: Path, model: Model, claim: Claim) -> list[object]:
 
 
 def convert(place: Path, model: Model, claim: Claim, count: int = PAIRS) -> Compared:
-    """Measure `convert` against `cp -r` of what it wrote."""
+    """Measure `convert` against `cp -r` of its output."""
     words = prepare(place, model, claim)
     target = place / "made"
     measured = against_copy(words, target, count)

@@ -1,4 +1,4 @@
-"""Memory maps against explicit reads, on files where both are at home: what `--io auto` decides by."""
+"""Memory maps against explicit reads, on local files: the basis of `--io auto`."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ class Section:
 
 @contextmanager
 def memory_backed() -> Iterator[Path]:
-    """A directory in memory where there is one, removed afterwards."""
+    """A directory, in memory if possible, removed afterwards."""
     with directory_in("/dev/shm" if Path("/dev/shm").is_dir() else None) as place:
         yield place
 
@@ -138,7 +138,7 @@ def directory_in(base: Optional[str]) -> Iterator[Path]:
 
 
 def remove(*places: Path) -> None:
-    """Remove directories, or files, that may be there."""
+    """Remove directories or files if they exist."""
     for place in places:
         if place.is_dir():
             shutil.rmtree(place)

@@ -1,4 +1,4 @@
-"""Memory: what several kinds take, the time by `--max-memory`, and a tensor of 8 GiB."""
+"""Memory of several kinds, the time by `--max-memory`, and a tensor of 8 GiB."""
 
 from __future__ import annotations
 

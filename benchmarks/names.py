@@ -230,7 +230,7 @@ def prepare(place: Path, kind: Kind) -> list[object]:
 
 
 def wrong(target: Path, kind: Kind) -> int:
-    """How many tensors of what was made are not what they must be, or not there."""
+    """The number of wrong or missing tensors of a target."""
     if kind.back:
         stored = {
             name: array for path in target.glob("*.safetensors") for name, array in read_safetensors(path).items()
@@ -260,7 +260,7 @@ def _rounded(words: Array) -> Array:
 
 
 def convert(place: Path, kind: Kind, count: int = PAIRS) -> tuple[str, ...]:
-    """Measure a kind against `cp -r` of what it wrote, as cells of a table."""
+    """Measure a kind against `cp -r` of its output, as cells of a table."""
     words = prepare(place, kind)
     arrays = against_copy(words, place / "made", count)
     assert wrong(place / "made", kind) == 0

@@ -1,4 +1,4 @@
-"""Reads all objects of a bucket in large ranges with boto3, as many at a time as told, into one file.
+"""Reads all objects of a bucket in large ranges with boto3, with a given concurrency, into one file.
 
 usage: python -m benchmarks.object_reads ENDPOINT THREADS REQUEST_BYTES DIRECTORY OUT
 

@@ -31,7 +31,7 @@ _RANGE = re.compile(r"bytes=([0-9]+)-([0-9]*)")
 
 
 class Link:
-    """Lets so many bytes a second pass, whoever sends them."""
+    """Limits the bytes per second of all connections together."""
 
     def __init__(self, rate: float) -> None:
         self._rate = rate
@@ -61,7 +61,7 @@ def _number(path: Path) -> int:
 
 
 def handler(root: Path, delay: float, link: Link) -> type[BaseHTTPRequestHandler]:
-    """Answers requests for what lies in a directory."""
+    """Answers requests for files of a directory."""
 
     uploads = root.parent / f"{root.name}-uploads"
     uploads.mkdir(exist_ok=True)
@@ -78,7 +78,7 @@ def handler(root: Path, delay: float, link: Link) -> type[BaseHTTPRequestHandler
         wbufsize = 1 << 16
 
         def log_message(self, *arguments: object) -> None:
-            """Nothing is told."""
+            """Logs nothing."""
 
         def handle_expect_100(self) -> bool:
             paths = super().handle_expect_100()

@@ -18,7 +18,7 @@ RATE = 200e6
 
 
 def measure() -> Section:
-    """Measure targets in a store: conversions against uploads of the same files, which are there already."""
+    """Measure targets in a store: conversions against uploads of the same existing files."""
     section = Section("Object stores as targets")
     section.say(
         f"The same server, over a link of {RATE / 1e6:.0f} MB/s: client and server share two cores, which limit "
@@ -42,7 +42,7 @@ def measure() -> Section:
 
 
 def uploaded(place: Path, endpoint: str, options: list[object], claim: Claim) -> list[str]:
-    """A conversion to a store against an upload of what it writes."""
+    """A conversion to a store against an upload of its output."""
     local = place / "made"
     run(reshard("convert", place / "src", local, *options, "--quiet"))
     for path in local.glob("*reshard*"):

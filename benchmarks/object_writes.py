@@ -1,4 +1,4 @@
-"""Uploads all files of a directory to a bucket with boto3's own transfers, as much at a time as told.
+"""Uploads all files of a directory to a bucket with boto3's own transfers, with a given concurrency.
 
 usage: python -m benchmarks.object_writes ENDPOINT THREADS PART_BYTES DIRECTORY
 

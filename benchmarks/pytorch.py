@@ -99,7 +99,7 @@ def _command(place: Path, source: Path, out: Path, form: str, columns: bool) -> 
 
 
 def wrong(place: Path, claim: Claim) -> int:
-    """How many parameters of `made` are not what they must be."""
+    """The number of wrong parameters of `made`."""
     result = place / "made"
     if claim.target != "huggingface":
         result = place / "back"

@@ -83,7 +83,7 @@ def measure() -> Section:
 def row(
     section: Section, name: str, target: Path, delay: int, words: Sequence[object], command: Sequence[object]
 ) -> None:
-    """Measure one kind at one delay; what the last run wrote stays."""
+    """Measure one kind at one delay; the output of the last run stays."""
     remove(target)
     ranks = ["--ranks", command[1]] if command[0] == "by-rank" else []
     process = subprocess.run(

@@ -121,7 +121,7 @@ def write_checkpoint(directory: Path, model: Model, scheme: Scheme, ending: str 
 
 
 def write_ranks(model: Model, scheme: Scheme, path_of: Callable[[int], Path]) -> None:
-    """Write what every rank holds into a file of its own."""
+    """Write a file for every rank."""
     layout = scheme.layout()
     shape = (model.rows, model.columns)
     for stage in range(scheme.stages):
@@ -143,7 +143,7 @@ def write_ranks(model: Model, scheme: Scheme, path_of: Callable[[int], Path]) ->
 def wrong_slices(
     directory: Path, model: Model, scheme: Scheme, ending: str = "ckpt", prefix: str = "checkpoint_"
 ) -> int:
-    """How many slices of a converted checkpoint are not what they must be."""
+    """The number of wrong slices of a converted checkpoint."""
     layout = scheme.layout()
     shape = (model.rows, model.columns)
     wrong = 0

@@ -1,4 +1,4 @@
-"""Checkpoint 2.0 and Hugging Face directories of any size, and what is wrong with converted ones."""
+"""Checkpoint 2.0 and Hugging Face directories of any size, and the errors of converted ones."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def _write_full_weights(directory: Path, model: Model, files: list[str], index: 
 
 
 def wrong_in_checkpoint2(root: Path, model: Model) -> int:
-    """How many stored slices of a converted Checkpoint 2.0 are not what they must be, or parameters not there."""
+    """The number of wrong slices and missing parameters of a converted Checkpoint 2.0 directory."""
     (iteration,) = root.glob("iteration_*")
     metadata = json.loads((iteration / "metadata.json").read_text())
     wrong = 0
@@ -125,7 +125,7 @@ def _stored(metadata: dict[str, Any]) -> Iterator[tuple[str, str, tuple[slice, .
 
 
 def wrong_in_full_weights(directory: Path, model: Model, index: str = INDEX) -> int:
-    """How many parameters of converted full weights are not what they must be, or not there."""
+    """The number of wrong or missing parameters of converted full weights."""
     where = _files_of(directory, index)
     names = model.names(Scheme(), 0)
     whole = (slice(None), slice(None))

@@ -82,7 +82,7 @@ def prepare(place: Path, model: Model, claim: Claim) -> list[object]:
 
 
 def transform_dir(place: Path, model: Model, claim: Claim, count: int = PAIRS) -> Compared:
-    """Measure `transform-dir` against `cp -r` of what it wrote."""
+    """Measure `transform-dir` against `cp -r` of its output."""
     options = prepare(place, model, claim)
     target = place / "made"
     measured = against_copy(reshard("transform-dir", place / "src", target, *options), target, count)

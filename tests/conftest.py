@@ -81,6 +81,12 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Durations(config))
 
 
+@pytest.fixture
+def tmp_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory whose name cannot satisfy a check of a message: pytest's own contains the name of the test."""
+    return tmp_path_factory.mktemp("case")
+
+
 @pytest.fixture(autouse=bool(QUICK))
 def _within_time() -> Iterator[None]:
     if time.monotonic() - _STARTED > QUICK:

@@ -67,9 +67,9 @@ class Preloaded:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.preloaded"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
-        threading.Thread(target=self._hear, daemon=True).start()
+        threading.Thread(target=self._read_results, daemon=True).start()
 
-    def _hear(self) -> None:
+    def _read_results(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
             document = json.loads(line)
@@ -136,7 +136,7 @@ def run(words: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
         os._exit(status)
 
 
-def _say(**kind: Any) -> None:
+def _send(**kind: Any) -> None:
     os.write(1, (json.dumps(kind) + "\n").encode())
 
 
@@ -145,14 +145,14 @@ def _serve() -> None:
     load()
     living: set[int] = set()
 
-    def bury(*_: object) -> None:
+    def reap(*_: object) -> None:
         for process in list(living):
             actual, status = os.waitpid(process, os.WNOHANG)
             if actual:
                 living.discard(process)
-                _say(process=process, status=os.waitstatus_to_exitcode(status))
+                _send(process=process, status=os.waitstatus_to_exitcode(status))
 
-    signal.signal(signal.SIGCHLD, bury)
+    signal.signal(signal.SIGCHLD, reap)
     for line in _lines():
         document = json.loads(line)
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
@@ -166,7 +166,7 @@ def _serve() -> None:
             os.dup2(log, 2)
             run(document["words"], document["environment"])
         living.add(process)
-        _say(process=process, log=document["log"])
+        _send(process=process, log=document["log"])
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
     for process in living:
         os.kill(process, signal.SIGKILL)

@@ -60,7 +60,7 @@ class Block(NamedTuple):
 
 
 class Printed(NamedTuple):
-    """An output block of a page and what was printed in its place."""
+    """An output block of a page, and the actual output."""
 
     block: Block
     output: str
@@ -156,7 +156,7 @@ def type_page(page: Path, place: Path, commands: Optional[Path] = None) -> list[
 
 
 def rewrite(page: Path, entries: list[Printed]) -> None:
-    """Put what was printed into a page's output blocks; what differs in timings alone stays."""
+    """Write the outputs into a page's output blocks; blocks that differ only in timings are unchanged."""
     lines = page.read_text(encoding="utf-8").splitlines(keepends=True)
     for printed in reversed(entries):
         if not printed.same:

@@ -134,7 +134,7 @@ def _tensor_cards(directory: Path) -> Iterator[_Card]:
 
 
 def _text_cards(form: str, place: Path, directory: Path) -> list[_Card]:
-    """What the other files say of the tensor."""
+    """The entries of the other files for the tensor."""
     if form == "ranks":
         strategy = json.loads((place / "strategy.json").read_text())["parallel_layout_item"][_TENSOR]
         text = f"{_TENSOR}: device matrix {strategy['dev_matrix']}, tensor map {strategy['tensor_map']}"
@@ -195,7 +195,7 @@ def _drawn(title: str, cards: Sequence[_Card]) -> bytes:
 
 
 def _tensor_file(card: _Card, name: str, x: float, top: float, width: float, height: float) -> list[str]:
-    """A file of tensors: its name, the place of what it holds in the tensor, what else it holds."""
+    """A file of tensors: its name, the places of its elements in the tensor, and its other contents."""
     tensors = frozenset(card.elements or ())
     remaining, grid_top = x + _GAP, top + 28
     body = [svg.rectangle(x, top, width, height, "line", rx=4), svg.text(remaining, top + 18, name)]

@@ -441,8 +441,8 @@ def test_resume_takes_the_key_again(world: World, key_file: Path) -> None:
     target = save_twice(world, "AES-CBC", 100)
     world.convert("--ranks", "0", "--decrypt-key-file", key_file)
     world.run("--decrypt-key-file", key_file, "--dry-run")
-    begun = world.run("--decrypt-key-file", key_file, "--jobs", "1", "--shard", "0/2")
-    assert begun.status == 0
+    started = world.run("--decrypt-key-file", key_file, "--jobs", "1", "--shard", "0/2")
+    assert started.status == 0
     shutil.rmtree(world.dst / "rank_1", ignore_errors=True)
     fails(3, "resume", world.dst, says=["is encrypted with AES-CBC", "--decrypt-key-file FILE"])
     done("resume", world.dst, "--decrypt-key-file", key_file)

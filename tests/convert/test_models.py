@@ -60,10 +60,10 @@ class World:
 
     def back(self, source: Path, *words: Argument) -> Path:
         """Convert to Hugging Face's names; the size of the config.json is that of the model, not of ranks."""
-        self.told_back(source, *words)
+        self.result_of_way_back(source, *words)
         return source.with_name(source.name + "-back")
 
-    def told_back(self, source: Path, *words: Argument) -> Result:
+    def result_of_way_back(self, source: Path, *words: Argument) -> Result:
         """Likewise; returns the result of the last command."""
         target = source.with_name(source.name + "-back")
         return done("convert", source, target, "--to", "huggingface", "--names", self.names, "--config",
@@ -235,7 +235,7 @@ def test_the_given_configuration_is_copied_beside_the_weights(tmp_path: Path) ->
     # Somebody's own stays, as that of a Hugging Face source does.
     (back / "config.json").write_text("{}")
     (back / "model.safetensors.index.json").unlink()
-    warns(world.told_back(tmp_path / "ranks", "--src-strategy", world.d), "config.json: existing file kept")
+    warns(world.result_of_way_back(tmp_path / "ranks", "--src-strategy", world.d), "config.json: existing file kept")
     assert (back / "config.json").read_text() == "{}"
 
 
@@ -247,12 +247,12 @@ def test_the_configuration_records_the_dtype_of_cast_weights(tmp_path: Path, key
     config.write_text(json.dumps(output))
     done("convert", *world.convert)
     words: list[Argument] = ["--src-strategy", world.d, "--cast", "BFloat16"]
-    result = world.told_back(tmp_path / "ranks", *words, "--shard", "1/2")
+    result = world.result_of_way_back(tmp_path / "ranks", *words, "--shard", "1/2")
     warns(result, f"config.json: {key} changed from 'float32' to bfloat16")
     back = world.back(tmp_path / "ranks", *words)
     written = (back / "config.json").read_bytes()
     assert json.loads(written) == {**output, key: "bfloat16"} and [*json.loads(written)] == [*output]
-    result = world.told_back(tmp_path / "ranks", *words)
+    result = world.result_of_way_back(tmp_path / "ranks", *words)
     assert "is kept" not in result.err and (back / "config.json").read_bytes() == written
 
     # From one Hugging Face directory to another, where files beside the weights are compared.

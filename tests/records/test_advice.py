@@ -179,7 +179,7 @@ def test_a_modified_target_suggests_removal_or_overwrite(cure: str, part: str, w
     words = world.words(*position, command=command)
     if part == "--shard":
         words[-1] = next(shard for shard in ("0/2", "1/2") if reshard(*words[:-1], shard).status)
-    result = fails(3, *words, says=["already holds rank_1/checkpoint_1.ckpt", "changed", "remove it and run the same"])
+    result = fails(3, *words, says=["already holds rank_1/checkpoint_1.ckpt", "modified", "remove it and run the same"])
     if cure == "remove":
         (world.dst / "rank_1" / "checkpoint_1.ckpt").unlink()
         done(*words)

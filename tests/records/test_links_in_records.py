@@ -15,8 +15,8 @@ FULL, OTHER = tensors(), tensors("other ")
 KEPT = {"0.1.2.none.none": b"somebody's", "plan.json": b"{}", "lock": b"", "notes.txt": b"mine"}
 
 
-def begun(world: World, ranks: str) -> Path:
-    """A conversion that was begun; the directory of its records."""
+def started(world: World, ranks: str) -> Path:
+    """A conversion that was started; the directory of its records."""
     world.save(FULL)
     world.convert("--ranks", ranks)
     (own,) = (path for path in (world.dst / ".reshard").iterdir() if path.is_dir())
@@ -40,7 +40,7 @@ def content(place: Path) -> dict[str, bytes]:
 def test_a_link_in_place_of_the_records_directory_is_refused_by_name(
     part: str, options: tuple[str, ...], world: World
 ) -> None:
-    own = begun(world, "0")
+    own = started(world, "0")
     place = elsewhere(world)
     linked = world.dst / ".reshard" if part == "root" else own / part
     shutil.rmtree(linked)
@@ -52,7 +52,7 @@ def test_a_link_in_place_of_the_records_directory_is_refused_by_name(
 
 @pytest.mark.parametrize("name", ["lock", "plan.json", "../lock"])
 def test_a_link_in_place_of_a_record_is_refused(name: str, world: World) -> None:
-    own = begun(world, "0")
+    own = started(world, "0")
     place = elsewhere(world)
     path = own / name
     path.unlink(missing_ok=True)
@@ -62,7 +62,7 @@ def test_a_link_in_place_of_a_record_is_refused(name: str, world: World) -> None
 
 
 def test_the_target_of_a_link_in_place_of_the_recorded_command_is_unchanged(world: World) -> None:
-    own = begun(world, "0")
+    own = started(world, "0")
     (path,) = own.glob("command.*")
     preserved = elsewhere(world) / "notes.txt"
     os.utime(preserved, ns=(0, 0))
@@ -76,7 +76,7 @@ def test_the_target_of_a_link_in_place_of_the_recorded_command_is_unchanged(worl
 
 @pytest.mark.parametrize("command", ["status", "resume", "verify"])
 def test_commands_that_read_records_do_not_follow_links(command: str, world: World) -> None:
-    own = begun(world, "0")
+    own = started(world, "0")
     place = elsewhere(world)
     shutil.rmtree(own)
     own.symlink_to(place)
@@ -86,7 +86,7 @@ def test_commands_that_read_records_do_not_follow_links(command: str, world: Wor
 
 def test_foreign_files_beside_records_are_unchanged(world: World) -> None:
     """Also where the records are removed, because another conversion replaces everything."""
-    own = begun(world, "0-1")
+    own = started(world, "0-1")
     foreign = [own / "notes.txt", own / "done" / "notes.txt", own / "sources" / "a.b.c.d", world.dst / ".reshard" / "x"]
     for path in foreign:
         path.write_text("mine")

@@ -36,7 +36,7 @@ def held(path: Path, kind: int, seconds: float = 0) -> Iterator[None]:
 
 
 @pytest.fixture
-def begun(world: World, monkeypatch: pytest.MonkeyPatch) -> World:
+def started(world: World, monkeypatch: pytest.MonkeyPatch) -> World:
     """A world with one converted rank and a short lock timeout."""
     world.save(FULL)
     world.by_rank(0)
@@ -56,44 +56,44 @@ def lock_of(world: World, which: str) -> Path:
     ("which", "kind"),
     [("begin and end", fcntl.LOCK_EX), ("begin and end", fcntl.LOCK_SH), ("writing", fcntl.LOCK_EX)],
 )
-def test_a_lock_that_is_never_released_is_an_error_that_names_it(begun: World, which: str, kind: int) -> None:
-    path = lock_of(begun, which)
+def test_a_lock_that_is_never_released_is_an_error_that_names_it(started: World, which: str, kind: int) -> None:
+    path = lock_of(started, which)
     with held(path, kind):
-        result = fails(1, *begun.words(), says=[path, "has held this lock", "fuser"])
+        result = fails(1, *started.words(), says=[path, "has held this lock", "fuser"])
         warns(result, f"waiting for {path}")
-    begun.convert()
-    same_ranks(begun.found(), begun.expected(FULL))
+    started.convert()
+    same_ranks(started.found(), started.expected(FULL))
 
 
 @pytest.mark.parametrize(("which", "kind"), [("begin and end", fcntl.LOCK_SH), ("writing", fcntl.LOCK_EX)])
 def test_a_lock_is_acquired_after_its_release(
-    begun: World, which: str, kind: int, monkeypatch: pytest.MonkeyPatch
+    started: World, which: str, kind: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = lock_of(begun, which)
+    path = lock_of(started, which)
     monkeypatch.setattr(locks, "GIVEN_UP_AFTER", 30)
     # Long enough for a busy machine to come to the lock.
     with held(path, kind, seconds=1):
-        warns(begun.convert(), f"waiting for {path}")
-    same_ranks(begun.found(), begun.expected(FULL))
+        warns(started.convert(), f"waiting for {path}")
+    same_ranks(started.found(), started.expected(FULL))
 
 
-def test_readers_of_the_lock_file_do_not_block_writers(begun: World) -> None:
-    with held(lock_of(begun, "writing"), fcntl.LOCK_SH):
-        assert "waiting" not in begun.convert().err
-    same_ranks(begun.found(), begun.expected(FULL))
+def test_readers_of_the_lock_file_do_not_block_writers(started: World) -> None:
+    with held(lock_of(started, "writing"), fcntl.LOCK_SH):
+        assert "waiting" not in started.convert().err
+    same_ranks(started.found(), started.expected(FULL))
 
 
 def test_a_new_file_locked_by_a_backup_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lock = fcntl.flock
     others: list[int] = []
 
-    def meddling(fd: int, kind: int) -> None:
+    def lock_with_a_reader(fd: int, kind: int) -> None:
         if len(others) < 2:
             others.append(os.open(f"/proc/self/fd/{fd}", os.O_RDONLY))
             lock(others[-1], fcntl.LOCK_SH)
         lock(fd, kind)
 
-    monkeypatch.setattr(fcntl, "flock", meddling)
+    monkeypatch.setattr(fcntl, "flock", lock_with_a_reader)
     fd, path = temporary.create(str(tmp_path))
     assert len(others) == 2 and os.listdir(tmp_path) == [os.path.basename(path)]
     for number in (fd, *others):

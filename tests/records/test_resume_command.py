@@ -327,7 +327,7 @@ def test_resume_continues_a_conversion_from_python(world: World) -> None:
     assert resume(world)["ranks"] == [1]
 
 
-def test_resume_without_a_recorded_command_is_an_error(world: World) -> None:
+def test_a_missing_recorded_command_must_be_typed(world: World) -> None:
     world.save(FULL)
     world.by_rank(0)
     for path in records(world):

@@ -201,16 +201,16 @@ def test_damaged_claims_are_ignored(number: int, objects: Objects, dead: str) ->
 def test_an_upload_started_during_cleanup_stays(objects: Objects, dead: str) -> None:
     begin(objects, "run/file")
     claim(objects, dead, "run/file")
-    begun: list[str] = []
+    started: list[str] = []
 
     def choose(number: int, method: str, path: str) -> None:
-        if method == "GET" and "uploads" in path and not begun:
+        if method == "GET" and "uploads" in path and not started:
             claim(objects, f"deadbeef-1-{HEX}", "run/file")
-            begun.append(begin(objects, "run/file"))
+            started.append(begin(objects, "run/file"))
 
     objects.faults.choose = choose
     remove_dead(objects)
-    assert begun and begun[0] in [upload for _, upload in objects.uploads()]
+    assert started and started[0] in [upload for _, upload in objects.uploads()]
 
 
 @pytest.mark.parametrize("stage", ["uploads", "uploadId="])
@@ -219,12 +219,12 @@ def test_an_upload_of_a_resuming_run_is_not_aborted(stage: str, objects: Objects
     with half_written(path):
         pass
     with contextlib.closing(new_file(path, 2 * PART)) as file:
-        begun: list[str] = []
+        started: list[str] = []
 
         def choose(number: int, method: str, requests: str) -> None:
             # Before uploads are listed, or before one is aborted.
-            if not begun and stage in requests and method in ("GET", "DELETE"):
-                begun.append(requests)
+            if not started and stage in requests and method in ("GET", "DELETE"):
+                started.append(requests)
                 file.write(0, memoryview(bytes(PART)))
 
         objects.faults.choose = choose
@@ -233,7 +233,7 @@ def test_an_upload_of_a_resuming_run_is_not_aborted(stage: str, objects: Objects
         file.write(PART, memoryview(bytes(PART)))
         file.finish()
         file.publish()
-    assert begun and objects.content()["run/file"] == bytes(2 * PART)
+    assert started and objects.content()["run/file"] == bytes(2 * PART)
     remove_dead(objects)
     assert list(objects.content()) == ["run/file"] and not objects.uploads()
 

@@ -218,11 +218,11 @@ def test_a_silent_service_is_an_error_in_bounded_time(
     objects.faults.choose = lambda number, method, path: (
         "silent" if ".ckpt" in path and method == ("GET" if kind == "reads" else "PUT") else None
     )
-    begun = time.monotonic()
+    started = time.monotonic()
     local: list[Argument] = [source, tmp_path / "out"]
     words = local if kind == "reads" else [DEMO / "src_checkpoints", objects.path("out")]
     fails(1, "convert", *words, *CUTS, says=["returned an unexpected answer"])
-    assert time.monotonic() - begun < 15
+    assert time.monotonic() - started < 15
     service._service.cache_clear()
 
 

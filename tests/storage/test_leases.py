@@ -35,7 +35,7 @@ def no_wait() -> None:
     raise Waited
 
 
-def nothing_told(text: str) -> None:
+def ignore_message(text: str) -> None:
     raise AssertionError(text)
 
 
@@ -43,7 +43,7 @@ def alone(
     objects: Objects, wait: Callable[[], None] = no_wait
 ) -> contextlib.AbstractContextManager[Callable[[], None]]:
     service = s3_store(objects.path())._service
-    return leases.held_alone(service, objects.path("run/.reshard/lock"), wait, nothing_told)
+    return leases.held_alone(service, objects.path("run/.reshard/lock"), wait, ignore_message)
 
 
 def held(objects: Objects) -> bytes:
@@ -219,10 +219,10 @@ def test_leases_do_not_depend_on_the_local_clock(objects: Objects, monkeypatch: 
     objects.put("run/.reshard/lock", f"{ELSEWHERE} 3".encode())
     objects.put(f"run/.reshard/shared.{ELSEWHERE}", b"")
 
-    def nobody_asks() -> object:
+    def unused_clock() -> object:
         raise AssertionError
 
-    monkeypatch.setattr("reshard.storage.s3.service._now", nobody_asks)
+    monkeypatch.setattr("reshard.storage.s3.service._now", unused_clock)
     assert s3_store(objects.path()).leases_in(objects.path("run/.reshard"), "shared.") == [True]
     with pytest.raises(Waited), alone(objects):
         pass
@@ -248,7 +248,7 @@ def until(true: Callable[[], bool]) -> None:
 def test_a_live_holder_renews_its_lease(fails: bool, objects: Objects) -> None:
     if fails:
         objects.faults.choose = failing
-    shared = s3_store(objects.path()).share(objects.path("run/.reshard/shared"), nothing_told)
+    shared = s3_store(objects.path()).share(objects.path("run/.reshard/shared"), ignore_message)
     key = shared.path.partition(f"{objects.bucket}/")[2]
     with alone(objects):
         until(lambda: int(held(objects).split()[1]) >= 3)
@@ -268,7 +268,7 @@ def test_a_holder_declared_dead_detects_it_and_stops(
     silent: float, objects: Objects, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = leases._now
-    shared = s3_store(objects.path()).share(objects.path("run/.reshard/shared"), nothing_told)
+    shared = s3_store(objects.path()).share(objects.path("run/.reshard/shared"), ignore_message)
     shared.check()
     s3_store(objects.path()).remove(shared.path)
     monkeypatch.setattr(leases, "_now", lambda: plain() + silent)
@@ -370,7 +370,7 @@ def test_a_service_without_conditional_writes_gives_a_warning_and_no_lock(condit
         f"see each other: let no other run write to {objects.path('run')} at the same time"
     }
     # Signs of life use no conditional writes.
-    shared = store.share(objects.path("run/.reshard/shared"), nothing_told)
+    shared = store.share(objects.path("run/.reshard/shared"), ignore_message)
     assert store.leases_in(objects.path("run/.reshard"), "shared.") == [True]
     shared.release()
     assert objects.content() == {}
@@ -396,7 +396,7 @@ def test_messages_about_locks_contain_no_secret(objects: Objects) -> None:
         message += [repr(objects.content())]
         objects.faults.choose = lambda *_: "refuse"
         with pytest.raises(PermissionError) as refused:
-            s3_store(objects.path()).share(objects.path("run/.reshard/shared"), nothing_told)
+            s3_store(objects.path()).share(objects.path("run/.reshard/shared"), ignore_message)
         with pytest.raises(OSError) as also:
             store_of(objects.path()).write_whole(objects.path("x"), b"")
         objects.faults.choose = lambda *_: None

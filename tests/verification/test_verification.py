@@ -437,19 +437,19 @@ def test_slices_planned_from_the_wrong_place_are_found(
 def test_pieces_missing_in_the_plan_are_found(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     right, fill, fill_shared = Overlap.cells, BlockFiller.fill, BlockFiller.fill_shared
 
-    def over_something(self: BlockFiller, tensor: Any, block: Any, out: memoryview) -> None:
+    def fill_over_old_bytes(self: BlockFiller, tensor: Any, block: Any, out: memoryview) -> None:
         # Skipped bytes keep the memory's old content, which may be correct by chance.
         out[:] = b"\xa5" * len(out)
         fill(self, tensor, block, out)
 
-    def shared_over_something(self: BlockFiller, shared: Any, rows: Any, outs: Sequence[memoryview]) -> None:
+    def fill_shared_over_old_bytes(self: BlockFiller, shared: Any, rows: Any, outs: Sequence[memoryview]) -> None:
         for out in outs:
             out[:] = b"\xa5" * len(out)
         fill_shared(self, shared, rows, outs)
 
     monkeypatch.setattr(Overlap, "cells", lambda self, number: right(self, number)[:-1])
-    monkeypatch.setattr(BlockFiller, "fill", over_something)
-    monkeypatch.setattr(BlockFiller, "fill_shared", shared_over_something)
+    monkeypatch.setattr(BlockFiller, "fill", fill_over_old_bytes)
+    monkeypatch.setattr(BlockFiller, "fill_shared", fill_shared_over_old_bytes)
     pair.write(held(SOURCE), {})
     convert(pair)
     assert ("content", "w", (0, 1)) in brief(pair.compare())
