@@ -16,7 +16,7 @@ from reshard import execute
 from reshard.checkpoints import FileHandles
 from reshard.convert.writing import Counted
 from reshard.lora import scale_of
-from reshard.lora.low_rank import LowRank, Products
+from reshard.lora.low_rank import LowRank, MatrixCache
 from reshard.plan.edits import Edits
 from reshard.strategies import Strategy
 from reshard.text.name_filters import Filters
@@ -408,7 +408,7 @@ def test_a_tile_is_worked_out_once_however_small_blocks_are(rows: int) -> None:
         return up[slice(*rows)], down[:, slice(*columns)]
 
     found = np.zeros((200, 2500), "<u4")
-    weight = LowRank("w", (200, 2500), "Float32", matrices, 2.0, lambda *_: None, Products(1 << 20))
+    weight = LowRank("w", (200, 2500), "Float32", matrices, 2.0, lambda *_: None, MatrixCache(1 << 20))
     for row in range(0, 200, rows):
         block = found[row : row + rows]
         weight.add(((row, row + len(block)), (0, 2500)), block[..., None])
