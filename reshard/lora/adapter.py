@@ -36,19 +36,16 @@ class Adapter:
     Args:
         tensors: of the adapter, opened.
         place: its path, for messages.
-        pairs: its matrices.
-        scale: the factor of their products.
+        scale: the factor of the products of its matrices.
         overflowed: called with the number of elements that become infinite.
+
+    Raises:
+        CheckpointError: no adapter, or an unsupported kind.
+        ReshardError: a file cannot be read.
     """
 
-    def __init__(
-        self,
-        tensors: OpenedCheckpoint,
-        place: str,
-        pairs: list[Pair],
-        scale: Scale,
-        overflowed: Overflowed,
-    ) -> None:
+    def __init__(self, tensors: OpenedCheckpoint, place: str, scale: Scale, overflowed: Overflowed) -> None:
+        pairs = pairs_of(tensors.keys(), place)
         self._tensors = tensors
         self._place = place
         self._pairs = pairs
@@ -199,22 +196,6 @@ class Adapter:
         if tensor.dtype_name == "Float32":
             return words.view("f4")
         return cast_words(words, tensor.dtype_name, "Float32").view("f4")
-
-
-def read_adapter(tensors: OpenedCheckpoint, place: str, scale: Scale, overflowed: Overflowed) -> Adapter:
-    """Open an adapter for merging.
-
-    Args:
-        tensors: its tensors, opened.
-        place: its path, for messages.
-        scale: the factor of the products.
-        overflowed: called with the number of elements that become infinite.
-
-    Raises:
-        CheckpointError: no adapter, or an unsupported kind.
-        ReshardError: a file cannot be read.
-    """
-    return Adapter(tensors, place, pairs_of(tensors.keys(), place), scale, overflowed)
 
 
 def check_beside(adapter: OpenedCheckpoint, place: str, base: OpenedCheckpoint) -> None:
