@@ -81,7 +81,7 @@ def merge_lora(
     or --dst-strategy is given.
     """
     # Loaded only here: the others do without.
-    from reshard.lora import MAX_ALPHA, MIN_ALPHA, check_beside, read_adapter, scale_of
+    from reshard.lora import MAX_ALPHA, MIN_ALPHA, Adapter, check_beside, scale_of
 
     if _is_peft(base) and not _is_peft(adapter):
         words = " ".join(map(shlex.quote, (adapter, base, out)))
@@ -106,7 +106,7 @@ def merge_lora(
     reading = reading_request(place, strategy, None, None, adapter_step, None, Filters(), report, option=option)
     decryption = options.decryption_of(typed)
     with open_requested(reading, effort_of(typed, 4), decryption, report) as tensors:
-        additions = read_adapter(tensors, adapter, scale, overflowed)
+        additions = Adapter(tensors, adapter, scale, overflowed)
         # A wrong alpha gives valid files and a model that computes nonsense.
         report.note(f"alpha is {scale.alpha:g}, {'as typed' if alpha is not None else f'of {scale.path}'}")
         for alpha_of_modules, modules in additions.other_alphas().items():

@@ -5,7 +5,7 @@ alpha), `low_rank` adds the product of two matrices to a weight during the conve
 for the plan.
 """
 
-from reshard.lora.adapter import Adapter, check_beside, read_adapter
+from reshard.lora.adapter import Adapter, check_beside
 from reshard.lora.scale import MAX_ALPHA, MIN_ALPHA, Scale, scale_of
 
-__all__ = ["MAX_ALPHA", "MIN_ALPHA", "Adapter", "Scale", "check_beside", "read_adapter", "scale_of"]
+__all__ = ["MAX_ALPHA", "MIN_ALPHA", "Adapter", "Scale", "check_beside", "scale_of"]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import threading
-from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,7 +13,7 @@ from reshard.checkpoints.checkpoint import Addition, GlobalTensor
 from reshard.checkpoints.formats.dtypes import CAST_TO, CASTABLE
 from reshard.errors import CheckpointError
 from reshard.execute.casts import Overflowed, cast_words
-from reshard.lora.low_rank import LARGEST_SIDE, LowRank, Matrix, Products, Span
+from reshard.lora.low_rank import LARGEST_SIDE, LowRank, Matrix, MatrixCache, Span
 from reshard.lora.pairs import Pair, is_matrix, module_of, pairs_of, weight_of, whole_weights
 from reshard.lora.scale import Scale
 from reshard.opened import LazyTensor, OpenedCheckpoint
@@ -38,28 +36,23 @@ class Adapter:
     Args:
         tensors: of the adapter, opened.
         place: its path, for messages.
-        pairs: its matrices.
-        scale: the factor of their products.
+        scale: the factor of the products of its matrices.
         overflowed: called with the number of elements that become infinite.
+
+    Raises:
+        CheckpointError: no adapter, or an unsupported kind.
+        ReshardError: a file cannot be read.
     """
 
-    def __init__(
-        self,
-        tensors: OpenedCheckpoint,
-        place: str,
-        pairs: list[Pair],
-        scale: Scale,
-        overflowed: Overflowed,
-    ) -> None:
+    def __init__(self, tensors: OpenedCheckpoint, place: str, scale: Scale, overflowed: Overflowed) -> None:
+        pairs = pairs_of(tensors.keys(), place)
         self._tensors = tensors
         self._place = place
         self._pairs = pairs
         self._scale = scale
         self._overflowed = overflowed
-        self._cached: OrderedDict[tuple[str, int], Matrix] = OrderedDict()
-        self._cached_bytes = 0
-        self._products = Products(_TILE_BYTES)
-        self._lock = threading.Lock()
+        self._blocks = MatrixCache(_CACHE_BYTES)
+        self._products = MatrixCache(_TILE_BYTES)
         ranks = {pair.stem: self._rank(pair) for pair in pairs}
         scale.check(ranks)
         hashed = hashlib.sha256(repr(scale.transposed).encode())
@@ -187,19 +180,11 @@ class Adapter:
         # A multiple of the tile size: no tile may cross a block.
         block = max(1, _BLOCK_BYTES // (4 * rank * LARGEST_SIDE)) * LARGEST_SIDE
         number = span[0] // block
-        with self._lock:
-            block_matrix = self._cached.get((name, number))
-            if block_matrix is not None:
-                self._cached.move_to_end((name, number))
+        block_matrix = self._blocks.find((name, number))
         if block_matrix is None:
             index = slice(number * block, min((number + 1) * block, length))
             block_matrix = self._read(tensor, index if dimension == 0 else (slice(None), index))
-            with self._lock:
-                if (name, number) not in self._cached:
-                    self._cached[name, number] = block_matrix
-                    self._cached_bytes += block_matrix.nbytes
-                while self._cached_bytes > _CACHE_BYTES:
-                    self._cached_bytes -= self._cached.popitem(last=False)[1].nbytes
+            self._blocks.add((name, number), block_matrix)
         inner = slice(span[0] - number * block, span[1] - number * block)
         return block_matrix[inner] if dimension == 0 else block_matrix[:, inner]
 
@@ -211,22 +196,6 @@ class Adapter:
         if tensor.dtype_name == "Float32":
             return words.view("f4")
         return cast_words(words, tensor.dtype_name, "Float32").view("f4")
-
-
-def read_adapter(tensors: OpenedCheckpoint, place: str, scale: Scale, overflowed: Overflowed) -> Adapter:
-    """Open an adapter for merging.
-
-    Args:
-        tensors: its tensors, opened.
-        place: its path, for messages.
-        scale: the factor of the products.
-        overflowed: called with the number of elements that become infinite.
-
-    Raises:
-        CheckpointError: no adapter, or an unsupported kind.
-        ReshardError: a file cannot be read.
-    """
-    return Adapter(tensors, place, pairs_of(tensors.keys(), place), scale, overflowed)
 
 
 def check_beside(adapter: OpenedCheckpoint, place: str, base: OpenedCheckpoint) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Hashable
 from typing import Any, Callable, Optional
 
 import numpy as np
@@ -25,8 +26,8 @@ LARGEST_SIDE = 1024
 """Rows or columns of the largest tile; tiles begin at multiples of a number that divides it."""
 
 
-class Products:
-    """Cache of partly used tiles: small neighbouring blocks need the same tile.
+class MatrixCache:
+    """The most recently used matrices, up to a size; for any number of threads.
 
     Args:
         most: size in bytes.
@@ -34,26 +35,26 @@ class Products:
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._tiles: OrderedDict[tuple[str, Box], Matrix] = OrderedDict()
+        self._matrices: OrderedDict[Hashable, Matrix] = OrderedDict()
         self._nbytes = 0
         self._lock = threading.Lock()
 
-    def find(self, name: str, tile: Box) -> Optional[Matrix]:
-        """A cached tile of a weight's product."""
+    def find(self, key: Hashable) -> Optional[Matrix]:
+        """A cached matrix."""
         with self._lock:
-            product = self._tiles.get((name, tile))
-            if product is not None:
-                self._tiles.move_to_end((name, tile))
-            return product
+            matrix = self._matrices.get(key)
+            if matrix is not None:
+                self._matrices.move_to_end(key)
+            return matrix
 
-    def add(self, name: str, tile: Box, product: Matrix) -> None:
-        """Cache a tile and drop the least recently used ones."""
+    def add(self, key: Hashable, matrix: Matrix) -> None:
+        """Cache a matrix and drop the least recently used ones."""
         with self._lock:
-            if (name, tile) not in self._tiles:
-                self._tiles[name, tile] = product
-                self._nbytes += product.nbytes
+            if key not in self._matrices:
+                self._matrices[key] = matrix
+                self._nbytes += matrix.nbytes
             while self._nbytes > self._most:
-                self._nbytes -= self._tiles.popitem(last=False)[1].nbytes
+                self._nbytes -= self._matrices.popitem(last=False)[1].nbytes
 
 
 class LowRank:
@@ -66,7 +67,7 @@ class LowRank:
         matrices: reads rows of ``up`` and columns of ``down``.
         scale: factor of the product.
         overflowed: called with the number of elements that become infinite.
-        products: cache of partly used tiles.
+        products: cache of partly used tiles: small neighbouring blocks need the same tile.
         paths: files of the matrices.
     """
 
@@ -78,7 +79,7 @@ class LowRank:
         matrices: Callable[[Span, Span], tuple[Matrix, Matrix]],
         scale: float,
         overflowed: Callable[[str, int], None],
-        products: Products,
+        products: MatrixCache,
         paths: frozenset[str] = frozenset(),
     ) -> None:
         self.paths = paths
@@ -114,12 +115,12 @@ class LowRank:
 
     def _product(self, tile: Box, complete: bool) -> Matrix:
         """A tile of the addition; cached unless one block uses all of it."""
-        product = self._products.find(self._name, tile)
+        product = self._products.find((self._name, tile))
         if product is None:
             rows, columns = tile
             up, down = self._matrices(rows, columns)
             product = up @ down
             product *= self._scale
             if not complete:
-                self._products.add(self._name, tile, product)
+                self._products.add((self._name, tile), product)
         return product

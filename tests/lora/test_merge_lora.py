@@ -17,7 +17,7 @@ from reshard import execute
 from reshard.checkpoints import FileHandles
 from reshard.convert.writing import Counted
 from reshard.lora import scale_of
-from reshard.lora.low_rank import LowRank, Products
+from reshard.lora.low_rank import LowRank, MatrixCache
 from reshard.plan.edits import Edits
 from reshard.strategies import Strategy
 from reshard.text.name_filters import Filters
@@ -423,7 +423,7 @@ def test_each_tile_of_the_product_is_computed_once(rows: int) -> None:
         return up[slice(*rows)], down[:, slice(*columns)]
 
     actual = np.zeros((200, 2500), "<u4")
-    weight = LowRank("w", (200, 2500), "Float32", matrices, 2.0, lambda *_: None, Products(1 << 20))
+    weight = LowRank("w", (200, 2500), "Float32", matrices, 2.0, lambda *_: None, MatrixCache(1 << 20))
     for row in range(0, 200, rows):
         block = actual[row : row + rows]
         weight.add(((row, row + len(block)), (0, 2500)), block[..., None])
