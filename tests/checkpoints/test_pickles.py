@@ -83,6 +83,58 @@ def test_an_ordered_dictionary_with_attributes_is_read_as_a_dictionary() -> None
         assert read_pickle(pickle.dumps(value, protocol), NOTHING) == {"a": 1, "b": 2}
 
 
+class _Reduced:
+    """An object that is pickled as a call."""
+
+    def __init__(self, *args: Any) -> None:
+        self.args = args
+
+    def __reduce__(self) -> Any:
+        return _Stateful, self.args
+
+
+class _Stateful:
+    """An object with a state."""
+
+
+@pytest.mark.parametrize("protocol", [2, 4, 5])
+def test_states_and_arguments_may_be_shared(protocol: int) -> None:
+    """Readers may drop neither as soon as one instance has it."""
+    first, second = _Stateful(), _Stateful()
+    first.__dict__ = second.__dict__ = {"size": (1, 2), "name": "w"}
+    pair = (3, 4)
+    args = ([pair],)
+    value = [first, second, first.__dict__, _Reduced(*args), _Reduced(*args), args, pair]
+    read = read_pickle(pickle.dumps(value, protocol), lambda name: name.endswith("._Stateful"))
+    assert [each.fields for each in read[:2]] == [first.__dict__] * 2
+    assert read[2] == first.__dict__ and read[6] == pair
+    assert [each.args for each in read[3:5]] == [args] * 2 and read[5] == args
+
+
+def test_sizes_of_torch_may_share_their_numbers() -> None:
+    numbers = b"K\x02K\x03\x86\x94"
+    size = b"ctorch\nSize\n"
+    twice = b"\x80\x04(" + size + numbers + b"\x85\x94R" + size + b"h\x00\x85\x94R" + size + b"h\x01Rh\x00t."
+    assert read_pickle(twice, among(())) == ((2, 3),) * 4
+
+
+def test_instances_of_one_class_share_their_keys() -> None:
+    """Metadata has three instances for each chunk of a tensor."""
+    value = []
+    for number in range(1000):
+        value.append(_Stateful())
+        value[-1].__dict__ = {"offset": (number, 0), "sizes": (1, 16), "file": "name"}
+    data = pickle.dumps(value, 4)
+    tracemalloc.start()
+    try:
+        read = read_pickle(data, lambda name: True)
+        used = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert [each.fields for each in read] == [each.__dict__ for each in value]
+    assert used < 400 * len(value)
+
+
 def test_allowed_classes_become_records_and_are_not_imported() -> None:
     data = b"\x80\x02cno.such.module\nThing\n)\x81}X\x01\x00\x00\x00aK\x05sb."
     value = read_pickle(data, among(["no.such.module.Thing"]))

@@ -184,6 +184,11 @@ def instance(kind: str, **fields: Any) -> PickledInstance:
     return PickledInstance(f"torch.distributed.checkpoint.{kind}", (), fields)
 
 
+def change(value: PickledInstance, **fields: Any) -> None:
+    """Set fields of an instance."""
+    value.build({**value.fields, **fields})
+
+
 class Saved:
     """A checkpoint of one tensor of 4 x 3 in two chunks of two rows, whose metadata can be made wrong."""
 
@@ -197,7 +202,7 @@ class Saved:
         self.fields = self.metadata.fields
         self.tensor = self.fields["state_dict_metadata"]["x.w"]
         self.stored = self.fields["storage_data"]
-        self.records = {index.fields["offset"]: info.fields for index, info in self.stored.items()}
+        self.records = {index.fields["offset"]: info for index, info in self.stored.items()}
 
     def write(self) -> None:
         (self.path / ".metadata").write_bytes(b"".join(pickled(self.metadata)))
@@ -223,7 +228,7 @@ def test_valid_metadata_is_accepted(saved: Saved, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", ["../src/__0_0.distcp", "/etc/passwd", "a/../../b", "s3://b/k", "", "a\0b", "c:\\x"])
 def test_files_outside_the_directory_are_refused(path: str, saved: Saved) -> None:
-    saved.records[0, 0]["relative_path"] = path
+    change(saved.records[0, 0], relative_path=path)
     saved.refused("does not lie in its directory")
 
 
@@ -235,18 +240,17 @@ def test_a_hole_is_refused(saved: Saved) -> None:
 
 
 def test_an_overlap_is_refused(saved: Saved) -> None:
-    first = saved.tensor.fields["chunks"][0]
-    first.fields["sizes"] = (3, 3)
+    change(saved.tensor.fields["chunks"][0], sizes=(3, 3))
     saved.refused("'x.w'", "overlap")
 
 
 def test_a_chunk_outside_of_the_tensor_is_refused(saved: Saved) -> None:
-    saved.tensor.fields["size"] = (3, 3)
+    change(saved.tensor, size=(3, 3))
     saved.refused("'x.w'")
 
 
 def test_a_tensor_that_another_save_made_larger_is_refused(saved: Saved) -> None:
-    saved.tensor.fields["size"] = (5, 3)
+    change(saved.tensor, size=(5, 3))
     saved.refused("'x.w'", "row 4")
 
 
@@ -264,21 +268,20 @@ def test_a_chunk_without_a_record_is_refused(saved: Saved) -> None:
 def test_records_of_another_shape_are_refused(saved: Saved) -> None:
     """The records of the two chunks have one shape, and so has half of either: the archive decides."""
     for chunk in saved.tensor.fields["chunks"]:
-        chunk.fields["sizes"] = (3, 2)
-        chunk.fields["offsets"] = tuple(reversed(chunk.fields["offsets"]))
-    saved.tensor.fields["size"] = (3, 4)
+        change(chunk, sizes=(3, 2), offsets=tuple(reversed(chunk.fields["offsets"])))
+    change(saved.tensor, size=(3, 4))
     for index in saved.stored:
-        index.fields["offset"] = tuple(reversed(index.fields["offset"]))
+        change(index, offset=tuple(reversed(index.fields["offset"])))
     saved.refused("[2, 3] in the file")
 
 
 def test_records_beyond_the_end_of_a_file_are_refused(saved: Saved) -> None:
-    saved.records[2, 0]["length"] += 1
+    change(saved.records[2, 0], length=saved.records[2, 0].fields["length"] + 1)
     saved.refused("by the metadata")
 
 
 def test_extensions_are_refused_by_name_and_can_be_excluded(saved: Saved, tmp_path: Path) -> None:
-    saved.records[2, 0]["transform_descriptors"] = ["stream.zstd/1"]
+    change(saved.records[2, 0], transform_descriptors=["stream.zstd/1"])
     saved.refused("'x.w'", "stream.zstd/1", "--exclude")
 
 
@@ -288,7 +291,7 @@ def test_compressed_archives_are_refused_by_name(saved: Saved) -> None:
         archive.writestr("archive/data.pkl", b"x" * 100)
     path = saved.path / "__0_0.distcp"
     path.write_bytes(packed.getvalue() + path.read_bytes())
-    saved.records[0, 0]["length"] = len(packed.getvalue())
+    change(saved.records[0, 0], length=len(packed.getvalue()))
     saved.refused("compressed or encrypted")
 
 

@@ -37,6 +37,9 @@ _MAX_KEY_PARTS = 256
 # Python's hash of an integer is its remainder, so that any number of larger ones have equal hashes.
 _MAX_KEY_BITS = 64
 
+# Values of a tuple that is compared with others.
+_MAX_SHARED = 16
+
 # Pairs of a dictionary that are set at once.
 _BATCH = 1000
 
@@ -67,19 +70,30 @@ class PickledInstance:
     Attributes:
         name: the class or function, as `Global.name`; ``""`` for a persistent id, whose value is the only argument.
         args: positional arguments.
-        state: its pickled state; None without one.
         items: appended values, or pairs of keys and values; None without any.
         called: by a call, and not by ``__new__`` of a class; both are pickled, differently.
     """
 
-    __slots__ = ("args", "called", "items", "name", "state")
+    __slots__ = ("_keys", "_state", "args", "called", "items", "name")
 
     def __init__(self, name: str, args: tuple[Any, ...] = (), state: Any = None, called: bool = False) -> None:
         self.name = name
         self.args = args
-        self.state = state
         self.items: Optional[list[Any]] = None
         self.called = called
+        self._state = state
+        # The keys of a state that is a dictionary, whose values are then a tuple: dictionaries take half of the memory
+        # of metadata, and instances of one class share their keys.
+        self._keys: Optional[tuple[Any, ...]] = None
+
+    @property
+    def state(self) -> Any:
+        """Its pickled state; None without one."""
+        return self._state if self._keys is None else dict(zip(self._keys, self._state))
+
+    def build(self, state: Any, keys: Optional[tuple[Any, ...]] = None) -> None:
+        """Set its state; with keys, the dictionary of these keys and the values ``state``."""
+        self._state, self._keys = state, keys
 
     def added(self) -> list[Any]:
         """The list of its items, created at the first use."""
@@ -116,7 +130,10 @@ def read_pickle(
         PickleError: it is damaged, or holds something else.
     """
     try:
-        return _Machine(data, allowed, persistent).run(operations)
+        try:
+            return _Machine(data, allowed, persistent).run(operations)
+        except _ReleasedError:
+            return _Machine(data, allowed, persistent, releasing=False).run(operations)
     except (IndexError, struct.error) as error:
         raise PickleError("is a pickle that ends early, or is damaged") from error
 
@@ -129,8 +146,24 @@ def among(names: Collection[str]) -> Callable[[str], bool]:
 _Operation = Callable[["_Machine"], None]
 
 
+class _ReleasedError(Exception):
+    """A pickle refers to a released object."""
+
+
 class _Machine:
-    def __init__(self, data: bytes, allowed: Callable[[str], bool], persistent: bool) -> None:
+    """Reads a pickle.
+
+    Picklers number all objects, so that later ones can refer to them. Dictionaries of states and tuples of arguments
+    are made for one instance each: they are released once it has them, which halves the memory of metadata.
+
+    Args:
+        data: the pickle.
+        allowed: as for `read_pickle`.
+        persistent: as for `read_pickle`.
+        releasing: whether objects are released; a reference to one then raises `_ReleasedError`.
+    """
+
+    def __init__(self, data: bytes, allowed: Callable[[str], bool], persistent: bool, releasing: bool = True) -> None:
         self._data = data
         self._allowed = allowed
         self._persistent = persistent
@@ -139,8 +172,13 @@ class _Machine:
         # The first one is the bottom of the stack.
         self._marks = [0]
         self._memory = MEMORY_PER_BYTE * len(data) + _MIN_MEMORY
-        # Picklers count from 0; only a strange one leaves numbers out.
+        self._releasing = releasing
+        # Picklers count from 0; only a strange one leaves numbers out. None replaces released objects.
         self._memo: list[Any] = []
+        # Numbers of dictionaries whose instances may not have them yet.
+        self._open_dicts: list[int] = []
+        # Equal keys of states, and equal sizes, are one object.
+        self._shared: dict[tuple[Any, ...], tuple[Any, ...]] = {}
         self._sparse_memo: dict[int, Any] = {}
         self._globals: dict[str, Global] = {}
 
@@ -153,14 +191,18 @@ class _Machine:
             # Two thirds of metadata are these operations: a call for each would double the time.
             if code == _MEMOIZE and not self._sparse_memo and len(stack) > marks[-1]:
                 memo.append(stack[-1])
-            elif code == _LONG_GET and (place := int.from_bytes(data[position : position + 4], "little")) < len(memo):
-                stack.append(memo[place])
+            elif (
+                code == _LONG_GET
+                and (place := int.from_bytes(data[position : position + 4], "little")) < len(memo)
+                and (value := memo[place]) is not None
+            ):
+                stack.append(value)
                 position += 4
             elif code == _BYTE:
                 stack.append(data[position])
                 position += 1
-            elif code == _GET and data[position] < len(memo):
-                stack.append(memo[data[position]])
+            elif code == _GET and data[position] < len(memo) and (value := memo[data[position]]) is not None:
+                stack.append(value)
                 position += 1
             elif code == _STOP:
                 return self._pop()
@@ -255,6 +297,8 @@ class _Machine:
 
     def _get(self, place: int) -> None:
         if place < len(self._memo):
+            if self._releasing and self._memo[place] is None:
+                raise _ReleasedError
             self._stack.append(self._memo[place])
         elif place in self._sparse_memo:
             self._stack.append(self._sparse_memo[place])
@@ -317,6 +361,8 @@ class _Machine:
     def empty_dict(self) -> None:
         self._memory -= _DICT_BYTES
         self._stack.append({})
+        # Its number, if it gets one.
+        self._open_dicts.append(len(self._memo))
 
     def tuple_of(self, count: int) -> None:
         stack = self._stack
@@ -347,16 +393,46 @@ class _Machine:
 
     def reduce(self) -> None:
         args = self._arguments()
-        self._stack.append(self._called(args, True))
+        value = self._called(args, True)
+        if type(value) is tuple:
+            value = self._one(value)
+        self._stack.append(value)
+        memo = self._memo
+        if self._releasing and memo and memo[-1] is args:
+            memo[-1] = None
+            if len(memo) > 1 and args and memo[-2] is args[0] and type(args[0]) is tuple:
+                memo[-2] = None
 
     def build(self) -> None:
         state = self._pop()
         target = self._top()
         if isinstance(target, PickledInstance):
-            target.state = state
+            if type(state) is dict and self._releasing:
+                target.build(tuple(state.values()), self._one(tuple(state)))
+                self._release(state)
+            else:
+                target.build(state)
         elif not isinstance(target, dict):
             # An ordered dictionary may have attributes, which are no part of its items.
             raise PickleError("is a damaged pickle: a state is set on what has none")
+
+    def _release(self, state: dict[Any, Any]) -> None:
+        """Release a dictionary; those that were begun after it are finished, too."""
+        memo, places = self._memo, self._open_dicts
+        while places:
+            place = places.pop()
+            if place < len(memo) and memo[place] is state:
+                memo[place] = None
+                return
+
+    def _one(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The same object for all short tuples of equal texts or of equal sizes."""
+        # Sizes below 2^60 have different hashes, others may not.
+        if len(values) > _MAX_SHARED or not all(
+            0 <= each < 1 << 60 if type(each) is int else type(each) is str for each in values
+        ):
+            return values
+        return self._shared.setdefault(values, values)
 
     def persistent_id(self) -> None:
         if not self._persistent:
