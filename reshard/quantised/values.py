@@ -44,7 +44,7 @@ BLOCK = 1 << 16
 """Elements that are decoded at a time: their indices, of 8 bytes within NumPy, or their products stay in the cache."""
 
 # Minimum elements of a block that ends with a row of scales.
-_MIN_BLOCK = 1 << 12
+_MIN_BLOCK = 1 << 14
 _ROOMS = threading.local()
 
 
