@@ -19,6 +19,8 @@ _MAX_IN_FLIGHT = 64
 _MAX_THREADS = 8
 # Minimum number of requests in flight per CPU on remote storage.
 _MIN_IN_FLIGHT_PER_CPU = 4
+# Writers per file from which maps are faster than writes: the kernel lets one write at a time.
+MIN_WRITERS_FOR_MAPS = 4
 # Memory for windows where several files are joined and each window costs a round trip.
 _WINDOW_BYTES = 256 << 10
 
@@ -56,7 +58,8 @@ class ExecutionOptions:
     def shared(self, private: int) -> ExecutionOptions:
         """The same options for worker processes, or unchanged if one process suffices.
 
-        Threads suffice for object stores: they wait for requests, and do not keep CPUs busy.
+        Threads suffice for object stores: they wait for requests, and do not keep CPUs busy. They also suffice where
+        few CPUs write a single file, because the kernel lets one of them write at a time.
 
         Args:
             private: bytes of each process beside its buffers. All processes together may hold `BASE_OF_PROCESSES`
@@ -65,7 +68,7 @@ class ExecutionOptions:
         if not (self.storage.mappable and self.target.mappable) or self.part_bytes:
             return self
         count = process_count(self.jobs, self.nbytes, self.max_memory, private)
-        if count < 2:
+        if count < 2 or (self.jobs < MIN_WRITERS_FOR_MAPS and self.files == 1):
             return self
         beyond = max(0, count * private - BASE_OF_PROCESSES)
         return replace(self, jobs=count, processes=count, max_memory=self.max_memory - beyond)

@@ -24,7 +24,7 @@ from typing import Callable, Optional
 from reshard.checkpoints import FileHandles
 from reshard.defaults import usable_cpus
 from reshard.errors import ReshardError, RetryableError, TargetError, UnwritableError
-from reshard.execute.options import ExecutionOptions, Progress
+from reshard.execute.options import MIN_WRITERS_FOR_MAPS, ExecutionOptions, Progress
 from reshard.execute.part_server import Member, PartRequest, PartServer, TargetOf
 from reshard.execute.part_writing import PartWriter
 from reshard.execute.reader import BoxReader
@@ -37,8 +37,6 @@ from reshard.text.wording import plural
 
 # The run ends at this number of failed files: their common cause will fail the others, too.
 _MAX_FAILURES = 8
-# Writers per file from which maps are faster than writes: the kernel lets one write at a time.
-_MIN_WRITERS_FOR_MAPS = 4
 
 
 def convert(
@@ -287,7 +285,7 @@ class _Execution:
         options = self._options
         # No more threads than CPUs write at a time.
         writers = min(options.threads, usable_cpus())
-        through_maps = self._crew is not None and writers >= _MIN_WRITERS_FOR_MAPS * options.files
+        through_maps = self._crew is not None and writers >= MIN_WRITERS_FOR_MAPS * options.files
         return TargetWriter(
             target, self._finish, options.checksum, self._expected(target), self._sending, allocated=through_maps
         )

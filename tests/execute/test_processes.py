@@ -21,7 +21,7 @@ import pytest
 from benchmarks.synthetic import Model, Scheme, write_checkpoint, write_strategy
 from reshard import processes
 from reshard.errors import CheckpointError, RetryableError
-from reshard.execute import part_writing, parts, run
+from reshard.execute import options, part_writing, parts, run
 from reshard.numbers import sweep
 from reshard.processes import OWN_THREAD, Crew, LostWorkerError, Notify, may_fork
 from reshard.storage.new_local_file import NewLocalFile, WrittenFile
@@ -41,7 +41,8 @@ FULL = tensors()
 FORCED = """
 import os, signal, sys, time
 from reshard import processes
-from reshard.execute import parts, run
+from reshard.execute import options, parts, run
+options.MIN_WRITERS_FOR_MAPS = 0
 run.usable_cpus = lambda: 64
 processes.MIN_BYTES_PER_PROCESS = 1
 parts.MIN_PART_BYTES = parts.MAX_PART_BYTES = 20000
@@ -93,6 +94,7 @@ def crews(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         monkeypatch.setattr(module, "Crew", Counted)
         monkeypatch.setattr(module, "private_bytes", lambda: 1 << 20)
     monkeypatch.setattr(processes, "MIN_BYTES_PER_PROCESS", 1)
+    monkeypatch.setattr(options, "MIN_WRITERS_FOR_MAPS", 0)
     return created
 
 
@@ -155,6 +157,15 @@ def test_threads_and_processes_write_the_same_files(
         }
         done("verify", words[2], "--src", words[1], *words[3:], "--jobs", 1)
     assert crews == [jobs for jobs, _ in workers]
+
+
+@pytest.mark.parametrize(("jobs", "made"), [(3, []), (4, [4])])
+def test_few_jobs_write_one_file_by_threads(
+    jobs: int, made: list[int], tmp_path: Path, crews: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(options, "MIN_WRITERS_FOR_MAPS", 4)
+    done(*prepared(tmp_path, "one file"), "--jobs", jobs)
+    assert crews == made
 
 
 @pytest.fixture

@@ -61,10 +61,16 @@ def rewrite_all(directory: Path, change: Callable[[dict[str, Any]], object]) -> 
         rewrite(file_of(directory, rank), change)
 
 
+def fields_of(value: PickledInstance) -> dict[str, Any]:
+    """The fields of an instance, which change with it."""
+    fields: dict[str, Any] = value.state
+    value.build(fields)
+    return fields
+
+
 def spec(state: dict[str, Any], name: str) -> dict[str, Any]:
     """The placement of a DTensor."""
-    fields: dict[str, Any] = attributes(state, name)["_spec"].state
-    return fields
+    return fields_of(attributes(state, name)["_spec"])
 
 
 def attributes(state: dict[str, Any], name: str) -> dict[str, Any]:
@@ -74,8 +80,7 @@ def attributes(state: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def mesh(state: dict[str, Any], name: str) -> dict[str, Any]:
-    fields: dict[str, Any] = spec(state, name)["mesh"].state
-    return fields
+    return fields_of(spec(state, name)["mesh"])
 
 
 def refused(directory: Path, *words: str) -> None:
