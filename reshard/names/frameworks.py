@@ -64,6 +64,9 @@ def plain_names(
         beside = any(trainer_optimizer(name) for name in (*names, *objects))
         if beside or any(name.startswith(_CAUSAL) for name in unrecorded):
             rooted.update(unrecorded)
+    if rooted:
+        # Names that an edit gave have no recorded keys, or only themselves.
+        rooted.update(name for name in weights if len(keys.get(name, ())) < 2 and name.startswith(MODEL))
     new_names: dict[str, Optional[str]] = {}
     left_out: list[str] = []
     # Of a nested state, a key beside "model" is not of the model. Counters and MindSpore's optimizer state stay.
@@ -71,7 +74,10 @@ def plain_names(
     outside = [
         name
         for name in weights
-        if rooted and keys.get(name, (MODEL[:-1],))[0] != MODEL[:-1] and is_weight(name, all_names)
+        if rooted
+        and name not in rooted
+        and keys.get(name, (MODEL[:-1],))[0] != MODEL[:-1]
+        and is_weight(name, all_names)
     ]
     for name in names:
         if trainer_optimizer(name):

@@ -155,11 +155,12 @@ class Edits:
 
             yield from possible_plain_names(name, self.plain == PLAIN_ALL)
 
-    def first_names(self, checkpoint: Checkpoint, report: Report) -> dict[str, Optional[str]]:
+    def first_names(self, names: Collection[str], checkpoint: Checkpoint, report: Report) -> dict[str, Optional[str]]:
         """The first renaming: new names by old ones, None for skipped tensors.
 
         Args:
-            checkpoint: the source.
+            names: of all tensors, dequantised.
+            checkpoint: the source, whose objects and recorded keys decide.
             report: gets notes on skipped tensors.
         """
         if self.plain is None:
@@ -167,7 +168,7 @@ class Edits:
         from reshard.names import plain_names
 
         keys = getattr(checkpoint, "nested", {})
-        renamed = plain_names(checkpoint.tensors, checkpoint.objects, keys, self.plain == PLAIN_ALL)
+        renamed = plain_names(names, checkpoint.objects, keys, self.plain == PLAIN_ALL)
         if renamed.rooted:
             report.note("names: the trainer's prefix 'model.' is removed")
         if renamed.left_out:
@@ -175,18 +176,27 @@ class Edits:
                 f"{plural(len(renamed.left_out), 'tensor')} of the optimizer left out: " + listing(renamed.left_out)
             )
         if renamed.outside:
-            report.note(
+            report.warn(
                 f"{plural(len(renamed.outside), 'tensor')} beside the model left out: " + listing(renamed.outside)
             )
         return renamed.names
 
-    def nested(self, names: Collection[str]) -> Optional[Mapping[str, tuple[str, ...]]]:
-        """The keys of a trainer's state by the names of its tensors; None for the source's keys."""
-        if not self.trainer:
-            return None
+    def nested(self, names: Collection[str], recorded: Mapping[str, tuple[Any, ...]]) -> Mapping[str, tuple[Any, ...]]:
+        """The keys of a trainer's state by the names of its tensors.
+
+        Args:
+            names: of the tensors after these edits.
+            recorded: the keys in the source. Names that these edits gave have keys where the source has their root.
+        """
+        roots = {keys[0] for keys in recorded.values() if len(keys) > 1}
+        if not self.trainer and not roots:
+            return recorded
         from reshard.names import trainer_keys
 
-        return {name: trainer_keys(name) for name in names}
+        if self.trainer:
+            return {name: trainer_keys(name) for name in names}
+        keys_by_name = {name: trainer_keys(name) for name in names if name not in recorded}
+        return {**recorded, **{name: keys for name, keys in keys_by_name.items() if keys[0] in roots}}
 
     def last_names(self, names: Collection[str], report: Report) -> dict[str, Optional[str]]:
         """The last renaming: new names by old ones.
@@ -299,7 +309,7 @@ def edited(checkpoint: Checkpoint, edits: Edits, report: Report, complete: bool 
         checkpoint, views = _dequantised(checkpoint, edits.quantisation, report)
     recipes: Mapping[str, Recipe] = {name: Recipe((name,), views.get(name)) for name in checkpoint.tensors}
     values = {*checkpoint.values(), *checkpoint.without_layout()}
-    recipes, values = _exactly(recipes, values, edits.first_names(checkpoint, report))
+    recipes, values = _exactly(recipes, values, edits.first_names(checkpoint.tensors, checkpoint, report))
     tied: list[TiedTensors] = []
     unseen: dict[str, Optional[str]] = {name: name for name in checkpoint.unseen}
     if edits.additions is not None:
@@ -339,7 +349,9 @@ def edited(checkpoint: Checkpoint, edits: Edits, report: Report, complete: bool 
         note_casts(checkpoint, recipes, report)
         warn_of_uncast(checkpoint, recipes, values, edits.casts, report)
     _check_types(checkpoint, recipes)
-    return EditedCheckpoint(checkpoint, recipes, values, identity, tied, unseen, edits.nested(recipes))
+    return EditedCheckpoint(
+        checkpoint, recipes, values, identity, tied, unseen, edits.nested(recipes, getattr(checkpoint, "nested", {}))
+    )
 
 
 def _with_additions(

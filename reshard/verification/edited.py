@@ -76,7 +76,7 @@ class EditedSource:
             self._originals, kept_values = dequantised_tensors(base, edits.quantisation)
         recipes = {name: _Recipe((), (name,)) for name in self._originals}
         # The conversion has noted which tensors it left out.
-        first = edits.first_names(base.checkpoint, Report())
+        first = edits.first_names(self._originals, base.checkpoint, Report())
         if first:
             recipes = {new: recipes[old] for old, new in first.items() if new is not None}
         if edits.table is not None:

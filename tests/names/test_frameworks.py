@@ -135,6 +135,29 @@ def test_weights_alone_lose_the_prefix_on_the_way_back(form: str, between: list[
     assert held.keys() == FULL.keys() and all(held[name].same(each) for name, each in FULL.items())
 
 
+@pytest.mark.parametrize("form", ["dcp", "hyper-parallel"])
+def test_renamed_tensors_of_a_state_remain_in_it(form: str, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "src" / "model.safetensors", FULL)
+    cut: list[Argument] = ["--to", form, "--shards", 2, "--verify"]
+    name = next(iter(FULL))
+    done("convert", tmp_path / "src", tmp_path / "state", *cut)
+    done("convert", tmp_path / "state", tmp_path / "renamed", *cut, "--rename", f"model.{name}=model.new.weight")
+    result = done("convert", tmp_path / "renamed", tmp_path / "back", "--to", "huggingface", "--verify")
+    held = read_checkpoint(tmp_path / "back" / "model.safetensors")
+    assert held.keys() == {"new.weight", *FULL} - {name}
+    assert held["new.weight"].same(FULL[name]) and "left out" not in result.err
+
+
+def test_weights_beside_the_model_are_left_out_with_a_warning(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "src" / "model.safetensors", FULL)
+    cut: list[Argument] = ["--to", "dcp", "--shards", 2]
+    name = next(iter(FULL))
+    done("convert", tmp_path / "src", tmp_path / "state", *cut)
+    done("convert", tmp_path / "state", tmp_path / "renamed", *cut, "--rename", f"model.{name}=other.weight")
+    result = done("convert", tmp_path / "renamed", tmp_path / "back", "--to", "huggingface", "--quiet")
+    assert "warning: 1 tensor beside the model left out" in result.err
+
+
 def test_tensors_beside_the_model_of_a_nested_state_are_skipped() -> None:
     keys = {"model.a": ("model", "a"), "rng": ("rng",)}
 

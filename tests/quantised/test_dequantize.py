@@ -17,7 +17,7 @@ from tests.checkpoint_writing import write_safetensors
 from tests.layouts import examples, strategies
 from tests.quantised.models import E2M1, SCHEMES, Coded, others, write_model
 from tests.reference import slices
-from tests.running import done, fails, reshard, warns
+from tests.running import Argument, done, fails, reshard, warns
 from tests.trees import Value, arrays, layout, read_checkpoint, read_tree, same_checkpoints, same_ranks, write_strategy
 
 
@@ -47,6 +47,25 @@ def test_a_directory_is_dequantised_to_the_given_dtype(tmp_path: Path, scheme: s
     same_checkpoints(read_checkpoint(written), expected(quantised, dtype))
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert "quantization_config" not in config
+
+
+@pytest.mark.parametrize("scheme", ["fp8 blocks", "int8 groups with zero points", "mxfp4"])
+@pytest.mark.parametrize("form", ["dcp", "hf-sharded", "hyper-parallel"])
+def test_the_state_of_a_trainer_is_dequantised_under_the_names_of_the_model(
+    tmp_path: Path, scheme: str, form: str
+) -> None:
+    quantised = write_model(tmp_path / "src", scheme)
+    to_form: list[Argument] = ["--to", form, "--shards", 2]
+    dequantised: list[Argument] = ["--dequantize", "BFloat16", "--config", tmp_path / "src" / "config.json"]
+    done("convert", tmp_path / "src", tmp_path / "codes", *to_form)
+
+    done("convert", tmp_path / "codes", tmp_path / "out", "--to", "huggingface", *dequantised, "--verify")
+    done("convert", tmp_path / "codes", tmp_path / "numbers", *to_form, *dequantised, "--verify")
+    done("convert", tmp_path / "numbers", tmp_path / "back", "--to", "huggingface", "--verify")
+
+    for result in ("out", "back"):
+        (written,) = (tmp_path / result).glob("*.safetensors")
+        same_checkpoints(read_checkpoint(written), expected(quantised))
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
