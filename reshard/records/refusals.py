@@ -123,8 +123,8 @@ class Refusals:
 
     def existing(self, ranks: Sequence[int], *, recorded: bool, continuing: bool) -> ReplaceableError:
         """Targets of some ranks exist, modified after they were recorded, or without a record."""
-        why = ", modified after they were written" if recorded else ""
-        them = "them" if len(ranks) > 1 else "it"
+        they_were, them = ("they were", "them") if len(ranks) > 1 else ("it was", "it")
+        why = f", modified after {they_were} written" if recorded else ""
         replace = f"replace {them} with --overwrite"
         if continuing and not self._adding:
             replace = f"replace all ranks with {self.replace_all}"

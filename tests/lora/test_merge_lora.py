@@ -248,7 +248,7 @@ def test_changed_targets_of_a_merge_are_merged_again(tmp_path: Path) -> None:
     told = done("status", tmp_path / "out").out
     assert f"reshard merge-lora BASE ADAPTER {tmp_path / 'out'} --overwrite" in told
     assert "verify" not in told and "by-rank" not in told
-    assert "verify" not in fails(3, *words, says=["modified after they were written", "--overwrite"]).err
+    assert "verify" not in fails(3, *words, says=["modified after it was written", "--overwrite"]).err
     done(*words, "--overwrite")
     assert written.read_bytes() == before
 

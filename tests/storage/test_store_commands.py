@@ -101,7 +101,7 @@ def test_a_large_tensor_is_uploaded_in_parts(objects: Objects, tmp_path: Path) -
 
 
 def test_an_adapter_is_merged_into_a_store(objects: Objects, tmp_path: Path) -> None:
-    src, adapter = base(tmp_path / "base", weights()), peft(tmp_path / "adapter", matrices(), alpha=16)
+    src, adapter = base(tmp_path / "base", weights()), peft(tmp_path / "adapter", matrices(), lora_alpha=8)
     done("merge-lora", src, adapter, tmp_path / "out")
     done("merge-lora", objects.upload(src, "base"), objects.upload(adapter, "adapter"), objects.path("out"))
     assert written(objects) == tree(tmp_path / "out")

@@ -115,18 +115,20 @@ def test_one_command_converts_from_store_to_store(objects: Objects, tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    "key, says",
+    "key, status, says",
     [
-        ("s3://{bucket}-not/out", "this object store has no bucket"),
-        ("s3://", "s3://: names no bucket"),
-        ("s3:/{bucket}/out", "with two slashes"),
-        ("s3://{bucket}/a//out", "/a//out: holds an empty name"),
-        ("s3://{bucket}/a/../out", "/a/../out: holds an empty name"),
+        ("s3://{bucket}-not/out", 3, "this object store has no bucket"),
+        ("s3://", 2, "s3://: names no bucket"),
+        ("s3:/{bucket}/out", 2, "with two slashes"),
+        ("s3://{bucket}/a//out", 2, "/a//out: holds an empty name"),
+        ("s3://{bucket}/a/../out", 2, "/a/../out: holds an empty name"),
     ],
 )
 @pytest.mark.parametrize("more", ["--verify", "--dry-run"])
-def test_missing_write_permission_is_an_error_before_reading(key: str, says: str, more: str, objects: Objects) -> None:
+def test_missing_write_permission_is_an_error_before_reading(
+    key: str, status: int, says: str, more: str, objects: Objects
+) -> None:
     dst = key.format(bucket=objects.bucket)
-    fails(3 if "there is" in says else 2, "convert", *words(demo(*TO_DEMO), dst), more, says=[says])
+    fails(status, "convert", *words(demo(*TO_DEMO), dst), more, says=[says])
     assert {method for method, _ in objects.faults.asked} <= {"GET", "HEAD"}
     assert not objects.content()
