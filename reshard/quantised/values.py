@@ -189,7 +189,9 @@ def factors_of(code: str, scales: Floats, dtype: str, elements: int) -> Optional
         if not np.isfinite(factors).all() or (largest * scales.max()).view("u4") >= _BECOMES_INFINITE:
             return None
         ties = True
-        if least * scales.min() >= _LEAST_NORMAL and scales.size * len(significands) * _MIN_SHARING <= elements:
+        # Products with codes and with significands, which are at least a half, must be normal numbers.
+        normal = min(least, np.float32(0.5)) * scales.min() >= _LEAST_NORMAL
+        if normal and scales.size * len(significands) * _MIN_SHARING <= elements:
             # Products of numbers that differ by a power of two have the same digits.
             products = significands * scales.reshape(-1, 1)
             ties = bool((products.view("u4").astype("u2") == 0x8000).any())

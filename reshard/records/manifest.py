@@ -18,7 +18,16 @@ from reshard.errors import CheckpointError, RetryableError
 from reshard.forms.ranks.naming import check_inside
 from reshard.records.identity import Identity
 from reshard.records.ledger import ledgers_in
-from reshard.storage import UnfitError, is_directory, read_small, remove_file, too_long, write_whole, writing_error
+from reshard.storage import (
+    UnfitError,
+    exists,
+    is_directory,
+    read_small,
+    remove_file,
+    too_long,
+    write_whole,
+    writing_error,
+)
 from reshard.storage.json_text import Fields, JsonError, parse_json
 from reshard.text.near_names import similar_path_hint
 from reshard.text.wording import quoted
@@ -132,7 +141,7 @@ def read_manifest(directory: str) -> Manifest:
     except (FileNotFoundError, NotADirectoryError):
         if not is_directory(directory):
             raise CheckpointError(
-                f"{directory}: is not a directory",
+                f"{directory}: {'is not a directory' if exists(directory) else 'does not exist'}",
                 file=directory,
                 hint=similar_path_hint(directory) or "name the DST of a conversion",
             ) from None

@@ -154,7 +154,7 @@ class _Reader:
             self._wrong("holds no metadata of a distributed checkpoint")
         fields = pickled.fields
         described, stored = fields.get("state_dict_metadata"), fields.get("storage_data")
-        if not isinstance(described, dict) or not isinstance(stored, dict):
+        if not isinstance(described, dict) or not isinstance(stored, dict) or described is stored:
             self._wrong("lists no tensors")
         records = self._records(stored)
         # They take half of the memory of metadata.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, Optional
 
@@ -216,7 +217,8 @@ def _metadata_of(form: str, directory: str, names: Sequence[str]) -> list[str]:
         raise CheckpointError(
             f"{directory}: is not complete: {subject} missing",
             file=os.path.join(directory, METADATA),
-            hint="wait until the save is finished, or take another checkpoint",
+            hint="wait until the save is finished, or take another checkpoint; `reshard resume "
+            f"{shlex.quote(directory)}` completes a conversion",
         )
     return [os.path.join(directory, numbered[rank]) for rank in sorted(numbered)]
 

@@ -156,13 +156,15 @@ def _read_rank(path: str, handles: FileHandles) -> Union[_RankFile, DamagedCheck
             state = archive.pickled(is_read)
             if not isinstance(state, dict):
                 return DamagedCheckpointError(f"{path}: holds no dictionary of tensors", file=path, hint=_HINT)
+            if not all(isinstance(name, str) for name in state):
+                return DamagedCheckpointError(f"{path}: has a tensor whose name is no text", file=path, hint=_HINT)
             for name, value in state.items():
                 try:
-                    parts[str(name)] = part = part_of(archive, value)
+                    parts[name] = part = part_of(archive, value)
                     if part is not None:
-                        check_shape(path, str(name), part.shape)
+                        check_shape(path, name, part.shape)
                 except PlacementError as error:
-                    parts[str(name)] = error
+                    parts[name] = error
         except DamagedCheckpointError as error:
             return DamagedCheckpointError(error.message, file=path, hint=_HINT)
     stored = {name: part for name, part in parts.items() if isinstance(part, RankPart)}
