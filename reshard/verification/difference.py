@@ -37,7 +37,8 @@ class Difference(NamedTuple):
         if self.files:
             files = some_names([one_line(name) for name in self.files], 3)
             where = f" in {files}" if names else files
-        return f"{names}{where}: {self.detail}".lstrip()
+        subject = f"{names}{where}".lstrip()
+        return f"{subject}: {self.detail}" if subject else self.detail
 
 
 def kind_of_tensor(tensor: Tensor) -> tuple[str, tuple[int, ...], int]:
