@@ -14,7 +14,6 @@ from reshard.cli.shard import Share
 from reshard.convert import Options, Summary
 from reshard.convert.ends import Ends, check_verifiable, options_of, request_between, request_of
 from reshard.errors import UsageError
-from reshard.forms import READ_ONLY_CLASSES
 from reshard.forms.registry import counted_as, form_named, form_of
 from reshard.opened.opening import typed_strategy
 from reshard.plan.request import Request
@@ -168,11 +167,11 @@ def recover(src: str, dst: str, strategy: Optional[str], ranks: Optional[tuple[i
     """
     form = form_of(src)
     if not form_named(form).options.by_rank:
+        target = form if form_named(form).options.written else "huggingface"
         raise UsageError(
             f"{src}: is of the form {form}; recover works on rank directories",
-            hint=f"use: reshard convert {shlex.quote(src)} {shlex.quote(dst)} --to "
-            + ("huggingface" if form in READ_ONLY_CLASSES else form)
-            + (" --dst-strategy same" if form_named(form).options.cut and form not in READ_ONLY_CLASSES else ""),
+            hint=f"use: reshard convert {shlex.quote(src)} {shlex.quote(dst)} --to {target}"
+            + (" --dst-strategy same" if form_named(target).options.cut else ""),
         )
     if strategy is None:
         raise UsageError("--strategy is missing", hint="name the strategy file or directory of the checkpoint")

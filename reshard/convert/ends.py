@@ -11,7 +11,6 @@ from reshard.checkpoints.decryption import decryption_of
 from reshard.convert.options import Options
 from reshard.defaults import DEFAULT_PREFIX, usable_cpus
 from reshard.errors import UsageError
-from reshard.forms import FORM_CLASSES
 from reshard.forms.form import Form, Layouts
 from reshard.forms.registry import (
     FORMS,
@@ -62,7 +61,7 @@ def read_ends(src: str, typed: Mapping[str, Any], report: Report) -> Ends:
         # Other types of the same weights are the whole conversion.
         name = form.name
     if name is None:
-        *names, last = (each.name for each in FORMS[1:] if each.name in FORM_CLASSES)
+        *names, last = (each.name for each in FORMS[1:] if each.options.written)
         raise UsageError(
             f"--dst-strategy or --to is missing: {src} is of the form {form.name}",
             hint=f"add --dst-strategy FILE for rank files, or --to {', '.join(names)} or {last}",

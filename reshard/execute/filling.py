@@ -18,7 +18,7 @@ import numpy as np
 from reshard.execute.casts import Cast, Overflowed, Words
 from reshard.execute.parts import SharedRows
 from reshard.execute.reading import ByteReader, Bytes
-from reshard.layout import Box, Loop, Region, boxes_of_range, inside, intersection, shape_of, volume_of
+from reshard.layout import Box, Loop, Region, boxes_of_range, inside, intersection, placed, shape_of, volume_of
 from reshard.plan.pieces import StoredSlice, TargetTensor
 
 _WORDS = (8, 4, 2, 1)
@@ -58,7 +58,7 @@ def runs_of_box(tensor: TargetTensor, block: Box) -> Optional[list[Run]]:
     """The runs that make a box of a target tensor, counted from its own origin; None if other elements are in it."""
     if tensor.padded or tensor.added is not None:
         return None
-    box = tuple((start + low, start + high) for (start, _), (low, high) in zip(tensor.box, block))
+    box = placed(block, tensor.box)
     runs = []
     for piece in tensor.pieces:
         common = intersection(piece.box, box)
@@ -111,7 +111,7 @@ class BlockFiller:
             out: exactly the block's bytes.
         """
         # Blocks and pieces meet in coordinates of the full tensor.
-        box = tuple((start + low, start + high) for (start, _), (low, high) in zip(tensor.box, block))
+        box = placed(block, tensor.box)
         view = as_words(out, shape_of(block), tensor.item_size)
         if tensor.padded:
             view[...] = 0
@@ -146,7 +146,7 @@ class BlockFiller:
         """
         axis = len(shared.outer)
         example = shared.tensors[0]
-        outer = tuple((start + low, start + high) for (start, _), (low, high) in zip(shared.outer, rows))
+        outer = placed(rows, shared.outer)
         boxes = [(*outer, *tensor.box[axis:]) for tensor in shared.tensors]
         views = [as_words(out, shape_of(box), example.item_size) for out, box in zip(outs, boxes)]
         cast = None

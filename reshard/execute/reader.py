@@ -23,7 +23,7 @@ from reshard.execute.casts import Overflowed
 from reshard.execute.filling import BlockFiller
 from reshard.execute.options import ExecutionOptions
 from reshard.execute.reading import Bytes, make_reader
-from reshard.layout import Box, boxes_of_range, shape_of, volume_of
+from reshard.layout import Box, boxes_of_range, placed, shape_of, volume_of
 from reshard.plan.pieces import TargetTensor
 
 Array = npt.NDArray[Any]
@@ -155,8 +155,7 @@ class BoxReader:
         most = max(1, self.chunk_bytes(len(out)) // tensor.item_size)
         for part in boxes_of_range(shape_of(box), 0, volume_of(box), most):
             last = first + volume_of(part) * tensor.item_size
-            placed = tuple((start + low, start + high) for (start, _), (low, high) in zip(box, part))
-            yield partial(self.read_alone, tensor, placed, out[first:last])
+            yield partial(self.read_alone, tensor, placed(part, box), out[first:last])
             first = last
 
     def chunk_bytes(self, nbytes: int) -> int:

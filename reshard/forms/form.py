@@ -45,7 +45,7 @@ class FormOptions(NamedTuple):
         title: the form's name in sentences.
         layouts: where layouts are recorded.
         steps: a source may hold several steps, for --step.
-        formats: formats of its files, for --format.
+        formats: formats of its files, for --format; none for a form that is only read.
         shard_size: the size of target files can be chosen, with --max-shard-size.
         shards: tensors may be cut by rows over a number of files, with --shards.
         mindspore: MindSpore loads its files.
@@ -68,6 +68,11 @@ class FormOptions(NamedTuple):
     def by_rank(self) -> bool:
         """Whether every rank has its own file, whose number is the rank."""
         return self.unit == "rank"
+
+    @property
+    def written(self) -> bool:
+        """Whether the form can be a target."""
+        return bool(self.formats)
 
     @property
     def needs_strategy(self) -> bool:

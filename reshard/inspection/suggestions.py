@@ -16,7 +16,6 @@ from typing import Callable, NamedTuple, Optional
 from reshard.checkpoints import Decryption
 from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.errors import CheckpointError, InputError, ReshardError
-from reshard.forms import FORM_CLASSES
 from reshard.forms.form import Names
 from reshard.forms.ranks.steps import RANK, fixed_directory
 from reshard.forms.ranks.tree import find_rank
@@ -438,8 +437,7 @@ class _Advisor:
             yield self._convert("pytorch", "PyTorch, a distributed checkpoint (DCP)", _DCP, words, missing)
         if self._subject.quantised or self._lacks_settings:
             same = ("--dst-strategy", "same") if self._form.cut else ()
-            written = self._subject.form.name in FORM_CLASSES
-            words = (*self._same_form(), *same) if written else ("--to", _HUGGINGFACE)
+            words = (*self._same_form(), *same) if self._form.written else ("--to", _HUGGINGFACE)
             yield self._convert("dequantize", f"Quantised weights as {_DTYPE}", _DTYPE.lower(), words)
 
     def _check_strategy(self) -> Iterator[Suggestion]:
@@ -463,7 +461,7 @@ class _Advisor:
 
     def _for_strategies(self) -> Iterator[Suggestion]:
         """Rank files, or the same form, with the layouts of a strategy."""
-        same_form = self._form.cut and not self._form.shards and self._subject.form.name in FORM_CLASSES
+        same_form = self._form.cut and not self._form.shards and self._form.written
         to = self._same_form() if same_form else ()
         names: Words = ((), ()) if same_form else self._names(_HUGGINGFACE)
         targets = self._targets()

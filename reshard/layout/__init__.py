@@ -6,7 +6,7 @@ others, and `ViewOverlap` lists their source slices.
 """
 
 from reshard.layout.boxes import Covering, covering
-from reshard.layout.grid import Box, Grid, boxes_of_range, inside, intersection, shape_of, volume_of, whole_box
+from reshard.layout.grid import Box, Grid, boxes_of_range, inside, intersection, placed, shape_of, volume_of, whole_box
 from reshard.layout.layout import Layout, whole
 from reshard.layout.overlap import Cell, Overlap, ViewOverlap, stand_in_shape
 from reshard.layout.views import ZEROS, Loop, Region, View
@@ -27,6 +27,7 @@ __all__ = [
     "covering",
     "inside",
     "intersection",
+    "placed",
     "shape_of",
     "stand_in_shape",
     "volume_of",

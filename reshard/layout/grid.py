@@ -48,6 +48,11 @@ def inside(box: Box, around: Box) -> tuple[slice, ...]:
     return tuple(slice(low - start, high - start) for (low, high), (start, _) in zip(box, around))
 
 
+def placed(part: Box, box: Box) -> Box:
+    """A part of a box, whose numbers count from the box's first element, in the numbers of the box."""
+    return tuple((start + low, start + high) for (start, _), (low, high) in zip(box, part))
+
+
 def place_of(number: int, cuts: Sequence[int]) -> tuple[int, ...]:
     """The position of a box along every dimension.
 

@@ -30,7 +30,7 @@ from reshard.checkpoints.checkpoint import (
 from reshard.checkpoints.edited import EditedCheckpoint, Recipe
 from reshard.checkpoints.formats.dtypes import ITEM_SIZES
 from reshard.errors import CheckpointError
-from reshard.layout import Box, Grid, boxes_of_range, inside, intersection, shape_of, volume_of, whole_box
+from reshard.layout import Box, Grid, boxes_of_range, inside, intersection, placed, shape_of, volume_of, whole_box
 from reshard.quantised.schemes import Quantised, Recognised, TypedShape, recognise, stated_settings
 from reshard.quantised.values import (
     BLOCK,
@@ -202,12 +202,12 @@ class ScaledCodes:
         per_scale = math.prod(map(min, self._tensor.block, self._tensor.shape))
         overflowed = 0
         for outer in boxes_of_range(shape, low, high, _MAX_SCALES * per_scale):
-            scaled = self._scaled(read, scale_box(_placed(outer, source.box), self._tensor.block), volume_of(outer))
+            scaled = self._scaled(read, scale_box(placed(outer, source.box), self._tensor.block), volume_of(outer))
             # Where few elements share a scale, tables are larger than elements.
             tables = not self._exponents and scaled.factors is None
             most = min(widest, _MAX_TABLES * per_scale) if tables else widest
             for inner in boxes_of_range(shape_of(outer), 0, volume_of(outer), most):
-                box = _placed(inner, _placed(outer, source.box))
+                box = placed(inner, placed(outer, source.box))
                 count = volume_of(box)
                 codes = codes_room[: count // self._per_byte]
                 read(source, low // self._per_byte, codes.data)
@@ -284,11 +284,6 @@ class ScaledCodes:
                 hint="the checkpoint is damaged or was quantised wrongly; without --dequantize, it is copied unchanged",
             )
         return scales
-
-
-def _placed(part: Box, box: Box) -> Box:
-    """A part of a box, counted from the origin of the tensor."""
-    return tuple((low + first, low + last) for (low, _), (first, last) in zip(box, part))
 
 
 class DequantisedCheckpoint(EditedCheckpoint):

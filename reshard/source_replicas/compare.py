@@ -23,7 +23,7 @@ from reshard.execute.reader import in_order
 from reshard.execute.reading import Bytes
 from reshard.forms.ranks.checkpoint import SourceStep
 from reshard.forms.ranks.holding import stage_shardings
-from reshard.layout import boxes_of_range, shape_of, volume_of
+from reshard.layout import boxes_of_range, placed, shape_of, volume_of
 from reshard.source_replicas.choice import Holder, ParameterGroup, Replicated, group_parameters
 from reshard.source_replicas.outcome import ReplicaComparison, Tally, is_gradient
 from reshard.source_replicas.samples import EFFORTS, MOST_PLACES, ReplicaFiles, Samples, own_sample_box
@@ -211,7 +211,7 @@ def _pieces(replicated: Replicated, item_size: int) -> Iterator[Replicated]:
         yield replicated
         return
     for piece in boxes_of_range(shape_of(replicated.box), 0, volume_of(replicated.box), most):
-        box = tuple((start + low, start + high) for (start, _), (low, high) in zip(replicated.box, piece))
+        box = placed(piece, replicated.box)
         yield replicated._replace(box=box)
 
 

@@ -152,11 +152,7 @@ class EditedSource:
         unchanged = strategy.is_placeholder or strategy.is_none or not self._last_names
         if unchanged or self.tensors.keys() <= set(strategy.parameters):
             return strategy
-        stages = (
-            replace(stage, layouts={self._last_names.get(name) or name: each for name, each in stage.layouts.items()})
-            for stage in strategy.stages
-        )
-        return replace(strategy, stages=tuple(stages))
+        return renamed(strategy, self._last_names)
 
     def _shapes(self, recipes: Mapping[str, _Recipe], kept_values: Collection[str]) -> dict[str, Shape]:
         """The shapes of tensors and values."""
@@ -201,6 +197,15 @@ class EditedSource:
         return DerivedTensor(
             name, dtype, item_size, shape, tuple(sources), recipe.operations, recipe.number, cast, shards
         )
+
+
+def renamed(strategy: Strategy, names: Mapping[str, Optional[str]]) -> Strategy:
+    """A strategy with new names by old ones; other names are unchanged."""
+    stages = (
+        replace(stage, layouts={names.get(name) or name: layout for name, layout in stage.layouts.items()})
+        for stage in strategy.stages
+    )
+    return replace(strategy, stages=tuple(stages))
 
 
 def _of_all(readings: Sequence[Shards]) -> Shards:

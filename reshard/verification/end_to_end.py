@@ -28,7 +28,7 @@ from reshard.text.wording import plural, quoted, rank_ranges
 from reshard.verification.converted import AnySource, compare_form, compare_ranks
 from reshard.verification.copies import compare_copies, has_copies, not_held
 from reshard.verification.difference import Difference
-from reshard.verification.edited import EditedSource
+from reshard.verification.edited import EditedSource, renamed
 from reshard.verification.products import sums_of
 from reshard.verification.reading import Comparison, Means, compare
 from reshard.verification.sources import (
@@ -194,8 +194,8 @@ def _edited_differences(
     laid_out = _for_trainer(target, laid_out, edited.tensors)
     warn_of_unmatched(filters, (laid_out.parameters, edited.names), report)
     disagreements = [*_untied(edited, means), *_disagreeing(edited, means)]
-    renamed = target._replace(strategy=laid_out)
-    return [*disagreements, *_compared(edited, renamed, converted, filters.admit, means, report)]
+    named = target._replace(strategy=laid_out)
+    return [*disagreements, *_compared(edited, named, converted, filters.admit, means, report)]
 
 
 def _for_trainer(target: ConvertedTarget, strategy: Strategy, names: Collection[str]) -> Strategy:
@@ -210,12 +210,7 @@ def _for_trainer(target: ConvertedTarget, strategy: Strategy, names: Collection[
     # Imported only here: most targets have a model's names.
     from reshard.names import trainer_names
 
-    renamed = trainer_names(strategy.parameters)
-    stages = (
-        replace(stage, layouts={renamed[name] or name: layout for name, layout in stage.layouts.items()})
-        for stage in strategy.stages
-    )
-    return replace(strategy, stages=tuple(stages))
+    return renamed(strategy, trainer_names(strategy.parameters))
 
 
 def _compared(
