@@ -36,10 +36,10 @@ def within(seconds: int = SECONDS) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def refused(status: int, *words: Argument, says: Sequence[Argument] = ()) -> Result:
+def refused(status: int, *words: Argument, texts: Sequence[Argument] = ()) -> Result:
     """The command fails with this status before the timeout, in a few short lines without an internal error."""
     with within():
-        result = fails(status, *words, says=says)
+        result = fails(status, *words, texts=texts)
     assert "internal error" not in result.err
     assert len(result.err.splitlines()) < 10
     assert len(result.err) < 5000

@@ -1,6 +1,6 @@
 """A real object store on the loopback interface: a server process, and a proxy that injects failures.
 
-`objects` gives a bucket of its own to each test; `Faults` says what goes wrong on the way to it.
+`objects` gives a bucket of its own to each test; `Faults` decides which requests fail on the way to it.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Faults:
 
     Attributes:
         delay: seconds before every answer.
-        choose: says what happens to a request, by its number from 0 on, method and path: ``drop``, which closes the
+        choose: decides what happens to a request, by its number from 0 on, method and path: ``drop``, which closes the
             connection without an answer; ``cut``, which does so in the middle of the answer; ``unavailable``, a 503;
             ``lost``, which does what is asked and gives no answer; ``refuse``, a 403; ``conflict``, a 409; ``silent``,
             which never answers; None for nothing.

@@ -50,18 +50,18 @@ def done(*arguments: Argument, subprocess_: bool = False) -> Result:
     return result
 
 
-def fails(status: int, *arguments: Argument, says: Sequence[Argument] = ()) -> Result:
-    """Run one command, which must end with `status` and an error that contains every text of `says`."""
+def fails(status: int, *arguments: Argument, texts: Sequence[Argument] = ()) -> Result:
+    """Run one command, which must end with `status` and an error that contains every text of `texts`."""
     result = reshard(*arguments)
     assert result.status == status, f"{arguments} gave {result.status}, not {status}:\n{result.err}{result.out}"
     assert result.err.strip(), "an error without a message"
-    warns(result, *says)
+    warns(result, *texts)
     return result
 
 
-def warns(result: Result, *says: Argument) -> None:
-    """The command's standard error contains every text of `says`."""
-    for part in says:
+def warns(result: Result, *texts: Argument) -> None:
+    """The command's standard error contains every text of `texts`."""
+    for part in texts:
         assert flat(str(part)) in flat(result.err), f"{part!r} is missing:\n{result.err}"
 
 

@@ -120,9 +120,9 @@ class World:
     def run(self, *options: Argument) -> Result:
         return reshard(*self.words(*options))
 
-    def refuses(self, status: int, *says: Argument, options: tuple[Argument, ...] = ()) -> Result:
+    def refuses(self, status: int, *texts: Argument, options: tuple[Argument, ...] = ()) -> Result:
         """The conversion fails with this status and these texts, and leaves no target."""
-        result = fails(status, *self.words(*options), says=says)
+        result = fails(status, *self.words(*options), texts=texts)
         assert not list(self.dst.glob("rank_*/*")) if self.dst.is_dir() else True
         return result
 

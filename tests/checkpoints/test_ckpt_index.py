@@ -187,7 +187,7 @@ def test_records_may_be_empty_and_end_inside_an_element(pieces: list[bytes], tmp
 
 
 @pytest.mark.parametrize(
-    ("records", "says"),
+    ("records", "texts"),
     [
         ([("x", "Int8", (2,), b"ab"), ("x", "Int8", (2,), b"ab")], "twice"),
         ([("x", "Int8", (2,), b"a"), ("x", "UInt8", (2,), b"b")], "twice"),
@@ -205,11 +205,11 @@ def test_records_may_be_empty_and_end_inside_an_element(pieces: list[bytes], tmp
     ],
 )
 def test_records_of_a_wrong_total_size_are_damage(
-    records: list[tuple[str, str, tuple[int, ...], bytes]], says: str, tmp_path: Path
+    records: list[tuple[str, str, tuple[int, ...], bytes]], texts: str, tmp_path: Path
 ) -> None:
     with pytest.raises(DamagedCheckpointError) as caught:
         index_bytes(b"".join(record(*one) for one in records), tmp_path)
-    assert says in str(caught.value) and "made.ckpt" in str(caught.value)
+    assert texts in str(caught.value) and "made.ckpt" in str(caught.value)
     assert caught.value.parameter == "x"
 
 
@@ -373,7 +373,7 @@ VALUE = field(1, "x") + field(2, tensor_message("Int8", (2,), b"ab"))
 
 
 @pytest.mark.parametrize(
-    ("data", "says"),
+    ("data", "texts"),
     [
         (bytes(100), "field number 0"),
         (record("x", "Int8", (2,), b"ab") + bytes(50), "field number 0"),
@@ -395,10 +395,10 @@ VALUE = field(1, "x") + field(2, tensor_message("Int8", (2,), b"ab"))
         (b"\x0a\x05" + b"\x0a\x0a" + b"x" * 40, "beyond its message"),
     ],
 )
-def test_an_invalid_structure_is_damage(data: bytes, says: str, tmp_path: Path) -> None:
+def test_an_invalid_structure_is_damage(data: bytes, texts: str, tmp_path: Path) -> None:
     with pytest.raises(DamagedCheckpointError) as caught:
         index_bytes(data, tmp_path)
-    assert says in str(caught.value) and "made.ckpt" in str(caught.value)
+    assert texts in str(caught.value) and "made.ckpt" in str(caught.value)
 
 
 def test_huge_dimensions_cost_nothing(tmp_path: Path) -> None:

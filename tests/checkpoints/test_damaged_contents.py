@@ -105,8 +105,8 @@ def test_without_an_intact_replica_the_error_names_the_damaged_files(joined: Wor
     for path in saved(joined, 1, 3):
         damage(path)
     for step in ("latest", "1_10"):
-        says: list[Argument] = [*saved(joined, 1, 3), "its CRC is", "restore one of ranks 1,3", "--crc never"]
-        joined.refuses(3, *says, options=("--step", step))
+        texts: list[Argument] = [*saved(joined, 1, 3), "its CRC is", "restore one of ranks 1,3", "--crc never"]
+        joined.refuses(3, *texts, options=("--step", step))
     assert not joined.dst.exists()
     joined.convert("--crc", "never", "--check-replicas", "never")
 
@@ -147,7 +147,7 @@ def test_some_ranks_do_not_fall_back_to_an_older_step(part: str, fallen: World) 
         "by-rank": fallen.words(1, command="by-rank"),
         "--ranks": fallen.words("--ranks", "1"),
     }
-    result = fails(3, *words[part], says=["step 1_10 is damaged", "rank 1", "give every rank --step 1_9"])
+    result = fails(3, *words[part], texts=["step 1_10 is damaged", "rank 1", "give every rank --step 1_9"])
     assert not fallen.dst.exists()
     assert "may use step 1_10" in result.err
     for rank in (0, 1):
@@ -181,7 +181,7 @@ def test_a_repaired_newer_step_is_another_conversion(fallen: World) -> None:
     fallen.convert()
     for path in saved(fallen, 1, 3):
         damage(path)
-    fails(3, *fallen.words(), says=["holds another conversion", "the step (1_9 there, 1_10 here)"])
+    fails(3, *fallen.words(), texts=["holds another conversion", "the step (1_9 there, 1_10 here)"])
     assert fallen.convert("--overwrite", "--json").json["step"] == "1_10"
     same_ranks(fallen.found(), fallen.expected(NEW))
 
@@ -230,7 +230,7 @@ def test_a_partially_read_file_that_differs_from_its_replica_is_checked(staged: 
     same_checkpoints(staged.found()[1], staged.expected(NEW)[1])
     # Where contents are as they were saved, it is the strategy or the run.
     staged.save({**NEW, "w": OLD["w"]}, ranks=[first], crc=True)
-    fails(3, *staged.words("--overwrite"), says=["does not fit this checkpoint, or replicas have diverged"])
+    fails(3, *staged.words("--overwrite"), texts=["does not fit this checkpoint, or replicas have diverged"])
 
 
 def test_records_of_damage_are_removed_without_a_target(joined: World, monkeypatch: pytest.MonkeyPatch) -> None:

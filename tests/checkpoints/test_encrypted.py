@@ -153,7 +153,7 @@ def test_commands_print_the_same_for_an_encrypted_and_a_plain_tree(plain: World,
     encrypt_tree(plain.src, {0: "AES-CBC", 1: "AES-GCM", 2: "SM4-CBC"}, 100)
     for words, message in zip(commands, before):
         assert timeless(done(*words, "--decrypt-key-file", key_file).out) == timeless(message)
-        fails(3, *words, says=["rank_0", "is encrypted with", "--decrypt-key-file FILE"])
+        fails(3, *words, texts=["rank_0", "is encrypted with", "--decrypt-key-file FILE"])
     looked = done("inspect", file, "--json", "--decrypt-key-file", key_file).json
     assert looked == {**inspected, "cipher": "AES-GCM"}
     assert "ckpt encrypted with AES-GCM," in done("inspect", file, "--decrypt-key-file", key_file).out
@@ -367,7 +367,7 @@ def test_a_wrong_tag_ends_the_conversion_although_crc_is_never(large: World, io_
     encrypt_tree(large.src, "AES-GCM", 4000)
     path = with_changed_byte(large.src / "rank_0" / "net-1_10.ckpt", 0.5)
     options = ("--decrypt-key-file", key_file, "--crc", "never", "--check-replicas", "never", "--io", io_)
-    fails(3, *large.words(*options), says=[path, "is damaged", "tag of block"])
+    fails(3, *large.words(*options), texts=[path, "is damaged", "tag of block"])
     assert not (large.dst / "rank_0").exists()
 
 
@@ -444,7 +444,7 @@ def test_resume_takes_the_key_again(world: World, key_file: Path) -> None:
     started = world.run("--decrypt-key-file", key_file, "--jobs", "1", "--shard", "0/2")
     assert started.status == 0
     shutil.rmtree(world.dst / "rank_1", ignore_errors=True)
-    fails(3, "resume", world.dst, says=["is encrypted with AES-CBC", "--decrypt-key-file FILE"])
+    fails(3, "resume", world.dst, texts=["is encrypted with AES-CBC", "--decrypt-key-file FILE"])
     done("resume", world.dst, "--decrypt-key-file", key_file)
     assert tree_bytes(world.dst) == target
 

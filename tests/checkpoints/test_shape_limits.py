@@ -54,7 +54,7 @@ def test_shapes_up_to_the_limits_are_accepted(
 
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize(
-    ("shape", "nbytes", "says"),
+    ("shape", "nbytes", "texts"),
     [
         ([1] * 64, 4, "64 dimensions"),
         ([0] * 64, 0, "64 dimensions"),
@@ -64,7 +64,7 @@ def test_shapes_up_to_the_limits_are_accepted(
     ],
 )
 def test_shapes_over_the_limits_are_errors_that_name_the_limit(
-    shape: list[int], nbytes: int, says: str, command: list[Argument], tmp_path: Path
+    shape: list[int], nbytes: int, texts: str, command: list[Argument], tmp_path: Path
 ) -> None:
     path = write(tmp_path / "w.safetensors", shape, nbytes)
-    fails(3, *words(command, path), says=[path, "'w'", says])
+    fails(3, *words(command, path), texts=[path, "'w'", texts])

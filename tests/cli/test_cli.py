@@ -165,13 +165,13 @@ def test_a_rank_list_uses_available_ranks_only(plain: World) -> None:
     words: list[Argument] = ["rank-list", 0, "--src-strategy", plain.old, "--dst-strategy", plain.new]
     assert done(*words, "--available", "1-2").out == "1 2\n"
     assert done(*words, "--available", "2,3").out == "2 3\n"
-    fails(3, *words, "--available", "0,2", says=["w"])
+    fails(3, *words, "--available", "0,2", texts=["w"])
 
 
 def test_a_rank_list_of_available_ranks_out_of_range_is_wrong_usage(plain: World) -> None:
     fails(
         2, "rank-list", 0, "--src-strategy", plain.old, "--dst-strategy", plain.new, "--available", "0,9",
-        says=["9"],
+        texts=["9"],
     )  # fmt: skip
 
 
@@ -234,7 +234,7 @@ def test_inspecting_a_rank_tree_shows_its_steps(world: World) -> None:
 
 
 def test_inspect_of_a_missing_path_is_an_error(tmp_path: Path) -> None:
-    fails(3, "inspect", tmp_path / "absent", says=[str(tmp_path / "absent")])
+    fails(3, "inspect", tmp_path / "absent", texts=[str(tmp_path / "absent")])
 
 
 def test_strategy_show_lists_every_layout(world: World) -> None:
@@ -358,7 +358,7 @@ def test_a_missing_source_suggests_the_nearest_path(world: World, typed: str, ex
     world.save(FULL)
     strategies = ("--src-strategy", world.old, "--dst-strategy", world.new)
     fails(
-        3, "transform-dir", world.root / typed, world.dst, *strategies, says=[f"did you mean {world.root / expected}"]
+        3, "transform-dir", world.root / typed, world.dst, *strategies, texts=[f"did you mean {world.root / expected}"]
     )
 
 
@@ -366,7 +366,7 @@ def test_a_missing_source_suggests_the_nearest_path(world: World, typed: str, ex
 def test_a_missing_strategy_suggests_the_nearest_path(world: World, option: str) -> None:
     world.save(FULL)
     for typed in (f"{world.old}s", str(world.old)[:-1], world.old.with_suffix("")):
-        fails(3, *world.words(option, typed), says=["no file or directory has this name", f"did you mean {world.old}"])
+        fails(3, *world.words(option, typed), texts=["no file or directory has this name", f"did you mean {world.old}"])
 
 
 def test_a_path_with_no_similar_path_gets_no_suggestion(world: World) -> None:
@@ -379,4 +379,4 @@ def test_a_path_with_no_similar_path_gets_no_suggestion(world: World) -> None:
 def test_a_missing_target_suggests_the_nearest_path(world: World, command: str) -> None:
     world.save(FULL)
     world.convert()
-    fails(3, command, world.root / "dts", says=[f"did you mean {world.dst}?"])
+    fails(3, command, world.root / "dts", texts=[f"did you mean {world.dst}?"])

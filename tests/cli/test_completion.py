@@ -67,7 +67,7 @@ def say(terminal: int, text: str, until: str) -> str:
         if match:
             return match[1] if match.groups() else message
         ready, _, _ = select.select([terminal], [], [], 10)
-        assert ready, f"the shell says no more than {message!r}"
+        assert ready, f"the shell printed only {message!r}"
         message += os.read(terminal, 65536).decode(errors="replace")
 
 

@@ -159,7 +159,7 @@ def test_a_stage_count_over_the_limit_is_refused(tmp_path: Path) -> None:
     path = stages(1025)
     uses: list[list[Argument]] = [["strategy", "show", path], ["replicas", "--strategy", path]]
     for words in uses:
-        refused(3, *words, says=[path, "1025 pipeline stages"])
+        refused(3, *words, texts=[path, "1025 pipeline stages"])
 
 
 # Patterns
@@ -202,7 +202,7 @@ def test_patterns_with_many_stars_match_in_bounded_time(world: World, stars: int
         for number in range(20):
             (world.src / "rank_0" / ("a" * 200 + str(number))).touch()
         path = f"{world.src}/rank_{{rank}}/{'*a' * min(stars, 100)}*b"
-        refused(3, "inspect", path, says=["no checkpoint file matches"])
+        refused(3, "inspect", path, texts=["no checkpoint file matches"])
 
 
 def test_thousands_of_patterns_are_not_compared_with_every_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,7 +48,7 @@ def test_a_missing_strategy_option_is_wrong_usage_that_suggests_none(world: Worl
         "by-rank": [0, world.src, world.dst],
         "rank-list": [0],
     }
-    fails(2, command, *places[command], *arguments, says=[f"--{missing}-strategy", "none"])
+    fails(2, command, *places[command], *arguments, texts=[f"--{missing}-strategy", "none"])
 
 
 @pytest.mark.parametrize("rank", ["2", "99", "x"])
@@ -57,7 +57,7 @@ def test_a_rank_out_of_range_is_wrong_usage(world: World, command: str, rank: st
     world.save(FULL)
     places = [world.src, world.dst] if command == "by-rank" else []
     fails(
-        2, command, rank, *places, "--src-strategy", world.old, "--dst-strategy", world.new, says=[rank],
+        2, command, rank, *places, "--src-strategy", world.old, "--dst-strategy", world.new, texts=[rank],
     )  # fmt: skip
     assert not world.dst.exists()
 
@@ -83,12 +83,12 @@ def test_option_values_out_of_their_range_are_wrong_usage(world: World, options:
 @pytest.mark.parametrize("option", ["--shard", "--scheduler", "--ranks"])
 def test_by_rank_has_no_options_for_other_ranks(world: World, option: str) -> None:
     world.save(FULL)
-    fails(2, *world.words(0, option, "0", command="by-rank"), says=[option])
+    fails(2, *world.words(0, option, "0", command="by-rank"), texts=[option])
 
 
 @pytest.mark.parametrize("command", ["plan", "convert"])
 def test_commands_of_later_versions_are_wrong_usage(command: str) -> None:
-    fails(2, command, says=[command])
+    fails(2, command, texts=[command])
 
 
 @pytest.mark.parametrize("option", ["--scheduler"])
@@ -102,14 +102,14 @@ def test_a_target_inside_its_source_is_wrong_usage(world: World, place: str) -> 
     world.save(FULL)
     before = sorted(path for path in world.src.rglob("*"))
     world.dst = world.src / place
-    fails(2, *world.words(), says=[str(world.src)])
+    fails(2, *world.words(), texts=[str(world.src)])
     assert sorted(path for path in world.src.rglob("*")) == before
 
 
 def test_a_source_inside_its_target_is_wrong_usage(world: World) -> None:
     world.src = world.dst / "src"
     world.save(FULL)
-    fails(2, *world.words(), says=[str(world.src)])
+    fails(2, *world.words(), texts=[str(world.src)])
 
 
 def test_links_do_not_hide_that_source_and_target_overlap(world: World) -> None:
@@ -117,7 +117,7 @@ def test_links_do_not_hide_that_source_and_target_overlap(world: World) -> None:
     link = world.root / "link"
     link.symlink_to(world.src)
     world.dst = link / "out"
-    fails(2, *world.words(), says=["out"])
+    fails(2, *world.words(), texts=["out"])
 
 
 def test_a_single_source_file_may_not_be_replaced(world: World) -> None:
@@ -141,7 +141,7 @@ def test_a_source_file_that_does_not_exist_is_named(world: World) -> None:
     path = world.root / "absent.ckpt"
     fails(
         3, "transform-dir", path, world.dst, "--src-strategy", "none", "--dst-strategy", world.new,
-        says=[str(path)],
+        texts=[str(path)],
     )  # fmt: skip
 
 
@@ -157,14 +157,14 @@ def test_a_file_that_is_not_a_checkpoint_is_named(world: World, name: str) -> No
     path.write_bytes(b"" if "empty" in name else b"\xff\xfe rubbish, longer than a header \x00\x01" * 9)
     fails(
         3, "transform-dir", path, world.dst, "--src-strategy", "none", "--dst-strategy", world.new,
-        says=[str(path)],
+        texts=[str(path)],
     )  # fmt: skip
 
 
 def test_a_strategy_given_as_a_checkpoint_is_recognised(world: World) -> None:
     fails(
         3, "transform-dir", world.old, world.dst, "--src-strategy", "none", "--dst-strategy", world.new,
-        says=[str(world.old), "strategy"],
+        texts=[str(world.old), "strategy"],
     )  # fmt: skip
 
 
@@ -173,7 +173,7 @@ def test_a_checkpoint_given_as_a_strategy_is_recognised(world: World) -> None:
     path = write_checkpoint(world.root / "full.ckpt", FULL)
     fails(
         3, "transform-dir", world.src, world.dst, "--src-strategy", path, "--dst-strategy", world.new,
-        says=[str(path)],
+        texts=[str(path)],
     )  # fmt: skip
 
 
@@ -196,7 +196,7 @@ def test_without_cryptography_the_error_names_the_extra_to_install(
     monkeypatch.setitem(sys.modules, "cryptography", None)
     (tmp_path / "key").write_bytes(b"0123456789abcdef")
     words: list[Argument] = ["inspect", FIXTURES / "ckpt_files" / "encrypted_gcm.ckpt"]
-    fails(3, *words, "--decrypt-key-file", tmp_path / "key", says=["encrypted_gcm", "pip install 'reshard[crypto]'"])
+    fails(3, *words, "--decrypt-key-file", tmp_path / "key", texts=["encrypted_gcm", "pip install 'reshard[crypto]'"])
 
 
 def test_a_source_strategy_with_checkpoint_2_is_wrong_usage(world: World) -> None:
@@ -277,11 +277,11 @@ def test_a_damaged_crc_trailer_is_an_error(world: World) -> None:
 # Strategies that are wrong.
 
 
-def strategy_error(world: World, path: Path, *says: Argument) -> None:
+def strategy_error(world: World, path: Path, *texts: Argument) -> None:
     words: list[Argument] = ["--src-strategy", path, "--dst-strategy", world.new]
-    fails(3, "rank-list", 0, *words, says=says)
+    fails(3, "rank-list", 0, *words, texts=texts)
     world.save(FULL)
-    fails(3, "transform-dir", world.src, world.dst, *words, says=says)
+    fails(3, "transform-dir", world.src, world.dst, *words, texts=texts)
     assert not world.dst.exists() or not list(world.dst.iterdir())
 
 
@@ -458,8 +458,8 @@ def test_targets_of_another_format_are_refused_beside_existing_ones(world: World
     world.save(FULL)
     world.convert()
     for options in (("--format", "safetensors"), ("--prefix", "other")):
-        fails(3, *world.words(*options), says=[str(world.dst)])
-        fails(3, *world.words("--overwrite", "--ranks", "0", *options), says=[str(world.dst)])
+        fails(3, *world.words(*options), texts=[str(world.dst)])
+        fails(3, *world.words("--overwrite", "--ranks", "0", *options), texts=[str(world.dst)])
     same_ranks(world.found(), world.expected(FULL))
 
 
@@ -468,7 +468,7 @@ def test_a_rank_modified_after_conversion_is_refused_without_overwrite(world: Wo
     world.by_rank(1)
     path = world.dst / "rank_1" / "checkpoint_1.ckpt"
     path.write_bytes(path.read_bytes() + b"trained on")
-    fails(3, *world.words(1, command="by-rank"), says=["checkpoint_1.ckpt", "modified", "--overwrite"])
+    fails(3, *world.words(1, command="by-rank"), texts=["checkpoint_1.ckpt", "modified", "--overwrite"])
     assert path.read_bytes().endswith(b"trained on")
     world.by_rank(1, "--overwrite")
     world.by_rank(0)
@@ -480,7 +480,7 @@ def test_the_source_named_by_a_pattern_may_not_be_the_target(world: World) -> No
     pattern = f"{world.src}/rank_{{rank}}/net-1_10.ckpt"
     fails(
         2, "transform-dir", pattern, world.src, "--src-strategy", world.old, "--dst-strategy", world.new,
-        says=[str(world.src)],
+        texts=[str(world.src)],
     )  # fmt: skip
 
 
@@ -490,7 +490,7 @@ def test_existing_targets_without_records_are_refused_without_overwrite(world: W
     before = tree_bytes(world.dst)
     shutil.rmtree(world.dst / ".reshard")
     world.save(tensors("other "))
-    fails(3, *world.words(), says=[str(world.dst), "--overwrite"])
+    fails(3, *world.words(), texts=[str(world.dst), "--overwrite"])
     assert tree_bytes(world.dst) == before
     world.convert("--overwrite")
     same_ranks(world.found(), world.expected(tensors("other ")))
@@ -501,7 +501,7 @@ def test_overwrite_is_refused_where_other_ranks_would_remain(world: World) -> No
     world.convert()
     for path in (world.dst / "rank_5").parent.glob("rank_1/*"):
         shutil.copytree(path.parent, world.dst / "rank_5")
-    fails(3, *world.words("--overwrite"), says=["rank_5"])
+    fails(3, *world.words("--overwrite"), texts=["rank_5"])
 
 
 def test_by_rank_adds_to_existing_ranks(world: World) -> None:
@@ -514,7 +514,7 @@ def test_by_rank_adds_to_existing_ranks(world: World) -> None:
 def test_foreign_checkpoints_in_the_target_are_refused(world: World) -> None:
     world.save(FULL)
     foreign = write_checkpoint(world.dst / "rank_0" / "net-1_10.ckpt", FULL)
-    fails(3, *world.words(), says=[str(world.dst)])
+    fails(3, *world.words(), texts=[str(world.dst)])
     assert [str(path) for path in world.dst.rglob("*.ckpt")] == [str(foreign)]
 
 
@@ -587,14 +587,14 @@ def test_a_traceback_shows_only_with_debug(world: World) -> None:
 
 def test_a_file_that_is_not_group_info_is_named(tmp_path: Path) -> None:
     path = tmp_path / "group_info.pb"
-    fails(3, "group-info", "inspect", path, says=[str(path)])
+    fails(3, "group-info", "inspect", path, texts=[str(path)])
     path.write_bytes(b"\xff\xff\xff")
-    fails(3, "group-info", "inspect", path, says=[str(path)])
+    fails(3, "group-info", "inspect", path, texts=[str(path)])
 
 
 def test_merging_a_directory_without_strategies_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    fails(3, "merge-pipeline", tmp_path / "empty", tmp_path / "merged.ckpt", says=[str(tmp_path / "empty")])
+    fails(3, "merge-pipeline", tmp_path / "empty", tmp_path / "merged.ckpt", texts=[str(tmp_path / "empty")])
     assert not (tmp_path / "merged.ckpt").exists()
 
 
@@ -612,7 +612,7 @@ def test_duplicate_entries_in_a_safetensors_header_are_damage(world: World) -> N
     path.write_bytes(data.replace(b'"b"', b'"a"'))
     fails(
         3, "transform-dir", path, world.dst, "--src-strategy", "none", "--dst-strategy", "none",
-        says=[str(path)],
+        texts=[str(path)],
     )  # fmt: skip
 
 
@@ -633,7 +633,7 @@ def test_lost_ranks_are_named_with_their_parameters(tmp_path: Path) -> None:
 @pytest.mark.parametrize("prefix", ["a/b", ".hidden", "x" * 250])
 def test_an_invalid_file_name_prefix_is_wrong_usage(world: World, prefix: str) -> None:
     world.save(FULL)
-    fails(2, *world.words("--prefix", prefix), says=["prefix"])
+    fails(2, *world.words("--prefix", prefix), texts=["prefix"])
     assert not world.dst.exists()
 
 
@@ -663,7 +663,7 @@ def test_the_command_suggested_for_a_damaged_manifest_works(world: World) -> Non
     world.convert()
     manifest = world.dst / "reshard-manifest.json"
     manifest.write_text("{")
-    fails(3, "verify", world.dst, says=[manifest, "remove it and run the conversion's command again"])
+    fails(3, "verify", world.dst, texts=[manifest, "remove it and run the conversion's command again"])
     manifest.unlink()
     world.convert()
     done("verify", world.dst, "--headers-only")
@@ -672,11 +672,11 @@ def test_the_command_suggested_for_a_damaged_manifest_works(world: World) -> Non
 def test_errors_contain_a_hint(world: World) -> None:
     world.save({"w": FULL["w"], "v": FULL["v"]})
     world.refuses(3, "m.w", "without --strict", options=("--strict",))
-    fails(3, "verify", world.root / "absent", says=["name the DST of a conversion"])
+    fails(3, "verify", world.root / "absent", texts=["name the DST of a conversion"])
     empty = world.root / "empty"
     empty.mkdir()
-    fails(3, "strategy", "show", empty, says=["holds no strategy files", "pass a strategy file"])
+    fails(3, "strategy", "show", empty, texts=["holds no strategy files", "pass a strategy file"])
     torn = world.src / "rank_0" / "net-1_10.ckpt"
     torn.chmod(0o600)
     torn.write_bytes(torn.read_bytes()[:-9])
-    fails(3, "inspect", torn, says=["is damaged", "another step"])
+    fails(3, "inspect", torn, texts=["is damaged", "another step"])

@@ -62,7 +62,7 @@ def test_get_slice_equals_numpy_slicing(index: str, saved: World, tmp_path: Path
 @pytest.mark.parametrize("index", ["8:", "5:5", ":,6:9"])
 def test_a_slice_without_elements_is_an_error_that_names_the_shape(index: str, saved: World, tmp_path: Path) -> None:
     for output in ([], ["-o", tmp_path / "w.npy"]):
-        fails(2, *words(saved, "w", f"--slice={index}", *output), says=["selects no element", "[8,6]"])
+        fails(2, *words(saved, "w", f"--slice={index}", *output), texts=["selects no element", "[8,6]"])
     assert not (tmp_path / "w.npy").exists()
 
 
@@ -78,8 +78,8 @@ def test_get_with_a_pattern_prints_every_match(saved: World) -> None:
     report = done(*words(saved, "?", "--json")).json
     assert [row["name"] for row in report] == ["v", "w"]
     assert [row["dtype"] for row in report] == ["Float32", "Float32"]
-    fails(2, *words(saved, "?", "-o", "all.npy"), says=["matches 2 tensors", "'v'"])
-    fails(3, *words(saved, "W"), says=["no tensor 'W'", "did you mean 'w'"])
+    fails(2, *words(saved, "?", "-o", "all.npy"), texts=["matches 2 tensors", "'v'"])
+    fails(3, *words(saved, "W"), texts=["no tensor 'W'", "did you mean 'w'"])
 
 
 def test_dtypes_without_a_numpy_type_become_float32_or_bits(tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ def test_memory_of_get_does_not_grow_with_the_tensor(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize(
-    "more, says",
+    "more, texts",
     [
         (["--slice", "a"], "no position, range or"),
         (["--slice", "1:2:3:4"], "no position, range or"),
@@ -142,35 +142,35 @@ def test_memory_of_get_does_not_grow_with_the_tensor(tmp_path: Path, monkeypatch
         (["-o", "w.npy", "--json"], "do not go together"),
     ],
 )
-def test_contradictory_options_of_get_are_wrong_usage(more: list[str], says: str, saved: World) -> None:
-    fails(2, *words(saved, "w", *more), says=[says])
+def test_contradictory_options_of_get_are_wrong_usage(more: list[str], texts: str, saved: World) -> None:
+    fails(2, *words(saved, "w", *more), texts=[texts])
 
 
 def test_get_does_not_print_a_large_tensor(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path / "w.ckpt", {"w": Value("Int8", np.zeros((1 << 20) + 1, "u1"))})
-    fails(2, "get", path, "w", "--strategy", "none", says=["are too many to print", "--slice"])
+    fails(2, "get", path, "w", "--strategy", "none", texts=["are too many to print", "--slice"])
     assert "..." in done("get", path, "w", "--strategy", "none", "--slice", "1:").out
 
 
 def test_get_of_sliced_ranks_requires_a_strategy(saved: World) -> None:
-    fails(2, "get", saved.src, "w", says=["do not record how they are cut", "pass none: --strategy none"])
-    fails(3, "get", saved.root / "nothing", "w", "--strategy", "none", says=["does not exist"])
+    fails(2, "get", saved.src, "w", texts=["do not record how they are cut", "pass none: --strategy none"])
+    fails(3, "get", saved.root / "nothing", "w", "--strategy", "none", texts=["does not exist"])
 
 
 def test_a_missing_source_is_reported_before_a_missing_strategy(saved: World) -> None:
     mistyped = saved.src.with_name(saved.src.name[:-1])
     converted: list[Argument] = ["convert", mistyped, saved.root / "out", "--to", "unified"]
     for words in (converted, ["fingerprint", mistyped]):
-        fails(3, *words, says=["does not exist", f"did you mean {saved.src}"])
-    fails(2, "fingerprint", saved.src, says=["do not record how they are cut", "--strategy none"])
+        fails(3, *words, texts=["does not exist", f"did you mean {saved.src}"])
+    fails(2, "fingerprint", saved.src, texts=["do not record how they are cut", "--strategy none"])
 
 
 def test_objects_are_printed_as_json(tmp_path: Path) -> None:
     src = FIXTURES / "dcp" / "hyper_w2_later" / "checkpoint"
     assert done("get", src, "optimizer.lr").out == "optimizer.lr  object\n0.001\n"
     assert done("get", src, "extra", "--json").json == [{"name": "extra", "object": {"names": ["a", "b"], "epoch": 2}}]
-    fails(2, "get", src, "optimizer.lr", "--slice", "0", says=["'optimizer.lr' is no tensor"])
-    fails(3, "get", src, "optimizer.ls", says=["did you mean 'optimizer.lr'"])
+    fails(2, "get", src, "optimizer.lr", "--slice", "0", texts=["'optimizer.lr' is no tensor"])
+    fails(3, "get", src, "optimizer.ls", texts=["did you mean 'optimizer.lr'"])
     # Commands that write nothing leave nothing out.
     assert "left out" not in done("get", src, "model.norm.weight").err
 
@@ -181,4 +181,4 @@ def test_a_pattern_matches_objects_too(tmp_path: Path) -> None:
     assert {"name": "optimizer.lr", "object": 0.001} in report and any("values" in row for row in report)
     check(report, SCHEMAS / "get.v1.json")
     assert "optimizer.lr  object\n0.001\n" in done("get", src, "optimizer.l*").out
-    fails(2, "get", src, "optimizer.l*", "-o", tmp_path / "lr.npy", says=["matches no tensor"])
+    fails(2, "get", src, "optimizer.l*", "-o", tmp_path / "lr.npy", texts=["matches no tensor"])

@@ -54,7 +54,7 @@ def test_every_option_has_a_group_and_help_and_shows_its_default(path: tuple[str
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("words", "texts"),
     [
         (["transfrom-dir", "a", "b"], "Did you mean transform-dir"),
         (["transform_al", "a", "b"], "transform-all"),
@@ -71,8 +71,8 @@ def test_every_option_has_a_group_and_help_and_shows_its_default(path: tuple[str
         (["merge-lora", "a", "b", "c", "--names", "qwen3"], "Merge first"),
     ],
 )  # fmt: skip
-def test_unknown_commands_and_options_get_a_suggestion(words: list[str], says: str) -> None:
-    fails(2, *words, says=[says])
+def test_unknown_commands_and_options_get_a_suggestion(words: list[str], texts: str) -> None:
+    fails(2, *words, texts=[texts])
 
 
 @pytest.mark.parametrize("source", ["--src_checkpoint", "--src-checkpoint", "--src_checkpoints_dir"])
@@ -95,14 +95,14 @@ def test_one_argument_may_be_typed_as_an_option(world: World) -> None:
 def test_an_argument_given_twice_is_wrong_usage(world: World) -> None:
     world.save(FULL)
     words = ("transform-dir", world.src, world.dst, "--src-strategy", world.old, "--dst-strategy", world.new)
-    fails(2, *words, "--src_checkpoint", world.src, says=["SRC is given by option"])
+    fails(2, *words, "--src_checkpoint", world.src, texts=["SRC is given by option"])
     assert not world.dst.exists()
 
 
 def test_two_hyphens_end_the_options(world: World) -> None:
     write_checkpoint(world.root / "full.ckpt", {**FULL, **COPIED})
     fails(3, "transform-dir", "--src-strategy", "none", "--dst-strategy", "none", "--", "--src_checkpoint", world.dst,
-          says=["--src_checkpoint: does not exist"])  # fmt: skip
+          texts=["--src_checkpoint: does not exist"])  # fmt: skip
 
 
 MEANT = [("transform", "convert"), ("show", "strategy show"), ("compare", "diff"), ("plna", "plan")]
@@ -110,7 +110,7 @@ MEANT = [("transform", "convert"), ("show", "strategy show"), ("compare", "diff"
 
 @pytest.mark.parametrize(("typed", "expected"), MEANT)
 def test_a_command_name_of_another_tool_suggests_ours(typed: str, expected: str) -> None:
-    fails(2, typed, says=[f"Did you mean {expected}"])
+    fails(2, typed, texts=[f"Did you mean {expected}"])
 
 
 @pytest.mark.parametrize("path", [(), *COMMANDS, ("strategy",)], ids=" ".join)
@@ -119,15 +119,15 @@ def test_the_help_command_equals_the_help_option(path: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("words", "texts"),
     [
         (["verfiy"], "Did you mean verify?"),
         (["strategy", "shwo"], "Did you mean show?"),
         (["verify", "out"], "reshard verify has no commands of its own: out"),
     ],
 )  # fmt: skip
-def test_help_of_an_unknown_command_is_wrong_usage(words: list[str], says: str) -> None:
-    fails(2, "help", *words, says=[says])
+def test_help_of_an_unknown_command_is_wrong_usage(words: list[str], texts: str) -> None:
+    fails(2, "help", *words, texts=[texts])
 
 
 def test_the_version_has_a_short_option() -> None:

@@ -12,13 +12,13 @@ FULL = tensors()
 
 
 def test_to_with_a_dtype_suggests_cast(world: World) -> None:
-    fails(2, *world.words("--to", "bf16"), says=["--cast bf16"])
+    fails(2, *world.words("--to", "bf16"), texts=["--cast bf16"])
 
 
 def test_refusal_of_another_conversion_lists_the_options_that_differ_without_digests(world: World) -> None:
     world.save(FULL)
     world.convert("--cast", "w=BFloat16")
-    result = fails(3, *world.words(), says=["--cast (w=BFloat16 there, none here)"])
+    result = fails(3, *world.words(), texts=["--cast (w=BFloat16 there, none here)"])
     assert "edits" not in result.err
 
 
@@ -26,7 +26,7 @@ def test_another_maximum_shard_size_is_listed_once(world: World) -> None:
     world.save(FULL)
     words: list[Argument] = ["convert", world.src, world.dst, "--src-strategy", world.old, "--to", "huggingface"]
     done(*words, "--max-shard-size", "100")
-    result = fails(3, *words, "--max-shard-size", "1000", says=["--max-shard-size (100 there, 1000 here)"])
+    result = fails(3, *words, "--max-shard-size", "1000", texts=["--max-shard-size (100 there, 1000 here)"])
     assert "names of the files" not in result.err
 
 
@@ -35,7 +35,7 @@ def test_merge_lora_with_swapped_arguments_suggests_their_order(world: World) ->
     adapter = world.root / "adapter"
     adapter.mkdir()
     (adapter / "adapter_model.safetensors").write_bytes(b"")
-    fails(2, "merge-lora", adapter, world.src, world.dst, says=[f"reshard merge-lora {world.src} {adapter}"])
+    fails(2, "merge-lora", adapter, world.src, world.dst, texts=[f"reshard merge-lora {world.src} {adapter}"])
 
 
 def test_help_of_a_command_with_forms_does_not_import_numpy() -> None:

@@ -77,7 +77,7 @@ def test_a_file_named_like_a_rank_directory_is_not_a_rank(world: World, kind: st
 def test_merge_pipeline_to_a_special_file_is_refused(world: World, kind: str) -> None:
     target = world.root / "merged.ckpt"
     with SPECIAL[kind](target):
-        refused(3, "merge-pipeline", world.old.parent, target, says=["is not replaced"])
+        refused(3, "merge-pipeline", world.old.parent, target, texts=["is not replaced"])
 
 
 @pytest.mark.parametrize("kind", ["fifo", "socket", "endless device", "loop of links", "missing"])
@@ -120,7 +120,7 @@ def test_a_file_of_another_kind_is_refused_by_name(world: World, arguments: str,
     file = world.root / "odd" / "rank_0" / "given.ckpt"
     file.parent.mkdir(parents=True)
     file.write_bytes(contents[arguments])
-    refused(3, *uses_of_a_file(world, file)[use], says=[file])
+    refused(3, *uses_of_a_file(world, file)[use], texts=[file])
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
@@ -165,7 +165,7 @@ def test_parameter_names_are_never_paths(tmp_path: Path, name: str, ending: str)
 def test_a_prefix_cannot_leave_the_rank_directory(world: World, prefix: str) -> None:
     world.save(tensors())
     before = sorted(world.root.rglob("*"))
-    refused(2, *world.words("--prefix", prefix), says=[prefix])
+    refused(2, *world.words("--prefix", prefix), texts=[prefix])
     assert sorted(world.root.rglob("*")) == before
 
 
@@ -193,7 +193,7 @@ def test_paths_that_are_too_long_are_wrong_usage(world: World, path: str) -> Non
     for words in uses.values():
         if any(path in str(word) for word in words):
             with within():
-                fails(2, *words, says=["too long"])
+                fails(2, *words, texts=["too long"])
 
 
 def test_a_step_of_thousands_of_digits_is_wrong_usage(world: World) -> None:
@@ -208,7 +208,7 @@ def test_rank_directories_beyond_the_strategy_are_refused(world: World, name: st
     if int(name[5:]) == 1:
         done(*world.words())
     else:
-        refused(3, *world.words(), says=[world.src])
+        refused(3, *world.words(), texts=[world.src])
 
 
 @pytest.mark.parametrize("name", ["net-" + "9" * 120 + "_" + "9" * 120, "net\n-1_10", "net\x1b[31m-1_10"])
@@ -224,8 +224,8 @@ def test_half_a_surrogate_pair_in_metadata_is_damage(tmp_path: Path) -> None:
     for metadata in ('{"\\ud800":"x"}', '{"x":"\\udc00"}'):
         path = tmp_path / "x.safetensors"
         path.write_bytes(header_bytes('{"__metadata__":' + metadata + "}"))
-        refused(3, "inspect", path, says=[path, "is no text"])
-        refused(3, "inspect", path, "--json", says=[path, "is no text"])
+        refused(3, "inspect", path, texts=[path, "is no text"])
+        refused(3, "inspect", path, "--json", texts=[path, "is no text"])
 
 
 @pytest.mark.parametrize("key", ["name", "dtype"])
@@ -234,7 +234,7 @@ def test_errors_stay_short_for_any_header(tmp_path: Path, key: str) -> None:
     name, dtype = (long, "F32") if key == "name" else ("w", long)
     path = tmp_path / "x.safetensors"
     path.write_bytes(header_bytes({name: {"dtype": dtype, "shape": [0], "data_offsets": [0, 0]}}))
-    refused(3, "inspect", path, says=[path, "FFFF"])
+    refused(3, "inspect", path, texts=[path, "FFFF"])
 
 
 def test_a_device_matrix_with_more_axes_than_numpy_allows_is_read(tmp_path: Path) -> None:
@@ -319,10 +319,10 @@ def test_strategies_over_the_limits_are_refused_at_once(tmp_path: Path, case: st
     data = SMALL_STRATEGIES[case]
     path = tmp_path / ("s.json" if data.startswith(b"{") else "s.ckpt")
     path.write_bytes(data)
-    refused(3, "strategy", "show", path, says=[path])
-    refused(3, "rank-list", 0, "--src-strategy", "none", "--dst-strategy", path, says=[path])
-    refused(3, "merge-pipeline", tmp_path, tmp_path / "merged.json", says=[path])
-    refused(3, "group-info", "inspect", path, says=[path])
+    refused(3, "strategy", "show", path, texts=[path])
+    refused(3, "rank-list", 0, "--src-strategy", "none", "--dst-strategy", path, texts=[path])
+    refused(3, "merge-pipeline", tmp_path, tmp_path / "merged.json", texts=[path])
+    refused(3, "group-info", "inspect", path, texts=[path])
 
 
 def many_records(count: int) -> bytes:
@@ -385,14 +385,14 @@ LARGE: dict[str, tuple[str, Callable[[], bytes], str]] = {
 
 @pytest.mark.parametrize("case", some_of(LARGE, 4))
 def test_any_file_is_read_or_refused_in_bounded_time_and_memory(tmp_path: Path, case: str) -> None:
-    name, make, says = LARGE[case]
+    name, make, texts = LARGE[case]
     path = tmp_path / name
     path.write_bytes(make())
     command = {"s": ["strategy", "show"], "g": ["group-info", "inspect"], "c": ["inspect"]}[name[0]]
     with within(4 * SECONDS):
         result, megabytes = measured(*command, path)
     assert result.status == 3, result
-    assert str(path) in result.err and says in result.err
+    assert str(path) in result.err and texts in result.err
     assert "Traceback" not in result.err and "internal error" not in result.err
     assert megabytes < MEGABYTES
 
@@ -403,14 +403,14 @@ def test_a_sparse_file_of_a_terabyte_is_not_read(tmp_path: Path, ending: str, he
     path = write_sparse(tmp_path / f"strategy.{ending}", [head, 1 << 40])
     commands: list[list[Argument]] = [["strategy", "show", path], ["group-info", "inspect", path], ["inspect", path]]
     for words in commands:
-        refused(3, *words, says=[path])
+        refused(3, *words, texts=[path])
 
 
 def test_a_stage_number_over_the_limit_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "s.ckpt"
     path.write_bytes(protobuf({"w": layout([2], [0])}, [2**31]))
-    refused(3, "strategy", "show", path, says=[path, "missing"])
-    refused(3, "strategy", "show", tmp_path, says=[path.name, "missing"])
+    refused(3, "strategy", "show", path, texts=[path, "missing"])
+    refused(3, "strategy", "show", tmp_path, texts=[path.name, "missing"])
 
 
 def test_a_strategy_of_very_many_devices_is_read_quickly(tmp_path: Path) -> None:
@@ -454,4 +454,4 @@ def test_a_traceback_contains_no_control_character(tmp_path: Path) -> None:
 def test_a_number_of_thousands_of_digits_in_toml_is_an_error_that_names_the_file(tmp_path: Path) -> None:
     rules = tmp_path / "t.toml"
     rules.write_text('title = "t"\nsides = ["a", "b"]\nx = ' + "9" * 5000 + "\n")
-    assert "internal error" not in fails(3, "names", "show", rules, says=[rules]).err
+    assert "internal error" not in fails(3, "names", "show", rules, texts=[rules]).err

@@ -28,8 +28,8 @@ from tests.trees import same_ranks, tree_bytes
 FULL = tensors()
 SOME = 300 if LONG else 9
 
-# Sends itself a signal at the so-manieth call or return since it handles signals, up to the very last one; says how
-# many there were where it has not come to that.
+# Sends itself a signal at the given call or return after its handlers are installed, the last one included. If there
+# are fewer, it prints how many there were.
 AT_EVENT = """
 import os, signal, sys
 number, at = map(int, sys.argv[1:3]); del sys.argv[1:3]

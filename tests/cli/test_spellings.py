@@ -40,7 +40,7 @@ def test_cast_accepts_other_spellings_of_dtypes(spelled: str, dtype: str, plain:
 @pytest.mark.parametrize("spelled", ["fp8", "int8", "float64", "torch", ""])
 def test_an_unknown_cast_dtype_is_refused(spelled: str, plain: World) -> None:
     plain.save(tensors())
-    fails(2, "stats", plain.src, "--strategy", plain.old, "--cast", spelled, says=["no type to cast to"])
+    fails(2, "stats", plain.src, "--strategy", plain.old, "--cast", spelled, texts=["no type to cast to"])
 
 
 @pytest.mark.parametrize(
@@ -59,12 +59,12 @@ def test_file_sizes_accept_every_usual_unit(text: str, size: int, plain: World) 
 def test_an_invalid_size_lists_the_units(plain: World) -> None:
     plain.save(tensors())
     words = ("convert", plain.src, plain.dst, "--src-strategy", plain.old, "--to", "hf", "--max-shard-size", "5X")
-    fails(2, *words, says=["'5X' is not a size such as 5GB, 500M (decimal) or 5GiB (binary)"])
+    fails(2, *words, texts=["'5X' is not a size such as 5GB, 500M (decimal) or 5GiB (binary)"])
 
 
 @pytest.mark.parametrize("format", ["ckpt", "safetensors"])
 def test_format_given_to_to_suggests_the_format_option(format: str, plain: World) -> None:
-    fails(2, "convert", plain.src, plain.dst, "--to", format, says=[f"--format {format}"])
+    fails(2, "convert", plain.src, plain.dst, "--to", format, texts=[f"--format {format}"])
 
 
 @pytest.mark.parametrize("command", ["convert", "get", "fingerprint"])
@@ -75,12 +75,12 @@ def test_a_directory_of_pytorch_files_requires_no_strategy(command: str, name: s
     (src / "config.json").write_text("{}")
     (src / name).write_bytes(b"x")
     words: dict[str, list[Argument]] = {"convert": [tmp_path / "out", "--to", "hf"], "get": ["w"], "fingerprint": []}
-    fails(3, command, src, *words[command], says=[f"holds PyTorch files ({name})", "safe_serialization=True"])
+    fails(3, command, src, *words[command], texts=[f"holds PyTorch files ({name})", "safe_serialization=True"])
 
 
 def test_an_empty_directory_is_reported_before_a_missing_strategy(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    fails(3, "convert", tmp_path / "empty", tmp_path / "out", says=["holds no checkpoints", "Hugging Face"])
+    fails(3, "convert", tmp_path / "empty", tmp_path / "out", texts=["holds no checkpoints", "Hugging Face"])
 
 
 @pytest.mark.parametrize("step", [41, "41", np.int64(41)])

@@ -46,15 +46,15 @@ def test_stats_lists_every_tensor_and_the_totals(saved: World) -> None:
 
 def test_fail_on_lists_tensors_with_nan_or_inf(tmp_path: Path) -> None:
     numbers = np.array([1, np.nan, np.inf, 0], "<f4").view("<u4")
-    path = write_checkpoint(tmp_path / "w.ckpt", {"bad": Value("Float32", numbers), "says": text("nan")})
+    path = write_checkpoint(tmp_path / "w.ckpt", {"bad": Value("Float32", numbers), "texts": text("nan")})
     good = write_checkpoint(tmp_path / "g.ckpt", {"w": Value("Float32", numbers[:1])})
     (row,) = stats(path, "--strategy", "none")
     assert (row["nan"], row["inf"], row["zeros"], row["min"], row["max"]) == (1, 1, 1, 0.0, 1.0)
-    result = fails(4, "stats", path, "--strategy", "none", "--fail-on", "nan,inf", says=["NaN in 1 tensor: 'bad'"])
+    result = fails(4, "stats", path, "--strategy", "none", "--fail-on", "nan,inf", texts=["NaN in 1 tensor: 'bad'"])
     assert "Inf in 1 tensor: 'bad'" in result.err and "bad" in result.out
     assert reshard("stats", path, "--strategy", "none").status == 0
     assert reshard("stats", good, "--strategy", "none", "--fail-on", "nan,inf").status == 0
-    fails(2, "stats", good, "--strategy", "none", "--fail-on", "zero", says=["neither nan nor inf"])
+    fails(2, "stats", good, "--strategy", "none", "--fail-on", "zero", texts=["neither nan nor inf"])
 
 
 @pytest.mark.parametrize(
@@ -131,9 +131,9 @@ def test_diff_lists_names_shapes_and_dtypes_that_differ(tmp_path: Path) -> None:
     def ones(*shape: int) -> Value:
         return Value("Float32", np.full(shape, 0x3F800000, "<u4"))
 
-    one = write_checkpoint(tmp_path / "a.ckpt", {"x": ones(2), "s": ones(2, 3), "t": ones(3), "says": text("a")})
+    one = write_checkpoint(tmp_path / "a.ckpt", {"x": ones(2), "s": ones(2, 3), "t": ones(3), "texts": text("a")})
     half = Value("BFloat16", np.full((3,), 0x3F80, "<u2"))
-    other = write_checkpoint(tmp_path / "b.ckpt", {"y": ones(2), "s": ones(3, 2), "t": half, "says": text("b")})
+    other = write_checkpoint(tmp_path / "b.ckpt", {"y": ones(2), "s": ones(3, 2), "t": half, "texts": text("b")})
     output = done("diff", one, other, "--strategy", "none").out
     assert "1 only in A: 'x'" in output and "1 only in B: 'y'" in output and "s: [2,3] in A, [3,2] in B" in output
     assert "Float32 and BFloat16" in output and "2 tensors of 2 differ" in output
@@ -151,9 +151,9 @@ def test_diff_of_checkpoints_without_a_common_name_fails(tmp_path: Path) -> None
 
 
 def test_a_strategy_of_one_side_is_not_required_of_the_other(saved: World) -> None:
-    fails(2, "diff", saved.src, saved.src, says=["rank files do not record how they are cut"])
+    fails(2, "diff", saved.src, saved.src, texts=["rank files do not record how they are cut"])
     done("convert", saved.src, saved.root / "hf", "--src-strategy", saved.old, "--to", "huggingface")
-    fails(2, "diff", saved.root / "hf", saved.src, "--a-strategy", saved.old, says=["needs no strategy"])
+    fails(2, "diff", saved.root / "hf", saved.src, "--a-strategy", saved.old, texts=["needs no strategy"])
 
 
 def test_diff_names_the_checkpoint_with_nan(tmp_path: Path) -> None:

@@ -83,17 +83,17 @@ def test_a_table_of_thousands_of_rows_is_not_folded(tmp_path: Path) -> None:
 
 
 def test_an_unknown_parameter_is_wrong_usage_and_similar_names_are_listed(world: World) -> None:
-    fails(2, "strategy", "show", world.old, "m.v", says=["lists no parameter 'm.v'", "did you mean", "m.w"])
-    fails(2, "strategy", "show", world.old, "w.m", "--json", says=["lists no parameter 'w.m'"])
-    fails(2, "strategy", "show", world.old, "nothing like it", says=["without PARAM"])
-    fails(2, "strategy", "show", world.old, "x" * 100_000, says=["without PARAM"])
+    fails(2, "strategy", "show", world.old, "m.v", texts=["lists no parameter 'm.v'", "did you mean", "m.w"])
+    fails(2, "strategy", "show", world.old, "w.m", "--json", texts=["lists no parameter 'w.m'"])
+    fails(2, "strategy", "show", world.old, "nothing like it", texts=["without PARAM"])
+    fails(2, "strategy", "show", world.old, "x" * 100_000, texts=["without PARAM"])
 
 
 def test_a_part_of_a_name_lists_the_names_that_contain_it(world: World) -> None:
     output = fails(2, "strategy", "show", FIXTURES / "02_dp2mp4_opt/strategy", "Dense1").err
     assert "6  {,adam_m.,adam_v.}backbone.blocks.{0-1}.attention.dense1.weight" in output
     assert len(output.splitlines()) < 20
-    fails(2, "strategy", "show", world.old, "m.", says=["Did you mean 'm.w'?"])
+    fails(2, "strategy", "show", world.old, "m.", texts=["Did you mean 'm.w'?"])
 
 
 def test_a_pattern_shows_the_layouts_of_its_matches(world: World) -> None:
@@ -102,9 +102,9 @@ def test_a_pattern_shows_the_layouts_of_its_matches(world: World) -> None:
     assert [line.split()[0] for line in shown.splitlines() if "[2, 2]" in line] == ["w", "m.w"]
     rows = done("strategy", "show", world.old, "*w", "--json").json
     assert [row["parameter"] for row in rows] == ["w", "m.w"]
-    says = ["draws one parameter", "2 fit '*w'"]
-    fails(2, "strategy", "show", world.old, "*w", "--svg", world.root / "w.svg", says=says)
-    fails(2, "strategy", "show", world.old, "*x*", says=["lists no parameter '*x*'"])
+    texts = ["draws one parameter", "2 fit '*w'"]
+    fails(2, "strategy", "show", world.old, "*w", "--svg", world.root / "w.svg", texts=texts)
+    fails(2, "strategy", "show", world.old, "*x*", texts=["lists no parameter '*x*'"])
 
 
 def test_a_pattern_with_one_match_shows_its_picture(world: World) -> None:
@@ -127,10 +127,10 @@ def test_an_svg_replaces_an_older_one(world: World) -> None:
 
 def test_an_svg_never_replaces_another_kind_of_file(world: World) -> None:
     before = world.old.read_bytes()
-    fails(2, "strategy", "show", world.old, "w", "--svg", world.old, says=["has to end in .svg"])
+    fails(2, "strategy", "show", world.old, "w", "--svg", world.old, texts=["has to end in .svg"])
     assert world.old.read_bytes() == before
-    fails(2, "strategy", "show", world.old, "--svg", world.root / "w.svg", says=["name it"])
-    fails(3, "strategy", "show", world.old, "w", "--svg", world.old / "w.svg", says=["w.svg", "may not be written"])
+    fails(2, "strategy", "show", world.old, "--svg", world.root / "w.svg", texts=["name it"])
+    fails(3, "strategy", "show", world.old, "w", "--svg", world.old / "w.svg", texts=["w.svg", "may not be written"])
 
 
 def test_a_parameter_of_several_stages_is_shown_per_stage(tmp_path: Path) -> None:
@@ -363,7 +363,7 @@ def test_an_empty_strategy_is_not_none(content: str, command: str, tmp_path: Pat
         words = ("strategy", "show", path)
         if command == "rank-list":
             words = ("rank-list", 0, "--src-strategy", path, "--dst-strategy", "none")  # type: ignore[assignment]
-        fails(3, *words, says=["strategy"])
+        fails(3, *words, texts=["strategy"])
 
 
 def test_a_strategy_without_items_is_not_none(tmp_path: Path) -> None:

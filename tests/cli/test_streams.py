@@ -27,7 +27,7 @@ FULL = tensors()
 def run(
     *words: Argument, out: Optional[int] = None, err: Optional[int] = None, encoding: str = "utf-8", **environment: str
 ) -> Result:
-    """Run a command with descriptors as its standard output and standard error; what it says otherwise."""
+    """Run a command with descriptors as its standard output and standard error; its other output."""
     process = subprocess.run(
         [sys.executable, "-c", LAUNCHER, *map(str, words)],
         stdout=subprocess.PIPE if out is None else out,

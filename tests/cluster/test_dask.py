@@ -335,15 +335,15 @@ def test_workers_cast_as_a_local_run_does(cluster: DaskCluster, large: Large, tm
 
 
 @pytest.mark.parametrize(
-    ("typed", "says"),
+    ("typed", "texts"),
     [
         (["--scheduler", "tcp://127.0.0.1:1", "--shard", "0/2"], "--shard and --scheduler"),
         (["--scheduler", "no-such-file.json"], "no address"),
     ],
 )
-def test_an_unreachable_scheduler_is_wrong_usage(world: World, typed: list[Argument], says: str) -> None:
+def test_an_unreachable_scheduler_is_wrong_usage(world: World, typed: list[Argument], texts: str) -> None:
     world.save(tensors())
-    world.refuses(2, says, options=tuple(typed))
+    world.refuses(2, texts, options=tuple(typed))
 
 
 @pytest.mark.parametrize("typed", ["carrier-pigeon://1", "tcp://127.0.0.1", "tls://127.0.0.1:1"])
@@ -434,12 +434,12 @@ def test_without_dask_the_error_names_the_extra_to_install(world: World, monkeyp
     for name in [name for name in sys.modules if name.startswith("reshard.cluster")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "distributed", None)
-    fails(2, *world.words("--scheduler", "tcp://127.0.0.1:1"), says=["pip install '.[dask]'"])
+    fails(2, *world.words("--scheduler", "tcp://127.0.0.1:1"), texts=["pip install '.[dask]'"])
 
 
 def test_by_rank_has_no_scheduler(world: World) -> None:
     world.save(tensors())
-    fails(2, *world.words(0, "--scheduler", "tcp://127.0.0.1:1", command="by-rank"), says=["--scheduler"])
+    fails(2, *world.words(0, "--scheduler", "tcp://127.0.0.1:1", command="by-rank"), texts=["--scheduler"])
 
 
 @pytest.mark.parametrize("command", ["transform-dir", "plan"])

@@ -1,7 +1,7 @@
 """Conversions equal those of MindSpore, or are correct where MindSpore is wrong or refuses.
 
-`transform_checks.json` says where it is which. Sources are what `save_checkpoint` writes of float32 tensors
-that count up from another start for each parameter, cut by the strategy.
+`transform_checks.json` lists both kinds. Sources are written by `save_checkpoint`: float32 tensors that count up from a
+start of their own, cut by the strategy.
 """
 
 from __future__ import annotations

@@ -165,7 +165,7 @@ def test_a_crc_is_accepted_and_checked(form: str, tmp_path: Path) -> None:
     path.write_bytes(data)
     fails(
         3, "transform-dir", path, tmp_path / "damaged", "--src-strategy", "none", "--dst-strategy", "none",
-        says=[path, "crc"],
+        texts=[path, "crc"],
     )  # fmt: skip
     assert not list((tmp_path / "damaged").glob("rank_*/checkpoint_*"))
 
@@ -218,7 +218,7 @@ def test_an_encrypted_save_is_read_with_its_key_alone(mode: str, size: int, tmp_
     save(saved, tmp_path / "net.ckpt", enc_key=key, enc_mode=mode)
     words: list[Argument] = ["transform-dir", tmp_path / "net.ckpt", tmp_path / "out"]
     words += ["--src-strategy", "none", "--dst-strategy", "none"]
-    fails(3, *words, says=["net.ckpt", mode])
+    fails(3, *words, texts=["net.ckpt", mode])
     (tmp_path / "key").write_bytes(key)
     done(*words, "--decrypt-key-file", tmp_path / "key")
     assert_same_ranks(load_tree(tmp_path / "out"), {0: saved})

@@ -112,12 +112,12 @@ def test_made_json_strategies_equal_compiled_ones(network: str, name: str, tmp_p
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_strategies_that_the_compiler_refuses_are_refused(name: str, tmp_path: Path) -> None:
-    run, says = REFUSED[name]
+    run, texts = REFUSED[name]
     assert "init failed" in compile_run(oracles.MINDSPORE[0], "decoder", run, tmp_path / "theirs")["error"]
     (tmp_path / "rules.toml").write_text(NETWORKS["decoder"].rules)
     full = shapes("decoder", run, tmp_path / "full.safetensors")
     words: list[Argument] = ["--shapes", full, "--sizes", run.text, *run.options()]
-    fails(3, "strategy", "make", tmp_path / "rules.toml", tmp_path / "made.ckpt", *words, says=[says])
+    fails(3, "strategy", "make", tmp_path / "rules.toml", tmp_path / "made.ckpt", *words, texts=[texts])
 
 
 class Deriving:

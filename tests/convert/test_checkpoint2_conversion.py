@@ -84,7 +84,7 @@ def test_unreadable_tensors_are_an_error_only_where_they_are_written(tmp_path: P
     (root / "iteration_00000010" / "llm-opt-0000000-0000005.safetensors").unlink()
     words: list[Argument] = ["convert", root, tmp_path / "dst", "--to", "huggingface"]
     output = ["iteration 10", "is not complete", "llm-opt-0000000-0000005.safetensors", "'adam_m.first.weight'"]
-    fails(3, *words, says=output)
+    fails(3, *words, texts=output)
     assert not (tmp_path / "dst" / "model.safetensors").exists()
     warns(done(*words, "--exclude", "adam_m.*"), "cannot be read")
     assert full(tmp_path / "dst").keys() == {"first.weight", "second.weight", "second.norm"}
@@ -97,8 +97,8 @@ def test_the_tracker_or_step_selects_the_iteration(tmp_path: Path) -> None:
     words: list[Argument] = ["convert", root, "--to", "unified", "--dry-run"]
     warns(done(*words[:2], tmp_path / "a", *words[2:]), "iteration 20 is newer")
     warns(done(*words[:2], tmp_path / "a", *words[2:], "--step", "20"), "cut short while it was saved")
-    fails(3, *words[:2], tmp_path / "a", *words[2:], "--step", "30", says=["holds no iteration_00000030"])
-    fails(2, *words[:2], tmp_path / "a", *words[2:], "--step", "3_10", says=["is no iteration"])
+    fails(3, *words[:2], tmp_path / "a", *words[2:], "--step", "30", texts=["holds no iteration_00000030"])
+    fails(2, *words[:2], tmp_path / "a", *words[2:], "--step", "3_10", texts=["is no iteration"])
 
 
 def test_same_is_an_error_for_layouts_that_no_strategy_expresses(tmp_path: Path) -> None:
@@ -106,10 +106,10 @@ def test_same_is_an_error_for_layouts_that_no_strategy_expresses(tmp_path: Path)
     saved = saving()
     root = replace(saved, tensors={**saved.tensors, **over_some}).write_root(tmp_path / "src")
     words: list[Argument] = ["convert", root, tmp_path / "dst"]
-    fails(3, *words, "--dst-strategy", "same", says=["'a.weight'", "a part of a stage's ranks", "instead of same"])
+    fails(3, *words, "--dst-strategy", "same", texts=["'a.weight'", "a part of a stage's ranks", "instead of same"])
     done(*words, "--to", "huggingface")
     root = saving(tensors=over_some, world=4, values={}).write_root(tmp_path / "gaps")
-    fails(3, "convert", root, tmp_path / "ranks", "--dst-strategy", "same", says=["ranks 0,2", "instead of same"])
+    fails(3, "convert", root, tmp_path / "ranks", "--dst-strategy", "same", texts=["ranks 0,2", "instead of same"])
 
 
 @pytest.mark.parametrize("name", ["global_step", "step_num"])

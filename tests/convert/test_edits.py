@@ -141,7 +141,7 @@ def test_packed_elements_are_moved_by_whole_bytes_or_refused(tmp_path: Path, rul
     (tmp_path / "rules.toml").write_text(f"[[rule]]\n{rule}\n")
     words: list[Argument] = ["--src-strategy", "none", "--to", "huggingface", "--names", tmp_path / "rules.toml"]
     if expected is None:
-        fails(3, "convert", tmp_path / "src", tmp_path / "dst", *words, says=["'a.w', which is Int4", '"drop"'])
+        fails(3, "convert", tmp_path / "src", tmp_path / "dst", *words, texts=["'a.w', which is Int4", '"drop"'])
         return
     done("convert", tmp_path / "src", tmp_path / "dst", *words)
     same_checkpoints(read_checkpoint(tmp_path / "dst" / "model.safetensors"), {"c.w": packed(expected(*used.values()))})
@@ -285,12 +285,12 @@ def test_a_cast_pattern_that_matches_only_integers_is_refused(tmp_path: Path, dt
     full = {"m.scale.weight": value("scale", (4, 4), dtype), "m.w.weight": value("w", (4, 4))}
     write_checkpoint(tmp_path / "src" / "model.safetensors", full)
     words: list[Argument] = ["convert", tmp_path / "src", tmp_path / "out", "--to", "huggingface"]
-    fails(3, *words, "--cast", "m.scale.*=Float16", says=["m.scale.*=Float16", "only floating-point tensors are cast"])
+    fails(3, *words, "--cast", "m.scale.*=Float16", texts=["m.scale.*=Float16", "only floating-point tensors are cast"])
     done(*words, "--cast", "m.*=BFloat16", "--verify")
 
 
 @pytest.mark.parametrize(
-    ("status", "cast", "says"),
+    ("status", "cast", "texts"),
     [
         (3, "steps=Float32", ["only floating-point tensors are cast", "'steps'"]),
         (3, "step=Float32", ["matches no tensor of the target", "did you mean 'steps'?"]),
@@ -299,12 +299,12 @@ def test_a_cast_pattern_that_matches_only_integers_is_refused(tmp_path: Path, dt
         (2, "w=Float33", ["use Float32, Float16 or BFloat16"]),
     ],
 )
-def test_a_cast_without_a_match_is_an_error(status: int, cast: str, says: list[str], tmp_path: Path) -> None:
+def test_a_cast_without_a_match_is_an_error(status: int, cast: str, texts: list[str], tmp_path: Path) -> None:
     floats, integers = {"w": np.ones((2, 3)), "v": np.ones(4)}, {"steps": np.ones((2, 2))}
     source = write_checkpoint(tmp_path / "src.safetensors", {**values(floats, "Float32"), **values(integers, "Int64")})
     words: list[Argument] = ["convert", source, tmp_path / "out", "--src-strategy", "none"]
     words += ["--to", "huggingface", "--cast"]
-    fails(status, *words, cast, says=says)
+    fails(status, *words, cast, texts=texts)
     # Among others that are cast it stays as it is.
     done(*words, "*=BFloat16", "--cast", "Float16")
     tensors = read_checkpoint(tmp_path / "out" / "model.safetensors")
@@ -391,5 +391,5 @@ def test_dst_strategy_same_is_another_conversion_than_the_source_strategy(tmp_pa
     words += ["--rename", "m.a.weight=n.weight"]
     done("by-rank", 0, *words, "--dst-strategy", "same")
     # This strategy does not list the new name, so that the parameter would be left out of these ranks.
-    fails(3, "by-rank", 1, *words, "--dst-strategy", source, says=["which differs in the target strategy"])
+    fails(3, "by-rank", 1, *words, "--dst-strategy", source, texts=["which differs in the target strategy"])
     done("convert", *words, "--dst-strategy", "same", "--verify")

@@ -69,5 +69,5 @@ def test_an_unreadable_file_beside_weights_is_an_error_before_writing(
         return plain(path, *more, **options)
 
     monkeypatch.setattr(os, "open", forbidden)
-    fails(3, *words(world, model), says=["vocabulary.dat", "may not be read"])
+    fails(3, *words(world, model), texts=["vocabulary.dat", "may not be read"])
     assert not world.dst.exists()

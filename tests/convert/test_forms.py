@@ -65,14 +65,14 @@ def test_options_that_do_not_apply_to_a_form_are_wrong_usage(world: World) -> No
     world.save(FULL)
     hf, new = world.root / "hf", world.root / "new"
     done("convert", world.src, hf, "--src-strategy", world.old, "--to", "huggingface")
-    fails(2, "convert", hf, new, says=["--dst-strategy", "checkpoint2, unified or huggingface"])
-    fails(2, "convert", hf, new, "--src-strategy", world.old, "--dst-strategy", world.new, says=["full weights"])
-    fails(2, "convert", hf, new, "--to", "unified", "--dst-strategy", world.new, says=["leave out --dst-strategy"])
-    fails(2, "convert", hf, new, "--to", "unified", "--format", "ckpt", says=[".safetensors"])
-    fails(2, "convert", hf, new, "--dst-strategy", "same", says=["no strategy"])
-    fails(2, "convert", hf, new, "--to", "unified", "--step", "3_10", says=["no steps"])
-    fails(2, "convert", hf, new, "--dst-strategy", world.new, "--max-shard-size", "5GB", says=["--max-shard-size"])
-    fails(2, "by-rank", 7, hf, new, "--to", "unified", says=["out of range"])
+    fails(2, "convert", hf, new, texts=["--dst-strategy", "checkpoint2, unified or huggingface"])
+    fails(2, "convert", hf, new, "--src-strategy", world.old, "--dst-strategy", world.new, texts=["full weights"])
+    fails(2, "convert", hf, new, "--to", "unified", "--dst-strategy", world.new, texts=["leave out --dst-strategy"])
+    fails(2, "convert", hf, new, "--to", "unified", "--format", "ckpt", texts=[".safetensors"])
+    fails(2, "convert", hf, new, "--dst-strategy", "same", texts=["no strategy"])
+    fails(2, "convert", hf, new, "--to", "unified", "--step", "3_10", texts=["no steps"])
+    fails(2, "convert", hf, new, "--dst-strategy", world.new, "--max-shard-size", "5GB", texts=["--max-shard-size"])
+    fails(2, "by-rank", 7, hf, new, "--to", "unified", texts=["out of range"])
 
 
 @pytest.mark.parametrize("form", FORMS[1:])
@@ -99,7 +99,7 @@ def test_a_completed_directory_of_another_program_is_not_removed(form: str, worl
     words = words[:-2] if form == "checkpoint2" else words
     world.dst.mkdir()
     (world.dst / LAST[form]).write_text("{}")
-    fails(3, "convert", world.src, world.dst, *words, says=[LAST[form]])
+    fails(3, "convert", world.src, world.dst, *words, texts=[LAST[form]])
     assert (world.dst / LAST[form]).read_text() == "{}"
     done("convert", world.src, world.dst, *words, "--overwrite")
     assert (world.dst / LAST[form]).read_text() != "{}"
@@ -111,7 +111,7 @@ def test_targets_that_cannot_be_replaced_are_an_error_before_writing(form: str, 
     (world.dst / LAST[form]).mkdir(parents=True)
     limit: list[Argument] = [] if form == "checkpoint2" else ["--max-shard-size", "300"]
     words: list[Argument] = ["convert", world.src, world.dst, "--src-strategy", world.old, *to(form, world), *limit]
-    fails(3, *words, "--overwrite", says=[f"{world.dst / LAST[form]} is not a regular file"])
+    fails(3, *words, "--overwrite", texts=[f"{world.dst / LAST[form]} is not a regular file"])
     assert not list(world.dst.rglob("*.safetensors"))
 
 
@@ -151,7 +151,7 @@ def test_unrecorded_files_of_another_form_are_refused(first: str, second: str, w
     before = {path: path.stat().st_mtime_ns for path in world.dst.rglob("*")}
     for overwrite in ([], ["--overwrite"]):
         words: list[Argument] = ["--src-strategy", world.old, *to(second, world), *overwrite]
-        fails(3, "convert", world.src, world.dst, *words, says=["choose another DST"])
+        fails(3, "convert", world.src, world.dst, *words, texts=["choose another DST"])
     assert {path: path.stat().st_mtime_ns for path in world.dst.rglob("*")} == before
 
 
@@ -195,17 +195,17 @@ def test_a_tensor_of_one_element_is_proven_in_every_form(form: str, tmp_path: Pa
     path.chmod(0o600)
     write_checkpoint(path, {**content, "gate": content["gate"]._replace(array=changed)})
     target: list[Argument] = ["--dst-strategy", world.new] if form in ("ranks", "checkpoint2") else []
-    fails(4, "verify", world.dst, "--src", world.src, "--src-strategy", world.old, *target, says=["must not be used"])
+    fails(4, "verify", world.dst, "--src", world.src, "--src-strategy", world.old, *target, texts=["must not be used"])
 
 
 def test_values_alone_do_not_make_a_checkpoint2_directory(world: World) -> None:
     world.save(FULL)
     words: list[Argument] = ["--src-strategy", world.old, *to("checkpoint2", world)]
-    fails(3, "convert", world.src, world.dst, *words, "--include", "global_step", says=["'global_step'", "--include"])
+    fails(3, "convert", world.src, world.dst, *words, "--include", "global_step", texts=["'global_step'", "--include"])
     assert not world.dst.exists()
     full = world.root / "full"
     done("convert", world.src, full, "--src-strategy", world.old, "--to", "huggingface", "--include", "global_step")
-    fails(3, "convert", full, world.dst, *to("checkpoint2", world), says=["'global_step'", "write another form"])
+    fails(3, "convert", full, world.dst, *to("checkpoint2", world), texts=["'global_step'", "write another form"])
 
 
 def test_a_weight_without_a_layout_is_reported(world: World) -> None:

@@ -74,7 +74,7 @@ def test_crc_finds_a_flipped_bit_on_every_rank_that_is_read_whole(tmp_path: Path
         where = sound.index(ranks[rank]["w"].array.tobytes())
         path.write_bytes(sound[:where] + bytes([sound[where] ^ 1]) + sound[where + 1 :])
         words = ("transform-dir", tmp_path / "src", tmp_path / "dst", "--src-strategy", old, "--dst-strategy", "none")
-        fails(3, *words, says=[path, "CRC"])
+        fails(3, *words, texts=[path, "CRC"])
         assert not (tmp_path / "dst").exists()
         path.write_bytes(sound)
     done(*words)
@@ -88,7 +88,7 @@ def test_a_slice_is_never_copied_as_a_full_tensor(tmp_path: Path) -> None:
     old = write_strategy(tmp_path / "old", single({"w": layout_record}))
     new = write_strategy(tmp_path / "new", single({"w": layout_record, "x": layout([2], [-1, -1])}))
     words = ("transform-dir", tmp_path / "src", tmp_path / "dst", "--src-strategy", old, "--dst-strategy", new)
-    fails(3, *words, says=["x", "--exclude"])
+    fails(3, *words, texts=["x", "--exclude"])
     done(*words, "--exclude", "x")
 
 
@@ -101,8 +101,8 @@ def test_by_rank_recognises_a_deduplicated_save(tmp_path: Path) -> None:
     contents = {rank: {name: full[name]} for rank, name in enumerate("pqrs") if rank}
     write_tree(tmp_path / "src", contents, "rank_{rank}/net-1_1.ckpt")
     words: list[Argument] = [tmp_path / "src", tmp_path / "dst", "--src-strategy", old, "--dst-strategy", new]
-    fails(3, "transform-dir", *words, says=["p"])
-    fails(3, "by-rank", "1", *words, says=["p"])
+    fails(3, "transform-dir", *words, texts=["p"])
+    fails(3, "by-rank", "1", *words, texts=["p"])
 
 
 def test_parameters_possibly_on_a_lost_rank_are_listed(plain: World) -> None:
@@ -122,7 +122,7 @@ def test_a_linked_rank_directory_cannot_overwrite_the_source(world: World) -> No
     before = (world.src / "rank_0" / "checkpoint_0.ckpt").read_bytes()
     world.dst.mkdir()
     (world.dst / "rank_0").symlink_to(world.src / "rank_0")
-    fails(2, *world.words("--overwrite"), says=["rank_0", "is another name of a place of source file"])
+    fails(2, *world.words("--overwrite"), texts=["rank_0", "is another name of a place of source file"])
     assert (world.src / "rank_0" / "checkpoint_0.ckpt").read_bytes() == before
 
 
@@ -130,13 +130,13 @@ def test_a_target_within_the_directories_of_a_pattern_is_refused(world: World) -
     world.save(FULL)
     words = world.words()
     words[1:3] = [world.src / "rank_{rank}" / "*.ckpt", world.src / "rank_0" / "out"]
-    fails(2, *words, says=["DST"])
+    fails(2, *words, texts=["DST"])
 
 
 def test_overwriting_some_ranks_beside_those_of_another_run_is_refused(world: World) -> None:
     world.save(FULL)
     world.convert()
-    fails(3, *world.words("--overwrite", "--ranks", "0"), says=["rank_1"])
+    fails(3, *world.words("--overwrite", "--ranks", "0"), texts=["rank_1"])
     world.convert("--overwrite")
     world.by_rank(0, "--overwrite")
 
@@ -234,15 +234,15 @@ def test_a_target_strategy_of_another_model_is_refused(world: World) -> None:
     world.save(FULL)
     other = write_strategy(world.root / "other", single({"x": layout([2], [0])}))
     words = [other if word == world.new else word for word in world.words()]
-    fails(3, *words, says=["3 parameters", other])
-    fails(3, "rank-list", 0, "--src-strategy", world.old, "--dst-strategy", other, says=["no parameter", other])
+    fails(3, *words, texts=["3 parameters", other])
+    fails(3, "rank-list", 0, "--src-strategy", world.old, "--dst-strategy", other, texts=["no parameter", other])
 
 
 def test_swapped_strategies_are_detected(plain: World) -> None:
     plain.save(PLAIN_FULL)
     words = plain.words()
     words[4], words[6] = words[6], words[4]
-    fails(3, *words, says=["the checkpoint ranks 0-3", "are the two swapped?"])
+    fails(3, *words, texts=["the checkpoint ranks 0-3", "are the two swapped?"])
 
 
 def run_in_shell(text: str) -> tuple[int, str]:

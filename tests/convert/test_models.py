@@ -178,7 +178,7 @@ def test_only_configuration_values_in_use_belong_to_the_identity(tmp_path: Path)
     done("verify", tmp_path / "ranks", "--src", world.hf, "--dst-strategy", world.d)
 
     (world.hf / "config.json").write_text(json.dumps({**edited, "use_contiguous_weight_layout_attention": True}))
-    fails(3, "convert", *words, says=["another conversion"])
+    fails(3, "convert", *words, texts=["another conversion"])
 
 
 def test_stating_a_default_size_is_the_same_conversion(tmp_path: Path) -> None:
@@ -189,7 +189,7 @@ def test_stating_a_default_size_is_the_same_conversion(tmp_path: Path) -> None:
     for same in (["--names", stated], ["--names", "qwen3"], ["--names", "qwen3,vocab_multiple=1"]):
         assert done(*words, *same, "--json").json["ranks"] == []
     done("verify", tmp_path / "out", "--src", hf)
-    fails(3, *words, "--names", "qwen3,gate_up=halves", says=["another conversion"])
+    fails(3, *words, "--names", "qwen3,gate_up=halves", texts=["another conversion"])
 
     back: list[Argument] = ["convert", tmp_path / "out", tmp_path / "back", "--to", "huggingface", "--names", stated]
     back += ["--config", hf / "config.json"]

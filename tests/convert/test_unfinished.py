@@ -118,9 +118,9 @@ def test_files_of_another_run_are_refused_before_writing(form: str, world: World
     before = everything(world.dst)
     for again in (typed, ["resume", world.dst]):
         for option in ([], ["--dry-run"]):
-            fails(3, *again, *option, says=["already holds", "modified after"])
+            fails(3, *again, *option, texts=["already holds", "modified after"])
             assert everything(world.dst) == before
-    fails(3, "plan", *typed[1:], says=["already holds"])
+    fails(3, "plan", *typed[1:], texts=["already holds"])
     assert everything(world.dst) == before
     done(*typed, "--overwrite")
     done("verify", world.dst, "--src", world.src, "--src-strategy", world.old)
@@ -133,7 +133,7 @@ def test_parts_of_another_checkpoint_are_refused_before_writing(name: str, world
     (world.dst / name).write_bytes(b"of somebody else")
     typed: list[Argument] = ["convert", *words("dcp", world, world.dst)]
     for again in (["plan", *typed[1:]], [*typed, "--dry-run"], typed):
-        fails(3, *again, says=["holds", name])
+        fails(3, *again, texts=["holds", name])
         assert everything(world.dst) == {name: b"of somebody else"}
 
 
@@ -150,7 +150,7 @@ def test_an_abandoned_conversion_to_another_form_leaves_no_marker(form: str, wor
 def test_ranks_that_replace_a_form_leave_no_marker(world: World) -> None:
     world.save(FULL)
     done("by-rank", 0, *words("checkpoint2", world, world.dst))
-    fails(3, *world.words(), says=["--overwrite"])
+    fails(3, *world.words(), texts=["--overwrite"])
     world.convert("--overwrite")
     assert not weights(world.dst) and len(world.found()) == 2
 

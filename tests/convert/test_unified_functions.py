@@ -213,7 +213,7 @@ def test_listed_weights_missing_in_the_files_are_reported(world: World, caplog: 
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "texts"),
     [
         ({"format": "ckpt"}, "needs MindSpore"),
         ({"network": object()}, "needs MindSpore"),
@@ -230,7 +230,7 @@ def test_listed_weights_missing_in_the_files_are_reported(world: World, caplog: 
         ({"output_format": "npz"}, "npz"),
     ],
 )
-def test_arguments_that_require_mindspore_are_refused(options: dict[str, Any], says: str, world: World) -> None:
+def test_arguments_that_require_mindspore_are_refused(options: dict[str, Any], texts: str, world: World) -> None:
     unified = unify(world)
     arguments: dict[str, Any] = {
         "network": None,
@@ -242,7 +242,7 @@ def test_arguments_that_require_mindspore_are_refused(options: dict[str, Any], s
     }
     with pytest.raises(UsageError) as caught:
         reshard.load_distributed_checkpoint(**arguments)
-    assert says in str(caught.value)
+    assert texts in str(caught.value)
     assert not (world.root / "loaded").exists()
 
 

@@ -85,7 +85,7 @@ def test_a_source_modified_during_the_run_is_an_error_without_targets(
     other = path.read_bytes()
     world.save(NEW, crc=crc)
     at_first_write.append(lambda: way(path, other))
-    fails(1, *world.words("--jobs", "1", "--io", io), says=[path])
+    fails(1, *world.words("--jobs", "1", "--io", io), texts=[path])
     assert not (world.dst / "reshard-manifest.json").exists()
     assert not list(world.dst.glob("rank_*/*"))
 
@@ -95,7 +95,7 @@ def test_a_source_truncated_during_the_run_is_an_error(world: World, at_first_wr
     world.save(NEW)
     for path in world.src.rglob("*.ckpt"):
         at_first_write.append(functools.partial(os.truncate, path, 1))
-    fails(1, *world.words("--jobs", "1"), says=["net-1_10.ckpt"])
+    fails(1, *world.words("--jobs", "1"), texts=["net-1_10.ckpt"])
     assert not [path for path in world.dst.rglob("*") if path.is_file()]
 
 
@@ -156,7 +156,7 @@ def test_commands_that_print_results_refuse_a_source_modified_meanwhile(
             in_place(path, path.read_bytes()[:1])
 
     monkeypatch.setattr(stored._Runs, "read", read)
-    fails(1, *words[command], says=[path, "replaced or changed"])
+    fails(1, *words[command], texts=[path, "replaced or changed"])
     assert read_before
 
 
@@ -176,7 +176,7 @@ def test_replicas_under_rewrite_are_not_reported_as_a_wrong_strategy(
 
     monkeypatch.setattr(samples.Samples, "run", run)
     words = plain.words() if command == "transform-dir" else ["strategy", "check", plain.old, plain.src]
-    fails(1, *words, says=["replaced or changed"])
+    fails(1, *words, texts=["replaced or changed"])
 
 
 def test_targets_of_unchanged_sources_are_finished(tmp_path: Path, at_first_write: list[Callable[[], None]]) -> None:
@@ -184,7 +184,7 @@ def test_targets_of_unchanged_sources_are_finished(tmp_path: Path, at_first_writ
     world.save(NEW)
     path = world.src / "rank_1" / "net-1_10.ckpt"
     at_first_write.append(lambda: in_place(path, b"\xff"))
-    fails(1, *world.words("--jobs", "1"), says=["rank_1", "replaced or changed"])
+    fails(1, *world.words("--jobs", "1"), texts=["rank_1", "replaced or changed"])
     assert list(world.found()) == [0]
 
 
@@ -195,7 +195,7 @@ def test_sources_modified_after_their_targets_prevent_the_manifest(
     world = World(tmp_path, TWO, TWO)
     world.save(NEW)
     at_commit(monkeypatch, lambda path: in_place(world.src / path.parent.name / "net-1_10.ckpt", b"\xff"))
-    fails(1, *world.words("--jobs", "1"), says=["rank_0", "replaced or changed"])
+    fails(1, *world.words("--jobs", "1"), texts=["rank_0", "replaced or changed"])
     assert not (world.dst / "reshard-manifest.json").exists()
 
 
@@ -208,7 +208,7 @@ def test_a_changed_source_is_detected_with_fewer_handles_than_files(
     other = path.read_bytes()
     world.save(NEW)
     at_first_write.append(lambda: renamed_with_the_same_time(path, other))
-    fails(1, *world.words("--jobs", "1"), says=[path])
+    fails(1, *world.words("--jobs", "1"), texts=[path])
     assert not list(world.dst.glob("rank_*/*"))
 
 
@@ -254,7 +254,7 @@ def test_values_such_as_the_step_distinguish_sources(world: World) -> None:
     world.save(NEW, copied={"global_step": scalar(100)})
     world.convert("--ranks", "0")
     world.save(NEW, copied={"global_step": scalar(101)})
-    fails(3, *world.words(), says=["sizes, headers or contents differ"])
+    fails(3, *world.words(), texts=["sizes, headers or contents differ"])
 
 
 @pytest.mark.parametrize("command", ["--ranks", "by-rank"])
@@ -348,7 +348,7 @@ def test_a_target_removed_while_checksums_are_computed_is_an_error(
         return 0
 
     monkeypatch.setattr("reshard.convert.target_directory.crc_of_file", crc_of_file)
-    fails(1, *world.words("--checksum", "crc32"), says=["targets of rank 0"])
+    fails(1, *world.words("--checksum", "crc32"), texts=["targets of rank 0"])
     assert not (world.dst / "reshard-manifest.json").exists()
 
 
@@ -406,7 +406,7 @@ def test_files_beside_weights_modified_during_a_run_are_not_copied(
     for name, content in files.items():
         (model / name).write_bytes(content)
     at_first_write.append(lambda: way(model / "tokenizer.json", b"new"))
-    fails(1, *words, says=[model / "tokenizer.json"])
+    fails(1, *words, texts=[model / "tokenizer.json"])
     assert not [name for name in (*files, "reshard-manifest.json") if (world.dst / name).exists()]
     (model / "tokenizer.json").write_bytes(b"newest")
     done(*words)
@@ -432,7 +432,7 @@ def test_a_tensor_modified_during_get_gives_no_file(
 
     with monkeypatch.context() as patch:
         patch.setattr(temporary, "create", created)
-        fails(1, *words, says=[path])
+        fails(1, *words, texts=[path])
     assert not (world.root / "made").exists()
     path.write_bytes(other)
     done(*words)
@@ -446,7 +446,7 @@ def test_a_file_opened_during_a_write_is_an_error(command: str, world: World) ->
     words = world.words() if command == "transform-dir" else [command, world.src, "--strategy", world.old]
     with open(path, "r+b", buffering=0) as file:
         file.write(path.read_bytes()[:1])
-        fails(1, *words, says=[path, "another process is writing to it"])
+        fails(1, *words, texts=[path, "another process is writing to it"])
         # Who only has it open has finished.
         os.utime(path, (1, 1))
         done(*words)

@@ -219,7 +219,7 @@ def test_a_file_that_shrinks_while_its_header_is_read_is_not_damaged(world: Worl
         patch.setattr(os, "pread", shrinking)
         result = reshard("inspect", path)
     assert result.status == 1 and "became shorter" in result.err, result.err
-    fails(3, "inspect", path, says=["damaged"])
+    fails(3, "inspect", path, texts=["damaged"])
 
 
 def test_status_works_on_a_read_only_directory(converted: World) -> None:

@@ -295,7 +295,7 @@ def test_insufficient_space_for_a_mapped_file_is_an_error_before_writing(
         raise OSError(28, os.strerror(28))
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    fails(1, *words, "--jobs", 4, says=["no space left", "checkpoint_0.ckpt"])
+    fails(1, *words, "--jobs", 4, texts=["no space left", "checkpoint_0.ckpt"])
     assert crews and not temporary_files(tmp_path)
 
 
@@ -312,7 +312,7 @@ def test_sources_modified_while_workers_read_are_an_error(world: World, crews: l
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(WrittenFile, "write", changing)
-        fails(1, *world.words("--jobs", "2"), says=[path])
+        fails(1, *world.words("--jobs", "2"), texts=[path])
     assert crews and not list(world.dst.glob("rank_*/*"))
 
 
@@ -324,7 +324,7 @@ def test_a_failed_write_in_a_worker_names_the_file(world: World, crews: list[int
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(WrittenFile, "write", failing)
-        fails(1, *world.words("--jobs", "2"), says=[world.dst / "rank_0" / "checkpoint_0.ckpt", "1 more file"])
+        fails(1, *world.words("--jobs", "2"), texts=[world.dst / "rank_0" / "checkpoint_0.ckpt", "1 more file"])
     assert crews and not temporary_files(world.root)
     world.convert()
     same_ranks(world.found(), world.expected(FULL))

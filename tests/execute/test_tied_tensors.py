@@ -42,7 +42,7 @@ def test_tied_tensors_are_equal_in_every_element_or_nothing_is_written(data: st.
                 done("convert", root / "src", root / "dst", *words)
                 assert tensors["net.weight"][...].tobytes() == array.tobytes()
                 return
-            fails(3, "convert", root / "src", root / "dst", *words, says=["'b.weight'", f"at {list(place)}"])
+            fails(3, "convert", root / "src", root / "dst", *words, texts=["'b.weight'", f"at {list(place)}"])
             assert not list(root.glob("dst/**/*.safetensors"))
             with pytest.raises(CheckpointError, match=r"'b\.weight' differs"):
                 tensors["net.weight"][0]
@@ -55,7 +55,7 @@ def test_the_last_element_of_large_tied_tensors_counts(tmp_path: Path) -> None:
     other[-1, -1] = 2
     write_tree(tmp_path / "src", {0: {"a.weight": Value("Int8", array), "b.weight": Value("Int8", other)}})
     words: list[Argument] = ["--src-strategy", "none", "--names", tmp_path / "rules.toml", "--to", "huggingface"]
-    fails(3, "convert", tmp_path / "src", tmp_path / "dst", *words, says=[f"[2, {(5 << 20) - 1}]"])
+    fails(3, "convert", tmp_path / "src", tmp_path / "dst", *words, texts=[f"[2, {(5 << 20) - 1}]"])
 
 
 def test_a_plan_compares_the_beginning_of_tied_tensors(tmp_path: Path) -> None:
@@ -64,7 +64,7 @@ def test_a_plan_compares_the_beginning_of_tied_tensors(tmp_path: Path) -> None:
     full = {"a.weight": Value("Float16", array), "b.weight": Value("Float16", array + 1)}
     write_tree(tmp_path / "src", {0: full})
     words: list[Argument] = ["--src-strategy", "none", "--names", tmp_path / "rules.toml", "--to", "huggingface"]
-    fails(3, "plan", tmp_path / "src", tmp_path / "dst", *words, says=["'b.weight' differs from 'a.weight'"])
+    fails(3, "plan", tmp_path / "src", tmp_path / "dst", *words, texts=["'b.weight' differs from 'a.weight'"])
 
 
 @pytest.mark.parametrize("rank", [1, 2, 7])
@@ -76,10 +76,10 @@ def test_unlisted_tensors_of_checkpoint2_count_as_whole_only_if_all_files_are_eq
     done("convert", tmp_path / "same", tmp_path / "full", "--to", "unified")
     tables[rank][6000] += 1
     saving(unlisted={"table": list(tables)}).write(tmp_path / "other")
-    fails(3, "convert", tmp_path / "other", tmp_path / "dst", "--to", "unified", says=["'table' differs", "[6000]"])
+    fails(3, "convert", tmp_path / "other", tmp_path / "dst", "--to", "unified", texts=["'table' differs", "[6000]"])
     for command in ("stats", "diff"):
         others: list[Any] = [tmp_path / "full"] if command == "diff" else []
-        fails(3, command, tmp_path / "other", *others, says=["'table' differs", "--exclude 'table'"])
-    fails(3, "fingerprint", tmp_path / "other", says=["'table' differs"])
-    fails(3, "get", tmp_path / "other", "table", says=["'table' differs"])
+        fails(3, command, tmp_path / "other", *others, texts=["'table' differs", "--exclude 'table'"])
+    fails(3, "fingerprint", tmp_path / "other", texts=["'table' differs"])
+    fails(3, "get", tmp_path / "other", "table", texts=["'table' differs"])
     done("convert", tmp_path / "other", tmp_path / "dst", "--to", "unified", "--exclude", "table")

@@ -494,7 +494,7 @@ def test_weights_of_a_lost_stage_are_missing_also_under_a_trainers_names(form: s
 
     words = ("--src-strategy", tmp_path / "strategy", "--to", form, "--dst-strategy", tmp_path / "target.ckpt")
     save(2, range(2))
-    fails(3, "convert", tmp_path / "ckpt", tmp_path / "out", *words, says=["head.weight"])
+    fails(3, "convert", tmp_path / "ckpt", tmp_path / "out", *words, texts=["head.weight"])
     save(1, range(4))
     result = done("convert", tmp_path / "ckpt", tmp_path / "out", *words, "--verify")
     assert "weights 2" in result.out + result.err
@@ -520,7 +520,7 @@ def test_a_models_strategy_cuts_a_trainers_state_too(form: str, tmp_path: Path) 
     done("convert", tmp_path / "whole", tmp_path / "cast", *words, "--cast", "BFloat16")
     other = ("--to", form, "--dst-strategy", tmp_path / "other.ckpt")
     write_strategy(tmp_path / "other.ckpt", 0, {"embed.weight": layout([2], [0, -1])})
-    fails(3, "convert", tmp_path / "whole", tmp_path / "out", *other, says=["none of the 68 parameters"])
+    fails(3, "convert", tmp_path / "whole", tmp_path / "out", *other, texts=["none of the 68 parameters"])
 
 
 @pytest.mark.parametrize("form", ["ranks", "checkpoint2", "dcp", "hyper-parallel", "hf-sharded"])
@@ -533,6 +533,6 @@ def test_strict_refuses_a_parameter_of_the_strategy_that_the_source_lacks(form: 
         file.parent.mkdir(parents=True)
         file.write_bytes(record("embed.weight", *parts(np.zeros((4, 8), "f4"))))
     words = ("--src-strategy", tmp_path / "source.ckpt", "--to", form, "--dst-strategy", tmp_path / "target.ckpt")
-    fails(3, "convert", tmp_path / "ckpt", tmp_path / "out", *words, "--strict", says=["foo.weight"])
+    fails(3, "convert", tmp_path / "ckpt", tmp_path / "out", *words, "--strict", texts=["foo.weight"])
     result = done("convert", tmp_path / "ckpt", tmp_path / "out", *words)
     assert "foo.weight" in flat(result.err)

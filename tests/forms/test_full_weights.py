@@ -35,11 +35,11 @@ def read(path: Path, report: Optional[Report] = None) -> FullWeights:
         return readers[form](str(path), handles, report or Report())
 
 
-def refused(path: Path, *says: str) -> ReshardError:
+def refused(path: Path, *texts: str) -> ReshardError:
     """The error, which contains all of these texts."""
     with pytest.raises(ReshardError) as caught:
         read(path)
-    for text in says:
+    for text in texts:
         assert text in caught.value.full, caught.value.full
     return caught.value
 
@@ -220,7 +220,7 @@ def test_unindexed_tensors_are_read_with_a_warning(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text, says",
+    "text, texts",
     [
         ("", "is damaged: it is not valid JSON"),
         ("[]", "it is not an object"),
@@ -238,14 +238,14 @@ def test_unindexed_tensors_are_read_with_a_warning(tmp_path: Path) -> None:
         ('{"weight_map": ' + "[" * 100_000, "nested too deeply"),
     ],
 )
-def test_hostile_maps_are_refused(tmp_path: Path, text: str, says: str) -> None:
+def test_hostile_maps_are_refused(tmp_path: Path, text: str, texts: str) -> None:
     write_safetensors(tmp_path / "x.safetensors", {"a": W})
     for name in ("model.safetensors.index.json", "param_name_map.json"):
         path = tmp_path / name
         path.write_text(text)
         if name == "param_name_map.json" and text == "{}":
-            says = "it lists no tensors"
-        assert refused(tmp_path, str(path), says).status == 3
+            texts = "it lists no tensors"
+        assert refused(tmp_path, str(path), texts).status == 3
         path.unlink()
 
 

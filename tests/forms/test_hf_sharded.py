@@ -143,7 +143,7 @@ def test_a_lost_chunk_is_refused_by_name(cut: tuple[dict[str, Value], list[Chunk
     assume(all(start < stop for start, stop in lost.box) and any(chunk.name == lost.name for chunk in remaining))
     with small_directory() as root:
         src = write_shards(root / "src", tensors, remaining, shapes=True)
-        fails(3, "convert", src, root / "out", "--to", "huggingface", says=[f"'{lost.name}'", "no chunk holds"])
+        fails(3, "convert", src, root / "out", "--to", "huggingface", texts=[f"'{lost.name}'", "no chunk holds"])
         assert not (root / "out" / "model.safetensors").exists()
 
 
@@ -160,7 +160,7 @@ def change(path: Path, edit: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("edit", "says"),
+    ("edit", "texts"),
     [
         (lambda info: info.pop("norm"), "'norm' has no saved_offsets"),
         (lambda info: info["norm"].clear(), "'norm' has no saved_offsets"),
@@ -182,10 +182,10 @@ def change(path: Path, edit: Any) -> None:
         (lambda info: "[" * 100_000, "DCP_SHARDING_INFO is damaged"),
     ],
 )
-def test_headers_without_offsets_are_refused(edit: Any, says: str, tmp_path: Path) -> None:
+def test_headers_without_offsets_are_refused(edit: Any, texts: str, tmp_path: Path) -> None:
     src = write_shards(tmp_path / "src", FULL, CHUNKS)
     change(src / "shard-00002-model-00001-of-00001.safetensors", edit)
-    fails(3, "convert", src, tmp_path / "out", "--to", "huggingface", says=[says])
+    fails(3, "convert", src, tmp_path / "out", "--to", "huggingface", texts=[texts])
 
 
 def test_files_of_another_save_are_refused(tmp_path: Path) -> None:
@@ -195,15 +195,15 @@ def test_files_of_another_save_are_refused(tmp_path: Path) -> None:
     write_shards(tmp_path / "other", other, chunks, shapes=True)
     name = "shard-00003-model-00001-of-00001.safetensors"
     shutil.copy(tmp_path / "other" / name, src / name)
-    says = ["'a.weight' has different shapes", "[7, 6] and [8, 6]"]
-    fails(3, "convert", src, tmp_path / "out", "--to", "huggingface", says=says)
+    texts = ["'a.weight' has different shapes", "[7, 6] and [8, 6]"]
+    fails(3, "convert", src, tmp_path / "out", "--to", "huggingface", texts=texts)
     done("convert", src, tmp_path / "out", "--to", "huggingface", "--exclude", "a.weight", "--verify")
 
 
 def test_a_tensor_with_a_hole_can_be_excluded(tmp_path: Path) -> None:
     src = write_shards(tmp_path / "src", FULL, CHUNKS)
     (src / "shard-00002-model-00001-of-00001.safetensors").unlink()
-    fails(3, "convert", src, tmp_path / "out", "--to", "unified", says=["bring the files of shard 2", "rows 2 to 3"])
+    fails(3, "convert", src, tmp_path / "out", "--to", "unified", texts=["bring the files of shard 2", "rows 2 to 3"])
     report = done("inspect", src, "--json").json
     assert not report["complete"]
 
@@ -220,16 +220,16 @@ def test_shards_named_as_a_full_model_are_refused(tmp_path: Path) -> None:
     src = write_shards(tmp_path / "src", FULL, CHUNKS)
     for place, path in enumerate(sorted(src.iterdir()), 1):
         path.rename(src / f"model-{place:05d}-of-00004.safetensors")
-    fails(3, "convert", src, tmp_path / "out", "--to", "unified", says=["holds parts of tensors"])
+    fails(3, "convert", src, tmp_path / "out", "--to", "unified", texts=["holds parts of tensors"])
     (tmp_path / "one").mkdir()
     shutil.copy(src / "model-00002-of-00004.safetensors", tmp_path / "one" / "model.safetensors")
-    fails(3, "convert", tmp_path / "one", tmp_path / "out", "--to", "unified", says=["holds parts of tensors"])
+    fails(3, "convert", tmp_path / "one", tmp_path / "out", "--to", "unified", texts=["holds parts of tensors"])
 
 
 def test_a_single_shard_is_refused(tmp_path: Path) -> None:
     src = write_shards(tmp_path / "src", FULL, CHUNKS)
     one = src / "shard-00002-model-00001-of-00001.safetensors"
-    fails(3, "convert", one, tmp_path / "out", "--to", "unified", says=["one file of a sharded checkpoint", src])
+    fails(3, "convert", one, tmp_path / "out", "--to", "unified", texts=["one file of a sharded checkpoint", src])
 
 
 @pytest.mark.parametrize("shards", [1, 3, 8])
@@ -253,14 +253,14 @@ def test_shards_and_dst_strategy_exclude_each_other(tmp_path: Path) -> None:
     src = write_shards(tmp_path / "src", FULL, CHUNKS)
     out = tmp_path / "out"
     to: list[Any] = ["--to", "hf-sharded"]
-    fails(2, "convert", src, out, *to, says=["--shards N"])
-    fails(2, "convert", src, out, *to, "--shards", 2, "--dst-strategy", "same", says=["leave out one"])
-    fails(2, "convert", src, out, *to, "--shards", 0, says=["--shards"])
-    fails(2, "convert", src, out, *to, "--dst-strategy", "shards:x", says=["number of shards must be"])
-    fails(2, "convert", src, out, "--to", "checkpoint2", "--shards", 2, says=["--shards goes with", "--dst-strategy"])
+    fails(2, "convert", src, out, *to, texts=["--shards N"])
+    fails(2, "convert", src, out, *to, "--shards", 2, "--dst-strategy", "same", texts=["leave out one"])
+    fails(2, "convert", src, out, *to, "--shards", 0, texts=["--shards"])
+    fails(2, "convert", src, out, *to, "--dst-strategy", "shards:x", texts=["number of shards must be"])
+    fails(2, "convert", src, out, "--to", "checkpoint2", "--shards", 2, texts=["--shards goes with", "--dst-strategy"])
     for command in ("convert", "plan"):
-        fails(2, command, src, out, "--shards", 2, says=["--shards goes with", "add --to dcp"])
-    fails(2, "convert", src, out, *to, "--shards", 2, "--src-strategy", "none", says=["leave out --src-strategy"])
+        fails(2, command, src, out, "--shards", 2, texts=["--shards goes with", "add --to dcp"])
+    fails(2, "convert", src, out, *to, "--shards", 2, "--src-strategy", "none", texts=["leave out --src-strategy"])
 
 
 def test_an_uneven_cut_resumes_and_is_verified(tmp_path: Path) -> None:

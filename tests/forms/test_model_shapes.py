@@ -55,7 +55,7 @@ def test_rank_0_alone_is_neither_a_slice_nor_a_full_checkpoint(directory: str, t
         "mp=2",
         "--weights-only",
     ]
-    result = fails(3, "strategy", "make", *arguments, says=["only rank 0 exists, of 4"])
+    result = fails(3, "strategy", "make", *arguments, texts=["only rank 0 exists, of 4"])
     derive: list[Argument] = [
         old,
         tmp_path / "out.ckpt",
@@ -65,7 +65,7 @@ def test_rank_0_alone_is_neither_a_slice_nor_a_full_checkpoint(directory: str, t
         "mp=2",
         "--weights-only",
     ]
-    fails(3, "strategy", "derive", *derive, "--shapes", tree, says=["only rank 0 exists, of 4"])
+    fails(3, "strategy", "derive", *derive, "--shapes", tree, texts=["only rank 0 exists, of 4"])
 
     typed = re.search(r"for full tensors, type (.*); for slices, (--shapes .*)", result.err)
     assert typed is not None
@@ -91,4 +91,4 @@ def test_slices_that_contradict_the_recorded_shapes_are_refused(tmp_path: Path) 
         "mp=2",
         "--weights-only",
     ]
-    fails(3, "strategy", "derive", *derive, "--shapes", tree, says=["'a.weight'", "[16, 4]", "[8, 4]"])
+    fails(3, "strategy", "derive", *derive, "--shapes", tree, texts=["'a.weight'", "[16, 4]", "[8, 4]"])

@@ -440,7 +440,7 @@ def test_a_target_may_have_more_ranks_than_rows(tmp_path: Path) -> None:
 
 def test_by_rank_lists_missing_slices(world: World) -> None:
     world.save(FULL, ranks=[0, 2])
-    fails(3, *world.words(0, command="by-rank"), says=["w", "1", "3"])
+    fails(3, *world.words(0, command="by-rank"), texts=["w", "1", "3"])
 
 
 def test_gradients_without_their_saved_parameter_are_an_error(tmp_path: Path) -> None:

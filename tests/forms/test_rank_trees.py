@@ -135,10 +135,10 @@ def test_files_without_a_step_are_fine_when_each_directory_holds_one(tmp_path: P
 # What is ambiguous.
 
 
-def ambiguous(tree: SourceTree, *says: str, step: Optional[str] = None) -> None:
+def ambiguous(tree: SourceTree, *texts: str, step: Optional[str] = None) -> None:
     with pytest.raises(CheckpointError) as caught:
         list(tree.candidates(step))
-    for text in (*says, "--file-suffix", "--step"):
+    for text in (*texts, "--file-suffix", "--step"):
         assert text in str(caught.value)
 
 
@@ -331,7 +331,7 @@ def test_a_parent_directory_suggests_the_checkpoint_below(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("names", "says"),
+    ("names", "texts"),
     [
         (["latest_checkpointed_iteration.txt"], "Checkpoint 2.0"),
         (["iteration_00000001/metadata.json"], "Checkpoint 2.0"),
@@ -341,13 +341,13 @@ def test_a_parent_directory_suggests_the_checkpoint_below(tmp_path: Path) -> Non
         (["model-00001-of-00002.safetensors", "model.safetensors.index.json"], "unified"),
     ],
 )
-def test_other_forms_are_refused_by_name(names: list[str], says: str, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=says):
+def test_other_forms_are_refused_by_name(names: list[str], texts: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=texts):
         find_checkpoints(str(plant(tmp_path, names)))
 
 
 @pytest.mark.parametrize(
-    ("name", "says"),
+    ("name", "texts"),
     [
         ("part3.safetensors", "unified"),
         ("model-00001-of-00002.safetensors", "unified"),
@@ -355,9 +355,9 @@ def test_other_forms_are_refused_by_name(names: list[str], says: str, tmp_path: 
         ("net-opt-0000003-0000008.safetensors", "Checkpoint 2.0"),
     ],
 )
-def test_files_of_other_forms_are_refused_by_name(name: str, says: str, tmp_path: Path) -> None:
+def test_files_of_other_forms_are_refused_by_name(name: str, texts: str, tmp_path: Path) -> None:
     plant(tmp_path, [name])
-    with pytest.raises(CheckpointError, match=says):
+    with pytest.raises(CheckpointError, match=texts):
         find_checkpoints(str(tmp_path / name))
 
 

@@ -70,9 +70,9 @@ def test_commands_accept_a_registered_form(world: World, toy: ToyForm) -> None:
     one, other = (done("fingerprint", *source).out for source in ([out], [world.src, "--strategy", world.old]))
     assert one == other
     done("diff", out, world.src, "--b-strategy", world.old)
-    fails(2, "convert", out, world.root / "no", "--src-strategy", world.old, "--to", "toy", says=["full weights"])
-    fails(2, "convert", out, world.root / "no", "--to", "toy", "--max-shard-size", "5G", says=["--max-shard-size"])
-    fails(2, "convert", out, world.root / "no", says=["is of the form toy", "--to toy, "])
+    fails(2, "convert", out, world.root / "no", "--src-strategy", world.old, "--to", "toy", texts=["full weights"])
+    fails(2, "convert", out, world.root / "no", "--to", "toy", "--max-shard-size", "5G", texts=["--max-shard-size"])
+    fails(2, "convert", out, world.root / "no", texts=["is of the form toy", "--to toy, "])
 
 
 def test_no_other_code_compares_forms() -> None:

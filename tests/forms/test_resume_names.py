@@ -119,7 +119,7 @@ def test_training_names_without_a_step_are_an_error(world: World) -> None:
 def test_an_unfinished_conversion_with_training_names_resumes_by_its_hint(world: World) -> None:
     world.save(FULL, "rank_{rank}/net-3_10.ckpt")
     world.convert("--prefix", "a_{rank}-{epoch}_{step}", "--ranks", "0")
-    result = fails(3, *world.words("--prefix", "b_{rank}"), says=["another conversion"])
+    result = fails(3, *world.words("--prefix", "b_{rank}"), texts=["another conversion"])
     assert "a_{rank}-3_10" in result.err
     world.convert("--prefix", "a_{rank}-{epoch}_{step}")
     assert sorted(path.name for path in world.dst.rglob("*.ckpt")) == ["a_0-3_10.ckpt", "a_1-3_10.ckpt"]
@@ -164,7 +164,7 @@ def test_a_foreign_meta_json_is_not_replaced(world: World) -> None:
     world.save(FULL, "rank_{rank}/llama_rank_{rank}-3_10.ckpt")
     (world.dst / "rank_1").mkdir(parents=True)
     (world.dst / "rank_1" / "meta.json").write_text("{}")
-    fails(3, *world.words("--prefix", "llama_rank_{rank}-{epoch}_{step}"), says=["rank_1/meta.json"])
+    fails(3, *world.words("--prefix", "llama_rank_{rank}-{epoch}_{step}"), texts=["rank_1/meta.json"])
     world.convert()
     assert (world.dst / "rank_1" / "meta.json").read_text() == "{}"
 

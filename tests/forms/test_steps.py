@@ -206,7 +206,7 @@ def test_without_a_complete_step_a_rank_uses_the_newest_sufficient_one(tmp_path:
     world.save_step("1_10", NEW, ranks=[1])
     warns(world.by_rank(1), "holds 2 steps, and step 1_10 is used; give every rank --step 1_10")
     same_ranks(world.found(), {1: world.expected(NEW)[1]})
-    fails(3, *world.words(), says=["no step", "1_10", "rank 0"])
+    fails(3, *world.words(), texts=["no step", "1_10", "rank 0"])
 
 
 def test_one_rank_with_one_step_gives_no_warning(tmp_path: Path) -> None:
@@ -233,7 +233,7 @@ def test_no_fallback_refuses_an_older_step(command: str, plain: World) -> None:
     words = plain.words(*([0] if command == "by-rank" else []), "--no-fallback", command=command)
     if command == "recover":
         words = [command, plain.src, plain.dst, "--strategy", plain.old, "--no-fallback"]
-    fails(3, *words, says=["1_12", "--no-fallback"])
+    fails(3, *words, texts=["1_12", "--no-fallback"])
     assert not plain.dst.exists()
     plain.save_step("1_12", NEW)
     done(*words)
@@ -261,10 +261,10 @@ def test_the_mark_of_a_deduplicated_save_counts_in_a_single_remaining_file(remai
     for rank in remaining:
         write_checkpoint(plain.src / f"rank_{rank}" / "net-1_12.safetensors", {"w": ranks[rank]["w"]},
                          metadata={"remove_redundancy": "True"})  # fmt: skip
-    says = ["v", "3"]
-    plain.refuses(3, *says)
-    fails(3, *plain.words(0, command="by-rank"), says=says)
-    fails(3, "recover", plain.src, plain.dst, "--strategy", plain.old, says=says)
+    texts = ["v", "3"]
+    plain.refuses(3, *texts)
+    fails(3, *plain.words(0, command="by-rank"), texts=texts)
+    fails(3, "recover", plain.src, plain.dst, "--strategy", plain.old, texts=texts)
 
 
 def test_a_missing_slice_with_rows_of_an_uneven_table_shows_a_deduplicated_save(tmp_path: Path) -> None:
@@ -293,8 +293,8 @@ def test_differing_files_of_one_stage_show_a_deduplicated_save(tmp_path: Path) -
     for rank, name in enumerate(["a0", "b0", "a1"]):
         write_checkpoint(world.src / f"rank_{rank}" / "net-1_10.ckpt", {name: ranks[rank][name]})
     world.refuses(3, "'b1'", "rank 3")
-    fails(3, *world.words(0, command="by-rank"), says=["'b1'", "rank 3"])
-    fails(3, "recover", world.src, world.dst, "--strategy", world.old, says=["'b1'", "rank 3"])
+    fails(3, *world.words(0, command="by-rank"), texts=["'b1'", "rank 3"])
+    fails(3, "recover", world.src, world.dst, "--strategy", world.old, texts=["'b1'", "rank 3"])
     write_checkpoint(world.src / "rank_3" / "net-1_10.ckpt", {"b1": ranks[3]["b1"]})
     assert "is not complete" not in world.convert("--verify").err
     same_ranks(world.found(), world.expected(full, {}))
@@ -394,7 +394,7 @@ def test_sharding_of_gradients_does_not_depend_on_the_available_files(tmp_path: 
         same_ranks(world.found(), {0: tensors_of_rank[0]})
         world.src, world.dst = tmp_path / f"fewer{plain}", tmp_path / f"none{plain}"
         write_tree(world.src, {0: ranks[0]})
-        fails(3, *world.words(0, command="by-rank"), says=["accu_grads.emb", "ranks 2-3"])
+        fails(3, *world.words(0, command="by-rank"), texts=["accu_grads.emb", "ranks 2-3"])
 
 
 def test_a_torn_step_with_undecidable_gradients_is_skipped_by_by_rank(tmp_path: Path) -> None:
@@ -546,7 +546,7 @@ def test_one_file_with_a_sharded_strategy_is_an_error(world: World) -> None:
     path = write_checkpoint(world.root / "full.ckpt", {**NEW, **COPIED})
     fails(
         3, "transform-dir", path, world.dst, "--src-strategy", world.old, "--dst-strategy", world.new,
-        says=[str(path), "none"],
+        texts=[str(path), "none"],
     )  # fmt: skip
 
 

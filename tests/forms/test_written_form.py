@@ -51,7 +51,7 @@ def test_a_configuration_of_another_dtype_gives_a_warning(message: str, key: str
 def test_values_alone_do_not_make_a_unified_directory(tmp_path: Path) -> None:
     source = huggingface(tmp_path / "src")
     words: list[Argument] = ["convert", source, tmp_path / "out", "--to", "unified"]
-    fails(3, *words, "--include", "global_step", says=["the selection contains only values such as 'global_step'"])
+    fails(3, *words, "--include", "global_step", texts=["the selection contains only values such as 'global_step'"])
     assert not list(tmp_path.glob("out/*.safetensors"))
 
 
@@ -82,4 +82,4 @@ def test_config_accepts_the_directory_of_a_configuration(tmp_path: Path) -> None
     words: list[Argument] = ["convert", source, tmp_path / "out", "--to", "huggingface", "--names", table]
     done(*words, "--config", tmp_path / "model")
     assert (tmp_path / "out" / "config.json").read_text() == "{}"
-    fails(3, *words[:2], tmp_path / "other", *words[3:], "--config", tmp_path, says=[tmp_path / "config.json"])
+    fails(3, *words[:2], tmp_path / "other", *words[3:], "--config", tmp_path, texts=[tmp_path / "config.json"])

@@ -1,8 +1,8 @@
 """Damaged trees never cause a traceback, a hang, or wrong bytes from detectable damage.
 
 What cannot be noticed: other contents in files whose CRC is not recorded, or not checked because
-only a part of the file is read; one rank's file in another's place; a strategy that says something
-else. Only these excuse a wrong output.
+only a part of the file is read; one rank's file in another's place; a strategy with other
+layouts. Only these excuse a wrong output.
 """
 
 from __future__ import annotations

@@ -98,8 +98,8 @@ def test_step_selects_the_headers_to_read(plain: World) -> None:
     ((rank, reason),) = [item.values() for item in steps(report)["1_10"]["damaged"]]
     assert rank == 0 and str(path) in reason
     assert str(path) in finding(report, "damaged")["text"]
-    fails(3, "inspect", plain.src, "--step", "7_7", says=["7_7", "1_12"])
-    fails(2, "inspect", plain.src, "--step", "soon", says=["soon"])
+    fails(3, "inspect", plain.src, "--step", "7_7", texts=["7_7", "1_12"])
+    fails(2, "inspect", plain.src, "--step", "soon", texts=["soon"])
 
 
 def test_totals_count_every_read_file(world: World) -> None:
@@ -151,7 +151,7 @@ def test_unfinished_directories_and_saves_at_a_fault_are_skipped_and_listed(plai
     assert list(steps(report)) == ["1_10"]
     assert "tft_saved_checkpoints-step_9_tmp" in finding(report, "unfinished")["text"]
     assert "ttp_saved_checkpoints-step_8" in finding(report, "save_at_fault")["text"]
-    fails(3, "inspect", plain.src / "tft_saved_checkpoints-step_9_tmp", says=["never finished"])
+    fails(3, "inspect", plain.src / "tft_saved_checkpoints-step_9_tmp", texts=["never finished"])
     assert inspected(plain.src / "rank_{rank}" / "*.ckpt")["ranks"] == [0, 1, 2, 3]
 
 
@@ -249,7 +249,7 @@ def test_an_encrypted_file_is_a_problem_that_names_it(plain: World) -> None:
         (message,) = [item for item in actual["findings"] if item["refuses"]]
         assert str(path) in message["text"] and "encrypted" in message["text"]
     assert judged(plain)["latest"] == {"found": False, "step": None}
-    fails(3, "inspect", path, says=[path, "encrypted"])
+    fails(3, "inspect", path, texts=[path, "encrypted"])
 
 
 def test_a_strategy_that_does_not_fit_is_a_problem(plain: World) -> None:
@@ -424,34 +424,34 @@ def test_inspect_of_a_conversion_target_suggests_status(world: World) -> None:
     assert "reshard status" in finding(inspected(world.dst), "conversion")["hint"]
     for path in world.dst.glob("rank_*"):
         shutil.rmtree(path)
-    fails(3, "inspect", world.dst, says=["reshard status"])
+    fails(3, "inspect", world.dst, texts=["reshard status"])
 
 
 @pytest.mark.parametrize("name", ["given.ckpt", "given.json", "given.pb", "given"])
 def test_inspect_recognises_strategy_and_group_info_files(world: World, name: str) -> None:
     path = world.root / name
     path.write_bytes(world.old.read_bytes())
-    fails(3, "inspect", path, says=["strategy file", f"reshard strategy show {path}"])
+    fails(3, "inspect", path, texts=["strategy file", f"reshard strategy show {path}"])
     path.write_bytes(field(1, field(1, "g") + field(2, numbers([0, 1]))) + field(2, numbers([0])))
-    fails(3, "inspect", path, says=["group_info file", f"reshard group-info inspect {path}"])
+    fails(3, "inspect", path, texts=["group_info file", f"reshard group-info inspect {path}"])
 
 
 def test_inspect_recognises_a_directory_of_strategies(world: World) -> None:
-    fails(3, "inspect", world.old.parent, says=["reshard strategy show"])
+    fails(3, "inspect", world.old.parent, texts=["reshard strategy show"])
 
 
 def test_other_forms_without_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("1")
-    fails(3, "inspect", tmp_path, says=["Checkpoint 2.0"])
+    fails(3, "inspect", tmp_path, texts=["Checkpoint 2.0"])
     (tmp_path / "u").mkdir()
     (tmp_path / "u" / "param_name_map.json").write_text("{}")
-    fails(3, "inspect", tmp_path / "u", says=["param_name_map.json", "lists no tensors"])
+    fails(3, "inspect", tmp_path / "u", texts=["param_name_map.json", "lists no tensors"])
 
 
 def test_options_of_trees_are_refused_with_a_file(world: World) -> None:
     path = write_checkpoint(world.root / "x.ckpt", FULL)
-    fails(2, "inspect", path, "--strategy", world.old, says=["is one file"])
-    fails(2, "inspect", path, "--step", "1_10", says=["is one file"])
+    fails(2, "inspect", path, "--strategy", world.old, texts=["is one file"])
+    fails(2, "inspect", path, "--step", "1_10", texts=["is one file"])
 
 
 def test_a_tree_of_terabytes_is_inspected_by_headers_alone(tmp_path: Path) -> None:
@@ -503,16 +503,16 @@ def test_a_rank_directory_may_be_the_working_directory(world: World, monkeypatch
 def test_a_single_rank_directory_is_not_checked_against_a_strategy(world: World) -> None:
     world.save(FULL)
     directory = world.src / "rank_0"
-    fails(2, "inspect", directory, "--strategy", world.old, says=["the directory of one rank", world.src])
+    fails(2, "inspect", directory, "--strategy", world.old, texts=["the directory of one rank", world.src])
     strategies = ("--src-strategy", world.old, "--dst-strategy", world.new)
-    fails(3, "transform-dir", directory, world.dst, *strategies, says=[f"did you mean {world.src}?"])
+    fails(3, "transform-dir", directory, world.dst, *strategies, texts=[f"did you mean {world.src}?"])
 
 
 def test_a_rank_directory_without_checkpoints_is_an_error(world: World) -> None:
     (world.src / "rank_0").mkdir(parents=True)
-    fails(3, "inspect", world.src / "rank_0", says=["holds no checkpoints"])
+    fails(3, "inspect", world.src / "rank_0", texts=["holds no checkpoints"])
     world.save(FULL)
-    fails(3, "inspect", world.src / "rank_0", "--file-suffix", "_x", says=["holds files (net-1_10.ckpt)"])
+    fails(3, "inspect", world.src / "rank_0", "--file-suffix", "_x", texts=["holds files (net-1_10.ckpt)"])
 
 
 NOT_OURS = {
@@ -527,9 +527,9 @@ NOT_OURS = {
 def test_files_of_other_programs_are_named(kind: str, content: bytes, ending: str, tmp_path: Path) -> None:
     path = tmp_path / f"model.{ending}"
     path.write_bytes(content)
-    fails(3, "inspect", path, says=[f"{path}: is {kind}; not a MindSpore checkpoint"])
-    fails(3, "plan", path, tmp_path / "dst", "--src-strategy", "none", "--dst-strategy", "none", says=[f"is {kind}"])
-    fails(3, "strategy", "show", path, says=[f"is not a strategy file: it is {kind}"])
+    fails(3, "inspect", path, texts=[f"{path}: is {kind}; not a MindSpore checkpoint"])
+    fails(3, "plan", path, tmp_path / "dst", "--src-strategy", "none", "--dst-strategy", "none", texts=[f"is {kind}"])
+    fails(3, "strategy", "show", path, texts=[f"is not a strategy file: it is {kind}"])
 
 
 def test_a_file_of_pytorch_counts_as_absent_where_replicas_exist(plain: World) -> None:

@@ -47,13 +47,13 @@ def test_numbered_files_are_printed_as_files(form: str, world: World) -> None:
     assert "source file" in picture.read_text() and "target rank" in picture.read_text()
     output = done("convert", out, back, "--dst-strategy", world.new, "--format", "ckpt", "-v").err
     assert "headers read: source files 0-" in output
-    assert "files" in fails(2, "verify", out, says=["contents of files 0-"]).err
+    assert "files" in fails(2, "verify", out, texts=["contents of files 0-"]).err
 
 
 @pytest.mark.parametrize("form", FORMS[1:])
 def test_recover_refuses_other_forms_than_rank_trees(form: str, world: World) -> None:
     target = make(form, world)
-    fails(2, "recover", target, world.dst, "--strategy", world.new, says=[form, "recover works on rank directories"])
+    fails(2, "recover", target, world.dst, "--strategy", world.new, texts=[form, "recover works on rank directories"])
     assert not world.dst.exists()
 
 
@@ -79,7 +79,7 @@ def test_inspect_shows_files_tensors_and_layouts(form: str, world: World) -> Non
     assert report["step"] == ("41" if laid_out else None)
     output = done("inspect", target).out
     assert form in output and "global_step" in output and ("1 x 2 on 2 ranks" in output) == laid_out
-    fails(2, "inspect", target, "--strategy", world.new, says=["rank tree"])
+    fails(2, "inspect", target, "--strategy", world.new, texts=["rank tree"])
 
 
 def test_inspect_counts_files() -> None:
@@ -115,4 +115,4 @@ def test_inspect_marks_the_last_complete_iteration(world: World) -> None:
     assert report["step"] == "41"
     assert done("inspect", target, "--step", 50, "--json").json["step"] == "50"
     assert "newer than the last finished iteration" in done("inspect", target).out
-    fails(3, "inspect", target, "--step", 60, says=["60"])
+    fails(3, "inspect", target, "--step", 60, texts=["60"])

@@ -404,7 +404,7 @@ def test_commands_for_objects_write_objects(demo: Path, objects: Objects) -> Non
     ],
 )
 def test_a_path_without_a_checkpoint_is_an_error(demo: Path, path: str, text: str) -> None:
-    fails(3, "suggest", demo / path, says=[text])
+    fails(3, "suggest", demo / path, texts=[text])
 
 
 def test_the_strategy_of_a_form_that_records_layouts_is_wrong_usage(demo: Path) -> None:

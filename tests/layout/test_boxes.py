@@ -84,7 +84,7 @@ def test_boxes_with_holes_or_overlaps_are_refused(cut: tuple[tuple[int, ...], li
 
 
 @pytest.mark.parametrize(
-    ("boxes", "says"),
+    ("boxes", "texts"),
     [
         ([((0, 5), (0, 6))], "no chunk holds rows 5 to 8"),
         ([((0, 5), (0, 6)), ((6, 9), (0, 6))], "no chunk holds row 5"),
@@ -95,8 +95,8 @@ def test_boxes_with_holes_or_overlaps_are_refused(cut: tuple[tuple[int, ...], li
         ([((0, 0), (0, 6))], "no chunk holds rows 0 to 8"),
     ],
 )
-def test_the_missing_or_doubled_elements_are_named(boxes: list[Box], says: str) -> None:
-    with pytest.raises(LayoutError, match=says):
+def test_the_missing_or_doubled_elements_are_named(boxes: list[Box], texts: str) -> None:
+    with pytest.raises(LayoutError, match=texts):
         covered_by((9, 6), boxes)
 
 

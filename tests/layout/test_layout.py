@@ -107,7 +107,7 @@ def test_uneven_slices_overlap_even_ones() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "texts"),
     [
         (dict(device_matrix=(2,), tensor_map=((1,),)), "axis 1"),
         (dict(device_matrix=(2, 2), tensor_map=((0,), (0,))), "twice"),
@@ -120,8 +120,8 @@ def test_uneven_slices_overlap_even_ones() -> None:
         (dict(device_matrix=(4,), tensor_map=((),), recorded_shape=(2, 2)), "differ in length"),
     ],
 )
-def test_a_layout_that_contradicts_itself_is_refused(arguments: dict[str, object], says: str) -> None:
-    with pytest.raises(LayoutError, match=says):
+def test_a_layout_that_contradicts_itself_is_refused(arguments: dict[str, object], texts: str) -> None:
+    with pytest.raises(LayoutError, match=texts):
         Layout(**arguments)  # type: ignore[arg-type]
 
 

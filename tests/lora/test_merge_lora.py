@@ -195,7 +195,7 @@ def test_the_same_command_resumes_and_another_adapter_is_refused(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "texts"),
     [
         (lambda tensors: tensors.pop(min(tensors)), ["without the other matrix"]),
         (lambda tensors: tensors.update({"base_model.model.lm_head.weight": np.ones((4, 4), "f4")}), ["lm_head"]),
@@ -216,12 +216,12 @@ def test_the_same_command_resumes_and_another_adapter_is_refused(tmp_path: Path)
         (lambda tensors: tensors.clear(), ["no matrices"]),
     ],
 )
-def test_an_adapter_that_does_not_fit_is_refused(tmp_path: Path, change: Any, says: list[str]) -> None:
+def test_an_adapter_that_does_not_fit_is_refused(tmp_path: Path, change: Any, texts: list[str]) -> None:
     adapter = peft(tmp_path / "adapter", matrices())
     tensors = load_file(adapter / "adapter_model.safetensors")
     change(tensors)
     save_file(tensors or {"global_step": np.ones((), "i4")}, adapter / "adapter_model.safetensors")
-    fails(3, "merge-lora", base(tmp_path / "base", weights()), adapter, tmp_path / "out", says=says)
+    fails(3, "merge-lora", base(tmp_path / "base", weights()), adapter, tmp_path / "out", texts=texts)
     assert not (tmp_path / "out").exists()
 
 
@@ -232,8 +232,8 @@ def test_the_summary_lists_merged_weights(tmp_path: Path) -> None:
     warns(result, "alpha is 24, of", "adapter_config.json", f"{len(matrices())} tensors added to: ")
     warns(fails(3, *words, "--alpha", "2"), "alpha is 2, as typed", "differs in names, types or adapter")
     command = f"reshard merge-lora BASE ADAPTER {tmp_path / 'out'} --verify"
-    fails(2, "verify", tmp_path / "out", "--src", tmp_path / "base", says=["was written by merge-lora", command])
-    assert "--src" not in fails(2, "verify", tmp_path / "out", says=[command]).err
+    fails(2, "verify", tmp_path / "out", "--src", tmp_path / "base", texts=["was written by merge-lora", command])
+    assert "--src" not in fails(2, "verify", tmp_path / "out", texts=[command]).err
     assert done("diff", tmp_path / "base", tmp_path / "out", "--json").json["differing"]
 
 
@@ -248,16 +248,16 @@ def test_changed_targets_of_a_merge_are_merged_again(tmp_path: Path) -> None:
     told = done("status", tmp_path / "out").out
     assert f"reshard merge-lora BASE ADAPTER {tmp_path / 'out'} --overwrite" in told
     assert "verify" not in told and "by-rank" not in told
-    assert "verify" not in fails(3, *words, says=["modified after it was written", "--overwrite"]).err
+    assert "verify" not in fails(3, *words, texts=["modified after it was written", "--overwrite"]).err
     done(*words, "--overwrite")
     assert written.read_bytes() == before
 
 
 def test_without_a_configuration_alpha_is_required(tmp_path: Path) -> None:
     adapter = peft(tmp_path / "adapter", matrices())
-    fails(3, "merge-lora", base(tmp_path / "b", weights()), f"{adapter}s", tmp_path / "out", says=["does not exist"])
+    fails(3, "merge-lora", base(tmp_path / "b", weights()), f"{adapter}s", tmp_path / "out", texts=["does not exist"])
     (adapter / "adapter_config.json").unlink()
-    fails(3, "merge-lora", base(tmp_path / "base", weights()), adapter, tmp_path / "out", says=["--alpha"])
+    fails(3, "merge-lora", base(tmp_path / "base", weights()), adapter, tmp_path / "out", texts=["--alpha"])
 
 
 @pytest.mark.parametrize(
@@ -283,8 +283,8 @@ def test_without_a_configuration_alpha_is_required(tmp_path: Path) -> None:
 )
 def test_unsupported_configurations_are_refused(tmp_path: Path, config: dict[str, Any]) -> None:
     adapter = peft(tmp_path / "adapter", matrices(), **config)
-    says = ["adapter_config", *config, *(key for value in config.values() if isinstance(value, dict) for key in value)]
-    fails(3, "merge-lora", base(tmp_path / "base", weights()), adapter, tmp_path / "out", says=says[:2])
+    texts = ["adapter_config", *config, *(key for value in config.values() if isinstance(value, dict) for key in value)]
+    fails(3, "merge-lora", base(tmp_path / "base", weights()), adapter, tmp_path / "out", texts=texts[:2])
     assert not (tmp_path / "out").exists()
 
 
@@ -312,14 +312,14 @@ def test_other_settings_of_peft_are_accepted(tmp_path: Path) -> None:
 )
 def test_a_key_with_backtracking_matches_in_bounded_time(tmp_path: Path, key: str) -> None:
     adapter = peft(tmp_path / "adapter", matrices(), alpha_pattern={key: 4})
-    fails(3, "merge-lora", base(tmp_path / "base", weights()), adapter, tmp_path / "out", says=["alpha_pattern", key])
+    fails(3, "merge-lora", base(tmp_path / "base", weights()), adapter, tmp_path / "out", texts=["alpha_pattern", key])
 
 
 @pytest.mark.parametrize("alpha", ["nan", "inf", "-inf", "1e308", "1e-300", "0", "-1"])
 def test_an_alpha_without_finite_weights_is_wrong_usage(tmp_path: Path, alpha: str) -> None:
     adapter = peft(tmp_path / "adapter", matrices())
     words: list[Argument] = ["merge-lora", base(tmp_path / "base", weights()), adapter, tmp_path / "out"]
-    fails(2, *words, "--alpha", alpha, says=["--alpha", "number"])
+    fails(2, *words, "--alpha", alpha, texts=["--alpha", "number"])
 
 
 def test_an_invalid_adapter_rank_is_refused_before_reading(tmp_path: Path) -> None:
@@ -333,7 +333,9 @@ def test_an_invalid_adapter_rank_is_refused_before_reading(tmp_path: Path) -> No
     with (adapter / "adapter_model.safetensors").open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         file.truncate(8 + len(text) + end)
-    fails(3, "merge-lora", base(tmp_path / "base", weights()), adapter, tmp_path / "out", says=[f"rank {rank}", "4096"])
+    fails(
+        3, "merge-lora", base(tmp_path / "base", weights()), adapter, tmp_path / "out", texts=[f"rank {rank}", "4096"]
+    )
 
 
 def test_matrices_of_two_adapters_are_not_paired(tmp_path: Path) -> None:
@@ -343,7 +345,7 @@ def test_matrices_of_two_adapters_are_not_paired(tmp_path: Path) -> None:
     for old, new in (("lora_B.one", "lora_B.two"), ("q_proj.lora_A.one", "q_proj.lora_A.two")):
         tensors = {name.replace(old, new): tensor for name, tensor in tensors.items()}
         save_file(tensors, path)
-        fails(3, "merge-lora", src, adapter, tmp_path / "out", says=["matrices of 2 adapters"])
+        fails(3, "merge-lora", src, adapter, tmp_path / "out", texts=["matrices of 2 adapters"])
 
 
 def test_an_adapter_of_bfloat16_is_merged_with_and_without_ml_dtypes(tmp_path: Path) -> None:
@@ -371,7 +373,7 @@ def test_an_adapter_modified_during_the_run_is_an_error(tmp_path: Path, monkeypa
     # A file per weight: the adapter changes when the first has its name.
     words: list[Argument] = ["merge-lora", src, adapter, tmp_path / "out", "--max-shard-size", "1KB", "--jobs", 1]
     monkeypatch.setattr(Counted, "committed", save_again)
-    fails(1, *words, says=["adapter_model.safetensors", "changed"])
+    fails(1, *words, texts=["adapter_model.safetensors", "changed"])
     assert not (tmp_path / "out" / "model.safetensors.index.json").exists()
     assert not (tmp_path / "out" / "reshard-manifest.json").exists()
     written = {name: array for part in (tmp_path / "out").glob("model-*") for name, array in load_file(part).items()}
@@ -392,7 +394,7 @@ def test_weights_beside_the_matrices_must_equal_the_bases(tmp_path: Path) -> Non
     assert all(np.array_equal(both[0][name], both[1][name]) for name in SHAPES)
     trained = {**full, "model.norm.weight": full["model.norm.weight"] + np.float32(1)}
     save_file({**beside, **trained}, saved)
-    fails(3, "merge-lora", src, saved, tmp_path / "none", "--alpha", 16, says=["model.norm.weight", "pass it as BASE"])
+    fails(3, "merge-lora", src, saved, tmp_path / "none", "--alpha", 16, texts=["model.norm.weight", "pass it as BASE"])
     assert not (tmp_path / "none").exists()
 
 
@@ -406,7 +408,7 @@ def test_matrices_of_another_adapter_in_the_base_are_copied(tmp_path: Path) -> N
     full, pairs = weights(), matrices()
     beside = {f"{name[: -len('.weight')]}.lora_{side}": m for name, ab in pairs.items() for side, m in zip("ab", ab)}
     src, adapter = base(tmp_path / "base", {**full, **beside}), peft(tmp_path / "adapter", pairs)
-    fails(3, "merge-lora", src, adapter, tmp_path / "out", says=["another adapter", "lora_a"])
+    fails(3, "merge-lora", src, adapter, tmp_path / "out", texts=["another adapter", "lora_a"])
     save_file({**beside, **full}, tmp_path / "saved.safetensors")
     done("merge-lora", src, tmp_path / "saved.safetensors", tmp_path / "out", "--alpha", 16)
     assert load_file(tmp_path / "out" / "model.safetensors").keys() == full.keys()

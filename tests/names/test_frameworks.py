@@ -111,7 +111,7 @@ def test_two_tensors_with_one_target_name_are_refused(tmp_path: Path) -> None:
     tensors = {"a.weight": value("a", (4,)), "_orig_mod.a.weight": value("b", (4,))}
     chunks = [Chunk(name, ((0, 4),), 1) for name in tensors]
     src = write_shards(tmp_path / "src", tensors, chunks)
-    fails(3, "convert", src, tmp_path / "out", "--to", "huggingface", says=["'a.weight'", "its own name"])
+    fails(3, "convert", src, tmp_path / "out", "--to", "huggingface", texts=["'a.weight'", "its own name"])
 
 
 def test_names_are_unchanged_between_forms_of_torch(tmp_path: Path) -> None:

@@ -26,11 +26,11 @@ def without(shapes: Mapping[str, tuple[int, ...]], *names: str) -> dict[str, tup
 
 
 def refused(
-    rules: NameRules, shapes: Mapping[str, tuple[int, ...]], config: Any, says: list[str], **options: Any
+    rules: NameRules, shapes: Mapping[str, tuple[int, ...]], config: Any, texts: list[str], **options: Any
 ) -> None:
     with pytest.raises(ReshardError) as caught:
         apply_rules(rules, shapes, config, **options)
-    for words in says:
+    for words in texts:
         assert words in str(caught.value)
 
 
@@ -159,7 +159,7 @@ def test_a_missing_configuration_is_an_error_where_a_size_is_needed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "says"),
+    ("changed", "texts"),
     [
         ({"num_key_value_heads": 4}, "groups*head_dim = 12"),
         ({"head_dim": 5}, "contradict"),
@@ -175,9 +175,9 @@ def test_a_missing_configuration_is_an_error_where_a_size_is_needed() -> None:
         ({"use_interleaved_weight_layout_mlp": "maybe"}, "is not a value of gate_up"),
     ],
 )
-def test_a_configuration_that_contradicts_the_tensors_is_an_error(changed: dict[str, Any], says: str) -> None:
+def test_a_configuration_that_contradicts_the_tensors_is_an_error(changed: dict[str, Any], texts: str) -> None:
     config = Configuration({**QWEN3, **changed}, "there/config.json")
-    refused(rules_named("qwen3"), SHAPES, config, [says])
+    refused(rules_named("qwen3"), SHAPES, config, [texts])
 
 
 def test_experts_that_are_missing_or_too_many_are_an_error() -> None:
@@ -310,7 +310,7 @@ def test_rules_can_be_pickled() -> None:
 
 
 @pytest.mark.parametrize(
-    ("typed", "says"),
+    ("typed", "texts"),
     [
         ("qwen4", "no built-in table has this name. Did you mean qwen3?"),
         ("qwen3,gate_up=halvs", "gate_up must be one of interleaved, halves"),
@@ -320,8 +320,8 @@ def test_rules_can_be_pickled() -> None:
         ("none.toml", "file of rules is missing"),
     ],
 )
-def test_an_unknown_table_is_an_error(typed: str, says: str) -> None:
-    with pytest.raises(ReshardError, match=says):
+def test_an_unknown_table_is_an_error(typed: str, texts: str) -> None:
+    with pytest.raises(ReshardError, match=texts):
         rules_named(typed)
 
 

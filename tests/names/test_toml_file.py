@@ -17,7 +17,7 @@ SIZES = '[sizes]\nheads = "h"\ngroups = "g"\nhead_dim = "d"\n'
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "texts"),
     [
         ("[", "is not TOML"),
         ("rulez = 1", "'rulez' is unknown. Did you mean rule?"),
@@ -72,10 +72,10 @@ SIZES = '[sizes]\nheads = "h"\ngroups = "g"\nhead_dim = "d"\n'
         ('direction = "back"', "direction must be either or forward"),
     ],
 )
-def test_invalid_rules_are_an_error(text: str, says: str) -> None:
+def test_invalid_rules_are_an_error(text: str, texts: str) -> None:
     with pytest.raises(NamesError) as caught:
         parse_rules(text, "mine.toml")
-    assert says in str(caught.value)
+    assert texts in str(caught.value)
     assert str(caught.value).startswith("mine.toml")
 
 

@@ -352,11 +352,11 @@ def test_dtypes_without_a_numpy_type_are_read_into_integers(name: str, tmp_path:
 
 
 def test_text_and_scalars_are_read(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path / "all.ckpt", {"says": text("größer ⊃"), "step": scalar(7), "w": value("w", (2, 2))})
+    write_checkpoint(tmp_path / "all.ckpt", {"texts": text("größer ⊃"), "step": scalar(7), "w": value("w", (2, 2))})
     with reshard.open(tmp_path / "all.ckpt", src_strategy="none") as opened:
-        assert opened["says"][()] == "größer ⊃" and opened["says"].shape == ()
+        assert opened["texts"][()] == "größer ⊃" and opened["texts"].shape == ()
         assert opened["step"][()] == 7 and opened["step"][...].shape == ()
-        assert dict(opened.read_all())["says"] == "größer ⊃"
+        assert dict(opened.read_all())["texts"] == "größer ⊃"
 
 
 def test_the_interface_of_safetensors_works(tmp_path: Path) -> None:
@@ -419,7 +419,7 @@ def test_a_file_modified_while_reading_is_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "options, says",
+    "options, texts",
     [
         ({}, "do not record how they are cut\nadd src_strategy=FILE"),
         ({"src_strategy": "OLD", "rank": 1}, "the strategy of rank"),
@@ -429,10 +429,10 @@ def test_a_file_modified_while_reading_is_an_error(tmp_path: Path) -> None:
         ({"src_strategy": "OLD", "io": "fast"}, "'mmap'"),
     ],
 )
-def test_contradictory_options_of_open_are_wrong_usage(options: dict[str, Any], says: str, plain: World) -> None:
+def test_contradictory_options_of_open_are_wrong_usage(options: dict[str, Any], texts: str, plain: World) -> None:
     plain.save(small_tensors(names=["w", "v"]))
     paths = {"OLD": plain.old, "NEW": plain.new}
-    with pytest.raises(UsageError, match=says):
+    with pytest.raises(UsageError, match=texts):
         reshard.open(plain.src, **{key: paths.get(message, message) for key, message in options.items()})
 
 

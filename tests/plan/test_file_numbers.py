@@ -57,10 +57,10 @@ def test_file_numbers_out_of_range_are_refused(form: str, tmp_path: Path) -> Non
     src, strategy = source(tmp_path)
     words = to(form, strategy)
     count = len(done("plan", src, tmp_path / "x", *words, "--json").json["targets"])
-    says = [f"file {count} (RANK, --ranks) is out of range: {count} files would be written, 0 to {count - 1}"]
-    fails(2, "convert", src, tmp_path / "out", *words, "--ranks", f"0-{count}", says=says)
-    fails(2, "by-rank", count, src, tmp_path / "out", *words, says=says)
-    fails(2, "rank-list", count, "--src", src, *words, says=says)
+    texts = [f"file {count} (RANK, --ranks) is out of range: {count} files would be written, 0 to {count - 1}"]
+    fails(2, "convert", src, tmp_path / "out", *words, "--ranks", f"0-{count}", texts=texts)
+    fails(2, "by-rank", count, src, tmp_path / "out", *words, texts=texts)
+    fails(2, "rank-list", count, "--src", src, *words, texts=texts)
 
 
 @pytest.mark.parametrize("form", FILES)
@@ -82,7 +82,7 @@ def test_some_files_are_refused_where_all_files_are(form: str, damage: str, tmp_
             {"net.b.w": layout([2], [-1, -1])},
         ]
         words[-1] = write_strategy(tmp_path / "d", [{"devices": 2, "layouts": half} for half in halves])
-    fails(3, "convert", src, tmp_path / "out", *words, says=["net.b.w"])
-    fails(3, "convert", src, tmp_path / "out", *words, "--ranks", "0", says=["net.b.w"])
-    fails(3, "by-rank", 0, src, tmp_path / "out", *words, says=["net.b.w"])
+    fails(3, "convert", src, tmp_path / "out", *words, texts=["net.b.w"])
+    fails(3, "convert", src, tmp_path / "out", *words, "--ranks", "0", texts=["net.b.w"])
+    fails(3, "by-rank", 0, src, tmp_path / "out", *words, texts=["net.b.w"])
     assert not list((tmp_path / "out").rglob("*.safetensors"))

@@ -208,7 +208,7 @@ def test_space_is_counted_on_the_file_system_of_a_resolved_path(tmp_path: Path) 
 
 def test_a_plan_fails_like_its_conversion(world: World) -> None:
     world.save({name: SMALL[name] for name in ("w", "v")}, ranks=[0])
-    fails(3, *world.words(command="plan"), says=["w"])
+    fails(3, *world.words(command="plan"), texts=["w"])
 
 
 def test_the_svg_of_a_plan_is_its_transfer_map(world: World) -> None:

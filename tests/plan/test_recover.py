@@ -106,7 +106,7 @@ def test_a_truncated_file_is_rewritten(world: World) -> None:
     world.save(FULL)
     path = world.src / "rank_0" / "net-1_10.ckpt"
     path.write_bytes(path.read_bytes()[:-7])
-    fails(3, "recover", world.src, world.dst, "--strategy", world.old, says=["m.w", "rank 0"])
+    fails(3, "recover", world.src, world.dst, "--strategy", world.old, texts=["m.w", "rank 0"])
     world.save({"w": FULL["w"]})
     path.write_bytes(path.read_bytes()[:-7])
     recover(world)
@@ -186,7 +186,7 @@ def test_an_unlisted_tied_slice_without_a_known_replica_is_reported(tmp_path: Pa
     write_tree(tmp_path / "src", {rank: contents for rank, contents in saved.items() if rank != 3})
     words: list[Argument] = ["recover", tmp_path / "src", tmp_path / "dst"]
     words += ["--strategy", write_strategy(tmp_path / "strategy", strategy)]
-    fails(3, *words, says=["emb", "rank 3"])
+    fails(3, *words, texts=["emb", "rank 3"])
     assert not (tmp_path / "dst").exists()
     done(*words, "--ranks", "0-2")
 
@@ -217,7 +217,7 @@ def tied(tmp_path: Path, preserved: dict[int, int]) -> list[Argument]:
 def test_equal_remaining_slices_do_not_prove_replicas(ranks: str, tmp_path: Path) -> None:
     """Ranks 0 and 2 of the stage agree: with optimizer shards, the other ranks hold slices without replicas."""
     words = tied(tmp_path, {0: 0, 2: 0})
-    fails(3, *words, *(["--ranks", ranks] if ranks else []), says=["emb", "certain"])
+    fails(3, *words, *(["--ranks", ranks] if ranks else []), texts=["emb", "certain"])
     assert not (tmp_path / "dst").exists()
 
 
@@ -293,7 +293,7 @@ def test_a_recovery_resumes_and_is_not_a_conversion(world: World) -> None:
     assert json.loads(recover(world, "--json").out)["done_before"] == [3]
     fails(
         3, "transform-dir", world.src, world.dst, "--src-strategy", world.old, "--dst-strategy", world.old,
-        says=[str(world.dst)],
+        texts=[str(world.dst)],
     )  # fmt: skip
 
 

@@ -190,7 +190,7 @@ def test_files_of_two_formats_get_a_hint(plain: World) -> None:
     plain.save(FULL, "rank_{rank}/net-1_10.ckpt", ranks=[0, 1, 2])
     plain.save(FULL, "rank_{rank}/net-1_10.safetensors", ranks=[3])
     words: list[Argument] = ["recover", plain.src, plain.dst, "--strategy", plain.old]
-    result = fails(3, *words, says=["different formats", "'ckpt/rank_{rank}/*.ckpt'"])
+    result = fails(3, *words, texts=["different formats", "'ckpt/rank_{rank}/*.ckpt'"])
     assert "--format" not in result.err
     words[1] = plain.src / "rank_{rank}" / "*.ckpt"
     done(*words)

@@ -34,7 +34,7 @@ def test_metadata_and_headers_are_read_once(tmp_path: Path, monkeypatch: pytest.
 def test_ranks_outside_the_source_are_wrong_usage(tmp_path: Path) -> None:
     root = saving().write_root(tmp_path / "src")
     words: list[Argument] = ["convert", root, tmp_path / "dst", "--dst-strategy", "same"]
-    fails(2, *words, "--ranks", "7-8", says=["rank 8 (RANK, --ranks) is out of range: 8 ranks would be written"])
+    fails(2, *words, "--ranks", "7-8", texts=["rank 8 (RANK, --ranks) is out of range: 8 ranks would be written"])
     done(*words, "--ranks", "7")
     assert [path.name for path in (tmp_path / "dst").glob("rank_*")] == ["rank_7"]
 

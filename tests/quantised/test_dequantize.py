@@ -33,7 +33,7 @@ def expected(quantised: list[Coded], dtype: str = "BFloat16") -> dict[str, Value
 def test_a_cast_of_quantised_weights_suggests_dequantize(tmp_path: Path) -> None:
     write_model(tmp_path / "src", "fp8 blocks")
     hint = "--dequantize BFloat16"
-    fails(3, "convert", tmp_path / "src", tmp_path / "out", "--cast", "BFloat16", says=["cannot be cast", hint])
+    fails(3, "convert", tmp_path / "src", tmp_path / "out", "--cast", "BFloat16", texts=["cannot be cast", hint])
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -185,8 +185,8 @@ def test_replicated_scales_must_agree_in_all_files(tmp_path: Path, scheme: str, 
     options = ("--dequantize", "bf16", "--config", tmp_path / "src")
 
     if not alike:
-        says = "differs between rank 0 and rank 1" if listing else "strategy does not list it"
-        fails(3, *command, *options, says=["_scale", "differs", "rank_0", "rank_1", says])
+        texts = "differs between rank 0 and rank 1" if listing else "strategy does not list it"
+        fails(3, *command, *options, texts=["_scale", "differs", "rank_0", "rank_1", texts])
         return
     done(*command, *options, "--verify")
     (written,) = (tmp_path / "out").glob("*.safetensors")
@@ -204,9 +204,9 @@ def test_open_returns_dequantised_tensors(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("scale", "says"), [(0.0, "is 0.0"), (float("nan"), "is nan"), (float("inf"), "is inf"), (-1.0, "is -1.0")]
+    ("scale", "texts"), [(0.0, "is 0.0"), (float("nan"), "is nan"), (float("inf"), "is inf"), (-1.0, "is -1.0")]
 )
-def test_a_scale_that_is_not_positive_is_an_error(tmp_path: Path, scale: float, says: str) -> None:
+def test_a_scale_that_is_not_positive_is_an_error(tmp_path: Path, scale: float, texts: str) -> None:
     write_model(tmp_path / "src", "fp8 blocks")
     path = tmp_path / "src" / "model-00002-of-00002.safetensors"
     data = bytearray(path.read_bytes())
@@ -225,7 +225,7 @@ def test_a_scale_that_is_not_positive_is_an_error(tmp_path: Path, scale: float, 
         "huggingface",
         "--dequantize",
         "bf16",
-        says=["a.weight_scale_inv", "[1, 1]", says],
+        texts=["a.weight_scale_inv", "[1, 1]", texts],
     )
 
 
@@ -251,7 +251,7 @@ def test_tables_of_names_suggest_dequantize(tmp_path: Path) -> None:
         "huggingface",
         "--names",
         "qwen3",
-        says=["--dequantize BFloat16"],
+        texts=["--dequantize BFloat16"],
     )
 
 

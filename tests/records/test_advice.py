@@ -77,7 +77,7 @@ def test_refusal_of_another_conversion_suggests_commands(
     world.by_rank(0, *first)
     command, position = PARTS[part]
     words = world.words(*position, *second, command=command)
-    result = fails(3, *words, says=[world.dst, "differs in"])
+    result = fails(3, *words, texts=[world.dst, "differs in"])
     done(*as_advised(words, result))
     assert done("status", world.dst, "--json").json["complete"]
     assert len(tree_bytes(world.dst)) == 2
@@ -92,7 +92,7 @@ def test_ranks_of_two_steps_are_never_advised(part: str, world: World) -> None:
     save(world)
     world.by_rank(0, "--step", "1_9")
     command, position = PARTS[part]
-    result = fails(3, *world.words(*position, command=command), says=["convert every rank with --step 1_9"])
+    result = fails(3, *world.words(*position, command=command), texts=["convert every rank with --step 1_9"])
     assert "another DST" not in result.err
 
 
@@ -100,7 +100,7 @@ def test_differences_without_an_option_suggest_the_recorded_command(world: World
     save(world)
     other = write_strategy(world.root / "other", without(world.target, "m.w"))
     done(*world.words("--ranks", "0", "--dst-strategy", other))
-    result = fails(3, *world.words(), says=["the target strategy", "repeat the earlier command"])
+    result = fails(3, *world.words(), texts=["the target strategy", "repeat the earlier command"])
     done(*world.words("--dst-strategy", other))
     warns(result, "choose another DST")
     done(*world.words("--dst-strategy", other, "--step", "1_9", "--overwrite"))
@@ -117,7 +117,7 @@ def test_files_without_a_step_suggest_no_step(world: World) -> None:
     before = world.words()
     before[1] = plain
     done(*before, "--ranks", "0")
-    fails(3, *world.words(), says=["the step (none there, 1_10 here)", "repeat the earlier command"])
+    fails(3, *world.words(), texts=["the step (none there, 1_10 here)", "repeat the earlier command"])
     done(*before)
 
 
@@ -130,11 +130,11 @@ def test_refusal_of_another_recovery_suggests_commands(plain: World) -> None:
         shutil.rmtree(plain.dst, ignore_errors=True)
         done(*recover, "--ranks", "3", *first)
         words = [*recover, "--ranks", "2", *second]
-        result = fails(3, *words, says=["replace all of it with --overwrite for all ranks"])
+        result = fails(3, *words, texts=["replace all of it with --overwrite for all ranks"])
         done(*(as_advised(words, result) if "leave out --prefix" not in result.err else words[:-2]))
         done(*recover, *second, "--overwrite")
         assert done("status", plain.dst, "--json").json["complete"]
-    result = fails(3, *plain.words(), says=["the task (recover there, convert here)"])
+    result = fails(3, *plain.words(), texts=["the task (recover there, convert here)"])
     done(*plain.words("--overwrite"))
     assert len(tree_bytes(plain.dst)) == 2
 
@@ -143,7 +143,7 @@ def test_replacing_some_ranks_suggests_all_or_one_by_one(world: World) -> None:
     world.save(FULL)
     world.convert()
     for options in (("--ranks", "0"), ("--shard", "0/2")):
-        fails(3, *world.words("--overwrite", *options), says=["--overwrite for all ranks", "by-rank --overwrite"])
+        fails(3, *world.words("--overwrite", *options), texts=["--overwrite for all ranks", "by-rank --overwrite"])
     world.by_rank(0, "--overwrite")
     world.convert("--overwrite")
 
@@ -153,14 +153,14 @@ def test_replacing_a_recovered_rank_suggests_removing_it(plain: World) -> None:
     recover: list[Argument] = ["recover", plain.src, plain.dst, "--strategy", plain.old]
     done(*recover)
     result = fails(
-        3, *recover, "--ranks", "3", "--overwrite", says=["remove single files", "--overwrite for all ranks"]
+        3, *recover, "--ranks", "3", "--overwrite", texts=["remove single files", "--overwrite for all ranks"]
     )
     assert "by-rank" not in result.err
     path = plain.dst / "rank_3" / "net-1_10.ckpt"
     path.unlink()
     done(*recover, "--ranks", "3")
     path.write_bytes(b"changed")
-    fails(3, *recover, says=["already holds", "remove it", "replace all ranks with --overwrite"])
+    fails(3, *recover, texts=["already holds", "remove it", "replace all ranks with --overwrite"])
     assert "to write rank 3 again: remove the files, and run the command again" in done("status", plain.dst).out
     path.unlink()
     done(*recover)
@@ -179,7 +179,9 @@ def test_a_modified_target_suggests_removal_or_overwrite(cure: str, part: str, w
     words = world.words(*position, command=command)
     if part == "--shard":
         words[-1] = next(shard for shard in ("0/2", "1/2") if reshard(*words[:-1], shard).status)
-    result = fails(3, *words, says=["already holds rank_1/checkpoint_1.ckpt", "modified", "remove it and run the same"])
+    result = fails(
+        3, *words, texts=["already holds rank_1/checkpoint_1.ckpt", "modified", "remove it and run the same"]
+    )
     if cure == "remove":
         (world.dst / "rank_1" / "checkpoint_1.ckpt").unlink()
         done(*words)
@@ -203,7 +205,7 @@ def test_a_target_without_a_record_suggests_overwrite(part: str, world: World) -
     words = world.words(*position, command=command)
     if part == "--shard":
         words[-1] = next(shard for shard in ("0/2", "1/2") if "already" in reshard(*words[:-1], shard, "-n").err)
-    fails(3, *words, says=["already holds", "with --overwrite"])
+    fails(3, *words, texts=["already holds", "with --overwrite"])
     done(*words, "--overwrite")
     world.convert()
     same_ranks(world.found(), world.expected(FULL))
@@ -215,7 +217,7 @@ def test_unrecorded_checkpoints_suggest_removal(world: World) -> None:
     other.parent.mkdir(parents=True)
     other.write_bytes(b"mine")
     for words in (world.words(), world.words("--overwrite"), world.words(1, command="by-rank")):
-        fails(3, *words, says=["rank_5/net-1_1.ckpt", "remove them"])
+        fails(3, *words, texts=["rank_5/net-1_1.ckpt", "remove them"])
     other.unlink()
     world.convert()
 
@@ -224,7 +226,7 @@ def test_checkpoints_of_another_conversion_suggest_a_run_for_all_ranks(world: Wo
     world.save(FULL)
     world.convert("--exclude", "m.*")
     for words in (world.words("--overwrite", "--ranks", "0"), world.words(0, "--overwrite", command="by-rank")):
-        result = fails(3, *words, says=["rank_1/checkpoint_1.ckpt", "replace all of it with"])
+        result = fails(3, *words, texts=["rank_1/checkpoint_1.ckpt", "replace all of it with"])
         assert "remove" not in result.err
     replaced_with_a_run_for_all(world)
 
@@ -232,18 +234,18 @@ def test_checkpoints_of_another_conversion_suggest_a_run_for_all_ranks(world: Wo
 def test_a_special_file_suggests_removal(world: World, tmp_path: Path) -> None:
     world.save(FULL)
     world.dst.write_text("a file")
-    fails(3, *world.words(), says=["is not a directory", "choose another DST"])
+    fails(3, *world.words(), texts=["is not a directory", "choose another DST"])
     world.dst.unlink()
     (world.dst / "rank_0" / "checkpoint_0.ckpt").mkdir(parents=True)
     for options in ((), ("--overwrite",)):
-        fails(3, *world.words(*options), says=["is not a regular file", "remove it"])
+        fails(3, *world.words(*options), texts=["is not a regular file", "remove it"])
     (world.dst / "rank_0" / "checkpoint_0.ckpt").rmdir()
     (world.dst / "rank_0").rmdir()
     (world.dst / "rank_0").symlink_to(tmp_path)
-    fails(3, *world.words(), says=["a link that leads elsewhere", "remove the link"])
+    fails(3, *world.words(), texts=["a link that leads elsewhere", "remove the link"])
     (world.dst / "rank_0").unlink()
     (world.dst / ".reshard").write_text("mine")
-    fails(3, *world.words(), says=["is a link or another kind of file", "remove it"])
+    fails(3, *world.words(), texts=["is a link or another kind of file", "remove it"])
     (world.dst / ".reshard").unlink()
     world.convert()
 
@@ -252,13 +254,13 @@ def test_overlapping_paths_suggest_another_target(world: World) -> None:
     world.save(FULL)
     inside = world.words()
     inside[2] = world.src / "out"
-    fails(2, *inside, says=["choose a DST outside the source's directories"])
+    fails(2, *inside, texts=["choose a DST outside the source's directories"])
     one_file = world.words("--src-strategy", "none", "--dst-strategy", "none")
     one_file[1], one_file[2] = world.src / "rank_0" / "net-1_10.ckpt", world.src
-    fails(2, *one_file, says=["choose another DST"])
+    fails(2, *one_file, texts=["choose another DST"])
     pattern = world.words()
     pattern[1], pattern[2] = world.src / "rank_{rank}" / "*.ckpt", world.src / "rank_0" / "out"
-    fails(2, *pattern, says=["choose another DST"])
+    fails(2, *pattern, texts=["choose another DST"])
     for words in (inside, one_file, pattern):
         words[2] = world.dst
         done(*words)
@@ -274,8 +276,8 @@ def test_a_changed_source_suggests_overwrite(part: str, world: World) -> None:
     words = world.words(*position, command=command)
     if part == "--shard":
         words[-1] = next(shard for shard in ("0/2", "1/2") if "changed" in reshard(*words[:-1], shard).err)
-    says = "convert --overwrite" if part == "by-rank" else "--overwrite"
-    fails(3, *words, says=["differ from those of", "choose another DST", f"convert everything again with {says}"])
+    texts = "convert --overwrite" if part == "by-rank" else "--overwrite"
+    fails(3, *words, texts=["differ from those of", "choose another DST", f"convert everything again with {texts}"])
     elsewhere = list(words)
     elsewhere[3 if part == "by-rank" else 2] = world.root / "elsewhere"
     done(*elsewhere)
@@ -301,7 +303,7 @@ def test_a_live_run_of_an_older_source_suggests_waiting(world: World) -> None:
     with live_run(world.words()):
         for path in world.src.rglob("*.ckpt"):
             os.utime(path, (1, 1))
-        result = fails(3, *world.words(), says=["another run is writing", "wait until it ends", "--overwrite"])
+        result = fails(3, *world.words(), texts=["another run is writing", "wait until it ends", "--overwrite"])
     assert "convert --" not in result.err
     world.convert("--overwrite")
 
@@ -309,7 +311,7 @@ def test_a_live_run_of_an_older_source_suggests_waiting(world: World) -> None:
 def test_a_live_run_of_another_conversion_suggests_waiting(world: World) -> None:
     world.save(FULL)
     with live_run(world.words("--prefix", "x")):
-        result = fails(3, *world.words(), says=["another conversion is writing", "wait until it ends, or"])
+        result = fails(3, *world.words(), texts=["another conversion is writing", "wait until it ends, or"])
         assert "remove" not in result.err
         done(*world.words(*SAFE, "--overwrite")[:2], world.root / "elsewhere", *world.words(*SAFE)[3:])
     world.convert()
@@ -323,7 +325,7 @@ def test_without_locks_a_dead_run_suggests_removing_its_record(world: World, mon
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", none)
-    result = fails(3, *world.words("--overwrite"), says=["another conversion is writing", "if it is dead, remove"])
+    result = fails(3, *world.words("--overwrite"), texts=["another conversion is writing", "if it is dead, remove"])
     path = re.search(r"if it is dead, remove (\S+)", result.err.replace("\n", ""))
     assert path
     Path(path[1]).unlink()
@@ -338,8 +340,8 @@ def test_records_of_two_conversions_suggest_overwrite(world: World) -> None:
     shutil.copytree(world.dst / ".reshard", records)
     world.convert(*SAFE, "--overwrite")
     shutil.copytree(records, world.dst / ".reshard", dirs_exist_ok=True)
-    fails(3, "status", world.dst, says=["records of 2 conversions", "with --overwrite"])
-    fails(3, *world.words(), says=["another conversion", "--overwrite"])
+    fails(3, "status", world.dst, texts=["records of 2 conversions", "with --overwrite"])
+    fails(3, *world.words(), texts=["another conversion", "--overwrite"])
     replaced_with_a_run_for_all(world)
     assert {path.suffix for path in world.dst.glob("rank_*/*")} == {".ckpt"}
 
@@ -348,14 +350,14 @@ def test_a_full_disk_suggests_sufficient_space(world: World, monkeypatch: pytest
     world.save(FULL)
     with monkeypatch.context() as patch:
         patch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_blocks=9, f_bavail=0, f_frsize=1))
-        fails(1, *world.words(), says=["free some space or choose another DST"])
+        fails(1, *world.words(), texts=["free some space or choose another DST"])
     world.convert()
 
 
 def test_recovered_lost_ranks_suggest_verifying_the_whole_tree(plain: World) -> None:
     plain.save({name: FULL[name] for name in ("w", "v")}, ranks=[0, 1, 2])
     done("recover", plain.src, plain.dst, "--strategy", plain.old, "--lost-only")
-    fails(3, "verify", plain.dst, says=["copy the lost ranks back", "--replicas --strategy S"])
+    fails(3, "verify", plain.dst, texts=["copy the lost ranks back", "--replicas --strategy S"])
     subprocess.run(["cp", "-r", f"{plain.dst}/.", f"{plain.src}/"], check=True)
     done("verify", plain.src, "--replicas", "--strategy", plain.old)
 
@@ -365,7 +367,7 @@ def test_a_damaged_record_suggests_removal(world: World) -> None:
     world.convert()
     (plan,) = (world.dst / ".reshard").glob("*/plan.json")
     plan.write_text(plan.read_text().replace("1_10", "1_11"))
-    fails(3, *world.words(), says=["it is not a record of reshard", f"remove {plan.parent}"])
+    fails(3, *world.words(), texts=["it is not a record of reshard", f"remove {plan.parent}"])
     shutil.rmtree(plan.parent)
-    fails(3, *world.words(), says=["already holds", "replace them with --overwrite"])
+    fails(3, *world.words(), texts=["already holds", "replace them with --overwrite"])
     replaced_with_a_run_for_all(world)

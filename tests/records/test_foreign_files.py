@@ -21,7 +21,7 @@ def test_a_rank_over_the_target_device_count_is_named(world: World) -> None:
         output.split()
     )
     # A conversion would refuse it.
-    fails(3, *world.words(), says=["rank_7/checkpoint_7.ckpt"])
+    fails(3, *world.words(), texts=["rank_7/checkpoint_7.ckpt"])
 
 
 def test_foreign_weights_in_a_form_are_named(world: World) -> None:
@@ -30,7 +30,7 @@ def test_foreign_weights_in_a_form_are_named(world: World) -> None:
     done(*words)
     (world.dst / "part7.safetensors").write_bytes(b"of another conversion")
     assert done("status", world.dst, "--json").json["beside"] == ["part7.safetensors"]
-    fails(3, *words, says=["part7.safetensors"])
+    fails(3, *words, texts=["part7.safetensors"])
 
 
 def test_a_directory_without_its_finishing_files_is_not_complete(world: World) -> None:

@@ -45,7 +45,7 @@ def test_a_link_in_place_of_the_records_directory_is_refused_by_name(
     linked = world.dst / ".reshard" if part == "root" else own / part
     shutil.rmtree(linked)
     linked.symlink_to(place)
-    fails(3, *world.words(*options), says=[linked, "another kind of file"])
+    fails(3, *world.words(*options), texts=[linked, "another kind of file"])
     assert content(place) == KEPT
     assert sorted(world.found()) == [0]
 
@@ -69,7 +69,7 @@ def test_the_target_of_a_link_in_place_of_the_recorded_command_is_unchanged(worl
     path.unlink()
     path.symlink_to(preserved)
     world.convert("--ranks", "0")
-    fails(3, "resume", world.dst, says=[path])
+    fails(3, "resume", world.dst, texts=[path])
     world.convert("--ranks", "1")
     assert preserved.stat().st_mtime_ns == 0 and content(preserved.parent) == KEPT
 
@@ -80,7 +80,7 @@ def test_commands_that_read_records_do_not_follow_links(command: str, world: Wor
     place = elsewhere(world)
     shutil.rmtree(own)
     own.symlink_to(place)
-    fails(3, command, world.dst, says=[own])
+    fails(3, command, world.dst, texts=[own])
     assert content(place) == KEPT
 
 

@@ -59,7 +59,7 @@ def lock_of(world: World, which: str) -> Path:
 def test_a_lock_that_is_never_released_is_an_error_that_names_it(started: World, which: str, kind: int) -> None:
     path = lock_of(started, which)
     with held(path, kind):
-        result = fails(1, *started.words(), says=[path, "has held this lock", "fuser"])
+        result = fails(1, *started.words(), texts=[path, "has held this lock", "fuser"])
         warns(result, f"waiting for {path}")
     started.convert()
     same_ranks(started.found(), started.expected(FULL))

@@ -56,7 +56,7 @@ def test_overwrite_replaces_all_of_another_conversion(kind: str, world: World) -
     done(*words(world, second, world.root / "expected"))
     done(*words(world, first, world.dst))
     (world.dst / "rank_1" / "notes.txt").write_text("mine")
-    fails(3, *words(world, second, world.dst), says=["--overwrite"])
+    fails(3, *words(world, second, world.dst), texts=["--overwrite"])
     done(*words(world, (*second, "--overwrite"), world.dst))
     notes = {"rank_1/notes.txt": b"mine"}
     assert tree_bytes(world.dst) == {**tree_bytes(world.root / "expected"), **notes}
@@ -91,9 +91,9 @@ def test_overwrite_never_removes_a_modified_file(change: str, world: World) -> N
     else:
         path.write_bytes(data + b"more" if change == "trained on" else data[::-1])
     before = tree_bytes(world.dst)
-    result = fails(3, *world.words("--format", "safetensors"), says=["remove rank_1/checkpoint_1.ckpt", "--overwrite"])
+    result = fails(3, *world.words("--format", "safetensors"), texts=["remove rank_1/checkpoint_1.ckpt", "--overwrite"])
     assert "rank_0" not in result.err
-    fails(3, *world.words("--format", "safetensors", "--overwrite"), says=["rank_1/checkpoint_1.ckpt", "remove"])
+    fails(3, *world.words("--format", "safetensors", "--overwrite"), texts=["rank_1/checkpoint_1.ckpt", "remove"])
     assert tree_bytes(world.dst) == before
     path.unlink()
     world.convert("--format", "safetensors", "--overwrite")
@@ -105,7 +105,7 @@ def test_overwrite_never_removes_an_unrecorded_file(world: World) -> None:
     world.convert()
     other = world.dst / "rank_1" / "net-1_10.ckpt"
     other.write_bytes(b"mine")
-    fails(3, *world.words("--format", "safetensors", "--overwrite"), says=["rank_1/net-1_10.ckpt"])
+    fails(3, *world.words("--format", "safetensors", "--overwrite"), texts=["rank_1/net-1_10.ckpt"])
     assert other.read_bytes() == b"mine" and len(tree_bytes(world.dst)) == 3
 
 
@@ -122,10 +122,10 @@ def test_files_modified_during_overwrite_are_kept_and_reported(world: World, mon
     options = ("--format", "safetensors", "--overwrite")
     with monkeypatch.context() as patch:
         patch.setattr(os, "rename", rename)
-        fails(3, *world.words(*options), says=["rank_1/checkpoint_1.ckpt", "remove"])
+        fails(3, *world.words(*options), texts=["rank_1/checkpoint_1.ckpt", "remove"])
     assert path.read_bytes() == b"trained on"
     assert not (world.dst / "reshard-manifest.json").exists()
-    fails(3, *world.words(*options), says=["rank_1/checkpoint_1.ckpt", "remove"])
+    fails(3, *world.words(*options), texts=["rank_1/checkpoint_1.ckpt", "remove"])
     path.unlink()
     again = done(*world.words(*options, "--json")).json
     assert again["ranks"] == [] and again["manifest"]
@@ -157,7 +157,7 @@ def test_overwrite_never_follows_a_link(world: World) -> None:
     elsewhere = world.root / "elsewhere"
     (world.dst / "rank_1").rename(elsewhere)
     (world.dst / "rank_1").symlink_to(elsewhere)
-    fails(3, *world.words("--dst-strategy", "none", "--overwrite"), says=["rank_1"])
+    fails(3, *world.words("--dst-strategy", "none", "--overwrite"), texts=["rank_1"])
     assert (elsewhere / "checkpoint_1.ckpt").exists()
 
 
@@ -167,7 +167,7 @@ def test_overwrite_replaces_a_recovery_of_another_step(plain: World) -> None:
     plain.save(full, "rank_{rank}/net-1_20.ckpt", ranks=[0, 1, 2])
     recover: list[Argument] = ["recover", plain.src, plain.dst, "--strategy", plain.old]
     done(*recover, "--step", "1_10")
-    fails(3, *recover, says=["--step 1_10", "--overwrite"])
+    fails(3, *recover, texts=["--step 1_10", "--overwrite"])
     done(*recover, "--overwrite", "--lost-only")
     assert list(tree_bytes(plain.dst)) == ["rank_3/net-1_20.ckpt"]
     assert done("status", plain.dst, "--json").json["complete"]
@@ -287,8 +287,8 @@ def test_a_replaced_conversion_can_replace_its_successor(world: World) -> None:
     world.convert()
     killed_while_replacing(world)
     for options in ((), ("--ranks", "0")):
-        fails(3, *world.words("--format", "safetensors", *options), says=["rank_0/checkpoint_0.ckpt", "--overwrite"])
-    fails(3, *world.words(1, "--format", "safetensors", command="by-rank"), says=["convert --overwrite"])
-    fails(3, *world.words(), says=["--overwrite"])
+        fails(3, *world.words("--format", "safetensors", *options), texts=["rank_0/checkpoint_0.ckpt", "--overwrite"])
+    fails(3, *world.words(1, "--format", "safetensors", command="by-rank"), texts=["convert --overwrite"])
+    fails(3, *world.words(), texts=["--overwrite"])
     world.convert("--overwrite")
     same_ranks(world.found(), world.expected(FULL))

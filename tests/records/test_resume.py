@@ -85,7 +85,7 @@ def test_another_conversion_is_refused(world: World, first: str, options: tuple[
     world.by_rank(0) if first == "by-rank" else world.convert()
     before = tree_bytes(world.dst)
     for words in (world.words(*options), world.words(1, *options, command="by-rank")):
-        fails(3, *words, says=[str(world.dst)])
+        fails(3, *words, texts=[str(world.dst)])
     assert tree_bytes(world.dst) == before
 
 
@@ -93,7 +93,7 @@ def test_another_step_is_refused_and_named(world: World) -> None:
     world.save(FULL)
     world.by_rank(0)
     world.save(FULL, "rank_{rank}/net-2_10.ckpt")
-    fails(3, *world.words(1, command="by-rank"), says=["step", "1_10", "2_10"])
+    fails(3, *world.words(1, command="by-rank"), texts=["step", "1_10", "2_10"])
     world.by_rank(1, "--step", "1_10")
     same_ranks(world.found(), world.expected(FULL))
 
@@ -104,14 +104,14 @@ def test_overwrite_replaces_another_conversion_and_its_records(world: World) -> 
     world.convert("--overwrite")
     same_ranks(world.found(), world.expected(FULL))
     assert len([path for path in (world.dst / ".reshard").iterdir() if path.is_dir()]) == 1
-    fails(3, *world.words("--exclude", "m.*"), says=[str(world.dst)])
+    fails(3, *world.words("--exclude", "m.*"), texts=[str(world.dst)])
 
 
 def test_by_rank_does_not_overwrite_one_rank_of_another_conversion(world: World) -> None:
     world.save(FULL)
     world.convert("--exclude", "m.*")
     before = tree_bytes(world.dst)
-    fails(3, *world.words(1, "--overwrite", command="by-rank"), says=["rank_0"])
+    fails(3, *world.words(1, "--overwrite", command="by-rank"), texts=["rank_0"])
     assert tree_bytes(world.dst) == before
 
 
@@ -148,7 +148,7 @@ def test_a_source_of_another_size_is_refused(world: World) -> None:
     world.save(FULL)
     world.by_rank(0)
     world.save(FULL, copied={**COPIED, "epoch_num": COPIED["global_step"]})
-    fails(3, *world.words(1, command="by-rank"), says=["rank"])
+    fails(3, *world.words(1, command="by-rank"), texts=["rank"])
     assert not (world.dst / "rank_1").exists()
 
 
@@ -188,7 +188,7 @@ def test_a_run_with_overwrite_resumes_by_the_same_command(world: World) -> None:
     assert blocked.read_bytes() == target
     middle = ages(world)
     assert middle["rank_0/checkpoint_0.ckpt"] != before["rank_0/checkpoint_0.ckpt"]
-    fails(3, *world.words(), says=["checkpoint_1.ckpt", "--overwrite"])
+    fails(3, *world.words(), texts=["checkpoint_1.ckpt", "--overwrite"])
     assert summary(world.convert("--overwrite", "--json"))["ranks"] == [1]
     assert ages(world)["rank_0/checkpoint_0.ckpt"] == middle["rank_0/checkpoint_0.ckpt"]
     same_ranks(world.found(), world.expected(tensors("other ")))
@@ -263,7 +263,7 @@ def test_two_processes_of_the_same_conversion_write_one_checkpoint(world: World)
 def test_a_live_run_blocks_another_conversion(world: World) -> None:
     world.save(FULL)
     with live_run(world.words()):
-        fails(3, *world.words("--prefix", "net", "--overwrite"), says=["another conversion is writing"])
+        fails(3, *world.words("--prefix", "net", "--overwrite"), texts=["another conversion is writing"])
     done(*world.words("--prefix", "net"))
     assert not [path for path in world.dst.glob("rank_*/.*")]
 
@@ -280,7 +280,7 @@ def test_a_dry_run_lists_remaining_targets_and_changes_nothing(world: World) -> 
 
 def test_a_failure_before_writing_leaves_no_directory(world: World) -> None:
     world.save(FULL)
-    fails(3, *world.words("--include", "nothing"), says=["nothing"])
+    fails(3, *world.words("--include", "nothing"), texts=["nothing"])
     assert not world.dst.exists()
 
 
@@ -311,7 +311,7 @@ def test_records_are_not_written_through_a_link(world: World, kind: str, tmp_pat
     place = world.dst / ".reshard"
     place.write_text("mine") if kind == "file" else place.symlink_to(elsewhere)
     for options in ((), ("--overwrite",)):
-        fails(3, *world.words(*options), says=[".reshard"])
+        fails(3, *world.words(*options), texts=[".reshard"])
     assert kind != "link" or (elsewhere / "0123456789abcdef" / "plan.json").exists()
 
 

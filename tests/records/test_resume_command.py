@@ -196,7 +196,7 @@ def test_resume_verifies_on_request_even_a_complete_directory(world: World) -> N
 def test_resume_refuses_to_verify_a_recovery(plain: World) -> None:
     plain.save(FULL, ranks=[0, 1, 3])
     done("recover", plain.src, plain.dst, "--strategy", plain.old)
-    fails(2, "resume", plain.dst, "--verify", says=["--verify", "reshard verify", "--replicas --strategy"])
+    fails(2, "resume", plain.dst, "--verify", texts=["--verify", "reshard verify", "--replicas --strategy"])
 
 
 @pytest.mark.parametrize("lost", ["src", "old", "new"])
@@ -205,7 +205,7 @@ def test_resume_names_a_missing_path_and_the_command(world: World, lost: str) ->
     world.by_rank(0, "--exclude", "it's *")
     path: Path = getattr(world, lost)
     path.rename(world.root / "moved")
-    output = fails(3, "resume", world.dst, says=[f"{path}: does not exist any more", "run the whole command"]).err
+    output = fails(3, "resume", world.dst, texts=[f"{path}: does not exist any more", "run the whole command"]).err
     # The command works as it is shown, once the path is right.
     words = shlex.split(output.strip().splitlines()[-1])
     assert words[0] == "reshard"
@@ -222,21 +222,21 @@ def test_resume_on_a_machine_without_the_source_names_its_host(world: World, mon
     shutil.move(world.src, world.root / "elsewhere")
     monkeypatch.setattr(os, "uname", lambda: SimpleNamespace(nodename="another"))
     host = json.loads(records(world)[0].read_text())["host"]
-    fails(3, "resume", world.dst, says=[f"{world.src}: does not exist here, as it did on {host}"])
+    fails(3, "resume", world.dst, texts=[f"{world.src}: does not exist here, as it did on {host}"])
 
 
 def test_resume_names_a_changed_strategy(world: World) -> None:
     world.save(FULL)
     world.by_rank(0)
     shutil.copy(world.old, world.new)
-    fails(3, "resume", world.dst, says=[f"{world.new}: differs from the strategy"])
+    fails(3, "resume", world.dst, texts=[f"{world.new}: differs from the strategy"])
 
 
 def test_resume_refuses_a_changed_source(world: World) -> None:
     world.save(FULL)
     world.by_rank(0)
     world.save(FULL, copied={**COPIED, "more": scalar(1)})
-    fails(3, "resume", world.dst, says=["differ from those of the conversion", "--accept-changed-source"])
+    fails(3, "resume", world.dst, texts=["differ from those of the conversion", "--accept-changed-source"])
     assert not (world.dst / "rank_1").exists()
     assert resume(world, "--accept-changed-source")["ranks"] == [1]
 
@@ -249,7 +249,7 @@ def test_resume_refuses_several_sources(world: World) -> None:
     lose(world, 0)
     strategies = ("--src-strategy", world.old, "--dst-strategy", world.new)
     done("by-rank", 1, other, world.dst, *strategies)
-    fails(3, "resume", world.dst, says=["different sources", str(other), str(world.src)])
+    fails(3, "resume", world.dst, texts=["different sources", str(other), str(world.src)])
     # One that is not here is not meant, and a link leads to the same.
     shutil.rmtree(other)
     other.symlink_to(world.src)
@@ -275,7 +275,7 @@ def test_resume_refuses_several_runs_with_overwrite(world: World, monkeypatch: p
     world.convert()
     monkeypatch.setattr("reshard.convert.writing.convert", stopped)
     assert reshard(*world.words(1, "--overwrite", command="by-rank")).status == 130
-    fails(3, "resume", world.dst, says=["by-rank or --shard command again with --overwrite", "convert"])
+    fails(3, "resume", world.dst, texts=["by-rank or --shard command again with --overwrite", "convert"])
 
 
 def stopped(*_: Any) -> None:
@@ -332,21 +332,21 @@ def test_a_missing_recorded_command_must_be_typed(world: World) -> None:
     world.by_rank(0)
     for path in records(world):
         path.unlink()
-    fails(3, "resume", world.dst, says=["contain no command line", "run the original command again"])
+    fails(3, "resume", world.dst, texts=["contain no command line", "run the original command again"])
     assert "resume" not in done("status", world.dst).out
 
 
 def test_resume_of_another_directory_is_an_error(world: World) -> None:
     world.save(FULL)
-    fails(3, "resume", world.src, says=["holds no records of a conversion"])
-    fails(3, "resume", world.root / "nothing", says=["holds no records of a conversion", "run its command again"])
+    fails(3, "resume", world.src, texts=["holds no records of a conversion"])
+    fails(3, "resume", world.root / "nothing", texts=["holds no records of a conversion", "run its command again"])
 
 
 def test_resume_with_an_unknown_option_is_wrong_usage(plain: World) -> None:
     plain.save(FULL, ranks=[0, 1])
     done("recover", plain.src, plain.dst, "--strategy", plain.old)
     lose(plain, 3)
-    fails(2, "resume", plain.dst, "--shard", "0/2", says=["No such option: --shard"])
+    fails(2, "resume", plain.dst, "--shard", "0/2", texts=["No such option: --shard"])
 
 
 DAMAGE: dict[str, Any] = {
@@ -376,7 +376,7 @@ def test_an_invalid_recorded_command_is_refused(world: World, damage: Any) -> No
     world.by_rank(0)
     (path,) = records(world)
     path.write_text(json.dumps({**json.loads(path.read_text()), **damage} if damage else damage))
-    fails(3, "resume", world.dst, says=[path])
+    fails(3, "resume", world.dst, texts=[path])
     assert not (world.dst / "rank_1").exists()
 
 
@@ -386,10 +386,10 @@ def test_a_damaged_record_is_named(world: World, content: bytes) -> None:
     world.by_rank(0)
     (path,) = records(world)
     path.write_bytes(content)
-    fails(3, "resume", world.dst, says=[f"{path}: is damaged"])
+    fails(3, "resume", world.dst, texts=[f"{path}: is damaged"])
     path.unlink()
     os.mkfifo(path)
-    fails(3, "resume", world.dst, says=[f"{path}: is damaged"])
+    fails(3, "resume", world.dst, texts=[f"{path}: is damaged"])
     # What does not need it does not mind.
     world.by_rank(1)
 

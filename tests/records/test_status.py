@@ -50,7 +50,7 @@ def test_status_distinguishes_missing_and_modified_files(world: World) -> None:
     assert not report["complete"]
     output = done("status", world.dst).out
     assert "1 rank changed since it was written" in output and "reshard by-rank 1 " in output
-    fails(3, *world.words(), says=["modified after"])
+    fails(3, *world.words(), texts=["modified after"])
     world.by_rank(1, "--overwrite")
     world.convert()
     assert status(world)["complete"]
@@ -66,7 +66,7 @@ def test_commands_for_modified_files_can_be_pasted(changed: list[int], world: Wo
     assert "missing" not in output
     compare, *_, replace = [line.partition("reshard ")[2] for line in output.splitlines() if "reshard " in line]
     assert "no differences" in done(*shlex.split(compare)).err
-    refused = fails(3, "resume", world.dst, says=["already holds", f"reshard verify {world.dst} --src SRC"])
+    refused = fails(3, "resume", world.dst, texts=["already holds", f"reshard verify {world.dst} --src SRC"])
     assert shlex.split(refused.err.splitlines()[-1])[:2] == ["reshard", "convert"]
     assert replace.startswith("by-rank 1 " if changed == [1] else "convert ")
     done(*shlex.split(replace))
@@ -77,7 +77,7 @@ def test_the_command_in_the_refusal_of_resume_can_be_pasted(world: World) -> Non
     world.save(FULL)
     world.convert()
     os.utime(world.dst / "rank_1" / "checkpoint_1.ckpt", (1, 1))
-    last = fails(3, "resume", world.dst, says=["--overwrite"]).err.splitlines()[-1]
+    last = fails(3, "resume", world.dst, texts=["--overwrite"]).err.splitlines()[-1]
     done(*shlex.split(last)[1:])
     assert status(world)["complete"]
 
@@ -96,12 +96,12 @@ def test_status_ignores_a_damaged_manifest(world: World) -> None:
     world.convert()
     (world.dst / "reshard-manifest.json").write_text("{")
     assert status(world)["complete"]
-    fails(3, "verify", world.dst, says=["is damaged, or not a manifest"])
+    fails(3, "verify", world.dst, texts=["is damaged, or not a manifest"])
 
 
 def test_status_of_another_directory_is_an_error(tmp_path: Path) -> None:
-    fails(3, "status", tmp_path, says=[str(tmp_path)])
-    fails(3, "status", tmp_path / "nowhere", says=["nowhere"])
+    fails(3, "status", tmp_path, texts=[str(tmp_path)])
+    fails(3, "status", tmp_path / "nowhere", texts=["nowhere"])
 
 
 def test_a_recovery_of_lost_ranks_is_complete_without_the_others(plain: World) -> None:
@@ -202,7 +202,7 @@ def test_status_lists_missing_files_and_the_command_that_continues(
     result = interrupt_after(0)
     words = shlex.split(result.err.strip().splitlines()[-1].partition("to run it again: ")[2])
     assert words == ["reshard", *map(str, convert)]
-    fails(3, "status", out, says=["a run that wrote no file leaves no DST: run its command again"])
+    fails(3, "status", out, texts=["a run that wrote no file leaves no DST: run its command again"])
     result = interrupt_after(1)
     assert result.err.strip().splitlines()[-1].strip() == f"to continue: reshard resume {out}"
     lines = done("status", out).out

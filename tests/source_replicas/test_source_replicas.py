@@ -112,7 +112,7 @@ def test_a_strategy_that_swaps_axes_is_refused_and_nothing_is_written(kind: str,
     command, options = CONVERSIONS[kind]
     result = fails(
         3, *tree.words(tree.wrong, *options, command=command),
-        says=["wrong.ckpt", "does not fit this checkpoint, or replicas have diverged", "strategy is probably wrong"],
+        texts=["wrong.ckpt", "does not fit this checkpoint, or replicas have diverged", "strategy is probably wrong"],
     )  # fmt: skip
     warns(result, "36 of 54", "{,adam_m.,adam_v.}blocks.{0-5}.w{1-2}")
     warns(result, "reshard strategy check", "--replicas", "--check-replicas never", "rank_", "net-1_10.ckpt")
@@ -126,7 +126,7 @@ def test_the_suggested_command_uses_the_same_step(tmp_path: Path) -> None:
     tree = Tree(tmp_path / "my run")
     tree.save()
     write_tree(tree.src, {0: cut_ranks(model(*TRUE), FULL)[0]}, "rank_{rank}/net-1_11.ckpt")
-    outcome = fails(3, *tree.words(tree.wrong), says=["step 1_11 is not complete"])
+    outcome = fails(3, *tree.words(tree.wrong), texts=["step 1_11 is not complete"])
     typed = [shlex.split(words) for words in re.findall("`(reshard .*?)`", outcome.err)]
     assert [words[1] for words in typed] == ["strategy", "verify"]
     for words in typed:
@@ -141,7 +141,7 @@ def test_one_rank_checks_the_strategy_as_all_ranks_do(tree: Tree) -> None:
     stages = [model([2], [0, -1], NORMS), model([2], [0, -1], WEIGHTS)]
     tree.new = write_strategy(tree.root / "stages", [stage for some in stages for stage in some])
     verdicts = [
-        fails(3, *tree.words(tree.true, *options, command=command), says=["of 54 sampled"]).err
+        fails(3, *tree.words(tree.true, *options, command=command), texts=["of 54 sampled"]).err
         for command, options in (("transform-dir", []), ("by-rank 0", []), ("transform-dir", ["--ranks", "3"]))
     ]
     assert len(set(verdicts)) == 1
@@ -151,7 +151,7 @@ def test_one_rank_checks_the_strategy_as_all_ranks_do(tree: Tree) -> None:
 def test_recover_and_python_functions_refuse_a_wrong_strategy(tree: Tree) -> None:
     tree.save()
     shutil.rmtree(tree.src / "rank_5")
-    fails(3, "recover", tree.src, tree.dst, "--strategy", tree.wrong, says=["the strategy is probably wrong"])
+    fails(3, "recover", tree.src, tree.dst, "--strategy", tree.wrong, texts=["the strategy is probably wrong"])
     with pytest.raises(CheckpointError, match="the strategy is probably wrong") as caught:
         library.transform_checkpoints(str(tree.src), str(tree.dst), "checkpoint_", str(tree.wrong), str(tree.new))
     assert caught.value.parameter in WEIGHTS and caught.value.rank is not None
@@ -252,7 +252,7 @@ def test_a_diverged_replica_is_distinguished_from_a_wrong_strategy(tree: Tree) -
     tree.change(5, "blocks.3.w1")
     result = fails(
         3, *tree.words(tree.true, "--check-replicas", "all"),
-        says=["'blocks.3.w1' differs between rank 1 and rank 5", "1 of 54", "the replicas have probably diverged"],
+        texts=["'blocks.3.w1' differs between rank 1 and rank 5", "1 of 54", "the replicas have probably diverged"],
     )  # fmt: skip
     warns(result, str(tree.src / "rank_1" / "net-1_10.ckpt"), str(tree.src / "rank_5" / "net-1_10.ckpt"))
     assert not tree.dst.exists()
@@ -263,13 +263,13 @@ def test_unsynchronised_norms_are_distinguished_from_a_wrong_strategy(tree: Tree
     tree.save()
     for rank in range(8):
         tree.change(rank, *NORMS[: rank % 3])
-    fails(3, *tree.words(tree.true, "--check-replicas", "all"), says=["the replicas have probably diverged"])
+    fails(3, *tree.words(tree.true, "--check-replicas", "all"), texts=["the replicas have probably diverged"])
 
 
 def test_a_wholly_diverged_rank_is_named(tree: Tree) -> None:
     tree.save()
     tree.change(6, *WEIGHTS, *NORMS)
-    result = fails(3, *tree.words(tree.true), says=["diverged", "rank 6"])
+    result = fails(3, *tree.words(tree.true), texts=["diverged", "rank 6"])
     assert "the strategy is probably wrong" not in result.err
 
 
@@ -287,7 +287,7 @@ def test_a_layout_wrong_for_some_parameters_is_reported_as_undecided(tree: Tree)
 
     tree.save(full, layouts(TRUE))
     wrong = write_strategy(tree.root / "half", layouts(WRONG))
-    fails(3, *tree.words(wrong), says=["3 of", "the strategy may be wrong for them"])
+    fails(3, *tree.words(wrong), texts=["3 of", "the strategy may be wrong for them"])
 
 
 # Without replicas, or with replicas that cannot decide.
@@ -344,7 +344,7 @@ def test_rows_of_padding_do_not_hide_a_difference(tree: Tree) -> None:
     strategies = (single({name: layout(*cut) for name in WEIGHTS}) for cut in (TRUE, WRONG))
     true, wrong = strategies
     tree.save(full, true)
-    fails(3, *tree.words(write_strategy(tree.root / "padded", wrong)), says=["the strategy is probably wrong"])
+    fails(3, *tree.words(write_strategy(tree.root / "padded", wrong)), texts=["the strategy is probably wrong"])
     result = done(*tree.words(write_strategy(tree.root / "right", true), "--json"))
     # A sample of padding is replaced by another one: four samples, three of them padding on average.
     assert replicas(result)["parameters"] > len(WEIGHTS) // 2
@@ -392,7 +392,7 @@ def test_a_parameter_shared_by_stages_is_compared_across_them(tmp_path: Path) ->
     path = tmp_path / "src" / "rank_5" / "net-1_10.ckpt"
     contents = read_checkpoint(path)
     write_checkpoint(path, {**contents, "embedding": Value("Float32", contents["embedding"].array + 1)})
-    fails(3, *words, "--check-replicas", "all", says=["'embedding' differs between rank", "and rank 5"])
+    fails(3, *words, "--check-replicas", "all", texts=["'embedding' differs between rank", "and rank 5"])
 
 
 # Files of different structure, and unreadable ones.
@@ -404,7 +404,7 @@ def test_files_may_contain_tensors_in_any_order(tree: Tree) -> None:
     write_tree(tree.src, {rank: {"note": text("x" * rank), **tensors_} for rank, tensors_ in contents.items()})
     assert replicas(done(*tree.words(tree.true, "--json", command="by-rank 1")))["tested"]
     tree.dst = tree.root / "other"
-    fails(3, *tree.words(tree.wrong, command="by-rank 1"), says=["the strategy is probably wrong"])
+    fails(3, *tree.words(tree.wrong, command="by-rank 1"), texts=["the strategy is probably wrong"])
 
 
 def test_the_replica_check_skips_damaged_files(tree: Tree) -> None:
@@ -430,7 +430,7 @@ def test_an_unreadable_sample_does_not_end_a_conversion(tree: Tree, monkeypatch:
     report = replicas(done(*tree.words(tree.true, "--json")))
     assert report["tested"] and 18 < report["samples"] < 54
     tree.dst = tree.root / "other"
-    fails(1, *tree.words(tree.true, "--check-replicas", "all"), says=["cannot be read", "rank 5"])
+    fails(1, *tree.words(tree.true, "--check-replicas", "all"), texts=["cannot be read", "rank 5"])
 
 
 # Which ranks are compared.
@@ -521,7 +521,7 @@ def test_every_pair_of_small_layouts_is_distinguished(tmp_path: Path) -> None:
             if same:
                 done(*words)
             else:
-                fails(3, *words, says=["'w' differs between rank"])
+                fails(3, *words, texts=["'w' differs between rank"])
 
 
 # Other conversions.
@@ -540,7 +540,7 @@ def test_lost_ranks_leave_the_others_to_compare(ending: str, tmp_path: Path) -> 
 def test_filters_select_the_compared_parameters(tree: Tree) -> None:
     tree.save()
     tree.change(3, *NORMS)
-    fails(3, *tree.words(tree.true), says=["diverged"])
+    fails(3, *tree.words(tree.true), texts=["diverged"])
     done(*tree.words(tree.true, "--exclude", "*norm"))
 
 
@@ -556,7 +556,7 @@ def test_a_tensor_in_several_records_is_compared_as_a_whole(tree: Tree) -> None:
     write_tree(tree.src, {rank: ranks[rank] for rank in range(4, 8)}, record_bytes=100)
     for options in ((), ("--check-replicas", "all")):
         done(*tree.words(tree.true, "--dry-run", *options))
-        fails(3, *tree.words(tree.wrong, "--dry-run", *options), says=["the strategy is probably wrong"])
+        fails(3, *tree.words(tree.wrong, "--dry-run", *options), texts=["the strategy is probably wrong"])
 
 
 def test_a_large_tensor_is_compared_in_blocks_and_to_its_end(tmp_path: Path) -> None:
@@ -568,7 +568,7 @@ def test_a_large_tensor_is_compared_in_blocks_and_to_its_end(tmp_path: Path) -> 
     words: list[Argument] = ["--src-strategy", write_strategy(tmp_path / "old", cut), "--dst-strategy", "none"]
     words = ["transform-dir", tmp_path / "src", tmp_path / "dst", *words, "--max-memory", "64K"]
     assert math.prod(shape) * 2 > 16 << 10
-    fails(3, *words, "--check-replicas", "all", "--jobs", "3", says=["'w' differs between rank 1 and rank 3"])
+    fails(3, *words, "--check-replicas", "all", "--jobs", "3", texts=["'w' differs between rank 1 and rank 3"])
 
 
 def test_resume_repeats_the_replica_check_of_the_first_command(tree: Tree) -> None:

@@ -96,7 +96,7 @@ def test_filters_select_the_checked_parameters(tree: Tree) -> None:
 
 
 def test_filters_without_a_match_fail(tree: Tree) -> None:
-    fails(3, "strategy", "check", tree.true, tree.src, "--include", "nothing.*", says=["no parameter", "--include"])
+    fails(3, "strategy", "check", tree.true, tree.src, "--include", "nothing.*", texts=["no parameter", "--include"])
 
 
 def test_slices_of_other_shapes_are_grouped(tree: Tree) -> None:
@@ -183,7 +183,7 @@ def test_strategy_check_uses_the_newest_common_step_or_the_given_one(tree: Tree)
     assert (result["step"], result["ranks"]) == ("1_20", [0, 1, 2])
     write_tree(tree.src, {rank: newer[rank] for rank in range(3)}, "rank_{rank}/net-1_10_breakpoint.ckpt")
     assert found(tree.true, tree.src, "--file-suffix", "_breakpoint")["ranks"] == [0, 1, 2]
-    fails(3, "strategy", "check", tree.true, tree.src, "--step", "9_9", says=["9_9"])
+    fails(3, "strategy", "check", tree.true, tree.src, "--step", "9_9", texts=["9_9"])
 
 
 def test_damaged_files_are_skipped_and_unreadable_ones_are_an_error(tree: Tree) -> None:
@@ -192,11 +192,11 @@ def test_damaged_files_are_skipped_and_unreadable_ones_are_an_error(tree: Tree) 
     result = check(tree.true, tree.src, "--json")
     warns(result, "rank 5 counts as absent")
     assert result.json["absent_ranks"] == [5]
-    fails(3, "strategy", "check", tree.true, tree.root / "nowhere", says=["nowhere"])
-    fails(3, "strategy", "check", tree.src / "rank_0" / "net-1_10.ckpt", tree.src, says=["net-1_10.ckpt"])
+    fails(3, "strategy", "check", tree.true, tree.root / "nowhere", texts=["nowhere"])
+    fails(3, "strategy", "check", tree.src / "rank_0" / "net-1_10.ckpt", tree.src, texts=["net-1_10.ckpt"])
     for rank in range(8):
         (tree.src / f"rank_{rank}" / "net-1_10.ckpt").write_bytes(b"rubbish")
-    fails(3, "strategy", "check", tree.true, tree.src, says=["no file of step 1_10 is readable"])
+    fails(3, "strategy", "check", tree.true, tree.src, texts=["no file of step 1_10 is readable"])
 
 
 def test_one_file_and_none_are_checked(tmp_path: Path) -> None:

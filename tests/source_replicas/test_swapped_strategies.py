@@ -28,8 +28,8 @@ def exchanged(world: World) -> World:
 def test_a_swap_is_detected_with_fewer_devices_than_ranks(world: World) -> None:
     world.save(FULL)
     world.old, world.new = world.new, world.old
-    says = ("it has 2 devices, the checkpoint ranks 0-3", f"the files do fit --dst-strategy ({world.new}): {SWAPPED}")
-    result = world.refuses(3, *says, "exchange --src-strategy and --dst-strategy")
+    texts = ("it has 2 devices, the checkpoint ranks 0-3", f"the files do fit --dst-strategy ({world.new}): {SWAPPED}")
+    result = world.refuses(3, *texts, "exchange --src-strategy and --dst-strategy")
     assert "'w': rank 0 holds [4, 6]; --src-strategy cuts it [1, 2], --dst-strategy cuts it [2, 1]" in result.err
     assert "'m.w': rank 0 holds [2, 6]; --src-strategy cuts it [2, 1], --dst-strategy cuts it [2, 1] in 2" in result.err
     assert len(result.err.splitlines()) <= 5
@@ -47,8 +47,8 @@ def test_by_rank_and_verify_report_swapped_strategies(world: World) -> None:
     world.save(FULL)
     world.convert()
     strategies: list[Argument] = ["--src-strategy", world.new, "--dst-strategy", world.old]
-    fails(3, "by-rank", 1, world.src, world.root / "other", *strategies, says=[SWAPPED])
-    fails(3, "verify", world.dst, "--src", world.src, *strategies, says=[SWAPPED])
+    fails(3, "by-rank", 1, world.src, world.root / "other", *strategies, texts=[SWAPPED])
+    fails(3, "verify", world.dst, "--src", world.src, *strategies, texts=[SWAPPED])
 
 
 def test_a_large_model_lists_at_most_three_examples(tmp_path: Path) -> None:
@@ -59,7 +59,7 @@ def test_a_large_model_lists_at_most_three_examples(tmp_path: Path) -> None:
         "--dst-strategy",
         DEMO / "src_strategy.ckpt",
     ]
-    result = fails(3, "plan", *words, *strategies, says=[SWAPPED])
+    result = fails(3, "plan", *words, *strategies, texts=[SWAPPED])
     assert len(result.err.splitlines()) == 5 and result.err.count("rank 0 holds") == 3
 
 
@@ -98,7 +98,7 @@ def test_files_that_fit_neither_strategy_are_not_a_swap(world: World) -> None:
     write_tree(world.src, cut_ranks(other, {name: FULL[name] for name in ("w", "v")}, COPIED))
     assert "swapped" not in world.refuses(3, "has checkpoints of ranks 4-7").err
     words: list[Argument] = [world.src, world.dst, "--src-strategy", world.new, "--dst-strategy", world.old]
-    result = fails(3, "transform-dir", *words, says=["has checkpoints of ranks 2-7"])
+    result = fails(3, "transform-dir", *words, texts=["has checkpoints of ranks 2-7"])
     assert "swapped" not in result.err
 
 
@@ -187,7 +187,7 @@ def test_equal_replicas_do_not_support_a_finer_strategy(
     full = {name: value(name, (32, 8)) for name in names}
     write_tree(world.src, cut_ranks(single(dict.fromkeys(names, true)), full, COPIED))
     for words in (world.words(), world.words(0, command="by-rank"), world.words(command="plan")):
-        fails(3, *words, says=["hold equal bytes where they should hold different slices, of 2 of 2"])
+        fails(3, *words, texts=["hold equal bytes where they should hold different slices, of 2 of 2"])
     result = reshard("strategy", "check", world.old, world.src)
     assert result.status == 4 and "replicas of 4 parameters agree" in result.out
     assert "hold equal bytes, but different slices" in result.out
@@ -216,7 +216,7 @@ def test_a_strategy_is_not_a_swap_with_itself(tmp_path: Path) -> None:
     write_tree(world.src, {rank: ranks[rank] for rank in range(4)})
     assert "swapped" not in world.refuses(3, "where they should hold different slices").err
     words: list[Argument] = ["recover", world.src, world.dst, "--strategy", world.old]
-    assert "swapped" not in fails(3, *words, says=["where they should hold different slices"]).err
+    assert "swapped" not in fails(3, *words, texts=["where they should hold different slices"]).err
 
 
 def test_constants_and_few_copies_contradict_no_strategy(tmp_path: Path) -> None:
@@ -276,7 +276,9 @@ def test_a_pipeline_source_whose_ranks_contain_all_stages_is_refused(tmp_path: P
             3,
             command,
             *words,
-            says=["does not fit this checkpoint: ranks hold 4 parameters that it lists for other pipeline stages only"],
+            texts=[
+                "does not fit this checkpoint: ranks hold 4 parameters that it lists for other pipeline stages only"
+            ],
         )
     assert not (tmp_path / "dst").exists()
     checked = reshard("strategy", "check", old, tmp_path / "src")
@@ -288,7 +290,7 @@ def test_a_pipeline_source_whose_ranks_contain_all_stages_is_refused(tmp_path: P
     result = done("plan", *words, "--check-replicas", "never")
     (warning,) = [line for line in result.err.splitlines() if "pipeline" in line]
     assert text in warning
-    fails(3, "plan", *words, "--strict", says=[text])
+    fails(3, "plan", *words, "--strict", texts=[text])
 
 
 def test_stages_of_another_run_are_refused(tmp_path: Path) -> None:

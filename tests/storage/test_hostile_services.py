@@ -221,13 +221,13 @@ def test_a_silent_service_is_an_error_in_bounded_time(
     started = time.monotonic()
     local: list[Argument] = [source, tmp_path / "out"]
     words = local if kind == "reads" else [DEMO / "src_checkpoints", objects.path("out")]
-    fails(1, "convert", *words, *CUTS, says=["returned an unexpected answer"])
+    fails(1, "convert", *words, *CUTS, texts=["returned an unexpected answer"])
     assert time.monotonic() - started < 15
     service._service.cache_clear()
 
 
 @pytest.mark.parametrize(
-    "path, says",
+    "path, texts",
     [
         ("obs://bucket/ckpt", "s3://bucket/ckpt --endpoint-url https://obs.REGION.myhuaweicloud.com"),
         ("gs://bucket/ckpt", "s3://bucket/ckpt --endpoint-url https://storage.googleapis.com"),
@@ -236,10 +236,10 @@ def test_a_silent_service_is_an_error_in_bounded_time(
         ("hdfs://host/ckpt", "objects as s3://bucket/key"),
     ],
 )
-def test_schemes_of_other_clients_are_refused_with_the_right_one(path: str, says: str, tmp_path: Path) -> None:
+def test_schemes_of_other_clients_are_refused_with_the_right_one(path: str, texts: str, tmp_path: Path) -> None:
     scheme = path.partition("://")[0]
     message = f"paths with {scheme}:// are not supported"
-    fails(2, "inspect", path, says=[message, says])
-    fails(2, "convert", path, tmp_path / "out", *CUTS, says=[message])
-    fails(2, "convert", DEMO / "src_checkpoints", path, *CUTS, says=[message])
+    fails(2, "inspect", path, texts=[message, texts])
+    fails(2, "convert", path, tmp_path / "out", *CUTS, texts=[message])
+    fails(2, "convert", DEMO / "src_checkpoints", path, *CUTS, texts=[message])
     assert not (tmp_path / "out").exists()

@@ -142,7 +142,7 @@ def check_nothing_is_left(objects: Objects, job: Job, ended: bool = True) -> Non
         objects: where.
         job: what was asked for.
         ended: the last run that wrote something was not killed. One that was after it had written the manifest is
-            followed by none that begins, so that what says that it lived stays: nobody takes it for alive.
+            followed by none that begins, so that its sign of life stays; no run takes it for alive.
     """
     files = written(objects)
     assert sorted(files) == sorted(job.whole)
@@ -382,7 +382,7 @@ def test_files_of_another_machine_stay_until_its_lease_expired(
     # It may still be alive: nothing of it is touched.
     renamed_content = status(preloaded, dst)
     assert renamed_content is not None and renamed_content["writing"] and not renamed_content["complete"]
-    fails(3, *other.into(dst, "--overwrite"), says=["another conversion is writing"])
+    fails(3, *other.into(dst, "--overwrite"), texts=["another conversion is writing"])
     before = uploads(objects)
     done(*expected.into(dst))
     assert written(objects).items() >= expected.whole.items()
@@ -446,7 +446,7 @@ def test_waiting_continues_while_a_lock_changes_holders(
     monkeypatch.setattr("reshard.storage.locks.time", clock)
     words = expected.into(objects.path("out"))
     if not others:
-        fails(1, *words, says=["another process has held this lock for 135 s"])
+        fails(1, *words, texts=["another process has held this lock for 135 s"])
         assert next(hands) < 20
         return
     done(*words)

@@ -282,23 +282,23 @@ def test_without_credentials_the_error_lists_their_places(objects: Objects, monk
         monkeypatch.delenv(name)
     # A service of another name is requested separately.
     url = objects.url.replace("127.0.0.1", "localhost")
-    fails(3, "inspect", path, "--endpoint-url", url, says=["credentials are missing", "AWS_PROFILE"])
+    fails(3, "inspect", path, "--endpoint-url", url, texts=["credentials are missing", "AWS_PROFILE"])
 
 
 def test_endpoint_url_selects_the_service(objects: Objects, monkeypatch: pytest.MonkeyPatch) -> None:
     path = objects.upload(DEMO / "src_checkpoints", "ckpt")
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
     assert "8 ranks" in done("inspect", path, "--endpoint-url", objects.url).out
-    fails(2, "inspect", path, "--endpoint-url", "localhost:9000", says=["--endpoint-url: is no URL"])
+    fails(2, "inspect", path, "--endpoint-url", "localhost:9000", texts=["--endpoint-url: is no URL"])
 
 
 @pytest.mark.parametrize("key", ["nothing", "ckpt/rank_0/mlp-2_10.ckp"])
 def test_a_missing_object_does_not_exist(key: str, objects: Objects) -> None:
     objects.upload(DEMO / "src_checkpoints", "ckpt")
-    fails(3, "inspect", objects.path(key), says=["does not exist"])
+    fails(3, "inspect", objects.path(key), texts=["does not exist"])
     bucket = f"{objects.bucket}-not"
-    fails(3, "inspect", f"s3://{bucket}/ckpt", says=[f"this object store has no bucket '{bucket}'", "--endpoint-url"])
-    fails(2, "inspect", "s3://", says=["names no bucket"])
+    fails(3, "inspect", f"s3://{bucket}/ckpt", texts=[f"this object store has no bucket '{bucket}'", "--endpoint-url"])
+    fails(2, "inspect", "s3://", texts=["names no bucket"])
 
 
 def test_without_boto3_the_error_names_the_extra_to_install(tmp_path: Path) -> None:

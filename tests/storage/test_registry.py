@@ -75,7 +75,7 @@ def test_an_interrupted_run_in_a_registered_store_resumes(world: World, toy: Toy
 
     toy.published = stop
     dst = "toy://out"
-    fails(1, *words_of(world, dst, "--jobs", 1), says=["the store is away"])
+    fails(1, *words_of(world, dst, "--jobs", 1), texts=["the store is away"])
     report = done("status", dst, "--json").json
     assert not report["complete"] and len(report["done"]) == 1
     toy.published = named.append

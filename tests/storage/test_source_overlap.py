@@ -78,7 +78,7 @@ def test_a_target_that_is_a_source_file_by_another_name_is_not_replaced(
     (world.dst / "rank_1").mkdir(parents=True)
     link(world.src / "rank_1" / "net-1_10.ckpt", world.dst / "rank_1" / "checkpoint_1.ckpt")
     before = tree_bytes(world.src)
-    fails(2, *world.words("--overwrite"), says=["rank_1"])
+    fails(2, *world.words("--overwrite"), texts=["rank_1"])
     assert tree_bytes(world.src) == before
 
 

@@ -47,7 +47,7 @@ def test_reading_commands_print_the_same_for_a_store_and_a_disk(objects: Objects
     objects.put(f"{NAME}/rank_1/checkpoint_1.ckpt", b"other")
     assert done("status", dst, "--json").json["changed"] == [1]
     assert "rank_1/checkpoint_1.ckpt has 5 bytes" in fails(4, "verify", dst).out
-    fails(3, "resume", dst, says=["already holds"])
+    fails(3, "resume", dst, texts=["already holds"])
     done("convert", saved.src, dst, *cuts(saved), "--checksum", "crc32", "--overwrite")
     assert written(objects, NAME) == tree(saved.dst)
 
@@ -73,7 +73,7 @@ def test_view_reads_from_and_writes_to_a_store(objects: Objects, saved: World) -
     (content,) = objects.content("pages").values()
     assert b'"complete":true' in content and b'"base":"s3://' in content
     objects.put("pages/ckpt.html", b"mine")
-    fails(2, "view", src, "-o", page, says=["is no page of reshard view"])
+    fails(2, "view", src, "-o", page, texts=["is no page of reshard view"])
 
 
 @pytest.mark.short
@@ -111,7 +111,7 @@ def test_an_adapter_is_merged_into_a_store(objects: Objects, tmp_path: Path) -> 
 def test_sources_are_never_overwritten(dst: str, objects: Objects, saved: World) -> None:
     src = objects.upload(saved.src, "src")
     before = objects.content()
-    fails(2, "convert", src, objects.path(dst), *cuts(saved), says=["overlap"])
+    fails(2, "convert", src, objects.path(dst), *cuts(saved), texts=["overlap"])
     fails(2, "convert", f"{src}/rank_{{rank}}/*.ckpt", objects.path("src/rank_0"), *cuts(saved))
     assert objects.content() == before
 
@@ -130,14 +130,14 @@ def test_objects_of_other_programs_are_refused(objects: Objects, saved: World) -
     objects.put("four/rank_0/checkpoint_0.ckpt/more", b"foreign")
     objects.put("five/model.safetensors.index.json", b'{"weight_map": {}}')
     before = objects.content()
-    for key, says in (
+    for key, texts in (
         ("one", "already holds"),
         ("two", "holds checkpoints of another conversion"),
         ("three", "is not a directory"),
         ("four", "is not a regular file"),
         ("five", "five"),
     ):
-        fails(3, "convert", saved.src, objects.path(key), *cuts(saved), says=[says])
+        fails(3, "convert", saved.src, objects.path(key), *cuts(saved), texts=[texts])
     fails(3, "convert", saved.src, objects.path("two"), *cuts(saved), "--overwrite")
     assert objects.content() == before
     saved.convert()
@@ -149,7 +149,7 @@ def test_objects_of_other_programs_are_refused(objects: Objects, saved: World) -
 def test_a_store_without_write_permission_is_a_short_error(objects: Objects, saved: World) -> None:
     objects.faults.choose = lambda number, method, path: None if method in ("GET", "HEAD") else "refuse"
     # No retry cures it.
-    result = fails(3, "convert", saved.src, objects.path("out"), *cuts(saved), says=["AccessDenied", "docs/stores.md"])
+    result = fails(3, "convert", saved.src, objects.path("out"), *cuts(saved), texts=["AccessDenied", "docs/stores.md"])
     assert len(result.err.strip().splitlines()) <= 2, result.err
     objects.faults.choose = lambda *_: None
     assert not objects.content()
@@ -158,7 +158,7 @@ def test_a_store_without_write_permission_is_a_short_error(objects: Objects, sav
 def test_max_memory_under_one_part_is_refused_with_a_sufficient_size(objects: Objects, tmp_path: Path) -> None:
     expected = job("parts", tmp_path)
     dst = objects.path("out")
-    result = fails(2, *expected.into(dst, "--max-memory", "8M"), says=["'s parts of 5,242,880 bytes", "pass at least"])
+    result = fails(2, *expected.into(dst, "--max-memory", "8M"), texts=["'s parts of 5,242,880 bytes", "pass at least"])
     assert not objects.content()
     least = result.err.partition("pass at least --max-memory ")[2].split(";")[0]
     done(*expected.into(dst, "--max-memory", least))
@@ -270,7 +270,7 @@ def test_a_late_run_replaces_no_object_of_another_program(objects: Objects, save
 
     objects.faults.choose = choose
     words: list[Argument] = ["convert", saved.src, objects.path("out"), *cuts(saved)]
-    fails(1, *words, says=["rank_1", "another program has written this object since the run began"])
+    fails(1, *words, texts=["rank_1", "another program has written this object since the run began"])
     objects.faults.choose = lambda *_: None
     assert objects.content("out/rank_1") == {"checkpoint_1.ckpt": theirs}
 
@@ -289,7 +289,7 @@ def test_a_run_declared_dead_stops_writing(objects: Objects, saved: World, monke
                     objects.client.delete_object(Bucket=objects.bucket, Key=key)
 
     objects.faults.choose = choose
-    fails(1, "convert", saved.src, objects.path("out"), *cuts(saved), "--jobs", 1, says=["another run removed"])
+    fails(1, "convert", saved.src, objects.path("out"), *cuts(saved), "--jobs", 1, texts=["another run removed"])
     assert not objects.uploads()
     slept[0] = 0.0
     objects.faults.choose = lambda *_: None

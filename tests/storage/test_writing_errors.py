@@ -35,7 +35,7 @@ def test_the_exit_status_distinguishes_retryable_write_errors(
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(temporary, "create", create)
-    fails(3 if number in LASTING else 1, *commands[command], says=[shown, os.strerror(number)])
+    fails(3 if number in LASTING else 1, *commands[command], texts=[shown, os.strerror(number)])
 
 
 @pytest.mark.parametrize("number", [*LASTING[:2], *PASSING[2:]])
@@ -52,4 +52,4 @@ def test_the_exit_status_distinguishes_retryable_read_errors(
         return plain(name, *more, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(os, "open", failing)
-    fails(3 if number in LASTING else 1, *world.words(), says=["rank_1"])
+    fails(3 if number in LASTING else 1, *world.words(), texts=["rank_1"])

@@ -115,7 +115,7 @@ def test_one_command_converts_from_store_to_store(objects: Objects, tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    "key, status, says",
+    "key, status, texts",
     [
         ("s3://{bucket}-not/out", 3, "this object store has no bucket"),
         ("s3://", 2, "s3://: names no bucket"),
@@ -126,9 +126,9 @@ def test_one_command_converts_from_store_to_store(objects: Objects, tmp_path: Pa
 )
 @pytest.mark.parametrize("more", ["--verify", "--dry-run"])
 def test_missing_write_permission_is_an_error_before_reading(
-    key: str, status: int, says: str, more: str, objects: Objects
+    key: str, status: int, texts: str, more: str, objects: Objects
 ) -> None:
     dst = key.format(bucket=objects.bucket)
-    fails(status, "convert", *words(demo(*TO_DEMO), dst), more, says=[says])
+    fails(status, "convert", *words(demo(*TO_DEMO), dst), more, texts=[texts])
     assert {method for method, _ in objects.faults.asked} <= {"GET", "HEAD"}
     assert not objects.content()

@@ -133,8 +133,8 @@ def placed(layout: Layout) -> object:
 def test_layouts_that_depend_on_the_configuration_stay_undecided() -> None:
     """vocab_emb_dp leaves embedding and head whole: rules cannot derive that, and do not guess."""
     case = made_cases.load("20_llama_dp4mp2pp1")
-    says = "(?s)does not settle 2 parameters.*--set vocab_emb_dp=true or --set vocab_emb_dp=false"
-    with pytest.raises(StrategyError, match=says):
+    texts = "(?s)does not settle 2 parameters.*--set vocab_emb_dp=true or --set vocab_emb_dp=false"
+    with pytest.raises(StrategyError, match=texts):
         make_strategy(rules_named("llama"), case.model, case.target, "rules")
 
 
@@ -143,8 +143,8 @@ def test_built_in_rules_are_listed_and_printed() -> None:
     for name in builtin_names():
         assert f"{name} " in output
         assert done("strategy", "rules", name).out == rules_named(name).text
-    fails(3, "strategy", "rules", "lama", "--sizes", "mp=2", says=["lama"])
-    fails(3, "strategy", "make", "lama", "out.ckpt", "--shapes", "x", "--sizes", "mp=2", says=["Did you mean llama?"])
+    fails(3, "strategy", "rules", "lama", "--sizes", "mp=2", texts=["lama"])
+    fails(3, "strategy", "make", "lama", "out.ckpt", "--shapes", "x", "--sizes", "mp=2", texts=["Did you mean llama?"])
 
 
 @pytest.mark.skipif(not PANGU.is_file(), reason="the whole corpus is not on this machine")

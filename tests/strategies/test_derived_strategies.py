@@ -300,8 +300,8 @@ def test_derive_never_replaces_its_inputs(out: str, tmp_path: Path) -> None:
     before = source.read_bytes()
     src = source.parent if source.parent.name == "strategy" else tmp_path / "src.ckpt"
     words: Words = (src, source, "--shapes", shapes_of(one, tmp_path / "full.ckpt"), "--src-sizes", "dp=2,mp=4")
-    says = ["is a source of this strategy; it is not replaced"]
-    fails(3, "strategy", "derive", *words, "--dst-sizes", "mp=4", "--overwrite", says=says)
+    texts = ["is a source of this strategy; it is not replaced"]
+    fails(3, "strategy", "derive", *words, "--dst-sizes", "mp=4", "--overwrite", texts=texts)
     assert source.read_bytes() == before
 
 
@@ -310,7 +310,7 @@ def test_a_second_strategy_settles_undecided_layouts(tmp_path: Path) -> None:
     shapes = shapes_of(one, tmp_path / "full.ckpt")
     words: Words = (one.strategy, tmp_path / "out.ckpt", "--shapes", shapes, "--src-sizes", "mp=4")
     words = (*words, "--dst-sizes", "dp=4,mp=4")
-    failed = fails(3, "strategy", "derive", *words, says=["can mean 2 layouts", 'matrix = ["mp", "dp", "cp"]'])
+    failed = fails(3, "strategy", "derive", *words, texts=["can mean 2 layouts", 'matrix = ["mp", "dp", "cp"]'])
     also = ("--also", made_cases.load("10_dp2mp2pp2").strategy, "--also-sizes", "dp=2,mp=2,pp=2")
     done("strategy", "derive", *words, *also)
     done("strategy", "diff", other.strategy, tmp_path / "out.ckpt", "--exit-code")
@@ -334,19 +334,19 @@ def test_a_rule_file_states_stages_and_exceptions(tmp_path: Path) -> None:
     words = (*words, "--dst-sizes", other.sizes_text)
     stated = tmp_path / "stated.toml"
     fails(
-        3, "strategy", "derive", *words, says=["outside the layers is missing", "[pipeline]", "first = [", "last = ["]
+        3, "strategy", "derive", *words, texts=["outside the layers is missing", "[pipeline]", "first = [", "last = ["]
     )
     pipeline = '[pipeline]\nfirst = "*.embedding.*"\nlast = ["backbone.layernorm.*", "head.*"]\n'
     stated.write_text(pipeline)
-    says = ["whether the optimizer may shard them is unknown", "optimizer_shard = false"]
-    fails(3, "strategy", "derive", *words, "--rules", stated, says=says)
+    texts = ["whether the optimizer may shard them is unknown", "optimizer_shard = false"]
+    fails(3, "strategy", "derive", *words, "--rules", stated, texts=texts)
     stated.write_text(pipeline + '[[parameter]]\nmatch = "*"\noptimizer_shard = true\n')
     done("strategy", "derive", *words, "--rules", stated)
     done("strategy", "diff", other.strategy, tmp_path / "out.ckpt", "--exit-code")
 
 
 @pytest.mark.parametrize(
-    ("more", "says"),
+    ("more", "texts"),
     [
         (("--src-sizes", "dp=4,mp=2"), "no size explains"),
         (("--src-sizes", "dp=2,mp=2"), "has 8 devices in a stage, and dp=2,mp=2 are 4"),
@@ -355,11 +355,11 @@ def test_a_rule_file_states_stages_and_exceptions(tmp_path: Path) -> None:
         (("--src-sizes", "dp=2,mp=4", "--dst-sizes", "mp=8"), "is valid only for mp<=4"),
     ],
 )
-def test_impossible_sizes_are_refused(more: tuple[str, ...], says: str, tmp_path: Path) -> None:
+def test_impossible_sizes_are_refused(more: tuple[str, ...], texts: str, tmp_path: Path) -> None:
     one = made_cases.load("10_dp2mp4pp1")
     shapes = shapes_of(one, tmp_path / "full.ckpt")
     words: Words = (one.strategy, tmp_path / "out.ckpt", "--shapes", shapes, "--dst-sizes", "mp=2", *more)
-    fails(3, "strategy", "derive", *words, says=[says])
+    fails(3, "strategy", "derive", *words, texts=[texts])
     assert not (tmp_path / "out.ckpt").exists()
 
 
@@ -374,7 +374,7 @@ def test_printed_rules_mark_assumptions_and_make_the_compiled_strategy(tmp_path:
     words = (tmp_path / "model.toml", tmp_path / "out.ckpt", "--shapes", shapes, "--sizes")
     done("strategy", "make", *words, "mp=4")
     done("strategy", "diff", other.strategy, tmp_path / "out.ckpt", "--exit-code")
-    fails(3, "strategy", "make", *words, "mp=8", says=["is valid only for mp<=4", 'remove "mp<=4" from shown_for'])
+    fails(3, "strategy", "make", *words, "mp=8", texts=["is valid only for mp<=4", 'remove "mp<=4" from shown_for'])
 
 
 def test_without_shapes_divisibility_stays_undecided(tmp_path: Path) -> None:
@@ -384,8 +384,8 @@ def test_without_shapes_divisibility_stays_undecided(tmp_path: Path) -> None:
     (tmp_path / "model.toml").write_text(printed)
     shapes = shapes_of(other, tmp_path / "full.ckpt")
     words = (tmp_path / "model.toml", tmp_path / "out.ckpt", "--shapes", shapes)
-    says = ["2 parameters: 'model.tok_embeddings.embedding_weight', 'lm_head.weight'", 'map = ["mp?", "None"]']
-    fails(3, "strategy", "make", *words, "--sizes", "mp=4", says=says)
+    texts = ["2 parameters: 'model.tok_embeddings.embedding_weight', 'lm_head.weight'", 'map = ["mp?", "None"]']
+    fails(3, "strategy", "make", *words, "--sizes", "mp=4", texts=texts)
     done("strategy", "make", *words, "--sizes", "mp=8")
     done("strategy", "diff", one.strategy, tmp_path / "out.ckpt", "--exit-code")
 

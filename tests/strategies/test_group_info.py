@@ -42,7 +42,7 @@ def test_an_empty_restore_list_means_unknown(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "says"),
+    ("data", "texts"),
     [
         (b"", "it is empty"),
         (b"not protobuf", "not a group_info file"),
@@ -52,10 +52,10 @@ def test_an_empty_restore_list_means_unknown(tmp_path: Path) -> None:
         (field(1, field(1, b"\xff") + field(2, b"")) + field(2, b""), "not UTF-8"),
     ],
 )
-def test_other_files_are_refused_by_name(tmp_path: Path, data: bytes, says: str) -> None:
+def test_other_files_are_refused_by_name(tmp_path: Path, data: bytes, texts: str) -> None:
     path = tmp_path / "group_info.pb"
     path.write_bytes(data)
-    with pytest.raises(StrategyError, match=says) as caught:
+    with pytest.raises(StrategyError, match=texts) as caught:
         read_group_info(str(path))
     assert str(path) in str(caught.value)
     assert caught.value.file == str(path)

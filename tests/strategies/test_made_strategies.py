@@ -168,7 +168,7 @@ def test_parameters_without_a_rule_are_grouped_with_working_suggestions(tmp_path
     failed = fails(
         3,
         *making(tmp_path, rules, shapes, *options),
-        says=["6 parameters", "no rule fits (shape [8, 8])", 'match = ["layers.*.norm", "layers.*.wo"]'],
+        texts=["6 parameters", "no rule fits (shape [8, 8])", 'match = ["layers.*.norm", "layers.*.wo"]'],
     )
     lines = [line.strip() for line in failed.err.splitlines()]
     pasted = "\n".join(lines[lines.index("[[parameter]]") :][:3])
@@ -176,7 +176,7 @@ def test_parameters_without_a_rule_are_grouped_with_working_suggestions(tmp_path
 
 
 @pytest.mark.parametrize(
-    ("rules", "sizes", "says"),
+    ("rules", "sizes", "texts"),
     [
         (ONE_RULE, "dp=3,mp=4", "12 devices; MindSpore's compiler takes 1, 2, 4 or a multiple of 8"),
         (ONE_RULE, "dp=3,mp=4,pp=2", "ranks 0,4,8 as a group, which MindSpore's compiler refuses"),
@@ -206,9 +206,9 @@ def test_parameters_without_a_rule_are_grouped_with_working_suggestions(tmp_path
         ('[[parameter]]\nmatch = "*"\nmap = ["mp+cp", "None"]\n', "mp=4", "is not a product of sizes"),
     ],
 )
-def test_undecided_and_uncompilable_layouts_are_refused(rules: str, sizes: str, says: str, tmp_path: Path) -> None:
+def test_undecided_and_uncompilable_layouts_are_refused(rules: str, sizes: str, texts: str, tmp_path: Path) -> None:
     shapes = {f"layers.{layer}.w": (8, 8) for layer in range(2)}
-    fails(3, *making(tmp_path, rules, shapes, "--sizes", sizes, "--weights-only"), says=[says])
+    fails(3, *making(tmp_path, rules, shapes, "--sizes", sizes, "--weights-only"), texts=[texts])
     assert not (tmp_path / "out.ckpt").exists()
 
 
@@ -224,12 +224,12 @@ def test_rules_may_leave_irrelevant_settings_open(tmp_path: Path) -> None:
 def test_stages_of_parameters_outside_layers_are_required(tmp_path: Path) -> None:
     shapes = {"embed": (8, 8), **{f"layers.{layer}.w": (8, 8) for layer in range(5)}, "head": (8, 8)}
     options: Said = ("--sizes", "mp=4,pp=2", "--weights-only")
-    fails(2, *making(tmp_path, ONE_RULE, shapes, *options), says=["5 layers do not divide", "--layers-per-stage 3,2"])
+    fails(2, *making(tmp_path, ONE_RULE, shapes, *options), texts=["5 layers do not divide", "--layers-per-stage 3,2"])
     options = (*options, "--layers-per-stage", "2,3")
     fails(
         3,
         *making(tmp_path, ONE_RULE, shapes, *options),
-        says=["2 parameters outside the layers", 'first = ["embed", "'],
+        texts=["2 parameters outside the layers", 'first = ["embed", "'],
     )
     stages = '[pipeline]\nfirst = "embed"\nlast = "head"\n'
     done(*making(tmp_path, stages + ONE_RULE, shapes, *options))
@@ -259,13 +259,13 @@ def test_numbers_in_several_places_are_not_layers(tmp_path: Path) -> None:
     shapes = {f"{part}.{number}.w": (8, 8) for part in ("encoder", "decoder") for number in range(2)}
     options = ("--sizes", "mp=4,pp=2", "--weights-only")
     fails(
-        3, *making(tmp_path, ONE_RULE, shapes, *options), says=['layers = ["encoder.{layer}.*", "decoder.{layer}.*"]']
+        3, *making(tmp_path, ONE_RULE, shapes, *options), texts=['layers = ["encoder.{layer}.*", "decoder.{layer}.*"]']
     )
 
 
 def test_the_optimizer_is_required(tmp_path: Path) -> None:
     options = ("--sizes", "dp=2,mp=4", "--optimizer-shards", "-1", "--optimizer-threshold", "0")
-    fails(3, *making(tmp_path, ONE_RULE, {"w": (8, 8)}, *options), says=["no optimizer state", "--weights-only"])
+    fails(3, *making(tmp_path, ONE_RULE, {"w": (8, 8)}, *options), texts=["no optimizer state", "--weights-only"])
     done(*making(tmp_path, 'optimizer_states = ["adam_m", "adam_v"]\n' + ONE_RULE, {"w": (8, 8)}, *options))
     assert list(as_recorded(tmp_path / "out.ckpt")) == ["w", "adam_m.w", "adam_v.w"]
 
@@ -273,7 +273,7 @@ def test_the_optimizer_is_required(tmp_path: Path) -> None:
 def test_the_dtype_is_required_where_it_decides(tmp_path: Path) -> None:
     options = ("--sizes", "dp=2,mp=4", "--optimizer-shards", "-1", "--optimizer-threshold", "1", "--weights-only")
     shapes = {"small": (8, 4), "middle": (16, 32), "large": (64, 64)}
-    fails(3, *making(tmp_path, ONE_RULE, shapes, *options), says=["1 parameter: 'middle'", 'dtype = "Float32"'])
+    fails(3, *making(tmp_path, ONE_RULE, shapes, *options), texts=["1 parameter: 'middle'", 'dtype = "Float32"'])
     for dtype, sharded in (("Float32", True), ("fp32", True), ("bf16", True), ("Int8", False)):
         done(*making(tmp_path, f'dtype = "{dtype}"\n' + ONE_RULE, shapes, *options, "--overwrite"))
         actual = as_recorded(tmp_path / "out.ckpt")
@@ -290,13 +290,13 @@ def test_existing_output_is_refused_without_overwrite(tmp_path: Path) -> None:
     before = tree_bytes(tmp_path)
     done(*making(tmp_path, ONE_RULE, {"w": (8, 8)}, *options))
     assert tree_bytes(tmp_path) == before
-    fails(3, *making(tmp_path, ONE_RULE, {"v": (8, 8)}, *options), says=["exists with other content", "--overwrite"])
+    fails(3, *making(tmp_path, ONE_RULE, {"v": (8, 8)}, *options), texts=["exists with other content", "--overwrite"])
     (tmp_path / "out.ckpt").write_text("a letter")
-    fails(3, *making(tmp_path, ONE_RULE, {"w": (8, 8)}, *options, "--overwrite"), says=["it is not replaced"])
+    fails(3, *making(tmp_path, ONE_RULE, {"w": (8, 8)}, *options, "--overwrite"), texts=["it is not replaced"])
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "texts"),
     [
         ("set = 1", "set must be a list such as"),
         ('set = [{ map = ["None", "None"] }]', "must have one switch"),
@@ -305,15 +305,15 @@ def test_existing_output_is_refused_without_overwrite(tmp_path: Path) -> None:
         ('set = [{ a = true, map = "mp" }]', "map must be a list"),
     ],
 )
-def test_switches_without_effect_are_refused(options: str, says: str, tmp_path: Path) -> None:
+def test_switches_without_effect_are_refused(options: str, texts: str, tmp_path: Path) -> None:
     rules = ONE_RULE + options + "\n"
-    fails(3, *making(tmp_path, rules, {"w": (8, 8)}, "--sizes", "mp=4", "--weights-only"), says=[says])
+    fails(3, *making(tmp_path, rules, {"w": (8, 8)}, "--sizes", "mp=4", "--weights-only"), texts=[texts])
 
 
 def test_conditions_of_optimizer_shards_use_existing_sizes(tmp_path: Path) -> None:
     options = ("--sizes", "dp=2,mp=4", "--optimizer-shards", "-1", "--optimizer-threshold", "0", "--weights-only")
     rules = 'optimizer_shard = "tp<=2"\n' + ONE_RULE
-    fails(3, *making(tmp_path, rules, {"w": (8, 8)}, *options), says=["optimizer_shard: tp has no size"])
+    fails(3, *making(tmp_path, rules, {"w": (8, 8)}, *options), texts=["optimizer_shard: tp has no size"])
 
 
 def test_a_weight_whose_name_ends_like_another_is_not_optimizer_state(tmp_path: Path) -> None:
@@ -333,8 +333,8 @@ def test_a_suffix_of_most_weights_is_optimizer_state(tmp_path: Path) -> None:
 
 def test_optimizer_state_of_another_shape_does_not_get_the_layout_of_its_weight(tmp_path: Path) -> None:
     shapes = {"w": (8, 8), "exp_avg_sq_row.w": (8,)}
-    says = ["'exp_avg_sq_row.w'", "its cut is unknown", "--weights-only"]
-    fails(3, *making(tmp_path, ONE_RULE, shapes, "--sizes", "mp=4"), says=says)
+    texts = ["'exp_avg_sq_row.w'", "its cut is unknown", "--weights-only"]
+    fails(3, *making(tmp_path, ONE_RULE, shapes, "--sizes", "mp=4"), texts=texts)
     done(*making(tmp_path, ONE_RULE, shapes, "--sizes", "mp=4", "--weights-only"))
     assert set(as_recorded(tmp_path / "out.ckpt")) == {"w"}
 
@@ -348,7 +348,9 @@ def test_overwrite_removes_stages_of_another_strategy(out: str, tmp_path: Path) 
     done(*words, "mp=4,pp=4")
     done(*words, "mp=4,pp=4", "--overwrite")
     before = tree_bytes(tmp_path)
-    fails(3, *words, "mp=4,pp=2", "--overwrite", says=["2 strategy files that would be read as stages, too", "12.ckpt"])
+    fails(
+        3, *words, "mp=4,pp=2", "--overwrite", texts=["2 strategy files that would be read as stages, too", "12.ckpt"]
+    )
     assert tree_bytes(tmp_path) == before
     shutil.rmtree(tmp_path / "stages")
     done(*words, "mp=4,pp=2")
@@ -494,7 +496,7 @@ def test_axes_of_a_compiled_strategy_are_named_by_the_sizes_of_its_run() -> None
     assert "axis 1 of size 2: cuts dimension 0" in done(*words).out
     named = done(*words, "--sizes", case.sizes_text).out
     assert "ep of size 2: cuts dimension 0 in 2" in named and "dp*cp/ep of size 2: repeats" in named
-    fails(3, *words, "--sizes", "dp=2,mp=2", says=["has 8 devices in a stage"])
+    fails(3, *words, "--sizes", "dp=2,mp=2", texts=["has 8 devices in a stage"])
 
 
 def test_a_record_of_another_strategy_is_ignored(tmp_path: Path) -> None:

@@ -60,8 +60,8 @@ def test_sizes_are_read_from_a_configuration(tmp_path: Path) -> None:
     words: list[Argument] = ["strategy", "make", tmp_path / "rules.toml", tmp_path / "d.json", "--sizes", "mp=2"]
     words += ["--weights-only", "--shapes", hf]
 
-    fails(3, *words, "--names", "qwen3", says=["the rules need the size", "--config FILE"])
-    fails(2, *words, "--config", output, says=["--config needs --names"])
+    fails(3, *words, "--names", "qwen3", texts=["the rules need the size", "--config FILE"])
+    fails(2, *words, "--config", output, texts=["--config needs --names"])
     assert not (tmp_path / "d.json").exists()
     done(*words, "--names", "qwen3", "--config", output)
     assert json.loads((tmp_path / "d.json.made").read_text())["names"] == "qwen3"
@@ -94,7 +94,7 @@ def test_derive_uses_shapes_of_a_checkpoint_with_other_names(tmp_path: Path, fam
     done("strategy", "derive", old, tmp_path / "two.json", *words, "--shapes", hf, *named)
     assert layouts(tmp_path / "two.json") == layouts(tmp_path / "one.json")
     assert json.loads((tmp_path / "two.json.made").read_text())["names"] == family
-    fails(2, "strategy", "derive", old, tmp_path / "three.json", *words, *named, says=["--shapes is missing"])
+    fails(2, "strategy", "derive", old, tmp_path / "three.json", *words, *named, texts=["--shapes is missing"])
     fails(3, "strategy", "derive", old, tmp_path / "three.json", *words, "--shapes", hf)
     assert not (tmp_path / "three.json").exists()
 
@@ -104,12 +104,12 @@ def test_suggestions_for_hugging_face_names_and_switches_can_be_pasted(tmp_path:
     hf = write_huggingface(tmp_path / "hf", weights("qwen3"), config)
     words: list[Argument] = ["strategy", "make", "mcore", tmp_path / "d.ckpt", "--shapes", hf, "--sizes", "mp=2,pp=2"]
     words += ["--weights-only"]
-    for says, least in (("--names qwen3", "has names of another model code"), ("--set vocab_emb_dp=true", "settle")):
-        result = fails(3, *words, says=[says, least])
+    for texts, least in (("--names qwen3", "has names of another model code"), ("--set vocab_emb_dp=true", "settle")):
+        result = fails(3, *words, texts=[texts, least])
         assert "[[parameter]]\n" not in result.err
-        words += says.split()
-    for wrong, says in (("vocab=1", "known: vocab_emb_dp"), ("vocab_emb_dp=2", "true, false"), ("x", "NAME=VALUE")):
-        fails(2, *words, "--set", wrong, says=[says])
+        words += texts.split()
+    for wrong, texts in (("vocab=1", "known: vocab_emb_dp"), ("vocab_emb_dp=2", "true, false"), ("x", "NAME=VALUE")):
+        fails(2, *words, "--set", wrong, texts=[texts])
     done(*words)
     assert json.loads((tmp_path / "d.ckpt.made").read_text())["set"] == {"vocab_emb_dp": "true"}
 
@@ -117,4 +117,4 @@ def test_suggestions_for_hugging_face_names_and_switches_can_be_pasted(tmp_path:
 @pytest.mark.parametrize("size", ["vpp=2", "pp_interleave_num=2", "offset=1"])
 def test_settings_of_layers_are_not_sizes(size: str, tmp_path: Path) -> None:
     words: list[Argument] = ["strategy", "make", "mcore", tmp_path / "d.ckpt", "--shapes", tmp_path]
-    fails(2, *words, "--sizes", f"mp=2,{size}", says=[size.partition("=")[0], "--layers-per-stage"])
+    fails(2, *words, "--sizes", f"mp=2,{size}", texts=[size.partition("=")[0], "--layers-per-stage"])

@@ -157,12 +157,12 @@ def test_an_empty_list_means_unknown(tmp_path: Path) -> None:
 @pytest.mark.parametrize("place", ["ckpt_dir3", "rank_3", "checkpoints/rank_3"])
 def test_a_file_whose_list_lacks_its_own_rank_is_refused(tmp_path: Path, place: str) -> None:
     (path,) = write_infos(tmp_path, {place: [0, 4]})
-    fails(3, "replicas", "--group-info", path, says=[path, "rank 3"])
+    fails(3, "replicas", "--group-info", path, texts=[path, "rank 3"])
 
 
 def test_two_files_of_one_rank_that_differ_are_refused(tmp_path: Path) -> None:
     paths = write_infos(tmp_path, {"one/rank_0": [0, 4], "two/rank_0": [0, 2]})
-    fails(3, "replicas", "--group-info", *paths, says=[*paths, "rank 0", "one run"])
+    fails(3, "replicas", "--group-info", *paths, texts=[*paths, "rank 0", "one run"])
 
 
 def test_a_rank_over_the_limit_is_damage() -> None:
@@ -173,8 +173,8 @@ def test_a_rank_over_the_limit_is_damage() -> None:
 def test_a_strategy_for_a_group_info_file_and_the_reverse_are_named(tmp_path: Path) -> None:
     (info,) = write_infos(tmp_path, {"a": [0, 4]})
     strategy = write_strategy(tmp_path / "s", single({"w": layout([2], [0])}))
-    fails(3, "replicas", "--strategy", info, says=[info, "group_info"])
-    fails(3, "replicas", "--group-info", strategy, says=[strategy, "strategy"])
+    fails(3, "replicas", "--strategy", info, texts=[info, "group_info"])
+    fails(3, "replicas", "--group-info", strategy, texts=[strategy, "strategy"])
 
 
 @pytest.mark.parametrize("words", [[], ["--strategy", "none", "--group-info", "x"], ["x"], ["--strategy", "none", "x"]])

@@ -31,10 +31,10 @@ def read(directory: Path) -> Strategy:
     return read_strategy(str(directory))
 
 
-def refused(directory: Path, *says: str) -> StrategyError:
+def refused(directory: Path, *texts: str) -> StrategyError:
     with pytest.raises(StrategyError) as caught:
         read(directory)
-    for part in says:
+    for part in texts:
         assert part in str(caught.value)
     return caught.value
 
@@ -302,7 +302,7 @@ def test_files_of_stages_without_items_get_a_hint(tmp_path: Path) -> None:
             "opt_weight_shard_step": 0, "opt_weight_shard_size": 0,
         }}  # fmt: skip
         (tmp_path / f"stage{number}.json").write_text(json.dumps({"parallel_layout_item": layouts}))
-    fails(3, "strategy", "show", tmp_path, says=["disagree", "p0.w", "parallel_strategy_item, which these lack"])
+    fails(3, "strategy", "show", tmp_path, texts=["disagree", "p0.w", "parallel_strategy_item, which these lack"])
 
 
 def of_ranks(directory: Path) -> Path:

@@ -48,10 +48,10 @@ def only(tmp_path: Path, expected: dict[str, Any], name: str = "s.ckpt") -> Layo
     return read_one(write_strategy(tmp_path / name, 0, {"w": expected}))["w"]
 
 
-def refused(path: Path, *says: str) -> StrategyError:
+def refused(path: Path, *texts: str) -> StrategyError:
     with pytest.raises(StrategyError) as caught:
         read_strategy(str(path))
-    for part in (str(path), *says):
+    for part in (str(path), *texts):
         assert part in str(caught.value)
     assert caught.value.status == 3
     return caught.value

@@ -99,8 +99,8 @@ def test_each_pattern_is_checked_separately(adam: World) -> None:
 
 
 def test_an_empty_selection_lists_matching_patterns(adam: World) -> None:
-    says = ("nothing would be written", "--include 'lm_head.*' would match 1")
-    adam.refuses(3, *says, options=("--include", "lm-head.*"))
+    texts = ("nothing would be written", "--include 'lm_head.*' would match 1")
+    adam.refuses(3, *texts, options=("--include", "lm-head.*"))
 
 
 def test_a_pattern_that_matches_only_a_strategy_gives_no_warning(adam: World) -> None:
@@ -146,4 +146,4 @@ def test_a_filter_for_another_optimizer_gives_a_warning(adam: World) -> None:
 
 def test_filters_without_a_comparison_are_wrong_usage(adam: World) -> None:
     adam.convert("--checksum", "crc32")
-    fails(2, "verify", adam.dst, "--exclude", "adam_*", says=["--include and --exclude need --src or --replicas"])
+    fails(2, "verify", adam.dst, "--exclude", "adam_*", texts=["--include and --exclude need --src or --replicas"])

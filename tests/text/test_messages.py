@@ -190,7 +190,7 @@ def test_parameters_that_no_rank_can_provide_are_folded(tmp_path: Path) -> None:
         "--available",
         "0,1",
     ]
-    result = fails(3, *words, says=["that only source rank 2 held", "that only source rank 3 held"])
+    result = fails(3, *words, texts=["that only source rank 2 held", "that only source rank 3 held"])
     assert len(flat(result.err)) < 600
     assert json.loads(done(*words[:-2], "--json").out)["ranks"] == [0, 1, 2, 3]
 
@@ -202,7 +202,7 @@ def test_similar_differences_are_grouped_unless_verbose(tmp_path: Path) -> None:
     wrong = {name: value("wrong", (8, 4)) for name in LAYERS}
     write_tree(world.dst, cut_ranks(world.target, {**states(), **wrong}, COPIED), "rank_{rank}/checkpoint_{rank}.ckpt")
     words: list[Argument] = ["verify", world.dst, "--src", world.src, *world.words()[3:], "--quiet"]
-    result = fails(4, *words, says=["65 differences: this checkpoint must not be used"])
+    result = fails(4, *words, texts=["65 differences: this checkpoint must not be used"])
     assert "'model.layers.{0-31}.wo.weight' (32), 'model.layers.{0-31}.wq.weight' (32) on rank 0: differs" in result.out
     # Beside the contents, the names are in another order than was written.
     assert len(result.out.splitlines()) == 2

@@ -100,7 +100,7 @@ def test_rules_refuse_a_weight_named_like_state_that_they_do_not_list(tmp_path: 
     table = tmp_path / "table.toml"
     table.write_text('title = "t"\nsides = ["l", "r"]\n[[rule]]\nfrom = "bert.*"\nto = "model.*"\n')
     words: list[Argument] = ["convert", source, tmp_path / "out", "--to", "huggingface", "--names", table]
-    fails(3, *words, says=["linear.weight"])
+    fails(3, *words, texts=["linear.weight"])
     assert not (tmp_path / "out").exists() or not any((tmp_path / "out").glob("*.safetensors"))
 
 

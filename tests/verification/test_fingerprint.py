@@ -341,10 +341,10 @@ def test_unread_replicas_do_not_make_a_result_partial(world: World) -> None:
 
 def test_a_missing_slice_is_an_error(world: World) -> None:
     world.save(small_tensors(), ranks=[0, 1, 2])
-    fails(3, "fingerprint", world.src, "--strategy", world.old, says=["m.w", "rank 3"])
-    fails(3, "fingerprint", world.src, "--strategy", world.old, "--ranks", "0-3", says=["ranks 0-3"])
+    fails(3, "fingerprint", world.src, "--strategy", world.old, texts=["m.w", "rank 3"])
+    fails(3, "fingerprint", world.src, "--strategy", world.old, "--ranks", "0-3", texts=["ranks 0-3"])
     # What is left out plays no part in choosing the step, as in a conversion.
-    fails(3, "fingerprint", world.src, "--strategy", world.old, "--exclude", "m.*", says=["m.w", "rank 3"])
+    fails(3, "fingerprint", world.src, "--strategy", world.old, "--exclude", "m.*", texts=["m.w", "rank 3"])
 
 
 def test_lost_ranks_and_deduplicated_saves_keep_fingerprints(plain: World) -> None:
@@ -388,7 +388,7 @@ def test_stages_that_share_a_parameter_must_agree(tmp_path: Path) -> None:
     assert lines(done("fingerprint", tmp_path / "src", "--strategy", strategy))["w"]
     ranks[2] = {"w": value("other", (8, 6))}
     write_tree(tmp_path / "src", ranks)
-    fails(3, "fingerprint", tmp_path / "src", "--strategy", strategy, says=["w", "stages 0-1"])
+    fails(3, "fingerprint", tmp_path / "src", "--strategy", strategy, texts=["w", "stages 0-1"])
 
 
 def test_text_and_values_of_one_rank_are_listed_outside_the_total(tmp_path: Path) -> None:
@@ -423,13 +423,13 @@ def test_json_contains_every_slice(world: World) -> None:
 
 def test_contradictory_options_of_fingerprint_are_wrong_usage(world: World, tmp_path: Path) -> None:
     world.save(small_tensors())
-    fails(2, "fingerprint", says=["SRC"])
-    fails(2, "fingerprint", world.src, says=["--strategy", "none"])
-    fails(2, "fingerprint", world.src, "--strategy", world.old, "--ranks", "4", says=["rank 4", "4 ranks"])
-    fails(3, "fingerprint", "--merge", tmp_path / "none.json", says=["none.json", "does not exist"])
+    fails(2, "fingerprint", texts=["SRC"])
+    fails(2, "fingerprint", world.src, texts=["--strategy", "none"])
+    fails(2, "fingerprint", world.src, "--strategy", world.old, "--ranks", "4", texts=["rank 4", "4 ranks"])
+    fails(3, "fingerprint", "--merge", tmp_path / "none.json", texts=["none.json", "does not exist"])
     for number, content in enumerate([b"", b"{}", b"[]", b"\xff", b'{"version": "reshard-1", "parameters": 3}']):
         (tmp_path / f"{number}.json").write_bytes(content)
-        fails(3, "fingerprint", "--merge", tmp_path / f"{number}.json", says=[f"{number}.json", "is not a result"])
+        fails(3, "fingerprint", "--merge", tmp_path / f"{number}.json", texts=[f"{number}.json", "is not a result"])
 
 
 # Merging.
@@ -443,7 +443,7 @@ def result(**changes: Any) -> Fingerprints:
 
 
 @pytest.mark.parametrize(
-    ("other", "says"),
+    ("other", "texts"),
     [
         (result(slices={(0, ((0, 4), (0, 6))): 7}), r"w.*\[0, 4\].*stage 0"),
         (result(dtype="Int32"), "w.*type"),
@@ -452,10 +452,10 @@ def result(**changes: Any) -> Fingerprints:
         (Fingerprints(values={"w": {0: ValueSum("Float32", (8, 6), 5)}}), "w.*strategy"),
     ],
 )
-def test_contradictory_results_are_refused(other: Fingerprints, says: str) -> None:
+def test_contradictory_results_are_refused(other: Fingerprints, texts: str) -> None:
     mine = result()
     mine.merge(result())
-    with pytest.raises(InputError, match=says):
+    with pytest.raises(InputError, match=texts):
         mine.merge(other)
 
 

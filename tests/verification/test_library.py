@@ -46,7 +46,7 @@ def test_verify_finds_a_mistake_common_to_writer_and_reader(
         monkeypatch.setitem(SAFETENSORS_NAMES, one, {"Float16": "F16", "BFloat16": "BF16"}[other])
         monkeypatch.setitem(FROM_SAFETENSORS, {"Float16": "F16", "BFloat16": "BF16"}[one], other)
     message = ["the safetensors library reads", "'m.w'", "'w'"]
-    fails(4, "convert", *words(form, world), "--verify", "--checksum", "crc32", says=message)
+    fails(4, "convert", *words(form, world), "--verify", "--checksum", "crc32", texts=message)
     assert message[0] in fails(4, "verify", world.dst).out
 
 

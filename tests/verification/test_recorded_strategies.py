@@ -31,7 +31,7 @@ def test_verify_reads_strategies_from_records(converted: World) -> None:
     data = bytearray(path.read_bytes())
     data[-3] ^= 1
     path.write_bytes(data)
-    fails(4, *verify(converted), says=["must not be used"])
+    fails(4, *verify(converted), texts=["must not be used"])
 
 
 def test_typed_strategies_override_recorded_ones(converted: World) -> None:
@@ -42,23 +42,23 @@ def test_typed_strategies_override_recorded_ones(converted: World) -> None:
     shutil.move(converted.old, moved)
     assert f"--dst-strategy {converted.new}\n" in done(*verify(converted, "--src-strategy", moved)).err
     other = write_strategy(converted.root / "other", single({"w": layout([2], [0, -1])}))
-    fails(4, *verify(converted, "--src-strategy", moved, "--dst-strategy", other), says=["must not be used"])
+    fails(4, *verify(converted, "--src-strategy", moved, "--dst-strategy", other), texts=["must not be used"])
 
 
 def test_a_missing_or_changed_recorded_strategy_is_an_error(converted: World) -> None:
     content = converted.new.read_bytes()
     converted.new.write_bytes(converted.old.read_bytes())
-    fails(2, *verify(converted), says=["--dst-strategy is missing", converted.new, "has changed"])
+    fails(2, *verify(converted), texts=["--dst-strategy is missing", converted.new, "has changed"])
     converted.new.unlink()
-    fails(2, *verify(converted), says=["--dst-strategy is missing", converted.new, "does not exist"])
+    fails(2, *verify(converted), texts=["--dst-strategy is missing", converted.new, "does not exist"])
     converted.new.write_bytes(content)
     shutil.rmtree(converted.dst / ".reshard")
-    fails(2, *verify(converted), says=["--src-strategy and --dst-strategy are missing"])
+    fails(2, *verify(converted), texts=["--src-strategy and --dst-strategy are missing"])
 
 
 def test_a_missing_directory_is_reported_before_a_missing_strategy(converted: World) -> None:
     shutil.rmtree(converted.dst)
-    fails(3, *verify(converted), says=[f"{converted.dst}: does not exist"])
+    fails(3, *verify(converted), texts=[f"{converted.dst}: does not exist"])
 
 
 def test_other_forms_require_no_typed_strategy(world: World, tmp_path: Path) -> None:

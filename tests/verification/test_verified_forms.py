@@ -43,10 +43,10 @@ def make(form: str, world: World, *options: Argument) -> Path:
     return path
 
 
-def differs(*arguments: Argument, says: Sequence[str]) -> None:
-    """Run one command, which must find a difference that it describes with every text of `says`."""
+def differs(*arguments: Argument, texts: Sequence[str]) -> None:
+    """Run one command, which must find a difference that it describes with every text of `texts`."""
     output = fails(4, *arguments).out
-    for text in says:
+    for text in texts:
         assert text in output, output
 
 
@@ -64,7 +64,7 @@ def test_every_pair_of_forms_verifies(first: str, second: str, world: World) -> 
     done("verify", two, "--src", one, *source, *laid_out(second, world))
     done("verify", one, "--src", world.src, *words(first, world))
     done("verify", one)
-    fails(2, "verify", two, says=["checksums"])
+    fails(2, "verify", two, texts=["checksums"])
 
 
 # Files that the tests themselves can change.
@@ -104,7 +104,7 @@ def test_verification_needs_of_the_source_what_the_target_holds(
             (path, name) for path in weights(world.dst) for name in read_checkpoint(path) if name in ("w", "model.w")
         )
         flip(path, name)
-        differs("verify", world.dst, "--src", world.src, *words(form, world), says=[f"'{name}'"])
+        differs("verify", world.dst, "--src", world.src, *words(form, world), texts=[f"'{name}'"])
 
 
 def change(path: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
@@ -180,7 +180,7 @@ def test_finishing_files_that_contradict_the_directory_are_found(form: str, worl
     shutil.rmtree(target)
     shutil.copytree(whole, target)
     shutil.copy(weights(target)[0], weights(target)[0].with_name("left-over.safetensors"))
-    differs("verify", target, says=["left-over.safetensors", "not of this conversion"])
+    differs("verify", target, texts=["left-over.safetensors", "not of this conversion"])
 
 
 @pytest.mark.parametrize("form", FINISHED)
@@ -202,7 +202,7 @@ def test_finishing_files_are_compared_with_the_files_without_a_manifest(form: st
         document = json.loads(path.read_text())
         del document["weight_map"]["v"]
     path.write_text(json.dumps(document))
-    differs("verify", target, "--src", world.src, *words(form, world), says=["'v'"])
+    differs("verify", target, "--src", world.src, *words(form, world), texts=["'v'"])
 
 
 def test_layouts_other_than_the_target_strategy_gives_are_found(world: World) -> None:
@@ -212,16 +212,16 @@ def test_layouts_other_than_the_target_strategy_gives_are_found(world: World) ->
         single({"w": layout([2], [0, -1]), "v": layout([2], [-1]), "m.w": layout([2], [0, -1])}),
     )
     options: list[Argument] = ["--src-strategy", world.old, "--dst-strategy", other]
-    differs("verify", target, "--src", world.src, *options, says=["'w'", "[1, 2]", "[2, 1]"])
+    differs("verify", target, "--src", world.src, *options, texts=["'w'", "[1, 2]", "[2, 1]"])
 
 
 def test_parts_of_a_form_are_not_verified_alone(world: World) -> None:
     world.save(FULL)
     options: list[Argument] = ["--src-strategy", world.old, "--to", "unified"]
     for part in (["--ranks", "0"], ["--shard", "1/2"]):
-        fails(2, "convert", world.src, world.dst, *options, *part, "--verify", says=["--verify", "verify DST --src"])
+        fails(2, "convert", world.src, world.dst, *options, *part, "--verify", texts=["--verify", "verify DST --src"])
     done("convert", world.src, world.dst, *options)
-    fails(2, "verify", world.dst, "--ranks", "0", "--src", world.src, "--src-strategy", world.old, says=["--ranks"])
+    fails(2, "verify", world.dst, "--ranks", "0", "--src", world.src, "--src-strategy", world.old, texts=["--ranks"])
 
 
 def test_missing_files_beside_hugging_face_weights_are_found(world: World) -> None:
@@ -232,7 +232,7 @@ def test_missing_files_beside_hugging_face_weights_are_found(world: World) -> No
     result = done("verify", world.dst, "--src", source)
     warns(result, "config.json")
     (world.dst / "config.json").unlink()
-    differs("verify", world.dst, "--src", source, says=["config.json", "missing"])
+    differs("verify", world.dst, "--src", source, texts=["config.json", "missing"])
 
 
 def test_a_checkpoint_has_one_fingerprint_in_all_forms(world: World) -> None:
@@ -251,8 +251,8 @@ def test_a_checkpoint_has_one_fingerprint_in_all_forms(world: World) -> None:
         assert files > 1
         merged = done("fingerprint", *[word for part in parts for word in ("--merge", part)])
         assert merged.out == output, form
-        fails(2, "fingerprint", target, "--strategy", world.new, says=["needs no strategy"])
-        fails(2, "fingerprint", target, "--ranks", files, says=[f"file {files}", "out of range"])
+        fails(2, "fingerprint", target, "--strategy", world.new, texts=["needs no strategy"])
+        fails(2, "fingerprint", target, "--ranks", files, texts=[f"file {files}", "out of range"])
         for path in [path for path in weights(target) if "w" in read_checkpoint(path)][:1]:
             flip(path, "w")
             assert done("fingerprint", target).out != output
@@ -263,7 +263,7 @@ def test_copies_in_files_of_checkpoint2_are_compared(tmp_path: Path) -> None:
     source = tmp_path / "checkpoint"
     shutil.copytree(CORPUS2 / "a01_dp2mp2" / "checkpoint", source)
     assert "copies do not differ" in done("verify", source, "--replicas").err
-    fails(2, "verify", source, "--replicas", "--strategy", "none", says=["rank tree"])
+    fails(2, "verify", source, "--replicas", "--strategy", "none", texts=["rank tree"])
     path = weights(source)[-1]
     path.chmod(0o644)
     name = next(name for name, value in read_checkpoint(path).items() if value.array.size > 4)
@@ -291,5 +291,5 @@ def test_slices_taken_from_the_wrong_place_are_found(
         *to(form, world),
         *in_safetensors(form),
         "--verify",
-        says=["differs from the source"],
+        texts=["differs from the source"],
     )

@@ -280,7 +280,7 @@ def test_an_incomplete_source_is_an_error(models: Models) -> None:
     models.convert(*models.names)
     for rank in (1, 3):
         shutil.rmtree(models.src / f"rank_{rank}")
-    fails(3, *models.verify(*models.names), says=["model.gate", "ranks 1,3"])
+    fails(3, *models.verify(*models.names), texts=["model.gate", "ranks 1,3"])
 
 
 # The recorded names and types of a directory.
@@ -289,7 +289,7 @@ def test_an_incomplete_source_is_an_error(models: Models) -> None:
 def test_without_records_rules_must_be_typed(models: Models) -> None:
     models.convert(*models.names, "--cast", "BFloat16")
     shutil.rmtree(models.dst / ".reshard")
-    fails(2, *models.verify(), says=["other names or types", "--names", "--cast"])
+    fails(2, *models.verify(), texts=["other names or types", "--names", "--cast"])
     done(*models.verify(*models.names, "--cast", "BFloat16"))
     fails(4, *models.verify(*models.names))
     (models.dst / "reshard-manifest.json").unlink()
@@ -300,14 +300,14 @@ def test_a_changed_table_is_not_the_recorded_one(models: Models) -> None:
     models.convert(*models.names)
     done(*models.verify())
     models.rules.write_text(RULES.replace('["model.gate", "model.up"]', '["model.up", "model.gate"]'))
-    fails(2, *models.verify(), says=["these rules have changed since"])
+    fails(2, *models.verify(), texts=["these rules have changed since"])
     models.rules.unlink()
-    fails(2, *models.verify(), says=["rules.toml"])
+    fails(2, *models.verify(), texts=["rules.toml"])
 
 
 def test_names_without_a_source_are_wrong_usage(models: Models) -> None:
     models.convert(*models.names)
-    fails(2, "verify", models.dst, *models.names, says=["--src"])
+    fails(2, "verify", models.dst, *models.names, texts=["--src"])
 
 
 def test_tensors_that_are_only_renamed_are_compared(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -425,10 +425,10 @@ def test_a_cast_has_the_fingerprint_of_its_result(models: Models) -> None:
 
 def test_a_fingerprint_in_another_naming_requires_the_whole_source(models: Models) -> None:
     words: list[Argument] = ["fingerprint", models.src, "--strategy", models.old, *models.names]
-    fails(2, *words, "--ranks", "0", says=["--ranks"])
+    fails(2, *words, "--ranks", "0", texts=["--ranks"])
     for rank in (1, 3):
         shutil.rmtree(models.src / f"rank_{rank}")
-    fails(3, *words, says=["model.gate"])
+    fails(3, *words, texts=["model.gate"])
 
 
 # Memory.

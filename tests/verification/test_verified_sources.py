@@ -164,7 +164,7 @@ def test_a_part_missing_in_all_stages_is_reported_with_its_ranks(tmp_path: Path)
     converted(world, world.target, {name: full[name] for name in ("w", "own0")})
     lose(world, [0, 2])
     lost = "a missing slice, which one of ranks 0,2 should hold: 'w'"
-    fails(3, "fingerprint", world.src, "--strategy", world.old, says=[lost])
+    fails(3, "fingerprint", world.src, "--strategy", world.old, texts=[lost])
     result = world.verify()
     assert result.status == 3
     warns(result, lost)
@@ -307,7 +307,7 @@ def test_a_torn_save_marked_as_deduplicated_is_incomplete(tmp_path: Path) -> Non
     result = done("fingerprint", world.src, "--strategy", world.old)
     warns(result, "step 1_11 is not complete and is skipped", "step 1_10 is used")
     assert "c.w" in result.out
-    fails(3, "fingerprint", world.src, "--strategy", world.old, "--step", "1_11", says=["'c.w', 'd.w'", "rank 1"])
+    fails(3, "fingerprint", world.src, "--strategy", world.old, "--step", "1_11", texts=["'c.w', 'd.w'", "rank 1"])
 
 
 def test_a_target_without_the_parameters_of_a_torn_save_is_not_verified(tmp_path: Path) -> None:
@@ -335,7 +335,7 @@ def test_differing_files_of_one_stage_show_a_deduplicated_save(tmp_path: Path) -
     # From the remaining files of the other stage, b1 seems unsaved.
     lose(world, [3])
     converted(world, world.target, {name: full[name] for name in full if name != "b1"})
-    fails(3, "fingerprint", world.src, "--strategy", world.old, says=["rank 3 should hold: 'b1'"])
+    fails(3, "fingerprint", world.src, "--strategy", world.old, texts=["rank 3 should hold: 'b1'"])
     assert world.verify("--step", "1_10").status == 3
 
 

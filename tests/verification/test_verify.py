@@ -74,10 +74,10 @@ def test_without_checksums_comparing_headers_alone_requires_an_option(world: Wor
     world.convert()
     flip(world.dst / "rank_1" / "checkpoint_1.ckpt", "w")
     unchecked = {"differences": [], "unchecked_ranks": [0, 1]}
-    says = ["contents of ranks 0-1 were not compared", "no checksums", "--src", "--headers-only"]
-    assert "verified" not in fails(2, "verify", world.dst, says=says).err
-    assert fails(2, "verify", world.dst, "--json", says=says).json == unchecked
-    fails(2, "verify", world.dst, "--quiet", says=says)
+    texts = ["contents of ranks 0-1 were not compared", "no checksums", "--src", "--headers-only"]
+    assert "verified" not in fails(2, "verify", world.dst, texts=texts).err
+    assert fails(2, "verify", world.dst, "--json", texts=texts).json == unchecked
+    fails(2, "verify", world.dst, "--quiet", texts=texts)
     output = done("verify", world.dst, "--headers-only").err
     assert "contents of ranks 0-1 were not compared" in output and "verified" not in output
     assert done("verify", world.dst, "--headers-only", "--json").json == unchecked
@@ -99,7 +99,7 @@ def test_the_summary_states_the_comparison(world: World) -> None:
 
 def test_absent_copies_are_not_reported_as_verified(tmp_path: Path) -> None:
     rows, whole = layout([4], [0, -1]), layout([4], [-1, -1])
-    for names, says in (
+    for names, texts in (
         ("w", "warning: no two files hold the same slice of a parameter"),
         ("wv", "verified: copies do not differ; 1 parameter without copies"),
     ):
@@ -108,15 +108,15 @@ def test_absent_copies_are_not_reported_as_verified(tmp_path: Path) -> None:
         write_tree(tmp_path / names, cut_ranks(strategy, {name: value(name, (8, 6)) for name in names}, COPIED))
         words: list[Argument] = ["verify", tmp_path / names, "--replicas", "--strategy", old]
         output = done(*words).err
-        assert says in output and ("verified" in output) == ("v" in names)
+        assert texts in output and ("verified" in output) == ("v" in names)
         assert ("warning" in done(*words, "--quiet").err) == (names == "w")
-        fails(3, *words, "--include", "other.*", says=["nothing to compare"])
+        fails(3, *words, "--include", "other.*", texts=["nothing to compare"])
 
 
 def test_ranks_outside_the_manifest_are_wrong_usage(world: World) -> None:
     world.save(FULL)
     world.convert("--checksum", "crc32")
-    fails(2, "verify", world.dst, "--ranks", "1-3", says=["ranks 2-3", "out of range", "ranks 0-1"])
+    fails(2, "verify", world.dst, "--ranks", "1-3", texts=["ranks 2-3", "out of range", "ranks 0-1"])
 
 
 def test_a_modified_file_gives_a_warning_where_contents_are_not_compared(world: World) -> None:
@@ -127,7 +127,7 @@ def test_a_modified_file_gives_a_warning_where_contents_are_not_compared(world: 
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
-    fails(2, "verify", world.dst, says=["files of rank 1 have another time"])
+    fails(2, "verify", world.dst, texts=["files of rank 1 have another time"])
     assert world.verify().status == 4
 
 
@@ -153,7 +153,7 @@ def test_files_that_contradict_the_manifest_are_found(world: World, damage: str)
 def test_a_directory_without_a_manifest_cannot_be_verified_alone(world: World) -> None:
     world.save(FULL)
     world.by_rank(0)
-    fails(3, "verify", world.dst, says=["reshard-manifest.json"])
+    fails(3, "verify", world.dst, texts=["reshard-manifest.json"])
     assert world.verify("--ranks", "0").status == 0
     assert world.verify().status == 4
 
@@ -244,7 +244,7 @@ def test_contents_without_a_checksum_are_listed_with_their_ranks(world: World, w
         manifest["files"][rank]["crc32"] = None
     path.write_text(json.dumps(manifest))
     where = "contents of rank 0 were" if without == [0] else "contents of ranks 0-1 were"
-    fails(2, "verify", world.dst, says=[where])
+    fails(2, "verify", world.dst, texts=[where])
     assert reshard("verify", world.dst, "--ranks", "1").status == (2 if 1 in without else 0)
 
 

@@ -241,9 +241,9 @@ def test_view_replaces_only_its_own_pages(tmp_path: Path) -> None:
     for _ in range(2):
         done("view", DEMO / "src_checkpoints", "-o", page_)
     page_.write_text("<html>mine</html>")
-    fails(2, "view", DEMO / "src_checkpoints", "-o", page_, says=["is no page of reshard view", "-o FILE.html"])
+    fails(2, "view", DEMO / "src_checkpoints", "-o", page_, texts=["is no page of reshard view", "-o FILE.html"])
     assert page_.read_text() == "<html>mine</html>"
-    fails(2, "view", DEMO / "src_checkpoints", "-o", tmp_path / "page.svg", says=["has to end in .html"])
+    fails(2, "view", DEMO / "src_checkpoints", "-o", tmp_path / "page.svg", texts=["has to end in .html"])
 
 
 def test_a_page_that_is_not_named_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,7 +253,7 @@ def test_a_page_that_is_not_named_is_not_replaced(tmp_path: Path, monkeypatch: p
     before = page_.read_bytes()
     other = tmp_path / "src_checkpoints"
     shutil.copytree(DEMO / "src_checkpoints", other, ignore=shutil.ignore_patterns("rank_7"))
-    fails(2, "view", other, says=["src_checkpoints.html: exists", "to replace it: -o src_checkpoints.html"])
+    fails(2, "view", other, texts=["src_checkpoints.html: exists", "to replace it: -o src_checkpoints.html"])
     assert page_.read_bytes() == before
     done("view", other, "-o", page_)
     assert page_.read_bytes() != before

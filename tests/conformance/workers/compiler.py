@@ -21,7 +21,7 @@ operators there is a matrix of tokens and features, before the first a column of
 * ``mul``: features times the weight; inputs are data and weight.
 * ``experts``: a weight (experts, in, out); inputs are data in as many parts, and weight.
 
-Answers what the compiler wrote into ``file``: nothing, where it refuses, the error says why.
+Returns what the compiler wrote into ``file``; nothing if it refuses, and its error has the reason.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ _ours = ctypes.create_string_buffer(_HEADER.pack(len(_DEVICE), len(_DEVICE), 1 <
 
 
 def pretend_ascend() -> None:
-    """Make the compiler believe that it compiles for Ascend, which this build of MindSpore refuses to be told.
+    """Set the compiler's target to Ascend, which this build of MindSpore refuses as an option.
 
-    The context's string is pointed at another one. That it took effect is what MindSpore itself says afterwards.
+    The context's string is pointed at another one; MindSpore's own option has the new value afterwards.
     """
     context = MSContext.get_instance()
     start = ctypes.c_void_p.from_address(id(context) + object.__basicsize__).value
