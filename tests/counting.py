@@ -1,4 +1,4 @@
-"""Counts of opened source files."""
+"""Counts of opened files and of reads."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from reshard.checkpoints import FileHandles
-from reshard.storage import OpenFile
+from reshard.storage import LocalFile, OpenFile
 
 
 def count_opened(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
@@ -21,3 +21,16 @@ def count_opened(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
     monkeypatch.setattr(FileHandles, "open_file", counting)
     return counted
+
+
+def reads_of_local_files(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Bytes that each read asks for, from now to the end of the test."""
+    counts: list[int] = []
+    read = LocalFile.read
+
+    def counting(self: LocalFile, offset: int, count: int) -> bytes:
+        counts.append(count)
+        return read(self, offset, count)
+
+    monkeypatch.setattr(LocalFile, "read", counting)
+    return counts

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from reshard.storage import LocalFile
+from tests.counting import reads_of_local_files
 from tests.running import Argument, done, fails
 from tests.small import World, tensors
 
@@ -37,14 +37,7 @@ def words(world: World, model: Path, *more: Argument) -> list[Argument]:
 def test_files_beside_weights_are_copied_and_compared_in_blocks(
     world: World, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reads: list[int] = []
-    original = LocalFile.read
-
-    def read(self: LocalFile, offset: int, count: int) -> bytes:
-        reads.append(count)
-        return original(self, offset, count)
-
-    monkeypatch.setattr(LocalFile, "read", read)
+    reads = reads_of_local_files(monkeypatch)
     done(*words(world, model, "--verify"))
     for name in ("config.json", "vocabulary.dat", "empty.txt"):
         assert (world.dst / name).read_bytes() == (model / name).read_bytes()

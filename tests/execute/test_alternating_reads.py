@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from reshard.checkpoints import FileHandles
 from reshard.execute.reading import ExplicitReader
 from reshard.plan.pieces import StoredSlice
-from reshard.storage import LocalFile
 from reshard.storage.costs import REMOTE
+from tests.counting import reads_of_local_files
 from tests.layouts import examples
 
 FILES = 12
@@ -43,14 +43,7 @@ def read(reader: ExplicitReader, path: str, start: int, count: int) -> bytes:
 def test_alternating_reads_of_files_read_each_byte_about_once(
     files: int, contents: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    requests: list[int] = []
-    whole = LocalFile.read
-
-    def counted(self: LocalFile, offset: int, count: int) -> bytes:
-        requests.append(count)
-        return whole(self, offset, count)
-
-    monkeypatch.setattr(LocalFile, "read", counted)
+    requests = reads_of_local_files(monkeypatch)
     with FileHandles() as handles:
         reader = ExplicitReader(handles, STORAGE, window_bytes=1 << 20)
         for start in range(0, SIZE, SMALL):
