@@ -8,15 +8,16 @@ each box of a grid.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import cached_property
 from itertools import chain
-from typing import Any, Callable, NamedTuple, Optional, Protocol, TypeVar
+from typing import Any, Callable, Optional, Protocol, TypeVar
 
 import numpy.typing as npt
 
 from reshard.checkpoints.formats.dtypes import ITEM_SIZES
 from reshard.checkpoints.formats.tensors import CheckpointIndex
+from reshard.classes import NamedTuple, dataclass
 from reshard.errors import InputError, one_error
 from reshard.layout import Box, Grid, View
 from reshard.text.wording import step_words

@@ -10,10 +10,11 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from types import TracebackType
-from typing import NamedTuple, Optional
+from typing import Optional
 
 from reshard.checkpoints.decryption import DecryptedFiles, Decryption
 from reshard.checkpoints.placed import PlacedFile, Placement
+from reshard.classes import NamedTuple
 from reshard.errors import CheckpointError, ReshardError, RetryableError
 from reshard.storage import FileStatus, OpenFile, ReadableFile, store_of, too_long
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple, Optional
+from typing import Any, Optional
 
 import click
+
+from reshard.classes import NamedTuple
 
 # Launchers, by their variables of index and count.
 _LAUNCHERS = (

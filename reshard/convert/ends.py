@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
-from typing import Any, NamedTuple, Optional
+from typing import Any, Optional
 
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.decryption import decryption_of
+from reshard.classes import NamedTuple
 from reshard.convert.options import Options
 from reshard.defaults import DEFAULT_PREFIX, usable_cpus
 from reshard.errors import UsageError

@@ -11,10 +11,11 @@ import itertools
 import math
 import threading
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Optional
+from typing import Any, Optional
 
 import numpy as np
 
+from reshard.classes import NamedTuple
 from reshard.execute.casts import Cast, Overflowed, Words
 from reshard.execute.parts import SharedRows
 from reshard.execute.reading import ByteReader, Bytes

@@ -13,12 +13,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from functools import partial
-from typing import Any, Callable, NamedTuple, Optional, TypeVar
+from typing import Any, Callable, Optional, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from reshard.checkpoints import FileHandles
+from reshard.classes import NamedTuple
 from reshard.execute.casts import Overflowed
 from reshard.execute.filling import BlockFiller
 from reshard.execute.options import ExecutionOptions

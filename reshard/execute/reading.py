@@ -10,13 +10,14 @@ from __future__ import annotations
 import errno
 import mmap
 from collections import OrderedDict, deque
-from typing import NamedTuple, Optional, Protocol
+from typing import Optional, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from reshard.checkpoints import FileHandles, cut_short, reading_error
 from reshard.checkpoints.formats.tensors import file_ranges
+from reshard.classes import NamedTuple
 from reshard.errors import ReshardError, RetryableError
 from reshard.execute.casts import Overflowed, Words, cast_words
 from reshard.plan.pieces import StoredSlice

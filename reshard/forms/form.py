@@ -7,12 +7,13 @@ No code outside of this room compares the name of a form or the class of a check
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import Enum
-from typing import Callable, NamedTuple, Optional, Protocol, Union
+from typing import Callable, Optional, Protocol, Union
 
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor
+from reshard.classes import NamedTuple, dataclass
 from reshard.errors import CheckpointError, InputError
 from reshard.forms.target import TargetForm
 from reshard.layout import Layout

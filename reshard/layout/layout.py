@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, lru_cache
 from typing import Optional
 
 import numpy as np
 import numpy.typing as npt
 
+from reshard.classes import dataclass
 from reshard.errors import LayoutError
 from reshard.layout.grid import Box, Grid, place_of
 from reshard.text.wording import some_numbers

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple, Optional
+from dataclasses import field
+from typing import Optional
 
 import numpy as np
 
+from reshard.classes import NamedTuple, dataclass
 from reshard.errors import LayoutError
 from reshard.forms.ranks.holding import Holding
 from reshard.layout import Layout, Overlap, stand_in_shape

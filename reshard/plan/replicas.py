@@ -13,11 +13,11 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, Optional
+from typing import Optional
 
 import numpy as np
 
+from reshard.classes import NamedTuple, dataclass
 from reshard.errors import IncompleteSourceError, LayoutError, StrategyError
 from reshard.forms.ranks.holding import Holding
 from reshard.layout import Layout, Overlap, stand_in_shape, whole

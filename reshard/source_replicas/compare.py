@@ -12,12 +12,13 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import NamedTuple, Optional
+from typing import Optional
 
 import numpy as np
 
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import GlobalTensor
+from reshard.classes import NamedTuple
 from reshard.execute import ExecutionOptions, Progress
 from reshard.execute.reader import in_order
 from reshard.execute.reading import Bytes

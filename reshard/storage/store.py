@@ -11,8 +11,9 @@ from abc import abstractmethod
 from collections.abc import Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from typing import Callable, NamedTuple, Optional, Protocol
+from typing import Callable, Optional, Protocol
 
+from reshard.classes import NamedTuple
 from reshard.storage.costs import Storage
 
 

@@ -17,9 +17,10 @@ import hashlib
 import os
 import re
 import time
-from typing import NamedTuple, Optional
+from typing import Optional
 
 from reshard import signals
+from reshard.classes import NamedTuple
 from reshard.storage import directories
 
 _UNTOUCHED_SECONDS = 3600.0

@@ -11,10 +11,11 @@ import itertools
 import math
 from bisect import bisect_right
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import cached_property
 from typing import Optional
 
+from reshard.classes import dataclass
 from reshard.defaults import MAX_DEVICES
 from reshard.errors import LayoutError, UsageError
 from reshard.layout import Layout

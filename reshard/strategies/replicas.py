@@ -10,11 +10,11 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Optional
 
 import numpy as np
 
+from reshard.classes import dataclass
 from reshard.defaults import MAX_DEVICES
 from reshard.errors import StrategyError
 from reshard.layout.layout import IntArray, Layout

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Container
-from typing import NamedTuple
+
+from reshard.classes import NamedTuple
 
 ACCUMULATED_GRADIENTS = "accu_grads."
 """Begins the name of a parameter's accumulated gradients; the rest is the parameter's own name."""

@@ -9,8 +9,9 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import NamedTuple, Optional
+from typing import Optional
 
+from reshard.classes import NamedTuple
 from reshard.errors import LayoutError
 
 Box = tuple[tuple[int, int], ...]

@@ -32,11 +32,12 @@ import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from functools import cache
-from typing import Callable, NamedTuple, Optional
+from typing import Callable, Optional
 
 import numpy as np
 import numpy.typing as npt
 
+from reshard.classes import NamedTuple
 from reshard.verification.boxes import Box
 
 VERSION = "reshard-1"

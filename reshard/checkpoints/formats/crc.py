@@ -6,7 +6,7 @@ import threading
 import zlib
 from collections.abc import Iterable, Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor
-from typing import Callable, NamedTuple
+from typing import Callable
 
 from reshard.checkpoints.encrypted import DecryptedFile
 from reshard.checkpoints.files import FileHandles, reading, reading_error
@@ -14,6 +14,7 @@ from reshard.checkpoints.formats.ckpt_index import TRAILER_SIZE
 from reshard.checkpoints.formats.dtypes import INTEGERS, MAP_TENSOR
 from reshard.checkpoints.formats.tensors import CheckpointIndex, Tensor
 from reshard.checkpoints.placed import PlacedFile
+from reshard.classes import NamedTuple
 from reshard.errors import CheckpointError, DamagedCheckpointError
 from reshard.storage import ReadableFile, UnfitError, fill, opened_regular, read_range
 from reshard.storage.other_files import GCM

@@ -16,12 +16,13 @@ import json
 import math
 import string
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Callable, NamedTuple, Optional
+from typing import Any, Callable, Optional
 
 import numpy as np
 
 from reshard.checkpoints.checkpoint import GlobalTensor
 from reshard.checkpoints.formats.output import MINDSPORE_METADATA
+from reshard.classes import NamedTuple
 from reshard.errors import CheckpointError, LayoutError
 from reshard.forms.checkpoint2.iterations import METADATA, MODEL, OPTIMIZER, TRACKER, iteration_name
 from reshard.forms.ranks import FileNames

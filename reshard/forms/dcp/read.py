@@ -6,12 +6,13 @@ import os
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple, Optional
+from typing import Optional
 
 from reshard.checkpoints.checkpoint import StoredObject
 from reshard.checkpoints.formats.dtypes import ARCHIVES
 from reshard.checkpoints.formats.tensors import CheckpointIndex, Tensor, check_shape
 from reshard.checkpoints.placed import Placement, Stored
+from reshard.classes import NamedTuple
 from reshard.errors import CheckpointError, DamagedCheckpointError, InputError, UsageError, one_error
 from reshard.forms.chunks import Chunk, ChunkedCheckpoint, ChunkedTensor, chunked_checkpoint
 from reshard.forms.dcp.metadata import METADATA, ReadMetadata, Record, read_metadata

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple, Optional
+from typing import Any, Optional
 
 from reshard.checkpoints.formats.tensors import CheckpointIndex, Tensor
+from reshard.classes import NamedTuple
 from reshard.errors import CheckpointError, DamagedCheckpointError
 from reshard.storage.json_text import JsonError, parse_json
 from reshard.text.wording import quoted

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, cast
+from typing import cast
 
 from reshard.checkpoints.checkpoint import GlobalTensor
+from reshard.classes import NamedTuple
 from reshard.layout import Box, Grid, Layout
 from reshard.strategies import Stage
 

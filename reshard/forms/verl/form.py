@@ -7,7 +7,7 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Optional, Union, cast
+from typing import Optional, Union, cast
 
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import Checkpoint
@@ -16,6 +16,7 @@ from reshard.checkpoints.formats.archives import Archive
 from reshard.checkpoints.formats.dtypes import ARCHIVES
 from reshard.checkpoints.formats.tensors import CheckpointIndex, check_shape
 from reshard.checkpoints.placed import Placement, Stored
+from reshard.classes import NamedTuple
 from reshard.errors import CheckpointError, DamagedCheckpointError, InputError, one_error
 from reshard.forms.chunks import Chunk, ChunkedCheckpoint, ChunkedTensor, chunked_checkpoint, described, strategy_of
 from reshard.forms.form import Description, Form, FormOptions, Layouts, ReadRequest

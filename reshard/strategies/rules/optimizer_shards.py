@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple, Optional
+from typing import Optional
 
 import numpy as np
 import numpy.typing as npt
 
+from reshard.classes import NamedTuple
 from reshard.layout import Layout
 
 SERVER = 8
