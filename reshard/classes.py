@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+__all__ = ["NamedTuple", "dataclass"]
+
 if TYPE_CHECKING:
     from dataclasses import dataclass
     from typing import NamedTuple

@@ -19,8 +19,9 @@ from reshard.checkpoints.formats.pickles import Global, Pairs, PickledInstance, 
 from reshard.classes import NamedTuple
 from reshard.errors import CheckpointError
 from reshard.forms.chunk_files import ChunkFiles
-from reshard.forms.dcp.metadata import HYPER, METADATA, TORCH
-from reshard.forms.dcp.read import BACKEND, COMMON, DCP, HYPER_PARALLEL
+from reshard.forms.dcp.form import DCP, HYPER_PARALLEL, METADATA
+from reshard.forms.dcp.metadata import HYPER, TORCH
+from reshard.forms.dcp.read import BACKEND, COMMON
 from reshard.forms.form import WriteRequest
 from reshard.forms.target import FinishingFile
 from reshard.forms.writing import Selected
