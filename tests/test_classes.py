@@ -73,7 +73,7 @@ def outcome(function: Callable[..., Any], *args: Any, **named: Any) -> tuple[obj
         result = function(*args, **named)
     except Exception as error:
         return type(error), None
-    return type(result).__name__, dataclasses.asdict(result) if dataclasses.is_dataclass(result) else None
+    return type(result).__name__, dataclasses.asdict(result) if hasattr(result, "name") else None
 
 
 def test_fields_without_a_default_that_are_no_arguments_are_set_after_the_others() -> None:
@@ -131,7 +131,7 @@ class StandardRun(typing.NamedTuple):
 
 
 def test_a_named_tuple_behaves_as_the_standard_one() -> None:
-    assert Run(2) == StandardRun(2) == (2, 5) and Run(2).length == 3 and Run(2)._replace(stop=3) == (2, 3)
+    assert tuple(Run(2)) == tuple(StandardRun(2)) == (2, 5) and Run(2).length == 3 and Run(2)._replace(stop=3) == (2, 3)
     assert Run._fields == StandardRun._fields and Run._field_defaults == StandardRun._field_defaults
     assert repr(Run(1)) == "Run(start=1, stop=5)" and Run(1)._asdict() == StandardRun(1)._asdict()
     assert pickle.loads(pickle.dumps(Run(1, 2))) == Run(1, 2) and isinstance(pickle.loads(pickle.dumps(Run(1))), Run)

@@ -11,9 +11,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field
 from functools import cached_property
 from itertools import chain
-from typing import Any, Callable, Optional, Protocol, TypeVar
-
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Any, Callable, Optional, Protocol, TypeVar
 
 from reshard.checkpoints.formats.dtypes import ITEM_SIZES
 from reshard.checkpoints.formats.tensors import CheckpointIndex
@@ -21,6 +19,9 @@ from reshard.classes import NamedTuple, dataclass
 from reshard.errors import InputError, one_error
 from reshard.layout import Box, Grid, View
 from reshard.text.wording import step_words
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 V = TypeVar("V")
 
@@ -133,7 +134,7 @@ class StoredSlice(NamedTuple):
 ReadBytes = Callable[[StoredSlice, int, memoryview], None]
 """Fills a buffer with bytes of a stored slice, from an offset in it on."""
 
-CastWords = Callable[[npt.NDArray[Any], str], npt.NDArray[Any]]
+CastWords = Callable[["npt.NDArray[Any]", str], "npt.NDArray[Any]"]
 """Returns elements of Float32, as words, as words of a type."""
 
 

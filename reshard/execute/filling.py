@@ -11,14 +11,14 @@ import itertools
 import math
 import threading
 from collections.abc import Sequence
-from typing import Any, Optional
+from typing import Any, Optional, Union
 
 import numpy as np
+import numpy.typing as npt
 
-from reshard.classes import NamedTuple
 from reshard.execute.casts import Cast, Overflowed, Words
 from reshard.execute.parts import SharedRows
-from reshard.execute.reading import ByteReader, Bytes
+from reshard.execute.reading import ByteReader, byte_strides
 from reshard.layout import Box, Loop, Region, boxes_of_range, inside, intersection, placed, shape_of, volume_of
 from reshard.plan.pieces import StoredSlice, TargetTensor
 
@@ -38,52 +38,7 @@ _STRIP = 256
 _FAR = 1 << 62
 _BUFFERS = threading.local()
 
-
-class Run(NamedTuple):
-    """Bytes that are contiguous both in a stored slice and in a box of a target tensor.
-
-    Attributes:
-        offset: of its first byte in the box.
-        source: the slice.
-        start: of its first byte in the slice.
-        length: bytes.
-    """
-
-    offset: int
-    source: StoredSlice
-    start: int
-    length: int
-
-
-def runs_of_box(tensor: TargetTensor, block: Box) -> Optional[list[Run]]:
-    """The runs that make a box of a target tensor, counted from its own origin; None if other elements are in it."""
-    if tensor.padded or tensor.added is not None:
-        return None
-    box = placed(block, tensor.box)
-    runs = []
-    for piece in tensor.pieces:
-        common = intersection(piece.box, box)
-        if common is None:
-            continue
-        if piece.region is not None or piece.dtype is not None or piece.source.decoding is not None:
-            return None
-        if not (_is_contiguous(common, box) and _is_contiguous(common, piece.source.box)):
-            return None
-        offset, start = (_offset_in(common, outer) * tensor.item_size for outer in (box, piece.source.box))
-        runs.append(Run(offset, piece.source, start, volume_of(common) * tensor.item_size))
-    return runs or None
-
-
-def _is_contiguous(part: Box, box: Box) -> bool:
-    """Whether the elements of a part of a box follow each other in it."""
-    axis = next((axis for axis, (low, high) in enumerate(part) if high - low > 1), len(part))
-    return part[axis + 1 :] == box[axis + 1 :]
-
-
-def _offset_in(part: Box, box: Box) -> int:
-    """The number of the first element of a part in its box, in C order."""
-    strides = byte_strides(shape_of(box), 1)
-    return sum((low - first) * stride for (low, _), (first, _), stride in zip(part, box, strides))
+Bytes = npt.NDArray[np.uint8]
 
 
 class BlockFiller:
@@ -95,13 +50,15 @@ class BlockFiller:
         overflowed: counts elements that a cast made infinite.
     """
 
-    def __init__(self, reader: ByteReader, scratch: Bytes, overflowed: Overflowed = lambda name, count: None) -> None:
+    def __init__(
+        self, reader: ByteReader, scratch: memoryview, overflowed: Overflowed = lambda name, count: None
+    ) -> None:
         self._reader = reader
         self._overflowed = overflowed
         half = len(scratch) // 2
-        self._scratch = scratch[:half]
+        self._scratch = np.frombuffer(scratch[:half], np.uint8)
         # Shared rows and elements to cast: reading them uses the other half.
-        self._room = scratch[half:]
+        self._room = np.frombuffer(scratch[half:], np.uint8)
 
     def fill(self, tensor: TargetTensor, block: Box, out: memoryview) -> None:
         """Fill ``out`` with the elements of ``block``, in C order.
@@ -280,16 +237,6 @@ class BlockFiller:
         return [(*head, (first, min(first + rows, counts[axis])), *tail) for first in range(0, counts[axis], rows)]
 
 
-def byte_strides(shape: Sequence[int], item_size: int) -> list[int]:
-    """Strides of a C-order array in bytes."""
-    strides = []
-    stride = item_size
-    for size in reversed(shape):
-        strides.append(stride)
-        stride *= size
-    return strides[::-1]
-
-
 def span_of(counts: Sequence[int], strides: Sequence[int], item_size: int) -> int:
     """Bytes from the first byte of a region to its last, including gaps."""
     return sum((count - 1) * stride for count, stride in zip(counts, strides)) + item_size
@@ -305,7 +252,7 @@ def runs(counts: Sequence[int], strides: Sequence[int], item_size: int) -> int:
     return 1
 
 
-def gather(data: Bytes, counts: Sequence[int], strides: Sequence[int], out: Words) -> None:
+def gather(data: Union[memoryview, Bytes], counts: Sequence[int], strides: Sequence[int], out: Words) -> None:
     """Copy strided elements out of ``data``, whose first byte is the region's first.
 
     Args:

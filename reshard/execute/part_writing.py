@@ -11,9 +11,9 @@ from typing import Callable, Union
 
 from reshard.checkpoints import Data, FileHandles, Literal
 from reshard.checkpoints.formats.tensors import file_ranges
-from reshard.execute.filling import Run, runs_of_box
 from reshard.execute.parts import FilesPart, SharedRows
 from reshard.execute.reader import Worker
+from reshard.execute.reading import Run, runs_of_box
 from reshard.execute.writing import PartBuffer, TargetWriter
 from reshard.layout import boxes_of_range, volume_of
 from reshard.plan.pieces import TargetTensor
@@ -43,8 +43,7 @@ class PartWriter:
         wrote: Callable[[int], None],
         copied: Callable[[int], None],
     ) -> None:
-        self._filler = worker.filler
-        self._block = worker.block
+        self._worker = worker
         self._handles = handles
         self._stopped = stopped
         self._wrote = wrote
@@ -57,9 +56,10 @@ class PartWriter:
             UnwritableError: a file cannot be written, and no other could.
             ReshardError: a source file cannot be read.
         """
-        share = len(self._block) // len(writers)
+        block = self._worker.block
+        share = len(block) // len(writers)
         buffers = [
-            PartBuffer(self._block[number * share : (number + 1) * share], writer, offset)
+            PartBuffer(block[number * share : (number + 1) * share], writer, offset)
             for number, (writer, offset) in enumerate(zip(writers, part.offsets))
         ]
         for stretch in part.stretches:
@@ -96,7 +96,7 @@ class PartWriter:
                 if self._stopped():
                     return
                 count = volume_of(box) * tensor.item_size
-                self._filler.fill(tensor, box, buffer.reserve(count))
+                self._worker.fill(tensor, box, buffer.reserve(count))
                 if decoded:
                     buffer.flush()
                 self._wrote(count)
@@ -137,7 +137,7 @@ class PartWriter:
 
     def _write_shared(self, shared: SharedRows, buffers: Sequence[PartBuffer]) -> None:
         most = min(
-            self._filler.most_shared_rows(shared),
+            self._worker.filler.most_shared_rows(shared),
             *(buffer.size // row for buffer, row in zip(buffers, shared.row_bytes)),
         )
         if most < 1:
@@ -151,5 +151,5 @@ class PartWriter:
                 return
             count = volume_of(rows)
             rooms = [buffer.reserve(count * row) for buffer, row in zip(buffers, shared.row_bytes)]
-            self._filler.fill_shared(shared, rows, rooms)
+            self._worker.filler.fill_shared(shared, rows, rooms)
             self._wrote(sum(len(room) for room in rooms))

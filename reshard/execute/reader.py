@@ -7,27 +7,27 @@ where threads read ahead. Only verification has its own reader.
 from __future__ import annotations
 
 import contextlib
+import mmap
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from dataclasses import replace
-from functools import partial
-from typing import Any, Callable, Optional, TypeVar
-
-import numpy as np
-import numpy.typing as npt
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any, Callable, Optional, TypeVar
 
 from reshard.checkpoints import FileHandles
-from reshard.classes import NamedTuple
-from reshard.execute.casts import Overflowed
-from reshard.execute.filling import BlockFiller
 from reshard.execute.options import ExecutionOptions
-from reshard.execute.reading import Bytes, make_reader
+from reshard.execute.reading import ByteReader, make_reader, runs_of_box
 from reshard.layout import Box, boxes_of_range, placed, shape_of, volume_of
 from reshard.plan.pieces import TargetTensor
 
-Array = npt.NDArray[Any]
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from reshard.execute.casts import Overflowed
+    from reshard.execute.filling import BlockFiller
+
 _T = TypeVar("_T")
 _R = TypeVar("_R")
 
@@ -36,16 +36,40 @@ CHUNK_BYTES = 8 << 20
 _MIN_CHUNK_BYTES = 1 << 20
 
 
-class Worker(NamedTuple):
+class Worker:
     """Reads, for one thread at a time.
 
+    Args:
+        reader: reads stored bytes.
+        nbytes: bytes of each of its two buffers.
+        overflowed: counts elements that a cast made infinite.
+
     Attributes:
-        filler: fills boxes.
         block: a buffer for the owner of the worker.
     """
 
-    filler: BlockFiller
-    block: Bytes
+    def __init__(self, reader: ByteReader, nbytes: int, overflowed: Overflowed) -> None:
+        # Unused parts of these buffers are never touched, so they take no memory.
+        self._scratch, self.block = (memoryview(mmap.mmap(-1, nbytes)) for _ in range(2))
+        self._reader = reader
+        self._overflowed = overflowed
+
+    @cached_property
+    def filler(self) -> BlockFiller:
+        """Fills boxes whose elements are gathered or computed."""
+        # Imported late: NumPy takes longer to load than a small rank takes to copy.
+        from reshard.execute.filling import BlockFiller
+
+        return BlockFiller(self._reader, self._scratch, self._overflowed)
+
+    def fill(self, tensor: TargetTensor, box: Box, out: memoryview) -> None:
+        """Fill ``out`` with the elements of a box, in C order; see `BlockFiller.fill`."""
+        runs = runs_of_box(tensor, box)
+        if runs is None:
+            self.filler.fill(tensor, box, out)
+            return
+        for run in runs:
+            self._reader.read_into(run.source, run.start, out[run.offset : run.offset + run.length])
 
 
 class BoxReader:
@@ -122,9 +146,7 @@ class BoxReader:
             options.threads,
             self._count_overflow,
         )
-        # Unused parts of these buffers are never touched, so they take no memory.
-        scratch, block = (np.empty(options.block_bytes, np.uint8) for _ in range(2))
-        return Worker(BlockFiller(reader, scratch, self._count_overflow), block)
+        return Worker(reader, options.block_bytes, self._count_overflow)
 
     def _count_overflow(self, name: str, count: int) -> None:
         self.overflowed(name, count)
@@ -166,9 +188,9 @@ class BoxReader:
     def read_alone(self, tensor: TargetTensor, box: Box, out: memoryview) -> None:
         """As `read`, in this thread alone."""
         with self.worker() as worker:
-            worker.filler.fill(tensor, box, out)
+            worker.fill(tensor, box, out)
 
-    def gather(self, tensor: TargetTensor, box: Box, index: tuple[slice, ...], out: Array) -> None:
+    def gather(self, tensor: TargetTensor, box: Box, index: tuple[slice, ...], out: npt.NDArray[Any]) -> None:
         """Read selected elements of a box, also into an array that is not contiguous.
 
         Args:
@@ -180,12 +202,14 @@ class BoxReader:
         Raises:
             ReshardError: a file cannot be read, or was modified.
         """
+        import numpy as np
+
         with self.worker() as worker:
             nbytes = volume_of(box) * tensor.item_size
             # A single element may be a long text.
-            room = worker.block[:nbytes] if nbytes <= len(worker.block) else np.empty(nbytes, np.uint8)
-            worker.filler.fill(tensor, box, room.data)
-            out[...] = room.view(out.dtype).reshape(shape_of(box))[index]
+            room = worker.block[:nbytes] if nbytes <= len(worker.block) else memoryview(bytearray(nbytes))
+            worker.fill(tensor, box, room)
+            out[...] = np.ndarray(shape_of(box), out.dtype, room)[index]
 
     def close(self) -> None:
         """End the threads after their current tasks."""

@@ -10,21 +10,20 @@ from __future__ import annotations
 import errno
 import mmap
 from collections import OrderedDict, deque
-from typing import Optional, Protocol
-
-import numpy as np
-import numpy.typing as npt
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Optional, Protocol
 
 from reshard.checkpoints import FileHandles, cut_short, reading_error
 from reshard.checkpoints.formats.tensors import file_ranges
 from reshard.classes import NamedTuple
 from reshard.errors import ReshardError, RetryableError
-from reshard.execute.casts import Overflowed, Words, cast_words
-from reshard.plan.pieces import StoredSlice
+from reshard.layout import Box, intersection, placed, shape_of, volume_of
+from reshard.plan.pieces import StoredSlice, TargetTensor
 from reshard.storage import fill, is_read_only
 from reshard.storage.costs import LOCAL, Storage
 
-Bytes = npt.NDArray[np.uint8]
+if TYPE_CHECKING:
+    from reshard.execute.casts import Overflowed, Words
 
 # Bytes read through maps of all threads before their pages are released, so that resident memory stays flat.
 _RELEASE_AFTER = 64 << 20
@@ -89,7 +88,7 @@ class ByteReader(Protocol):
             RetryableError: the file vanished, shrank or cannot be read.
         """
 
-    def view(self, source: StoredSlice, start: int, length: int) -> Optional[Bytes]:
+    def view(self, source: StoredSlice, start: int, length: int) -> Optional[memoryview]:
         """The bytes in a memory map, or None where they have to be read."""
 
 
@@ -164,7 +163,7 @@ class ExplicitReader:
             size //= 2
         return size
 
-    def view(self, source: StoredSlice, start: int, length: int) -> Optional[Bytes]:
+    def view(self, source: StoredSlice, start: int, length: int) -> Optional[memoryview]:
         """None: nothing is mapped."""
         return None
 
@@ -204,7 +203,7 @@ class MappedReader:
         # A contiguous run is copied once in both ways, and a read avoids page faults.
         self._explicit.read_into(source, start, out)
 
-    def view(self, source: StoredSlice, start: int, length: int) -> Optional[Bytes]:
+    def view(self, source: StoredSlice, start: int, length: int) -> Optional[memoryview]:
         """The bytes in the map, or None if they are not contiguous in the file."""
         ranges = list(file_ranges(source.extents, start, length))
         if len(ranges) != 1:
@@ -216,7 +215,7 @@ class MappedReader:
         if offset + length > len(mapped):
             raise cut_short(source.path, source.rank)
         self._maps.look(length)
-        return np.frombuffer(mapped, dtype=np.uint8, count=length, offset=offset)
+        return memoryview(mapped)[offset : offset + length]
 
 
 class _Maps:
@@ -284,12 +283,14 @@ class ElementReader:
         if overflowed:
             self._overflowed(decoding.name, overflowed)
 
-    def view(self, source: StoredSlice, start: int, length: int) -> Optional[Bytes]:
+    def view(self, source: StoredSlice, start: int, length: int) -> Optional[memoryview]:
         """The bytes in a memory map, or None where they have to be read."""
         return None if source.decoding is not None else self._stored.view(source, start, length)
 
 
 def _from_float32(words: Words, dtype: str) -> Words:
+    from reshard.execute.casts import cast_words
+
     return cast_words(words, "Float32", dtype)
 
 
@@ -326,3 +327,60 @@ def unreadable(source: StoredSlice, error: Exception) -> ReshardError:
     return RetryableError(
         f"{source.path}: cannot be read (rank {source.rank}): {error}", file=source.path, rank=source.rank
     )
+
+
+class Run(NamedTuple):
+    """Bytes that are contiguous both in a stored slice and in a box of a target tensor.
+
+    Attributes:
+        offset: of its first byte in the box.
+        source: the slice.
+        start: of its first byte in the slice.
+        length: bytes.
+    """
+
+    offset: int
+    source: StoredSlice
+    start: int
+    length: int
+
+
+def runs_of_box(tensor: TargetTensor, block: Box) -> Optional[list[Run]]:
+    """The runs that make a box of a target tensor, counted from its own origin; None if other elements are in it."""
+    if tensor.padded or tensor.added is not None:
+        return None
+    box = placed(block, tensor.box)
+    runs = []
+    for piece in tensor.pieces:
+        common = intersection(piece.box, box)
+        if common is None:
+            continue
+        if piece.region is not None or piece.dtype is not None or piece.source.decoding is not None:
+            return None
+        if not (_is_contiguous(common, box) and _is_contiguous(common, piece.source.box)):
+            return None
+        offset, start = (_offset_in(common, outer) * tensor.item_size for outer in (box, piece.source.box))
+        runs.append(Run(offset, piece.source, start, volume_of(common) * tensor.item_size))
+    return runs or None
+
+
+def _is_contiguous(part: Box, box: Box) -> bool:
+    """Whether the elements of a part of a box follow each other in it."""
+    axis = next((axis for axis, (low, high) in enumerate(part) if high - low > 1), len(part))
+    return part[axis + 1 :] == box[axis + 1 :]
+
+
+def _offset_in(part: Box, box: Box) -> int:
+    """The number of the first element of a part in its box, in C order."""
+    strides = byte_strides(shape_of(box), 1)
+    return sum((low - first) * stride for (low, _), (first, _), stride in zip(part, box, strides))
+
+
+def byte_strides(shape: Sequence[int], item_size: int) -> list[int]:
+    """Strides of a C-order array in bytes."""
+    strides = []
+    stride = item_size
+    for size in reversed(shape):
+        strides.append(stride)
+        stride *= size
+    return strides[::-1]

@@ -10,9 +10,6 @@ import zlib
 from collections.abc import Iterable, Iterator
 from typing import Callable, Optional
 
-import numpy as np
-import numpy.typing as npt
-
 from reshard.classes import NamedTuple
 from reshard.errors import ReshardError, RetryableError, UnwritableError, UsageError
 from reshard.plan.pieces import TargetFile
@@ -308,10 +305,10 @@ class PartBuffer:
         offset: of the part in the file.
     """
 
-    def __init__(self, memory: npt.NDArray[np.uint8], writer: TargetWriter, offset: int) -> None:
+    def __init__(self, memory: memoryview, writer: TargetWriter, offset: int) -> None:
         self.size = len(memory)
         """Bytes that can be reserved at once."""
-        self._memory: memoryview = memory[:0].data if writer.mapped else memory.data
+        self._memory = memory[:0] if writer.mapped else memory
         self._used = 0
         self._offset = offset
         self.writer = writer

@@ -244,7 +244,7 @@ def _blocks(
             raws = []
             for target, worker, room in zip(targets, workers, rooms):
                 raw = room[: count * target.item_size]
-                worker.filler.fill(target, box, raw.data)
+                worker.fill(target, box, raw.data)
                 raws.append(raw)
                 unreported += len(raw)
             yield SweepBlock(first, raws)

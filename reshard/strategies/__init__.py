@@ -19,7 +19,7 @@ from reshard.strategies.model import (
     shards_of,
 )
 from reshard.strategies.one_file import GroupInfo, read_group_info, read_strategy_file
-from reshard.strategies.read import read_strategy, required_strategies
+from reshard.strategies.read import read_strategy, required_strategies, typed_strategy
 from reshard.strategies.written import merge_pipeline
 
 __all__ = [
@@ -40,4 +40,5 @@ __all__ = [
     "required_strategies",
     "rows_over",
     "shards_of",
+    "typed_strategy",
 ]

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from reshard.checkpoints import FileHandles
 from reshard.errors import RetryableError
-from reshard.execute.filling import BlockFiller, Run, put, runs_of_box
-from reshard.execute.reading import ByteReader, make_reader
+from reshard.execute.filling import BlockFiller, put
+from reshard.execute.reading import ByteReader, Run, make_reader, runs_of_box
 from reshard.layout import Box, boxes_of_range, intersection
 from reshard.plan.pieces import Piece, StoredSlice, TargetTensor
 from reshard.storage.costs import LOCAL, REMOTE, Storage, file_system_of
@@ -146,7 +146,7 @@ def test_a_tensor_is_the_same_through_any_reader_and_buffer_size(
     @given(st.data())
     def check(data: st.DataObject) -> None:
         tensor, expected = data.draw(tensors(tmp_path))
-        scratch = np.empty(data.draw(st.sampled_from([16, 40, 4096])), dtype=np.uint8)
+        scratch = memoryview(bytearray(data.draw(st.sampled_from([16, 40, 4096]))))
         most = max(1, data.draw(st.sampled_from([1, 16, 64, 1 << 20])) // tensor.item_size)
         out = b""
         with FileHandles() as handles:
@@ -167,7 +167,7 @@ def test_a_file_that_shrinks_is_an_error_that_names_it(storage: Storage, mapped:
     source = StoredSlice(str(path), 3, ((0, 128),), ((0, 16), (0, 8)))
     tensor = TargetTensor("w", 1, ((0, 16), (0, 4)), (Piece(source, ((0, 16), (0, 4))),))
     with FileHandles() as handles, pytest.raises(RetryableError, match=r"net-1_10\.ckpt.*rank 3"):
-        BlockFiller(reader(storage, mapped, handles), np.empty(4096, dtype=np.uint8)).fill(
+        BlockFiller(reader(storage, mapped, handles), memoryview(bytearray(4096))).fill(
             tensor, ((0, 16), (0, 4)), memoryview(bytearray(64))
         )
 

@@ -13,7 +13,6 @@ from reshard.checkpoints.files import FileHandles, reading, reading_error
 from reshard.checkpoints.formats.ckpt_index import TRAILER_SIZE
 from reshard.checkpoints.formats.dtypes import INTEGERS, MAP_TENSOR
 from reshard.checkpoints.formats.tensors import CheckpointIndex, Tensor
-from reshard.checkpoints.placed import PlacedFile
 from reshard.classes import NamedTuple
 from reshard.errors import CheckpointError, DamagedCheckpointError
 from reshard.storage import ReadableFile, UnfitError, fill, opened_regular, read_range
@@ -59,7 +58,10 @@ def check_crc(
     if not index.checkable and not index.archived:
         return CrcCheck(False, "no CRC is recorded")
     with reading(index.path), handles.borrow(index.path) as file:
-        if isinstance(file, PlacedFile):
+        if handles.has_places(index.path):
+            from reshard.checkpoints.placed import PlacedFile
+
+            assert isinstance(file, PlacedFile)
             return CrcCheck(True) if file.check(on_block) else CrcCheck(False, "its archives record none")
         if isinstance(file, DecryptedFile) and file.cipher == GCM:
             file.check(on_block)

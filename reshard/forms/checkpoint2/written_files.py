@@ -19,8 +19,6 @@ import struct
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Callable, Optional
 
-import numpy as np
-
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor
 from reshard.checkpoints.edited import stored_checkpoint
@@ -239,9 +237,7 @@ def _described(tensor: Described) -> dict[str, Any]:
     check_recordable(name, layout)
     plain = plain_layout(layout)
     grid = layout.grid(shape)
-    place = {
-        rank: at for number in range(layout.slice_count) for at, rank in enumerate(layout.holders(number).tolist())
-    }
+    place = {rank: at for number in range(layout.slice_count) for at, rank in enumerate(layout.holders(number))}
     return {
         "properties": {
             "dtype": dtype.lower(),
@@ -269,7 +265,7 @@ def _stored(tensor: Described) -> Iterator[tuple[str, Any]]:
     slices = tensor.layout.slice_of_rank
     for device, file in sorted(tensor.files.items()):
         number = int(slices[device])
-        group = [tensor.ranks[rank] for rank in tensor.layout.holders(number).tolist()]
+        group = [tensor.ranks[rank] for rank in tensor.layout.holders(number)]
         # Loaders expect Python's repr of this tuple.
         key = str((tensor.tensor.name, (number,)))
         yield key, [{"file_name": file, "storage_rank": tensor.ranks[device], "rank_group": group}]
@@ -342,7 +338,7 @@ def plain_layout(layout: Layout) -> PlainLayout:
         dimensions[0] += reversed(shard_axes)
     plain = PlainLayout(tuple(reversed(sizes)), tuple(map(tuple, dimensions)))
     equivalent = Layout(plain.device_matrix, plain.tensor_map)
-    if equivalent.cuts != layout.cuts or not np.array_equal(equivalent.slice_of_rank, layout.slice_of_rank):
+    if equivalent.cuts != layout.cuts or equivalent.slice_of_rank != layout.slice_of_rank:
         raise LayoutError(
             f"{layout.shards} optimizer shards over device matrix {list(layout.device_matrix)} and tensor map "
             f"{layout.map_text} has no equivalent device matrix and tensor map"
