@@ -11,7 +11,6 @@ import mmap
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Callable, Optional, TypeVar
@@ -21,8 +20,11 @@ from reshard.execute.options import ExecutionOptions
 from reshard.execute.reading import ByteReader, make_reader, runs_of_box
 from reshard.layout import Box, boxes_of_range, placed, shape_of, volume_of
 from reshard.plan.pieces import TargetTensor
+from reshard.threads import thread_pool, wait_for
 
 if TYPE_CHECKING:
+    from concurrent.futures import Executor, Future, ThreadPoolExecutor
+
     import numpy.typing as npt
 
     from reshard.execute.casts import Overflowed
@@ -110,7 +112,7 @@ class BoxReader:
         """Threads that read for others. Their tasks must not wait for the pool."""
         with self._change:
             if self._pool is None:
-                self._pool = ThreadPoolExecutor(self.threads, "reshard-read")
+                self._pool = thread_pool(self.threads, "reshard-read")
             return self._pool
 
     @contextlib.contextmanager
@@ -269,4 +271,4 @@ def in_order(
         for future in unfinished:
             future.cancel()
         # After this, no part may write to arrays of the caller.
-        wait(unfinished)
+        wait_for(unfinished)

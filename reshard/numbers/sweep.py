@@ -10,7 +10,6 @@ import contextlib
 import math
 import threading
 from collections.abc import Generator, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Callable, Optional, Protocol, TypeVar, Union
 
@@ -24,6 +23,7 @@ from reshard.execute.reader import in_order
 from reshard.layout import boxes_of_range, intersection, volume_of
 from reshard.opened import LazyTensor, OpenedCheckpoint
 from reshard.processes import Crew, Notify, may_fork, private_bytes, process_count
+from reshard.threads import thread_pool
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -164,7 +164,7 @@ def sweep(
             threads, work_on = min([most, *(checkpoint.reader.threads for checkpoint in checkpoints)]), work
         progress.begin(nbytes, "reading")
         stack.callback(progress.end)
-        pool = stack.enter_context(ThreadPoolExecutor(threads))
+        pool = stack.enter_context(thread_pool(threads))
         finished = in_order(pool, _chunks(items), lambda chunk: [partial(work_on, chunk)], _AHEAD * threads, stop=stop)
         for chunk, parts in finished:
             results[chunk.item] += parts

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Optional
 
@@ -19,6 +18,7 @@ from reshard.layout import boxes_of_range, placed, shape_of, volume_of
 from reshard.source_replicas.choice import Holder, ParameterGroup, Replicated
 from reshard.source_replicas.outcome import Tally
 from reshard.source_replicas.samples import ReplicaFiles
+from reshard.threads import thread_pool
 
 # Bytes of a tensor per part, and files that a thread compares with the first.
 _PART_BYTES = 64 << 20
@@ -74,7 +74,7 @@ class Everything:
         threads = self._execution.threads
         self._progress.begin(self._nbytes(), "comparing replicas")
         try:
-            with ThreadPoolExecutor(threads) as pool:
+            with thread_pool(threads) as pool:
                 results = in_order(
                     pool, self._parts(), lambda part: [partial(self._compare, part)], _AHEAD * threads, stop=self._stop
                 )

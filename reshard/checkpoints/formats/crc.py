@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import zlib
 from collections.abc import Iterable, Iterator
-from concurrent.futures import CancelledError, ThreadPoolExecutor
 from typing import Callable
 
 from reshard.checkpoints.encrypted import DecryptedFile
@@ -18,6 +17,7 @@ from reshard.errors import CheckpointError, DamagedCheckpointError
 from reshard.storage import ReadableFile, UnfitError, fill, opened_regular, read_range
 from reshard.storage.other_files import GCM
 from reshard.text.wording import plural, quoted
+from reshard.threads import thread_pool
 
 # MindSpore's CRC counts a 0-d integer of value N as N zero bytes, which it keeps in memory; so it cannot have written
 # a larger N, which would take longer than some seconds here.
@@ -95,6 +95,10 @@ class CrcChecks(NamedTuple):
             yield f"{paths[0]}: its CRC was not checked: {reason}{more}"
 
 
+class _Cancelled(Exception):
+    """Another check has failed."""
+
+
 def check_crcs(
     handles: FileHandles,
     indexes: Iterable[CheckpointIndex],
@@ -121,7 +125,7 @@ def check_crcs(
 
     def report_progress(count: int) -> None:
         if stop.is_set():
-            raise CancelledError
+            raise _Cancelled
         with progress_lock:
             on_block(count)
 
@@ -129,7 +133,7 @@ def check_crcs(
         try:
             report_progress(0)
             outcome = check_crc(handles, index, block_bytes, report_progress)
-        except CancelledError:
+        except _Cancelled:
             return
         except DamagedCheckpointError as error:
             checks.damaged[index.path] = error
@@ -137,7 +141,7 @@ def check_crcs(
         if not outcome.checked:
             checks.unchecked[index.path] = outcome.reason
 
-    with ThreadPoolExecutor(threads) as pool:
+    with thread_pool(threads) as pool:
         try:
             for future in [pool.submit(check, index) for index in indexes if index.checkable or index.archived]:
                 future.result()
