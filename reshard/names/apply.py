@@ -12,10 +12,9 @@ from reshard.layout.views import ZEROS, View
 from reshard.names.matching import Instance, InstanceKey, NameMatch, Side, SidedRule
 from reshard.names.misfits import Misfits, check_complete
 from reshard.names.model import NameRules
-from reshard.names.operations import TAKE, Shape, SizedOperation
+from reshard.names.operations import TAKE, Shape, SizedOperation, apply_all
 from reshard.names.options import Settled, settle, side_of
 from reshard.names.pattern import Pattern, SizedPattern
-from reshard.names.views import views_of
 from reshard.text.messages import listing
 from reshard.text.names import OTHER, WEIGHTS, is_value, kind_of, state_prefix
 from reshard.text.products import SizeError
@@ -297,17 +296,9 @@ class _Application:
         return shape_class
 
     def _sized(self, sided: SidedRule, shapes: tuple[Shape, ...]) -> _ShapeClass:
-        operations, notes = [], []
-        shapes_now = [*shapes]
-        for operation in sided.rule.in_direction(self.side.reverse):
-            sized = operation.sized(shapes_now, self.side.sizes)
-            shapes_now = sized.shapes
-            if sized.operation is not None:
-                operations.append(sized.operation)
-            if sized.note is not None:
-                notes.append(sized.note)
-        views = tuple(_needed(view, len(shapes)) for view in views_of(operations, shapes))
-        return _ShapeClass(tuple(operations), views, tuple(notes))
+        chain = apply_all(sided.rule.in_direction(self.side.reverse), shapes, self.side.sizes)
+        views = tuple(_needed(view, len(shapes)) for view in chain.views)
+        return _ShapeClass(chain.operations, views, chain.notes)
 
     def _add(
         self, sided: SidedRule, shape_class: _ShapeClass, names: tuple[str, ...], targets: tuple[str, ...]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Optional
 
-from reshard.names.operations import Operation, Stack, Unstack
+from reshard.names.operations import Operation, Stack
 from reshard.names.pattern import Pattern
 from reshard.names.sizes import ModelSize, config_value
 from reshard.text.products import Product
@@ -102,13 +102,7 @@ class NameRule:
     @property
     def stacked(self) -> frozenset[str]:
         """Numbers that only one side has."""
-        numbers = set()
-        for operation in self.operations:
-            if isinstance(operation, Stack):
-                numbers.add(operation.number)
-            elif isinstance(operation, Unstack):
-                numbers.add(operation.stack.number)
-        return frozenset(numbers)
+        return frozenset(operation.number for operation in self.operations if isinstance(operation, Stack))
 
     def in_direction(self, reverse: bool) -> tuple[Operation, ...]:
         """The operations from one side to the other, in execution order."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Callable, Optional, TypeVar
 
-from reshard.names.operations import Check, Join, Operation, Pad, Repeat, Reshape, Stack, TakeFirst, Transpose
+from reshard.names.operations import Check, Copy, Join, Operation, Pad, Reshape, Stack, Transpose
 from reshard.names.pattern import PatternError
 from reshard.names.sizes import product
 from reshard.storage.toml_tables import TomlFile, TomlKey, did_you_mean
@@ -197,17 +197,17 @@ class OperationReader:
         pad = Pad(self._dimension(dimension), self._product(table["size"]), self._product(table["multiple"]))
         return pad if kind == "pad" else pad.inverse()
 
-    def _copy(self) -> Repeat:
+    def _copy(self) -> Copy:
         if self._columns != 1 or self._right < 2:
             raise self._wrong("do: copy needs one tensor and several names in to")
         self._columns = self._right
-        return Repeat(self._right)
+        return Copy(self._right)
 
-    def _take(self) -> TakeFirst:
+    def _take(self) -> Copy:
         if self._columns < 2 or self._columns != self._left:
             raise self._wrong("do: take needs several tensors, all of them names in from")
         count, self._columns = self._columns, 1
-        return TakeFirst(count)
+        return Copy(count, inverted=True)
 
 
 def _joins(kind: str, inverse: bool) -> Callable[[OperationReader, Any, dict[str, Any]], Operation]:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from reshard.errors import NamesError
 from reshard.names.model import EITHER, FORWARD, NameRule, NameRules, Number, OptionCondition, TableOption
-from reshard.names.operations import Stack, Unstack
+from reshard.names.operations import Stack
 from reshard.names.operations_text import OperationReader, RuleFile
 from reshard.names.pattern import pattern
 from reshard.names.sizes import ModelSize
@@ -257,10 +257,9 @@ def _check_names(file: RuleFile, rule: NameRule, where: str, sizes: set[str]) ->
     if len(rule.stacked) > 1:
         raise file.wrong(where, "stacks more than one number")
     for operation in rule.operations:
-        if isinstance(operation, Stack) and operation.number not in left.numbers:
-            raise file.wrong(where, f"stacks {operation.number}, which its names in from do not have")
-        if isinstance(operation, Unstack) and operation.stack.number not in right.numbers:
-            raise file.wrong(where, f"unstacks {operation.stack.number}, which its names in to do not have")
+        if isinstance(operation, Stack) and operation.number not in (right if operation.inverted else left).numbers:
+            verb, side = ("unstacks", "to") if operation.inverted else ("stacks", "from")
+            raise file.wrong(where, f"{verb} {operation.number}, which its names in {side} do not have")
 
 
 def _condition(file: RuleFile, text: str, where: str, options: Sequence[TableOption]) -> OptionCondition:
