@@ -10,7 +10,7 @@ from typing import NamedTuple, Optional
 
 from reshard.layout.views import ZEROS, View
 from reshard.names.matching import Instance, InstanceKey, NameMatch, Side, SidedRule
-from reshard.names.misfits import Misfits, check_complete
+from reshard.names.misfits import Misfits, Reason, check_complete
 from reshard.names.model import NameRules
 from reshard.names.operations import TAKE, Shape, SizedOperation, apply_all
 from reshard.names.options import Settled, settle, side_of
@@ -18,7 +18,7 @@ from reshard.names.pattern import Pattern, SizedPattern
 from reshard.text.messages import listing
 from reshard.text.names import OTHER, WEIGHTS, is_value, kind_of, state_prefix
 from reshard.text.products import SizeError
-from reshard.text.wording import plural
+from reshard.text.wording import plural, quoted
 
 
 class NamedView(NamedTuple):
@@ -162,6 +162,7 @@ class _Application:
     views: dict[str, NamedView] = field(default_factory=dict)
     tied: list[tuple[str, str]] = field(default_factory=list)
     notes: dict[str, list[str]] = field(default_factory=dict)
+    repeated: dict[str, list[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         side = self.rules.sides[self.side.reverse]
@@ -190,7 +191,8 @@ class _Application:
                     self.problems.unmatched.append(name)
                 else:
                     count = self.side.counts[number] or 0
-                    self.problems.beyond[name] = (number, count, self.side.sizes.source)
+                    limit = f": {number} must be less than {count}, by {self.side.sizes.source}"
+                    self.problems.note(Reason("", limit), name)
 
     def _sort_state(self, name: str, prefix: str, base: str) -> None:
         if not (self.optimizer or self.rules.keeps_others):
@@ -208,8 +210,9 @@ class _Application:
         if not matches:
             return False
         if len(matches) > 1:
-            texts = [self._source_of(match).text for match in matches]
-            self.problems.ambiguous[name] = tuple(dict.fromkeys(texts))
+            texts = ", ".join(dict.fromkeys(quoted(self._source_of(match).text) for match in matches))
+            reason = Reason("", f" match more than one rule: {texts}", f" matches more than one rule: {texts}")
+            self.problems.note(reason, name)
             return True
         match = matches[0]
         rule = self.side.sided[match.key.rule].rule
@@ -217,7 +220,7 @@ class _Application:
             self.dropped.append(name)
             return True
         if prefix and rule.operations and self.shapes.get(fitting) != self.shapes[name]:
-            self.problems.other_shapes.append(name)
+            self.problems.note(Reason("state of another shape than its weight cannot follow it: "), name)
         self.instances.setdefault(match.key, Instance()).names[match.column, match.value] = name
         return True
 
@@ -233,7 +236,7 @@ class _Application:
                 continue
             shape_class = self._class(key.rule, sided, tuple(self.shapes[name] for name in names))
             if shape_class.error:
-                self.problems.unfit.setdefault(f"{sided.rule.where}: {shape_class.error}", []).append(names[0])
+                self.problems.note(Reason(f"{sided.rule.where}: {shape_class.error}: "), names[0])
                 continue
             targets = self._targets(key, sided, len(shape_class.views), names)
             if targets is not None:
@@ -241,6 +244,9 @@ class _Application:
         for name in self.unchanged:
             view = View.whole(0, self.shapes[name])
             self._add_step(AppliedStep("", (), (name,), (name,)), [((0,), view)])
+        for target, sources in self.repeated.items():
+            texts = ", ".join(map(quoted, dict.fromkeys(sources)))
+            self.problems.note(Reason("", f" would be made more than once: {texts}"), target)
         if self.rules.keeps_others:
             self._in_source_order()
 
@@ -278,7 +284,7 @@ class _Application:
         expected = 1 if sided.unstacked is None else self.side.counts.get(sided.unstacked)
         if remainder or (expected is not None and each != expected):
             problem = f"{sided.rule.where}: makes {each} of {{{sided.unstacked}}}, and by {self.side.sizes.source} "
-            self.problems.unfit.setdefault(f"{problem}there are {expected}", []).append(names[0])
+            self.problems.note(Reason(f"{problem}there are {expected}: "), names[0])
             return None
         return tuple(
             _named(key, sided, pattern, value, sided.unstacked) for pattern in sided.targets for value in range(each)
@@ -316,8 +322,7 @@ class _Application:
         for target, (needed, view) in zip(step.targets, views):
             sources = step.sources if needed is None else tuple(step.sources[number] for number in needed)
             if target in self.views:
-                sources_of_both = (*self.problems.twice.get(target, self.views[target].sources[:1]), *sources[:1])
-                self.problems.twice[target] = tuple(dict.fromkeys(sources_of_both))
+                self.repeated.setdefault(target, [*self.views[target].sources[:1]]).extend(sources[:1])
             self.views[target] = NamedView(target, sources, view)
 
     def _in_order(self) -> Iterator[InstanceKey]:

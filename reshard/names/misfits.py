@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Optional
+from typing import NamedTuple, Optional
 
 from reshard.errors import NamesError
 from reshard.names.matching import Instances, Side, SidedRule
@@ -20,6 +20,20 @@ _MOST_PATTERNS = 6
 
 Stars = tuple[str, ...]
 """The texts that stars match."""
+
+
+class Reason(NamedTuple):
+    """Why names do not fit: a sentence with the names between two texts.
+
+    Attributes:
+        before: the text before the names.
+        after: the text after them.
+        after_one: the text after a single name, if it differs.
+    """
+
+    before: str
+    after: str = ""
+    after_one: str = ""
 
 
 @dataclass
@@ -42,24 +56,26 @@ class Misfits:
     options: Mapping[str, str]
     names: Collection[str]
     unmatched: list[str] = field(default_factory=list)
-    beyond: dict[str, tuple[str, int, str]] = field(default_factory=dict)
-    ambiguous: dict[str, tuple[str, ...]] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
-    twice: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    cases: list[str] = field(default_factory=list)
-    unfit: dict[str, list[str]] = field(default_factory=dict)
-    other_shapes: list[str] = field(default_factory=list)
-    unused: dict[str, list[str]] = field(default_factory=dict)
+    reasons: dict[Reason, list[str]] = field(default_factory=dict)
 
     @property
     def missing_enough(self) -> bool:
         """Whether the count of missing names reached its limit."""
         return len(self.missing) >= MOST_MISSING
 
+    def note(self, reason: Reason, *names: str) -> None:
+        """Note names that do not fit for a reason; a reason without names is a whole sentence."""
+        self.reasons.setdefault(reason, []).extend(names)
+
     def note_unused(self, sided: SidedRule) -> None:
         """Note a rule that no name matches."""
         for source in sided.sources:
-            self.unused[source.pattern.text] = near_names(source.pattern.text, self.names)
+            text = source.pattern.text
+            number = re.search(r"\{.*?\}", text)
+            digits = f"; {number.group()} matches digits only, * matches any text" if number else ""
+            near = _suggested("did you mean", near_names(text, self.names))
+            self.note(Reason(f"no name matches {quoted(text)}{near}{digits}"))
 
     def check(self) -> None:
         """Refuse the checkpoint if there is a problem.
@@ -67,20 +83,10 @@ class Misfits:
         Raises:
             NamesError: lists all problems.
         """
-        lines = [*self._unmatched(), *self._beyond(), *self._missing(), *map(Message, self.cases)]
-        lines += self._by_patterns(self.ambiguous, "matches more than one rule", "match more than one rule")
-        lines += self._by_patterns(self.twice, "would be made more than once", "would be made more than once")
-        lines += [
-            joined("", [problem, ": ", listing(names)] if len(names) > 1 else [problem, f": {quoted(names[0])}"])
-            for problem, names in self.unfit.items()
-        ]
-        for pattern, near in self.unused.items():
-            suggestion = f"; did you mean {quoted(near[0])}?" if near else ""
-            number = re.search(r"\{.*?\}", pattern)
-            digits = f"; {number.group()} matches digits only, * matches any text" if number else ""
-            lines.append(Message(f"no name matches {quoted(pattern)}{suggestion}{digits}"))
-        if self.other_shapes:
-            lines.append("state of another shape than its weight cannot follow it: " + listing(self.other_shapes))
+        lines = [*self._unmatched(), *self._missing()]
+        for reason, names in self.reasons.items():
+            after = reason.after_one if reason.after_one and len(names) == 1 else reason.after
+            lines.append(joined("", [reason.before, listing(names), after]))
         if lines:
             headline = f"the rules {self.path} do not fit the checkpoint ({self.side}):"
             raise NamesError(block(headline, [joined("", ["  ", line]) for line in lines]), hint=self._hint())
@@ -107,44 +113,21 @@ class Misfits:
         rule = f'[[rule]]\n    {side} = "{_numbers_replaced(name, "*")}"\n    do = "drop"'
         return f"to skip tensors that the model does not need, add a rule to {table}:\n    {rule}"
 
-    def _unmatched(self) -> list[Message]:
-        lines = []
+    def _unmatched(self) -> Iterator[Message]:
         for names in _grouped(self.unmatched):
-            candidates = near_names(_numbers_replaced(names[0], "{number}"), self.patterns)
-            near = [name for name in candidates if name not in names]
-            suggestion = f"; did you mean {quoted(near[0])}?" if near else ""
-            lines.append("no rule matches " + listing(names) + suggestion)
-        return lines
+            near = near_names(_numbers_replaced(names[0], "{number}"), self.patterns)
+            yield "no rule matches " + listing(names) + _suggested("did you mean", near, names)
 
-    def _beyond(self) -> list[Message]:
-        groups: dict[tuple[str, int, str], list[str]] = {}
-        for name, limit in self.beyond.items():
-            groups.setdefault(limit, []).append(name)
-        return [
-            listing(names) + f": {number} must be less than {count}, by {source}"
-            for (number, count, source), names in groups.items()
-        ]
-
-    def _missing(self) -> list[Message]:
-        if not self.missing:
-            return []
+    def _missing(self) -> Iterator[Message]:
         more = " and perhaps more" if self.missing_enough else ""
-        lines = []
         for names in _grouped(self.missing):
-            near = near_names(names[0], self.unmatched)
-            suggestion = f"; is it {quoted(near[0])}?" if near else ""
-            lines.append("missing: " + listing(names) + more + suggestion)
-        return lines
+            yield "missing: " + listing(names) + more + _suggested("is it", near_names(names[0], self.unmatched))
 
-    @staticmethod
-    def _by_patterns(reasons_by_name: dict[str, tuple[str, ...]], singular: str, plural: str) -> list[Message]:
-        groups: dict[tuple[str, ...], list[str]] = {}
-        for name, patterns in reasons_by_name.items():
-            groups.setdefault(patterns, []).append(name)
-        return [
-            listing(names) + f" {singular if len(names) == 1 else plural}: {', '.join(map(quoted, patterns))}"
-            for patterns, names in groups.items()
-        ]
+
+def _suggested(question: str, near: Iterable[str], excluded: Collection[str] = ()) -> str:
+    """A question about the nearest name, if any."""
+    first = next((name for name in near if name not in excluded), None)
+    return "" if first is None else f"; {question} {quoted(first)}?"
 
 
 def _grouped(names: Collection[str]) -> list[list[str]]:
@@ -285,7 +268,7 @@ def _check_choice(
     for problem, places in wrong.items():
         shown = ", ".join(_shown(free, values) for values in places[:4])
         more = f" and {len(places) - 4} more" if len(places) > 4 else ""
-        problems.cases.append(f"{problem}{' for ' if free else ''}{shown if free else ''}{more}")
+        problems.note(Reason(f"{problem}{' for ' if free else ''}{shown if free else ''}{more}"))
 
 
 def _shown(free: tuple[str, ...], values: tuple[int, ...]) -> str:

@@ -60,7 +60,7 @@ class SizedOperation:
     count: int = 1
 
 
-class Step(NamedTuple):
+class AppliedOperation(NamedTuple):
     """The results of an operation.
 
     Attributes:
@@ -82,7 +82,7 @@ class Operation(ABC):
         """The inverse operation."""
 
     @abstractmethod
-    def apply(self, views: Sequence[View], sizes: ModelSizes) -> Step:
+    def apply(self, views: Sequence[View], sizes: ModelSizes) -> AppliedOperation:
         """The results for these operands.
 
         Args:
@@ -119,11 +119,11 @@ class Join(Operation):
         """See `Operation`."""
         return replace(self, inverted=not self.inverted)
 
-    def apply(self, views: Sequence[View], sizes: ModelSizes) -> Step:
+    def apply(self, views: Sequence[View], sizes: ModelSizes) -> AppliedOperation:
         """See `Operation`."""
         return self._split(views, sizes) if self.inverted else self._join(views, sizes)
 
-    def _join(self, views: Sequence[View], sizes: ModelSizes) -> Step:
+    def _join(self, views: Sequence[View], sizes: ModelSizes) -> AppliedOperation:
         per_column = len(views) // self.count
         operands = [views[number::per_column] for number in range(per_column)]
         for joined in operands:
@@ -139,7 +139,7 @@ class Join(Operation):
         if lengths != expected:
             raise SizeError(f"shapes {_shapes(views)} contradict {sizes.source}: {self._parts_text(expected)}")
         operation = self._sized(JOIN, lengths, sizes)
-        return Step([self._joined(joined, operation) for joined in operands], operation)
+        return AppliedOperation([self._joined(joined, operation) for joined in operands], operation)
 
     @staticmethod
     def _joined(views: Sequence[View], operation: SizedOperation) -> View:
@@ -149,7 +149,7 @@ class Join(Operation):
         grouped = [view.reshape(_resized(shape, dimension, groups, size)) for view, size in zip(views, operation.sizes)]
         return View.concat(grouped, dimension + 1).reshape(_resized(shape, dimension, groups * sum(operation.sizes)))
 
-    def _split(self, views: Sequence[View], sizes: ModelSizes) -> Step:
+    def _split(self, views: Sequence[View], sizes: ModelSizes) -> AppliedOperation:
         dimension, first = self.dimension, views[0].shape
         _check_dimension(dimension, first)
         total = first[dimension]
@@ -168,7 +168,7 @@ class Join(Operation):
                 part = view.part(dimension + 1, start, start + size)
                 results.append(part.reshape(_resized(whole.shape, dimension, groups * size)))
             start += size
-        return Step(results, operation)
+        return AppliedOperation(results, operation)
 
     def _lengths(self, total: int, sizes: ModelSizes) -> tuple[int, ...]:
         """The elements of each tensor, given their sum."""
@@ -235,11 +235,11 @@ class Stack(Operation):
         """See `Operation`."""
         return replace(self, inverted=not self.inverted)
 
-    def apply(self, views: Sequence[View], sizes: ModelSizes) -> Step:
+    def apply(self, views: Sequence[View], sizes: ModelSizes) -> AppliedOperation:
         """See `Operation`."""
         return self._unstack(views) if self.inverted else self._stack(views)
 
-    def _stack(self, views: Sequence[View]) -> Step:
+    def _stack(self, views: Sequence[View]) -> AppliedOperation:
         dimension, count = self.dimension, len(views) // self.columns
         results = []
         for start in range(0, len(views), count):
@@ -250,9 +250,9 @@ class Stack(Operation):
             _check_dimension(dimension, (*shape, 0))
             rows = [view.reshape((*shape[:dimension], 1, *shape[dimension:])) for view in stacked]
             results.append(View.concat(rows, dimension))
-        return Step(results, SizedOperation(STACK, dimension, count=count))
+        return AppliedOperation(results, SizedOperation(STACK, dimension, count=count))
 
-    def _unstack(self, views: Sequence[View]) -> Step:
+    def _unstack(self, views: Sequence[View]) -> AppliedOperation:
         dimension = self.dimension
         for view in views:
             _check_dimension(dimension, view.shape)
@@ -264,7 +264,7 @@ class Stack(Operation):
             for view in views
             for number in range(count)
         ]
-        return Step(results, SizedOperation(UNSTACK, dimension, count=count))
+        return AppliedOperation(results, SizedOperation(UNSTACK, dimension, count=count))
 
 
 @dataclass(frozen=True)
@@ -283,12 +283,12 @@ class Transpose(Operation):
             return self
         return Transpose(tuple(sorted(range(len(self.order)), key=self.order.__getitem__)))
 
-    def apply(self, views: Sequence[View], sizes: ModelSizes) -> Step:
+    def apply(self, views: Sequence[View], sizes: ModelSizes) -> AppliedOperation:
         """See `Operation`."""
         order = tuple(reversed(range(len(views[0].shape)))) if self.order is None else self.order
         if any(len(view.shape) != len(order) for view in views):
             raise SizeError(f"shapes {_distinct_shapes(views)} do not have {len(order)} dimensions")
-        return Step([view.transpose(order) for view in views], SizedOperation(TRANSPOSE, order=order))
+        return AppliedOperation([view.transpose(order) for view in views], SizedOperation(TRANSPOSE, order=order))
 
 
 @dataclass(frozen=True)
@@ -307,7 +307,7 @@ class Reshape(Operation):
         """See `Operation`."""
         return Reshape(self.after, self.before)
 
-    def apply(self, views: Sequence[View], sizes: ModelSizes) -> Step:
+    def apply(self, views: Sequence[View], sizes: ModelSizes) -> AppliedOperation:
         """See `Operation`."""
         shape = views[0].shape
         if any(view.shape != shape for view in views):
@@ -321,7 +321,7 @@ class Reshape(Operation):
         new_shape = tuple(expression.whole(all_sizes) for expression in self.after)
         if math.prod(new_shape) != math.prod(shape):
             raise SizeError(f"shape {list(shape)} cannot become {list(new_shape)}: the numbers of elements differ")
-        return Step([view.reshape(new_shape) for view in views], SizedOperation(RESHAPE, shape=new_shape))
+        return AppliedOperation([view.reshape(new_shape) for view in views], SizedOperation(RESHAPE, shape=new_shape))
 
 
 @dataclass(frozen=True)
@@ -338,12 +338,12 @@ class Check(Operation):
         """See `Operation`."""
         return self
 
-    def apply(self, views: Sequence[View], sizes: ModelSizes) -> Step:
+    def apply(self, views: Sequence[View], sizes: ModelSizes) -> AppliedOperation:
         """See `Operation`."""
         known_sizes = _known_sizes(self.shape, sizes)
         for view in views:
             solved(self.shape, view.shape, known_sizes)
-        return Step(views)
+        return AppliedOperation(views)
 
 
 @dataclass(frozen=True)
@@ -366,7 +366,7 @@ class Pad(Operation):
         """See `Operation`."""
         return replace(self, inverted=not self.inverted)
 
-    def apply(self, views: Sequence[View], sizes: ModelSizes) -> Step:
+    def apply(self, views: Sequence[View], sizes: ModelSizes) -> AppliedOperation:
         """See `Operation`."""
         dimension = self.dimension
         _check_dimension(dimension, views[0].shape)
@@ -374,7 +374,7 @@ class Pad(Operation):
         if not multiple:
             raise SizeError(f"{self.multiple.text} is 0, and must be at least 1")
         if multiple == 1 and sizes.value_if_known(self.size) is None:
-            return Step(views)
+            return AppliedOperation(views)
         size = sizes.value(self.size)
         padded = -(-size // multiple) * multiple
         before, after = (padded, size) if self.inverted else (size, padded)
@@ -387,14 +387,14 @@ class Pad(Operation):
                     f"{self.size.text} = {size} elements{padding}"
                 )
         if before == after:
-            return Step(views)
+            return AppliedOperation(views)
         operation = SizedOperation(UNPAD if self.inverted else PAD, dimension, sizes=(before, after))
         if self.inverted:
             note = f"padding of dimension {dimension} removed: {before} to {after}"
-            return Step([view.part(dimension, 0, after) for view in views], operation, note)
+            return AppliedOperation([view.part(dimension, 0, after) for view in views], operation, note)
         note = f"padded with zeros along dimension {dimension} from {before} to {after}"
         zeros = [View.zeros(_resized(view.shape, dimension, after - before)) for view in views]
-        return Step([View.concat(both, dimension) for both in zip(views, zeros)], operation, note)
+        return AppliedOperation([View.concat(both, dimension) for both in zip(views, zeros)], operation, note)
 
 
 @dataclass(frozen=True)
@@ -413,14 +413,14 @@ class Copy(Operation):
         """See `Operation`."""
         return replace(self, inverted=not self.inverted)
 
-    def apply(self, views: Sequence[View], sizes: ModelSizes) -> Step:
+    def apply(self, views: Sequence[View], sizes: ModelSizes) -> AppliedOperation:
         """See `Operation`."""
         if not self.inverted:
-            return Step([*views] * self.count, SizedOperation(COPY, count=self.count))
+            return AppliedOperation([*views] * self.count, SizedOperation(COPY, count=self.count))
         each = len(views) // self.count
         if any(view.shape != views[number % each].shape for number, view in enumerate(views)):
             raise SizeError(f"shapes {_shapes(views)} differ, so the tensors are not equal")
-        return Step(views[:each], SizedOperation(TAKE, count=self.count))
+        return AppliedOperation(views[:each], SizedOperation(TAKE, count=self.count))
 
 
 class Chain(NamedTuple):
