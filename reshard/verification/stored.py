@@ -18,13 +18,13 @@ from typing import Any, Callable, NamedTuple, Optional, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from reshard.checkpoints import CheckpointIndex, FileHandles, Tensor, reading_error
+from reshard.checkpoints import CheckpointIndex, FileHandles, Tensor
 from reshard.checkpoints.checkpoint import ByName, Checkpoint, FileSharding, GlobalTensor, Sharding
 from reshard.checkpoints.formats.dtypes import NO_ARRAYS
 from reshard.errors import CheckpointError, IncompleteSourceError
 from reshard.forms.chunks import ChunkedCheckpoint
 from reshard.forms.registry import form_named
-from reshard.storage import ReadableFile, fill, storage_of
+from reshard.storage import ReadableFile, fill, reading, storage_of
 from reshard.strategies import Stage, Strategy
 from reshard.text.messages import listing
 from reshard.text.names import ACCUMULATED_GRADIENTS
@@ -277,11 +277,8 @@ def read_box(index: CheckpointIndex, name: str, slice_box: Box, box: Box, out: W
     """
     tensor = index.tensors[name]
     target = out.reshape(-1).view(np.uint8).data if out.nbytes else memoryview(b"")
-    try:
-        with handles.borrow(index.path) as file:
-            _Runs(file, tensor, out.dtype.itemsize, slice_box, box).read(target)
-    except OSError as error:
-        raise reading_error(index.path, error) from error
+    with reading(index.path), handles.borrow(index.path) as file:
+        _Runs(file, tensor, out.dtype.itemsize, slice_box, box).read(target)
 
 
 class _Runs:
