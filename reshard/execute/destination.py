@@ -28,7 +28,7 @@ from reshard.storage import (
     status_error,
     status_of_each,
     store_of,
-    writing_error,
+    writing,
 )
 
 _RANK_DIRECTORY = re.compile(r"rank_?\d+|\d+")
@@ -129,17 +129,13 @@ class Destination:
             return
         path = self._path(name)
         store = store_of(path)
-        try:
+        with writing(path, "removed"), contextlib.suppress(FileNotFoundError, NotADirectoryError):
             store.remove(path, if_same=lambda status: status.regular and unchanged(status))
-        except (FileNotFoundError, NotADirectoryError):
-            return
-        except OSError as error:
-            raise writing_error(path, error, "removed") from error
-        directory = os.path.dirname(name)
-        with contextlib.suppress(OSError):
-            while directory:
-                store.remove_directory(self._path(directory))
-                directory = os.path.dirname(directory)
+            directory = os.path.dirname(name)
+            with contextlib.suppress(OSError):
+                while directory:
+                    store.remove_directory(self._path(directory))
+                    directory = os.path.dirname(directory)
 
     def remove_dead_temporaries(self, directories: Iterable[str], complete: bool = False) -> None:
         """Remove temporary files of killed runs, here and in these directories.

@@ -15,12 +15,12 @@ from typing import NamedTuple, Optional, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from reshard.checkpoints import FileHandles, cut_short, reading_error
+from reshard.checkpoints import FileHandles
 from reshard.checkpoints.formats.tensors import file_ranges
 from reshard.errors import ReshardError, RetryableError
 from reshard.execute.casts import Overflowed, Words, cast_words
 from reshard.plan.pieces import StoredSlice
-from reshard.storage import fill, is_read_only
+from reshard.storage import cut_short, fill, is_read_only, reading_error
 from reshard.storage.costs import LOCAL, Storage
 
 Bytes = npt.NDArray[np.uint8]

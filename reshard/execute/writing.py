@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from reshard.errors import ReshardError, RetryableError, UnwritableError, UsageError
 from reshard.plan.pieces import TargetFile
-from reshard.storage import Expected, FileStatus, NewFile, Sending, new_file, writing_error
+from reshard.storage import Expected, FileStatus, NewFile, Sending, new_file, writing, writing_error
 
 # The polynomial of CRC-32 (ISO-HDLC) with its bits in reverse, x**31 in the lowest bit.
 _POLYNOMIAL = 0xEDB88320
@@ -160,11 +160,8 @@ class TargetWriter:
             UnwritableError: it cannot be mapped, nor can other files.
             RetryableError: it cannot be mapped.
         """
-        try:
-            with self._used() as file:
-                return file.window(offset, min(count, self.target.layout.size - offset))
-        except OSError as error:
-            raise writing_error(self.target.path, error, rank=self.target.rank) from error
+        with writing(self.target.path, rank=self.target.rank), self._used() as file:
+            return file.window(offset, min(count, self.target.layout.size - offset))
 
     @contextlib.contextmanager
     def handed_out(self) -> Iterator[Optional[int]]:

@@ -9,11 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
-from reshard.errors import CheckpointError, RetryableError
+from reshard.errors import CheckpointError
 from reshard.lora.module_patterns import KeyPatternError, KeyPatterns
 from reshard.lora.pairs import module_of
-from reshard.storage import UnfitError, exists, is_directory, is_regular_file, read_small
-from reshard.storage.json_text import JsonError, parse_json
+from reshard.storage import exists, is_directory, is_regular_file, read_json
 from reshard.text.near_names import similar_path_hint
 from reshard.text.report import Report
 from reshard.text.wording import quoted
@@ -197,14 +196,9 @@ def _patterns(path: str, name: str, config: Mapping[str, Any]) -> KeyPatterns:
 
 
 def _config(path: str) -> Mapping[str, Any]:
-    try:
-        config = parse_json(read_small(path, _MAX_CONFIG_BYTES))
-    except (UnfitError, JsonError) as error:
-        raise CheckpointError(f"{path} {error}", file=path) from error
-    except OSError as error:
-        raise RetryableError(f"{path}: cannot be read: {error.strerror or error}", file=path) from error
-    if not isinstance(config, Mapping):
-        raise CheckpointError(f"{path}: contains no JSON object", file=path)
+    config = read_json(path, _MAX_CONFIG_BYTES)
+    if config is None:
+        raise CheckpointError(f"{path}: does not exist", file=path)
     # MindFormers nests it in lora_config.
     inner = config.get("lora_config")
     return inner if isinstance(inner, Mapping) else config

@@ -10,10 +10,9 @@ the slices repeat at this distance.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import time
 from collections.abc import Iterable
-from typing import NamedTuple, Optional
+from typing import NamedTuple
 
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import GlobalTensor
@@ -22,7 +21,7 @@ from reshard.forms.ranks.checkpoint import SourceStep
 from reshard.forms.ranks.holding import stage_shardings
 from reshard.layout import shape_of, volume_of
 from reshard.source_replicas.choice import Holder, group_parameters
-from reshard.source_replicas.samples import MOST_PLACES, UNREADABLE, ReplicaFiles, own_sample_box
+from reshard.source_replicas.samples import MOST_PLACES, UNREADABLE, ReplicaFiles
 from reshard.strategies import Strategy
 
 # Maximum number of tied parameters.
@@ -34,6 +33,8 @@ _FEWEST_ELEMENTS = 8
 # Minimum number of whole parameters that the strategy cuts; fewer may be a coincidence.
 _SEVERAL = 2
 _SECONDS = 2.0
+# Maximum ranks to group by content.
+_MOST_GROUPED = 64
 
 
 class SameSlices(NamedTuple):
@@ -85,47 +86,62 @@ def compare_slices(
     """
     deadline = time.monotonic() + _SECONDS
     chosen = [
-        one
+        (one, holders)
         for kind in group_parameters(list(parameters), step)
         if kind.is_cut
         for one in kind.parameters[:_MOST_OF_A_KIND]
+        if len(holders := _holders(one, step)) > 1
     ]
-    holders_of = {one.name: holders for one in chosen if len(holders := _holders(one, step)) > 1}
-    groups: dict[str, list[list[int]]] = {}
+
+    def ranks_by_slice(task: tuple[GlobalTensor, list[Holder]]) -> list[list[int]]:
+        """Ranks grouped by equal samples; empty if all samples have too few different elements."""
+        parameter, holders = task
+        groups: list[list[int]] = []
+        with contextlib.suppress(*UNREADABLE):
+            for place in range(MOST_PLACES):
+                if groups or time.monotonic() > deadline:
+                    break
+                by_content = files.by_content(parameter, holders, place)
+                groups = [ranks for data, ranks in by_content.items() if _is_varied(data, parameter.item_size)]
+        return groups
+
     with contextlib.closing(ReplicaFiles(step, handles, execution)) as files:
-
-        def read(task: tuple[GlobalTensor, int, Holder]) -> Optional[bytes]:
-            parameter, place, holder = task
-            if time.monotonic() > deadline:
-                return None
-            box = own_sample_box(parameter, holder, place)
-            with contextlib.suppress(*UNREADABLE):
-                return files.sample(parameter, holder, box)
-            return None
-
-        pending = [parameter for parameter in chosen if parameter.name in holders_of]
-        for place in range(MOST_PLACES):
-            tasks = ((parameter, place, holder) for parameter in pending for holder in holders_of[parameter.name])
-            data = files.each(read, tasks)
-            undecided = []
-            for parameter in pending:
-                samples = list(itertools.islice(data, len(holders_of[parameter.name])))
-                if None in samples:
-                    continue
-                equal = _equal(parameter.item_size, holders_of[parameter.name], samples)
-                if equal:
-                    groups[parameter.name] = equal
-                else:
-                    undecided.append(parameter)
-            pending = undecided
+        groups_of = list(files.each(ranks_by_slice, chosen))
     same_slices: list[SameSlices] = []
-    for parameter in chosen:
-        first = next((group for group in groups.get(parameter.name, ()) if len(group) > 1), None)
+    for (parameter, holders), groups in zip(chosen, groups_of):
+        first = next((group for group in groups if len(group) > 1), None)
         if first is not None:
             layout = stage_shardings(parameter)[0].layout
-            is_whole = len(first) == len(holders_of[parameter.name]) and layout.slice_count == layout.shards
+            is_whole = len(first) == len(holders) and layout.slice_count == layout.shards
             same_slices.append(SameSlices(parameter.name, (first[0], first[1]), is_whole))
-    return Distinctness(len(groups), same_slices)
+    return Distinctness(sum(map(bool, groups_of)), same_slices)
+
+
+def _is_varied(data: bytes, item_size: int) -> bool:
+    """Whether a sample has enough different elements."""
+    return len({data[at : at + item_size] for at in range(0, len(data), item_size)}) >= _FEWEST_ELEMENTS
+
+
+def ranks_by_content(
+    parameter: GlobalTensor, step: SourceStep, handles: FileHandles, execution: ExecutionOptions
+) -> list[list[int]]:
+    """Group the ranks of the first stage with a parameter by samples of their slices.
+
+    Returns:
+        Groups of ranks with equal samples; only the first ranks of a large stage.
+
+    Raises:
+        RetryableError: a file cannot be read.
+    """
+    sharding = stage_shardings(parameter)[0]
+    ranks = sorted(step.ranks_with(parameter.name, sharding.stage))[:_MOST_GROUPED]
+    holders = [Holder(rank, sharding.grid.slice_box(sharding.slice_of(rank))) for rank in ranks]
+    with contextlib.closing(ReplicaFiles(step, handles, execution)) as files:
+        for place in range(MOST_PLACES):
+            groups = files.by_content(parameter, holders, place)
+            if len(groups) > 1:
+                break
+    return list(groups.values())
 
 
 def _holders(parameter: GlobalTensor, step: SourceStep) -> list[Holder]:
@@ -138,17 +154,6 @@ def _holders(parameter: GlobalTensor, step: SourceStep) -> list[Holder]:
     chosen = [number for number in sorted(rank_of) if count <= _FEW_SLICES or number == 0 or count % number == 0]
     holders = [Holder(rank_of[number], sharding.grid.slice_box(number)) for number in chosen]
     return [holder for holder in holders if volume_of(holder.box) and shape_of(holder.box) == shape_of(holders[0].box)]
-
-
-def _equal(item_size: int, holders: list[Holder], samples: list[Optional[bytes]]) -> list[list[int]]:
-    """Ranks grouped by equal samples; samples with too few different elements are skipped."""
-    groups: dict[bytes, list[int]] = {}
-    for holder, data in zip(holders, samples):
-        assert data is not None
-        elements = {data[at : at + item_size] for at in range(0, len(data), item_size)}
-        if len(elements) >= _FEWEST_ELEMENTS:
-            groups.setdefault(data, []).append(holder.rank)
-    return list(groups.values())
 
 
 def misplaced(strategy: Strategy, step: SourceStep) -> list[str]:

@@ -73,6 +73,21 @@ class ReplicaFiles:
         self.read(parameter, holder, box, memoryview(data))
         return bytes(data)
 
+    def by_content(self, parameter: GlobalTensor, holders: Iterable[Holder], place: int) -> dict[bytes, list[int]]:
+        """Ranks by a sample of their slices, at the same place in slices of the same shape.
+
+        Args:
+            parameter: the parameter.
+            holders: the ranks.
+            place: the number of the sample, below `MOST_PLACES`.
+        """
+        groups: dict[bytes, list[int]] = {}
+        for holder in holders:
+            replicated = Replicated(holder.box, (HolderGroup((holder.rank,), (holder.rank,), holder.box),))
+            box = sample_box(replicated, parameter, number_of(parameter.name, place))
+            groups.setdefault(self.sample(parameter, holder, box), []).append(holder.rank)
+        return groups
+
     def each(self, work: Callable[[_T], _R], tasks: Iterable[_T]) -> Iterator[_R]:
         """The results of tasks in order; concurrently on remote storage."""
         if not self._remote:
@@ -116,36 +131,18 @@ class _Sample(NamedTuple):
     is_probe: bool
 
 
-class _First(NamedTuple):
-    """The bytes of a sample's first holder.
+class _Compared(NamedTuple):
+    """The result of a sample.
 
     Attributes:
         reads: number of requests.
-        box: the box.
-        data: its bytes.
-        varied: whether they are not constant.
+        varied: whether the bytes of the first holder are not constant.
+        ranks: two ranks that differ.
     """
 
     reads: int
-    box: Box
-    data: bytes
     varied: bool
-
-
-class _Compared(NamedTuple):
-    """Results of samples, by number.
-
-    Attributes:
-        differing: two ranks that differ.
-        skipped: samples that were unreadable, or after the time limit.
-    """
-
-    differing: dict[int, tuple[int, int]]
-    skipped: set[int]
-
-    def open(self, number: int) -> bool:
-        """Whether further holders could change the result."""
-        return number not in self.differing and number not in self.skipped
+    ranks: Optional[tuple[int, int]]
 
 
 class Samples:
@@ -177,33 +174,11 @@ class Samples:
             samples = list(self._samples(turn))
             if not samples:
                 return
-            firsts = list(self._files.each(self._first, samples))
-            compared = _Compared({}, set())
-            for number, holder, is_equal in self._files.each(self._same, self._others(samples, firsts, compared)):
-                if compared.open(number):
-                    self._reads += 1
-                    if is_equal is None:
-                        compared.skipped.add(number)
-                    elif not is_equal:
-                        compared.differing[number] = (samples[number].holders[0].rank, holder.rank)
-            for number, (sample, first) in enumerate(zip(samples, firsts)):
-                if first is not None and number not in compared.skipped:
-                    self._reads += first.reads
-                    ranks = compared.differing.get(number)
-                    if first.varied or ranks is not None:
-                        self._count(sample, ranks)
-
-    def _others(
-        self, samples: Sequence[_Sample], firsts: Sequence[Optional[_First]], compared: _Compared
-    ) -> Iterator[tuple[int, _Sample, _First, Holder]]:
-        """The holders to compare with the first holder of every sample, until the time limit."""
-        for number, (sample, first) in enumerate(zip(samples, firsts)):
-            if first is None or time.monotonic() > self._deadline:
-                compared.skipped.add(number)
-                continue
-            for holder in sample.holders[1:]:
-                if compared.open(number):
-                    yield number, sample, first, holder
+            for sample, compared in zip(samples, self._files.each(self._compare, samples)):
+                if compared is not None:
+                    self._reads += compared.reads
+                    if compared.varied or compared.ranks is not None:
+                        self._count(sample, compared.ranks)
 
     def _count(self, sample: _Sample, ranks: Optional[tuple[int, int]]) -> None:
         self._tally.add(sample.kind, sample.parameter, ranks)
@@ -236,35 +211,26 @@ class Samples:
             reads += len(holders)
             yield _Sample(kind, parameter, replicated, holders, number, is_probe)
 
-    def _first(self, sample: _Sample) -> Optional[_First]:
-        """The first holder's bytes, at a place where they are not constant if possible; None if unreadable."""
+    def _compare(self, sample: _Sample) -> Optional[_Compared]:
+        """Compare holders at a place that is not constant, if possible; None if unreadable or after the time limit."""
         if time.monotonic() > self._deadline:
             return None
-        parameter = sample.parameter
+        parameter, (first, *others) = sample.parameter, sample.holders
         with contextlib.suppress(*UNREADABLE):
-            for place in range(MOST_PLACES):
-                box = sample_box(sample.replicated, parameter, number_of(sample.number, place))
-                data = self._files.sample(parameter, sample.holders[0], box)
+            for reads in range(1, MOST_PLACES + 1):
+                box = sample_box(sample.replicated, parameter, number_of(sample.number, reads - 1))
+                data = self._files.sample(parameter, first, box)
                 varied = data != data[: parameter.item_size] * (len(data) // parameter.item_size)
                 if varied or box == sample.replicated.box:
                     break
-            return _First(place + 1, box, data, varied)
+            for holder in others:
+                reads += 1
+                if self._files.sample(parameter, holder, box) != data:
+                    return _Compared(reads, varied, (first.rank, holder.rank))
+            return _Compared(reads, varied, None)
         return None
-
-    def _same(self, task: tuple[int, _Sample, _First, Holder]) -> tuple[int, Holder, Optional[bool]]:
-        """Whether another holder has the same bytes; None if unreadable."""
-        number, sample, first, holder = task
-        with contextlib.suppress(*UNREADABLE):
-            return number, holder, self._files.sample(sample.parameter, holder, first.box) == first.data
-        return number, holder, None
 
 
 def sample_box(replicated: Replicated, parameter: GlobalTensor, number: int) -> tuple[tuple[int, int], ...]:
     """A box to sample in a replicated box of a parameter, at a different place for every number."""
     return replicated.run(max(1, _SAMPLE_BYTES // parameter.item_size), number)
-
-
-def own_sample_box(parameter: GlobalTensor, holder: Holder, place: int) -> tuple[tuple[int, int], ...]:
-    """A box to sample in a holder's slice; at the same place in slices of the same shape."""
-    replicated = Replicated(holder.box, (HolderGroup((holder.rank,), (holder.rank,), holder.box),))
-    return sample_box(replicated, parameter, number_of(parameter.name, place))

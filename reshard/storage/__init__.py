@@ -3,13 +3,22 @@
 This room does not interpret files.
 """
 
-from reshard.storage.files import (
+from reshard.storage.file_errors import (
     UnfitError,
+    changed_meanwhile,
     cut_short,
+    is_read_only,
+    reading,
+    reading_error,
+    status_error,
+    too_long,
+    writing,
+    writing_error,
+)
+from reshard.storage.files import (
     exists,
     fill,
     is_directory,
-    is_read_only,
     is_regular_file,
     leads_to,
     make_directory,
@@ -17,16 +26,14 @@ from reshard.storage.files import (
     new_file,
     opened_regular,
     read_each,
+    read_json,
     read_range,
     read_small,
     remove_file,
     status_at,
-    status_error,
     status_of_each,
-    too_long,
     write_parts,
     write_whole,
-    writing_error,
 )
 from reshard.storage.listing_cache import caches_listings, listings_cached
 from reshard.storage.local import LocalFile
@@ -74,6 +81,7 @@ __all__ = [
     "UnfitError",
     "absolute",
     "caches_listings",
+    "changed_meanwhile",
     "common_directory",
     "cut_short",
     "exists",
@@ -90,8 +98,11 @@ __all__ = [
     "new_file",
     "opened_regular",
     "read_each",
+    "read_json",
     "read_range",
     "read_small",
+    "reading",
+    "reading_error",
     "real",
     "remove_file",
     "same_store",
@@ -105,5 +116,6 @@ __all__ = [
     "use_endpoint",
     "write_parts",
     "write_whole",
+    "writing",
     "writing_error",
 ]

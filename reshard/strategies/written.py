@@ -17,7 +17,7 @@ from typing import Optional
 
 from reshard.errors import LayoutError, StrategyError, TargetError, UsageError
 from reshard.layout import Layout
-from reshard.storage import exists, is_directory, make_directory, real, write_whole, writing_error
+from reshard.storage import exists, is_directory, make_directory, real, write_whole, writing
 from reshard.strategies import json_file, protobuf_file
 from reshard.strategies.model import RecordedLayout, Strategy, StrategyFile, StrategyItem
 from reshard.strategies.one_file import OtherFile, parsed, read_bytes
@@ -67,7 +67,9 @@ def merge_pipeline(directory: str, target_file: str) -> list[str]:
         for name, recorded in record.recorded.items():
             layouts[f"{number}-{name}"] = _expressed(recorded, form, record, name)
     file = StrategyFile(target_file, form, tuple(items), layouts)
-    _write_at_once(target, WRITERS[form](file))
+    with writing(target):
+        make_directory(os.path.dirname(target))
+        write_whole(target, WRITERS[form](file))
     return [*stages.notes, *unreadable_in_json(file)]
 
 
@@ -122,14 +124,6 @@ def _expressed(recorded: RecordedLayout, form: str, record: StageRecord, name: s
         flat: list[int] = [axes[0] if axes else -1 for axes in recorded.dimensions]
         return replace(recorded, tensor_maps=(tuple(flat),), nested=False)
     return recorded
-
-
-def _write_at_once(target: str, data: bytes) -> None:
-    try:
-        make_directory(os.path.dirname(target))
-        write_whole(target, data)
-    except OSError as error:
-        raise writing_error(target, error) from error
 
 
 def merged_json(strategy: Strategy, shapes: Mapping[str, tuple[int, ...]], maker: str, path: str) -> bytes:

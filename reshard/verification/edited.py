@@ -172,7 +172,9 @@ class EditedSource:
         if requested is not None:
             # Dequantised elements are rounded once, to the last type.
             sources = [
-                source if isinstance(source, StoredTensor) else replace(source, dtype=requested)  # type: ignore[type-var]
+                source
+                if isinstance(source, StoredTensor)
+                else replace(source, dtype=requested, item_size=ITEM_SIZES[requested])
                 for source in sources
             ]
         lists = self._lists(recipe)
@@ -180,7 +182,7 @@ class EditedSource:
         types = {source.dtype: source for source in used}
         cast = requested is not None and types.keys() != {requested} and any("Float" in dtype for dtype in types)
         if not recipe.operations and not cast:
-            return replace(sources[0], name=name)  # type: ignore[type-var]
+            return replace(sources[0], name=name)
         dtype, item_size = used[0].dtype, used[0].item_size
         if cast:
             assert requested is not None

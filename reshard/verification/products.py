@@ -20,7 +20,7 @@ from reshard.text.messages import listing
 from reshard.text.wording import quoted
 from reshard.verification.boxes import Box, Shape
 from reshard.verification.rounding import decoded, half_unit, largest
-from reshard.verification.stored import Content, Shards, StoredSource, Words
+from reshard.verification.stored import AS_RECORDED, Content, Shards, StoredSource, Words
 
 if TYPE_CHECKING:
     from reshard.lora import Scale
@@ -37,8 +37,8 @@ _OTHER_ROUNDINGS = 8
 
 
 @dataclass(frozen=True)
-class Sum:
-    """A weight plus ``scale * up @ down``, or the transposed product; see `stored.Content`.
+class Sum(Content):
+    """A weight plus ``scale * up @ down``, or the transposed product.
 
     `read` returns the weight alone; `fits` compares copies.
 
@@ -56,32 +56,7 @@ class Sum:
     scale: float
     transposed: bool
 
-    cast = False
-
-    @property
-    def name(self) -> str:
-        """The weight's name."""
-        return self.weight.name
-
-    @property
-    def dtype(self) -> str:
-        """The weight's type."""
-        return self.weight.dtype
-
-    @property
-    def item_size(self) -> int:
-        """The weight's."""
-        return self.weight.item_size
-
-    @property
-    def shape(self) -> Shape:
-        """The weight's."""
-        return self.weight.shape
-
-    @property
-    def shards(self) -> Shards:
-        """The weight's."""
-        return self.weight.shards
+    shards: Shards = AS_RECORDED
 
     def paths(self) -> Collection[str]:
         """The files that may be read."""
@@ -153,5 +128,16 @@ def sums_of(tensors: dict[str, Content], adapter: StoredSource, place: str, scal
                 file=place,
                 parameter=pair.up,
             )
-        sums[name] = Sum(weight, up, down, scale.of(pair.stem, down.shape[0]), scale.transposed)
+        sums[name] = Sum(
+            weight.name,
+            weight.dtype,
+            weight.item_size,
+            weight.shape,
+            weight,
+            up,
+            down,
+            scale.of(pair.stem, down.shape[0]),
+            scale.transposed,
+            weight.shards,
+        )
     return sums

@@ -6,10 +6,9 @@ bytes each.
 
 from __future__ import annotations
 
-from reshard.checkpoints import reading_error
 from reshard.defaults import MAX_DEVICES
 from reshard.errors import InputError
-from reshard.storage import ReadableFile, UnfitError, opened_regular
+from reshard.storage import ReadableFile, UnfitError, opened_regular, reading_error
 from reshard.storage.json_text import Fields, JsonError, JsonStream, integers
 from reshard.text.wording import quoted
 from reshard.verification.boxes import Box

@@ -18,13 +18,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, Optional, Union
 
-from reshard.checkpoints.files import FileHandles, reading
+from reshard.checkpoints.files import FileHandles
 from reshard.checkpoints.formats.ckpt_index import CRC_MARK, TRAILER_SIZE, read_ckpt_index
 from reshard.checkpoints.formats.dtypes import ARCHIVES
 from reshard.checkpoints.formats.safetensors_index import read_safetensors_index
 from reshard.checkpoints.formats.tensors import CheckpointIndex
 from reshard.errors import CheckpointError, DamagedCheckpointError, RetryableError
-from reshard.storage import FileStatus, ReadableFile, exists, read_each, read_range, storage_of
+from reshard.storage import FileStatus, ReadableFile, exists, read_each, read_range, reading, storage_of
 from reshard.storage.other_files import GCM, HEAD, kind_by_head, kind_of
 
 # Reading headers from network storage waits for round trips; more threads than CPUs help.

@@ -6,11 +6,10 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, NoReturn, Optional
 
-from reshard.checkpoints.files import reading_error
 from reshard.checkpoints.formats.dtypes import FROM_TORCH, dtype_named
 from reshard.checkpoints.formats.pickles import Global, PickledInstance, PickleError, among, read_pickle
 from reshard.errors import CheckpointError, InputError
-from reshard.storage import UnfitError, read_small
+from reshard.storage import read_small, reading
 from reshard.text.names import as_pattern
 from reshard.text.wording import quoted
 
@@ -122,12 +121,8 @@ def read_metadata(paths: Iterable[str]) -> ReadMetadata:
     """
     metadata = ReadMetadata({}, {}, {}, {})
     for path in paths:
-        try:
+        with reading(path):
             data = read_small(path, MAX_METADATA)
-        except UnfitError as error:
-            raise CheckpointError(f"{path}: {error}", file=path) from error
-        except OSError as error:
-            raise reading_error(path, error) from error
         try:
             pickled = read_pickle(data, among(NAMES))
         except PickleError as error:

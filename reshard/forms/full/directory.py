@@ -8,10 +8,10 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, Optional
 
-from reshard.errors import CheckpointError, DamagedCheckpointError, RetryableError
+from reshard.errors import CheckpointError, DamagedCheckpointError
 from reshard.forms.ranks.naming import check_inside
-from reshard.storage import UnfitError, is_directory, is_regular_file, names_in, read_small
-from reshard.storage.json_text import JsonError, parse_json
+from reshard.storage import is_directory, is_regular_file, names_in, read_json, reading
+from reshard.storage.json_text import JsonError
 from reshard.text.name_order import natural_order
 from reshard.text.report import Report
 from reshard.text.wording import one_line, plural, quoted, some_names
@@ -46,22 +46,15 @@ def read_weight_map(path: str) -> dict[str, str]:
         DamagedCheckpointError: it is not a map, or lists a file outside its directory or without ``.safetensors``.
         RetryableError: it cannot be read now.
     """
-    try:
-        weight_map = _weights_of(parse_json(read_small(path, _LARGEST)), flat=os.path.basename(path) == UNIFIED_MAP)
-    except (UnfitError, FileNotFoundError) as error:
-        reason = str(error) if isinstance(error, UnfitError) else "does not exist"
-        raise CheckpointError(f"{path}: {reason}", file=path, hint=_FROM_A_COPY) from error
-    except OSError as error:
-        raise RetryableError(f"{path}: cannot be read: {error.strerror or error}", file=path) from error
-    except JsonError as error:
-        raise DamagedCheckpointError(f"{path}: is damaged: {error}", file=path, hint=_FROM_A_COPY) from None
-    return weight_map
+    content = read_json(path, _LARGEST, DamagedCheckpointError, _FROM_A_COPY)
+    if content is None:
+        raise CheckpointError(f"{path}: does not exist", file=path, hint=_FROM_A_COPY)
+    with reading(path, DamagedCheckpointError, _FROM_A_COPY):
+        return _weights_of(content, flat=os.path.basename(path) == UNIFIED_MAP)
 
 
-def _weights_of(content: Any, flat: bool) -> dict[str, str]:
+def _weights_of(content: dict[str, Any], flat: bool) -> dict[str, str]:
     """The inner object, checked; with ``flat``, it may be the outer object."""
-    if not isinstance(content, dict):
-        raise JsonError("it is not an object")
     weights = content.get(_WEIGHTS)
     if not isinstance(weights, dict):
         if not flat or (weights is not None and not isinstance(weights, str)):

@@ -17,7 +17,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Optional
 
-from reshard.checkpoints.files import reading_error
 from reshard.checkpoints.formats.headers import FORMATS, format_of
 from reshard.errors import CheckpointError, ReshardError
 from reshard.forms.ranks.naming import FileNames, names_of
@@ -40,6 +39,7 @@ from reshard.storage import (
     for_each,
     is_directory,
     leads_to,
+    reading_error,
     real,
     store_of,
 )

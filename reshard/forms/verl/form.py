@@ -11,7 +11,6 @@ from typing import NamedTuple, Optional, Union, cast
 
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import Checkpoint
-from reshard.checkpoints.files import reading
 from reshard.checkpoints.formats.archives import Archive
 from reshard.checkpoints.formats.dtypes import ARCHIVES
 from reshard.checkpoints.formats.tensors import CheckpointIndex, check_shape
@@ -22,7 +21,7 @@ from reshard.forms.form import Description, Form, FormOptions, Layouts, ReadRequ
 from reshard.forms.full.directory import extra_files_in, file_names
 from reshard.forms.full.form import check_latest
 from reshard.forms.verl.dtensors import PlacementError, RankPart, is_read, part_of
-from reshard.storage import caches_listings, for_each, is_directory, names_in
+from reshard.storage import caches_listings, for_each, is_directory, names_in, reading
 from reshard.strategies import Strategy
 from reshard.text.messages import listing
 from reshard.text.name_order import layers_in_order
