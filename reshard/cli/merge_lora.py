@@ -18,7 +18,7 @@ from reshard.convert.ends import options_of, request_between
 from reshard.errors import UsageError
 from reshard.forms.registry import FORMS, form_named, form_of
 from reshard.opened import open_requested, reading_request
-from reshard.plan.edits import Edits, TypedEdits
+from reshard.plan.edits import TypedEdits, edits_to_model
 from reshard.plan.request import Request
 from reshard.storage import is_regular_file, real
 from reshard.strategies import NONE, SAME
@@ -103,7 +103,10 @@ def merge_lora(
 
     place, strategy = _place_of(adapter, adapter_strategy)
     option = "--adapter-strategy "
-    reading = reading_request(place, strategy, None, None, adapter_step, None, Filters(), report, option=option)
+    matrix_names = edits_to_model(form_of(place))
+    reading = reading_request(
+        place, strategy, None, None, adapter_step, None, Filters(), report, matrix_names, option
+    )
     decryption = options.decryption_of(typed)
     with open_requested(reading, effort_of(typed, 4), decryption, report) as tensors:
         additions = Adapter(tensors, adapter, scale, overflowed)
@@ -113,12 +116,20 @@ def merge_lora(
             report.note(f"alpha is {alpha_of_modules:g} by alpha_pattern of {scale.path}: " + listing(modules))
         if real(base) != real(place) or typed["step"] != adapter_step:
             base_reading = reading_request(
-                base, typed["src_strategy"], None, None, typed["step"], typed["file_suffix"], Filters(), Report()
+                base,
+                typed["src_strategy"],
+                None,
+                None,
+                typed["step"],
+                typed["file_suffix"],
+                Filters(),
+                Report(),
+                edits_to_model(form_of(base)),
             )
             with open_requested(base_reading, effort_of(typed, 4), decryption) as weights:
                 check_beside(tensors, adapter, weights)
         how = options_of(typed)
-        request = replace(request, edits=Edits(additions=additions, typed=None))
+        request = replace(request, edits=replace(request.edits, additions=additions, typed=None))
         added = _to_verify(reading, scale) if how.verify else None
         carry_out(request, report, typed, how, summary_lines(request, typed, how), adapter=added)
         tensors.check_unchanged()
