@@ -7,7 +7,8 @@
 | ``optimizer.state.NAME.exp_avg_sq``, ``optimizer.state.exp_avg_sq.NAME`` | ``adam_v.NAME`` |
 | ``optimizer.state.fp32_param.NAME`` | ``main_param.NAME`` |
 
-Recorded keys around these, such as ``app`` in ``app.model.NAME``, are removed with them. Other optimizer state has no place outside of a trainer's state, such as a step for each parameter.
+Recorded keys around these, such as ``app`` in ``app.model.NAME``, are removed with them. Other optimizer state has no
+place outside of a trainer's state, such as a step for each parameter.
 """
 
 from __future__ import annotations

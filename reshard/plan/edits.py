@@ -189,7 +189,7 @@ class Edits:
         return renamed.names
 
     def model_names(self, names: Collection[str], checkpoint: Checkpoint) -> dict[str, str]:
-        """The names in the model by names after the first renaming, where tensors still have those of a trainer's state.
+        """The names in the model by names after the first renaming, which may still be those of a trainer's state.
 
         Args:
             names: of tensors.

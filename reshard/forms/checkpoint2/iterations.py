@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Optional
 
 from reshard.checkpoints.files import reading_error
 from reshard.errors import CheckpointError, UsageError
+from reshard.forms.ranks.refused import hint_of_checkpoints_below
 from reshard.storage import UnfitError, absolute, is_directory, names_in, opened_regular, read_small
 from reshard.storage.json_text import JsonError, parse_json
 from reshard.text.report import Report
@@ -102,7 +103,7 @@ def choose(path: str, step: Optional[str], report: Report) -> IterationChoice:
         raise CheckpointError(
             f"{path}: holds no {iteration_name(0)[:-8]}* directory",
             file=path,
-            hint="a root of Checkpoint 2.0 has one for each iteration that was saved",
+            hint=hint_of_checkpoints_below(path) or "a root of Checkpoint 2.0 has one for each saved iteration",
         )
     tracked = read_tracker(path)
     if requested is not None:
