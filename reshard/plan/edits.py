@@ -20,7 +20,7 @@ from reshard.plan.casts import CastRule, cast, note_casts, warn_of_uncast
 from reshard.storage import absolute, is_regular_file
 from reshard.strategies import SAME, Strategy
 from reshard.text.messages import listing
-from reshard.text.names import as_pattern, is_training_value
+from reshard.text.names import as_glob, as_pattern, is_training_value
 from reshard.text.report import Report
 from reshard.text.wording import plural, quoted
 
@@ -169,8 +169,15 @@ class Edits:
 
         keys = getattr(checkpoint, "nested", {})
         renamed = plain_names(names, checkpoint.objects, keys, self.plain == PLAIN_ALL)
-        if renamed.rooted:
-            report.note("names: the trainer's prefix 'model.' is removed")
+        if renamed.prefix:
+            report.note(f"names: the trainer's prefix {quoted(renamed.prefix)} is removed")
+        if renamed.kept:
+            first, *others = (f"'{as_glob(str(key))}.*" for key in renamed.kept)
+            words = [f"--rename {first}=*'", *(f"--exclude {each}'" for each in others)]
+            report.warn(
+                f"names: no key of the saved state is 'model', so other keys stay: {listing(renamed.kept)}; to convert "
+                f"the tensors of one as the model: {' '.join(words)}"
+            )
         if renamed.left_out:
             report.note(
                 f"{plural(len(renamed.left_out), 'tensor')} of the optimizer left out: " + listing(renamed.left_out)
@@ -180,6 +187,20 @@ class Edits:
                 f"{plural(len(renamed.outside), 'tensor')} beside the model left out: " + listing(renamed.outside)
             )
         return renamed.names
+
+    def model_names(self, names: Collection[str], checkpoint: Checkpoint) -> dict[str, str]:
+        """The names in the model by names after the first renaming, which may still be those of a trainer's state.
+
+        Args:
+            names: of tensors.
+            checkpoint: the source.
+        """
+        if self.plain is not None or form_named(checkpoint.form).options.names is Names.MODEL:
+            return {name: name for name in names}
+        from reshard.names import plain_names
+
+        renamed = plain_names(names, checkpoint.objects, getattr(checkpoint, "nested", {}), True)
+        return {name: new or name for name, new in renamed.names.items()}
 
     def nested(self, names: Collection[str], recorded: Mapping[str, tuple[Any, ...]]) -> Mapping[str, tuple[Any, ...]]:
         """The keys of a trainer's state by the names of its tensors.
@@ -313,7 +334,8 @@ def edited(checkpoint: Checkpoint, edits: Edits, report: Report, complete: bool 
     tied: list[TiedTensors] = []
     unseen: dict[str, Optional[str]] = {name: name for name in checkpoint.unseen}
     if edits.additions is not None:
-        recipes, values = _with_additions(checkpoint, recipes, values, edits.additions, report)
+        model_names = edits.model_names(recipes, checkpoint)
+        recipes, values = _with_additions(checkpoint, recipes, values, edits.additions, model_names, report)
     identity = edits.identity()
     if edits.table is not None:
         if edits.quantisation is None:
@@ -359,11 +381,17 @@ def _with_additions(
     recipes: Mapping[str, Recipe],
     values: AbstractSet[str],
     additions: Additions,
+    model_names: Mapping[str, str],
     report: Report,
 ) -> tuple[dict[str, Recipe], set[str]]:
-    added, is_part = additions.fit(checkpoint.tensors), additions.is_part
+    tensors = {model_names[name]: checkpoint.tensors[recipe.sources[0]] for name, recipe in recipes.items()}
+    added, is_part = additions.fit(tensors), additions.is_part
     report.note(f"{plural(len(added), 'tensor')} added to: " + listing([*added]))
-    remaining = {name: replace(recipe, added=added.get(name)) for name, recipe in recipes.items() if not is_part(name)}
+    remaining = {
+        name: replace(recipe, added=added.get(model_names[name]))
+        for name, recipe in recipes.items()
+        if not is_part(name)
+    }
     return remaining, {name for name in values if not is_part(name)}
 
 
@@ -417,6 +445,15 @@ def between_forms(edits: Edits, form: str, to: str) -> Edits:
         plain = PLAIN_ALL if target.mindspore else PLAIN_WEIGHTS
     trainer = source.names is Names.MODEL and target.names is Names.TRAINER
     return replace(edits, plain=plain, trainer=trainer) if plain or trainer else edits
+
+
+def edits_to_model(form: str) -> Edits:
+    """The edits that give tensors the names in the model, and MindSpore's names for optimizer state.
+
+    Args:
+        form: of the source.
+    """
+    return NO_EDITS if form_named(form).options.names is Names.MODEL else Edits(plain=PLAIN_ALL, typed=None)
 
 
 def _dequantised(

@@ -52,6 +52,7 @@ class EditedSource:
         values: the remaining values, with their files.
         listed_names: names of the tensors.
         tied: pairs of names in the source that should be equal; only the first is used.
+        model_names: names in the model by name, where others are those of a trainer's state.
 
     Raises:
         InputError: the edits do not fit the source.
@@ -95,8 +96,10 @@ class EditedSource:
             values = kept_values - set(base.checkpoint.without_layout())
             applied = apply_rules(edits.renames, self._shapes(recipes, kept_values), optimizer=True, values=values)
             recipes, kept_values = _ruled(recipes, kept_values, applied)
+        model_names = edits.model_names(recipes.keys(), base.checkpoint)
         # New names by the ones before the last renaming.
         self._last_names = edits.last_names(recipes.keys(), Report())
+        self.model_names = {self._last_names.get(name) or name: model_names[name] for name in recipes}
         recipes = {self._last_names.get(name) or name: recipe for name, recipe in recipes.items()}
         self.values = {name: files for name, files in base.values.items() if name in kept_values}
         types = _types({*recipes, *kept_values}, recipes, edits.casts)

@@ -7,9 +7,9 @@ rounding errors.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Optional
+from typing import TYPE_CHECKING, Optional, Union
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,7 @@ from reshard.verification.stored import AS_RECORDED, Content, Shards, StoredSour
 
 if TYPE_CHECKING:
     from reshard.lora import Scale
+    from reshard.verification.edited import EditedSource
 
 Numbers = npt.NDArray[np.float64]
 
@@ -94,11 +95,18 @@ class Sum(Content):
         return bool(fits.all())
 
 
-def sums_of(tensors: dict[str, Content], adapter: StoredSource, place: str, scale: Scale) -> dict[str, Content]:
+def sums_of(
+    tensors: dict[str, Content],
+    model_names: Mapping[str, str],
+    adapter: Union[StoredSource, EditedSource],
+    place: str,
+    scale: Scale,
+) -> dict[str, Content]:
     """The weights plus an adapter, without matrices of adapters.
 
     Args:
         tensors: the weights.
+        model_names: their names in the model.
         adapter: the matrices, complete.
         place: path of the matrices, for messages.
         scale: factors of the products, by module.
@@ -116,9 +124,9 @@ def sums_of(tensors: dict[str, Content], adapter: StoredSource, place: str, scal
             f"{place}: the layout of these matrices is unknown: " + listing(loose), file=place, parameter=loose[0]
         )
     sums = {name: tensor for name, tensor in tensors.items() if not is_matrix(name)}
-    names = [*sums]
+    written_names = {model_names[name]: name for name in sums}
     for pair in pairs:
-        name = weight_of(pair, names)
+        name = written_names[weight_of(pair, written_names)]
         up, down, weight = adapter.tensors[pair.up], adapter.tensors[pair.down], sums[name]
         shape: Optional[Shape] = (up.shape[:1] + down.shape[1:])[:: -1 if scale.transposed else 1]
         if shape != weight.shape or up.shape[1:] != down.shape[:1]:

@@ -295,6 +295,25 @@ def test_compressed_archives_are_refused_by_name(saved: Saved) -> None:
     saved.refused("compressed or encrypted")
 
 
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata"])
+@pytest.mark.parametrize("command", ["inspect", "suggest", "convert"])
+def test_a_file_of_a_checkpoint_points_to_its_directory(command: str, name: str, saved: Saved, tmp_path: Path) -> None:
+    words = [tmp_path / "out", "--to", "hf"] if command == "convert" else []
+    fails(3, command, saved.path / name, *words, texts=[f"give its directory: {saved.path}"])
+
+
+@pytest.mark.parametrize("command", ["inspect", "suggest", "convert"])
+def test_the_directory_around_a_checkpoint_points_to_it(command: str, saved: Saved, tmp_path: Path) -> None:
+    """Trainers have files of other state beside it."""
+    root = tmp_path / "run" / "step"
+    shutil.copytree(saved.path, root / "global_step_10")
+    (root / "extra_state").mkdir()
+    (root / "extra_state" / "extra_state_rank_0.pt").write_bytes(b"PK")
+    words = [tmp_path / "out", "--to", "hf"] if command == "convert" else []
+    for place in (root, root.parent):
+        fails(3, command, place, *words, texts=[f"did you mean {root / 'global_step_10'}?"])
+
+
 def test_a_missing_file_is_named(saved: Saved) -> None:
     (saved.path / "__1_0.distcp").unlink()
     saved.refused("__1_0.distcp", "missing")

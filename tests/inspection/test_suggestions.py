@@ -364,7 +364,7 @@ def test_quantised_weights_without_their_settings_need_the_configuration(tmp_pat
     source = shutil.copytree(FIXTURES / "fp8", tmp_path / "fp8")
     config = (source / "config.json").rename(tmp_path / "settings")
     printed = suggested(source, "--devices", 2)
-    assert "has no quantization_config" in printed["problems"][0]["text"]
+    assert "config.json does not exist" in printed["problems"][0]["text"]
     for item in printed["suggestions"]:
         words = [str(config) if word == "CONFIG" else word for word in item["command"]]
         assert "--dequantize" in words

@@ -506,3 +506,42 @@ def test_merged_infinity_and_nan_are_verified(tmp_path: Path) -> None:
         in_place(tmp_path / "out" / "model.safetensors", CHANGED[0], (row, 7), lambda _: other)  # noqa: B023
         assert compared(src, adapter, tmp_path / "out") == [("content", CHANGED[0])], (row, other)
         (tmp_path / "out" / "model.safetensors").write_bytes(merged)
+
+
+@pytest.mark.parametrize("to", ["huggingface", "dcp", "hyper-parallel", "hf-sharded"])
+@pytest.mark.parametrize("form", ["huggingface", "dcp", "hyper-parallel"])
+def test_names_of_a_trainers_state_are_those_of_a_conversion(form: str, to: str, tmp_path: Path) -> None:
+    """Base, adapter and result may have the prefix ``model.``."""
+    src, adapter = base(tmp_path / "base", weights()), peft(tmp_path / "adapter", matrices())
+    done("merge-lora", src, adapter, tmp_path / "expected")
+    cut: list[Argument] = [] if to == "huggingface" else ["--shards", 3]
+    if form != "huggingface":
+        done("convert", src, tmp_path / "state", "--to", form, "--shards", 2)
+        words: list[Argument] = ["--src-strategy", "none", "--shards", 2]
+        done("convert", adapter / "adapter_model.safetensors", tmp_path / "saved", "--to", form, *words)
+        src, adapter = tmp_path / "state", tmp_path / "saved"
+        (adapter / "adapter_config.json").write_text(json.dumps({"r": 8, "lora_alpha": 16}))
+    done("merge-lora", src, adapter, tmp_path / "out", "--to", to, *cut, "--verify")
+    written = {tensor["name"] for tensor in done("inspect", tmp_path / "out", "--json").json["tensors"]}
+    rooted = to in ("dcp", "hyper-parallel") or (to == "hf-sharded" and form != "huggingface")
+    assert written == {"model." + name if rooted else name for name in SHAPES}
+    done("convert", tmp_path / "out", tmp_path / "back", "--to", "huggingface")
+    back, expected = (load_file(tmp_path / place / "model.safetensors") for place in ("back", "expected"))
+    assert {name: array.tobytes() for name, array in back.items()} == {
+        name: array.tobytes() for name, array in expected.items()
+    }
+
+
+def test_weights_beside_the_matrices_are_compared_under_the_names_of_the_model(tmp_path: Path) -> None:
+    full, pairs = weights(), matrices()
+    src, adapter = base(tmp_path / "base", full), peft(tmp_path / "adapter", pairs)
+    done("convert", src, tmp_path / "state", "--to", "dcp", "--shards", 2)
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    for change in (0, 1):
+        extra = {"model.norm.weight": full["model.norm.weight"] + np.float32(change)}
+        save_file({**tensors, **extra}, adapter / "adapter_model.safetensors")
+        words: list[Argument] = ["merge-lora", tmp_path / "state", adapter, tmp_path / f"out{change}"]
+        if change:
+            fails(3, *words, texts=["differ from the base's", "model.norm.weight"])
+        else:
+            done(*words, "--verify")

@@ -167,6 +167,58 @@ def test_tensors_beside_the_model_of_a_nested_state_are_skipped() -> None:
     assert plain_names(["a", "rng"], (), {"a": ("a",), "rng": ("rng",)}, True).names == {"a": "a", "rng": "rng"}
 
 
+def test_keys_around_the_model_are_removed_with_it() -> None:
+    """As in torch's tutorial, whose state is that of one object with a model and an optimizer."""
+    keys = {
+        "app.model.a.weight": ("app", "model", "a.weight"),
+        "app.optim.state.a.weight.exp_avg": ("app", "optim", "state", "a.weight", "exp_avg"),
+        "app.optim.state.a.weight.step": ("app", "optim", "state", "a.weight", "step"),
+        "app.rng": ("app", "rng"),
+        "loader.rng": ("loader", "rng"),
+    }
+
+    actual = plain_names(keys, (), keys, True)
+
+    assert [*actual.names.values()] == ["a.weight", "adam_m.a.weight", None, None, None]
+    assert (actual.prefix, actual.left_out) == ("app.model.", ["app.optim.state.a.weight.step"])
+    assert actual.outside == ["app.rng", "loader.rng"]
+    assert "a.weight" in possible_plain_names("app.model.a.weight", False)
+    assert possible_plain_names("app.optim.state.a.weight.exp_avg", True) == ["adam_m.a.weight"]
+
+
+def test_keys_of_several_models_stay() -> None:
+    for word in ("", ".model"):
+        keys = {f"{name}{word}.a.weight": (*f"{name}{word}".split("."), "a.weight") for name in ("actor", "critic")}
+        actual = plain_names(keys, (), keys, True)
+        assert actual.names == dict(zip(keys, keys))
+        assert (actual.prefix, actual.outside, actual.kept) == ("", [], ["actor", "critic"])
+
+
+def test_a_model_at_the_root_of_a_state_is_separated_from_nested_tensors() -> None:
+    """torchtitan puts the names of the model beside the keys of other objects."""
+    keys = {
+        "model.a.weight": ("model.a.weight",),
+        "scale": ("scale",),
+        "train_state.step": ("train_state", "step"),
+        "optimizer.state.model.a.weight.exp_avg": ("optimizer", "state.model.a.weight.exp_avg"),
+    }
+
+    actual = plain_names(keys, (), keys, True)
+
+    assert [*actual.names.values()] == ["model.a.weight", "scale", None, "adam_m.model.a.weight"]
+    assert (actual.prefix, actual.outside, actual.kept) == ("", ["train_state.step"], [])
+
+
+def test_flattened_optimizer_state_at_the_root_is_recognised_by_its_groups() -> None:
+    names = ["a.weight", "state.a.weight.exp_avg", "state.a.weight.step"]
+    groups = ("param_groups.a.weight.lr",)
+    assert [*plain(names, groups).values()] == ["a.weight", "adam_m.a.weight", None]
+    assert [*plain(names, groups, optimizer=False).values()] == ["a.weight", None, None]
+    assert "adam_m.a.weight" in possible_plain_names("state.a.weight.exp_avg", True)
+    # A module may be called state.
+    assert [*plain(names).values()] == names
+
+
 @pytest.mark.parametrize("form", ["dcp", "hyper-parallel"])
 def test_a_strategy_lists_the_names_of_the_model(form: str, plain: World, tmp_path: Path) -> None:
     plain.save(tensors(names=["w", "v"]))

@@ -102,8 +102,15 @@ def format_of(path: str) -> str:
     Raises:
         CheckpointError: the ending is neither.
     """
-    format = FORMATS.get(os.path.splitext(path)[1])
+    directory, name = os.path.split(path)
+    format = FORMATS.get(os.path.splitext(name)[1])
     if format is None:
+        if name.endswith((f".{ARCHIVES}", ".metadata")):
+            raise CheckpointError(
+                f"{path}: is a part of a distributed checkpoint of PyTorch",
+                file=path,
+                hint=f"give its directory: {directory or os.curdir}",
+            )
         kind = kind_of(path)
         if kind is not None:
             raise CheckpointError(f"{path}: is {_not_ours(kind)}", file=path, hint=_HINT)

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Optional
 
 from reshard.errors import CheckpointError, UsageError
+from reshard.forms.ranks.refused import hint_of_checkpoints_below
 from reshard.storage import (
     UnfitError,
     absolute,
@@ -111,7 +112,7 @@ def choose(path: str, step: Optional[str], report: Report) -> IterationChoice:
         raise CheckpointError(
             f"{path}: holds no {iteration_name(0)[:-8]}* directory",
             file=path,
-            hint="a root of Checkpoint 2.0 has one for each iteration that was saved",
+            hint=hint_of_checkpoints_below(path) or "a root of Checkpoint 2.0 has one for each saved iteration",
         )
     tracked = read_tracker(path)
     if requested is not None:

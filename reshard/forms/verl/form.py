@@ -34,6 +34,7 @@ _MODEL = re.compile(r"model_world_size_([1-9][0-9]{0,5})_rank_(0|[1-9][0-9]{0,5}
 _OTHER_STATE = re.compile(r"(optim|extra_state)_world_size_[0-9]+_rank_[0-9]+\.pt")
 _BESIDE = "huggingface"
 _HINT = "copy the files of one save again"
+_FSDP1 = "torch.distributed._shard.sharded_tensor."
 
 
 class VerlForm(Form):
@@ -152,7 +153,7 @@ def _read_rank(path: str, handles: FileHandles) -> Union[_RankFile, DamagedCheck
         size = file.size()
         try:
             archive = Archive(file, 0, size)
-            state = archive.pickled(is_read)
+            state = archive.pickled(lambda name: _is_allowed(path, name))
             if not isinstance(state, dict):
                 return DamagedCheckpointError(f"{path}: holds no dictionary of tensors", file=path, hint=_HINT)
             if not all(isinstance(name, str) for name in state):
@@ -174,6 +175,22 @@ def _read_rank(path: str, handles: FileHandles) -> Union[_RankFile, DamagedCheck
     )
     tensors = {tensor.name: tensor for tensor in placement.tensors()}
     return _RankFile(CheckpointIndex(path, ARCHIVES, size, tensors, archived=True), placement, parts)
+
+
+def _is_allowed(path: str, name: str) -> bool:
+    """Whether a pickle may name a class or function.
+
+    Raises:
+        CheckpointError: it is FSDP1's.
+    """
+    if name.startswith(_FSDP1):
+        raise CheckpointError(
+            f"{path}: holds tensors of FSDP1 (ShardedTensor), which are not read",
+            file=path,
+            hint="load it in the same job and save it with torch.distributed.checkpoint; or train with a device mesh, "
+            "FSDP(model, device_mesh=...), or with FSDP2",
+        )
+    return is_read(name)
 
 
 def _tensors(
