@@ -15,7 +15,7 @@ from reshard.plan.plan import Plan
 from reshard.records import Identity, RecordedCommand, strategy_digest
 from reshard.records.commands import EDITS
 from reshard.records.identity import short_digest
-from reshard.records.ledger import Ledger, ledgers_in
+from reshard.records.ledger import Ledger, ledgers_in, packing_of
 from reshard.storage import absolute, exists
 from reshard.strategies import NONE, Strategy, names_files, read_strategy
 from reshard.text.report import Report
@@ -41,6 +41,7 @@ def command_of(plan: Plan, options: Options) -> Optional[RecordedCommand]:
     except FileNotFoundError:
         # The working directory is gone.
         return None
+    packing = getattr(plan.checkpoint, "packing", ()) or packing_of(src)
     return RecordedCommand(
         task="recover" if request.recover else "convert",
         src=src,
@@ -50,6 +51,7 @@ def command_of(plan: Plan, options: Options) -> Optional[RecordedCommand]:
         step=plan.checkpoint.step,
         include=tuple(request.filters.include),
         exclude=tuple(request.filters.exclude),
+        packing=packing,
         ranks=None if request.files is None or several else number_ranges(request.files),
         **{name: getattr(request, name) for name in ("to", "max_shard_size", "file_suffix", "prefix", "strict")},
         **{name: getattr(options, name) for name in ("crc", "check_replicas", "checksum", "verify", "lost_only")},
