@@ -96,10 +96,11 @@ def _moves(src: str, typed: Mapping[str, Any], subject: Subject) -> Optional[dic
     """The bytes that a conversion moves; None if it is refused, which the page lists as a problem."""
     from reshard.cli.opened import effort_of
     from reshard.convert.ends import read_ends, request_of
-    from reshard.strategies import shards_of
+    from reshard.strategies import shards_of, target_words
     from reshard.view.moves import moves_data
 
     report = Report()
+    conversion = f"conversion with {' '.join(target_words(typed['dst_strategy']))}"
     if shards_of(typed["dst_strategy"]) is not None:
         # Rank files are not cut by rows alone; the forms that are move the same bytes.
         typed = {**typed, "to": subject.form.name if subject.form.options.shards else "dcp"}
@@ -109,10 +110,10 @@ def _moves(src: str, typed: Mapping[str, Any], subject: Subject) -> Optional[dic
     try:
         moves = moves_data(request, effort.jobs, effort.max_memory, report, decryption)
     except InputError as error:
-        subject.add(0, f"a conversion to {typed['dst_strategy']} is refused: {error.message}", error.hint)
+        subject.add(0, f"a {conversion} is refused: {error.message}", error.hint)
         return None
     for text in report.warnings:
-        subject.add(1, f"conversion to {typed['dst_strategy']}: {text}")
+        subject.add(1, f"{conversion}: {text}")
     return moves
 
 
