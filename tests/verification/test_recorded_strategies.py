@@ -65,9 +65,9 @@ def test_a_missing_directory_is_reported_before_a_missing_strategy(converted: Wo
 
 def test_other_forms_require_no_typed_strategy(world: World, tmp_path: Path) -> None:
     world.save(tensors())
-    for number, to in enumerate((["checkpoint2", "--dst-strategy", "same"], ["huggingface"])):
+    for number, words in enumerate((["checkpoint2", "--dst-strategy", "same"], ["huggingface"])):
         out = tmp_path / f"out{number}"
-        done("convert", world.src, out, "--src-strategy", world.old, "--to", *to)
+        done("convert", world.src, out, "--src-strategy", world.old, "--to", *words)
         assert "verified: no differences" in done("verify", out, "--src", world.src).err
     ranks = tmp_path / "ranks"
     done("convert", tmp_path / "out0", ranks, "--dst-strategy", world.new, "--format", "ckpt")
