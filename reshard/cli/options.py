@@ -163,16 +163,15 @@ def _target_strategy(context: click.Context, _: click.Parameter, value: Optional
     return f"shards:{shards}"
 
 
-def strategies(command: F) -> F:
-    """--src-strategy and --dst-strategy."""
+def source_strategy(*names: str) -> Callable[[F], F]:
+    """--src-strategy, with other names."""
+    text = "Strategy that SRC was saved with; none if SRC is not sharded."
+    return strategy(text, "src_strategy", *names, flag="--src-strategy")
+
+
+def target_layout(command: F) -> F:
+    """--dst-strategy and --shards."""
     return together(
-        option(
-            "Strategies",
-            "--src-strategy",
-            metavar="FILE|DIR|none",
-            shell_complete=completion.strategies,
-            help="Strategy that SRC was saved with; none if SRC is not sharded.",
-        ),
         option(
             "Strategies",
             "--dst-strategy",
@@ -192,6 +191,11 @@ def strategies(command: F) -> F:
             help="Cut rows over N files, as FSDP does, in place of --dst-strategy.",
         ),
     )(command)
+
+
+def strategies(command: F) -> F:
+    """--src-strategy and --dst-strategy."""
+    return source_strategy()(target_layout(command))
 
 
 def ranks(group: str, text: str) -> Callable[[F], F]:
@@ -359,6 +363,17 @@ selection = together(
 )
 """Which parameters are taken."""
 
+dequantize = option(
+    "Names and types",
+    "--dequantize",
+    metavar="DTYPE",
+    shell_complete=completion.types,
+    show_default="unchanged",
+    help="Turn quantised weights (block FP8, FP8 and Int8 with scales, MXFP4) into BFloat16, Float16 or Float32; "
+    "scales are left out.",
+)
+"""--dequantize."""
+
 edits = together(
     option(
         "Names and types",
@@ -397,15 +412,7 @@ edits = together(
         metavar="OLD=NEW",
         help="Rename a parameter; a * in OLD and NEW renames all that match (repeatable).",
     ),
-    option(
-        "Names and types",
-        "--dequantize",
-        metavar="DTYPE",
-        shell_complete=completion.types,
-        show_default="unchanged",
-        help="Turn quantised weights (block FP8, FP8 and Int8 with scales, MXFP4) into BFloat16, Float16 or Float32; "
-        "scales are left out.",
-    ),
+    dequantize,
     option(
         "Names and types",
         "--cast",

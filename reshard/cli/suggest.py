@@ -41,9 +41,7 @@ reshard suggest ckpt/ --src-strategy src.ckpt
     show_default="a placeholder",
     help="Number of devices of the next cluster.",
 )
-@options.strategy(
-    "Strategy that SRC was saved with; none if SRC is not sharded.", "src_strategy", flag="--src-strategy"
-)
+@options.source_strategy("--strategy")
 @options.source
 @options.json_output
 @options.common

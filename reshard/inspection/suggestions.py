@@ -23,10 +23,10 @@ from reshard.forms.registry import form_of
 from reshard.inspection.subject import Subject, subject_of
 from reshard.names import Configuration, builtin_names, config_beside, rules_named
 from reshard.names.options import settle, side_of
-from reshard.plan.edits import between_forms, edited, typed_edits
+from reshard.plan.edits import between_forms, edited, typed_edits, words_of_packing
 from reshard.quantised.schemes import stated_settings
 from reshard.records import strategy_digest
-from reshard.records.ledger import current, ledgers_in
+from reshard.records.ledger import current, ledgers_in, packing_of
 from reshard.records.status import status_of
 from reshard.storage import absolute, exists, is_directory
 from reshard.strategies import NONE, SAME, Strategy, names_files, read_strategy
@@ -102,6 +102,7 @@ class Model(NamedTuple):
         tables: the tables that have these names; only that of the model's type, if there is one.
         refusal: why that table cannot be applied.
         assumed: its options that neither config.json nor names determine, each with its values and meaning.
+        packing: the table that the conversion that wrote the checkpoint recorded; see `words_of_packing`.
     """
 
     config: Optional[Configuration] = None
@@ -110,6 +111,7 @@ class Model(NamedTuple):
     tables: Sequence[str] = ()
     refusal: Optional[str] = None
     assumed: Sequence[tuple[str, str]] = ()
+    packing: Sequence[str] = ()
 
 
 @dataclass
@@ -190,7 +192,7 @@ def suggest(
             strategy, subject = judged[0]
         elif judged:
             subject.checkpoint = None
-    model = _model(src, subject, places)
+    model = _model(src, subject, places)._replace(packing=packing_of(src))
     if strategy is not None and not resumed:
         _add_lost(subject)
     advisor = _Advisor(src, devices, strategy, tuple(options), subject, model, beside, fitting)
@@ -592,6 +594,12 @@ class _Advisor:
         model = self._model
         if model.side != side:
             return (), ()
+        if model.packing:
+            words = words_of_packing(model.packing)
+            if "--config" not in words or exists(words[-1]):
+                return tuple(words), ()
+            text = f"The model's config.json: {words[-1]}, which the records list, does not exist."
+            return (*words[:-1], CONFIG), (Missing(CONFIG, text),)
         if model.refusal is not None:
             return (), (Missing(None, f"Names stay unchanged, because the table does not fit: {model.refusal}"),)
         if model.config is None or model.type is None or model.type not in model.tables:

@@ -65,6 +65,7 @@ class Applied:
         notes: notes for the user.
         assumed: options with their default value: ``gate_up=interleaved``.
         options: all options of the table with their values.
+        sizes: the sizes of the model that the rules used.
     """
 
     reversed: bool
@@ -76,6 +77,7 @@ class Applied:
     notes: tuple[str, ...]
     assumed: tuple[str, ...]
     options: Mapping[str, str]
+    sizes: Mapping[str, int]
 
 
 def apply_rules(
@@ -371,6 +373,7 @@ class _Application:
             tuple(notes),
             tuple(f"{name}={self.settled.values[name]}" for name in self.settled.assumed),
             self.settled.values,
+            self.settled.sizes.used,
         )
 
 

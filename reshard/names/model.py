@@ -139,6 +139,17 @@ class NameRules:
     keeps_others: bool = False
     text: str = ""
 
+    @property
+    def packing_options(self) -> frozenset[str]:
+        """The options that decide between rules for the same names: no name contradicts a wrong value."""
+        alike: dict[tuple[tuple[Pattern, ...], tuple[Pattern, ...]], list[NameRule]] = {}
+        for rule in self.rules:
+            alike.setdefault((rule.left, rule.right), []).append(rule)
+        differing = (rules for rules in alike.values() if len({rule.operations for rule in rules}) > 1)
+        by_names = {option.name for option in self.options if option.name_values}
+        options = {condition.option for rules in differing for rule in rules for condition in rule.when}
+        return frozenset(options - by_names)
+
     def size_values(self, config: Optional[Mapping[str, object]]) -> dict[str, object]:
         """The values in a configuration that the table's sizes use.
 

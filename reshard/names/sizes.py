@@ -85,6 +85,11 @@ class ModelSizes:
         """The configuration, for messages."""
         return str(getattr(self._config, "path", "config.json"))
 
+    @property
+    def used(self) -> dict[str, int]:
+        """The sizes of the table that rules have used, by name."""
+        return {name: value for name in self._sizes if (value := self._known.get(name)) is not None}
+
     def __contains__(self, name: str) -> bool:
         return name in self._sizes or name in self._known
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
@@ -13,7 +14,7 @@ from reshard.checkpoints import FileHandles, Tensor
 from reshard.checkpoints.checkpoint import Addition, Checkpoint, GlobalTensor, TiedTensors
 from reshard.checkpoints.edited import EditedCheckpoint, Recipe
 from reshard.checkpoints.formats.dtypes import CAST_TO, INT4, dtype_named
-from reshard.errors import CheckpointError, UsageError
+from reshard.errors import CheckpointError, NamesError, UsageError
 from reshard.forms.form import EditedStep, Names
 from reshard.forms.registry import form_named, form_of
 from reshard.plan.casts import CastRule, cast, note_casts, warn_of_uncast
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 PLAIN_WEIGHTS, PLAIN_ALL = "weights", "all"
 """The part of a trainer's state that is renamed to a model's names."""
 
+# The side of tables whose tensors no option changes.
+_UNPACKED = "huggingface"
 _STATE = "left out: optimizer state follows its weights with --optimizer keep"
 
 
@@ -102,6 +105,7 @@ class Edits:
         quantisation: how quantised tensors are recognised, and their type after dequantising, the first edit; None to
             copy codes and scales unchanged.
         typed: the options as typed; None for edits without options of a conversion.
+        source_packing: the `packing` that the source's records list; empty without records of a table.
     """
 
     table: Optional[NameRules] = None
@@ -116,6 +120,7 @@ class Edits:
     trainer: bool = False
     quantisation: Optional[Quantisation] = None
     typed: Optional[TypedEdits] = field(default=TypedEdits(), compare=False)
+    source_packing: tuple[str, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         if self.additions is not None and (self.table is not None or self.casts):
@@ -332,6 +337,7 @@ def edited(checkpoint: Checkpoint, edits: Edits, report: Report, complete: bool 
     values = {*checkpoint.values(), *checkpoint.without_layout()}
     recipes, values = _exactly(recipes, values, edits.first_names(checkpoint.tensors, checkpoint, report))
     tied: list[TiedTensors] = []
+    packing: tuple[str, ...] = ()
     unseen: dict[str, Optional[str]] = {name: name for name in checkpoint.unseen}
     if edits.additions is not None:
         model_names = edits.model_names(recipes, checkpoint)
@@ -352,6 +358,11 @@ def edited(checkpoint: Checkpoint, edits: Edits, report: Report, complete: bool 
                 f"{quoted(first)} and {quoted(second)} cannot be compared without the whole source",
                 parameter=second,
             )
+        packing = _packing(edits, applied)
+        if old != _UNPACKED:
+            _check_packing(checkpoint.place, edits.source_packing, packing, report)
+        if new == _UNPACKED:
+            packing = ()
         tied = _tied(checkpoint, applied)
         recipes, values = _ruled(checkpoint, recipes, values, applied, edits.table, report)
         unseen = dict.fromkeys(unseen)
@@ -371,9 +382,49 @@ def edited(checkpoint: Checkpoint, edits: Edits, report: Report, complete: bool 
         note_casts(checkpoint, recipes, report)
         warn_of_uncast(checkpoint, recipes, values, edits.casts, report)
     _check_types(checkpoint, recipes)
-    return EditedCheckpoint(
-        checkpoint, recipes, values, identity, tied, unseen, edits.nested(recipes, getattr(checkpoint, "nested", {}))
-    )
+    nested = edits.nested(recipes, getattr(checkpoint, "nested", {}))
+    return EditedCheckpoint(checkpoint, recipes, values, identity, tied, unseen, nested, packing)
+
+
+def _packing(edits: Edits, applied: Applied) -> tuple[str, ...]:
+    """The table that was applied, and the options and sizes that decide which numbers it writes, as ``KEY=VALUE``."""
+    from reshard.names import builtin_names
+
+    assert edits.table is not None
+    path = edits.table.path
+    texts = [f"table={path if path in builtin_names() else absolute(path)}"]
+    if edits.typed is not None and edits.typed.config is not None:
+        texts.append(f"config={absolute(edits.typed.config)}")
+    texts += (f"option {name}={applied.options[name]}" for name in sorted(edits.table.packing_options))
+    return (*texts, *(f"size {name}={value}" for name, value in applied.sizes.items()))
+
+
+def words_of_packing(packing: Sequence[str]) -> list[str]:
+    """The options --names and --config of a recorded `EditedCheckpoint.packing`."""
+    values = dict(text.split("=", 1) for text in packing)
+    options = (f"{key.split()[1]}={value}" for key, value in values.items() if key.startswith("option "))
+    config = ["--config", values["config"]] if "config" in values else []
+    return ["--names", ",".join([values["table"], *options]), *config]
+
+
+def _check_packing(place: str, recorded: Sequence[str], packing: Sequence[str], report: Report) -> None:
+    """Compare the options and sizes of a table with those that its records list.
+
+    Other values give the right names and shapes with the wrong numbers.
+
+    Raises:
+        NamesError: the same table has other values.
+    """
+    old, new = (dict(text.split("=", 1) for text in texts) for texts in (recorded, packing))
+    differing = [key for key in new if " " in key and old.get(key, new[key]) != new[key]]
+    if not differing:
+        return
+    was, is_now = (", ".join(f"{key.split()[1]}={values[key]}" for key in differing) for values in (old, new))
+    message = f"{place}: was converted with {was} by the rules {old['table']}, and {is_now} would be applied"
+    hint = f"use the recorded options: {shlex.join(words_of_packing(recorded))}"
+    if old["table"] == new["table"]:
+        raise NamesError(message, file=place, hint=hint)
+    report.warn(f"{message}; {hint}")
 
 
 def _with_additions(
@@ -720,6 +771,7 @@ def typed_edits(
         config = os.path.join(src, _CONFIG)
     # Loaded only here: most conversions have no rules.
     from reshard.names import builtin_names, parse_renames, read_config, rules_named
+    from reshard.records.ledger import packing_of
 
     table = None if names is None else rules_named(names)
     if names is not None and table is not None and table.path not in builtin_names():
@@ -734,6 +786,7 @@ def typed_edits(
         casts=tuple(map(CastRule.parse, cast)),
         quantisation=None if dequantize is None else _quantisation(dequantize, src, sizes),
         typed=TypedEdits(names, tuple(rename), config, reverse, optimizer, tuple(cast), dequantize),
+        source_packing=() if names is None else packing_of(src),
     )
 
 

@@ -50,7 +50,7 @@ _CHOICES = {
     **{name: CHOICES[name] for name in ("crc", "check_replicas", "checksum")},
 }
 # Attributes whose options depend on the task or the form; those of others are as `option_words` writes them.
-_BY_TASK = ("task", "src", "source_strategy", "target_strategy", "format", "prefix", "host")
+_BY_TASK = ("task", "src", "source_strategy", "target_strategy", "format", "prefix", "packing", "host")
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,7 @@ class RecordedCommand:
         ranks: the requested target ranks, such as ``0-7,12``; None for all, or for one of several processes.
         names: a built-in table of names, or an absolute path.
         config: absolute path.
+        packing: the table of names, its options and sizes, as ``KEY=VALUE``; of the source, if no table was requested.
         host: the host where it was typed.
     """
 
@@ -97,6 +98,7 @@ class RecordedCommand:
     strict: bool = False
     verify: bool = False
     lost_only: bool = False
+    packing: tuple[str, ...] = ()
     host: str = dataclasses.field(default_factory=lambda: os.uname().nodename, compare=False)
 
     @property
@@ -204,6 +206,9 @@ def _parsed(fields: Fields) -> RecordedCommand:
         shards_of(strategy)
         if names_files(strategy) and not is_absolute(strategy):
             raise JsonError(f"{quoted(strategy)} is not an absolute path")
+    packing = values.get("packing", ())
+    if not all("=" in text for text in packing) or (packing and not packing[0].startswith("table=")):
+        raise JsonError(f"packing is {packing!r}")
     if not is_absolute(values["src"]):
         raise JsonError("src is not an absolute path")
     command = RecordedCommand(**values)

@@ -28,6 +28,7 @@ from collections.abc import Collection, Iterable, Iterator
 from typing import Callable, NamedTuple, Optional
 
 from reshard.errors import ReshardError, TargetError
+from reshard.forms.ranks.steps import RANK, fixed_directory
 from reshard.records.commands import IS_COMMAND, RecordedCommand, commands_in
 from reshard.records.identity import Identity, short_digest
 from reshard.records.record_files import PLAN, REPLACED, RecordDirectory, names_in
@@ -446,6 +447,22 @@ def current(ledgers: Collection[Ledger]) -> list[Ledger]:
     """The conversions of a directory that no other one is replacing; usually one."""
     # The replacing run may have ended before it began.
     return [ledger for ledger in ledgers if not ledger.replaced] or list(ledgers)
+
+
+def packing_of(src: str) -> tuple[str, ...]:
+    """The table of names that the conversion that wrote a checkpoint applied; see `RecordedCommand.packing`.
+
+    Args:
+        src: a directory, a rank's directory or a file in one, or a path with ``{rank}``.
+    """
+    directory = (fixed_directory(src) if RANK in src else src).rstrip("/")
+    # Damaged records of a source are no reason to refuse it.
+    with contextlib.suppress(ReshardError):
+        for place in (directory, os.path.dirname(directory), os.path.dirname(os.path.dirname(directory))):
+            begun = current(ledgers_in(place or os.curdir))
+            if begun:
+                return next((command.packing for command in begun[0].commands()), ()) if len(begun) == 1 else ()
+    return ()
 
 
 def ledgers_in(destination: str) -> list[Ledger]:

@@ -5,15 +5,17 @@ It contains no times: it does not depend on the runs that wrote the files, or on
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
 import re
+import shlex
 from dataclasses import dataclass
 from typing import NamedTuple, Optional
 
 from reshard.defaults import MAX_DEVICES
-from reshard.errors import CheckpointError
+from reshard.errors import CheckpointError, TargetError
 from reshard.forms.ranks.naming import check_inside
 from reshard.records.identity import Identity
 from reshard.records.ledger import ledgers_in
@@ -147,8 +149,12 @@ def _missing(directory: str, path: str) -> CheckpointError:
             file=directory,
             hint=similar_path_hint(directory) or "name the DST of a conversion",
         )
-    hint = "it is written when all target ranks are converted; run the same command again to continue"
-    if any(ledger.only() for ledger in ledgers_in(directory)):
+    hint = "it is written when all target files are converted; run the same command again to continue"
+    ledgers = ledgers_in(directory)
+    with contextlib.suppress(TargetError):
+        if any(ledger.commands() for ledger in ledgers):
+            hint = f"it is written last; to complete the conversion: reshard resume {shlex.quote(directory)}"
+    if any(ledger.only() for ledger in ledgers):
         hint = (
             "recover --lost-only writes none; copy the lost ranks back to the others, and verify all together with "
             "--replicas --strategy S"

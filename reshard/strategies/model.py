@@ -186,6 +186,12 @@ def shards_of(path: str) -> Optional[int]:
     return int(text)
 
 
+def target_words(path: str) -> list[str]:
+    """The option of a target's strategy, as users type it: ``--shards 8`` for ``shards:8``."""
+    shards = shards_of(path)
+    return ["--dst-strategy", path] if shards is None else ["--shards", str(shards)]
+
+
 def rows_over(count: int, shape: tuple[int, ...]) -> Layout:
     """The layout of rows over ranks in parts of one size, the last smaller or empty; a scalar is on each rank."""
     if not shape:
