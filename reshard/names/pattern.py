@@ -21,7 +21,7 @@ _SOME = "\0"
 _MOST_STARS = 8
 
 
-class PatternError(ValueError):
+class PatternError(ExpressionError):
     """A text is not a pattern of names."""
 
 
