@@ -258,8 +258,8 @@ def _check_names(file: RuleFile, rule: NameRule, where: str, sizes: set[str]) ->
         raise file.wrong(where, "stacks more than one number")
     for operation in rule.operations:
         if isinstance(operation, Stack) and operation.number not in (right if operation.inverted else left).numbers:
-            verb, side = ("unstacks", "to") if operation.inverted else ("stacks", "from")
-            raise file.wrong(where, f"{verb} {operation.number}, which its names in {side} do not have")
+            verb, names = ("unstacks", "to") if operation.inverted else ("stacks", "from")
+            raise file.wrong(where, f"{verb} {operation.number}, which its names in {names} do not have")
 
 
 def _condition(file: RuleFile, text: str, where: str, options: Sequence[TableOption]) -> OptionCondition:

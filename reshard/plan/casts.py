@@ -106,15 +106,7 @@ def cast(
         )
     requested.check(cast_recipes)
     _note_casts(checkpoint, cast_recipes, report)
-    names = recipes.keys() | values
-    uncast = []
-    for name in sorted(values):
-        dtype = requested.of(name) if is_weight(name, names) else None
-        stored = checkpoint.indexes[checkpoint.holders(name)[0]].tensors[name]
-        if dtype is not None and stored.dtype in CASTABLE and stored.dtype != dtype:
-            uncast.append(name)
-    if uncast:
-        report.warn("copied without cast, because their layout is unknown: " + listing(uncast))
+    _warn_of_uncast(checkpoint, recipes.keys() | values, values, requested, report)
     return cast_recipes
 
 
@@ -172,3 +164,21 @@ class _RequestedTypes:
 
 def _is_no_float(dtype: str) -> bool:
     return "Float" not in dtype
+
+
+def _warn_of_uncast(
+    checkpoint: Checkpoint,
+    names: AbstractSet[str],
+    values: AbstractSet[str],
+    requested: _RequestedTypes,
+    report: Report,
+) -> None:
+    """Warn of weights among values, which are copied and keep their type."""
+    uncast = []
+    for name in sorted(values):
+        dtype = requested.of(name) if is_weight(name, names) else None
+        stored = checkpoint.indexes[checkpoint.holders(name)[0]].tensors[name]
+        if dtype is not None and stored.dtype in CASTABLE and stored.dtype != dtype:
+            uncast.append(name)
+    if uncast:
+        report.warn("copied without cast, because their layout is unknown: " + listing(uncast))
