@@ -231,9 +231,8 @@ class Completeness:
         for values in self._expected(any_rule):
             values_by_name = dict(zip(any_rule.free, values))
             values_of = {place: tuple(values_by_name[each] for each in sided.free) for place, sided in rules.items()}
-            used = [
-                case for case, places in cases.items() if any(values_of[place] in present[place] for place in places)
-            ]
+            fits = {place for place, own_values in values_of.items() if own_values in present[place]}
+            used = [case for case, places in cases.items() if not fits.isdisjoint(places)]
             if len(used) == 1:
                 for place in cases[used[0]]:
                     if not rules[place].rule.optional:
@@ -245,7 +244,7 @@ class Completeness:
                 break
         for problem, places_of_problem in wrong.items():
             shown = ", ".join(
-                " ".join(f"{number} {value}" for number, value in zip(any_rule.free, values))
+                ", ".join(f"{number} {value}" for number, value in zip(any_rule.free, values))
                 for values in places_of_problem[:4]
             )
             more = f" and {len(places_of_problem) - 4} more" if len(places_of_problem) > 4 else ""
