@@ -9,7 +9,6 @@ import resource
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
-from types import TracebackType
 from typing import NamedTuple, Optional
 
 from reshard.checkpoints.decryption import DecryptedFiles, Decryption
@@ -129,12 +128,7 @@ class FileHandles:
     def __enter__(self) -> FileHandles:
         return self
 
-    def __exit__(
-        self,
-        kind: Optional[type[BaseException]],
-        error: Optional[BaseException],
-        traceback: Optional[TracebackType],
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _open_again(self, path: str) -> OpenFile:

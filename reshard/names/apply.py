@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Optional
 
 from reshard.layout.views import ZEROS, View
-from reshard.names.matching import Instance, InstanceKey, NameMatch, Side, SidedRule
-from reshard.names.misfits import Misfits, Reason, check_complete
+from reshard.names.matching import InstanceKey, NameMatch, Side, SidedRule
+from reshard.names.misfits import Completeness, Misfits, Reason
 from reshard.names.model import NameRules
 from reshard.names.operations import TAKE, Shape, SizedOperation, apply_all
 from reshard.names.options import Settled, settle, side_of
@@ -106,7 +106,7 @@ def apply_rules(
     side = side_of(rules, settled, shapes, reverse)
     run = _Application(rules, side, shapes, optimizer, settled, values)
     run.sort()
-    check_complete(side, run.instances, run.problems, rules.keeps_others)
+    Completeness(side, run.instances, run.problems).check(rules.keeps_others)
     run.check_used()
     run.compute_views()
     run.problems.check()
@@ -126,6 +126,10 @@ def warning_of(rules: NameRules, applied: Applied) -> Optional[str]:
         f"the rules {rules.path} are applied with the default {values}: neither --names nor a configuration states it; "
         f"state it with --names {stated}"
     )
+
+
+InstanceNames = dict[tuple[int, int], str]
+"""The names that one rule converts together, per column and value of the stacked number."""
 
 
 class _ShapeClass(NamedTuple):
@@ -155,7 +159,7 @@ class _Application:
     settled: Settled
     values: AbstractSet[str]
     problems: Misfits = field(init=False)
-    instances: dict[InstanceKey, Instance] = field(default_factory=dict)
+    instances: dict[InstanceKey, InstanceNames] = field(default_factory=dict)
     unchanged: list[str] = field(default_factory=list)
     fixed: list[str] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
@@ -223,7 +227,7 @@ class _Application:
             return True
         if prefix and rule.operations and self.shapes.get(fitting) != self.shapes[name]:
             self.problems.note(Reason("state of another shape than its weight cannot follow it: "), name)
-        self.instances.setdefault(match.key, Instance()).names[match.column, match.value] = name
+        self.instances.setdefault(match.key, {})[match.column, match.value] = name
         return True
 
     def _source_of(self, match: NameMatch) -> Pattern:
@@ -262,10 +266,10 @@ class _Application:
 
     def _sources(self, key: InstanceKey, sided: SidedRule) -> Optional[tuple[str, ...]]:
         """The names that a rule needs; None, after noting them, if some are missing."""
-        names = self.instances[key].names
+        names = self.instances[key]
         count = 1
         if sided.stacked is not None:
-            count = self.side.counts.get(sided.stacked) or self.instances[key].count()
+            count = self.side.counts.get(sided.stacked) or max(value for _, value in names) + 1
         complete = len(names) == count * len(sided.sources)
         sources = []
         for column, pattern in enumerate(sided.sources):
@@ -297,16 +301,13 @@ class _Application:
         shape_class = self._classes.get((number, shapes))
         if shape_class is None:
             try:
-                shape_class = self._sized(sided, shapes)
+                chain = apply_all(sided.rule.in_direction(self.side.reverse), shapes, self.side.sizes)
+                views = tuple(_needed(view, len(shapes)) for view in chain.views)
+                shape_class = _ShapeClass(chain.operations, views, chain.notes)
             except SizeError as error:
                 shape_class = _ShapeClass((), (), (), str(error))
             self._classes[number, shapes] = shape_class
         return shape_class
-
-    def _sized(self, sided: SidedRule, shapes: tuple[Shape, ...]) -> _ShapeClass:
-        chain = apply_all(sided.rule.in_direction(self.side.reverse), shapes, self.side.sizes)
-        views = tuple(_needed(view, len(shapes)) for view in chain.views)
-        return _ShapeClass(chain.operations, views, chain.notes)
 
     def _add(
         self, sided: SidedRule, shape_class: _ShapeClass, names: tuple[str, ...], targets: tuple[str, ...]

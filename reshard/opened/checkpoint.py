@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
 from typing import Any, Callable, Optional
 
 import numpy as np
@@ -254,12 +253,7 @@ class OpenedCheckpoint(Mapping[str, LazyTensor]):
     def __enter__(self) -> OpenedCheckpoint:
         return self
 
-    def __exit__(
-        self,
-        kind: Optional[type[BaseException]],
-        error: Optional[BaseException],
-        traceback: Optional[TracebackType],
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __repr__(self) -> str:

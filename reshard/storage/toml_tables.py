@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Callable, NamedTuple
+from typing import Any, Callable, NamedTuple, TypeVar
 
 from reshard.errors import InputError, RetryableError
 from reshard.storage import UnfitError, exists, is_regular_file, read_small
 from reshard.text.near_names import near_names, similar_path_hint
+from reshard.text.products import ExpressionError
 from reshard.text.wording import quoted
+
+Parsed = TypeVar("Parsed")
 
 _ENDING = ".toml"
 
@@ -143,6 +146,17 @@ class TomlFile:
         if not fits(value) or (schema.allowed and value not in schema.allowed):
             raise self.wrong(where, f"{key} must be {schema.description or ' or '.join(schema.allowed) or words}")
         return tuple(value) if schema.kind in ("texts", "sizes") else value
+
+    def parsed(self, parse: Callable[[str], Parsed], texts: Sequence[str], where: str) -> tuple[Parsed, ...]:
+        """The values of texts.
+
+        Raises:
+            InputError: a text is invalid.
+        """
+        try:
+            return tuple(map(parse, texts))
+        except ExpressionError as error:
+            raise self.wrong(where, str(error)) from error
 
     def wrong(self, where: str, problem: str) -> InputError:
         """The error about a place in the file."""
