@@ -40,7 +40,6 @@ from reshard.storage import (
     UnfitError,
     exists,
     is_regular_file,
-    make_directory,
     read_json,
     reading,
     remove_file,
@@ -150,7 +149,8 @@ class Ledger:
             RetryableError: it cannot be written, or another run holds the lock for too long.
         """
         with writing(self._root):
-            self._made_destination = make_directory(self._destination) or self._made_destination
+            made = store_of(self._destination).make_directory(self._destination)
+            self._made_destination = made or self._made_destination
             self._make_root()
             self._check_own()
             with store_of(self._root).lock(os.path.join(self._root, "lock"), self._make_root, self._notify) as check:
@@ -173,7 +173,7 @@ class Ledger:
         for _ in range(_TIMES):
             # Another run that ends may remove it, or DST, until it is locked.
             with contextlib.suppress(FileExistsError, FileNotFoundError, NotADirectoryError):
-                make_directory(self._root)
+                store_of(self._root).make_directory(self._root)
                 return
             if exists(self._root):
                 return

@@ -343,15 +343,6 @@ def write_whole(path: str, data: bytes) -> None:
     store_of(path).write_whole(path, data)
 
 
-def make_directory(path: str) -> bool:
-    """Make a directory and its missing parents; whether it was made. Object stores need none.
-
-    Raises:
-        OSError: it cannot be made.
-    """
-    return store_of(path).make_directory(path)
-
-
 def remove_file(path: str) -> None:
     """Remove a file if it exists.
 
