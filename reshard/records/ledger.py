@@ -213,7 +213,7 @@ class Ledger:
                 self._refuse_alive(other)
             for other in others:
                 # A record without a plan was created before any target was written.
-                if replacing and other.has(PLAN):
+                if replacing and PLAN in store_of(other.path).own_names(other.path):
                     other.add("", [REPLACED])
                     # The removal informs runs that were taken for dead, see `insist`.
                     other.remove_dead_signs()
