@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Callable, Optional, Union
 
 from reshard.errors import CheckpointError, InputError, RetryableError
-from reshard.storage.file_errors import UnfitError, cut_short, reading, status_error
+from reshard.storage.file_errors import UnfitError, cut_short, inspecting, reading, status_error
 from reshard.storage.json_text import JsonError, parse_json
 from reshard.storage.listing_cache import cached_entry
 from reshard.storage.registry import for_each, store_of
@@ -102,12 +102,9 @@ def names_in(directory: str) -> list[str]:
     Raises:
         ReshardError: it cannot be listed; as `status_at`.
     """
-    try:
+    with inspecting(directory), contextlib.suppress(FileNotFoundError, NotADirectoryError):
         return sorted(entry.name for entry in store_of(directory).entries(directory))
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    except OSError as error:
-        raise status_error(directory, error) from error
+    return []
 
 
 def leads_to(kind: Callable[[], bool]) -> bool:
@@ -209,7 +206,7 @@ def read_json(
         except (FileNotFoundError, NotADirectoryError):
             return None
         if not isinstance(content, dict):
-            raise JsonError("it is not a JSON object")
+            raise JsonError("it is not an object")
         return content
 
 
