@@ -288,14 +288,13 @@ class Ledger:
         ranks = {int(name[len(_ONLY) :]) for name in self._records.names() if re.fullmatch(_ONLY + "[0-9]+", name)}
         return ranks or None
 
-    def ask_only(self, ranks: Collection[int]) -> None:
-        """Record that these ranks were requested; no effect once all were."""
-        if self.only() is not None or not self.done():
+    def request(self, ranks: Optional[Collection[int]]) -> None:
+        """Record that only these ranks, or all, were requested; once all were, no others can be."""
+        only = self.only()
+        if ranks is None:
+            self._records.discard("", [f"{_ONLY}{rank}" for rank in only or ()])
+        elif only is not None or not self.done():
             self._records.add("", [f"{_ONLY}{rank}" for rank in ranks])
-
-    def ask_all(self) -> None:
-        """Record that all ranks were requested."""
-        self._records.discard("", [f"{_ONLY}{rank}" for rank in self.only() or ()])
 
     def compare_sources(self, sources: Iterable[SourceFile]) -> SourceChanges:
         """Compare source files with the records of earlier runs."""

@@ -32,6 +32,7 @@ from reshard.storage.files import (
     remove_file,
     status_at,
     status_of_each,
+    windows_in,
     write_parts,
     write_whole,
 )
@@ -114,6 +115,7 @@ __all__ = [
     "too_long",
     "unlinked",
     "use_endpoint",
+    "windows_in",
     "write_parts",
     "write_whole",
     "writing",
