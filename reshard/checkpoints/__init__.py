@@ -19,7 +19,7 @@ from reshard.checkpoints.formats.output import (
     lay_out_copy,
     lay_out_safetensors,
 )
-from reshard.checkpoints.formats.tensors import CheckpointIndex, Tensor, tensors_named
+from reshard.checkpoints.formats.tensors import CheckpointIndex, Tensor, files_alike, tensors_named
 
 __all__ = [
     "CheckpointIndex",
@@ -35,6 +35,7 @@ __all__ = [
     "check_crc",
     "check_crcs",
     "crc_of_file",
+    "files_alike",
     "format_of",
     "lay_out_ckpt",
     "lay_out_copy",

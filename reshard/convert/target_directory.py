@@ -281,10 +281,7 @@ class TargetDirectory:
                 if not self._ledger.done():
                     self._ledger.forget_sources()
                     self._ledger.forget_commands()
-            if self._lost_only:
-                self._ledger.ask_only(self._requested)
-            else:
-                self._ledger.ask_all()
+            self._ledger.request(self._requested if self._lost_only else None)
             self._ledger.add_sources(self._sources)
             self._ledger.add_damaged(self._damaged)
             if self._command is not None:

@@ -41,7 +41,6 @@ from reshard.storage import (
     UnfitError,
     exists,
     is_regular_file,
-    make_directory,
     read_json,
     reading,
     remove_file,
@@ -151,7 +150,8 @@ class Ledger:
             RetryableError: it cannot be written, or another run holds the lock for too long.
         """
         with writing(self._root):
-            self._made_destination = make_directory(self._destination) or self._made_destination
+            made = store_of(self._destination).make_directory(self._destination)
+            self._made_destination = made or self._made_destination
             self._make_root()
             self._check_own()
             with store_of(self._root).lock(os.path.join(self._root, "lock"), self._make_root, self._notify) as check:
@@ -174,7 +174,7 @@ class Ledger:
         for _ in range(_TIMES):
             # Another run that ends may remove it, or DST, until it is locked.
             with contextlib.suppress(FileExistsError, FileNotFoundError, NotADirectoryError):
-                make_directory(self._root)
+                store_of(self._root).make_directory(self._root)
                 return
             if exists(self._root):
                 return
@@ -214,7 +214,7 @@ class Ledger:
                 self._refuse_alive(other)
             for other in others:
                 # A record without a plan was created before any target was written.
-                if replacing and other.has(PLAN):
+                if replacing and PLAN in store_of(other.path).own_names(other.path):
                     other.add("", [REPLACED])
                     # The removal informs runs that were taken for dead, see `insist`.
                     other.remove_dead_signs()
@@ -289,14 +289,13 @@ class Ledger:
         ranks = {int(name[len(_ONLY) :]) for name in self._records.names() if re.fullmatch(_ONLY + "[0-9]+", name)}
         return ranks or None
 
-    def ask_only(self, ranks: Collection[int]) -> None:
-        """Record that these ranks were requested; no effect once all were."""
-        if self.only() is not None or not self.done():
+    def request(self, ranks: Optional[Collection[int]]) -> None:
+        """Record that only these ranks, or all, were requested; once all were, no others can be."""
+        only = self.only()
+        if ranks is None:
+            self._records.discard("", [f"{_ONLY}{rank}" for rank in only or ()])
+        elif only is not None or not self.done():
             self._records.add("", [f"{_ONLY}{rank}" for rank in ranks])
-
-    def ask_all(self) -> None:
-        """Record that all ranks were requested."""
-        self._records.discard("", [f"{_ONLY}{rank}" for rank in self.only() or ()])
 
     def compare_sources(self, sources: Iterable[SourceFile]) -> SourceChanges:
         """Compare source files with the records of earlier runs."""

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Callable, Optional
 
-from reshard.storage import Lock, Notify, exists, for_each, status_error, store_of, writing
+from reshard.storage import Lock, Notify, exists, for_each, inspecting, store_of, writing
 
 PLAN = "plan.json"
 REPLACED = "replaced"
@@ -32,12 +32,9 @@ def names_in(path: str) -> list[str]:
         TargetError: a part of the path is a link or not a directory.
         ReshardError: it cannot be listed.
     """
-    try:
+    with inspecting(path), contextlib.suppress(FileNotFoundError, NotADirectoryError):
         return sorted(store_of(path).own_names(path))
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    except OSError as error:
-        raise status_error(path, error) from error
+    return []
 
 
 class RecordDirectory:
@@ -109,10 +106,8 @@ class RecordDirectory:
     def try_lock(self) -> Iterator[Optional[bool]]:
         """Whether no run is writing, as `Store.try_lock` returns it."""
         with contextlib.ExitStack() as stack:
-            try:
+            with inspecting(self.lock):
                 alone = stack.enter_context(store_of(self.path).try_lock(self.lock))
-            except OSError as error:
-                raise status_error(self.lock, error) from error
             yield alone
 
     @property

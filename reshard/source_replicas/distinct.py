@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import NamedTuple, Optional, TypeVar
 
-from reshard.checkpoints import FileHandles
+from reshard.checkpoints import FileHandles, files_alike
 from reshard.checkpoints.checkpoint import GlobalTensor
 from reshard.execute import ExecutionOptions
 from reshard.forms.ranks.checkpoint import SourceStep
@@ -23,6 +24,8 @@ from reshard.layout import shape_of, volume_of
 from reshard.source_replicas.choice import Holder, group_parameters
 from reshard.source_replicas.samples import MOST_PLACES, UNREADABLE, ReplicaFiles
 from reshard.strategies import Strategy
+
+_Data = TypeVar("_Data", bytes, Optional[bytes])
 
 # Maximum number of tied parameters.
 _FEW_TIED = 3
@@ -93,28 +96,44 @@ def compare_slices(
         if len(holders := _holders(one, step)) > 1
     ]
 
-    def ranks_by_slice(task: tuple[GlobalTensor, list[Holder]]) -> list[list[int]]:
-        """Ranks grouped by equal samples; empty if all samples have too few different elements."""
-        parameter, holders = task
-        groups: list[list[int]] = []
-        with contextlib.suppress(*UNREADABLE):
-            for place in range(MOST_PLACES):
-                if groups or time.monotonic() > deadline:
-                    break
-                by_content = files.by_content(parameter, holders, place)
-                groups = [ranks for data, ranks in by_content.items() if _is_varied(data, parameter.item_size)]
-        return groups
-
+    groups_of: dict[str, list[list[int]]] = {}
     with contextlib.closing(ReplicaFiles(step, handles, execution)) as files:
-        groups_of = list(files.each(ranks_by_slice, chosen))
+
+        def read(parameter: GlobalTensor, holder: Holder, place: int) -> Optional[bytes]:
+            with contextlib.suppress(*UNREADABLE):
+                return files.own_sample(parameter, holder, place) if time.monotonic() < deadline else None
+            return None
+
+        pending = chosen
+        for place in range(MOST_PLACES):
+            reads = ([partial(read, one, holder, place) for holder in holders] for one, holders in pending)
+            undecided = []
+            for (one, holders), samples in zip(pending, files.each(reads)):
+                by_content = _by_content(holders, samples)
+                if None in by_content:
+                    continue
+                groups = [ranks for data, ranks in by_content.items() if data and _is_varied(data, one.item_size)]
+                if groups:
+                    groups_of[one.name] = groups
+                else:
+                    undecided.append((one, holders))
+            pending = undecided
     same_slices: list[SameSlices] = []
-    for (parameter, holders), groups in zip(chosen, groups_of):
-        first = next((group for group in groups if len(group) > 1), None)
+    for parameter, holders in chosen:
+        first = next((group for group in groups_of.get(parameter.name, ()) if len(group) > 1), None)
         if first is not None:
             layout = stage_shardings(parameter)[0].layout
             is_whole = len(first) == len(holders) and layout.slice_count == layout.shards
             same_slices.append(SameSlices(parameter.name, (first[0], first[1]), is_whole))
-    return Distinctness(sum(map(bool, groups_of)), same_slices)
+    return Distinctness(len(groups_of), same_slices)
+
+
+def _by_content(holders: Sequence[Holder], samples: Iterable[_Data]) -> dict[_Data, list[int]]:
+    """Ranks grouped by equal samples."""
+    groups: dict[_Data, list[int]] = {}
+    for holder, data in zip(holders, samples):
+        groups.setdefault(data, []).append(holder.rank)
+    return groups
 
 
 def _is_varied(data: bytes, item_size: int) -> bool:
@@ -138,7 +157,8 @@ def ranks_by_content(
     holders = [Holder(rank, sharding.grid.slice_box(sharding.slice_of(rank))) for rank in ranks]
     with contextlib.closing(ReplicaFiles(step, handles, execution)) as files:
         for place in range(MOST_PLACES):
-            groups = files.by_content(parameter, holders, place)
+            (samples,) = files.each([[partial(files.own_sample, parameter, holder, place) for holder in holders]])
+            groups = _by_content(holders, samples)
             if len(groups) > 1:
                 break
     return list(groups.values())
@@ -170,8 +190,6 @@ def misplaced(strategy: Strategy, step: SourceStep) -> list[str]:
     stored = set(strategy.parameters) & step.names()
     foreign: set[str] = set()
     for stage in strategy.stages:
-        # Files with equal structure share their tensors.
-        tensors = {id(step.indexes[rank].tensors): step.indexes[rank].tensors for rank in step.loaded(stage)}
-        for names in tensors.values():
-            foreign |= stored & names.keys() - stage.layouts.keys()
+        for rank, *_ in files_alike({rank: step.indexes[rank] for rank in step.loaded(stage)}):
+            foreign |= stored & step.indexes[rank].tensors.keys() - stage.layouts.keys()
     return sorted(foreign) if len(foreign) > max(_FEW_TIED, len(stored) // 2) else []

@@ -25,7 +25,6 @@ from reshard.plan.pieces import Piece, StoredSlice, TargetTensor
 from reshard.source_replicas.choice import Holder, HolderGroup, ParameterGroup, Replicated, number_of
 from reshard.source_replicas.outcome import Tally
 
-_T = TypeVar("_T")
 _R = TypeVar("_R")
 
 _SAMPLE_BYTES = 4 << 10
@@ -73,27 +72,22 @@ class ReplicaFiles:
         self.read(parameter, holder, box, memoryview(data))
         return bytes(data)
 
-    def by_content(self, parameter: GlobalTensor, holders: Iterable[Holder], place: int) -> dict[bytes, list[int]]:
-        """Ranks by a sample of their slices, at the same place in slices of the same shape.
+    def own_sample(self, parameter: GlobalTensor, holder: Holder, place: int) -> bytes:
+        """A sample of a holder's slice; at the same place in slices of the same shape.
 
         Args:
             parameter: the parameter.
-            holders: the ranks.
+            holder: the holder.
             place: the number of the sample, below `MOST_PLACES`.
         """
-        groups: dict[bytes, list[int]] = {}
-        for holder in holders:
-            replicated = Replicated(holder.box, (HolderGroup((holder.rank,), (holder.rank,), holder.box),))
-            box = sample_box(replicated, parameter, number_of(parameter.name, place))
-            groups.setdefault(self.sample(parameter, holder, box), []).append(holder.rank)
-        return groups
+        replicated = Replicated(holder.box, (HolderGroup((holder.rank,), (holder.rank,), holder.box),))
+        return self.sample(parameter, holder, sample_box(replicated, parameter, number_of(parameter.name, place)))
 
-    def each(self, work: Callable[[_T], _R], tasks: Iterable[_T]) -> Iterator[_R]:
-        """The results of tasks in order; concurrently on remote storage."""
+    def each(self, groups: Iterable[Sequence[Callable[[], _R]]]) -> Iterator[Iterable[_R]]:
+        """The results of groups of calls, in order: made concurrently on remote storage, else as they are taken."""
         if not self._remote:
-            return map(work, tasks)
-        results = in_order(self._reader.pool, tasks, lambda task: [partial(work, task)], 2 * _IN_FLIGHT)
-        return (result for _, (result,) in results)
+            return ((call() for call in calls) for calls in groups)
+        return (results for _, results in in_order(self._reader.pool, groups, list, 2 * _IN_FLIGHT, size=len))
 
     def close(self) -> None:
         """End the threads."""
@@ -131,18 +125,20 @@ class _Sample(NamedTuple):
     is_probe: bool
 
 
-class _Compared(NamedTuple):
-    """The result of a sample.
+class _First(NamedTuple):
+    """The bytes of a sample's first holder.
 
     Attributes:
         reads: number of requests.
-        varied: whether the bytes of the first holder are not constant.
-        ranks: two ranks that differ.
+        box: the box.
+        data: its bytes.
+        varied: whether they are not constant.
     """
 
     reads: int
+    box: Box
+    data: bytes
     varied: bool
-    ranks: Optional[tuple[int, int]]
 
 
 class Samples:
@@ -174,11 +170,23 @@ class Samples:
             samples = list(self._samples(turn))
             if not samples:
                 return
-            for sample, compared in zip(samples, self._files.each(self._compare, samples)):
-                if compared is not None:
-                    self._reads += compared.reads
-                    if compared.varied or compared.ranks is not None:
-                        self._count(sample, compared.ranks)
+            firsts = [first for (first,) in self._files.each([partial(self._first, sample)] for sample in samples)]
+            comparisons = (
+                [] if first is None else [partial(self._same, sample, first, holder) for holder in sample.holders[1:]]
+                for sample, first in zip(samples, firsts)
+            )
+            for sample, first, results in zip(samples, firsts, self._files.each(comparisons)):
+                if first is None:
+                    continue
+                self._reads += first.reads
+                ranks, is_equal = None, None
+                for holder, is_equal in zip(sample.holders[1:], results):
+                    self._reads += 1
+                    if not is_equal:
+                        ranks = sample.holders[0].rank, holder.rank
+                        break
+                if is_equal is not None and (first.varied or ranks is not None):
+                    self._count(sample, ranks)
 
     def _count(self, sample: _Sample, ranks: Optional[tuple[int, int]]) -> None:
         self._tally.add(sample.kind, sample.parameter, ranks)
@@ -211,23 +219,23 @@ class Samples:
             reads += len(holders)
             yield _Sample(kind, parameter, replicated, holders, number, is_probe)
 
-    def _compare(self, sample: _Sample) -> Optional[_Compared]:
-        """Compare holders at a place that is not constant, if possible; None if unreadable or after the time limit."""
-        if time.monotonic() > self._deadline:
-            return None
-        parameter, (first, *others) = sample.parameter, sample.holders
+    def _first(self, sample: _Sample) -> Optional[_First]:
+        """The first holder's bytes, at a place where they are not constant if possible; None if unreadable or late."""
+        parameter = sample.parameter
         with contextlib.suppress(*UNREADABLE):
-            for reads in range(1, MOST_PLACES + 1):
-                box = sample_box(sample.replicated, parameter, number_of(sample.number, reads - 1))
-                data = self._files.sample(parameter, first, box)
+            for place in range(MOST_PLACES if time.monotonic() < self._deadline else 0):
+                box = sample_box(sample.replicated, parameter, number_of(sample.number, place))
+                data = self._files.sample(parameter, sample.holders[0], box)
                 varied = data != data[: parameter.item_size] * (len(data) // parameter.item_size)
-                if varied or box == sample.replicated.box:
-                    break
-            for holder in others:
-                reads += 1
-                if self._files.sample(parameter, holder, box) != data:
-                    return _Compared(reads, varied, (first.rank, holder.rank))
-            return _Compared(reads, varied, None)
+                if varied or box == sample.replicated.box or place == MOST_PLACES - 1:
+                    return _First(place + 1, box, data, varied)
+        return None
+
+    def _same(self, sample: _Sample, first: _First, holder: Holder) -> Optional[bool]:
+        """Whether another holder has the same bytes; None if unreadable or late."""
+        with contextlib.suppress(*UNREADABLE):
+            if time.monotonic() < self._deadline:
+                return self._files.sample(sample.parameter, holder, first.box) == first.data
         return None
 
 

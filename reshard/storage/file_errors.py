@@ -62,15 +62,15 @@ def changed_meanwhile(path: str, problem: str) -> RetryableError:
     )
 
 
-def reading_error(path: str, error: OSError) -> ReshardError:
-    """The error to show for a failed read of ``path``: lasting, or worth a retry."""
+def reading_error(path: str, error: OSError, kind: type[InputError] = CheckpointError) -> ReshardError:
+    """The error to show for a failed read of ``path``: of this kind if lasting, else worth a retry."""
     if error.errno == errno.ENAMETOOLONG:
         return too_long(path)
     if error.errno == errno.EBUSY:
         return changed_meanwhile(path, error.strerror or "is in use")
     lasting = _LASTING.get(error.errno or 0)
     if lasting is not None:
-        return CheckpointError(f"{path}: {lasting}", file=path)
+        return kind(f"{path}: {lasting}", file=path)
     return RetryableError(f"{path}: cannot be read: {error.strerror or error}", file=path)
 
 
@@ -80,8 +80,8 @@ def reading(path: str, kind: type[InputError] = CheckpointError, hint: Optional[
 
     Args:
         path: the file.
-        kind: class of the error for an `UnfitError` or a `JsonError`.
-        hint: for such an error.
+        kind: class of the error for an `UnfitError`, a `JsonError` or a lasting `OSError`.
+        hint: for an `UnfitError` or a `JsonError`.
 
     Raises:
         ReshardError: for an `OSError`, as `reading_error`.
@@ -89,11 +89,20 @@ def reading(path: str, kind: type[InputError] = CheckpointError, hint: Optional[
     try:
         yield
     except OSError as error:
-        raise reading_error(path, error) from error
+        raise reading_error(path, error, kind) from error
     except UnfitError as error:
         raise kind(f"{path}: {error}", file=path, hint=hint) from error
     except JsonError as error:
         raise kind(f"{path}: is damaged: {error}", file=path, hint=hint) from error
+
+
+@contextlib.contextmanager
+def inspecting(path: str) -> Iterator[None]:
+    """Replace an OSError of a block that reads the status of a file by its `status_error`."""
+    try:
+        yield
+    except OSError as error:
+        raise status_error(path, error) from error
 
 
 @contextlib.contextmanager

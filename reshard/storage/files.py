@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Callable, Optional, Union
 
 from reshard.errors import CheckpointError, InputError, RetryableError
-from reshard.storage.file_errors import UnfitError, cut_short, reading, status_error
+from reshard.storage.file_errors import UnfitError, cut_short, inspecting, reading, status_error
 from reshard.storage.json_text import JsonError, parse_json
 from reshard.storage.listing_cache import cached_entry
 from reshard.storage.registry import for_each, store_of
@@ -102,12 +102,9 @@ def names_in(directory: str) -> list[str]:
     Raises:
         ReshardError: it cannot be listed; as `status_at`.
     """
-    try:
+    with inspecting(directory), contextlib.suppress(FileNotFoundError, NotADirectoryError):
         return sorted(entry.name for entry in store_of(directory).entries(directory))
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    except OSError as error:
-        raise status_error(directory, error) from error
+    return []
 
 
 def leads_to(kind: Callable[[], bool]) -> bool:
@@ -209,8 +206,31 @@ def read_json(
         except (FileNotFoundError, NotADirectoryError):
             return None
         if not isinstance(content, dict):
-            raise JsonError("it is not a JSON object")
+            raise JsonError("it is not an object")
         return content
+
+
+def windows_in(
+    file: ReadableFile, start: int = 0, stop: Optional[int] = None, window: int = 1 << 18
+) -> Callable[[], bytes]:
+    """A function that returns the next bytes of a file at each call, none at the end, for a `JsonStream`.
+
+    Args:
+        file: the open file.
+        start: first byte.
+        stop: one past the last byte; None for the end of the file.
+        window: bytes of a call.
+    """
+    position, end = start, file.size() if stop is None else stop
+
+    def read() -> bytes:
+        nonlocal position
+        count = min(window, end - position)
+        data = read_range(file, position, count) if count else b""
+        position += len(data)
+        return data
+
+    return read
 
 
 def read_range(file: ReadableFile, offset: int, least: int, most: Optional[int] = None) -> bytes:
@@ -341,15 +361,6 @@ def write_whole(path: str, data: bytes) -> None:
         OSError: it cannot be written; no partial file remains.
     """
     store_of(path).write_whole(path, data)
-
-
-def make_directory(path: str) -> bool:
-    """Make a directory and its missing parents; whether it was made. Object stores need none.
-
-    Raises:
-        OSError: it cannot be made.
-    """
-    return store_of(path).make_directory(path)
 
 
 def remove_file(path: str) -> None:

@@ -144,7 +144,8 @@ class NewLocalFile(WrittenFile):
             with contextlib.suppress(OSError):
                 temporary.remove(path, self._directory_fd)
                 if self._made_directory:
-                    directories.remove_directory(os.path.dirname(path))
+                    with directories.opened_above(os.path.dirname(path)) as (name, fd):
+                        os.rmdir(name, dir_fd=fd)
 
     def close(self) -> None:
         """Close the descriptors."""

@@ -18,7 +18,7 @@ from typing import Any, Callable, NamedTuple, Optional
 import numpy as np
 import numpy.typing as npt
 
-from reshard.checkpoints import CheckpointIndex, FileHandles, Tensor
+from reshard.checkpoints import CheckpointIndex, FileHandles, Tensor, files_alike
 from reshard.checkpoints.checkpoint import ByName, Checkpoint, FileSharding, GlobalTensor, Sharding
 from reshard.checkpoints.formats.dtypes import NO_ARRAYS
 from reshard.errors import CheckpointError, IncompleteSourceError
@@ -413,10 +413,7 @@ class StoredSource:
 
 def _holders(indexes: Mapping[int, CheckpointIndex]) -> dict[str, tuple[int, ...]]:
     """Per name its files, ascending; names in the same files share one tuple."""
-    alike: dict[int, list[int]] = {}
-    for file, index in sorted(indexes.items()):
-        alike.setdefault(id(index.tensors), []).append(file)
-    groups = [*alike.values()]
+    groups = files_alike(indexes)
     groups_of: dict[str, list[int]] = {}
     for number, files in enumerate(groups):
         for name in indexes[files[0]].tensors:
@@ -533,7 +530,8 @@ class _StoredTensors(ByName[Content]):
         if layout.uneven is None:
             # All boxes have one shape: one file of each header is enough.
             if id(ranks) not in self._samples:
-                self._samples[id(ranks)] = tuple({id(self._indexes[rank].tensors): rank for rank in ranks}.values())
+                groups = files_alike({rank: self._indexes[rank] for rank in ranks})
+                self._samples[id(ranks)] = tuple(group[0] for group in groups)
             ranks = self._samples[id(ranks)]
         return boxes is not None and all(
             shape_of(boxes[rank - first]) == self._indexes[rank].tensors[tensor.name].shape for rank in ranks
