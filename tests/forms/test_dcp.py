@@ -31,7 +31,7 @@ from reshard.text.report import Report
 from tests.checkpoint_writing import parts, record, write_safetensors
 from tests.corpus import FIXTURES
 from tests.corpus_dcp import Case, corpus, fixtures, held_in
-from tests.running import done, fails, flat, reshard
+from tests.running import Argument, done, fails, flat, reshard
 from tests.sampling import some_of
 from tests.strategy_writing import layout, write_strategy
 
@@ -140,6 +140,39 @@ def test_records_are_readable_as_plain_zip_files(tmp_path: Path) -> None:
         ("v.s", ()): values["v.s"].tobytes(),
         ("v.e", (0, 0)): b"",
     }
+
+
+@pytest.mark.parametrize("jobs", [1, 3])
+def test_archives_have_crcs_with_checksums(jobs: int, tmp_path: Path) -> None:
+    """Those of tensors that several processes write in parts, too."""
+    random = np.random.default_rng(3)
+    values = {
+        "a.large": random.standard_normal((2000, 1500), "f4"),
+        "b.wide": random.standard_normal((2, 1 << 20), "f4"),
+        **{f"c.{size}": random.standard_normal(size, "f4") for size in range(40)},
+    }
+    write_safetensors(tmp_path / "src" / "model.safetensors", values)
+    words: list[Argument] = ["convert", tmp_path / "src", tmp_path / "out", "--to", "dcp", "--shards", 2]
+    done(*words, "--checksum", "crc32", "--jobs", jobs, "--verify")
+    assert all(archive.testzip() is None for archive in archives_in(tmp_path / "out"))
+    # The manifest's checksums are those of the finished files.
+    assert "no differences" in done("verify", tmp_path / "out").err
+    assert "CRC" not in done("convert", tmp_path / "out", tmp_path / "back", *WHOLE, "--verify").err
+    path = tmp_path / "out" / "__0_0.distcp"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 3] ^= 1
+    path.write_bytes(data)
+    assert reshard("convert", tmp_path / "out", tmp_path / "damaged", *WHOLE, "--verify").status == 3
+    assert reshard("verify", tmp_path / "out").status == 4
+
+
+def archives_in(directory: Path) -> Iterator[zipfile.ZipFile]:
+    """The archive of every record."""
+    content = read_pickle((directory / ".metadata").read_bytes(), lambda name: name.startswith("torch.")).fields
+    for info in content["storage_data"].values():
+        record = info.fields
+        data = (directory / record["relative_path"]).read_bytes()
+        yield zipfile.ZipFile(io.BytesIO(data[record["offset"] : record["offset"] + record["length"]]))
 
 
 def test_planning_opens_no_file_of_tensors(tmp_path: Path) -> None:
@@ -298,7 +331,7 @@ def test_compressed_archives_are_refused_by_name(saved: Saved) -> None:
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata"])
 @pytest.mark.parametrize("command", ["inspect", "suggest", "convert"])
 def test_a_file_of_a_checkpoint_points_to_its_directory(command: str, name: str, saved: Saved, tmp_path: Path) -> None:
-    words = [tmp_path / "out", "--to", "hf"] if command == "convert" else []
+    words: list[Argument] = [tmp_path / "out", "--to", "hf"] if command == "convert" else []
     fails(3, command, saved.path / name, *words, texts=[f"give its directory: {saved.path}"])
 
 
@@ -309,7 +342,7 @@ def test_the_directory_around_a_checkpoint_points_to_it(command: str, saved: Sav
     shutil.copytree(saved.path, root / "global_step_10")
     (root / "extra_state").mkdir()
     (root / "extra_state" / "extra_state_rank_0.pt").write_bytes(b"PK")
-    words = [tmp_path / "out", "--to", "hf"] if command == "convert" else []
+    words: list[Argument] = [tmp_path / "out", "--to", "hf"] if command == "convert" else []
     for place in (root, root.parent):
         fails(3, command, place, *words, texts=[f"did you mean {root / 'global_step_10'}?"])
 
