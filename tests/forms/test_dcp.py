@@ -21,7 +21,7 @@ from reshard.checkpoints import FileHandles
 from reshard.checkpoints.formats.archive_output import lay_out_archives
 from reshard.checkpoints.formats.archives import Archive, archived_tensor
 from reshard.checkpoints.formats.output import Literal, OutputTensor
-from reshard.checkpoints.formats.pickles import PickledInstance, pickled, plain, read_pickle
+from reshard.checkpoints.formats.pickles import Global, PickledInstance, pickled, plain, read_pickle
 from reshard.checkpoints.placed import PlacedFile, Placement, Stored
 from reshard.errors import CheckpointError
 from reshard.forms.chunks import ChunkedCheckpoint
@@ -316,6 +316,21 @@ def test_records_beyond_the_end_of_a_file_are_refused(saved: Saved) -> None:
 def test_extensions_are_refused_by_name_and_can_be_excluded(saved: Saved, tmp_path: Path) -> None:
     change(saved.records[2, 0], transform_descriptors=["stream.zstd/1"])
     saved.refused("'x.w'", "stream.zstd/1", "--exclude")
+
+
+@pytest.mark.parametrize("dtype", ["complex32", "float4_e2m1fn_x2", "uint4"])
+def test_a_tensor_of_an_unknown_type_is_named_and_can_be_left_out(dtype: str, saved: Saved, tmp_path: Path) -> None:
+    whole = tmp_path / "more"
+    write_safetensors(whole / "model.safetensors", {"x.w": saved.values, "y.w": saved.values})
+    shutil.rmtree(saved.path)
+    done("convert", whole, saved.path, "--to", "dcp", "--shards", 2, "--rename", "*=*")
+    saved.metadata = read_pickle((saved.path / ".metadata").read_bytes(), lambda name: True)
+    tensor = saved.metadata.fields["state_dict_metadata"]["x.w"]
+    properties = tensor.fields["properties"]
+    properties.build((Global(f"torch.{dtype}"), *properties.state[1:]))
+    saved.refused("'x.w'", "elements of a type that reshard does not know", "--exclude 'x.w'")
+    done("convert", saved.path, tmp_path / "rest", *WHOLE, "--exclude", "x.w", "--verify")
+    assert held_in(tmp_path / "rest").keys() == {"y.w"}
 
 
 def test_compressed_archives_are_refused_by_name(saved: Saved) -> None:
