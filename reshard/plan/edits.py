@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 PLAIN_WEIGHTS, PLAIN_ALL = "weights", "all"
 """The part of a trainer's state that is renamed to a model's names."""
 
+# Megatron's objects of a whole checkpoint.
+_MEGATRON = frozenset(["common.pt", "common_state"])
+
 _STATE = "left out: optimizer state follows its weights with --optimizer keep"
 
 
@@ -178,6 +181,8 @@ class Edits:
                 f"names: no key of the saved state is 'model', so other keys stay: {listing(renamed.kept)}; to convert "
                 f"the tensors of one as the model: {' '.join(words)}"
             )
+        if self.plain == PLAIN_WEIGHTS and not _MEGATRON.isdisjoint(name.split("/")[0] for name in checkpoint.objects):
+            report.warn("names and stacked layers are Megatron's and stay: transformers does not load them")
         if renamed.left_out:
             report.note(
                 f"{plural(len(renamed.left_out), 'tensor')} of the optimizer left out: " + listing(renamed.left_out)

@@ -384,6 +384,16 @@ def megatron(root: Path, *steps: int) -> Path:
     return root
 
 
+def test_megatrons_names_in_a_directory_of_hugging_face_give_a_warning(tmp_path: Path) -> None:
+    root = megatron(tmp_path / "run", 3)
+    words: list[Argument] = [root, tmp_path / "out", "--to", "huggingface", "--dry-run"]
+    warning = "warning: names and stacked layers are Megatron's"
+    assert warning not in done("convert", *words).err
+    (root / "iter_0000003" / "common.pt").write_bytes(b"PK")
+    assert warning in done("convert", *words).err
+    assert warning not in done("convert", root, tmp_path / "out", "--to", "dcp", "--shards", 2, "--dry-run").err
+
+
 def test_the_tracker_names_the_iteration_that_is_read(tmp_path: Path) -> None:
     root = megatron(tmp_path / "root", 10, 20, 30)
     (root / "latest_checkpointed_iteration.txt").write_text("20")
