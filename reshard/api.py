@@ -81,7 +81,7 @@ class Conversion:
         io: ``"auto"``, ``"mmap"`` or ``"pread"``.
         crc: ``"never"`` skips the CRCs that source files record.
         check_replicas: ``"all"`` compares replicas of the source in full, ``"never"`` not at all.
-        checksum: ``"crc32"`` records a checksum of every target file.
+        checksum: ``"crc32"`` records a checksum of every target file, and in archives those of tensors.
         overwrite: replace existing targets.
         accept_changed_source: continue although existing targets were made from other source files.
         decrypt_key_file: file with the key of encrypted ``.ckpt`` files.

@@ -479,7 +479,9 @@ writing = together(
         "check_replicas",
         "Compare replicas on the source ranks before writing: auto compares samples.",
     ),
-    choice("Checks", "checksum", "Record checksums in the manifest for `reshard verify DST`."),
+    choice(
+        "Checks", "checksum", "Record checksums in the manifest for `reshard verify DST`, and CRCs in archives of dcp."
+    ),
     flag("Target", "--overwrite", text="Replace existing targets, including those of another conversion."),
     accept_changed_source,
     dry_run,

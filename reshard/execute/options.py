@@ -34,7 +34,7 @@ class ExecutionOptions:
         max_memory: maximum bytes of all buffers together.
         io: ``auto``, ``mmap`` or ``pread``, as requested.
         storage: storage of the source files.
-        checksum: compute a CRC-32 of every target file.
+        checksum: compute a CRC-32 of every target file, and those that files hold.
         target: storage of the target files.
         together: maximum number of target files of a group.
         part_bytes: bytes of a file that the target's store buffers for one request; 0 for none.

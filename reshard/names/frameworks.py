@@ -97,8 +97,14 @@ def plain_names(
             new_names[name] = _unwrapped(name[len(MODEL) :] if name in rooted else name)
     left_out = [name for name in names if new_names[name] is None]
     new_names.update(dict.fromkeys(outside))
-    kept = {} if rooted or outside else {str(keys[name][0]): None for name in nested}
+    kept = {} if rooted or outside else {_keys_before(keys[name]): None for name in nested}
     return PlainNames(new_names, MODEL if rooted else "", left_out, outside, [*kept])
+
+
+def _keys_before(path: Sequence[Any]) -> str:
+    """The keys before a model's name, joined: to "model", or the first one."""
+    count = path.index(MODEL[:-1]) + 1 if MODEL[:-1] in path[:-1] else 1
+    return ".".join(map(str, path[:count]))
 
 
 def _keys_around(names: Collection[str], keys: Mapping[str, Sequence[Any]]) -> tuple[Any, ...]:

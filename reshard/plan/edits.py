@@ -36,6 +36,9 @@ PLAIN_WEIGHTS, PLAIN_ALL = "weights", "all"
 
 # The side of tables whose tensors no option changes.
 _UNPACKED = "huggingface"
+# Megatron's objects of a whole checkpoint.
+_MEGATRON = frozenset(["common.pt", "common_state"])
+
 _STATE = "left out: optimizer state follows its weights with --optimizer keep"
 
 
@@ -180,9 +183,11 @@ class Edits:
             first, *others = (f"'{as_glob(str(key))}.*" for key in renamed.kept)
             words = [f"--rename {first}=*'", *(f"--exclude {each}'" for each in others)]
             report.warn(
-                f"names: no key of the saved state is 'model', so other keys stay: {listing(renamed.kept)}; to convert "
-                f"the tensors of one as the model: {' '.join(words)}"
+                f"names: no key of the saved state is known to be the model's, so all stay: {listing(renamed.kept)}; to "
+                f"convert the tensors of one: {' '.join(words)}"
             )
+        if self.plain == PLAIN_WEIGHTS and not _MEGATRON.isdisjoint(name.split("/")[0] for name in checkpoint.objects):
+            report.warn("names and stacked layers are Megatron's and stay: transformers does not load them")
         if renamed.left_out:
             report.note(
                 f"{plural(len(renamed.left_out), 'tensor')} of the optimizer left out: " + listing(renamed.left_out)

@@ -35,6 +35,11 @@ class WrittenFile(NewFile):
         """The descriptor through which other processes may write."""
         return self._fd
 
+    @property
+    def rewritable(self) -> bool:
+        """It is."""
+        return True
+
     def write(self, offset: int, data: memoryview) -> None:
         """Write bytes at an offset."""
         written_bytes = 0

@@ -298,8 +298,8 @@ def test_sharded_tensors_of_fsdp1_are_refused_by_name(command: str, tmp_path: Pa
 @pytest.mark.parametrize("tracked", [False, True])
 def test_a_directory_of_saves_points_to_the_last_one(command: str, tracked: bool, tmp_path: Path) -> None:
     """verl has files beside the directory of a model, and a tracker under the name of Checkpoint 2.0's."""
-    for place in ("global_step_9/actor", "global_step_10/critic", "global_step_10/actor"):
-        shutil.copytree(CASE.path, tmp_path / "run" / place)
+    for name in ("global_step_9/actor", "global_step_10/critic", "global_step_10/actor"):
+        shutil.copytree(CASE.path, tmp_path / "run" / name)
     (tmp_path / "run" / "global_step_10" / "data.pt").write_bytes(b"PK")
     if tracked:
         (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text("10")

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from reshard.checkpoints.formats.pickles import pickled, read_pickle
 from reshard.names import name_before, plain_names, possible_plain_names, trainer_keys, trainer_names
 from tests.forms.test_hf_sharded import CHUNKS, FULL, Chunk, converted, rows, write_shards
 from tests.running import Argument, done, fails
@@ -191,7 +192,27 @@ def test_keys_of_several_models_stay() -> None:
         keys = {f"{name}{word}.a.weight": (*f"{name}{word}".split("."), "a.weight") for name in ("actor", "critic")}
         actual = plain_names(keys, (), keys, True)
         assert actual.names == dict(zip(keys, keys))
-        assert (actual.prefix, actual.outside, actual.kept) == ("", [], ["actor", "critic"])
+        assert (actual.prefix, actual.outside, actual.kept) == ("", [], [f"actor{word}", f"critic{word}"])
+
+
+def test_the_warning_of_several_models_has_the_options_for_one(tmp_path: Path) -> None:
+    """The names are those of a state with the keys ``actor`` and ``critic``, each of which has a model."""
+    write_checkpoint(tmp_path / "src" / "model.safetensors", FULL)
+    models = {f"{key}.model.{name}": (key, "model", name) for key in ("actor", "critic") for name in FULL}
+    renames: list[Argument] = ["--rename", "*=actor.model.*"]
+    done("convert", tmp_path / "src", tmp_path / "state", "--to", "dcp", "--shards", 2, *renames)
+    place = tmp_path / "state" / ".metadata"
+    metadata = read_pickle(place.read_bytes(), lambda name: True)
+    keys = metadata.fields["planner_data"]
+    keys.update((name, models[name]) for name in keys)
+    place.write_bytes(b"".join(pickled(metadata)))
+    alone = done("convert", tmp_path / "state", tmp_path / "alone", "--to", "huggingface", "--verify").err
+    assert "the trainer's prefix 'actor.model.' is removed" in alone
+    first = next(iter(keys))
+    keys[first] = ("critic", *keys[first][1:])
+    place.write_bytes(b"".join(pickled(metadata)))
+    result = done("convert", tmp_path / "state", tmp_path / "out", "--to", "huggingface", "--verify")
+    assert "--rename 'critic.model.*=*' --exclude 'actor.model.*'" in result.err
 
 
 def test_a_model_at_the_root_of_a_state_is_separated_from_nested_tensors() -> None:

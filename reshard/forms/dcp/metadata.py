@@ -36,6 +36,14 @@ _DESCRIBING = (
     "MetadataIndex",
     "TensorProperties",
 )
+# Types of torch that reshard does not know: their tensors are refused, and can be left out.
+_OTHER_TYPES = frozenset(
+    f"torch.{name}"
+    for name in (
+        *("complex32", "float4_e2m1fn_x2", "qint8", "qint32", "quint8", "quint4x2", "quint2x4"),
+        *(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)),
+    )
+)
 # Classes whose instances are read as data. Those of plans are ignored.
 NAMES = frozenset(
     {
@@ -52,6 +60,7 @@ NAMES = frozenset(
         *(f"{room}metadata.{name}" for room in (_HYPER_NOW, _HYPER_BEFORE) for name in _DESCRIBING),
         *(f"{room}storage.StorageInfo" for room in (_HYPER_NOW, _HYPER_BEFORE)),
         *FROM_TORCH,
+        *_OTHER_TYPES,
         "torch.serialization._get_layout",
         *(
             f"{module}.{name}"
