@@ -159,7 +159,7 @@ def suggest(
 
     Raises:
         UsageError: an option does not go with the form.
-        InputError: there is no checkpoint, or no such step.
+        InputError: there is no checkpoint, no such step, or the strategy does not fit.
         RetryableError: reading failed in a way that may pass.
     """
 
@@ -193,6 +193,10 @@ def suggest(
         elif judged:
             subject.checkpoint = None
     model = _model(src, subject, places)._replace(packing=packing_of(src))
+    if src_strategy is not None and subject.form.options.needs_strategy and subject.checkpoint is None and not resumed:
+        # Every conversion with this strategy would fail.
+        problem = subject.problems[0]
+        raise CheckpointError(problem.text, file=src, hint=problem.hint)
     if strategy is not None and not resumed:
         _add_lost(subject)
     advisor = _Advisor(src, devices, strategy, tuple(options), subject, model, beside, fitting)

@@ -18,7 +18,7 @@ from reshard.errors import CheckpointError, NamesError, UsageError
 from reshard.forms.form import EditedStep, Names
 from reshard.forms.registry import form_named, form_of
 from reshard.plan.casts import CastRule, cast, note_casts, warn_of_uncast
-from reshard.storage import absolute, is_regular_file
+from reshard.storage import absolute, is_directory, is_regular_file
 from reshard.strategies import SAME, Strategy
 from reshard.text.messages import listing
 from reshard.text.names import as_pattern, is_training_value
@@ -730,6 +730,9 @@ def typed_edits(
         raise UsageError("--config needs --names or --dequantize", hint="name a table: `reshard names list`")
     if names is None and not rename and not cast and dequantize is None:
         return NO_EDITS
+    if not (is_directory(src) or form_named(form_of(src)).options.by_rank):
+        # An index or the one file of a model.
+        src = os.path.dirname(src)
     if names is not None and config is None and is_regular_file(os.path.join(src, _CONFIG)):
         config = os.path.join(src, _CONFIG)
     # Loaded only here: most conversions have no rules.
