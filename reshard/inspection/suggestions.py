@@ -599,11 +599,11 @@ class _Advisor:
         if model.side != side:
             return (), ()
         if model.packing:
-            words = words_of_packing(model.packing)
-            if "--config" not in words or exists(words[-1]):
-                return tuple(words), ()
-            text = f"The model's config.json: {words[-1]}, which the records list, does not exist."
-            return (*words[:-1], CONFIG), (Missing(CONFIG, text),)
+            recorded = tuple(words_of_packing(model.packing))
+            if "--config" not in recorded or exists(recorded[-1]):
+                return recorded, ()
+            text = f"The model's config.json: {recorded[-1]}, which the records list, does not exist."
+            return (*recorded[:-1], CONFIG), (Missing(CONFIG, text),)
         if model.refusal is not None:
             return (), (Missing(None, f"Names stay unchanged, because the table does not fit: {model.refusal}"),)
         if model.config is None or model.type is None or model.type not in model.tables:

@@ -342,7 +342,7 @@ def edited(checkpoint: Checkpoint, edits: Edits, report: Report, complete: bool 
         if new == _UNPACKED:
             packing = ()
         tied = _tied(checkpoint, applied)
-        recipes, values = _ruled(checkpoint, recipes, values, applied, edits.table, report)
+        recipes, values = _ruled(checkpoint, recipes, values, applied, edits.table, report, edits.source_packing)
         unseen = dict.fromkeys(unseen)
     if edits.renames is not None:
         recipes, values, unseen = _renamed(checkpoint, recipes, values, unseen, edits.renames, report)
@@ -546,8 +546,9 @@ def _ruled(
     applied: Applied,
     rules: NameRules,
     report: Report,
+    recorded: Collection[str] = (),
 ) -> tuple[dict[str, Recipe], set[str]]:
-    """Tensors and values after rules.
+    """Tensors and values after rules; ``recorded``: the source's packing.
 
     Raises:
         CheckpointError: a rule takes an entry without a layout.
@@ -587,7 +588,7 @@ def _ruled(
             report.note(f"{len(names)} {reason}: " + listing(sorted(names)))
     for note in applied.notes:
         report.note(note)
-    warning = warning_of(rules, applied)
+    warning = warning_of(rules, applied, recorded)
     if warning is not None:
         report.warn(warning)
     return ruled_recipes, ruled_values

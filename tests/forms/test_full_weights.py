@@ -22,7 +22,7 @@ from reshard.forms.full.directory import full_weights_form
 from reshard.text.report import Report
 from tests.checkpoint_writing import STORED, write_safetensors
 from tests.corpus import CORPUS2, FIXTURES
-from tests.running import done, fails
+from tests.running import Argument, done, fails
 
 CASES = {path.name: path for path in (*CORPUS2.glob("[uh]*"), *(FIXTURES / "full_weights").iterdir())}
 
@@ -352,7 +352,7 @@ def test_the_one_file_of_a_model_needs_no_strategy(tmp_path: Path) -> None:
 
 def test_a_file_without_the_configuration_of_a_model_may_be_that_of_a_rank(tmp_path: Path) -> None:
     write_safetensors(tmp_path / "model.safetensors", {"w": W}, {"format": "pt"})
-    words = ["convert", tmp_path / "model.safetensors", tmp_path / "out", "--to", "huggingface"]
+    words: list[Argument] = ["convert", tmp_path / "model.safetensors", tmp_path / "out", "--to", "huggingface"]
     fails(2, *words, texts=["--src-strategy is missing"])
     done(*words, "--src-strategy", "none")
 
@@ -362,5 +362,11 @@ def test_a_file_of_a_rank_is_not_taken_for_a_whole_model(tmp_path: Path) -> None
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text("{}")
         write_safetensors(tmp_path / name / "model.safetensors", {"w": W}, {"format": "pt"})
-        words = ["convert", tmp_path / name / "model.safetensors", tmp_path / "out", "--to", "huggingface"]
+        words: list[Argument] = [
+            "convert",
+            tmp_path / name / "model.safetensors",
+            tmp_path / "out",
+            "--to",
+            "huggingface",
+        ]
         fails(2, *words, texts=["--src-strategy is missing"])
