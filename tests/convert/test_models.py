@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -418,8 +419,8 @@ def test_the_way_back_with_other_packing_is_refused(tmp_path: Path, between: boo
     suggested = done("suggest", *src, "--json").json["suggestions"]
     assert next(each["command"] for each in suggested if each["aim"] == "huggingface")[-4:] == recorded
 
-    source = {"src_strategy": str(src[2]), "config": world.hf}
-    opened = reshard.open(Path(src[0]), names="qwen3,gate_up=interleaved", **source)
+    options: Any = {"src_strategy": src[2], "names": "qwen3,gate_up=interleaved", "config": world.hf}
+    opened = reshard.open(str(src[0]), **options)
     with opened, pytest.raises(NamesError) as caught:
         len(opened)
     assert f"names='{recorded[1]}' config='{recorded[3]}'" in str(caught.value)
