@@ -370,3 +370,16 @@ def test_a_file_of_a_rank_is_not_taken_for_a_whole_model(tmp_path: Path) -> None
             "huggingface",
         ]
         fails(2, *words, texts=["--src-strategy is missing"])
+
+
+@pytest.mark.parametrize("form", ["huggingface", "unified"])
+def test_an_unfinished_conversion_is_not_taken_for_a_whole_model(tmp_path: Path, form: str) -> None:
+    out = tmp_path / "out"
+    done("convert", FIXTURES / "models" / "qwen3", out, "--to", form, "--max-shard-size", "10KB", "--cast", "Float32")
+    (out / "reshard-manifest.json").unlink()
+    for name in ("model.safetensors.index.json", "param_name_map.json"):
+        (out / name).unlink(missing_ok=True)
+    (out / "reshard-unfinished.safetensors").write_bytes(b"This checkpoint is not complete.")
+    fails(3, "convert", out, tmp_path / "ranks", "--dst-strategy", "none", texts=[f"reshard resume {out}"])
+    done("resume", out)
+    done("convert", out, tmp_path / "ranks", "--dst-strategy", "none")

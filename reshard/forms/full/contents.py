@@ -23,6 +23,7 @@ from reshard.forms.full.directory import (
     SINGLE,
     UNIFIED,
     UNIFIED_MAP,
+    check_finished,
     extra_files_in,
     file_names,
     files_without_index,
@@ -260,6 +261,7 @@ def read_unified(
     names = names_in(directory)
     map_path = os.path.join(directory, UNIFIED_MAP)
     if UNIFIED_MAP not in names:
+        check_finished(directory, names)
         raise CheckpointError(
             f"{directory}: has no {UNIFIED_MAP}, which lists the file of each tensor",
             file=directory,

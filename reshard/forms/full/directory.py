@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, Optional
@@ -11,6 +12,7 @@ from typing import Any, Optional
 from reshard.errors import CheckpointError, DamagedCheckpointError, RetryableError
 from reshard.forms.ranks.naming import check_inside
 from reshard.forms.ranks.tree import find_rank
+from reshard.forms.target import UNFINISHED
 from reshard.storage import UnfitError, is_directory, is_regular_file, names_in, read_small
 from reshard.storage.json_text import JsonError, parse_json
 from reshard.text.name_order import natural_order
@@ -162,6 +164,7 @@ def files_without_index(directory: str, names: Sequence[str], report: Report) ->
     Raises:
         CheckpointError: the files may be of several models, or some are missing.
     """
+    check_finished(directory, names)
     files = natural_order(filter(_is_model_file, names))
     if len(files) == 1 and not NUMBERED.fullmatch(files[0]):
         return files
@@ -182,6 +185,20 @@ def files_without_index(directory: str, names: Sequence[str], report: Report) ->
         )
     report.note(f"{directory}: has no {HUGGINGFACE_INDEX}; its {plural(count, 'file')} are read; none is missing")
     return files
+
+
+def check_finished(directory: str, names: Sequence[str]) -> None:
+    """Refuse a directory without a map or index that a conversion is writing, or did not finish.
+
+    Raises:
+        CheckpointError: it is marked as unfinished.
+    """
+    if UNFINISHED in names:
+        raise CheckpointError(
+            f"{directory}: is not complete: the conversion that writes it has not ended",
+            file=directory,
+            hint=f"if it was interrupted: reshard resume {shlex.quote(directory)}",
+        )
 
 
 def _is_model_file(name: str) -> bool:
