@@ -17,6 +17,7 @@ from reshard.checkpoints import Decryption
 from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.errors import CheckpointError, InputError, ReshardError
 from reshard.forms.form import Names
+from reshard.forms.ranks.rank_files import STRATEGY_FILE
 from reshard.forms.ranks.steps import RANK, fixed_directory
 from reshard.forms.ranks.tree import find_rank
 from reshard.forms.registry import form_of
@@ -224,15 +225,18 @@ def _recorded_strategy(directory: str) -> Optional[Strategy]:
     """The target strategy of the conversion that wrote a directory; None if it is unknown, missing or changed."""
     with suppress(ReshardError):
         begun = current(ledgers_in(directory or os.curdir))
-        commands = begun[0].commands() if len(begun) == 1 else []
+        if len(begun) != 1:
+            return None
+        identity, commands = begun[0].identity, begun[0].commands()
         path = commands[0].target_strategy if commands else None
         if path == SAME:
-            path = commands[0].source_strategy
-        if path == NONE:
+            written = os.path.join(directory, STRATEGY_FILE)
+            path = written if exists(written) else commands[0].source_strategy
+        if path == NONE and identity.ranks == 1:
             return Strategy.none()
         if path is not None and names_files(path) and exists(path):
             strategy = read_strategy(path)
-            if strategy_digest(strategy) == begun[0].identity.target_strategy:
+            if strategy_digest(strategy) == identity.target_strategy:
                 return strategy
     return None
 
@@ -555,7 +559,7 @@ class _Advisor:
         devices = "the new cluster" if self._devices is None else f"{plural(self._devices, 'device')}"
         return (
             f"The strategy of {devices}: a file or a directory. MindSpore writes it when it compiles the network "
-            "for them; `reshard strategy derive` computes it on any machine."
+            "for them; `reshard strategy derive` and `make` compute it on any machine."
         )
 
     def _targets(self) -> list[Strategy]:

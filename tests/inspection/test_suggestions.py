@@ -390,6 +390,13 @@ def test_the_recorded_strategy_of_a_tree_that_is_cut_as_its_source_is_used(tmp_p
     assert all("SRC_STRATEGY" not in item["command"] for item in printed["suggestions"])
 
 
+def test_the_written_strategy_of_a_tree_that_is_cut_as_a_recorded_layout_is_used(tmp_path: Path) -> None:
+    source = FIXTURES / "checkpoint2" / "a02_dp2mp2_dedup" / "checkpoint"
+    done("convert", source, tmp_path / "out", "--dst-strategy", "same")
+    printed = suggested(tmp_path / "out")
+    assert printed["strategy"] == str(tmp_path / "out" / "reshard-strategy.json") and not printed["problems"]
+
+
 @pytest.mark.long
 def test_commands_for_objects_write_objects(demo: Path, objects: Objects) -> None:
     source = objects.upload(demo / "huggingface", "models/demo")
