@@ -149,6 +149,13 @@ def strategies_of_target(
     return paths
 
 
+def recorded_source(out: str, plan: Identity) -> str:
+    """The source of a directory's conversion, if its records list it and it exists here; otherwise ``SRC``."""
+    with contextlib.suppress(ReshardError):
+        return next((command.src for command in _commands(out, plan) if exists(command.src)), "SRC")
+    return "SRC"
+
+
 def _commands_or_warn(out: str, plan: Identity, report: Report) -> list[RecordedCommand]:
     try:
         return _commands(out, plan)

@@ -25,7 +25,7 @@ from reshard.storage import exists, real
 from reshard.strategies import SAME
 from reshard.text.name_filters import Filters
 from reshard.text.report import Report
-from reshard.text.wording import rank_ranges, some_names
+from reshard.text.wording import are, rank_ranges, some_names
 from reshard.verification.against_manifest import compare_with_manifest
 from reshard.verification.difference import Difference
 from reshard.verification.end_to_end import (
@@ -197,7 +197,7 @@ def of_ranks(manifest: Manifest, ranks: Optional[tuple[int, ...]]) -> Manifest:
     noun = counted_as(manifest.plan.form)
     if beyond:
         raise UsageError(
-            f"{rank_ranges(beyond, noun)} (--ranks) is out of range: the manifest has "
+            f"{rank_ranges(beyond, noun)} (--ranks) {are(beyond)} out of range: the manifest has "
             f"{rank_ranges([file.rank for file in manifest.files], noun)}",
             rank=beyond[0],
         )

@@ -55,7 +55,7 @@ def choose_io(requested: str, storage: Storage) -> ChosenIo:
     """The way in which to read sources.
 
     On local disks maps take 0.8 to 1.1 of the time of explicit reads (`benchmarks/io.py`). Runs differ as much, so
-    maps are not worth their risk.
+    maps are not worth their risk: a file that becomes shorter ends the run.
 
     Args:
         requested: ``auto``, ``mmap`` or ``pread``.
@@ -69,7 +69,7 @@ def choose_io(requested: str, storage: Storage) -> ChosenIo:
         return ChosenIo("mmap", "as requested")
     if storage.remote:
         return ChosenIo("pread", "as mmap would take a round trip for each page")
-    return ChosenIo("pread", "as mmap is hardly quicker on a local disk, and ends the run if a file becomes shorter")
+    return ChosenIo("pread", "as mmap is hardly quicker on a local disk")
 
 
 class ByteReader(Protocol):

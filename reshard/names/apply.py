@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import NamedTuple, Optional
@@ -113,14 +113,15 @@ def apply_rules(
     return run.applied()
 
 
-def warning_of(rules: NameRules, applied: Applied) -> Optional[str]:
-    """A warning about options with their default value, or None.
+def warning_of(rules: NameRules, applied: Applied, recorded: Collection[str] = ()) -> Optional[str]:
+    """A warning about options with their default value, or None; those in the source's `recorded` packing are right.
 
     A wrong value gives the same names and shapes, but a model with wrong numbers.
     """
-    if not applied.assumed:
+    assumed = [text for text in applied.assumed if f"option {text}" not in recorded]
+    if not assumed:
         return None
-    values = ",".join(applied.assumed)
+    values = ",".join(assumed)
     stated = ",".join([rules.path, *(f"{name}={value}" for name, value in rules.chosen), values])
     return (
         f"the rules {rules.path} are applied with the default {values}: neither --names nor a configuration states it; "

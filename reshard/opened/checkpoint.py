@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Callable, Optional
@@ -81,9 +82,18 @@ class OpenedCheckpoint(Mapping[str, LazyTensor]):
         handles: open source files, closed with the checkpoint.
         effort: threads and memory.
         report: gets warnings and notes.
+        errors: the context in which headers are read, which may reword errors.
     """
 
-    def __init__(self, request: Request, handles: FileHandles, effort: ReadingEffort, report: Report) -> None:
+    def __init__(
+        self,
+        request: Request,
+        handles: FileHandles,
+        effort: ReadingEffort,
+        report: Report,
+        errors: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self._errors = errors
         self._request = request
         self._handles = handles
         self._effort = effort
@@ -109,7 +119,8 @@ class OpenedCheckpoint(Mapping[str, LazyTensor]):
             if self._closed:
                 raise ValueError("the checkpoint is closed")
             if self._contents is None:
-                plan = make_plan(self._request, self._handles, self._report)
+                with self._errors():
+                    plan = make_plan(self._request, self._handles, self._report)
                 self._contents = OpenedContents(plan, plan.requested[0])
             return self._contents
 

@@ -117,7 +117,8 @@ def open(
         report,
         edits,
     )
-    return open_requested(request, ReadingEffort(jobs or usable_cpus(), max_memory, io), decryption, report)
+    effort = ReadingEffort(jobs or usable_cpus(), max_memory, io)
+    return OpenedCheckpoint(request, FileHandles(decryption=decryption), effort, report, errors_in_python)
 
 
 @caches_listings

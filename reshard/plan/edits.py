@@ -18,7 +18,7 @@ from reshard.errors import CheckpointError, NamesError, UsageError
 from reshard.forms.form import EditedStep, Names
 from reshard.forms.registry import form_named, form_of
 from reshard.plan.casts import CastRule, cast
-from reshard.storage import absolute, is_regular_file
+from reshard.storage import absolute, is_directory, is_regular_file
 from reshard.strategies import SAME, Strategy
 from reshard.text.messages import listing
 from reshard.text.names import as_glob, as_pattern, is_training_value
@@ -183,8 +183,8 @@ class Edits:
             first, *others = (f"'{as_glob(str(key))}.*" for key in renamed.kept)
             words = [f"--rename {first}=*'", *(f"--exclude {each}'" for each in others)]
             report.warn(
-                f"names: no key of the saved state is known to be the model's, so all stay: {listing(renamed.kept)}; to "
-                f"convert the tensors of one: {' '.join(words)}"
+                f"names: no key of the saved state is known to be the model's, so all stay: {listing(renamed.kept)}; "
+                f"to convert the tensors of one: {' '.join(words)}"
             )
         if self.plain == PLAIN_WEIGHTS and not _MEGATRON.isdisjoint(name.split("/")[0] for name in checkpoint.objects):
             report.warn("names and stacked layers are Megatron's and stay: transformers does not load them")
@@ -468,7 +468,7 @@ class _Editing:
             for first, second in applied.tied
             if first in tensors and second in tensors
         ]
-        self._apply(applied, table)
+        self._apply(applied, table, edits.source_packing)
         self.unseen = dict.fromkeys(self.unseen)
         return edits.identity(applied.options, applied.reversed)
 
@@ -485,8 +485,14 @@ class _Editing:
         present = {name: view for name, view in applied.views.items() if name not in self.unseen_names}
         self._apply(replace(applied, views=present), renames)
 
-    def _apply(self, applied: Applied, rules: NameRules) -> None:
-        """Set the tensors and values after rules; refuse rules that take an entry without a layout."""
+    def _apply(self, applied: Applied, rules: NameRules, recorded: Collection[str] = ()) -> None:
+        """Set the tensors and values after rules; refuse rules that take an entry without a layout.
+
+        Args:
+            applied: the names and views.
+            rules: that were applied.
+            recorded: the packing of the source.
+        """
         from reshard.names import warning_of
 
         recipes: dict[str, Recipe] = {}
@@ -509,7 +515,7 @@ class _Editing:
                 self._report.note(f"{len(names)} {reason}: " + listing(sorted(names)))
         for note in applied.notes:
             self._report.note(note)
-        warning = warning_of(rules, applied)
+        warning = warning_of(rules, applied, recorded)
         if warning is not None:
             self._report.warn(warning)
         self.recipes, self.values = recipes, values
@@ -762,6 +768,9 @@ def typed_edits(
         raise UsageError("--config needs --names or --dequantize", hint="name a table: `reshard names list`")
     if names is None and not rename and not cast and dequantize is None:
         return NO_EDITS
+    if not (is_directory(src) or form_named(form_of(src)).options.by_rank):
+        # An index or the one file of a model.
+        src = os.path.dirname(src)
     if names is not None and config is None and is_regular_file(os.path.join(src, _CONFIG)):
         config = os.path.join(src, _CONFIG)
     # Loaded only here: most conversions have no rules.

@@ -92,7 +92,7 @@ def required_strategies(source: Optional[str], target: Optional[str]) -> tuple[s
 
 def _why_missing(option: str) -> str:
     if option == "--dst-strategy":
-        return "add --dst-strategy FILE or DIR for the layout of the target"
+        return "add --dst-strategy FILE or DIR for the layout of the target, same for that of a sharded source"
     return f"rank files do not record how they are cut: add {option} FILE or DIR"
 
 

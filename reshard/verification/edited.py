@@ -84,7 +84,7 @@ class EditedSource:
             applied = apply_rules(
                 edits.table, self._shapes(recipes, kept_values), edits.config, edits.reverse, edits.optimizer
             )
-            warning = warning_of(edits.table, applied)
+            warning = warning_of(edits.table, applied, edits.source_packing)
             if warning is not None:
                 report.warn(warning)
             recipes, kept_values = _ruled(recipes, kept_values, applied)

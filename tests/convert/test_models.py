@@ -9,11 +9,14 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+import reshard
+from reshard.errors import NamesError
 from tests.conftest import LONG
 from tests.corpus import FIXTURES, ROOT
 from tests.model_weights import MODELS, bfloat16, cut, mindformers, weights, write_huggingface
@@ -416,6 +419,12 @@ def test_the_way_back_with_other_packing_is_refused(tmp_path: Path, between: boo
     suggested = done("suggest", *src, "--json").json["suggestions"]
     assert next(each["command"] for each in suggested if each["aim"] == "huggingface")[-4:] == recorded
 
+    options: Any = {"src_strategy": src[2], "names": "qwen3,gate_up=interleaved", "config": world.hf}
+    opened = reshard.open(str(src[0]), **options)
+    with opened, pytest.raises(NamesError) as caught:
+        len(opened)
+    assert f"names='{recorded[1]}' config='{recorded[3]}'" in str(caught.value)
+
     done("convert", *src, tmp_path / "back", "--to", "huggingface", *recorded)
     same_checkpoints(huggingface(tmp_path / "back"), world.weights)
     # Weights with Hugging Face's names have no packing: other code may pack them in another way.
@@ -447,10 +456,22 @@ def test_the_way_back_with_other_sizes_is_refused(tmp_path: Path) -> None:
     done("convert", tmp_path / "hf", tmp_path / "out", "--dst-strategy", "none", *table, tmp_path / "config.json")
     back: list[Argument] = ["convert", tmp_path / "out", tmp_path / "back", "--src-strategy", "none", "--to"]
     back += ["huggingface", *table]
-    texts = ["was converted with heads=4, groups=2, head_dim=2", "and heads=2, groups=1", tmp_path / "config.json"]
+    texts: list[Argument] = [
+        "was converted with heads=4, groups=2, head_dim=2",
+        "and heads=2, groups=1",
+        tmp_path / "config.json",
+    ]
     fails(3, *back, tmp_path / "other.json", texts=texts)
     done(*back, tmp_path / "config.json")
     same_checkpoints(huggingface(tmp_path / "back"), huggingface(tmp_path / "hf"))
+
+
+def test_recorded_packing_is_not_assumed(tmp_path: Path) -> None:
+    world = World(tmp_path, "qwen3")
+    done("convert", *world.convert)
+    words: list[Argument] = ["convert", tmp_path / "ranks", tmp_path / "back", "--src-strategy", world.d, "--to"]
+    output = done(*words, "huggingface", "--names", "qwen3", "--config", world.hf, "--verify").err
+    assert "default" not in output and "no differences" in output
 
 
 def test_another_table_with_other_packing_is_a_warning(tmp_path: Path) -> None:

@@ -86,7 +86,8 @@ def test_verify_of_an_interrupted_copy_names_the_command_that_completes_it(world
     (part / "reshard-manifest.json").unlink()
     (part / files[-1]["file"]).unlink()
 
-    for source in (["--src", world.src], []):
+    sources: list[list[Argument]] = [["--src", world.src], []]
+    for source in sources:
         fails(3, "verify", part, *source, texts=[f"reshard resume {part}"])
     resumed = done("resume", part).err
     assert "shards:" not in resumed

@@ -200,7 +200,7 @@ class SourceTree:
         files = {rank: file.path for rank, file in sorted(chosen.items())}
         notes = tuple(_differences(step, chosen.values()))
         if self.single_file:
-            return StepFiles(step, files, notes)
+            return StepFiles(step, files, (*notes, *_of_one_rank(self.root)))
         root = fixed_directory(self.root) if _is_pattern(self.root) else self.root
         return StepFiles(step, files, notes, root, tuple(chosen.values()))
 
@@ -370,6 +370,17 @@ def skipped_directories(src: str) -> tuple[list[str], list[str]]:
 def _is_pattern(src: str) -> bool:
     """Whether a source is a path with ``{rank}`` in it; False for an existing directory or file of that name."""
     return RANK in src and not exists(src)
+
+
+def _of_one_rank(file: str) -> Iterator[str]:
+    """A note for a file, taken for a whole checkpoint, whose directory is one of several ranks."""
+    directory = os.path.dirname(absolute(file))
+    place = os.path.dirname(directory)
+    if _RANK_DIRECTORY.fullmatch(os.path.basename(directory)) and len(_rank_numbers(place)) > 1:
+        yield (
+            f"{file}: is the file of one of several ranks, and is read as a whole checkpoint; if ranks hold slices, "
+            f"pass {place} with its strategy"
+        )
 
 
 def _rank_numbers(src: str) -> set[int]:
