@@ -256,6 +256,11 @@ class Ledger:
         except OSError as error:
             raise writing_error(self._root, error) from error
 
+    def tidy(self) -> None:
+        """Remove files of killed runs among the records, if possible."""
+        for directory in (self._root, self._own):
+            store_of(directory).remove_dead_signs(directory)
+
     @contextlib.contextmanager
     def sign_of_life(self) -> Iterator[str]:
         """A file that exists while this block runs, for other processes that write for this run; its path.
