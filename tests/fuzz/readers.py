@@ -363,7 +363,7 @@ READERS = {
     },
     "hf-shard": Reader(_SHARD_NAME.format(1), [_SHARDS[0], _SHARDS[1]], read_shard, 250),
     "verl": Reader(_RANK_FILE, [_DISTRIBUTED["verl"][_RANK_FILE]], read_distributed, 250),
-    "verl-pickle": Reader("data.pkl", [next(iter(_RANK_ENTRIES.values()))], read_rank_pickle, 800),
+    "verl-pickle": Reader("data.pkl", [next(iter(_RANK_ENTRIES.values()))], read_rank_pickle, 400),
 }
 if importlib.util.find_spec("cryptography") is not None:
     _ENCRYPTED = [encrypted(data, mode, block=block) for data in _CKPT[:2] for mode in MODES for block in (64, 1 << 20)]
