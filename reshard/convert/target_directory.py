@@ -300,6 +300,10 @@ class TargetDirectory:
         """Remove temporary files of killed runs in the directories of the requested ranks."""
         self._destination.remove_dead_temporaries(self._directories(self._requested))
 
+    def tidy_records(self) -> None:
+        """Remove files of killed runs among the records, as `begin` does."""
+        self._ledger.tidy()
+
     @property
     def is_complete(self) -> bool:
         """Whether the directory is complete, once all requested ranks are written."""

@@ -236,6 +236,11 @@ class Ledger:
             if not exists(records.plan):
                 write_whole(records.plan, (self.identity.to_json() + "\n").encode())
 
+    def tidy(self) -> None:
+        """Remove files of killed runs among the records, if possible."""
+        for directory in (self._root, self._own):
+            store_of(directory).remove_dead_signs(directory)
+
     @contextlib.contextmanager
     def sign_of_life(self) -> Iterator[str]:
         """A file that exists while this block runs, for other processes that write for this run; its path.

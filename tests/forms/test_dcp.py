@@ -225,12 +225,12 @@ def change(value: PickledInstance, **fields: Any) -> None:
 class Saved:
     """A checkpoint of one tensor of 4 x 3 in two chunks of two rows, whose metadata can be made wrong."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, form: str = "dcp") -> None:
         self.path = directory
         self.values = np.arange(12, dtype="f4").reshape(4, 3)
         whole = directory.with_name("whole")
         write_safetensors(whole / "model.safetensors", {"x.w": self.values})
-        done("convert", whole, directory, "--to", "dcp", "--shards", 2, "--rename", "*=*")
+        done("convert", whole, directory, "--to", form, "--shards", 2, "--rename", "*=*")
         self.metadata = read_pickle((directory / ".metadata").read_bytes(), lambda name: True)
         self.fields = self.metadata.fields
         self.tensor = self.fields["state_dict_metadata"]["x.w"]
@@ -311,6 +311,15 @@ def test_records_of_another_shape_are_refused(saved: Saved) -> None:
 def test_records_beyond_the_end_of_a_file_are_refused(saved: Saved) -> None:
     change(saved.records[2, 0], length=saved.records[2, 0].fields["length"] + 1)
     saved.refused("by the metadata")
+
+
+@pytest.mark.parametrize("form", ["dcp", "hyper-parallel"])
+def test_two_chunks_in_one_record_are_refused(form: str, tmp_path: Path) -> None:
+    """As after one flipped bit in a reference of the pickle; the record has the shape of both chunks."""
+    saved = Saved(tmp_path / "src", form)
+    first = saved.records[0, 0].fields
+    change(saved.records[2, 0], **{name: first[name] for name in first if name in ("relative_path", "tensor_key")})
+    saved.refused("'x.w'", "share bytes")
 
 
 def test_extensions_are_refused_by_name_and_can_be_excluded(saved: Saved, tmp_path: Path) -> None:
