@@ -238,8 +238,8 @@ class Ledger:
 
     def tidy(self) -> None:
         """Remove files of killed runs among the records, if possible."""
-        for directory in (self._root, self._own):
-            store_of(directory).remove_dead_signs(directory)
+        store_of(self._root).remove_dead_signs(self._root)
+        self._records.remove_dead_signs()
 
     @contextlib.contextmanager
     def sign_of_life(self) -> Iterator[str]:
