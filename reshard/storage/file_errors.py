@@ -16,7 +16,6 @@ from reshard.errors import (
     UnwritableError,
     UsageError,
 )
-from reshard.storage.json_text import JsonError
 from reshard.storage.registry import store_of
 
 _FORBIDDEN = (errno.EACCES, errno.EPERM)
@@ -41,7 +40,13 @@ _SHOWN = 300
 
 
 class UnfitError(ValueError):
-    """A file has the wrong kind, size or content; the text follows its name, as in ``is larger than ...``."""
+    """A file has the wrong kind, size or content.
+
+    Attributes:
+        problem: stands before the text, which with it follows the file's name, as in ``is larger than ...``.
+    """
+
+    problem = ""
 
 
 def status_error(path: str, error: OSError) -> ReshardError:
@@ -80,8 +85,8 @@ def reading(path: str, kind: type[InputError] = CheckpointError, hint: Optional[
 
     Args:
         path: the file.
-        kind: class of the error for an `UnfitError`, a `JsonError` or a lasting `OSError`.
-        hint: for an `UnfitError` or a `JsonError`.
+        kind: class of the error for an `UnfitError` or a lasting `OSError`.
+        hint: for an `UnfitError`.
 
     Raises:
         ReshardError: for an `OSError`, as `reading_error`.
@@ -91,9 +96,7 @@ def reading(path: str, kind: type[InputError] = CheckpointError, hint: Optional[
     except OSError as error:
         raise reading_error(path, error, kind) from error
     except UnfitError as error:
-        raise kind(f"{path}: {error}", file=path, hint=hint) from error
-    except JsonError as error:
-        raise kind(f"{path}: is damaged: {error}", file=path, hint=hint) from error
+        raise kind(f"{path}: {error.problem}{error}", file=path, hint=hint) from error
 
 
 @contextlib.contextmanager

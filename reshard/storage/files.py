@@ -17,7 +17,6 @@ from typing import Any, Callable, Optional, Union
 
 from reshard.errors import CheckpointError, InputError, RetryableError
 from reshard.storage.file_errors import UnfitError, cut_short, inspecting, reading, status_error
-from reshard.storage.json_text import JsonError, parse_json
 from reshard.storage.listing_cache import cached_entry
 from reshard.storage.registry import for_each, store_of
 from reshard.storage.store import Expected, FileStatus, NewFile, ReadableFile, Sending
@@ -200,6 +199,9 @@ def read_json(
     Raises:
         ReshardError: as `reading`.
     """
+    # Imported here: it slows the start of a command.
+    from reshard.storage.json_text import JsonError, parse_json
+
     with reading(path, kind, hint):
         try:
             content = parse_json(read_small(path, most, through_links))

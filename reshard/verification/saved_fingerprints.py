@@ -38,7 +38,7 @@ def read_fingerprints(path: str) -> Fingerprints:
             return _SavedResult(file).result
     except OSError as error:
         raise reading_error(path, error) from error
-    except (JsonError, UnfitError) as error:
+    except UnfitError as error:
         raise InputError(
             f"{path}: is not a result of `reshard fingerprint --json` of this version ({VERSION}): {error}",
             file=path,
