@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from reshard.defaults import MAX_MEMORY
-from reshard.execute.reading import ChosenIo, choose_io
+from reshard.execute.reading import MIN_DECODING_BYTES, ChosenIo, choose_io
 from reshard.processes import BASE_OF_PROCESSES, process_count
 from reshard.storage.costs import LOCAL, Storage
 
@@ -14,6 +14,8 @@ MAX_BLOCK_BYTES = 8 << 20
 MIN_BLOCK_BYTES = 4 << 10
 # Smaller blocks cost more requests and calls than they save memory.
 _FAIR_BLOCK_BYTES = 1 << 20
+# Maximum memory in which a thread decodes quantised elements: more does not fit the cache next to a core.
+_MAX_DECODING_BYTES = 768 << 10
 _MAX_IN_FLIGHT = 64
 # Threads of one process: with more, waits for the interpreter's lock cost more than the threads bring.
 _MAX_THREADS = 8
@@ -41,6 +43,7 @@ class ExecutionOptions:
         files: number of target files.
         nbytes: their bytes together.
         processes: processes that share the work; 1 for threads of this process.
+        decoded: whether quantised tensors are decoded.
     """
 
     jobs: int
@@ -54,6 +57,7 @@ class ExecutionOptions:
     files: int = 1
     nbytes: int = 0
     processes: int = 1
+    decoded: bool = False
 
     def shared(self, private: int) -> ExecutionOptions:
         """The same options for worker processes, or unchanged if one process suffices.
@@ -142,15 +146,25 @@ class ExecutionOptions:
         return max(share // 8, min(_WINDOW_BYTES, share // 4)) if self.storage.large else share // 8
 
     @property
+    def decoding_bytes(self) -> int:
+        """Bytes in which a thread decodes quantised elements."""
+        if not self.decoded:
+            return 0
+        share = self._buffer_memory // self.threads - self._held_by_target
+        return max(MIN_DECODING_BYTES, min(_MAX_DECODING_BYTES, share // 8))
+
+    @property
     def block_bytes(self) -> int:
         """Bytes of each of the two buffers of a thread."""
-        share = (self._buffer_memory // self.threads - self.window_bytes - self._held_bytes) // 2
+        others = self.window_bytes + self.decoding_bytes + self._held_bytes
+        share = (self._buffer_memory // self.threads - others) // 2
         return max(MIN_BLOCK_BYTES, min(MAX_BLOCK_BYTES, share))
 
     @property
     def buffer_bytes(self) -> int:
         """Bytes of the buffers of all threads together."""
-        buffers = self.threads * (2 * self.block_bytes + self.window_bytes + self._held_bytes)
+        others = self.window_bytes + self.decoding_bytes + self._held_bytes
+        buffers = self.threads * (2 * self.block_bytes + others)
         return buffers + self.uploads * self.part_bytes
 
 

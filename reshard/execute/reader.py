@@ -120,6 +120,7 @@ class BoxReader:
             maps,
             options.threads,
             self._count_overflow,
+            options.decoding_bytes,
         )
         # Unused parts of these buffers are never touched, so they take no memory.
         scratch, block = (np.empty(options.block_bytes, np.uint8) for _ in range(2))
