@@ -151,7 +151,15 @@ class Decoding(Protocol):
     beside: tuple[str, ...]
     dtype: str
 
-    def read_into(self, read: ReadBytes, source: StoredSlice, start: int, out: memoryview, cast: CastWords) -> int:
+    def read_into(
+        self,
+        read: ReadBytes,
+        source: StoredSlice,
+        start: int,
+        out: memoryview,
+        memory: npt.NDArray[Any],
+        cast: CastWords,
+    ) -> int:
         """Fill ``out`` with elements of a slice.
 
         Args:
@@ -159,6 +167,7 @@ class Decoding(Protocol):
             source: the slice; its box counts elements.
             start: offset of the first byte, in bytes of the slice's elements.
             out: a whole number of elements.
+            memory: working memory; scales take up to half as much beside it.
             cast: from Float32 to the type of the elements.
 
         Returns:

@@ -191,7 +191,14 @@ class Prepared:
         options = self._options
         example = next(iter(plan.checkpoint.files.values()), None)
         storage = storage_of(example) if example is not None else LOCAL
-        return ExecutionOptions(options.jobs, options.max_memory, options.io, storage, options.checksum == "crc32")
+        return ExecutionOptions(
+            options.jobs,
+            options.max_memory,
+            options.io,
+            storage,
+            options.checksum == "crc32",
+            decoded=plan.request.edits.quantisation is not None,
+        )
 
     def _writing(self, plan: Plan, work: Sequence[int]) -> ExecutionOptions:
         """Options of the byte transfer for some target files."""

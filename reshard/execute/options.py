@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from reshard.defaults import MAX_MEMORY
-from reshard.execute.reading import ChosenIo, choose_io
+from reshard.execute.reading import MIN_DECODING_BYTES, ChosenIo, choose_io
 from reshard.processes import BASE_OF_PROCESSES, process_count
 from reshard.storage.costs import LOCAL, Storage
 
@@ -16,6 +16,8 @@ MIN_BLOCK_BYTES = 4 << 10
 _MAX_SCRATCH_BYTES = 32 << 20
 # Smaller blocks cost more requests and calls than they save memory.
 _FAIR_BLOCK_BYTES = 1 << 20
+# Maximum memory in which a thread decodes quantised elements: more does not fit the cache next to a core.
+_MAX_DECODING_BYTES = 768 << 10
 _MAX_IN_FLIGHT = 64
 # Threads of one process: with more, waits for the interpreter's lock cost more than the threads bring.
 _MAX_THREADS = 8
@@ -43,6 +45,7 @@ class ExecutionOptions:
         files: number of target files.
         nbytes: their bytes together.
         processes: processes that share the work; 1 for threads of this process.
+        decoded: whether quantised tensors are decoded.
     """
 
     jobs: int
@@ -56,6 +59,7 @@ class ExecutionOptions:
     files: int = 1
     nbytes: int = 0
     processes: int = 1
+    decoded: bool = False
 
     def shared(self, private: int) -> ExecutionOptions:
         """The same options for worker processes, or unchanged if one process suffices.
@@ -144,6 +148,14 @@ class ExecutionOptions:
         return max(share // 8, min(_WINDOW_BYTES, share // 4)) if self.storage.large else share // 8
 
     @property
+    def decoding_bytes(self) -> int:
+        """Bytes in which a thread decodes quantised elements."""
+        if not self.decoded:
+            return 0
+        share = self._buffer_memory // self.threads - self._held_by_target
+        return max(MIN_DECODING_BYTES, min(_MAX_DECODING_BYTES, share // 8))
+
+    @property
     def block_bytes(self) -> int:
         """Bytes of a block, and minimum bytes of the scratch buffer of a thread."""
         return max(MIN_BLOCK_BYTES, min(MAX_BLOCK_BYTES, self._memory_of_blocks // 2))
@@ -155,12 +167,16 @@ class ExecutionOptions:
 
     @property
     def _memory_of_blocks(self) -> int:
-        return self._buffer_memory // self.threads - self.window_bytes - self._held_bytes
+        return self._buffer_memory // self.threads - self._other_bytes
+
+    @property
+    def _other_bytes(self) -> int:
+        return self.window_bytes + self.decoding_bytes + self._held_bytes
 
     @property
     def buffer_bytes(self) -> int:
         """Bytes of the buffers of all threads together."""
-        buffers = self.threads * (self.block_bytes + self.scratch_bytes + self.window_bytes + self._held_bytes)
+        buffers = self.threads * (self.block_bytes + self.scratch_bytes + self._other_bytes)
         return buffers + self.uploads * self.part_bytes
 
 

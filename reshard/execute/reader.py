@@ -120,6 +120,7 @@ class BoxReader:
             maps,
             options.threads,
             self._count_overflow,
+            options.decoding_bytes,
         )
         # Unused parts of these buffers are never touched, so they take no memory.
         scratch, block = map(new_buffer, (options.scratch_bytes, options.block_bytes))

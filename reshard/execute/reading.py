@@ -33,6 +33,9 @@ _AROUND = 64 << 10
 _MAX_MAPS = 64
 _MAX_WINDOWS = 32
 _MAX_REMOTE_WINDOWS = 256
+MIN_DECODING_BYTES = 4 << 10
+"""Minimum memory in which a thread decodes quantised elements."""
+
 # Minimum size of windows where many threads share little memory.
 _MIN_WINDOW = 256 << 10
 # Minimum size of windows on remote storage where many files are read in turns, as when they are joined.
@@ -277,11 +280,14 @@ class ElementReader:
 
     Args:
         stored: reads stored bytes.
+        memory: bytes of memory for decoding; fewer than `MIN_DECODING_BYTES` count as so many.
         overflowed: counts elements that became infinite.
     """
 
-    def __init__(self, stored: ByteReader, overflowed: Overflowed) -> None:
+    def __init__(self, stored: ByteReader, memory: int, overflowed: Overflowed) -> None:
         self.worth_skipping = stored.worth_skipping
+        # Takes no memory until it is used. The rest is for scales.
+        self._memory = np.empty(max(memory, MIN_DECODING_BYTES) // 3 * 2, np.uint8)
         self._stored = stored
         self._overflowed = overflowed
 
@@ -291,7 +297,7 @@ class ElementReader:
         if decoding is None:
             self._stored.read_into(source, start, out)
             return
-        overflowed = decoding.read_into(self._stored.read_into, source, start, out, _from_float32)
+        overflowed = decoding.read_into(self._stored.read_into, source, start, out, self._memory, _from_float32)
         if overflowed:
             self._overflowed(decoding.name, overflowed)
 
@@ -312,6 +318,7 @@ def make_reader(
     most_maps: int,
     threads: int = 1,
     overflowed: Overflowed = lambda name, count: None,
+    decoding_bytes: int = 0,
 ) -> ByteReader:
     """A reader for one thread.
 
@@ -323,11 +330,12 @@ def make_reader(
         most_maps: maximum number of mapped files; a map holds a descriptor.
         threads: number of threads that have a reader.
         overflowed: counts elements that become infinite where they are decoded.
+        decoding_bytes: memory for decoding.
     """
     reader: ByteReader = ExplicitReader(handles, storage, window_bytes)
     if mapped:
         reader = MappedReader(handles, reader, min(_MAX_MAPS, most_maps), max(_MIN_RELEASED, _RELEASE_AFTER // threads))
-    return ElementReader(reader, overflowed)
+    return ElementReader(reader, decoding_bytes, overflowed)
 
 
 def unreadable(source: StoredSlice, error: Exception) -> ReshardError:

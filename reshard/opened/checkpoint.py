@@ -135,7 +135,11 @@ class OpenedCheckpoint(Mapping[str, LazyTensor]):
                 effort = self._effort
                 # The other half is for tensors that are read ahead.
                 options = ExecutionOptions(
-                    effort.jobs, effort.max_memory // 2, effort.io, _for_single_elements(storage)
+                    effort.jobs,
+                    effort.max_memory // 2,
+                    effort.io,
+                    _for_single_elements(storage),
+                    decoded=self._request.edits.quantisation is not None,
                 )
                 self._reader = BoxReader(self._handles, options, _warning(self._report))
             return self._reader
