@@ -158,9 +158,10 @@ def _target_strategy(context: click.Context, _: click.Parameter, value: Optional
     shards = context.meta.get(_SHARDS)
     if shards is None:
         return value
-    if value is not None:
-        raise UsageError("--shards and --dst-strategy both lay out the target", hint="leave out one of them")
-    return f"shards:{shards}"
+    # Loaded only here: most commands have no --shards.
+    from reshard.strategies import target_named
+
+    return target_named(value, shards)
 
 
 def source_strategy(*names: str) -> Callable[[F], F]:

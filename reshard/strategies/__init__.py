@@ -17,6 +17,7 @@ from reshard.strategies.model import (
     names_files,
     rows_over,
     shards_of,
+    target_named,
     target_words,
 )
 from reshard.strategies.one_file import GroupInfo, read_group_info, read_strategy_file
@@ -41,5 +42,6 @@ __all__ = [
     "required_strategies",
     "rows_over",
     "shards_of",
+    "target_named",
     "target_words",
 ]
