@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Callable, NamedTuple, Protocol, TypeVar
+from typing import Any, Callable, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -25,9 +25,6 @@ from reshard.verification.rules import DerivedTensor
 from reshard.verification.stored import Buffers, Content, SliceSet, StoredTensor, Words, read_box
 from reshard.verification.sums import PRIME, Workspace
 
-if TYPE_CHECKING:
-    from reshard.execute import Progress
-
 # Small blocks stay in the cache; large ones have longer runs where dimensions are transposed.
 _MIN_BLOCK, _MAX_BLOCK, _MAX_BLOCK_DERIVED = 256 << 10, 1 << 20, 4 << 20
 # Blocks in a thread's memory: the expected block, a part of it, a copy, and intermediate results.
@@ -41,6 +38,19 @@ _PEEKED, _TINY = 64, 8 << 10
 
 MAX_SLICES = 1 << 14
 """Slices in memory at a time: some MB."""
+
+
+class Progress(Protocol):
+    """Counts the bytes read; called from several threads, one at a time."""
+
+    def begin(self, total: int, doing: str) -> None:
+        """``total`` bytes will be read; ``doing`` names the work, such as ``verifying``."""
+
+    def wrote(self, count: int) -> None:
+        """``count`` more bytes were read."""
+
+    def end(self) -> None:
+        """The work is done."""
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Callable, Optional
 
-from reshard.execute import Progress
 from reshard.forms.ranks import StepFiles
 from reshard.forms.ranks.selection import StepSelector
 from reshard.strategies import Strategy
@@ -20,7 +19,7 @@ from reshard.verification.sources import read_files_of_ranks
 from reshard.verification.stored import StoredSource
 
 
-class Quiet(Progress):
+class Quiet:
     """Sums read bytes."""
 
     def __init__(self) -> None:
@@ -31,6 +30,9 @@ class Quiet(Progress):
 
     def wrote(self, count: int) -> None:
         self.read += count
+
+    def end(self) -> None:
+        pass
 
 
 def files_of(root: Path) -> dict[int, str]:
