@@ -178,8 +178,8 @@ class Edits:
             first, *others = (f"'{as_glob(str(key))}.*" for key in renamed.kept)
             words = [f"--rename {first}=*'", *(f"--exclude {each}'" for each in others)]
             report.warn(
-                f"names: no key of the saved state is known to be the model's, so all stay: {listing(renamed.kept)}; to "
-                f"convert the tensors of one: {' '.join(words)}"
+                f"names: no key of the saved state is known to be the model's, so all stay: {listing(renamed.kept)}; "
+                f"to convert the tensors of one: {' '.join(words)}"
             )
         if self.plain == PLAIN_WEIGHTS and not _MEGATRON.isdisjoint(name.split("/")[0] for name in checkpoint.objects):
             report.warn("names and stacked layers are Megatron's and stay: transformers does not load them")
