@@ -18,7 +18,7 @@ import numpy.typing as npt
 import pytest
 
 from reshard.checkpoints import FileHandles
-from reshard.checkpoints.formats.archive_output import lay_out_archives
+from reshard.checkpoints.formats.archive_output import archive_of_pickle, lay_out_archives
 from reshard.checkpoints.formats.archives import Archive, archived_tensor
 from reshard.checkpoints.formats.output import Literal, OutputTensor
 from reshard.checkpoints.formats.pickles import Global, PickledInstance, pickled, plain, read_pickle
@@ -391,6 +391,19 @@ def megatron(root: Path, *steps: int) -> Path:
         shutil.rmtree(place / ".reshard")
         (place / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist"}))
     return root
+
+
+def test_megatrons_common_file_survives_hyper_parallel(tmp_path: Path) -> None:
+    """Megatron loads a directory with an archive of that name and the file beside it."""
+    root = megatron(tmp_path / "run", 3)
+    content = b"".join(pickled({"iteration": 3, "lr": 0.5}))
+    (root / "iter_0000003" / "common.pt").write_bytes(archive_of_pickle(content))
+    cut: list[Argument] = ["--shards", 2, "--verify"]
+    done("convert", root, tmp_path / "between", "--to", "hyper-parallel", *cut)
+    done("convert", tmp_path / "between", tmp_path / "back", "--to", "dcp", *cut)
+    with zipfile.ZipFile(tmp_path / "back" / "common.pt") as archive:
+        assert archive.read("archive/data.pkl") == content
+    assert json.loads((tmp_path / "back" / "metadata.json").read_text())["sharded_backend"] == "torch_dist"
 
 
 def test_megatrons_names_in_a_directory_of_hugging_face_give_a_warning(tmp_path: Path) -> None:

@@ -29,6 +29,11 @@ from reshard.text.wording import quoted
 
 _PART = 1 << 16
 _MAX_OBJECT = 1 << 30
+# Megatron's file beside its objects, which forms of others do not carry.
+_BACKEND = (
+    b'{"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", '
+    b'"common_backend_version": 1}'
+)
 
 
 class _Chunk(NamedTuple):
@@ -184,9 +189,10 @@ class DcpFiles(_DistributedFiles):
             )
 
         common, beside = self._common, self._beside
-        files = [] if common is None else [FinishingFile(COMMON, lambda: [self._read(common)])]
-        if beside is not None:
-            files.append(FinishingFile(BACKEND, lambda: [self._read(beside)]))
+        files = []
+        if common is not None:
+            files.append(FinishingFile(COMMON, lambda: [self._content(COMMON, common)]))
+            files.append(FinishingFile(BACKEND, lambda: [_BACKEND if beside is None else self._read(beside)]))
         return [*files, *self._finishing(objects, metadata)]
 
 

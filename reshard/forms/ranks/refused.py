@@ -8,7 +8,7 @@ import re
 from typing import Optional
 
 from reshard.errors import CheckpointError, ReshardError
-from reshard.storage import is_directory, names_in
+from reshard.storage import is_directory, leads_to, names_in, store_of
 from reshard.text.name_order import natural_order
 
 _ITERATION = re.compile(r"iteration_[0-9]+")
@@ -79,14 +79,17 @@ def hint_of_checkpoints_below(directory: str) -> Optional[str]:
 
 
 def _subdirectories(directory: str) -> list[str]:
-    names = natural_order(_names_in(directory))
-    numbered = [name for name in names if name[-1:].isdigit()]
-    paths = (os.path.join(directory, name) for name in (*numbered[::-1], *names) if not name.startswith("."))
-    return [path for path in dict.fromkeys(paths) if is_directory(path)]
+    # Unreadable directories are skipped: this is only advice.
+    with contextlib.suppress(OSError, ReshardError):
+        entries = store_of(directory).entries(directory)
+        names = natural_order([each.name for each in entries if each.name[0] != "." and leads_to(each.is_dir)])
+        numbered = [name for name in names if name[-1].isdigit()]
+        return [os.path.join(directory, name) for name in dict.fromkeys([*numbered[::-1], *names])]
+    return []
 
 
 def _names_in(directory: str) -> list[str]:
-    """Its files and directories; none of an unreadable one, since this is only advice."""
+    """Its files and directories; none of an unreadable one."""
     with contextlib.suppress(ReshardError):
         return names_in(directory)
     return []
