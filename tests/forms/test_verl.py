@@ -147,10 +147,10 @@ def test_the_configuration_beside_the_files_goes_along(saved: Path, tmp_path: Pa
 def test_suggested_commands_write_other_forms(saved: Path) -> None:
     commands = done("suggest", saved).out
     assert "--to dcp" in commands and "--to huggingface" in commands and "--to verl" not in commands
-    assert "copy them from the base model" in commands
+    assert "tokenizer's files" in commands
     (saved / "huggingface").mkdir()
     (saved / "huggingface" / "config.json").write_text("{}")
-    assert "copy them from the base model" not in done("suggest", saved).out
+    assert "tokenizer's files" not in done("suggest", saved).out
 
 
 def test_a_flipped_bit_is_found_with_verify(saved: Path, tmp_path: Path) -> None:
