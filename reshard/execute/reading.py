@@ -11,19 +11,20 @@ import errno
 import mmap
 from collections import OrderedDict, deque
 from collections.abc import Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Optional, Protocol
 
-from reshard.checkpoints import FileHandles, cut_short, reading_error
+from reshard.checkpoints import FileHandles
 from reshard.checkpoints.formats.tensors import file_ranges
 from reshard.classes import NamedTuple
 from reshard.errors import ReshardError, RetryableError
-from reshard.layout import Box, intersection, placed, shape_of, volume_of
+from reshard.layout import Box, Region, intersection, placed, shape_of, volume_of
 from reshard.plan.pieces import StoredSlice, TargetTensor
-from reshard.storage import fill, is_read_only
+from reshard.storage import cut_short, fill, is_read_only, reading_error
 from reshard.storage.costs import LOCAL, Storage
 
 if TYPE_CHECKING:
-    from reshard.execute.casts import Overflowed, Words
+    from reshard.execute.casts import Bytes, Overflowed, Words
 
 # Bytes read through maps of all threads before their pages are released, so that resident memory stays flat.
 _RELEASE_AFTER = 64 << 20
@@ -33,10 +34,25 @@ _AROUND = 64 << 10
 _MAX_MAPS = 64
 _MAX_WINDOWS = 32
 _MAX_REMOTE_WINDOWS = 256
+MIN_TILE = 16
+"""Elements along the sides of a transposed copy that is worth tiles."""
+
+MIN_DECODING_BYTES = 4 << 10
+"""Minimum memory in which a thread decodes quantised elements."""
+
 # Minimum size of windows where many threads share little memory.
 _MIN_WINDOW = 256 << 10
 # Minimum size of windows on remote storage where many files are read in turns, as when they are joined.
 _MIN_REMOTE_WINDOW = 4 << 10
+
+
+def new_buffer(nbytes: int) -> memoryview:
+    """A buffer that is filled from files and written to files; unused parts take no memory.
+
+    It begins with a page: the kernel copies up to three times slower where the target begins a few bytes behind the
+    source, counted within a page, as NumPy's memory does, and bytes of files often begin one.
+    """
+    return memoryview(mmap.mmap(-1, nbytes))
 
 
 class ChosenIo(NamedTuple):
@@ -55,7 +71,7 @@ def choose_io(requested: str, storage: Storage) -> ChosenIo:
     """The way in which to read sources.
 
     On local disks maps take 0.8 to 1.1 of the time of explicit reads (`benchmarks/io.py`). Runs differ as much, so
-    maps are not worth their risk.
+    maps are not worth their risk: a file that becomes shorter ends the run.
 
     Args:
         requested: ``auto``, ``mmap`` or ``pread``.
@@ -69,7 +85,7 @@ def choose_io(requested: str, storage: Storage) -> ChosenIo:
         return ChosenIo("mmap", "as requested")
     if storage.remote:
         return ChosenIo("pread", "as mmap would take a round trip for each page")
-    return ChosenIo("pread", "as mmap is hardly quicker on a local disk, and ends the run if a file becomes shorter")
+    return ChosenIo("pread", "as mmap is hardly quicker on a local disk")
 
 
 class ByteReader(Protocol):
@@ -265,13 +281,22 @@ class ElementReader:
 
     Args:
         stored: reads stored bytes.
+        memory: bytes of memory for decoding; fewer than `MIN_DECODING_BYTES` count as so many.
         overflowed: counts elements that became infinite.
     """
 
-    def __init__(self, stored: ByteReader, overflowed: Overflowed) -> None:
+    def __init__(self, stored: ByteReader, memory: int, overflowed: Overflowed) -> None:
         self.worth_skipping = stored.worth_skipping
+        # The rest is for scales.
+        self._nbytes = max(memory, MIN_DECODING_BYTES) // 3 * 2
         self._stored = stored
         self._overflowed = overflowed
+
+    @cached_property
+    def _memory(self) -> Bytes:
+        import numpy as np
+
+        return np.empty(self._nbytes, np.uint8)
 
     def read_into(self, source: StoredSlice, start: int, out: memoryview) -> None:
         """Fill ``out`` with the bytes of elements from ``start`` on."""
@@ -279,7 +304,7 @@ class ElementReader:
         if decoding is None:
             self._stored.read_into(source, start, out)
             return
-        overflowed = decoding.read_into(self._stored.read_into, source, start, out, _from_float32)
+        overflowed = decoding.read_into(self._stored.read_into, source, start, out, self._memory, _from_float32)
         if overflowed:
             self._overflowed(decoding.name, overflowed)
 
@@ -302,6 +327,7 @@ def make_reader(
     most_maps: int,
     threads: int = 1,
     overflowed: Overflowed = lambda name, count: None,
+    decoding_bytes: int = 0,
 ) -> ByteReader:
     """A reader for one thread.
 
@@ -313,11 +339,12 @@ def make_reader(
         most_maps: maximum number of mapped files; a map holds a descriptor.
         threads: number of threads that have a reader.
         overflowed: counts elements that become infinite where they are decoded.
+        decoding_bytes: memory for decoding.
     """
     reader: ByteReader = ExplicitReader(handles, storage, window_bytes)
     if mapped:
         reader = MappedReader(handles, reader, min(_MAX_MAPS, most_maps), max(_MIN_RELEASED, _RELEASE_AFTER // threads))
-    return ElementReader(reader, overflowed)
+    return ElementReader(reader, decoding_bytes, overflowed)
 
 
 def unreadable(source: StoredSlice, error: Exception) -> ReshardError:
@@ -384,3 +411,16 @@ def byte_strides(shape: Sequence[int], item_size: int) -> list[int]:
         strides.append(stride)
         stride *= size
     return strides[::-1]
+
+
+def is_transposed(tensor: TargetTensor) -> bool:
+    """Whether neighbours in some stored slice of a tensor are far apart in the tensor."""
+    return any(piece.region is not None and _transposes(piece.region) for piece in tensor.pieces)
+
+
+def _transposes(region: Region) -> bool:
+    if not region.loops:
+        return False
+    near_out = region.loops[-1]
+    near_source = min(region.loops, key=lambda loop: (-loop.source_dimension, loop.source_step))
+    return near_source is not near_out and min(near_source.length, near_out.length) >= MIN_TILE
