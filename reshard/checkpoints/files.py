@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Optional
 
 from reshard.checkpoints.decryption import DecryptedFiles, Decryption
-from reshard.checkpoints.placed import Placement
 from reshard.classes import NamedTuple
 from reshard.storage import FileStatus, OpenFile, ReadableFile, changed_meanwhile, store_of
 
