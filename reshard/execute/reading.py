@@ -11,11 +11,10 @@ import errno
 import mmap
 from collections import OrderedDict, deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Optional, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Optional, Protocol
 
 from reshard.checkpoints import FileHandles, cut_short, reading_error
 from reshard.checkpoints.formats.tensors import file_ranges
-from reshard.classes import NamedTuple
 from reshard.errors import ReshardError, RetryableError
 from reshard.layout import Box, intersection, placed, shape_of, volume_of
 from reshard.plan.pieces import StoredSlice, TargetTensor

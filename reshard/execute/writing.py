@@ -8,9 +8,8 @@ import functools
 import threading
 import zlib
 from collections.abc import Iterable, Iterator
-from typing import Callable, Optional
+from typing import Callable, NamedTuple, Optional
 
-from reshard.classes import NamedTuple
 from reshard.errors import ReshardError, RetryableError, UnwritableError, UsageError
 from reshard.plan.pieces import TargetFile
 from reshard.storage import Expected, FileStatus, NewFile, Sending, new_file, writing_error

@@ -10,9 +10,8 @@ import re
 import string
 import warnings
 from collections.abc import Iterable, Mapping
-from typing import Optional, Union
+from typing import NamedTuple, Optional, Union
 
-from reshard.classes import NamedTuple
 from reshard.text.wording import quoted
 
 MAX_KEY_LENGTH = 1000

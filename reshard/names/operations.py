@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import Optional
+from dataclasses import dataclass
+from typing import NamedTuple, Optional
 
-from reshard.classes import NamedTuple, dataclass
 from reshard.names.sizes import ModelSizes, solved
 from reshard.text.products import Product, SizeError
 

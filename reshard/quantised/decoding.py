@@ -12,7 +12,8 @@ import math
 import os
 import threading
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Optional
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Optional
 
 import numpy as np
 
@@ -28,7 +29,6 @@ from reshard.checkpoints.checkpoint import (
 )
 from reshard.checkpoints.edited import EditedCheckpoint, Recipe
 from reshard.checkpoints.formats.dtypes import ITEM_SIZES
-from reshard.classes import NamedTuple, dataclass
 from reshard.errors import CheckpointError
 from reshard.layout import Box, Grid, boxes_of_range, inside, intersection, placed, shape_of, volume_of, whole_box
 from reshard.quantised.schemes import Quantised, Recognised, TypedShape, recognise, stated_settings

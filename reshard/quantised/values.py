@@ -13,13 +13,12 @@ import functools
 import math
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any, Callable, Optional
+from typing import Any, Callable, NamedTuple, Optional
 
 import numpy as np
 import numpy.typing as npt
 
 from reshard.checkpoints.formats.dtypes import DTYPES
-from reshard.classes import NamedTuple
 from reshard.layout import Box, shape_of
 
 Bytes = npt.NDArray[np.uint8]

@@ -25,9 +25,8 @@ import os
 import re
 import time
 from collections.abc import Collection, Iterable, Iterator
-from typing import Callable, Optional
+from typing import Callable, NamedTuple, Optional
 
-from reshard.classes import NamedTuple
 from reshard.errors import ReshardError, RetryableError, TargetError
 from reshard.records.commands import IS_COMMAND, RecordedCommand, commands_in
 from reshard.records.identity import Identity, short_digest

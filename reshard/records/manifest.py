@@ -10,9 +10,9 @@ import errno
 import json
 import os
 import re
-from typing import Optional
+from dataclasses import dataclass
+from typing import NamedTuple, Optional
 
-from reshard.classes import NamedTuple, dataclass
 from reshard.defaults import MAX_DEVICES
 from reshard.errors import CheckpointError, RetryableError
 from reshard.forms.ranks.naming import check_inside

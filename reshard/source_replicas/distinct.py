@@ -13,11 +13,10 @@ import contextlib
 import itertools
 import time
 from collections.abc import Iterable
-from typing import Optional
+from typing import NamedTuple, Optional
 
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import GlobalTensor
-from reshard.classes import NamedTuple
 from reshard.execute import ExecutionOptions
 from reshard.forms.ranks.checkpoint import SourceStep
 from reshard.forms.ranks.holding import stage_shardings

@@ -5,13 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Optional
+from typing import NamedTuple, Optional
 
 import numpy as np
 import numpy.typing as npt
 
 from reshard.checkpoints.checkpoint import GlobalTensor
-from reshard.classes import NamedTuple
 from reshard.execute import ExecutionOptions, Progress
 from reshard.execute.reader import in_order
 from reshard.layout import boxes_of_range, placed, shape_of, volume_of

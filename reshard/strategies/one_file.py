@@ -11,9 +11,9 @@ import contextlib
 import errno
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Optional, Union
 
-from reshard.classes import dataclass
 from reshard.errors import ReshardError, RetryableError, StrategyError
 from reshard.storage import ReadableFile, UnfitError, opened_regular, read_range, too_long
 from reshard.storage.other_files import cipher_of, is_ckpt, kind_by_head

@@ -9,10 +9,9 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
 from reshard.checkpoints.files import reading_error
-from reshard.classes import NamedTuple
 from reshard.errors import CheckpointError, UsageError
 from reshard.storage import UnfitError, absolute, is_directory, names_in, opened_regular, read_small
 from reshard.storage.json_text import JsonError, parse_json

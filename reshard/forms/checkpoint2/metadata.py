@@ -11,12 +11,11 @@ import os
 import re
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import field
-from typing import Any, Callable, Optional
+from dataclasses import dataclass, field
+from typing import Any, Callable, NamedTuple, Optional
 
 from reshard.checkpoints.files import reading_error
 from reshard.checkpoints.formats.tensors import MAX_DIMENSIONS, MAX_ELEMENTS
-from reshard.classes import NamedTuple, dataclass
 from reshard.defaults import MAX_DEVICES
 from reshard.errors import CheckpointError
 from reshard.forms.checkpoint2.iterations import METADATA, parse_key
