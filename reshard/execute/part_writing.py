@@ -91,13 +91,18 @@ class PartWriter:
             if buffer.writer.copies:
                 first += self._copy(tensor, first, last, buffer)
             decoded = all(piece.source.decoding is not None and piece.region is None for piece in tensor.pieces)
-            most = max(1, (min(buffer.size, _MAX_DECODED) if decoded else buffer.size) // tensor.item_size)
+            step = buffer.size
+            if decoded:
+                step = min(step, _MAX_DECODED)
+            elif all(runs_of_box(tensor, box) for box in boxes_of_range(tensor.shape, first, last, last - first)):
+                step = min(step, self._worker.copied_bytes)
+            most = max(1, step // tensor.item_size)
             for box in boxes_of_range(tensor.shape, first, last, most):
                 if self._stopped():
                     return
                 count = volume_of(box) * tensor.item_size
                 self._worker.fill(tensor, box, buffer.reserve(count))
-                if decoded:
+                if decoded or buffer.pending >= step:
                     buffer.flush()
                 self._wrote(count)
 

@@ -36,6 +36,7 @@ _R = TypeVar("_R")
 CHUNK_BYTES = 8 << 20
 """Maximum bytes that one of several threads reads at a time."""
 _MIN_CHUNK_BYTES = 1 << 20
+_CACHED_BYTES = 1 << 20
 
 
 class Worker:
@@ -44,15 +45,19 @@ class Worker:
     Args:
         reader: reads stored bytes.
         nbytes: bytes of each of its two buffers.
+        local: whether source and target are local files.
         overflowed: counts elements that a cast made infinite.
 
     Attributes:
         block: a buffer for the owner of the worker.
+        copied_bytes: bytes to read and write at a time where nothing is gathered: between local files so few that they
+            are still in the cache when they are written.
     """
 
-    def __init__(self, reader: ByteReader, nbytes: int, overflowed: Overflowed) -> None:
+    def __init__(self, reader: ByteReader, nbytes: int, local: bool, overflowed: Overflowed) -> None:
         # Unused parts of these buffers are never touched, so they take no memory.
         self._scratch, self.block = (memoryview(mmap.mmap(-1, nbytes)) for _ in range(2))
+        self.copied_bytes = min(nbytes, _CACHED_BYTES) if local else nbytes
         self._reader = reader
         self._overflowed = overflowed
 
@@ -148,7 +153,12 @@ class BoxReader:
             options.threads,
             self._count_overflow,
         )
-        return Worker(reader, options.block_bytes, self._count_overflow)
+        return Worker(
+            reader,
+            options.block_bytes,
+            not (options.storage.remote or options.target.remote),
+            self._count_overflow,
+        )
 
     def _count_overflow(self, name: str, count: int) -> None:
         self.overflowed(name, count)

@@ -327,6 +327,11 @@ class PartBuffer:
         """The offset of the next byte in the file."""
         return self._offset + self._used
 
+    @property
+    def pending(self) -> int:
+        """Bytes that are collected and not yet written."""
+        return self._used
+
     def skip(self, count: int) -> None:
         """Skip ``count`` bytes that the file system has copied; call `flush` before."""
         self.writer.copied(count)

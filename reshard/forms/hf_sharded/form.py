@@ -67,8 +67,8 @@ class HfShardedForm(ChunkedForm):
     def target(self, checkpoint: Checkpoint, request: WriteRequest) -> TargetForm:
         """A file for every rank, and the other files of a Hugging Face directory."""
         from reshard.forms.full.beside import files_beside
-        from reshard.forms.hf_sharded.written import Shards
+        from reshard.forms.hf_sharded.written import ShardFiles
         from reshard.forms.writing import selected
 
         chosen = selected(checkpoint, request)
-        return Shards(request.target, chosen, files_beside(checkpoint, chosen.tensors, request))
+        return ShardFiles(request.target, chosen, files_beside(checkpoint, chosen.tensors, request))

@@ -17,7 +17,7 @@ from reshard.strategies import Strategy
 _VERSION = "1.0"
 
 
-class Shards(ChunkFiles):
+class ShardFiles(ChunkFiles):
     """The files, with full shapes beside the offsets that older versions of torch go by."""
 
     name = "hf-sharded"
