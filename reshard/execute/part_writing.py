@@ -13,15 +13,15 @@ from reshard.checkpoints import Data, FileHandles, Literal
 from reshard.checkpoints.formats.tensors import file_ranges
 from reshard.execute.parts import FilesPart, SharedRows
 from reshard.execute.reader import Worker
-from reshard.execute.reading import Run, runs_of_box
+from reshard.execute.reading import Run, is_transposed, runs_of_box
 from reshard.execute.writing import PartBuffer, TargetWriter
 from reshard.layout import boxes_of_range, volume_of
 from reshard.plan.pieces import TargetTensor
 
 # Minimum bytes of a run: shorter runs are as fast through memory, many in one write.
 _MIN_COPIED_RUN = 1 << 20
-# Maximum bytes of decoded elements that are written at a time: they are still in the cache then.
-_MAX_DECODED = 2 << 20
+# Maximum bytes of decoded or cast elements that are written at a time: they are still in the cache then.
+_MAX_COMPUTED = 1 << 20
 
 
 class PartWriter:
@@ -90,10 +90,16 @@ class PartWriter:
             first, last = segment.start // tensor.item_size, segment.stop // tensor.item_size
             if buffer.writer.copies:
                 first += self._copy(tensor, first, last, buffer)
-            decoded = all(piece.source.decoding is not None and piece.region is None for piece in tensor.pieces)
+            if is_transposed(tensor):
+                self._write_transposed(tensor, first, last, buffer)
+                continue
             step = buffer.size
-            if decoded:
-                step = min(step, _MAX_DECODED)
+            computed = all(
+                piece.region is None and (piece.source.decoding is not None or piece.dtype is not None)
+                for piece in tensor.pieces
+            )
+            if computed:
+                step = min(step, _MAX_COMPUTED)
             elif all(runs_of_box(tensor, box) for box in boxes_of_range(tensor.shape, first, last, last - first)):
                 step = min(step, self._worker.copied_bytes)
             most = max(1, step // tensor.item_size)
@@ -102,8 +108,19 @@ class PartWriter:
                     return
                 count = volume_of(box) * tensor.item_size
                 self._worker.fill(tensor, box, buffer.reserve(count))
-                if decoded or buffer.pending >= step:
+                if computed or buffer.pending >= step:
                     buffer.flush()
+                self._wrote(count)
+
+    def _write_transposed(self, tensor: TargetTensor, first: int, last: int, buffer: PartBuffer) -> None:
+        """Write elements while they are in the cache."""
+        for box in boxes_of_range(tensor.shape, first, last, last - first):
+            for part, fill in self._worker.filler.steps(tensor, box, buffer.size):
+                if self._stopped():
+                    return
+                count = volume_of(part) * tensor.item_size
+                fill(buffer.reserve(count))
+                buffer.flush()
                 self._wrote(count)
 
     def _copy(self, tensor: TargetTensor, first: int, last: int, buffer: PartBuffer) -> int:

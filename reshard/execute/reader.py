@@ -7,7 +7,6 @@ where threads read ahead. Only verification has its own reader.
 from __future__ import annotations
 
 import contextlib
-import mmap
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Callable, Optional, TypeVar
 
 from reshard.checkpoints import FileHandles
 from reshard.execute.options import ExecutionOptions
-from reshard.execute.reading import ByteReader, make_reader, runs_of_box
+from reshard.execute.reading import ByteReader, make_reader, new_buffer, runs_of_box
 from reshard.layout import Box, boxes_of_range, placed, shape_of, volume_of
 from reshard.plan.pieces import TargetTensor
 from reshard.threads import thread_pool, wait_for
@@ -44,8 +43,7 @@ class Worker:
 
     Args:
         reader: reads stored bytes.
-        nbytes: bytes of each of its two buffers.
-        local: whether source and target are local files.
+        options: memory and storage.
         overflowed: counts elements that a cast made infinite.
 
     Attributes:
@@ -54,10 +52,11 @@ class Worker:
             are still in the cache when they are written.
     """
 
-    def __init__(self, reader: ByteReader, nbytes: int, local: bool, overflowed: Overflowed) -> None:
+    def __init__(self, reader: ByteReader, options: ExecutionOptions, overflowed: Overflowed) -> None:
         # Unused parts of these buffers are never touched, so they take no memory.
-        self._scratch, self.block = (memoryview(mmap.mmap(-1, nbytes)) for _ in range(2))
-        self.copied_bytes = min(nbytes, _CACHED_BYTES) if local else nbytes
+        self._scratch, self.block = map(new_buffer, (options.scratch_bytes, options.block_bytes))
+        local = not (options.storage.remote or options.target.remote)
+        self.copied_bytes = min(options.block_bytes, _CACHED_BYTES) if local else options.block_bytes
         self._reader = reader
         self._overflowed = overflowed
 
@@ -152,13 +151,9 @@ class BoxReader:
             maps,
             options.threads,
             self._count_overflow,
+            options.decoding_bytes,
         )
-        return Worker(
-            reader,
-            options.block_bytes,
-            not (options.storage.remote or options.target.remote),
-            self._count_overflow,
-        )
+        return Worker(reader, options, self._count_overflow)
 
     def _count_overflow(self, name: str, count: int) -> None:
         self.overflowed(name, count)

@@ -13,12 +13,12 @@ from collections import OrderedDict, deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple, Optional, Protocol
 
-from reshard.checkpoints import FileHandles, cut_short, reading_error
+from reshard.checkpoints import FileHandles
 from reshard.checkpoints.formats.tensors import file_ranges
 from reshard.errors import ReshardError, RetryableError
-from reshard.layout import Box, intersection, placed, shape_of, volume_of
+from reshard.layout import Box, Region, intersection, placed, shape_of, volume_of
 from reshard.plan.pieces import StoredSlice, TargetTensor
-from reshard.storage import fill, is_read_only
+from reshard.storage import cut_short, fill, is_read_only, reading_error
 from reshard.storage.costs import LOCAL, Storage
 
 if TYPE_CHECKING:
@@ -32,10 +32,24 @@ _AROUND = 64 << 10
 _MAX_MAPS = 64
 _MAX_WINDOWS = 32
 _MAX_REMOTE_WINDOWS = 256
+MIN_DECODING_BYTES = 4 << 10
+"""Minimum memory in which a thread decodes quantised elements."""
+
 # Minimum size of windows where many threads share little memory.
 _MIN_WINDOW = 256 << 10
 # Minimum size of windows on remote storage where many files are read in turns, as when they are joined.
 _MIN_REMOTE_WINDOW = 4 << 10
+MIN_TILE = 16
+"""Minimum elements along both sides of a tile of a transposed copy."""
+
+
+def new_buffer(nbytes: int) -> memoryview:
+    """A buffer that is filled from files and written to files.
+
+    It begins with a page: the kernel copies up to three times slower where the target begins a few bytes behind the
+    source, counted within a page. NumPy's memory begins 16 bytes behind a page, bytes of files often at one.
+    """
+    return memoryview(mmap.mmap(-1, max(1, nbytes)))[:nbytes]
 
 
 class ChosenIo(NamedTuple):
@@ -54,7 +68,7 @@ def choose_io(requested: str, storage: Storage) -> ChosenIo:
     """The way in which to read sources.
 
     On local disks maps take 0.8 to 1.1 of the time of explicit reads (`benchmarks/io.py`). Runs differ as much, so
-    maps are not worth their risk.
+    maps are not worth their risk: a file that becomes shorter ends the run.
 
     Args:
         requested: ``auto``, ``mmap`` or ``pread``.
@@ -68,7 +82,7 @@ def choose_io(requested: str, storage: Storage) -> ChosenIo:
         return ChosenIo("mmap", "as requested")
     if storage.remote:
         return ChosenIo("pread", "as mmap would take a round trip for each page")
-    return ChosenIo("pread", "as mmap is hardly quicker on a local disk, and ends the run if a file becomes shorter")
+    return ChosenIo("pread", "as mmap is hardly quicker on a local disk")
 
 
 class ByteReader(Protocol):
@@ -264,11 +278,14 @@ class ElementReader:
 
     Args:
         stored: reads stored bytes.
+        memory: bytes of memory for decoding; fewer than `MIN_DECODING_BYTES` count as so many.
         overflowed: counts elements that became infinite.
     """
 
-    def __init__(self, stored: ByteReader, overflowed: Overflowed) -> None:
+    def __init__(self, stored: ByteReader, memory: int, overflowed: Overflowed) -> None:
         self.worth_skipping = stored.worth_skipping
+        # Takes no memory until it is used. The rest is for scales.
+        self._memory = new_buffer(max(memory, MIN_DECODING_BYTES) // 3 * 2)
         self._stored = stored
         self._overflowed = overflowed
 
@@ -278,7 +295,7 @@ class ElementReader:
         if decoding is None:
             self._stored.read_into(source, start, out)
             return
-        overflowed = decoding.read_into(self._stored.read_into, source, start, out, _from_float32)
+        overflowed = decoding.read_into(self._stored.read_into, source, start, out, self._memory, _from_float32)
         if overflowed:
             self._overflowed(decoding.name, overflowed)
 
@@ -301,6 +318,7 @@ def make_reader(
     most_maps: int,
     threads: int = 1,
     overflowed: Overflowed = lambda name, count: None,
+    decoding_bytes: int = 0,
 ) -> ByteReader:
     """A reader for one thread.
 
@@ -312,11 +330,12 @@ def make_reader(
         most_maps: maximum number of mapped files; a map holds a descriptor.
         threads: number of threads that have a reader.
         overflowed: counts elements that become infinite where they are decoded.
+        decoding_bytes: memory for decoding.
     """
     reader: ByteReader = ExplicitReader(handles, storage, window_bytes)
     if mapped:
         reader = MappedReader(handles, reader, min(_MAX_MAPS, most_maps), max(_MIN_RELEASED, _RELEASE_AFTER // threads))
-    return ElementReader(reader, overflowed)
+    return ElementReader(reader, decoding_bytes, overflowed)
 
 
 def unreadable(source: StoredSlice, error: Exception) -> ReshardError:
@@ -326,6 +345,19 @@ def unreadable(source: StoredSlice, error: Exception) -> ReshardError:
     return RetryableError(
         f"{source.path}: cannot be read (rank {source.rank}): {error}", file=source.path, rank=source.rank
     )
+
+
+def is_transposed(tensor: TargetTensor) -> bool:
+    """Whether neighbours in some stored slice of a tensor are far apart in the tensor."""
+    return any(piece.region is not None and _transposes(piece.region) for piece in tensor.pieces)
+
+
+def _transposes(region: Region) -> bool:
+    if not region.loops:
+        return False
+    near_out = region.loops[-1]
+    near_source = min(region.loops, key=lambda loop: (-loop.source_dimension, loop.source_step))
+    return near_source is not near_out and min(near_source.length, near_out.length) >= MIN_TILE
 
 
 class Run(NamedTuple):

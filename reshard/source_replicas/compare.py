@@ -14,13 +14,9 @@ from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import GlobalTensor
 from reshard.execute import ExecutionOptions, Progress
 from reshard.forms.ranks.checkpoint import SourceStep
-from reshard.forms.ranks.holding import stage_shardings
-from reshard.source_replicas.choice import Holder, group_parameters
+from reshard.source_replicas.choice import group_parameters
 from reshard.source_replicas.outcome import ReplicaComparison, Tally, is_gradient
-from reshard.source_replicas.samples import EFFORTS, MOST_PLACES, ReplicaFiles, Samples, own_sample_box
-
-# Maximum ranks to group by content.
-_MOST_GROUPED = 64
+from reshard.source_replicas.samples import EFFORTS, ReplicaFiles, Samples
 
 
 def compare_replicas(
@@ -51,9 +47,9 @@ def compare_replicas(
     tally = Tally(step)
     with contextlib.closing(ReplicaFiles(step, handles, execution)) as files:
         if everything:
-            from reshard.source_replicas.everything import Everything
+            from reshard.source_replicas.everything import compare_everything
 
-            Everything(kinds, files, execution, progress, tally).run()
+            compare_everything(kinds, files, execution, progress, tally)
         else:
             Samples(kinds, files, EFFORTS[effort], tally).run()
     result = tally.result(kinds, "everything" if everything else "samples")
@@ -61,28 +57,3 @@ def compare_replicas(
         # With the right strategy, too, files differ while another process overwrites them.
         handles.check_unchanged(index.path for index in step.indexes.values())
     return result
-
-
-def ranks_by_content(
-    parameter: GlobalTensor, step: SourceStep, handles: FileHandles, execution: ExecutionOptions
-) -> list[list[int]]:
-    """Group the ranks of the first stage with a parameter by samples of their slices.
-
-    Returns:
-        Groups of ranks with equal samples; only the first ranks of a large stage.
-
-    Raises:
-        RetryableError: a file cannot be read.
-    """
-    sharding = stage_shardings(parameter)[0]
-    ranks = sorted(step.ranks_with(parameter.name, sharding.stage))[:_MOST_GROUPED]
-    with contextlib.closing(ReplicaFiles(step, handles, execution)) as files:
-        for place in range(MOST_PLACES):
-            groups: dict[bytes, list[int]] = {}
-            for rank in ranks:
-                holder = Holder(rank, sharding.grid.slice_box(sharding.slice_of(rank)))
-                data = files.sample(parameter, holder, own_sample_box(parameter, holder, place))
-                groups.setdefault(data, []).append(rank)
-            if len(groups) > 1:
-                break
-    return list(groups.values())

@@ -22,7 +22,6 @@ from typing import Any, Callable, NamedTuple, Optional
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor
 from reshard.checkpoints.edited import stored_checkpoint
-from reshard.checkpoints.files import reading
 from reshard.checkpoints.formats.output import MINDSPORE_METADATA
 from reshard.defaults import DEFAULT_PREFIX
 from reshard.errors import CheckpointError, LayoutError
@@ -34,7 +33,7 @@ from reshard.forms.ranks.rank_files import stage_sections
 from reshard.forms.target import FinishingFile, Section, TargetForm
 from reshard.forms.writing import selected, share_out
 from reshard.layout import Layout, shape_of
-from reshard.storage import read_range
+from reshard.storage import read_range, reading
 from reshard.strategies import Stage, Strategy
 from reshard.text.messages import listing
 from reshard.text.names import as_pattern, is_weight, state_prefix

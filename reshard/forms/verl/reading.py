@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Optional, Union
 
 from reshard.checkpoints import FileHandles
-from reshard.checkpoints.files import reading
 from reshard.checkpoints.formats.archives import Archive
 from reshard.checkpoints.formats.dtypes import ARCHIVES
 from reshard.checkpoints.formats.tensors import CheckpointIndex, check_shape
@@ -21,7 +20,7 @@ from reshard.forms.form import ReadRequest
 from reshard.forms.full.directory import extra_files_in, file_names
 from reshard.forms.verl.dtensors import PlacementError, RankPart, is_read, part_of
 from reshard.forms.verl.form import MODEL
-from reshard.storage import for_each, is_directory, names_in
+from reshard.storage import for_each, is_directory, names_in, reading
 from reshard.text.messages import listing
 from reshard.text.name_order import layers_in_order
 from reshard.text.names import as_pattern
@@ -32,6 +31,7 @@ _MODEL_NAME = "model_world_size_{}_rank_{}.pt"
 _OTHER_STATE = re.compile(r"(optim|extra_state)_world_size_[0-9]+_rank_[0-9]+\.pt")
 _BESIDE = "huggingface"
 _HINT = "copy the files of one save again"
+_FSDP1 = "torch.distributed._shard.sharded_tensor."
 
 
 def read_ranks(form: str, request: ReadRequest) -> ChunkedCheckpoint:
@@ -125,7 +125,7 @@ def _read_rank(path: str, handles: FileHandles) -> Union[_RankFile, DamagedCheck
         size = file.size()
         try:
             archive = Archive(file, 0, size)
-            state = archive.pickled(is_read)
+            state = archive.pickled(lambda name: _is_allowed(path, name))
             if not isinstance(state, dict):
                 return DamagedCheckpointError(f"{path}: holds no dictionary of tensors", file=path, hint=_HINT)
             if not all(isinstance(name, str) for name in state):
@@ -147,6 +147,22 @@ def _read_rank(path: str, handles: FileHandles) -> Union[_RankFile, DamagedCheck
     )
     tensors = {tensor.name: tensor for tensor in placement.tensors()}
     return _RankFile(CheckpointIndex(path, ARCHIVES, size, tensors, archived=True), placement, parts)
+
+
+def _is_allowed(path: str, name: str) -> bool:
+    """Whether a pickle may name a class or function.
+
+    Raises:
+        CheckpointError: it is FSDP1's.
+    """
+    if name.startswith(_FSDP1):
+        raise CheckpointError(
+            f"{path}: holds tensors of FSDP1 (ShardedTensor), which are not read",
+            file=path,
+            hint="load it in the same job and save it with torch.distributed.checkpoint; or train with a device mesh, "
+            "FSDP(model, device_mesh=...), or with FSDP2",
+        )
+    return is_read(name)
 
 
 def _tensors(
