@@ -1,11 +1,11 @@
 """Run conversions and kill them at random moments; a separate program, because it forks.
 
-Usage: python -m tests.kills ROOT KILLS SEED PROCESSES
+Usage: python -m tests.kills ROOT KILLS SEED PROCESSES OPTION...
 
-ROOT holds ``src``, ``old`` and ``new`` (strategies) and gets ``whole``, an undisturbed conversion, and
-``dst``. Every round starts so many processes on ``dst`` and kills them at random moments. What stands
-under a final name must at any moment be a whole target, and once recorded never be written again;
-whenever a run comes to its end, ``dst`` must be what ``whole`` is. Prints a JSON summary.
+``ROOT`` contains ``src`` and ``old``, its strategy, and gets ``whole``, an undisturbed conversion with the options, and
+``dst``. Every round starts PROCESSES runs into ``dst`` and kills them at random moments. Files under final names must
+be complete at any moment; a target that was recorded must not be written again; the file that loaders look for must
+be written last. After a run that ends by itself, ``dst`` must equal ``whole``. Prints a JSON summary.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ os.environ["OPENBLAS_NUM_THREADS"] = "1"
 
 import reshard.cli
 from reshard.cli.main import main as reshard_main
-from reshard.strategies import read_strategy
+from reshard.forms.target import UNFINISHED
+
+MANIFEST = "reshard-manifest.json"
 
 
 def load_commands() -> None:
@@ -63,28 +65,25 @@ def wait(process: int, until: float) -> None:
 class Rounds:
     """The rounds of one test."""
 
-    def __init__(self, root: Path, seed: int) -> None:
+    def __init__(self, root: Path, seed: int, options: list[str]) -> None:
         self.root, self.dst = root, root / "dst"
         self.random = random.Random(seed)
-        self.strategies = ["--src-strategy", str(root / "old"), "--dst-strategy", str(root / "new")]
-        self.ranks = range(read_strategy(str(root / "new")).device_count)
+        self.options = ["--src-strategy", str(root / "old"), "--checksum", "crc32", *options]
         started = time.monotonic()
         self.finish(run_here(self.words(root / "whole"), root / "log"))
         self.seconds = time.monotonic() - started
-        whole = root / "whole"
-        self.whole = {path.relative_to(whole): path.read_bytes() for path in whole.rglob("rank_*/*")}
-        self.manifest = (root / "whole" / "reshard-manifest.json").read_bytes()
-        self.inodes: dict[Path, int] = {}
+        self.whole = contents(root / "whole")
+        self.manifest = (root / "whole" / MANIFEST).read_bytes()
+        self.targets = [file["file"] for file in json.loads(self.manifest)["files"]]
+        self.inodes: dict[str, int] = {}
         self.kills = self.ends = self.kept = 0
 
-    def words(self, dst: Path) -> list[str]:
+    def words(self, dst: Path, command: str = "convert", *ids: str) -> list[str]:
         jobs = str(self.random.choice([1, 2, 3]))
-        options = ["--checksum", "crc32", "--jobs", jobs, *self.strategies]
-        return ["transform-dir", str(self.root / "src"), str(dst), *options]
+        return [command, *ids, str(self.root / "src"), str(dst), "--jobs", jobs, *self.options]
 
     def by_rank(self) -> list[str]:
-        rank = str(self.random.choice(self.ranks))
-        return ["by-rank", rank, str(self.root / "src"), str(self.dst), "--checksum", "crc32", *self.strategies]
+        return self.words(self.dst, "by-rank", str(self.random.randrange(len(self.targets))))
 
     def finish(self, process: int) -> None:
         """Wait for a process that is not killed: it must succeed."""
@@ -109,17 +108,22 @@ class Rounds:
         self.check(alone=processes == 1)
 
     def check(self, alone: bool) -> None:
-        """Every file under a final name is complete, and unchanged once it was recorded."""
-        for path in self.dst.glob("rank_*/checkpoint_*"):
-            name = path.relative_to(self.dst)
-            assert path.read_bytes() == self.whole[name], f"{name} is torn"
-            inode = path.stat().st_ino
-            if alone:
-                assert self.inodes.setdefault(name, inode) == inode, f"{name} was written again"
-                self.kept += 1
-            self.inodes[name] = inode
-        manifest = self.dst / "reshard-manifest.json"
-        assert not manifest.exists() or manifest.read_bytes() == self.manifest
+        """Files under final names are complete, and unchanged once they were recorded."""
+        files = contents(self.dst)
+        for name, content in files.items():
+            assert content == self.whole.get(name), f"{name} is torn"
+        missing = [name for name in self.targets if name not in files]
+        finishing = [name for name in files if name not in self.targets]
+        assert not (missing and finishing), f"{finishing} without {missing}"
+        for name in self.targets:
+            if name in files:
+                inode = (self.dst / name).stat().st_ino
+                if alone:
+                    assert self.inodes.setdefault(name, inode) == inode, f"{name} was written again"
+                    self.kept += 1
+                self.inodes[name] = inode
+        manifest = self.dst / MANIFEST
+        assert not manifest.exists() or (manifest.read_bytes() == self.manifest and not missing)
 
     def end(self) -> None:
         """Let one run finish, the same command or `resume`, compare, and start over."""
@@ -128,26 +132,37 @@ class Rounds:
         words = ["resume", str(self.dst)] if resumed else self.words(self.dst)
         self.finish(run_here(words, self.root / "log"))
         self.check(alone=True)
-        paths = {path.relative_to(self.dst) for path in self.dst.rglob("rank_*/*")}
-        assert paths == set(self.whole), f"left over: {sorted(map(str, paths ^ set(self.whole)))}"
-        assert (self.dst / "reshard-manifest.json").read_bytes() == self.manifest
-        assert not [path for path in self.dst.rglob(".reshard-tmp-*")]
+        files = contents(self.dst)
+        assert files == self.whole, f"different names: {sorted(files.keys() ^ self.whole.keys())}"
+        assert (self.dst / MANIFEST).read_bytes() == self.manifest
+        remaining = [str(path) for path in self.dst.rglob(".reshard-tmp-*")]
+        assert not remaining, f"{words[0]} left {remaining}:\n{(self.root / 'log').read_text()}"
         shutil.rmtree(self.dst)
         self.inodes.clear()
         self.ends += 1
 
 
-def main(root: Path, kills: int, seed: int, processes: int) -> None:
+def contents(root: Path) -> dict[str, bytes]:
+    """Every file under a final name, except records and the marker of an unfinished directory."""
+    paths = {str(path.relative_to(root)): path for path in root.rglob("*") if path.is_file()}
+    return {
+        name: path.read_bytes()
+        for name, path in paths.items()
+        if not name.startswith(".reshard/") and not path.name.startswith((".reshard-tmp-", MANIFEST, UNFINISHED))
+    }
+
+
+def main(root: Path, kills: int, seed: int, processes: int, options: list[str]) -> None:
     """Kill `kills` processes and print a summary."""
     load_commands()
-    rounds = Rounds(root, seed)
+    rounds = Rounds(root, seed, options)
     while rounds.kills < kills:
         rounds.kill_some(processes)
         if rounds.random.random() < 0.15:
             rounds.end()
     rounds.end()
-    print(json.dumps({"kills": rounds.kills, "ends": rounds.ends, "kept": rounds.kept}))
+    print(json.dumps({"kills": rounds.kills, "ends": rounds.ends, "kept": rounds.kept, "seconds": rounds.seconds}))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), sys.argv[5:])

@@ -126,7 +126,8 @@ class Writing:
             return self._write(self._write_here)
         self._directory.tidy()
         if not self.work and self._directory.is_complete:
-            # Nothing is changed, so a complete directory may be read-only.
+            # No target is changed, so a complete directory may be read-only.
+            self._directory.tidy_records()
             self.manifest = self._directory.manifest
             return 0
         try:

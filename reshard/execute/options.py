@@ -12,6 +12,8 @@ from reshard.storage.costs import LOCAL, Storage
 # Larger blocks make nothing faster.
 MAX_BLOCK_BYTES = 8 << 20
 MIN_BLOCK_BYTES = 4 << 10
+# The more columns of a large matrix are read before they are transposed, the fewer times its rows are read.
+_MAX_SCRATCH_BYTES = 32 << 20
 # Smaller blocks cost more requests and calls than they save memory.
 _FAIR_BLOCK_BYTES = 1 << 20
 # Maximum memory in which a thread decodes quantised elements: more does not fit the cache next to a core.
@@ -36,7 +38,7 @@ class ExecutionOptions:
         max_memory: maximum bytes of all buffers together.
         io: ``auto``, ``mmap`` or ``pread``, as requested.
         storage: storage of the source files.
-        checksum: compute a CRC-32 of every target file.
+        checksum: compute a CRC-32 of every target file, and those that files hold.
         target: storage of the target files.
         together: maximum number of target files of a group.
         part_bytes: bytes of a file that the target's store buffers for one request; 0 for none.
@@ -155,16 +157,26 @@ class ExecutionOptions:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of each of the two buffers of a thread."""
-        others = self.window_bytes + self.decoding_bytes + self._held_bytes
-        share = (self._buffer_memory // self.threads - others) // 2
-        return max(MIN_BLOCK_BYTES, min(MAX_BLOCK_BYTES, share))
+        """Bytes of a block, and minimum bytes of the scratch buffer of a thread."""
+        return max(MIN_BLOCK_BYTES, min(MAX_BLOCK_BYTES, self._memory_of_blocks // 2))
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes of the scratch buffer of a thread; more than a block where transposed tensors can use it."""
+        return max(self.block_bytes, min(_MAX_SCRATCH_BYTES, self._memory_of_blocks - self.block_bytes))
+
+    @property
+    def _memory_of_blocks(self) -> int:
+        return self._buffer_memory // self.threads - self._other_bytes
+
+    @property
+    def _other_bytes(self) -> int:
+        return self.window_bytes + self.decoding_bytes + self._held_bytes
 
     @property
     def buffer_bytes(self) -> int:
         """Bytes of the buffers of all threads together."""
-        others = self.window_bytes + self.decoding_bytes + self._held_bytes
-        buffers = self.threads * (2 * self.block_bytes + others)
+        buffers = self.threads * (self.block_bytes + self.scratch_bytes + self._other_bytes)
         return buffers + self.uploads * self.part_bytes
 
 

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple, Optional
 
 import numpy as np
 
-from reshard.checkpoints import reading_error
 from reshard.checkpoints.checkpoint import (
     ByName,
     CastWords,
@@ -51,8 +50,7 @@ from reshard.quantised.values import (
     tables_of,
     tables_of_exponents,
 )
-from reshard.storage import UnfitError, is_regular_file, read_small
-from reshard.storage.json_text import JsonError, parse_json
+from reshard.storage import read_json
 from reshard.text.wording import quoted
 
 _CONFIG = "config.json"
@@ -495,23 +493,8 @@ def quantisation_of(directory: str, dtype: str, config: Optional[Mapping[str, An
     """
     place = getattr(config, "path", os.path.join(directory, _CONFIG))
     if config is None:
-        config = _json_object(place, _MAX_CONFIG)
-    return Quantisation(dtype, config, _json_object(os.path.join(directory, _DESCRIPTION), _MAX_DESCRIPTION), place)
-
-
-def _json_object(path: str, most: int) -> Optional[Mapping[str, Any]]:
-    """The content of a small JSON file; None if it does not exist."""
-    if not is_regular_file(path):
-        return None
-    try:
-        content = parse_json(read_small(path, most))
-    except (UnfitError, JsonError) as error:
-        raise CheckpointError(f"{path} {error}", file=path) from error
-    except OSError as error:
-        raise reading_error(path, error) from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path}: is not a JSON object", file=path)
-    return content
+        config = read_json(place, _MAX_CONFIG)
+    return Quantisation(dtype, config, read_json(os.path.join(directory, _DESCRIPTION), _MAX_DESCRIPTION), place)
 
 
 def dequantised(checkpoint: Checkpoint, quantisation: Quantisation) -> tuple[Checkpoint, Recognised]:

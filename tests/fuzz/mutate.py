@@ -1,8 +1,10 @@
-"""Damage to valid files: random bytes, or the structure of protobuf and JSON."""
+"""Damage to valid files: random bytes, or the structure of protobuf, JSON and pickles."""
 
 from __future__ import annotations
 
 import json
+import pickle
+import pickletools
 import struct
 from random import Random
 from typing import Any, Union
@@ -24,6 +26,8 @@ def mutated(seed: bytes, others: list[bytes], random: Random) -> bytes:
         elif data[8:9] == b"{" and random.random() < 0.7:
             header = changed_json(data[8 : 8 + int.from_bytes(data[:8], "little")], random)
             data = struct.pack("<Q", len(header)) + header + data[8 + int.from_bytes(data[:8], "little") :]
+        elif data[:1] == pickle.PROTO and random.random() < 0.7:
+            data = changed_pickle(data, random)
         elif random.random() < 0.5:
             data = changed_message(data, random)
         else:
@@ -129,7 +133,10 @@ def changed_json(data: bytes, random: Random) -> bytes:
         inner = here[place]
         if not (isinstance(inner, (dict, list)) and inner) or random.random() < 0.25:
             change = random.randrange(4)
-            if change == 0:
+            if isinstance(inner, str) and inner[:1] == "{" and random.random() < 0.75:
+                # JSON in JSON, as in the metadata of safetensors files.
+                here[place] = changed_json(inner.encode(), random).decode(errors="replace")
+            elif change == 0:
                 del here[place]
             elif change == 1 and isinstance(here, dict):
                 here[random.choice(NAMES)] = inner
@@ -145,3 +152,30 @@ def changed_json(data: bytes, random: Random) -> bytes:
         # What json.dumps would not write: a key twice, half of a surrogate pair.
         text = text.replace('"w', '"\\ud800', 1) if random.random() < 0.5 else text.replace("{", '{"w":1,"w":2,', 1)
     return text.encode()
+
+
+def changed_pickle(data: bytes, random: Random) -> bytes:
+    """A pickle with one operation dropped, doubled, moved or replaced by one of its kind; bytes where it is none."""
+    try:
+        places = [(operation.name, at or 0) for operation, _, at in pickletools.genops(data)]
+    except ValueError:
+        return changed_bytes(data, [data], random)
+    ends = [at for _, at in places[1:]] + [places[-1][1] + 1]
+    # Frames contain lengths, which no change would fit.
+    operations = [(name, data[at:end]) for (name, at), end in zip(places, ends) if name != "FRAME"]
+    place = random.randrange(1, len(operations))
+    name, _ = operations[place]
+    change = random.randrange(8)
+    if change == 0:
+        del operations[place]
+    elif change == 1:
+        operations[place:place] = [operations[place]] * random.choice([1, 1, 2, 70])
+    elif change == 2:
+        operations.insert(random.randrange(1, len(operations)), operations.pop(place))
+    elif change < 5 or not any(kind in name for kind in ("INT", "UNICODE")):
+        # Of one kind: another number, text, class, or value that was stored before.
+        operations[place] = random.choice([each for each in operations if each[0][:6] == name[:6]])
+    else:
+        value = random.choice(NAMES) if "UNICODE" in name else random.choice([-1, *NUMBERS])
+        operations[place] = (name, pickle.dumps(value, 2)[2:-1].removesuffix(b"q\0"))
+    return b"".join(content for _, content in operations)

@@ -15,6 +15,7 @@ from typing import Any, Callable, NamedTuple
 
 import numpy as np
 
+import reshard
 from reshard.checkpoints import CheckpointIndex, Decryption, FileHandles, read_index
 from reshard.forms.form import ReadRequest
 from reshard.forms.full.contents import read_huggingface, read_unified
@@ -163,6 +164,37 @@ def read_distributed(path: Path) -> None:
         if not (path.parent / name).exists():
             (path.parent / name).write_bytes(content)
     read_chunks(form, path.parent)
+    if path.name.endswith("metadata"):
+        valid = _elements(str(FIXTURES / "dcp" / _CASES[form] / "checkpoint"))
+        for name, (shape, elements) in _elements(str(path.parent)).items():
+            # Chunks of one shape may change places unnoticed; none may appear twice.
+            assert name not in valid or valid[name][0] != shape or valid[name][1] == elements, name
+
+
+def _elements(directory: str) -> dict[str, tuple[object, bytes]]:
+    """Per tensor of a checkpoint its shape and type, and its elements in ascending order."""
+    with reshard.open(directory) as tensors:
+        return {
+            name: ((tensor.shape, str(tensor.dtype)), np.sort(tensor[...], axis=None).tobytes())
+            for name, tensor in tensors.items()
+        }
+
+
+def read_shard(path: Path) -> None:
+    """A shard of Hugging Face's sharded files, beside another one; its tensors must be read correctly or refused."""
+    data = path.read_bytes()
+    (path.parent / _SHARD_NAME.format(2)).write_bytes(_SHARDS[2])
+    with reshard.open(str(path.parent)) as tensors:
+        arrays = {name: tensor[...] for name, tensor in tensors.items()}
+    if data[_begin(data) :] == _SHARDS[1][_begin(_SHARDS[1]) :]:
+        for name, array in arrays.items():
+            full = _CUT.get(name)
+            assert full is None or full.shape != array.shape or full.dtype != array.dtype or (full == array).all(), name
+
+
+def _begin(shard: bytes) -> int:
+    """The offset of the first tensor's bytes."""
+    return 8 + int.from_bytes(shard[:8], "little")
 
 
 def read_rank_pickle(path: Path) -> None:
@@ -231,9 +263,36 @@ def checkpoints() -> list[dict[str, Any]]:
     return [few, {"note": text("hello"), "w": np.arange(6, dtype="f4").reshape(2, 3)}]
 
 
+_CASES = {"dcp": "w2_old_metadata", "hyper-parallel": "hyper_w4_2026_03_by_rank"}
 _DISTRIBUTED = {
     form: {path.name: path.read_bytes() for path in (FIXTURES / "dcp" / case / "checkpoint").iterdir()}
-    for form, case in (("dcp", "w2_old_metadata"), ("hyper-parallel", "hyper_w4_2026_03_by_rank"))
+    for form, case in _CASES.items()
+}
+_SHARD_NAME = "shard-{:05d}-model-00001-of-00001.safetensors"
+_CUT = {"a": np.arange(15, dtype="f4").reshape(5, 3), "b": np.arange(24, dtype="f2").reshape(2, 3, 4) + 1}
+
+
+def _shard(boxes: dict[str, tuple[slice, ...]], shapes: bool) -> bytes:
+    """A file of chunks as torch writes it, with or without full shapes."""
+    info: dict[str, dict[str, list[int]]] = {
+        name: {"saved_offsets": [each.start for each in box]} for name, box in boxes.items()
+    }
+    for name in boxes if shapes else ():
+        info[name]["global_shape"] = list(_CUT[name].shape)
+    metadata = {"DCP_SHARDING_INFO": json.dumps(info), "DCP_VERSION": "1.0", "format": "pt"}
+    return safetensors_bytes({name: _CUT[name][box] for name, box in boxes.items()}, metadata)
+
+
+_FIRST = {"a": (slice(0, 3), slice(0, 3)), "b": (slice(0, 2), slice(0, 1), slice(0, 4))}
+_SHARDS = {
+    number: _shard(boxes, shapes)
+    for number, (boxes, shapes) in enumerate(
+        [
+            (_FIRST, False),
+            (_FIRST, True),
+            ({"a": (slice(3, 5), slice(0, 3)), "b": (slice(0, 2), slice(1, 3), slice(0, 4))}, False),
+        ]
+    )
 }
 _RANK_FILE = "model_world_size_4_rank_1.pt"
 _DISTRIBUTED["verl"] = {
@@ -302,8 +361,9 @@ READERS = {
         f"hyper-{kind}": Reader(name, [_DISTRIBUTED["hyper-parallel"][name]], read_distributed, 250)
         for kind, name in (("metadata", ".rank1_metadata"), ("records", "_rank1_.safetensors"))
     },
+    "hf-shard": Reader(_SHARD_NAME.format(1), [_SHARDS[0], _SHARDS[1]], read_shard, 250),
     "verl": Reader(_RANK_FILE, [_DISTRIBUTED["verl"][_RANK_FILE]], read_distributed, 250),
-    "verl-pickle": Reader("data.pkl", [next(iter(_RANK_ENTRIES.values()))], read_rank_pickle, 800),
+    "verl-pickle": Reader("data.pkl", [next(iter(_RANK_ENTRIES.values()))], read_rank_pickle, 400),
 }
 if importlib.util.find_spec("cryptography") is not None:
     _ENCRYPTED = [encrypted(data, mode, block=block) for data in _CKPT[:2] for mode in MODES for block in (64, 1 << 20)]

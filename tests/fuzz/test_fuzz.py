@@ -29,7 +29,7 @@ from tests.fuzz.readers import READERS, Reader
 KEPT = FIXTURES / "hostile"
 SECONDS = float(os.environ.get("RESHARD_FUZZ_SECONDS", "40"))
 MEGABYTES = 300
-ROOMS = tuple(f"{os.sep}reshard{os.sep}{room}{os.sep}" for room in ("checkpoints", "strategies", "layout"))
+ROOMS = tuple(f"{os.sep}reshard{os.sep}{room}{os.sep}" for room in ("checkpoints", "forms", "strategies", "layout"))
 
 
 def attempt(reader: Reader, data: bytes, directory: Path) -> bool:

@@ -22,8 +22,9 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Callable, Optional, TypeVar
 
@@ -34,9 +35,11 @@ MODULES = (
     *(f"reshard.quantised.{name}" for name in ("values", "decoding")),
     *(f"reshard.execute.{name}" for name in ("filling", "parts", "reader", "reading", "run", "casts")),
 )
-REFUSED, SAME, FOUND, CERTIFIED = "refused", "same", "found", "certified"
-_WORST = (SAME, REFUSED, FOUND, CERTIFIED)
+REFUSED, SAME, FOUND, CERTIFIED, ENDLESS = "refused", "same", "found", "certified", "endless"
+_WORST = (SAME, REFUSED, ENDLESS, FOUND, CERTIFIED)
 _MEMORY = 3 << 30
+# A mutant that never ends or dies is tried again with the remaining conversions, at most so often.
+_MAX_ENDLESS = 2
 # The bits of infinity.
 _INFINITE = {"Float64": 0x7FF << 52, "Float32": 0xFF << 23, "Float16": 0x1F << 10, "BFloat16": 0xFF << 7}
 _T = TypeVar("_T")
@@ -94,24 +97,27 @@ def _convert(words: list[str], out: Path) -> int:
     return 0
 
 
-def _judge(commands: Mapping[str, list[str]], right: Path, place: Path) -> dict[str, str]:
-    """What became of every conversion."""
-    actual = {}
+def _judge(commands: Mapping[str, list[str]], right: Path, place: Path) -> Iterator[tuple[str, str]]:
+    """The outcome of every conversion."""
     for name, words in commands.items():
         status = _convert(words, place / name)
         cast = not {"--cast", "--dequantize"}.isdisjoint(words)
         same = (place / name).is_dir() and _is_right(place / name, right / name, cast)
+        shutil.rmtree(place / name, ignore_errors=True)
         if status == 0:
-            actual[name] = SAME if same else CERTIFIED
+            yield name, SAME if same else CERTIFIED
         else:
             # A difference that is none, where the output is right, is no harm.
-            actual[name] = FOUND if status == 4 else REFUSED
-        shutil.rmtree(place / name, ignore_errors=True)
-    return actual
+            yield name, FOUND if status == 4 else REFUSED
 
 
-def _in_child(work: Path, limit: int, mutant: Optional[Mutant], task: Callable[[Path], _T]) -> _T:
-    """Run a task in a process of its own, with a mutant; nothing where it took too long or too much."""
+def _in_child(
+    work: Path, limit: int, mutant: Optional[Mutant], task: Callable[[Path], Iterable[tuple[str, _T]]]
+) -> dict[str, _T]:
+    """Run a task in a process of its own, with a mutant; its results until it took too long or too much.
+
+    The limit is one of processor time; a deadlock takes ten times as long.
+    """
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
@@ -119,11 +125,13 @@ def _in_child(work: Path, limit: int, mutant: Optional[Mutant], task: Callable[[
         try:
             os.close(read)
             os.setsid()
-            signal.alarm(limit)
+            signal.alarm(10 * limit)
+            resource.setrlimit(resource.RLIMIT_CPU, (limit, limit))
             resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
             if mutant is not None:
                 install(mutant)
-            os.write(write, json.dumps(task(work)).encode())
+            for result in task(work):
+                os.write(write, json.dumps(result).encode() + b"\n")
             status = 0
         except BaseException:
             traceback.print_exc()
@@ -134,8 +142,7 @@ def _in_child(work: Path, limit: int, mutant: Optional[Mutant], task: Callable[[
         output = pipe.read()
     os.waitpid(child, 0)
     shutil.rmtree(work, ignore_errors=True)
-    document: _T = json.loads(output or b"{}")
-    return document
+    return dict(map(json.loads, output.splitlines()))
 
 
 def run(chosen: Sequence[Mutant], limit: int, jobs: int, conversions: Collection[str] = ()) -> dict[str, object]:
@@ -147,7 +154,7 @@ def run(chosen: Sequence[Mutant], limit: int, jobs: int, conversions: Collection
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as directory:
         root = Path(directory)
 
-        def plain(work: Path) -> Mapping[str, list[str]]:
+        def plain(work: Path) -> Iterable[tuple[str, list[str]]]:
             # Imported only here, in a child: it loads parts of `reshard`.
             from tests.mutants.conversions import build
 
@@ -155,9 +162,9 @@ def run(chosen: Sequence[Mutant], limit: int, jobs: int, conversions: Collection
             commands = {name: words for name, words in built.items() if not conversions or name in conversions}
             for name, words in commands.items():
                 assert _convert(words, root / "right" / name) == 0, name
-            return commands
+            return commands.items()
 
-        commands: Mapping[str, list[str]] = _in_child(root / "none", 120, None, plain)
+        commands = _in_child(root / "none", 120, None, plain)
         assert commands, "without a mutant a conversion fails"
 
         def of(numbered: tuple[int, Mutant]) -> dict[str, object]:
@@ -165,8 +172,16 @@ def run(chosen: Sequence[Mutant], limit: int, jobs: int, conversions: Collection
             began = time.monotonic()
             work = root / f"work{number}"
             work.mkdir()
-            actual = _in_child(work, limit, mutant, lambda place: _judge(commands, root / "right", place))
-            worst = max(actual.values(), key=_WORST.index, default=REFUSED)
+            actual: dict[str, str] = {}
+            while len(actual) < len(commands):
+                remaining = {name: words for name, words in commands.items() if name not in actual}
+                if [*actual.values()].count(ENDLESS) == _MAX_ENDLESS:
+                    actual.update(dict.fromkeys(remaining, ENDLESS))
+                    break
+                work.mkdir(exist_ok=True)
+                actual.update(_in_child(work, limit, mutant, partial(_judge, remaining, root / "right")))
+                actual.update((name, ENDLESS) for name in [name for name in remaining if name not in actual][:1])
+            worst = max(actual.values(), key=_WORST.index)
             return {**mutant._asdict(), "outcome": worst, "conversions": actual, "seconds": time.monotonic() - began}
 
         with ThreadPoolExecutor(jobs) as pool:
@@ -181,7 +196,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--every", type=int, default=1)
     parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--limit", type=int, default=30)
+    parser.add_argument("--limit", type=int, default=15, help="seconds of processor time for a mutant")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--module", action="append")
     parser.add_argument("--change", default="", help="only changes in whose words this regular expression is found")

@@ -246,6 +246,19 @@ def test_only_temporary_files_of_dead_runs_are_removed(world: World) -> None:
             process.communicate()
 
 
+def test_a_run_that_writes_nothing_removes_files_of_killed_runs_among_records(world: World) -> None:
+    """As of a run that was killed while it recorded its command, and another one wrote all targets."""
+    world.save(FULL)
+    world.convert()
+    code = "import os, sys\nfrom reshard.storage import temporary\ntemporary.create(sys.argv[1])\nos._exit(9)"
+    (records,) = (path for path in (world.dst / ".reshard").iterdir() if path.is_dir())
+    for place in (records, records.parent):
+        assert subprocess.run([sys.executable, "-c", code, str(place)]).returncode == 9
+    assert len(list(world.dst.rglob(".reshard-tmp-*"))) == 2
+    world.convert()
+    assert not list(world.dst.rglob(".reshard-tmp-*"))
+
+
 def test_two_processes_of_the_same_conversion_write_one_checkpoint(world: World) -> None:
     world.save(FULL)
     words = [str(word) for word in world.words()]

@@ -212,9 +212,7 @@ def distributed(src: str, dst: str, old: str, new: str) -> None:
         )
 
 
-@pytest.mark.parametrize(
-    "call", [one_by_one, distributed, *(pytest.param(call, marks=pytest.mark.long) for call in (transformed, unified))]
-)
+@pytest.mark.parametrize("call", [transformed, one_by_one, unified, distributed])
 def test_the_python_functions_write_to_a_store(
     call: Callable[[str, str, str, str], None], objects: Objects, saved: World
 ) -> None:
@@ -227,7 +225,6 @@ def test_the_python_functions_write_to_a_store(
         assert files.get(name) == content or "reshard" in name, name
 
 
-@pytest.mark.long
 def test_workers_of_a_cluster_write_to_a_store(objects: Objects, tmp_path: Path) -> None:
     expected = job("parts", tmp_path)
     source = objects.upload(tmp_path / "src", "src")
@@ -245,9 +242,7 @@ def _aws() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
 
 
-@pytest.mark.long
-def test_a_fingerprint_written_to_a_store_is_read_again(objects: Objects, tmp_path: Path) -> None:
-    """What was converted into a store is a source like any other, back to the first layout."""
+def test_a_target_in_a_store_is_converted_back(objects: Objects, tmp_path: Path) -> None:
     kind = demo(*TO_DEMO)
     done("convert", *words(kind, objects.path("out")))
     cut: list[Argument] = ["--src-strategy", DEMO / "dst_strategy.ckpt", "--dst-strategy", DEMO / "src_strategy.ckpt"]

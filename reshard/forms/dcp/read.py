@@ -299,16 +299,24 @@ class _Files:
     def _place(
         self, path: str, chunks: Sequence[tuple[Record, Stored, tuple[int, ...]]], reading: ReadRequest
     ) -> Optional[InputError]:
-        """Give the tensors of a file their places; an error where the file is too short for them."""
+        """Give the tensors of a file their places; an error where the file is too short, or records overlap."""
         if not chunks:
             return None
-        chunks = sorted(chunks, key=lambda each: (each[0].offset, each[0].length))
+        chunks = sorted(chunks, key=lambda each: (each[0].offset, each[0].length, each[0].key))
         records = {record.length >= 0 for record, _, _ in chunks}
         if len(records) > 1:
             return CheckpointError(f"{path}: holds records and a header by its metadata", file=path, hint=_HINT)
         last = max((record for record, _, _ in chunks), key=lambda record: record.offset + record.length)
         if last.length >= 0 and last.offset + last.length > self._sizes[path]:
             return self._short(path, last)
+        for (before, first, _), (record, second, _) in zip(chunks, chunks[1:]):
+            if record.offset < before.offset + before.length if record.length >= 0 else record.key == before.key:
+                return CheckpointError(
+                    f"{path}: chunks of {quoted(first.name)} and {quoted(second.name)} share bytes by the metadata",
+                    file=path,
+                    parameter=second.name,
+                    hint=_HINT,
+                )
         placement = Placement(path, [stored for _, stored, _ in chunks])
         for (record, stored, offsets), tensor in zip(chunks, placement.tensors()):
             self._tensors[stored.name, offsets, record.file] = tensor
