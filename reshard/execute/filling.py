@@ -24,6 +24,8 @@ from reshard.plan.pieces import Piece, StoredSlice, TargetTensor
 _FAR = 1 << 62
 # Maximum bytes of each of the two buffers for rows with gaps, and for shared rows and elements to cast.
 _MAX_ROOM = 4 << 20
+# Bytes that are read before they are cast: they are still in the cache then.
+_MAX_CAST = 1 << 20
 # Rows with gaps are read with this many gaps that cost as much as a request: local ones are in the cache when they are
 # gathered.
 _GAPS_PER_READ = 64
@@ -338,7 +340,7 @@ class BlockFiller:
         if mapped is not None:
             put(_strided(mapped, counts, strides, stored_size), out, cast)
             return
-        most = max(1, len(self._room) // stored_size)
+        most = max(1, min(len(self._room), _MAX_CAST) // stored_size)
         for part in boxes_of_range(counts, 0, math.prod(counts), most):
             shape = shape_of(part)
             room = as_words(self._room[: math.prod(shape) * stored_size].data, shape, stored_size)
