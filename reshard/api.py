@@ -22,6 +22,7 @@ from reshard.forms import FORM_CLASSES, SHORT_NAMES
 from reshard.forms.full.written_files import parse_size
 from reshard.opened.opening import Path, Texts, text_of, texts_of
 from reshard.plan.request import Request
+from reshard.strategies import target_named
 from reshard.text.in_python import errors_in_python, in_python
 from reshard.text.messages import block
 from reshard.text.name_filters import Filters
@@ -81,7 +82,7 @@ class Conversion:
         io: ``"auto"``, ``"mmap"`` or ``"pread"``.
         crc: ``"never"`` skips the CRCs that source files record.
         check_replicas: ``"all"`` compares replicas of the source in full, ``"never"`` not at all.
-        checksum: ``"crc32"`` records a checksum of every target file.
+        checksum: ``"crc32"`` records a checksum of every target file, and in archives those of tensors.
         overwrite: replace existing targets.
         accept_changed_source: continue although existing targets were made from other source files.
         decrypt_key_file: file with the key of encrypted ``.ckpt`` files.
@@ -182,11 +183,12 @@ class Conversion:
 
     def _typed(self) -> dict[str, Any]:
         """The parameters in the form of the command line's options."""
-        paths = ("src_strategy", "dst_strategy", "names", "config", "decrypt_key_file")
+        paths = ("src_strategy", "names", "config", "decrypt_key_file")
         size = self.max_shard_size
         return {
             **vars(self),
             **{name: text_of(getattr(self, name)) for name in paths},
+            "dst_strategy": target_named(text_of(self.dst_strategy), self.shards),
             "to": None if self.to is None else SHORT_NAMES.get(self.to, self.to),
             "step": str(self.step),
             "no_fallback": not self.fallback,

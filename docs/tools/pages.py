@@ -92,7 +92,12 @@ def blocks(text: str) -> list[Block]:
 def pages() -> list[Path]:
     """Every page with something to type, or with output."""
     entries = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-    return [page for page in entries if any(_is_typed(block) for block in blocks(page.read_text(encoding="utf-8")))]
+    return [page for page in entries if typed_texts(page)]
+
+
+def typed_texts(page: Path) -> list[str]:
+    """The examples of a page that are typed."""
+    return [block.text for block in blocks(page.read_text(encoding="utf-8")) if _is_typed(block)]
 
 
 def _is_typed(block: Block) -> bool:

@@ -6,7 +6,7 @@ memory.
 """
 
 from reshard.checkpoints.decryption import Decryption
-from reshard.checkpoints.files import FileHandles, reading_error
+from reshard.checkpoints.files import FileHandles
 from reshard.checkpoints.formats.crc import CrcCheck, check_crc, check_crcs, crc_of_file
 from reshard.checkpoints.formats.dtypes import can_hold, mindspore_reads
 from reshard.checkpoints.formats.headers import format_of, read_index
@@ -19,8 +19,7 @@ from reshard.checkpoints.formats.output import (
     lay_out_copy,
     lay_out_safetensors,
 )
-from reshard.checkpoints.formats.tensors import CheckpointIndex, Tensor, tensors_named
-from reshard.storage import cut_short
+from reshard.checkpoints.formats.tensors import CheckpointIndex, Tensor, files_alike, tensors_named
 
 __all__ = [
     "CheckpointIndex",
@@ -36,13 +35,12 @@ __all__ = [
     "check_crc",
     "check_crcs",
     "crc_of_file",
-    "cut_short",
+    "files_alike",
     "format_of",
     "lay_out_ckpt",
     "lay_out_copy",
     "lay_out_safetensors",
     "mindspore_reads",
     "read_index",
-    "reading_error",
     "tensors_named",
 ]

@@ -16,7 +16,7 @@ from typing import Any, Callable, NamedTuple, Optional, Protocol, TypeVar
 import numpy.typing as npt
 
 from reshard.checkpoints.formats.dtypes import ITEM_SIZES
-from reshard.checkpoints.formats.tensors import CheckpointIndex
+from reshard.checkpoints.formats.tensors import CheckpointIndex, files_alike
 from reshard.errors import InputError, one_error
 from reshard.layout import Box, Grid, View
 from reshard.text.wording import step_words
@@ -151,7 +151,15 @@ class Decoding(Protocol):
     beside: tuple[str, ...]
     dtype: str
 
-    def read_into(self, read: ReadBytes, source: StoredSlice, start: int, out: memoryview, cast: CastWords) -> int:
+    def read_into(
+        self,
+        read: ReadBytes,
+        source: StoredSlice,
+        start: int,
+        out: memoryview,
+        memory: npt.NDArray[Any],
+        cast: CastWords,
+    ) -> int:
         """Fill ``out`` with elements of a slice.
 
         Args:
@@ -159,6 +167,7 @@ class Decoding(Protocol):
             source: the slice; its box counts elements.
             start: offset of the first byte, in bytes of the slice's elements.
             out: a whole number of elements.
+            memory: working memory; scales take up to half as much beside it.
             cast: from Float32 to the type of the elements.
 
         Returns:
@@ -364,12 +373,8 @@ class Checkpoint(Protocol):
 def order_in_files(checkpoint: Checkpoint) -> list[str]:
     """Names of all tensors, in the order of the files."""
     names: dict[str, None] = {}
-    visited: set[int] = set()
-    for holder in sorted(checkpoint.indexes):
-        tensors = checkpoint.indexes[holder].tensors
-        if id(tensors) not in visited:
-            visited.add(id(tensors))
-            names.update(dict.fromkeys(tensors))
+    for first, *_ in files_alike(checkpoint.indexes):
+        names.update(dict.fromkeys(checkpoint.indexes[first].tensors))
     return [name for name in names if name in checkpoint.tensors]
 
 

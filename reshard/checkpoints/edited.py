@@ -91,6 +91,7 @@ class EditedCheckpoint:
         nested: per name the keys of nested dictionaries in a trainer's state; None for those of the base.
         unseen: per parameter that the base's strategy lists and no file holds, its new name; None if only shapes
             could determine it.
+        packing: the table of names that was applied, its options and sizes, for records; `plan.edits` makes it.
     """
 
     def __init__(
@@ -102,8 +103,10 @@ class EditedCheckpoint:
         tied: Sequence[TiedTensors] = (),
         unseen: Mapping[str, Optional[str]] = MappingProxyType({}),
         nested: Optional[Mapping[str, tuple[Any, ...]]] = None,
+        packing: Sequence[str] = (),
     ) -> None:
         self.identity = identity
+        self.packing = tuple(packing)
         self.base = base
         self.form, self.step = base.form, base.step
         self.files, self.indexes = base.files, base.indexes

@@ -9,13 +9,11 @@ import resource
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
-from types import TracebackType
 from typing import NamedTuple, Optional
 
 from reshard.checkpoints.decryption import DecryptedFiles, Decryption
 from reshard.checkpoints.placed import PlacedFile, Placement
-from reshard.errors import CheckpointError, ReshardError, RetryableError
-from reshard.storage import FileStatus, OpenFile, ReadableFile, store_of, too_long
+from reshard.storage import FileStatus, OpenFile, ReadableFile, changed_meanwhile, store_of
 
 # Half of the process's limit: outputs, pipes and libraries need the other half.
 _SHARE_OF_LIMIT = 2
@@ -24,48 +22,6 @@ _MOST_HANDLES = 1024
 _CHANGED = "it was replaced or changed while it was read"
 
 _BEING_WRITTEN = "another process is writing to it"
-
-# Permanent errors; others (stale handle, I/O error) may pass.
-_LASTING = {
-    errno.EACCES: "may not be read",
-    errno.EPERM: "may not be read",
-    errno.ENOENT: "does not exist",
-    errno.ENOTDIR: "does not exist",
-    errno.EISDIR: "is a directory",
-    errno.ELOOP: "is a loop of symbolic links",
-    errno.ENXIO: "is not a file",
-    errno.ENODEV: "is not a file",
-}
-
-
-def changed_meanwhile(path: str, problem: str) -> RetryableError:
-    """The error for a file that changed after its first read."""
-    return RetryableError(
-        f"{path}: {problem}",
-        file=path,
-        hint="wait until nothing writes to it any more, then give the same command again",
-    )
-
-
-def reading_error(path: str, error: OSError) -> ReshardError:
-    """The error to show for a failed read of ``path``: lasting, or worth a retry."""
-    if error.errno == errno.ENAMETOOLONG:
-        return too_long(path)
-    if error.errno == errno.EBUSY:
-        return changed_meanwhile(path, error.strerror or "is in use")
-    lasting = _LASTING.get(error.errno or 0)
-    if lasting is not None:
-        return CheckpointError(f"{path}: {lasting}", file=path)
-    return RetryableError(f"{path}: cannot be read: {error.strerror or error}", file=path)
-
-
-@contextlib.contextmanager
-def reading(path: str) -> Iterator[None]:
-    """Replace an OSError by its `reading_error`."""
-    try:
-        yield
-    except OSError as error:
-        raise reading_error(path, error) from error
 
 
 class FileVersion(NamedTuple):
@@ -172,12 +128,7 @@ class FileHandles:
     def __enter__(self) -> FileHandles:
         return self
 
-    def __exit__(
-        self,
-        kind: Optional[type[BaseException]],
-        error: Optional[BaseException],
-        traceback: Optional[TracebackType],
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _open_again(self, path: str) -> OpenFile:

@@ -32,7 +32,7 @@ from reshard.text.filter_advice import warn_of_unmatched
 from reshard.text.messages import joined, listing
 from reshard.text.name_filters import Filters
 from reshard.text.report import Report
-from reshard.text.wording import one_line, plural, quoted, rank_ranges, step_words
+from reshard.text.wording import are, one_line, plural, quoted, rank_ranges, step_words
 from reshard.verification.edited import EditedSource
 from reshard.verification.fingerprint import FingerprintEntry, Fingerprints, digest_of, fingerprints
 from reshard.verification.reading import Means
@@ -186,7 +186,8 @@ def _check_files(source: StoredSource, files: Optional[tuple[int, ...]], place: 
     beyond = sorted(set(files or ()).difference(numbers))
     if beyond:
         raise UsageError(
-            f"{rank_ranges(beyond, 'file')} (--ranks) is out of range: {place.path} has {rank_ranges(numbers, 'file')}",
+            f"{rank_ranges(beyond, 'file')} (--ranks) {are(beyond)} out of range: {place.path} has "
+            f"{rank_ranges(numbers, 'file')}",
             rank=beyond[0],
         )
 
@@ -215,7 +216,8 @@ def _files(
     beyond = [rank for rank in ranks if rank >= source.device_count]
     if beyond:
         raise UsageError(
-            f"{rank_ranges(beyond)} (--ranks) is out of range: {source.path} has {plural(source.device_count, 'rank')}",
+            f"{rank_ranges(beyond)} (--ranks) {are(beyond)} out of range: {source.path} has "
+            f"{plural(source.device_count, 'rank')}",
             rank=beyond[0],
         )
     for candidate in tree.candidates(step):

@@ -16,9 +16,10 @@ from reshard.cli.opened import effort_of
 from reshard.cli.output import listener
 from reshard.convert.ends import options_of, request_between
 from reshard.errors import UsageError
+from reshard.forms.ranks.tree import PEFT_ADAPTER
 from reshard.forms.registry import FORMS, form_named, form_of
 from reshard.opened import open_requested, reading_request
-from reshard.plan.edits import Edits, TypedEdits
+from reshard.plan.edits import TypedEdits, edits_to_model
 from reshard.plan.request import Request
 from reshard.storage import is_regular_file, real
 from reshard.strategies import NONE, SAME
@@ -103,7 +104,8 @@ def merge_lora(
 
     place, strategy = _place_of(adapter, adapter_strategy)
     option = "--adapter-strategy "
-    reading = reading_request(place, strategy, None, None, adapter_step, None, Filters(), report, option=option)
+    matrix_names = edits_to_model(form_of(place))
+    reading = reading_request(place, strategy, None, None, adapter_step, None, Filters(), report, matrix_names, option)
     decryption = options.decryption_of(typed)
     with open_requested(reading, effort_of(typed, 4), decryption, report) as tensors:
         additions = Adapter(tensors, adapter, scale, overflowed)
@@ -113,12 +115,20 @@ def merge_lora(
             report.note(f"alpha is {alpha_of_modules:g} by alpha_pattern of {scale.path}: " + listing(modules))
         if real(base) != real(place) or typed["step"] != adapter_step:
             base_reading = reading_request(
-                base, typed["src_strategy"], None, None, typed["step"], typed["file_suffix"], Filters(), Report()
+                base,
+                typed["src_strategy"],
+                None,
+                None,
+                typed["step"],
+                typed["file_suffix"],
+                Filters(),
+                Report(),
+                edits_to_model(form_of(base)),
             )
             with open_requested(base_reading, effort_of(typed, 4), decryption) as weights:
                 check_beside(tensors, adapter, weights)
         how = options_of(typed)
-        request = replace(request, edits=Edits(additions=additions, typed=None))
+        request = replace(request, edits=replace(request.edits, additions=additions, typed=None))
         added = _to_verify(reading, scale) if how.verify else None
         carry_out(request, report, typed, how, summary_lines(request, typed, how), adapter=added)
         tensors.check_unchanged()
@@ -142,17 +152,14 @@ def _choose_target(base: str, typed: dict[str, Any]) -> None:
         typed["dst_strategy"] = SAME
 
 
-_PEFT = "adapter_model.safetensors"
-
-
 def _is_peft(directory: str) -> bool:
     """Whether a directory is an adapter that PEFT saved."""
-    return is_regular_file(os.path.join(directory, _PEFT))
+    return is_regular_file(os.path.join(directory, PEFT_ADAPTER))
 
 
 def _place_of(adapter: str, strategy: Optional[str]) -> tuple[str, Optional[str]]:
     """The place of an adapter's matrices, and their strategy: PEFT's directories have one whole file."""
-    place = os.path.join(adapter, _PEFT) if _is_peft(adapter) else adapter
+    place = os.path.join(adapter, PEFT_ADAPTER) if _is_peft(adapter) else adapter
     return place, NONE if strategy is None and is_regular_file(place) else strategy
 
 

@@ -158,21 +158,21 @@ def _target_strategy(context: click.Context, _: click.Parameter, value: Optional
     shards = context.meta.get(_SHARDS)
     if shards is None:
         return value
-    if value is not None:
-        raise UsageError("--shards and --dst-strategy both lay out the target", hint="leave out one of them")
-    return f"shards:{shards}"
+    # Loaded only here: most commands have no --shards.
+    from reshard.strategies import target_named
+
+    return target_named(value, shards)
 
 
-def strategies(command: F) -> F:
-    """--src-strategy and --dst-strategy."""
+def source_strategy(*names: str) -> Callable[[F], F]:
+    """--src-strategy, with other names."""
+    text = "Strategy that SRC was saved with; none if SRC is not sharded."
+    return strategy(text, "src_strategy", *names, flag="--src-strategy")
+
+
+def target_layout(command: F) -> F:
+    """--dst-strategy and --shards."""
     return together(
-        option(
-            "Strategies",
-            "--src-strategy",
-            metavar="FILE|DIR|none",
-            shell_complete=completion.strategies,
-            help="Strategy that SRC was saved with; none if SRC is not sharded.",
-        ),
         option(
             "Strategies",
             "--dst-strategy",
@@ -192,6 +192,11 @@ def strategies(command: F) -> F:
             help="Cut rows over N files, as FSDP does, in place of --dst-strategy.",
         ),
     )(command)
+
+
+def strategies(command: F) -> F:
+    """--src-strategy and --dst-strategy."""
+    return source_strategy()(target_layout(command))
 
 
 def ranks(group: str, text: str) -> Callable[[F], F]:
@@ -359,6 +364,17 @@ selection = together(
 )
 """Which parameters are taken."""
 
+dequantize = option(
+    "Names and types",
+    "--dequantize",
+    metavar="DTYPE",
+    shell_complete=completion.types,
+    show_default="unchanged",
+    help="Turn quantised weights (block FP8, FP8 and Int8 with scales, MXFP4) into BFloat16, Float16 or Float32; "
+    "scales are left out.",
+)
+"""--dequantize."""
+
 edits = together(
     option(
         "Names and types",
@@ -397,15 +413,7 @@ edits = together(
         metavar="OLD=NEW",
         help="Rename a parameter; a * in OLD and NEW renames all that match (repeatable).",
     ),
-    option(
-        "Names and types",
-        "--dequantize",
-        metavar="DTYPE",
-        shell_complete=completion.types,
-        show_default="unchanged",
-        help="Turn quantised weights (block FP8, FP8 and Int8 with scales, MXFP4) into BFloat16, Float16 or Float32; "
-        "scales are left out.",
-    ),
+    dequantize,
     option(
         "Names and types",
         "--cast",
@@ -472,7 +480,9 @@ writing = together(
         "check_replicas",
         "Compare replicas on the source ranks before writing: auto compares samples.",
     ),
-    choice("Checks", "checksum", "Record checksums in the manifest for `reshard verify DST`."),
+    choice(
+        "Checks", "checksum", "Record checksums in the manifest for `reshard verify DST`, and CRCs in archives of dcp."
+    ),
     flag("Target", "--overwrite", text="Replace existing targets, including those of another conversion."),
     accept_changed_source,
     dry_run,

@@ -115,6 +115,13 @@ def paint(text: str, colour: int) -> str:
     return _styled(text, ("cyan", "magenta", "green", "red")[colour % 4])
 
 
+def fill(line: str, width: int, indent: str) -> list[str]:
+    """A line in lines of at most ``width`` columns; words such as paths are not divided."""
+    import textwrap
+
+    return textwrap.wrap(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
 def terminal_width() -> int:
     """Width in columns: the terminal's, or a large one for files and pipes."""
     if not on_terminal():

@@ -8,7 +8,7 @@ from typing import Any, Optional
 from reshard.cli import completion, options
 from reshard.cli.command import argument, command
 from reshard.cli.conversion import cluster_of, contents_words, detail_lines, summary_json
-from reshard.cli.output import echo_json, listener, say, write_picture
+from reshard.cli.output import echo_json, fill, listener, say, terminal_width, write_picture
 from reshard.cli.progress import progress_of
 from reshard.cli.shard import Share
 from reshard.cli.tables import table
@@ -23,6 +23,8 @@ from reshard.text.report import Report
 from reshard.text.wording import byte_size, counted_ranks, left_alone, number_ranges, plural, rank_ranges, step_words
 
 _MAX_ROWS = 40
+# Columns of the label before the text of a line.
+_LABEL = 11
 
 
 @command(
@@ -82,7 +84,9 @@ def print_plan(
     if as_json:
         echo_json(_json(prepared, summary, moved))
         return
-    say("\n".join(_lines(prepared, summary, moved, verbose)))
+    width = terminal_width()
+    for line in _lines(prepared, summary, moved, verbose):
+        say("\n".join(fill(line, width, " " * (_LABEL if line.startswith(" ") else 2))))
     _print_targets(prepared, moved, verbose)
 
 

@@ -11,7 +11,7 @@ from reshard.cli import completion, options
 from reshard.cli.command import argument, command, option
 from reshard.cli.output import echo_json, listener, show_notes
 from reshard.errors import UsageError
-from reshard.text.wording import plural, rank_ranges
+from reshard.text.wording import are, plural, rank_ranges
 
 _WITH_SRC = ("to", "max_shard_size", "names", "rename", "config", "reverse", "optimizer")
 
@@ -96,7 +96,7 @@ def _of_strategies(
     beyond = [number for number in available or () if number >= source.device_count]
     if beyond:
         raise UsageError(
-            f"--available: {rank_ranges(beyond)} is out of range: the source strategy ({source.path}) has "
+            f"--available: {rank_ranges(beyond)} {are(beyond)} out of range: the source strategy ({source.path}) has "
             f"{plural(source.device_count, 'rank')}"
         )
     show_notes((*source.notes, *target.notes))

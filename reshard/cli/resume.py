@@ -25,7 +25,7 @@ from reshard.records import Ledger, RecordedCommand, strategy_digest
 from reshard.records.commands import requested_ranks
 from reshard.records.status import Status, status_of
 from reshard.storage import exists, is_directory, real
-from reshard.strategies import names_files, read_strategy
+from reshard.strategies import names_files, read_strategy, target_words
 from reshard.text.wording import counted_ranks, number_ranges, rank_ranges
 
 
@@ -178,7 +178,7 @@ def words_of(command: RecordedCommand, dst: str) -> list[str]:
     else:
         if form_named(form_of(command.src)).options.needs_strategy:
             words.append(f"--src-strategy={command.source_strategy}")
-        words += [f"--dst-strategy={command.target_strategy}"] if to.cut else []
+        words += ["=".join(target_words(command.target_strategy))] if to.cut else []
         words += [f"--format={command.format}"] if len(to.formats) > 1 else []
     if command.prefix is not None and (command.prefix != DEFAULT_PREFIX or recovery):
         words.append(f"--prefix={command.prefix}")

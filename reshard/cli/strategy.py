@@ -10,7 +10,7 @@ from reshard.cli import completion, options
 from reshard.cli.command import Group, LazyGroup, command, option
 from reshard.cli.output import echo_json, is_quiet, say, show_notes
 from reshard.errors import UsageError
-from reshard.text.wording import one_line
+from reshard.text.wording import one_line, plural
 
 
 @command("merge-pipeline", "reshard merge-pipeline output/strategy merged/src_strategy.ckpt")
@@ -21,10 +21,13 @@ from reshard.text.wording import one_line
 def merge_pipeline(strategy_dir: str, dst_file: str) -> None:
     """Merge the pipeline stages' strategy files in STRATEGY_DIR into DST_FILE (.ckpt or .json)."""
     from reshard.strategies import merge_pipeline as merge
+    from reshard.strategies import read_strategy
 
     show_notes(merge(strategy_dir, dst_file))
     if not is_quiet():
-        say(f"merged {strategy_dir} into {dst_file}", to_standard_error=True)
+        merged = read_strategy(dst_file)
+        stages, devices = plural(len(merged.stages), "stage"), plural(merged.device_count, "device")
+        say(f"merged {strategy_dir} into {dst_file}: {stages}, {devices}", to_standard_error=True)
 
 
 # Module, attribute and one line of help of each command.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Optional
 
@@ -12,7 +11,7 @@ import click
 
 from reshard.cli import completion, options
 from reshard.cli.command import argument, command, option
-from reshard.cli.output import echo_json, say
+from reshard.cli.output import echo_json, fill, say
 from reshard.defaults import MAX_DEVICES
 from reshard.text.messages import full_text
 from reshard.text.wording import byte_size, one_line, plural, step_words
@@ -20,8 +19,8 @@ from reshard.text.wording import byte_size, one_line, plural, step_words
 if TYPE_CHECKING:
     from reshard.inspection.suggestions import Suggestions
 
-# Columns of a command on one line.
-_MAX_COLUMNS = 120
+# Columns of a line, in a terminal and in a file.
+_MAX_COLUMNS = 80
 
 
 @command(
@@ -41,9 +40,7 @@ reshard suggest ckpt/ --src-strategy src.ckpt
     show_default="a placeholder",
     help="Number of devices of the next cluster.",
 )
-@options.strategy(
-    "Strategy that SRC was saved with; none if SRC is not sharded.", "src_strategy", flag="--src-strategy"
-)
+@options.source_strategy("--strategy")
 @options.source
 @options.json_output
 @options.common
@@ -121,7 +118,8 @@ def _show(suggestions: Suggestions) -> None:
                 _comment(f"  {problem.hint}")
     placeholders: dict[str, str] = {}
     for item in suggestions.items:
-        say(f"\n# {one_line(item.title)}")
+        say("")
+        _comment(item.title)
         for each in item.missing:
             if each.placeholder is None:
                 _comment(f"  {each.text}")
@@ -139,10 +137,7 @@ def _show(suggestions: Suggestions) -> None:
 def _comment(text: str) -> None:
     indent = "# " + " " * (len(text) - len(text.lstrip()))
     for line in text.split("\n"):
-        lines = textwrap.wrap(
-            one_line(line.strip()), _MAX_COLUMNS, initial_indent=indent, subsequent_indent=indent + "  "
-        )
-        say("\n".join(lines))
+        say("\n".join(fill(indent + one_line(line.strip()), _MAX_COLUMNS, indent + "  ")))
 
 
 def shell_command(words: Sequence[str]) -> str:
@@ -151,14 +146,20 @@ def shell_command(words: Sequence[str]) -> str:
     line = " ".join(quoted)
     if len(line) <= _MAX_COLUMNS:
         return line
-    lines = [""]
+    # An option and its value stay together.
+    parts: list[str] = []
     for place, word in enumerate(quoted):
-        if (
-            word.startswith("--")
-            and len(f"{lines[-1]} {word} {' '.join(quoted[place + 1 : place + 2])}") > _MAX_COLUMNS
-        ):
-            lines.append("   ")
-        lines[-1] += f" {word}" if lines[-1] else word
+        if place and quoted[place - 1].startswith("--") and not word.startswith("--"):
+            parts[-1] += f" {word}"
+        else:
+            parts.append(word)
+    lines = [parts[0]]
+    for part in parts[1:]:
+        # The end of a line takes two columns.
+        if len(f"{lines[-1]} {part}") > _MAX_COLUMNS - 2:
+            lines.append(f"    {part}")
+        else:
+            lines[-1] += f" {part}"
     return " \\\n".join(lines)
 
 

@@ -15,7 +15,7 @@ from reshard.cli.command import command, option
 from reshard.cli.output import alarming, echo_json, is_verbose, listener
 from reshard.cli.progress import progress_of
 from reshard.convert.ends import options_of
-from reshard.convert.recorded import merge_hint, was_merged
+from reshard.convert.recorded import merge_hint, recorded_source, was_merged
 from reshard.convert.verifying import against_manifest, of_ranks, reading_sources, verify_with_source
 from reshard.errors import TargetError, UsageError
 from reshard.forms.registry import counted_as, form_named, form_of
@@ -137,7 +137,7 @@ def verify(
         _warn_of_changed(out, unchecked, noun, report)
         if not differences and not headers_only:
             # Users may delete the source after this output: it must not look like a check of contents.
-            with_source = f"reshard verify {shlex.quote(out)} --src SRC"
+            with_source = f"reshard verify {shlex.quote(out)} --src {shlex.quote(recorded_source(out, manifest.plan))}"
             raise UsageError(
                 f"{out}: {contents}: the manifest has no checksums of them; sizes and headers match it",
                 hint="to compare them with the source: "

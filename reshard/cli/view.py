@@ -28,7 +28,8 @@ reshard view iterations/ --dst-strategy same --stats
 """,
 )
 @argument("src", shell_complete=completion.paths)
-@options.strategies
+@options.source_strategy("--strategy")
+@options.target_layout
 @options.source
 @option(
     "Output",
@@ -41,6 +42,7 @@ reshard view iterations/ --dst-strategy same --stats
     help="Page to write. A page of reshard view is replaced only if it is named here.",
 )
 @option("Parameters", "--stats", is_flag=True, help="Read all tensors, too, and show magnitudes, NaN and Inf.")
+@options.dequantize
 @options.effort
 @options.common
 def view(src: str, output: Optional[str], stats: bool, **typed: Any) -> None:
@@ -56,6 +58,8 @@ def view(src: str, output: Optional[str], stats: bool, **typed: Any) -> None:
     from reshard.view.data import page_data
     from reshard.view.page import page
 
+    if typed["dequantize"] is not None and not stats and typed["dst_strategy"] is None:
+        raise UsageError("--dequantize changes statistics and conversions", hint="add --stats or --dst-strategy")
     report = Report(listener())
     path = output or f"{os.path.basename(src.rstrip('/')) or 'checkpoint'}.html".replace("{rank}", "rank")
     _check_replaceable(path, named=output is not None)
@@ -96,23 +100,27 @@ def _moves(src: str, typed: Mapping[str, Any], subject: Subject) -> Optional[dic
     """The bytes that a conversion moves; None if it is refused, which the page lists as a problem."""
     from reshard.cli.opened import effort_of
     from reshard.convert.ends import read_ends, request_of
-    from reshard.strategies import shards_of
+    from reshard.plan.edits import between_forms, typed_edits
+    from reshard.strategies import shards_of, target_words
     from reshard.view.moves import moves_data
 
     report = Report()
+    conversion = f"conversion with {' '.join(target_words(typed['dst_strategy']))}"
     if shards_of(typed["dst_strategy"]) is not None:
         # Rank files are not cut by rows alone; the forms that are move the same bytes.
         typed = {**typed, "to": subject.form.name if subject.form.options.shards else "dcp"}
-    request = request_of(src, os.curdir, None, typed, read_ends(src, typed, report))
+    ends = read_ends(src, typed, report)
     effort = effort_of(typed)
     decryption = options.decryption_of(typed)
     try:
+        edits = between_forms(typed_edits(src, dequantize=typed["dequantize"]), ends.form, ends.to)
+        request = request_of(src, os.curdir, None, typed, ends, edits)
         moves = moves_data(request, effort.jobs, effort.max_memory, report, decryption)
     except InputError as error:
-        subject.add(0, f"a conversion to {typed['dst_strategy']} is refused: {error.message}", error.hint)
+        subject.add(0, f"a {conversion} is refused: {error.message}", error.hint)
         return None
     for text in report.warnings:
-        subject.add(1, f"conversion to {typed['dst_strategy']}: {text}")
+        subject.add(1, f"{conversion}: {text}")
     return moves
 
 
@@ -126,6 +134,7 @@ def _statistics(src: str, typed: Mapping[str, Any], subject: Subject) -> Optiona
     from reshard.cli.progress import progress_of
     from reshard.cli.stats import statistics_json
     from reshard.numbers.statistics import statistics_of
+    from reshard.plan.edits import typed_edits
     from reshard.strategies import NONE
     from reshard.view.numbers import levels
 
@@ -133,7 +142,8 @@ def _statistics(src: str, typed: Mapping[str, Any], subject: Subject) -> Optiona
     # A single file is shown without a strategy, so its statistics need none.
     default = NONE if subject.checkpoint is not None and subject.form.options.needs_strategy else None
     try:
-        with opened(src, typed["src_strategy"] or default, typed, report) as checkpoint:
+        edits = typed_edits(src, dequantize=typed["dequantize"])
+        with opened(src, typed["src_strategy"] or default, typed, report, edits=edits) as checkpoint:
             statistics = statistics_of(
                 checkpoint, typed["max_memory"] // 2, progress_of(is_quiet(), None), magnitudes=True
             )

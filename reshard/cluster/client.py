@@ -29,7 +29,7 @@ from reshard.plan.groups import MAX_GROUP, bundles
 from reshard.plan.plan import Plan
 from reshard.plan.request import Request
 from reshard.storage import UnfitError, exists, is_absolute, read_small, too_long
-from reshard.storage.json_text import Fields, JsonError, parse_json
+from reshard.storage.json_text import Fields, parse_json
 from reshard.text.report import Report
 from reshard.text.wording import rank_ranges
 
@@ -240,7 +240,7 @@ def scheduler_address(typed: str) -> str:
             f"{error.strerror or error}",
             file=typed,
         ) from error
-    except (JsonError, UnfitError) as error:
+    except UnfitError as error:
         raise UsageError(
             f"{typed}: is not a scheduler file: {error}",
             file=typed,

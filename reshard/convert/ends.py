@@ -125,6 +125,10 @@ def _check(src: str, form: Form, to: Form, typed: Mapping[str, Any]) -> None:
         raise UsageError(f"{src}: holds full weights, which have no strategy", hint="leave out --src-strategy")
     if not form.options.by_rank and typed["file_suffix"] is not None:
         raise UsageError("--file-suffix is for rank files", hint="remove --file-suffix")
+    if not to.options.shards and target is not None and shards_of(target) is not None:
+        sharded = " and ".join(f"--to {each.name}" for each in FORMS if each.options.shards)
+        hint = "name a strategy: --dst-strategy FILE or DIR" if typed.get("to") else "add --to dcp"
+        raise UsageError(f"--shards goes with {sharded}", hint=hint)
     if not to.options.cut and target not in (None, NONE, "None"):
         raise UsageError(f"--to {to.name} writes full weights, which have no strategy", hint="leave out --dst-strategy")
     if target == SAME and not form.options.cut:
@@ -132,10 +136,6 @@ def _check(src: str, form: Form, to: Form, typed: Mapping[str, Any]) -> None:
             f"{src}: holds full weights and no strategy, so --dst-strategy same has none to use",
             hint="name one: --dst-strategy FILE or DIR",
         )
-    if not to.options.shards and target is not None and shards_of(target) is not None:
-        sharded = " and ".join(f"--to {each.name}" for each in FORMS if each.options.shards)
-        hint = "name a strategy: --dst-strategy FILE or DIR" if typed.get("to") else "add --to dcp"
-        raise UsageError(f"--shards goes with {sharded}", hint=hint)
     if typed.get("format") not in (None, "same", *to.options.formats):
         raise UsageError(f"--to {to.name} writes .{to.options.formats[0]} files", hint="leave out --format")
     if not to.options.shard_size and typed.get("max_shard_size") is not None:

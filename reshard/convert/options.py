@@ -32,7 +32,7 @@ class Options:
         crc: ``auto`` checks a source file's CRC where the whole file is read; ``never`` does not.
         check_replicas: ``auto`` compares samples of the source strategy's replicas, more of them with
             ``verify``; ``all`` compares everything, ``never`` nothing.
-        checksum: ``crc32`` computes a checksum of every target file, ``none`` does not.
+        checksum: ``crc32`` computes a checksum of every target file, and those in archives; ``none`` does not.
         overwrite: replace existing targets.
         adding: one of several runs that fill the same directory rank by rank; targets of other runs may stay beside
             a replaced one.

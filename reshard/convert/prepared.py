@@ -34,7 +34,7 @@ from reshard.source_replicas.swapped import SwapTest
 from reshard.storage import storage_of, store_of
 from reshard.storage.costs import LOCAL
 from reshard.text.report import Report
-from reshard.text.wording import plural, rank_ranges
+from reshard.text.wording import are, plural, rank_ranges
 
 # Groups of target files written at a time where the store's upload buffers limit memory.
 _GROUPS = 8
@@ -191,7 +191,14 @@ class Prepared:
         options = self._options
         example = next(iter(plan.checkpoint.files.values()), None)
         storage = storage_of(example) if example is not None else LOCAL
-        return ExecutionOptions(options.jobs, options.max_memory, options.io, storage, options.checksum == "crc32")
+        return ExecutionOptions(
+            options.jobs,
+            options.max_memory,
+            options.io,
+            storage,
+            options.checksum == "crc32",
+            decoded=plan.request.edits.quantisation is not None,
+        )
 
     def _writing(self, plan: Plan, work: Sequence[int]) -> ExecutionOptions:
         """Options of the byte transfer for some target files."""
@@ -407,7 +414,7 @@ def check_target_ranks(request: Request) -> None:
     beyond = [rank for rank in request.target_ranks or () if not 0 <= rank < count]
     if beyond:
         raise UsageError(
-            f"target {rank_ranges(beyond)} (RANK, --ranks) is out of range: the target strategy "
+            f"target {rank_ranges(beyond)} (RANK, --ranks) {are(beyond)} out of range: the target strategy "
             f"({request.target.path}) has {plural(count, 'rank')}, 0 to {count - 1}",
             rank=beyond[0],
         )

@@ -15,9 +15,9 @@ from reshard.plan.plan import Plan
 from reshard.records import Identity, RecordedCommand, strategy_digest
 from reshard.records.commands import EDITS
 from reshard.records.identity import short_digest
-from reshard.records.ledger import Ledger, ledgers_in
+from reshard.records.ledger import Ledger, ledgers_in, packing_of
 from reshard.storage import absolute, exists
-from reshard.strategies import NONE, Strategy, names_files, read_strategy
+from reshard.strategies import NONE, Strategy, names_files, read_strategy, target_words
 from reshard.text.report import Report
 from reshard.text.wording import number_ranges
 
@@ -41,6 +41,7 @@ def command_of(plan: Plan, options: Options) -> Optional[RecordedCommand]:
     except FileNotFoundError:
         # The working directory is gone.
         return None
+    packing = getattr(plan.checkpoint, "packing", ()) or packing_of(src)
     return RecordedCommand(
         task="recover" if request.recover else "convert",
         src=src,
@@ -50,6 +51,7 @@ def command_of(plan: Plan, options: Options) -> Optional[RecordedCommand]:
         step=plan.checkpoint.step,
         include=tuple(request.filters.include),
         exclude=tuple(request.filters.exclude),
+        packing=packing,
         ranks=None if request.files is None or several else number_ranges(request.files),
         **{name: getattr(request, name) for name in ("to", "max_shard_size", "file_suffix", "prefix", "strict")},
         **{name: getattr(options, name) for name in ("crc", "check_replicas", "checksum", "verify", "lost_only")},
@@ -140,9 +142,18 @@ def strategies_of_target(
                     hint=f"add {option} FILE or DIR with the strategy that {out} was converted with",
                 )
         paths[name] = path
-    words = " ".join(f"--{name.replace('_', '-')} {paths[name]}" for name in missing)
-    report.note(f"compared with the recorded strategies: {words}")
+    words = [f"--src-strategy {paths['src_strategy']}"] if "src_strategy" in missing else []
+    if "dst_strategy" in missing:
+        words += target_words(recorded["dst_strategy"][0])
+    report.note(f"compared with the recorded strategies: {' '.join(words)}")
     return paths
+
+
+def recorded_source(out: str, plan: Identity) -> str:
+    """The source of a directory's conversion, if its records list it and it exists here; otherwise ``SRC``."""
+    with contextlib.suppress(ReshardError):
+        return next((command.src for command in _commands(out, plan) if exists(command.src)), "SRC")
+    return "SRC"
 
 
 def _commands_or_warn(out: str, plan: Identity, report: Report) -> list[RecordedCommand]:

@@ -62,8 +62,8 @@ class Summary:
 
     step: Optional[str]
     ranks: list[int] = field(default_factory=list)
-    files: list[str] = field(default_factory=list)
-    target_files: dict[int, str] = field(default_factory=dict)
+    files: list[str] = field(default_factory=list, repr=False)
+    target_files: dict[int, str] = field(default_factory=dict, repr=False)
     done_before: list[int] = field(default_factory=list)
     manifest: Optional[str] = None
     bytes_written: int = 0
@@ -71,12 +71,12 @@ class Summary:
     recovered: list[int] = field(default_factory=list)
     parameters: int = 0
     kinds: dict[str, Total] = field(default_factory=dict)
-    copied: list[str] = field(default_factory=list)
-    excluded: list[str] = field(default_factory=list)
-    all_names: Collection[str] = ()
-    left_out: list[str] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)
-    unholdable: list[str] = field(default_factory=list)
+    copied: list[str] = field(default_factory=list, repr=False)
+    excluded: list[str] = field(default_factory=list, repr=False)
+    all_names: Collection[str] = field(default=(), repr=False)
+    left_out: list[str] = field(default_factory=list, repr=False)
+    missing: list[str] = field(default_factory=list, repr=False)
+    unholdable: list[str] = field(default_factory=list, repr=False)
     replicas: Optional[ReplicaCheck] = None
     warnings: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)

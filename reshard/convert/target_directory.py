@@ -58,7 +58,7 @@ from reshard.storage import (
     unlinked,
     write_parts,
     write_whole,
-    writing_error,
+    writing,
 )
 from reshard.strategies import SAME
 from reshard.text.report import Report
@@ -281,10 +281,7 @@ class TargetDirectory:
                 if not self._ledger.done():
                     self._ledger.forget_sources()
                     self._ledger.forget_commands()
-            if self._lost_only:
-                self._ledger.ask_only(self._requested)
-            else:
-                self._ledger.ask_all()
+            self._ledger.request(self._requested if self._lost_only else None)
             self._ledger.add_sources(self._sources)
             self._ledger.add_damaged(self._damaged)
             if self._command is not None:
@@ -410,13 +407,9 @@ class TargetDirectory:
         path = self._unfinished
         if path is None or exists(path):
             return
-        try:
+        # Without the directory, no loader can take it for complete.
+        with writing(path), contextlib.suppress(FileNotFoundError):
             write_whole(path, UNFINISHED_CONTENT)
-        except FileNotFoundError:
-            # Without the directory, no loader can take it for complete.
-            return
-        except OSError as error:
-            raise writing_error(path, error) from error
 
     def complete(self) -> Optional[str]:
         """Write the manifest if every rank is written; returns its path.
@@ -522,7 +515,7 @@ class TargetDirectory:
             if file.name not in marks and not self._plan.form.by_rank:
                 beside.append(file.name)
             path = os.path.join(self._root, file.name)
-            try:
+            with writing(path):
                 size = sum(map(len, file.make())) if file.size is None else file.size
                 if file.name not in marks and exists(path) and not self._overwrite:
                     # An existing configuration or tokenizer is kept.
@@ -533,8 +526,6 @@ class TargetDirectory:
                         )
                     continue
                 crc = write_parts(path, size, file.make())
-            except OSError as error:
-                raise writing_error(path, error) from error
             # Rank directories are not recorded: trainings write there later.
             if file.name in marks and not self._plan.form.by_rank:
                 finishing.append(FinishingRecord(file.name, size, f"{crc:08x}"))

@@ -36,11 +36,11 @@ class Transfers:
         value_requests: the part of them that is values copied unchanged.
     """
 
-    taken: Counter[tuple[int, int]] = field(default_factory=Counter)
-    copied: Counter[tuple[int, int]] = field(default_factory=Counter)
-    read: Counter[int] = field(default_factory=Counter)
-    requests: Counter[tuple[int, int]] = field(default_factory=Counter)
-    value_requests: Counter[tuple[int, int]] = field(default_factory=Counter)
+    taken: Counter[tuple[int, int]] = field(default_factory=Counter, repr=False)
+    copied: Counter[tuple[int, int]] = field(default_factory=Counter, repr=False)
+    read: Counter[int] = field(default_factory=Counter, repr=False)
+    requests: Counter[tuple[int, int]] = field(default_factory=Counter, repr=False)
+    value_requests: Counter[tuple[int, int]] = field(default_factory=Counter, repr=False)
 
     @property
     def over_read(self) -> float:

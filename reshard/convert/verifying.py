@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import shlex
 from collections.abc import Iterator, Mapping
 from typing import Any, Optional
 
@@ -18,12 +19,13 @@ from reshard.execute import Progress
 from reshard.forms.registry import counted_as, form_named, form_of
 from reshard.plan.request import Request
 from reshard.records import Manifest, read_manifest
+from reshard.records.status import status_of
 from reshard.source_replicas.swapped import SwapTest
 from reshard.storage import exists, real
 from reshard.strategies import SAME
 from reshard.text.name_filters import Filters
 from reshard.text.report import Report
-from reshard.text.wording import rank_ranges
+from reshard.text.wording import are, rank_ranges, some_names
 from reshard.verification.against_manifest import compare_with_manifest
 from reshard.verification.difference import Difference
 from reshard.verification.end_to_end import (
@@ -122,6 +124,8 @@ def verify_with_source(
             f"--ranks goes with files of ranks; files of {to} are compared with the source together",
             hint="leave out --ranks, or --src",
         )
+    if plan is not None and manifest is None and not by_rank:
+        _check_finished(out)
     strategies = {name: typed[name] for name in ("src_strategy", "dst_strategy")}
     completed = {**typed, **strategies_of_target(out, src, to, strategies, plan, report)}
     ends = read_ends(src, {**completed, "to": to, "format": None, "max_shard_size": None}, report)
@@ -158,6 +162,22 @@ def verify_with_source(
     return differences
 
 
+def _check_finished(out: str) -> None:
+    """Refuse a conversion that has not written all files, or of which not all were copied.
+
+    Raises:
+        CheckpointError: files are missing.
+    """
+    status = status_of(out)
+    if status.missing:
+        missing = some_names([status.plan.file_of(number) for number in status.missing], 3)
+        raise CheckpointError(
+            f"{out}: is not complete: {missing} missing",
+            file=out,
+            hint=f"to write the missing files: reshard resume {shlex.quote(out)}" if status.resumable else None,
+        )
+
+
 def against_manifest(out: str, manifest: Manifest, ranks: Optional[tuple[int, ...]], means: Means) -> list[Difference]:
     """The differences of some ranks, or all, from the manifest."""
     differences = compare_with_manifest(out, manifest, means)
@@ -177,7 +197,7 @@ def of_ranks(manifest: Manifest, ranks: Optional[tuple[int, ...]]) -> Manifest:
     noun = counted_as(manifest.plan.form)
     if beyond:
         raise UsageError(
-            f"{rank_ranges(beyond, noun)} (--ranks) is out of range: the manifest has "
+            f"{rank_ranges(beyond, noun)} (--ranks) {are(beyond)} out of range: the manifest has "
             f"{rank_ranges([file.rank for file in manifest.files], noun)}",
             rank=beyond[0],
         )

@@ -156,10 +156,10 @@ def _normal_float16(source: Words, out: Words) -> Optional[npt.NDArray[np.intp]]
 
 def _ordinary_bfloat16(bits: Words, out: Words) -> bool:
     """Float32 to BFloat16; see `_cast_ordinary`."""
-    room, _ = _rooms(len(bits))
-    np.bitwise_and(bits, 0x7FFFFFFF, out=room)
-    if room.max(initial=0) >= 0x7F7F8000:
+    # As signed numbers, all with a sign are below those without; as unsigned ones, above.
+    if bits.view("i4").max(initial=0) >= 0x7F7F8000 or bits.max(initial=0) >= 0xFF7F8000:
         return False
+    room, _ = _rooms(len(bits))
     np.right_shift(bits, 16, out=room)
     np.bitwise_and(room, 1, out=room)
     np.add(room, bits, out=room)

@@ -10,7 +10,7 @@ import contextlib
 import os
 import re
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterable, Mapping
 from typing import Callable, NamedTuple, Optional, Union
 
 from reshard.errors import TargetError, UnwritableError, UsageError
@@ -19,16 +19,16 @@ from reshard.storage import (
     FileStatus,
     exists,
     for_each,
+    inspecting,
     is_directory,
     is_regular_file,
     names_in,
     real,
     same_store,
     status_at,
-    status_error,
     status_of_each,
     store_of,
-    writing_error,
+    writing,
 )
 
 _RANK_DIRECTORY = re.compile(r"rank_?\d+|\d+")
@@ -129,17 +129,13 @@ class Destination:
             return
         path = self._path(name)
         store = store_of(path)
-        try:
+        with writing(path, "removed"), contextlib.suppress(FileNotFoundError, NotADirectoryError):
             store.remove(path, if_same=lambda status: status.regular and unchanged(status))
-        except (FileNotFoundError, NotADirectoryError):
-            return
-        except OSError as error:
-            raise writing_error(path, error, "removed") from error
-        directory = os.path.dirname(name)
-        with contextlib.suppress(OSError):
-            while directory:
-                store.remove_directory(self._path(directory))
-                directory = os.path.dirname(directory)
+            directory = os.path.dirname(name)
+            with contextlib.suppress(OSError):
+                while directory:
+                    store.remove_directory(self._path(directory))
+                    directory = os.path.dirname(directory)
 
     def remove_dead_temporaries(self, directories: Iterable[str], complete: bool = False) -> None:
         """Remove temporary files of killed runs, here and in these directories.
@@ -257,7 +253,7 @@ class _Places:
     def of(self, path: str) -> Optional[Hashable]:
         """The place of a path; None if nothing exists there."""
         if path not in self._known:
-            with _naming(path):
+            with inspecting(path):
                 self._known[path] = store_of(path).place(path)
         return self._known[path]
 
@@ -307,7 +303,7 @@ def space_for(needed: Iterable[tuple[str, int]]) -> list[Space]:
     places: dict[int, str] = {}
     totals: Counter[int] = Counter()
     for directory, count in needed:
-        with _naming(directory):
+        with inspecting(directory):
             volume = store_of(directory).volume(directory)
         if volume is not None:
             device, place = volume
@@ -315,7 +311,7 @@ def space_for(needed: Iterable[tuple[str, int]]) -> list[Space]:
             totals[device] += count
     spaces = []
     for device, place in places.items():
-        with _naming(place):
+        with inspecting(place):
             spaces.append(Space(place, totals[device], store_of(place).free(place)))
     return spaces
 
@@ -329,15 +325,6 @@ def check_space(spaces: Iterable[Space]) -> None:
     for space in spaces:
         if space.problem is not None:
             raise UnwritableError(space.problem, file=space.place, hint="free some space or choose another DST")
-
-
-@contextlib.contextmanager
-def _naming(path: str) -> Iterator[None]:
-    """Turn errors of the file system into errors that name the path."""
-    try:
-        yield
-    except OSError as error:
-        raise status_error(path, error) from error
 
 
 def _contains(directory: str, path: str) -> bool:

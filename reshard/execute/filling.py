@@ -7,35 +7,37 @@ read directly into the block.
 
 from __future__ import annotations
 
-import itertools
 import math
-import threading
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Optional
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Callable, NamedTuple, Optional
 
 import numpy as np
 
 from reshard.execute.casts import Cast, Overflowed, Words
 from reshard.execute.parts import SharedRows
 from reshard.execute.reading import ByteReader, Bytes
+from reshard.execute.tiles import MIN_TILE, TILE, as_words, put, word_of
 from reshard.layout import Box, Loop, Region, boxes_of_range, inside, intersection, placed, shape_of, volume_of
-from reshard.plan.pieces import StoredSlice, TargetTensor
+from reshard.plan.pieces import Piece, StoredSlice, TargetTensor
 
-_WORDS = (8, 4, 2, 1)
-# Elements along the sides of a tile of a transposed copy: this number along the source's contiguous axis, twice as
-# many along the target's. Smaller tiles cost more calls, larger ones do not fit the cache.
-_TILE = 128
-_MIN_TILE = 16
-_TILE_GAP = 8
-# Elements of one or two bytes that are transposed together: a wide word takes NumPy as long as a narrow one. Tiles are
-# twice as wide then, and four times as long, so that longer runs are written. Along axes shorter than the minimum, the
-# calls for this take longer than it saves.
-_LANES = 4
-_MIN_PACKED = 256
-# Rows of such a tile that are transposed at a time: the cache next to the core has a line for each.
-_STRIP = 256
 _FAR = 1 << 62
-_BUFFERS = threading.local()
+# Maximum bytes of each of the two buffers for rows with gaps, and for shared rows and elements to cast.
+_MAX_ROOM = 4 << 20
+# Bytes that are read before they are cast: they are still in the cache then.
+_MAX_CAST = 1 << 20
+# Rows with gaps are read with this many gaps that cost as much as a request: local ones are in the cache when they are
+# gathered.
+_GAPS_PER_READ = 64
+# Path of slices that are in the staging buffer instead of a file.
+_STAGED = ""
+# Transposed elements are written this many bytes at a time: they are still in the cache then. Fewer rows than the
+# minimum would be transposed slowly.
+_HOT = 2 << 20
+_MIN_HOT_ROWS = 2 * TILE
+# Minimum bytes of transposed elements whose sources are staged together.
+_MIN_STAGED = 1 << 20
+_NOTHING = np.empty(0, np.uint8)
 
 
 class Run(NamedTuple):
@@ -85,22 +87,31 @@ def _offset_in(part: Box, box: Box) -> int:
     return sum((low - first) * stride for (low, _), (first, _), stride in zip(part, box, strides))
 
 
+Step = tuple[Box, Callable[[memoryview], None]]
+"""A box of a tensor, counted from its own origin, and the function that fills its bytes."""
+
+
 class BlockFiller:
     """Fills blocks of target tensors through one reader; one per thread.
 
     Args:
         reader: reads stored bytes.
-        scratch: buffer for rows that are read before they are gathered; half of it must hold an element.
+        scratch: buffer for rows that are read before they are gathered; half of it must hold an element. What exceeds
+            8 MiB is only used for transposed tensors.
         overflowed: counts elements that a cast made infinite.
     """
 
     def __init__(self, reader: ByteReader, scratch: Bytes, overflowed: Overflowed = lambda name, count: None) -> None:
         self._reader = reader
         self._overflowed = overflowed
-        half = len(scratch) // 2
-        self._scratch = scratch[:half]
+        half = min(len(scratch) // 2, _MAX_ROOM)
+        self._scratch = scratch[: min(half, _GAPS_PER_READ * reader.worth_skipping)]
         # Shared rows and elements to cast: reading them uses the other half.
-        self._room = scratch[half:]
+        self._room = scratch[half : 2 * half]
+        # Transposed elements need no such room: they are cast from here.
+        self._stage = scratch[half:]
+        # Sources of slices in the staging buffer, and the slices.
+        self._in_buffer: list[tuple[StoredSlice, StoredSlice]] = []
 
     def fill(self, tensor: TargetTensor, block: Box, out: memoryview) -> None:
         """Fill ``out`` with the elements of ``block``, in C order.
@@ -110,6 +121,110 @@ class BlockFiller:
             block: a box of it, counted from the target slice's own origin.
             out: exactly the block's bytes.
         """
+        first = 0
+        for part, fill in self.steps(tensor, block):
+            last = first + volume_of(part) * tensor.item_size
+            fill(out[first:last])
+            first = last
+
+    def steps(self, tensor: TargetTensor, block: Box, most: int = _FAR) -> Iterator[Step]:
+        """The boxes of a block that are filled one after the other, in C order.
+
+        Elements of a transposed tensor are read before they are placed, so that long rows of the source are read, each
+        once. Its boxes are small: they are still in the cache if they are written before the next is filled. Other
+        blocks are filled at once.
+
+        Args:
+            tensor: the target tensor.
+            block: a box of it, counted from the target slice's own origin.
+            most: maximum bytes of a box of a transposed tensor, at least one element.
+        """
+        if not is_transposed(tensor):
+            self._in_buffer = []
+            yield block, partial(self._fill, tensor, block)
+            return
+        stored_size = max(piece.stored_size(tensor.item_size) for piece in tensor.pieces)
+        yield from self._steps(tensor, block, len(self._stage) // stored_size, most)
+
+    def _steps(self, tensor: TargetTensor, block: Box, most_staged: int, most: int) -> Iterator[Step]:
+        """As `steps`, of a transposed tensor, with at most ``most_staged`` elements in the staging buffer."""
+        for box in _stages(tensor, block, most_staged):
+            count = volume_of(box)
+            staged = self._staged(tensor, box)
+            if staged is not None:
+                filler, size = BlockFiller(_StageReader(self._stage), _NOTHING, self._overflowed), _HOT
+            elif count * tensor.item_size > _MIN_STAGED:
+                # Boxes around the elements do not fit: they contain others, too.
+                yield from self._steps(tensor, box, count // 2, most)
+                continue
+            else:
+                self._in_buffer = []
+                staged, filler, size = tensor, self, _FAR
+            size = max(size, _MIN_HOT_ROWS * tensor.item_size * (count // _rows_of(box)))
+            for part in boxes_of_range(shape_of(box), 0, count, max(1, min(most, size) // tensor.item_size)):
+                part = placed(part, box)
+                yield part, partial(filler._fill, staged, part)
+
+    def _staged(self, tensor: TargetTensor, block: Box) -> Optional[TargetTensor]:
+        """The tensor with the elements of a block in the staging buffer; None if they do not fit."""
+        box = placed(block, tensor.box)
+        pieces: list[Piece] = []
+        boxes: list[Box] = []
+        for piece in tensor.pieces:
+            common = intersection(piece.box, box)
+            if common is None:
+                continue
+            for region in [None] if piece.region is None else piece.region.within_box(common):
+                pieces.append(piece._replace(box=common if region is None else region.box, region=region))
+                boxes.append(common if region is None else region.source_box)
+        sizes = [piece.stored_size(tensor.item_size) for piece in pieces]
+        slices = [self._in_stage(piece.source, each) for piece, each in zip(pieces, boxes)]
+        if None in slices:
+            # Whole rows, if they fit: gaps between short runs are read in any case, and other tensors may be in them.
+            rows = [self._whole_rows(piece.source, each, size) for piece, each, size in zip(pieces, boxes, sizes)]
+            if self._fits(rows, sizes):
+                boxes = rows
+            elif not self._fits(boxes, sizes):
+                return None
+            slices = self._read_to_stage([piece.source for piece in pieces], boxes, sizes)
+        return tensor._replace(pieces=tuple(piece._replace(source=each) for piece, each in zip(pieces, slices) if each))
+
+    def _in_stage(self, source: StoredSlice, box: Box) -> Optional[StoredSlice]:
+        """The slice in the staging buffer with a box of a source; None if there is none."""
+        for read, staged in self._in_buffer:
+            if intersection(box, staged.box) == box and read == source:
+                return staged
+        return None
+
+    def _fits(self, boxes: Sequence[Box], sizes: Sequence[int]) -> bool:
+        return sum(volume_of(box) * size for box, size in zip(boxes, sizes)) <= len(self._stage)
+
+    def _whole_rows(self, source: StoredSlice, box: Box, item_size: int) -> Box:
+        """A box of a source, or all of its rows if the gaps between them would be read."""
+        if not box:
+            return box
+        (low, high), (first, last) = box[-1], source.box[-1]
+        gap = (last - first - high + low) * item_size
+        return (*box[:-1], source.box[-1]) if gap <= self._reader.worth_skipping else box
+
+    def _read_to_stage(
+        self, sources: Sequence[StoredSlice], boxes: Sequence[Box], sizes: Sequence[int]
+    ) -> list[Optional[StoredSlice]]:
+        """Read boxes of sources to the staging buffer, given the bytes of their elements."""
+        self._in_buffer = []
+        slices: list[Optional[StoredSlice]] = []
+        first = 0
+        for source, box, size in zip(sources, boxes, sizes):
+            shape = shape_of(box)
+            nbytes = volume_of(box) * size
+            words = as_words(self._stage[first : first + nbytes].data, shape, size)
+            self._fill_region(source, box, words, size, None)
+            slices.append(StoredSlice(_STAGED, source.rank, ((first, nbytes),), box))
+            first += nbytes
+        self._in_buffer = [(source, staged) for source, staged in zip(sources, slices) if staged is not None]
+        return slices
+
+    def _fill(self, tensor: TargetTensor, block: Box, out: memoryview) -> None:
         # Blocks and pieces meet in coordinates of the full tensor.
         box = placed(block, tensor.box)
         view = as_words(out, shape_of(block), tensor.item_size)
@@ -144,6 +259,7 @@ class BlockFiller:
                 `most_shared_rows`.
             outs: per member exactly the rows' bytes.
         """
+        self._in_buffer = []
         axis = len(shared.outer)
         example = shared.tensors[0]
         outer = placed(rows, shared.outer)
@@ -220,7 +336,11 @@ class BlockFiller:
         if cast is None:
             self._copy(source, start, counts, strides, out, stored_size)
             return
-        most = max(1, len(self._room) // stored_size)
+        mapped = self._reader.view(source, start, span_of(counts, strides, stored_size))
+        if mapped is not None:
+            put(_strided(mapped, counts, strides, stored_size), out, cast)
+            return
+        most = max(1, min(len(self._room), _MAX_CAST) // stored_size)
         for part in boxes_of_range(counts, 0, math.prod(counts), most):
             shape = shape_of(part)
             room = as_words(self._room[: math.prod(shape) * stored_size].data, shape, stored_size)
@@ -279,6 +399,24 @@ class BlockFiller:
         return [(*head, (first, min(first + rows, counts[axis])), *tail) for first in range(0, counts[axis], rows)]
 
 
+class _StageReader:
+    """Reads slices that are in the staging buffer."""
+
+    worth_skipping = 0
+
+    def __init__(self, stage: Bytes) -> None:
+        self._stage = stage
+
+    def read_into(self, source: StoredSlice, start: int, out: memoryview) -> None:
+        """Copy bytes from ``start`` on."""
+        out[:] = self.view(source, start, len(out)).data
+
+    def view(self, source: StoredSlice, start: int, length: int) -> Bytes:
+        """The bytes from ``start`` on."""
+        first = source.extents[0][0] + start
+        return self._stage[first : first + length]
+
+
 def byte_strides(shape: Sequence[int], item_size: int) -> list[int]:
     """Strides of a C-order array in bytes."""
     strides = []
@@ -313,10 +451,55 @@ def gather(data: Bytes, counts: Sequence[int], strides: Sequence[int], out: Word
         strides: bytes from one element to the next, per dimension.
         out: one word or more per element, in the last dimension.
     """
-    source: Words = np.ndarray(
-        shape=(*counts, out.shape[-1]), dtype=out.dtype, buffer=data, strides=(*strides, out.itemsize)
-    )
-    put(source, out)
+    put(_strided(data, counts, strides, out.shape[-1] * out.itemsize), out)
+
+
+def _strided(data: Bytes, counts: Sequence[int], strides: Sequence[int], item_size: int) -> Words:
+    """Strided elements, each of one word or more in the last dimension."""
+    word = word_of(item_size)
+    return np.ndarray((*counts, item_size // word), f"u{word}", data, strides=(*strides, word))
+
+
+def is_transposed(tensor: TargetTensor) -> bool:
+    """Whether neighbours in some stored slice of a tensor are far apart in the tensor."""
+    return any(piece.region is not None and _transposes(piece.region) for piece in tensor.pieces)
+
+
+def _transposes(region: Region) -> bool:
+    if not region.loops:
+        return False
+    near_out = region.loops[-1]
+    near_source = min(region.loops, key=lambda loop: (-loop.source_dimension, loop.source_step))
+    return near_source is not near_out and min(near_source.length, near_out.length) >= MIN_TILE
+
+
+def _rows_of(box: Box) -> int:
+    """Elements along the outermost dimension longer than 1."""
+    return next((high - low for low, high in box if high - low > 1), 1)
+
+
+def _stages(tensor: TargetTensor, block: Box, most: int) -> Iterator[Box]:
+    """Cut a block into boxes of at most ``most`` elements, in C order, between pieces where these are large."""
+    axis = next((axis for axis, (low, high) in enumerate(block) if high - low > 1), None)
+    if axis is None:
+        yield block
+        return
+    low, high = block[axis]
+    row = volume_of(block) // (high - low)
+    first = tensor.box[axis][0]
+    while low < high:
+        at = first + low
+        stop = low + max(1, most // row)
+        edges = [last - first for begin, last in (piece.box[axis] for piece in tensor.pieces) if begin <= at < last]
+        if edges:
+            stop = min(stop, max(min(edges), low + _MIN_STAGED // (row * tensor.item_size)))
+        stop = min(max(stop, low + 1), high)
+        part = (*block[:axis], (low, stop), *block[axis + 1 :])
+        if row > most:
+            yield from _stages(tensor, part, most)
+        else:
+            yield part
+        low = stop
 
 
 def loops_in_source(region: Region, strides: Sequence[int]) -> tuple[list[Loop], list[int], list[int]]:
@@ -332,139 +515,3 @@ def loops_in_source(region: Region, strides: Sequence[int]) -> tuple[list[Loop],
     loops = sorted(region.loops, key=lambda loop: -loop.source_step * strides[loop.source_dimension])
     steps = [loop.source_step * strides[loop.source_dimension] for loop in loops]
     return loops, [loop.length for loop in loops], steps
-
-
-def word_of(item_size: int) -> int:
-    """Bytes of the words that elements are copied as.
-
-    Words, not rows of bytes: a short row then costs an instruction, not a call.
-    """
-    return next(size for size in _WORDS if item_size % size == 0)
-
-
-def as_words(data: memoryview, shape: Sequence[int], item_size: int) -> Words:
-    """Bytes as an array of elements, each of one word or more in the last dimension."""
-    word = word_of(item_size)
-    return np.frombuffer(data, dtype=f"u{word}").reshape(*shape, item_size // word)
-
-
-def put(source: Words, out: Words, cast: Optional[Cast] = None) -> None:
-    """Copy elements, or cast them, between arrays of one word or more per element in the last dimension.
-
-    Transposed copies go tile by tile through buffers in the cache.
-    """
-    axes = range(source.ndim - 1)
-    near_source = min(axes, key=lambda axis: source.strides[axis] if source.shape[axis] > 1 else _FAR, default=0)
-    near_out = min(axes, key=lambda axis: out.strides[axis] if out.shape[axis] > 1 else _FAR, default=0)
-    shorter = min(source.shape[near_source], source.shape[near_out])
-    if near_source == near_out or shorter < _MIN_TILE:
-        if cast is None:
-            out[...] = source
-        else:
-            cast.put(source, out)
-        return
-    by_source = sorted(axes, key=lambda axis: (axis == near_source, -source.strides[axis]))
-    by_out = sorted(axes, key=lambda axis: (axis == near_out, -out.strides[axis]))
-    lanes = _LANES if out.itemsize <= 2 and out.shape[-1] == 1 and shorter >= _MIN_PACKED else 1
-    wide, long = (_TILE, 2 * _TILE) if lanes == 1 else (2 * _TILE, 8 * _TILE)
-    steps = {near_source: min(source.shape[near_source], wide), near_out: min(source.shape[near_out], long)}
-    budget = 2 * _TILE * _TILE // math.prod(steps.values())
-    for axis in reversed(by_source):
-        if axis not in steps:
-            steps[axis] = max(1, min(source.shape[axis], budget))
-            budget //= steps[axis]
-    slices = [
-        [slice(first, first + steps[axis]) for first in range(0, source.shape[axis], steps[axis])] for axis in axes
-    ]
-    tile: Optional[_Tile] = None
-    for place in itertools.product(*slices):
-        source_tile, out_tile = source[place], out[place]
-        if tile is None or tile.shape != out_tile.shape:
-            tile = _Tile(out_tile.shape, out.dtype, by_source, by_out, lanes)
-        tile.move(source_tile, out_tile, cast)
-
-
-class _Tile:
-    """Elements between the order of the source in memory and that of the target, in buffers of this thread.
-
-    Rows of tensors are often a power of two apart, so that they evict each other from the cache. Rows of the buffer
-    are not. Where elements are narrow, neighbours along the source's contiguous axis are transposed together, as one
-    word. Then casts to narrower words separate them: a cast keeps the lowest bytes of words that begin at a neighbour.
-
-    Args:
-        shape: elements per axis, and words per element.
-        dtype: of the words.
-        by_source: the axes, largest step in the source first.
-        by_out: the axes, largest step in the target first.
-        lanes: neighbours that are transposed together.
-    """
-
-    def __init__(
-        self,
-        shape: tuple[int, ...],
-        dtype: np.dtype[Any],
-        by_source: Sequence[int],
-        by_out: Sequence[int],
-        lanes: int,
-    ) -> None:
-        self.shape = shape
-        self._near_out = by_out[-1]
-        self._by_source, self._by_out = (*by_source, len(by_source)), tuple(by_out)
-        strip = shape[by_out[-1]] if lanes == 1 else min(shape[by_out[-1]], _STRIP)
-        counts = [strip if axis == by_out[-1] else shape[axis] for axis in by_source]
-        packed = -(-counts[-1] // lanes)
-        row = packed * lanes + _TILE_GAP
-        buffer = _buffer("rows", math.prod(counts[:-1]) * row * shape[-1] * dtype.itemsize)
-        rows = buffer.view(dtype).reshape(*counts[:-1], row, shape[-1])
-        self._rows: Words = rows[..., : counts[-1], :]
-        self._turned: list[Words] = []
-        if lanes == 1:
-            return
-        word = np.dtype(f"u{dtype.itemsize * lanes}")
-        words = buffer.view(word).reshape(*counts[:-1], row // lanes)
-        self._packed: Words = words[..., :packed].transpose([by_source.index(axis) for axis in by_out])
-        # Words that begin at a later neighbour end behind the last word.
-        turned_shape = [packed if axis == by_source[-1] else shape[axis] for axis in by_out]
-        turned = _buffer("turned", (math.prod(turned_shape) + 1) * word.itemsize)
-        self._turned = [np.ndarray(turned_shape, word, turned.data, lane * dtype.itemsize) for lane in range(lanes)]
-        self._axis = by_out.index(by_source[-1])
-
-    def move(self, source: Words, out: Words, cast: Optional[Cast]) -> None:
-        """Copy or cast the elements of a tile."""
-        ordered = source.transpose(self._by_source)
-        if not self._turned:
-            _put_rows(ordered, self._rows, cast)
-            out.transpose(self._by_source)[...] = self._rows
-            return
-        before = (slice(None),) * self._by_source.index(self._near_out)
-        for first in range(0, source.shape[self._near_out], _STRIP):
-            strip = slice(first, first + _STRIP)
-            part = ordered[(*before, strip)]
-            count = part.shape[len(before)]
-            _put_rows(part, self._rows[(*before, slice(count))], cast)
-            self._turned[0][..., strip] = self._packed[..., :count]
-        ordered = out[..., 0].transpose(self._by_out)
-        before = (slice(None),) * self._axis
-        for lane, words in enumerate(self._turned):
-            neighbours = ordered[(*before, slice(lane, None, len(self._turned)))]
-            words = words[(*before, slice(neighbours.shape[self._axis]))]
-            np.copyto(neighbours, words, casting="unsafe")
-
-
-def _put_rows(source: Words, rows: Words, cast: Optional[Cast]) -> None:
-    if cast is None:
-        rows[...] = source
-        return
-    # Casts are faster where elements are contiguous.
-    stored = _buffer("stored", source.nbytes).view(source.dtype).reshape(source.shape)
-    stored[...] = source
-    cast.put(stored, rows)
-
-
-def _buffer(purpose: str, nbytes: int) -> Bytes:
-    """Memory of this thread."""
-    buffer: Optional[Bytes] = getattr(_BUFFERS, purpose, None)
-    if buffer is None or len(buffer) < nbytes:
-        buffer = np.empty(nbytes, np.uint8)
-        setattr(_BUFFERS, purpose, buffer)
-    return buffer[:nbytes]

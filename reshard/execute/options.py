@@ -5,15 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from reshard.defaults import MAX_MEMORY
-from reshard.execute.reading import ChosenIo, choose_io
+from reshard.execute.reading import MIN_DECODING_BYTES, ChosenIo, choose_io
 from reshard.processes import BASE_OF_PROCESSES, process_count
 from reshard.storage.costs import LOCAL, Storage
 
 # Larger blocks make nothing faster.
 MAX_BLOCK_BYTES = 8 << 20
 MIN_BLOCK_BYTES = 4 << 10
+# The more columns of a large matrix are read before they are transposed, the fewer times its rows are read.
+_MAX_SCRATCH_BYTES = 32 << 20
 # Smaller blocks cost more requests and calls than they save memory.
 _FAIR_BLOCK_BYTES = 1 << 20
+# Maximum memory in which a thread decodes quantised elements: more does not fit the cache next to a core.
+_MAX_DECODING_BYTES = 768 << 10
 _MAX_IN_FLIGHT = 64
 # Threads of one process: with more, waits for the interpreter's lock cost more than the threads bring.
 _MAX_THREADS = 8
@@ -34,13 +38,14 @@ class ExecutionOptions:
         max_memory: maximum bytes of all buffers together.
         io: ``auto``, ``mmap`` or ``pread``, as requested.
         storage: storage of the source files.
-        checksum: compute a CRC-32 of every target file.
+        checksum: compute a CRC-32 of every target file, and those that files hold.
         target: storage of the target files.
         together: maximum number of target files of a group.
         part_bytes: bytes of a file that the target's store buffers for one request; 0 for none.
         files: number of target files.
         nbytes: their bytes together.
         processes: processes that share the work; 1 for threads of this process.
+        decoded: whether quantised tensors are decoded.
     """
 
     jobs: int
@@ -54,6 +59,7 @@ class ExecutionOptions:
     files: int = 1
     nbytes: int = 0
     processes: int = 1
+    decoded: bool = False
 
     def shared(self, private: int) -> ExecutionOptions:
         """The same options for worker processes, or unchanged if one process suffices.
@@ -142,15 +148,35 @@ class ExecutionOptions:
         return max(share // 8, min(_WINDOW_BYTES, share // 4)) if self.storage.large else share // 8
 
     @property
+    def decoding_bytes(self) -> int:
+        """Bytes in which a thread decodes quantised elements."""
+        if not self.decoded:
+            return 0
+        share = self._buffer_memory // self.threads - self._held_by_target
+        return max(MIN_DECODING_BYTES, min(_MAX_DECODING_BYTES, share // 8))
+
+    @property
     def block_bytes(self) -> int:
-        """Bytes of each of the two buffers of a thread."""
-        share = (self._buffer_memory // self.threads - self.window_bytes - self._held_bytes) // 2
-        return max(MIN_BLOCK_BYTES, min(MAX_BLOCK_BYTES, share))
+        """Bytes of a block, and minimum bytes of the scratch buffer of a thread."""
+        return max(MIN_BLOCK_BYTES, min(MAX_BLOCK_BYTES, self._memory_of_blocks // 2))
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes of the scratch buffer of a thread; more than a block where transposed tensors can use it."""
+        return max(self.block_bytes, min(_MAX_SCRATCH_BYTES, self._memory_of_blocks - self.block_bytes))
+
+    @property
+    def _memory_of_blocks(self) -> int:
+        return self._buffer_memory // self.threads - self._other_bytes
+
+    @property
+    def _other_bytes(self) -> int:
+        return self.window_bytes + self.decoding_bytes + self._held_bytes
 
     @property
     def buffer_bytes(self) -> int:
         """Bytes of the buffers of all threads together."""
-        buffers = self.threads * (2 * self.block_bytes + self.window_bytes + self._held_bytes)
+        buffers = self.threads * (self.block_bytes + self.scratch_bytes + self._other_bytes)
         return buffers + self.uploads * self.part_bytes
 
 

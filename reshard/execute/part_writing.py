@@ -11,7 +11,7 @@ from typing import Callable, Union
 
 from reshard.checkpoints import Data, FileHandles, Literal
 from reshard.checkpoints.formats.tensors import file_ranges
-from reshard.execute.filling import Run, runs_of_box
+from reshard.execute.filling import Run, is_transposed, runs_of_box
 from reshard.execute.parts import FilesPart, SharedRows
 from reshard.execute.reader import Worker
 from reshard.execute.writing import PartBuffer, TargetWriter
@@ -20,8 +20,8 @@ from reshard.plan.pieces import TargetTensor
 
 # Minimum bytes of a run: shorter runs are as fast through memory, many in one write.
 _MIN_COPIED_RUN = 1 << 20
-# Maximum bytes of decoded elements that are written at a time: they are still in the cache then.
-_MAX_DECODED = 2 << 20
+# Maximum bytes of decoded or cast elements that are written at a time: they are still in the cache then.
+_MAX_COMPUTED = 1 << 20
 
 
 class PartWriter:
@@ -90,15 +90,32 @@ class PartWriter:
             first, last = segment.start // tensor.item_size, segment.stop // tensor.item_size
             if buffer.writer.copies:
                 first += self._copy(tensor, first, last, buffer)
-            decoded = all(piece.source.decoding is not None and piece.region is None for piece in tensor.pieces)
-            most = max(1, (min(buffer.size, _MAX_DECODED) if decoded else buffer.size) // tensor.item_size)
+            computed = all(
+                piece.region is None and (piece.source.decoding is not None or piece.dtype is not None)
+                for piece in tensor.pieces
+            )
+            most = max(1, (min(buffer.size, _MAX_COMPUTED) if computed else buffer.size) // tensor.item_size)
+            if is_transposed(tensor):
+                self._write_transposed(tensor, first, last, buffer)
+                continue
             for box in boxes_of_range(tensor.shape, first, last, most):
                 if self._stopped():
                     return
                 count = volume_of(box) * tensor.item_size
                 self._filler.fill(tensor, box, buffer.reserve(count))
-                if decoded:
+                if computed:
                     buffer.flush()
+                self._wrote(count)
+
+    def _write_transposed(self, tensor: TargetTensor, first: int, last: int, buffer: PartBuffer) -> None:
+        """Write elements while they are in the cache."""
+        for box in boxes_of_range(tensor.shape, first, last, last - first):
+            for part, fill in self._filler.steps(tensor, box, buffer.size):
+                if self._stopped():
+                    return
+                count = volume_of(part) * tensor.item_size
+                fill(buffer.reserve(count))
+                buffer.flush()
                 self._wrote(count)
 
     def _copy(self, tensor: TargetTensor, first: int, last: int, buffer: PartBuffer) -> int:

@@ -22,7 +22,7 @@ from reshard.checkpoints import FileHandles
 from reshard.execute.casts import Overflowed
 from reshard.execute.filling import BlockFiller
 from reshard.execute.options import ExecutionOptions
-from reshard.execute.reading import Bytes, make_reader
+from reshard.execute.reading import Bytes, make_reader, new_buffer
 from reshard.layout import Box, boxes_of_range, placed, shape_of, volume_of
 from reshard.plan.pieces import TargetTensor
 
@@ -120,9 +120,10 @@ class BoxReader:
             maps,
             options.threads,
             self._count_overflow,
+            options.decoding_bytes,
         )
         # Unused parts of these buffers are never touched, so they take no memory.
-        scratch, block = (np.empty(options.block_bytes, np.uint8) for _ in range(2))
+        scratch, block = map(new_buffer, (options.scratch_bytes, options.block_bytes))
         return Worker(BlockFiller(reader, scratch, self._count_overflow), block)
 
     def _count_overflow(self, name: str, count: int) -> None:

@@ -15,12 +15,12 @@ from typing import NamedTuple, Optional, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from reshard.checkpoints import FileHandles, cut_short, reading_error
+from reshard.checkpoints import FileHandles
 from reshard.checkpoints.formats.tensors import file_ranges
 from reshard.errors import ReshardError, RetryableError
 from reshard.execute.casts import Overflowed, Words, cast_words
 from reshard.plan.pieces import StoredSlice
-from reshard.storage import fill, is_read_only
+from reshard.storage import cut_short, fill, is_read_only, reading_error
 from reshard.storage.costs import LOCAL, Storage
 
 Bytes = npt.NDArray[np.uint8]
@@ -33,10 +33,25 @@ _AROUND = 64 << 10
 _MAX_MAPS = 64
 _MAX_WINDOWS = 32
 _MAX_REMOTE_WINDOWS = 256
+MIN_DECODING_BYTES = 4 << 10
+"""Minimum memory in which a thread decodes quantised elements."""
+
 # Minimum size of windows where many threads share little memory.
 _MIN_WINDOW = 256 << 10
 # Minimum size of windows on remote storage where many files are read in turns, as when they are joined.
 _MIN_REMOTE_WINDOW = 4 << 10
+
+
+# Lines of the cache. The kernel copies up to three times slower where the target begins a few bytes behind the source,
+# counted within a page; NumPy's memory begins 16 bytes behind a page, bytes of files often at one.
+_LINE = 64
+
+
+def new_buffer(nbytes: int) -> Bytes:
+    """A buffer that is filled from files and written to files."""
+    buffer = np.empty(nbytes + _LINE, np.uint8)
+    first = -buffer.ctypes.data % _LINE
+    return buffer[first : first + nbytes]
 
 
 class ChosenIo(NamedTuple):
@@ -55,7 +70,7 @@ def choose_io(requested: str, storage: Storage) -> ChosenIo:
     """The way in which to read sources.
 
     On local disks maps take 0.8 to 1.1 of the time of explicit reads (`benchmarks/io.py`). Runs differ as much, so
-    maps are not worth their risk.
+    maps are not worth their risk: a file that becomes shorter ends the run.
 
     Args:
         requested: ``auto``, ``mmap`` or ``pread``.
@@ -69,7 +84,7 @@ def choose_io(requested: str, storage: Storage) -> ChosenIo:
         return ChosenIo("mmap", "as requested")
     if storage.remote:
         return ChosenIo("pread", "as mmap would take a round trip for each page")
-    return ChosenIo("pread", "as mmap is hardly quicker on a local disk, and ends the run if a file becomes shorter")
+    return ChosenIo("pread", "as mmap is hardly quicker on a local disk")
 
 
 class ByteReader(Protocol):
@@ -265,11 +280,14 @@ class ElementReader:
 
     Args:
         stored: reads stored bytes.
+        memory: bytes of memory for decoding; fewer than `MIN_DECODING_BYTES` count as so many.
         overflowed: counts elements that became infinite.
     """
 
-    def __init__(self, stored: ByteReader, overflowed: Overflowed) -> None:
+    def __init__(self, stored: ByteReader, memory: int, overflowed: Overflowed) -> None:
         self.worth_skipping = stored.worth_skipping
+        # Takes no memory until it is used. The rest is for scales.
+        self._memory = np.empty(max(memory, MIN_DECODING_BYTES) // 3 * 2, np.uint8)
         self._stored = stored
         self._overflowed = overflowed
 
@@ -279,7 +297,7 @@ class ElementReader:
         if decoding is None:
             self._stored.read_into(source, start, out)
             return
-        overflowed = decoding.read_into(self._stored.read_into, source, start, out, _from_float32)
+        overflowed = decoding.read_into(self._stored.read_into, source, start, out, self._memory, _from_float32)
         if overflowed:
             self._overflowed(decoding.name, overflowed)
 
@@ -300,6 +318,7 @@ def make_reader(
     most_maps: int,
     threads: int = 1,
     overflowed: Overflowed = lambda name, count: None,
+    decoding_bytes: int = 0,
 ) -> ByteReader:
     """A reader for one thread.
 
@@ -311,11 +330,12 @@ def make_reader(
         most_maps: maximum number of mapped files; a map holds a descriptor.
         threads: number of threads that have a reader.
         overflowed: counts elements that become infinite where they are decoded.
+        decoding_bytes: memory for decoding.
     """
     reader: ByteReader = ExplicitReader(handles, storage, window_bytes)
     if mapped:
         reader = MappedReader(handles, reader, min(_MAX_MAPS, most_maps), max(_MIN_RELEASED, _RELEASE_AFTER // threads))
-    return ElementReader(reader, overflowed)
+    return ElementReader(reader, decoding_bytes, overflowed)
 
 
 def unreadable(source: StoredSlice, error: Exception) -> ReshardError:

@@ -6,8 +6,8 @@ Target files are planned a group at a time and cut into parts of some tens of Mi
 only numbers and descriptors. This process creates, flushes, records and renames the files; the thread that finishes
 the last part of a file commits it.
 
-Memory: each thread that writes parts owns a block buffer, a scratch buffer of equal size and some windows for small
-reads. Nothing else grows with the checkpoint.
+Memory: each thread that writes parts owns a block buffer, a scratch buffer and some windows for small reads. Nothing
+else grows with the checkpoint.
 """
 
 from __future__ import annotations

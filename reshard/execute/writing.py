@@ -7,7 +7,9 @@ import errno
 import functools
 import threading
 import zlib
-from collections.abc import Iterable, Iterator
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Callable, NamedTuple, Optional
 
 import numpy as np
@@ -15,12 +17,13 @@ import numpy.typing as npt
 
 from reshard.errors import ReshardError, RetryableError, UnwritableError, UsageError
 from reshard.plan.pieces import TargetFile
-from reshard.storage import Expected, FileStatus, NewFile, Sending, new_file, writing_error
+from reshard.storage import Expected, FileStatus, NewFile, Sending, new_file, writing, writing_error
 
 # The polynomial of CRC-32 (ISO-HDLC) with its bits in reverse, x**31 in the lowest bit.
 _POLYNOMIAL = 0xEDB88320
 _ONE = 1 << 31
 _X_TO_8 = 1 << 23
+_CRC_BYTES = 4
 
 Checksum = tuple[int, int, int]
 """Of a piece of a file: offset, bytes, CRC-32."""
@@ -52,7 +55,7 @@ class TargetWriter:
     Args:
         target: the file to write.
         finish: called when its bytes are on disk, before it gets its name and after.
-        checksum: compute a CRC-32 of the whole file on the way.
+        checksum: compute a CRC-32 of the whole file on the way, and fill in those that the file holds.
         expected: the file that it may replace; None for any.
         sending: sends its parts, if its store takes files in parts.
         file: the open file, if another process has created it.
@@ -86,6 +89,9 @@ class TargetWriter:
         self._sending = sending
         self._allocated = allocated
         self.checksums: Optional[list[Checksum]] = [] if checksum else None
+        # Ends of parts with a CRC of their own.
+        entries = target.layout.entries if checksum else ()
+        self._ends = array("Q", (end for entry in entries for end in (entry.start, entry.stop)))
         self.written = 0
         self.mapped = mapped
         self.copies = copies
@@ -133,11 +139,18 @@ class TargetWriter:
 
     def wrote(self, offset: int, data: memoryview) -> None:
         """Count bytes that are in the file."""
-        crc = None if self.checksums is None else zlib.crc32(data)
+        checksums = [] if self.checksums is None else self._checksums_of(offset, data)
         with self._lock:
             self.written += len(data)
-            if self.checksums is not None and crc is not None:
-                self.checksums.append((offset, len(data), crc))
+            if self.checksums is not None:
+                self.checksums += checksums
+
+    def _checksums_of(self, offset: int, data: memoryview) -> list[Checksum]:
+        """The checksums of written bytes; no piece crosses the end of an entry."""
+        ends = self._ends
+        first, last = bisect_right(ends, offset), bisect_left(ends, offset + len(data))
+        bounds = [0, *(end - offset for end in ends[first:last]), len(data)]
+        return [(offset + start, stop - start, zlib.crc32(data[start:stop])) for start, stop in zip(bounds, bounds[1:])]
 
     def copy(self, descriptor: int, start: int, offset: int, count: int) -> bool:
         """Have the file system copy a range of another file to an offset; returns whether it can.
@@ -160,11 +173,8 @@ class TargetWriter:
             UnwritableError: it cannot be mapped, nor can other files.
             RetryableError: it cannot be mapped.
         """
-        try:
-            with self._used() as file:
-                return file.window(offset, min(count, self.target.layout.size - offset))
-        except OSError as error:
-            raise writing_error(self.target.path, error, rank=self.target.rank) from error
+        with writing(self.target.path, rank=self.target.rank), self._used() as file:
+            return file.window(offset, min(count, self.target.layout.size - offset))
 
     @contextlib.contextmanager
     def handed_out(self) -> Iterator[Optional[int]]:
@@ -223,9 +233,10 @@ class TargetWriter:
             self.discard()
 
     def _publish(self, file: NewFile) -> None:
-        status = file.finish()
         # An allocated file has its size from the beginning, so written bytes are counted, too.
         planned = self.target.layout.size
+        crc = None if self.checksums is None or self.written != planned else self._crc(file, sorted(self.checksums))
+        status = file.finish()
         if status.size != planned or self.written != planned:
             size = status.size if status.size != planned else self.written
             raise RetryableError(
@@ -233,10 +244,25 @@ class TargetWriter:
                 file=self.target.path,
                 rank=self.target.rank,
             )
-        crc = None if self.checksums is None else joined_crc(self.checksums)
         self._finish(self.target, status, crc, False)
         another = file.publish()
         self._finish(self.target, another or status, crc, True)
+
+    def _crc(self, file: NewFile, pieces: Sequence[Checksum]) -> int:
+        """The CRC-32 of the file, with the CRCs that it holds, which are filled in."""
+        layout = self.target.layout
+        # The change of the file's CRC up to a position.
+        change = position = number = 0
+        for start, stop, places in layout.entries if file.rewritable else ():
+            number = bisect_left(pieces, (start,), number)
+            last = bisect_left(pieces, (stop,), number)
+            crc = joined_crc(pieces[number:last], start).to_bytes(_CRC_BYTES, "little")
+            for place in places:
+                file.write(place, memoryview(crc))
+                end = place + _CRC_BYTES
+                change = _times(change, _shift(end - position)) ^ zlib.crc32(crc) ^ zlib.crc32(bytes(_CRC_BYTES))
+                position = end
+        return joined_crc(pieces) ^ _times(change, _shift(layout.size - position))
 
     def discard(self) -> None:
         """Close the file, and remove it if it was not committed."""
@@ -362,19 +388,20 @@ class PartBuffer:
             self._used = 0
 
 
-def joined_crc(pieces: Iterable[tuple[int, int, int]]) -> int:
+def joined_crc(pieces: Iterable[tuple[int, int, int]], position: int = 0) -> int:
     """The CRC-32 of joined pieces, such as those of a file that several threads write.
 
     A CRC is a remainder of polynomials over GF(2). The CRC of two joined pieces is that of the first, times x to the
     number of bits of the second, plus that of the second.
 
     Args:
-        pieces: (offset, bytes, CRC-32) of each, without gaps from offset 0, in any order.
+        pieces: (offset, bytes, CRC-32) of each, without gaps, in any order.
+        position: offset of the first.
 
     Raises:
         ValueError: there is a gap or an overlap.
     """
-    crc = position = 0
+    crc = 0
     for offset, length, piece_crc in sorted(pieces):
         if offset != position:
             raise ValueError(f"bytes {position} to {offset} have no checksum")

@@ -6,12 +6,12 @@ import contextlib
 from typing import Any
 
 from reshard.checkpoints.checkpoint import StoredObject
-from reshard.checkpoints.files import FileHandles, reading_error
+from reshard.checkpoints.files import FileHandles
 from reshard.checkpoints.formats.archives import Archive
 from reshard.checkpoints.formats.dtypes import FROM_TORCH
 from reshard.checkpoints.formats.pickles import NAMESPACE, NotPlain, PickleError, among, plain, read_pickle
 from reshard.errors import InputError
-from reshard.storage import read_range
+from reshard.storage import read_range, reading_error
 
 MAX_SHOWN = 1 << 20
 """Bytes of an object that is read to be shown."""

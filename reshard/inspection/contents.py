@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple, Optional
 
-from reshard.checkpoints import CheckpointIndex, Decryption, FileHandles, can_hold, read_index
+from reshard.checkpoints import CheckpointIndex, Decryption, FileHandles, can_hold, files_alike, read_index
 from reshard.checkpoints.formats.dtypes import INT4, MAP_TENSOR, TEXT
 from reshard.errors import CheckpointError, ReshardError
 from reshard.text.messages import listing
@@ -93,13 +93,11 @@ class InspectedContents:
 def contents_of(indexes: Mapping[int, CheckpointIndex]) -> InspectedContents:
     """The entries of some files, given by rank."""
     # Files with equal headers share their tensors and are counted once.
-    alike: dict[int, list[int]] = {}
-    for rank, index in sorted(indexes.items()):
-        alike.setdefault(id(index.tensors), []).append(rank)
+    alike = files_alike(indexes)
     sets: dict[frozenset[str], list[int]] = defaultdict(list)
     entries: dict[str, InspectedTensor] = {}
-    all_names = {name for ranks in alike.values() for name in indexes[ranks[0]].tensors}
-    for ranks in alike.values():
+    all_names = {name for ranks in alike for name in indexes[ranks[0]].tensors}
+    for ranks in alike:
         tensors = indexes[ranks[0]].tensors
         sets[frozenset(tensors)] += ranks
         for tensor in tensors.values():

@@ -17,16 +17,17 @@ from reshard.checkpoints import Decryption
 from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.errors import CheckpointError, InputError, ReshardError
 from reshard.forms.form import Names
+from reshard.forms.ranks.rank_files import STRATEGY_FILE
 from reshard.forms.ranks.steps import RANK, fixed_directory
 from reshard.forms.ranks.tree import find_rank
 from reshard.forms.registry import form_of
 from reshard.inspection.subject import Subject, subject_of
 from reshard.names import Configuration, builtin_names, config_beside, rules_named
 from reshard.names.options import settle, side_of
-from reshard.plan.edits import between_forms, edited, typed_edits
+from reshard.plan.edits import between_forms, edited, typed_edits, words_of_packing
 from reshard.quantised.schemes import stated_settings
 from reshard.records import strategy_digest
-from reshard.records.ledger import current, ledgers_in
+from reshard.records.ledger import current, ledgers_in, packing_of
 from reshard.records.status import status_of
 from reshard.storage import absolute, exists, is_directory
 from reshard.strategies import NONE, SAME, Strategy, names_files, read_strategy
@@ -102,6 +103,7 @@ class Model(NamedTuple):
         tables: the tables that have these names; only that of the model's type, if there is one.
         refusal: why that table cannot be applied.
         assumed: its options that neither config.json nor names determine, each with its values and meaning.
+        packing: the table that the conversion that wrote the checkpoint recorded; see `words_of_packing`.
     """
 
     config: Optional[Configuration] = None
@@ -110,6 +112,7 @@ class Model(NamedTuple):
     tables: Sequence[str] = ()
     refusal: Optional[str] = None
     assumed: Sequence[tuple[str, str]] = ()
+    packing: Sequence[str] = ()
 
 
 @dataclass
@@ -157,7 +160,7 @@ def suggest(
 
     Raises:
         UsageError: an option does not go with the form.
-        InputError: there is no checkpoint, or no such step.
+        InputError: there is no checkpoint, no such step, or the strategy does not fit.
         RetryableError: reading failed in a way that may pass.
     """
 
@@ -190,7 +193,11 @@ def suggest(
             strategy, subject = judged[0]
         elif judged:
             subject.checkpoint = None
-    model = _model(src, subject, places)
+    model = _model(src, subject, places)._replace(packing=packing_of(src))
+    if src_strategy is not None and subject.form.options.needs_strategy and subject.checkpoint is None and not resumed:
+        # Every conversion with this strategy would fail.
+        problem = subject.problems[0]
+        raise CheckpointError(problem.text, file=src, hint=problem.hint)
     if strategy is not None and not resumed:
         _add_lost(subject)
     advisor = _Advisor(src, devices, strategy, tuple(options), subject, model, beside, fitting)
@@ -218,15 +225,18 @@ def _recorded_strategy(directory: str) -> Optional[Strategy]:
     """The target strategy of the conversion that wrote a directory; None if it is unknown, missing or changed."""
     with suppress(ReshardError):
         begun = current(ledgers_in(directory or os.curdir))
-        commands = begun[0].commands() if len(begun) == 1 else []
+        if len(begun) != 1:
+            return None
+        identity, commands = begun[0].identity, begun[0].commands()
         path = commands[0].target_strategy if commands else None
         if path == SAME:
-            path = commands[0].source_strategy
-        if path == NONE:
+            written = os.path.join(directory, STRATEGY_FILE)
+            path = written if exists(written) else commands[0].source_strategy
+        if path == NONE and identity.ranks == 1:
             return Strategy.none()
         if path is not None and names_files(path) and exists(path):
             strategy = read_strategy(path)
-            if strategy_digest(strategy) == begun[0].identity.target_strategy:
+            if strategy_digest(strategy) == identity.target_strategy:
                 return strategy
     return None
 
@@ -549,7 +559,7 @@ class _Advisor:
         devices = "the new cluster" if self._devices is None else f"{plural(self._devices, 'device')}"
         return (
             f"The strategy of {devices}: a file or a directory. MindSpore writes it when it compiles the network "
-            "for them; `reshard strategy derive` computes it on any machine."
+            "for them; `reshard strategy derive` and `make` compute it on any machine."
         )
 
     def _targets(self) -> list[Strategy]:
@@ -592,6 +602,12 @@ class _Advisor:
         model = self._model
         if model.side != side:
             return (), ()
+        if model.packing:
+            recorded = tuple(words_of_packing(model.packing))
+            if "--config" not in recorded or exists(recorded[-1]):
+                return recorded, ()
+            text = f"The model's config.json: {recorded[-1]}, which the records list, does not exist."
+            return (*recorded[:-1], CONFIG), (Missing(CONFIG, text),)
         if model.refusal is not None:
             return (), (Missing(None, f"Names stay unchanged, because the table does not fit: {model.refusal}"),)
         if model.config is None or model.type is None or model.type not in model.tables:

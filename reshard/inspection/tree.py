@@ -7,6 +7,7 @@ conversion is a finding here.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import shlex
@@ -16,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Optional
 
-from reshard.checkpoints import Decryption, FileHandles, reading_error
+from reshard.checkpoints import Decryption, FileHandles
 from reshard.defaults import MAX_DEVICES
 from reshard.errors import CheckpointError, InputError, UsageError
 from reshard.forms.ranks import SourceTree, Step, find_checkpoints
@@ -28,7 +29,16 @@ from reshard.forms.ranks.tree import find_rank, skipped_directories
 from reshard.inspection.contents import Finding, InspectedContents, contents_of, conversion_findings, error_by_name
 from reshard.records.ledger import ledgers_in
 from reshard.records.manifest import MANIFEST_NAME
-from reshard.storage import absolute, exists, is_directory, listings_cached, names_in, storage_of, store_of
+from reshard.storage import (
+    absolute,
+    exists,
+    is_directory,
+    listings_cached,
+    names_in,
+    reading,
+    storage_of,
+    store_of,
+)
 from reshard.strategies import Strategy
 from reshard.strategies.replicas import replicas_of_strategy
 from reshard.text.messages import listing
@@ -363,12 +373,9 @@ def _sizes(paths: Sequence[str]) -> dict[str, Optional[int]]:
     """Sizes of files in bytes; None for files that training removed after the listing."""
 
     def size(path: str) -> Optional[int]:
-        try:
+        with reading(path), contextlib.suppress(FileNotFoundError):
             return store_of(path).status(path).size
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            raise reading_error(path, error) from error
+        return None
 
     if not storage_of(paths[0]).remote:
         return {path: size(path) for path in paths}

@@ -9,11 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
-from reshard.errors import CheckpointError, RetryableError
+from reshard.errors import CheckpointError
 from reshard.lora.module_patterns import KeyPatternError, KeyPatterns
 from reshard.lora.pairs import module_of
-from reshard.storage import UnfitError, exists, is_directory, is_regular_file, read_small
-from reshard.storage.json_text import JsonError, parse_json
+from reshard.storage import exists, is_directory, is_regular_file, read_json
 from reshard.text.near_names import similar_path_hint
 from reshard.text.report import Report
 from reshard.text.wording import quoted
@@ -21,6 +20,7 @@ from reshard.text.wording import quoted
 _PEFT_CONFIG, _MINDFORMERS_CONFIG = "adapter_config.json", "mindformers_adapter_config.json"
 _MAX_CONFIG_BYTES = 1 << 22
 _ALPHA = "pass --alpha"
+_KEY_HINT = "correct the key, or remove it from a copy of the file"
 MIN_ALPHA, MAX_ALPHA = 1e-9, 1e9
 """Limits of every alpha: smaller values vanish in Float32, larger values overflow 16-bit weights."""
 # Initialisations that subtract the initial product from the weights.
@@ -80,29 +80,28 @@ class Scale:
             CheckpointError: a key matches no module, or a rank differs.
         """
         modules = [module_of(stem) for stem in ranks]
-        try:
-            for name, patterns in (("alpha_pattern", self.alphas), ("rank_pattern", self.ranks)):
-                unused = patterns.unused(modules)
-                if unused:
-                    raise CheckpointError(
-                        f"{self.path}: the key {quoted(unused[0])} of {name} matches no module of the adapter, such as "
-                        f"{quoted(modules[0])}",
-                        file=self.path,
-                        hint="correct the key, or remove it from a copy of the file",
-                    )
-            for stem, rank in ranks.items():
-                own_rank = self.ranks.value(module_of(stem))
-                stated, name = (self.rank, "r") if own_rank is None else (own_rank, "rank_pattern")
-                if stated is not None and stated != rank:
-                    raise CheckpointError(
-                        f"{self.path}: {name} is {stated:g} for {quoted(module_of(stem))}, whose matrices have rank "
-                        f"{rank}",
-                        file=self.path,
-                        parameter=stem,
-                        hint="is it the configuration of another adapter?",
-                    )
-        except KeyPatternError as error:
-            raise CheckpointError(f"{self.path}: {error}", file=self.path) from error
+        for name, patterns in (("alpha_pattern", self.alphas), ("rank_pattern", self.ranks)):
+            try:
+                unused = patterns.match(modules)
+            except KeyPatternError as error:
+                raise CheckpointError(f"{self.path}: {name}: {error}", file=self.path, hint=_KEY_HINT) from error
+            if unused:
+                raise CheckpointError(
+                    f"{self.path}: the key {quoted(unused[0])} of {name} matches no module of the adapter, such as "
+                    f"{quoted(modules[0])}",
+                    file=self.path,
+                    hint=_KEY_HINT,
+                )
+        for module, (stem, rank) in zip(modules, ranks.items()):
+            own_rank = self.ranks.value(module)
+            stated, name = (self.rank, "r") if own_rank is None else (own_rank, "rank_pattern")
+            if stated is not None and stated != rank:
+                raise CheckpointError(
+                    f"{self.path}: {name} is {stated:g} for {quoted(module)}, whose matrices have rank {rank}",
+                    file=self.path,
+                    parameter=stem,
+                    hint="is it the configuration of another adapter?",
+                )
 
 
 def scale_of(adapter: str, alpha: Optional[float], report: Report) -> Scale:
@@ -193,23 +192,13 @@ def _patterns(path: str, name: str, config: Mapping[str, Any]) -> KeyPatterns:
     values = config.get(name) or {}
     if not isinstance(values, Mapping):
         raise CheckpointError(f"{path}: {name} is not a JSON object", file=path)
-    try:
-        return KeyPatterns({key: _number(path, f"{name} of {quoted(key)}", value) for key, value in values.items()})
-    except KeyPatternError as error:
-        raise CheckpointError(
-            f"{path}: {name}: {error}", file=path, hint="correct the key in a copy of the file"
-        ) from error
+    return KeyPatterns({key: _number(path, f"{name} of {quoted(key)}", value) for key, value in values.items()})
 
 
 def _config(path: str) -> Mapping[str, Any]:
-    try:
-        config = parse_json(read_small(path, _MAX_CONFIG_BYTES))
-    except (UnfitError, JsonError) as error:
-        raise CheckpointError(f"{path} {error}", file=path) from error
-    except OSError as error:
-        raise RetryableError(f"{path}: cannot be read: {error.strerror or error}", file=path) from error
-    if not isinstance(config, Mapping):
-        raise CheckpointError(f"{path}: contains no JSON object", file=path)
+    config = read_json(path, _MAX_CONFIG_BYTES)
+    if config is None:
+        raise CheckpointError(f"{path}: does not exist", file=path)
     # MindFormers nests it in lora_config.
     inner = config.get("lora_config")
     return inner if isinstance(inner, Mapping) else config

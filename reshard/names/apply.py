@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import NamedTuple, Optional
 
 from reshard.layout.views import ZEROS, View
-from reshard.names.matching import Instance, InstanceKey, NameMatch, Side, SidedRule
-from reshard.names.misfits import Misfits, check_complete
+from reshard.names.matching import InstanceKey, NameMatch, Side, SidedRule
+from reshard.names.misfits import Completeness, Misfits, Reason
 from reshard.names.model import NameRules
-from reshard.names.operations import TAKE, Shape, SizedOperation
+from reshard.names.operations import TAKE, Shape, SizedOperation, apply_all
 from reshard.names.options import Settled, settle, side_of
 from reshard.names.pattern import Pattern, SizedPattern
-from reshard.names.views import views_of
 from reshard.text.messages import listing
 from reshard.text.names import OTHER, WEIGHTS, is_value, kind_of, state_prefix
 from reshard.text.products import SizeError
-from reshard.text.wording import plural
+from reshard.text.wording import plural, quoted
 
 
 class NamedView(NamedTuple):
@@ -66,6 +65,7 @@ class Applied:
         notes: notes for the user.
         assumed: options with their default value: ``gate_up=interleaved``.
         options: all options of the table with their values.
+        sizes: the sizes of the model that the rules used.
     """
 
     reversed: bool
@@ -77,6 +77,7 @@ class Applied:
     notes: tuple[str, ...]
     assumed: tuple[str, ...]
     options: Mapping[str, str]
+    sizes: Mapping[str, int]
 
 
 def apply_rules(
@@ -105,26 +106,31 @@ def apply_rules(
     side = side_of(rules, settled, shapes, reverse)
     run = _Application(rules, side, shapes, optimizer, settled, values)
     run.sort()
-    check_complete(side, run.instances, run.problems, rules.keeps_others)
+    Completeness(side, run.instances, run.problems).check(rules.keeps_others)
     run.check_used()
     run.compute_views()
     run.problems.check()
     return run.applied()
 
 
-def warning_of(rules: NameRules, applied: Applied) -> Optional[str]:
-    """A warning about options with their default value, or None.
+def warning_of(rules: NameRules, applied: Applied, recorded: Collection[str] = ()) -> Optional[str]:
+    """A warning about options with their default value, or None; those in the source's `recorded` packing are right.
 
     A wrong value gives the same names and shapes, but a model with wrong numbers.
     """
-    if not applied.assumed:
+    assumed = [text for text in applied.assumed if f"option {text}" not in recorded]
+    if not assumed:
         return None
-    values = ",".join(applied.assumed)
+    values = ",".join(assumed)
     stated = ",".join([rules.path, *(f"{name}={value}" for name, value in rules.chosen), values])
     return (
         f"the rules {rules.path} are applied with the default {values}: neither --names nor a configuration states it; "
         f"state it with --names {stated}"
     )
+
+
+InstanceNames = dict[tuple[int, int], str]
+"""The names that one rule converts together, per column and value of the stacked number."""
 
 
 class _ShapeClass(NamedTuple):
@@ -154,7 +160,7 @@ class _Application:
     settled: Settled
     values: AbstractSet[str]
     problems: Misfits = field(init=False)
-    instances: dict[InstanceKey, Instance] = field(default_factory=dict)
+    instances: dict[InstanceKey, InstanceNames] = field(default_factory=dict)
     unchanged: list[str] = field(default_factory=list)
     fixed: list[str] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
@@ -163,6 +169,7 @@ class _Application:
     views: dict[str, NamedView] = field(default_factory=dict)
     tied: list[tuple[str, str]] = field(default_factory=list)
     notes: dict[str, list[str]] = field(default_factory=dict)
+    repeated: dict[str, list[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         side = self.rules.sides[self.side.reverse]
@@ -191,7 +198,8 @@ class _Application:
                     self.problems.unmatched.append(name)
                 else:
                     count = self.side.counts[number] or 0
-                    self.problems.beyond[name] = (number, count, self.side.sizes.source)
+                    limit = f": {number} must be less than {count}, by {self.side.sizes.source}"
+                    self.problems.note(Reason("", limit), name)
 
     def _sort_state(self, name: str, prefix: str, base: str) -> None:
         if not (self.optimizer or self.rules.keeps_others):
@@ -209,8 +217,9 @@ class _Application:
         if not matches:
             return False
         if len(matches) > 1:
-            texts = [self._source_of(match).text for match in matches]
-            self.problems.ambiguous[name] = tuple(dict.fromkeys(texts))
+            texts = ", ".join(dict.fromkeys(quoted(self._source_of(match).text) for match in matches))
+            reason = Reason("", f" match more than one rule: {texts}", f" matches more than one rule: {texts}")
+            self.problems.note(reason, name)
             return True
         match = matches[0]
         rule = self.side.sided[match.key.rule].rule
@@ -218,8 +227,8 @@ class _Application:
             self.dropped.append(name)
             return True
         if prefix and rule.operations and self.shapes.get(fitting) != self.shapes[name]:
-            self.problems.other_shapes.append(name)
-        self.instances.setdefault(match.key, Instance()).names[match.column, match.value] = name
+            self.problems.note(Reason("state of another shape than its weight cannot follow it: "), name)
+        self.instances.setdefault(match.key, {})[match.column, match.value] = name
         return True
 
     def _source_of(self, match: NameMatch) -> Pattern:
@@ -234,7 +243,7 @@ class _Application:
                 continue
             shape_class = self._class(key.rule, sided, tuple(self.shapes[name] for name in names))
             if shape_class.error:
-                self.problems.unfit.setdefault(f"{sided.rule.where}: {shape_class.error}", []).append(names[0])
+                self.problems.note(Reason(f"{sided.rule.where}: {shape_class.error}: "), names[0])
                 continue
             targets = self._targets(key, sided, len(shape_class.views), names)
             if targets is not None:
@@ -242,6 +251,9 @@ class _Application:
         for name in self.unchanged:
             view = View.whole(0, self.shapes[name])
             self._add_step(AppliedStep("", (), (name,), (name,)), [((0,), view)])
+        for target, sources in self.repeated.items():
+            texts = ", ".join(map(quoted, dict.fromkeys(sources)))
+            self.problems.note(Reason("", f" would be made more than once: {texts}"), target)
         if self.rules.keeps_others:
             self._in_source_order()
 
@@ -255,10 +267,10 @@ class _Application:
 
     def _sources(self, key: InstanceKey, sided: SidedRule) -> Optional[tuple[str, ...]]:
         """The names that a rule needs; None, after noting them, if some are missing."""
-        names = self.instances[key].names
+        names = self.instances[key]
         count = 1
         if sided.stacked is not None:
-            count = self.side.counts.get(sided.stacked) or self.instances[key].count()
+            count = self.side.counts.get(sided.stacked) or max(value for _, value in names) + 1
         complete = len(names) == count * len(sided.sources)
         sources = []
         for column, pattern in enumerate(sided.sources):
@@ -279,7 +291,7 @@ class _Application:
         expected = 1 if sided.unstacked is None else self.side.counts.get(sided.unstacked)
         if remainder or (expected is not None and each != expected):
             problem = f"{sided.rule.where}: makes {each} of {{{sided.unstacked}}}, and by {self.side.sizes.source} "
-            self.problems.unfit.setdefault(f"{problem}there are {expected}", []).append(names[0])
+            self.problems.note(Reason(f"{problem}there are {expected}: "), names[0])
             return None
         return tuple(
             _named(key, sided, pattern, value, sided.unstacked) for pattern in sided.targets for value in range(each)
@@ -290,24 +302,13 @@ class _Application:
         shape_class = self._classes.get((number, shapes))
         if shape_class is None:
             try:
-                shape_class = self._sized(sided, shapes)
+                chain = apply_all(sided.rule.in_direction(self.side.reverse), shapes, self.side.sizes)
+                views = tuple(_needed(view, len(shapes)) for view in chain.views)
+                shape_class = _ShapeClass(chain.operations, views, chain.notes)
             except SizeError as error:
                 shape_class = _ShapeClass((), (), (), str(error))
             self._classes[number, shapes] = shape_class
         return shape_class
-
-    def _sized(self, sided: SidedRule, shapes: tuple[Shape, ...]) -> _ShapeClass:
-        operations, notes = [], []
-        shapes_now = [*shapes]
-        for operation in sided.rule.in_direction(self.side.reverse):
-            sized = operation.sized(shapes_now, self.side.sizes)
-            shapes_now = sized.shapes
-            if sized.operation is not None:
-                operations.append(sized.operation)
-            if sized.note is not None:
-                notes.append(sized.note)
-        views = tuple(_needed(view, len(shapes)) for view in views_of(operations, shapes))
-        return _ShapeClass(tuple(operations), views, tuple(notes))
 
     def _add(
         self, sided: SidedRule, shape_class: _ShapeClass, names: tuple[str, ...], targets: tuple[str, ...]
@@ -325,8 +326,7 @@ class _Application:
         for target, (needed, view) in zip(step.targets, views):
             sources = step.sources if needed is None else tuple(step.sources[number] for number in needed)
             if target in self.views:
-                sources_of_both = (*self.problems.twice.get(target, self.views[target].sources[:1]), *sources[:1])
-                self.problems.twice[target] = tuple(dict.fromkeys(sources_of_both))
+                self.repeated.setdefault(target, [*self.views[target].sources[:1]]).extend(sources[:1])
             self.views[target] = NamedView(target, sources, view)
 
     def _in_order(self) -> Iterator[InstanceKey]:
@@ -375,6 +375,7 @@ class _Application:
             tuple(notes),
             tuple(f"{name}={self.settled.values[name]}" for name in self.settled.assumed),
             self.settled.values,
+            self.settled.sizes.used,
         )
 
 

@@ -7,7 +7,8 @@
 | ``optimizer.state.NAME.exp_avg_sq``, ``optimizer.state.exp_avg_sq.NAME`` | ``adam_v.NAME`` |
 | ``optimizer.state.fp32_param.NAME`` | ``main_param.NAME`` |
 
-Other optimizer state has no place outside of a trainer's state, such as a step for each parameter.
+Recorded keys around these, such as ``app`` in ``app.model.NAME``, are removed with them. Other optimizer state has no
+place outside of a trainer's state, such as a step for each parameter.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ _STATES = {"exp_avg": "adam_m.", "exp_avg_sq": "adam_v.", "fp32_param": "main_pa
 _INNER = ("optim.", "state.")
 # Modules around others, of torch.compile, FSDP and activation checkpointing.
 _WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+# Optimizer state without a key of its own: an optimizer's flattened state, saved beside a model's names.
+_BARE_STATE, _BARE_GROUPS = "state.", "param_groups."
 # Names of a causal language model of Hugging Face in a trainer's state.
 _CAUSAL = ("model.model.", "model.lm_head.")
 
@@ -32,15 +35,17 @@ class PlainNames(NamedTuple):
 
     Attributes:
         names: the new name of every tensor; None for skipped tensors.
-        rooted: names began with ``model.``, which is removed.
+        prefix: the removed beginning of names, such as ``model.``; empty if none is removed.
         left_out: optimizer state that has no other name.
         outside: other tensors of the state, such as those of a generator.
+        kept: recorded keys before names of weights that are not removed.
     """
 
     names: dict[str, Optional[str]]
-    rooted: bool
+    prefix: str
     left_out: list[str]
     outside: Sequence[str] = ()
+    kept: Sequence[str] = ()
 
 
 def plain_names(
@@ -48,8 +53,10 @@ def plain_names(
 ) -> PlainNames:
     """The names of tensors of a trainer's state as a model has them.
 
-    ``model.`` is removed if it is a recorded key of nested dictionaries. Without records it is removed if every weight
-    has it and the state is a trainer's: it has optimizer state, or a second ``model.`` or ``lm_head.`` follows.
+    ``model.`` is removed if it is a recorded key of nested dictionaries, with the keys before it. Without records it is
+    removed if every weight has it and the state is a trainer's: it has optimizer state, or a second ``model.`` or
+    ``lm_head.`` follows. Where weights have no recorded keys before their names, those that have some are not the
+    model's.
 
     Args:
         names: of all tensors.
@@ -57,38 +64,84 @@ def plain_names(
         keys: by name, where it is recorded, the keys of the nested dictionaries that it was made of.
         optimizer: optimizer state is kept, under MindSpore's names.
     """
-    weights = [name for name in names if not trainer_optimizer(name)]
+    around = _keys_around(names, keys)
+    if around:
+        return _inner_names(around, names, objects, keys, optimizer)
+    bare = any(name.startswith(_BARE_GROUPS) for name in objects)
+    states = {name for name in names if trainer_optimizer(name) or (bare and name.startswith(_BARE_STATE))}
+    weights = [name for name in names if name not in states]
     unrecorded = [name for name in weights if name not in keys]
     rooted = {name for name in weights if name in keys and len(keys[name]) > 1 and keys[name][0] == MODEL[:-1]}
     if unrecorded and all(name.startswith(MODEL) for name in unrecorded):
-        beside = any(trainer_optimizer(name) for name in (*names, *objects))
+        beside = states or any(trainer_optimizer(name) for name in objects)
         if beside or any(name.startswith(_CAUSAL) for name in unrecorded):
             rooted.update(unrecorded)
     if rooted:
         # Names that an edit gave have no recorded keys, or only themselves.
         rooted.update(name for name in weights if len(keys.get(name, ())) < 2 and name.startswith(MODEL))
-    new_names: dict[str, Optional[str]] = {}
-    left_out: list[str] = []
-    # Of a nested state, a key beside "model" is not of the model. Counters and MindSpore's optimizer state stay.
     all_names = frozenset(names)
-    outside = [
-        name
-        for name in weights
-        if rooted
-        and name not in rooted
-        and keys.get(name, (MODEL[:-1],))[0] != MODEL[:-1]
-        and is_weight(name, all_names)
-    ]
+    # Counters and MindSpore's optimizer state stay.
+    others = [name for name in weights if name not in rooted and is_weight(name, all_names)]
+    nested = [name for name in others if len(keys.get(name, ())) > 1]
+    outside: list[str] = []
+    if rooted:
+        # Of a nested state, a key beside "model" is not of the model.
+        outside = [name for name in others if keys.get(name, (MODEL[:-1],))[0] != MODEL[:-1]]
+    elif any("." in name and len(keys.get(name, ())) == 1 for name in others):
+        outside = nested
+    new_names: dict[str, Optional[str]] = {}
     for name in names:
-        if trainer_optimizer(name):
+        if name in states:
             new_names[name] = _state_name(name) if optimizer else None
-            if new_names[name] is None:
-                left_out.append(name)
-        elif name in outside:
-            new_names[name] = None
         else:
             new_names[name] = _unwrapped(name[len(MODEL) :] if name in rooted else name)
-    return PlainNames(new_names, bool(rooted), left_out, outside)
+    left_out = [name for name in names if new_names[name] is None]
+    new_names.update(dict.fromkeys(outside))
+    kept = {} if rooted or outside else {_keys_before(keys[name]): None for name in nested}
+    return PlainNames(new_names, MODEL if rooted else "", left_out, outside, [*kept])
+
+
+def _keys_before(path: Sequence[Any]) -> str:
+    """The keys before a model's name, joined: to "model", or the first one."""
+    count = path.index(MODEL[:-1]) + 1 if MODEL[:-1] in path[:-1] else 1
+    return ".".join(map(str, path[:count]))
+
+
+def _keys_around(names: Collection[str], keys: Mapping[str, Sequence[Any]]) -> tuple[Any, ...]:
+    """The recorded keys before that of the one model; empty if there are none, or several models."""
+    recorded = [tuple(keys[name]) for name in names if name in keys]
+    around = {path[: path.index(MODEL[:-1])] for path in recorded if MODEL[:-1] in path[:-1]}
+    return around.pop() if len(around) == 1 else ()
+
+
+def _inner_names(
+    around: tuple[Any, ...],
+    names: Collection[str],
+    objects: Collection[str],
+    keys: Mapping[str, Sequence[Any]],
+    optimizer: bool,
+) -> PlainNames:
+    """`plain_names` of the state in some keys of another one, whose other tensors are not of the model."""
+    prefix = "".join(f"{key}." for key in around)
+    count = len(prefix)
+    inner = [name for name in names if name.startswith(prefix)]
+    plain = plain_names(
+        [name[count:] for name in inner],
+        [name[count:] for name in objects if name.startswith(prefix)],
+        {name[count:]: keys[name][len(around) :] for name in inner if name in keys},
+        optimizer,
+    )
+    all_names = frozenset(names)
+    new_names: dict[str, Optional[str]] = {name: name for name in names}
+    new_names.update((name, plain.names[name[count:]]) for name in inner)
+    left_out = [prefix + name for name in plain.left_out]
+    for name in names:
+        if not name.startswith(prefix) and trainer_optimizer(name):
+            new_names[name] = None
+            left_out.append(name)
+    beside = [name for name in names if not name.startswith(prefix) and is_weight(name, all_names)]
+    new_names.update(dict.fromkeys(beside))
+    return PlainNames(new_names, prefix + plain.prefix, left_out, [*(prefix + name for name in plain.outside), *beside])
 
 
 def possible_plain_names(name: str, optimizer: bool) -> list[str]:
@@ -96,8 +149,11 @@ def possible_plain_names(name: str, optimizer: bool) -> list[str]:
     if trainer_optimizer(name):
         state = _state_name(name) if optimizer else None
         return [] if state is None else [state]
-    unrooted = [name[len(MODEL) :]] if name.startswith(MODEL) else []
-    return [_unwrapped(each) for each in (name, *unrooted)]
+    # Behind any key "model".
+    parts = name.split(".")
+    unrooted = [".".join(parts[place + 1 :]) for place, part in enumerate(parts[:-1]) if part == MODEL[:-1]]
+    state = _state_name(name) if optimizer and name.startswith(_BARE_STATE) else None
+    return [_unwrapped(each) for each in (name, *unrooted, *([] if state is None else [state]))]
 
 
 def _state_name(name: str) -> Optional[str]:

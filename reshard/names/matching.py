@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Optional
 
@@ -139,21 +139,3 @@ class Side:
 
     def _sized(self, patterns: Iterable[Pattern]) -> tuple[SizedPattern, ...]:
         return tuple(SizedPattern(pattern, self.sizes.value) for pattern in patterns)
-
-
-@dataclass
-class Instance:
-    """The names of a rule for some values of its numbers.
-
-    Attributes:
-        names: the name, per column and value of the stacked number.
-    """
-
-    names: dict[tuple[int, int], str] = field(default_factory=dict)
-
-    def count(self) -> int:
-        """The number of values of the stacked number, from its largest value."""
-        return max(value for _, value in self.names) + 1
-
-
-Instances = Mapping[InstanceKey, Instance]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Optional
+from typing import NamedTuple, Optional
 
 from reshard.errors import NamesError
-from reshard.names.matching import Instances, Side, SidedRule
+from reshard.names.matching import InstanceKey, Side, SidedRule
 from reshard.text.messages import Message, block, joined, listing
 from reshard.text.near_names import near_names
 from reshard.text.wording import quoted
@@ -20,6 +20,23 @@ _MOST_PATTERNS = 6
 
 Stars = tuple[str, ...]
 """The texts that stars match."""
+
+Values = tuple[int, ...]
+"""The values of a rule's numbers."""
+
+
+class Reason(NamedTuple):
+    """Why names do not fit: a sentence with the names between two texts.
+
+    Attributes:
+        before: the text before the names.
+        after: the text after them.
+        after_one: the text after a single name, if it differs.
+    """
+
+    before: str
+    after: str = ""
+    after_one: str = ""
 
 
 @dataclass
@@ -42,24 +59,26 @@ class Misfits:
     options: Mapping[str, str]
     names: Collection[str]
     unmatched: list[str] = field(default_factory=list)
-    beyond: dict[str, tuple[str, int, str]] = field(default_factory=dict)
-    ambiguous: dict[str, tuple[str, ...]] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
-    twice: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    cases: list[str] = field(default_factory=list)
-    unfit: dict[str, list[str]] = field(default_factory=dict)
-    other_shapes: list[str] = field(default_factory=list)
-    unused: dict[str, list[str]] = field(default_factory=dict)
+    reasons: dict[Reason, list[str]] = field(default_factory=dict)
 
     @property
     def missing_enough(self) -> bool:
         """Whether the count of missing names reached its limit."""
         return len(self.missing) >= MOST_MISSING
 
+    def note(self, reason: Reason, *names: str) -> None:
+        """Note names that do not fit for a reason; a reason without names is a whole sentence."""
+        self.reasons.setdefault(reason, []).extend(names)
+
     def note_unused(self, sided: SidedRule) -> None:
         """Note a rule that no name matches."""
         for source in sided.sources:
-            self.unused[source.pattern.text] = near_names(source.pattern.text, self.names)
+            text = source.pattern.text
+            number = re.search(r"\{.*?\}", text)
+            digits = f"; {number.group()} matches digits only, * matches any text" if number else ""
+            near = _suggested("did you mean", near_names(text, self.names))
+            self.note(Reason(f"no name matches {quoted(text)}{near}{digits}"))
 
     def check(self) -> None:
         """Refuse the checkpoint if there is a problem.
@@ -67,20 +86,10 @@ class Misfits:
         Raises:
             NamesError: lists all problems.
         """
-        lines = [*self._unmatched(), *self._beyond(), *self._missing(), *map(Message, self.cases)]
-        lines += self._by_patterns(self.ambiguous, "matches more than one rule", "match more than one rule")
-        lines += self._by_patterns(self.twice, "would be made more than once", "would be made more than once")
-        lines += [
-            joined("", [problem, ": ", listing(names)] if len(names) > 1 else [problem, f": {quoted(names[0])}"])
-            for problem, names in self.unfit.items()
-        ]
-        for pattern, near in self.unused.items():
-            suggestion = f"; did you mean {quoted(near[0])}?" if near else ""
-            number = re.search(r"\{.*?\}", pattern)
-            digits = f"; {number.group()} matches digits only, * matches any text" if number else ""
-            lines.append(Message(f"no name matches {quoted(pattern)}{suggestion}{digits}"))
-        if self.other_shapes:
-            lines.append("state of another shape than its weight cannot follow it: " + listing(self.other_shapes))
+        lines = [*self._unmatched(), *self._missing()]
+        for reason, names in self.reasons.items():
+            after = reason.after_one if reason.after_one and len(names) == 1 else reason.after
+            lines.append(joined("", [reason.before, listing(names), after]))
         if lines:
             headline = f"the rules {self.path} do not fit the checkpoint ({self.side}):"
             raise NamesError(block(headline, [joined("", ["  ", line]) for line in lines]), hint=self._hint())
@@ -107,44 +116,21 @@ class Misfits:
         rule = f'[[rule]]\n    {side} = "{_numbers_replaced(name, "*")}"\n    do = "drop"'
         return f"to skip tensors that the model does not need, add a rule to {table}:\n    {rule}"
 
-    def _unmatched(self) -> list[Message]:
-        lines = []
+    def _unmatched(self) -> Iterator[Message]:
         for names in _grouped(self.unmatched):
-            candidates = near_names(_numbers_replaced(names[0], "{number}"), self.patterns)
-            near = [name for name in candidates if name not in names]
-            suggestion = f"; did you mean {quoted(near[0])}?" if near else ""
-            lines.append("no rule matches " + listing(names) + suggestion)
-        return lines
+            near = near_names(_numbers_replaced(names[0], "{number}"), self.patterns)
+            yield "no rule matches " + listing(names) + _suggested("did you mean", near, names)
 
-    def _beyond(self) -> list[Message]:
-        groups: dict[tuple[str, int, str], list[str]] = {}
-        for name, limit in self.beyond.items():
-            groups.setdefault(limit, []).append(name)
-        return [
-            listing(names) + f": {number} must be less than {count}, by {source}"
-            for (number, count, source), names in groups.items()
-        ]
-
-    def _missing(self) -> list[Message]:
-        if not self.missing:
-            return []
+    def _missing(self) -> Iterator[Message]:
         more = " and perhaps more" if self.missing_enough else ""
-        lines = []
         for names in _grouped(self.missing):
-            near = near_names(names[0], self.unmatched)
-            suggestion = f"; is it {quoted(near[0])}?" if near else ""
-            lines.append("missing: " + listing(names) + more + suggestion)
-        return lines
+            yield "missing: " + listing(names) + more + _suggested("is it", near_names(names[0], self.unmatched))
 
-    @staticmethod
-    def _by_patterns(reasons_by_name: dict[str, tuple[str, ...]], singular: str, plural: str) -> list[Message]:
-        groups: dict[tuple[str, ...], list[str]] = {}
-        for name, patterns in reasons_by_name.items():
-            groups.setdefault(patterns, []).append(name)
-        return [
-            listing(names) + f" {singular if len(names) == 1 else plural}: {', '.join(map(quoted, patterns))}"
-            for patterns, names in groups.items()
-        ]
+
+def _suggested(question: str, near: Iterable[str], excluded: Collection[str] = ()) -> str:
+    """A question about the nearest name, if any."""
+    first = next((name for name in near if name not in excluded), None)
+    return "" if first is None else f"; {question} {quoted(first)}?"
 
 
 def _grouped(names: Collection[str]) -> list[list[str]]:
@@ -160,65 +146,112 @@ def _numbers_replaced(name: str, number: str) -> str:
     return re.sub("(?<![a-z0-9])[0-9]+(?![a-z0-9])", number, name)
 
 
-def check_complete(side: Side, instances: Instances, problems: Misfits, keeps_others: bool) -> None:
-    """Note needed rules without any name; `_Application` notes rules with only some names.
+class Completeness:
+    """A check for needed rules without any name; `apply` notes rules with only some names.
 
     Args:
         side: the table.
         instances: the matched names, by rule.
         problems: receives the missing names.
-        keeps_others: names without a rule stay unchanged, so numbers without a count may have gaps.
     """
-    values_of: dict[str, set[int]] = {}
-    present: dict[int, dict[Stars, set[tuple[int, ...]]]] = {}
-    for key in instances:
-        if key.prefix:
-            continue
-        present.setdefault(key.rule, {}).setdefault(key.stars, set()).add(key.values)
-        for number, value in zip(side.sided[key.rule].free, key.values):
-            values_of.setdefault(number, set()).add(value)
-    expected = _Expected(side, values_of)
-    choices: dict[tuple[str, frozenset[str]], dict[str, list[int]]] = {}
-    for place, sided in enumerate(side.sided):
-        rule = sided.rule
-        if rule.drops or (keeps_others and not side.counts.keys() >= {*sided.free}):
-            continue
-        if rule.choice is not None and rule.case is not None:
-            cases = choices.setdefault((rule.choice, frozenset(sided.free)), {})
-            cases.setdefault(rule.case, []).append(place)
-        elif place not in present and any(source.pattern.stars for source in sided.sources):
-            # The texts of the stars are unknown.
-            if not rule.optional and next(iter(expected.values(sided)), None) is not None:
-                problems.note_unused(sided)
-        elif place in present or not rule.optional:
-            for stars, values in present.get(place, {(): set()}).items():
-                _note(side, place, expected.values(sided), values, stars, problems)
-    for (choice, _), cases in choices.items():
-        _check_choice(side, choice, cases, expected, present, problems)
 
+    def __init__(self, side: Side, instances: Iterable[InstanceKey], problems: Misfits) -> None:
+        self._side = side
+        self._problems = problems
+        self._present: dict[int, dict[Stars, set[Values]]] = {}
+        values_of: dict[str, set[int]] = {number: set() for sided in side.sided for number in sided.free}
+        for key in instances:
+            if key.prefix:
+                continue
+            self._present.setdefault(key.rule, {}).setdefault(key.stars, set()).add(key.values)
+            for number, value in zip(side.sided[key.rule].free, key.values):
+                values_of[number].add(value)
+        self._expected_of = {number: self._range(number, present) for number, present in values_of.items()}
 
-class _Expected:
-    """The expected values of the numbers in names."""
-
-    def __init__(self, side: Side, present_values: dict[str, set[int]]) -> None:
-        self._seen = present_values
-        self._counts = side.counts
-        self._exact = {number.name for number in side.numbers if not number.may_miss}
-
-    def values(self, sided: SidedRule) -> Iterator[tuple[int, ...]]:
-        """All values of a rule's numbers for which names are expected."""
-        return _product([self._of(number) for number in sided.free])
-
-    def _of(self, number: str) -> Iterable[int]:
-        count = self._counts.get(number)
-        if count is not None and number in self._exact:
+    def _range(self, number: str, present: Collection[int]) -> Iterable[int]:
+        """The values of a number for which names are expected."""
+        count = self._side.counts.get(number)
+        if count is not None and not any(each.name == number and each.may_miss for each in self._side.numbers):
             return range(count)
-        present = self._seen.get(number, set())
         # Numbers of the table start at 0 without gaps; other numbers may have any values.
-        return range(max(present) + 1) if present and number in self._counts else sorted(present)
+        return range(max(present) + 1) if present and number in self._side.counts else sorted(present)
+
+    def _expected(self, sided: SidedRule) -> Iterator[Values]:
+        """All values of a rule's numbers for which names are expected."""
+        return _product([self._expected_of[number] for number in sided.free])
+
+    def check(self, keeps_others: bool) -> None:
+        """Note what is missing.
+
+        Args:
+            keeps_others: names without a rule stay unchanged, so numbers without a count may have gaps.
+        """
+        choices: dict[tuple[str, frozenset[str]], dict[str, list[int]]] = {}
+        for place, sided in enumerate(self._side.sided):
+            rule, present = sided.rule, self._present.get(place)
+            if rule.drops or (keeps_others and not self._side.counts.keys() >= {*sided.free}):
+                continue
+            if rule.choice is not None and rule.case is not None:
+                cases = choices.setdefault((rule.choice, frozenset(sided.free)), {})
+                cases.setdefault(rule.case, []).append(place)
+            elif present is not None:
+                for stars, values in present.items():
+                    self._note(sided, self._expected(sided), values, stars)
+            elif rule.optional:
+                continue
+            elif not any(source.pattern.stars for source in sided.sources):
+                self._note(sided, self._expected(sided))
+            # The texts of the stars are unknown.
+            elif next(self._expected(sided), None) is not None:
+                self._problems.note_unused(sided)
+        for (choice, _), cases in choices.items():
+            self._check_choice(choice, cases)
+
+    def _note(
+        self, sided: SidedRule, expected: Iterable[Values], present: Collection[Values] = (), stars: Stars = ()
+    ) -> None:
+        """Note the missing names of a rule."""
+        for values in expected:
+            if values in present:
+                continue
+            if self._problems.missing_enough:
+                return
+            values_by_name = dict(zip(sided.free, values))
+            if sided.stacked is not None:
+                values_by_name[sided.stacked] = 0
+            self._problems.missing += [source.name(values_by_name, stars) for source in sided.sources]
+
+    def _check_choice(self, choice: str, cases: Mapping[str, Sequence[int]]) -> None:
+        """Check that names of exactly one case are present for each value of the numbers."""
+        rules = {place: self._side.sided[place] for places in cases.values() for place in places}
+        # Rules of a choice have no stars.
+        present = {place: self._present.get(place, {}).get((), set()) for place in rules}
+        any_rule = next(iter(rules.values()))
+        wrong: dict[str, list[Values]] = {}
+        for values in self._expected(any_rule):
+            values_by_name = dict(zip(any_rule.free, values))
+            values_of = {place: tuple(values_by_name[each] for each in sided.free) for place, sided in rules.items()}
+            fits = {place for place, own_values in values_of.items() if own_values in present[place]}
+            used = [case for case, places in cases.items() if not fits.isdisjoint(places)]
+            if len(used) == 1:
+                for place in cases[used[0]]:
+                    if not rules[place].rule.optional:
+                        self._note(rules[place], [values_of[place]], present[place])
+                continue
+            problem = f"both {' and '.join(used)} are present" if used else f"none of {', '.join(cases)} is present"
+            wrong.setdefault(problem, []).append(values)
+            if len(wrong[problem]) > 100000:
+                break
+        for problem, places_of_problem in wrong.items():
+            shown = ", ".join(
+                ", ".join(f"{number} {value}" for number, value in zip(any_rule.free, values))
+                for values in places_of_problem[:4]
+            )
+            more = f" and {len(places_of_problem) - 4} more" if len(places_of_problem) > 4 else ""
+            self._problems.note(Reason(f"{choice}: {problem}{' for ' if any_rule.free else ''}{shown}{more}"))
 
 
-def _product(values: Sequence[Iterable[int]]) -> Iterator[tuple[int, ...]]:
+def _product(values: Sequence[Iterable[int]]) -> Iterator[Values]:
     """All combinations, lazily: with a wrong configuration they may not fit in memory."""
     if not values:
         yield ()
@@ -226,67 +259,3 @@ def _product(values: Sequence[Iterable[int]]) -> Iterator[tuple[int, ...]]:
     for first in values[0]:
         for later in _product(values[1:]):
             yield (first, *later)
-
-
-def _note(
-    side: Side,
-    number: int,
-    expected: Iterable[tuple[int, ...]],
-    present: set[tuple[int, ...]],
-    stars: Stars,
-    problems: Misfits,
-) -> None:
-    sided = side.sided[number]
-    for values in expected:
-        if values in present:
-            continue
-        if problems.missing_enough:
-            return
-        values_by_name = dict(zip(sided.free, values))
-        if sided.stacked is not None:
-            values_by_name[sided.stacked] = 0
-        problems.missing += [source.name(values_by_name, stars) for source in sided.sources]
-
-
-def _check_choice(
-    side: Side,
-    choice: str,
-    cases: dict[str, list[int]],
-    expected: _Expected,
-    present: dict[int, dict[Stars, set[tuple[int, ...]]]],
-    problems: Misfits,
-) -> None:
-    """Check that names of exactly one case are present for each value of the numbers."""
-    any_rule = side.sided[next(iter(cases.values()))[0]]
-    free = any_rule.free
-    # Rules of a choice have no stars.
-    present_values = {rule: present.get(rule, {}).get((), set()) for rules in cases.values() for rule in rules}
-    wrong: dict[str, list[tuple[int, ...]]] = {}
-    for values in expected.values(any_rule):
-        values_of = {
-            rule: tuple(dict(zip(free, values))[each] for each in side.sided[rule].free)
-            for rules in cases.values()
-            for rule in rules
-        }
-        used_cases = [
-            case for case, rules in cases.items() if any(values_of[rule] in present_values[rule] for rule in rules)
-        ]
-        if len(used_cases) == 1:
-            for rule in cases[used_cases[0]]:
-                if not side.sided[rule].rule.optional:
-                    _note(side, rule, [values_of[rule]], present_values[rule], (), problems)
-            continue
-        problem = (
-            f"both {' and '.join(used_cases)} are present" if used_cases else f"none of {', '.join(cases)} is present"
-        )
-        wrong.setdefault(f"{choice}: {problem}", []).append(values)
-        if len(wrong[f"{choice}: {problem}"]) > 100000:
-            break
-    for problem, places in wrong.items():
-        shown = ", ".join(_shown(free, values) for values in places[:4])
-        more = f" and {len(places) - 4} more" if len(places) > 4 else ""
-        problems.cases.append(f"{problem}{' for ' if free else ''}{shown if free else ''}{more}")
-
-
-def _shown(free: tuple[str, ...], values: tuple[int, ...]) -> str:
-    return ", ".join(f"{number} {value}" for number, value in zip(free, values))

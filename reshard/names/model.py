@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Optional
 
-from reshard.names.operations import Operation, Stack, Unstack
+from reshard.names.operations import Operation, Stack
 from reshard.names.pattern import Pattern
 from reshard.names.sizes import ModelSize, config_value
 from reshard.text.products import Product
@@ -102,13 +102,7 @@ class NameRule:
     @property
     def stacked(self) -> frozenset[str]:
         """Numbers that only one side has."""
-        numbers = set()
-        for operation in self.operations:
-            if isinstance(operation, Stack):
-                numbers.add(operation.number)
-            elif isinstance(operation, Unstack):
-                numbers.add(operation.stack.number)
-        return frozenset(numbers)
+        return frozenset(operation.number for operation in self.operations if isinstance(operation, Stack))
 
     def in_direction(self, reverse: bool) -> tuple[Operation, ...]:
         """The operations from one side to the other, in execution order."""
@@ -144,6 +138,17 @@ class NameRules:
     direction: str = EITHER
     keeps_others: bool = False
     text: str = ""
+
+    @property
+    def packing_options(self) -> frozenset[str]:
+        """The options that decide between rules for the same names: no name contradicts a wrong value."""
+        alike: dict[tuple[tuple[Pattern, ...], tuple[Pattern, ...]], list[NameRule]] = {}
+        for rule in self.rules:
+            alike.setdefault((rule.left, rule.right), []).append(rule)
+        differing = (rules for rules in alike.values() if len({rule.operations for rule in rules}) > 1)
+        by_names = {option.name for option in self.options if option.name_values}
+        options = {condition.option for rules in differing for rule in rules for condition in rule.when}
+        return frozenset(options - by_names)
 
     def size_values(self, config: Optional[Mapping[str, object]]) -> dict[str, object]:
         """The values in a configuration that the table's sizes use.

@@ -1,4 +1,4 @@
-"""Operations of rules on tensors: as in rules, and with the sizes of real tensors.
+"""Operations of rules on tensors: each checks the shapes of its operands, and creates views of them.
 
 An operation converts a list of tensors to another list. The tensors of a rule are in *columns*, one per name of the
 rule; a column is one tensor, or one tensor per value of a stacked number, in order.
@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Optional
 
+from reshard.layout.views import View
 from reshard.names.sizes import ModelSizes, solved
 from reshard.text.products import Product, SizeError
 
@@ -23,7 +24,7 @@ TRANSPOSE, RESHAPE, PAD, UNPAD, COPY, TAKE = "transpose", "reshape", "pad", "unp
 
 @dataclass(frozen=True)
 class SizedOperation:
-    """An operation on a list of tensors, with its sizes.
+    """An operation on a list of tensors, with its sizes: all that a proof without views needs.
 
     With ``n`` tensors in the list, numbered from 0, ``k = len(sizes)`` and ``c = count``:
 
@@ -59,37 +60,37 @@ class SizedOperation:
     count: int = 1
 
 
-class SizedStep(NamedTuple):
-    """An operation on real tensors.
+class AppliedOperation(NamedTuple):
+    """The results of an operation.
 
     Attributes:
+        views: the results, as views of the sources.
         operation: with its sizes; None if it changes nothing.
-        shapes: of the results.
         note: a note for the user, if any.
     """
 
-    operation: Optional[SizedOperation]
-    shapes: list[Shape]
+    views: Sequence[View]
+    operation: Optional[SizedOperation] = None
     note: Optional[str] = None
 
 
 class Operation(ABC):
-    """An operation of a rule."""
+    """An operation of a rule, from left to right or, if ``inverted``, from right to left."""
 
     @abstractmethod
     def inverse(self) -> Operation:
         """The inverse operation."""
 
     @abstractmethod
-    def sized(self, shapes: Sequence[Shape], sizes: ModelSizes) -> SizedStep:
-        """The operation for tensors of these shapes.
+    def apply(self, views: Sequence[View], sizes: ModelSizes) -> AppliedOperation:
+        """The results for these operands.
 
         Args:
-            shapes: of its operands.
+            views: the operands.
             sizes: of the model.
 
         Raises:
-            SizeError: it does not fit these shapes.
+            SizeError: it does not fit their shapes.
             NamesError: a size is unknown.
         """
 
@@ -104,6 +105,7 @@ class Join(Operation):
         parts: elements of each along the dimension, None for the rest; equal parts by default.
         groups: number of groups; one by default.
         block: instead of ``groups``, the elements of each tensor in a group.
+        inverted: one tensor is split into several.
     """
 
     dimension: int
@@ -111,31 +113,64 @@ class Join(Operation):
     parts: Optional[tuple[Optional[Product], ...]] = None
     groups: Optional[Product] = None
     block: Optional[Product] = None
+    inverted: bool = False
 
-    def inverse(self) -> Split:
-        """The split into the same tensors."""
-        return Split(self)
-
-    def sized(self, shapes: Sequence[Shape], sizes: ModelSizes) -> SizedStep:
+    def inverse(self) -> Join:
         """See `Operation`."""
-        per_column = len(shapes) // self.count
-        results = []
-        lengths = None
-        for number in range(per_column):
-            joined = shapes[number::per_column]
-            _dimension(self.dimension, joined[0])
-            if len({_without(shape, self.dimension) for shape in joined}) != 1:
-                raise SizeError(f"shapes {_some(joined)} differ in a dimension other than {self.dimension}")
-            own_lengths = tuple(shape[self.dimension] for shape in joined)
-            if lengths not in (None, own_lengths):
-                raise SizeError(f"shapes {_some(shapes)} differ")
-            lengths = own_lengths
-            results.append(_with(joined[0], self.dimension, sum(own_lengths)))
-        assert lengths is not None
-        self._check(lengths, shapes, sizes)
-        return SizedStep(self._operation(JOIN, lengths, sizes), results)
+        return replace(self, inverted=not self.inverted)
 
-    def lengths(self, total: int, sizes: ModelSizes) -> tuple[int, ...]:
+    def apply(self, views: Sequence[View], sizes: ModelSizes) -> AppliedOperation:
+        """See `Operation`."""
+        return self._split(views, sizes) if self.inverted else self._join(views, sizes)
+
+    def _join(self, views: Sequence[View], sizes: ModelSizes) -> AppliedOperation:
+        per_column = len(views) // self.count
+        operands = [views[number::per_column] for number in range(per_column)]
+        for joined in operands:
+            _check_dimension(self.dimension, joined[0].shape)
+            if len({_resized(view.shape, self.dimension) for view in joined}) != 1:
+                raise SizeError(f"shapes {_shapes(joined)} differ in a dimension other than {self.dimension}")
+        lengths, *others = {tuple(view.shape[self.dimension] for view in joined) for joined in operands}
+        if others:
+            raise SizeError(f"shapes {_shapes(views)} differ")
+        if self.parts is None and len(set(lengths)) != 1:
+            raise SizeError(f"shapes {_shapes(views)} differ along dimension {self.dimension}, and no parts are stated")
+        expected = self._lengths(sum(lengths), sizes)
+        if lengths != expected:
+            raise SizeError(f"shapes {_shapes(views)} contradict {sizes.source}: {self._parts_text(expected)}")
+        operation = self._sized(JOIN, lengths, sizes)
+        return AppliedOperation([self._joined(joined, operation) for joined in operands], operation)
+
+    @staticmethod
+    def _joined(views: Sequence[View], operation: SizedOperation) -> View:
+        dimension, groups, shape = operation.dimension, operation.groups, views[0].shape
+        if groups == 1:
+            return View.concat(views, dimension)
+        grouped = [view.reshape(_resized(shape, dimension, groups, size)) for view, size in zip(views, operation.sizes)]
+        return View.concat(grouped, dimension + 1).reshape(_resized(shape, dimension, groups * sum(operation.sizes)))
+
+    def _split(self, views: Sequence[View], sizes: ModelSizes) -> AppliedOperation:
+        dimension, first = self.dimension, views[0].shape
+        _check_dimension(dimension, first)
+        total = first[dimension]
+        if any(view.shape[dimension : dimension + 1] != (total,) for view in views):
+            raise SizeError(f"shapes {_shapes(views)} differ")
+        lengths = self._lengths(total, sizes)
+        if sum(lengths) != total:
+            parts = self._parts_text(lengths)
+            raise SizeError(f"shape {list(first)} contradicts {sizes.source}: dimension {dimension} has {parts}")
+        operation = self._sized(CUT, lengths, sizes)
+        groups, results = operation.groups, []
+        grouped = [view.reshape(_resized(view.shape, dimension, groups, total // groups)) for view in views]
+        start = 0
+        for size in operation.sizes:
+            for view, whole in zip(grouped, views):
+                part = view.part(dimension + 1, start, start + size)
+                results.append(part.reshape(_resized(whole.shape, dimension, groups * size)))
+            start += size
+        return AppliedOperation(results, operation)
+
+    def _lengths(self, total: int, sizes: ModelSizes) -> tuple[int, ...]:
         """The elements of each tensor, given their sum."""
         if self.parts is not None:
             lengths = [None if part is None else sizes.value(part) for part in self.parts]
@@ -143,7 +178,7 @@ class Join(Operation):
             if remaining < 0:
                 raise SizeError(
                     f"{total} elements along dimension {self.dimension} contradict {sizes.source}: "
-                    + self.parts_text(lengths)
+                    + self._parts_text(lengths)
                 )
             return tuple(remaining if length is None else length for length in lengths)
         if total % self.count:
@@ -152,22 +187,13 @@ class Join(Operation):
             )
         return (total // self.count,) * self.count
 
-    def parts_text(self, lengths: Sequence[Optional[int]]) -> str:
+    def _parts_text(self, lengths: Sequence[Optional[int]]) -> str:
         """The parts with their lengths, for messages."""
         return ", ".join(
             f"{part.text} = {length}" for part, length in zip(self.parts or (), lengths) if part is not None
         )
 
-    def _check(self, lengths: Sequence[int], shapes: Sequence[Shape], sizes: ModelSizes) -> None:
-        expected = self.lengths(sum(lengths), sizes) if self.parts is not None or len(set(lengths)) == 1 else None
-        if expected is None:
-            raise SizeError(f"shapes {_some(shapes)} differ along dimension {self.dimension}, and no parts are stated")
-        if tuple(lengths) != expected:
-            assert self.parts is not None
-            parts = self.parts_text(expected)
-            raise SizeError(f"shapes {_some(shapes)} contradict {sizes.source}: {parts}")
-
-    def _operation(self, kind: str, lengths: Sequence[int], sizes: ModelSizes) -> SizedOperation:
+    def _sized(self, kind: str, lengths: Sequence[int], sizes: ModelSizes) -> SizedOperation:
         groups = 1
         if self.groups is not None:
             groups = sizes.value(self.groups)
@@ -190,35 +216,6 @@ class Join(Operation):
 
 
 @dataclass(frozen=True)
-class Split(Operation):
-    """The inverse of a `Join`.
-
-    Attributes:
-        join: the `Join`.
-    """
-
-    join: Join
-
-    def inverse(self) -> Join:
-        """The `Join`."""
-        return self.join
-
-    def sized(self, shapes: Sequence[Shape], sizes: ModelSizes) -> SizedStep:
-        """See `Operation`."""
-        dimension = self.join.dimension
-        _dimension(dimension, shapes[0])
-        total = shapes[0][dimension]
-        if any(shape[dimension : dimension + 1] != (total,) for shape in shapes):
-            raise SizeError(f"shapes {_some(shapes)} differ")
-        lengths = self.join.lengths(total, sizes)
-        if sum(lengths) != total:
-            parts = self.join.parts_text(lengths)
-            raise SizeError(f"shape {list(shapes[0])} contradicts {sizes.source}: dimension {dimension} has {parts}")
-        results = [_with(shape, dimension, length) for length in lengths for shape in shapes]
-        return SizedStep(self.join._operation(CUT, lengths, sizes), results)
-
-
-@dataclass(frozen=True)
 class Stack(Operation):
     """Tensors of all values of a number become one, along a new dimension.
 
@@ -226,53 +223,48 @@ class Stack(Operation):
         number: the name of the number.
         dimension: the new dimension.
         columns: number of results.
+        inverted: tensors become one for each value of the number.
     """
 
     number: str
     dimension: int
     columns: int
-
-    def inverse(self) -> Unstack:
-        """The inverse operation."""
-        return Unstack(self)
-
-    def sized(self, shapes: Sequence[Shape], sizes: ModelSizes) -> SizedStep:
-        """See `Operation`."""
-        count = len(shapes) // self.columns
-        results = []
-        for column in range(self.columns):
-            shape = shapes[column * count]
-            if any(another != shape for another in shapes[column * count : (column + 1) * count]):
-                raise SizeError(f"shapes {_some(dict.fromkeys(shapes))} differ, so they cannot be stacked")
-            _dimension(self.dimension, (*shape, 0))
-            results.append((*shape[: self.dimension], count, *shape[self.dimension :]))
-        return SizedStep(SizedOperation(STACK, self.dimension, count=count), results)
-
-
-@dataclass(frozen=True)
-class Unstack(Operation):
-    """The inverse of a `Stack`.
-
-    Attributes:
-        stack: the `Stack`.
-    """
-
-    stack: Stack
+    inverted: bool = False
 
     def inverse(self) -> Stack:
-        """The `Stack`."""
-        return self.stack
-
-    def sized(self, shapes: Sequence[Shape], sizes: ModelSizes) -> SizedStep:
         """See `Operation`."""
-        for shape in shapes:
-            _dimension(self.stack.dimension, shape)
-        counts = {shape[self.stack.dimension] for shape in shapes}
-        if len(counts) != 1:
-            raise SizeError(f"shapes {_some(shapes)} differ along dimension {self.stack.dimension}")
-        count = counts.pop()
-        results = [_without(shape, self.stack.dimension) for shape in shapes for _ in range(count)]
-        return SizedStep(SizedOperation(UNSTACK, self.stack.dimension, count=count), results)
+        return replace(self, inverted=not self.inverted)
+
+    def apply(self, views: Sequence[View], sizes: ModelSizes) -> AppliedOperation:
+        """See `Operation`."""
+        return self._unstack(views) if self.inverted else self._stack(views)
+
+    def _stack(self, views: Sequence[View]) -> AppliedOperation:
+        dimension, count = self.dimension, len(views) // self.columns
+        results = []
+        for start in range(0, len(views), count):
+            stacked = views[start : start + count]
+            shape = stacked[0].shape
+            if any(view.shape != shape for view in stacked):
+                raise SizeError(f"shapes {_distinct_shapes(stacked)} differ, so they cannot be stacked")
+            _check_dimension(dimension, (*shape, 0))
+            rows = [view.reshape((*shape[:dimension], 1, *shape[dimension:])) for view in stacked]
+            results.append(View.concat(rows, dimension))
+        return AppliedOperation(results, SizedOperation(STACK, dimension, count=count))
+
+    def _unstack(self, views: Sequence[View]) -> AppliedOperation:
+        dimension = self.dimension
+        for view in views:
+            _check_dimension(dimension, view.shape)
+        count, *others = {view.shape[dimension] for view in views}
+        if others:
+            raise SizeError(f"shapes {_shapes(views)} differ along dimension {dimension}")
+        results = [
+            view.part(dimension, number, number + 1).reshape(_resized(view.shape, dimension))
+            for view in views
+            for number in range(count)
+        ]
+        return AppliedOperation(results, SizedOperation(UNSTACK, dimension, count=count))
 
 
 @dataclass(frozen=True)
@@ -286,18 +278,17 @@ class Transpose(Operation):
     order: Optional[tuple[int, ...]] = None
 
     def inverse(self) -> Transpose:
-        """The inverse order."""
+        """See `Operation`."""
         if self.order is None:
             return self
         return Transpose(tuple(sorted(range(len(self.order)), key=self.order.__getitem__)))
 
-    def sized(self, shapes: Sequence[Shape], sizes: ModelSizes) -> SizedStep:
+    def apply(self, views: Sequence[View], sizes: ModelSizes) -> AppliedOperation:
         """See `Operation`."""
-        order = tuple(reversed(range(len(shapes[0])))) if self.order is None else self.order
-        if any(len(shape) != len(order) for shape in shapes):
-            raise SizeError(f"shapes {_some(dict.fromkeys(shapes))} do not have {len(order)} dimensions")
-        results = [tuple(shape[dimension] for dimension in order) for shape in shapes]
-        return SizedStep(SizedOperation(TRANSPOSE, order=order), results)
+        order = tuple(reversed(range(len(views[0].shape)))) if self.order is None else self.order
+        if any(len(view.shape) != len(order) for view in views):
+            raise SizeError(f"shapes {_distinct_shapes(views)} do not have {len(order)} dimensions")
+        return AppliedOperation([view.transpose(order) for view in views], SizedOperation(TRANSPOSE, order=order))
 
 
 @dataclass(frozen=True)
@@ -313,30 +304,24 @@ class Reshape(Operation):
     after: tuple[Product, ...]
 
     def inverse(self) -> Reshape:
-        """The inverse operation."""
+        """See `Operation`."""
         return Reshape(self.after, self.before)
 
-    def sized(self, shapes: Sequence[Shape], sizes: ModelSizes) -> SizedStep:
+    def apply(self, views: Sequence[View], sizes: ModelSizes) -> AppliedOperation:
         """See `Operation`."""
-        if any(shape != shapes[0] for shape in shapes):
-            raise SizeError(f"shapes {_some(dict.fromkeys(shapes))} differ")
-        known_sizes = {
-            name: sizes[name]
-            for expression in (*self.before, *self.after)
-            for name in expression.names
-            if name in sizes
-        }
-        solution = solved(self.before, shapes[0], known_sizes)
-        for expression in self.after:
-            for name in expression.names:
-                if name not in solution and name not in known_sizes:
-                    expected = ", ".join(expression.text for expression in self.before)
-                    raise SizeError(f"{name} does not follow from [{expected}]")
-        all_sizes = {**known_sizes, **solution}
+        shape = views[0].shape
+        if any(view.shape != shape for view in views):
+            raise SizeError(f"shapes {_distinct_shapes(views)} differ")
+        known_sizes = _known_sizes((*self.before, *self.after), sizes)
+        all_sizes = {**known_sizes, **solved(self.before, shape, known_sizes)}
+        for name in (name for expression in self.after for name in expression.names):
+            if name not in all_sizes:
+                expected = ", ".join(expression.text for expression in self.before)
+                raise SizeError(f"{name} does not follow from [{expected}]")
         new_shape = tuple(expression.whole(all_sizes) for expression in self.after)
-        if math.prod(new_shape) != math.prod(shapes[0]):
-            raise SizeError(f"shape {list(shapes[0])} cannot become {list(new_shape)}: the numbers of elements differ")
-        return SizedStep(SizedOperation(RESHAPE, shape=new_shape), [new_shape] * len(shapes))
+        if math.prod(new_shape) != math.prod(shape):
+            raise SizeError(f"shape {list(shape)} cannot become {list(new_shape)}: the numbers of elements differ")
+        return AppliedOperation([view.reshape(new_shape) for view in views], SizedOperation(RESHAPE, shape=new_shape))
 
 
 @dataclass(frozen=True)
@@ -350,15 +335,15 @@ class Check(Operation):
     shape: tuple[Product, ...]
 
     def inverse(self) -> Check:
-        """The check itself."""
+        """See `Operation`."""
         return self
 
-    def sized(self, shapes: Sequence[Shape], sizes: ModelSizes) -> SizedStep:
+    def apply(self, views: Sequence[View], sizes: ModelSizes) -> AppliedOperation:
         """See `Operation`."""
-        known_sizes = {name: sizes[name] for expression in self.shape for name in expression.names if name in sizes}
-        for shape in shapes:
-            solved(self.shape, shape, known_sizes)
-        return SizedStep(None, [*shapes])
+        known_sizes = _known_sizes(self.shape, sizes)
+        for view in views:
+            solved(self.shape, view.shape, known_sizes)
+        return AppliedOperation(views)
 
 
 @dataclass(frozen=True)
@@ -369,128 +354,135 @@ class Pad(Operation):
         dimension: the dimension.
         size: the size without padding.
         multiple: the padded size is the smallest fitting multiple of this.
+        inverted: the zeros are removed.
     """
 
     dimension: int
     size: Product
     multiple: Product
+    inverted: bool = False
 
-    def inverse(self) -> Unpad:
-        """The inverse operation."""
-        return Unpad(self)
+    def inverse(self) -> Pad:
+        """See `Operation`."""
+        return replace(self, inverted=not self.inverted)
 
-    def both(self, shape: Shape, sizes: ModelSizes) -> Optional[tuple[int, int]]:
-        """The size without and with padding; None if they are equal and unknown."""
-        _dimension(self.dimension, shape)
+    def apply(self, views: Sequence[View], sizes: ModelSizes) -> AppliedOperation:
+        """See `Operation`."""
+        dimension = self.dimension
+        _check_dimension(dimension, views[0].shape)
         multiple = sizes.value(self.multiple)
         if not multiple:
             raise SizeError(f"{self.multiple.text} is 0, and must be at least 1")
-        true = sizes.value_if_known(self.size)
-        if true is None and multiple == 1:
-            return None
-        true = sizes.value(self.size)
-        return true, -(-true // multiple) * multiple
-
-    def sized(self, shapes: Sequence[Shape], sizes: ModelSizes) -> SizedStep:
-        """See `Operation`."""
-        return self._sized(PAD, shapes, sizes)
-
-    def _sized(self, kind: str, shapes: Sequence[Shape], sizes: ModelSizes) -> SizedStep:
-        lengths = self.both(shapes[0], sizes)
-        if lengths is None:
-            return SizedStep(None, [*shapes])
-        before, after = lengths if kind == PAD else lengths[::-1]
-        for shape in shapes:
-            _dimension(self.dimension, shape)
-            if shape[self.dimension] != before:
-                padded = "" if lengths[0] == lengths[1] else f", padded to {lengths[1]}"
+        if multiple == 1 and sizes.value_if_known(self.size) is None:
+            return AppliedOperation(views)
+        size = sizes.value(self.size)
+        padded = -(-size // multiple) * multiple
+        before, after = (padded, size) if self.inverted else (size, padded)
+        for view in views:
+            _check_dimension(dimension, view.shape)
+            if view.shape[dimension] != before:
+                padding = "" if size == padded else f", padded to {padded}"
                 raise SizeError(
-                    f"shape {list(shape)} contradicts {sizes.source}: dimension {self.dimension} has "
-                    f"{self.size.text} = {lengths[0]} elements{padded}"
+                    f"shape {list(view.shape)} contradicts {sizes.source}: dimension {dimension} has "
+                    f"{self.size.text} = {size} elements{padding}"
                 )
         if before == after:
-            return SizedStep(None, [*shapes])
-        results = [_with(shape, self.dimension, after) for shape in shapes]
-        if kind == PAD:
-            note = f"padded with zeros along dimension {self.dimension} from {before} to {after}"
-        else:
-            note = f"padding of dimension {self.dimension} removed: {before} to {after}"
-        return SizedStep(SizedOperation(kind, self.dimension, sizes=(before, after)), results, note)
+            return AppliedOperation(views)
+        operation = SizedOperation(UNPAD if self.inverted else PAD, dimension, sizes=(before, after))
+        if self.inverted:
+            note = f"padding of dimension {dimension} removed: {before} to {after}"
+            return AppliedOperation([view.part(dimension, 0, after) for view in views], operation, note)
+        note = f"padded with zeros along dimension {dimension} from {before} to {after}"
+        zeros = [View.zeros(_resized(view.shape, dimension, after - before)) for view in views]
+        return AppliedOperation([View.concat(both, dimension) for both in zip(views, zeros)], operation, note)
 
 
 @dataclass(frozen=True)
-class Unpad(Operation):
-    """The inverse of a `Pad`.
-
-    Attributes:
-        pad: the `Pad`.
-    """
-
-    pad: Pad
-
-    def inverse(self) -> Pad:
-        """The `Pad`."""
-        return self.pad
-
-    def sized(self, shapes: Sequence[Shape], sizes: ModelSizes) -> SizedStep:
-        """See `Operation`."""
-        return self.pad._sized(UNPAD, shapes, sizes)
-
-
-@dataclass(frozen=True)
-class Repeat(Operation):
+class Copy(Operation):
     """One tensor becomes several equal ones.
 
     Attributes:
         count: the number of tensors.
+        inverted: the first of several tensors, which should be equal.
     """
 
     count: int
+    inverted: bool = False
 
-    def inverse(self) -> TakeFirst:
-        """The inverse operation."""
-        return TakeFirst(self.count)
-
-    def sized(self, shapes: Sequence[Shape], sizes: ModelSizes) -> SizedStep:
+    def inverse(self) -> Copy:
         """See `Operation`."""
-        return SizedStep(SizedOperation(COPY, count=self.count), [*shapes] * self.count)
+        return replace(self, inverted=not self.inverted)
+
+    def apply(self, views: Sequence[View], sizes: ModelSizes) -> AppliedOperation:
+        """See `Operation`."""
+        if not self.inverted:
+            return AppliedOperation([*views] * self.count, SizedOperation(COPY, count=self.count))
+        each = len(views) // self.count
+        if any(view.shape != views[number % each].shape for number, view in enumerate(views)):
+            raise SizeError(f"shapes {_shapes(views)} differ, so the tensors are not equal")
+        return AppliedOperation(views[:each], SizedOperation(TAKE, count=self.count))
 
 
-@dataclass(frozen=True)
-class TakeFirst(Operation):
-    """One of several tensors that should be equal.
+class Chain(NamedTuple):
+    """The results of several operations.
 
     Attributes:
-        count: the number of tensors.
+        views: the results, as views of the sources.
+        operations: those that change something, with their sizes.
+        notes: notes for the user.
     """
 
-    count: int
-
-    def inverse(self) -> Repeat:
-        """The inverse operation."""
-        return Repeat(self.count)
-
-    def sized(self, shapes: Sequence[Shape], sizes: ModelSizes) -> SizedStep:
-        """See `Operation`."""
-        each = len(shapes) // self.count
-        if any(shape != shapes[number % each] for number, shape in enumerate(shapes)):
-            raise SizeError(f"shapes {_some(shapes)} differ, so the tensors are not equal")
-        return SizedStep(SizedOperation(TAKE, count=self.count), [*shapes[:each]])
+    views: Sequence[View]
+    operations: tuple[SizedOperation, ...]
+    notes: tuple[str, ...]
 
 
-def _dimension(dimension: int, shape: Shape) -> None:
+def apply_all(operations: Iterable[Operation], shapes: Sequence[Shape], sizes: ModelSizes) -> Chain:
+    """The results of operations, one after the other.
+
+    Args:
+        operations: the operations.
+        shapes: of the sources, numbered in this order.
+        sizes: of the model.
+
+    Raises:
+        SizeError: an operation does not fit these shapes.
+        NamesError: a size is unknown.
+    """
+    views: Sequence[View] = [View.whole(number, shape) for number, shape in enumerate(shapes)]
+    steps = []
+    for operation in operations:
+        steps.append(operation.apply(views, sizes))
+        views = steps[-1].views
+    return Chain(
+        views,
+        tuple(step.operation for step in steps if step.operation is not None),
+        tuple(step.note for step in steps if step.note is not None),
+    )
+
+
+def _known_sizes(expressions: Iterable[Product], sizes: ModelSizes) -> dict[str, int]:
+    """The sizes of the table in expressions."""
+    return {name: sizes[name] for expression in expressions for name in expression.names if name in sizes}
+
+
+def _check_dimension(dimension: int, shape: Shape) -> None:
     if dimension >= len(shape):
         raise SizeError(f"shape {list(shape)} has no dimension {dimension}")
 
 
-def _with(shape: Shape, dimension: int, length: int) -> Shape:
-    return (*shape[:dimension], length, *shape[dimension + 1 :])
+def _resized(shape: Shape, dimension: int, *lengths: int) -> Shape:
+    """The shape with these dimensions instead of one."""
+    return (*shape[:dimension], *lengths, *shape[dimension + 1 :])
 
 
-def _without(shape: Shape, dimension: int) -> Shape:
-    return (*shape[:dimension], *shape[dimension + 1 :])
+def _shapes(views: Iterable[View]) -> str:
+    return _listed([view.shape for view in views])
 
 
-def _some(shapes: Iterable[Shape], most: int = 4) -> str:
-    first = [*shapes]
-    return ", ".join(str(list(shape)) for shape in first[:most]) + (", ..." if len(first) > most else "")
+def _distinct_shapes(views: Iterable[View]) -> str:
+    return _listed(dict.fromkeys(view.shape for view in views))
+
+
+def _listed(shapes: Collection[Shape], most: int = 4) -> str:
+    return ", ".join(str(list(shape)) for shape in [*shapes][:most]) + (", ..." if len(shapes) > most else "")

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Callable, Optional, TypeVar
+from typing import Any, Callable, Optional
 
-from reshard.names.operations import Check, Join, Operation, Pad, Repeat, Reshape, Stack, TakeFirst, Transpose
-from reshard.names.pattern import PatternError
+from reshard.names.operations import Check, Copy, Join, Operation, Pad, Reshape, Stack, Transpose
 from reshard.names.sizes import product
 from reshard.storage.toml_tables import TomlFile, TomlKey, did_you_mean
 from reshard.text.near_names import near_names
-from reshard.text.products import ExpressionError, Product
+from reshard.text.products import Product
 from reshard.text.wording import quoted
-
-Parsed = TypeVar("Parsed")
 
 _MOST_DIMENSIONS = 16
 _MOST_TENSORS = 4096
@@ -31,20 +28,13 @@ class RuleFile(TomlFile):
             raise self.wrong(where, f"{quoted(name)} must be a name of small letters, digits and _")
         return name
 
-    def parsed(self, parse: Callable[[str], Parsed], text: str, where: str) -> Parsed:
-        """The value of a text."""
-        try:
-            return parse(text)
-        except (PatternError, ExpressionError) as error:
-            raise self.wrong(where, str(error)) from error
-
     def product(self, value: Any, where: str) -> Product:
         """A product of sizes, or a number."""
         if type(value) is int and value >= 0:
             value = str(value)
         if not isinstance(value, str):
             raise self.wrong(where, f"{value!r} is not a product of sizes such as heads*head_dim")
-        return self.parsed(product, value, where)
+        return self.parsed(product, [value], where)[0]
 
     def products(self, value: Any, where: str) -> tuple[Product, ...]:
         """One product or a list of them."""
@@ -93,9 +83,11 @@ class OperationReader:
             near = [near_name for key in table for near_name in near_names(str(key), _OPERATIONS)]
             suggestion = f". Did you mean {near[0]}?" if near else f"; known: {', '.join(_OPERATIONS)}"
             raise self._wrong(f"do: there is no operation {quoted(str(next(iter(table))))}{suggestion}")
-        make, keys = _OPERATIONS[kinds[0]]
-        self._file.values(table, dict.fromkeys((kinds[0], *keys), TomlKey("any")), f"{self._where}: do")
-        return make(self, table[kinds[0]], table)
+        kind = kinds[0]
+        read, keys = _OPERATIONS[kind]
+        self._file.values(table, dict.fromkeys((kind, *keys), TomlKey("any")), f"{self._where}: do")
+        operation = read(self, kind, table[kind], table)
+        return operation.inverse() if kind in _INVERSES else operation
 
     def _wrong(self, problem: str) -> Exception:
         return self._file.wrong(self._where, problem)
@@ -125,7 +117,7 @@ class OperationReader:
 
     def _join(self, kind: str, dimension: Any, table: dict[str, Any]) -> Join:
         """A join of the current tensors, or the join whose inverse splits the current tensor."""
-        inverse = kind in ("split", "deinterleave", "ungroup_qkv")
+        inverse = kind in _INVERSES
         count = self._into(kind, table) if inverse else self._columns
         if inverse and self._columns != 1:
             raise self._wrong(f"do: {kind} takes one tensor, not {self._columns}")
@@ -157,20 +149,19 @@ class OperationReader:
             raise self._wrong(f"do: {kind}: {count!r} is not a number of tensors")
         return count
 
-    def _stack(self, kind: str, number: Any, table: dict[str, Any]) -> Operation:
+    def _stack(self, kind: str, number: Any, table: dict[str, Any]) -> Stack:
         if not isinstance(number, str) or not number:
             raise self._wrong(f'do: {kind} needs a number such as "expert"')
-        stack = Stack(number, self._dimension(table.get("dimension")), self._columns)
-        return stack if kind == "stack" else stack.inverse()
+        return Stack(number, self._dimension(table.get("dimension")), self._columns)
 
-    def _transpose(self, order: Any) -> Transpose:
+    def _transpose(self, kind: str, order: Any, table: dict[str, Any]) -> Transpose:
         if order is None:
             return Transpose()
         if not isinstance(order, list) or sorted(map(str, order)) != sorted(map(str, range(len(order)))):
             raise self._wrong(f"do: transpose = {order!r} is not an order of dimensions such as [1, 0]")
         return Transpose(tuple(order))
 
-    def _reshape(self, before: Any, table: dict[str, Any]) -> Reshape:
+    def _reshape(self, kind: str, before: Any, table: dict[str, Any]) -> Reshape:
         if not isinstance(before, list) or not isinstance(table.get("to"), list):
             raise self._wrong(
                 'do: reshape must be written { reshape = ["experts", "h", "w"], to = ["experts*h", "w"] }'
@@ -185,55 +176,47 @@ class OperationReader:
             raise self._wrong(f"do: reshape: {alone} is not a size and is in only one shape")
         return Reshape(first, second)
 
-    def _check(self, shape: Any) -> Check:
+    def _check(self, kind: str, shape: Any, table: dict[str, Any]) -> Check:
         if not isinstance(shape, list):
             raise self._wrong('do: check must be written { check = ["heads*head_dim", "w"] }')
         return Check(tuple(self._file.product(each, self._where) for each in shape))
 
-    def _pad(self, kind: str, dimension: Any, table: dict[str, Any]) -> Operation:
+    def _pad(self, kind: str, dimension: Any, table: dict[str, Any]) -> Pad:
         for key in ("size", "multiple"):
             if key not in table:
                 raise self._wrong(f"do: {kind} needs {key}")
-        pad = Pad(self._dimension(dimension), self._product(table["size"]), self._product(table["multiple"]))
-        return pad if kind == "pad" else pad.inverse()
+        return Pad(self._dimension(dimension), self._product(table["size"]), self._product(table["multiple"]))
 
-    def _copy(self) -> Repeat:
+    def _copy(self, kind: str, value: Any, table: dict[str, Any]) -> Copy:
         if self._columns != 1 or self._right < 2:
             raise self._wrong("do: copy needs one tensor and several names in to")
         self._columns = self._right
-        return Repeat(self._right)
+        return Copy(self._right)
 
-    def _take(self) -> TakeFirst:
+    def _take(self, kind: str, value: Any, table: dict[str, Any]) -> Copy:
         if self._columns < 2 or self._columns != self._left:
             raise self._wrong("do: take needs several tensors, all of them names in from")
         count, self._columns = self._columns, 1
-        return TakeFirst(count)
+        return Copy(count)
 
 
-def _joins(kind: str, inverse: bool) -> Callable[[OperationReader, Any, dict[str, Any]], Operation]:
-    def make(reader: OperationReader, value: Any, table: dict[str, Any]) -> Operation:
-        join = reader._join(kind, value, table)
-        return join.inverse() if inverse else join
-
-    return make
-
-
-_Make = Callable[[OperationReader, Any, "dict[str, Any]"], Operation]
-# Per operation its reader, and its further keys.
-_OPERATIONS: dict[str, tuple[_Make, tuple[str, ...]]] = {
-    "concat": (_joins("concat", False), ("parts",)),
-    "split": (_joins("split", True), ("parts", "into")),
-    "interleave": (_joins("interleave", False), ("block",)),
-    "deinterleave": (_joins("deinterleave", True), ("block", "into")),
-    "group_qkv": (_joins("group_qkv", False), ("heads", "groups", "size")),
-    "ungroup_qkv": (_joins("ungroup_qkv", True), ("heads", "groups", "size")),
-    "stack": (lambda reader, value, table: reader._stack("stack", value, table), ("dimension",)),
-    "unstack": (lambda reader, value, table: reader._stack("unstack", value, table), ("dimension",)),
-    "transpose": (lambda reader, value, table: reader._transpose(value), ()),
-    "reshape": (lambda reader, value, table: reader._reshape(value, table), ("to",)),
-    "check": (lambda reader, value, table: reader._check(value), ()),
-    "pad": (lambda reader, value, table: reader._pad("pad", value, table), ("size", "multiple")),
-    "unpad": (lambda reader, value, table: reader._pad("unpad", value, table), ("size", "multiple")),
-    "take": (lambda reader, value, table: reader._take(), ()),
-    "copy": (lambda reader, value, table: reader._copy(), ()),
+# Read as the operations that they undo.
+_INVERSES = ("split", "deinterleave", "ungroup_qkv", "unstack", "unpad", "take")
+# Per operation the method that reads it, and its further keys.
+_OPERATIONS: dict[str, tuple[Callable[[OperationReader, str, Any, dict[str, Any]], Operation], tuple[str, ...]]] = {
+    "concat": (OperationReader._join, ("parts",)),
+    "split": (OperationReader._join, ("parts", "into")),
+    "interleave": (OperationReader._join, ("block",)),
+    "deinterleave": (OperationReader._join, ("block", "into")),
+    "group_qkv": (OperationReader._join, ("heads", "groups", "size")),
+    "ungroup_qkv": (OperationReader._join, ("heads", "groups", "size")),
+    "stack": (OperationReader._stack, ("dimension",)),
+    "unstack": (OperationReader._stack, ("dimension",)),
+    "transpose": (OperationReader._transpose, ()),
+    "reshape": (OperationReader._reshape, ("to",)),
+    "check": (OperationReader._check, ()),
+    "pad": (OperationReader._pad, ("size", "multiple")),
+    "unpad": (OperationReader._pad, ("size", "multiple")),
+    "take": (OperationReader._take, ()),
+    "copy": (OperationReader._copy, ()),
 }

@@ -13,6 +13,7 @@ from reshard.text.products import ExpressionError, Product
 _PARTS = re.compile(r"(\*|\{[^{}]*\})")
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 _DIGITS = re.compile(r"[0-9]+")
+_WHOLE_NUMBER = "(?<![0-9])([0-9]+)(?![0-9])"
 _CANONICAL = re.compile(r"0|[1-9][0-9]{0,8}")
 _ANY = "*"
 # Replaces digits in the skeleton of a name, which all layers share.
@@ -20,7 +21,7 @@ _SOME = "\0"
 _MOST_STARS = 8
 
 
-class PatternError(ValueError):
+class PatternError(ExpressionError):
     """A text is not a pattern of names."""
 
 
@@ -149,7 +150,6 @@ class SizedPattern:
                 self._parts.append((part.number, offset) if part.number else str(offset))
             else:
                 self._parts.append(part)
-        self._starred = None in self._parts
         # For a pattern without stars: its text without digits, and per run of digits a number's place or the digits.
         self._digits: list[object] = []
         skeleton = ""
@@ -160,8 +160,11 @@ class SizedPattern:
             elif part is not None:
                 self._digits += _DIGITS.findall(str(part))
                 skeleton += _DIGITS.sub(_SOME, str(part))
-        self.skeleton = None if self._starred else skeleton
-        self._pieces = _pieces(self._parts) if self._starred else []
+        starred = None in self._parts
+        self.skeleton = None if starred else skeleton
+        # For a pattern with stars: the texts between them, and these in reverse, for the reverse of a name.
+        reverse = [part[::-1] if isinstance(part, str) else part for part in self._parts[::-1]]
+        self._pieces = [_pieces(parts) for parts in (self._parts, reverse) if starred]
 
     def name(self, values: Mapping[str, int], stars: Sequence[str]) -> str:
         """The name with these numbers and texts."""
@@ -178,55 +181,33 @@ class SizedPattern:
 
     def fit_digits(self, digits: Sequence[str]) -> Optional[Fit]:
         """The numbers of a name with the same skeleton, by its digits; None if fixed digits differ."""
-        values: dict[str, int] = {}
         if len(digits) != len(self._digits):
             return None
-        for digit, expected in zip(digits, self._digits):
-            if isinstance(expected, tuple):
-                value = _number(digit, expected[1])
-                if value is None:
-                    return None
-                values[expected[0]] = value
-            elif digit != expected:
-                return None
-        return Fit(values, ())
+        both = [*zip(digits, self._digits)]
+        if any(isinstance(expected, str) and digit != expected for digit, expected in both):
+            return None
+        return self._fit([digit for digit, expected in both if isinstance(expected, tuple)])
 
     def fits(self, name: str) -> list[Fit]:
         """The matches of a name with stars: none, one, or two of several."""
-        fits = []
-        for fit in (self._extreme_fit(name, False), self._extreme_fit(name, True)):
-            if fit is not None and fit not in fits:
-                fits.append(fit)
-        return fits
+        pieces, reverse_pieces = self._pieces
+        shortest_first, shortest_last = _leftmost(pieces, name), _leftmost(reverse_pieces, name[::-1])
+        if shortest_first is None or shortest_last is None:
+            return []
+        fits = [self._fit(shortest_first), self._fit([text[::-1] for text in reversed(shortest_last)])]
+        return [fit for fit in (fits[:1] if fits[0] == fits[1] else fits) if fit is not None]
 
-    def _extreme_fit(self, name: str, from_behind: bool) -> Optional[Fit]:
-        first, last = self._pieces[0], self._pieces[-1]
-        begins = first.expression.match(name)
-        if begins is None:
-            return None
-        end = begins.end()
-        ends = re.compile(f"(?:{last.expression.pattern})\\Z").search(name, end)
-        if ends is None:
-            return None
-        matches = {0: begins, len(self._pieces) - 1: ends}
-        places = range(1, len(self._pieces) - 1)
-        low, high = end, ends.start()
-        for place in reversed(places) if from_behind else places:
-            expression = self._pieces[place].expression
-            match = _last_match(expression, name, low, high) if from_behind else expression.search(name, low, high)
-            if match is None:
-                return None
-            matches[place] = match
-            low, high = (low, match.start()) if from_behind else (match.end(), high)
+    def _fit(self, texts: Sequence[str]) -> Optional[Fit]:
+        """The numbers and stars with these texts; None for a number that no name has."""
         values, stars = {}, []
-        for place, piece in enumerate(self._pieces):
-            if place:
-                stars.append(name[matches[place - 1].end() : matches[place].start()])
-            for group, (number, offset) in enumerate(piece.places, 1):
-                value = _number(matches[place][group], offset)
+        for part, text in zip((part for part in self._parts if not isinstance(part, str)), texts):
+            if isinstance(part, tuple):
+                value = _number(text, part[1])
                 if value is None:
                     return None
-                values[number] = value
+                values[part[0]] = value
+            else:
+                stars.append(text)
         return Fit(values, tuple(stars))
 
 
@@ -261,35 +242,33 @@ class PatternIndex:
         return matches
 
 
-class _PatternPiece(NamedTuple):
-    """The text between two stars: its expression, and the number of each group."""
-
-    expression: re.Pattern[str]
-    places: tuple[tuple[str, int], ...]
-
-
-def _pieces(parts: Sequence[object]) -> list[_PatternPiece]:
-    pieces: list[_PatternPiece] = []
-    text = ""
-    places: list[tuple[str, int]] = []
-    for part in [*parts, None]:
+def _pieces(parts: Iterable[object]) -> list[re.Pattern[str]]:
+    """The texts between stars, with a group for each number."""
+    pieces = [r"\A"]
+    for part in parts:
         if part is None:
-            pieces.append(_PatternPiece(re.compile(text), tuple(places)))
-            text, places = "", []
-        elif isinstance(part, tuple):
-            text += "(?<![0-9])([0-9]+)(?![0-9])"
-            places.append(part)
+            pieces.append("")
         else:
-            text += re.escape(str(part))
-    return pieces
+            pieces[-1] += _WHOLE_NUMBER if isinstance(part, tuple) else re.escape(str(part))
+    pieces[-1] += r"\Z"
+    return [re.compile(piece) for piece in pieces]
 
 
-def _last_match(expression: re.Pattern[str], text: str, low: int, high: int) -> Optional[re.Match[str]]:
-    for start in range(high, low - 1, -1):
-        match = expression.match(text, start, high)
-        if match is not None:
-            return match
-    return None
+def _leftmost(pieces: Iterable[re.Pattern[str]], name: str) -> Optional[list[str]]:
+    """The texts of numbers and stars, each star as short as possible; None without a match.
+
+    Without backtracking: where a piece has several places, the first leaves the most text for the other pieces.
+    """
+    texts: list[str] = []
+    end = 0
+    for number, piece in enumerate(pieces):
+        match = piece.search(name, end)
+        if match is None:
+            return None
+        texts += [name[end : match.start()]] if number else []
+        texts += match.groups()
+        end = match.end()
+    return texts
 
 
 def _number(digits: str, offset: int) -> Optional[int]:

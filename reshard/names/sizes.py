@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Optional
@@ -84,6 +84,11 @@ class ModelSizes:
     def source(self) -> str:
         """The configuration, for messages."""
         return str(getattr(self._config, "path", "config.json"))
+
+    @property
+    def used(self) -> dict[str, int]:
+        """The sizes of the table that rules have used, by name."""
+        return {name: value for name in self._sizes if (value := self._known.get(name)) is not None}
 
     def __contains__(self, name: str) -> bool:
         return name in self._sizes or name in self._known
@@ -186,6 +191,11 @@ def solved(expressions: Sequence[Product], shape: Sequence[int], known_sizes: Ma
     if len(expressions) != len(shape):
         raise SizeError(f"shape {list(shape)} is not {expected}")
     sizes = {name: known_sizes[name] for one in expressions for name in one.names if name in known_sizes}
+
+    def contradiction(names: Iterable[str]) -> SizeError:
+        sizes_text = ", ".join(f"{name} {sizes[name]}" for name in names)
+        return SizeError(f"shape {list(shape)} is not {expected}{' with ' if sizes_text else ''}{sizes_text}")
+
     unsolved = list(zip(expressions, shape))
     while unsolved:
         remaining = []
@@ -193,27 +203,16 @@ def solved(expressions: Sequence[Product], shape: Sequence[int], known_sizes: Ma
             unknown = [(name, power) for name, power in expression.powers if name not in sizes]
             if not unknown:
                 if expression.whole(sizes) != length:
-                    sizes_text = ", ".join(f"{name} {sizes[name]}" for name in expression.names)
-                    raise SizeError(
-                        f"shape {list(shape)} is not {expected}{' with ' if sizes_text else ''}{sizes_text}"
-                    )
+                    raise contradiction(expression.names)
             elif len(unknown) == 1 and abs(unknown[0][1]) == 1:
                 name, power = unknown[0]
-                factor = expression.number * math.prod(
-                    Fraction(sizes[other_name]) ** times
-                    for other_name, times in expression.powers
-                    if other_name != name
-                )
+                others = [(other, times) for other, times in expression.powers if other != name]
+                factor = expression.number * math.prod(Fraction(sizes[other]) ** times for other, times in others)
                 if not factor or (power < 0 and not length):
                     raise SizeError(f"shape {list(shape)} does not determine {name} of {expected}")
                 value = Fraction(length) / factor if power > 0 else factor / length
                 if value.denominator != 1:
-                    sizes_text = ", ".join(
-                        f"{other_name} {sizes[other_name]}" for other_name in expression.names if other_name != name
-                    )
-                    raise SizeError(
-                        f"shape {list(shape)} is not {expected}{' with ' if sizes_text else ''}{sizes_text}"
-                    )
+                    raise contradiction(other for other, _ in others)
                 sizes[name] = int(value)
             else:
                 remaining.append((expression, length))

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Optional
 
-from reshard.errors import NamesError, RetryableError, UsageError
+from reshard.errors import NamesError, UsageError
 from reshard.names.model import FORWARD, NameRule, NameRules
 from reshard.names.options import with_options
 from reshard.names.pattern import PatternError, pattern
 from reshard.names.sizes import Configuration
 from reshard.names.toml_file import read_rules
-from reshard.storage import UnfitError, exists, is_directory, is_regular_file, read_small
-from reshard.storage.json_text import JsonError, parse_json
+from reshard.storage import exists, is_directory, is_regular_file, read_json
 from reshard.storage.toml_tables import BuiltinFiles
 
 RENAME = "rename"
@@ -93,16 +92,9 @@ def read_config(path: str) -> Configuration:
     """
     if is_directory(path):
         path = os.path.join(path, "config.json")
-    try:
-        content = parse_json(read_small(path, _LARGEST_CONFIG))
-    except (UnfitError, JsonError) as error:
-        raise NamesError(f"{path} {error}; it is not a config.json", file=path) from error
-    except FileNotFoundError as error:
-        raise NamesError(f"{path}: the configuration is missing", file=path) from error
-    except OSError as error:
-        raise RetryableError(f"{path} cannot be read: {error.strerror or error}", file=path) from error
-    if not isinstance(content, Mapping):
-        raise NamesError(f"{path} is not a JSON object; it is not a config.json", file=path)
+    content = read_json(path, _LARGEST_CONFIG, NamesError)
+    if content is None:
+        raise NamesError(f"{path}: the configuration is missing", file=path)
     return Configuration(content, path)
 
 

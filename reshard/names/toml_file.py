@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from reshard.errors import NamesError
 from reshard.names.model import EITHER, FORWARD, NameRule, NameRules, Number, OptionCondition, TableOption
-from reshard.names.operations import Stack, Unstack
+from reshard.names.operations import Stack
 from reshard.names.operations_text import OperationReader, RuleFile
 from reshard.names.pattern import pattern
 from reshard.names.sizes import ModelSize
@@ -150,7 +150,7 @@ def _option(file: RuleFile, name: str, content: Any, sizes: Collection[str]) -> 
     for value in (*table["told"].values(), *table["seen"].values()):
         if value not in values:
             raise file.wrong(where, f"{value!r} must be {' or '.join(values)}")
-    patterns = tuple((file.parsed(pattern, text, where), value) for text, value in table["seen"].items())
+    patterns = tuple(zip(file.parsed(pattern, [*table["seen"]], where), table["seen"].values()))
     for each, _ in patterns:
         if each.numbers or each.stars:
             raise file.wrong(where, f"seen: {quoted(each.text)} must not have numbers or stars")
@@ -211,7 +211,7 @@ def _rules(
 def _rule(
     file: RuleFile, table: Mapping[str, Any], where: str, sizes: set[str], options: Sequence[TableOption]
 ) -> NameRule:
-    left, right = (tuple(file.parsed(pattern, text, where) for text in table[side]) for side in ("from", "to"))
+    left, right = (file.parsed(pattern, table[side], where) for side in ("from", "to"))
     steps = table["do"] if isinstance(table["do"], (list, tuple)) else [table["do"]]
     steps = [] if steps == [_RENAME] else steps
     drops = steps == [_DROP]
@@ -257,10 +257,9 @@ def _check_names(file: RuleFile, rule: NameRule, where: str, sizes: set[str]) ->
     if len(rule.stacked) > 1:
         raise file.wrong(where, "stacks more than one number")
     for operation in rule.operations:
-        if isinstance(operation, Stack) and operation.number not in left.numbers:
-            raise file.wrong(where, f"stacks {operation.number}, which its names in from do not have")
-        if isinstance(operation, Unstack) and operation.stack.number not in right.numbers:
-            raise file.wrong(where, f"unstacks {operation.stack.number}, which its names in to do not have")
+        if isinstance(operation, Stack) and operation.number not in (right if operation.inverted else left).numbers:
+            verb, names = ("unstacks", "to") if operation.inverted else ("stacks", "from")
+            raise file.wrong(where, f"{verb} {operation.number}, which its names in {names} do not have")
 
 
 def _condition(file: RuleFile, text: str, where: str, options: Sequence[TableOption]) -> OptionCondition:

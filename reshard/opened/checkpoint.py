@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
 from typing import Any, Callable, Optional
 
 import numpy as np
@@ -82,9 +82,18 @@ class OpenedCheckpoint(Mapping[str, LazyTensor]):
         handles: open source files, closed with the checkpoint.
         effort: threads and memory.
         report: gets warnings and notes.
+        errors: the context in which headers are read, which may reword errors.
     """
 
-    def __init__(self, request: Request, handles: FileHandles, effort: ReadingEffort, report: Report) -> None:
+    def __init__(
+        self,
+        request: Request,
+        handles: FileHandles,
+        effort: ReadingEffort,
+        report: Report,
+        errors: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self._errors = errors
         self._request = request
         self._handles = handles
         self._effort = effort
@@ -110,7 +119,8 @@ class OpenedCheckpoint(Mapping[str, LazyTensor]):
             if self._closed:
                 raise ValueError("the checkpoint is closed")
             if self._contents is None:
-                plan = make_plan(self._request, self._handles, self._report)
+                with self._errors():
+                    plan = make_plan(self._request, self._handles, self._report)
                 self._contents = OpenedContents(plan, plan.requested[0])
             return self._contents
 
@@ -125,7 +135,11 @@ class OpenedCheckpoint(Mapping[str, LazyTensor]):
                 effort = self._effort
                 # The other half is for tensors that are read ahead.
                 options = ExecutionOptions(
-                    effort.jobs, effort.max_memory // 2, effort.io, _for_single_elements(storage)
+                    effort.jobs,
+                    effort.max_memory // 2,
+                    effort.io,
+                    _for_single_elements(storage),
+                    decoded=self._request.edits.quantisation is not None,
                 )
                 self._reader = BoxReader(self._handles, options, _warning(self._report))
             return self._reader
@@ -254,12 +268,7 @@ class OpenedCheckpoint(Mapping[str, LazyTensor]):
     def __enter__(self) -> OpenedCheckpoint:
         return self
 
-    def __exit__(
-        self,
-        kind: Optional[type[BaseException]],
-        error: Optional[BaseException],
-        traceback: Optional[TracebackType],
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __repr__(self) -> str:

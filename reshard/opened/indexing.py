@@ -63,23 +63,16 @@ class Selection(NamedTuple):
     @property
     def turned(self) -> tuple[slice, ...]:
         """The part of `finish` that reverses dimensions."""
-        missing = len(self.axes) - sum(part is not None and part is not Ellipsis for part in self.finish)
-        parts: list[slice] = []
-        for part in self.finish:
-            if part is Ellipsis:
-                parts += [slice(None)] * missing
-            elif part is not None:
-                parts.append(part if isinstance(part, slice) else slice(None))
-        return tuple(parts)
+        kept = (part for part in self.finish if part is not None and part is not Ellipsis)
+        return tuple(part if isinstance(part, slice) else slice(None) for part in kept)
 
     def part(self, box: Box) -> Selection:
         """A box of the selection, counted in the finished order; its `finish` only reverses dimensions."""
-        turned = (*self.turned, *(slice(None) for _ in self.axes))
         axes = []
-        for (start, step, length), (low, high), turn in zip(self.axes, box, turned):
+        for (start, step, length), (low, high), turn in zip(self.axes, box, self.turned):
             first = length - high if turn.step == -1 else low
             axes.append(ChosenAxis(start + first * step, step, high - low))
-        return Selection(tuple(axes), turned[: len(axes)])
+        return Selection(tuple(axes), self.turned)
 
 
 class BoxReading(NamedTuple):
@@ -107,31 +100,24 @@ def select(index: Any, shape: Sequence[int]) -> Selection:
         IndexError: the index is not a basic one, or out of bounds.
     """
     parts = list(index) if isinstance(index, tuple) else [index]
-    positions = [part for part in parts if part is not Ellipsis and part is not None]
-    if sum(part is Ellipsis for part in parts) > 1:
+    count = sum(part is not Ellipsis and part is not None for part in parts)
+    ellipses = [place for place, part in enumerate(parts) if part is Ellipsis]
+    if len(ellipses) > 1:
         raise IndexError("an index can only have a single ellipsis ('...')")
-    if len(positions) > len(shape):
-        raise IndexError(f"too many indices: the tensor has {len(shape)} dimensions, but {len(positions)} were indexed")
+    if count > len(shape):
+        raise IndexError(f"too many indices: the tensor has {len(shape)} dimensions, but {count} were indexed")
+    place = ellipses[0] if ellipses else len(parts)
+    parts[place : place + 1] = [slice(None)] * (len(shape) - count)
     axes: list[ChosenAxis] = []
     finish: list[Any] = []
     for part in parts:
-        if part is Ellipsis:
-            count = len(shape) - len(positions)
-            axes += (ChosenAxis(0, 1, size) for size in shape[len(axes) : len(axes) + count])
-            finish.append(part)
-        elif part is None:
-            finish.append(None)
-        else:
+        finishing = None
+        if part is not None:
             axis, finishing = _one(part, shape[len(axes)], len(axes))
             axes.append(axis)
-            finish.append(finishing)
-    axes += (ChosenAxis(0, 1, size) for size in shape[len(axes) :])
-    return Selection(tuple(axes), tuple(finish))
-
-
-def whole(shape: Sequence[int]) -> Selection:
-    """All elements of a tensor."""
-    return Selection(tuple(ChosenAxis(0, 1, size) for size in shape), (Ellipsis,))
+        finish.append(finishing)
+    # As in NumPy, an ellipsis makes the result an array, even if it has one element.
+    return Selection(tuple(axes), (*finish, Ellipsis) if ellipses else tuple(finish))
 
 
 def _one(part: Any, size: int, number: int) -> tuple[ChosenAxis, Any]:
@@ -220,7 +206,7 @@ def into(array: Array, selection: Selection) -> Array:
     if array.shape != expected:
         raise IndexError(f"an array of shape {expected} is needed, not {array.shape}")
     back = {0: np.newaxis, None: 0}
-    parts = [part if part is Ellipsis or isinstance(part, slice) else back[part] for part in selection.finish]
+    parts = [part if isinstance(part, slice) else back[part] for part in selection.finish if part is not Ellipsis]
     # With an ellipsis, the result is a view even if it has one element.
-    view: Array = array[tuple(parts if Ellipsis in parts else [*parts, Ellipsis])]
+    view: Array = array[(*parts, Ellipsis)]
     return view

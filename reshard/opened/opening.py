@@ -18,7 +18,7 @@ from reshard.opened.checkpoint import OpenedCheckpoint, ReadingEffort
 from reshard.plan.edits import NO_EDITS, Edits, typed_edits
 from reshard.plan.request import Request
 from reshard.storage import caches_listings
-from reshard.strategies import NONE, SAME, SHARDS, Strategy, read_strategy, shards_of
+from reshard.strategies import NONE, SAME, Strategy, read_strategy, shards_of, target_named, target_words
 from reshard.text.in_python import errors_in_python, in_python
 from reshard.text.name_filters import Filters
 from reshard.text.report import Report, logged
@@ -102,9 +102,7 @@ def open(
     )
     if io not in ("auto", "mmap", "pread"):
         raise UsageError(f"io {io!r} is none of 'auto', 'mmap' and 'pread'")
-    if shards is not None and dst_strategy is not None:
-        raise UsageError("shards= and dst_strategy= both cut the tensors", hint="leave out one of them")
-    cut = text_of(dst_strategy) if shards is None else f"{SHARDS}{shards}"
+    cut = target_named(text_of(dst_strategy), shards)
     decryption = decryption_of(text_of(decrypt_key_file), decrypt_mode)
     request = reading_request(
         os.fspath(src),
@@ -117,7 +115,8 @@ def open(
         report,
         edits,
     )
-    return open_requested(request, ReadingEffort(jobs or usable_cpus(), max_memory, io), decryption, report)
+    effort = ReadingEffort(jobs or usable_cpus(), max_memory, io)
+    return OpenedCheckpoint(request, FileHandles(decryption=decryption), effort, report, errors_in_python)
 
 
 @caches_listings
@@ -243,11 +242,12 @@ def _target(
     else:
         raise UsageError(f"{src}: holds full weights, which have no strategy for slices")
     count = shards or target.device_count
+    shown = strategy if shards is None else " ".join(target_words(strategy))
     if rank is None and count > 1:
-        raise UsageError(f"the target strategy ({strategy}) has {plural(count, 'rank')}", hint="add rank=...")
+        raise UsageError(f"the target strategy ({shown}) has {plural(count, 'rank')}", hint="add rank=...")
     if rank is not None and not 0 <= rank < count:
         raise UsageError(
-            f"rank {rank} is out of range: the target strategy ({strategy}) has {plural(count, 'rank')}", rank=rank
+            f"rank {rank} is out of range: the target strategy ({shown}) has {plural(count, 'rank')}", rank=rank
         )
     return target, rank or 0
 

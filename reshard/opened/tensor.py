@@ -13,7 +13,7 @@ from reshard.checkpoints.formats.dtypes import DTYPES, NUMPY_NAMES, TEXT
 from reshard.execute.reader import CHUNK_BYTES, BoxReader
 from reshard.layout import boxes_of_range
 from reshard.opened.contents import TensorEntry
-from reshard.opened.indexing import Selection, into, readings, select, whole
+from reshard.opened.indexing import Selection, into, readings, select
 from reshard.plan.pieces import TargetTensor
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ class LazyTensor:
             TypeError: it has another type, or is read-only.
             ReshardError: a file cannot be read; the array's content is then undefined.
         """
-        selection = whole(self.shape) if index is ... else select(index, self.shape)
+        selection = select(index, self.shape)
         if array.dtype not in (self.dtype, self._bits):
             raise TypeError(f"{self.name} is {self.dtype_name}: an array of {self.dtype} is needed, not {array.dtype}")
         if not array.flags.writeable:

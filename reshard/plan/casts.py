@@ -59,6 +59,7 @@ def cast(
     values: AbstractSet[str],
     unseen: AbstractSet[str],
     casts: Sequence[CastRule],
+    report: Report,
 ) -> dict[str, Recipe]:
     """The same tensors with the requested types.
 
@@ -68,6 +69,7 @@ def cast(
         values: names of copied values.
         unseen: names of parameters that only absent ranks hold.
         casts: the requested types.
+        report: gets the number of tensors per pair of types, and a warning of weights that are copied without cast.
 
     Raises:
         CheckpointError: a pattern fits no tensor, or the elements of one cannot be cast.
@@ -103,10 +105,12 @@ def cast(
             else "select the tensors to cast: --cast 'GLOB=DTYPE'",
         )
     requested.check(cast_recipes)
+    _note_casts(checkpoint, cast_recipes, report)
+    _warn_of_uncast(checkpoint, recipes.keys() | values, values, requested, report)
     return cast_recipes
 
 
-def note_casts(checkpoint: Checkpoint, recipes: Mapping[str, Recipe], report: Report) -> None:
+def _note_casts(checkpoint: Checkpoint, recipes: Mapping[str, Recipe], report: Report) -> None:
     """Note the number of tensors per pair of types."""
     counts = Counter(
         ("codes" if source.decoding is not None else source.dtype, recipe.dtype)
@@ -162,16 +166,14 @@ def _is_no_float(dtype: str) -> bool:
     return "Float" not in dtype
 
 
-def warn_of_uncast(
+def _warn_of_uncast(
     checkpoint: Checkpoint,
-    recipes: Mapping[str, Recipe],
+    names: AbstractSet[str],
     values: AbstractSet[str],
-    casts: Sequence[CastRule],
+    requested: _RequestedTypes,
     report: Report,
 ) -> None:
-    """Warn of weights that are copied and keep their type."""
-    names = recipes.keys() | values
-    requested = _RequestedTypes(casts, names)
+    """Warn of weights among values, which are copied and keep their type."""
     uncast = []
     for name in sorted(values):
         dtype = requested.of(name) if is_weight(name, names) else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
@@ -13,14 +14,14 @@ from reshard.checkpoints import FileHandles, Tensor
 from reshard.checkpoints.checkpoint import Addition, Checkpoint, GlobalTensor, TiedTensors
 from reshard.checkpoints.edited import EditedCheckpoint, Recipe
 from reshard.checkpoints.formats.dtypes import CAST_TO, INT4, dtype_named
-from reshard.errors import CheckpointError, UsageError
+from reshard.errors import CheckpointError, NamesError, UsageError
 from reshard.forms.form import EditedStep, Names
 from reshard.forms.registry import form_named, form_of
-from reshard.plan.casts import CastRule, cast, note_casts, warn_of_uncast
-from reshard.storage import absolute, is_regular_file
+from reshard.plan.casts import CastRule, cast
+from reshard.storage import absolute, is_directory, is_regular_file
 from reshard.strategies import SAME, Strategy
 from reshard.text.messages import listing
-from reshard.text.names import as_pattern, is_training_value
+from reshard.text.names import as_glob, as_pattern, is_training_value
 from reshard.text.report import Report
 from reshard.text.wording import plural, quoted
 
@@ -32,6 +33,11 @@ if TYPE_CHECKING:
 
 PLAIN_WEIGHTS, PLAIN_ALL = "weights", "all"
 """The part of a trainer's state that is renamed to a model's names."""
+
+# The side of tables whose tensors no option changes.
+_UNPACKED = "huggingface"
+# Megatron's objects of a whole checkpoint.
+_MEGATRON = frozenset(["common.pt", "common_state"])
 
 _STATE = "left out: optimizer state follows its weights with --optimizer keep"
 
@@ -102,6 +108,7 @@ class Edits:
         quantisation: how quantised tensors are recognised, and their type after dequantising, the first edit; None to
             copy codes and scales unchanged.
         typed: the options as typed; None for edits without options of a conversion.
+        source_packing: the `packing` that the source's records list; empty without records of a table.
     """
 
     table: Optional[NameRules] = None
@@ -116,6 +123,7 @@ class Edits:
     trainer: bool = False
     quantisation: Optional[Quantisation] = None
     typed: Optional[TypedEdits] = field(default=TypedEdits(), compare=False)
+    source_packing: tuple[str, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         if self.additions is not None and (self.table is not None or self.casts):
@@ -169,8 +177,17 @@ class Edits:
 
         keys = getattr(checkpoint, "nested", {})
         renamed = plain_names(names, checkpoint.objects, keys, self.plain == PLAIN_ALL)
-        if renamed.rooted:
-            report.note("names: the trainer's prefix 'model.' is removed")
+        if renamed.prefix:
+            report.note(f"names: the trainer's prefix {quoted(renamed.prefix)} is removed")
+        if renamed.kept:
+            first, *others = (f"'{as_glob(str(key))}.*" for key in renamed.kept)
+            words = [f"--rename {first}=*'", *(f"--exclude {each}'" for each in others)]
+            report.warn(
+                f"names: no key of the saved state is known to be the model's, so all stay: {listing(renamed.kept)}; "
+                f"to convert the tensors of one: {' '.join(words)}"
+            )
+        if self.plain == PLAIN_WEIGHTS and not _MEGATRON.isdisjoint(name.split("/")[0] for name in checkpoint.objects):
+            report.warn("names and stacked layers are Megatron's and stay: transformers does not load them")
         if renamed.left_out:
             report.note(
                 f"{plural(len(renamed.left_out), 'tensor')} of the optimizer left out: " + listing(renamed.left_out)
@@ -180,6 +197,20 @@ class Edits:
                 f"{plural(len(renamed.outside), 'tensor')} beside the model left out: " + listing(renamed.outside)
             )
         return renamed.names
+
+    def model_names(self, names: Collection[str], checkpoint: Checkpoint) -> dict[str, str]:
+        """The names in the model by names after the first renaming, which may still be those of a trainer's state.
+
+        Args:
+            names: of tensors.
+            checkpoint: the source.
+        """
+        if self.plain is not None or form_named(checkpoint.form).options.names is Names.MODEL:
+            return {name: name for name in names}
+        from reshard.names import plain_names
+
+        renamed = plain_names(names, checkpoint.objects, getattr(checkpoint, "nested", {}), True)
+        return {name: new or name for name, new in renamed.names.items()}
 
     def nested(self, names: Collection[str], recorded: Mapping[str, tuple[Any, ...]]) -> Mapping[str, tuple[Any, ...]]:
         """The keys of a trainer's state by the names of its tensors.
@@ -301,91 +332,274 @@ def edited(checkpoint: Checkpoint, edits: Edits, report: Report, complete: bool 
     Raises:
         InputError: the edits do not fit the source.
     """
-    # Loaded only here: most conversions have no rules.
-    from reshard.names import apply_rules
-
     views: Mapping[str, View] = {}
     if edits.quantisation is not None:
         checkpoint, views = _dequantised(checkpoint, edits.quantisation, report)
-    recipes: Mapping[str, Recipe] = {name: Recipe((name,), views.get(name)) for name in checkpoint.tensors}
-    values = {*checkpoint.values(), *checkpoint.without_layout()}
-    recipes, values = _exactly(recipes, values, edits.first_names(checkpoint.tensors, checkpoint, report))
-    tied: list[TiedTensors] = []
-    unseen: dict[str, Optional[str]] = {name: name for name in checkpoint.unseen}
+    editing = _Editing(checkpoint, views, report)
+    editing.rename(edits.first_names(checkpoint.tensors, checkpoint, report))
     if edits.additions is not None:
-        recipes, values = _with_additions(checkpoint, recipes, values, edits.additions, report)
-    identity = edits.identity()
-    if edits.table is not None:
+        editing.add(edits.additions, edits.model_names(editing.recipes, checkpoint))
+    identity = edits.identity() if edits.table is None else editing.apply_table(edits.table, edits, complete)
+    if edits.renames is not None:
+        editing.apply_renames(edits.renames)
+    if edits.exactly:
+        editing.rename(dict(edits.exactly))
+        editing.unseen = dict.fromkeys(editing.unseen)
+    last = edits.last_names({*editing.recipes, *editing.unseen_names}, report)
+    if last:
+        editing.rename(last)
+        editing.unseen = {name: None if new is None else last.get(new, new) for name, new in editing.unseen.items()}
+    if edits.trainer:
+        _warn_of_buffers(editing.values, report)
+    if edits.casts:
+        editing.recipes = cast(checkpoint, editing.recipes, editing.values, editing.unseen_names, edits.casts, report)
+    editing.check_types()
+    nested = edits.nested(editing.recipes, getattr(checkpoint, "nested", {}))
+    return EditedCheckpoint(
+        checkpoint,
+        editing.recipes,
+        editing.values,
+        identity,
+        editing.tied,
+        editing.unseen,
+        nested,
+        editing.packing,
+    )
+
+
+class _Editing:
+    """The tensors and values of a source, which edits change one after the other.
+
+    Args:
+        checkpoint: the source.
+        views: views of tensors whose dimensions are swapped.
+        report: gets notes and warnings.
+
+    Attributes:
+        recipes: the tensors.
+        values: names of copied values.
+        unseen: the new name of each parameter that only absent ranks hold; None if unknown.
+        tied: tied tensors, of which rules use one.
+        packing: the table that gave the names, see `EditedCheckpoint.packing`.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, views: Mapping[str, View], report: Report) -> None:
+        self._checkpoint = checkpoint
+        self._report = report
+        self.recipes: Mapping[str, Recipe] = {name: Recipe((name,), views.get(name)) for name in checkpoint.tensors}
+        self.values: AbstractSet[str] = {*checkpoint.values(), *checkpoint.without_layout()}
+        self.unseen: Mapping[str, Optional[str]] = {name: name for name in checkpoint.unseen}
+        self.tied: Sequence[TiedTensors] = ()
+        self.packing: tuple[str, ...] = ()
+
+    @property
+    def unseen_names(self) -> set[str]:
+        """The known new names of parameters that only absent ranks hold."""
+        return {name for name in self.unseen.values() if name is not None}
+
+    def rename(self, names: Mapping[str, Optional[str]]) -> None:
+        """Give tensors other names; None skips a tensor. Values keep their names."""
+        remaining = {name for name in self.values if names.get(name, name) is not None}
+        recipes: dict[str, Recipe] = {}
+        for name, recipe in self.recipes.items():
+            new = names.get(name, name)
+            if new is None:
+                continue
+            if new in recipes or new in remaining:
+                raise CheckpointError(
+                    f"{quoted(name)}: another tensor would also get the name {quoted(new)}",
+                    parameter=name,
+                    hint="give every tensor its own name",
+                )
+            recipes[new] = recipe
+        renamed = [name for name in sorted(remaining) if names.get(name, name) != name]
+        if renamed:
+            raise CheckpointError(
+                f"{quoted(renamed[0])}: its layout is unknown; values without a layout keep their names",
+                parameter=renamed[0],
+                hint="keep its name",
+            )
+        self.recipes, self.values = recipes, remaining
+
+    def add(self, additions: Additions, model_names: Mapping[str, str]) -> None:
+        """Add to tensors, by their names in the model, and remove the tensors of the additions."""
+        tensors = {
+            model_names[name]: self._checkpoint.tensors[recipe.sources[0]] for name, recipe in self.recipes.items()
+        }
+        added, is_part = additions.fit(tensors), additions.is_part
+        self._report.note(f"{plural(len(added), 'tensor')} added to: " + listing([*added]))
+        self.recipes = {
+            name: replace(recipe, added=added.get(model_names[name]))
+            for name, recipe in self.recipes.items()
+            if not is_part(name)
+        }
+        self.values = {name for name in self.values if not is_part(name)}
+
+    def apply_table(self, table: NameRules, edits: Edits, complete: bool) -> str:
+        """Apply rules of names and packing; returns the identity of the edits."""
+        # Loaded only here: most conversions have no rules.
+        from reshard.names import apply_rules
+
         if edits.quantisation is None:
-            _check_not_quantised(checkpoint)
-        applied = apply_rules(
-            edits.table, _shapes(checkpoint, recipes, values), edits.config, edits.reverse, edits.optimizer
-        )
-        identity = edits.identity(applied.options, applied.reversed)
-        old, new = edits.table.sides[:: -1 if applied.reversed else 1]
-        report.note(f"names and packing by the rules {edits.table.path}: {old} to {new}")
+            _check_not_quantised(self._checkpoint)
+        applied = apply_rules(table, self._shapes(), edits.config, edits.reverse, edits.optimizer)
+        old, new = table.sides[:: -1 if applied.reversed else 1]
+        self._report.note(f"names and packing by the rules {table.path}: {old} to {new}")
         if applied.tied and not complete:
             first, second = applied.tied[0]
             raise CheckpointError(
                 f"{quoted(first)} and {quoted(second)} cannot be compared without the whole source",
                 parameter=second,
             )
-        tied = _tied(checkpoint, applied)
-        recipes, values = _ruled(checkpoint, recipes, values, applied, edits.table, report)
-        unseen = dict.fromkeys(unseen)
-    if edits.renames is not None:
-        recipes, values, unseen = _renamed(checkpoint, recipes, values, unseen, edits.renames, report)
-    if edits.exactly:
-        recipes, values = _exactly(recipes, values, dict(edits.exactly))
-        unseen = dict.fromkeys(unseen)
-    last = edits.last_names({*recipes, *(name for name in unseen.values() if name is not None)}, report)
-    if last:
-        recipes, values = _exactly(recipes, values, last)
-        unseen = {name: None if new is None else last.get(new, new) for name, new in unseen.items()}
-    if edits.trainer:
-        _warn_of_buffers(values, report)
-    if edits.casts:
-        recipes = cast(checkpoint, recipes, values, {name for name in unseen.values() if name is not None}, edits.casts)
-        note_casts(checkpoint, recipes, report)
-        warn_of_uncast(checkpoint, recipes, values, edits.casts, report)
-    _check_types(checkpoint, recipes)
-    return EditedCheckpoint(
-        checkpoint, recipes, values, identity, tied, unseen, edits.nested(recipes, getattr(checkpoint, "nested", {}))
-    )
+        packing = _packing(edits, applied)
+        if old != _UNPACKED:
+            _check_packing(self._checkpoint.place, edits.source_packing, packing, self._report)
+        self.packing = () if new == _UNPACKED else packing
+        tensors = self._checkpoint.tensors
+        # Rules that move values are refused elsewhere.
+        self.tied = [
+            TiedTensors(
+                tensors[first],
+                (tensors[second],),
+                "the rules write only the first, as for a tied model",
+                "if the model does not tie them, set tie_word_embeddings to false in config.json; options of built-in "
+                "rules: reshard names show TABLE",
+            )
+            for first, second in applied.tied
+            if first in tensors and second in tensors
+        ]
+        self._apply(applied, table, edits.source_packing)
+        self.unseen = dict.fromkeys(self.unseen)
+        return edits.identity(applied.options, applied.reversed)
+
+    def apply_renames(self, renames: NameRules) -> None:
+        """Apply rules that give other names."""
+        from reshard.names import apply_rules
+
+        # New names do not depend on shapes. A rule that fits a parameter of an absent rank is used.
+        shapes = {**self._shapes(), **dict.fromkeys(self.unseen_names, ())}
+        values = {*self.values}.intersection(self._checkpoint.values())
+        applied = apply_rules(renames, shapes, optimizer=True, values=values)
+        new_names = {view.sources[0]: name for name, view in applied.views.items()}
+        self.unseen = {name: None if old is None else new_names.get(old) for name, old in self.unseen.items()}
+        present = {name: view for name, view in applied.views.items() if name not in self.unseen_names}
+        self._apply(replace(applied, views=present), renames)
+
+    def _apply(self, applied: Applied, rules: NameRules, recorded: Collection[str] = ()) -> None:
+        """Set the tensors and values after rules; refuse rules that take an entry without a layout.
+
+        Args:
+            applied: the names and views.
+            rules: that were applied.
+            recorded: the packing of the source.
+        """
+        from reshard.names import warning_of
+
+        recipes: dict[str, Recipe] = {}
+        values: set[str] = set()
+        for name, (_, sources, view) in applied.views.items():
+            no_layout = next((source for source in sources if source not in self.recipes), None)
+            if no_layout is None:
+                recipes[name] = self._packed(name, sources, view)
+            elif sources == (name,) and view.is_all_of(_stored(self._checkpoint, name).shape):
+                values.add(name)
+            else:
+                raise CheckpointError(
+                    f"{quoted(name)} would be made of {quoted(no_layout)}, whose layout is unknown",
+                    parameter=no_layout,
+                    hint=f"values keep their names: remove the rule or --rename that matches {no_layout}, or drop it "
+                    "by a rule",
+                )
+        for names, reason in ((applied.dropped, "dropped by a rule"), (applied.skipped_state, _STATE)):
+            if names:
+                self._report.note(f"{len(names)} {reason}: " + listing(sorted(names)))
+        for note in applied.notes:
+            self._report.note(note)
+        warning = warning_of(rules, applied, recorded)
+        if warning is not None:
+            self._report.warn(warning)
+        self.recipes, self.values = recipes, values
+
+    def _packed(self, name: str, sources: Sequence[str], view: View) -> Recipe:
+        """A tensor that rules make of others; refuse sources that are made of others themselves."""
+        if len(sources) == 1 and view.is_all_of(self._shape(self.recipes[sources[0]])):
+            return self.recipes[sources[0]]
+        for number, source in enumerate(sources):
+            source_view = self.recipes[source].view
+            if source_view is None:
+                continue
+            # Only the first table packs, and before it only dequantised tensors have a view.
+            if source_view != _swapped(self._checkpoint.tensors[self.recipes[source].sources[0]].shape):
+                raise CheckpointError(
+                    f"{quoted(name)}: {quoted(source)} is already made of parts of tensors", parameter=source
+                )
+            view = view.with_swapped_source(number)
+        return Recipe(tuple(self.recipes[source].sources[0] for source in sources), view)
+
+    def check_types(self) -> None:
+        """Refuse tensors of mixed types, and views that divide a byte."""
+        for name, recipe in self.recipes.items():
+            sources = [self._checkpoint.tensors[source] for source in recipe.sources]
+            if recipe.view is not None:
+                _check_packed(name, sources, recipe.view)
+            types = {source.dtype: quoted(source.name) for source in sources}
+            if recipe.dtype is None and len(types) > 1:
+                parts = " and ".join(f"{source}, which is {dtype}" for dtype, source in types.items())
+                raise CheckpointError(
+                    f"{quoted(name)} would be made of {parts}",
+                    parameter=name,
+                    hint=f"choose a type with --cast {as_pattern(name)}=DTYPE",
+                )
+
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of tensors and values."""
+        shapes = {name: self._shape(recipe) for name, recipe in self.recipes.items()}
+        shapes.update((name, _stored(self._checkpoint, name).shape) for name in self.values)
+        return shapes
+
+    def _shape(self, recipe: Recipe) -> tuple[int, ...]:
+        return self._checkpoint.tensors[recipe.sources[0]].shape if recipe.view is None else recipe.view.shape
 
 
-def _with_additions(
-    checkpoint: Checkpoint,
-    recipes: Mapping[str, Recipe],
-    values: AbstractSet[str],
-    additions: Additions,
-    report: Report,
-) -> tuple[dict[str, Recipe], set[str]]:
-    added, is_part = additions.fit(checkpoint.tensors), additions.is_part
-    report.note(f"{plural(len(added), 'tensor')} added to: " + listing([*added]))
-    remaining = {name: replace(recipe, added=added.get(name)) for name, recipe in recipes.items() if not is_part(name)}
-    return remaining, {name for name in values if not is_part(name)}
+def _packing(edits: Edits, applied: Applied) -> tuple[str, ...]:
+    """The table that was applied, and the options and sizes that decide which numbers it writes, as ``KEY=VALUE``."""
+    from reshard.names import builtin_names
+
+    assert edits.table is not None
+    path = edits.table.path
+    texts = [f"table={path if path in builtin_names() else absolute(path)}"]
+    if edits.typed is not None and edits.typed.config is not None:
+        texts.append(f"config={absolute(edits.typed.config)}")
+    texts += (f"option {name}={applied.options[name]}" for name in sorted(edits.table.packing_options))
+    return (*texts, *(f"size {name}={value}" for name, value in applied.sizes.items()))
 
 
-def _renamed(
-    checkpoint: Checkpoint,
-    recipes: Mapping[str, Recipe],
-    values: AbstractSet[str],
-    unseen: Mapping[str, Optional[str]],
-    renames: NameRules,
-    report: Report,
-) -> tuple[dict[str, Recipe], set[str], dict[str, Optional[str]]]:
-    """Tensors, values and unseen names after rules that give other names."""
-    from reshard.names import apply_rules
+def words_of_packing(packing: Sequence[str]) -> list[str]:
+    """The options --names and --config of a recorded `EditedCheckpoint.packing`."""
+    values = dict(text.split("=", 1) for text in packing)
+    options = (f"{key.split()[1]}={value}" for key, value in values.items() if key.startswith("option "))
+    config = ["--config", values["config"]] if "config" in values else []
+    return ["--names", ",".join([values["table"], *options]), *config]
 
-    shapes = _shapes(checkpoint, recipes, values)
-    # New names do not depend on shapes. A rule that fits a parameter of an absent rank is used.
-    shapes.update((name, ()) for name in unseen.values() if name is not None)
-    applied = apply_rules(renames, shapes, optimizer=True, values={*values}.intersection(checkpoint.values()))
-    new_names = {recipe.sources[0]: name for name, recipe in applied.views.items()}
-    unseen = {name: None if old is None else new_names.get(old) for name, old in unseen.items()}
-    present = {name: recipe for name, recipe in applied.views.items() if name not in unseen.values()}
-    return *_ruled(checkpoint, recipes, values, replace(applied, views=present), renames, report), unseen
+
+def _check_packing(place: str, recorded: Sequence[str], packing: Sequence[str], report: Report) -> None:
+    """Compare the options and sizes of a table with those that its records list.
+
+    Other values give the right names and shapes with the wrong numbers.
+
+    Raises:
+        NamesError: the same table has other values.
+    """
+    old, new = (dict(text.split("=", 1) for text in texts) for texts in (recorded, packing))
+    differing = [key for key in new if " " in key and old.get(key, new[key]) != new[key]]
+    if not differing:
+        return
+    was, is_now = (", ".join(f"{key.split()[1]}={values[key]}" for key in differing) for values in (old, new))
+    message = f"{place}: was converted with {was} by the rules {old['table']}, and {is_now} would be applied"
+    hint = f"use the recorded options: {shlex.join(words_of_packing(recorded))}"
+    if old["table"] == new["table"]:
+        raise NamesError(message, file=place, hint=hint)
+    report.warn(f"{message}; {hint}")
 
 
 def _warn_of_buffers(values: AbstractSet[str], report: Report) -> None:
@@ -417,6 +631,15 @@ def between_forms(edits: Edits, form: str, to: str) -> Edits:
         plain = PLAIN_ALL if target.mindspore else PLAIN_WEIGHTS
     trainer = source.names is Names.MODEL and target.names is Names.TRAINER
     return replace(edits, plain=plain, trainer=trainer) if plain or trainer else edits
+
+
+def edits_to_model(form: str) -> Edits:
+    """The edits that give tensors the names in the model, and MindSpore's names for optimizer state.
+
+    Args:
+        form: of the source.
+    """
+    return NO_EDITS if form_named(form).options.names is Names.MODEL else Edits(plain=PLAIN_ALL, typed=None)
 
 
 def _dequantised(
@@ -488,143 +711,9 @@ def same_layouts(strategy: Strategy, checkpoint: EditedCheckpoint) -> Strategy:
     return replace(strategy, stages=tuple(stages))
 
 
-def _ruled(
-    checkpoint: Checkpoint,
-    recipes: Mapping[str, Recipe],
-    values: AbstractSet[str],
-    applied: Applied,
-    rules: NameRules,
-    report: Report,
-) -> tuple[dict[str, Recipe], set[str]]:
-    """Tensors and values after rules.
-
-    Raises:
-        CheckpointError: a rule takes an entry without a layout.
-    """
-    from reshard.names import warning_of
-
-    ruled_recipes: dict[str, Recipe] = {}
-    ruled_values: set[str] = set()
-    for name, (_, sources, view) in applied.views.items():
-        if not all(source in recipes for source in sources):
-            if sources == (name,) and view.is_all_of(_stored(checkpoint, name).shape):
-                ruled_values.add(name)
-                continue
-            no_layout = next(source for source in sources if source not in recipes)
-            raise CheckpointError(
-                f"{quoted(name)} would be made of {quoted(no_layout)}, whose layout is unknown",
-                parameter=no_layout,
-                hint=f"values keep their names: remove the rule or --rename that matches {no_layout}, or drop it "
-                "by a rule",
-            )
-        if len(sources) == 1 and view.is_all_of(_shape(checkpoint, recipes[sources[0]])):
-            ruled_recipes[name] = recipes[sources[0]]
-        else:
-            for number, source in enumerate(sources):
-                source_view = recipes[source].view
-                if source_view is None:
-                    continue
-                # Only the first table packs, and before it only dequantised tensors have a view.
-                if source_view != _swapped(checkpoint.tensors[recipes[source].sources[0]].shape):
-                    raise CheckpointError(
-                        f"{quoted(name)}: {quoted(source)} is already made of parts of tensors", parameter=source
-                    )
-                view = view.with_swapped_source(number)
-            ruled_recipes[name] = Recipe(tuple(recipes[source].sources[0] for source in sources), view)
-    for names, reason in ((applied.dropped, "dropped by a rule"), (applied.skipped_state, _STATE)):
-        if names:
-            report.note(f"{len(names)} {reason}: " + listing(sorted(names)))
-    for note in applied.notes:
-        report.note(note)
-    warning = warning_of(rules, applied)
-    if warning is not None:
-        report.warn(warning)
-    return ruled_recipes, ruled_values
-
-
-def _tied(checkpoint: Checkpoint, applied: Applied) -> list[TiedTensors]:
-    """Tied tensors, of which rules use one. Rules that move values are refused elsewhere."""
-    tensors = checkpoint.tensors
-    return [
-        TiedTensors(
-            tensors[first],
-            (tensors[second],),
-            "the rules write only the first, as for a tied model",
-            "if the model does not tie them, set tie_word_embeddings to false in config.json; options of built-in "
-            "rules: reshard names show TABLE",
-        )
-        for first, second in applied.tied
-        if first in tensors and second in tensors
-    ]
-
-
-def _exactly(
-    recipes: Mapping[str, Recipe], values: AbstractSet[str], names: Mapping[str, Optional[str]]
-) -> tuple[dict[str, Recipe], set[str]]:
-    """Tensors and values under other names.
-
-    Raises:
-        CheckpointError: two tensors would get one name, or a value another.
-    """
-    remaining = {name for name in values if names.get(name, name) is not None}
-    renamed_recipes: dict[str, Recipe] = {}
-    for name, recipe in recipes.items():
-        new = names.get(name, name)
-        if new is None:
-            continue
-        if new in renamed_recipes or new in remaining:
-            raise CheckpointError(
-                f"{quoted(name)}: another tensor would also get the name {quoted(new)}",
-                parameter=name,
-                hint="give every tensor its own name",
-            )
-        renamed_recipes[new] = recipe
-    renamed = [name for name in sorted(remaining) if names.get(name, name) != name]
-    if renamed:
-        raise CheckpointError(
-            f"{quoted(renamed[0])}: its layout is unknown; values without a layout keep their names",
-            parameter=renamed[0],
-            hint="keep its name",
-        )
-    return renamed_recipes, remaining
-
-
-def _shapes(
-    checkpoint: Checkpoint, recipes: Mapping[str, Recipe], values: AbstractSet[str]
-) -> dict[str, tuple[int, ...]]:
-    """The shapes of tensors and values."""
-    shapes = {name: _shape(checkpoint, recipe) for name, recipe in recipes.items()}
-    shapes.update((name, _stored(checkpoint, name).shape) for name in values)
-    return shapes
-
-
-def _shape(checkpoint: Checkpoint, recipe: Recipe) -> tuple[int, ...]:
-    return checkpoint.tensors[recipe.sources[0]].shape if recipe.view is None else recipe.view.shape
-
-
 def _stored(checkpoint: Checkpoint, name: str) -> Tensor:
     """The header of a value, from the first file that holds it."""
     return checkpoint.indexes[checkpoint.holders(name)[0]].tensors[name]
-
-
-def _check_types(checkpoint: Checkpoint, recipes: Mapping[str, Recipe]) -> None:
-    """Refuse tensors of mixed types, and views that divide a byte.
-
-    Raises:
-        CheckpointError: a tensor is refused.
-    """
-    for name, recipe in recipes.items():
-        if recipe.view is not None:
-            _check_packed(name, [checkpoint.tensors[source] for source in recipe.sources], recipe.view)
-        if recipe.dtype is None and len(recipe.sources) > 1:
-            types = {checkpoint.tensors[source].dtype: source for source in recipe.sources}
-            if len(types) > 1:
-                parts = " and ".join(f"{quoted(source)}, which is {dtype}" for dtype, source in types.items())
-                raise CheckpointError(
-                    f"{quoted(name)} would be made of {parts}",
-                    parameter=name,
-                    hint=f"choose a type with --cast {as_pattern(name)}=DTYPE",
-                )
 
 
 def _check_packed(name: str, sources: Sequence[GlobalTensor], view: View) -> None:
@@ -679,10 +768,14 @@ def typed_edits(
         raise UsageError("--config needs --names or --dequantize", hint="name a table: `reshard names list`")
     if names is None and not rename and not cast and dequantize is None:
         return NO_EDITS
+    if not (is_directory(src) or form_named(form_of(src)).options.by_rank):
+        # An index or the one file of a model.
+        src = os.path.dirname(src)
     if names is not None and config is None and is_regular_file(os.path.join(src, _CONFIG)):
         config = os.path.join(src, _CONFIG)
     # Loaded only here: most conversions have no rules.
     from reshard.names import builtin_names, parse_renames, read_config, rules_named
+    from reshard.records.ledger import packing_of
 
     table = None if names is None else rules_named(names)
     if names is not None and table is not None and table.path not in builtin_names():
@@ -697,6 +790,7 @@ def typed_edits(
         casts=tuple(map(CastRule.parse, cast)),
         quantisation=None if dequantize is None else _quantisation(dequantize, src, sizes),
         typed=TypedEdits(names, tuple(rename), config, reverse, optimizer, tuple(cast), dequantize),
+        source_packing=() if names is None else packing_of(src),
     )
 
 

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Optional
 
-from reshard.checkpoints import FileHandles
+from reshard.checkpoints import FileHandles, files_alike
 from reshard.errors import IncompleteSourceError, InputError
 from reshard.forms.ranks.checkpoint import RankCheckpoint
 from reshard.forms.ranks.form import rank_names, target_format
@@ -148,11 +148,9 @@ class Recovery:
         """Per name the number of a stage's files that hold it, and the number of files."""
         if stage.number not in self._held:
             loaded = self._step.loaded(stage)
-            alike = Counter(id(self._step.indexes[rank].tensors) for rank in loaded)
-            examples = {id(self._step.indexes[rank].tensors): self._step.indexes[rank].tensors for rank in loaded}
             counts: Counter[str] = Counter()
-            for key, count in alike.items():
-                counts.update(dict.fromkeys(examples[key], count))
+            for ranks in files_alike({rank: self._step.indexes[rank] for rank in loaded}):
+                counts.update(dict.fromkeys(self._step.indexes[ranks[0]].tensors, len(ranks)))
             self._held[stage.number] = counts, len(loaded)
         return self._held[stage.number]
 

@@ -11,8 +11,7 @@ The choice depends on strategies alone, so `rank-list` needs no checkpoint and `
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Optional
 
@@ -298,7 +297,7 @@ def choose(needs: Sequence[Sequence[int]], turn: int) -> tuple[int, ...]:
 
 
 def _greedy(needs: Sequence[Sequence[int]], turn: int) -> Iterator[int]:
-    """Ranks by greedy choice: each meets most of the needs still open.
+    """Ranks by greedy choice: each meets most of the needs still open; equal ranks in turn, in ascending order.
 
     Each pair of a need and a rank is visited once, however many ranks are chosen.
     """
@@ -307,61 +306,22 @@ def _greedy(needs: Sequence[Sequence[int]], turn: int) -> Iterator[int]:
         for rank in ranks:
             needs_of.setdefault(rank, []).append(number)
     opened = {rank: len(numbers) for rank, numbers in needs_of.items()}
-    meeting: dict[int, set[int]] = {}
+    # Ranks by a number of open needs that they had: it only decreases, so each rank is in one list until it is chosen.
+    by_count: dict[int, list[int]] = {}
     for rank, count in opened.items():
-        meeting.setdefault(count, set()).add(rank)
+        by_count.setdefault(count, []).append(rank)
     met = [False] * len(needs)
-    for most in range(max(meeting, default=0), 0, -1):
-        # Open needs only decrease, and so does the number of ranks that meet this many.
-        equals = _Ordered(meeting.pop(most, ()))
-        while len(equals):
-            pick = equals[turn % len(equals)]
+    for most in range(max(by_count, default=0), 0, -1):
+        ranks = by_count.pop(most, [])
+        equals = sorted(rank for rank in ranks if opened[rank] == most)
+        first = turn % max(1, len(equals))
+        for pick in (*equals[first:], *equals[:first]):
+            if opened[pick] < most:
+                continue
             yield pick
             for number in needs_of[pick]:
-                if met[number]:
-                    continue
+                for rank in () if met[number] else needs[number]:
+                    opened[rank] -= 1
                 met[number] = True
-                for rank in needs[number]:
-                    count = opened[rank]
-                    opened[rank] = count - 1
-                    if count == most:
-                        equals.remove(rank)
-                    else:
-                        meeting[count].discard(rank)
-                    meeting.setdefault(count - 1, set()).add(rank)
-
-
-class _Ordered:
-    """Numbers in ascending order; reading the k-th and removing one take logarithmic time.
-
-    Args:
-        numbers: each once.
-    """
-
-    def __init__(self, numbers: Iterable[int]) -> None:
-        self._numbers = sorted(numbers)
-        self._left = len(self._numbers)
-        # A Fenwick tree: entry n counts the remaining numbers among the n & -n that end with the n-th.
-        self._counts = [place & -place for place in range(self._left + 1)]
-
-    def __len__(self) -> int:
-        """The number of remaining elements."""
-        return self._left
-
-    def __getitem__(self, index: int) -> int:
-        """Any remaining element."""
-        place, step = 0, 1 << len(self._numbers).bit_length()
-        while step:
-            if place + step < len(self._counts) and self._counts[place + step] <= index:
-                place += step
-                index -= self._counts[place]
-            step >>= 1
-        return self._numbers[place]
-
-    def remove(self, number: int) -> None:
-        """Remove a remaining element."""
-        place = bisect_left(self._numbers, number) + 1
-        while place < len(self._counts):
-            self._counts[place] -= 1
-            place += place & -place
-        self._left -= 1
+        for rank in ranks:
+            by_count.setdefault(opened[rank], []).append(rank)

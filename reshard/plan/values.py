@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from reshard.checkpoints import FileHandles, Tensor, reading_error
+from reshard.checkpoints import FileHandles, Tensor
 from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.errors import CheckpointError, InputError
 from reshard.forms.target import TargetForm
-from reshard.storage import read_range
+from reshard.storage import read_range, reading
 from reshard.text.messages import listing
 from reshard.text.name_filters import Filters
 from reshard.text.names import as_pattern, belongs_to_rank
@@ -154,11 +154,8 @@ def _blocks(path: str, handles: FileHandles, tensor: Tensor) -> Iterator[bytes]:
     for offset, length in tensor.extents:
         position = 0
         while position < length:
-            try:
-                with handles.borrow(path) as file:
-                    block = read_range(file, offset + position, min(_BLOCK - len(pending), length - position))
-            except OSError as error:
-                raise reading_error(path, error) from error
+            with reading(path), handles.borrow(path) as file:
+                block = read_range(file, offset + position, min(_BLOCK - len(pending), length - position))
             position += len(block)
             pending += block
             if len(pending) == _BLOCK:

@@ -7,6 +7,7 @@ memory.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -17,7 +18,6 @@ from typing import Any, NamedTuple, Optional
 
 import numpy as np
 
-from reshard.checkpoints import reading_error
 from reshard.checkpoints.checkpoint import (
     ByName,
     CastWords,
@@ -33,9 +33,10 @@ from reshard.errors import CheckpointError
 from reshard.layout import Box, Grid, boxes_of_range, inside, intersection, placed, shape_of, volume_of, whole_box
 from reshard.quantised.schemes import Quantised, Recognised, TypedShape, recognise, stated_settings
 from reshard.quantised.values import (
-    BLOCK,
     E2M1,
     EXPONENTS,
+    MAX_TABLES,
+    MEMORY_PER_BYTE,
     Bytes,
     Factors,
     Floats,
@@ -49,8 +50,7 @@ from reshard.quantised.values import (
     tables_of,
     tables_of_exponents,
 )
-from reshard.storage import UnfitError, is_regular_file, read_small
-from reshard.storage.json_text import JsonError, parse_json
+from reshard.storage import read_json
 from reshard.text.wording import quoted
 
 _CONFIG = "config.json"
@@ -58,11 +58,10 @@ _MAX_CONFIG = 1 << 22
 # Of msmodelslim; it lists every tensor.
 _DESCRIPTION = "quant_model_description.json"
 _MAX_DESCRIPTION = 1 << 28
-# Elements that are read at a time: buffers for codes and scales stay below a MiB.
-_MOST = 1 << 19
-# Tables that are made at a time, and scales that are read at a time, for the same reason.
-_MAX_TABLES = 1 << 7
-_MAX_SCALES = 1 << 15
+# Scales, with the arrays that are made of them, take half as much memory as the working memory: it has these bytes for
+# each.
+_MEMORY_PER_SCALE = 64
+_MEMORY_PER_EXPONENT = 8
 # The scales and tables that a thread used last: the next rows mostly need the same ones.
 _RECENT = threading.local()
 # Bytes of copies of scales that are compared at a time.
@@ -168,6 +167,7 @@ class ScaledCodes:
         self._scales = scales
         self._offsets = offsets
         self._per_byte = 2 if tensor.code == E2M1 else 1
+        self._sharing = math.prod(map(min, tensor.block, tensor.shape))
         self._compared = False
         # One set of tables has the results of all scales; vector arithmetic is faster, but not for these types.
         tables = tensor.code == E2M1 or dtype == "Float16"
@@ -181,7 +181,9 @@ class ScaledCodes:
         """Decodes the tensor to another type."""
         return ScaledCodes(self._tensor, dtype, self._scales, self._offsets)
 
-    def read_into(self, read: ReadBytes, source: StoredSlice, start: int, out: memoryview, cast: CastWords) -> int:
+    def read_into(
+        self, read: ReadBytes, source: StoredSlice, start: int, out: memoryview, memory: Bytes, cast: CastWords
+    ) -> int:
         """Fill ``out`` with elements of a slice; see `checkpoint.Decoding`."""
         if not self._compared:
             for scales_or_offsets in (self._scales, self._offsets):
@@ -190,67 +192,99 @@ class ScaledCodes:
             self._compared = True
         item_size = ITEM_SIZES[self.dtype]
         words = np.frombuffer(out, f"u{item_size}")
+        per_byte = self._per_byte
         first = start // item_size
         last = first + len(words)
-        # A byte of two codes is decoded whole.
-        low = first - first % self._per_byte
-        high = last + -last % self._per_byte
         shape = shape_of(source.box)
-        # Vector arithmetic needs memory for a row.
-        widest = _MOST if shape[-1] <= BLOCK else BLOCK
-        codes_room = np.empty(min(widest, high - low) // self._per_byte, "u1")
-        per_scale = math.prod(map(min, self._tensor.block, self._tensor.shape))
+        row = len(memory) // MEMORY_PER_BYTE * per_byte
+        most_scales = max(1, len(memory) // (_MEMORY_PER_EXPONENT if self._exponents else _MEMORY_PER_SCALE))
+        most = most_scales * self._sharing
+        if shape[-1] > row:
+            most = min(most, row)
         overflowed = 0
-        for outer in boxes_of_range(shape, low, high, _MAX_SCALES * per_scale):
-            scaled = self._scaled(read, scale_box(placed(outer, source.box), self._tensor.block), volume_of(outer))
-            # Where few elements share a scale, tables are larger than elements.
-            tables = not self._exponents and scaled.factors is None
-            most = min(widest, _MAX_TABLES * per_scale) if tables else widest
-            for inner in boxes_of_range(shape_of(outer), 0, volume_of(outer), most):
-                box = placed(inner, placed(outer, source.box))
-                count = volume_of(box)
-                codes = codes_room[: count // self._per_byte]
-                read(source, low // self._per_byte, codes.data)
-                codes = codes.reshape(*shape_of(box)[:-1], -1)
-                inside_out = first <= low and low + count <= last
-                room = words[low - first : low - first + count] if inside_out else np.empty(count, words.dtype)
-                overflowed += self._decode(codes, scaled, box, room.reshape(shape_of(box)), cast)
-                if not inside_out:
-                    begin, end = max(low, first), min(low + count, last)
-                    words[begin - first : end - first] = room[begin - low : end - low]
-                low += count
+        # A byte of two codes is decoded whole, also where only one of them is needed.
+        edges = [first // per_byte, -(-first // per_byte), last // per_byte, -(-last // per_byte)]
+        for begin, end in zip(edges, edges[1:]):
+            low = begin * per_byte
+            for part in boxes_of_range(shape, low, end * per_byte, most):
+                box = placed(part, source.box)
+                high = low + volume_of(part)
+                scaled = self._scaled(read, scale_box(box, self._tensor.block), source.box, most_scales)
+                needed = slice(max(low, first), min(high, last))
+                whole = needed == slice(low, high)
+                elements = words[low - first : high - first] if whole else np.empty(high - low, words.dtype)
+                # Codes are narrower than elements. From the end of their memory, none is replaced before it is decoded.
+                codes = elements.view("u1")[-((high - low) // per_byte) :]
+                read(source, low // per_byte, codes.data)
+                overflowed += self._decode(codes, scaled, box, elements, memory, cast)
+                if not whole:
+                    words[needed.start - first : needed.stop - first] = elements[needed.start - low : needed.stop - low]
+                low = high
         return overflowed
 
-    def _decode(self, codes: Bytes, scaled: _Scaled, box: Box, out: Words, cast: CastWords) -> int:
+    def _decode(self, codes: Bytes, scaled: _Scaled, box: Box, out: Words, memory: Bytes, cast: CastWords) -> int:
         """Decode a box of elements; returns how many became infinite."""
-        block = self._tensor.block
+        code, block = self._tensor.code, self._tensor.block
         scales = scale_box(box, block)
-        part = inside(scales, scaled.box)
         if scaled.factors is not None:
-            multiply(codes, scaled.factors.part(part), block, box, out)
+            multiply(codes, scaled.factors.part(inside(scales, scaled.box)), block, box, out, memory)
             return 0
         if self._exponents:
-            tables, numbers = tables_of_exponents(self._tensor.code, self.dtype, cast), scaled.scales[part]
-        else:
+            tables, numbers = tables_of_exponents(code, self.dtype, cast), scaled.scales[inside(scales, scaled.box)]
+            return dequantise(codes, tables, numbers, block, box, out, memory)
+        if volume_of(scales) <= MAX_TABLES:
             recent: Optional[tuple[object, Box, Tables]] = getattr(_RECENT, "tables", None)
             if recent is None or recent[:2] != (scaled, scales):
-                offsets = None if scaled.offsets is None else scaled.offsets[part]
-                tables = tables_of(self._tensor.code, scaled.scales[part], self.dtype, cast, offsets)
-                recent = _RECENT.tables = scaled, scales, tables
-            tables, shape = recent[2], shape_of(scales)
-            numbers = np.arange(math.prod(shape), dtype="u4").reshape(shape)
-        return dequantise(codes, tables, numbers, block, box, out)
+                index = inside(scales, scaled.box)
+                offsets = None if scaled.offsets is None else scaled.offsets[index]
+                recent = _RECENT.tables = (
+                    scaled,
+                    scales,
+                    tables_of(code, scaled.scales[index], self.dtype, cast, offsets),
+                )
+            numbers = np.arange(volume_of(scales), dtype="u2").reshape(shape_of(scales))
+            return dequantise(codes, recent[2], numbers, block, box, out, memory)
+        overflowed = low = 0
+        per_byte = self._per_byte
+        for part in boxes_of_range(shape_of(box), 0, len(out), len(codes) // 2 * per_byte):
+            high = low + volume_of(part)
+            codes_of_part = codes[low // per_byte : high // per_byte]
+            overflowed += self._decode(codes_of_part, scaled, placed(part, box), out[low:high], memory, cast)
+            low = high
+        return overflowed
 
-    def _scaled(self, read: ReadBytes, box: Box, elements: int) -> _Scaled:
-        """The scales of a box, for a number of elements.
+    def _scaled(self, read: ReadBytes, box: Box, around: Box, most: int) -> _Scaled:
+        """At least the scales of a box.
+
+        Args:
+            read: reads stored bytes.
+            box: which scales.
+            around: the elements of the slice.
+            most: maximum number of scales that are read ahead.
 
         Raises:
             CheckpointError: a scale is no positive number.
             ReshardError: the scales cannot be read.
         """
         recent: Optional[_Scaled] = getattr(_RECENT, "scaled", None)
-        if recent is not None and recent.owner is self and recent.box == box:
-            return recent
+        if recent is not None and recent.owner is self:
+            if intersection(recent.box, box) == box:
+                return recent
+            # Slices are mostly read in order: the next scales are read, too.
+            of_slice = scale_box(around, self._tensor.block)
+            corner = [low - first for (low, _), (first, _) in zip(box, of_slice)]
+            start = int(np.ravel_multi_index(corner, shape_of(of_slice)))
+            ahead = placed(next(boxes_of_range(shape_of(of_slice), start, volume_of(of_slice), most)), of_slice)
+            # An invalid scale is an error for elements that are needed only.
+            with contextlib.suppress(CheckpointError):
+                if intersection(ahead, box) == box:
+                    recent = _RECENT.scaled = self._read_scaled(read, ahead)
+                    return recent
+        recent = _RECENT.scaled = self._read_scaled(read, box)
+        return recent
+
+    def _read_scaled(self, read: ReadBytes, box: Box) -> _Scaled:
+        """The scales of a box."""
         words = self._scales.read(read, box)
         scales: Words = words
         offsets = factors = None
@@ -263,9 +297,8 @@ class ScaledCodes:
             if self._tensor.code == "Int8" and not offsets.any():
                 offsets = None
         if offsets is None and not self._exponents:
-            factors = factors_of(self._tensor.code, scales, self.dtype, elements)
-        result = _RECENT.scaled = _Scaled(self, box, scales, offsets, factors)
-        return result
+            factors = factors_of(self._tensor.code, scales, self.dtype, self._sharing)
+        return _Scaled(self, box, scales, offsets, factors)
 
     def _checked(self, scales: Floats, box: Box) -> Floats:
         """The scales, which must be positive numbers.
@@ -460,23 +493,8 @@ def quantisation_of(directory: str, dtype: str, config: Optional[Mapping[str, An
     """
     place = getattr(config, "path", os.path.join(directory, _CONFIG))
     if config is None:
-        config = _json_object(place, _MAX_CONFIG)
-    return Quantisation(dtype, config, _json_object(os.path.join(directory, _DESCRIPTION), _MAX_DESCRIPTION), place)
-
-
-def _json_object(path: str, most: int) -> Optional[Mapping[str, Any]]:
-    """The content of a small JSON file; None if it does not exist."""
-    if not is_regular_file(path):
-        return None
-    try:
-        content = parse_json(read_small(path, most))
-    except (UnfitError, JsonError) as error:
-        raise CheckpointError(f"{path} {error}", file=path) from error
-    except OSError as error:
-        raise reading_error(path, error) from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path}: is not a JSON object", file=path)
-    return content
+        config = read_json(place, _MAX_CONFIG)
+    return Quantisation(dtype, config, read_json(os.path.join(directory, _DESCRIPTION), _MAX_DESCRIPTION), place)
 
 
 def dequantised(checkpoint: Checkpoint, quantisation: Quantisation) -> tuple[Checkpoint, Recognised]:

@@ -154,8 +154,9 @@ def recognise(
         scales, new_name = pair
         offsets = _offsets_of(name, scales, stored)
         if settings is None and description is None:
+            missing = f"{place} does not exist" if config is None else f"{place} has no quantization_config"
             raise CheckpointError(
-                f"{quoted(scales)} is a scale of {quoted(name)}, but {place} has no quantization_config",
+                f"{quoted(scales)} is a scale of {quoted(name)}, but {missing}",
                 parameter=name,
                 hint="name the model's own config.json with --config",
             )

@@ -10,20 +10,20 @@ results are equal bit for bit. There are two ways to compute it:
 from __future__ import annotations
 
 import functools
-import math
-import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Callable, NamedTuple, Optional
 
 import numpy as np
 import numpy.typing as npt
 
-from reshard.checkpoints.formats.dtypes import DTYPES
+from reshard.checkpoints.formats.dtypes import DTYPES, ITEM_SIZES
 from reshard.layout import Box, shape_of
 
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 Words = npt.NDArray[Any]
+Flags = npt.NDArray[np.bool_]
+Rows = npt.NDArray[np.intp]
 CastWords = Callable[[Words, str], Words]
 
 E2M1 = "E2M1"
@@ -40,12 +40,17 @@ SCALE_TYPES = (*FLOATS, *EXPONENTS)
 OFFSET_TYPES = (*FLOATS, "Int8")
 """Types of zero points."""
 
-BLOCK = 1 << 16
-"""Elements that are decoded at a time: their indices, of 8 bytes within NumPy, or their products stay in the cache."""
+MAX_TABLES = 256
+"""Maximum number of tables in which elements are looked up together: their words have indices of two bytes."""
 
-# Minimum elements of a block that ends with a row of scales.
-_MIN_BLOCK = 1 << 14
-_ROOMS = threading.local()
+# Tables that are made at a time: each has temporary arrays of some KiB.
+_TABLES_AT_A_TIME = 16
+
+MEMORY_PER_BYTE = 10
+"""Bytes of working memory for a byte of codes, at least: two kinds of indices, or two words."""
+
+# Minimum average of bytes whose rows have equal scales, if they are decoded together.
+_MIN_TOGETHER = 1 << 14
 
 
 class Float8(NamedTuple):
@@ -129,17 +134,20 @@ def tables_of(code: str, scales: Floats, dtype: str, cast: CastWords, offsets: O
         cast: returns words of Float32 as words of a type.
         offsets: what is subtracted from the codes first, in the shape of the scales; None for nothing.
     """
-    values = CODES[code]
-    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        shifted = values if offsets is None else values - offsets.reshape(-1, 1, 1)
-        words = cast((shifted * scales.reshape(-1, 1, 1)).view("u4"), dtype)
+    values, flat_scales = CODES[code], scales.reshape(-1, 1, 1)
     layout = DTYPES[dtype].layout
     assert layout is not None
-    overflows = np.zeros(words.shape[:2], "u1")
-    became = (words & layout.without_sign) == layout.infinity
-    if became.any():
-        (became & np.isfinite(values)).sum(axis=-1, out=overflows)
-    words = words.reshape(-1).view(f"u{words.itemsize * words.shape[-1]}")
+    all_words = np.empty((len(flat_scales), *values.shape), f"u{ITEM_SIZES[dtype]}")
+    overflows = np.zeros(all_words.shape[:2], "u1")
+    for first in range(0, len(flat_scales), _TABLES_AT_A_TIME):
+        part = slice(first, first + _TABLES_AT_A_TIME)
+        with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+            shifted = values if offsets is None else values - offsets.reshape(-1, 1, 1)[part]
+            all_words[part] = cast((shifted * flat_scales[part]).view("u4"), dtype)
+        became = (all_words[part] & layout.without_sign) == layout.infinity
+        if became.any():
+            (became & np.isfinite(values)).sum(axis=-1, out=overflows[part])
+    words = all_words.reshape(-1).view(f"u{all_words.itemsize * all_words.shape[-1]}")
     return Tables(words, overflows.reshape(-1), np.any(overflows, axis=1))
 
 
@@ -155,26 +163,26 @@ class Factors(NamedTuple):
     Attributes:
         code: of the elements.
         values: the factors, in the shape of the scales.
-        ties: whether a product may lie in the middle between two numbers of BFloat16.
+        ties: per factor whether a product may lie in the middle between two numbers of BFloat16.
     """
 
     code: str
     values: Floats
-    ties: bool
+    ties: Flags
 
     def part(self, index: tuple[slice, ...]) -> Factors:
         """The factors of some of the scales."""
-        return self._replace(values=self.values[index])
+        return Factors(self.code, self.values[index], self.ties[index])
 
 
-def factors_of(code: str, scales: Floats, dtype: str, elements: int) -> Optional[Factors]:
+def factors_of(code: str, scales: Floats, dtype: str, sharing: int) -> Optional[Factors]:
     """Factors for some scales; None where vector arithmetic does not give the exact results, or not faster.
 
     Args:
         code: one of `CODES`.
         scales: positive numbers, in any shape.
         dtype: type of the elements.
-        elements: the number of elements that will be multiplied.
+        sharing: the number of elements that share a scale.
     """
     if code not in _MULTIPLIED or dtype not in ("Float32", "BFloat16"):
         return None
@@ -188,169 +196,145 @@ def factors_of(code: str, scales: Floats, dtype: str, elements: int) -> Optional
         factors = scales * power
         if not np.isfinite(factors).all() or (largest * scales.max()).view("u4") >= _BECOMES_INFINITE:
             return None
-        ties = True
         # Products with codes and with significands, which are at least a half, must be normal numbers.
-        normal = min(least, np.float32(0.5)) * scales.min() >= _LEAST_NORMAL
-        if normal and scales.size * len(significands) * _MIN_SHARING <= elements:
-            # Products of numbers that differ by a power of two have the same digits.
-            products = significands * scales.reshape(-1, 1)
-            ties = bool((products.view("u4").astype("u2") == 0x8000).any())
+        ties: Flags = min(least, np.float32(0.5)) * scales < _LEAST_NORMAL
+        if len(significands) * _MIN_SHARING > sharing:
+            ties[...] = True
+        elif dtype == "BFloat16":
+            for significand in significands:
+                # Products of numbers that differ by a power of two have the same digits.
+                ties |= ((significand * scales).view("u4") & 0xFFFF) == 0x8000
     return Factors(code, factors, ties)
 
 
-def multiply(codes: Bytes, factors: Factors, block: Sequence[int], box: Box, out: Words) -> None:
+def multiply(codes: Bytes, factors: Factors, block: Sequence[int], box: Box, out: Words, memory: Bytes) -> None:
     """Multiply the elements of a box by their scales.
 
     Args:
-        codes: bytes of the box.
+        codes: bytes of the box, in C order; they may be the last bytes of ``out``.
         factors: of the scales of ``scale_box(box, block)``, in that shape.
         block: elements per scale, per dimension.
         box: which elements of the tensor they are; at least one dimension.
-        out: words of Float32 or BFloat16, of the shape of the box, C-contiguous.
+        out: words of Float32 or BFloat16 for the box, in C order.
+        memory: working memory, `MEMORY_PER_BYTE` for each element of a row or more.
     """
-    rows, columns = math.prod(codes.shape[:-1]), codes.shape[-1]
-    flat_codes, flat_out = codes.reshape(rows, columns), out.reshape(rows, columns)
-    spread = _Spread(factors.values, block, box, 1)
-    most = max(1, BLOCK // max(1, columns))
+    columns = shape_of(box)[-1]
+    signed = codes.view("i1")
+    bits = FLOAT8.get(factors.code)
+    special = bits is not None and bool(signed.max() >= bits.special or codes.max() >= bits.special | 0x80)
+    half = len(memory) // 8 * 4
+    products, room = memory[:half].view("u4"), memory[half : 2 * half].view("u4")
+    ties = out.itemsize == 2 and bool(factors.ties.any())
     with np.errstate(invalid="ignore", under="ignore"):
-        last = 0
-        while last < rows:
-            first = last
-            last, values = spread.over(first, most)
-            part = flat_out[first:last]
-            words = part if part.itemsize == 4 else _room(part.size, 0).reshape(part.shape)
-            _expand(flat_codes[first:last], factors.code, words)
+        for rows, values in _spread(factors.values, block, box, 1, len(products)):
+            part = slice(rows.start * columns, rows.stop * columns)
+            words = out[part] if out.itemsize == 4 else products[: part.stop - part.start]
             numbers = words.view("f4")
-            np.multiply(numbers, values, out=numbers)
-            if part.itemsize == 2:
-                _round_to_bfloat16(words, factors.ties, part)
+            if bits is None:
+                np.copyto(numbers, signed[part])
+            else:
+                if special:
+                    places = np.flatnonzero((codes[part] & 0x7F) >= bits.special)
+                    specials = CODES[factors.code][codes[part][places], 0]
+                # Exponent and mantissa at their places in Float32: the numbers times 2**-bias.
+                np.copyto(words.view("i4"), signed[part])
+                np.left_shift(words, bits.shift, out=words)
+                np.bitwise_and(words, bits.mask, out=words)
+                if special:
+                    numbers[places] = specials
+            grid = numbers.reshape(-1, columns)
+            np.multiply(grid, values, out=grid)
+            if out.itemsize == 2:
+                # No finite number becomes infinite, and NaN is the one of NumPy, which stays NaN.
+                if ties:
+                    odd = room[: len(words)]
+                    np.right_shift(words, 16, out=odd)
+                    np.bitwise_and(odd, 1, out=odd)
+                    np.add(words, odd, out=words)
+                np.add(words, 0x7FFF if ties else 0x8000, out=words)
+                np.right_shift(words, 16, out=words)
+                np.copyto(out[part], words, casting="unsafe")
 
 
-def _expand(codes: Bytes, code: str, out: Words) -> None:
-    """Codes as numbers of Float32; those of `FLOAT8` times ``2**-bias``."""
-    bits = FLOAT8.get(code)
-    if bits is None:
-        np.copyto(out.view("f4"), codes.view("i1"))
-        return
-    np.copyto(out.view("i4"), codes.view("i1"))
-    np.left_shift(out, bits.shift, out=out)
-    np.bitwise_and(out, bits.mask, out=out)
-    if codes.view("i1").max() >= bits.special or codes.max() >= bits.special | 0x80:
-        places = (codes & 0x7F) >= bits.special
-        out.view("f4")[places] = CODES[code][codes[places], 0]
-
-
-def _round_to_bfloat16(words: Words, ties: bool, out: Words) -> None:
-    """Float32 to the nearest BFloat16, ties to even; the words are overwritten.
-
-    NaN must be the one of NumPy, and no finite number may become infinite.
-    """
-    if ties:
-        odd = _room(words.size, 1).reshape(words.shape)
-        np.right_shift(words, 16, out=odd)
-        np.bitwise_and(odd, 1, out=odd)
-        np.add(words, odd, out=words)
-    np.add(words, 0x7FFF if ties else 0x8000, out=words)
-    np.right_shift(words, 16, out=words)
-    np.copyto(out, words, casting="unsafe")
-
-
-def _room(count: int, number: int) -> Words:
-    """Memory of this thread for words of Float32."""
-    rooms: Optional[list[Words]] = getattr(_ROOMS, "words", None)
-    if rooms is None:
-        rooms = _ROOMS.words = [np.empty(0, "u4"), np.empty(0, "u4")]
-    if len(rooms[number]) < count:
-        rooms[number] = np.empty(count, "u4")
-    return rooms[number][:count]
-
-
-def dequantise(codes: Bytes, tables: Tables, numbers: Words, block: Sequence[int], box: Box, out: Words) -> int:
+def dequantise(
+    codes: Bytes, tables: Tables, numbers: Words, block: Sequence[int], box: Box, out: Words, memory: Bytes
+) -> int:
     """Look up the elements of a box.
 
     Args:
-        codes: bytes of the box, with half as many in the last dimension for `E2M1`.
-        tables: results of all bytes.
+        codes: bytes of the box, in C order, half as many as elements for `E2M1`; they may be the last bytes of ``out``.
+        tables: results of all bytes, at most `MAX_TABLES` tables.
         numbers: the table of each scale of ``scale_box(box, block)``, in that shape.
         block: elements per scale, per dimension.
         box: which elements of the tensor they are; at least one dimension. It begins, ends and changes scales between
             bytes.
-        out: unsigned words of the type asked for, of the shape of the box, C-contiguous.
+        out: unsigned words of the type asked for, in C order.
+        memory: working memory, `MEMORY_PER_BYTE` for each byte of a row or more.
 
     Returns:
         How many elements became infinite.
     """
-    if not codes.size:
-        return 0
-    rows = math.prod(codes.shape[:-1])
-    flat_codes = codes.reshape(rows, -1)
-    flat_out = out.reshape(-1).view(tables.words.dtype).reshape(flat_codes.shape)
-    dtype = np.dtype("u2" if len(tables.words) <= 1 << 16 else "u4")
-    starts = numbers.astype(dtype) * dtype.type(256)
-    spread = _Spread(starts, block, box, shape_of(box)[-1] // codes.shape[-1])
-    most = max(1, BLOCK // flat_codes.shape[1])
-    room = np.empty((min(most, rows), flat_codes.shape[1]), dtype)
-    overflows = tables.overflows if tables.overflowing[numbers].any() else None
-    overflowed = last = 0
-    while last < rows:
-        first = last
-        last, values = spread.over(first, most)
-        indices = room[: last - first]
-        np.copyto(indices, flat_codes[first:last])
-        np.add(indices, values, out=indices)
+    assert len(tables.overflowing) <= MAX_TABLES
+    per_byte = len(out) // len(codes)
+    columns = shape_of(box)[-1] // per_byte
+    rows_of_codes = codes.reshape(-1, columns)
+    results = out.view(tables.words.dtype)
+    most = len(memory) // MEMORY_PER_BYTE
+    places, indices = memory[: 8 * most].view("i8"), memory[8 * most : 10 * most].view("u2")
+    overflows = tables.overflows if tables.overflowing.take(numbers).any() else None
+    overflowed = 0
+    starts = np.left_shift(numbers, 8, dtype="u2", casting="unsafe")
+    for rows, values in _spread(starts, block, box, per_byte, most):
+        part = slice(rows.start * columns, rows.stop * columns)
+        wide, narrow = places[: part.stop - part.start], indices[: part.stop - part.start]
+        grid = narrow.reshape(-1, columns)
+        np.copyto(grid, rows_of_codes[rows])
+        np.add(grid, values, out=grid)
+        np.copyto(wide, narrow)
         # All indices are valid; in its default mode NumPy would write to a copy first.
-        np.take(tables.words, indices, out=flat_out[first:last], mode="wrap")
+        np.take(tables.words, wide, out=results[part], mode="wrap")
         if overflows is not None:
-            overflowed += int(overflows[indices].sum())
+            overflowed += int(overflows[wide].sum())
     return overflowed
 
 
-class _Spread:
-    """For each byte of a box, seen as rows of its last dimension, the value of its scale.
+def _spread(values: Words, block: Sequence[int], box: Box, per_byte: int, most: int) -> Iterator[tuple[slice, Words]]:
+    """The values of the scales of a box, seen as rows of its last dimension, some rows at a time.
 
     Args:
         values: of the scales of ``scale_box(box, block)``, in that shape.
         block: elements per scale, per dimension.
         box: the elements.
         per_byte: elements of a byte.
+        most: maximum number of bytes at a time; at least a row.
+
+    Yields:
+        Rows of bytes, and the values of their scales, in a shape that broadcasts to these rows.
     """
-
-    def __init__(self, values: Words, block: Sequence[int], box: Box, per_byte: int) -> None:
-        rows = np.zeros(1, np.intp)
-        for (low, high), (first, last), size in zip(box[:-1], scale_box(box, block)[:-1], block):
-            along = np.arange(low, high) // size - first
-            rows = (rows[:, None] * (last - first) + along).reshape(-1)
-        # Per row of elements its row of scales.
-        self._rows = rows
-        (low, high), (first, last), size = box[-1], scale_box(box, block)[-1], block[-1]
-        self._lengths = np.full(last - first, size // per_byte)
-        self._lengths[0] -= (low - first * size) // per_byte
-        self._lengths[-1] -= (last * size - high) // per_byte
-        self._columns = int(self._lengths.sum())
-        # NumPy is several times as fast where all repeats are equal.
-        self._equal = bool((self._lengths == self._lengths[0]).all())
-        self._values = values.reshape(-1, last - first)
-        self._recent: tuple[int, Words] = -1, self._values[:0]
-
-    def over(self, first: int, most: int) -> tuple[int, Words]:
-        """The values for rows from the first on, in a shape that broadcasts to these, and the end of the rows."""
-        rows = self._rows[first : first + most]
-        differ = np.flatnonzero(rows != rows[0])
-        # Most rows of a block share one row of scales. Where it ends, so does the block, unless that makes it small or
-        # rows have one scale, which is not repeated.
-        count = int(differ[0]) if len(differ) else len(rows)
-        if len(self._lengths) == 1 or (count < len(rows) and count * self._columns < _MIN_BLOCK):
-            return first + len(rows), self._repeated(self._values[rows])
-        row = int(rows[0])
-        if self._recent[0] != row:
-            self._recent = row, self._repeated(self._values[row : row + 1])
-        return first + count, self._recent[1]
-
-    def _repeated(self, values: Words) -> Words:
-        if len(self._lengths) == 1:
-            return values
-        repeated: Words = np.repeat(values, self._lengths[0] if self._equal else self._lengths, axis=1)
-        return repeated
+    # Per row of elements its row of scales.
+    where = np.zeros(1, np.intp)
+    for (low, high), (first, last), size in zip(box[:-1], scale_box(box, block)[:-1], block):
+        where = (where[:, None] * (last - first) + (np.arange(low, high) // size - first)).reshape(-1)
+    (low, high), (first, last), size = box[-1], scale_box(box, block)[-1], block[-1]
+    lengths = np.full(last - first, size // per_byte)
+    lengths[0] -= (low - first * size) // per_byte
+    lengths[-1] -= (last * size - high) // per_byte
+    # NumPy is several times as fast where all repeats are equal.
+    repeats = int(lengths[0]) if (lengths == lengths[0]).all() else lengths
+    values = values.reshape(-1, last - first)
+    columns = (high - low) // per_byte
+    most = max(1, most // columns)
+    # Rows of the same scales are decoded together, unless they are few or have one scale, which is not repeated.
+    edges = [0, *(np.flatnonzero(where[1:] != where[:-1]) + 1).tolist(), len(where)]
+    same = len(lengths) > 1 and len(where) * columns >= _MIN_TOGETHER * len(edges)
+    for begin, end in zip(edges, edges[1:]) if same else [(0, len(where))]:
+        for first in range(begin, end, most):
+            last = min(first + most, end)
+            if not same or first == begin:
+                repeated = values[where[first : first + 1 if same else last]]
+                if len(lengths) > 1:
+                    repeated = repeated.repeat(repeats, axis=1)
+            yield slice(first, last), repeated
 
 
 def _table(exponent: int, mantissa: int, bias: int) -> Floats:

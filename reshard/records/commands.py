@@ -19,15 +19,15 @@ from typing import Optional
 
 from reshard.checkpoints.formats.headers import ALL_FORMATS
 from reshard.defaults import CHOICES, DEFAULT_PREFIX, MAX_DEVICES
-from reshard.errors import RetryableError, TargetError, UsageError
+from reshard.errors import TargetError, UsageError
 from reshard.forms import FORM_CLASSES
 from reshard.forms.ranks import Step
 from reshard.forms.registry import FORMS
 from reshard.records.identity import attributes_of, short_digest
-from reshard.storage import is_absolute, names_in, read_small, store_of, write_whole
-from reshard.storage.json_text import Fields, parse_json
+from reshard.storage import is_absolute, names_in, read_json, reading, status_at, store_of, write_whole
+from reshard.storage.json_text import Fields, JsonError
 from reshard.strategies import names_files, shards_of
-from reshard.text.wording import number_ranges
+from reshard.text.wording import number_ranges, quoted
 
 VERSION = 1
 EDITS = ("names", "config", "reverse", "optimizer", "dequantize", "rename", "cast")
@@ -40,6 +40,7 @@ IS_COMMAND = re.compile(r"command\.[0-9a-f]{16}\.json")
 _MAX_BYTES = 1 << 20
 _MAX_RECORDS = 10_000
 _SHOWN = 40
+_MAX_MESSAGE = 200
 _RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
 _CHOICES = {
     "task": ("convert", "recover"),
@@ -49,7 +50,7 @@ _CHOICES = {
     **{name: CHOICES[name] for name in ("crc", "check_replicas", "checksum")},
 }
 # Attributes whose options depend on the task or the form; those of others are as `option_words` writes them.
-_BY_TASK = ("task", "src", "source_strategy", "target_strategy", "format", "prefix", "host")
+_BY_TASK = ("task", "src", "source_strategy", "target_strategy", "format", "prefix", "packing", "host")
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,7 @@ class RecordedCommand:
         ranks: the requested target ranks, such as ``0-7,12``; None for all, or for one of several processes.
         names: a built-in table of names, or an absolute path.
         config: absolute path.
+        packing: the table of names, its options and sizes, as ``KEY=VALUE``; of the source, if no table was requested.
         host: the host where it was typed.
     """
 
@@ -96,6 +98,7 @@ class RecordedCommand:
     strict: bool = False
     verify: bool = False
     lost_only: bool = False
+    packing: tuple[str, ...] = ()
     host: str = dataclasses.field(default_factory=lambda: os.uname().nodename, compare=False)
 
     @property
@@ -148,15 +151,15 @@ def commands_in(directory: str) -> list[RecordedCommand]:
         TargetError: a record is damaged, or of another version.
         RetryableError: one cannot be read.
     """
-    try:
-        names = [name for name in names_in(directory) if IS_COMMAND.fullmatch(name)]
-        if len(names) > _MAX_RECORDS:
-            raise TargetError(f"{directory}: holds {len(names)} records of commands", file=directory, hint=_AGAIN)
-        paths = [os.path.join(directory, name) for name in names]
-        commands = [(store_of(path).status(path).modified, path, _read(path)) for path in paths]
-    except OSError as error:
-        path = error.filename or directory
-        raise RetryableError(f"{path}: cannot be read: {error.strerror or error}", file=path) from error
+    names = [name for name in names_in(directory) if IS_COMMAND.fullmatch(name)]
+    if len(names) > _MAX_RECORDS:
+        raise TargetError(f"{directory}: holds {len(names)} records of commands", file=directory, hint=_AGAIN)
+    commands: list[tuple[int, str, RecordedCommand]] = []
+    for path in [os.path.join(directory, name) for name in names]:
+        status, command = status_at(path), _read(path)
+        # Another run may have removed it since the listing.
+        if status is not None and command is not None:
+            commands.append((status.modified, path, command))
     return [command for _, _, command in sorted(commands, key=lambda entry: entry[:2], reverse=True)]
 
 
@@ -169,43 +172,52 @@ def requested_ranks(commands: Iterable[RecordedCommand]) -> Optional[tuple[int, 
 _AGAIN = "run the command that began the conversion again"
 
 
-def _read(path: str) -> RecordedCommand:
-    try:
-        content = parse_json(read_small(path, _MAX_BYTES, through_links=False))
-        version = content.pop("version", None) if isinstance(content, dict) else VERSION
-        if version != VERSION:
-            raise TargetError(
-                f"{path}: version {str(version)[:_SHOWN]} is not supported by this version of reshard",
-                file=path,
-                hint="use the version of reshard that wrote it, or a newer one",
-            )
-        return _parsed(Fields(content, "the record"))
-    except (ValueError, UsageError) as error:
-        message = error.message if isinstance(error, UsageError) else str(error)
-        raise TargetError(f"{path}: is damaged: {message[:200]}", file=path, hint=_AGAIN) from error
+def _read(path: str) -> Optional[RecordedCommand]:
+    content = read_json(path, _MAX_BYTES, TargetError, _AGAIN, through_links=False)
+    if content is None:
+        return None
+    version = content.pop("version", None)
+    if version != VERSION:
+        raise TargetError(
+            f"{path}: version {str(version)[:_SHOWN]} is not supported by this version of reshard",
+            file=path,
+            hint="use the version of reshard that wrote it, or a newer one",
+        )
+    with reading(path, TargetError, _AGAIN):
+        try:
+            return _parsed(Fields(content, "the record"))
+        except UsageError as error:
+            raise JsonError(error.message[:_MAX_MESSAGE]) from error
 
 
 def _parsed(fields: Fields) -> RecordedCommand:
-    """The command in a record; a ValueError or UsageError if no run writes such a record."""
+    """The command in a record.
+
+    Raises:
+        JsonError, UsageError: no run writes such a record.
+    """
     values = attributes_of(RecordedCommand, fields)
     for name, value in values.items():
         if name in _CHOICES and value not in _CHOICES[name]:
-            raise ValueError(f"{name} is {value!r}")
+            raise JsonError(f"{name} is {quoted(str(value))}")
         if any("\0" in text for text in (value if isinstance(value, tuple) else (value,)) if isinstance(text, str)):
-            raise ValueError(f"{name} contains a NUL character")
+            raise JsonError(f"{name} contains a NUL character")
     for strategy in (values["source_strategy"], values["target_strategy"]):
         shards_of(strategy)
         if names_files(strategy) and not is_absolute(strategy):
-            raise ValueError(f"{strategy} is not an absolute path")
+            raise JsonError(f"{quoted(strategy)} is not an absolute path")
+    packing = values.get("packing", ())
+    if not all("=" in text for text in packing) or (packing and not packing[0].startswith("table=")):
+        raise JsonError(f"packing is {packing!r}")
     if not is_absolute(values["src"]):
-        raise ValueError("src is not an absolute path")
+        raise JsonError("src is not an absolute path")
     command = RecordedCommand(**values)
     # Raises for ranks of another spelling.
     _ = command.rank_numbers
     if command.step is not None and not re.fullmatch("[0-9]{1,18}", command.step):
         Step.parse(command.step)
     if command.lost_only and command.task != "recover":
-        raise ValueError("lost_only goes with recover")
+        raise JsonError("lost_only goes with recover")
     return command
 
 
@@ -216,8 +228,8 @@ def _numbers(text: str) -> tuple[int, ...]:
         match = _RANGE.fullmatch(part)
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
         if last < first or last >= MAX_DEVICES or (numbers and first <= numbers[-1]):
-            raise ValueError(f"ranks are {text!r}")
+            raise JsonError(f"ranks are {quoted(text)}")
         numbers.extend(range(first, last + 1))
     if number_ranges(numbers) != text:
-        raise ValueError(f"ranks are {text!r}")
+        raise JsonError(f"ranks are {quoted(text)}")
     return tuple(numbers)

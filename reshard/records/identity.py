@@ -21,7 +21,7 @@ from reshard.defaults import MAX_DEVICES
 from reshard.forms.ranks import FileNames
 from reshard.forms.registry import FORMS
 from reshard.layout import Layout
-from reshard.storage.json_text import Fields, JsonError, parse_json
+from reshard.storage.json_text import Fields, JsonError
 from reshard.strategies import Strategy
 from reshard.text.wording import quoted
 
@@ -82,15 +82,6 @@ class Identity:
     def to_json(self) -> str:
         """As text, the same for equal identities."""
         return json.dumps(dataclasses.asdict(self), sort_keys=True)
-
-    @classmethod
-    def from_json(cls, text: bytes) -> Identity:
-        """The identity in a text from `to_json`.
-
-        Raises:
-            JsonError: the text is invalid.
-        """
-        return cls.from_fields(Fields(parse_json(text), "the record"))
 
     @classmethod
     def from_fields(cls, fields: Fields) -> Identity:

@@ -21,16 +21,17 @@ Commands are recorded next to them in files of their own; see `commands`.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
-import time
 from collections.abc import Collection, Iterable, Iterator
 from typing import Callable, NamedTuple, Optional
 
-from reshard.errors import ReshardError, RetryableError, TargetError
+from reshard.errors import ReshardError, TargetError
+from reshard.forms.ranks.steps import RANK, fixed_directory
 from reshard.records.commands import IS_COMMAND, RecordedCommand, commands_in
 from reshard.records.identity import Identity, short_digest
-from reshard.records.record_files import make_empty, names_in, remove, remove_directory, try_lock
+from reshard.records.record_files import PLAN, REPLACED, RecordDirectory, names_in
 from reshard.records.sources import SourceFile
 from reshard.storage import (
     SIGNS,
@@ -39,27 +40,22 @@ from reshard.storage import (
     Notify,
     UnfitError,
     exists,
-    for_each,
     is_regular_file,
-    make_directory,
-    read_small,
+    read_json,
+    reading,
     remove_file,
     store_of,
     write_whole,
-    writing_error,
+    writing,
 )
 from reshard.storage.directories import OWN
-from reshard.storage.json_text import JsonError
+from reshard.storage.json_text import Fields
 
 _OURS = re.compile(r"[0-9a-f]{16}")
 _SECOND = 10**9
 _NONE = "none"
-_REPLACED = "replaced"
-_FILES = ("lock", "plan.json", _REPLACED)
 _REPLACING = "replacing."
 _ONLY = "only."
-# Age in seconds at which an unchanged run counts as dead where locks do not work.
-_LONG_UNTOUCHED = 24 * 3600.0
 _TIMES = 100
 # The plan contains the patterns of --include and --exclude, whose size the command line limits.
 _MAX_PLAN_BYTES = 16 << 20
@@ -119,25 +115,24 @@ class Ledger:
         self._notify = notify
         self._destination = destination
         self._root = os.path.join(destination, OWN)
-        self._own = os.path.join(self._root, identity.digest)
+        self._records = _records(self._root, identity.digest)
         self._writing: Optional[Lock] = None
         self._made_destination = False
 
     @property
     def exists(self) -> bool:
         """Whether some run of this conversion has begun."""
-        return is_regular_file(os.path.join(self._own, "plan.json"))
+        return is_regular_file(self._records.plan)
 
     @property
     def in_use(self) -> bool:
         """Whether a run is writing, as far as locks show."""
-        with try_lock(os.path.join(self._own, "lock")) as alone:
-            return alone is False
+        return self._records.in_use
 
     @property
     def replaced(self) -> bool:
         """Whether another conversion has begun to replace all targets of this one."""
-        return exists(os.path.join(self._own, _REPLACED))
+        return self._records.has(REPLACED)
 
     def others(self) -> list[Ledger]:
         """The records of all other conversions in the same directory, current or being replaced."""
@@ -154,18 +149,13 @@ class Ledger:
             TargetError: the records' directory is a link or another kind of file.
             RetryableError: it cannot be written, or another run holds the lock for too long.
         """
-        try:
-            self._made_destination = make_directory(self._destination) or self._made_destination
+        with writing(self._root):
+            made = store_of(self._destination).make_directory(self._destination)
+            self._made_destination = made or self._made_destination
             self._make_root()
             self._check_own()
             with store_of(self._root).lock(os.path.join(self._root, "lock"), self._make_root, self._notify) as check:
                 yield check
-        except OSError as error:
-            raise writing_error(self._root, error) from error
-
-    def _is_idle(self) -> bool:
-        with try_lock(os.path.join(self._own, "lock")) as alone:
-            return alone is True or (alone is None and _long_untouched(self._own))
 
     def _nothing_done(self) -> bool:
         """Whether no target is recorded; unlike in `done`, a missing directory does not count as empty.
@@ -173,20 +163,18 @@ class Ledger:
         Raises:
             OSError: it cannot be listed, or is missing although it was made.
         """
-        return not any(map(_parsed, store_of(self._own).own_names(os.path.join(self._own, "done"))))
+        return not any(map(_parsed, store_of(self._root).own_names(os.path.join(self._records.path, "done"))))
 
-    def _make_own(self) -> None:
-        paths = [self._own, *(os.path.join(self._own, name) for name in ("done", "sources"))]
-        for_each(store_of(self._own).make_empty_directory, paths)
-
-    def _marks(self) -> list[str]:
-        return [name for name in names_in(self._own) if name.startswith(_REPLACING)]
+    def _marks(self, ranks: Optional[Collection[int]] = None) -> list[str]:
+        """The marks of runs that replace targets, of exactly these ranks or of any."""
+        start = _REPLACING if ranks is None else _replacing(ranks, ()).rsplit(".", 1)[0] + "."
+        return [name for name in self._records.names() if name.startswith(start)]
 
     def _make_root(self) -> None:
         for _ in range(_TIMES):
             # Another run that ends may remove it, or DST, until it is locked.
             with contextlib.suppress(FileExistsError, FileNotFoundError, NotADirectoryError):
-                make_directory(self._root)
+                store_of(self._root).make_directory(self._root)
                 return
             if exists(self._root):
                 return
@@ -199,11 +187,7 @@ class Ledger:
         store.check_own(self._root, directory=True)
         store.check_own(os.path.join(self._root, "lock"), directory=False)
         for conversion in filter(_OURS.fullmatch, names_in(self._root)):
-            path = os.path.join(self._root, conversion)
-            for directory in _RECORDS:
-                store.check_own(os.path.join(path, directory), directory=True)
-            for name in _FILES:
-                store.check_own(os.path.join(path, name), directory=False)
+            _records(self._root, conversion).check()
 
     def begin(self, replacing: bool = False) -> None:
         """Record that this conversion is writing here, until `end`; to be called `guarded`.
@@ -219,47 +203,43 @@ class Ledger:
             TargetError: another conversion is writing here.
             RetryableError: the directory cannot be written.
         """
-        store = store_of(self._root)
-        try:
+        records = self._records
+        with writing(self._root):
             names = names_in(self._root)
             if any(name.startswith(SIGNS) for name in names):
-                store.remove_dead_signs(self._root)
-            begun = list(filter(_OURS.fullmatch, names))
-            foreign = [name for name in begun if name != self.identity.digest]
-            for name in foreign:
-                self._refuse_alive(name)
-            for name in foreign:
+                store_of(self._root).remove_dead_signs(self._root)
+            begun = [_records(self._root, name) for name in filter(_OURS.fullmatch, names)]
+            others = [other for other in begun if other.path != records.path]
+            for other in others:
+                self._refuse_alive(other)
+            for other in others:
                 # A record without a plan was created before any target was written.
-                if replacing and "plan.json" in store.own_names(os.path.join(self._root, name)):
-                    make_empty(os.path.join(self._root, name, _REPLACED))
+                if replacing and PLAN in store_of(other.path).own_names(other.path):
+                    other.add("", [REPLACED])
                     # The removal informs runs that were taken for dead, see `insist`.
-                    store.remove_dead_signs(os.path.join(self._root, name))
+                    other.remove_dead_signs()
                 else:
-                    _remove_records(os.path.join(self._root, name))
-            if self.identity.digest in begun:
-                remove(os.path.join(self._own, _REPLACED))
-                self._make_own()
-                if self._nothing_done() and self._is_idle():
-                    if self._marks():
-                        # A run that replaces targets may continue before the first is replaced.
-                        self.forget_sources()
-                    else:
-                        _remove_records(self._own)
-                        self._make_own()
-            else:
-                self._make_own()
-            self._writing = store.share(os.path.join(self._own, "lock"), self._notify)
-            store.remove_dead_signs(self._own)
-            path = os.path.join(self._own, "plan.json")
-            if not exists(path):
-                write_whole(path, (self.identity.to_json() + "\n").encode())
-        except OSError as error:
-            raise writing_error(self._root, error) from error
+                    other.remove()
+            resumed = len(begun) > len(others)
+            if resumed:
+                records.discard("", [REPLACED])
+            records.make("", "done", "sources")
+            if resumed and self._nothing_done() and records.is_idle:
+                if self._marks():
+                    # A run that replaces targets may continue before the first is replaced.
+                    self.forget_sources()
+                else:
+                    records.remove()
+                    records.make("", "done", "sources")
+            self._writing = records.share_lock(self._notify)
+            records.remove_dead_signs()
+            if not exists(records.plan):
+                write_whole(records.plan, (self.identity.to_json() + "\n").encode())
 
     def tidy(self) -> None:
         """Remove files of killed runs among the records, if possible."""
-        for directory in (self._root, self._own):
-            store_of(directory).remove_dead_signs(directory)
+        store_of(self._root).remove_dead_signs(self._root)
+        self._records.remove_dead_signs()
 
     @contextlib.contextmanager
     def sign_of_life(self) -> Iterator[str]:
@@ -270,10 +250,8 @@ class Ledger:
         Raises:
             RetryableError: it cannot be made.
         """
-        try:
-            sign = store_of(self._own).sign_in(self._own)
-        except OSError as error:
-            raise writing_error(self._own, error) from error
+        with writing(self._records.path):
+            sign = store_of(self._root).sign_in(self._records.path)
         try:
             yield sign.path
         finally:
@@ -286,10 +264,8 @@ class Ledger:
             RetryableError: it has, or the state of the lock is unknown.
         """
         if self._writing is not None:
-            try:
+            with writing(self._root):
                 self._writing.check()
-            except OSError as error:
-                raise writing_error(self._root, error) from error
 
     def end(self) -> None:
         """End writing. Empty records are removed, unless another run is writing."""
@@ -302,10 +278,10 @@ class Ledger:
             if not self._nothing_done():
                 return
             with self.guarded():
-                with try_lock(os.path.join(self._own, "lock")) as alone:
+                with self._records.try_lock() as alone:
                     if alone is not True or not self._nothing_done() or self._marks():
                         return
-                    _remove_records(self._own)
+                    self._records.remove()
                 if any(name != "lock" for name in names_in(self._root)):
                     return
                 remove_file(os.path.join(self._root, "lock"))
@@ -315,24 +291,22 @@ class Ledger:
 
     def only(self) -> Optional[set[int]]:
         """The only requested ranks; None if all were requested."""
-        ranks = {int(name[len(_ONLY) :]) for name in names_in(self._own) if re.fullmatch(_ONLY + "[0-9]+", name)}
+        ranks = {int(name[len(_ONLY) :]) for name in self._records.names() if re.fullmatch(_ONLY + "[0-9]+", name)}
         return ranks or None
 
-    def ask_only(self, ranks: Collection[int]) -> None:
-        """Record that these ranks were requested; no effect once all were."""
-        if self.only() is not None or not self.done():
-            self._mark_each("", [f"{_ONLY}{rank}" for rank in ranks])
-
-    def ask_all(self) -> None:
-        """Record that all ranks were requested."""
-        self._remove_each("", [f"{_ONLY}{rank}" for rank in self.only() or ()])
+    def request(self, ranks: Optional[Collection[int]]) -> None:
+        """Record that only these ranks, or all, were requested; once all were, no others can be."""
+        only = self.only()
+        if ranks is None:
+            self._records.discard("", [f"{_ONLY}{rank}" for rank in only or ()])
+        elif only is not None or not self.done():
+            self._records.add("", [f"{_ONLY}{rank}" for rank in ranks])
 
     def compare_sources(self, sources: Iterable[SourceFile]) -> SourceChanges:
         """Compare source files with the records of earlier runs."""
-        before: dict[int, list[SourceFile]] = {}
+        before = self._sources()
         values: dict[str, set[str]] = {}
-        for file in _sources_in(os.path.join(self._own, "sources")):
-            before.setdefault(file.rank, []).append(file)
+        for file in itertools.chain.from_iterable(before.values()):
             values.setdefault(file.value_names, set()).add(file.values)
         changes = SourceChanges([], [], [], [])
         for source in sources:
@@ -349,9 +323,7 @@ class Ledger:
 
     def add_sources(self, sources: Iterable[SourceFile]) -> None:
         """Record source files, replacing records of the same ranks with other content."""
-        recorded: dict[int, list[SourceFile]] = {}
-        for file in _sources_in(os.path.join(self._own, "sources")):
-            recorded.setdefault(file.rank, []).append(file)
+        recorded = self._sources()
         new: list[str] = []
         old: list[str] = []
         for source in sources:
@@ -359,24 +331,30 @@ class Ledger:
             if source not in of_rank:
                 new.append(source.record)
             old.extend(previous.record for previous in of_rank if previous.content != source.content)
-        self._mark_each("sources", new)
-        self._remove_each("sources", old)
+        self._records.add("sources", new)
+        self._records.discard("sources", old)
+
+    def _sources(self) -> dict[int, list[SourceFile]]:
+        """The recorded source files, by rank."""
+        recorded: dict[int, list[SourceFile]] = {}
+        for file in filter(None, map(SourceFile.parse, self._records.names("sources"))):
+            recorded.setdefault(file.rank, []).append(file)
+        return recorded
 
     def damaged(self) -> set[SourceFile]:
         """Source files that a conversion into this directory found damaged, including files of older steps."""
         return {
             file
             for name in filter(_OURS.fullmatch, names_in(self._root))
-            for file in _sources_in(os.path.join(self._root, name, "damaged"))
+            for file in filter(None, map(SourceFile.parse, _records(self._root, name).names("damaged")))
         }
 
     def add_damaged(self, sources: Iterable[SourceFile]) -> None:
         """Record source files with damaged contents."""
         names = [source.record for source in sources]
         if names:
-            damaged = os.path.join(self._own, "damaged")
-            store_of(damaged).make_empty_directory(damaged)
-            self._mark_each("damaged", names)
+            self._records.make("damaged")
+            self._records.add("damaged", names)
 
     def add_command(self, command: RecordedCommand) -> None:
         """Record a command.
@@ -384,15 +362,12 @@ class Ledger:
         Raises:
             RetryableError: it cannot be written.
         """
-        try:
-            command.write(self._own)
-        except OSError as error:
-            raise writing_error(self._own, error) from error
+        with writing(self._records.path):
+            command.write(self._records.path)
 
     def forget_commands(self) -> None:
         """Remove recorded commands: everything will be rewritten, perhaps from other files."""
-        for name in filter(IS_COMMAND.fullmatch, names_in(self._own)):
-            remove(os.path.join(self._own, name))
+        self._records.discard("", filter(IS_COMMAND.fullmatch, self._records.names()))
 
     def commands(self) -> list[RecordedCommand]:
         """The recorded commands, the latest first.
@@ -401,16 +376,16 @@ class Ledger:
             TargetError: a record is damaged, or of another version.
             RetryableError: one cannot be read.
         """
-        return commands_in(self._own)
+        return commands_in(self._records.path)
 
     def forget_sources(self) -> None:
         """Remove recorded source files: everything will be rewritten, perhaps from other files."""
-        self._remove_each("sources", names_in(os.path.join(self._own, "sources")))
+        self._records.discard("sources", self._records.names("sources"))
 
     def done(self, ranks: Optional[Collection[int]] = None) -> dict[int, list[DoneRecord]]:
         """Records of finished targets, by rank; a rank has several if several runs wrote it."""
         records: dict[int, list[DoneRecord]] = {}
-        for name in names_in(os.path.join(self._own, "done")):
+        for name in self._records.names("done"):
             record = _parsed(name)
             if record is not None and (ranks is None or record.rank in ranks):
                 records.setdefault(record.rank, []).append(record)
@@ -428,70 +403,70 @@ class Ledger:
         """
         crc = _NONE if record.crc is None else f"{record.crc:08x}"
         headers = _NONE if record.headers is None else record.headers
-        self._mark("done", f"{record.rank}.{record.size}.{record.modified}.{headers}.{crc}")
+        name = f"{record.rank}.{record.size}.{record.modified}.{headers}.{crc}"
+        self._records.add("done", [name])
         if flush:
-            try:
-                store_of(self._own).flush(os.path.join(self._own, "done"))
-            except OSError as error:
-                raise writing_error(self._own, error) from error
+            with writing(self._records.path):
+                store_of(self._root).flush(os.path.join(self._records.path, "done"))
 
     def forget(self, ranks: Collection[int]) -> None:
         """Remove the records of finished targets that will be rewritten."""
         chosen = set(ranks)
-        records = {name: _parsed(name) for name in names_in(os.path.join(self._own, "done"))}
-        self._remove_each("done", [name for name, one in records.items() if one is None or one.rank in chosen])
+        records = {name: _parsed(name) for name in self._records.names("done")}
+        self._records.discard("done", [name for name, one in records.items() if one is None or one.rank in chosen])
 
     def replacing(self, ranks: Collection[int], sources: Iterable[SourceFile]) -> bool:
         """Whether a run that replaces targets of these ranks, from these sources, has begun and not ended."""
-        return exists(os.path.join(self._own, _replacing(ranks, sources)))
+        return self._records.has(_replacing(ranks, sources))
 
     def is_replacing(self, ranks: Optional[Collection[int]] = None) -> bool:
         """Whether a run that replaces targets, of exactly these ranks or of any, has begun and not ended."""
-        start = "replacing." if ranks is None else _replacing(ranks, ()).rsplit(".", 1)[0] + "."
-        return any(name.startswith(start) for name in self._marks())
+        return bool(self._marks(ranks))
 
     def begin_replacing(self, ranks: Collection[int], sources: Iterable[SourceFile]) -> None:
         """Record that all targets of these ranks will be rewritten, until `end_replacing`."""
         self.end_replacing(ranks)
         self.forget(ranks)
-        self._mark("", _replacing(ranks, sources))
+        self._records.add("", [_replacing(ranks, sources)])
 
     def end_replacing(self, ranks: Optional[Collection[int]] = None) -> None:
         """Record that these ranks, or all, are rewritten."""
-        start = _REPLACING if ranks is None else _replacing(ranks, ()).rsplit(".", 1)[0] + "."
-        for name in names_in(self._own):
-            if name.startswith(start):
-                remove(os.path.join(self._own, name))
+        self._records.discard("", self._marks(ranks))
 
     def remove(self) -> None:
         """Remove the records, and no other files in their directories."""
-        _remove_records(self._own)
+        self._records.remove()
 
-    def _mark(self, directory: str, name: str) -> None:
-        make_empty(os.path.join(self._own, directory, name))
-
-    def _mark_each(self, directory: str, names: Iterable[str]) -> None:
-        for_each(make_empty, [os.path.join(self._own, directory, name) for name in names])
-
-    def _remove_each(self, directory: str, names: Iterable[str]) -> None:
-        for_each(remove, [os.path.join(self._own, directory, name) for name in names])
-
-    def _refuse_alive(self, name: str) -> None:
-        path = os.path.join(self._root, name)
-        with try_lock(os.path.join(path, "lock")) as alone:
-            if alone is False or (alone is None and not _long_untouched(path)):
-                raise TargetError(
-                    f"another conversion is writing to {self._destination}",
-                    file=self._destination,
-                    hint="wait until it ends, or choose another DST"
-                    + ("" if alone is False else f"; if it is dead, remove {os.path.join(path, 'lock')}"),
-                )
+    def _refuse_alive(self, other: RecordDirectory) -> None:
+        if not other.is_idle:
+            raise TargetError(
+                f"another conversion is writing to {self._destination}",
+                file=self._destination,
+                hint="wait until it ends, or choose another DST"
+                + ("" if other.in_use else f"; if it is dead, remove {other.lock}"),
+            )
 
 
 def current(ledgers: Collection[Ledger]) -> list[Ledger]:
     """The conversions of a directory that no other one is replacing; usually one."""
     # The replacing run may have ended before it began.
     return [ledger for ledger in ledgers if not ledger.replaced] or list(ledgers)
+
+
+def packing_of(src: str) -> tuple[str, ...]:
+    """The table of names that the conversion that wrote a checkpoint applied; see `RecordedCommand.packing`.
+
+    Args:
+        src: a directory, a rank's directory or a file in one, or a path with ``{rank}``.
+    """
+    directory = (fixed_directory(src) if RANK in src else src).rstrip("/")
+    # Damaged records of a source are no reason to refuse it.
+    with contextlib.suppress(ReshardError):
+        for place in (directory, os.path.dirname(directory), os.path.dirname(os.path.dirname(directory))):
+            begun = current(ledgers_in(place or os.curdir))
+            if begun:
+                return next((command.packing for command in begun[0].commands()), ()) if len(begun) == 1 else ()
+    return ()
 
 
 def ledgers_in(destination: str) -> list[Ledger]:
@@ -504,31 +479,19 @@ def ledgers_in(destination: str) -> list[Ledger]:
     root = os.path.join(destination, OWN)
     ledgers = []
     for name in filter(_OURS.fullmatch, names_in(root)):
-        path = os.path.join(root, name, "plan.json")
-        try:
+        path = _records(root, name).plan
+        hint = f"choose another DST, or remove {os.path.dirname(path)} if nothing else uses it"
+        with reading(path, TargetError, hint):
             store_of(path).check_own(path, directory=False)
-            identity = Identity.from_json(read_small(path, _MAX_PLAN_BYTES, through_links=False))
-        except (FileNotFoundError, NotADirectoryError):
-            # Killed before it wrote its plan: it wrote no targets either.
-            continue
-        except JsonError as error:
-            raise _foreign(path, f"is damaged: {error}") from error
-        except UnfitError as error:
-            raise _foreign(path, str(error)) from error
-        except OSError as error:
-            raise RetryableError(f"{path}: cannot be read: {error.strerror or error}", file=path) from error
-        if identity.digest != name:
-            raise _foreign(path, "was changed after it was written")
+            content = read_json(path, _MAX_PLAN_BYTES, TargetError, hint, through_links=False)
+            if content is None:
+                # Killed before it wrote its plan: it wrote no targets either.
+                continue
+            identity = Identity.from_fields(Fields(content, "the record"))
+            if identity.digest != name:
+                raise UnfitError("was changed after it was written; it is not a record of reshard")
         ledgers.append(Ledger(destination, identity))
     return ledgers
-
-
-def _foreign(path: str, problem: str) -> TargetError:
-    return TargetError(
-        f"{path}: {problem}; it is not a record of reshard",
-        file=path,
-        hint=f"choose another DST, or remove {os.path.dirname(path)} if nothing else uses it",
-    )
 
 
 def _replacing(ranks: Collection[int], sources: Iterable[SourceFile]) -> str:
@@ -538,32 +501,13 @@ def _replacing(ranks: Collection[int], sources: Iterable[SourceFile]) -> str:
     return f"{_REPLACING}{targets}.{origins}"
 
 
-def _remove_records(path: str) -> None:
-    """Remove a conversion's records, and no other files in their directories.
-
-    Raises:
-        TargetError: a link or another kind of file is in the place of records.
-    """
-    store = store_of(path)
-    for name, ours in _RECORDS.items():
-        store.remove_dead_signs(os.path.join(path, name))
-        remove_directory(os.path.join(path, name), ours)
-    store.remove_dead_signs(path)
-    remove_directory(path, _is_own)
+def _records(root: str, conversion: str) -> RecordDirectory:
+    """The directory of a conversion's records."""
+    return RecordDirectory(os.path.join(root, conversion), _RECORDS, _is_record)
 
 
-def _is_own(name: str) -> bool:
-    """Whether a file of a conversion's own directory is one of its records."""
-    return name in _FILES or name.startswith((_REPLACING, _ONLY, *SIGNS)) or IS_COMMAND.fullmatch(name) is not None
-
-
-def _long_untouched(path: str) -> bool:
-    """Whether nothing was recorded for long, where locks do not show living runs."""
-    newest = 0.0
-    for place in (path, os.path.join(path, "done"), os.path.join(path, "sources")):
-        with contextlib.suppress(OSError):
-            newest = max(newest, store_of(place).status(place).modified / _SECOND)
-    return time.time() - newest > _LONG_UNTOUCHED
+def _is_record(name: str) -> bool:
+    return name.startswith((_REPLACING, _ONLY, *SIGNS)) or IS_COMMAND.fullmatch(name) is not None
 
 
 def _same_time(current: int, recorded: int) -> bool:
@@ -578,11 +522,6 @@ def _parsed(name: str) -> Optional[DoneRecord]:
         return DoneRecord(int(rank), int(size), int(modified), digest, checksum)
     except ValueError:
         return None
-
-
-def _sources_in(directory: str) -> Iterator[SourceFile]:
-    """The source files recorded in a directory."""
-    return filter(None, map(SourceFile.parse, names_in(directory)))
 
 
 # The directories of a conversion's records, and the parsers of their names.

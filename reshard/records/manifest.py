@@ -5,30 +5,30 @@ It contains no times: it does not depend on the runs that wrote the files, or on
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import errno
 import json
 import os
 import re
+import shlex
 from dataclasses import dataclass
 from typing import NamedTuple, Optional
 
 from reshard.defaults import MAX_DEVICES
-from reshard.errors import CheckpointError, RetryableError
+from reshard.errors import CheckpointError, TargetError
 from reshard.forms.ranks.naming import check_inside
 from reshard.records.identity import Identity
 from reshard.records.ledger import ledgers_in
 from reshard.storage import (
-    UnfitError,
     exists,
     is_directory,
-    read_small,
+    read_json,
+    reading,
     remove_file,
-    too_long,
     write_whole,
-    writing_error,
+    writing,
 )
-from reshard.storage.json_text import Fields, JsonError, parse_json
+from reshard.storage.json_text import Fields, JsonError
 from reshard.text.near_names import similar_path_hint
 from reshard.text.wording import quoted
 
@@ -37,6 +37,7 @@ VERSION = 1
 
 # Some hundred bytes per rank.
 _MAX_BYTES = 64 << 20
+_AGAIN = "remove it and run the conversion's command again, which rewrites it"
 _DIGEST = re.compile(r"[0-9a-f]{1,64}")
 _CRC = re.compile(r"[0-9a-f]{8}")
 
@@ -103,10 +104,8 @@ class Manifest:
             "finishing": [file._asdict() for file in self.finishing],
             "beside": list(self.beside),
         }
-        try:
+        with writing(path):
             write_whole(path, (json.dumps(content, indent=1) + "\n").encode())
-        except OSError as error:
-            raise writing_error(path, error) from error
         return path
 
     @staticmethod
@@ -122,46 +121,45 @@ def read_manifest(directory: str) -> Manifest:
         CheckpointError: it is missing or damaged.
     """
     path = os.path.join(directory, MANIFEST_NAME)
-    try:
-        content = Fields(parse_json(read_small(path, _MAX_BYTES)), "the manifest")
-        version = content.integer("version", 0, 1 << 31)
+    content = read_json(path, _MAX_BYTES, hint=_AGAIN)
+    if content is None:
+        raise _missing(directory, path)
+    with reading(path, hint=_AGAIN):
+        fields = Fields(content, "the manifest")
+        version = fields.integer("version", 0, 1 << 31)
         if version != VERSION:
             raise CheckpointError(
                 f"{path}: version {version} is not supported by this version of reshard",
                 file=path,
                 hint="use the version of reshard that wrote it, or a newer one",
             )
-        files = tuple(_file(Fields(entry, "files")) for entry in content.entries("files"))
-        finishing = content.entries("finishing") if "finishing" in content else ()
+        files = tuple(_file(Fields(entry, "files")) for entry in fields.entries("files"))
+        finishing = fields.entries("finishing") if "finishing" in fields else ()
         finished = tuple(_finishing(Fields(entry, "finishing")) for entry in finishing)
-        beside = content.texts("beside") if "beside" in content else ()
+        beside = fields.texts("beside") if "beside" in fields else ()
         for name in beside:
             check_inside(name)
-        return Manifest(Identity.from_fields(content.fields("plan")), files, finished, beside)
-    except (FileNotFoundError, NotADirectoryError):
-        if not is_directory(directory):
-            raise CheckpointError(
-                f"{directory}: {'is not a directory' if exists(directory) else 'does not exist'}",
-                file=directory,
-                hint=similar_path_hint(directory) or "name the DST of a conversion",
-            ) from None
-        hint = "it is written when all target ranks are converted; run the same command again to continue"
-        if any(ledger.only() for ledger in ledgers_in(directory)):
-            hint = (
-                "recover --lost-only writes none; copy the lost ranks back to the others, and verify all together with "
-                "--replicas --strategy S"
-            )
-        raise CheckpointError(f"{path}: does not exist", file=path, hint=hint) from None
-    except OSError as error:
-        if error.errno == errno.ENAMETOOLONG:
-            raise too_long(path) from error
-        raise RetryableError(f"{path}: cannot be read: {error.strerror or error}", file=path) from error
-    except (JsonError, UnfitError) as error:
-        raise CheckpointError(
-            f"{path}: is damaged, or not a manifest of reshard: {error}",
-            file=path,
-            hint="remove it and run the conversion's command again, which rewrites it",
-        ) from error
+        return Manifest(Identity.from_fields(fields.fields("plan")), files, finished, beside)
+
+
+def _missing(directory: str, path: str) -> CheckpointError:
+    if not is_directory(directory):
+        return CheckpointError(
+            f"{directory}: {'is not a directory' if exists(directory) else 'does not exist'}",
+            file=directory,
+            hint=similar_path_hint(directory) or "name the DST of a conversion",
+        )
+    hint = "it is written when all target files are converted; run the same command again to continue"
+    ledgers = ledgers_in(directory)
+    with contextlib.suppress(TargetError):
+        if any(ledger.commands() for ledger in ledgers):
+            hint = f"it is written last; to complete the conversion: reshard resume {shlex.quote(directory)}"
+    if any(ledger.only() for ledger in ledgers):
+        hint = (
+            "recover --lost-only writes none; copy the lost ranks back to the others, and verify all together with "
+            "--replicas --strategy S"
+        )
+    return CheckpointError(f"{path}: does not exist", file=path, hint=hint)
 
 
 def _file(entry: Fields) -> ManifestFile:

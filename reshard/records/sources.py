@@ -17,10 +17,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple, Optional
 
-from reshard.checkpoints import CheckpointIndex, FileHandles, Tensor, reading_error
+from reshard.checkpoints import CheckpointIndex, FileHandles, Tensor
 from reshard.errors import DamagedCheckpointError
 from reshard.records.identity import digest_of, short_digest
-from reshard.storage import ReadableFile, read_each, read_range, storage_of
+from reshard.storage import ReadableFile, read_each, read_range, reading, storage_of
 from reshard.text.names import belongs_to_rank, is_value
 
 # Number of sampled tensors of a file, and bytes of each sample.
@@ -178,14 +178,11 @@ class SourceSampler:
     def _file(self, rank: int, index: CheckpointIndex) -> SourceFile:
         structure = self._structures[id(index.tensors)]
         headers = repr((index.format, structure.digest, index.crc, sorted(index.metadata.items())))
-        try:
-            with self._handles.borrow(index.path) as file:
-                runs = structure.values()
-                sampled = _samples(file, [*runs, *structure.samples(rank)])
-                values, samples = sampled[: len(runs)], sampled[len(runs) :]
-                status = file.status()
-        except OSError as error:
-            raise reading_error(index.path, error) from error
+        with reading(index.path), self._handles.borrow(index.path) as file:
+            runs = structure.values()
+            sampled = _samples(file, [*runs, *structure.samples(rank)])
+            values, samples = sampled[: len(runs)], sampled[len(runs) :]
+            status = file.status()
         return SourceFile(
             rank,
             index.size,

@@ -5,8 +5,8 @@ differ, and `outcome` contains the results and their messages. A conversion call
 `compare_slices` once each.
 """
 
-from reshard.source_replicas.compare import compare_replicas, ranks_by_content
-from reshard.source_replicas.distinct import Distinctness, SameSlices, compare_slices, misplaced
+from reshard.source_replicas.compare import compare_replicas
+from reshard.source_replicas.distinct import Distinctness, SameSlices, compare_slices, misplaced, ranks_by_content
 from reshard.source_replicas.outcome import Differing, ReplicaCheck, ReplicaComparison
 
 __all__ = [

@@ -8,33 +8,15 @@ they are reduced: only a full comparison includes them, and reports them separat
 from __future__ import annotations
 
 import contextlib
-import threading
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from typing import NamedTuple, Optional
-
-import numpy as np
+from collections.abc import Iterable
 
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import GlobalTensor
 from reshard.execute import ExecutionOptions, Progress
-from reshard.execute.reader import in_order
-from reshard.execute.reading import Bytes
 from reshard.forms.ranks.checkpoint import SourceStep
-from reshard.forms.ranks.holding import stage_shardings
-from reshard.layout import boxes_of_range, placed, shape_of, volume_of
-from reshard.source_replicas.choice import Holder, ParameterGroup, Replicated, group_parameters
+from reshard.source_replicas.choice import group_parameters
 from reshard.source_replicas.outcome import ReplicaComparison, Tally, is_gradient
-from reshard.source_replicas.samples import EFFORTS, MOST_PLACES, ReplicaFiles, Samples, own_sample_box
-
-# Maximum ranks to group by content.
-_MOST_GROUPED = 64
-# Bytes of a tensor per part, and files that a thread compares with the first.
-_PART_BYTES = 64 << 20
-_MOST_FILES = 64
-# Parts per thread that are in work, or wait for an earlier part.
-_AHEAD = 4
+from reshard.source_replicas.samples import EFFORTS, ReplicaFiles, Samples
 
 
 def compare_replicas(
@@ -65,7 +47,9 @@ def compare_replicas(
     tally = Tally(step)
     with contextlib.closing(ReplicaFiles(step, handles, execution)) as files:
         if everything:
-            Everything(kinds, files, execution, progress, tally).run()
+            from reshard.source_replicas.everything import compare_everything
+
+            compare_everything(kinds, files, execution, progress, tally)
         else:
             Samples(kinds, files, EFFORTS[effort], tally).run()
     result = tally.result(kinds, "everything" if everything else "samples")
@@ -73,149 +57,3 @@ def compare_replicas(
         # With the right strategy, too, files differ while another process overwrites them.
         handles.check_unchanged(index.path for index in step.indexes.values())
     return result
-
-
-def ranks_by_content(
-    parameter: GlobalTensor, step: SourceStep, handles: FileHandles, execution: ExecutionOptions
-) -> list[list[int]]:
-    """Group the ranks of the first stage with a parameter by samples of their slices.
-
-    Returns:
-        Groups of ranks with equal samples; only the first ranks of a large stage.
-
-    Raises:
-        RetryableError: a file cannot be read.
-    """
-    sharding = stage_shardings(parameter)[0]
-    ranks = sorted(step.ranks_with(parameter.name, sharding.stage))[:_MOST_GROUPED]
-    with contextlib.closing(ReplicaFiles(step, handles, execution)) as files:
-        for place in range(MOST_PLACES):
-            groups: dict[bytes, list[int]] = {}
-            for rank in ranks:
-                holder = Holder(rank, sharding.grid.slice_box(sharding.slice_of(rank)))
-                data = files.sample(parameter, holder, own_sample_box(parameter, holder, place))
-                groups.setdefault(data, []).append(rank)
-            if len(groups) > 1:
-                break
-    return list(groups.values())
-
-
-class _ComparedPart(NamedTuple):
-    """Work for one thread: a box of a parameter, compared between one rank and some others."""
-
-    kind: ParameterGroup
-    parameter: GlobalTensor
-    replicated: Replicated
-    holders: list[Holder]
-
-
-class Everything:
-    """Compares all slices that several ranks hold.
-
-    Args:
-        kinds: groups of parameters.
-        files: the files.
-        execution: threads and memory.
-        progress: counts bytes.
-        tally: collects the results.
-    """
-
-    def __init__(
-        self,
-        kinds: Sequence[ParameterGroup],
-        files: ReplicaFiles,
-        execution: ExecutionOptions,
-        progress: Progress,
-        tally: Tally,
-    ) -> None:
-        self._kinds = kinds
-        self._files = files
-        self._execution = execution
-        self._progress = progress
-        self._tally = tally
-        self._lock = threading.Lock()
-        self._stop = threading.Event()
-        # Buffers of each thread.
-        self._own = threading.local()
-
-    def run(self) -> None:
-        """Compare all slices.
-
-        Raises:
-            RetryableError: a file cannot be read.
-        """
-        threads = self._execution.threads
-        self._progress.begin(self._nbytes(), "comparing replicas")
-        try:
-            with ThreadPoolExecutor(threads) as pool:
-                results = in_order(
-                    pool, self._parts(), lambda part: [partial(self._compare, part)], _AHEAD * threads, stop=self._stop
-                )
-                for part, ((varied, ranks),) in results:
-                    if varied:
-                        self._tally.add(part.kind, part.parameter, ranks)
-        finally:
-            self._progress.end()
-
-    def _nbytes(self) -> int:
-        total = 0
-        for kind in self._kinds:
-            boxes = map(kind.replicated, range(len(kind)))
-            elements = sum(volume_of(replicated.box) * _reads(len(replicated.holders)) for replicated in boxes)
-            total += elements * kind.parameters[0].item_size * len(kind.parameters)
-        return total
-
-    def _parts(self) -> Iterator[_ComparedPart]:
-        """All parts, in an order that reads few files at a time."""
-        for kind in self._kinds:
-            for replicated in map(kind.replicated, range(len(kind))):
-                first, *other_holders = replicated.holders
-                for start in range(0, len(other_holders), _MOST_FILES):
-                    holders = [first, *other_holders[start : start + _MOST_FILES]]
-                    for parameter in kind.parameters:
-                        for piece in _pieces(replicated, parameter.item_size):
-                            yield _ComparedPart(kind, parameter, piece, holders)
-
-    def _compare(self, part: _ComparedPart) -> tuple[bool, Optional[tuple[int, int]]]:
-        """Whether the compared bytes are not constant, and the first two ranks that differ, if any."""
-        if not hasattr(self._own, "buffers"):
-            self._own.buffers = np.empty((2, self._execution.block_bytes), np.uint8)
-        first_buffer, other_buffer = self._own.buffers
-        parameter, (first, *other_holders) = part.parameter, part.holders
-        varied = False
-        for box in part.replicated.runs(max(1, len(first_buffer) // parameter.item_size)):
-            if self._stop.is_set():
-                break
-            first_bytes = first_buffer[: volume_of(box) * parameter.item_size]
-            other_bytes = other_buffer[: len(first_bytes)]
-            self._files.read(parameter, first, box, first_bytes.data)
-            for holder in other_holders:
-                self._files.read(parameter, holder, box, other_bytes.data)
-                if not np.array_equal(first_bytes, other_bytes):
-                    return True, (first.rank, holder.rank)
-            varied = varied or not _is_constant(first_bytes, parameter.item_size)
-            with self._lock:
-                self._progress.wrote(len(first_bytes) * len(part.holders))
-        return varied, None
-
-
-def _reads(holders: int) -> int:
-    """The number of reads of a box by its holders; the first holder is read once per batch of others."""
-    return holders - 1 + -(-(holders - 1) // _MOST_FILES)
-
-
-def _pieces(replicated: Replicated, item_size: int) -> Iterator[Replicated]:
-    """A large box in several parts, for several threads."""
-    most = max(1, _PART_BYTES // item_size)
-    if volume_of(replicated.box) <= most:
-        yield replicated
-        return
-    for piece in boxes_of_range(shape_of(replicated.box), 0, volume_of(replicated.box), most):
-        box = placed(piece, replicated.box)
-        yield replicated._replace(box=box)
-
-
-def _is_constant(data: Bytes, item_size: int) -> bool:
-    """Whether all elements are equal."""
-    elements = data.reshape(-1, item_size)
-    return bool((elements == elements[0]).all())

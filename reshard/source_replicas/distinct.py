@@ -10,20 +10,22 @@ the slices repeat at this distance.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import time
-from collections.abc import Iterable
-from typing import NamedTuple, Optional
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import NamedTuple, Optional, TypeVar
 
-from reshard.checkpoints import FileHandles
+from reshard.checkpoints import FileHandles, files_alike
 from reshard.checkpoints.checkpoint import GlobalTensor
 from reshard.execute import ExecutionOptions
 from reshard.forms.ranks.checkpoint import SourceStep
 from reshard.forms.ranks.holding import stage_shardings
 from reshard.layout import shape_of, volume_of
 from reshard.source_replicas.choice import Holder, group_parameters
-from reshard.source_replicas.samples import MOST_PLACES, UNREADABLE, ReplicaFiles, own_sample_box
+from reshard.source_replicas.samples import MOST_PLACES, UNREADABLE, ReplicaFiles
 from reshard.strategies import Strategy
+
+_Data = TypeVar("_Data", bytes, Optional[bytes])
 
 # Maximum number of tied parameters.
 _FEW_TIED = 3
@@ -34,6 +36,8 @@ _FEWEST_ELEMENTS = 8
 # Minimum number of whole parameters that the strategy cuts; fewer may be a coincidence.
 _SEVERAL = 2
 _SECONDS = 2.0
+# Maximum ranks to group by content.
+_MOST_GROUPED = 64
 
 
 class SameSlices(NamedTuple):
@@ -85,47 +89,79 @@ def compare_slices(
     """
     deadline = time.monotonic() + _SECONDS
     chosen = [
-        one
+        (one, holders)
         for kind in group_parameters(list(parameters), step)
         if kind.is_cut
         for one in kind.parameters[:_MOST_OF_A_KIND]
+        if len(holders := _holders(one, step)) > 1
     ]
-    holders_of = {one.name: holders for one in chosen if len(holders := _holders(one, step)) > 1}
-    groups: dict[str, list[list[int]]] = {}
+
+    groups_of: dict[str, list[list[int]]] = {}
     with contextlib.closing(ReplicaFiles(step, handles, execution)) as files:
 
-        def read(task: tuple[GlobalTensor, int, Holder]) -> Optional[bytes]:
-            parameter, place, holder = task
-            if time.monotonic() > deadline:
-                return None
-            box = own_sample_box(parameter, holder, place)
+        def read(parameter: GlobalTensor, holder: Holder, place: int) -> Optional[bytes]:
             with contextlib.suppress(*UNREADABLE):
-                return files.sample(parameter, holder, box)
+                return files.own_sample(parameter, holder, place) if time.monotonic() < deadline else None
             return None
 
-        pending = [parameter for parameter in chosen if parameter.name in holders_of]
+        pending = chosen
         for place in range(MOST_PLACES):
-            tasks = ((parameter, place, holder) for parameter in pending for holder in holders_of[parameter.name])
-            data = files.each(read, tasks)
+            reads = ([partial(read, one, holder, place) for holder in holders] for one, holders in pending)
             undecided = []
-            for parameter in pending:
-                samples = list(itertools.islice(data, len(holders_of[parameter.name])))
-                if None in samples:
+            for (one, holders), samples in zip(pending, files.each(reads)):
+                by_content = _by_content(holders, samples)
+                if None in by_content:
                     continue
-                equal = _equal(parameter.item_size, holders_of[parameter.name], samples)
-                if equal:
-                    groups[parameter.name] = equal
+                groups = [ranks for data, ranks in by_content.items() if data and _is_varied(data, one.item_size)]
+                if groups:
+                    groups_of[one.name] = groups
                 else:
-                    undecided.append(parameter)
+                    undecided.append((one, holders))
             pending = undecided
     same_slices: list[SameSlices] = []
-    for parameter in chosen:
-        first = next((group for group in groups.get(parameter.name, ()) if len(group) > 1), None)
+    for parameter, holders in chosen:
+        first = next((group for group in groups_of.get(parameter.name, ()) if len(group) > 1), None)
         if first is not None:
             layout = stage_shardings(parameter)[0].layout
-            is_whole = len(first) == len(holders_of[parameter.name]) and layout.slice_count == layout.shards
+            is_whole = len(first) == len(holders) and layout.slice_count == layout.shards
             same_slices.append(SameSlices(parameter.name, (first[0], first[1]), is_whole))
-    return Distinctness(len(groups), same_slices)
+    return Distinctness(len(groups_of), same_slices)
+
+
+def _by_content(holders: Sequence[Holder], samples: Iterable[_Data]) -> dict[_Data, list[int]]:
+    """Ranks grouped by equal samples."""
+    groups: dict[_Data, list[int]] = {}
+    for holder, data in zip(holders, samples):
+        groups.setdefault(data, []).append(holder.rank)
+    return groups
+
+
+def _is_varied(data: bytes, item_size: int) -> bool:
+    """Whether a sample has enough different elements."""
+    return len({data[at : at + item_size] for at in range(0, len(data), item_size)}) >= _FEWEST_ELEMENTS
+
+
+def ranks_by_content(
+    parameter: GlobalTensor, step: SourceStep, handles: FileHandles, execution: ExecutionOptions
+) -> list[list[int]]:
+    """Group the ranks of the first stage with a parameter by samples of their slices.
+
+    Returns:
+        Groups of ranks with equal samples; only the first ranks of a large stage.
+
+    Raises:
+        RetryableError: a file cannot be read.
+    """
+    sharding = stage_shardings(parameter)[0]
+    ranks = sorted(step.ranks_with(parameter.name, sharding.stage))[:_MOST_GROUPED]
+    holders = [Holder(rank, sharding.grid.slice_box(sharding.slice_of(rank))) for rank in ranks]
+    with contextlib.closing(ReplicaFiles(step, handles, execution)) as files:
+        for place in range(MOST_PLACES):
+            (samples,) = files.each([[partial(files.own_sample, parameter, holder, place) for holder in holders]])
+            groups = _by_content(holders, samples)
+            if len(groups) > 1:
+                break
+    return list(groups.values())
 
 
 def _holders(parameter: GlobalTensor, step: SourceStep) -> list[Holder]:
@@ -138,17 +174,6 @@ def _holders(parameter: GlobalTensor, step: SourceStep) -> list[Holder]:
     chosen = [number for number in sorted(rank_of) if count <= _FEW_SLICES or number == 0 or count % number == 0]
     holders = [Holder(rank_of[number], sharding.grid.slice_box(number)) for number in chosen]
     return [holder for holder in holders if volume_of(holder.box) and shape_of(holder.box) == shape_of(holders[0].box)]
-
-
-def _equal(item_size: int, holders: list[Holder], samples: list[Optional[bytes]]) -> list[list[int]]:
-    """Ranks grouped by equal samples; samples with too few different elements are skipped."""
-    groups: dict[bytes, list[int]] = {}
-    for holder, data in zip(holders, samples):
-        assert data is not None
-        elements = {data[at : at + item_size] for at in range(0, len(data), item_size)}
-        if len(elements) >= _FEWEST_ELEMENTS:
-            groups.setdefault(data, []).append(holder.rank)
-    return list(groups.values())
 
 
 def misplaced(strategy: Strategy, step: SourceStep) -> list[str]:
@@ -165,8 +190,6 @@ def misplaced(strategy: Strategy, step: SourceStep) -> list[str]:
     stored = set(strategy.parameters) & step.names()
     foreign: set[str] = set()
     for stage in strategy.stages:
-        # Files with equal structure share their tensors.
-        tensors = {id(step.indexes[rank].tensors): step.indexes[rank].tensors for rank in step.loaded(stage)}
-        for names in tensors.values():
-            foreign |= stored & names.keys() - stage.layouts.keys()
+        for rank, *_ in files_alike({rank: step.indexes[rank] for rank in step.loaded(stage)}):
+            foreign |= stored & step.indexes[rank].tensors.keys() - stage.layouts.keys()
     return sorted(foreign) if len(foreign) > max(_FEW_TIED, len(stored) // 2) else []

@@ -25,7 +25,6 @@ from reshard.plan.pieces import Piece, StoredSlice, TargetTensor
 from reshard.source_replicas.choice import Holder, HolderGroup, ParameterGroup, Replicated, number_of
 from reshard.source_replicas.outcome import Tally
 
-_T = TypeVar("_T")
 _R = TypeVar("_R")
 
 _SAMPLE_BYTES = 4 << 10
@@ -73,12 +72,22 @@ class ReplicaFiles:
         self.read(parameter, holder, box, memoryview(data))
         return bytes(data)
 
-    def each(self, work: Callable[[_T], _R], tasks: Iterable[_T]) -> Iterator[_R]:
-        """The results of tasks in order; concurrently on remote storage."""
+    def own_sample(self, parameter: GlobalTensor, holder: Holder, place: int) -> bytes:
+        """A sample of a holder's slice; at the same place in slices of the same shape.
+
+        Args:
+            parameter: the parameter.
+            holder: the holder.
+            place: the number of the sample, below `MOST_PLACES`.
+        """
+        replicated = Replicated(holder.box, (HolderGroup((holder.rank,), (holder.rank,), holder.box),))
+        return self.sample(parameter, holder, sample_box(replicated, parameter, number_of(parameter.name, place)))
+
+    def each(self, groups: Iterable[Sequence[Callable[[], _R]]]) -> Iterator[Iterable[_R]]:
+        """The results of groups of calls, in order: made concurrently on remote storage, else as they are taken."""
         if not self._remote:
-            return map(work, tasks)
-        results = in_order(self._reader.pool, tasks, lambda task: [partial(work, task)], 2 * _IN_FLIGHT)
-        return (result for _, (result,) in results)
+            return ((call() for call in calls) for calls in groups)
+        return (results for _, results in in_order(self._reader.pool, groups, list, 2 * _IN_FLIGHT, size=len))
 
     def close(self) -> None:
         """End the threads."""
@@ -132,22 +141,6 @@ class _First(NamedTuple):
     varied: bool
 
 
-class _Compared(NamedTuple):
-    """Results of samples, by number.
-
-    Attributes:
-        differing: two ranks that differ.
-        skipped: samples that were unreadable, or after the time limit.
-    """
-
-    differing: dict[int, tuple[int, int]]
-    skipped: set[int]
-
-    def open(self, number: int) -> bool:
-        """Whether further holders could change the result."""
-        return number not in self.differing and number not in self.skipped
-
-
 class Samples:
     """Compares samples until a limit is reached.
 
@@ -177,33 +170,23 @@ class Samples:
             samples = list(self._samples(turn))
             if not samples:
                 return
-            firsts = list(self._files.each(self._first, samples))
-            compared = _Compared({}, set())
-            for number, holder, is_equal in self._files.each(self._same, self._others(samples, firsts, compared)):
-                if compared.open(number):
+            firsts = [first for (first,) in self._files.each([partial(self._first, sample)] for sample in samples)]
+            comparisons = (
+                [] if first is None else [partial(self._same, sample, first, holder) for holder in sample.holders[1:]]
+                for sample, first in zip(samples, firsts)
+            )
+            for sample, first, results in zip(samples, firsts, self._files.each(comparisons)):
+                if first is None:
+                    continue
+                self._reads += first.reads
+                ranks, is_equal = None, None
+                for holder, is_equal in zip(sample.holders[1:], results):
                     self._reads += 1
-                    if is_equal is None:
-                        compared.skipped.add(number)
-                    elif not is_equal:
-                        compared.differing[number] = (samples[number].holders[0].rank, holder.rank)
-            for number, (sample, first) in enumerate(zip(samples, firsts)):
-                if first is not None and number not in compared.skipped:
-                    self._reads += first.reads
-                    ranks = compared.differing.get(number)
-                    if first.varied or ranks is not None:
-                        self._count(sample, ranks)
-
-    def _others(
-        self, samples: Sequence[_Sample], firsts: Sequence[Optional[_First]], compared: _Compared
-    ) -> Iterator[tuple[int, _Sample, _First, Holder]]:
-        """The holders to compare with the first holder of every sample, until the time limit."""
-        for number, (sample, first) in enumerate(zip(samples, firsts)):
-            if first is None or time.monotonic() > self._deadline:
-                compared.skipped.add(number)
-                continue
-            for holder in sample.holders[1:]:
-                if compared.open(number):
-                    yield number, sample, first, holder
+                    if not is_equal:
+                        ranks = sample.holders[0].rank, holder.rank
+                        break
+                if is_equal is not None and (first.varied or ranks is not None):
+                    self._count(sample, ranks)
 
     def _count(self, sample: _Sample, ranks: Optional[tuple[int, int]]) -> None:
         self._tally.add(sample.kind, sample.parameter, ranks)
@@ -237,34 +220,25 @@ class Samples:
             yield _Sample(kind, parameter, replicated, holders, number, is_probe)
 
     def _first(self, sample: _Sample) -> Optional[_First]:
-        """The first holder's bytes, at a place where they are not constant if possible; None if unreadable."""
-        if time.monotonic() > self._deadline:
-            return None
+        """The first holder's bytes, at a place where they are not constant if possible; None if unreadable or late."""
         parameter = sample.parameter
         with contextlib.suppress(*UNREADABLE):
-            for place in range(MOST_PLACES):
+            for place in range(MOST_PLACES if time.monotonic() < self._deadline else 0):
                 box = sample_box(sample.replicated, parameter, number_of(sample.number, place))
                 data = self._files.sample(parameter, sample.holders[0], box)
                 varied = data != data[: parameter.item_size] * (len(data) // parameter.item_size)
-                if varied or box == sample.replicated.box:
-                    break
-            return _First(place + 1, box, data, varied)
+                if varied or box == sample.replicated.box or place == MOST_PLACES - 1:
+                    return _First(place + 1, box, data, varied)
         return None
 
-    def _same(self, task: tuple[int, _Sample, _First, Holder]) -> tuple[int, Holder, Optional[bool]]:
-        """Whether another holder has the same bytes; None if unreadable."""
-        number, sample, first, holder = task
+    def _same(self, sample: _Sample, first: _First, holder: Holder) -> Optional[bool]:
+        """Whether another holder has the same bytes; None if unreadable or late."""
         with contextlib.suppress(*UNREADABLE):
-            return number, holder, self._files.sample(sample.parameter, holder, first.box) == first.data
-        return number, holder, None
+            if time.monotonic() < self._deadline:
+                return self._files.sample(sample.parameter, holder, first.box) == first.data
+        return None
 
 
 def sample_box(replicated: Replicated, parameter: GlobalTensor, number: int) -> tuple[tuple[int, int], ...]:
     """A box to sample in a replicated box of a parameter, at a different place for every number."""
     return replicated.run(max(1, _SAMPLE_BYTES // parameter.item_size), number)
-
-
-def own_sample_box(parameter: GlobalTensor, holder: Holder, place: int) -> tuple[tuple[int, int], ...]:
-    """A box to sample in a holder's slice; at the same place in slices of the same shape."""
-    replicated = Replicated(holder.box, (HolderGroup((holder.rank,), (holder.rank,), holder.box),))
-    return sample_box(replicated, parameter, number_of(parameter.name, place))

@@ -124,37 +124,6 @@ def not_ours(path: str) -> TargetError:
     )
 
 
-def make_directory(path: str) -> bool:
-    """Make a directory and its missing parents; whether this call made it.
-
-    Raises:
-        OSError: it cannot be made.
-    """
-    fd, created = open_directory(path, make=True)
-    os.close(fd)
-    return created
-
-
-def remove_file(path: str) -> None:
-    """Remove a file.
-
-    Raises:
-        OSError: it is missing, or cannot be removed.
-    """
-    with opened_above(path) as (name, fd):
-        os.unlink(name, dir_fd=fd)
-
-
-def remove_directory(path: str) -> None:
-    """Remove a directory that is empty.
-
-    Raises:
-        OSError: it is missing, not empty, or cannot be removed.
-    """
-    with opened_above(path) as (name, fd):
-        os.rmdir(name, dir_fd=fd)
-
-
 def sync(directory_fd: int) -> None:
     """Make creations and renames in a directory survive a crash.
 

@@ -13,9 +13,10 @@ import errno
 import os
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Callable, Optional, Union
+from typing import Any, Callable, Optional, Union
 
-from reshard.errors import InputError, ReshardError, RetryableError, TargetError, UnwritableError, UsageError
+from reshard.errors import CheckpointError, InputError, RetryableError
+from reshard.storage.file_errors import UnfitError, cut_short, inspecting, reading, status_error
 from reshard.storage.listing_cache import cached_entry
 from reshard.storage.registry import for_each, store_of
 from reshard.storage.store import Expected, FileStatus, NewFile, ReadableFile, Sending
@@ -24,18 +25,6 @@ from reshard.storage.store import Expected, FileStatus, NewFile, ReadableFile, S
 _TIMES = 3
 # Smaller parts are joined up to this size before they are written.
 _WORTH_WRITING = 1 << 20
-_FORBIDDEN = (errno.EACCES, errno.EPERM)
-_READ_ONLY = (*_FORBIDDEN, errno.EROFS)
-# Paths of written directories must not contain links.
-_NO_DIRECTORY = (errno.ENOTDIR, errno.ELOOP)
-# Errors that end the whole run: every other file would fail, too.
-_FULL = (errno.ENOSPC, errno.EDQUOT)
-_EVERYWHERE = (*_FULL, errno.EMFILE, errno.ENFILE)
-_SHOWN = 300
-
-
-class UnfitError(ValueError):
-    """A file has the wrong kind, size or content; the text follows its name, as in ``is larger than ...``."""
 
 
 def status_at(path: str, through_links: bool = True) -> Optional[FileStatus]:
@@ -112,12 +101,9 @@ def names_in(directory: str) -> list[str]:
     Raises:
         ReshardError: it cannot be listed; as `status_at`.
     """
-    try:
+    with inspecting(directory), contextlib.suppress(FileNotFoundError, NotADirectoryError):
         return sorted(entry.name for entry in store_of(directory).entries(directory))
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    except OSError as error:
-        raise status_error(directory, error) from error
+    return []
 
 
 def leads_to(kind: Callable[[], bool]) -> bool:
@@ -135,62 +121,6 @@ def leads_to(kind: Callable[[], bool]) -> bool:
         if error.errno == errno.ELOOP:
             return False
         raise
-
-
-def status_error(path: str, error: OSError) -> ReshardError:
-    """The error for a path whose status cannot be read."""
-    if error.errno == errno.ENAMETOOLONG:
-        return too_long(path)
-    if error.errno in _FORBIDDEN:
-        return InputError(f"{path}: no permission to read its status: {error.strerror}", file=path)
-    return RetryableError(f"{path}: its status cannot be read: {error.strerror or error}", file=path)
-
-
-def writing_error(path: str, error: OSError, action: str = "written", rank: Optional[int] = None) -> ReshardError:
-    """The error for a file or directory that cannot be written or removed: lasting, or worth a retry.
-
-    Args:
-        path: of the file.
-        error: of the system.
-        action: the failed action, a participle.
-        rank: rank of the file, if it has one.
-    """
-    if error.errno == errno.ENAMETOOLONG:
-        return too_long(path)
-    whose = "" if rank is None else f" (rank {rank})"
-    reason = error.strerror or error
-    if error.errno in _NO_DIRECTORY:
-        return TargetError(
-            f"{path}: may not be {action}{whose}: {error.filename or 'its directory'} is a link or no directory",
-            file=path,
-            rank=rank,
-            hint="remove this link or file, or choose another place",
-        )
-    if is_read_only(error):
-        return TargetError(
-            f"{path}: may not be {action}{whose}: {reason}",
-            file=path,
-            rank=rank,
-            hint=f"choose another place, or get {store_of(path).missing_right(path)}",
-        )
-    problem = "no space left" if error.errno in _FULL else f"cannot be {action}"
-    kind = UnwritableError if error.errno in _EVERYWHERE else RetryableError
-    return kind(f"{path}: {problem}{whose}: {reason}", file=path, rank=rank)
-
-
-def is_read_only(error: OSError) -> bool:
-    """Whether an error is about permissions or a read-only file system, which no retry changes."""
-    return error.errno in _READ_ONLY
-
-
-def too_long(path: str) -> UsageError:
-    """The error for a path that is longer than the system allows."""
-    shown = path if len(path) <= _SHOWN else f"{path[:_SHOWN]}..."
-    return UsageError(
-        f"{shown}: is too long for a path",
-        file=path,
-        hint="use a shorter path, or one relative to the current directory",
-    )
 
 
 @contextlib.contextmanager
@@ -248,6 +178,61 @@ def read_small(path: str, most: int, through_links: bool = True) -> bytes:
         if size > most:
             raise UnfitError(f"is larger than any such file: it has {size:,} bytes, and {most:,} are allowed")
         return read_range(file, 0, size)
+
+
+def read_json(
+    path: str,
+    most: int,
+    kind: type[InputError] = CheckpointError,
+    hint: Optional[str] = None,
+    through_links: bool = True,
+) -> Optional[dict[str, Any]]:
+    """The object in a small JSON file; None if the file is missing.
+
+    Args:
+        path: the file.
+        most: maximum size in bytes.
+        kind: class of the error for a file that is unfit, damaged or no JSON object.
+        hint: for such an error.
+        through_links: follow symbolic links.
+
+    Raises:
+        ReshardError: as `reading`.
+    """
+    # Imported here: it slows the start of a command.
+    from reshard.storage.json_text import JsonError, parse_json
+
+    with reading(path, kind, hint):
+        try:
+            content = parse_json(read_small(path, most, through_links))
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        if not isinstance(content, dict):
+            raise JsonError("it is not an object")
+        return content
+
+
+def windows_in(
+    file: ReadableFile, start: int = 0, stop: Optional[int] = None, window: int = 1 << 18
+) -> Callable[[], bytes]:
+    """A function that returns the next bytes of a file at each call, none at the end, for a `JsonStream`.
+
+    Args:
+        file: the open file.
+        start: first byte.
+        stop: one past the last byte; None for the end of the file.
+        window: bytes of a call.
+    """
+    position, end = start, file.size() if stop is None else stop
+
+    def read() -> bytes:
+        nonlocal position
+        count = min(window, end - position)
+        data = read_range(file, position, count) if count else b""
+        position += len(data)
+        return data
+
+    return read
 
 
 def read_range(file: ReadableFile, offset: int, least: int, most: Optional[int] = None) -> bytes:
@@ -319,17 +304,6 @@ def fill(file: ReadableFile, offset: int, out: memoryview, rank: Optional[int] =
         position += count
 
 
-def cut_short(path: str, rank: Optional[int] = None) -> RetryableError:
-    """The error for a file that became shorter while it was open."""
-    whose = f" (rank {rank})" if rank is not None else ""
-    return RetryableError(
-        f"{path}: became shorter while it was read{whose}",
-        file=path,
-        rank=rank,
-        hint="wait until no program writes to the source, then run the same command again",
-    )
-
-
 def new_file(path: str, size: int, expected: Optional[Expected] = None, sending: Optional[Sending] = None) -> NewFile:
     """Begin to write a file, in a directory that is made if missing; see `Store.new_file`.
 
@@ -389,15 +363,6 @@ def write_whole(path: str, data: bytes) -> None:
         OSError: it cannot be written; no partial file remains.
     """
     store_of(path).write_whole(path, data)
-
-
-def make_directory(path: str) -> bool:
-    """Make a directory and its missing parents; whether it was made. Object stores need none.
-
-    Raises:
-        OSError: it cannot be made.
-    """
-    return store_of(path).make_directory(path)
 
 
 def remove_file(path: str) -> None:

@@ -13,6 +13,7 @@ import re
 from collections.abc import Container, Iterator
 from typing import Any, Callable, NoReturn, Optional
 
+from reshard.storage.file_errors import UnfitError
 from reshard.text.wording import quoted
 
 _SPACE = re.compile(r"[ \t\n\r]*")
@@ -32,8 +33,10 @@ _NOTHING: frozenset[str] = frozenset()
 _WINDOW = 1 << 18
 
 
-class JsonError(ValueError):
-    """The text is not JSON, or has unexpected values; the message can follow ``is damaged:``."""
+class JsonError(UnfitError):
+    """The text is not JSON, or has unexpected values."""
+
+    problem = "is damaged: "
 
 
 def parse_json(data: bytes, most_values: int = _MAX_VALUES) -> Any:

@@ -141,7 +141,9 @@ class LocalStore(Store):
 
     def make_directory(self, path: str) -> bool:
         """Make a directory."""
-        return directories.make_directory(path)
+        fd, made = directories.open_directory(path, make=True)
+        os.close(fd)
+        return made
 
     def touch(self, path: str) -> bool:
         """Set the time of a file, or a link, to now."""
@@ -190,7 +192,8 @@ class LocalStore(Store):
 
     def remove_directory(self, path: str) -> None:
         """Remove a directory that is empty."""
-        directories.remove_directory(path)
+        with directories.opened_above(path) as (name, fd):
+            os.rmdir(name, dir_fd=fd)
 
     def remove_dead(self, directory: str, complete: bool) -> None:
         """Remove temporary files that no living process is writing."""

@@ -35,6 +35,11 @@ class WrittenFile(NewFile):
         """The descriptor through which other processes may write."""
         return self._fd
 
+    @property
+    def rewritable(self) -> bool:
+        """It is."""
+        return True
+
     def write(self, offset: int, data: memoryview) -> None:
         """Write bytes at an offset."""
         written_bytes = 0
@@ -144,7 +149,8 @@ class NewLocalFile(WrittenFile):
             with contextlib.suppress(OSError):
                 temporary.remove(path, self._directory_fd)
                 if self._made_directory:
-                    directories.remove_directory(os.path.dirname(path))
+                    with directories.opened_above(os.path.dirname(path)) as (name, fd):
+                        os.rmdir(name, dir_fd=fd)
 
     def close(self) -> None:
         """Close the descriptors."""

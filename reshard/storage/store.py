@@ -143,6 +143,11 @@ class NewFile(Protocol):
         """Whether the file system copies ranges of files by itself."""
         return False
 
+    @property
+    def rewritable(self) -> bool:
+        """Whether written bytes may be written again until `finish`."""
+        return False
+
     def copy(self, descriptor: int, start: int, offset: int, count: int) -> bool:
         """Copy a range of another file, open as ``descriptor``, to an offset in the file system; whether it did."""
         return False
@@ -156,7 +161,7 @@ class NewFile(Protocol):
         raise OSError(errno.ENODEV, "cannot be mapped")
 
     def write(self, offset: int, data: memoryview) -> None:
-        """Write bytes at an offset; each byte of the file once, in any order."""
+        """Write bytes at an offset; each byte of the file once, in any order, unless it is `rewritable`."""
 
     def finish(self) -> FileStatus:
         """Make all bytes durable; the status that the file will have under its name.

@@ -106,7 +106,8 @@ def remove(path: str, directory_fd: Optional[int] = None) -> None:
         OSError: it cannot be removed.
     """
     if directory_fd is None:
-        directories.remove_file(path)
+        with directories.opened_above(path) as (name, fd):
+            os.unlink(name, dir_fd=fd)
     else:
         os.unlink(os.path.basename(path), dir_fd=directory_fd)
     _unfinished.discard(path)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Callable, NamedTuple
+from typing import Any, Callable, NamedTuple, TypeVar
 
-from reshard.errors import InputError, RetryableError
-from reshard.storage import UnfitError, exists, is_regular_file, read_small
+from reshard.errors import InputError
+from reshard.storage import UnfitError, exists, is_regular_file, read_small, reading
 from reshard.text.near_names import near_names, similar_path_hint
+from reshard.text.products import ExpressionError
 from reshard.text.wording import quoted
+
+Parsed = TypeVar("Parsed")
 
 _ENDING = ".toml"
 
@@ -83,18 +86,14 @@ class TomlFile:
             InputError: the file is missing, larger, or not UTF-8.
             RetryableError: reading failed.
         """
-        try:
-            return read_small(self.path, largest).decode("utf-8-sig")
-        except UnfitError as error:
-            raise self._error(f"{self.path} {error}; this is not a file of rules", file=self.path) from error
-        except UnicodeDecodeError as error:
-            raise self._error(f"{self.path} is not UTF-8; this is not a file of rules", file=self.path) from error
-        except FileNotFoundError as error:
-            problem = f"{self.path}: this file of rules is missing"
-            raise self._error(problem, file=self.path, hint=similar_path_hint(self.path)) from error
-        except OSError as error:
-            problem = f"{self.path} cannot be read: {error.strerror or error}"
-            raise RetryableError(problem, file=self.path) from error
+        with reading(self.path, self._error, "pass a file of rules"):
+            try:
+                return read_small(self.path, largest).decode("utf-8-sig")
+            except UnicodeDecodeError as error:
+                raise UnfitError("is not UTF-8; this is not a file of rules") from error
+            except FileNotFoundError as error:
+                problem = f"{self.path}: this file of rules is missing"
+                raise self._error(problem, file=self.path, hint=similar_path_hint(self.path)) from error
 
     def parse(self, text: str) -> dict[str, Any]:
         """The tables in a text.
@@ -143,6 +142,17 @@ class TomlFile:
         if not fits(value) or (schema.allowed and value not in schema.allowed):
             raise self.wrong(where, f"{key} must be {schema.description or ' or '.join(schema.allowed) or words}")
         return tuple(value) if schema.kind in ("texts", "sizes") else value
+
+    def parsed(self, parse: Callable[[str], Parsed], texts: Sequence[str], where: str) -> tuple[Parsed, ...]:
+        """The values of texts.
+
+        Raises:
+            InputError: a text is invalid.
+        """
+        try:
+            return tuple(map(parse, texts))
+        except ExpressionError as error:
+            raise self.wrong(where, str(error)) from error
 
     def wrong(self, where: str, problem: str) -> InputError:
         """The error about a place in the file."""

@@ -17,6 +17,8 @@ from reshard.strategies.model import (
     names_files,
     rows_over,
     shards_of,
+    target_named,
+    target_words,
 )
 from reshard.strategies.one_file import GroupInfo, read_group_info, read_strategy_file
 from reshard.strategies.read import read_strategy, required_strategies
@@ -40,4 +42,6 @@ __all__ = [
     "required_strategies",
     "rows_over",
     "shards_of",
+    "target_named",
+    "target_words",
 ]

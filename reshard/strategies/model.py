@@ -186,6 +186,26 @@ def shards_of(path: str) -> Optional[int]:
     return int(text)
 
 
+def target_named(path: Optional[str], shards: Optional[int]) -> Optional[str]:
+    """The path of a target's strategy, or the name of rows over a number of ranks.
+
+    Raises:
+        UsageError: both are given, or the number of ranks is invalid.
+    """
+    if shards is None:
+        return path
+    if path is not None:
+        raise UsageError("--shards and --dst-strategy both lay out the target", hint="leave out one of them")
+    shards_of(f"{SHARDS}{shards}")
+    return f"{SHARDS}{shards}"
+
+
+def target_words(path: str) -> list[str]:
+    """The option of a target's strategy, as users type it: ``--shards 8`` for ``shards:8``."""
+    shards = shards_of(path)
+    return ["--dst-strategy", path] if shards is None else ["--shards", str(shards)]
+
+
 def rows_over(count: int, shape: tuple[int, ...]) -> Layout:
     """The layout of rows over ranks in parts of one size, the last smaller or empty; a scalar is on each rank."""
     if not shape:

@@ -8,14 +8,13 @@ first bytes or the name of a strategy that cannot be parsed is damaged, which is
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Optional, Union
 
-from reshard.errors import ReshardError, RetryableError, StrategyError
-from reshard.storage import ReadableFile, UnfitError, opened_regular, read_range, too_long
+from reshard.errors import StrategyError
+from reshard.storage import ReadableFile, UnfitError, opened_regular, read_range, reading
 from reshard.storage.other_files import cipher_of, is_ckpt, kind_by_head
 from reshard.strategies import json_file, protobuf_file
 from reshard.strategies.model import StrategyFile
@@ -25,7 +24,6 @@ from reshard.text.near_names import similar_path_hint
 MAX_STRATEGY = 2**26
 MAX_GROUP_INFO = 2**23
 _HEAD = 32
-_INACCESSIBLE = (errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
 
 
 RECORD = ".made"
@@ -144,25 +142,15 @@ def opened(path: str) -> Iterator[Union[ReadableFile, OtherFile]]:
         StrategyError: missing or not readable.
         RetryableError: opening or reading it failed.
     """
-    with contextlib.ExitStack() as stack:
+    with reading(path, StrategyError), contextlib.ExitStack() as stack:
         try:
-            try:
-                file: Union[ReadableFile, OtherFile] = stack.enter_context(opened_regular(path))
-            except UnfitError as error:
-                file = OtherFile(path, str(error).replace("is ", "", 1))
-            yield file
-        except OSError as error:
-            raise read_error(path, error) from error
-
-
-def read_error(path: str, error: OSError) -> ReshardError:
-    """The error for a file or directory that cannot be opened or read."""
-    if isinstance(error, FileNotFoundError):
-        return StrategyError(f"{path}: no file or directory has this name", file=path, hint=similar_path_hint(path))
-    if error.errno == errno.ENAMETOOLONG:
-        return too_long(path)
-    kind = StrategyError if error.errno in _INACCESSIBLE else RetryableError
-    return kind(f"{path} cannot be read: {error.strerror}", file=path)
+            file: Union[ReadableFile, OtherFile] = stack.enter_context(opened_regular(path))
+        except UnfitError as error:
+            file = OtherFile(path, str(error).replace("is ", "", 1))
+        except FileNotFoundError as error:
+            problem = f"{path}: no file or directory has this name"
+            raise StrategyError(problem, file=path, hint=similar_path_hint(path)) from error
+        yield file
 
 
 def _looks_like_json(data: bytes) -> bool:

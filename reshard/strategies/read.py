@@ -92,7 +92,7 @@ def required_strategies(source: Optional[str], target: Optional[str]) -> tuple[s
 
 def _why_missing(option: str) -> str:
     if option == "--dst-strategy":
-        return "add --dst-strategy FILE or DIR for the layout of the target"
+        return "add --dst-strategy FILE or DIR for the layout of the target, same for that of a sharded source"
     return f"rank files do not record how they are cut: add {option} FILE or DIR"
 
 
@@ -149,19 +149,19 @@ def find_stages(directory: str, leave_out: Optional[str] = None) -> FoundStages:
             hint="pass one file instead of the directory",
         )
     if single:
-        records, stages = _of_single(directory, single, merged)
-        notes += [_skipped_merged(file, stages) for file in merged]
+        records = _of_single(directory, single, merged)
     elif merged:
-        records, stages = _of_merged(directory, merged)
+        records = _of_merged(directory, merged)
     else:
         records = {0: [file.stages[0] for file in unnumbered]}
-        stages = agreed_stages(records)
+    stages = agreed_stages(records)
+    notes += [_skipped_merged(file, stages) for file in merged if single]
     return FoundStages(stages, records, tuple(notes))
 
 
 def _of_single(
     directory: str, single: Sequence[FileRecord], merged: Sequence[FileRecord]
-) -> tuple[dict[int, list[StageRecord]], tuple[Stage, ...]]:
+) -> dict[int, list[StageRecord]]:
     records: dict[int, list[StageRecord]] = {}
     for file in single:
         records.setdefault(file.numbers[0], []).append(file.stages[0])
@@ -183,10 +183,10 @@ def _of_single(
             file=directory,
             hint="add the missing stages' files, or run the command that writes them again",
         )
-    return records, agreed_stages(records)
+    return records
 
 
-def _of_merged(directory: str, merged: Sequence[FileRecord]) -> tuple[dict[int, list[StageRecord]], tuple[Stage, ...]]:
+def _of_merged(directory: str, merged: Sequence[FileRecord]) -> dict[int, list[StageRecord]]:
     first = merged[0]
     check_gaps(first)
     for file in merged[1:]:
@@ -201,7 +201,7 @@ def _of_merged(directory: str, merged: Sequence[FileRecord]) -> tuple[dict[int, 
     for file in merged:
         for number, stage in zip(file.numbers, file.stages):
             records.setdefault(number, []).append(stage)
-    return records, agreed_stages(records)
+    return records
 
 
 def check_gaps(file: FileRecord) -> None:

@@ -13,11 +13,11 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Optional
+from typing import Optional, Union
 
 from reshard.errors import LayoutError, StrategyError, TargetError, UsageError
 from reshard.layout import Layout
-from reshard.storage import exists, is_directory, make_directory, real, write_whole, writing_error
+from reshard.storage import exists, is_directory, real, store_of, write_whole, writing
 from reshard.strategies import json_file, protobuf_file
 from reshard.strategies.model import RecordedLayout, Strategy, StrategyFile, StrategyItem
 from reshard.strategies.one_file import OtherFile, parsed, read_bytes
@@ -25,6 +25,9 @@ from reshard.strategies.read import find_stages
 from reshard.strategies.stages import StageRecord, preferred, records_of
 from reshard.text.messages import listing
 from reshard.text.wording import quoted
+
+FORMS = {".ckpt": "protobuf", ".json": "json"}
+"""Forms of strategy files, by ending."""
 
 WRITERS = {"protobuf": protobuf_file.serialize_strategy, "json": json_file.serialize_strategy}
 """The bytes of a strategy file, by form."""
@@ -48,7 +51,9 @@ def merge_pipeline(directory: str, target_file: str) -> list[str]:
         TargetError: ``target_file`` exists and must not be replaced.
         RetryableError: writing failed.
     """
-    form = _form_of(target_file)
+    form = FORMS.get(os.path.splitext(target_file)[1])
+    if form is None:
+        raise UsageError(f"{target_file}: a merged strategy file is named .ckpt or .json", file=target_file)
     if not is_directory(directory):
         raise StrategyError(
             f"{directory} is not a directory",
@@ -57,7 +62,13 @@ def merge_pipeline(directory: str, target_file: str) -> list[str]:
         )
     # Links are followed: the rename must not replace the link itself.
     target = real(target_file)
-    _check_replaceable(target)
+    existing = replaceable(target, read_bytes(target)) if exists(target) else None
+    if existing is not None and not records_of(existing).merged:
+        raise TargetError(
+            f"{target} exists and is the strategy of one stage; it is not replaced",
+            file=target,
+            hint="choose another name for the merged file",
+        )
     stages = find_stages(directory, leave_out=target)
     items: list[StrategyItem] = []
     layouts: dict[str, RecordedLayout] = {}
@@ -67,35 +78,31 @@ def merge_pipeline(directory: str, target_file: str) -> list[str]:
         for name, recorded in record.recorded.items():
             layouts[f"{number}-{name}"] = _expressed(recorded, form, record, name)
     file = StrategyFile(target_file, form, tuple(items), layouts)
-    _write_at_once(target, WRITERS[form](file))
+    with writing(target):
+        store_of(target).make_directory(os.path.dirname(target))
+        write_whole(target, WRITERS[form](file))
     return [*stages.notes, *unreadable_in_json(file)]
 
 
-def _form_of(target_file: str) -> str:
-    if target_file.endswith(".ckpt"):
-        return "protobuf"
-    if target_file.endswith(".json"):
-        return "json"
-    raise UsageError(f"{target_file}: a merged strategy file is named .ckpt or .json", file=target_file)
+def replaceable(path: str, data: Union[bytes, OtherFile]) -> Optional[StrategyFile]:
+    """The strategy in an existing file that is to be replaced; None in an empty file.
 
+    Args:
+        path: the file.
+        data: its content, from `read_bytes`.
 
-def _check_replaceable(target: str) -> None:
-    if not exists(target):
-        return
-    file = parsed(target, read_bytes(target))
+    Raises:
+        TargetError: it is of another kind.
+        StrategyError: it is damaged.
+    """
+    file = parsed(path, data)
     if isinstance(file, OtherFile):
-        kind = file.kind or "not a strategy file"
         raise TargetError(
-            f"{target} exists and is {kind}; it is not replaced",
-            file=target,
-            hint="remove it, or choose another name for the merged file",
+            f"{path} exists and is {file.kind or 'not a strategy file'}; it is not replaced",
+            file=path,
+            hint="choose another name for the strategy, or remove the file",
         )
-    if file is not None and not records_of(file).merged:
-        raise TargetError(
-            f"{target} exists and is the strategy of one stage; it is not replaced",
-            file=target,
-            hint="choose another name for the merged file",
-        )
+    return file
 
 
 def _expressed(recorded: RecordedLayout, form: str, record: StageRecord, name: str) -> RecordedLayout:
@@ -124,14 +131,6 @@ def _expressed(recorded: RecordedLayout, form: str, record: StageRecord, name: s
     return recorded
 
 
-def _write_at_once(target: str, data: bytes) -> None:
-    try:
-        make_directory(os.path.dirname(target))
-        write_whole(target, data)
-    except OSError as error:
-        raise writing_error(target, error) from error
-
-
 def merged_json(strategy: Strategy, shapes: Mapping[str, tuple[int, ...]], maker: str, path: str) -> bytes:
     """A strategy as one JSON file, as MindSpore merges the stages of a pipeline.
 
@@ -141,13 +140,32 @@ def merged_json(strategy: Strategy, shapes: Mapping[str, tuple[int, ...]], maker
         maker: a prefix of the operators' names, which give the stages.
         path: its later path, for messages.
     """
-    layouts = {
-        f"{stage.number}-{name}": recorded(layout, shapes.get(name))
+    stages = {
+        stage.number: {name: recorded(layout, shapes.get(name)) for name, layout in stage.layouts.items()}
         for stage in strategy.stages
-        for name, layout in stage.layouts.items()
     }
-    items = tuple(StrategyItem(f"{maker}/stage-{stage.number}", stage.number) for stage in strategy.stages)
-    return json_file.serialize_strategy(StrategyFile(path, "json", items, layouts))
+    return json_file.serialize_strategy(new_file(path, "json", maker, stages, merged=True))
+
+
+def new_file(
+    path: str, form: str, maker: str, stages: Mapping[int, Mapping[str, RecordedLayout]], merged: bool
+) -> StrategyFile:
+    """A file of stages that no compiler wrote.
+
+    Args:
+        path: its later path.
+        form: its form.
+        maker: a prefix of the operators' names, which give the stages.
+        stages: per stage the layouts by name.
+        merged: whether names carry the stage.
+    """
+    layouts = {
+        f"{number}-{name}" if merged else name: layout
+        for number, by_name in stages.items()
+        for name, layout in by_name.items()
+    }
+    items = tuple(StrategyItem(f"{maker}/stage-{number}", number) for number in stages)
+    return StrategyFile(path, form, items, layouts)
 
 
 def recorded(layout: Layout, shape: Optional[tuple[int, ...]]) -> RecordedLayout:

@@ -15,7 +15,7 @@ _OTHERS = {"--no-fallback": "fallback=False", "--optimizer keep": "optimizer=Tru
 # A command to paste keeps its options.
 _COMMAND = r"`reshard [^`]*`|\breshard [a-z][a-z-]* [^\n]*"
 _CHOICE = "all|checkpoint2|ckpt|crc32|huggingface|never|none|pread|ranks|same|safetensors|unified"
-_VALUE = rf"'[^'\n]*'|[/.]\S+|[A-Z]+\b(?:=[A-Z]+\b)?|(?:{_CHOICE})\b|\d\w*"
+_VALUE = rf"'[^'\n]*'|[/.]\S+|[A-Z]+\b(?:=[A-Z]+\b)?|(?:{_CHOICE})\b|\d\w*|\w+(?:,\w+=\w+)+"
 _WORDS = re.compile(rf"{_COMMAND}|{'|'.join(_OTHERS)}|--(?P<name>[a-z][a-z-]*[a-z])(?: (?P<value>{_VALUE}))?")
 _SHIFTS = {"K": 10, "M": 20, "G": 30, "T": 40}
 

@@ -61,6 +61,8 @@ TRAINER_OPTIMIZERS = ("optimizer.", "optim.")
 
 # Megatron numbers the optimizers of dense weights and of experts.
 _CHAINED = re.compile(r"chained_\d+\.")
+# Of a state in another one, which only its keys show.
+_NESTED_OPTIMIZER = re.compile(r"[^.]+\.optim(izer)?\.(?=(state|param_groups)\.)")
 
 _OTHER = re.compile(
     r"(global_step|current_iterator_step|last_overflow_iterator_step|epoch_num|step_num|learning_rate|"
@@ -88,13 +90,14 @@ def state_prefix(name: str, parameters: Container[str]) -> str:
 
 
 def trainer_optimizer(name: str) -> str:
-    """The keys before optimizer state of PyTorch's trainers, ``optimizer.``; empty for other names."""
+    """The keys before optimizer state of PyTorch's trainers, such as ``optimizer.``; empty for other names."""
     chained = _CHAINED.match(name)
     start = 0 if chained is None else chained.end()
     for root in TRAINER_OPTIMIZERS:
         if name.startswith(root, start) and len(name) > start + len(root):
             return name[: start + len(root)]
-    return ""
+    nested = _NESTED_OPTIMIZER.match(name)
+    return "" if nested is None else nested[0]
 
 
 def is_value(name: str, elements: int) -> bool:

@@ -68,6 +68,11 @@ def counted_ranks(ranks: Collection[int], noun: str = "rank") -> str:
     return f"{plural(len(ranks), noun)} ({number_ranges(ranks)})"
 
 
+def are(ranks: Collection[int]) -> str:
+    """``is`` or ``are``, after `rank_ranges`."""
+    return "is" if len(ranks) == 1 else "are"
+
+
 def left_alone(ranks: Collection[int]) -> str:
     """``left as it is``, or ``left as they are``."""
     return "left as it is" if len(ranks) == 1 else "left as they are"

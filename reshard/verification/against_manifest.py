@@ -11,14 +11,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 from reshard.checkpoints import CheckpointIndex, FileHandles, crc_of_file, read_index
 from reshard.checkpoints.checkpoint import Checkpoint
-from reshard.checkpoints.files import reading
 from reshard.checkpoints.formats.dtypes import ARCHIVES
 from reshard.checkpoints.placed import PlacedFile
 from reshard.errors import CheckpointError
 from reshard.forms.ranks import find_checkpoints
 from reshard.forms.registry import form_named
 from reshard.records import FinishingRecord, Manifest, ManifestFile
-from reshard.storage import is_directory, names_in, read_range, status_at
+from reshard.storage import is_directory, names_in, read_range, reading, status_at
 from reshard.verification.difference import Difference
 from reshard.verification.library import library_differences
 from reshard.verification.reading import Means

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Callable, Optional, Union
 
-from reshard.checkpoints import CheckpointIndex, FileHandles, can_hold, format_of
+from reshard.checkpoints import CheckpointIndex, FileHandles, can_hold, files_alike, format_of
 from reshard.checkpoints.formats.dtypes import INT4
 from reshard.checkpoints.formats.headers import read_headers
 from reshard.errors import DamagedCheckpointError, IncompleteSourceError, LayoutError
@@ -302,11 +302,8 @@ class _RankFiles(_Comparison):
         return name in self._converted and (self._new.is_none or name in stage.layouts)
 
     def _check_names(self) -> None:
-        alike: dict[int, list[int]] = defaultdict(list)
-        for rank, index in self._indexes.items():
-            alike[id(index.tensors)].append(rank)
         extra: dict[str, list[int]] = defaultdict(list)
-        for group in alike.values():
+        for group in files_alike(self._indexes):
             for stage in self._new.stages:
                 ranks = [rank for rank in group if rank in stage.ranks]
                 for name in self._indexes[group[0]].tensors if ranks else ():

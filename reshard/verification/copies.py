@@ -8,6 +8,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Callable, Optional
 
+from reshard.checkpoints import files_alike
 from reshard.errors import InputError
 from reshard.strategies import Strategy
 from reshard.text.names import belongs_to_rank
@@ -135,11 +136,8 @@ def not_held(source: StoredSource, strategy: Strategy, admit: Callable[[str], bo
 
     This is not a difference: de-duplicated saves omit replicas, and conversions read any rank's copy.
     """
-    groups: dict[int, list[int]] = defaultdict(list)
-    for rank, index in source.indexes.items():
-        groups[id(index.tensors)].append(rank)
     lacking: dict[str, list[int]] = defaultdict(list)
-    for group in groups.values():
+    for group in files_alike(source.indexes):
         tensors = source.indexes[group[0]].tensors
         for stage in strategy.stages:
             ranks = [rank for rank in group if rank in stage.ranks]

@@ -52,6 +52,7 @@ class EditedSource:
         values: the remaining values, with their files.
         listed_names: names of the tensors.
         tied: pairs of names in the source that should be equal; only the first is used.
+        model_names: names in the model by name, where others are those of a trainer's state.
 
     Raises:
         InputError: the edits do not fit the source.
@@ -83,7 +84,7 @@ class EditedSource:
             applied = apply_rules(
                 edits.table, self._shapes(recipes, kept_values), edits.config, edits.reverse, edits.optimizer
             )
-            warning = warning_of(edits.table, applied)
+            warning = warning_of(edits.table, applied, edits.source_packing)
             if warning is not None:
                 report.warn(warning)
             recipes, kept_values = _ruled(recipes, kept_values, applied)
@@ -95,8 +96,10 @@ class EditedSource:
             values = kept_values - set(base.checkpoint.without_layout())
             applied = apply_rules(edits.renames, self._shapes(recipes, kept_values), optimizer=True, values=values)
             recipes, kept_values = _ruled(recipes, kept_values, applied)
+        model_names = edits.model_names(recipes.keys(), base.checkpoint)
         # New names by the ones before the last renaming.
         self._last_names = edits.last_names(recipes.keys(), Report())
+        self.model_names = {self._last_names.get(name) or name: model_names[name] for name in recipes}
         recipes = {self._last_names.get(name) or name: recipe for name, recipe in recipes.items()}
         self.values = {name: files for name, files in base.values.items() if name in kept_values}
         types = _types({*recipes, *kept_values}, recipes, edits.casts)
@@ -172,7 +175,9 @@ class EditedSource:
         if requested is not None:
             # Dequantised elements are rounded once, to the last type.
             sources = [
-                source if isinstance(source, StoredTensor) else replace(source, dtype=requested)  # type: ignore[type-var]
+                source
+                if isinstance(source, StoredTensor)
+                else replace(source, dtype=requested, item_size=ITEM_SIZES[requested])
                 for source in sources
             ]
         lists = self._lists(recipe)
@@ -180,7 +185,7 @@ class EditedSource:
         types = {source.dtype: source for source in used}
         cast = requested is not None and types.keys() != {requested} and any("Float" in dtype for dtype in types)
         if not recipe.operations and not cast:
-            return replace(sources[0], name=name)  # type: ignore[type-var]
+            return replace(sources[0], name=name)
         dtype, item_size = used[0].dtype, used[0].item_size
         if cast:
             assert requested is not None

@@ -187,9 +187,13 @@ def _edited_differences(
     """The differences of a target with other names, packing or types, or an adapter."""
     edited = EditedSource(source, converted.edits, report)
     if converted.adapter is not None:
+        # Imported only here: most conversions merge no adapter.
+        from reshard.plan.edits import edits_to_model
+
         place, scale = converted.adapter
-        matrices = reader_of(place, means.handles, Report())({})
-        edited.tensors = sums_of(edited.tensors, matrices, place.path, scale)
+        stored = reader_of(place, means.handles, Report())({})
+        matrices = EditedSource(stored, edits_to_model(place.form), Report())
+        edited.tensors = sums_of(edited.tensors, edited.model_names, matrices, place.path, scale)
     laid_out = (edited.same_layouts if target.cut_as_source else edited.laid_out)(target.strategy)
     laid_out = _for_trainer(target, laid_out, edited.tensors)
     warn_of_unmatched(filters, (laid_out.parameters, edited.names), report)

@@ -7,9 +7,9 @@ rounding errors.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Optional
+from typing import TYPE_CHECKING, Optional, Union
 
 import numpy as np
 import numpy.typing as npt
@@ -20,10 +20,11 @@ from reshard.text.messages import listing
 from reshard.text.wording import quoted
 from reshard.verification.boxes import Box, Shape
 from reshard.verification.rounding import decoded, half_unit, largest
-from reshard.verification.stored import Content, Shards, StoredSource, Words
+from reshard.verification.stored import AS_RECORDED, Content, Shards, StoredSource, Words
 
 if TYPE_CHECKING:
     from reshard.lora import Scale
+    from reshard.verification.edited import EditedSource
 
 Numbers = npt.NDArray[np.float64]
 
@@ -37,8 +38,8 @@ _OTHER_ROUNDINGS = 8
 
 
 @dataclass(frozen=True)
-class Sum:
-    """A weight plus ``scale * up @ down``, or the transposed product; see `stored.Content`.
+class Sum(Content):
+    """A weight plus ``scale * up @ down``, or the transposed product.
 
     `read` returns the weight alone; `fits` compares copies.
 
@@ -56,32 +57,7 @@ class Sum:
     scale: float
     transposed: bool
 
-    cast = False
-
-    @property
-    def name(self) -> str:
-        """The weight's name."""
-        return self.weight.name
-
-    @property
-    def dtype(self) -> str:
-        """The weight's type."""
-        return self.weight.dtype
-
-    @property
-    def item_size(self) -> int:
-        """The weight's."""
-        return self.weight.item_size
-
-    @property
-    def shape(self) -> Shape:
-        """The weight's."""
-        return self.weight.shape
-
-    @property
-    def shards(self) -> Shards:
-        """The weight's."""
-        return self.weight.shards
+    shards: Shards = AS_RECORDED
 
     def paths(self) -> Collection[str]:
         """The files that may be read."""
@@ -119,11 +95,18 @@ class Sum:
         return bool(fits.all())
 
 
-def sums_of(tensors: dict[str, Content], adapter: StoredSource, place: str, scale: Scale) -> dict[str, Content]:
+def sums_of(
+    tensors: dict[str, Content],
+    model_names: Mapping[str, str],
+    adapter: Union[StoredSource, EditedSource],
+    place: str,
+    scale: Scale,
+) -> dict[str, Content]:
     """The weights plus an adapter, without matrices of adapters.
 
     Args:
         tensors: the weights.
+        model_names: their names in the model.
         adapter: the matrices, complete.
         place: path of the matrices, for messages.
         scale: factors of the products, by module.
@@ -141,9 +124,9 @@ def sums_of(tensors: dict[str, Content], adapter: StoredSource, place: str, scal
             f"{place}: the layout of these matrices is unknown: " + listing(loose), file=place, parameter=loose[0]
         )
     sums = {name: tensor for name, tensor in tensors.items() if not is_matrix(name)}
-    names = [*sums]
+    written_names = {model_names[name]: name for name in sums}
     for pair in pairs:
-        name = weight_of(pair, names)
+        name = written_names[weight_of(pair, written_names)]
         up, down, weight = adapter.tensors[pair.up], adapter.tensors[pair.down], sums[name]
         shape: Optional[Shape] = (up.shape[:1] + down.shape[1:])[:: -1 if scale.transposed else 1]
         if shape != weight.shape or up.shape[1:] != down.shape[:1]:
@@ -153,5 +136,16 @@ def sums_of(tensors: dict[str, Content], adapter: StoredSource, place: str, scal
                 file=place,
                 parameter=pair.up,
             )
-        sums[name] = Sum(weight, up, down, scale.of(pair.stem, down.shape[0]), scale.transposed)
+        sums[name] = Sum(
+            weight.name,
+            weight.dtype,
+            weight.item_size,
+            weight.shape,
+            weight,
+            up,
+            down,
+            scale.of(pair.stem, down.shape[0]),
+            scale.transposed,
+            weight.shards,
+        )
     return sums

@@ -20,7 +20,7 @@ from reshard.checkpoints.formats.dtypes import ITEM_SIZES
 from reshard.quantised import Quantisation, recognise, stored_tensors
 from reshard.verification.boxes import Box, Shape, shape_of, whole_box
 from reshard.verification.rounding import decoded, words_as
-from reshard.verification.stored import AS_RECORDED, Content, Shards, SliceSet, StoredSource, StoredTensor, Words
+from reshard.verification.stored import Content, SliceSet, StoredSource, StoredTensor, Words
 
 Numbers = npt.NDArray[np.float64]
 
@@ -52,13 +52,10 @@ _EXPONENTS = np.array([math.ldexp(1, code - 127) for code in range(255)] + [math
 
 
 @dataclass(frozen=True)
-class Dequantised:
-    """A dequantised tensor; see `stored.Content`.
+class Dequantised(Content):
+    """A dequantised tensor.
 
     Attributes:
-        name: see `Content`.
-        dtype: see `Content`.
-        shape: see `Content`.
         code: type of the bytes of the codes.
         block: elements per scale, per dimension of the codes.
         codes: the stored codes.
@@ -67,9 +64,6 @@ class Dequantised:
         swapped: whether the last two dimensions of the codes are swapped.
     """
 
-    name: str
-    dtype: str
-    shape: Shape
     code: str
     block: Shape
     codes: Content
@@ -79,16 +73,6 @@ class Dequantised:
 
     # NaN stays NaN; its other bits may differ.
     cast = True
-
-    @property
-    def item_size(self) -> int:
-        """Bytes of one element."""
-        return ITEM_SIZES[self.dtype]
-
-    @property
-    def shards(self) -> Shards:
-        """As recorded: only accumulated gradients differ, which are never quantised."""
-        return AS_RECORDED
 
     @property
     def stored_name(self) -> str:
@@ -168,6 +152,7 @@ def dequantised_tensors(base: StoredSource, quantisation: Quantisation) -> tuple
         tensors[name] = Dequantised(
             name,
             quantisation.dtype,
+            ITEM_SIZES[quantisation.dtype],
             shape,
             each.code,
             each.block,
@@ -186,4 +171,4 @@ def _entry(base: StoredSource, name: str) -> Content:
     files = base.values[name]
     entry = base.value(name, files[0])
     slices = SliceSet(0, {whole_box(entry.shape): tuple(files)})
-    return StoredTensor(name, name, entry.dtype, ITEM_SIZES[entry.dtype], entry.shape, (slices,), base.indexes)
+    return StoredTensor(name, entry.dtype, ITEM_SIZES[entry.dtype], entry.shape, name, (slices,), base.indexes)

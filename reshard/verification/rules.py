@@ -24,8 +24,8 @@ from reshard.verification.stored import AS_RECORDED, Content, Shards, Words, wor
 
 
 @dataclass(frozen=True)
-class DerivedTensor:
-    """A tensor computed from others; see `stored.Content` for the other attributes.
+class DerivedTensor(Content):
+    """A tensor computed from others.
 
     Attributes:
         sources: the operands of the first operation, in order.
@@ -33,10 +33,6 @@ class DerivedTensor:
         number: index of the tensor in the last operation's results.
     """
 
-    name: str
-    dtype: str
-    item_size: int
-    shape: Shape
     sources: tuple[Content, ...]
     operations: tuple[SizedOperation, ...]
     number: int

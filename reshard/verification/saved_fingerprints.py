@@ -6,10 +6,9 @@ bytes each.
 
 from __future__ import annotations
 
-from reshard.checkpoints import reading_error
 from reshard.defaults import MAX_DEVICES
 from reshard.errors import InputError
-from reshard.storage import ReadableFile, UnfitError, opened_regular
+from reshard.storage import ReadableFile, UnfitError, opened_regular, reading_error, windows_in
 from reshard.storage.json_text import Fields, JsonError, JsonStream, integers
 from reshard.text.wording import quoted
 from reshard.verification.boxes import Box
@@ -17,7 +16,6 @@ from reshard.verification.fingerprint import SEVERAL, Fingerprints, ParameterSum
 from reshard.verification.sums import PRIME, VERSION
 
 _LARGEST = 1 << 30
-_WINDOW = 1 << 18
 _MOST_TENSORS = 1 << 20
 _MOST_SLICES = 1 << 22
 _MOST_DIMENSIONS = 64
@@ -40,7 +38,7 @@ def read_fingerprints(path: str) -> Fingerprints:
             return _SavedResult(file).result
     except OSError as error:
         raise reading_error(path, error) from error
-    except (JsonError, UnfitError) as error:
+    except UnfitError as error:
         raise InputError(
             f"{path}: is not a result of `reshard fingerprint --json` of this version ({VERSION}): {error}",
             file=path,
@@ -59,15 +57,7 @@ class _SavedResult:
         self.result = Fingerprints()
         self._slices = 0
         self._shared = SharedPlaces()
-        position = 0
-
-        def read() -> bytes:
-            nonlocal position
-            data = file.read(position, _WINDOW)
-            position += len(data)
-            return data
-
-        self._stream = stream = JsonStream(read, _LONGEST_ITEM)
+        self._stream = stream = JsonStream(windows_in(file), _LONGEST_ITEM)
         parts = {"parameters": self._parameter, "values": self._value}
         missing = {"version", "files", *parts}
         for key in stream.members():

@@ -13,18 +13,18 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Callable, NamedTuple, Optional, Protocol
+from typing import Any, Callable, NamedTuple, Optional
 
 import numpy as np
 import numpy.typing as npt
 
-from reshard.checkpoints import CheckpointIndex, FileHandles, Tensor, reading_error
+from reshard.checkpoints import CheckpointIndex, FileHandles, Tensor, files_alike
 from reshard.checkpoints.checkpoint import ByName, Checkpoint, FileSharding, GlobalTensor, Sharding
 from reshard.checkpoints.formats.dtypes import NO_ARRAYS
 from reshard.errors import CheckpointError, IncompleteSourceError
 from reshard.forms.chunks import ChunkedCheckpoint
 from reshard.forms.registry import form_named
-from reshard.storage import ReadableFile, fill, storage_of
+from reshard.storage import ReadableFile, fill, reading, storage_of
 from reshard.strategies import Stage, Strategy
 from reshard.text.messages import listing
 from reshard.text.names import ACCUMULATED_GRADIENTS
@@ -72,40 +72,6 @@ def new_buffer(name: str, shape: Shape, item_size: int) -> Words:
     return np.empty(shape, words_of(item_size))
 
 
-class Content(Protocol):
-    """A tensor whose elements can be read."""
-
-    @property
-    def name(self) -> str:
-        """Its name."""
-
-    @property
-    def dtype(self) -> str:
-        """MindSpore's name of its element type."""
-
-    @property
-    def item_size(self) -> int:
-        """Bytes of one element."""
-
-    @property
-    def shape(self) -> Shape:
-        """Shape of the full tensor."""
-
-    @property
-    def shards(self) -> Shards:
-        """For accumulated gradients, whether the files have the recorded optimizer shards."""
-
-    @property
-    def cast(self) -> bool:
-        """Whether its elements were cast, so that all NaN count as equal."""
-
-    def read(self, box: Box, handles: FileHandles) -> Words:
-        """The elements of a box, as words in its shape."""
-
-    def paths(self) -> Collection[str]:
-        """The files of its elements."""
-
-
 class Shards(NamedTuple):
     """Whether the files of accumulated gradients have the recorded optimizer shards.
 
@@ -122,6 +88,36 @@ class Shards(NamedTuple):
 
 AS_RECORDED = Shards()
 """For all tensors except accumulated gradients."""
+
+
+@dataclass(frozen=True)
+class Content:
+    """A tensor whose elements can be read.
+
+    Attributes:
+        name: its name.
+        dtype: MindSpore's name of its element type.
+        item_size: bytes of one element.
+        shape: shape of the full tensor.
+        shards: for accumulated gradients, whether the files have the recorded optimizer shards.
+        cast: whether its elements were cast, so that all NaN count as equal.
+    """
+
+    name: str
+    dtype: str
+    item_size: int
+    shape: Shape
+
+    shards = AS_RECORDED
+    cast = False
+
+    def read(self, box: Box, handles: FileHandles) -> Words:
+        """The elements of a box, as words in its shape."""
+        raise NotImplementedError
+
+    def paths(self) -> Collection[str]:
+        """The files of its elements."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -175,8 +171,8 @@ class SliceSet:
 
 
 @dataclass(frozen=True)
-class StoredTensor:
-    """A tensor in files; see `Content` for the other attributes.
+class StoredTensor(Content):
+    """A tensor in files.
 
     Attributes:
         stored_name: its name in the files; `name` may be another.
@@ -184,11 +180,7 @@ class StoredTensor:
         indexes: the headers of the files.
     """
 
-    name: str
     stored_name: str
-    dtype: str
-    item_size: int
-    shape: Shape
     slice_sets: tuple[SliceSet, ...]
     indexes: Mapping[int, CheckpointIndex] = field(repr=False, compare=False)
     shards: Shards = AS_RECORDED
@@ -277,11 +269,8 @@ def read_box(index: CheckpointIndex, name: str, slice_box: Box, box: Box, out: W
     """
     tensor = index.tensors[name]
     target = out.reshape(-1).view(np.uint8).data if out.nbytes else memoryview(b"")
-    try:
-        with handles.borrow(index.path) as file:
-            _Runs(file, tensor, out.dtype.itemsize, slice_box, box).read(target)
-    except OSError as error:
-        raise reading_error(index.path, error) from error
+    with reading(index.path), handles.borrow(index.path) as file:
+        _Runs(file, tensor, out.dtype.itemsize, slice_box, box).read(target)
 
 
 class _Runs:
@@ -424,10 +413,7 @@ class StoredSource:
 
 def _holders(indexes: Mapping[int, CheckpointIndex]) -> dict[str, tuple[int, ...]]:
     """Per name its files, ascending; names in the same files share one tuple."""
-    alike: dict[int, list[int]] = {}
-    for file, index in sorted(indexes.items()):
-        alike.setdefault(id(index.tensors), []).append(file)
-    groups = [*alike.values()]
+    groups = files_alike(indexes)
     groups_of: dict[str, list[int]] = {}
     for number, files in enumerate(groups):
         for name in indexes[files[0]].tensors:
@@ -486,7 +472,7 @@ class _StoredTensors(ByName[Content]):
         else:
             slice_sets = [self._of_sharding(tensor, at, sharding) for at, sharding in enumerate(tensor.shardings)]
         return StoredTensor(
-            name, name, tensor.dtype, tensor.item_size, tensor.shape, tuple(slice_sets), self._indexes, shards
+            name, tensor.dtype, tensor.item_size, tensor.shape, name, tuple(slice_sets), self._indexes, shards
         )
 
     def _of_ranks(self, tensor: GlobalTensor) -> tuple[list[SliceSet], Shards]:
@@ -544,7 +530,8 @@ class _StoredTensors(ByName[Content]):
         if layout.uneven is None:
             # All boxes have one shape: one file of each header is enough.
             if id(ranks) not in self._samples:
-                self._samples[id(ranks)] = tuple({id(self._indexes[rank].tensors): rank for rank in ranks}.values())
+                groups = files_alike({rank: self._indexes[rank] for rank in ranks})
+                self._samples[id(ranks)] = tuple(group[0] for group in groups)
             ranks = self._samples[id(ranks)]
         return boxes is not None and all(
             shape_of(boxes[rank - first]) == self._indexes[rank].tensors[tensor.name].shape for rank in ranks
@@ -622,7 +609,7 @@ def value_content(indexes: Mapping[int, CheckpointIndex], name: str, file: int) 
     text = tensor.dtype in NO_ARRAYS
     shape: Shape = (tensor.nbytes,) if text else tensor.shape
     slices = SliceSet(0, {whole_box(shape): (file,)})
-    return StoredTensor(name, name, tensor.dtype, 1 if text else tensor.item_size, shape, (slices,), indexes)
+    return StoredTensor(name, tensor.dtype, 1 if text else tensor.item_size, shape, name, (slices,), indexes)
 
 
 def by_box(boxes: Sequence[Box], first: int, ranks: Iterable[int]) -> dict[Box, tuple[int, ...]]:

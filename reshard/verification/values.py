@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from functools import cached_property
 
-from reshard.checkpoints import CheckpointIndex
+from reshard.checkpoints import CheckpointIndex, files_alike
 from reshard.strategies import Strategy
 from reshard.text.names import belongs_to_rank
 
@@ -107,10 +107,8 @@ class RecoveryValues(ExpectedValues):
         entries: dict[int, set[str]] = {stage.number: set() for stage in self._target.stages}
         if self._target.is_none:
             return entries
-        visited: set[tuple[int, int]] = set()
-        for rank, index in self._indexes.items():
-            stage = self._target.stage_of(rank)
-            if (stage.number, id(index.tensors)) not in visited:
-                visited.add((stage.number, id(index.tensors)))
-                entries[stage.number] |= (index.tensors.keys() - stage.layouts.keys()).intersection(self._tensors)
+        for ranks in files_alike(self._indexes):
+            names = self._indexes[ranks[0]].tensors.keys()
+            for stage in {stage.number: stage for stage in map(self._target.stage_of, ranks)}.values():
+                entries[stage.number] |= (names - stage.layouts.keys()).intersection(self._tensors)
         return entries

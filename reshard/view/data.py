@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Optional
 
 from reshard._version import __version__
-from reshard.checkpoints import CheckpointIndex
+from reshard.checkpoints import files_alike
 from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor, Sharding
 from reshard.forms.form import Form
 from reshard.inspection.subject import ShownFile, Subject
@@ -236,14 +236,12 @@ def _structures(checkpoint: Optional[Checkpoint], names: Sequence[str]) -> Optio
     """
     if checkpoint is None:
         return {"files": [], "parameters": [], "gaps": [], "bytes": []}
-    alike: dict[int, tuple[CheckpointIndex, list[int]]] = {}
-    for number, index in sorted(checkpoint.indexes.items()):
-        alike.setdefault(id(index.tensors), (index, []))[1].append(number)
-    if sum(len(index.tensors) for index, _ in alike.values()) > MAX_PLACES:
+    alike = [(checkpoint.indexes[files[0]], files) for files in files_alike(checkpoint.indexes)]
+    if sum(len(index.tensors) for index, _ in alike) > MAX_PLACES:
         return None
     numbers = {name: number for number, name in enumerate(names)}
     structures: dict[str, list[Any]] = {"files": [], "parameters": [], "gaps": [], "bytes": []}
-    for index, files in alike.values():
+    for index, files in alike:
         end, last = 0, 0
         parameters, gaps, sizes = [], [], []
         for tensor in index.tensors.values():

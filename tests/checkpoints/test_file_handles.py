@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from reshard.checkpoints import FileHandles, reading_error
+from reshard.checkpoints import FileHandles
 from reshard.errors import CheckpointError, RetryableError
-from reshard.storage import ReadableFile
+from reshard.storage import ReadableFile, reading_error
 
 
 @pytest.fixture

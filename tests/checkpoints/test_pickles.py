@@ -111,6 +111,51 @@ def test_states_and_arguments_may_be_shared(protocol: int) -> None:
     assert [each.args for each in read[3:5]] == [args] * 2 and read[5] == args
 
 
+@pytest.mark.parametrize("ordered", [False, True], ids=["dict", "OrderedDict"])
+@pytest.mark.parametrize("shared_before", [False, True], ids=["alone", "after a shared state"])
+@pytest.mark.parametrize("protocol", [2, 4, 5])
+def test_a_state_that_contains_itself_is_refused(protocol: int, shared_before: bool, ordered: bool) -> None:
+    """The inner instance would get a state without the items that come after it."""
+    shared = [_with_state({"a": 1}), _with_state({})] if shared_before else []
+    if shared_before:
+        shared[1].__dict__ = shared[0].__dict__
+    state: dict[str, Any] = OrderedDict() if ordered else {}
+    outer, inner = _with_state(state), _with_state(state)
+    state.update(first=1, inner=[inner], last=2)
+    with pytest.raises(PickleError, match="a state that contains itself"):
+        read_pickle(pickle.dumps([*shared, outer], protocol), _is_allowed)
+
+
+@pytest.mark.parametrize("protocol", [2, 4, 5])
+def test_an_instance_may_be_in_its_own_state(protocol: int) -> None:
+    instance = _with_state({})
+    instance.__dict__.update(before=1, itself=[instance], nested={"state": _with_state({"a": 2})}, after=3)
+    read = read_pickle(pickle.dumps(instance, protocol), _is_allowed)
+    assert (read.fields["before"], read.fields["after"]) == (1, 3)
+    assert read.fields["itself"][0] is read
+    assert read.fields["nested"]["state"].fields == {"a": 2}
+
+
+def test_states_that_share_a_dictionary_take_linear_time() -> None:
+    count = 200_000
+    # An open dictionary at every height of the stack, and the same state again and again.
+    state = b"ctests\nThing\n)\x81q\x00}q\x01b"
+    data = b"\x80\x04" + b"}K\x00" * count + state + b"h\x00h\x01b" * count + b"."
+    start = time.process_time()
+    read_pickle(data, lambda name: True)
+    assert time.process_time() - start < 10
+
+
+def _with_state(state: dict[str, Any]) -> _Stateful:
+    instance = _Stateful()
+    instance.__dict__ = state
+    return instance
+
+
+def _is_allowed(name: str) -> bool:
+    return name.endswith("._Stateful") or name == "collections.OrderedDict"
+
+
 def test_sizes_of_torch_may_share_their_numbers() -> None:
     numbers = b"K\x02K\x03\x86\x94"
     size = b"ctorch\nSize\n"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -38,33 +38,6 @@ class Counted(tuple[int, ...]):
     def __contains__(self, rank: object) -> bool:
         Counted.looks += 1
         return super().__contains__(rank)
-
-
-def chosen_plainly(needs: Sequence[Sequence[int]], turn: int) -> tuple[int, ...]:
-    """What `choose` chooses, need by need and rank by rank."""
-    chosen = {ranks[0] for ranks in needs if len(ranks) == 1}
-    unmet = [ranks for ranks in needs if chosen.isdisjoint(ranks)]
-    while unmet:
-        tally = Counter(rank for ranks in unmet for rank in ranks)
-        equals = sorted(rank for rank, met in tally.items() if met == max(tally.values()))
-        chosen.add(equals[turn % len(equals)])
-        unmet = [ranks for ranks in unmet if equals[turn % len(equals)] not in ranks]
-    for rank in sorted(chosen, reverse=True):
-        if all(rank not in ranks or len(chosen.intersection(ranks)) > 1 for ranks in needs):
-            chosen.discard(rank)
-    return tuple(sorted(chosen))
-
-
-def test_choosing_ranks_together_equals_choosing_them_one_by_one() -> None:
-    source = random.Random(1)
-    for _ in range(2000):
-        ranks = range(source.randrange(1, 12))
-        needs = [
-            tuple(sorted(source.sample(ranks, source.randrange(1, min(len(ranks), 5) + 1))))
-            for _ in range(source.randrange(12))
-        ]
-        turn = source.randrange(5)
-        assert choose(needs, turn) == chosen_plainly(needs, turn), (needs, turn)
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 8])

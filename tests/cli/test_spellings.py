@@ -7,6 +7,7 @@ from typing import Union
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 import reshard
 from tests.running import Argument, done, fails
@@ -76,6 +77,18 @@ def test_a_directory_of_pytorch_files_requires_no_strategy(command: str, name: s
     (src / name).write_bytes(b"x")
     words: dict[str, list[Argument]] = {"convert": [tmp_path / "out", "--to", "hf"], "get": ["w"], "fingerprint": []}
     fails(3, command, src, *words[command], texts=[f"holds PyTorch files ({name})", "safe_serialization=True"])
+
+
+@pytest.mark.parametrize("command", ["convert", "get", "fingerprint", "inspect", "stats", "suggest", "view"])
+def test_a_directory_of_an_adapter_points_to_merge_lora(command: str, tmp_path: Path) -> None:
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    save_file({"base_model.model.a.lora_A.weight": np.ones((2, 3), "f4")}, adapter / "adapter_model.safetensors")
+    (adapter / "adapter_config.json").write_text("{}")
+    words: dict[str, list[Argument]] = {"convert": [tmp_path / "out", "--to", "hf"], "get": ["a"]}
+    file = adapter / "adapter_model.safetensors"
+    texts = ["is an adapter that PEFT saved", f"reshard merge-lora BASE {adapter} OUT", f"give its file: {file}"]
+    fails(3, command, adapter, *words.get(command, []), texts=texts)
 
 
 def test_an_empty_directory_is_reported_before_a_missing_strategy(tmp_path: Path) -> None:

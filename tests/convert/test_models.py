@@ -9,11 +9,14 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+import reshard
+from reshard.errors import NamesError
 from tests.conftest import LONG
 from tests.corpus import FIXTURES, ROOT
 from tests.model_weights import MODELS, bfloat16, cut, mindformers, weights, write_huggingface
@@ -396,3 +399,88 @@ def test_the_model_of_the_documentation_equals_its_scripts_output(tmp_path: Path
     target = FIXTURES / "models"
     subprocess.run([sys.executable, target / "make.py", tmp_path / "made"], check=True)
     assert tree_bytes(tmp_path / "made") == tree_bytes(target / "qwen3")
+
+
+@pytest.mark.parametrize("between", [False, True])
+def test_the_way_back_with_other_packing_is_refused(tmp_path: Path, between: bool) -> None:
+    world = World(tmp_path, "qwen3", ["gate_up=halves", "qkv=contiguous"])
+    done("convert", *world.convert)
+    src: list[Argument] = [tmp_path / "ranks", "--src-strategy", world.d]
+    if between:
+        done("convert", *src, tmp_path / "other", "--dst-strategy", "none")
+        src = [tmp_path / "other", "--src-strategy", "none"]
+    recorded = ["--names", "qwen3,gate_up=halves,qkv=contiguous", "--config", str(world.hf / "config.json")]
+    typed: list[Argument] = ["--names", "qwen3,qkv=contiguous", "--config", world.hf]
+    for command in (["convert", *src, tmp_path / "back", "--to", "huggingface"], ["stats", *src]):
+        texts = ["was converted with gate_up=halves by the rules qwen3", "and gate_up=interleaved would"]
+        fails(3, *command, *typed, texts=[*texts, " ".join(recorded)])
+    assert not (tmp_path / "back").exists()
+
+    suggested = done("suggest", *src, "--json").json["suggestions"]
+    assert next(each["command"] for each in suggested if each["aim"] == "huggingface")[-4:] == recorded
+
+    options: Any = {"src_strategy": src[2], "names": "qwen3,gate_up=interleaved", "config": world.hf}
+    opened = reshard.open(str(src[0]), **options)
+    with opened, pytest.raises(NamesError) as caught:
+        len(opened)
+    assert f"names='{recorded[1]}' config='{recorded[3]}'" in str(caught.value)
+
+    done("convert", *src, tmp_path / "back", "--to", "huggingface", *recorded)
+    same_checkpoints(huggingface(tmp_path / "back"), world.weights)
+    # Weights with Hugging Face's names have no packing: other code may pack them in another way.
+    done(
+        "convert",
+        tmp_path / "back",
+        tmp_path / "anew",
+        "--names",
+        "qwen3,gate_up=interleaved",
+        "--dst-strategy",
+        world.d,
+    )
+
+
+def test_the_way_back_with_other_sizes_is_refused(tmp_path: Path) -> None:
+    """No shape contradicts fewer groups of wider heads."""
+    rng = np.random.default_rng(0)
+    shapes = {"q": (8, 4), "k": (4, 4), "v": (4, 4)}
+    (tmp_path / "hf").mkdir()
+    save_file({name: rng.random(shape) for name, shape in shapes.items()}, tmp_path / "hf" / "model.safetensors")
+    for name, heads, width in (("config", 4, 2), ("other", 2, 4)):
+        sizes = {"heads": heads, "groups": heads // 2, "head_dim": width}
+        (tmp_path / f"{name}.json").write_text(json.dumps(sizes))
+    (tmp_path / "table.toml").write_text(
+        'title = "t"\nsides = ["huggingface", "mine"]\n[sizes]\nheads = "heads"\ngroups = "groups"\n'
+        'head_dim = "head_dim"\n[[rule]]\nfrom = ["q", "k", "v"]\nto = "qkv"\ndo = "group_qkv"\n'
+    )
+    table = ["--names", str(tmp_path / "table.toml"), "--config"]
+    done("convert", tmp_path / "hf", tmp_path / "out", "--dst-strategy", "none", *table, tmp_path / "config.json")
+    back: list[Argument] = ["convert", tmp_path / "out", tmp_path / "back", "--src-strategy", "none", "--to"]
+    back += ["huggingface", *table]
+    texts: list[Argument] = [
+        "was converted with heads=4, groups=2, head_dim=2",
+        "and heads=2, groups=1",
+        tmp_path / "config.json",
+    ]
+    fails(3, *back, tmp_path / "other.json", texts=texts)
+    done(*back, tmp_path / "config.json")
+    same_checkpoints(huggingface(tmp_path / "back"), huggingface(tmp_path / "hf"))
+
+
+def test_recorded_packing_is_not_assumed(tmp_path: Path) -> None:
+    world = World(tmp_path, "qwen3")
+    done("convert", *world.convert)
+    words: list[Argument] = ["convert", tmp_path / "ranks", tmp_path / "back", "--src-strategy", world.d, "--to"]
+    output = done(*words, "huggingface", "--names", "qwen3", "--config", world.hf, "--verify").err
+    assert "default" not in output and "no differences" in output
+
+
+def test_another_table_with_other_packing_is_a_warning(tmp_path: Path) -> None:
+    world = World(tmp_path, "qwen3", ["gate_up=halves"])
+    done("convert", *world.convert)
+    table = tmp_path / "own.toml"
+    table.write_text((ROOT / "reshard" / "names" / "builtin" / "qwen3.toml").read_text())
+    words: list[Argument] = ["stats", tmp_path / "ranks", "--src-strategy", world.d, "--config", world.hf]
+    warns(
+        done(*words, "--names", f"{table},gate_up=interleaved"), "was converted with gate_up=halves by the rules qwen3"
+    )
+    assert "was converted" not in done(*words, "--names", f"{table},gate_up=halves").err

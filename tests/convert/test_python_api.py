@@ -38,6 +38,7 @@ def contents(directory: Path) -> dict[str, bytes]:
         {**STRATEGIES, "include": ["head*", "*.bias"], "format": "safetensors"},
         {"src_strategy": STRATEGIES["src_strategy"], "to": "unified", "max_shard_size": "300KB"},
         {"src_strategy": STRATEGIES["src_strategy"], "dst_strategy": "same", "to": "checkpoint2"},
+        {"src_strategy": STRATEGIES["src_strategy"], "to": "hf-sharded", "shards": 3},
         {**STRATEGIES, "cast": "BFloat16", "rename": "head.*=tail.*"},
     ],
 )
@@ -99,6 +100,9 @@ def test_verify_uses_records_and_raises_differences(tmp_path: Path) -> None:
         ({**STRATEGIES, "reverse": True}, UsageError, "reverse=True needs names"),
         ({**STRATEGIES, "shard": (4, 4)}, UsageError, "shard"),
         ({**STRATEGIES, "decrypt_mode": "AES-GCM"}, UsageError, "decrypt_key_file=FILE"),
+        ({**STRATEGIES, "shards": 3, "to": "dcp"}, UsageError, "shards and dst_strategy both lay out the target"),
+        ({"src_strategy": "none", "shards": 3, "to": "unified"}, UsageError, "shards goes with"),
+        ({"src_strategy": "none", "shards": 0, "to": "dcp"}, UsageError, "number of shards must be 1 to"),
         ({**STRATEGIES, "step": "9_9"}, CheckpointError, "no files of step 9_9"),
         (
             {"src_strategy": STRATEGIES["dst_strategy"], "dst_strategy": STRATEGIES["src_strategy"]},
@@ -116,6 +120,11 @@ def test_errors_name_python_parameters(
     assert "--" not in text
     assert caught.match(f"(?s){words}")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_printed_plan_fits_a_screen(tmp_path: Path) -> None:
+    planned = reshard.Conversion(SRC, tmp_path / "out", **STRATEGIES).plan()
+    assert "bytes_written=" in repr(planned) and len(repr(planned)) < 1500
 
 
 def test_another_conversion_in_the_target_is_refused(tmp_path: Path) -> None:

@@ -31,8 +31,21 @@ def test_every_example_works_as_typed_and_prints_what_the_page_shows(page: Path,
         for actual in pages.type_page(page, place, None if LONG else command):
             line = f"{page.name}, line {actual.block.start + 1}: `make docs` writes what is printed now"
             assert actual.same, f"{line}\n{actual.output}"
+        check_names_are_of_this_page(page, place)
         if page == README:
             check_what_the_readme_makes(place / "out")
+
+
+def check_names_are_of_this_page(page: Path, place: Path) -> None:
+    """The examples of all pages can be typed in one clone: none uses a name that another page's examples write."""
+    names = [name for name in os.listdir(place) if name not in ("fixtures", "out")]
+    if (place / "out").exists():
+        names += [f"out/{name}" for name in os.listdir(place / "out")]
+    assert ".reshard" not in map(os.path.basename, names), "out itself is a target, and contains those of other pages"
+    for other in pages.pages():
+        typed = "\n".join(pages.typed_texts(other)) if other != page else ""
+        used = [name for name in names if re.search(rf"(?<![\w./-]){re.escape(name)}(?![\w.-])", typed)]
+        assert not used, f"{page.name} writes {', '.join(used)}, which {other.name} uses too: choose other names"
 
 
 def check_what_the_readme_makes(out: Path) -> None:

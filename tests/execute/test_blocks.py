@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
 import numpy as np
 import numpy.typing as npt
@@ -14,10 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard.checkpoints import FileHandles
+from reshard.checkpoints.formats.dtypes import ITEM_SIZES
 from reshard.errors import RetryableError
-from reshard.execute.filling import BlockFiller, Run, put, runs_of_box
+from reshard.execute.casts import cast_words
+from reshard.execute.filling import BlockFiller, Run, runs_of_box
 from reshard.execute.reading import ByteReader, make_reader
+from reshard.execute.tiles import put
 from reshard.layout import Box, boxes_of_range, intersection
+from reshard.layout.views import ZEROS, View
 from reshard.plan.pieces import Piece, StoredSlice, TargetTensor
 from reshard.storage.costs import LOCAL, REMOTE, Storage, file_system_of
 from tests.layouts import examples
@@ -156,6 +160,141 @@ def test_a_tensor_is_the_same_through_any_reader_and_buffer_size(
                 filler.fill(tensor, block, memoryview(room))
                 out += room
         assert out == expected.tobytes()
+
+    check()
+
+
+class Views:
+    """Random tensors that are views of stored ones, cut into slices; all read the same file.
+
+    Args:
+        data: draws them.
+        path: the file, which is written.
+    """
+
+    def __init__(self, data: st.DataObject, path: Path) -> None:
+        self._data = data
+        self.dtype = data.draw(st.sampled_from(["u1", "u2", "u4", "u8"]), "dtype")
+        random = np.random.default_rng(data.draw(st.integers(0, 99), "seed"))
+        sides, outer = st.sampled_from([3, 16, 17, 40, 130, 300, 701]), st.lists(st.integers(1, 3), max_size=1)
+        shapes = [(*data.draw(outer, "outer"), data.draw(sides, "rows"), data.draw(sides, "columns")) for _ in range(2)]
+        self._shapes = [shape if math.prod(shape) <= 600_000 else shape[1:] for shape in shapes]
+        size = np.dtype(self.dtype).itemsize
+        self._arrays = [
+            # Exponents of ordinary numbers, so that casts round.
+            (random.integers(0, 1 << 15, (*shape, size // 2 or 1)) + 0x3000).astype("u2" if size > 1 else "u1")
+            for shape in self._shapes
+        ]
+        self._arrays = [array.view(self.dtype)[..., 0] for array in self._arrays]
+        self._slices: list[list[StoredSlice]] = []
+        content = b""
+        for array in self._arrays:
+            cells: list[Box] = [()]
+            for edge in array.shape:
+                cuts = sorted({0, edge, data.draw(st.integers(0, edge), "cut")})
+                cells = [(*cell, interval) for cell in cells for interval in zip(cuts, cuts[1:])]
+            slices = []
+            for cell in cells:
+                stored = array[tuple(itertools.starmap(slice, cell))].tobytes()
+                content += b"\xee" * data.draw(st.integers(0, 9), "gap")
+                slices.append(StoredSlice(str(path), 0, ((len(content), len(stored)),), cell))
+                content += stored
+            self._slices.append(slices)
+        path.write_bytes(content)
+
+    def tensor(self, stored: Optional[str], dtype: Optional[str]) -> tuple[TargetTensor, npt.NDArray[Any]]:
+        """A tensor and its elements, cast from one type to another."""
+        data = self._data
+        number = data.draw(st.sampled_from([0, 0, 1]), "source")
+        view, array = View.whole(number, self._shapes[number]), self._arrays[number]
+        if data.draw(st.integers(0, 3), "transposed"):
+            order = [*range(array.ndim - 2), array.ndim - 1, array.ndim - 2]
+            view, array = view.transpose(order), array.transpose(order)
+        operations = ["transpose", "part", "stack", "halves", "zeros"]
+        for operation in data.draw(st.lists(st.sampled_from(operations), max_size=4), "operations"):
+            axis = data.draw(st.integers(0, array.ndim - 1), "axis")
+            if operation == "transpose":
+                order = data.draw(st.permutations(range(array.ndim)), "order")
+                view, array = view.transpose(order), array.transpose(order)
+            elif operation == "part":
+                stop = data.draw(st.integers(-(-array.shape[axis] // 2), array.shape[axis]), "stop")
+                view, array = view.part(axis, 0, stop), array.take(range(stop), axis)
+            elif operation == "zeros":
+                zeros = (*array.shape[:axis], 2, *array.shape[axis + 1 :])
+                view = View.concat([view, View.zeros(zeros)], axis)
+                array = np.concatenate([array, np.zeros(zeros, self.dtype)], axis)
+            elif array.size <= 300_000:
+                # The second is the source itself, in its own order; behind the first or interleaved with it.
+                other, values = View.whole(number, self._shapes[number]), self._arrays[number]
+                if values.shape == array.shape:
+                    parts, joined = [view, other], [array, values]
+                    if operation == "stack":
+                        shape = (*array.shape[: axis + 1], 1, *array.shape[axis + 1 :])
+                        whole = (*array.shape[:axis], 2 * array.shape[axis], *array.shape[axis + 1 :])
+                        view = View.concat([part.reshape(shape) for part in parts], axis + 1).reshape(whole)
+                        array = np.stack(joined, axis + 1).reshape(whole)
+                    else:
+                        view, array = View.concat(parts, axis), np.concatenate(joined, axis)
+        box: Box = tuple(
+            (data.draw(st.integers(0, size // 3), "low"), data.draw(st.integers(size - size // 3, size), "high"))
+            for size in array.shape
+        )
+        pieces = []
+        for region in (part for each in view.regions for part in each.within_box(box)):
+            for source in self._slices[number] if region.source != ZEROS else []:
+                parts_of_slice = [region]
+                for dimension, (low, high) in enumerate(source.box):
+                    parts_of_slice = [p for part in parts_of_slice for p in part.within_source(dimension, low, high)]
+                pieces += [Piece(source, part.box, part, stored) for part in parts_of_slice]
+        values = array[tuple(itertools.starmap(slice, box))]
+        if dtype is not None and stored is not None:
+            values = np.where(values == 0, 0, cast_words(values, stored, dtype)).astype(f"u{ITEM_SIZES[dtype]}")
+        padded = sum(piece.volume for piece in pieces) < values.size
+        return TargetTensor("w", values.itemsize, box, tuple(pieces), dtype, padded), values
+
+
+@READERS
+def test_views_are_the_same_through_any_reader_and_buffer_size(storage: Storage, mapped: bool, tmp_path: Path) -> None:
+    """One filler fills blocks of several tensors in turns, so what it keeps of one must not show in another."""
+
+    @examples(90)
+    @given(st.data())
+    def check(data: st.DataObject) -> None:
+        views = Views(data, tmp_path / "stored")
+        types = {"u2": [("BFloat16", "Float32"), ("Float16", "BFloat16")], "u4": [("Float32", "BFloat16")]}
+        casts = st.sampled_from([(None, None), *types.get(views.dtype, [])])
+        cases = [views.tensor(*data.draw(casts, "cast")) for _ in range(2)]
+        scratch = np.empty(data.draw(st.sampled_from([64, 4096, 50_000, 1 << 20, 9 << 20]), "scratch"), np.uint8)
+        most = data.draw(st.sampled_from([64, 10_000, 1 << 20, 8 << 20]), "most")
+        with FileHandles() as handles:
+            filler = BlockFiller(reader(storage, mapped, handles), scratch)
+            actual: list[list[bytes]] = [[], []]
+            blocks = [
+                [
+                    (number, box)
+                    for box in boxes_of_range(tensor.shape, 0, values.size, max(1, most // tensor.item_size))
+                ]
+                for number, (tensor, values) in enumerate(cases)
+            ]
+            if max(map(len, blocks)) > 200:
+                return
+            in_turns = data.draw(st.booleans(), "in turns")
+            order = itertools.chain(*(itertools.zip_longest(*blocks) if in_turns else blocks))
+            for number, box in filter(None, order):
+                tensor, _ = cases[number]
+                room = bytearray(math.prod(high - low for low, high in box) * tensor.item_size)
+                if data.draw(st.booleans(), "in steps"):
+                    first = 0
+                    for part, fill in filler.steps(tensor, box, most):
+                        last = first + math.prod(high - low for low, high in part) * tensor.item_size
+                        fill(memoryview(room)[first:last])
+                        first = last
+                    assert first == len(room)
+                else:
+                    filler.fill(tensor, box, memoryview(room))
+                actual[number].append(bytes(room))
+        for parts, (_, values) in zip(actual, cases):
+            np.testing.assert_array_equal(np.frombuffer(b"".join(parts), values.dtype), values.reshape(-1))
 
     check()
 

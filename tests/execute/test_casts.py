@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from reshard.checkpoints.formats.dtypes import CAST_TO, CASTABLE
 from reshard.execute.casts import Cast, cast_words
-from reshard.execute.filling import put
+from reshard.execute.tiles import put
 
 Words = npt.NDArray[Any]
 

@@ -318,7 +318,7 @@ def test_an_iteration_that_lacks_its_metadata_is_an_error(tmp_path: Path) -> Non
 def test_a_damaged_common_json_is_an_error(tmp_path: Path, text: str) -> None:
     iteration = saving().write(tmp_path / ITERATION)
     (iteration / "common.json").write_bytes(text.encode("latin-1"))
-    with pytest.raises(CheckpointError, match=r"common.json is damaged"):
+    with pytest.raises(CheckpointError, match=r"common.json: is damaged"):
         read(iteration)
     (iteration / "common.json").unlink()
     assert read(iteration).training == {}

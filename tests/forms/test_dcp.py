@@ -18,10 +18,10 @@ import numpy.typing as npt
 import pytest
 
 from reshard.checkpoints import FileHandles
-from reshard.checkpoints.formats.archive_output import lay_out_archives
+from reshard.checkpoints.formats.archive_output import archive_of_pickle, lay_out_archives
 from reshard.checkpoints.formats.archives import Archive, archived_tensor
 from reshard.checkpoints.formats.output import Literal, OutputTensor
-from reshard.checkpoints.formats.pickles import PickledInstance, pickled, plain, read_pickle
+from reshard.checkpoints.formats.pickles import Global, PickledInstance, pickled, plain, read_pickle
 from reshard.checkpoints.placed import PlacedFile, Placement, Stored
 from reshard.errors import CheckpointError
 from reshard.forms.chunks import ChunkedCheckpoint
@@ -31,7 +31,7 @@ from reshard.text.report import Report
 from tests.checkpoint_writing import parts, record, write_safetensors
 from tests.corpus import FIXTURES
 from tests.corpus_dcp import Case, corpus, fixtures, held_in
-from tests.running import done, fails, flat, reshard
+from tests.running import Argument, done, fails, flat, reshard
 from tests.sampling import some_of
 from tests.strategy_writing import layout, write_strategy
 
@@ -140,6 +140,39 @@ def test_records_are_readable_as_plain_zip_files(tmp_path: Path) -> None:
         ("v.s", ()): values["v.s"].tobytes(),
         ("v.e", (0, 0)): b"",
     }
+
+
+@pytest.mark.parametrize("jobs", [1, 3])
+def test_archives_have_crcs_with_checksums(jobs: int, tmp_path: Path) -> None:
+    """Those of tensors that several processes write in parts, too."""
+    random = np.random.default_rng(3)
+    values = {
+        "a.large": random.standard_normal((2000, 1500), "f4"),
+        "b.wide": random.standard_normal((2, 1 << 20), "f4"),
+        **{f"c.{size}": random.standard_normal(size, "f4") for size in range(40)},
+    }
+    write_safetensors(tmp_path / "src" / "model.safetensors", values)
+    words: list[Argument] = ["convert", tmp_path / "src", tmp_path / "out", "--to", "dcp", "--shards", 2]
+    done(*words, "--checksum", "crc32", "--jobs", jobs, "--verify")
+    assert all(archive.testzip() is None for archive in archives_in(tmp_path / "out"))
+    # The manifest's checksums are those of the finished files.
+    assert "no differences" in done("verify", tmp_path / "out").err
+    assert "CRC" not in done("convert", tmp_path / "out", tmp_path / "back", *WHOLE, "--verify").err
+    path = tmp_path / "out" / "__0_0.distcp"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 3] ^= 1
+    path.write_bytes(data)
+    assert reshard("convert", tmp_path / "out", tmp_path / "damaged", *WHOLE, "--verify").status == 3
+    assert reshard("verify", tmp_path / "out").status == 4
+
+
+def archives_in(directory: Path) -> Iterator[zipfile.ZipFile]:
+    """The archive of every record."""
+    content = read_pickle((directory / ".metadata").read_bytes(), lambda name: name.startswith("torch.")).fields
+    for info in content["storage_data"].values():
+        record = info.fields
+        data = (directory / record["relative_path"]).read_bytes()
+        yield zipfile.ZipFile(io.BytesIO(data[record["offset"] : record["offset"] + record["length"]]))
 
 
 def test_planning_opens_no_file_of_tensors(tmp_path: Path) -> None:
@@ -294,6 +327,21 @@ def test_extensions_are_refused_by_name_and_can_be_excluded(saved: Saved, tmp_pa
     saved.refused("'x.w'", "stream.zstd/1", "--exclude")
 
 
+@pytest.mark.parametrize("dtype", ["complex32", "float4_e2m1fn_x2", "uint4"])
+def test_a_tensor_of_an_unknown_type_is_named_and_can_be_left_out(dtype: str, saved: Saved, tmp_path: Path) -> None:
+    whole = tmp_path / "more"
+    write_safetensors(whole / "model.safetensors", {"x.w": saved.values, "y.w": saved.values})
+    shutil.rmtree(saved.path)
+    done("convert", whole, saved.path, "--to", "dcp", "--shards", 2, "--rename", "*=*")
+    saved.metadata = read_pickle((saved.path / ".metadata").read_bytes(), lambda name: True)
+    tensor = saved.metadata.fields["state_dict_metadata"]["x.w"]
+    properties = tensor.fields["properties"]
+    properties.build((Global(f"torch.{dtype}"), *properties.state[1:]))
+    saved.refused("'x.w'", "elements of a type that reshard does not know", "--exclude 'x.w'")
+    done("convert", saved.path, tmp_path / "rest", *WHOLE, "--exclude", "x.w", "--verify")
+    assert held_in(tmp_path / "rest").keys() == {"y.w"}
+
+
 def test_compressed_archives_are_refused_by_name(saved: Saved) -> None:
     packed = io.BytesIO()
     with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
@@ -302,6 +350,25 @@ def test_compressed_archives_are_refused_by_name(saved: Saved) -> None:
     path.write_bytes(packed.getvalue() + path.read_bytes())
     change(saved.records[0, 0], length=len(packed.getvalue()))
     saved.refused("compressed or encrypted")
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata"])
+@pytest.mark.parametrize("command", ["inspect", "suggest", "convert"])
+def test_a_file_of_a_checkpoint_points_to_its_directory(command: str, name: str, saved: Saved, tmp_path: Path) -> None:
+    words: list[Argument] = [tmp_path / "out", "--to", "hf"] if command == "convert" else []
+    fails(3, command, saved.path / name, *words, texts=[f"give its directory: {saved.path}"])
+
+
+@pytest.mark.parametrize("command", ["inspect", "suggest", "convert"])
+def test_the_directory_around_a_checkpoint_points_to_it(command: str, saved: Saved, tmp_path: Path) -> None:
+    """Trainers have files of other state beside it."""
+    root = tmp_path / "run" / "step"
+    shutil.copytree(saved.path, root / "global_step_10")
+    (root / "extra_state").mkdir()
+    (root / "extra_state" / "extra_state_rank_0.pt").write_bytes(b"PK")
+    words: list[Argument] = [tmp_path / "out", "--to", "hf"] if command == "convert" else []
+    for place in (root, root.parent):
+        fails(3, command, place, *words, texts=[f"did you mean {root / 'global_step_10'}?"])
 
 
 def test_a_missing_file_is_named(saved: Saved) -> None:
@@ -324,6 +391,29 @@ def megatron(root: Path, *steps: int) -> Path:
         shutil.rmtree(place / ".reshard")
         (place / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist"}))
     return root
+
+
+def test_megatrons_common_file_survives_hyper_parallel(tmp_path: Path) -> None:
+    """Megatron loads a directory with an archive of that name and the file beside it."""
+    root = megatron(tmp_path / "run", 3)
+    content = b"".join(pickled({"iteration": 3, "lr": 0.5}))
+    (root / "iter_0000003" / "common.pt").write_bytes(archive_of_pickle(content))
+    cut: list[Argument] = ["--shards", 2, "--verify"]
+    done("convert", root, tmp_path / "between", "--to", "hyper-parallel", *cut)
+    done("convert", tmp_path / "between", tmp_path / "back", "--to", "dcp", *cut)
+    with zipfile.ZipFile(tmp_path / "back" / "common.pt") as archive:
+        assert archive.read("archive/data.pkl") == content
+    assert json.loads((tmp_path / "back" / "metadata.json").read_text())["sharded_backend"] == "torch_dist"
+
+
+def test_megatrons_names_in_a_directory_of_hugging_face_give_a_warning(tmp_path: Path) -> None:
+    root = megatron(tmp_path / "run", 3)
+    words: list[Argument] = [root, tmp_path / "out", "--to", "huggingface", "--dry-run"]
+    warning = "warning: names and stacked layers are Megatron's"
+    assert warning not in done("convert", *words).err
+    (root / "iter_0000003" / "common.pt").write_bytes(b"PK")
+    assert warning in done("convert", *words).err
+    assert warning not in done("convert", root, tmp_path / "out", "--to", "dcp", "--shards", 2, "--dry-run").err
 
 
 def test_the_tracker_names_the_iteration_that_is_read(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any, Optional
 import numpy as np
 import pytest
 
+import reshard
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.errors import CheckpointError, ReshardError
@@ -21,6 +22,7 @@ from reshard.forms.full.directory import full_weights_form
 from reshard.text.report import Report
 from tests.checkpoint_writing import STORED, write_safetensors
 from tests.corpus import CORPUS2, FIXTURES
+from tests.running import Argument, done, fails
 
 CASES = {path.name: path for path in (*CORPUS2.glob("[uh]*"), *(FIXTURES / "full_weights").iterdir())}
 
@@ -330,3 +332,54 @@ def test_a_directory_of_links_is_read_through_them(tmp_path: Path) -> None:
     for path in preserved.iterdir():
         (links / path.name).symlink_to(path)
     assert read(links).order() == ["a", "b"]
+
+
+def test_the_one_file_of_a_model_needs_no_strategy(tmp_path: Path) -> None:
+    src, whole = tmp_path / "src", FIXTURES / "models" / "qwen3"
+    done("convert", whole, src, "--to", "huggingface", "--cast", "BFloat16")
+    file = src / "model.safetensors"
+    names = ["--names", "qwen3,gate_up=halves,qkv=grouped"]
+    for source, dst in ((file, "file"), (src, "directory")):
+        done("convert", source, tmp_path / dst, "--dst-strategy", "none", *names, "--verify")
+    same = (tmp_path / dst / "rank_0" / "checkpoint_0.safetensors" for dst in ("file", "directory"))
+    assert len({path.read_bytes() for path in same}) == 1
+    # An index beside is that of another model.
+    shutil.copy(whole / "model.safetensors.index.json", src)
+    assert list(read(file).files.values()) == [str(file)]
+    with reshard.open(file) as tensors:
+        assert len(tensors) == 47
+
+
+def test_a_file_without_the_configuration_of_a_model_may_be_that_of_a_rank(tmp_path: Path) -> None:
+    write_safetensors(tmp_path / "model.safetensors", {"w": W}, {"format": "pt"})
+    words: list[Argument] = ["convert", tmp_path / "model.safetensors", tmp_path / "out", "--to", "huggingface"]
+    fails(2, *words, texts=["--src-strategy is missing"])
+    done(*words, "--src-strategy", "none")
+
+
+def test_a_file_of_a_rank_is_not_taken_for_a_whole_model(tmp_path: Path) -> None:
+    for name in ("rank_3", "rank3", "3", "ckpt_dir3"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+        write_safetensors(tmp_path / name / "model.safetensors", {"w": W}, {"format": "pt"})
+        words: list[Argument] = [
+            "convert",
+            tmp_path / name / "model.safetensors",
+            tmp_path / "out",
+            "--to",
+            "huggingface",
+        ]
+        fails(2, *words, texts=["--src-strategy is missing"])
+
+
+@pytest.mark.parametrize("form", ["huggingface", "unified"])
+def test_an_unfinished_conversion_is_not_taken_for_a_whole_model(tmp_path: Path, form: str) -> None:
+    out = tmp_path / "out"
+    done("convert", FIXTURES / "models" / "qwen3", out, "--to", form, "--max-shard-size", "10KB", "--cast", "Float32")
+    (out / "reshard-manifest.json").unlink()
+    for name in ("model.safetensors.index.json", "param_name_map.json"):
+        (out / name).unlink(missing_ok=True)
+    (out / "reshard-unfinished.safetensors").write_bytes(b"This checkpoint is not complete.")
+    fails(3, "convert", out, tmp_path / "ranks", "--dst-strategy", "none", texts=[f"reshard resume {out}"])
+    done("resume", out)
+    done("convert", out, tmp_path / "ranks", "--dst-strategy", "none")

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from reshard.errors import CheckpointError, UsageError
 from reshard.forms.ranks import SourceTree, Step, find_checkpoints
 from reshard.forms.ranks.steps import name_families, parse_stem
-from tests.running import done
+from tests.running import Argument, done, warns
 from tests.small import World, tensors
 from tests.strategy_writing import group_info
 
@@ -250,6 +250,16 @@ def test_one_file_is_an_unsharded_checkpoint(tmp_path: Path) -> None:
     assert (candidates.step, candidates.files) == (Step(3, 10), {0: str(tmp_path / "net-3_10.ckpt")})
     (candidates,) = list(find_checkpoints(str(tmp_path / "plain.safetensors")).candidates())
     assert candidates.step is None
+
+
+def test_the_file_of_one_of_several_ranks_is_read_with_a_warning(world: World) -> None:
+    world.save(tensors())
+    file = world.src / "rank_1" / "net-1_10.ckpt"
+    words: list[Argument] = ["convert", file, world.dst, "--src-strategy", "none", "--dst-strategy", "none"]
+    warns(done(*words), "warning: ", "is the file of one of several ranks", f"pass {world.src} with its strategy")
+    for rank in (0, 2, 3):
+        shutil.rmtree(world.src / f"rank_{rank}")
+    assert "warning" not in done(*words, "--overwrite").err
 
 
 def test_a_missing_file_or_one_of_another_kind_is_an_error(tmp_path: Path) -> None:

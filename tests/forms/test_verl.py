@@ -17,9 +17,10 @@ from reshard.checkpoints.formats.archives import ArchiveEntry, Elements
 from reshard.checkpoints.formats.pickles import Global, PickledInstance, pickled, read_pickle
 from reshard.forms.registry import form_of
 from reshard.forms.verl.dtensors import PlacementError, part_of
+from tests.corpus import FIXTURES
 from tests.corpus_dcp import fixtures, held_in
 from tests.forms import FORMS
-from tests.running import Argument, done, reshard
+from tests.running import Argument, done, fails, reshard
 from tests.schemas import SCHEMAS, check
 
 (CASE,) = fixtures("verl")
@@ -146,10 +147,10 @@ def test_the_configuration_beside_the_files_goes_along(saved: Path, tmp_path: Pa
 def test_suggested_commands_write_other_forms(saved: Path) -> None:
     commands = done("suggest", saved).out
     assert "--to dcp" in commands and "--to huggingface" in commands and "--to verl" not in commands
-    assert "copy them from the base model" in commands
+    assert "tokenizer's files" in commands
     (saved / "huggingface").mkdir()
     (saved / "huggingface" / "config.json").write_text("{}")
-    assert "copy them from the base model" not in done("suggest", saved).out
+    assert "tokenizer's files" not in done("suggest", saved).out
 
 
 def test_a_flipped_bit_is_found_with_verify(saved: Path, tmp_path: Path) -> None:
@@ -285,6 +286,27 @@ def test_an_order_of_cuts_that_contradicts_the_placements_is_refused(saved: Path
 def test_a_place_outside_of_the_mesh_is_refused(place: Any, saved: Path) -> None:
     rewrite_all(saved, lambda state: mesh(state, "w.rows").update(_coordinate_on_dim=place))
     refused(saved, "the place of its rank")
+
+
+@pytest.mark.parametrize("command", ["inspect", "suggest", "convert"])
+def test_sharded_tensors_of_fsdp1_are_refused_by_name(command: str, tmp_path: Path) -> None:
+    words: list[Argument] = [tmp_path / "out", "--to", "hf"] if command == "convert" else []
+    fails(3, command, FIXTURES / "fsdp1", *words, texts=["tensors of FSDP1", "torch.distributed.checkpoint"])
+
+
+@pytest.mark.parametrize("command", ["inspect", "suggest", "convert"])
+@pytest.mark.parametrize("tracked", [False, True])
+def test_a_directory_of_saves_points_to_the_last_one(command: str, tracked: bool, tmp_path: Path) -> None:
+    """verl has files beside the directory of a model, and a tracker under the name of Checkpoint 2.0's."""
+    for name in ("global_step_9/actor", "global_step_10/critic", "global_step_10/actor"):
+        shutil.copytree(CASE.path, tmp_path / "run" / name)
+    (tmp_path / "run" / "global_step_10" / "data.pt").write_bytes(b"PK")
+    if tracked:
+        (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text("10")
+    last = tmp_path / "run" / "global_step_10"
+    for place in (last.parent, last):
+        words: list[Argument] = [tmp_path / "out", "--to", "hf"] if command == "convert" else []
+        fails(3, command, place, *words, texts=[f"did you mean {last}/actor or {last}/critic"])
 
 
 def test_tensors_of_ranks_outside_their_mesh_must_be_equal(saved: Path) -> None:

@@ -295,11 +295,16 @@ def test_the_recorded_strategy_of_a_converted_tree_is_used(demo: Path, tmp_path:
     assert suggested(tmp_path / "out" / "mp4")["strategy"] is None
 
 
-def test_with_a_strategy_that_does_not_fit_no_conversion_is_suggested(demo: Path) -> None:
-    printed = suggested(demo / "ranks", "--src-strategy", "none")
-    assert printed["suggestions"] == [] and "one device" in printed["problems"][0]["text"]
-    printed = suggested(demo / "ranks", "--src-strategy", demo / "strategy/dst_strategy.ckpt")
-    assert [item["aim"] for item in printed["suggestions"]] == ["check-strategy"]
+def test_a_strategy_that_does_not_fit_is_an_error(demo: Path) -> None:
+    for strategy, text in (("none", "one device"), (demo / "strategy/dst_strategy.ckpt", "has 4 devices")):
+        for words in ([], ["--json"]):
+            fails(3, "suggest", demo / "ranks", "--src-strategy", strategy, *words, texts=[text])
+
+
+def test_lines_fit_a_terminal_of_eighty_columns(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(demo)
+    for line in done("suggest", "ranks", "--devices", 16).out.split("\n"):
+        assert len(line) <= 80, line
 
 
 def test_suggest_states_whether_replicas_restore_lost_ranks(demo: Path, tmp_path: Path) -> None:
@@ -364,7 +369,7 @@ def test_quantised_weights_without_their_settings_need_the_configuration(tmp_pat
     source = shutil.copytree(FIXTURES / "fp8", tmp_path / "fp8")
     config = (source / "config.json").rename(tmp_path / "settings")
     printed = suggested(source, "--devices", 2)
-    assert "has no quantization_config" in printed["problems"][0]["text"]
+    assert "config.json does not exist" in printed["problems"][0]["text"]
     for item in printed["suggestions"]:
         words = [str(config) if word == "CONFIG" else word for word in item["command"]]
         assert "--dequantize" in words
@@ -383,6 +388,13 @@ def test_the_recorded_strategy_of_a_tree_that_is_cut_as_its_source_is_used(tmp_p
     printed = suggested(tmp_path / "out")
     assert printed["strategy"] == str(strategy)
     assert all("SRC_STRATEGY" not in item["command"] for item in printed["suggestions"])
+
+
+def test_the_written_strategy_of_a_tree_that_is_cut_as_a_recorded_layout_is_used(tmp_path: Path) -> None:
+    source = FIXTURES / "checkpoint2" / "a02_dp2mp2_dedup" / "checkpoint"
+    done("convert", source, tmp_path / "out", "--dst-strategy", "same")
+    printed = suggested(tmp_path / "out")
+    assert printed["strategy"] == str(tmp_path / "out" / "reshard-strategy.json") and not printed["problems"]
 
 
 @pytest.mark.long

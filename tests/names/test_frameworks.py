@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from reshard.checkpoints.formats.pickles import pickled, read_pickle
 from reshard.names import name_before, plain_names, possible_plain_names, trainer_keys, trainer_names
 from tests.forms.test_hf_sharded import CHUNKS, FULL, Chunk, converted, rows, write_shards
 from tests.running import Argument, done, fails
@@ -165,6 +166,78 @@ def test_tensors_beside_the_model_of_a_nested_state_are_skipped() -> None:
 
     assert (actual.names, actual.outside) == ({"model.a": "a", "rng": None}, ["rng"])
     assert plain_names(["a", "rng"], (), {"a": ("a",), "rng": ("rng",)}, True).names == {"a": "a", "rng": "rng"}
+
+
+def test_keys_around_the_model_are_removed_with_it() -> None:
+    """As in torch's tutorial, whose state is that of one object with a model and an optimizer."""
+    keys = {
+        "app.model.a.weight": ("app", "model", "a.weight"),
+        "app.optim.state.a.weight.exp_avg": ("app", "optim", "state", "a.weight", "exp_avg"),
+        "app.optim.state.a.weight.step": ("app", "optim", "state", "a.weight", "step"),
+        "app.rng": ("app", "rng"),
+        "loader.rng": ("loader", "rng"),
+    }
+
+    actual = plain_names(keys, (), keys, True)
+
+    assert [*actual.names.values()] == ["a.weight", "adam_m.a.weight", None, None, None]
+    assert (actual.prefix, actual.left_out) == ("app.model.", ["app.optim.state.a.weight.step"])
+    assert actual.outside == ["app.rng", "loader.rng"]
+    assert "a.weight" in possible_plain_names("app.model.a.weight", False)
+    assert possible_plain_names("app.optim.state.a.weight.exp_avg", True) == ["adam_m.a.weight"]
+
+
+def test_keys_of_several_models_stay() -> None:
+    for word in ("", ".model"):
+        keys = {f"{name}{word}.a.weight": (*f"{name}{word}".split("."), "a.weight") for name in ("actor", "critic")}
+        actual = plain_names(keys, (), keys, True)
+        assert actual.names == dict(zip(keys, keys))
+        assert (actual.prefix, actual.outside, actual.kept) == ("", [], [f"actor{word}", f"critic{word}"])
+
+
+def test_the_warning_of_several_models_has_the_options_for_one(tmp_path: Path) -> None:
+    """The names are those of a state with the keys ``actor`` and ``critic``, each of which has a model."""
+    write_checkpoint(tmp_path / "src" / "model.safetensors", FULL)
+    models = {f"{key}.model.{name}": (key, "model", name) for key in ("actor", "critic") for name in FULL}
+    renames: list[Argument] = ["--rename", "*=actor.model.*"]
+    done("convert", tmp_path / "src", tmp_path / "state", "--to", "dcp", "--shards", 2, *renames)
+    place = tmp_path / "state" / ".metadata"
+    metadata = read_pickle(place.read_bytes(), lambda name: True)
+    keys = metadata.fields["planner_data"]
+    keys.update((name, models[name]) for name in keys)
+    place.write_bytes(b"".join(pickled(metadata)))
+    alone = done("convert", tmp_path / "state", tmp_path / "alone", "--to", "huggingface", "--verify").err
+    assert "the trainer's prefix 'actor.model.' is removed" in alone
+    first = next(iter(keys))
+    keys[first] = ("critic", *keys[first][1:])
+    place.write_bytes(b"".join(pickled(metadata)))
+    result = done("convert", tmp_path / "state", tmp_path / "out", "--to", "huggingface", "--verify")
+    assert "--rename 'critic.model.*=*' --exclude 'actor.model.*'" in result.err
+
+
+def test_a_model_at_the_root_of_a_state_is_separated_from_nested_tensors() -> None:
+    """torchtitan puts the names of the model beside the keys of other objects."""
+    keys = {
+        "model.a.weight": ("model.a.weight",),
+        "scale": ("scale",),
+        "train_state.step": ("train_state", "step"),
+        "optimizer.state.model.a.weight.exp_avg": ("optimizer", "state.model.a.weight.exp_avg"),
+    }
+
+    actual = plain_names(keys, (), keys, True)
+
+    assert [*actual.names.values()] == ["model.a.weight", "scale", None, "adam_m.model.a.weight"]
+    assert (actual.prefix, actual.outside, actual.kept) == ("", ["train_state.step"], [])
+
+
+def test_flattened_optimizer_state_at_the_root_is_recognised_by_its_groups() -> None:
+    names = ["a.weight", "state.a.weight.exp_avg", "state.a.weight.step"]
+    groups = ("param_groups.a.weight.lr",)
+    assert [*plain(names, groups).values()] == ["a.weight", "adam_m.a.weight", None]
+    assert [*plain(names, groups, optimizer=False).values()] == ["a.weight", None, None]
+    assert "adam_m.a.weight" in possible_plain_names("state.a.weight.exp_avg", True)
+    # A module may be called state.
+    assert [*plain(names).values()] == names
 
 
 @pytest.mark.parametrize("form", ["dcp", "hyper-parallel"])

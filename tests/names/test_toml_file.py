@@ -109,14 +109,14 @@ def test_rule_files_that_are_not_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe")
     with pytest.raises(NamesError, match="is not UTF-8"):
         read_rules(str(tmp_path / "binary.toml"))
-    with pytest.raises(NamesError, match="this is not a file of rules"):
+    with pytest.raises(NamesError, match="is a directory"):
         read_rules(str(tmp_path))
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{", '{"a": 1, "a": 2}', '{"a": NaN}', "{" * 10000])
 def test_an_invalid_configuration_is_named(tmp_path: Path, content: str) -> None:
     (tmp_path / "config.json").write_text(content)
-    with pytest.raises(NamesError, match="it is not a config"):
+    with pytest.raises(NamesError, match=r"config.json: is damaged: (it|NaN)"):
         read_config(str(tmp_path / "config.json"))
 
 

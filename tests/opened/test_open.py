@@ -524,7 +524,7 @@ def test_rows_are_cut_over_shards_as_fsdp_cuts_them(form: str, plain: World) -> 
     for rank, rows in enumerate([full[:3], full[3:6], full[6:]]):
         with reshard.open(src, shards=3, rank=rank, **options) as opened:
             assert opened["w"][...].tobytes() == rows.tobytes()
-    with pytest.raises(UsageError, match="both cut"):
+    with pytest.raises(UsageError, match="both lay out"):
         reshard.open(src, shards=3, rank=0, dst_strategy=plain.new, **options)
     with pytest.raises(UsageError, match="3 ranks"):
         reshard.open(src, shards=3, **options)

@@ -31,12 +31,17 @@ def test_chosen_ranks_meet_every_need_and_are_irredundant(needs: list[list[int]]
 
 
 @given(NEEDS, st.integers(0, 20))
-def test_the_rank_that_meets_most_needs_is_chosen_next_and_ties_alternate(needs: list[list[int]], turn: int) -> None:
+def test_the_rank_that_meets_most_needs_is_chosen_next_and_ties_in_turn(needs: list[list[int]], turn: int) -> None:
     chosen = {need[0] for need in needs if len(need) == 1}
+    order: list[int] = []
+    least = len(needs) + 1
     while remaining := [need for need in needs if not chosen & set(need)]:
         meets = Counter(rank for need in remaining for rank in need)
-        equals = sorted(rank for rank in meets if meets[rank] == max(meets.values()))
-        chosen.add(equals[turn % len(equals)])
+        most = max(meets.values())
+        equals = sorted(rank for rank in meets if meets[rank] == most)
+        if most < least:
+            least, order = most, equals[turn % len(equals) :] + equals[: turn % len(equals)]
+        chosen.add(next(rank for rank in order if rank in equals))
     for rank in sorted(chosen, reverse=True):
         if all(chosen & set(need) != {rank} for need in needs):
             chosen.discard(rank)

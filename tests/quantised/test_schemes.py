@@ -143,6 +143,7 @@ REFUSED = [
     ("no tensor holds its scales", WEIGHT, BLOCKS, None),
     (r"needs \[5, 2\]", {**WEIGHT, "a.weight_scale_inv": TypedShape("Float32", (4, 2))}, BLOCKS, None),
     ("has no quantization_config", {**WEIGHT, "a.weight_scale_inv": TypedShape("Float32", (5, 2))}, {}, None),
+    ("config.json does not exist", {**WEIGHT, "a.weight_scale_inv": TypedShape("Float32", (5, 2))}, None, None),
     ("quantised weight that is not in", {"b.weight_scale_inv": TypedShape("Float32", (5, 2))}, BLOCKS, None),
     ("quant_method 'gptq'", WEIGHT, {"quantization_config": {"quant_method": "gptq"}}, None),
     ("packed into words", {"a.weight_packed": TypedShape("Int32", (5, 2))}, groups({"strategy": "group"}), None),

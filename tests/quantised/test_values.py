@@ -20,6 +20,8 @@ from reshard.quantised.values import (
     CODES,
     E2M1,
     FLOAT8,
+    MAX_TABLES,
+    MEMORY_PER_BYTE,
     Words,
     decode_scales,
     dequantise,
@@ -41,6 +43,8 @@ def as_floats(words: Words, dtype: str) -> npt.NDArray[np.float32]:
         return (words.astype("u4") << 16).view("f4")
     return words.view("f4" if dtype == "Float32" else "f2").astype("f4")
 
+
+MEMORY = np.empty(1 << 16, "u1")
 
 # Bits of the mantissa, and the least and the largest exponent.
 FIELDS = {"Float32": (23, -126, 127), "Float16": (10, -14, 15), "BFloat16": (7, -126, 127)}
@@ -106,19 +110,27 @@ def test_any_box_equals_elements_times_their_scales(data: st.DataObject) -> None
     bytes_taken = (*selected[:-1], slice(box[-1][0] // per_byte, box[-1][1] // per_byte))
     scales_taken = tuple(slice(low, high) for low, high in scale_box(tuple(box), block))
     out = np.empty([high - low for low, high in box], "u4" if dtype == "Float32" else "u2")
-    codes_taken = np.ascontiguousarray(codes[bytes_taken])
-    # As many elements that all products are checked for ties, or so few that they are not.
-    elements = data.draw(st.sampled_from([1, 1 << 30]))
-    factors = None if offsets is not None else factors_of(code, scales[scales_taken], dtype, elements)
+    taken = codes[bytes_taken].reshape(-1)
+    if data.draw(st.booleans()):
+        # At the end of the memory of the elements, where they are read.
+        room = out.reshape(-1).view("u1")[-taken.size :]
+        room[...] = taken
+        taken = room
+    # Memory for a few rows or for all.
+    row_bytes = (box[-1][1] - box[-1][0]) // per_byte * MEMORY_PER_BYTE
+    memory = np.empty(row_bytes * data.draw(st.integers(1, 9)), "u1")
+    # So many elements share a scale that all products are checked for ties, or so few that they are not.
+    sharing = data.draw(st.sampled_from([1, 1 << 30]))
+    factors = None if offsets is not None else factors_of(code, scales[scales_taken], dtype, sharing)
     if factors is not None and data.draw(st.booleans()):
-        multiply(codes_taken, factors, block, tuple(box), out)
+        multiply(taken, factors, block, tuple(box), out.reshape(-1), memory)
         overflowed = 0
     else:
         tables = tables_of(
             code, scales[scales_taken], dtype, from_float32, None if offsets is None else offsets[scales_taken]
         )
         table_numbers = np.arange(scales[scales_taken].size).reshape(scales[scales_taken].shape)
-        overflowed = dequantise(codes_taken, tables, table_numbers, block, tuple(box), out)
+        overflowed = dequantise(taken, tables, table_numbers, block, tuple(box), out.reshape(-1), memory)
 
     infinite, results = 0, as_floats(out, dtype)
     for index in itertools.product(*(range(low, high) for low, high in box)):
@@ -139,6 +151,11 @@ def test_any_box_equals_elements_times_their_scales(data: st.DataObject) -> None
 @pytest.mark.parametrize("scale", ["Float8E8M0", "BFloat16"])
 def test_every_code_times_every_small_scale_is_exact(code: str, dtype: str, scale: str) -> None:
     words = np.arange(255, dtype="u1") if scale == "Float8E8M0" else np.arange(1, 0x7F80, 61, dtype="u2")
+    for first in range(0, len(words), MAX_TABLES):
+        check_every_code(code, dtype, scale, words[first : first + MAX_TABLES])
+
+
+def check_every_code(code: str, dtype: str, scale: str, words: Words) -> None:
     scales = decode_scales(words, scale)
     codes = np.tile(np.arange(256, dtype="u1"), (len(scales), 1))
     block = (1, 256 * CODES[code].shape[1])
@@ -148,7 +165,8 @@ def test_every_code_times_every_small_scale_is_exact(code: str, dtype: str, scal
     else:
         tables, table_numbers = tables_of(code, scales, dtype, from_float32), np.arange(len(scales))
 
-    overflowed = dequantise(codes, tables, table_numbers[:, None], block, ((0, len(scales)), (0, block[1])), out)
+    box = ((0, len(scales)), (0, block[1]))
+    overflowed = dequantise(codes.reshape(-1), tables, table_numbers[:, None], block, box, out.reshape(-1), MEMORY)
 
     values = np.array([numbers(code, byte) for byte in range(256)], "f4").reshape(1, -1)
     with np.errstate(all="ignore"):
@@ -162,8 +180,8 @@ def test_every_code_times_every_small_scale_is_exact(code: str, dtype: str, scal
 
 @pytest.mark.parametrize("code", [*FLOAT8, "Int8"])
 @pytest.mark.parametrize("dtype", ["Float32", "BFloat16"])
-@pytest.mark.parametrize("elements", [1, 1 << 30])
-def test_vector_arithmetic_has_the_bits_of_the_tables(code: str, dtype: str, elements: int) -> None:
+@pytest.mark.parametrize("sharing", [1, 1 << 30])
+def test_vector_arithmetic_has_the_bits_of_the_tables(code: str, dtype: str, sharing: int) -> None:
     rng = np.random.default_rng(5)
     words = np.concatenate(
         [
@@ -174,21 +192,22 @@ def test_vector_arithmetic_has_the_bits_of_the_tables(code: str, dtype: str, ele
             rng.integers(1, 0x7F800000, 4000),
         ]
     )
-    codes, box = np.arange(256, dtype="u1")[None], ((0, 1), (0, 256))
-    out = np.empty((1, 256), "u4" if dtype == "Float32" else "u2")
+    codes, box = np.arange(256, dtype="u1"), ((0, 1), (0, 256))
+    out = np.empty(256, "u4" if dtype == "Float32" else "u2")
     checked = set()
     for scale in words.astype("u4").view("f4"):
         scales = np.array([[scale]])
-        factors = factors_of(code, scales, dtype, elements)
+        factors = factors_of(code, scales, dtype, sharing)
         tables = tables_of(code, scales, dtype, from_float32)
         # Tables where elements overflow, and for the largest scales.
         assert factors is not None or tables.overflowing.any() or scale > 2.0**7
         if factors is not None:
             assert not tables.overflowing.any()
-            multiply(codes, factors, (1, 256), box, out)
-            np.testing.assert_array_equal(out[0], tables.words)
-            checked.add(factors.ties)
-    assert checked == ({True, False} if elements > 1 else {True})
+            multiply(codes, factors, (1, 256), box, out, MEMORY)
+            np.testing.assert_array_equal(out, tables.words)
+            checked.add(bool(factors.ties))
+    # Words of Float32 are not rounded again.
+    assert checked == ({True, False} if sharing > 1 else {True})
 
 
 def test_a_processor_without_subnormal_numbers_gives_the_same_results() -> None:
@@ -210,13 +229,13 @@ def test_a_processor_without_subnormal_numbers_gives_the_same_results() -> None:
 
 
 def test_the_product_is_rounded_once_to_the_given_dtype() -> None:
-    codes, scales = np.array([[0x38, 0x39, 0x7E, 0xFF]], "u1"), np.array([[1.0 + 2.0**-8]], "f4")
-    out = np.empty((1, 4), "u2")
+    codes, scales = np.array([0x38, 0x39, 0x7E, 0xFF], "u1"), np.array([[1.0 + 2.0**-8]], "f4")
+    out = np.empty(4, "u2")
     tables = tables_of("Float8E4M3FN", scales, "BFloat16", from_float32)
 
-    overflowed = dequantise(codes, tables, np.zeros((1, 1), "u4"), (1, 4), ((0, 1), (0, 4)), out)
+    overflowed = dequantise(codes, tables, np.zeros((1, 1), "u4"), (1, 4), ((0, 1), (0, 4)), out, MEMORY)
 
     # 1 + 2**-8 is a tie, which goes to the even neighbour.
-    assert (out.astype("u4") << 16).view("f4")[0, :3].tolist() == [1.0, 1.1328125, 450.0]
-    assert (out[0, 3] & 0x7FFF) > 0x7F80
+    assert (out.astype("u4") << 16).view("f4")[:3].tolist() == [1.0, 1.1328125, 450.0]
+    assert (out[3] & 0x7FFF) > 0x7F80
     assert not overflowed

@@ -96,7 +96,7 @@ def test_status_ignores_a_damaged_manifest(world: World) -> None:
     world.convert()
     (world.dst / "reshard-manifest.json").write_text("{")
     assert status(world)["complete"]
-    fails(3, "verify", world.dst, texts=["is damaged, or not a manifest"])
+    fails(3, "verify", world.dst, texts=["is damaged: it is not valid JSON"])
 
 
 def test_status_of_another_directory_is_an_error(tmp_path: Path) -> None:

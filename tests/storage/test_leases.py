@@ -17,6 +17,7 @@ import pytest
 
 from reshard.storage import store_of
 from reshard.storage.s3 import S3Store, leases, s3_store
+from reshard.storage.s3.service import service
 from tests.corpus import ROOT
 from tests.object_store import KEY, SECRET, Objects
 from tests.storage.places import failing, wait_until_killed
@@ -29,6 +30,12 @@ ELSEWHERE = "deadbeef-4711-0123456789ab"
 
 class Waited(Exception):
     """Somebody else has the lock."""
+
+
+def lives(objects: Objects, start: str) -> list[bool]:
+    """For each object of records whose name begins so, whether the process in the rest of its name lives."""
+    named = service(objects.path()).named(objects.path("run/.reshard"), start)
+    return [leases.is_alive(name[len(start) :], listed.age) for name, listed in named]
 
 
 def no_wait() -> None:
@@ -143,7 +150,7 @@ def test_a_lock_of_a_killed_local_process_is_taken_over_at_once(asked_for: bool,
     with holding(objects) as holder:
         with pytest.raises(Waited), alone(objects):
             pass
-        assert store.leases_in(objects.path("run/.reshard"), "locked.") == [True]
+        assert lives(objects, "locked.") == [True]
         holder.send_signal(signal.SIGKILL)
         if asked_for:
             holder.wait()
@@ -174,10 +181,9 @@ def test_a_lock_of_another_machine_is_taken_over_after_its_lease_expired(objects
     objects.put("run/.reshard/lock", f"{ELSEWHERE} 3".encode())
     objects.put(f"run/.reshard/shared.{ELSEWHERE}", b"")
     objects.put(f"run/.reshard/shared.{ELSEWHERE}.more", b"a name of something else")
-    store = s3_store(objects.path())
     for clock, alive in ((0.0, True), (leases.DEAD_AFTER - 60, True), (leases.DEAD_AFTER + 5, False)):
         objects.faults.clock = clock
-        assert store.leases_in(objects.path("run/.reshard"), "shared.") == [alive, False]
+        assert lives(objects, "shared.") == [alive, False]
         if alive:
             with pytest.raises(Waited), alone(objects):
                 pass
@@ -223,7 +229,7 @@ def test_leases_do_not_depend_on_the_local_clock(objects: Objects, monkeypatch: 
         raise AssertionError
 
     monkeypatch.setattr("reshard.storage.s3.service._now", unused_clock)
-    assert s3_store(objects.path()).leases_in(objects.path("run/.reshard"), "shared.") == [True]
+    assert lives(objects, "shared.") == [True]
     with pytest.raises(Waited), alone(objects):
         pass
 
@@ -283,18 +289,15 @@ def test_a_holder_declared_dead_detects_it_and_stops(
 
 
 @pytest.mark.usefixtures("beating")
-def test_a_failing_renewal_does_not_stop_other_renewals(objects: Objects) -> None:
-    class Wrong:
-        def put_again(self) -> None:
-            raise RuntimeError("unforeseen")
+def test_a_failing_renewal_does_not_stop_other_renewals(objects: Objects, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise RuntimeError("unforeseen")
 
-    wrong = Wrong()
-    leases._keep_alive(wrong)
-    try:
-        with alone(objects):
-            until(lambda: int(held(objects).split()[1]) >= 3)
-    finally:
-        leases._let_go(wrong)
+    wrong = s3_store(objects.path()).share(objects.path("run/.reshard/shared"), ignore_message)
+    monkeypatch.setattr(wrong, "_put", fail)
+    with alone(objects):
+        until(lambda: int(held(objects).split()[1]) >= 3)
+    wrong.release()
 
 
 @pytest.mark.short
@@ -371,7 +374,7 @@ def test_a_service_without_conditional_writes_gives_a_warning_and_no_lock(condit
     }
     # Signs of life use no conditional writes.
     shared = store.share(objects.path("run/.reshard/shared"), ignore_message)
-    assert store.leases_in(objects.path("run/.reshard"), "shared.") == [True]
+    assert lives(objects, "shared.") == [True]
     shared.release()
     assert objects.content() == {}
 

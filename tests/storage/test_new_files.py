@@ -16,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from reshard.records import record_files
+from reshard.records.record_files import RecordDirectory
 from reshard.storage import (
     Expected,
     FileStatus,
@@ -282,16 +282,15 @@ def test_directories_of_records_are_created_and_removed(place: Place) -> None:
         store_of(root).make_empty_directory(directory)
         store_of(root).make_empty_directory(directory)
         assert store_of(root).own_names(directory) == []
-    for name in ("0.1", "0.2", "plan.json", "foreign"):
-        record_files.make_empty(f"{root}/conversion/done/{name}")
-    assert record_files.names_in(f"{root}/conversion/done") == ["0.1", "0.2", "foreign", "plan.json"]
-    assert record_files.names_in(f"{root}/conversion") == ["done"]
-    record_files.remove_directory(f"{root}/conversion/done", lambda name: name != "foreign")
-    assert record_files.names_in(f"{root}/conversion/done") == ["foreign"]
-    record_files.remove(f"{root}/conversion/done/foreign")
-    record_files.remove(f"{root}/conversion/done/foreign")
-    record_files.remove_directory(f"{root}/conversion/done", lambda name: False)
-    record_files.remove_directory(f"{root}/conversion", lambda name: False)
+    records = RecordDirectory(f"{root}/conversion", {"done": lambda name: name != "foreign"}, lambda name: False)
+    records.add("done", ["0.1", "0.2", "plan.json", "foreign"])
+    assert records.names("done") == ["0.1", "0.2", "foreign", "plan.json"]
+    assert records.names() == ["done"]
+    records.remove()
+    assert records.names("done") == ["foreign"]
+    records.discard("done", ["foreign"])
+    records.discard("done", ["foreign"])
+    records.remove()
     store_of(root).remove_directory(root)
     for directory in (f"{root}/conversion/done", f"{root}/conversion", root):
         with pytest.raises((FileNotFoundError, NotADirectoryError)):

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from reshard.source_replicas.samples import ReplicaFiles
+from tests.checkpoint_writing import write_safetensors
 from tests.corpus import FIXTURES, ROOT
 from tests.object_store import KEY, SECRET, Objects
 from tests.running import LAUNCHER, Argument, done, fails, reshard, warns
@@ -333,3 +334,13 @@ def test_the_same_command_resumes_after_a_kill(seconds: float, objects: Objects,
     done(*words)
     assert tree(tmp_path / "out") == locally(KINDS["ranks to ranks"], tmp_path / "local")
     assert not list((tmp_path / "out").rglob(".reshard-tmp-*"))
+
+
+def test_archives_in_a_store_have_no_crcs(objects: Objects, tmp_path: Path) -> None:
+    """Sent parts cannot be changed; the manifest has the checksums of what is stored."""
+    write_safetensors(tmp_path / "model.safetensors", {"a.w": np.arange(12, dtype="f4").reshape(4, 3)})
+    cut: list[Argument] = ["--src-strategy", "none", "--to", "dcp", "--shards", 2, "--checksum", "crc32"]
+    done("convert", tmp_path / "model.safetensors", objects.path("out"), *cut, "--verify")
+    assert "no differences" in done("verify", objects.path("out")).err
+    whole: list[Argument] = ["--to", "hf-sharded", "--shards", 1]
+    assert "record none" in done("convert", objects.path("out"), tmp_path / "back", *whole, "--verify").err

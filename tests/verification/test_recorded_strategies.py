@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
 import pytest
 
+from tests.forms import to
 from tests.running import Argument, done, fails
 from tests.small import World, tensors
 from tests.trees import layout, single, write_strategy
@@ -63,10 +65,31 @@ def test_a_missing_directory_is_reported_before_a_missing_strategy(converted: Wo
 
 def test_other_forms_require_no_typed_strategy(world: World, tmp_path: Path) -> None:
     world.save(tensors())
-    for number, to in enumerate((["checkpoint2", "--dst-strategy", "same"], ["huggingface"])):
+    for number, words in enumerate((["checkpoint2", "--dst-strategy", "same"], ["huggingface"])):
         out = tmp_path / f"out{number}"
-        done("convert", world.src, out, "--src-strategy", world.old, "--to", *to)
+        done("convert", world.src, out, "--src-strategy", world.old, "--to", *words)
         assert "verified: no differences" in done("verify", out, "--src", world.src).err
     ranks = tmp_path / "ranks"
     done("convert", tmp_path / "out0", ranks, "--dst-strategy", world.new, "--format", "ckpt")
     assert "verified: no differences" in done("verify", ranks, "--src", tmp_path / "out0").err
+
+
+@pytest.mark.parametrize("form", ["checkpoint2", "hf-sharded", "dcp", "hyper-parallel", "unified", "huggingface"])
+def test_verify_of_an_interrupted_copy_names_the_command_that_completes_it(world: World, form: str) -> None:
+    world.save(tensors())
+    whole, part = world.root / "whole", world.root / "part"
+    size: list[Argument] = ["--max-shard-size", "100B"] if form in ("huggingface", "unified") else []
+    words = ["--shards", 2] if form in ("hf-sharded", "dcp") else to(form, world)[2:]
+    done("convert", world.src, whole, "--src-strategy", world.old, "--to", form, *words, *size)
+    files = json.loads((whole / "reshard-manifest.json").read_text())["files"]
+    shutil.copytree(whole, part)
+    (part / "reshard-manifest.json").unlink()
+    (part / files[-1]["file"]).unlink()
+
+    sources: list[list[Argument]] = [["--src", world.src], []]
+    for source in sources:
+        fails(3, "verify", part, *source, texts=[f"reshard resume {part}"])
+    resumed = done("resume", part).err
+    assert "shards:" not in resumed
+    verified = done("verify", part, "--src", world.src).err
+    assert "no differences" in verified and "shards:" not in verified

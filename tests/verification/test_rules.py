@@ -47,7 +47,7 @@ def test_naive_rules_equal_numpy_in_any_box(rule: RandomRule, data: st.DataObjec
         step = next(step for step in applied.steps if name in step.targets)
         number = step.targets.index(name)
         sources = tuple(
-            StoredTensor(source, source, "UInt64", 8, arrays[source].shape, (SliceSet(0, {}),), {})
+            StoredTensor(source, "UInt64", 8, arrays[source].shape, source, (SliceSet(0, {}),), {})
             for source in step.sources
         )
         before = [source.shape for source in sources]

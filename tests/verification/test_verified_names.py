@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from reshard.execute import casts
 from reshard.layout.views import ZEROS, View
-from reshard.names.views import views_of
+from reshard.names.operations import Chain, apply_all
 from reshard.verification import reading, rules
 from tests.convert.test_edits import values
 from tests.execute.test_memory import peaks
@@ -206,9 +206,11 @@ def not_turned(view: View) -> View:
 def test_wrong_views_are_found(
     models: Models, monkeypatch: pytest.MonkeyPatch, mistake: Callable[[View], View], names: set[str]
 ) -> None:
-    monkeypatch.setattr(
-        "reshard.names.apply.views_of", lambda *arguments: [mistake(view) for view in views_of(*arguments)]
-    )
+    def wrong(*arguments: Any) -> Chain:
+        chain = apply_all(*arguments)
+        return chain._replace(views=[mistake(view) for view in chain.views])
+
+    monkeypatch.setattr("reshard.names.apply.apply_all", wrong)
     result = fails(4, "convert", models.src, models.dst, *models.strategies, *models.names, "--verify", "--json")
     assert found(result) == {("content", name) for name in names}
 

@@ -116,7 +116,7 @@ def test_absent_copies_are_not_reported_as_verified(tmp_path: Path) -> None:
 def test_ranks_outside_the_manifest_are_wrong_usage(world: World) -> None:
     world.save(FULL)
     world.convert("--checksum", "crc32")
-    fails(2, "verify", world.dst, "--ranks", "1-3", texts=["ranks 2-3", "out of range", "ranks 0-1"])
+    fails(2, "verify", world.dst, "--ranks", "1-3", texts=["ranks 2-3 (--ranks) are out of range", "ranks 0-1"])
 
 
 def test_a_modified_file_gives_a_warning_where_contents_are_not_compared(world: World) -> None:

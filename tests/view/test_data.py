@@ -183,6 +183,22 @@ def test_statistics_equal_stats_and_nan_is_a_problem(tmp_path: Path, world: Worl
     assert name in data["problems"][0]["text"] and data["problems"][0]["level"] == 0
 
 
+def test_quantised_weights_are_shown_as_numbers_on_request(tmp_path: Path) -> None:
+    words = ["--dequantize", "BFloat16"]
+    data = made(tmp_path, FIXTURES / "fp8", "--stats", "--shards", 2, *words)
+    report = done("stats", FIXTURES / "fp8", *words, "--json").json["tensors"]
+    assert [(row[0], row[8]) for row in data["statistics"]] == [(each["name"], each["norm"]) for each in report]
+    to = ("--to", "dcp", "--shards", 2)
+    planned = done("plan", FIXTURES / "fp8", tmp_path / "out", *to, *words, "--json").json
+    assert repeated(data["moves"]["bytes"]) == [each["bytes"] for each in planned["targets"]]
+    fails(2, "view", FIXTURES / "fp8", *words, texts=["add --stats or --dst-strategy"])
+
+
+def test_the_strategy_of_the_source_has_the_option_of_stats(tmp_path: Path) -> None:
+    source = ("--strategy", DEMO / "src_strategy.ckpt")
+    assert made(tmp_path, DEMO / "src_checkpoints", *source) == made(tmp_path, DEMO / "src_checkpoints", *CUT)
+
+
 def test_lost_ranks_are_the_first_problem_and_their_slices_are_marked(tmp_path: Path) -> None:
     shutil.copytree(DEMO / "src_checkpoints", tmp_path / "src")
     shutil.rmtree(tmp_path / "src" / "rank_3")

@@ -1,7 +1,7 @@
 """Archives of ``torch.save`` to be written: a file of records, one for each tensor, and archives of objects.
 
-They have no checksums, as torch writes them with ``set_crc32_options(False)``: the CRC-32 of the elements would have
-to be known before the header is written, and computing it takes a third of the time of a copy.
+The CRC-32 of elements is zero, as torch writes it with ``set_crc32_options(False)``: computing it takes a third of the
+time of a copy. Where checksums are requested, writers fill it in at `OutputLayout.entries`.
 Elements begin at a multiple of 64 bytes of the record, so that they can be mapped.
 """
 
@@ -15,13 +15,15 @@ from typing import NamedTuple
 
 from reshard.checkpoints.formats.archives import REBUILD, REBUILD_TYPED, STORAGES, UNTYPED
 from reshard.checkpoints.formats.dtypes import TORCH_NAMES
-from reshard.checkpoints.formats.output import OutputLayout, OutputTensor
+from reshard.checkpoints.formats.output import CheckedEntry, OutputLayout, OutputTensor
 from reshard.checkpoints.formats.pickles import Global, PickledInstance, pickled
 
 _ALIGNMENT = 64
 _UNKNOWN = 0xFFFFFFFF
 _UTF8 = 0x0800
 _NAME = "archive/"
+# Offsets of the CRC in an entry's header, and in its entry of the directory.
+_LOCAL_CRC, _DIRECTORY_CRC = 14, 16
 _STORAGE_OF = {dtype: name for name, dtype in STORAGES.items()}
 _ORDERED = PickledInstance("collections.OrderedDict", (), None, True)
 
@@ -52,6 +54,7 @@ class ArchiveLayout(OutputLayout):
     def __init__(self) -> None:
         super().__init__()
         self.records: list[WrittenRecord] = []
+        self.entries: list[CheckedEntry] = []
 
 
 def lay_out_archives(tensors: Sequence[OutputTensor], starts: Sequence[tuple[int, ...]]) -> ArchiveLayout:
@@ -77,6 +80,10 @@ def lay_out_archives(tensors: Sequence[OutputTensor], starts: Sequence[tuple[int
             pending = b""
         pending += tail
         length = len(head) + tensor.nbytes + len(tail)
+        if tensor.nbytes:
+            first = offset + len(head)
+            places = tuple(offset + place for place in archive.crc_places)
+            layout.entries.append(CheckedEntry(first, first + tensor.nbytes, places))
         layout.records.append(WrittenRecord(tensor, start, offset, length))
         offset += length
     layout.add(pending)
@@ -112,9 +119,15 @@ def _described(tensor: OutputTensor) -> bytes:
 
 
 class _Archive:
-    """Puts entries together; the content of one may be left out, and then lies where the pieces are joined."""
+    """Puts entries together; the content of one may be left out, and then lies where the pieces are joined.
+
+    Attributes:
+        crc_places: where the CRC of that content is in the archive.
+    """
 
     def __init__(self) -> None:
+        self.crc_places: tuple[int, ...] = ()
+        self._directory_place = 0
         self._bytes = bytearray()
         self._position = 0
         self._directory = bytearray()
@@ -126,6 +139,8 @@ class _Archive:
 
     def begin(self, name: str, size: int) -> bytes:
         """All bytes before the content of an entry; the content is written by others."""
+        self.crc_places = (self._position + _LOCAL_CRC,)
+        self._directory_place = len(self._directory) + _DIRECTORY_CRC
         self._header(name, size, 0)
         head = bytes(self._bytes)
         self._bytes.clear()
@@ -181,6 +196,7 @@ class _Archive:
     def end(self) -> bytes:
         """The remaining bytes, with the directory."""
         start, size, count = self._position, len(self._directory), self._count
+        self.crc_places += (start + self._directory_place,)
         ending = bytes(self._bytes + self._directory)
         if start >= _UNKNOWN:
             ending += struct.pack("<4sQ2H2I4Q", b"PK\6\6", 44, 45, 45, 0, 0, count, count, size, start)

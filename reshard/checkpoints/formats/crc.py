@@ -9,13 +9,13 @@ from concurrent.futures import CancelledError, ThreadPoolExecutor
 from typing import Callable, NamedTuple
 
 from reshard.checkpoints.encrypted import DecryptedFile
-from reshard.checkpoints.files import FileHandles, reading, reading_error
+from reshard.checkpoints.files import FileHandles
 from reshard.checkpoints.formats.ckpt_index import TRAILER_SIZE
 from reshard.checkpoints.formats.dtypes import INTEGERS, MAP_TENSOR
 from reshard.checkpoints.formats.tensors import CheckpointIndex, Tensor
 from reshard.checkpoints.placed import PlacedFile
-from reshard.errors import CheckpointError, DamagedCheckpointError
-from reshard.storage import ReadableFile, UnfitError, fill, opened_regular, read_range
+from reshard.errors import DamagedCheckpointError
+from reshard.storage import ReadableFile, fill, opened_regular, read_range, reading
 from reshard.storage.other_files import GCM
 from reshard.text.wording import plural, quoted
 
@@ -157,14 +157,9 @@ def crc_of_file(path: str, block_bytes: int = 4 << 20, on_block: Callable[[int],
     Raises:
         ReshardError: it cannot be read.
     """
-    try:
-        with opened_regular(path) as file:
-            stream = _Stream(file, block_bytes, on_block)
-            stream.add_range(0, file.size())
-    except UnfitError as error:
-        raise CheckpointError(f"{path}: {error}", file=path) from error
-    except OSError as error:
-        raise reading_error(path, error) from error
+    with reading(path), opened_regular(path) as file:
+        stream = _Stream(file, block_bytes, on_block)
+        stream.add_range(0, file.size())
     return stream.crc
 
 

@@ -18,13 +18,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, Optional, Union
 
-from reshard.checkpoints.files import FileHandles, reading
+from reshard.checkpoints.files import FileHandles
 from reshard.checkpoints.formats.ckpt_index import CRC_MARK, TRAILER_SIZE, read_ckpt_index
 from reshard.checkpoints.formats.dtypes import ARCHIVES
 from reshard.checkpoints.formats.safetensors_index import read_safetensors_index
 from reshard.checkpoints.formats.tensors import CheckpointIndex
 from reshard.errors import CheckpointError, DamagedCheckpointError, RetryableError
-from reshard.storage import FileStatus, ReadableFile, exists, read_each, read_range, storage_of
+from reshard.storage import FileStatus, ReadableFile, exists, read_each, read_range, reading, storage_of
 from reshard.storage.other_files import GCM, HEAD, kind_by_head, kind_of
 
 # Reading headers from network storage waits for round trips; more threads than CPUs help.
@@ -102,8 +102,15 @@ def format_of(path: str) -> str:
     Raises:
         CheckpointError: the ending is neither.
     """
-    format = FORMATS.get(os.path.splitext(path)[1])
+    directory, name = os.path.split(path)
+    format = FORMATS.get(os.path.splitext(name)[1])
     if format is None:
+        if name.endswith((f".{ARCHIVES}", ".metadata")):
+            raise CheckpointError(
+                f"{path}: is a part of a distributed checkpoint of PyTorch",
+                file=path,
+                hint=f"give its directory: {directory or os.curdir}",
+            )
         kind = kind_of(path)
         if kind is not None:
             raise CheckpointError(f"{path}: is {_not_ours(kind)}", file=path, hint=_HINT)

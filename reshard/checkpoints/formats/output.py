@@ -65,6 +65,20 @@ class Data(NamedTuple):
     stop: int
 
 
+class CheckedEntry(NamedTuple):
+    """Bytes of a file whose CRC-32 the file holds, filled in when they are written.
+
+    Attributes:
+        start: offset of the first byte.
+        stop: one past the last.
+        places: offsets of the CRC, 4 bytes in little-endian order each, ascending.
+    """
+
+    start: int
+    stop: int
+    places: tuple[int, ...]
+
+
 class OutputLayout:
     """A file to write, in columns: files may hold hundreds of thousands of tensors.
 
@@ -75,7 +89,10 @@ class OutputLayout:
 
     Attributes:
         size: bytes of the file.
+        entries: bytes with a CRC in the file, in file order; their CRCs are zero in the literals.
     """
+
+    entries: Sequence[CheckedEntry] = ()
 
     def __init__(self, begin: Optional[bytearray] = None) -> None:
         self.size = 0

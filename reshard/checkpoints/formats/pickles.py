@@ -175,8 +175,9 @@ class _Machine:
         self._releasing = releasing
         # Picklers count from 0; only a strange one leaves numbers out. None replaces released objects.
         self._memo: list[Any] = []
-        # Numbers of dictionaries whose instances may not have them yet.
-        self._open_dicts: list[int] = []
+        # Dictionaries whose instances may not have them yet, by identity: each with its number and its height on the
+        # stack. Higher ones come later.
+        self._open_dicts: dict[int, tuple[dict[Any, Any], int, int]] = {}
         # Equal keys of states, and equal sizes, are one object.
         self._shared: dict[tuple[Any, ...], tuple[Any, ...]] = {}
         self._sparse_memo: dict[int, Any] = {}
@@ -305,6 +306,11 @@ class _Machine:
         else:
             raise PickleError("is a damaged pickle: it refers to what is not there")
 
+    def _open(self, new: dict[Any, Any]) -> None:
+        # Its number, if it gets one.
+        self._open_dicts[id(new)] = new, len(self._memo), len(self._stack)
+        self._stack.append(new)
+
     # Operations of more than one line.
 
     def mark(self) -> None:
@@ -360,9 +366,7 @@ class _Machine:
 
     def empty_dict(self) -> None:
         self._memory -= _DICT_BYTES
-        self._stack.append({})
-        # Its number, if it gets one.
-        self._open_dicts.append(len(self._memo))
+        self._open({})
 
     def tuple_of(self, count: int) -> None:
         stack = self._stack
@@ -394,9 +398,10 @@ class _Machine:
     def reduce(self) -> None:
         args = self._arguments()
         value = self._called(args, True)
-        if type(value) is tuple:
-            value = self._one(value)
-        self._stack.append(value)
+        if type(value) is dict:
+            self._open(value)
+        else:
+            self._stack.append(self._one(value) if type(value) is tuple else value)
         memo = self._memo
         if self._releasing and memo and memo[-1] is args:
             memo[-1] = None
@@ -407,22 +412,35 @@ class _Machine:
         state = self._pop()
         target = self._top()
         if isinstance(target, PickledInstance):
+            if type(state) is dict:
+                self._finish(state)
             if type(state) is dict and self._releasing:
                 target.build(tuple(state.values()), self._one(tuple(state)))
-                self._release(state)
             else:
                 target.build(state)
         elif not isinstance(target, dict):
             # An ordered dictionary may have attributes, which are no part of its items.
             raise PickleError("is a damaged pickle: a state is set on what has none")
 
-    def _release(self, state: dict[Any, Any]) -> None:
-        """Release a dictionary; those that were begun after it are finished, too."""
-        memo, places = self._memo, self._open_dicts
-        while places:
-            place = places.pop()
-            if place < len(memo) and memo[place] is state:
-                memo[place] = None
+    def _finish(self, state: dict[Any, Any]) -> None:
+        """Release the dictionary of a state.
+
+        Raises:
+            PickleError: it is not complete, because it is the state of an instance in itself.
+        """
+        opened, height = self._open_dicts, len(self._stack)
+        entry = opened.get(id(state))
+        if entry is not None and entry[2] < height and self._stack[entry[2]] is state:
+            raise PickleError("is a pickle with a state that contains itself, which is not read")
+        # All that were begun after it are complete.
+        while opened:
+            identity, (last, number, at) = opened.popitem()
+            if at < height:
+                opened[identity] = last, number, at
+                return
+            if last is state:
+                if self._releasing and number < len(self._memo) and self._memo[number] is state:
+                    self._memo[number] = None
                 return
 
     def _one(self, values: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -18,7 +18,7 @@ from typing import Any, Optional
 from reshard.checkpoints.formats.dtypes import FROM_SAFETENSORS, INT4, ITEM_SIZES, SAFETENSORS_NAMES, SUB_BYTE_TYPES
 from reshard.checkpoints.formats.tensors import MOST_TENSORS, CheckpointIndex, TensorTable, check_shape, too_many
 from reshard.errors import CheckpointError, DamagedCheckpointError
-from reshard.storage import ReadableFile, read_range
+from reshard.storage import ReadableFile, read_range, windows_in
 from reshard.storage.json_text import JsonError, JsonStream
 from reshard.text.wording import quoted
 
@@ -27,7 +27,6 @@ LENGTH_SIZE = 8
 LONGEST_HEADER = 100_000_000
 """Maximum bytes of a header, as in the library."""
 
-_WINDOW = 1 << 18
 # Maximum length of a tensor's entry, including its name.
 _LONGEST_ENTRY = 1 << 17
 _LONGEST_NAME = 1 << 14
@@ -78,16 +77,7 @@ class _Header:
         self._stops = array("Q")
         length = self._length(file)
         self._data_start = LENGTH_SIZE + length
-        position = LENGTH_SIZE
-
-        def read() -> bytes:
-            nonlocal position
-            count = min(_WINDOW, self._data_start - position)
-            data = read_range(file, position, count) if count else b""
-            position += len(data)
-            return data
-
-        stream = JsonStream(read, _LONGEST_ENTRY)
+        stream = JsonStream(windows_in(file, LENGTH_SIZE, self._data_start), _LONGEST_ENTRY)
         try:
             if stream.peek() != "{":
                 raise self._damaged("its header does not begin with '{'")

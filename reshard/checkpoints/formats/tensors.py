@@ -208,6 +208,14 @@ def tensors_named(name: str, indexes: Iterable[CheckpointIndex]) -> list[Tensor]
     return tensors
 
 
+def files_alike(indexes: Mapping[int, CheckpointIndex]) -> list[list[int]]:
+    """The numbers of files, ascending, grouped by equal structure: such files share their tensors."""
+    groups: dict[int, list[int]] = {}
+    for number, index in sorted(indexes.items()):
+        groups.setdefault(id(index.tensors), []).append(number)
+    return list(groups.values())
+
+
 class TensorTable(Mapping[str, Tensor]):
     """Tensors by name, in the order of addition."""
 

@@ -17,11 +17,11 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import NamedTuple, Optional
 
-from reshard.checkpoints.files import FileHandles, reading
+from reshard.checkpoints.files import FileHandles
 from reshard.forms.checkpoint2.files import IterationFiles
 from reshard.forms.checkpoint2.metadata import Chunks, Metadata, TensorRecord
 from reshard.forms.checkpoint2.placing import Placer, RankList, TensorPlacement, ranks_of_files
-from reshard.storage import read_range
+from reshard.storage import read_range, reading
 from reshard.text.names import state_prefix
 
 

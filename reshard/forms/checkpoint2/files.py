@@ -6,12 +6,12 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Optional
 
-from reshard.checkpoints.files import FileHandles, reading
+from reshard.checkpoints.files import FileHandles
 from reshard.checkpoints.formats.headers import read_headers
 from reshard.checkpoints.formats.tensors import CheckpointIndex
 from reshard.errors import CheckpointError, DamagedCheckpointError
 from reshard.forms.checkpoint2.iterations import METADATA, file_order, parse_file_name
-from reshard.storage import leads_to, store_of
+from reshard.storage import leads_to, reading, store_of
 from reshard.text.report import Report
 from reshard.text.wording import plural, some_names
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Optional, cast
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.checkpoints.edited import stored_checkpoint
-from reshard.checkpoints.files import reading
 from reshard.defaults import DEFAULT_PREFIX
 from reshard.errors import InputError
 from reshard.forms.checkpoint2.iterations import (
@@ -26,7 +25,7 @@ from reshard.forms.checkpoint2.iterations import (
 from reshard.forms.form import Description, Form, FormOptions, Layouts, ReadRequest, SavedCut, SavedStep, WriteRequest
 from reshard.forms.target import FinishingFile, TargetForm
 from reshard.forms.writing import selected
-from reshard.storage import caches_listings, is_directory, is_regular_file, read_range
+from reshard.storage import caches_listings, is_directory, is_regular_file, read_range, reading
 from reshard.strategies import Strategy
 from reshard.text.messages import listing
 from reshard.text.names import is_weight

@@ -6,15 +6,25 @@ the only mark of completeness: an unfinished asynchronous save may look complete
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Optional
 
-from reshard.checkpoints.files import reading_error
 from reshard.errors import CheckpointError, UsageError
-from reshard.storage import UnfitError, absolute, is_directory, names_in, opened_regular, read_small
-from reshard.storage.json_text import JsonError, parse_json
+from reshard.forms.ranks.refused import hint_of_checkpoints_below
+from reshard.storage import (
+    UnfitError,
+    absolute,
+    is_directory,
+    names_in,
+    opened_regular,
+    read_json,
+    read_small,
+    reading,
+    reading_error,
+)
 from reshard.text.report import Report
 from reshard.text.wording import some_names
 
@@ -102,7 +112,7 @@ def choose(path: str, step: Optional[str], report: Report) -> IterationChoice:
         raise CheckpointError(
             f"{path}: holds no {iteration_name(0)[:-8]}* directory",
             file=path,
-            hint="a root of Checkpoint 2.0 has one for each iteration that was saved",
+            hint=hint_of_checkpoints_below(path) or "a root of Checkpoint 2.0 has one for each saved iteration",
         )
     tracked = read_tracker(path)
     if requested is not None:
@@ -156,23 +166,8 @@ def read_common(directory: str) -> dict[str, Any]:
         RetryableError: reading failed in a way that may pass.
     """
     path = os.path.join(directory, COMMON)
-    try:
-        content = parse_json(read_small(path, _LARGEST_COMMON))
-        if not isinstance(content, dict):
-            raise JsonError("it is no JSON object")
-        return content
-    except FileNotFoundError:
-        return {}
-    except OSError as error:
-        raise reading_error(path, error) from error
-    except UnfitError as error:
-        raise CheckpointError(f"{path}: {error}", file=path) from error
-    except JsonError as error:
-        raise CheckpointError(
-            f"{path} is damaged: {error}",
-            file=path,
-            hint="copy it again from the original; or remove it, without epoch and step",
-        ) from error
+    hint = "copy it again from the original; or remove it, without epoch and step"
+    return read_json(path, _LARGEST_COMMON, hint=hint) or {}
 
 
 def _iterations_in(root: str, names: Sequence[str]) -> Iterator[Iteration]:
@@ -192,13 +187,9 @@ def _is_iteration(path: str, names: Sequence[str]) -> bool:
 
 def _begins_as_metadata(path: str) -> bool:
     """Whether a file begins as a metadata.json of Checkpoint 2.0; other programs use that name too."""
-    try:
-        with opened_regular(path) as file:
-            return _SECTION.match(file.read(0, _HEAD)) is not None
-    except (FileNotFoundError, UnfitError):
-        return False
-    except OSError as error:
-        raise reading_error(path, error) from error
+    with reading(path), contextlib.suppress(FileNotFoundError, UnfitError), opened_regular(path) as file:
+        return _SECTION.match(file.read(0, _HEAD)) is not None
+    return False
 
 
 def _parse_step(step: Optional[str]) -> Optional[int]:

@@ -6,20 +6,19 @@ So it is parsed entry by entry, and equal layouts, lists of ranks and groups of 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import re
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Callable, NamedTuple, Optional
+from typing import Any, NamedTuple, Optional
 
-from reshard.checkpoints.files import reading_error
 from reshard.checkpoints.formats.tensors import MAX_DIMENSIONS, MAX_ELEMENTS
 from reshard.defaults import MAX_DEVICES
-from reshard.errors import CheckpointError
 from reshard.forms.checkpoint2.iterations import METADATA, parse_key
-from reshard.storage import ReadableFile, UnfitError, opened_regular, read_range
+from reshard.storage import UnfitError, opened_regular, reading, windows_in
 from reshard.storage.json_text import Fields, JsonError, JsonStream, integers, parse_json
 from reshard.text.wording import quoted
 
@@ -51,33 +50,11 @@ def read_metadata(directory: str) -> Optional[Metadata]:
         RetryableError: reading failed in a way that may pass.
     """
     path = os.path.join(directory, METADATA)
-    try:
-        with opened_regular(path) as file:
-            if file.size() > MOST_BYTES:
-                raise UnfitError(f"is larger than any {METADATA} that is read ({MOST_BYTES >> 30} GiB)")
-            return _Reader(path, JsonStream(_windows(file), _MOST_ITEM)).read()
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise reading_error(path, error) from error
-    except UnfitError as error:
-        raise CheckpointError(f"{path}: {error}", file=path) from error
-    except JsonError as error:
-        raise CheckpointError(f"{path} is damaged: {error}", file=path, hint=_AGAIN) from error
-
-
-def _windows(file: ReadableFile) -> Callable[[], bytes]:
-    """A reader of a file's bytes, piece by piece."""
-    size = file.size()
-    position = 0
-
-    def read() -> bytes:
-        nonlocal position
-        data = read_range(file, position, min(_ONE_READ, size - position))
-        position += len(data)
-        return data
-
-    return read
+    with reading(path, hint=_AGAIN), contextlib.suppress(FileNotFoundError), opened_regular(path) as file:
+        if file.size() > MOST_BYTES:
+            raise UnfitError(f"is larger than any {METADATA} that is read ({MOST_BYTES >> 30} GiB)")
+        return _Reader(path, JsonStream(windows_in(file, window=_ONE_READ), _MOST_ITEM)).read()
+    return None
 
 
 class _Reader:

@@ -6,11 +6,10 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, NoReturn, Optional
 
-from reshard.checkpoints.files import reading_error
 from reshard.checkpoints.formats.dtypes import FROM_TORCH, dtype_named
 from reshard.checkpoints.formats.pickles import Global, PickledInstance, PickleError, among, read_pickle
 from reshard.errors import CheckpointError, InputError
-from reshard.storage import UnfitError, read_small
+from reshard.storage import read_small, reading
 from reshard.text.names import as_pattern
 from reshard.text.wording import quoted
 
@@ -37,6 +36,14 @@ _DESCRIBING = (
     "MetadataIndex",
     "TensorProperties",
 )
+# Types of torch that reshard does not know: their tensors are refused, and can be left out.
+_OTHER_TYPES = frozenset(
+    f"torch.{name}"
+    for name in (
+        *("complex32", "float4_e2m1fn_x2", "qint8", "qint32", "quint8", "quint4x2", "quint2x4"),
+        *(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)),
+    )
+)
 # Classes whose instances are read as data. Those of plans are ignored.
 NAMES = frozenset(
     {
@@ -53,6 +60,7 @@ NAMES = frozenset(
         *(f"{room}metadata.{name}" for room in (_HYPER_NOW, _HYPER_BEFORE) for name in _DESCRIBING),
         *(f"{room}storage.StorageInfo" for room in (_HYPER_NOW, _HYPER_BEFORE)),
         *FROM_TORCH,
+        *_OTHER_TYPES,
         "torch.serialization._get_layout",
         *(
             f"{module}.{name}"
@@ -122,12 +130,8 @@ def read_metadata(paths: Iterable[str]) -> ReadMetadata:
     """
     metadata = ReadMetadata({}, {}, {}, {})
     for path in paths:
-        try:
+        with reading(path):
             data = read_small(path, MAX_METADATA)
-        except UnfitError as error:
-            raise CheckpointError(f"{path}: {error}", file=path) from error
-        except OSError as error:
-            raise reading_error(path, error) from error
         try:
             pickled = read_pickle(data, among(NAMES))
         except PickleError as error:

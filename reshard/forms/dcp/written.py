@@ -9,7 +9,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Optional
 
-from reshard.checkpoints import reading_error
 from reshard.checkpoints.checkpoint import Checkpoint, StoredObject
 from reshard.checkpoints.formats.archive_output import ArchiveLayout, archive_of_pickle, lay_out_archives
 from reshard.checkpoints.formats.archives import Archive
@@ -24,12 +23,17 @@ from reshard.forms.form import WriteRequest
 from reshard.forms.target import FinishingFile
 from reshard.forms.writing import Selected
 from reshard.layout import Box, shape_of, volume_of
-from reshard.storage import read_range, status_at
+from reshard.storage import read_range, reading, reading_error, status_at
 from reshard.text.names import as_pattern
 from reshard.text.wording import quoted
 
 _PART = 1 << 16
 _MAX_OBJECT = 1 << 30
+# Megatron's file beside its objects, which forms of others do not carry.
+_BACKEND = (
+    b'{"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", '
+    b'"common_backend_version": 1}'
+)
 
 
 class _Chunk(NamedTuple):
@@ -106,11 +110,8 @@ class _DistributedFiles(ChunkFiles):
     def _read(self, stored: StoredObject) -> bytes:
         if stored.length > _MAX_OBJECT:
             raise CheckpointError(f"{stored.path}: holds an object of {stored.length:,} bytes", file=stored.path)
-        try:
-            with contextlib.closing(self._handles.open_file(stored.path)) as file:
-                return read_range(file, stored.offset, stored.length)
-        except OSError as error:
-            raise reading_error(stored.path, error) from error
+        with reading(stored.path), contextlib.closing(self._handles.open_file(stored.path)) as file:
+            return read_range(file, stored.offset, stored.length)
 
     def _object_places(self) -> Iterator[tuple[str, int, int]]:
         """Per object where it begins in their file, and its bytes."""
@@ -188,9 +189,10 @@ class DcpFiles(_DistributedFiles):
             )
 
         common, beside = self._common, self._beside
-        files = [] if common is None else [FinishingFile(COMMON, lambda: [self._read(common)])]
-        if beside is not None:
-            files.append(FinishingFile(BACKEND, lambda: [self._read(beside)]))
+        files = []
+        if common is not None:
+            files.append(FinishingFile(COMMON, lambda: [self._content(COMMON, common)]))
+            files.append(FinishingFile(BACKEND, lambda: [_BACKEND if beside is None else self._read(beside)]))
         return [*files, *self._finishing(objects, metadata)]
 
 

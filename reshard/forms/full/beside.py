@@ -8,14 +8,20 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Optional
 
-from reshard.checkpoints import FileHandles, reading_error
+from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor
-from reshard.checkpoints.files import reading
 from reshard.errors import CheckpointError
 from reshard.forms.form import WriteRequest
 from reshard.forms.target import FinishingFile
-from reshard.storage import UnfitError, for_each, is_regular_file, opened_regular, read_range, read_small
-from reshard.storage.json_text import JsonError, parse_json
+from reshard.storage import (
+    UnfitError,
+    for_each,
+    is_regular_file,
+    opened_regular,
+    read_json,
+    read_range,
+    reading,
+)
 from reshard.text.names import is_weight
 from reshard.text.report import Report
 from reshard.text.wording import quoted, some_names
@@ -95,17 +101,15 @@ def _of_other_types(
         RetryableError: it cannot be read.
     """
     try:
-        config = parse_json(read_small(path, _LARGEST_CONFIG))
-    except (UnfitError, JsonError) as error:
-        report.warn(f"{path} {error}; it is copied unchanged: check that it names the type of the weights")
+        config = read_json(path, _LARGEST_CONFIG) or {}
+    except CheckpointError as error:
+        report.warn(f"{error.message}; it is copied unchanged: check that it names the type of the weights")
         return None
-    except OSError as error:
-        raise reading_error(path, error) from error
     content = None
-    if request.dequantised and isinstance(config, dict) and not QUANTISATION.isdisjoint(config):
+    if request.dequantised and not QUANTISATION.isdisjoint(config):
         config = {key: value for key, value in config.items() if key not in QUANTISATION}
         content = (json.dumps(config, indent=2) + "\n").encode()
-    recorded = {key: config[key] for key in TYPE_KEYS if key in config} if isinstance(config, dict) else {}
+    recorded = {key: config[key] for key in TYPE_KEYS if key in config}
     types = sorted(
         {
             tensor.dtype.lower()
@@ -180,11 +184,9 @@ def _same_but_type(old: str, new: str, target: Checkpoint) -> bool:
     tensors = target.tensors
     types = {tensor.dtype for name, tensor in tensors.items() if is_weight(name, tensors) and "Float" in tensor.dtype}
     try:
-        before, after = (parse_json(read_small(path, _LARGEST_CONFIG)) for path in (old, new))
-    except (UnfitError, JsonError):
+        before, after = (read_json(path, _LARGEST_CONFIG) or {} for path in (old, new))
+    except CheckpointError:
         return _same(old, new)
-    if not isinstance(before, dict) or not isinstance(after, dict):
-        return bool(before == after)
     plain = {key: value for key, value in before.items() if key in after or key not in QUANTISATION}
     if len(types) != 1:
         return bool(after == plain)

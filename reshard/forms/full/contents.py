@@ -23,6 +23,7 @@ from reshard.forms.full.directory import (
     SINGLE,
     UNIFIED,
     UNIFIED_MAP,
+    check_finished,
     extra_files_in,
     file_names,
     files_without_index,
@@ -260,6 +261,7 @@ def read_unified(
     names = names_in(directory)
     map_path = os.path.join(directory, UNIFIED_MAP)
     if UNIFIED_MAP not in names:
+        check_finished(directory, names)
         raise CheckpointError(
             f"{directory}: has no {UNIFIED_MAP}, which lists the file of each tensor",
             file=directory,
@@ -282,7 +284,7 @@ def read_huggingface(
     """Read a directory of Hugging Face's weights, headers only.
 
     Args:
-        path: the directory, or one of its indexes.
+        path: the directory, one of its indexes, or its one file.
         handles: where to borrow files from.
         report: gets notes on skipped parts.
         damaged: unusable files with the reason, by path.
@@ -294,9 +296,12 @@ def read_huggingface(
     """
     directory = path if is_directory(path) else os.path.dirname(path) or os.curdir
     names = names_in(directory)
-    index_path = path if directory != path else index_in(directory, names)
+    single = os.path.basename(path) == SINGLE and directory != path
+    index_path = None if single else path if directory != path else index_in(directory, names)
     weight_map: Optional[dict[str, str]] = None
-    if index_path is None:
+    if single:
+        files = [SINGLE]
+    elif index_path is None:
         files = files_without_index(directory, names, report)
     else:
         weight_map = read_weight_map(index_path)
@@ -309,7 +314,8 @@ def read_huggingface(
             )
     contents = Contents.read(directory, files, handles, damaged)
     _check_whole(contents)
-    report_unread(directory, names, files, NUMBERED, index_path, report)
+    if not single:
+        report_unread(directory, names, files, NUMBERED, index_path, report)
     contents.check(index_path or directory, weight_map, len(files), {}, report)
     tensors, values = contents.tensors(len(files))
     extra_files = extra_files_in(directory, names, files)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, Optional
 
-from reshard.errors import CheckpointError, DamagedCheckpointError, RetryableError
+from reshard.errors import CheckpointError, DamagedCheckpointError
 from reshard.forms.ranks.naming import check_inside
-from reshard.storage import UnfitError, is_directory, is_regular_file, names_in, read_small
-from reshard.storage.json_text import JsonError, parse_json
+from reshard.forms.ranks.tree import find_rank
+from reshard.forms.target import UNFINISHED
+from reshard.storage import is_directory, is_regular_file, names_in, read_json, reading
+from reshard.storage.json_text import JsonError
 from reshard.text.name_order import natural_order
 from reshard.text.report import Report
 from reshard.text.wording import one_line, plural, quoted, some_names
@@ -30,6 +33,7 @@ UNIFIED, HUGGINGFACE = "unified", "huggingface"
 MAP_FILES = {UNIFIED: UNIFIED_MAP, HUGGINGFACE: HUGGINGFACE_INDEX}
 """The map or index of each form."""
 
+_CONFIG = "config.json"
 # A name and its file take some hundred bytes; the largest models have some hundred thousand.
 _LARGEST = 128 << 20
 _WEIGHTS = "weight_map"
@@ -46,22 +50,15 @@ def read_weight_map(path: str) -> dict[str, str]:
         DamagedCheckpointError: it is not a map, or lists a file outside its directory or without ``.safetensors``.
         RetryableError: it cannot be read now.
     """
-    try:
-        weight_map = _weights_of(parse_json(read_small(path, _LARGEST)), flat=os.path.basename(path) == UNIFIED_MAP)
-    except (UnfitError, FileNotFoundError) as error:
-        reason = str(error) if isinstance(error, UnfitError) else "does not exist"
-        raise CheckpointError(f"{path}: {reason}", file=path, hint=_FROM_A_COPY) from error
-    except OSError as error:
-        raise RetryableError(f"{path}: cannot be read: {error.strerror or error}", file=path) from error
-    except JsonError as error:
-        raise DamagedCheckpointError(f"{path}: is damaged: {error}", file=path, hint=_FROM_A_COPY) from None
-    return weight_map
+    content = read_json(path, _LARGEST, DamagedCheckpointError, _FROM_A_COPY)
+    if content is None:
+        raise CheckpointError(f"{path}: does not exist", file=path, hint=_FROM_A_COPY)
+    with reading(path, DamagedCheckpointError, _FROM_A_COPY):
+        return _weights_of(content, flat=os.path.basename(path) == UNIFIED_MAP)
 
 
-def _weights_of(content: Any, flat: bool) -> dict[str, str]:
+def _weights_of(content: dict[str, Any], flat: bool) -> dict[str, str]:
     """The inner object, checked; with ``flat``, it may be the outer object."""
-    if not isinstance(content, dict):
-        raise JsonError("it is not an object")
     weights = content.get(_WEIGHTS)
     if not isinstance(weights, dict):
         if not flat or (weights is not None and not isinstance(weights, str)):
@@ -110,7 +107,7 @@ def file_names(names: Sequence[str]) -> str:
 
 
 def full_weights_form(path: str, names: Optional[Sequence[str]] = None) -> Optional[str]:
-    """``unified`` or ``huggingface`` for a directory of full weights, or its map or index; else None.
+    """``unified`` or ``huggingface`` for a directory of full weights, its map or index, or its one file; else None.
 
     Args:
         path: a directory, or a file.
@@ -121,13 +118,19 @@ def full_weights_form(path: str, names: Optional[Sequence[str]] = None) -> Optio
     """
     if not is_directory(path):
         name = os.path.basename(path)
-        return UNIFIED if name == UNIFIED_MAP else HUGGINGFACE if name.endswith(INDEX_ENDING) else None
+        single = name == SINGLE and _is_of_a_model(os.path.dirname(path))
+        return UNIFIED if name == UNIFIED_MAP else HUGGINGFACE if single or name.endswith(INDEX_ENDING) else None
     names = names_in(path) if names is None else names
     if UNIFIED_MAP in names or HYPER_PARAMETERS in names or any(map(PART.fullmatch, names)):
         return UNIFIED
     if any(name.endswith(INDEX_ENDING) for name in names) or any(map(_is_model_file, names)):
         return HUGGINGFACE
     return None
+
+
+def _is_of_a_model(directory: str) -> bool:
+    """Whether a single file there holds full weights: files of ranks may have its name, but no config.json beside."""
+    return is_regular_file(os.path.join(directory, _CONFIG)) and find_rank(directory) is None
 
 
 def index_in(directory: str, names: Sequence[str]) -> Optional[str]:
@@ -154,6 +157,7 @@ def files_without_index(directory: str, names: Sequence[str], report: Report) ->
     Raises:
         CheckpointError: the files may be of several models, or some are missing.
     """
+    check_finished(directory, names)
     files = natural_order(filter(_is_model_file, names))
     if len(files) == 1 and not NUMBERED.fullmatch(files[0]):
         return files
@@ -174,6 +178,20 @@ def files_without_index(directory: str, names: Sequence[str], report: Report) ->
         )
     report.note(f"{directory}: has no {HUGGINGFACE_INDEX}; its {plural(count, 'file')} are read; none is missing")
     return files
+
+
+def check_finished(directory: str, names: Sequence[str]) -> None:
+    """Refuse a directory without a map or index that a conversion is writing, or did not finish.
+
+    Raises:
+        CheckpointError: it is marked as unfinished.
+    """
+    if UNFINISHED in names:
+        raise CheckpointError(
+            f"{directory}: is not complete: the conversion that writes it has not ended",
+            file=directory,
+            hint=f"if it was interrupted: reshard resume {shlex.quote(directory)}",
+        )
 
 
 def _is_model_file(name: str) -> bool:

@@ -12,16 +12,16 @@ import functools
 import itertools
 import os
 import re
+import shlex
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Optional
 
-from reshard.checkpoints.files import reading_error
 from reshard.checkpoints.formats.headers import FORMATS, format_of
 from reshard.errors import CheckpointError, ReshardError
 from reshard.forms.ranks.naming import FileNames, names_of
-from reshard.forms.ranks.refused import refuse_other_forms
+from reshard.forms.ranks.refused import hint_of_checkpoints_below, refuse_other_forms
 from reshard.forms.ranks.steps import (
     RANK,
     Pattern,
@@ -40,6 +40,7 @@ from reshard.storage import (
     for_each,
     is_directory,
     leads_to,
+    reading_error,
     real,
     store_of,
 )
@@ -51,6 +52,9 @@ _FAULT_DIRECTORY = re.compile(r"(ckpt_dir)([0-9]+)")
 _NUMBERED = re.compile(r"(.*?)([0-9]+)", re.DOTALL)
 _UNFINISHED = "_tmp"
 _MOST_LISTED = 8
+PEFT_ADAPTER = "adapter_model.safetensors"
+"""PEFT's file of an adapter's matrices."""
+
 _PYTORCH_ENDINGS = (".bin", ".pt", ".pth")
 _MOST_STEPS = 20
 _CHOOSE = "choose with --file-suffix TEXT (only files whose stem ends so) or --step"
@@ -196,7 +200,7 @@ class SourceTree:
         files = {rank: file.path for rank, file in sorted(chosen.items())}
         notes = tuple(_differences(step, chosen.values()))
         if self.single_file:
-            return StepFiles(step, files, notes)
+            return StepFiles(step, files, (*notes, *_of_one_rank(self.root)))
         root = fixed_directory(self.root) if _is_pattern(self.root) else self.root
         return StepFiles(step, files, notes, root, tuple(chosen.values()))
 
@@ -368,6 +372,17 @@ def _is_pattern(src: str) -> bool:
     return RANK in src and not exists(src)
 
 
+def _of_one_rank(file: str) -> Iterator[str]:
+    """A note for a file, taken for a whole checkpoint, whose directory is one of several ranks."""
+    directory = os.path.dirname(absolute(file))
+    place = os.path.dirname(directory)
+    if _RANK_DIRECTORY.fullmatch(os.path.basename(directory)) and len(_rank_numbers(place)) > 1:
+        yield (
+            f"{file}: is the file of one of several ranks, and is read as a whole checkpoint; if ranks hold slices, "
+            f"pass {place} with its strategy"
+        )
+
+
 def _rank_numbers(src: str) -> set[int]:
     """Ranks that have a directory, with or without checkpoints."""
     matches = (_RANK_DIRECTORY.fullmatch(name) for name in _subdirectories(src))
@@ -383,7 +398,8 @@ def _nothing_found(src: str, directories: list[str]) -> CheckpointError:
             file=src,
             hint="for files in subdirectories, pass a path with {rank}: 'ckpt/rank_{rank}/*/*.ckpt'",
         )
-    hint = (
+    below = hint_of_checkpoints_below(src)
+    hint = below or (
         "a source is a directory of rank_0/, rank_1/ ... (or rank0/, 0/), one file, a path with {rank} in it, or a "
         "directory of Checkpoint 2.0, unified, Hugging Face or PyTorch weights"
     )
@@ -402,6 +418,13 @@ def _nothing_found(src: str, directories: list[str]) -> CheckpointError:
                 hint = f"if their numbers are the ranks, name them so: '{os.path.join(src, match[1] + RANK)}'"
                 break
     files = [os.path.basename(path) for path in _checkpoints(src)]
+    if PEFT_ADAPTER in files:
+        return CheckpointError(
+            f"{src}: is an adapter that PEFT saved, and no model",
+            file=src,
+            hint=f"merge it into its base: reshard merge-lora BASE {shlex.quote(src)} OUT; for its tensors alone, give "
+            f"its file: {os.path.join(src, PEFT_ADAPTER)}",
+        )
     if files:
         shown = ", ".join(files[:_MOST_LISTED])
         return CheckpointError(f"{src}: holds files ({shown}) but no rank directories", file=src, hint=hint)
@@ -414,7 +437,7 @@ def _nothing_found(src: str, directories: list[str]) -> CheckpointError:
         return CheckpointError(
             f"{src}: holds PyTorch files ({shown}), which are not read, and no .ckpt or .safetensors file",
             file=src,
-            hint="save the model as safetensors first: model.save_pretrained(DIR, safe_serialization=True)",
+            hint=below or "save the model as safetensors first: model.save_pretrained(DIR, safe_serialization=True)",
         )
     return CheckpointError(f"{src}: holds no checkpoints", file=src, hint=hint)
 

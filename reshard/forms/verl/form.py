@@ -11,7 +11,6 @@ from typing import NamedTuple, Optional, Union, cast
 
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import Checkpoint
-from reshard.checkpoints.files import reading
 from reshard.checkpoints.formats.archives import Archive
 from reshard.checkpoints.formats.dtypes import ARCHIVES
 from reshard.checkpoints.formats.tensors import CheckpointIndex, check_shape
@@ -22,7 +21,7 @@ from reshard.forms.form import Description, Form, FormOptions, Layouts, ReadRequ
 from reshard.forms.full.directory import extra_files_in, file_names
 from reshard.forms.full.form import check_latest
 from reshard.forms.verl.dtensors import PlacementError, RankPart, is_read, part_of
-from reshard.storage import caches_listings, for_each, is_directory, names_in
+from reshard.storage import caches_listings, for_each, is_directory, names_in, reading
 from reshard.strategies import Strategy
 from reshard.text.messages import listing
 from reshard.text.name_order import layers_in_order
@@ -35,6 +34,7 @@ _MODEL = re.compile(r"model_world_size_([1-9][0-9]{0,5})_rank_(0|[1-9][0-9]{0,5}
 _OTHER_STATE = re.compile(r"(optim|extra_state)_world_size_[0-9]+_rank_[0-9]+\.pt")
 _BESIDE = "huggingface"
 _HINT = "copy the files of one save again"
+_FSDP1 = "torch.distributed._shard.sharded_tensor."
 
 
 class VerlForm(Form):
@@ -153,7 +153,7 @@ def _read_rank(path: str, handles: FileHandles) -> Union[_RankFile, DamagedCheck
         size = file.size()
         try:
             archive = Archive(file, 0, size)
-            state = archive.pickled(is_read)
+            state = archive.pickled(lambda name: _is_allowed(path, name))
             if not isinstance(state, dict):
                 return DamagedCheckpointError(f"{path}: holds no dictionary of tensors", file=path, hint=_HINT)
             if not all(isinstance(name, str) for name in state):
@@ -175,6 +175,22 @@ def _read_rank(path: str, handles: FileHandles) -> Union[_RankFile, DamagedCheck
     )
     tensors = {tensor.name: tensor for tensor in placement.tensors()}
     return _RankFile(CheckpointIndex(path, ARCHIVES, size, tensors, archived=True), placement, parts)
+
+
+def _is_allowed(path: str, name: str) -> bool:
+    """Whether a pickle may name a class or function.
+
+    Raises:
+        CheckpointError: it is FSDP1's.
+    """
+    if name.startswith(_FSDP1):
+        raise CheckpointError(
+            f"{path}: holds tensors of FSDP1 (ShardedTensor), which are not read",
+            file=path,
+            hint="load it in the same job and save it with torch.distributed.checkpoint; or train with a device mesh, "
+            "FSDP(model, device_mesh=...), or with FSDP2",
+        )
+    return is_read(name)
 
 
 def _tensors(

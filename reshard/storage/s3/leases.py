@@ -17,7 +17,7 @@ import re
 import threading
 import time
 from collections.abc import Iterator
-from typing import Callable, Optional, Protocol
+from typing import Callable, Optional
 
 from reshard.storage import temporary
 from reshard.storage.locks import Waiting
@@ -146,9 +146,15 @@ class Lease:
 
     def put_again(self) -> None:
         """Rewrite the object."""
-        with _unless_busy(self._lock) as idle, contextlib.suppress(OSError):
-            if idle and not self._released:
-                self._put()
+        if not self._lock.acquire(blocking=False):
+            # The thread that holds it rewrites the object itself, perhaps slowly.
+            return
+        try:
+            with contextlib.suppress(Exception):
+                if not self._released:
+                    self._put()
+        finally:
+            self._lock.release()
 
     def check(self) -> None:
         """Raise if another process has removed this one's object while it was suspended.
@@ -299,9 +305,8 @@ def put_if(service: Service, path: str, content: bytes, **condition: str) -> Opt
     Raises:
         OSError: the service returned an unexpected answer, or does not support the condition.
     """
-    bucket, key = Address.parse(path)
     try:
-        etag = service.request(path, "put_object", Bucket=bucket, Key=key, Body=content, **condition).get("ETag")
+        etag = service.put(path, content, **condition).get("ETag")
         if etag:
             return str(etag)
     except FileNotFoundError:
@@ -330,9 +335,8 @@ def knows_conditions(service: Service, path: str) -> bool:
 
 def _refused(service: Service, path: str, **condition: str) -> bool:
     """Whether a service refuses a write whose condition fails."""
-    bucket, key = Address.parse(path)
     try:
-        service.request(path, "put_object", Bucket=bucket, Key=key, Body=b"", **condition)
+        service.put(path, b"", **condition)
     except OSError as error:
         if error.errno not in (errno.ESTALE, errno.ENOENT):
             raise
@@ -373,16 +377,12 @@ def has_conditional_writes(service: Service, path: str) -> bool:
     return conditional
 
 
-class _Alive(Protocol):
-    def put_again(self) -> None: ...
-
-
-_alive: set[_Alive] = set()
+_alive: set[Lease] = set()
 _alive_lock = threading.Lock()
 _thread: Optional[threading.Thread] = None
 
 
-def _keep_alive(one: _Alive) -> None:
+def _keep_alive(one: Lease) -> None:
     global _thread
     with _alive_lock:
         _alive.add(one)
@@ -391,7 +391,7 @@ def _keep_alive(one: _Alive) -> None:
             _thread.start()
 
 
-def _let_go(one: _Alive) -> None:
+def _let_go(one: Lease) -> None:
     with _alive_lock:
         _alive.discard(one)
 
@@ -403,23 +403,7 @@ def _put_again() -> None:
             now = list(_alive)
         for one in now:
             # Each in its own thread: the failure or delay of one does not stop the others.
-            threading.Thread(target=_put_one, args=(one,), name="reshard-alive", daemon=True).start()
-
-
-def _put_one(one: _Alive) -> None:
-    with contextlib.suppress(Exception):
-        one.put_again()
-
-
-@contextlib.contextmanager
-def _unless_busy(lock: threading.Lock) -> Iterator[bool]:
-    """Hold a lock while the block runs, if it is free: its holder rewrites the object itself, perhaps slowly."""
-    idle = lock.acquire(blocking=False)
-    try:
-        yield idle
-    finally:
-        if idle:
-            lock.release()
+            threading.Thread(target=one.put_again, name="reshard-alive", daemon=True).start()
 
 
 def _now() -> float:

@@ -183,8 +183,7 @@ class NewObject(NewFile):
         return OSError(errno.ECANCELED, "was given up", self._path)
 
     def _request(self, operation: str, **arguments: Any) -> Any:
-        bucket, key = Address.parse(self._path)
-        return self._service.request(self._path, operation, Bucket=bucket, Key=key, **arguments)
+        return self._service.request(self._path, operation, **arguments)
 
     def finish(self) -> FileStatus:
         """Wait until every part is stored, except for an object of one part."""
@@ -222,7 +221,7 @@ class NewObject(NewFile):
                 if error.errno not in (errno.ESTALE, errno.ENOENT, errno.ENOTSUP):
                     raise
                 conditional = error.errno != errno.ENOTSUP
-        current = self._head()
+        current = self._service.head(self._path)
         if current is not None and self._is_ours(current):
             return None
         if not conditional and (current or {}).get("ETag", "") == expected.version:
@@ -244,18 +243,12 @@ class NewObject(NewFile):
             self._request("complete_multipart_upload", UploadId=self._upload, MultipartUpload=parts, **condition)
         except FileNotFoundError:
             # It succeeded and the answer was lost, or another program aborted it, or removed the object to replace.
-            current = self._head()
+            current = self._service.head(self._path)
             if current is not None and self._is_ours(current):
                 return
             if condition and (current or {}).get("ETag") != condition.get("IfMatch"):
                 raise
             raise OSError(errno.ECANCELED, "another program aborted its upload", self._path) from None
-
-    def _head(self) -> Optional[Any]:
-        try:
-            return self._request("head_object")
-        except FileNotFoundError:
-            return None
 
     def _is_ours(self, head: Any) -> bool:
         """Whether an object was written by this upload."""

@@ -238,16 +238,32 @@ class Service:
         return [text for text in (credentials.access_key, credentials.secret_key, credentials.token) if text]
 
     def request(self, path: str, operation: str, **arguments: Any) -> Any:
-        """The service's answer to a request; failures that may pass are retried.
+        """The service's answer to a request about an object; failures that may pass are retried.
 
         Args:
-            path: path that the request is about, for messages.
+            path: path of the object.
             operation: name of the client's method.
-            arguments: its arguments.
+            arguments: its arguments, besides bucket and key of the path.
 
         Raises:
             OSError: the service refuses, or does not answer.
         """
+        bucket, key = Address.parse(path)
+        return self.bucket_request(path, operation, **{"Bucket": bucket, "Key": key, **arguments})
+
+    def head(self, path: str) -> Optional[Any]:
+        """The service's answer with size and metadata of an object; None if it is missing.
+
+        Raises:
+            OSError: as `request`.
+        """
+        try:
+            return self.request(path, "head_object")
+        except FileNotFoundError:
+            return None
+
+    def bucket_request(self, path: str, operation: str, **arguments: Any) -> Any:
+        """As `request`, with all arguments given."""
 
         def call() -> Any:
             body = arguments.get("Body")
@@ -324,8 +340,7 @@ class Service:
         Raises:
             OSError: as `request`.
         """
-        bucket, key = Address.parse(path)
-        return self.request(path, "put_object", Bucket=bucket, Key=key, Body=content, **more)
+        return self.request(path, "put_object", Body=content, **more)
 
     def delete(self, path: str, etag: str = "") -> None:
         """Delete an object if it exists.
@@ -337,10 +352,9 @@ class Service:
         Raises:
             OSError: as `request`; `errno.ESTALE` for another version.
         """
-        bucket, key = Address.parse(path)
         condition = {"IfMatch": etag} if etag else {}
         try:
-            self.request(path, "delete_object", Bucket=bucket, Key=key, **condition)
+            self.request(path, "delete_object", **condition)
         except OSError as error:
             if not etag or error.errno != errno.ENOTSUP:
                 raise
@@ -364,7 +378,7 @@ class Service:
             arguments["MaxKeys"] = most
         tokens: set[str] = set()
         while True:
-            page = self.request(path, "list_objects_v2", **arguments)
+            page = self.bucket_request(path, "list_objects_v2", **arguments)
             yield _page(page, prefix, path)
             if not page.get("IsTruncated"):
                 return
@@ -373,6 +387,21 @@ class Service:
                 raise StrangeAnswer(path, "a list whose pages repeat")
             tokens.add(token)
             arguments["ContinuationToken"] = token
+
+    def named(self, directory: str, start: str = "") -> Iterator[tuple[str, Listed]]:
+        """The objects in a directory, without subdirectories, and their names.
+
+        Args:
+            directory: the directory.
+            start: only names that begin so.
+
+        Raises:
+            OSError: as `request`.
+        """
+        prefix = Address.parse(directory).prefix
+        for page in self.pages(directory, prefix + start):
+            for listed in page.objects:
+                yield listed.key[len(prefix) :], listed
 
     def at_once(self, *calls: Callable[[], T]) -> list[T]:
         """The results of several calls, made concurrently; raises the first error.

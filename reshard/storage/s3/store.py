@@ -138,37 +138,21 @@ class S3Store(Store):
 
     def make_empty_directory(self, path: str) -> None:
         """Write a marker object for an empty directory."""
-        bucket, key = Address.parse(path)
+        key = Address.parse(path).key
         # A bucket needs no marker.
         if key:
-            self._service.request(path, "put_object", Bucket=bucket, Key=f"{key}/", Body=b"")
+            self._service.request(path, "put_object", Key=f"{key}/", Body=b"")
 
     def remove_empty_directory(self, path: str) -> None:
         """Delete the marker object of an empty directory."""
-        bucket, key = Address.parse(path)
+        key = Address.parse(path).key
         if key:
-            self._service.request(path, "delete_object", Bucket=bucket, Key=f"{key}/")
+            self._service.request(path, "delete_object", Key=f"{key}/")
 
     def remove_dead(self, directory: str, complete: bool) -> None:
         """Abort uploads of dead processes."""
         with contextlib.suppress(OSError):
             remove_dead(self._service, directory)
-
-    def leases_in(self, directory: str, start: str) -> list[bool]:
-        """For each object whose name begins with ``start``: whether the process that wrote it is alive.
-
-        Args:
-            directory: their directory.
-            start: beginning of their names; the holder's name follows.
-
-        Raises:
-            OSError: the service returned an unexpected answer.
-        """
-        key = Address.parse(directory).key
-        alive: list[bool] = []
-        for page in self._service.pages(directory, f"{key}/{start}"):
-            alive += [is_alive(object_.key[len(key) + 1 + len(start) :], object_.age) for object_ in page.objects]
-        return alive
 
     def lock(self, path: str, again: Callable[[], None], notify: Notify) -> AbstractContextManager[Callable[[], None]]:
         """Hold a lock's object exclusively."""
@@ -181,8 +165,9 @@ class S3Store(Store):
     @contextlib.contextmanager
     def try_lock(self, path: str) -> Iterator[Optional[bool]]:
         """Check whether a living process holds a shared lock."""
-        directory, _, name = path.rpartition("/")
-        yield not any(self.leases_in(directory, f"{name}."))
+        directory, _, lock = path.rpartition("/")
+        signs = list(self._service.named(directory, f"{lock}."))
+        yield not any(is_alive(name[len(lock) + 1 :], listed.age) for name, listed in signs)
 
     def sign_in(self, directory: str) -> Lease:
         """An object that shows that this process lives."""
@@ -190,19 +175,15 @@ class S3Store(Store):
 
     def remove_dead_signs(self, directory: str) -> None:
         """Remove the objects in a directory, without subdirectories, of dead processes."""
-        key = Address.parse(directory).key
         with contextlib.suppress(OSError):
-            for page in self._service.pages(directory, f"{key}/"):
-                for object_ in page.objects:
-                    name = object_.key.rpartition(".")[2]
-                    if is_holder(name) and not is_alive(name, object_.age):
-                        path = f"{directory}/{object_.key[len(key) + 1 :]}"
-                        leases.remove_dead(self._service, path, object_.etag)
+            for name, listed in self._service.named(directory):
+                owner = name.rpartition(".")[2]
+                if is_holder(owner) and not is_alive(owner, listed.age):
+                    leases.remove_dead(self._service, f"{directory}/{name}", listed.etag)
 
     def _object(self, address: Address, path: str) -> Optional[FileStatus]:
-        try:
-            head = self._service.request(path, "head_object", Bucket=address.bucket, Key=address.key)
-        except FileNotFoundError:
+        head = self._service.head(path)
+        if head is None:
             return None
         return version_of(head, head.get("ContentLength"), address, path).status(self._service.name)
 

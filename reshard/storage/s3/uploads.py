@@ -54,13 +54,11 @@ def _marks(service: Service, directory: str, all_of_them: bool = False) -> list[
     Raises:
         OSError: the service returned an unexpected answer.
     """
-    prefix = Address.parse(directory).prefix
     marks = []
-    for page in service.pages(directory, prefix + _MARK):
-        for object_ in page.objects:
-            name = object_.key[len(prefix) + len(_MARK) :]
-            if is_holder(name) and object_.size <= _MAX_MARK:
-                marks.append(_Mark(f"{directory.rstrip('/')}/{_MARK}{name}", is_alive(name, object_.age)))
+    for name, listed in service.named(directory, _MARK):
+        owner = name[len(_MARK) :]
+        if is_holder(owner) and listed.size <= _MAX_MARK:
+            marks.append(_Mark(f"{directory.rstrip('/')}/{name}", is_alive(owner, listed.age)))
     if not all_of_them and all(mark.alive for mark in marks):
         return marks
     paths = service.each(lambda mark: _writes(service, directory.rstrip("/"), mark.path), marks)
@@ -127,7 +125,7 @@ def _uploads(service: Service, path: str) -> list[str]:
     arguments: dict[str, Any] = {"Bucket": bucket, "Prefix": key}
     numbers = []
     while True:
-        page = service.request(path, "list_multipart_uploads", **arguments)
+        page = service.bucket_request(path, "list_multipart_uploads", **arguments)
         uploads = [(field(one, "Key", str, path), field(one, "UploadId", str, path)) for one in page.get("Uploads", ())]
         numbers += [upload for name, upload in uploads if name == key]
         if not page.get("IsTruncated"):
@@ -141,9 +139,8 @@ def _uploads(service: Service, path: str) -> list[str]:
 
 def _abort(service: Service, path: str, uploads: list[str]) -> None:
     for upload in uploads:
-        bucket, key = Address.parse(path)
         with contextlib.suppress(FileNotFoundError):
-            service.request(path, "abort_multipart_upload", Bucket=bucket, Key=key, UploadId=upload)
+            service.request(path, "abort_multipart_upload", UploadId=upload)
 
 
 def abort_all(service: Service, path: str, own_mark: str) -> bool:

@@ -123,7 +123,7 @@ def parse_rules(text: str, path: str, partial: bool = False) -> LayoutRules:
         rules,
         pipeline,
         top["optimizer_states"],
-        tuple(Shown(file.condition(content, "shown_for")) for content in top["shown_for"]),
+        tuple(map(Shown, file.parsed(condition, top["shown_for"], "shown_for"))),
         shown_with,
         _dtype(top["dtype"]),
         text,
@@ -189,19 +189,12 @@ def _dtype(text: Optional[str]) -> Optional[str]:
 class _RulesFile(TomlFile):
     """A file of rules of layouts, with its special values."""
 
-    def condition(self, text: str, where: str) -> SizeCondition:
-        """A comparison of sizes."""
-        try:
-            return condition(text)
-        except ExpressionError as error:
-            raise self.wrong(where, str(error)) from error
-
     def optimizer_shard(self, value: Any, where: str) -> Union[bool, SizeCondition, None]:
         """Whether the optimizer may shard; None if unknown."""
         if value == NOT_SHOWN:
             return None
         if isinstance(value, str):
-            return self.condition(value, f"{where}: optimizer_shard")
+            return self.parsed(condition, [value], f"{where}: optimizer_shard")[0]
         if isinstance(value, bool):
             return value
         raise self.wrong(where, 'optimizer_shard must be true, false, or a comparison of sizes such as "mp<=2"')
@@ -214,22 +207,16 @@ class _RulesFile(TomlFile):
         for matrix in matrices:
             if not isinstance(matrix, list) or not matrix or not all(isinstance(axis, str) for axis in matrix):
                 raise self.wrong(where, 'matrix must be a list of axes such as ["dp", "cp", "mp"]')
-        try:
-            return tuple(tuple(map(product, matrix)) for matrix in matrices)
-        except ExpressionError as error:
-            raise self.wrong(where, f"matrix: {error}") from error
+        return tuple(self.parsed(product, matrix, f"{where}: matrix") for matrix in matrices)
 
     def entry(self, content: Any, where: str) -> MapEntry:
         """The cut of one dimension."""
-        try:
-            if content == NOT_SHOWN:
-                return None
-            if isinstance(content, str):
-                return tuple(cut_of(text.strip()) for text in content.split("|"))
-            if isinstance(content, list) and content and all(isinstance(axis, str) for axis in content):
-                return (AxisCut(tuple(map(product, content))),)
-        except ExpressionError as error:
-            raise self.wrong(where, f"map: {error}") from error
+        if content == NOT_SHOWN:
+            return None
+        if isinstance(content, str):
+            return self.parsed(lambda text: cut_of(text.strip()), content.split("|"), f"{where}: map")
+        if isinstance(content, list) and content and all(isinstance(axis, str) for axis in content):
+            return (AxisCut(self.parsed(product, content, f"{where}: map")),)
         raise self.wrong(where, f"map: {content!r} is not a cut")
 
 

@@ -10,26 +10,22 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Optional
 
 from reshard.defaults import MAX_DEVICES
-from reshard.errors import TargetError, UsageError
+from reshard.errors import ReshardError, TargetError, UsageError
 from reshard.storage import (
-    UnfitError,
     exists,
     is_directory,
-    make_directory,
     names_in,
-    read_small,
+    read_json,
     real,
     remove_file,
     store_of,
     write_whole,
-    writing_error,
+    writing,
 )
-from reshard.storage.json_text import JsonError, parse_json
-from reshard.strategies.model import StrategyFile, StrategyItem
+from reshard.strategies.model import StrategyFile
 from reshard.strategies.one_file import (
     ENDINGS,
     RANK,
-    OtherFile,
     parsed,
     read_bytes,
     record_path,
@@ -39,7 +35,7 @@ from reshard.strategies.rules.make import MadeStage
 from reshard.strategies.rules.shown import AxisNames
 from reshard.strategies.rules.sizes import AxisSizes
 from reshard.strategies.rules.toml_file import cut_of
-from reshard.strategies.written import WRITERS, unreadable_in_json, with_shape
+from reshard.strategies.written import FORMS, WRITERS, new_file, replaceable, unreadable_in_json, with_shape
 from reshard.text.messages import listing
 from reshard.text.products import ExpressionError
 from reshard.text.wording import plural
@@ -90,26 +86,21 @@ def write_strategy(
     _check_no_other_stages(out, files)
     record_file = record_path(out)
     content = {**record, "axes": _axes(stages)}
-    path = record_file
-    try:
-        for directory in dict.fromkeys(os.path.dirname(real(path)) for path in (*files, record_file)):
-            make_directory(directory)
+    for directory in dict.fromkeys(os.path.dirname(real(path)) for path in (*files, record_file)):
+        with writing(directory or os.curdir):
+            store_of(directory).make_directory(directory)
             store_of(directory).remove_dead(directory, complete=False)
-        if unfinished:
-            remove_file(real(record_file))
-            first, *later = files
-            if later:
-                for path in dict.fromkeys((first, *unfinished)):
-                    remove_file(real(path))
-            for path in (*(path for path in reversed(later) if path in unfinished), first):
+    if unfinished:
+        first, *later = files
+        for path in (record_file, *(dict.fromkeys((first, *unfinished)) if later else ())):
+            with writing(path):
+                remove_file(real(path))
+        for path in (*(path for path in reversed(later) if path in unfinished), first):
+            with writing(path):
                 write_whole(real(path), contents[path])
-        path = record_file
-        write_whole(
-            real(record_file),
-            (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode(errors="surrogateescape"),
-        )
-    except OSError as error:
-        raise writing_error(path, error) from error
+    with writing(record_file):
+        text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
+        write_whole(real(record_file), text.encode(errors="surrogateescape"))
     return WrittenStrategy(list(files), [note for file in files.values() for note in unreadable_in_json(file)])
 
 
@@ -140,13 +131,7 @@ def _is_there(path: str, data: bytes, overwrite: bool) -> bool:
     current = read_bytes(path)
     if current == data:
         return True
-    file = parsed(path, current)
-    if isinstance(file, OtherFile):
-        raise TargetError(
-            f"{path} exists and is {file.kind or 'not a strategy file'}; it is not replaced",
-            file=path,
-            hint="choose another name for OUT",
-        )
+    replaceable(path, current)
     if not overwrite:
         raise TargetError(
             f"{path} exists with other content",
@@ -198,16 +183,14 @@ def _is_strategy(path: str) -> bool:
 
 
 def _as_file(path: str, stages: Sequence[MadeStage], merged: bool) -> StrategyFile:
-    form = "json" if os.path.splitext(path)[1] == ".json" else "protobuf"
-    items = tuple(StrategyItem(f"made/stage-{stage.number}", stage.number) for stage in stages)
-    layouts = {
-        f"{stage.number}-{name}" if merged else name: with_shape(layout, stage.shapes[name])
-        if form == "json"
-        else layout
-        for stage in stages
-        for name, layout in stage.layouts.items()
-    }
-    return StrategyFile(path, form, items, layouts)
+    form = FORMS[os.path.splitext(path)[1]]
+    layouts = {stage.number: stage.layouts for stage in stages}
+    if form == "json":
+        layouts = {
+            stage.number: {name: with_shape(layout, stage.shapes[name]) for name, layout in stage.layouts.items()}
+            for stage in stages
+        }
+    return new_file(path, form, "made", layouts, merged)
 
 
 def _axes(stages: Sequence[MadeStage]) -> list[dict[str, Any]]:
@@ -226,14 +209,14 @@ def recorded_names(path: str) -> Optional[AxisNames]:
     """
     for record in record_paths(path):
         try:
-            content = parse_json(read_small(record, _MAX_RECORD))
+            content = read_json(record, _MAX_RECORD) or {}
             sizes = AxisSizes(tuple((str(name), int(size)) for name, size in content["sizes"].items()))
             names = {
                 str(parameter): tuple(map(str, group["names"]))
                 for group in content["axes"]
                 for parameter in group["parameters"]
             }
-        except (OSError, UnfitError, JsonError, KeyError, TypeError, ValueError, AttributeError):
+        except (ReshardError, KeyError, TypeError, ValueError, AttributeError):
             # It is another program's file, or another version's. Names are not needed for anything else.
             continue
         return lambda name, matrix: _fitting(names.get(name, ()), matrix, sizes)
