@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any, Optional, Union
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Optional, Union
 
-from reshard.classes import NamedTuple, dataclass
 from reshard.convert import Options, Summary, prepare
 from reshard.convert.ends import check_verifiable, options_of, request_between
 from reshard.convert.transfers import Transfers, transfers_of

@@ -34,6 +34,8 @@ def load_commands() -> None:
     """Import the modules of commands, so that forked processes spend their time on the work."""
     for module in pkgutil.iter_modules(reshard.cli.__path__, "reshard.cli."):
         importlib.import_module(module.name)
+    # Loaded where the first strategy is read.
+    importlib.import_module("google.protobuf.message_factory")
 
 
 def run_here(words: list[str], log: Path) -> int:

@@ -8,14 +8,13 @@ each box of a grid.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Callable, Optional, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Callable, NamedTuple, Optional, Protocol, TypeVar
 
 from reshard.checkpoints.formats.dtypes import ITEM_SIZES
 from reshard.checkpoints.formats.tensors import CheckpointIndex, files_alike
-from reshard.classes import NamedTuple, dataclass
 from reshard.errors import InputError, one_error
 from reshard.layout import Box, Grid, View
 from reshard.text.wording import step_words
@@ -159,7 +158,7 @@ class Decoding(Protocol):
         source: StoredSlice,
         start: int,
         out: memoryview,
-        memory: npt.NDArray[Any],
+        memory: memoryview,
         cast: CastWords,
     ) -> int:
         """Fill ``out`` with elements of a slice.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Optional
 
@@ -20,7 +21,6 @@ from reshard.checkpoints.checkpoint import (
     TiedTensors,
 )
 from reshard.checkpoints.formats.dtypes import ITEM_SIZES
-from reshard.classes import dataclass
 from reshard.layout import View
 
 

@@ -9,10 +9,9 @@ import resource
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Optional
+from typing import TYPE_CHECKING, NamedTuple, Optional
 
 from reshard.checkpoints.decryption import DecryptedFiles, Decryption
-from reshard.classes import NamedTuple
 from reshard.storage import FileStatus, OpenFile, ReadableFile, changed_meanwhile, store_of
 
 if TYPE_CHECKING:

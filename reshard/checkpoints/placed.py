@@ -12,7 +12,7 @@ import threading
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from typing import Any, Callable, Optional
+from typing import Any, Callable, NamedTuple, Optional
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +28,6 @@ from reshard.checkpoints.formats.archives import (
 from reshard.checkpoints.formats.dtypes import ITEM_SIZES
 from reshard.checkpoints.formats.safetensors_index import read_safetensors_index
 from reshard.checkpoints.formats.tensors import Tensor
-from reshard.classes import NamedTuple
 from reshard.errors import DamagedCheckpointError
 from reshard.storage import FileStatus, ReadableFile, fill
 from reshard.text.wording import quoted

@@ -5,11 +5,9 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
 import click
-
-from reshard.classes import NamedTuple
 
 # Launchers, by their variables of index and count.
 _LAUNCHERS = (

@@ -9,13 +9,12 @@ import queue
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Callable, Optional
+from typing import Any, Callable, NamedTuple, Optional
 
 from distributed import Client, Future
 from distributed.scheduler import KilledWorker
 
 from reshard._version import __version__
-from reshard.classes import NamedTuple
 from reshard.cluster.tasks import INSTALL, TICK, TOPIC
 from reshard.errors import InputError, ReshardError, RetryableError
 from reshard.execute import Progress

@@ -9,14 +9,13 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Callable, TypeVar, Union
 
 from distributed import get_worker
 
 from reshard._version import __version__
 from reshard.checkpoints import FileHandles, read_index
-from reshard.classes import dataclass
 from reshard.convert import Options, Part, prepare
 from reshard.convert.source_crcs import damaged_files
 from reshard.errors import InputError, ReshardError, RetryableError

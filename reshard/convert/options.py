@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import field
-from typing import Optional
+from dataclasses import dataclass, field
+from typing import NamedTuple, Optional
 
 from reshard.checkpoints import Decryption
-from reshard.classes import NamedTuple, dataclass
 from reshard.defaults import MAX_MEMORY, usable_cpus
 
 

@@ -13,11 +13,10 @@ import contextlib
 import os
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Callable, Optional
+from typing import Callable, NamedTuple, Optional
 
 from reshard.checkpoints import crc_of_file
 from reshard.checkpoints.edited import EditedCheckpoint
-from reshard.classes import NamedTuple
 from reshard.convert.options import Options
 from reshard.errors import RetryableError, TargetError
 from reshard.execute import Destination

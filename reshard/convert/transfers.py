@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from reshard.checkpoints import Data
-from reshard.classes import NamedTuple, dataclass
 from reshard.execute import ExecutionOptions
 from reshard.execute.filling import loops_in_source, runs, span_of
 from reshard.execute.parts import SharedRows, parts_of

@@ -15,7 +15,6 @@ import numpy.typing as npt
 
 from reshard.checkpoints.formats.dtypes import DTYPES, ITEM_SIZES, NUMPY_NAMES
 
-Bytes = npt.NDArray[np.uint8]
 Words = npt.NDArray[Any]
 
 # Elements that are cast at a time: with their temporaries they fit into the cache.

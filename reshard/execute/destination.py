@@ -11,9 +11,8 @@ import os
 import re
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Mapping
-from typing import Callable, Optional, Union
+from typing import Callable, NamedTuple, Optional, Union
 
-from reshard.classes import NamedTuple
 from reshard.errors import TargetError, UnwritableError, UsageError
 from reshard.forms.target import UNFINISHED
 from reshard.storage import (

@@ -14,10 +14,10 @@ from typing import Callable, Optional, Union
 
 import numpy as np
 
-from reshard.execute.casts import Bytes, Cast, Overflowed, Words
+from reshard.execute.casts import Cast, Overflowed, Words
 from reshard.execute.parts import SharedRows
 from reshard.execute.reading import ByteReader, byte_strides, is_transposed
-from reshard.execute.tiles import TILE, as_words, put, word_of
+from reshard.execute.tiles import TILE, Bytes, as_words, put, word_of
 from reshard.layout import Box, Loop, Region, boxes_of_range, inside, intersection, placed, shape_of, volume_of
 from reshard.plan.pieces import Piece, StoredSlice, TargetTensor
 
@@ -39,7 +39,6 @@ _MIN_HOT_ROWS = 2 * TILE
 _MIN_STAGED = 1 << 20
 _NOTHING = memoryview(b"")
 
-
 Step = tuple[Box, Callable[[memoryview], None]]
 """A box of a tensor, counted from its own origin, and the function that fills its bytes."""
 
@@ -59,13 +58,13 @@ class BlockFiller:
     ) -> None:
         self._reader = reader
         self._overflowed = overflowed
-        half = min(len(scratch) // 2, _MAX_ROOM)
-        memory: Bytes = np.ndarray(len(scratch), np.uint8, scratch)
-        self._scratch = memory[: min(half, _GAPS_PER_READ * reader.worth_skipping)]
+        room = np.frombuffer(scratch, np.uint8)
+        half = min(len(room) // 2, _MAX_ROOM)
+        self._scratch = room[: min(half, _GAPS_PER_READ * reader.worth_skipping)]
         # Shared rows and elements to cast: reading them uses the other half.
-        self._room = memory[half : 2 * half]
+        self._room = room[half : 2 * half]
         # Transposed elements need no such room: they are cast from here.
-        self._stage = memory[half:]
+        self._stage = room[half:]
         # Sources of slices in the staging buffer, and the slices.
         self._in_buffer: list[tuple[StoredSlice, StoredSlice]] = []
 
@@ -108,7 +107,7 @@ class BlockFiller:
             count = volume_of(box)
             staged = self._staged(tensor, box)
             if staged is not None:
-                filler, size = BlockFiller(_StageReader(self._stage), _NOTHING, self._overflowed), _HOT
+                filler, size = BlockFiller(_StageReader(self._stage.data), _NOTHING, self._overflowed), _HOT
             elif count * tensor.item_size > _MIN_STAGED:
                 # Boxes around the elements do not fit: they contain others, too.
                 yield from self._steps(tensor, box, count // 2, most)
@@ -360,7 +359,7 @@ class _StageReader:
 
     worth_skipping = 0
 
-    def __init__(self, stage: Bytes) -> None:
+    def __init__(self, stage: memoryview) -> None:
         self._stage = stage
 
     def read_into(self, source: StoredSlice, start: int, out: memoryview) -> None:
@@ -370,7 +369,7 @@ class _StageReader:
     def view(self, source: StoredSlice, start: int, length: int) -> memoryview:
         """The bytes from ``start`` on."""
         first = source.extents[0][0] + start
-        return self._stage[first : first + length].data
+        return self._stage[first : first + length]
 
 
 def span_of(counts: Sequence[int], strides: Sequence[int], item_size: int) -> int:

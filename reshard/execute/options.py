@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from reshard.classes import dataclass
 from reshard.defaults import MAX_MEMORY
 from reshard.execute.reading import MIN_DECODING_BYTES, ChosenIo, choose_io
 from reshard.processes import BASE_OF_PROCESSES, process_count

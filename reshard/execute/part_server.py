@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Sequence
-from typing import Callable, Optional
+from typing import Callable, NamedTuple, Optional
 
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.files import FileVersion
-from reshard.classes import NamedTuple
 from reshard.errors import RetryableError
 from reshard.execute.options import ExecutionOptions
 from reshard.execute.part_writing import PartWriter

@@ -90,14 +90,14 @@ class PartWriter:
             first, last = segment.start // tensor.item_size, segment.stop // tensor.item_size
             if buffer.writer.copies:
                 first += self._copy(tensor, first, last, buffer)
-            computed = all(
-                piece.region is None and (piece.source.decoding is not None or piece.dtype is not None)
-                for piece in tensor.pieces
-            )
             if is_transposed(tensor):
                 self._write_transposed(tensor, first, last, buffer)
                 continue
             step = buffer.size
+            computed = all(
+                piece.region is None and (piece.source.decoding is not None or piece.dtype is not None)
+                for piece in tensor.pieces
+            )
             if computed:
                 step = min(step, _MAX_COMPUTED)
             elif all(runs_of_box(tensor, box) for box in boxes_of_range(tensor.shape, first, last, last - first)):

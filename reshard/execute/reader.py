@@ -43,9 +43,7 @@ class Worker:
 
     Args:
         reader: reads stored bytes.
-        scratch_bytes: bytes of its buffer for elements to be gathered.
-        block_bytes: bytes of ``block``.
-        local: whether source and target are local files.
+        options: memory and storage.
         overflowed: counts elements that a cast made infinite.
 
     Attributes:
@@ -54,11 +52,11 @@ class Worker:
             are still in the cache when they are written.
     """
 
-    def __init__(
-        self, reader: ByteReader, scratch_bytes: int, block_bytes: int, local: bool, overflowed: Overflowed
-    ) -> None:
-        self._scratch, self.block = map(new_buffer, (scratch_bytes, block_bytes))
-        self.copied_bytes = min(block_bytes, _CACHED_BYTES) if local else block_bytes
+    def __init__(self, reader: ByteReader, options: ExecutionOptions, overflowed: Overflowed) -> None:
+        # Unused parts of these buffers are never touched, so they take no memory.
+        self._scratch, self.block = map(new_buffer, (options.scratch_bytes, options.block_bytes))
+        local = not (options.storage.remote or options.target.remote)
+        self.copied_bytes = min(options.block_bytes, _CACHED_BYTES) if local else options.block_bytes
         self._reader = reader
         self._overflowed = overflowed
 
@@ -155,13 +153,7 @@ class BoxReader:
             self._count_overflow,
             options.decoding_bytes,
         )
-        return Worker(
-            reader,
-            options.scratch_bytes,
-            options.block_bytes,
-            not (options.storage.remote or options.target.remote),
-            self._count_overflow,
-        )
+        return Worker(reader, options, self._count_overflow)
 
     def _count_overflow(self, name: str, count: int) -> None:
         self.overflowed(name, count)

@@ -11,12 +11,10 @@ import errno
 import mmap
 from collections import OrderedDict, deque
 from collections.abc import Sequence
-from functools import cached_property
-from typing import TYPE_CHECKING, Optional, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Optional, Protocol
 
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.formats.tensors import file_ranges
-from reshard.classes import NamedTuple
 from reshard.errors import ReshardError, RetryableError
 from reshard.layout import Box, Region, intersection, placed, shape_of, volume_of
 from reshard.plan.pieces import StoredSlice, TargetTensor
@@ -24,7 +22,7 @@ from reshard.storage import cut_short, fill, is_read_only, reading_error
 from reshard.storage.costs import LOCAL, Storage
 
 if TYPE_CHECKING:
-    from reshard.execute.casts import Bytes, Overflowed, Words
+    from reshard.execute.casts import Overflowed, Words
 
 # Bytes read through maps of all threads before their pages are released, so that resident memory stays flat.
 _RELEASE_AFTER = 64 << 20
@@ -34,9 +32,6 @@ _AROUND = 64 << 10
 _MAX_MAPS = 64
 _MAX_WINDOWS = 32
 _MAX_REMOTE_WINDOWS = 256
-MIN_TILE = 16
-"""Elements along the sides of a transposed copy that is worth tiles."""
-
 MIN_DECODING_BYTES = 4 << 10
 """Minimum memory in which a thread decodes quantised elements."""
 
@@ -44,15 +39,17 @@ MIN_DECODING_BYTES = 4 << 10
 _MIN_WINDOW = 256 << 10
 # Minimum size of windows on remote storage where many files are read in turns, as when they are joined.
 _MIN_REMOTE_WINDOW = 4 << 10
+MIN_TILE = 16
+"""Minimum elements along both sides of a tile of a transposed copy."""
 
 
 def new_buffer(nbytes: int) -> memoryview:
-    """A buffer that is filled from files and written to files; unused parts take no memory.
+    """A buffer that is filled from files and written to files.
 
     It begins with a page: the kernel copies up to three times slower where the target begins a few bytes behind the
-    source, counted within a page, as NumPy's memory does, and bytes of files often begin one.
+    source, counted within a page. NumPy's memory begins 16 bytes behind a page, bytes of files often at one.
     """
-    return memoryview(mmap.mmap(-1, nbytes))
+    return memoryview(mmap.mmap(-1, max(1, nbytes)))[:nbytes]
 
 
 class ChosenIo(NamedTuple):
@@ -287,16 +284,10 @@ class ElementReader:
 
     def __init__(self, stored: ByteReader, memory: int, overflowed: Overflowed) -> None:
         self.worth_skipping = stored.worth_skipping
-        # The rest is for scales.
-        self._nbytes = max(memory, MIN_DECODING_BYTES) // 3 * 2
+        # Takes no memory until it is used. The rest is for scales.
+        self._memory = new_buffer(max(memory, MIN_DECODING_BYTES) // 3 * 2)
         self._stored = stored
         self._overflowed = overflowed
-
-    @cached_property
-    def _memory(self) -> Bytes:
-        import numpy as np
-
-        return np.empty(self._nbytes, np.uint8)
 
     def read_into(self, source: StoredSlice, start: int, out: memoryview) -> None:
         """Fill ``out`` with the bytes of elements from ``start`` on."""
@@ -356,6 +347,19 @@ def unreadable(source: StoredSlice, error: Exception) -> ReshardError:
     )
 
 
+def is_transposed(tensor: TargetTensor) -> bool:
+    """Whether neighbours in some stored slice of a tensor are far apart in the tensor."""
+    return any(piece.region is not None and _transposes(piece.region) for piece in tensor.pieces)
+
+
+def _transposes(region: Region) -> bool:
+    if not region.loops:
+        return False
+    near_out = region.loops[-1]
+    near_source = min(region.loops, key=lambda loop: (-loop.source_dimension, loop.source_step))
+    return near_source is not near_out and min(near_source.length, near_out.length) >= MIN_TILE
+
+
 class Run(NamedTuple):
     """Bytes that are contiguous both in a stored slice and in a box of a target tensor.
 
@@ -411,16 +415,3 @@ def byte_strides(shape: Sequence[int], item_size: int) -> list[int]:
         strides.append(stride)
         stride *= size
     return strides[::-1]
-
-
-def is_transposed(tensor: TargetTensor) -> bool:
-    """Whether neighbours in some stored slice of a tensor are far apart in the tensor."""
-    return any(piece.region is not None and _transposes(piece.region) for piece in tensor.pieces)
-
-
-def _transposes(region: Region) -> bool:
-    if not region.loops:
-        return False
-    near_out = region.loops[-1]
-    near_source = min(region.loops, key=lambda loop: (-loop.source_dimension, loop.source_step))
-    return near_source is not near_out and min(near_source.length, near_out.length) >= MIN_TILE

@@ -9,9 +9,12 @@ from collections.abc import Sequence
 from typing import Any, Optional
 
 import numpy as np
+import numpy.typing as npt
 
-from reshard.execute.casts import Bytes, Cast, Words
+from reshard.execute.casts import Cast, Words
 from reshard.execute.reading import MIN_TILE
+
+Bytes = npt.NDArray[np.uint8]
 
 _WORDS = (8, 4, 2, 1)
 # Elements along the sides of a tile of a transposed copy: this number along the source's contiguous axis, twice as

@@ -6,11 +6,10 @@ Every chunk is written once, by the replica with the fewest bytes so far.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Callable, Optional
+from typing import Callable, NamedTuple, Optional
 
 from reshard.checkpoints.checkpoint import GlobalTensor
 from reshard.checkpoints.formats.output import OutputLayout
-from reshard.classes import NamedTuple
 from reshard.forms.ranks import FileNames
 from reshard.forms.ranks.naming import NamedFile
 from reshard.forms.ranks.rank_files import stage_sections

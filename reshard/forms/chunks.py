@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import field, replace
-from typing import Any, Optional
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Optional
 
 import numpy as np
 
 from reshard.checkpoints.checkpoint import FileSharding, GlobalTensor, RecordedCheckpoint
 from reshard.checkpoints.formats.dtypes import ITEM_SIZES
 from reshard.checkpoints.formats.tensors import CheckpointIndex, Tensor, check_shape
-from reshard.classes import NamedTuple, dataclass
 from reshard.errors import CheckpointError, InputError, LayoutError, one_error
 from reshard.forms.form import Description
 from reshard.layout import Grid, Layout

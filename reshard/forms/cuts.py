@@ -6,11 +6,11 @@ layout. Everything that depends on the kind alone is computed once.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Union
 
 from reshard.checkpoints.checkpoint import GlobalTensor, Sharding
-from reshard.classes import dataclass
 from reshard.errors import CheckpointError, LayoutError
 from reshard.forms.target import Section, layout_in
 from reshard.layout import Grid, Layout, Overlap, ViewOverlap

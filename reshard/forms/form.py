@@ -9,13 +9,12 @@ A form's own module is always loaded: it recognises sources by names, and its me
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Callable, Optional, Protocol, Union, cast
+from typing import TYPE_CHECKING, Callable, NamedTuple, Optional, Protocol, Union, cast
 
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor
-from reshard.classes import NamedTuple, dataclass
 from reshard.errors import CheckpointError, InputError, UsageError
 from reshard.layout import Layout
 from reshard.strategies import Strategy

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Callable, Optional, Protocol
+from dataclasses import dataclass
+from typing import Callable, NamedTuple, Optional, Protocol
 
 from reshard.checkpoints.checkpoint import ByName, GlobalTensor
 from reshard.checkpoints.formats.dtypes import MEMORY
 from reshard.checkpoints.formats.output import OutputLayout, OutputTensor, lay_out_ckpt, lay_out_safetensors
-from reshard.classes import NamedTuple, dataclass
 from reshard.errors import IncompleteSourceError, LayoutError
 from reshard.forms.ranks import FileNames
 from reshard.layout import Box, Layout, whole

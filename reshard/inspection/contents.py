@@ -6,11 +6,11 @@ import shlex
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from typing import Optional
+from dataclasses import dataclass
+from typing import NamedTuple, Optional
 
 from reshard.checkpoints import CheckpointIndex, Decryption, FileHandles, can_hold, files_alike, read_index
 from reshard.checkpoints.formats.dtypes import INT4, MAP_TENSOR, TEXT
-from reshard.classes import NamedTuple, dataclass
 from reshard.errors import CheckpointError, ReshardError
 from reshard.text.messages import listing
 from reshard.text.names import KINDS, Total, kind_of

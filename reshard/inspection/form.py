@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import field
-from typing import Any, Optional
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Optional
 
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import Checkpoint, StoredObject
 from reshard.checkpoints.formats.pickles import NotPlain
-from reshard.classes import NamedTuple, dataclass
 from reshard.errors import InputError
 from reshard.forms.form import Description, ReadRequest, SavedStep
 from reshard.forms.objects import shown_object

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import field
-from typing import Optional
+from dataclasses import dataclass, field
+from typing import NamedTuple, Optional
 
 from reshard.checkpoints import Decryption
 from reshard.checkpoints.checkpoint import Checkpoint
-from reshard.classes import NamedTuple, dataclass
 from reshard.errors import UsageError
 from reshard.forms.form import Form
 from reshard.forms.registry import form_named, form_of

@@ -10,12 +10,11 @@ import os
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import field
-from typing import Callable, Optional
+from dataclasses import dataclass, field
+from typing import Callable, NamedTuple, Optional
 
 from reshard.checkpoints import Decryption
 from reshard.checkpoints.checkpoint import Checkpoint
-from reshard.classes import NamedTuple, dataclass
 from reshard.errors import CheckpointError, InputError, ReshardError
 from reshard.forms.form import Names
 from reshard.forms.ranks.rank_files import STRATEGY_FILE

@@ -14,11 +14,10 @@ import shlex
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Optional
 
 from reshard.checkpoints import Decryption, FileHandles
-from reshard.classes import dataclass
 from reshard.defaults import MAX_DEVICES
 from reshard.errors import CheckpointError, InputError, UsageError
 from reshard.forms.ranks import SourceTree, Step, find_checkpoints

@@ -16,11 +16,10 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Optional
 
-from reshard.classes import dataclass
 from reshard.errors import LayoutError
 from reshard.layout.grid import Box, Grid, place_of
 from reshard.text.wording import some_numbers

@@ -19,9 +19,8 @@ import itertools
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
-from typing import Optional
+from typing import NamedTuple, Optional
 
-from reshard.classes import NamedTuple
 from reshard.errors import LayoutError
 from reshard.layout.grid import Box, Grid
 from reshard.layout.layout import Layout

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
-from reshard.classes import NamedTuple, dataclass
 from reshard.errors import LayoutError
 from reshard.layout.grid import Box
 

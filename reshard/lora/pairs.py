@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable
+from typing import NamedTuple
 
-from reshard.classes import NamedTuple
 from reshard.errors import CheckpointError
 from reshard.text.messages import listing
 from reshard.text.names import is_weight

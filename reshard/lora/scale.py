@@ -6,10 +6,9 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any, Optional
 
-from reshard.classes import dataclass
 from reshard.errors import CheckpointError
 from reshard.lora.module_patterns import KeyPatternError, KeyPatterns
 from reshard.lora.pairs import module_of

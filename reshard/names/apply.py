@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
-from dataclasses import field
-from typing import Optional
+from dataclasses import dataclass, field
+from typing import NamedTuple, Optional
 
-from reshard.classes import NamedTuple, dataclass
 from reshard.layout.views import ZEROS, View
 from reshard.names.matching import InstanceKey, NameMatch, Side, SidedRule
 from reshard.names.misfits import Completeness, Misfits, Reason

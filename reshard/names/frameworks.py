@@ -14,9 +14,8 @@ place outside of a trainer's state, such as a step for each parameter.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
-from reshard.classes import NamedTuple
 from reshard.text.names import TRAINER_OPTIMIZERS, is_weight, trainer_optimizer
 
 MODEL = "model."

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import field
-from typing import Optional
+from dataclasses import dataclass, field
+from typing import NamedTuple, Optional
 
-from reshard.classes import NamedTuple, dataclass
 from reshard.names.model import NameRule, Number
 from reshard.names.pattern import Fit, Pattern, PatternIndex, SizedPattern
 from reshard.names.sizes import ModelSizes

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import field
-from typing import Optional
+from dataclasses import dataclass, field
+from typing import NamedTuple, Optional
 
-from reshard.classes import NamedTuple, dataclass
 from reshard.errors import NamesError
 from reshard.names.matching import InstanceKey, Side, SidedRule
 from reshard.text.messages import Message, block, joined, listing

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Optional
 
-from reshard.classes import dataclass
 from reshard.names.operations import Operation, Stack
 from reshard.names.pattern import Pattern
 from reshard.names.sizes import ModelSize, config_value

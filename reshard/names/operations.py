@@ -9,10 +9,9 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import replace
-from typing import Optional
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Optional
 
-from reshard.classes import NamedTuple, dataclass
 from reshard.layout.views import View
 from reshard.names.sizes import ModelSizes, solved
 from reshard.text.products import Product, SizeError

@@ -6,10 +6,9 @@ import itertools
 import math
 import re
 from collections.abc import Container, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Optional
 
-from reshard.classes import dataclass
 from reshard.errors import NamesError, UsageError
 from reshard.names.matching import Side
 from reshard.names.model import FORWARD, NameRule, NameRules, OptionCondition, TableOption

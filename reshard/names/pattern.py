@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Optional
+from dataclasses import dataclass
+from typing import NamedTuple, Optional
 
-from reshard.classes import NamedTuple, dataclass
 from reshard.names.sizes import product
 from reshard.text.products import ExpressionError, Product
 

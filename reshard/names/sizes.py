@@ -10,10 +10,10 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Optional
 
-from reshard.classes import dataclass
 from reshard.errors import NamesError
 from reshard.text.near_names import near_names
 from reshard.text.products import Product, SizeError, read_product

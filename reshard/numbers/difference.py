@@ -6,14 +6,13 @@ Blocks are compared as bytes first, and only blocks that differ are subtracted.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any, Optional
 
 import numpy as np
 import numpy.typing as npt
 
 from reshard.checkpoints.formats.dtypes import INT4
-from reshard.classes import dataclass
 from reshard.execute import Progress
 from reshard.numbers.sweep import Location, SweepBlock, SweepItem, location_of, sweep
 from reshard.numbers.widening import AT_ONCE, INTEGERS, Widener, is_number

@@ -10,14 +10,14 @@ import contextlib
 import math
 import threading
 from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Callable, Optional, Protocol, TypeVar, Union
+from typing import Callable, NamedTuple, Optional, Protocol, TypeVar, Union
 
 import numpy as np
 import numpy.typing as npt
 
 from reshard.checkpoints.files import FileVersion
-from reshard.classes import NamedTuple, dataclass
 from reshard.execute import Progress
 from reshard.execute.reader import in_order
 from reshard.layout import boxes_of_range, intersection, volume_of

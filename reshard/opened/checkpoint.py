@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Callable, Optional
 
@@ -14,7 +15,6 @@ import numpy.typing as npt
 
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.formats.pickles import NotPlain
-from reshard.classes import dataclass
 from reshard.errors import CheckpointError
 from reshard.execute import ExecutionOptions
 from reshard.execute.casts import Overflowed

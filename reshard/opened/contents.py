@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 from reshard.checkpoints import Tensor
-from reshard.classes import NamedTuple
 from reshard.layout import shape_of, whole_box
 from reshard.plan.pieces import Piece, StoredSlice, TargetTensor
 from reshard.plan.plan import Plan

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import Optional
+from typing import NamedTuple, Optional
 
-from reshard.classes import NamedTuple
 from reshard.forms.ranks.holding import Holding
 from reshard.layout import Box
 from reshard.text.wording import some_numbers, stepped_rank_ranges

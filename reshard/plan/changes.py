@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import field
-from typing import Optional
+from dataclasses import dataclass, field
+from typing import NamedTuple, Optional
 
-from reshard.classes import NamedTuple, dataclass
 from reshard.errors import LayoutError
 from reshard.forms.ranks.holding import Holding
 from reshard.layout import Layout, Overlap, stand_in_shape

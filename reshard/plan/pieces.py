@@ -7,13 +7,13 @@ origin. The executor uses these types and no layouts.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Optional
+from dataclasses import dataclass
+from typing import NamedTuple, Optional
 
 from reshard.checkpoints import OutputLayout
 from reshard.checkpoints.checkpoint import Addition
 from reshard.checkpoints.checkpoint import StoredSlice as StoredSlice
 from reshard.checkpoints.formats.dtypes import ITEM_SIZES
-from reshard.classes import NamedTuple, dataclass
 from reshard.layout import Box, Region, shape_of, volume_of
 
 

@@ -11,11 +11,11 @@ import bisect
 import functools
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Callable, Optional, Protocol
 
 from reshard.checkpoints import OutputLayout, lay_out_copy
 from reshard.checkpoints.checkpoint import Addition, Checkpoint
-from reshard.classes import dataclass
 from reshard.errors import IncompleteSourceError
 from reshard.forms.cuts import Cut, Cuts
 from reshard.forms.registry import counted_as

@@ -14,9 +14,9 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from typing import Optional
+from dataclasses import dataclass
+from typing import NamedTuple, Optional
 
-from reshard.classes import NamedTuple, dataclass
 from reshard.errors import IncompleteSourceError, LayoutError, StrategyError
 from reshard.forms.ranks.holding import Holding
 from reshard.layout import Layout, Overlap, stand_in_shape, whole

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Optional, Union
 
-from reshard.classes import dataclass
 from reshard.defaults import DEFAULT_PREFIX
 from reshard.forms.registry import form_named
 from reshard.plan.edits import NO_EDITS, Edits

@@ -9,13 +9,12 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Optional, Union, overload
+from typing import NamedTuple, Optional, Union, overload
 from weakref import WeakValueDictionary
 
 from reshard.checkpoints import OutputLayout, OutputTensor, Tensor
 from reshard.checkpoints.checkpoint import Addition, GlobalTensor
 from reshard.checkpoints.formats.dtypes import MEMORY
-from reshard.classes import NamedTuple
 from reshard.forms.cuts import Cut
 from reshard.forms.target import TargetForm
 from reshard.layout import Box, Cell, Region, shape_of, whole_box

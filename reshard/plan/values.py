@@ -9,10 +9,10 @@ number, if that exists.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from reshard.checkpoints import FileHandles, Tensor
 from reshard.checkpoints.checkpoint import Checkpoint
-from reshard.classes import NamedTuple
 from reshard.errors import CheckpointError, InputError
 from reshard.forms.target import TargetForm
 from reshard.storage import read_range, reading

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Optional
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Optional
 
-from reshard.classes import NamedTuple, dataclass
 from reshard.errors import CheckpointError
 from reshard.quantised.values import E2M1, OFFSET_TYPES, SCALE_TYPES, scale_box
 from reshard.text.wording import quoted

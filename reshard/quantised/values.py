@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Callable, Optional
+from typing import Any, Callable, NamedTuple, Optional
 
 import numpy as np
 import numpy.typing as npt
 
 from reshard.checkpoints.formats.dtypes import DTYPES, ITEM_SIZES
-from reshard.classes import NamedTuple
 from reshard.layout import Box, shape_of
 
 Bytes = npt.NDArray[np.uint8]

@@ -14,10 +14,10 @@ import json
 import os
 import re
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Optional
 
 from reshard.checkpoints.formats.headers import ALL_FORMATS
-from reshard.classes import dataclass
 from reshard.defaults import CHOICES, DEFAULT_PREFIX, MAX_DEVICES
 from reshard.errors import TargetError, UsageError
 from reshard.forms import FORM_CLASSES

@@ -12,11 +12,11 @@ import hashlib
 import itertools
 import json
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any, Callable, Optional, Union
 
 from reshard.checkpoints import Literal, OutputLayout
 from reshard.checkpoints.formats.headers import ALL_FORMATS
-from reshard.classes import dataclass
 from reshard.defaults import MAX_DEVICES
 from reshard.forms.ranks import FileNames
 from reshard.forms.registry import FORMS

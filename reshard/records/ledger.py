@@ -25,9 +25,8 @@ import itertools
 import os
 import re
 from collections.abc import Collection, Iterable, Iterator
-from typing import Callable, Optional
+from typing import Callable, NamedTuple, Optional
 
-from reshard.classes import NamedTuple
 from reshard.errors import ReshardError, TargetError
 from reshard.forms.ranks.steps import RANK, fixed_directory
 from reshard.records.commands import IS_COMMAND, RecordedCommand, commands_in

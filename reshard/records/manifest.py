@@ -11,9 +11,9 @@ import json
 import os
 import re
 import shlex
-from typing import Optional
+from dataclasses import dataclass
+from typing import NamedTuple, Optional
 
-from reshard.classes import NamedTuple, dataclass
 from reshard.defaults import MAX_DEVICES
 from reshard.errors import CheckpointError, TargetError
 from reshard.forms.ranks.naming import check_inside

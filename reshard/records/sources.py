@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Optional
+from dataclasses import dataclass
+from typing import NamedTuple, Optional
 
 from reshard.checkpoints import CheckpointIndex, FileHandles, Tensor
-from reshard.classes import NamedTuple, dataclass
 from reshard.errors import DamagedCheckpointError
 from reshard.records.identity import digest_of, short_digest
 from reshard.storage import ReadableFile, read_each, read_range, reading, storage_of

@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Optional
 
-from reshard.classes import dataclass
 from reshard.errors import CheckpointError, TargetError
 from reshard.records.commands import RecordedCommand, requested_ranks
 from reshard.records.identity import Identity

@@ -19,9 +19,9 @@ import zlib
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from functools import cached_property
+from typing import NamedTuple
 
 from reshard.checkpoints.checkpoint import GlobalTensor
-from reshard.classes import NamedTuple
 from reshard.forms.ranks.checkpoint import SourceStep
 from reshard.forms.ranks.holding import stage_shardings
 from reshard.layout import Box, Grid, Overlap, volume_of

@@ -13,11 +13,10 @@ import contextlib
 import time
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Optional, TypeVar
+from typing import NamedTuple, Optional, TypeVar
 
 from reshard.checkpoints import FileHandles, files_alike
 from reshard.checkpoints.checkpoint import GlobalTensor
-from reshard.classes import NamedTuple
 from reshard.execute import ExecutionOptions
 from reshard.forms.ranks.checkpoint import SourceStep
 from reshard.forms.ranks.holding import stage_shardings

@@ -5,21 +5,20 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Optional
+from typing import NamedTuple, Optional
 
 import numpy as np
 
 from reshard.checkpoints.checkpoint import GlobalTensor
-from reshard.classes import NamedTuple
 from reshard.execute import ExecutionOptions, Progress
-from reshard.execute.casts import Bytes
 from reshard.execute.reader import in_order
+from reshard.execute.tiles import Bytes
 from reshard.layout import boxes_of_range, placed, shape_of, volume_of
 from reshard.source_replicas.choice import Holder, ParameterGroup, Replicated
 from reshard.source_replicas.outcome import Tally
 from reshard.source_replicas.samples import ReplicaFiles
-from reshard.threads import thread_pool
 
 # Bytes of a tensor per part, and files that a thread compares with the first.
 _PART_BYTES = 64 << 20
@@ -71,7 +70,7 @@ def compare_everything(
 
     progress.begin(sum(map(_nbytes, kinds)), "comparing replicas")
     try:
-        with thread_pool(execution.threads) as pool:
+        with ThreadPoolExecutor(execution.threads) as pool:
             parts, ahead = itertools.chain.from_iterable(map(_parts, kinds)), _AHEAD * execution.threads
             results = in_order(pool, parts, lambda part: [partial(compare, part)], ahead, stop=stop)
             for part, ((varied, ranks),) in results:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import shlex
 from collections import defaultdict
 from collections.abc import Container, Sequence
-from typing import Optional
+from dataclasses import dataclass
+from typing import NamedTuple, Optional
 
 from reshard.checkpoints.checkpoint import GlobalTensor
-from reshard.classes import NamedTuple, dataclass
 from reshard.errors import CheckpointError
 from reshard.forms.ranks.checkpoint import SourceStep
 from reshard.source_replicas.choice import ParameterGroup

@@ -12,11 +12,10 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Callable, Optional, TypeVar
+from typing import Callable, NamedTuple, Optional, TypeVar
 
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import GlobalTensor
-from reshard.classes import NamedTuple
 from reshard.errors import DamagedCheckpointError, RetryableError
 from reshard.execute import ExecutionOptions
 from reshard.execute.reader import BoxReader, in_order

@@ -7,11 +7,11 @@ reported; only unreadable files are errors.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Optional
+from dataclasses import dataclass
+from typing import NamedTuple, Optional
 
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import GlobalTensor
-from reshard.classes import NamedTuple, dataclass
 from reshard.errors import CheckpointError
 from reshard.execute import ExecutionOptions, Progress
 from reshard.forms.ranks import SourceTree, StepFiles, find_checkpoints

@@ -12,9 +12,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Sequence
-from typing import Optional
-
-from reshard.classes import NamedTuple
+from typing import NamedTuple, Optional
 
 # Where a page fault is a memory access or a disk read and never a round trip.
 _LOCAL_FILE_SYSTEMS = frozenset(

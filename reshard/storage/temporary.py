@@ -17,10 +17,9 @@ import hashlib
 import os
 import re
 import time
-from typing import Optional
+from typing import NamedTuple, Optional
 
 from reshard import signals
-from reshard.classes import NamedTuple
 from reshard.storage import directories
 
 _UNTOUCHED_SECONDS = 3600.0

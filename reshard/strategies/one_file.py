@@ -10,9 +10,9 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Optional, Union
 
-from reshard.classes import dataclass
 from reshard.errors import StrategyError
 from reshard.storage import ReadableFile, UnfitError, opened_regular, read_range, reading
 from reshard.storage.other_files import cipher_of, is_ckpt, kind_by_head

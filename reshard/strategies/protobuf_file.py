@@ -1,29 +1,36 @@
 """The protobuf form of strategy files, and the group_info files that share its messages.
 
-The wire format is read and written here, not by the protobuf library. These few messages need a small part of it, the
-library takes as long to load as a strategy takes to read, and a hostile file may make it take fifty times its size.
+Message types are created at run time, in a separate descriptor pool and package: a process that imported MindSpore
+has its messages registered under the usual names. Names are declared as bytes, with the same
+encoding, so that this module reports invalid UTF-8.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from functools import cache
 from typing import Any, Optional, Union
 
 from reshard.errors import StrategyError
 from reshard.strategies.model import RecordedLayout, StrategyFile, StrategyItem
 from reshard.text.wording import quoted
 
-# Field: name, number, type. "list" is a message whose field 1 is a list of numbers. A field with "*" is repeated; all
-# others are required.
+# Field: name, number, type; "*" marks a repeated field, all others are required.
 _MESSAGES: dict[str, tuple[tuple[str, int, str], ...]] = {
-    "ParallelStrategys": (("stage", 1, "uint32"), ("parallel_strategy", 2, "list uint32*")),
+    "ParallelStrategy": (("dim", 1, "uint32*"),),
+    "DevMatrix": (("dim", 1, "uint32*"),),
+    "TensorMap": (("dim", 1, "int32*"),),
+    "ParamSplitShape": (("dim", 1, "int64*"),),
+    "IndicesOffset": (("dim", 1, "int64*"),),
+    "ParallelGroupRanks": (("dim", 1, "uint32*"),),
+    "ParallelStrategys": (("stage", 1, "uint32"), ("parallel_strategy", 2, "ParallelStrategy*")),
     "ParallelStrategyItem": (("node_name", 1, "bytes"), ("parallel_strategys", 2, "ParallelStrategys")),
     "ParallelLayouts": (
-        ("dev_matrix", 1, "list uint32*"),
-        ("tensor_map", 2, "list int32*"),
-        ("param_split_shape", 3, "list int64*"),
-        ("indices_offset", 4, "list int64*"),
+        ("dev_matrix", 1, "DevMatrix*"),
+        ("tensor_map", 2, "TensorMap*"),
+        ("param_split_shape", 3, "ParamSplitShape*"),
+        ("indices_offset", 4, "IndicesOffset*"),
         ("field", 5, "int32"),
         ("opt_weight_shard_step", 6, "int32"),
         ("opt_weight_shard_size", 7, "int32"),
@@ -34,10 +41,9 @@ _MESSAGES: dict[str, tuple[tuple[str, int, str], ...]] = {
         ("parallel_strategy_item", 2, "ParallelStrategyItem*"),
         ("parallel_layout_item", 3, "ParallelLayoutItem*"),
     ),
-    "ParallelGroupItem": (("group_name", 1, "bytes"), ("parallel_group_ranks", 2, "list uint32")),
+    "ParallelGroupItem": (("group_name", 1, "bytes"), ("parallel_group_ranks", 2, "ParallelGroupRanks")),
 }
-# Bits, and whether numbers are signed.
-_NUMBERS = {"uint32": (32, False), "int32": (32, True), "int64": (64, True)}
+_PACKAGE = "reshard.strategies"
 # Limits above any real file: some seconds, some hundred MB. An item has some hundred
 # bytes, a list of ranks some hundred KB.
 _MAX_FIELD = 1 << 22
@@ -66,9 +72,9 @@ def parse_strategy(data: bytes, path: str) -> Optional[StrategyFile]:
             item = _parsed("ParallelStrategyItem", value)
             if item is None:
                 return None
-            strategys = item["parallel_strategys"]
-            strategies = strategys["parallel_strategy"]
-            items.append(StrategyItem(_text(item["node_name"], path), strategys["stage"], strategies))
+            strategys = item.parallel_strategys
+            strategies = tuple(tuple(strategy.dim) for strategy in strategys.parallel_strategy)
+            items.append(StrategyItem(_text(item.node_name, path), strategys.stage, strategies))
             numbers += sum(len(entry) + 1 for entry in strategies)
         elif number == 3 and not isinstance(value, int):
             parts = _layout_item(value)
@@ -115,35 +121,31 @@ def serialize_strategy(file: StrategyFile) -> bytes:
     Raises:
         StrategyError: a number does not fit its field.
     """
+    message = _message_class("ParallelStrategyMap")(current_stage=file.current_stage)
     name = ""
     try:
-        items = []
         for item in file.items:
             name = item.node
-            strategys = {"stage": item.stage, "parallel_strategy": item.strategies}
-            items.append({"node_name": name.encode(), "parallel_strategys": strategys})
-        layouts = []
+            added = message.parallel_strategy_item.add(node_name=item.node.encode())
+            added.parallel_strategys.stage = item.stage
+            for strategy in item.strategies:
+                added.parallel_strategys.parallel_strategy.add(dim=strategy)
         for name, recorded in file.layouts.items():
-            # A single map would be read as a flat one.
-            end = [()] if recorded.nested and len(recorded.tensor_maps) == 1 else []
-            described = {
-                "dev_matrix": [recorded.device_matrix],
-                "tensor_map": [*recorded.tensor_maps, *end],
-                "param_split_shape": [recorded.split_sizes],
-                "indices_offset": [recorded.split_offsets],
-                "field": recorded.field,
-                "opt_weight_shard_step": recorded.shard_step,
-                "opt_weight_shard_size": recorded.shard_size,
-            }
-            layouts.append({"param_name": name.encode(), "parallel_layouts": _encoded("ParallelLayouts", described)})
-        content = {
-            "current_stage": file.current_stage,
-            "parallel_strategy_item": items,
-            "parallel_layout_item": layouts,
-        }
-        return _encoded("ParallelStrategyMap", content)
+            layouts = message.parallel_layout_item.add(param_name=name.encode()).parallel_layouts
+            layouts.dev_matrix.add(dim=recorded.device_matrix)
+            for entry in recorded.tensor_maps:
+                layouts.tensor_map.add(dim=entry)
+            if recorded.nested and len(recorded.tensor_maps) == 1:
+                # A single map would be read as a flat one.
+                layouts.tensor_map.add()
+            layouts.param_split_shape.add(dim=recorded.split_sizes)
+            layouts.indices_offset.add(dim=recorded.split_offsets)
+            layouts.field = recorded.field
+            layouts.opt_weight_shard_step = recorded.shard_step
+            layouts.opt_weight_shard_size = recorded.shard_size
     except ValueError as error:
         raise StrategyError(f"{quoted(name)} cannot be written to {file.path}: {error}", file=file.path) from error
+    return bytes(message.SerializeToString(deterministic=True))
 
 
 def parse_group_map(data: bytes, path: str) -> Optional[tuple[Ranks, tuple[tuple[str, Ranks], ...]]]:
@@ -158,32 +160,31 @@ def parse_group_map(data: bytes, path: str) -> Optional[tuple[Ranks, tuple[tuple
     lists = [value for number, value in outer if number == 2 and isinstance(value, bytes)]
     if not lists:
         return None
-    try:
-        # In the wire format, parts of one message are concatenated.
-        restore = _numbers(b"".join(lists), "uint32")
-        items = [_decoded("ParallelGroupItem", value) for number, value in outer if number == 1]
-    except _NotAMessage:
+    # In the wire format, parts of one message are concatenated.
+    restore = _parsed("ParallelGroupRanks", b"".join(lists))
+    items = [_parsed("ParallelGroupItem", value) for number, value in outer if number == 1 and isinstance(value, bytes)]
+    if restore is None or any(item is None for item in items):
         return None
-    return restore, tuple((_text(item["group_name"], path), item["parallel_group_ranks"]) for item in items)
+    groups = tuple((_text(item.group_name, path), tuple(item.parallel_group_ranks.dim)) for item in items)
+    return tuple(restore.dim), groups
 
 
-def _recorded(layouts: Mapping[str, Any], path: str, name: str) -> RecordedLayout:
-    def only(field: str) -> tuple[int, ...]:
-        parts: tuple[tuple[int, ...], ...] = layouts[field]
+def _recorded(layouts: Any, path: str, name: str) -> RecordedLayout:
+    def only(parts: Any, label: str) -> tuple[int, ...]:
         if len(parts) > 1:
-            problem = f"{path}: parameter {quoted(name)} has {len(parts)} {field} entries"
+            problem = f"{path}: parameter {quoted(name)} has {len(parts)} {label} entries"
             raise StrategyError(problem, file=path, parameter=name)
-        return parts[0] if parts else ()
+        return tuple(parts[0].dim) if parts else ()
 
     return RecordedLayout(
-        device_matrix=only("dev_matrix"),
-        tensor_maps=layouts["tensor_map"],
-        nested=len(layouts["tensor_map"]) > 1,
-        field=layouts["field"],
-        shard_step=layouts["opt_weight_shard_step"],
-        shard_size=layouts["opt_weight_shard_size"],
-        split_sizes=only("param_split_shape"),
-        split_offsets=only("indices_offset"),
+        device_matrix=only(layouts.dev_matrix, "dev_matrix"),
+        tensor_maps=tuple(tuple(entry.dim) for entry in layouts.tensor_map),
+        nested=len(layouts.tensor_map) > 1,
+        field=layouts.field,
+        shard_step=layouts.opt_weight_shard_step,
+        shard_size=layouts.opt_weight_shard_size,
+        split_sizes=only(layouts.param_split_shape, "param_split_shape"),
+        split_offsets=only(layouts.indices_offset, "indices_offset"),
     )
 
 
@@ -205,150 +206,53 @@ def _is_message(data: bytes) -> bool:
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, Union[int, bytes]]]:
-    """Number and value of every field of the outermost message; numbers of fixed size are skipped.
+    """Number and value of every field of the outermost message.
+
+    The library may take fifty times the bytes of a message that contains millions of empty messages,
+    so it receives them one by one.
 
     Raises:
         _NotAMessage: the bytes are damaged.
     """
     position, end = 0, len(data)
-    while position < end:
-        key, position = _varint(data, position)
-        number, wire_type = key >> 3, key & 7
-        if not 0 < number < 1 << 29:
-            raise _NotAMessage
-        if wire_type == 0:
-            value, position = _varint(data, position)
-            yield number, value
-        elif wire_type == 2:
-            length, start = _varint(data, position)
-            position = start + length
-            if length > _MAX_FIELD or position > end:
-                raise _NotAMessage
-            yield number, data[start:position]
-        elif wire_type in (1, 5):
-            position += 8 if wire_type == 1 else 4
-            if position > end:
-                raise _NotAMessage
-        else:
-            raise _NotAMessage
 
-
-def _varint(data: bytes, position: int) -> tuple[int, int]:
-    """The number at a position, and the position after it."""
-    try:
+    def varint() -> int:
+        nonlocal position
         byte = data[position]
+        position += 1
         if byte < 0x80:
-            return byte, position + 1
+            return byte
         value = byte & 0x7F
-        for length in range(1, 10):
-            byte = data[position + length]
-            value |= (byte & 0x7F) << 7 * length
+        for shift in range(7, 70, 7):
+            byte = data[position]
+            position += 1
+            value |= (byte & 0x7F) << shift
             if byte < 0x80:
-                return value, position + length + 1
-    except IndexError:
-        pass
-    raise _NotAMessage
-
-
-def _decoded(kind: str, value: Union[int, bytes]) -> dict[str, Any]:
-    """The fields of a message by name.
-
-    Raises:
-        _NotAMessage: the bytes are damaged, or lack a required field.
-    """
-    if isinstance(value, int):
+                return value
         raise _NotAMessage
-    parts: dict[int, list[Union[int, bytes]]] = {}
-    for number, part in _fields(value):
-        parts.setdefault(number, []).append(part)
-    message: dict[str, Any] = {}
-    for name, number, declared in _MESSAGES[kind]:
-        type, repeated = declared.rstrip("*"), declared.endswith("*")
-        # A field of another wire type is an unknown field.
-        values = [part for part in parts.get(number, ()) if isinstance(part, int) == (type in _NUMBERS)]
-        if not values and not repeated:
-            raise _NotAMessage
-        if type in _NUMBERS:
-            message[name] = _number(values[-1], type)
-        elif type == "bytes":
-            message[name] = values[-1]
-        elif repeated:
-            message[name] = tuple(_numbers(part, type.partition(" ")[2]) for part in values)
-        else:
-            joined = b"".join(part for part in values if isinstance(part, bytes))
-            numbers = type.partition(" ")[2]
-            message[name] = _numbers(joined, numbers) if numbers else _decoded(type, joined)
-    return message
 
-
-def _numbers(data: Union[int, bytes], type: str) -> tuple[int, ...]:
-    """The numbers of a list, which may be packed.
-
-    Raises:
-        _NotAMessage: the bytes are damaged.
-    """
-    assert isinstance(data, bytes)
-    numbers = []
-    for number, value in _fields(data):
-        if number != 1:
-            continue
-        if isinstance(value, int):
-            numbers.append(_number(value, type))
-            continue
-        position = 0
-        while position < len(value):
-            packed, position = _varint(value, position)
-            numbers.append(_number(packed, type))
-    return tuple(numbers)
-
-
-def _number(value: Union[int, bytes], type: str) -> int:
-    """A varint as a number of a type, which keeps its lowest bits."""
-    assert isinstance(value, int)
-    bits, signed = _NUMBERS[type]
-    value &= (1 << bits) - 1
-    return value - (1 << bits) if signed and value >> bits - 1 else value
-
-
-def _encoded(kind: str, message: Mapping[str, Any]) -> bytes:
-    """The bytes of a message, given its fields by name; inner messages may be encoded already.
-
-    Raises:
-        ValueError: a number does not fit its field.
-    """
-    data = bytearray()
-    for name, number, declared in _MESSAGES[kind]:
-        type = declared.rstrip("*")
-        for value in message[name] if declared.endswith("*") else [message[name]]:
-            if type in _NUMBERS:
-                data += _key(number, 0) + _encoded_number(value, type)
-                continue
-            if type.startswith("list "):
-                value = b"".join(_key(1, 0) + _encoded_number(each, type[len("list ") :]) for each in value)
-            elif not isinstance(value, bytes):
-                value = _encoded(type, value)
-            data += _key(number, 2) + _encoded_varint(len(value)) + value
-    return bytes(data)
-
-
-def _key(number: int, wire_type: int) -> bytes:
-    return _encoded_varint(number << 3 | wire_type)
-
-
-def _encoded_number(value: int, type: str) -> bytes:
-    bits, signed = _NUMBERS[type]
-    if not (-(1 << bits - 1) <= value < 1 << bits - 1 if signed else 0 <= value < 1 << bits):
-        raise ValueError(f"{value} does not fit a number of type {type}")
-    return _encoded_varint(value & (1 << 64) - 1)
-
-
-def _encoded_varint(value: int) -> bytes:
-    data = bytearray()
-    while value > 0x7F:
-        data.append(value & 0x7F | 0x80)
-        value >>= 7
-    data.append(value)
-    return bytes(data)
+    try:
+        while position < end:
+            key = varint()
+            number, wire_type = key >> 3, key & 7
+            if not 0 < number < 1 << 29:
+                raise _NotAMessage
+            if wire_type == 0:
+                yield number, varint()
+            elif wire_type == 2:
+                length = varint()
+                start, position = position, position + length
+                if length > _MAX_FIELD or position > end:
+                    raise _NotAMessage
+                yield number, data[start:position]
+            elif wire_type in (1, 5):
+                position += 8 if wire_type == 1 else 4
+                if position > end:
+                    raise _NotAMessage
+            else:
+                raise _NotAMessage
+    except IndexError:
+        raise _NotAMessage from None
 
 
 def _text(name: bytes, path: str) -> str:
@@ -362,9 +266,57 @@ def _text(name: bytes, path: str) -> str:
     return text
 
 
-def _parsed(kind: str, data: bytes) -> Optional[dict[str, Any]]:
-    """The fields of a message, or None if the bytes are damaged or lack a required field."""
+def _parsed(kind: str, data: bytes) -> Any:
+    """The message, or None if the bytes are damaged or lack a required field."""
+    from google.protobuf.message import DecodeError
+
+    message = _message_class(kind)()
     try:
-        return _decoded(kind, data)
-    except _NotAMessage:
+        message.ParseFromString(data)
+    except (DecodeError, ValueError, RuntimeError, SystemError):
+        # protobuf 3.20 reports some damage as SystemError.
         return None
+    return message if message.IsInitialized() else None
+
+
+@cache
+def _message_class(name: str) -> Any:
+    from google.protobuf import message_factory
+
+    descriptor = _pool().FindMessageTypeByName(f"{_PACKAGE}.{name}")
+    if hasattr(message_factory, "GetMessageClass"):
+        return message_factory.GetMessageClass(descriptor)
+    older: Any = message_factory
+    return older.MessageFactory(_pool()).GetPrototype(descriptor)
+
+
+@cache
+def _pool() -> Any:
+    from google.protobuf import descriptor_pb2, descriptor_pool
+
+    field_type = descriptor_pb2.FieldDescriptorProto
+    scalars = {
+        "bytes": field_type.TYPE_BYTES,
+        "int32": field_type.TYPE_INT32,
+        "int64": field_type.TYPE_INT64,
+        "uint32": field_type.TYPE_UINT32,
+    }
+    file = descriptor_pb2.FileDescriptorProto(name="reshard.proto", package=_PACKAGE, syntax="proto2")
+    for message, fields in _MESSAGES.items():
+        described = file.message_type.add(name=message)
+        for name, number, declared in fields:
+            kind = declared.rstrip("*")
+            label = field_type.LABEL_REPEATED if declared.endswith("*") else field_type.LABEL_REQUIRED
+            if kind in scalars:
+                described.field.add(name=name, number=number, label=label, type=scalars[kind])
+            else:
+                described.field.add(
+                    name=name,
+                    number=number,
+                    label=label,
+                    type=field_type.TYPE_MESSAGE,
+                    type_name=f".{_PACKAGE}.{kind}",
+                )
+    pool = descriptor_pool.DescriptorPool()
+    pool.AddSerializedFile(file.SerializeToString())
+    return pool

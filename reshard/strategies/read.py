@@ -12,9 +12,9 @@ import hashlib
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Optional, Union
 
-from reshard.classes import dataclass
 from reshard.errors import StrategyError, UsageError
 from reshard.storage import is_directory, names_in, real
 from reshard.strategies.model import NONE, RecordedLayout, Stage, Strategy, StrategyFile

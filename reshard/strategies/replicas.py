@@ -10,12 +10,12 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Optional
 
 import numpy as np
 import numpy.typing as npt
 
-from reshard.classes import dataclass
 from reshard.defaults import MAX_DEVICES
 from reshard.errors import StrategyError
 from reshard.layout import Layout

@@ -13,9 +13,8 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from fnmatch import translate
 from itertools import product
-from typing import Optional
+from typing import NamedTuple, Optional
 
-from reshard.classes import NamedTuple
 from reshard.text.globs import Glob, Globs
 from reshard.text.name_filters import Filters
 from reshard.text.names import (

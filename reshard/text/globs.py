@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from typing import Optional
-
-from reshard.classes import NamedTuple
+from typing import NamedTuple, Optional
 
 # Without the guards, `*{number}` would match only the 2 of x12.
 _NUMBER = r"(?<![0-9])([0-9]+)(?![0-9])"

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Protocol
-
-from reshard.classes import dataclass
 
 
 class ExpressionError(ValueError):

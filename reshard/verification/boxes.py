@@ -9,9 +9,8 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import Optional
+from typing import NamedTuple, Optional
 
-from reshard.classes import NamedTuple
 from reshard.errors import LayoutError
 
 Box = tuple[tuple[int, int], ...]

@@ -6,10 +6,9 @@ import math
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Callable, Optional
+from typing import TYPE_CHECKING, Callable, NamedTuple, Optional
 
 from reshard.checkpoints import FileHandles, read_index
-from reshard.classes import NamedTuple
 from reshard.errors import CheckpointError, InputError, TargetError
 from reshard.forms.form import Names
 from reshard.forms.ranks import find_checkpoints

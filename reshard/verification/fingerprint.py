@@ -11,11 +11,10 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import field, replace
-from typing import Any, Callable, Optional
+from dataclasses import dataclass, field, replace
+from typing import Any, Callable, NamedTuple, Optional
 
 from reshard.checkpoints.formats.dtypes import NO_ARRAYS
-from reshard.classes import NamedTuple, dataclass
 from reshard.errors import CheckpointError, InputError
 from reshard.text.names import belongs_to_rank
 from reshard.text.wording import number_ranges, quoted

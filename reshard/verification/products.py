@@ -8,13 +8,13 @@ rounding errors.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Optional, Union
 
 import numpy as np
 import numpy.typing as npt
 
 from reshard.checkpoints import FileHandles
-from reshard.classes import dataclass
 from reshard.errors import CheckpointError
 from reshard.text.messages import listing
 from reshard.text.wording import quoted

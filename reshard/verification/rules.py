@@ -9,12 +9,12 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import Union
 
 import numpy as np
 
 from reshard.checkpoints import FileHandles
-from reshard.classes import dataclass
 from reshard.errors import CheckpointError
 from reshard.names import SizedOperation
 from reshard.text.wording import quoted

@@ -10,10 +10,9 @@ import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Callable, Optional
+from typing import TYPE_CHECKING, Callable, NamedTuple, Optional
 
 from reshard.checkpoints import CheckpointIndex, FileHandles, check_crcs
-from reshard.classes import NamedTuple
 from reshard.errors import InputError
 from reshard.forms.form import ReadRequest
 from reshard.forms.ranks import StepFiles

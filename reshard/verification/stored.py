@@ -11,9 +11,9 @@ import math
 import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Callable, Optional
+from typing import Any, Callable, NamedTuple, Optional
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,6 @@ import numpy.typing as npt
 from reshard.checkpoints import CheckpointIndex, FileHandles, Tensor, files_alike
 from reshard.checkpoints.checkpoint import ByName, Checkpoint, FileSharding, GlobalTensor, Sharding
 from reshard.checkpoints.formats.dtypes import NO_ARRAYS
-from reshard.classes import NamedTuple, dataclass
 from reshard.errors import CheckpointError, IncompleteSourceError
 from reshard.forms.chunks import ChunkedCheckpoint
 from reshard.forms.registry import form_named

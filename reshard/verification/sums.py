@@ -32,12 +32,11 @@ import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from functools import cache
-from typing import Callable, Optional
+from typing import Callable, NamedTuple, Optional
 
 import numpy as np
 import numpy.typing as npt
 
-from reshard.classes import NamedTuple
 from reshard.verification.boxes import Box
 
 VERSION = "reshard-1"

@@ -158,7 +158,7 @@ def changed_pickle(data: bytes, random: Random) -> bytes:
     """A pickle with one operation dropped, doubled, moved or replaced by one of its kind; bytes where it is none."""
     try:
         places = [(operation.name, at or 0) for operation, _, at in pickletools.genops(data)]
-    except ValueError:
+    except (ValueError, Warning):
         return changed_bytes(data, [data], random)
     ends = [at for _, at in places[1:]] + [places[-1][1] + 1]
     # Frames contain lengths, which no change would fit.

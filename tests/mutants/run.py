@@ -148,7 +148,7 @@ def _in_child(
 def run(chosen: Sequence[Mutant], limit: int, jobs: int, conversions: Collection[str] = ()) -> dict[str, object]:
     """What became of some mutants, in some conversions or all."""
     # Slow imports that do not change are done before the children start.
-    for name in ("numpy", "click", "safetensors", "reshard.storage"):
+    for name in ("numpy", "click", "safetensors", "google.protobuf.descriptor_pool", "reshard.storage"):
         importlib.import_module(name)
     # Memory, where there is some: each conversion flushes what it writes.
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as directory:

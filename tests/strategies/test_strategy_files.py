@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ from reshard.strategies.written import merged_json
 from tests.cases import EVERYWHERE, case_directory
 from tests.layouts import examples, layouts
 from tests.reference import boxes
+from tests.running import LAUNCHER, done
 from tests.strategy_writing import group_info, json_content, layout, protobuf, write_merged, write_strategy
 from tests.trees import strategy_bytes
 from tests.wire import field
@@ -591,3 +594,21 @@ def test_written_strategies_are_read_again(
 def test_written_protobuf_equals_mindspores_byte_for_byte(name: str) -> None:
     for path in (case_directory(name) / "strategy").glob("*.ckpt"):
         assert protobuf_file.serialize_strategy(read_strategy_file(str(path))) == path.read_bytes()
+
+
+THEIRS = """
+from google.protobuf import descriptor_pb2, descriptor_pool
+theirs = descriptor_pb2.FileDescriptorProto(name="node_strategy.proto", package="mindspore.straspb")
+theirs.message_type.add(name="ParallelStrategyMap")
+descriptor_pool.Default().AddSerializedFile(theirs.SerializeToString())
+"""
+
+
+def test_protobuf_messages_of_mindspore_do_not_conflict(tmp_path: Path) -> None:
+    path = tmp_path / "s.ckpt"
+    path.write_bytes(protobuf({"w": layout([2], [0])}))
+    words = ["strategy", "show", str(path), "--json"]
+    shown = subprocess.run(
+        [sys.executable, "-c", THEIRS + LAUNCHER, *words], stdout=subprocess.PIPE, text=True, check=True
+    ).stdout
+    assert shown == done(*words).out

@@ -12,12 +12,11 @@ import json
 import math
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Optional, Union
+from typing import NamedTuple, Optional, Union
 
 from reshard.checkpoints.formats.dtypes import INT4, ITEM_SIZES, SAFETENSORS_NAMES, TEXT, can_hold
 from reshard.checkpoints.formats.safetensors_index import LENGTH_SIZE, LONGEST_HEADER, METADATA
 from reshard.checkpoints.formats.tensors import content_size, logical_shape
-from reshard.classes import NamedTuple
 from reshard.errors import CheckpointError
 from reshard.text.names import as_pattern
 from reshard.text.wording import quoted

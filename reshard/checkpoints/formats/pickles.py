@@ -11,9 +11,7 @@ from __future__ import annotations
 import itertools
 import struct
 from collections.abc import Collection, Iterator
-from typing import Any, Callable, Optional, Union
-
-from reshard.classes import NamedTuple
+from typing import Any, Callable, NamedTuple, Optional, Union
 
 MAX_OPERATIONS = 1 << 26
 """Operations of one pickle. Metadata takes some 30 for each chunk of a tensor."""

@@ -9,11 +9,10 @@ import math
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, KeysView, Mapping, Sequence
-from dataclasses import field
-from typing import Optional
+from dataclasses import dataclass, field
+from typing import NamedTuple, Optional
 
 from reshard.checkpoints.formats.dtypes import ITEM_SIZES, NO_ARRAYS, TEXT
-from reshard.classes import NamedTuple, dataclass
 from reshard.errors import CheckpointError
 from reshard.storage.other_files import GCM
 from reshard.text.names import is_value

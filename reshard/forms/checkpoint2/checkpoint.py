@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import field
-from typing import Callable, Optional
+from dataclasses import dataclass, field
+from typing import Callable, NamedTuple, Optional
 
 from reshard.checkpoints.checkpoint import FileSharding, GlobalTensor, RecordedCheckpoint, TiedTensors
-from reshard.classes import NamedTuple, dataclass
 from reshard.errors import IncompleteSourceError
 from reshard.forms.checkpoint2.placing import RankList, TensorPlacement, disjoint
 from reshard.layout import Grid, Layout

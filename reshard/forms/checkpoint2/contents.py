@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
 from typing import Optional
@@ -16,7 +16,6 @@ from typing import Optional
 from reshard.checkpoints.checkpoint import GlobalTensor
 from reshard.checkpoints.files import FileHandles
 from reshard.checkpoints.formats.tensors import Tensor
-from reshard.classes import dataclass
 from reshard.errors import CheckpointError, InputError
 from reshard.forms.checkpoint2.checkpoint import LostTensor
 from reshard.forms.checkpoint2.elsewhere import Elsewhere, judge

@@ -19,7 +19,6 @@ from reshard.forms.checkpoint2.iterations import (
     recognise,
 )
 from reshard.forms.form import Description, Form, FormOptions, Layouts, ReadRequest, SavedCut, SavedStep, WriteRequest
-from reshard.forms.target import TargetForm
 from reshard.storage import caches_listings, is_directory, is_regular_file
 from reshard.strategies import Strategy
 from reshard.text.messages import listing

@@ -10,9 +10,8 @@ import contextlib
 import os
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
-from reshard.classes import NamedTuple
 from reshard.errors import CheckpointError, UsageError
 from reshard.forms.ranks.refused import hint_of_checkpoints_below
 from reshard.storage import (

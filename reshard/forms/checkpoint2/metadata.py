@@ -12,11 +12,10 @@ import os
 import re
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import field
-from typing import Any, Optional
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Optional
 
 from reshard.checkpoints.formats.tensors import MAX_DIMENSIONS, MAX_ELEMENTS
-from reshard.classes import NamedTuple, dataclass
 from reshard.defaults import MAX_DEVICES
 from reshard.forms.checkpoint2.iterations import METADATA, parse_key
 from reshard.storage import UnfitError, opened_regular, reading, windows_in

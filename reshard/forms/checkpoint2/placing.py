@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Optional
+from typing import NamedTuple, Optional
 
 from reshard.checkpoints.checkpoint import FileSharding
 from reshard.checkpoints.formats.dtypes import INT4, ITEM_SIZES, SAFETENSORS_NAMES
 from reshard.checkpoints.formats.tensors import Tensor
-from reshard.classes import NamedTuple, dataclass
 from reshard.errors import CheckpointError, LayoutError
 from reshard.forms.checkpoint2.files import IterationFiles
 from reshard.forms.checkpoint2.iterations import parse_file_name

@@ -17,13 +17,12 @@ import math
 import string
 import struct
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Callable, Optional
+from typing import Any, Callable, NamedTuple, Optional
 
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor
 from reshard.checkpoints.edited import stored_checkpoint
 from reshard.checkpoints.formats.output import MINDSPORE_METADATA
-from reshard.classes import NamedTuple
 from reshard.defaults import DEFAULT_PREFIX
 from reshard.errors import CheckpointError, LayoutError
 from reshard.forms.checkpoint2.iterations import COMMON, METADATA, MODEL, OPTIMIZER, TRACKER, iteration_name

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Optional
 
@@ -13,7 +13,6 @@ from reshard.checkpoints.checkpoint import ByName, FileSharding, GlobalTensor, R
 from reshard.checkpoints.files import FileHandles
 from reshard.checkpoints.formats.headers import read_headers
 from reshard.checkpoints.formats.tensors import CheckpointIndex, Tensor
-from reshard.classes import dataclass
 from reshard.errors import CheckpointError, DamagedCheckpointError, InputError, one_error
 from reshard.forms.full.directory import (
     HUGGINGFACE,

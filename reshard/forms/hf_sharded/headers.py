@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
 from reshard.checkpoints.formats.tensors import CheckpointIndex, Tensor
-from reshard.classes import NamedTuple
 from reshard.errors import CheckpointError, DamagedCheckpointError
 from reshard.forms.hf_sharded.form import INFO
 from reshard.storage.json_text import JsonError, parse_json

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, Optional
 
 from reshard.checkpoints import CheckpointIndex, FileHandles
 from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor, StoredObject, TiedTensors, order_in_files
 from reshard.checkpoints.edited import stored_checkpoint
 from reshard.checkpoints.formats.headers import KnownStructures, read_headers
-from reshard.classes import dataclass
 from reshard.errors import DamagedCheckpointError
 from reshard.forms.ranks import StepFiles
 from reshard.forms.ranks.holding import stage_shardings

@@ -8,11 +8,10 @@ of its stage is absent: that rank may have held it. Slices without elements are 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Optional
+from typing import NamedTuple, Optional
 
 from reshard.checkpoints import FileHandles, read_index
 from reshard.checkpoints.checkpoint import GlobalTensor
-from reshard.classes import NamedTuple
 from reshard.errors import CheckpointError, InputError
 from reshard.forms.ranks import SourceTree
 from reshard.forms.ranks.checkpoint import RankCheckpoint, SourceStep

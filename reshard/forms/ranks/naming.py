@@ -12,9 +12,9 @@ import functools
 import os
 import re
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Optional
 
-from reshard.classes import dataclass
 from reshard.defaults import MAX_DEVICES
 from reshard.errors import CheckpointError, UsageError
 from reshard.forms.ranks.steps import RANK, Pattern, Step, parse_stem

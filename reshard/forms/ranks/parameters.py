@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Callable, Optional
+from dataclasses import dataclass
+from typing import Callable, NamedTuple, Optional
 
 from reshard.checkpoints import FileHandles, Tensor, tensors_named
 from reshard.checkpoints.checkpoint import AS_RECORDED, GlobalTensor, ShardReading
 from reshard.checkpoints.formats.dtypes import NO_ARRAYS, TEXT
-from reshard.classes import NamedTuple, dataclass
 from reshard.errors import CheckpointError, InputError, one_error
 from reshard.forms.ranks import StepFiles
 from reshard.forms.ranks.checkpoint import RankCheckpoint, SourceStep

@@ -16,11 +16,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from enum import Enum
-from typing import Callable, Optional
+from typing import Callable, NamedTuple, Optional
 
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor
-from reshard.classes import NamedTuple
 from reshard.errors import IncompleteSourceError, InputError
 from reshard.forms.cuts import Cuts
 from reshard.forms.form import EditedStep

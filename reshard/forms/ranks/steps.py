@@ -16,9 +16,9 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Optional
+from dataclasses import dataclass
+from typing import NamedTuple, Optional
 
-from reshard.classes import NamedTuple, dataclass
 from reshard.errors import UsageError
 from reshard.storage import is_directory, leads_to, store_of
 from reshard.text.globs import Glob

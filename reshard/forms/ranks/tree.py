@@ -15,11 +15,10 @@ import re
 import shlex
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import field
-from typing import Optional
+from dataclasses import dataclass, field
+from typing import NamedTuple, Optional
 
 from reshard.checkpoints.formats.headers import FORMATS, format_of
-from reshard.classes import NamedTuple, dataclass
 from reshard.errors import CheckpointError, ReshardError
 from reshard.forms.ranks.naming import FileNames, names_of
 from reshard.forms.ranks.refused import hint_of_checkpoints_below, refuse_other_forms

@@ -8,8 +8,8 @@ import re
 import time
 from collections.abc import Mapping
 from datetime import datetime
+from typing import NamedTuple
 
-from reshard.classes import NamedTuple
 from reshard.errors import UsageError
 
 _SCHEME = "s3://"

@@ -7,9 +7,8 @@ import re
 import time
 from collections.abc import Iterator, Sequence
 from datetime import datetime
-from typing import Any, Callable, Optional
+from typing import Any, Callable, NamedTuple, Optional
 
-from reshard.classes import NamedTuple
 from reshard.storage.costs import Measured
 from reshard.storage.s3 import failures
 from reshard.storage.s3.address import Address, modified_at, number_of

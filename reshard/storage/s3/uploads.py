@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
-from reshard.classes import NamedTuple
 from reshard.errors import UsageError
 from reshard.storage.s3.address import Address
 from reshard.storage.s3.failures import StrangeAnswer

@@ -13,11 +13,10 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Optional
+from typing import NamedTuple, Optional
 
-from reshard.classes import NamedTuple, dataclass
 from reshard.layout import Layout
 from reshard.strategies.model import RecordedLayout
 from reshard.strategies.rules.sizes import AxisProduct, AxisSizes, NoCandidateError, product

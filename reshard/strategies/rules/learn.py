@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Optional
+from typing import NamedTuple, Optional
 
-from reshard.classes import NamedTuple
 from reshard.errors import StrategyError
 from reshard.storage.toml_tables import one_or_list, quoted_list, toml_string
 from reshard.strategies.model import RecordedLayout

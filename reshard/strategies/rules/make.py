@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import field
-from typing import Optional
+from dataclasses import dataclass, field
+from typing import NamedTuple, Optional
 
-from reshard.classes import NamedTuple, dataclass
 from reshard.errors import StrategyError
 from reshard.layout import Layout
 from reshard.storage.toml_tables import one_or_list, quoted_list, toml_string

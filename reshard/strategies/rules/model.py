@@ -8,11 +8,10 @@ tensor map.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Optional, Union
+from typing import NamedTuple, Optional, Union
 
-from reshard.classes import NamedTuple, dataclass
 from reshard.errors import UsageError
 from reshard.strategies.model import RecordedLayout
 from reshard.strategies.rules.candidates import DEFAULT_MATRIX, AxisCut, Candidate, Matrix

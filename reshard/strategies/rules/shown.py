@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Optional, Union
 
-from reshard.classes import dataclass
 from reshard.errors import StrategyError
 from reshard.layout import Layout
 from reshard.strategies.model import RecordedLayout, Stage, Strategy

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property, lru_cache
 
-from reshard.classes import dataclass
 from reshard.defaults import MAX_DEVICES, MAX_STAGES
 from reshard.errors import UsageError
 from reshard.text import products

@@ -7,9 +7,8 @@ import json
 import os
 import re
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
-from reshard.classes import NamedTuple
 from reshard.defaults import MAX_DEVICES
 from reshard.errors import ReshardError, TargetError, UsageError
 from reshard.storage import (
