@@ -96,8 +96,9 @@ def test_objects_from_a_source_in_the_same_bucket_equal_local_files(
         done("convert", *words(kind, objects.path(key), src), "--verify")
         assert written(objects, key) == tree(tmp_path / "out") != {}
     before = objects.content()
-    done("convert", *words(kind, objects.path("out")))
-    done("resume", objects.path("copy"))
+    done("convert", *words(kind, objects.path("out")), "--verify")
+    if "copy/reshard-manifest.json" in before:
+        done("resume", objects.path("copy"))
     assert objects.content() == before
 
 
