@@ -34,7 +34,7 @@ def write_checkpoint2(root: Path, model: Model, scheme: Scheme) -> None:
     tensors, storage = {}, {}
     for stage in range(scheme.stages):
         ranks = list(range(stage * scheme.per_stage, (stage + 1) * scheme.per_stage))
-        slices = layout.slice_of_rank.tolist()
+        slices = layout.slice_of_rank
         for name in model.names(scheme, stage):
             tensors[name] = {
                 "properties": {

@@ -10,16 +10,14 @@ import contextlib
 import gc
 import itertools
 import os
-import pickle
 import queue
 import signal
 import struct
 import sys
 import threading
-import traceback
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Callable, NoReturn, Optional
+from typing import TYPE_CHECKING, Any, Callable, NoReturn, Optional, Union
 
 from reshard.errors import RetryableError
 
@@ -251,7 +249,7 @@ class Seat:
         try:
             if self._interrupted:
                 raise EOFError
-            _send(self._end, pickle.dumps(request, pickle.HIGHEST_PROTOCOL), descriptors)
+            _send(self._end, _pickled(request), descriptors)
             kind, value = _receive(self._end)[0]
             while kind == _MESSAGE:
                 notify(value)
@@ -317,14 +315,28 @@ def _answer(end: socket.socket, serve: Serve) -> None:
 
 
 def _packed(kind: int, value: object) -> bytes:
-    return pickle.dumps((kind, value), pickle.HIGHEST_PROTOCOL)
+    return _pickled((kind, value))
+
+
+def _pickled(value: object) -> bytes:
+    import pickle
+
+    return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+
+
+def _unpickled(packed: Union[bytes, bytearray]) -> Any:
+    import pickle
+
+    return pickle.loads(packed)
 
 
 def _packed_error(error: BaseException) -> bytes:
+    import traceback
+
     trace = traceback.format_exc()
     try:
         packed = _packed(_ERROR, (error, trace))
-        pickle.loads(packed)
+        _unpickled(packed)
     except Exception:
         return _packed(_ERROR, (RuntimeError(str(error)), trace))
     return packed
@@ -360,7 +372,7 @@ def _receive(end: socket.socket) -> tuple[Any, list[int]]:
     packed = bytearray()
     while len(packed) < length:
         packed += _received(end, min(length - len(packed), 1 << 20))
-    return pickle.loads(packed), list(descriptors)
+    return _unpickled(packed), list(descriptors)
 
 
 def _received(end: socket.socket, most: int) -> bytes:

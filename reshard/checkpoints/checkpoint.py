@@ -11,15 +11,16 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
-from typing import Any, Callable, NamedTuple, Optional, Protocol, TypeVar
-
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Any, Callable, NamedTuple, Optional, Protocol, TypeVar
 
 from reshard.checkpoints.formats.dtypes import ITEM_SIZES
 from reshard.checkpoints.formats.tensors import CheckpointIndex, files_alike
 from reshard.errors import InputError, one_error
 from reshard.layout import Box, Grid, View
 from reshard.text.wording import step_words
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 V = TypeVar("V")
 
@@ -132,7 +133,7 @@ class StoredSlice(NamedTuple):
 ReadBytes = Callable[[StoredSlice, int, memoryview], None]
 """Fills a buffer with bytes of a stored slice, from an offset in it on."""
 
-CastWords = Callable[[npt.NDArray[Any], str], npt.NDArray[Any]]
+CastWords = Callable[["npt.NDArray[Any]", str], "npt.NDArray[Any]"]
 """Returns elements of Float32, as words, as words of a type."""
 
 
@@ -157,7 +158,7 @@ class Decoding(Protocol):
         source: StoredSlice,
         start: int,
         out: memoryview,
-        memory: npt.NDArray[Any],
+        memory: memoryview,
         cast: CastWords,
     ) -> int:
         """Fill ``out`` with elements of a slice.

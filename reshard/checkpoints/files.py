@@ -9,11 +9,13 @@ import resource
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
-from typing import NamedTuple, Optional
+from typing import TYPE_CHECKING, NamedTuple, Optional
 
 from reshard.checkpoints.decryption import DecryptedFiles, Decryption
-from reshard.checkpoints.placed import PlacedFile, Placement
 from reshard.storage import FileStatus, OpenFile, ReadableFile, changed_meanwhile, store_of
+
+if TYPE_CHECKING:
+    from reshard.checkpoints.placed import Placement
 
 # Half of the process's limit: outputs, pipes and libraries need the other half.
 _SHARE_OF_LIMIT = 2
@@ -108,7 +110,7 @@ class FileHandles:
                 if handle.file is None:
                     handle.file = handle.opened if self._decrypted is None else self._decrypted.open(handle.opened)
             placement = self._placements.get(path)
-            yield handle.file if placement is None else PlacedFile(handle.file, placement)
+            yield handle.file if placement is None else placement.placed(handle.file)
         finally:
             with self._lock:
                 handle.users -= 1
@@ -119,6 +121,10 @@ class FileHandles:
     def place(self, path: str, placement: Placement) -> None:
         """Make `borrow` return a `PlacedFile`, whose tensors are read by their places."""
         self._placements[path] = placement
+
+    def has_places(self, path: str) -> bool:
+        """Whether `borrow` returns a `PlacedFile`."""
+        return path in self._placements
 
     def close(self) -> None:
         """Close every file that is not in use."""

@@ -87,6 +87,10 @@ class Placement:
             self._starts.append(self.size)
             self.size += max(stored.nbytes, stored.length)
 
+    def placed(self, file: ReadableFile) -> PlacedFile:
+        """The open file, read by these places."""
+        return PlacedFile(file, self)
+
     def tensors(self) -> Iterator[Tensor]:
         """The tensors with their places, in order."""
         for stored, start in zip(self._tensors, self._starts):

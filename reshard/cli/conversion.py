@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import logging
 import shlex
 import sys
 import time
@@ -184,6 +183,8 @@ def cluster_of(
             f"--scheduler needs Dask, which is not installed ({error})",
             hint="in the clone of reshard: pip install '.[dask]'",
         ) from error
+    import logging
+
     # Dask logs the same errors with tracebacks.
     for name in ("distributed", "distributed.client", "tornado.application", "asyncio"):
         logging.getLogger(name).setLevel(logging.CRITICAL)

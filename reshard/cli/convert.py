@@ -15,8 +15,8 @@ from reshard.convert import Options, Summary
 from reshard.convert.ends import Ends, check_verifiable, options_of, request_between, request_of
 from reshard.errors import UsageError
 from reshard.forms.registry import counted_as, form_named, form_of
-from reshard.opened.opening import typed_strategy
 from reshard.plan.request import Request
+from reshard.strategies import typed_strategy
 from reshard.text.report import Report
 from reshard.text.wording import byte_size, counted_ranks, rank_ranges, step_words
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import signal
-import traceback
 from typing import Any, Callable, NoReturn
 
 import click
@@ -74,6 +73,8 @@ def set_next_command(text: str) -> None:
 
 def _finish(ctx: click.Context, text: str, status: int) -> NoReturn:
     if ctx.find_root().meta.get("reshard.debug"):
+        import traceback
+
         click.echo(printable(traceback.format_exc().rstrip()), err=True)
     headline, *details = printable(text).split("\n")
     click.echo(alarming(f"reshard: error: {headline}"), err=True)

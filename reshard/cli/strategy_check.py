@@ -15,11 +15,10 @@ from reshard.cli.progress import progress_of
 from reshard.cli.strategy_show import strategy_words
 from reshard.convert import usable_cpus
 from reshard.execute import ExecutionOptions
-from reshard.opened.opening import typed_strategy
 from reshard.source_replicas import Differing
 from reshard.source_replicas.strategy_check import StrategyCheck, check_strategy
 from reshard.storage import storage_of
-from reshard.strategies import Strategy
+from reshard.strategies import Strategy, typed_strategy
 from reshard.text.messages import full_text
 from reshard.text.name_filters import Filters
 from reshard.text.name_patterns import pattern_lines

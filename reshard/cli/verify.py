@@ -19,11 +19,10 @@ from reshard.convert.recorded import merge_hint, recorded_source, was_merged
 from reshard.convert.verifying import against_manifest, of_ranks, reading_sources, verify_with_source
 from reshard.errors import TargetError, UsageError
 from reshard.forms.registry import counted_as, form_named, form_of
-from reshard.opened.opening import typed_strategy
 from reshard.records import read_manifest
 from reshard.records.commands import EDITS
 from reshard.records.status import status_of
-from reshard.strategies import Strategy
+from reshard.strategies import Strategy, typed_strategy
 from reshard.text.messages import MAX_LINES, listing
 from reshard.text.name_filters import Filters
 from reshard.text.report import Report

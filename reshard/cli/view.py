@@ -67,7 +67,7 @@ def view(src: str, output: Optional[str], stats: bool, **typed: Any) -> None:
     decryption = options.decryption_of(typed)
     strategy = None
     if source is not None:
-        from reshard.opened.opening import typed_strategy
+        from reshard.strategies import typed_strategy
 
         strategy = typed_strategy(NONE if source == "None" else source, report)
     subject = subject_of(src, strategy, typed["step"], typed["file_suffix"], decryption)

@@ -21,11 +21,10 @@ from reshard.forms.registry import (
     read_checkpoint,
     strategy_of,
 )
-from reshard.opened.opening import typed_strategy
 from reshard.plan.edits import NO_EDITS, Edits, edits_of
 from reshard.plan.request import Request
 from reshard.storage import caches_listings
-from reshard.strategies import NONE, SAME, Strategy, required_strategies, shards_of
+from reshard.strategies import NONE, SAME, Strategy, required_strategies, shards_of, typed_strategy
 from reshard.text.name_filters import Filters
 from reshard.text.report import Report
 

@@ -6,15 +6,13 @@ import math
 from collections.abc import Collection, Iterable
 from typing import Optional
 
-import numpy as np
-
 from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor, TiedTensors
 from reshard.checkpoints.edited import stored_checkpoint
 from reshard.errors import CheckpointError, IncompleteSourceError
 from reshard.execute import Progress
 from reshard.execute.reader import CHUNK_BYTES, BoxReader
-from reshard.execute.reading import Bytes
-from reshard.layout import Box, Grid, Overlap, boxes_of_range, volume_of, whole_box
+from reshard.layout import Box, Grid, Overlap, boxes_of_range, shape_of, volume_of, whole_box
+from reshard.layout.grid import place_of
 from reshard.plan.pieces import Piece, StoredSlice, TargetTensor
 from reshard.text.wording import quoted
 
@@ -72,15 +70,15 @@ def _check(
             raise _differ(checkpoint, equal, tensor, None)
     count = _elements(first, most)
     step = max(1, min(CHUNK_BYTES // first.item_size, count))
-    bytes_of_first, bytes_of_copy = (np.empty(step * first.item_size, np.uint8) for _ in range(2))
+    bytes_of_first, bytes_of_copy = (bytearray(step * first.item_size) for _ in range(2))
     target, *copies = (_whole(checkpoint, tensor) for tensor in (first, *equal.copies))
     for box in boxes_of_range(first.shape, 0, count, step):
         nbytes = volume_of(box) * first.item_size
-        reader.read(target, box, bytes_of_first[:nbytes].data)
+        reader.read(target, box, memoryview(bytes_of_first)[:nbytes])
         for tensor, copy in zip(equal.copies, copies):
-            reader.read(copy, box, bytes_of_copy[:nbytes].data)
-            if not np.array_equal(bytes_of_first[:nbytes], bytes_of_copy[:nbytes]):
-                place = _first_difference(bytes_of_first, bytes_of_copy, box, first.item_size)
+            reader.read(copy, box, memoryview(bytes_of_copy)[:nbytes])
+            if bytes_of_first[:nbytes] != bytes_of_copy[:nbytes]:
+                place = _first_difference(bytes_of_first[:nbytes], bytes_of_copy[:nbytes], box, first.item_size)
                 raise _differ(checkpoint, equal, tensor, place)
         progress.wrote(nbytes * (1 + len(copies)))
 
@@ -91,11 +89,17 @@ def _elements(tensor: GlobalTensor, most: Optional[int]) -> int:
     return count if most is None else min(count, most // tensor.item_size)
 
 
-def _first_difference(first: Bytes, second: Bytes, box: Box, item_size: int) -> tuple[int, ...]:
+def _first_difference(first: bytearray, second: bytearray, box: Box, item_size: int) -> tuple[int, ...]:
     """The index of the first element of a box that differs."""
-    element = int((first != second).argmax()) // item_size
-    place = np.unravel_index(element, [stop - start for start, stop in box])
-    return tuple(start + int(position) for (start, _), position in zip(box, place))
+    same, length = 0, len(first)
+    while length > 1:
+        half = length // 2
+        if first[same : same + half] == second[same : same + half]:
+            same, length = same + half, length - half
+        else:
+            length = half
+    place = place_of(same // item_size, shape_of(box))
+    return tuple(start + position for (start, _), position in zip(box, place))
 
 
 def _whole(checkpoint: Checkpoint, tensor: GlobalTensor) -> TargetTensor:

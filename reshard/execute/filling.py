@@ -10,14 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Callable, NamedTuple, Optional
+from typing import Callable, Optional, Union
 
 import numpy as np
 
 from reshard.execute.casts import Cast, Overflowed, Words
 from reshard.execute.parts import SharedRows
-from reshard.execute.reading import ByteReader, Bytes
-from reshard.execute.tiles import MIN_TILE, TILE, as_words, put, word_of
+from reshard.execute.reading import ByteReader, byte_strides, is_transposed
+from reshard.execute.tiles import TILE, Bytes, as_words, put, word_of
 from reshard.layout import Box, Loop, Region, boxes_of_range, inside, intersection, placed, shape_of, volume_of
 from reshard.plan.pieces import Piece, StoredSlice, TargetTensor
 
@@ -37,55 +37,7 @@ _HOT = 2 << 20
 _MIN_HOT_ROWS = 2 * TILE
 # Minimum bytes of transposed elements whose sources are staged together.
 _MIN_STAGED = 1 << 20
-_NOTHING = np.empty(0, np.uint8)
-
-
-class Run(NamedTuple):
-    """Bytes that are contiguous both in a stored slice and in a box of a target tensor.
-
-    Attributes:
-        offset: of its first byte in the box.
-        source: the slice.
-        start: of its first byte in the slice.
-        length: bytes.
-    """
-
-    offset: int
-    source: StoredSlice
-    start: int
-    length: int
-
-
-def runs_of_box(tensor: TargetTensor, block: Box) -> Optional[list[Run]]:
-    """The runs that make a box of a target tensor, counted from its own origin; None if other elements are in it."""
-    if tensor.padded or tensor.added is not None:
-        return None
-    box = placed(block, tensor.box)
-    runs = []
-    for piece in tensor.pieces:
-        common = intersection(piece.box, box)
-        if common is None:
-            continue
-        if piece.region is not None or piece.dtype is not None or piece.source.decoding is not None:
-            return None
-        if not (_is_contiguous(common, box) and _is_contiguous(common, piece.source.box)):
-            return None
-        offset, start = (_offset_in(common, outer) * tensor.item_size for outer in (box, piece.source.box))
-        runs.append(Run(offset, piece.source, start, volume_of(common) * tensor.item_size))
-    return runs or None
-
-
-def _is_contiguous(part: Box, box: Box) -> bool:
-    """Whether the elements of a part of a box follow each other in it."""
-    axis = next((axis for axis, (low, high) in enumerate(part) if high - low > 1), len(part))
-    return part[axis + 1 :] == box[axis + 1 :]
-
-
-def _offset_in(part: Box, box: Box) -> int:
-    """The number of the first element of a part in its box, in C order."""
-    strides = byte_strides(shape_of(box), 1)
-    return sum((low - first) * stride for (low, _), (first, _), stride in zip(part, box, strides))
-
+_NOTHING = memoryview(b"")
 
 Step = tuple[Box, Callable[[memoryview], None]]
 """A box of a tensor, counted from its own origin, and the function that fills its bytes."""
@@ -101,15 +53,18 @@ class BlockFiller:
         overflowed: counts elements that a cast made infinite.
     """
 
-    def __init__(self, reader: ByteReader, scratch: Bytes, overflowed: Overflowed = lambda name, count: None) -> None:
+    def __init__(
+        self, reader: ByteReader, scratch: memoryview, overflowed: Overflowed = lambda name, count: None
+    ) -> None:
         self._reader = reader
         self._overflowed = overflowed
-        half = min(len(scratch) // 2, _MAX_ROOM)
-        self._scratch = scratch[: min(half, _GAPS_PER_READ * reader.worth_skipping)]
+        room = np.frombuffer(scratch, np.uint8)
+        half = min(len(room) // 2, _MAX_ROOM)
+        self._scratch = room[: min(half, _GAPS_PER_READ * reader.worth_skipping)]
         # Shared rows and elements to cast: reading them uses the other half.
-        self._room = scratch[half : 2 * half]
+        self._room = room[half : 2 * half]
         # Transposed elements need no such room: they are cast from here.
-        self._stage = scratch[half:]
+        self._stage = room[half:]
         # Sources of slices in the staging buffer, and the slices.
         self._in_buffer: list[tuple[StoredSlice, StoredSlice]] = []
 
@@ -152,7 +107,7 @@ class BlockFiller:
             count = volume_of(box)
             staged = self._staged(tensor, box)
             if staged is not None:
-                filler, size = BlockFiller(_StageReader(self._stage), _NOTHING, self._overflowed), _HOT
+                filler, size = BlockFiller(_StageReader(self._stage.data), _NOTHING, self._overflowed), _HOT
             elif count * tensor.item_size > _MIN_STAGED:
                 # Boxes around the elements do not fit: they contain others, too.
                 yield from self._steps(tensor, box, count // 2, most)
@@ -404,27 +359,17 @@ class _StageReader:
 
     worth_skipping = 0
 
-    def __init__(self, stage: Bytes) -> None:
+    def __init__(self, stage: memoryview) -> None:
         self._stage = stage
 
     def read_into(self, source: StoredSlice, start: int, out: memoryview) -> None:
         """Copy bytes from ``start`` on."""
-        out[:] = self.view(source, start, len(out)).data
+        out[:] = self.view(source, start, len(out))
 
-    def view(self, source: StoredSlice, start: int, length: int) -> Bytes:
+    def view(self, source: StoredSlice, start: int, length: int) -> memoryview:
         """The bytes from ``start`` on."""
         first = source.extents[0][0] + start
         return self._stage[first : first + length]
-
-
-def byte_strides(shape: Sequence[int], item_size: int) -> list[int]:
-    """Strides of a C-order array in bytes."""
-    strides = []
-    stride = item_size
-    for size in reversed(shape):
-        strides.append(stride)
-        stride *= size
-    return strides[::-1]
 
 
 def span_of(counts: Sequence[int], strides: Sequence[int], item_size: int) -> int:
@@ -442,7 +387,7 @@ def runs(counts: Sequence[int], strides: Sequence[int], item_size: int) -> int:
     return 1
 
 
-def gather(data: Bytes, counts: Sequence[int], strides: Sequence[int], out: Words) -> None:
+def gather(data: Union[memoryview, Bytes], counts: Sequence[int], strides: Sequence[int], out: Words) -> None:
     """Copy strided elements out of ``data``, whose first byte is the region's first.
 
     Args:
@@ -454,23 +399,10 @@ def gather(data: Bytes, counts: Sequence[int], strides: Sequence[int], out: Word
     put(_strided(data, counts, strides, out.shape[-1] * out.itemsize), out)
 
 
-def _strided(data: Bytes, counts: Sequence[int], strides: Sequence[int], item_size: int) -> Words:
+def _strided(data: Union[memoryview, Bytes], counts: Sequence[int], strides: Sequence[int], item_size: int) -> Words:
     """Strided elements, each of one word or more in the last dimension."""
     word = word_of(item_size)
     return np.ndarray((*counts, item_size // word), f"u{word}", data, strides=(*strides, word))
-
-
-def is_transposed(tensor: TargetTensor) -> bool:
-    """Whether neighbours in some stored slice of a tensor are far apart in the tensor."""
-    return any(piece.region is not None and _transposes(piece.region) for piece in tensor.pieces)
-
-
-def _transposes(region: Region) -> bool:
-    if not region.loops:
-        return False
-    near_out = region.loops[-1]
-    near_source = min(region.loops, key=lambda loop: (-loop.source_dimension, loop.source_step))
-    return near_source is not near_out and min(near_source.length, near_out.length) >= MIN_TILE
 
 
 def _rows_of(box: Box) -> int:

@@ -11,9 +11,9 @@ from typing import Callable, Union
 
 from reshard.checkpoints import Data, FileHandles, Literal
 from reshard.checkpoints.formats.tensors import file_ranges
-from reshard.execute.filling import Run, is_transposed, runs_of_box
 from reshard.execute.parts import FilesPart, SharedRows
 from reshard.execute.reader import Worker
+from reshard.execute.reading import Run, is_transposed, runs_of_box
 from reshard.execute.writing import PartBuffer, TargetWriter
 from reshard.layout import boxes_of_range, volume_of
 from reshard.plan.pieces import TargetTensor
@@ -43,8 +43,7 @@ class PartWriter:
         wrote: Callable[[int], None],
         copied: Callable[[int], None],
     ) -> None:
-        self._filler = worker.filler
-        self._block = worker.block
+        self._worker = worker
         self._handles = handles
         self._stopped = stopped
         self._wrote = wrote
@@ -57,9 +56,10 @@ class PartWriter:
             UnwritableError: a file cannot be written, and no other could.
             ReshardError: a source file cannot be read.
         """
-        share = len(self._block) // len(writers)
+        block = self._worker.block
+        share = len(block) // len(writers)
         buffers = [
-            PartBuffer(self._block[number * share : (number + 1) * share], writer, offset)
+            PartBuffer(block[number * share : (number + 1) * share], writer, offset)
             for number, (writer, offset) in enumerate(zip(writers, part.offsets))
         ]
         for stretch in part.stretches:
@@ -90,27 +90,32 @@ class PartWriter:
             first, last = segment.start // tensor.item_size, segment.stop // tensor.item_size
             if buffer.writer.copies:
                 first += self._copy(tensor, first, last, buffer)
+            if is_transposed(tensor):
+                self._write_transposed(tensor, first, last, buffer)
+                continue
+            step = buffer.size
             computed = all(
                 piece.region is None and (piece.source.decoding is not None or piece.dtype is not None)
                 for piece in tensor.pieces
             )
-            most = max(1, (min(buffer.size, _MAX_COMPUTED) if computed else buffer.size) // tensor.item_size)
-            if is_transposed(tensor):
-                self._write_transposed(tensor, first, last, buffer)
-                continue
+            if computed:
+                step = min(step, _MAX_COMPUTED)
+            elif all(runs_of_box(tensor, box) for box in boxes_of_range(tensor.shape, first, last, last - first)):
+                step = min(step, self._worker.copied_bytes)
+            most = max(1, step // tensor.item_size)
             for box in boxes_of_range(tensor.shape, first, last, most):
                 if self._stopped():
                     return
                 count = volume_of(box) * tensor.item_size
-                self._filler.fill(tensor, box, buffer.reserve(count))
-                if computed:
+                self._worker.fill(tensor, box, buffer.reserve(count))
+                if computed or buffer.pending >= step:
                     buffer.flush()
                 self._wrote(count)
 
     def _write_transposed(self, tensor: TargetTensor, first: int, last: int, buffer: PartBuffer) -> None:
         """Write elements while they are in the cache."""
         for box in boxes_of_range(tensor.shape, first, last, last - first):
-            for part, fill in self._filler.steps(tensor, box, buffer.size):
+            for part, fill in self._worker.filler.steps(tensor, box, buffer.size):
                 if self._stopped():
                     return
                 count = volume_of(part) * tensor.item_size
@@ -154,7 +159,7 @@ class PartWriter:
 
     def _write_shared(self, shared: SharedRows, buffers: Sequence[PartBuffer]) -> None:
         most = min(
-            self._filler.most_shared_rows(shared),
+            self._worker.filler.most_shared_rows(shared),
             *(buffer.size // row for buffer, row in zip(buffers, shared.row_bytes)),
         )
         if most < 1:
@@ -168,5 +173,5 @@ class PartWriter:
                 return
             count = volume_of(rows)
             rooms = [buffer.reserve(count * row) for buffer, row in zip(buffers, shared.row_bytes)]
-            self._filler.fill_shared(shared, rows, rooms)
+            self._worker.filler.fill_shared(shared, rows, rooms)
             self._wrote(sum(len(room) for room in rooms))

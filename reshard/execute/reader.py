@@ -10,41 +10,72 @@ import contextlib
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from dataclasses import replace
-from functools import partial
-from typing import Any, Callable, NamedTuple, Optional, TypeVar
-
-import numpy as np
-import numpy.typing as npt
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any, Callable, Optional, TypeVar
 
 from reshard.checkpoints import FileHandles
-from reshard.execute.casts import Overflowed
-from reshard.execute.filling import BlockFiller
 from reshard.execute.options import ExecutionOptions
-from reshard.execute.reading import Bytes, make_reader, new_buffer
+from reshard.execute.reading import ByteReader, make_reader, new_buffer, runs_of_box
 from reshard.layout import Box, boxes_of_range, placed, shape_of, volume_of
 from reshard.plan.pieces import TargetTensor
+from reshard.threads import thread_pool, wait_for
 
-Array = npt.NDArray[Any]
+if TYPE_CHECKING:
+    from concurrent.futures import Executor, Future, ThreadPoolExecutor
+
+    import numpy.typing as npt
+
+    from reshard.execute.casts import Overflowed
+    from reshard.execute.filling import BlockFiller
+
 _T = TypeVar("_T")
 _R = TypeVar("_R")
 
 CHUNK_BYTES = 8 << 20
 """Maximum bytes that one of several threads reads at a time."""
 _MIN_CHUNK_BYTES = 1 << 20
+_CACHED_BYTES = 1 << 20
 
 
-class Worker(NamedTuple):
+class Worker:
     """Reads, for one thread at a time.
 
+    Args:
+        reader: reads stored bytes.
+        options: memory and storage.
+        overflowed: counts elements that a cast made infinite.
+
     Attributes:
-        filler: fills boxes.
         block: a buffer for the owner of the worker.
+        copied_bytes: bytes to read and write at a time where nothing is gathered: between local files so few that they
+            are still in the cache when they are written.
     """
 
-    filler: BlockFiller
-    block: Bytes
+    def __init__(self, reader: ByteReader, options: ExecutionOptions, overflowed: Overflowed) -> None:
+        # Unused parts of these buffers are never touched, so they take no memory.
+        self._scratch, self.block = map(new_buffer, (options.scratch_bytes, options.block_bytes))
+        local = not (options.storage.remote or options.target.remote)
+        self.copied_bytes = min(options.block_bytes, _CACHED_BYTES) if local else options.block_bytes
+        self._reader = reader
+        self._overflowed = overflowed
+
+    @cached_property
+    def filler(self) -> BlockFiller:
+        """Fills boxes whose elements are gathered or computed."""
+        # Imported late: NumPy takes longer to load than a small rank takes to copy.
+        from reshard.execute.filling import BlockFiller
+
+        return BlockFiller(self._reader, self._scratch, self._overflowed)
+
+    def fill(self, tensor: TargetTensor, box: Box, out: memoryview) -> None:
+        """Fill ``out`` with the elements of a box, in C order; see `BlockFiller.fill`."""
+        runs = runs_of_box(tensor, box)
+        if runs is None:
+            self.filler.fill(tensor, box, out)
+            return
+        for run in runs:
+            self._reader.read_into(run.source, run.start, out[run.offset : run.offset + run.length])
 
 
 class BoxReader:
@@ -85,7 +116,7 @@ class BoxReader:
         """Threads that read for others. Their tasks must not wait for the pool."""
         with self._change:
             if self._pool is None:
-                self._pool = ThreadPoolExecutor(self.threads, "reshard-read")
+                self._pool = thread_pool(self.threads, "reshard-read")
             return self._pool
 
     @contextlib.contextmanager
@@ -122,9 +153,7 @@ class BoxReader:
             self._count_overflow,
             options.decoding_bytes,
         )
-        # Unused parts of these buffers are never touched, so they take no memory.
-        scratch, block = map(new_buffer, (options.scratch_bytes, options.block_bytes))
-        return Worker(BlockFiller(reader, scratch, self._count_overflow), block)
+        return Worker(reader, options, self._count_overflow)
 
     def _count_overflow(self, name: str, count: int) -> None:
         self.overflowed(name, count)
@@ -166,9 +195,9 @@ class BoxReader:
     def read_alone(self, tensor: TargetTensor, box: Box, out: memoryview) -> None:
         """As `read`, in this thread alone."""
         with self.worker() as worker:
-            worker.filler.fill(tensor, box, out)
+            worker.fill(tensor, box, out)
 
-    def gather(self, tensor: TargetTensor, box: Box, index: tuple[slice, ...], out: Array) -> None:
+    def gather(self, tensor: TargetTensor, box: Box, index: tuple[slice, ...], out: npt.NDArray[Any]) -> None:
         """Read selected elements of a box, also into an array that is not contiguous.
 
         Args:
@@ -180,12 +209,14 @@ class BoxReader:
         Raises:
             ReshardError: a file cannot be read, or was modified.
         """
+        import numpy as np
+
         with self.worker() as worker:
             nbytes = volume_of(box) * tensor.item_size
             # A single element may be a long text.
-            room = worker.block[:nbytes] if nbytes <= len(worker.block) else np.empty(nbytes, np.uint8)
-            worker.filler.fill(tensor, box, room.data)
-            out[...] = room.view(out.dtype).reshape(shape_of(box))[index]
+            room = worker.block[:nbytes] if nbytes <= len(worker.block) else memoryview(bytearray(nbytes))
+            worker.fill(tensor, box, room)
+            out[...] = np.ndarray(shape_of(box), out.dtype, room)[index]
 
     def close(self) -> None:
         """End the threads after their current tasks."""
@@ -245,4 +276,4 @@ def in_order(
         for future in unfinished:
             future.cancel()
         # After this, no part may write to arrays of the caller.
-        wait(unfinished)
+        wait_for(unfinished)

@@ -10,20 +10,19 @@ from __future__ import annotations
 import errno
 import mmap
 from collections import OrderedDict, deque
-from typing import NamedTuple, Optional, Protocol
-
-import numpy as np
-import numpy.typing as npt
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple, Optional, Protocol
 
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.formats.tensors import file_ranges
 from reshard.errors import ReshardError, RetryableError
-from reshard.execute.casts import Overflowed, Words, cast_words
-from reshard.plan.pieces import StoredSlice
+from reshard.layout import Box, Region, intersection, placed, shape_of, volume_of
+from reshard.plan.pieces import StoredSlice, TargetTensor
 from reshard.storage import cut_short, fill, is_read_only, reading_error
 from reshard.storage.costs import LOCAL, Storage
 
-Bytes = npt.NDArray[np.uint8]
+if TYPE_CHECKING:
+    from reshard.execute.casts import Overflowed, Words
 
 # Bytes read through maps of all threads before their pages are released, so that resident memory stays flat.
 _RELEASE_AFTER = 64 << 20
@@ -40,18 +39,17 @@ MIN_DECODING_BYTES = 4 << 10
 _MIN_WINDOW = 256 << 10
 # Minimum size of windows on remote storage where many files are read in turns, as when they are joined.
 _MIN_REMOTE_WINDOW = 4 << 10
+MIN_TILE = 16
+"""Minimum elements along both sides of a tile of a transposed copy."""
 
 
-# Lines of the cache. The kernel copies up to three times slower where the target begins a few bytes behind the source,
-# counted within a page; NumPy's memory begins 16 bytes behind a page, bytes of files often at one.
-_LINE = 64
+def new_buffer(nbytes: int) -> memoryview:
+    """A buffer that is filled from files and written to files.
 
-
-def new_buffer(nbytes: int) -> Bytes:
-    """A buffer that is filled from files and written to files."""
-    buffer = np.empty(nbytes + _LINE, np.uint8)
-    first = -buffer.ctypes.data % _LINE
-    return buffer[first : first + nbytes]
+    It begins with a page: the kernel copies up to three times slower where the target begins a few bytes behind the
+    source, counted within a page. NumPy's memory begins 16 bytes behind a page, bytes of files often at one.
+    """
+    return memoryview(mmap.mmap(-1, max(1, nbytes)))[:nbytes]
 
 
 class ChosenIo(NamedTuple):
@@ -103,7 +101,7 @@ class ByteReader(Protocol):
             RetryableError: the file vanished, shrank or cannot be read.
         """
 
-    def view(self, source: StoredSlice, start: int, length: int) -> Optional[Bytes]:
+    def view(self, source: StoredSlice, start: int, length: int) -> Optional[memoryview]:
         """The bytes in a memory map, or None where they have to be read."""
 
 
@@ -178,7 +176,7 @@ class ExplicitReader:
             size //= 2
         return size
 
-    def view(self, source: StoredSlice, start: int, length: int) -> Optional[Bytes]:
+    def view(self, source: StoredSlice, start: int, length: int) -> Optional[memoryview]:
         """None: nothing is mapped."""
         return None
 
@@ -218,7 +216,7 @@ class MappedReader:
         # A contiguous run is copied once in both ways, and a read avoids page faults.
         self._explicit.read_into(source, start, out)
 
-    def view(self, source: StoredSlice, start: int, length: int) -> Optional[Bytes]:
+    def view(self, source: StoredSlice, start: int, length: int) -> Optional[memoryview]:
         """The bytes in the map, or None if they are not contiguous in the file."""
         ranges = list(file_ranges(source.extents, start, length))
         if len(ranges) != 1:
@@ -230,7 +228,7 @@ class MappedReader:
         if offset + length > len(mapped):
             raise cut_short(source.path, source.rank)
         self._maps.look(length)
-        return np.frombuffer(mapped, dtype=np.uint8, count=length, offset=offset)
+        return memoryview(mapped)[offset : offset + length]
 
 
 class _Maps:
@@ -287,7 +285,7 @@ class ElementReader:
     def __init__(self, stored: ByteReader, memory: int, overflowed: Overflowed) -> None:
         self.worth_skipping = stored.worth_skipping
         # Takes no memory until it is used. The rest is for scales.
-        self._memory = np.empty(max(memory, MIN_DECODING_BYTES) // 3 * 2, np.uint8)
+        self._memory = new_buffer(max(memory, MIN_DECODING_BYTES) // 3 * 2)
         self._stored = stored
         self._overflowed = overflowed
 
@@ -301,12 +299,14 @@ class ElementReader:
         if overflowed:
             self._overflowed(decoding.name, overflowed)
 
-    def view(self, source: StoredSlice, start: int, length: int) -> Optional[Bytes]:
+    def view(self, source: StoredSlice, start: int, length: int) -> Optional[memoryview]:
         """The bytes in a memory map, or None where they have to be read."""
         return None if source.decoding is not None else self._stored.view(source, start, length)
 
 
 def _from_float32(words: Words, dtype: str) -> Words:
+    from reshard.execute.casts import cast_words
+
     return cast_words(words, "Float32", dtype)
 
 
@@ -345,3 +345,73 @@ def unreadable(source: StoredSlice, error: Exception) -> ReshardError:
     return RetryableError(
         f"{source.path}: cannot be read (rank {source.rank}): {error}", file=source.path, rank=source.rank
     )
+
+
+def is_transposed(tensor: TargetTensor) -> bool:
+    """Whether neighbours in some stored slice of a tensor are far apart in the tensor."""
+    return any(piece.region is not None and _transposes(piece.region) for piece in tensor.pieces)
+
+
+def _transposes(region: Region) -> bool:
+    if not region.loops:
+        return False
+    near_out = region.loops[-1]
+    near_source = min(region.loops, key=lambda loop: (-loop.source_dimension, loop.source_step))
+    return near_source is not near_out and min(near_source.length, near_out.length) >= MIN_TILE
+
+
+class Run(NamedTuple):
+    """Bytes that are contiguous both in a stored slice and in a box of a target tensor.
+
+    Attributes:
+        offset: of its first byte in the box.
+        source: the slice.
+        start: of its first byte in the slice.
+        length: bytes.
+    """
+
+    offset: int
+    source: StoredSlice
+    start: int
+    length: int
+
+
+def runs_of_box(tensor: TargetTensor, block: Box) -> Optional[list[Run]]:
+    """The runs that make a box of a target tensor, counted from its own origin; None if other elements are in it."""
+    if tensor.padded or tensor.added is not None:
+        return None
+    box = placed(block, tensor.box)
+    runs = []
+    for piece in tensor.pieces:
+        common = intersection(piece.box, box)
+        if common is None:
+            continue
+        if piece.region is not None or piece.dtype is not None or piece.source.decoding is not None:
+            return None
+        if not (_is_contiguous(common, box) and _is_contiguous(common, piece.source.box)):
+            return None
+        offset, start = (_offset_in(common, outer) * tensor.item_size for outer in (box, piece.source.box))
+        runs.append(Run(offset, piece.source, start, volume_of(common) * tensor.item_size))
+    return runs or None
+
+
+def _is_contiguous(part: Box, box: Box) -> bool:
+    """Whether the elements of a part of a box follow each other in it."""
+    axis = next((axis for axis, (low, high) in enumerate(part) if high - low > 1), len(part))
+    return part[axis + 1 :] == box[axis + 1 :]
+
+
+def _offset_in(part: Box, box: Box) -> int:
+    """The number of the first element of a part in its box, in C order."""
+    strides = byte_strides(shape_of(box), 1)
+    return sum((low - first) * stride for (low, _), (first, _), stride in zip(part, box, strides))
+
+
+def byte_strides(shape: Sequence[int], item_size: int) -> list[int]:
+    """Strides of a C-order array in bytes."""
+    strides = []
+    stride = item_size
+    for size in reversed(shape):
+        strides.append(stride)
+        stride *= size
+    return strides[::-1]

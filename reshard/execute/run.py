@@ -17,9 +17,8 @@ import itertools
 import queue
 import threading
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, wait
 from functools import partial
-from typing import Callable, Optional
+from typing import TYPE_CHECKING, Callable, Optional
 
 from reshard.checkpoints import FileHandles
 from reshard.defaults import usable_cpus
@@ -34,6 +33,10 @@ from reshard.plan.pieces import TargetFile
 from reshard.processes import Crew, LostWorkerError, may_fork, private_bytes
 from reshard.storage import Sending
 from reshard.text.wording import plural
+from reshard.threads import wait_for
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
 
 # The run ends at this number of failed files: their common cause will fail the others, too.
 _MAX_FAILURES = 8
@@ -188,7 +191,7 @@ class _Execution:
             for writer in writers:
                 if writer.part_done() or writer.error is not None:
                     self._commit_soon(writer)
-        wait(self._commits)
+        wait_for(self._commits)
 
     def _write_here(self, parts: PartWriter, task: Task) -> None:
         part, last = task.group.parts.take(task.number)

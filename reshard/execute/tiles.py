@@ -9,15 +9,17 @@ from collections.abc import Sequence
 from typing import Any, Optional
 
 import numpy as np
+import numpy.typing as npt
 
 from reshard.execute.casts import Cast, Words
-from reshard.execute.reading import Bytes
+from reshard.execute.reading import MIN_TILE
+
+Bytes = npt.NDArray[np.uint8]
 
 _WORDS = (8, 4, 2, 1)
 # Elements along the sides of a tile of a transposed copy: this number along the source's contiguous axis, twice as
 # many along the target's. Smaller tiles cost more calls, larger ones do not fit the cache.
 TILE = 128
-MIN_TILE = 16
 _TILE_GAP = 8
 # Elements of one or two bytes that are transposed together: a wide word takes NumPy as long as a narrow one. Tiles are
 # twice as wide then, and four times as long, so that longer runs are written. Along axes shorter than the minimum, the

@@ -12,9 +12,6 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Callable, NamedTuple, Optional
 
-import numpy as np
-import numpy.typing as npt
-
 from reshard.errors import ReshardError, RetryableError, UnwritableError, UsageError
 from reshard.plan.pieces import TargetFile
 from reshard.storage import Expected, FileStatus, NewFile, Sending, new_file, writing, writing_error
@@ -333,10 +330,10 @@ class PartBuffer:
         offset: of the part in the file.
     """
 
-    def __init__(self, memory: npt.NDArray[np.uint8], writer: TargetWriter, offset: int) -> None:
+    def __init__(self, memory: memoryview, writer: TargetWriter, offset: int) -> None:
         self.size = len(memory)
         """Bytes that can be reserved at once."""
-        self._memory: memoryview = memory[:0].data if writer.mapped else memory.data
+        self._memory = memory[:0] if writer.mapped else memory
         self._used = 0
         self._offset = offset
         self.writer = writer
@@ -355,6 +352,11 @@ class PartBuffer:
     def position(self) -> int:
         """The offset of the next byte in the file."""
         return self._offset + self._used
+
+    @property
+    def pending(self) -> int:
+        """Bytes that are collected and not yet written."""
+        return self._used
 
     def skip(self, count: int) -> None:
         """Skip ``count`` bytes that the file system has copied; call `flush` before."""

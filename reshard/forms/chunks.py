@@ -19,7 +19,8 @@ from reshard.checkpoints.formats.dtypes import ITEM_SIZES
 from reshard.checkpoints.formats.tensors import CheckpointIndex, Tensor, check_shape
 from reshard.errors import CheckpointError, InputError, LayoutError, one_error
 from reshard.forms.form import Description
-from reshard.layout import Covering, Grid, Layout, covering
+from reshard.layout import Grid, Layout
+from reshard.layout.boxes import Covering, covering
 from reshard.strategies import SAME, Stage, Strategy, rows_over
 from reshard.text.messages import listing
 from reshard.text.names import as_pattern, is_value

@@ -2,6 +2,8 @@
 
 No code outside of this room compares the name of a form or the class of a checkpoint: it uses
 `registry.form_named`, the options of the form and its methods.
+
+A form's own module is always loaded: it recognises sources by names, and its methods import the reader and the writer.
 """
 
 from __future__ import annotations
@@ -9,16 +11,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Callable, NamedTuple, Optional, Protocol, Union
+from typing import TYPE_CHECKING, Callable, NamedTuple, Optional, Protocol, Union, cast
 
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor
-from reshard.errors import CheckpointError, InputError
-from reshard.forms.target import TargetForm
+from reshard.errors import CheckpointError, InputError, UsageError
 from reshard.layout import Layout
 from reshard.strategies import Strategy
 from reshard.text.name_filters import Filters
 from reshard.text.report import Report
+
+if TYPE_CHECKING:
+    from reshard.forms.target import TargetForm
 
 
 class Layouts(Enum):
@@ -342,3 +346,29 @@ class Form(Protocol):
     def describe(self, checkpoint: Checkpoint) -> Description:
         """Properties for inspection."""
         return Description()
+
+
+def check_latest(form: Form, request: ReadRequest) -> None:
+    """Refuse a step of a form without steps.
+
+    Raises:
+        UsageError: the request names a step.
+    """
+    if request.step != "latest":
+        raise UsageError(f"{request.src}: is of the form {form.name}, which has no steps", hint="leave out --step")
+
+
+class ChunkedForm(Form):
+    """The common part of PyTorch's forms, whose checkpoints are `chunks.ChunkedCheckpoint`."""
+
+    def strategy_of(self, checkpoint: Checkpoint) -> Strategy:
+        """As the chunks cut the tensors."""
+        from reshard.forms.chunks import ChunkedCheckpoint, strategy_of
+
+        return strategy_of(cast(ChunkedCheckpoint, checkpoint))
+
+    def describe(self, checkpoint: Checkpoint) -> Description:
+        """Missing elements."""
+        from reshard.forms.chunks import ChunkedCheckpoint, described
+
+        return described(cast(ChunkedCheckpoint, checkpoint))

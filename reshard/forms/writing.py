@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Callable, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -15,10 +15,8 @@ from reshard.errors import InputError
 from reshard.forms.form import WriteRequest
 from reshard.forms.target import Section, layout_in
 from reshard.layout import Layout, volume_of
-from reshard.text.messages import listing
 from reshard.text.name_order import layers_in_order
 from reshard.text.report import Report
-from reshard.text.wording import plural
 
 
 class Selected(NamedTuple):
@@ -117,16 +115,6 @@ def note_uncopied_files(checkpoint: Checkpoint, report: Report) -> None:
     """Note further files of the source that the target form does not contain."""
     if checkpoint.extra_files:
         report.note("files other than weights are not copied: " + ", ".join(checkpoint.extra_files[:8]))
-
-
-def note_skipped_objects(checkpoint: Checkpoint, admit: Callable[[str], bool], report: Report) -> None:
-    """Name objects that the target cannot hold."""
-    skipped = sorted(filter(admit, checkpoint.objects))
-    if skipped:
-        report.note(
-            f"{plural(len(skipped), 'object')} skipped: only dcp and hyper-parallel hold objects other than tensors: "
-            + listing(skipped)
-        )
 
 
 def _sizes_of_values(checkpoint: Checkpoint, names: Sequence[str]) -> dict[str, int]:

@@ -5,7 +5,6 @@ tensor of a given shape; `Overlap` lists the source slices of a target slice; `V
 others, and `ViewOverlap` lists their source slices.
 """
 
-from reshard.layout.boxes import Covering, covering
 from reshard.layout.grid import Box, Grid, boxes_of_range, inside, intersection, placed, shape_of, volume_of, whole_box
 from reshard.layout.layout import Layout, whole
 from reshard.layout.overlap import Cell, Overlap, ViewOverlap, stand_in_shape
@@ -15,7 +14,6 @@ __all__ = [
     "ZEROS",
     "Box",
     "Cell",
-    "Covering",
     "Grid",
     "Layout",
     "Loop",
@@ -24,7 +22,6 @@ __all__ = [
     "View",
     "ViewOverlap",
     "boxes_of_range",
-    "covering",
     "inside",
     "intersection",
     "placed",

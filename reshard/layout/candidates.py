@@ -46,7 +46,7 @@ def possible_holders(device_count: int, cuts: tuple[int, ...]) -> Optional[list[
     # Counted first: creating layouts of thousands of devices takes half a minute.
     if sum(1 for _ in islice(_layouts(device_count, cuts), MAX_CANDIDATES + 1)) > MAX_CANDIDATES:
         return None
-    return list(dict.fromkeys(tuple(layout.slice_of_rank.tolist()) for layout in _layouts(device_count, cuts)))
+    return list(dict.fromkeys(tuple(layout.slice_of_rank) for layout in _layouts(device_count, cuts)))
 
 
 def _layouts(device_count: int, cuts: tuple[int, ...]) -> Iterator[Layout]:

@@ -15,18 +15,14 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Optional
 
-import numpy as np
-import numpy.typing as npt
-
 from reshard.errors import LayoutError
 from reshard.layout.grid import Box, Grid, place_of
 from reshard.text.wording import some_numbers
-
-IntArray = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -162,47 +158,48 @@ class Layout:
         return self.device_count // self.slice_count
 
     @cached_property
-    def slice_of_rank(self) -> IntArray:
-        """The slice of every local rank, shape (device_count,); slices are numbered in C order of `cuts`."""
+    def slice_of_rank(self) -> Sequence[int]:
+        """The slice of every local rank; slices are numbered in C order of `cuts`."""
         if self.shards == 1:
             return self._tensor_slices
-        before = self._tensor_slices
-        # Replicas in ascending order; their position within a shard group is the number of their shard.
-        order = np.argsort(before, kind="stable")
-        position = np.empty(self.device_count, dtype=np.int64)
-        position[order] = np.arange(self.device_count) % self.replica_count % self.shards
+        # The position of a replica within its shard group is the number of its shard; replicas are in ascending order.
+        replicas = [0] * (self.slice_count // self.shards)
         rows = math.prod(self.tensor_cuts[1:])
-        slices = (before // rows * self.shards + position) * rows + before % rows
-        slices.setflags(write=False)
+        slices = []
+        for number in self._tensor_slices:
+            slices.append((number // rows * self.shards + replicas[number] % self.shards) * rows + number % rows)
+            replicas[number] += 1
         return slices
 
     @cached_property
-    def _tensor_slices(self) -> IntArray:
-        ranks = np.arange(self.device_count, dtype=np.int64)
-        sizes = self.device_matrix[::-1]
-        slices = np.zeros(self.device_count, dtype=np.int64)
-        for axes in self.tensor_map:
-            for axis in axes:
-                slices = slices * sizes[axis] + ranks // math.prod(sizes[:axis]) % sizes[axis]
-        slices.setflags(write=False)
+    def _tensor_slices(self) -> Sequence[int]:
+        # Between neighbours along an axis of the device matrix, the number of the slice grows by its step.
+        steps = [0] * len(self.device_matrix)
+        step = 1
+        for axis in reversed([axis for axes in self.tensor_map for axis in axes]):
+            steps[axis] = step
+            step *= self.device_matrix[-1 - axis]
+        slices = [0]
+        for size, step in zip(self.device_matrix, reversed(steps)):
+            slices = [number + place * step for number in slices for place in range(size)]
         return slices
 
     @cached_property
-    def _ranks_by_slice(self) -> tuple[IntArray, IntArray]:
-        order = np.argsort(self.slice_of_rank, kind="stable").astype(np.int64)
-        starts = np.searchsorted(self.slice_of_rank[order], np.arange(self.slice_count + 1))
-        return order, starts.astype(np.int64)
+    def _ranks_by_slice(self) -> Sequence[Sequence[int]]:
+        ranks: list[list[int]] = [[] for _ in range(self.slice_count)]
+        for rank, number in enumerate(self.slice_of_rank):
+            ranks[number].append(rank)
+        return ranks
 
-    def holders(self, slice_number: int) -> IntArray:
+    def holders(self, slice_number: int) -> Sequence[int]:
         """Local ranks that hold a slice, ascending."""
-        order, starts = self._ranks_by_slice
-        return order[starts[slice_number] : starts[slice_number + 1]]
+        return self._ranks_by_slice[slice_number]
 
     def is_empty_by_hand(self, local_rank: int) -> bool:
         """Whether the table is split by hand and a local rank's slice has no rows."""
         if self.uneven is None:
             return False
-        return not self.uneven[self.slice_index(int(self.slice_of_rank[local_rank]))[0]]
+        return not self.uneven[self.slice_index(self.slice_of_rank[local_rank])[0]]
 
     def slice_index(self, slice_number: int) -> tuple[int, ...]:
         """A slice's position along every dimension."""

@@ -10,7 +10,6 @@ import contextlib
 import math
 import threading
 from collections.abc import Generator, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Callable, NamedTuple, Optional, Protocol, TypeVar, Union
@@ -24,6 +23,7 @@ from reshard.execute.reader import in_order
 from reshard.layout import boxes_of_range, intersection, volume_of
 from reshard.opened import LazyTensor, OpenedCheckpoint
 from reshard.processes import Crew, Notify, may_fork, private_bytes, process_count
+from reshard.threads import thread_pool
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -164,7 +164,7 @@ def sweep(
             threads, work_on = min([most, *(checkpoint.reader.threads for checkpoint in checkpoints)]), work
         progress.begin(nbytes, "reading")
         stack.callback(progress.end)
-        pool = stack.enter_context(ThreadPoolExecutor(threads))
+        pool = stack.enter_context(thread_pool(threads))
         finished = in_order(pool, _chunks(items), lambda chunk: [partial(work_on, chunk)], _AHEAD * threads, stop=stop)
         for chunk, parts in finished:
             results[chunk.item] += parts
@@ -244,7 +244,7 @@ def _blocks(
             raws = []
             for target, worker, room in zip(targets, workers, rooms):
                 raw = room[: count * target.item_size]
-                worker.filler.fill(target, box, raw.data)
+                worker.fill(target, box, raw.data)
                 raws.append(raw)
                 unreported += len(raw)
             yield SweepBlock(first, raws)

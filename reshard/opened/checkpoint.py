@@ -297,7 +297,7 @@ def _read_each(reader: BoxReader, targets: Sequence[TargetTensor], rooms: Sequen
     with reader.worker() as worker:
         for target, room in zip(targets, rooms):
             if len(room):
-                worker.filler.fill(target, whole_box(target.shape), room)
+                worker.fill(target, whole_box(target.shape), room)
 
 
 def _read_ahead(tensors: Iterable[LazyTensor], reader: BoxReader, budget: int) -> Iterator[tuple[str, Array]]:

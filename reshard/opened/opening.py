@@ -18,7 +18,7 @@ from reshard.opened.checkpoint import OpenedCheckpoint, ReadingEffort
 from reshard.plan.edits import NO_EDITS, Edits, typed_edits
 from reshard.plan.request import Request
 from reshard.storage import caches_listings
-from reshard.strategies import NONE, SAME, Strategy, read_strategy, shards_of, target_named, target_words
+from reshard.strategies import NONE, SAME, Strategy, shards_of, target_named, target_words, typed_strategy
 from reshard.text.in_python import errors_in_python, in_python
 from reshard.text.name_filters import Filters
 from reshard.text.report import Report, logged
@@ -250,18 +250,6 @@ def _target(
             f"rank {rank} is out of range: the target strategy ({shown}) has {plural(count, 'rank')}", rank=rank
         )
     return target, rank or 0
-
-
-def typed_strategy(path: str, report: Report) -> Strategy:
-    """The strategy at a path; its notes go to the report.
-
-    Raises:
-        ReshardError: it cannot be read.
-    """
-    strategy = read_strategy(path)
-    for note in strategy.notes:
-        report.note(note)
-    return strategy
 
 
 def texts_of(texts: Texts) -> tuple[str, ...]:

@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Optional
 
-import numpy as np
-
 from reshard.errors import LayoutError
 from reshard.forms.ranks.holding import Holding
 from reshard.layout import Layout, Overlap, stand_in_shape
@@ -274,5 +272,5 @@ def _is_unchanged(source: Holding, target: Holding) -> bool:
         0 <= first < before.device_count
         and before.cuts == after.cuts
         and before.uneven == after.uneven
-        and bool(np.array_equal(before.slice_of_rank[first : first + after.device_count], after.slice_of_rank))
+        and before.slice_of_rank[first : first + after.device_count] == after.slice_of_rank
     )

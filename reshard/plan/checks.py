@@ -11,7 +11,6 @@ from reshard.forms.registry import form_named
 from reshard.forms.target import Section
 from reshard.plan.plan import Plan
 from reshard.plan.values import CopiedValues
-from reshard.text.filter_advice import warn_of_unmatched
 from reshard.text.messages import listing
 from reshard.text.names import as_pattern, is_weight
 from reshard.text.report import Report
@@ -34,7 +33,10 @@ def check(plan: Plan, values: CopiedValues, earlier: Sequence[InputError], repor
     request = plan.request
     # Patterns match the names as they are written, so a source's names count only where no edit changes them.
     source = request.source.parameters if request.edits.is_empty else ()
-    warn_of_unmatched(request.filters, (plan.checkpoint.names(), source, request.target.parameters), report)
+    if request.filters.include or request.filters.exclude:
+        from reshard.text.filter_advice import warn_of_unmatched
+
+        warn_of_unmatched(request.filters, (plan.checkpoint.names(), source, request.target.parameters), report)
     _check_not_empty(plan)
     for section in plan.sections:
         for name in plan.names_of(section):

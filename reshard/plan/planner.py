@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Callable, Optional
+from typing import TYPE_CHECKING, Callable, Optional
 
 from reshard.checkpoints import FileHandles, can_hold
 from reshard.checkpoints.checkpoint import Checkpoint
@@ -14,17 +14,19 @@ from reshard.forms.form import Names, ReadRequest, WriteRequest
 from reshard.forms.ranks.checkpoint import rank_checkpoint_of
 from reshard.forms.registry import counted_as, form_named
 from reshard.forms.target import TargetForm
-from reshard.forms.writing import note_skipped_objects
 from reshard.plan.checks import check, problems_of_form
 from reshard.plan.edits import edited, same_layouts
 from reshard.plan.plan import Plan, Sorted, ValuesOfFiles, requested_files, sections_of
-from reshard.plan.recovery import RecoveredFiles, Recovery, ValuesOfRecovery
 from reshard.plan.replicas import ReplicaChoice
 from reshard.plan.request import Request
 from reshard.plan.values import CopiedValues
 from reshard.strategies import SAME, Strategy, shards_of
+from reshard.text.messages import listing
 from reshard.text.report import Report
 from reshard.text.wording import plural
+
+if TYPE_CHECKING:
+    from reshard.plan.recovery import Recovery
 
 
 def make_plan(request: Request, handles: FileHandles, report: Report) -> Plan:
@@ -52,6 +54,8 @@ def make_plan(request: Request, handles: FileHandles, report: Report) -> Plan:
         request = replace(request, target=Strategy.shards(shards, shapes))
     recovery: Optional[Recovery] = None
     if request.recover:
+        from reshard.plan.recovery import RecoveredFiles, Recovery
+
         ranks = rank_checkpoint_of(base)
         assert ranks is not None
         recovery = Recovery(request, ranks, handles)
@@ -60,9 +64,9 @@ def make_plan(request: Request, handles: FileHandles, report: Report) -> Plan:
         written = form_named(request.to)
         form = written.target(checkpoint, _write_request(request, handles, report))
         if written.options.names is not Names.TRAINER and request.format != MEMORY:
-            note_skipped_objects(checkpoint, request.filters.admit, report)
+            _note_skipped_objects(checkpoint, request.filters.admit, report)
     values = CopiedValues(checkpoint, form, request.filters, request.source.device_count > 1, handles)
-    copied = values if recovery is None else ValuesOfRecovery(values, recovery)
+    copied = values if recovery is None else recovery.with_values(values)
     between_ranks = source.options.by_rank and form.by_rank and request.edits.is_empty
     choice = ReplicaChoice(request.source, request.target) if between_ranks else None
     plan = _plan(request, checkpoint, form, values, copied, choice, report)
@@ -76,6 +80,16 @@ def make_plan(request: Request, handles: FileHandles, report: Report) -> Plan:
     if recovery is not None:
         recovery.note(plan.requested, form, values, report)
     return plan
+
+
+def _note_skipped_objects(checkpoint: Checkpoint, admit: Callable[[str], bool], report: Report) -> None:
+    """Name objects that the target cannot hold."""
+    skipped = sorted(filter(admit, checkpoint.objects))
+    if skipped:
+        report.note(
+            f"{plural(len(skipped), 'object')} skipped: only dcp and hyper-parallel hold objects other than tensors: "
+            + listing(skipped)
+        )
 
 
 def _read_request(request: Request, handles: FileHandles, report: Report) -> ReadRequest:

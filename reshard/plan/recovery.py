@@ -53,6 +53,10 @@ class Recovery:
         self._held: dict[int, tuple[Counter[str], int]] = {}
         self._holders: dict[tuple[str, int], dict[int, int]] = {}
 
+    def with_values(self, values: CopiedValues) -> ValuesOfRecovery:
+        """The values of every file, given the values that every rank gets."""
+        return ValuesOfRecovery(values, self)
+
     def intact(self, rank: int) -> bool:
         """Whether a rank's own file holds everything that its stage has at this step."""
         index = self._step.indexes.get(rank)

@@ -11,11 +11,11 @@ The choice depends on strategies alone, so `rank-list` needs no checkpoint and `
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Optional
-
-import numpy as np
 
 from reshard.errors import IncompleteSourceError, LayoutError, StrategyError
 from reshard.forms.ranks.holding import Holding
@@ -133,7 +133,7 @@ class ReplicaChoice:
         local = target_rank - stage.first_rank
         needs: dict[tuple[tuple[int, int, int], ...], Need] = {}
         for kind in self._kinds_of(stage):
-            for cell in kind.overlap.cells(int(kind.target.slice_of_rank[local])):
+            for cell in kind.overlap.cells(kind.target.slice_of_rank[local]):
                 key = tuple(
                     (holding.stage.number, id(holding.layout), number)
                     for holding, number in zip(kind.holdings, cell.slices)
@@ -154,26 +154,29 @@ class ReplicaChoice:
         return self._turns[stage.number][target_rank - stage.first_rank]
 
     def _take_turns(self, stage: Stage) -> list[int]:
-        alike = np.zeros(stage.device_count, dtype=np.int64)
+        # Per rank a number, equal for ranks with the same needs.
+        alike: Sequence[int] = [0] * stage.device_count
         for kind in self._kinds_of(stage):
             layout = kind.target
             if layout.device_count != stage.device_count:
                 continue
-            index = np.unravel_index(layout.slice_of_rank, layout.cuts) if layout.cuts else ()
-            for dimension, positions in enumerate(index):
-                met: dict[tuple[int, int], int] = {}
-                codes = [
-                    met.setdefault(kind.overlap.intervals(dimension, position), len(met))
-                    for position in range(layout.cuts[dimension])
-                ]
-                alike = alike * len(met) + np.asarray(codes, dtype=np.int64)[positions]
-                # Renumber at once to keep the codes below 64 bits.
-                alike = np.unique(alike, return_inverse=True)[1].reshape(-1).astype(np.int64)
-        order = np.argsort(alike, kind="stable")
-        starts = np.concatenate(([0], np.cumsum(np.bincount(alike))[:-1]))
-        places = np.empty_like(alike)
-        places[order] = np.arange(len(alike)) - starts[alike[order]]
-        turns: list[int] = places.tolist()
+            intervals = [
+                [kind.overlap.intervals(dimension, position) for position in range(count)]
+                for dimension, count in enumerate(layout.cuts)
+            ]
+            codes: dict[object, int] = {}
+            # In C order, as slices are numbered.
+            code_of_slice = [codes.setdefault(need, len(codes)) for need in itertools.product(*intervals)]
+            pairs: dict[tuple[int, int], int] = {}
+            alike = [
+                pairs.setdefault((code, code_of_slice[number]), len(pairs))
+                for code, number in zip(alike, layout.slice_of_rank)
+            ]
+        turns: list[int] = []
+        seen: Counter[int] = Counter()
+        for code in alike:
+            turns.append(seen[code])
+            seen[code] += 1
         return turns
 
     def _kinds_of(self, stage: Stage) -> list[_Kind]:

@@ -182,7 +182,7 @@ class ScaledCodes:
         return ScaledCodes(self._tensor, dtype, self._scales, self._offsets)
 
     def read_into(
-        self, read: ReadBytes, source: StoredSlice, start: int, out: memoryview, memory: Bytes, cast: CastWords
+        self, read: ReadBytes, source: StoredSlice, start: int, out: memoryview, memory: memoryview, cast: CastWords
     ) -> int:
         """Fill ``out`` with elements of a slice; see `checkpoint.Decoding`."""
         if not self._compared:
@@ -191,7 +191,7 @@ class ScaledCodes:
                     scales_or_offsets.check_copies(read)
             self._compared = True
         item_size = ITEM_SIZES[self.dtype]
-        words = np.frombuffer(out, f"u{item_size}")
+        words, room = np.frombuffer(out, f"u{item_size}"), np.frombuffer(memory, np.uint8)
         per_byte = self._per_byte
         first = start // item_size
         last = first + len(words)
@@ -216,7 +216,7 @@ class ScaledCodes:
                 # Codes are narrower than elements. From the end of their memory, none is replaced before it is decoded.
                 codes = elements.view("u1")[-((high - low) // per_byte) :]
                 read(source, low // per_byte, codes.data)
-                overflowed += self._decode(codes, scaled, box, elements, memory, cast)
+                overflowed += self._decode(codes, scaled, box, elements, room, cast)
                 if not whole:
                     words[needed.start - first : needed.stop - first] = elements[needed.start - low : needed.stop - low]
                 low = high

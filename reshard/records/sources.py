@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple, Optional
 
@@ -22,6 +21,7 @@ from reshard.errors import DamagedCheckpointError
 from reshard.records.identity import digest_of, short_digest
 from reshard.storage import ReadableFile, read_each, read_range, reading, storage_of
 from reshard.text.names import belongs_to_rank, is_value
+from reshard.threads import thread_pool
 
 # Number of sampled tensors of a file, and bytes of each sample.
 _TENSORS = 8
@@ -172,7 +172,7 @@ class SourceSampler:
         storage = storage_of(indexes[ranks[0]].path) if ranks else None
         if storage is None or not storage.remote:
             return [self._file(rank, indexes[rank]) for rank in ranks]
-        with ThreadPoolExecutor(4 * storage.in_flight) as pool:
+        with thread_pool(4 * storage.in_flight) as pool:
             return list(pool.map(lambda rank: self._file(rank, indexes[rank]), ranks))
 
     def _file(self, rank: int, index: CheckpointIndex) -> SourceFile:

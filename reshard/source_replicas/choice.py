@@ -16,11 +16,10 @@ from __future__ import annotations
 import itertools
 import math
 import zlib
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from functools import cached_property
 from typing import NamedTuple
-
-import numpy as np
 
 from reshard.checkpoints.checkpoint import GlobalTensor
 from reshard.forms.ranks.checkpoint import SourceStep
@@ -195,11 +194,9 @@ class ParameterGroup:
         if not math.prod(self._shape):
             return []
         layouts = [sharding.layout for sharding in self._shardings]
-        counts = []
+        counts: list[Counter[int]] = []
         for sharding, present in zip(self._shardings, self._present):
-            local = np.array(sorted(present), dtype=np.int64) - sharding.stage.first_rank
-            slices = sharding.layout.slice_of_rank[local]
-            counts.append(np.bincount(slices, minlength=sharding.grid.slice_count).tolist())
+            counts.append(Counter(sharding.slice_of(rank) for rank in present))
         if len(layouts) > 1:
             cells = Overlap([sharding.grid for sharding in self._shardings], Grid.whole(self._shape)).cells(0)
             parts = [cell.slices for cell in cells]

@@ -14,7 +14,7 @@ import numpy as np
 from reshard.checkpoints.checkpoint import GlobalTensor
 from reshard.execute import ExecutionOptions, Progress
 from reshard.execute.reader import in_order
-from reshard.execute.reading import Bytes
+from reshard.execute.tiles import Bytes
 from reshard.layout import boxes_of_range, placed, shape_of, volume_of
 from reshard.source_replicas.choice import Holder, ParameterGroup, Replicated
 from reshard.source_replicas.outcome import Tally

@@ -12,11 +12,14 @@ import errno
 import functools
 import os
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
-from typing import Any, Callable, Optional, TypeVar, Union, cast
+from typing import TYPE_CHECKING, Any, Callable, Optional, TypeVar, Union, cast
 
 from reshard.storage.store import DirectoryEntry, FileStatus, Store
+from reshard.threads import thread_pool
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
 
 _F = TypeVar("_F", bound=Callable[..., object])
 _T = TypeVar("_T")
@@ -148,7 +151,7 @@ class _CachedStore:
         # A name without an ending is probably a directory: its listing in parallel takes no longer.
         if path.rstrip("/") in self._cache.entries or os.path.splitext(path)[1]:
             return _or_absent(lambda: self._store.status(path))
-        with ThreadPoolExecutor(1) as pool:
+        with thread_pool(1) as pool:
             listing: Future[list[DirectoryEntry]] = pool.submit(self._store.entries, path)
             status = _or_absent(lambda: self._store.status(path))
         with contextlib.suppress(OSError):

@@ -10,12 +10,12 @@ import contextvars
 import os
 import re
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Callable, Optional, TypeVar
 
 from reshard.errors import UsageError
 from reshard.storage.costs import Storage
 from reshard.storage.store import Store
+from reshard.threads import thread_pool
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _ONE_SLASH = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/(?!/)")
@@ -130,7 +130,7 @@ def for_each(call: Callable[[str], T], paths: Sequence[str]) -> list[T]:
         return [call(path) for path in paths]
     # The cache of `listings_cached` is shared with these threads.
     contexts = [contextvars.copy_context() for _ in paths]
-    with ThreadPoolExecutor(min(together, len(paths))) as pool:
+    with thread_pool(min(together, len(paths))) as pool:
         return list(pool.map(lambda context, path: context.run(call, path), contexts, paths))
 
 

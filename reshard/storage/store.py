@@ -9,11 +9,14 @@ import stat
 import threading
 from abc import abstractmethod
 from collections.abc import Hashable
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from typing import Callable, NamedTuple, Optional, Protocol
+from typing import TYPE_CHECKING, Callable, NamedTuple, Optional, Protocol
 
 from reshard.storage.costs import Storage
+from reshard.threads import thread_pool
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
 
 
 class FileStatus(NamedTuple):
@@ -206,7 +209,7 @@ class Sending:
 
     def __init__(self, at_a_time: int) -> None:
         self._at_a_time = at_a_time
-        self._pool = ThreadPoolExecutor(at_a_time, thread_name_prefix="reshard-sending")
+        self._pool = thread_pool(at_a_time, "reshard-sending")
         self._free = threading.BoundedSemaphore(at_a_time)
         self._buffers: list[mmap.mmap] = []
         self._lock = threading.Lock()

@@ -21,7 +21,7 @@ from reshard.strategies.model import (
     target_words,
 )
 from reshard.strategies.one_file import GroupInfo, read_group_info, read_strategy_file
-from reshard.strategies.read import read_strategy, required_strategies
+from reshard.strategies.read import read_strategy, required_strategies, typed_strategy
 from reshard.strategies.written import merge_pipeline
 
 __all__ = [
@@ -44,4 +44,5 @@ __all__ = [
     "shards_of",
     "target_named",
     "target_words",
+    "typed_strategy",
 ]

@@ -31,6 +31,7 @@ from reshard.strategies.stages import (
     stage_list,
 )
 from reshard.text.name_order import natural_order
+from reshard.text.report import Report
 from reshard.text.wording import some_names
 
 _RANK_DIRECTORY = re.compile(r"(rank_|rank|)[0-9]+")
@@ -269,3 +270,15 @@ def _name(path: str) -> str:
     directory, name = os.path.split(path)
     rank = os.path.basename(directory)
     return os.path.join(rank, name) if _RANK_DIRECTORY.fullmatch(rank) else name
+
+
+def typed_strategy(path: str, report: Report) -> Strategy:
+    """The strategy at a path; its notes go to the report.
+
+    Raises:
+        ReshardError: it cannot be read.
+    """
+    strategy = read_strategy(path)
+    for note in strategy.notes:
+        report.note(note)
+    return strategy

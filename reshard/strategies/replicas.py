@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from typing import Optional
 
 import numpy as np
+import numpy.typing as npt
 
 from reshard.defaults import MAX_DEVICES
 from reshard.errors import StrategyError
-from reshard.layout.layout import IntArray, Layout
+from reshard.layout import Layout
 from reshard.storage import absolute
 from reshard.strategies.model import Stage, Strategy
 from reshard.strategies.one_file import GroupInfo
@@ -106,19 +107,20 @@ def replicas_of_group_infos(infos: Sequence[GroupInfo]) -> Replicas:
     return Replicas(tuple(ReplicaGroup(ranks) for ranks in groups), tuple(notes))
 
 
-def _slices_held(layouts: Iterable[Layout], devices: int) -> IntArray:
+def _slices_held(layouts: Iterable[Layout], devices: int) -> npt.NDArray[np.int64]:
     """A number per local rank, shape (devices,); equal for ranks with the same slices."""
     keys = np.zeros(devices, dtype=np.int64)
     # Thousands of parameters share tens of layouts.
     for layout in set(layouts):
         # Renumbered each time: the product stays below the square of the device count.
-        keys = np.unique(keys * layout.slice_count + layout.slice_of_rank, return_inverse=True)[1].reshape(-1)
+        pairs = keys * layout.slice_count + np.asarray(layout.slice_of_rank)
+        keys = np.unique(pairs, return_inverse=True)[1].reshape(-1)
         if int(keys.max()) == devices - 1:
             break
     return keys
 
 
-def _groups(stage: Stage, keys: IntArray) -> list[ReplicaGroup]:
+def _groups(stage: Stage, keys: npt.NDArray[np.int64]) -> list[ReplicaGroup]:
     order = np.argsort(keys, kind="stable")
     edges = np.flatnonzero(np.diff(keys[order])) + 1
     # As lists: a million separate ranks would be a million arrays.

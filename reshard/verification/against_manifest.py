@@ -7,7 +7,6 @@ import itertools
 import os
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 from reshard.checkpoints import CheckpointIndex, FileHandles, crc_of_file, read_index
 from reshard.checkpoints.checkpoint import Checkpoint
@@ -18,6 +17,7 @@ from reshard.forms.ranks import find_checkpoints
 from reshard.forms.registry import form_named
 from reshard.records import FinishingRecord, Manifest, ManifestFile
 from reshard.storage import is_directory, names_in, read_range, reading, status_at
+from reshard.threads import thread_pool
 from reshard.verification.difference import Difference
 from reshard.verification.library import library_differences
 from reshard.verification.reading import Means
@@ -54,7 +54,7 @@ def compare_with_manifest(directory: str, manifest: Manifest, means: Means) -> l
         return [Difference("file", None, ranks, text, files) for text in _differences(path, file, means, block)]
 
     try:
-        with ThreadPoolExecutor(means.jobs) as pool:
+        with thread_pool(means.jobs) as pool:
             differences = [difference for some in pool.map(compare, manifest.files) for difference in some]
     finally:
         means.progress.end()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from typing import Optional
 
 import pytest
+
+from tests.small import World
 
 # Runs the program to its end, and prints the number of BLAS threads, and all threads of the process.
 _THREADS = """
@@ -18,7 +21,7 @@ def leave(status):
     print(os.environ["OPENBLAS_NUM_THREADS"], len(os.listdir("/proc/self/task")), file=sys.stderr)
     os._exit(0)
 signals.leave = leave
-sys.argv = ["reshard", "by-rank", "--help"]
+sys.argv = ["reshard", "stats", "--help"]
 entry.main()
 """
 
@@ -35,3 +38,59 @@ def test_the_program_starts_no_threads_for_matrices_unless_the_environment_reque
     assert threads == int(typed or 1)
     if typed is None:
         assert running == 1
+
+
+# Runs the program to its end, and prints the modules that it has loaded.
+_MODULES = """
+import json, os, sys
+from reshard import entry, signals
+def leave(status):
+    assert status == 0
+    print(json.dumps(sorted(sys.modules)))
+    sys.stdout.flush()
+    os._exit(0)
+signals.leave = leave
+entry.main()
+"""
+# Libraries that a conversion of rank directories to rank directories needs only sometimes.
+_LIBRARIES = {*("concurrent.futures", "ctypes", "logging", "numpy", "rich", "safetensors", "tqdm")}
+_ROOMS = {
+    *("cluster", "inspection", "lora", "names", "numbers", "opened", "pictures", "quantised", "verification", "view")
+}
+_PARTS = {
+    *("checkpoints.placed", "checkpoints.formats.archives", "checkpoints.formats.pickles"),
+    *("execute.casts", "execute.filling"),
+    *("forms.chunks", "forms.dcp.read", "forms.full.contents", "forms.hf_sharded.reading", "forms.verl.reading"),
+    *("forms.checkpoint2.metadata", "forms.writing", "layout.boxes", "plan.recovery", "storage.s3"),
+    *("strategies.rules", "text.filter_advice"),
+}
+
+
+def loaded(*words: object) -> set[str]:
+    """The modules that a command loads."""
+    command = [sys.executable, "-c", _MODULES, *map(str, words)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=True)
+    modules: list[str] = json.loads(ended.stdout.splitlines()[-1])
+    return set(modules)
+
+
+def unneeded(modules: set[str]) -> list[str]:
+    """The modules of libraries, rooms and parts above."""
+    parts = [*_LIBRARIES, *(f"reshard.{part}" for part in (*_ROOMS, *_PARTS))]
+    return sorted(module for module in modules if any(f"{module}.".startswith(f"{part}.") for part in parts))
+
+
+def test_a_rank_that_is_joined_from_whole_slices_loads_only_what_it_needs(saved: World) -> None:
+    modules = loaded("by-rank", 0, saved.src, saved.dst, "--src-strategy", saved.old, "--dst-strategy", saved.old)
+    assert unneeded(modules) == []
+    assert "reshard.forms.ranks.selection" in modules and list(saved.dst.glob("rank_0/*"))
+
+
+def test_a_rank_list_loads_only_what_it_needs(saved: World) -> None:
+    modules = loaded("rank-list", 0, "--src-strategy", saved.old, "--dst-strategy", saved.new)
+    assert unneeded(modules) == []
+
+
+def test_a_rank_whose_elements_are_gathered_loads_numpy(saved: World) -> None:
+    modules = loaded("by-rank", 0, saved.src, saved.dst, "--src-strategy", saved.old, "--dst-strategy", saved.new)
+    assert {"numpy", "reshard.execute.filling"} <= modules

@@ -17,8 +17,8 @@ from reshard.checkpoints import FileHandles
 from reshard.checkpoints.formats.dtypes import ITEM_SIZES
 from reshard.errors import RetryableError
 from reshard.execute.casts import cast_words
-from reshard.execute.filling import BlockFiller, Run, runs_of_box
-from reshard.execute.reading import ByteReader, make_reader
+from reshard.execute.filling import BlockFiller
+from reshard.execute.reading import ByteReader, Run, make_reader, runs_of_box
 from reshard.execute.tiles import put
 from reshard.layout import Box, boxes_of_range, intersection
 from reshard.layout.views import ZEROS, View
@@ -150,7 +150,7 @@ def test_a_tensor_is_the_same_through_any_reader_and_buffer_size(
     @given(st.data())
     def check(data: st.DataObject) -> None:
         tensor, expected = data.draw(tensors(tmp_path))
-        scratch = np.empty(data.draw(st.sampled_from([16, 40, 4096])), dtype=np.uint8)
+        scratch = memoryview(bytearray(data.draw(st.sampled_from([16, 40, 4096]))))
         most = max(1, data.draw(st.sampled_from([1, 16, 64, 1 << 20])) // tensor.item_size)
         out = b""
         with FileHandles() as handles:
@@ -264,7 +264,7 @@ def test_views_are_the_same_through_any_reader_and_buffer_size(storage: Storage,
         types = {"u2": [("BFloat16", "Float32"), ("Float16", "BFloat16")], "u4": [("Float32", "BFloat16")]}
         casts = st.sampled_from([(None, None), *types.get(views.dtype, [])])
         cases = [views.tensor(*data.draw(casts, "cast")) for _ in range(2)]
-        scratch = np.empty(data.draw(st.sampled_from([64, 4096, 50_000, 1 << 20, 9 << 20]), "scratch"), np.uint8)
+        scratch = memoryview(bytearray(data.draw(st.sampled_from([64, 4096, 50_000, 1 << 20, 9 << 20]), "scratch")))
         most = data.draw(st.sampled_from([64, 10_000, 1 << 20, 8 << 20]), "most")
         with FileHandles() as handles:
             filler = BlockFiller(reader(storage, mapped, handles), scratch)
@@ -306,7 +306,7 @@ def test_a_file_that_shrinks_is_an_error_that_names_it(storage: Storage, mapped:
     source = StoredSlice(str(path), 3, ((0, 128),), ((0, 16), (0, 8)))
     tensor = TargetTensor("w", 1, ((0, 16), (0, 4)), (Piece(source, ((0, 16), (0, 4))),))
     with FileHandles() as handles, pytest.raises(RetryableError, match=r"net-1_10\.ckpt.*rank 3"):
-        BlockFiller(reader(storage, mapped, handles), np.empty(4096, dtype=np.uint8)).fill(
+        BlockFiller(reader(storage, mapped, handles), memoryview(bytearray(4096))).fill(
             tensor, ((0, 16), (0, 4)), memoryview(bytearray(64))
         )
 

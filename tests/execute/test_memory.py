@@ -90,7 +90,7 @@ def test_sparsely_read_pages_are_released(tmp_path: Path) -> None:
     before = most = mapped_and_resident()
     for start in range(0, size, step):
         few = reader.view(source, start, 4)
-        assert few is not None and not few.any()
+        assert few is not None and not any(few)
         most = max(most, mapped_and_resident())
     assert most - before < 48 * MIB
 

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard.errors import LayoutError
-from reshard.layout import Box, Covering, Grid, covering, shape_of, volume_of
-from reshard.layout.boxes import elements_of
+from reshard.layout import Box, Grid, shape_of, volume_of
+from reshard.layout.boxes import Covering, covering, elements_of
 
 
 def covered_by(shape: tuple[int, ...], boxes: list[Box]) -> Covering:

@@ -33,7 +33,7 @@ def test_reversed_layouts_are_found() -> None:
     where = ["--module", "reshard.layout.layout", "--change", "loop mirrored|counted down"]
     results = outcomes(*where, "--conversion", "demo", "--conversion", "sharded")
     assert not certified(results)
-    assert results["outcomes"]["found"] >= 4
+    assert results["outcomes"]["found"] >= 3
 
 
 def test_a_sample_of_mutants_is_refused_or_found() -> None:

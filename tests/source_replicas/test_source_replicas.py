@@ -463,12 +463,12 @@ def test_a_probe_finds_every_wrong_layout_that_its_group_contradicts(devices: in
     """Whatever the true layout: if members of an alleged group hold different slices, two of those probed do."""
     alike: dict[tuple[int, ...], dict[tuple[int, ...], Layout]] = {}
     for layout_record in layouts_of(devices):
-        alike.setdefault(layout_record.cuts, {})[tuple(layout_record.slice_of_rank.tolist())] = layout_record
+        alike.setdefault(layout_record.cuts, {})[tuple(layout_record.slice_of_rank)] = layout_record
     shown = 0
     for group_of in alike.values():
         for alleged in group_of.values():
             for number in {0, alleged.slice_count // 2, alleged.slice_count - 1}:
-                group = tuple(alleged.holders(number).tolist())
+                group = tuple(alleged.holders(number))
                 probed = HolderGroup(group, group, ()).probed()
                 assert probed[0] == group[0]
                 for true in group_of:

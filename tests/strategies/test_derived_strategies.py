@@ -107,7 +107,7 @@ def judged(strategy: Sequence[MadeStage], target: MadeCase) -> str:
 
 def same_slices(one: RecordedLayout, other: RecordedLayout) -> bool:
     first, second = one.layout(), other.layout()
-    return first.cuts == second.cuts and bool((first.slice_of_rank == second.slice_of_rank).all())
+    return first.cuts == second.cuts and first.slice_of_rank == second.slice_of_rank
 
 
 def with_stages_and_opt_outs(target: MadeCase) -> Callable[[LayoutRules], LayoutRules]:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from reshard.checkpoints import FileHandles, read_index
-from reshard.execute import filling, part_writing
+from reshard.execute import filling, part_writing, reader
 from reshard.forms.cuts import Cut
 from reshard.layout import boxes_of_range
 from reshard.plan import plan
@@ -322,14 +322,14 @@ def rows_swapped(patch: pytest.MonkeyPatch) -> None:
 
 def copied_from_zeros(patch: pytest.MonkeyPatch) -> None:
     """A scalar that is lost on its slice_set."""
-    plain = filling.BlockFiller.fill
+    plain = reader.Worker.fill
 
     def fill(self: Any, tensor: TargetTensor, block: Any, out: memoryview) -> None:
         plain(self, tensor, block, out)
         if tensor.name == "global_step":
             out[:] = bytes(len(out))
 
-    patch.setattr(filling.BlockFiller, "fill", fill)
+    patch.setattr(reader.Worker, "fill", fill)
 
 
 MUTANTS = [

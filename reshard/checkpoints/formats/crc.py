@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import zlib
 from collections.abc import Iterable, Iterator
-from concurrent.futures import CancelledError, ThreadPoolExecutor
 from typing import Callable, NamedTuple
 
 from reshard.checkpoints.encrypted import DecryptedFile
@@ -13,11 +12,11 @@ from reshard.checkpoints.files import FileHandles
 from reshard.checkpoints.formats.ckpt_index import TRAILER_SIZE
 from reshard.checkpoints.formats.dtypes import INTEGERS, MAP_TENSOR
 from reshard.checkpoints.formats.tensors import CheckpointIndex, Tensor
-from reshard.checkpoints.placed import PlacedFile
 from reshard.errors import DamagedCheckpointError
 from reshard.storage import ReadableFile, fill, opened_regular, read_range, reading
 from reshard.storage.other_files import GCM
 from reshard.text.wording import plural, quoted
+from reshard.threads import thread_pool
 
 # MindSpore's CRC counts a 0-d integer of value N as N zero bytes, which it keeps in memory; so it cannot have written
 # a larger N, which would take longer than some seconds here.
@@ -58,7 +57,10 @@ def check_crc(
     if not index.checkable and not index.archived:
         return CrcCheck(False, "no CRC is recorded")
     with reading(index.path), handles.borrow(index.path) as file:
-        if isinstance(file, PlacedFile):
+        if handles.has_places(index.path):
+            from reshard.checkpoints.placed import PlacedFile
+
+            assert isinstance(file, PlacedFile)
             return CrcCheck(True) if file.check(on_block) else CrcCheck(False, "its archives record none")
         if isinstance(file, DecryptedFile) and file.cipher == GCM:
             file.check(on_block)
@@ -92,6 +94,10 @@ class CrcChecks(NamedTuple):
             yield f"{paths[0]}: its CRC was not checked: {reason}{more}"
 
 
+class _Cancelled(Exception):
+    """Another check has failed."""
+
+
 def check_crcs(
     handles: FileHandles,
     indexes: Iterable[CheckpointIndex],
@@ -118,7 +124,7 @@ def check_crcs(
 
     def report_progress(count: int) -> None:
         if stop.is_set():
-            raise CancelledError
+            raise _Cancelled
         with progress_lock:
             on_block(count)
 
@@ -126,7 +132,7 @@ def check_crcs(
         try:
             report_progress(0)
             outcome = check_crc(handles, index, block_bytes, report_progress)
-        except CancelledError:
+        except _Cancelled:
             return
         except DamagedCheckpointError as error:
             checks.damaged[index.path] = error
@@ -134,7 +140,7 @@ def check_crcs(
         if not outcome.checked:
             checks.unchecked[index.path] = outcome.reason
 
-    with ThreadPoolExecutor(threads) as pool:
+    with thread_pool(threads) as pool:
         try:
             for future in [pool.submit(check, index) for index in indexes if index.checkable or index.archived]:
                 future.result()

@@ -15,7 +15,6 @@ import threading
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, Optional, Union
 
 from reshard.checkpoints.files import FileHandles
@@ -26,6 +25,7 @@ from reshard.checkpoints.formats.tensors import CheckpointIndex
 from reshard.errors import CheckpointError, DamagedCheckpointError, RetryableError
 from reshard.storage import FileStatus, ReadableFile, exists, read_each, read_range, reading, storage_of
 from reshard.storage.other_files import GCM, HEAD, kind_by_head, kind_of
+from reshard.threads import thread_pool
 
 # Reading headers from network storage waits for round trips; more threads than CPUs help.
 _IN_FLIGHT = 16
@@ -77,7 +77,7 @@ def read_headers(
         for number in numbers[1:]:
             yield number, read(number)
         return
-    with ThreadPoolExecutor(max(_IN_FLIGHT, storage.in_flight)) as pool:
+    with thread_pool(max(_IN_FLIGHT, storage.in_flight)) as pool:
         pending = [(number, pool.submit(read, number)) for number in numbers[1:]]
         try:
             for number, future in pending:

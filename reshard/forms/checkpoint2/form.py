@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import os
-import struct
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Optional, cast
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Optional, cast
 
-from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import Checkpoint
-from reshard.checkpoints.edited import stored_checkpoint
-from reshard.defaults import DEFAULT_PREFIX
 from reshard.errors import InputError
 from reshard.forms.checkpoint2.iterations import (
     COMMON,
@@ -23,19 +19,15 @@ from reshard.forms.checkpoint2.iterations import (
     recognise,
 )
 from reshard.forms.form import Description, Form, FormOptions, Layouts, ReadRequest, SavedCut, SavedStep, WriteRequest
-from reshard.forms.target import FinishingFile, TargetForm
-from reshard.forms.writing import selected
-from reshard.storage import caches_listings, is_directory, is_regular_file, read_range, reading
+from reshard.storage import caches_listings, is_directory, is_regular_file
 from reshard.strategies import Strategy
 from reshard.text.messages import listing
-from reshard.text.names import is_weight
 from reshard.text.report import Report
 from reshard.text.wording import plural, quoted, some_names
 
 if TYPE_CHECKING:
     from reshard.forms.checkpoint2.checkpoint import Checkpoint2
-
-_INTEGERS = {"Int32": "<i", "Int64": "<q", "UInt32": "<I", "UInt64": "<Q"}
+    from reshard.forms.target import TargetForm
 
 
 class Checkpoint2Form(Form):
@@ -71,33 +63,9 @@ class Checkpoint2Form(Form):
 
     def target(self, checkpoint: Checkpoint, request: WriteRequest) -> TargetForm:
         """One iteration, each slice once."""
-        from reshard.forms.checkpoint2.written_files import Checkpoint2Files, common_json
+        from reshard.forms.checkpoint2.written_files import target_files
 
-        report = request.report
-        tensors, values, _ = selected(checkpoint, request)
-        training = _training_state(checkpoint, request.handles)
-        if training.get("global_batch_size") is None:
-            report.warn(
-                f"{COMMON} has no global_batch_size, because the source does not record it: add it before "
-                "training resumes"
-            )
-        parameters = checkpoint.names().union(request.target.parameters)
-        unlisted = [name for name in values if is_weight(name, parameters)]
-        if unlisted:
-            report.warn(
-                "not in metadata.json, so loaders do not find them, because their layouts are unknown: "
-                + listing(unlisted)
-            )
-        prefix = "" if request.prefix in (None, DEFAULT_PREFIX) else str(request.prefix).rstrip("-") + "-"
-        iteration = int((training.get("global_step") if checkpoint.form != self.name else checkpoint.step) or 0)
-        if iteration < 0:
-            report.warn(
-                f"global_step is {iteration}, and Checkpoint 2.0 counts iterations from 0: iteration 0 is written"
-            )
-            iteration = 0
-            training = {key: None if isinstance(value, int) and value < 0 else value for key, value in training.items()}
-        common = FinishingFile(COMMON, lambda: [common_json(training)])
-        return Checkpoint2Files(request.target, tensors, parameters, list(values), iteration, prefix, common)
+        return target_files(self.name, checkpoint, request)
 
     def marks(self, files: Sequence[str]) -> list[str]:
         """Metadata, common.json and the tracker."""
@@ -163,36 +131,3 @@ class Checkpoint2Form(Form):
             incomplete,
             unplaced,
         )
-
-
-def _training_state(checkpoint: Checkpoint, handles: FileHandles) -> Mapping[str, Any]:
-    """The members of common.json for a checkpoint."""
-    # Values may be excluded from the target; the source still contains the step.
-    checkpoint = stored_checkpoint(checkpoint)
-    if checkpoint.training:
-        return checkpoint.training
-    state: dict[str, Optional[int]] = {
-        name: _integer(checkpoint, name, handles) for name in ("global_step", "epoch_num", "step_num")
-    }
-    epoch, _, step = (checkpoint.step or "").partition("_")
-    if epoch.isdigit() and step.isdigit():
-        state["epoch_num"] = state["epoch_num"] if state["epoch_num"] is not None else int(epoch)
-        state["step_num"] = state["step_num"] if state["step_num"] is not None else int(step)
-    if state["global_step"] is None:
-        state["global_step"] = state["step_num"]
-    if state["step_num"] is None:
-        state["step_num"] = state["global_step"]
-    return {**state, "loss_scale": None}
-
-
-def _integer(checkpoint: Checkpoint, name: str, handles: FileHandles) -> Optional[int]:
-    """The integer of this name; None without one."""
-    for holder in checkpoint.holders(name)[:1]:
-        tensor = checkpoint.indexes[holder].tensors[name]
-        form = _INTEGERS.get(tensor.dtype)
-        if form is None or tensor.nbytes != struct.calcsize(form) or len(tensor.extents) != 1:
-            return None
-        path = checkpoint.files[holder]
-        with reading(path), handles.borrow(path) as file:
-            return int(struct.unpack(form, read_range(file, *tensor.extents[0]))[0])
-    return None

@@ -15,24 +15,31 @@ import itertools
 import json
 import math
 import string
+import struct
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Callable, NamedTuple, Optional
 
-import numpy as np
-
-from reshard.checkpoints.checkpoint import GlobalTensor
+from reshard.checkpoints import FileHandles
+from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor
+from reshard.checkpoints.edited import stored_checkpoint
 from reshard.checkpoints.formats.output import MINDSPORE_METADATA
+from reshard.defaults import DEFAULT_PREFIX
 from reshard.errors import CheckpointError, LayoutError
-from reshard.forms.checkpoint2.iterations import METADATA, MODEL, OPTIMIZER, TRACKER, iteration_name
+from reshard.forms.checkpoint2.iterations import COMMON, METADATA, MODEL, OPTIMIZER, TRACKER, iteration_name
+from reshard.forms.form import WriteRequest
 from reshard.forms.ranks import FileNames
 from reshard.forms.ranks.naming import NamedFile
 from reshard.forms.ranks.rank_files import stage_sections
 from reshard.forms.target import FinishingFile, Section, TargetForm
-from reshard.forms.writing import share_out
+from reshard.forms.writing import selected, share_out
 from reshard.layout import Layout, shape_of
+from reshard.storage import read_range, reading
 from reshard.strategies import Stage, Strategy
-from reshard.text.names import as_pattern, state_prefix
+from reshard.text.messages import listing
+from reshard.text.names import as_pattern, is_weight, state_prefix
 from reshard.text.wording import quoted
+
+_INTEGERS = {"Int32": "<i", "Int64": "<q", "UInt32": "<I", "UInt64": "<Q"}
 
 
 class _File(NamedTuple):
@@ -228,9 +235,7 @@ def _described(tensor: Described) -> dict[str, Any]:
     check_recordable(name, layout)
     plain = plain_layout(layout)
     grid = layout.grid(shape)
-    place = {
-        rank: at for number in range(layout.slice_count) for at, rank in enumerate(layout.holders(number).tolist())
-    }
+    place = {rank: at for number in range(layout.slice_count) for at, rank in enumerate(layout.holders(number))}
     return {
         "properties": {
             "dtype": dtype.lower(),
@@ -258,7 +263,7 @@ def _stored(tensor: Described) -> Iterator[tuple[str, Any]]:
     slices = tensor.layout.slice_of_rank
     for device, file in sorted(tensor.files.items()):
         number = int(slices[device])
-        group = [tensor.ranks[rank] for rank in tensor.layout.holders(number).tolist()]
+        group = [tensor.ranks[rank] for rank in tensor.layout.holders(number)]
         # Loaders expect Python's repr of this tuple.
         key = str((tensor.tensor.name, (number,)))
         yield key, [{"file_name": file, "storage_rank": tensor.ranks[device], "rank_group": group}]
@@ -331,9 +336,67 @@ def plain_layout(layout: Layout) -> PlainLayout:
         dimensions[0] += reversed(shard_axes)
     plain = PlainLayout(tuple(reversed(sizes)), tuple(map(tuple, dimensions)))
     equivalent = Layout(plain.device_matrix, plain.tensor_map)
-    if equivalent.cuts != layout.cuts or not np.array_equal(equivalent.slice_of_rank, layout.slice_of_rank):
+    if equivalent.cuts != layout.cuts or equivalent.slice_of_rank != layout.slice_of_rank:
         raise LayoutError(
             f"{layout.shards} optimizer shards over device matrix {list(layout.device_matrix)} and tensor map "
             f"{layout.map_text} has no equivalent device matrix and tensor map"
         )
     return plain
+
+
+def target_files(form: str, checkpoint: Checkpoint, request: WriteRequest) -> Checkpoint2Files:
+    """The files of one iteration; ``form`` is the name of this form."""
+    report = request.report
+    tensors, values, _ = selected(checkpoint, request)
+    training = _training_state(checkpoint, request.handles)
+    if training.get("global_batch_size") is None:
+        report.warn(
+            f"{COMMON} has no global_batch_size, because the source does not record it: add it before training resumes"
+        )
+    parameters = checkpoint.names().union(request.target.parameters)
+    unlisted = [name for name in values if is_weight(name, parameters)]
+    if unlisted:
+        report.warn(
+            "not in metadata.json, so loaders do not find them, because their layouts are unknown: " + listing(unlisted)
+        )
+    prefix = "" if request.prefix in (None, DEFAULT_PREFIX) else str(request.prefix).rstrip("-") + "-"
+    iteration = int((training.get("global_step") if checkpoint.form != form else checkpoint.step) or 0)
+    if iteration < 0:
+        report.warn(f"global_step is {iteration}, and Checkpoint 2.0 counts iterations from 0: iteration 0 is written")
+        iteration = 0
+        training = {key: None if isinstance(value, int) and value < 0 else value for key, value in training.items()}
+    common = FinishingFile(COMMON, lambda: [common_json(training)])
+    return Checkpoint2Files(request.target, tensors, parameters, list(values), iteration, prefix, common)
+
+
+def _training_state(checkpoint: Checkpoint, handles: FileHandles) -> Mapping[str, Any]:
+    """The members of common.json for a checkpoint."""
+    # Values may be excluded from the target; the source still contains the step.
+    checkpoint = stored_checkpoint(checkpoint)
+    if checkpoint.training:
+        return checkpoint.training
+    state: dict[str, Optional[int]] = {
+        name: _integer(checkpoint, name, handles) for name in ("global_step", "epoch_num", "step_num")
+    }
+    epoch, _, step = (checkpoint.step or "").partition("_")
+    if epoch.isdigit() and step.isdigit():
+        state["epoch_num"] = state["epoch_num"] if state["epoch_num"] is not None else int(epoch)
+        state["step_num"] = state["step_num"] if state["step_num"] is not None else int(step)
+    if state["global_step"] is None:
+        state["global_step"] = state["step_num"]
+    if state["step_num"] is None:
+        state["step_num"] = state["global_step"]
+    return {**state, "loss_scale": None}
+
+
+def _integer(checkpoint: Checkpoint, name: str, handles: FileHandles) -> Optional[int]:
+    """The integer of this name; None without one."""
+    for holder in checkpoint.holders(name)[:1]:
+        tensor = checkpoint.indexes[holder].tensors[name]
+        form = _INTEGERS.get(tensor.dtype)
+        if form is None or tensor.nbytes != struct.calcsize(form) or len(tensor.extents) != 1:
+            return None
+        path = checkpoint.files[holder]
+        with reading(path), handles.borrow(path) as file:
+            return int(struct.unpack(form, read_range(file, *tensor.extents[0]))[0])
+    return None

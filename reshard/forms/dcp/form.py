@@ -1,36 +1,83 @@
-"""torch DCP and hyper-parallel's checkpoints as forms."""
+"""torch DCP and hyper-parallel's checkpoints as forms, and their directories by names."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Optional, cast
+import os
+import re
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple, Optional
 
 from reshard.checkpoints.checkpoint import Checkpoint
-from reshard.forms.chunks import ChunkedCheckpoint, described, strategy_of
-from reshard.forms.dcp.metadata import METADATA
-from reshard.forms.dcp.read import (
-    DCP,
-    HYPER_PARALLEL,
-    choose,
-    iterations,
-    kind_of_directory,
-    read_distributed,
-    saved_steps,
-)
-from reshard.forms.form import Description, Form, FormOptions, Layouts, Names, ReadRequest, SavedStep, WriteRequest
-from reshard.forms.target import TargetForm
-from reshard.forms.writing import selected
+from reshard.checkpoints.formats.dtypes import ARCHIVES
+from reshard.forms.form import ChunkedForm, FormOptions, Layouts, Names, ReadRequest, SavedStep, WriteRequest
 from reshard.storage import caches_listings, is_directory, names_in
-from reshard.strategies import Strategy
 from reshard.text.report import Report
+from reshard.text.wording import step_words
+
+if TYPE_CHECKING:
+    from reshard.forms.target import TargetForm
+
+METADATA = ".metadata"
+"""Metadata of all ranks, which is written last."""
+
+ENDING = f".{ARCHIVES}"
+
+DCP, HYPER_PARALLEL = "dcp", "hyper-parallel"
+"""The names of the forms."""
+
+ITERATION = re.compile(r"iter_([0-9]{7,18})")
+# Metadata of one rank: torch's, and hyper-parallel's of two generations.
+OF_RANK = re.compile(r"__([0-9]{1,7})\.metadata")
+OF_HYPER_RANK = re.compile(r"\.rank([0-9]{1,7})_metadata|([0-9]{1,7})\.metadata")
+_OF_HYPER = re.compile(r"_rank[0-9]{1,7}_\.(safetensors|bytes)|.*_rank[0-9]{1,7}\.bytes")
 
 
-class _DistributedForm(Form):
+class Place(NamedTuple):
+    """A directory of one checkpoint.
+
+    Attributes:
+        path: the directory.
+        step: its iteration, where a root of several holds it.
+        names: its files and directories.
+    """
+
+    path: str
+    step: Optional[int] = None
+    names: Sequence[str] = ()
+
+    @property
+    def label(self) -> str:
+        """Its name in messages."""
+        return step_words(None) if self.step is None else f"iteration {self.step}"
+
+
+def kind_of_directory(names: Sequence[str]) -> Optional[str]:
+    """Which form a directory of one checkpoint has, by the names in it; None where it has neither."""
+    if any(OF_HYPER_RANK.fullmatch(name) or _OF_HYPER.fullmatch(name) for name in names):
+        return HYPER_PARALLEL
+    if METADATA in names or any(name.endswith(ENDING) or OF_RANK.fullmatch(name) for name in names):
+        return DCP
+    return None
+
+
+def iterations(directory: str, names: Sequence[str]) -> Iterator[Place]:
+    """The iterations that a root of Megatron holds, oldest first."""
+    numbered = [(int(match[1]), name) for name in names for match in [ITERATION.fullmatch(name)] if match]
+    for number, name in sorted(numbered):
+        path = os.path.join(directory, name)
+        files = names_in(path)
+        if kind_of_directory(files) == DCP:
+            yield Place(path, number, files)
+
+
+class _DistributedForm(ChunkedForm):
     """The methods of both forms."""
 
     @caches_listings
     def read(self, reading: ReadRequest) -> Checkpoint:
         """From the metadata alone."""
+        from reshard.forms.dcp.read import read_distributed
+
         return read_distributed(self.name, reading)
 
     def marks(self, files: Sequence[str]) -> list[str]:
@@ -39,20 +86,16 @@ class _DistributedForm(Form):
 
     def check_step(self, src: str, step: str) -> None:
         """Refuse a number that no iteration has."""
+        from reshard.forms.dcp.read import choose
+
         if step != "latest":
             choose(src, step, Report())
 
     def steps(self, src: str) -> list[SavedStep]:
         """All iterations of a root."""
+        from reshard.forms.dcp.read import saved_steps
+
         return saved_steps(src)
-
-    def strategy_of(self, checkpoint: Checkpoint) -> Strategy:
-        """As the metadata places the chunks."""
-        return strategy_of(cast(ChunkedCheckpoint, checkpoint))
-
-    def describe(self, checkpoint: Checkpoint) -> Description:
-        """The number of chunks, and missing elements."""
-        return described(cast(ChunkedCheckpoint, checkpoint))
 
 
 class DcpForm(_DistributedForm):
@@ -79,6 +122,7 @@ class DcpForm(_DistributedForm):
     def target(self, checkpoint: Checkpoint, request: WriteRequest) -> TargetForm:
         """A file of records for each rank, objects, and the metadata."""
         from reshard.forms.dcp.written import DcpFiles
+        from reshard.forms.writing import selected
 
         return DcpFiles(checkpoint, selected(checkpoint, request), request)
 
@@ -96,5 +140,6 @@ class HyperParallelForm(_DistributedForm):
     def target(self, checkpoint: Checkpoint, request: WriteRequest) -> TargetForm:
         """A safetensors file for each rank, objects, and the metadata."""
         from reshard.forms.dcp.written import HyperParallelFiles
+        from reshard.forms.writing import selected
 
         return HyperParallelFiles(checkpoint, selected(checkpoint, request), request)

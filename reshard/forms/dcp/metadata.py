@@ -13,9 +13,6 @@ from reshard.storage import read_small, reading
 from reshard.text.names import as_pattern
 from reshard.text.wording import quoted
 
-METADATA = ".metadata"
-"""Metadata of all ranks, which is written last."""
-
 MAX_METADATA = 1 << 29
 """Bytes of one file of metadata; it takes some 140 for each chunk of a tensor."""
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple, Optional
+from typing import Optional
 
 from reshard.checkpoints.checkpoint import StoredObject
 from reshard.checkpoints.formats.dtypes import ARCHIVES
@@ -14,12 +13,23 @@ from reshard.checkpoints.formats.tensors import CheckpointIndex, Tensor, check_s
 from reshard.checkpoints.placed import Placement, Stored
 from reshard.errors import CheckpointError, DamagedCheckpointError, InputError, UsageError, one_error
 from reshard.forms.chunks import Chunk, ChunkedCheckpoint, ChunkedTensor, chunked_checkpoint
-from reshard.forms.dcp.metadata import METADATA, ReadMetadata, Record, read_metadata
+from reshard.forms.dcp.form import (
+    DCP,
+    ENDING,
+    ITERATION,
+    METADATA,
+    OF_HYPER_RANK,
+    OF_RANK,
+    Place,
+    iterations,
+    kind_of_directory,
+)
+from reshard.forms.dcp.metadata import ReadMetadata, Record, read_metadata
 from reshard.forms.form import ReadRequest, SavedStep
 from reshard.storage import UnfitError, names_in, read_small, status_of_each
 from reshard.text.name_order import natural_order
 from reshard.text.report import Report
-from reshard.text.wording import plural, quoted, some_names, step_words
+from reshard.text.wording import plural, quoted, some_names
 
 TRACKER = "latest_checkpointed_iteration.txt"
 """Megatron's file that names the last finished iteration."""
@@ -30,57 +40,8 @@ COMMON = "common.pt"
 BACKEND = "metadata.json"
 """Megatron's file that names the library that it was saved with."""
 
-ENDING = f".{ARCHIVES}"
-
-
-DCP, HYPER_PARALLEL = "dcp", "hyper-parallel"
-"""The names of the forms."""
-
-_ITERATION = re.compile(r"iter_([0-9]{7,18})")
-# Metadata of one rank: torch's, and hyper-parallel's of two generations.
-_OF_RANK = re.compile(r"__([0-9]{1,7})\.metadata")
-_OF_HYPER_RANK = re.compile(r"\.rank([0-9]{1,7})_metadata|([0-9]{1,7})\.metadata")
-_OF_HYPER = re.compile(r"_rank[0-9]{1,7}_\.(safetensors|bytes)|.*_rank[0-9]{1,7}\.bytes")
 _MAX_TRACKER = 256
 _HINT = "copy the checkpoint again, or take another step"
-
-
-class Place(NamedTuple):
-    """A directory of one checkpoint.
-
-    Attributes:
-        path: the directory.
-        step: its iteration, where a root of several holds it.
-        names: its files and directories.
-    """
-
-    path: str
-    step: Optional[int] = None
-    names: Sequence[str] = ()
-
-    @property
-    def label(self) -> str:
-        """Its name in messages."""
-        return step_words(None) if self.step is None else f"iteration {self.step}"
-
-
-def kind_of_directory(names: Sequence[str]) -> Optional[str]:
-    """Which form a directory of one checkpoint has, by the names in it; None where it has neither."""
-    if any(_OF_HYPER_RANK.fullmatch(name) or _OF_HYPER.fullmatch(name) for name in names):
-        return HYPER_PARALLEL
-    if METADATA in names or any(name.endswith(ENDING) or _OF_RANK.fullmatch(name) for name in names):
-        return DCP
-    return None
-
-
-def iterations(directory: str, names: Sequence[str]) -> Iterator[Place]:
-    """The iterations that a root of Megatron holds, oldest first."""
-    numbered = [(int(match[1]), name) for name in names for match in [_ITERATION.fullmatch(name)] if match]
-    for number, name in sorted(numbered):
-        path = os.path.join(directory, name)
-        files = names_in(path)
-        if kind_of_directory(files) == DCP:
-            yield Place(path, number, files)
 
 
 def saved_steps(root: str) -> list[SavedStep]:
@@ -114,7 +75,7 @@ def choose(src: str, step: str, report: Report) -> Place:
     """
     names = names_in(src)
     if kind_of_directory(names) is not None:
-        number = _ITERATION.fullmatch(os.path.basename(os.path.normpath(src)))
+        number = ITERATION.fullmatch(os.path.basename(os.path.normpath(src)))
         if step not in ("latest", str(int(number[1])) if number else "latest"):
             raise UsageError(f"{src}: is one checkpoint, and holds no steps", hint="leave out --step")
         return Place(src, int(number[1]) if number else None, names)
@@ -203,7 +164,7 @@ def _metadata_of(form: str, directory: str, names: Sequence[str]) -> list[str]:
     """
     if METADATA in names:
         return [os.path.join(directory, METADATA)]
-    pattern = _OF_RANK if form == DCP else _OF_HYPER_RANK
+    pattern = OF_RANK if form == DCP else OF_HYPER_RANK
     numbered: dict[int, str] = {}
     for name in names:
         match = pattern.fullmatch(name)

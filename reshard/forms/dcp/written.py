@@ -17,8 +17,9 @@ from reshard.checkpoints.formats.output import OutputLayout, OutputTensor, lay_o
 from reshard.checkpoints.formats.pickles import Global, Pairs, PickledInstance, pickled
 from reshard.errors import CheckpointError
 from reshard.forms.chunk_files import ChunkFiles
-from reshard.forms.dcp.metadata import HYPER, METADATA, TORCH
-from reshard.forms.dcp.read import BACKEND, COMMON, DCP, HYPER_PARALLEL
+from reshard.forms.dcp.form import DCP, HYPER_PARALLEL, METADATA
+from reshard.forms.dcp.metadata import HYPER, TORCH
+from reshard.forms.dcp.read import BACKEND, COMMON
 from reshard.forms.form import WriteRequest
 from reshard.forms.target import FinishingFile
 from reshard.forms.writing import Selected

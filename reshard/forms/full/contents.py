@@ -31,7 +31,8 @@ from reshard.forms.full.directory import (
     read_weight_map,
     report_unread,
 )
-from reshard.forms.hf_sharded.headers import INFO, entries_of
+from reshard.forms.hf_sharded.form import INFO
+from reshard.forms.hf_sharded.headers import entries_of
 from reshard.layout import Grid
 from reshard.storage import is_directory, is_regular_file, names_in
 from reshard.text.messages import listing

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterator, Sequence
-from typing import Optional
+from typing import TYPE_CHECKING, Optional
 
 from reshard.checkpoints.checkpoint import Checkpoint
-from reshard.errors import UsageError
-from reshard.forms.form import Form, FormOptions, ReadRequest, WriteRequest
+from reshard.forms.form import Form, FormOptions, ReadRequest, WriteRequest, check_latest
 from reshard.forms.full.directory import HYPER_PARAMETERS, MAP_FILES, UNIFIED, full_weights_form, read_weight_map
-from reshard.forms.target import TargetForm
-from reshard.forms.writing import Selected, note_uncopied_files, selected
 from reshard.storage import caches_listings, is_regular_file
 from reshard.text.names import is_weight, training_globs
 from reshard.text.report import Report
 from reshard.text.wording import plural, quoted, some_names
+
+if TYPE_CHECKING:
+    from reshard.forms.target import TargetForm
+    from reshard.forms.writing import Selected
 
 
 class _FullForm(Form):
@@ -67,6 +68,7 @@ class UnifiedForm(_FullForm):
     def target(self, checkpoint: Checkpoint, request: WriteRequest) -> TargetForm:
         """Parts of about the same size, and the map."""
         from reshard.forms.full.written_files import FullDirectory
+        from reshard.forms.writing import note_uncopied_files, selected
 
         chosen = selected(checkpoint, request)
         note_uncopied_files(checkpoint, request.report)
@@ -83,6 +85,7 @@ class HuggingFaceForm(_FullForm):
         """Numbered files, the index, and further files of a Hugging Face source."""
         from reshard.forms.full.beside import files_beside
         from reshard.forms.full.written_files import FullDirectory
+        from reshard.forms.writing import selected
 
         chosen = selected(checkpoint, request)
         _warn_of_training(chosen, checkpoint.names(), request.report)
@@ -98,16 +101,6 @@ class HuggingFaceForm(_FullForm):
         from reshard.forms.full.beside import check_beside
 
         return check_beside(directory, target, source, cast, report)
-
-
-def check_latest(form: Form, request: ReadRequest) -> None:
-    """Refuse a step of a form without steps.
-
-    Raises:
-        UsageError: the request names a step.
-    """
-    if request.step != "latest":
-        raise UsageError(f"{request.src}: is of the form {form.name}, which has no steps", hint="leave out --step")
 
 
 def _warn_of_training(chosen: Selected, parameters: Collection[str], report: Report) -> None:

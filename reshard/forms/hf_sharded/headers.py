@@ -7,11 +7,10 @@ from typing import Any, NamedTuple, Optional
 
 from reshard.checkpoints.formats.tensors import CheckpointIndex, Tensor
 from reshard.errors import CheckpointError, DamagedCheckpointError
+from reshard.forms.hf_sharded.form import INFO
 from reshard.storage.json_text import JsonError, parse_json
 from reshard.text.wording import quoted
 
-INFO = "DCP_SHARDING_INFO"
-"""The key of a header's metadata for the places of the file's tensors."""
 OFFSETS, FULL_SHAPE = "saved_offsets", "global_shape"
 # Keys of newer headers for the name of the tensor, where an entry has another name.
 _NAMES = ("fqn", "logical_fqn")

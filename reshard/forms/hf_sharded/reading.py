@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Optional
 
 from reshard.checkpoints.formats.tensors import CheckpointIndex, Tensor
 from reshard.errors import CheckpointError, InputError
@@ -14,6 +12,7 @@ from reshard.forms.chunks import Chunk, ChunkedCheckpoint, ChunkedTensor, chunke
 from reshard.forms.form import ReadRequest
 from reshard.forms.full.contents import Contents
 from reshard.forms.full.directory import extra_files_in, report_unread
+from reshard.forms.hf_sharded.form import SHARD, shards_in
 from reshard.forms.hf_sharded.headers import HeaderEntry, entries_of
 from reshard.storage import is_directory, names_in
 from reshard.text.messages import listing
@@ -21,21 +20,6 @@ from reshard.text.name_order import layers_in_order, natural_order
 from reshard.text.names import as_pattern
 from reshard.text.report import Report
 from reshard.text.wording import number_ranges, plural, quoted
-
-SHARDED = "sharded"
-"""The directory of shards beside consolidated files."""
-SHARD = re.compile(r"shard-([0-9]{5,9})-model-([0-9]{5,9})-of-([0-9]{5,9})\.safetensors")
-"""Names of files: number of the shard, number of the file in it, and how many files a shard may have."""
-
-
-def shards_in(path: str, names: Sequence[str]) -> Optional[str]:
-    """The directory of shards: this one, or `SHARDED` in it; None if neither has any."""
-    if any(map(SHARD.fullmatch, names)):
-        return path
-    inner = os.path.join(path, SHARDED)
-    if SHARDED in names and is_directory(inner) and any(map(SHARD.fullmatch, names_in(inner))):
-        return inner
-    return None
 
 
 def read_shards(form: str, reading: ReadRequest) -> ChunkedCheckpoint:

@@ -61,8 +61,7 @@ def _holders_of_lost(tensor: GlobalTensor, present: Sequence[frozenset[int]]) ->
     layouts = [sharding.layout for sharding in shardings]
     present_slices = []
     for sharding, ranks in zip(shardings, present):
-        local = [rank - sharding.stage.first_rank for rank in ranks]
-        present_slices.append(set(sharding.layout.slice_of_rank[local].tolist()))
+        present_slices.append({sharding.slice_of(rank) for rank in ranks})
     if any(len(slices) == layout.slice_count for slices, layout in zip(present_slices, layouts)):
         return frozenset()
     lost: set[frozenset[int]] = set()

@@ -18,11 +18,11 @@ class Holding(NamedTuple):
     def ranks(self, slice_number: int) -> list[int]:
         """Global ranks that hold a slice, ascending."""
         first = self.stage.first_rank
-        return [first + rank for rank in self.layout.holders(slice_number).tolist()]
+        return [first + rank for rank in self.layout.holders(slice_number)]
 
     def slice_of(self, rank: int) -> int:
         """The slice that a global rank of this stage holds."""
-        return int(self.layout.slice_of_rank[rank - self.stage.first_rank])
+        return self.layout.slice_of_rank[rank - self.stage.first_rank]
 
 
 class StageSharding(NamedTuple):

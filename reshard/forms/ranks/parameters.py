@@ -190,7 +190,7 @@ def _full_shape(layout: Layout, on_stage: _Stored) -> Optional[tuple[int, ...]]:
         first_shape = on_stage.tensors[0].shape
         return shape if all(tensor.shape == first_shape for tensor in on_stage.tensors) else None
     for rank, tensor in zip(on_stage.ranks, on_stage.tensors):
-        number = int(layout.slice_of_rank[rank - on_stage.stage.first_rank])
+        number = layout.slice_of_rank[rank - on_stage.stage.first_rank]
         if tuple(stop - start for start, stop in layout.slice_box(shape, number)) != tensor.shape:
             return None
     return shape
