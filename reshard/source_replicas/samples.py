@@ -202,11 +202,12 @@ class Samples:
         reads = self._reads
         probed = self._probed - self._doubtful
         for kind in self._kinds:
-            if turn >= len(kind.parameters) * self._effort.turns:
+            # At least once for each box, because two exchanged ranks differ in a few boxes only.
+            if turn >= max(len(kind.parameters) * self._effort.turns, len(kind)):
                 continue
             parameter = kind.parameters[turn % len(kind.parameters)]
             number = number_of(parameter.name, turn)
-            replicated = kind.replicated(number % len(kind))
+            replicated = kind.replicated((number_of(kind.parameters[0].name) + turn) % len(kind))
             is_probe = kind.structure not in probed and reads < self._effort.most_reads
             if is_probe:
                 holders = replicated.probe()

@@ -363,6 +363,30 @@ def test_values_of_a_rank_are_not_replicas(tree: Tree) -> None:
         done(*tree.words(old, "--dry-run", *options))
 
 
+@pytest.mark.parametrize("slices", [8, 64])
+def test_two_exchanged_ranks_of_few_parameters_are_found(tmp_path: Path, slices: int) -> None:
+    names = ["w0", "w1", "w2"]
+    full = {name: value(name, (64 * slices, 3)) for name in names}
+    strategy: Strategy = [{"devices": 2 * slices, "layouts": dict.fromkeys(names, layout([2, slices], [0, -1]))}]
+    old = write_strategy(tmp_path / "old", strategy)
+    for first, second in ((0, 1), (2, 5), (3, slices - 1), (slices, slices + 4)):
+        src = tmp_path / f"src-{first}"
+        write_tree(src, cut_ranks(strategy, full))
+        (src / f"rank_{first}").rename(src / "aside")
+        (src / f"rank_{second}").rename(src / f"rank_{first}")
+        (src / "aside").rename(src / f"rank_{second}")
+        words: list[Argument] = [
+            "transform-dir",
+            src,
+            tmp_path / "dst",
+            "--src-strategy",
+            old,
+            "--dst-strategy",
+            "none",
+        ]
+        fails(3, *words, texts=("does not fit this checkpoint",))
+
+
 def test_accumulated_gradients_are_compared_by_all_only_and_give_a_warning(tree: Tree) -> None:
     names = [f"accu_grads.{name}" for name in WEIGHTS[:4]]
     strategy = single({**model(*TRUE)[0]["layouts"], **{name: layout(*TRUE) for name in names}})
@@ -387,7 +411,7 @@ def test_a_parameter_shared_by_stages_is_compared_across_them(tmp_path: Path) ->
     words: list[Argument] = ["--src-strategy", write_strategy(tmp_path / "old", shared), "--dst-strategy", "none"]
     words = ["transform-dir", tmp_path / "src", tmp_path / "dst", *words]
     report = replicas(done(*words, "--dry-run", "--json"))
-    assert (report["samples"], report["untested"]) == (1, 2)
+    assert (report["samples"], report["untested"]) == (8, 2)
     assert replicas(done(*words, "--dry-run", "--json", "--check-replicas", "all"))["parameters"] == 1
     path = tmp_path / "src" / "rank_5" / "net-1_10.ckpt"
     contents = read_checkpoint(path)
