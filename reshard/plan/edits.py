@@ -453,7 +453,7 @@ class _Editing:
             )
         packing = _packing(edits, applied)
         if old != _UNPACKED:
-            _check_packing(self._checkpoint.place, edits.source_packing, packing, self._report)
+            _check_packing(self._checkpoint.place, edits.source_packing, packing, table.packing_options, self._report)
         self.packing = () if new == _UNPACKED else packing
         tensors = self._checkpoint.tensors
         # Rules that move values are refused elsewhere.
@@ -562,7 +562,7 @@ class _Editing:
 
 
 def _packing(edits: Edits, applied: Applied) -> tuple[str, ...]:
-    """The table that was applied, and the options and sizes that decide which numbers it writes, as ``KEY=VALUE``."""
+    """The applied table, its typed and its decisive options, and the sizes, as ``KEY=VALUE``."""
     from reshard.names import builtin_names
 
     assert edits.table is not None
@@ -570,7 +570,8 @@ def _packing(edits: Edits, applied: Applied) -> tuple[str, ...]:
     texts = [f"table={path if path in builtin_names() else absolute(path)}"]
     if edits.typed is not None and edits.typed.config is not None:
         texts.append(f"config={absolute(edits.typed.config)}")
-    texts += (f"option {name}={applied.options[name]}" for name in sorted(edits.table.packing_options))
+    recorded = edits.table.packing_options.union(name for name, _ in edits.table.chosen)
+    texts += (f"option {name}={applied.options[name]}" for name in sorted(recorded))
     return (*texts, *(f"size {name}={value}" for name, value in applied.sizes.items()))
 
 
@@ -582,8 +583,10 @@ def words_of_packing(packing: Sequence[str]) -> list[str]:
     return ["--names", ",".join([values["table"], *options]), *config]
 
 
-def _check_packing(place: str, recorded: Sequence[str], packing: Sequence[str], report: Report) -> None:
-    """Compare the options and sizes of a table with those that its records list.
+def _check_packing(
+    place: str, recorded: Sequence[str], packing: Sequence[str], options: Collection[str], report: Report
+) -> None:
+    """Compare the decisive options and the sizes of a table with those that its records list.
 
     Other values give the right names and shapes with the wrong numbers.
 
@@ -591,7 +594,10 @@ def _check_packing(place: str, recorded: Sequence[str], packing: Sequence[str], 
         NamesError: the same table has other values.
     """
     old, new = (dict(text.split("=", 1) for text in texts) for texts in (recorded, packing))
-    differing = [key for key in new if " " in key and old.get(key, new[key]) != new[key]]
+    compared = {f"option {name}" for name in options}
+    differing = [
+        key for key in new if (key in compared or key.startswith("size ")) and old.get(key, new[key]) != new[key]
+    ]
     if not differing:
         return
     was, is_now = (", ".join(f"{key.split()[1]}={values[key]}" for key in differing) for values in (old, new))
