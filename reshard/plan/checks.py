@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from reshard.checkpoints import can_hold, mindspore_reads
+from reshard.checkpoints.edited import EditedCheckpoint
 from reshard.checkpoints.formats.dtypes import MAP_TENSOR, TEXT
 from reshard.errors import CheckpointError, InputError, one_error
 from reshard.forms.registry import form_named
@@ -66,6 +67,7 @@ def check(plan: Plan, values: CopiedValues, earlier: Sequence[InputError], repor
         )
     if problems:
         raise one_error(problems, f"the conversion cannot be made, for {len(problems)} reasons")
+    _check_renamed(plan)
     _warn_of_weights(plan, report)
     if plan.sorted.unholdable:
         report.warn(f"{format} cannot hold text; left out: " + listing(plan.sorted.unholdable))
@@ -105,6 +107,24 @@ def _check_not_empty(plan: Plan) -> None:
             f"without a parameter, {plan.form.name} has no file for them",
             hint="write another form, or check --include and --exclude",
         )
+
+
+def _check_renamed(plan: Plan) -> None:
+    """Refuse a target strategy that lists a tensor under its old name: the tensor would be left out."""
+    if plan.request.edits.renames is None or not isinstance(plan.checkpoint, EditedCheckpoint):
+        return
+    recipes = plan.checkpoint.recipes
+    listed = set().union(*(section.layouts.keys() for section in plan.form.sections)).difference(recipes)
+    for name in plan.sorted.left_out:
+        old = recipes[name].sources[0] if name in recipes else name
+        if old in listed:
+            raise CheckpointError(
+                f"the target strategy ({plan.request.target.path}) lists {quoted(old)}, and --rename names it "
+                f"{quoted(name)}",
+                parameter=name,
+                hint="pass a strategy with the new names; or convert first without --rename, and its output with "
+                "--rename and --dst-strategy same",
+            )
 
 
 def _warn_of_weights(plan: Plan, report: Report) -> None:

@@ -152,8 +152,11 @@ def _missing(directory: str, path: str) -> CheckpointError:
     hint = "it is written when all target files are converted; run the same command again to continue"
     ledgers = ledgers_in(directory)
     with contextlib.suppress(TargetError):
-        if any(ledger.commands() for ledger in ledgers):
+        commands = [command for ledger in ledgers for command in ledger.commands()]
+        if commands:
             hint = f"it is written last; to complete the conversion: reshard resume {shlex.quote(directory)}"
+            if all(command.ranks is not None for command in commands):
+                hint += "; for ranks that were not requested, run the whole command without --ranks"
     if any(ledger.only() for ledger in ledgers):
         hint = (
             "recover --lost-only writes none; copy the lost ranks back to the others, and verify all together with "

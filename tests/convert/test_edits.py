@@ -363,6 +363,20 @@ def test_ranks_of_one_conversion_may_be_written_from_parts_of_the_source(tmp_pat
     done("verify", tmp_path / "out", "--src", tmp_path / "src")
 
 
+@pytest.mark.parametrize("command", [("convert",), ("by-rank", 1)])
+def test_a_target_strategy_with_an_old_name_is_refused(tmp_path: Path, command: tuple[Argument, ...]) -> None:
+    full = {name: value(name, (8, 4)) for name in ("m.a", "m.b", "other")}
+    layouts = single({name: layout([4], [0, -1]) for name in full})
+    write_tree(tmp_path / "src", cut_ranks(layouts, full))
+    strategy = write_strategy(tmp_path / "strategy", layouts)
+    words: list[Argument] = [*command, tmp_path / "src", tmp_path / "dst", "--src-strategy", strategy]
+    words += ["--dst-strategy", strategy]
+    fails(3, *words, "--rename", "m.a=n.a", texts=("lists 'm.a', and --rename names it 'n.a'", "--dst-strategy same"))
+    assert not (tmp_path / "dst").exists()
+    # Exchanged names are all listed.
+    done(*words, "--rename", "m.a=m.b", "--rename", "m.b=m.a")
+
+
 def test_a_star_in_rename_does_not_match_counters(tmp_path: Path) -> None:
     full = {"a.weight": value("a", (8, 4)), "b.weight": value("b", (8, 4))}
     layouts = {"a.weight": layout([2], [0, -1]), "b.weight": layout([2], [-1, 0])}
@@ -388,8 +402,8 @@ def test_dst_strategy_same_is_another_conversion_than_the_source_strategy(tmp_pa
     write_tree(tmp_path / "src", cut_ranks(strategy, full), "rank_{rank}/net.ckpt")
     source = write_strategy(tmp_path / "src", strategy, shapes_of(full), "merged")
     words: list[Argument] = [tmp_path / "src", tmp_path / "out", "--src-strategy", source]
-    words += ["--rename", "m.a.weight=n.weight"]
+    words += ["--rename", "m.a.weight=m.b.weight", "--rename", "m.b.weight=m.a.weight"]
     done("by-rank", 0, *words, "--dst-strategy", "same")
-    # This strategy does not list the new name, so that the parameter would be left out of these ranks.
+    # This strategy cuts the exchanged parameters in another way.
     fails(3, "by-rank", 1, *words, "--dst-strategy", source, texts=["which differs in the target strategy"])
     done("convert", *words, "--dst-strategy", "same", "--verify")
