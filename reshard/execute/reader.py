@@ -7,6 +7,7 @@ where threads read ahead. Only verification has its own reader.
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -106,14 +107,25 @@ class BoxReader:
         self.options = options
         self._handles = handles
         self.overflowed = overflowed
+        self._forget()
+
+    def _forget(self) -> None:
+        """Begin without workers and threads."""
+        self._process = os.getpid()
         self._change = threading.Condition()
         self._idle: list[Worker] = []
         self._workers = 0
         self._pool: Optional[ThreadPoolExecutor] = None
 
+    def _check_process(self) -> None:
+        # A child that was forked has none of its parent's threads, and a lock may be held for ever.
+        if self._process != os.getpid():
+            self._forget()
+
     @property
     def pool(self) -> ThreadPoolExecutor:
         """Threads that read for others. Their tasks must not wait for the pool."""
+        self._check_process()
         with self._change:
             if self._pool is None:
                 self._pool = thread_pool(self.threads, "reshard-read")
@@ -122,6 +134,7 @@ class BoxReader:
     @contextlib.contextmanager
     def worker(self) -> Iterator[Worker]:
         """A worker for this thread; waits while all are in use."""
+        self._check_process()
         with self._change:
             while not self._idle and self._workers >= self.threads:
                 self._change.wait()
@@ -220,6 +233,7 @@ class BoxReader:
 
     def close(self) -> None:
         """End the threads after their current tasks."""
+        self._check_process()
         with self._change:
             pool, self._pool = self._pool, None
         if pool is not None:

@@ -49,7 +49,8 @@ def new_buffer(nbytes: int) -> memoryview:
     It begins with a page: the kernel copies up to three times slower where the target begins a few bytes behind the
     source, counted within a page. NumPy's memory begins 16 bytes behind a page, bytes of files often at one.
     """
-    return memoryview(mmap.mmap(-1, max(1, nbytes)))[:nbytes]
+    # Private: a process that forks must not share it with its child.
+    return memoryview(mmap.mmap(-1, max(1, nbytes), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))[:nbytes]
 
 
 class ChosenIo(NamedTuple):

@@ -52,6 +52,7 @@ from reshard.storage.directories import OWN
 from reshard.storage.json_text import Fields
 
 _OURS = re.compile(r"[0-9a-f]{16}")
+_PART_OF_TARGET = re.compile(r"(rank|iteration)_[0-9]+")
 _SECOND = 10**9
 _NONE = "none"
 _REPLACING = "replacing."
@@ -462,7 +463,11 @@ def packing_of(src: str) -> tuple[str, ...]:
     directory = (fixed_directory(src) if RANK in src else src).rstrip("/")
     # Damaged records of a source are no reason to refuse it.
     with contextlib.suppress(ReshardError):
-        for place in (directory, os.path.dirname(directory), os.path.dirname(os.path.dirname(directory))):
+        places = [os.path.dirname(directory) if is_regular_file(directory) else directory]
+        # A rank's or an iteration's directory is a part of the conversion's; other directories in it are not.
+        if _PART_OF_TARGET.fullmatch(os.path.basename(places[0])):
+            places.append(os.path.dirname(places[0]))
+        for place in places:
             begun = current(ledgers_in(place or os.curdir))
             if begun:
                 return next((command.packing for command in begun[0].commands()), ()) if len(begun) == 1 else ()

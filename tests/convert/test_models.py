@@ -482,6 +482,18 @@ def test_typed_options_are_suggested_for_the_way_back(tmp_path: Path) -> None:
     assert "qwen3,gate_up=halves,qkv=grouped,vocab_multiple=48" in command
 
 
+def test_records_of_another_directory_are_not_the_packing_of_a_source(tmp_path: Path) -> None:
+    """Below a conversion's directory, and not written by it."""
+    world = World(tmp_path, "qwen3", ["gate_up=halves"])
+    done("convert", *world.convert)
+    other = World(tmp_path / "ranks" / "other", "qwen3", ["gate_up=interleaved"])
+    done("convert", *other.convert[:1], other.root / "made", *other.convert[2:])
+    (other.root / "made" / ".reshard").rename(tmp_path / "aside")
+    words: list[Argument] = ["--src-strategy", other.d, "--names", other.names, "--config", other.hf]
+    done("convert", other.root / "made", tmp_path / "back", "--to", "huggingface", *words)
+    same_checkpoints(huggingface(tmp_path / "back"), other.weights)
+
+
 def test_recorded_packing_is_not_assumed(tmp_path: Path) -> None:
     world = World(tmp_path, "qwen3")
     done("convert", *world.convert)

@@ -39,7 +39,7 @@ def contents(directory: Path) -> dict[str, bytes]:
         {"src_strategy": STRATEGIES["src_strategy"], "to": "unified", "max_shard_size": "300KB"},
         {"src_strategy": STRATEGIES["src_strategy"], "dst_strategy": "same", "to": "checkpoint2"},
         {"src_strategy": STRATEGIES["src_strategy"], "to": "hf-sharded", "shards": 3},
-        {**STRATEGIES, "cast": "BFloat16", "rename": "head.*=tail.*"},
+        {**STRATEGIES, "dst_strategy": "same", "cast": "BFloat16", "rename": "head.*=tail.*"},
     ],
 )
 def test_a_conversion_writes_the_bytes_of_the_command_line(tmp_path: Path, arguments: dict[str, Any]) -> None:

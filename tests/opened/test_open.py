@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import subprocess
 import sys
 import tempfile
 import threading
@@ -536,3 +537,33 @@ def test_objects_of_a_trainer_are_python_values() -> None:
         assert opened.get_object("extra") == {"names": ["a", "b"], "epoch": 2}
         with pytest.raises(KeyError):
             opened.get_object("model.norm.weight")
+
+
+_FORKED = """
+import os, sys
+import numpy as np
+import reshard
+opened = reshard.open(sys.argv[1], src_strategy=sys.argv[2], **({"jobs": 1} if sys.argv[3] == "1" else {}))
+names = list(opened)
+expected = {name: np.asarray(opened[name]) for name in names}
+children = []
+for number in range(4):
+    child = os.fork()
+    if not child:
+        order = names[number:] + names[:number]
+        equal = all(np.array_equal(opened[name][:, 100:900], expected[name][:, 100:900]) for name in order * 10)
+        os._exit(0 if equal else 1)
+    children.append(child)
+sys.exit(max(os.waitpid(child, 0)[1] for child in children) != 0)
+"""
+
+
+@pytest.mark.parametrize("jobs", ["1", "default"])
+def test_forked_children_read_for_themselves(tmp_path: Path, jobs: str) -> None:
+    """Their buffers are their own, and they wait for no thread of their parent."""
+    full = {f"w{number}": value(f"w{number}", (1000, 1024)) for number in range(4)}
+    columns = single({name: layout([2], [-1, 0]) for name in full})
+    write_tree(tmp_path / "src", cut_ranks(columns, full))
+    strategy = write_strategy(tmp_path / "strategy", columns)
+    words = [sys.executable, "-c", _FORKED, str(tmp_path / "src"), str(strategy), jobs]
+    subprocess.run(words, check=True, timeout=100)

@@ -94,6 +94,9 @@ def test_verification_needs_of_the_source_what_the_target_holds(
     """Optimizer shards of the source are lost, and the target's strategy lists none."""
     world = World(tmp_path, SOURCE, PLAIN_TARGET)
     world.save(FULL, ranks=[0, 1])
+    if form == "ranks" and "--rename" in edits:
+        # The target's strategy lists the names.
+        edits = ["--rename", "*=*"]
     source: list[Argument] = ["--src-strategy", world.old]
     made: list[Argument] = ["--to", form, "--dst-strategy", world.new, *in_safetensors(form), *edits]
     result = done("convert", world.src, world.dst, *source, *made, "--verify")
