@@ -157,7 +157,11 @@ class Placement:
 
     def _check(self, tensor: Stored, elements: Elements) -> None:
         # Megatron's local tensors have fewer dimensions than their boxes, which begin with ones.
-        shapes = [[size for size in shape if size != 1] for shape in (tensor.shape, elements.shape)]
+        # Of a tensor without elements, metadata lists the full shape.
+        shapes = [
+            [size for size in shape if size != 1] if math.prod(shape) else [0]
+            for shape in (tensor.shape, elements.shape)
+        ]
         if tensor.dtype != elements.dtype or shapes[0] != shapes[1]:
             raise DamagedCheckpointError(
                 f"{self._path}: {quoted(tensor.name)} is {elements.dtype} {list(elements.shape)} in the file, and "

@@ -34,6 +34,7 @@ from tests.corpus_dcp import Case, corpus, fixtures, held_in
 from tests.running import Argument, done, fails, flat, reshard
 from tests.sampling import some_of
 from tests.strategy_writing import layout, write_strategy
+from tests.trees import value, write_checkpoint
 
 CASES = fixtures()
 WRITTEN = ("dcp", "hyper-parallel")
@@ -635,3 +636,12 @@ def test_strict_refuses_a_parameter_of_the_strategy_that_the_source_lacks(form: 
     fails(3, "convert", tmp_path / "ckpt", tmp_path / "out", *words, "--strict", texts=["foo.weight"])
     result = done("convert", tmp_path / "ckpt", tmp_path / "out", *words)
     assert "foo.weight" in flat(result.err)
+
+
+@pytest.mark.parametrize("form", ["dcp", "hf-sharded", "hyper-parallel"])
+def test_a_tensor_without_elements_over_several_files_is_verified(tmp_path: Path, form: str) -> None:
+    write_checkpoint(tmp_path / "src.safetensors", {"q": value("q", (2, 0)), "w": value("w", (4, 4))})
+    words: list[Argument] = [tmp_path / "out", "--src-strategy", "none", "--to", form, "--shards", 2]
+    done("convert", tmp_path / "src.safetensors", *words, "--checksum", "crc32", "--verify")
+    done("verify", tmp_path / "out")
+    done("verify", tmp_path / "out", "--src", tmp_path / "src.safetensors")
