@@ -16,9 +16,10 @@ import numpy as np
 
 from reshard.execute.casts import Cast, Overflowed, Words
 from reshard.execute.parts import SharedRows
-from reshard.execute.reading import ByteReader, byte_strides, is_transposed
+from reshard.execute.reading import ByteReader
+from reshard.execute.runs import byte_strides, is_transposed, loops_in_source, runs, span_of
 from reshard.execute.tiles import TILE, Bytes, as_words, put, word_of
-from reshard.layout import Box, Loop, Region, boxes_of_range, inside, intersection, placed, shape_of, volume_of
+from reshard.layout import Box, Region, boxes_of_range, inside, intersection, placed, shape_of, volume_of
 from reshard.plan.pieces import Piece, StoredSlice, TargetTensor
 
 _FAR = 1 << 62
@@ -372,21 +373,6 @@ class _StageReader:
         return self._stage[first : first + length]
 
 
-def span_of(counts: Sequence[int], strides: Sequence[int], item_size: int) -> int:
-    """Bytes from the first byte of a region to its last, including gaps."""
-    return sum((count - 1) * stride for count, stride in zip(counts, strides)) + item_size
-
-
-def runs(counts: Sequence[int], strides: Sequence[int], item_size: int) -> int:
-    """The number of contiguous runs of a region."""
-    run = item_size
-    for axis in range(len(counts) - 1, -1, -1):
-        if strides[axis] != run:
-            return math.prod(counts[: axis + 1])
-        run *= counts[axis]
-    return 1
-
-
 def gather(data: Union[memoryview, Bytes], counts: Sequence[int], strides: Sequence[int], out: Words) -> None:
     """Copy strided elements out of ``data``, whose first byte is the region's first.
 
@@ -432,18 +418,3 @@ def _stages(tensor: TargetTensor, block: Box, most: int) -> Iterator[Box]:
         else:
             yield part
         low = stop
-
-
-def loops_in_source(region: Region, strides: Sequence[int]) -> tuple[list[Loop], list[int], list[int]]:
-    """The loops of a region by their steps in the source, the widest first.
-
-    Args:
-        region: the region.
-        strides: bytes from one element of the stored slice to the next, per dimension.
-
-    Returns:
-        The loops, elements of each, and bytes from one to the next.
-    """
-    loops = sorted(region.loops, key=lambda loop: -loop.source_step * strides[loop.source_dimension])
-    steps = [loop.source_step * strides[loop.source_dimension] for loop in loops]
-    return loops, [loop.length for loop in loops], steps

@@ -13,7 +13,7 @@ from reshard.checkpoints import Data, FileHandles, Literal
 from reshard.checkpoints.formats.tensors import file_ranges
 from reshard.execute.parts import FilesPart, SharedRows
 from reshard.execute.reader import Worker
-from reshard.execute.reading import Run, is_transposed, runs_of_box
+from reshard.execute.runs import Run, is_transposed, runs_of_box
 from reshard.execute.writing import PartBuffer, TargetWriter
 from reshard.layout import boxes_of_range, volume_of
 from reshard.plan.pieces import TargetTensor

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, Callable, Optional, TypeVar
 
 from reshard.checkpoints import FileHandles
 from reshard.execute.options import ExecutionOptions
-from reshard.execute.reading import ByteReader, make_reader, new_buffer, runs_of_box
+from reshard.execute.reading import ByteReader, make_reader, new_buffer
+from reshard.execute.runs import runs_of_box
 from reshard.layout import Box, boxes_of_range, placed, shape_of, volume_of
 from reshard.plan.pieces import TargetTensor
 from reshard.threads import thread_pool, wait_for

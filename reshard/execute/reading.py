@@ -10,14 +10,12 @@ from __future__ import annotations
 import errno
 import mmap
 from collections import OrderedDict, deque
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple, Optional, Protocol
 
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.formats.tensors import file_ranges
 from reshard.errors import ReshardError, RetryableError
-from reshard.layout import Box, Region, intersection, placed, shape_of, volume_of
-from reshard.plan.pieces import StoredSlice, TargetTensor
+from reshard.plan.pieces import StoredSlice
 from reshard.storage import cut_short, fill, is_read_only, reading_error
 from reshard.storage.costs import LOCAL, Storage
 
@@ -39,8 +37,6 @@ MIN_DECODING_BYTES = 4 << 10
 _MIN_WINDOW = 256 << 10
 # Minimum size of windows on remote storage where many files are read in turns, as when they are joined.
 _MIN_REMOTE_WINDOW = 4 << 10
-MIN_TILE = 16
-"""Minimum elements along both sides of a tile of a transposed copy."""
 
 
 def new_buffer(nbytes: int) -> memoryview:
@@ -346,73 +342,3 @@ def unreadable(source: StoredSlice, error: Exception) -> ReshardError:
     return RetryableError(
         f"{source.path}: cannot be read (rank {source.rank}): {error}", file=source.path, rank=source.rank
     )
-
-
-def is_transposed(tensor: TargetTensor) -> bool:
-    """Whether neighbours in some stored slice of a tensor are far apart in the tensor."""
-    return any(piece.region is not None and _transposes(piece.region) for piece in tensor.pieces)
-
-
-def _transposes(region: Region) -> bool:
-    if not region.loops:
-        return False
-    near_out = region.loops[-1]
-    near_source = min(region.loops, key=lambda loop: (-loop.source_dimension, loop.source_step))
-    return near_source is not near_out and min(near_source.length, near_out.length) >= MIN_TILE
-
-
-class Run(NamedTuple):
-    """Bytes that are contiguous both in a stored slice and in a box of a target tensor.
-
-    Attributes:
-        offset: of its first byte in the box.
-        source: the slice.
-        start: of its first byte in the slice.
-        length: bytes.
-    """
-
-    offset: int
-    source: StoredSlice
-    start: int
-    length: int
-
-
-def runs_of_box(tensor: TargetTensor, block: Box) -> Optional[list[Run]]:
-    """The runs that make a box of a target tensor, counted from its own origin; None if other elements are in it."""
-    if tensor.padded or tensor.added is not None:
-        return None
-    box = placed(block, tensor.box)
-    runs = []
-    for piece in tensor.pieces:
-        common = intersection(piece.box, box)
-        if common is None:
-            continue
-        if piece.region is not None or piece.dtype is not None or piece.source.decoding is not None:
-            return None
-        if not (_is_contiguous(common, box) and _is_contiguous(common, piece.source.box)):
-            return None
-        offset, start = (_offset_in(common, outer) * tensor.item_size for outer in (box, piece.source.box))
-        runs.append(Run(offset, piece.source, start, volume_of(common) * tensor.item_size))
-    return runs or None
-
-
-def _is_contiguous(part: Box, box: Box) -> bool:
-    """Whether the elements of a part of a box follow each other in it."""
-    axis = next((axis for axis, (low, high) in enumerate(part) if high - low > 1), len(part))
-    return part[axis + 1 :] == box[axis + 1 :]
-
-
-def _offset_in(part: Box, box: Box) -> int:
-    """The number of the first element of a part in its box, in C order."""
-    strides = byte_strides(shape_of(box), 1)
-    return sum((low - first) * stride for (low, _), (first, _), stride in zip(part, box, strides))
-
-
-def byte_strides(shape: Sequence[int], item_size: int) -> list[int]:
-    """Strides of a C-order array in bytes."""
-    strides = []
-    stride = item_size
-    for size in reversed(shape):
-        strides.append(stride)
-        stride *= size
-    return strides[::-1]

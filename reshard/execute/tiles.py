@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from reshard.execute.casts import Cast, Words
-from reshard.execute.reading import MIN_TILE
+from reshard.execute.runs import MIN_TILE
 
 Bytes = npt.NDArray[np.uint8]
 

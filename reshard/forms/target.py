@@ -41,6 +41,11 @@ class Section:
         return number if self.devices is None else self.devices[number]
 
 
+def laid_out_names(sections: Iterable[Section]) -> set[str]:
+    """The names of all tensors with a layout in some sections."""
+    return set().union(*(section.layouts.keys() for section in sections))
+
+
 class FinishingFile(NamedTuple):
     """A file that completes a directory.
 

@@ -9,7 +9,7 @@ from reshard.checkpoints.edited import EditedCheckpoint
 from reshard.checkpoints.formats.dtypes import MAP_TENSOR, TEXT
 from reshard.errors import CheckpointError, InputError, one_error
 from reshard.forms.registry import form_named
-from reshard.forms.target import Section
+from reshard.forms.target import Section, laid_out_names
 from reshard.plan.plan import Plan
 from reshard.plan.values import CopiedValues
 from reshard.text.messages import listing
@@ -83,7 +83,7 @@ def check(plan: Plan, values: CopiedValues, earlier: Sequence[InputError], repor
 def _check_not_empty(plan: Plan) -> None:
     """Refuse a conversion that would write empty files, or only copied values."""
     tensors = plan.checkpoint.tensors
-    everywhere = set().union(*(section.layouts.keys() for section in plan.form.sections))
+    everywhere = laid_out_names(plan.form.sections)
     admit = plan.request.filters.admit
     # Some forms list only the requested files.
     selected = any(map(admit, tensors)) or plan.form.by_rank
@@ -114,7 +114,7 @@ def _check_renamed(plan: Plan) -> None:
     if plan.request.edits.renames is None or not isinstance(plan.checkpoint, EditedCheckpoint):
         return
     recipes = plan.checkpoint.recipes
-    listed = set().union(*(section.layouts.keys() for section in plan.form.sections)).difference(recipes)
+    listed = laid_out_names(plan.form.sections).difference(recipes)
     for name in plan.sorted.left_out:
         old = recipes[name].sources[0] if name in recipes else name
         if old in listed:

@@ -13,7 +13,7 @@ from reshard.forms.cuts import Cuts
 from reshard.forms.form import Names, ReadRequest, WriteRequest
 from reshard.forms.ranks.checkpoint import rank_checkpoint_of
 from reshard.forms.registry import counted_as, form_named
-from reshard.forms.target import TargetForm
+from reshard.forms.target import TargetForm, laid_out_names
 from reshard.plan.checks import check, problems_of_form
 from reshard.plan.edits import edited, same_layouts
 from reshard.plan.plan import Plan, Sorted, ValuesOfFiles, requested_files, sections_of
@@ -177,7 +177,7 @@ def sort(request: Request, checkpoint: Checkpoint, form: TargetForm, values: Cop
     """
     admit = request.filters.admit
     sections = sections_of(form, requested_files(request, form))
-    target_names = set().union(*(section.layouts.keys() for section in sections))
+    target_names = laid_out_names(sections)
     resharded = sorted(name for name in checkpoint.tensors if admit(name) and name in target_names)
     left_out: list[str] = []
     copied = set(values.names)
@@ -185,7 +185,7 @@ def sort(request: Request, checkpoint: Checkpoint, form: TargetForm, values: Cop
     if form.takes_everything:
         target_names = laid_out
     else:
-        everywhere = set().union(*(section.layouts.keys() for section in form.sections))
+        everywhere = laid_out_names(form.sections)
         left_out = sorted(name for name in laid_out if admit(name) and name not in everywhere)
         if request.files is None:
             # Files of some forms are laid out for the tensors of the source only.

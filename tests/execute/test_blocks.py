@@ -18,7 +18,8 @@ from reshard.checkpoints.formats.dtypes import ITEM_SIZES
 from reshard.errors import RetryableError
 from reshard.execute.casts import cast_words
 from reshard.execute.filling import BlockFiller
-from reshard.execute.reading import ByteReader, Run, make_reader, runs_of_box
+from reshard.execute.reading import ByteReader, make_reader
+from reshard.execute.runs import Run, runs_of_box
 from reshard.execute.tiles import put
 from reshard.layout import Box, boxes_of_range, intersection
 from reshard.layout.views import ZEROS, View

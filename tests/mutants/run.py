@@ -33,7 +33,7 @@ from tests.mutants.operators import Mutant, install, mutants_of
 MODULES = (
     *(f"reshard.layout.{name}" for name in ("layout", "grid", "overlap", "views")),
     *(f"reshard.quantised.{name}" for name in ("values", "decoding")),
-    *(f"reshard.execute.{name}" for name in ("filling", "tiles", "parts", "reader", "reading", "run", "casts")),
+    *(f"reshard.execute.{name}" for name in ("filling", "tiles", "parts", "reader", "reading", "run", "runs", "casts")),
 )
 REFUSED, SAME, FOUND, CERTIFIED, ENDLESS = "refused", "same", "found", "certified", "endless"
 _WORST = (SAME, REFUSED, ENDLESS, FOUND, CERTIFIED)

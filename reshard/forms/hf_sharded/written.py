@@ -41,5 +41,5 @@ class ShardFiles(ChunkFiles):
         return tensor.dims if source is None else source.shape
 
     def finishing(self) -> Sequence[FinishingFile]:
-        """The files beside the weights: nothing else tells that the shards are complete, but that all are there."""
+        """The files beside the weights: a directory is complete when all shards are there, without a mark."""
         return self._others
