@@ -84,7 +84,7 @@ def transform_checkpoint_by_rank(
         format="safetensors" if name.endswith(".safetensors") else "ckpt",
         exact_file=True,
     )
-    transform(request, Options(), logged())
+    transform(request, Options(usable_cpus()), logged())
 
 
 def rank_list_for_transform(

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
 from reshard.checkpoints.checkpoint import (
     Addition,
@@ -24,8 +23,7 @@ from reshard.checkpoints.formats.dtypes import ITEM_SIZES
 from reshard.layout import View
 
 
-@dataclass(frozen=True)
-class Recipe:
+class Recipe(NamedTuple):
     """The sources of an edited tensor.
 
     Attributes:

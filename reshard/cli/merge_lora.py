@@ -95,7 +95,7 @@ def merge_lora(
     if alpha is not None and not MIN_ALPHA <= alpha <= MAX_ALPHA:
         raise UsageError(f"--alpha {alpha:g}: is not a number between {MIN_ALPHA:g} and {MAX_ALPHA:g}")
     report = Report(listener())
-    request = request_between(base, out, None, {**typed, **vars(TypedEdits()), "optimizer": None}, report)
+    request = request_between(base, out, None, {**typed, **TypedEdits()._asdict(), "optimizer": None}, report)
     scale = scale_of(adapter, alpha, report)
     infinite: Counter[str] = Counter()
 
@@ -128,7 +128,7 @@ def merge_lora(
             with open_requested(base_reading, effort_of(typed, 4), decryption) as weights:
                 check_beside(tensors, adapter, weights)
         how = options_of(typed)
-        request = replace(request, edits=replace(request.edits, additions=additions, typed=None))
+        request = request._replace(edits=replace(request.edits, additions=additions, typed=None))
         added = _to_verify(reading, scale) if how.verify else None
         carry_out(request, report, typed, how, summary_lines(request, typed, how), adapter=added)
         tensors.check_unchanged()

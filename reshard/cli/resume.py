@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import shlex
 from collections.abc import Sequence
@@ -111,8 +110,7 @@ def combined(commands: Sequence[RecordedCommand], dst: str) -> RecordedCommand:
             "source",
         )
     ranks = requested_ranks(commands)
-    return dataclasses.replace(
-        (usable or commands)[0],
+    return (usable or commands)[0]._replace(
         ranks=None if ranks is None else number_ranges(ranks),
         lost_only=all(command.lost_only for command in commands),
         checksum="crc32" if any(command.checksum == "crc32" for command in commands) else "none",
@@ -189,7 +187,7 @@ def overwriting(command: RecordedCommand, dst: str, rank: Optional[int] = None) 
     """The command that replaces all targets of a run, or that of one rank."""
     # Some forms are verified together only, so by-rank refuses --verify.
     verify = command.verify and rank is None
-    task, *words = words_of(dataclasses.replace(command, ranks=None, verify=verify), dst)
+    task, *words = words_of(command._replace(ranks=None, verify=verify), dst)
     return shown([*([task] if rank is None else ["by-rank", str(rank)]), *words, "--overwrite"])
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Container, Sequence
 from typing import Any, Callable, Optional
 
@@ -108,7 +107,7 @@ def _chosen(strategy: Strategy, typed: str) -> Sequence[str]:
 
 
 def _narrowed(stage: Stage, names: Container[str]) -> Stage:
-    return dataclasses.replace(stage, layouts={name: layout for name, layout in stage.layouts.items() if name in names})
+    return stage._replace(layouts={name: layout for name, layout in stage.layouts.items() if name in names})
 
 
 def _list_parameters(stage: Stage, names: AxisNames) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Optional
 
 import click
@@ -124,7 +123,7 @@ def verify(
         elif not replicas:
             manifest = of_ranks(read_manifest(out), ranks)
             if headers_only:
-                manifest = replace(manifest, files=tuple(file._replace(crc32=None) for file in manifest.files))
+                manifest = manifest._replace(files=tuple(file._replace(crc32=None) for file in manifest.files))
             differences = against_manifest(out, manifest, ranks, means)
             verdict = "verified: no differences from the manifest in sizes, headers and checksums"
     unchecked = [] if manifest is None else [file.rank for file in manifest.files if file.crc32 is None]

@@ -8,7 +8,6 @@ import os
 import pydoc
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from types import TracebackType
 from typing import Any, Callable, Optional
 
@@ -118,8 +117,7 @@ class Cluster:
         with self._lost_if_silent():
             threads = max(1, sum(self._client.nthreads().values()))
         items = _items(plan, work, threads)
-        options = replace(
-            self._options,
+        options = self._options._replace(
             jobs=self._jobs or max(1, threads // len(items)),
             crc="never",
             adding=True,
@@ -199,8 +197,7 @@ def _elsewhere(plan: Plan) -> Request:
     """The request for another process: absolute paths, and the chosen step."""
     request = plan.request
     src = request.src
-    return replace(
-        request,
+    return request._replace(
         src=_absolute(src) if isinstance(src, str) else {rank: _absolute(path) for rank, path in src.items()},
         dst=_absolute(request.dst),
         damaged={_absolute(path): why for path, why in request.damaged.items()},

@@ -9,7 +9,7 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Callable, TypeVar, Union
 
 from distributed import get_worker
@@ -119,7 +119,7 @@ def write_targets(
         reporter = _Reporter(work, number, worker.log_event)
         reporter.check_client()
         jobs = work.options.jobs if work.fixed_jobs else min(work.options.jobs, worker.state.nthreads)
-        options = replace(work.options, jobs=jobs, part=Part(frozenset(ranks), work.sources))
+        options = work.options._replace(jobs=jobs, part=Part(frozenset(ranks), work.sources))
         with prepare(work.request, options, progress=reporter) as prepared:
             # The client may have ended while the worker planned.
             reporter.check_client()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any, NamedTuple, Optional
 
 from reshard.checkpoints import FileHandles
@@ -214,7 +214,7 @@ def options_of(typed: Mapping[str, Any], **attributes: Any) -> Options:
         UsageError: a decryption mode without a key.
         InputError: the key cannot be read.
     """
-    values = {field.name: typed[field.name] for field in fields(Options) if field.name in typed}
+    values = {name: typed[name] for name in Options._fields if name in typed}
     values["jobs"] = typed["jobs"] or usable_cpus()
     values["decryption"] = decryption_of(typed["decrypt_key_file"], typed["decrypt_mode"])
     return Options(**{**values, **attributes})

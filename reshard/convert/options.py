@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import NamedTuple, Optional
 
 from reshard.checkpoints import Decryption
-from reshard.defaults import MAX_MEMORY, usable_cpus
+from reshard.defaults import MAX_MEMORY
 
 
 class Part(NamedTuple):
@@ -21,12 +20,11 @@ class Part(NamedTuple):
     sources: str
 
 
-@dataclass(frozen=True)
-class Options:
+class Options(NamedTuple):
     """How a conversion is carried out; none of this changes the bytes written.
 
     Attributes:
-        jobs: CPUs to keep busy; by default those this process may use.
+        jobs: CPUs to keep busy.
         max_memory: bytes for all buffers together.
         io: ``auto``, which reads explicitly, ``mmap`` or ``pread``.
         crc: ``auto`` checks a source file's CRC where the whole file is read; ``never`` does not.
@@ -45,7 +43,7 @@ class Options:
         decryption: the key of encrypted source files; never recorded.
     """
 
-    jobs: int = field(default_factory=usable_cpus)
+    jobs: int
     max_memory: int = MAX_MEMORY
     io: str = "auto"
     crc: str = "auto"

@@ -161,7 +161,7 @@ class Prepared:
         """The plan; a recovery uses only files whose CRC is right, where they record one."""
         options = self._options
         while True:
-            request = replace(self._request, damaged=dict(self._crcs.damaged))
+            request = self._request._replace(damaged=dict(self._crcs.damaged))
             try:
                 plan = make_plan(request, self._handles, self._report)
             except IncompleteSourceError as error:
@@ -203,7 +203,7 @@ class Prepared:
     def _writing(self, plan: Plan, work: Sequence[int]) -> ExecutionOptions:
         """Options of the byte transfer for some target files."""
         store = store_of(plan.request.dst)
-        execution = replace(self._execution(plan), target=store.costs(plan.request.dst))
+        execution = self._execution(plan)._replace(target=store.costs(plan.request.dst))
         sizes = plan.file_bytes(work)
         part = max(map(store.part_bytes, sizes.values()), default=0)
         if part:
@@ -214,7 +214,7 @@ class Prepared:
             limit = self._handles.limit // 4
             together = MAX_GROUP if len(work) <= limit else limit // execution.threads
             together = max(1, min(MAX_GROUP, together))
-        execution = replace(execution, together=together, part_bytes=part, files=len(sizes), nbytes=sum(sizes.values()))
+        execution = execution._replace(together=together, part_bytes=part, files=len(sizes), nbytes=sum(sizes.values()))
         if part and execution.max_memory < execution.least_memory:
             needed = -(-execution.least_memory // (1 << 20))
             raise UsageError(

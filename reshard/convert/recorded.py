@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shlex
 from collections.abc import Mapping
 from typing import Any, Optional
@@ -48,6 +49,7 @@ def command_of(plan: Plan, options: Options) -> Optional[RecordedCommand]:
         source_strategy=source,
         target_strategy=target,
         format=plan.form.format,
+        host=os.uname().nodename,
         step=plan.checkpoint.step,
         include=tuple(request.filters.include),
         exclude=tuple(request.filters.exclude),
@@ -55,7 +57,7 @@ def command_of(plan: Plan, options: Options) -> Optional[RecordedCommand]:
         ranks=None if request.files is None or several else number_ranges(request.files),
         **{name: getattr(request, name) for name in ("to", "max_shard_size", "file_suffix", "prefix", "strict")},
         **{name: getattr(options, name) for name in ("crc", "check_replicas", "checksum", "verify", "lost_only")},
-        **{**vars(words), "config": config, "optimizer": "keep" if words.optimizer else None},
+        **{**words._asdict(), "config": config, "optimizer": "keep" if words.optimizer else None},
     )
 
 
@@ -174,7 +176,7 @@ def _recorded(out: str, src: str, plan: Identity, report: Report) -> Edits:
     for command in commands:
         words = _words(command)
         try:
-            edits = edits_of(src, vars(command), plan.form)
+            edits = edits_of(src, command._asdict(), plan.form)
             digests = {short_digest(identity.encode()) for identity in edits.possible_identities()}
         except ReshardError as error:
             problem = f"its options were {words}: {error.message}"
@@ -205,7 +207,7 @@ def was_merged(out: str, plan: Identity) -> bool:
 def _names_by_form(command: RecordedCommand, plan: Identity) -> bool:
     """Whether names changed without an option, as between a trainer's state and a model."""
     with contextlib.suppress(ReshardError):
-        edits = edits_of(command.src, vars(command), plan.form)
+        edits = edits_of(command.src, command._asdict(), plan.form)
         return not edits.is_empty and plan.edits == short_digest(edits.identity().encode())
     return False
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import shlex
 from collections.abc import Iterator, Mapping
@@ -201,7 +200,7 @@ def of_ranks(manifest: Manifest, ranks: Optional[tuple[int, ...]]) -> Manifest:
             f"{rank_ranges([file.rank for file in manifest.files], noun)}",
             rank=beyond[0],
         )
-    return dataclasses.replace(manifest, files=files)
+    return manifest._replace(files=files)
 
 
 def _manifest(out: str) -> Optional[Manifest]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from reshard.defaults import MAX_MEMORY
 from reshard.execute.reading import MIN_DECODING_BYTES, ChosenIo, choose_io
@@ -29,8 +29,7 @@ MIN_WRITERS_FOR_MAPS = 4
 _WINDOW_BYTES = 256 << 10
 
 
-@dataclass(frozen=True)
-class ExecutionOptions:
+class ExecutionOptions(NamedTuple):
     """CPUs, memory and storage of a run; they do not change the bytes that are written.
 
     Attributes:
@@ -77,7 +76,7 @@ class ExecutionOptions:
         if count < 2 or (self.jobs < MIN_WRITERS_FOR_MAPS and self.files == 1):
             return self
         beyond = max(0, count * private - BASE_OF_PROCESSES)
-        return replace(self, jobs=count, processes=count, max_memory=self.max_memory - beyond)
+        return self._replace(jobs=count, processes=count, max_memory=self.max_memory - beyond)
 
     @property
     def threads(self) -> int:

@@ -11,7 +11,6 @@ import os
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Callable, Optional, TypeVar
 
@@ -174,7 +173,7 @@ class BoxReader:
 
     def share(self, processes: int) -> None:
         """Divide the memory among copies of this reader in several processes."""
-        self.options = replace(self.options, jobs=processes, processes=processes)
+        self.options = self.options._replace(jobs=processes, processes=processes)
 
     def read(self, tensor: TargetTensor, box: Box, out: memoryview) -> None:
         """Fill ``out`` with the bytes of a box, in C order; by several threads where it is large.

@@ -6,9 +6,8 @@ layout. Everything that depends on the kind alone is computed once.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import accumulate
-from typing import Union
+from typing import NamedTuple, Union
 
 from reshard.checkpoints.checkpoint import GlobalTensor, Sharding
 from reshard.errors import CheckpointError, LayoutError
@@ -17,8 +16,7 @@ from reshard.layout import Grid, Layout, Overlap, ViewOverlap
 from reshard.text.wording import quoted
 
 
-@dataclass(frozen=True)
-class Cut:
+class Cut(NamedTuple):
     """The cut of tensors of one kind for one section of the target.
 
     Attributes:

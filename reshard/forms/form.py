@@ -9,7 +9,6 @@ A form's own module is always loaded: it recognises sources by names, and its me
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Callable, NamedTuple, Optional, Protocol, Union, cast
 
@@ -107,8 +106,7 @@ def _all(name: str) -> bool:
     return True
 
 
-@dataclass(frozen=True)
-class ReadRequest:
+class ReadRequest(NamedTuple):
     """A request to read a checkpoint. Forms ignore attributes that do not concern them.
 
     Attributes:
@@ -133,13 +131,13 @@ class ReadRequest:
     handles: FileHandles
     report: Report
     step: str = "latest"
-    damaged: Mapping[str, str] = field(default_factory=dict)
+    damaged: Mapping[str, str] = {}
     required: Callable[[str], bool] = _all
     complete: bool = True
-    source: Strategy = field(default_factory=Strategy.none)
-    target: Strategy = field(default_factory=Strategy.none)
+    source: Strategy = Strategy.none()
+    target: Strategy = Strategy.none()
     ranks: Optional[Sequence[int]] = None
-    filters: Filters = field(default_factory=Filters)
+    filters: Filters = Filters()
     file_suffix: Optional[str] = None
     fallback: bool = True
     edit: Optional[Callable[[Checkpoint], EditedStep]] = None
@@ -150,8 +148,7 @@ class ReadRequest:
         return str(self.src)
 
 
-@dataclass(frozen=True)
-class WriteRequest:
+class WriteRequest(NamedTuple):
     """A request to write a checkpoint. Forms ignore attributes that do not concern them.
 
     Attributes:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Callable, NamedTuple, Optional, Protocol
 
 from reshard.checkpoints.checkpoint import ByName, GlobalTensor
@@ -15,8 +14,7 @@ from reshard.layout import Box, Layout, whole
 from reshard.text.wording import quoted, rank_ranges
 
 
-@dataclass(frozen=True)
-class Section:
+class Section(NamedTuple):
     """Files over which tensors are laid out: those of a pipeline stage, or one file by itself.
 
     Attributes:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import replace
 from typing import NamedTuple, Optional
 
 from reshard.checkpoints.checkpoint import Checkpoint
@@ -90,7 +89,7 @@ def cast(
         for dtype_of_part in types:
             if dtype_of_part != dtype and dtype_of_part not in CASTABLE:
                 refused.setdefault((dtype_of_part, dtype), []).append(name)
-        cast_recipes[name] = replace(recipe, dtype=dtype)
+        cast_recipes[name] = recipe._replace(dtype=dtype)
     if refused:
         # Loaded only here: most checkpoints are not quantised.
         from reshard.quantised import looks_quantised, stored_tensors

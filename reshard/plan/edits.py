@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Callable, Optional, Protocol
+from typing import TYPE_CHECKING, Any, Callable, NamedTuple, Optional, Protocol
 
 from reshard.checkpoints import FileHandles, Tensor
 from reshard.checkpoints.checkpoint import Addition, Checkpoint, GlobalTensor, TiedTensors
@@ -42,8 +42,7 @@ _MEGATRON = frozenset(["common.pt", "common_state"])
 _STATE = "left out: optimizer state follows its weights with --optimizer keep"
 
 
-@dataclass(frozen=True)
-class TypedEdits:
+class TypedEdits(NamedTuple):
     """The options of edits as typed, for records and resume.
 
     Attributes:
@@ -274,7 +273,7 @@ class Edits:
         if not self.trainer and not (listed.isdisjoint(names) and len(after) == len(names)):
             return target
         stages = (
-            replace(stage, layouts={after.get(name, name): layout for name, layout in stage.layouts.items()})
+            stage._replace(layouts={after.get(name, name): layout for name, layout in stage.layouts.items()})
             for stage in target.stages
         )
         return replace(target, stages=tuple(stages), original=target)
@@ -429,7 +428,7 @@ class _Editing:
         added, is_part = additions.fit(tensors), additions.is_part
         self._report.note(f"{plural(len(added), 'tensor')} added to: " + listing([*added]))
         self.recipes = {
-            name: replace(recipe, added=added.get(model_names[name]))
+            name: recipe._replace(added=added.get(model_names[name]))
             for name, recipe in self.recipes.items()
             if not is_part(name)
         }
@@ -711,7 +710,7 @@ def same_layouts(strategy: Strategy, checkpoint: EditedCheckpoint) -> Strategy:
     # Runs that read other ranks' files need the same strategy.
     names.update((new, name) for name, new in checkpoint.unseen.items() if new is not None)
     stages = (
-        replace(stage, layouts={name: stage.layouts[old] for name, old in names.items() if old in stage.layouts})
+        stage._replace(layouts={name: stage.layouts[old] for name, old in names.items() if old in stage.layouts})
         for stage in strategy.stages
     )
     return replace(strategy, stages=tuple(stages))

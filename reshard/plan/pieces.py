@@ -7,7 +7,6 @@ origin. The executor uses these types and no layouts.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple, Optional
 
 from reshard.checkpoints import OutputLayout
@@ -83,8 +82,7 @@ class TargetTensor(NamedTuple):
         return volume_of(self.box) * self.item_size
 
 
-@dataclass(frozen=True)
-class TargetFile:
+class TargetFile(NamedTuple):
     """A target file: its layout and the sources of its bytes.
 
     Attributes:

@@ -11,8 +11,7 @@ import bisect
 import functools
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Callable, Optional, Protocol
+from typing import Callable, NamedTuple, Optional, Protocol
 
 from reshard.checkpoints import OutputLayout, lay_out_copy
 from reshard.checkpoints.checkpoint import Addition, Checkpoint
@@ -31,8 +30,7 @@ from reshard.storage import unlinked
 from reshard.text.wording import quoted
 
 
-@dataclass(frozen=True)
-class Sorted:
+class Sorted(NamedTuple):
     """The source's tensors by their treatment, each list sorted by name.
 
     Attributes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Callable, Optional
 
 from reshard.checkpoints import FileHandles, can_hold
@@ -39,19 +38,19 @@ def make_plan(request: Request, handles: FileHandles, report: Report) -> Plan:
     checkpoint = base = source.read(_read_request(request, handles, report))
     shards = shards_of(request.target.path)
     if request.target.is_placeholder and shards is None:
-        request = replace(request, target=source.strategy_of(base))
+        request = request._replace(target=source.strategy_of(base))
         for note in request.target.notes:
             report.note(note)
     if not request.edits.is_empty:
         checkpoint = edited_checkpoint = edited(base, request.edits, report)
         request.edits.note_optimizer(filter(request.filters.admit, checkpoint.tensors), report)
         if request.target.path == SAME:
-            request = replace(request, target=same_layouts(request.target, edited_checkpoint))
+            request = request._replace(target=same_layouts(request.target, edited_checkpoint))
     if form_named(request.to).options.names is not Names.MODEL and request.target.path != SAME:
-        request = replace(request, target=request.edits.laid_out(request.target, checkpoint.tensors))
+        request = request._replace(target=request.edits.laid_out(request.target, checkpoint.tensors))
     if shards is not None:
         shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
-        request = replace(request, target=Strategy.shards(shards, shapes))
+        request = request._replace(target=Strategy.shards(shards, shapes))
     recovery: Optional[Recovery] = None
     if request.recover:
         from reshard.plan.recovery import RecoveredFiles, Recovery

@@ -14,7 +14,6 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple, Optional
 
 from reshard.errors import IncompleteSourceError, LayoutError, StrategyError
@@ -69,8 +68,7 @@ def common_dimensions(sources: Sequence[Layout], target: Optional[Layout]) -> tu
     raise LayoutError(f"tensor maps {maps} cannot lay out one tensor")
 
 
-@dataclass(frozen=True)
-class _Kind:
+class _Kind(NamedTuple):
     """Parameters of one target stage that are cut alike in the source and alike in the target."""
 
     parameter: str

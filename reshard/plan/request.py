@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Optional, Union
+from typing import NamedTuple, Optional, Union
 
 from reshard.defaults import DEFAULT_PREFIX
 from reshard.forms.registry import form_named
@@ -13,8 +12,7 @@ from reshard.strategies import Strategy
 from reshard.text.name_filters import Filters
 
 
-@dataclass(frozen=True)
-class Request:
+class Request(NamedTuple):
     """A conversion as requested.
 
     Attributes:
@@ -49,10 +47,10 @@ class Request:
     step: str = "latest"
     fallback: bool = True
     file_suffix: Optional[str] = None
-    filters: Filters = field(default_factory=Filters)
+    filters: Filters = Filters()
     strict: bool = False
     exact_file: bool = False
-    damaged: Mapping[str, str] = field(default_factory=dict)
+    damaged: Mapping[str, str] = {}
     recover: bool = False
     form: str = "ranks"
     to: str = "ranks"

@@ -9,13 +9,11 @@ like typed ones.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Optional
+from typing import NamedTuple, Optional
 
 from reshard.checkpoints.formats.headers import ALL_FORMATS
 from reshard.defaults import CHOICES, DEFAULT_PREFIX, MAX_DEVICES
@@ -53,8 +51,7 @@ _CHOICES = {
 _BY_TASK = ("task", "src", "source_strategy", "target_strategy", "format", "prefix", "packing", "host")
 
 
-@dataclass(frozen=True)
-class RecordedCommand:
+class RecordedCommand(NamedTuple):
     """A command; other attributes than these are the options of that name, with their defaults.
 
     Attributes:
@@ -63,13 +60,13 @@ class RecordedCommand:
         source_strategy: absolute path, or ``none``.
         target_strategy: likewise; that of the source when recovering.
         format: of the target files, as chosen.
+        host: the host where it was typed.
         step: the chosen step; None if file names contain none.
         prefix: None for names as in the source.
         ranks: the requested target ranks, such as ``0-7,12``; None for all, or for one of several processes.
         names: a built-in table of names, or an absolute path.
         config: absolute path.
         packing: the table of names, its options and sizes, as ``KEY=VALUE``; of the source, if no table was requested.
-        host: the host where it was typed.
     """
 
     task: str
@@ -77,6 +74,7 @@ class RecordedCommand:
     source_strategy: str
     target_strategy: str
     format: str
+    host: str
     to: str = FORMS[0].name
     max_shard_size: Optional[int] = None
     step: Optional[str] = None
@@ -99,7 +97,6 @@ class RecordedCommand:
     verify: bool = False
     lost_only: bool = False
     packing: tuple[str, ...] = ()
-    host: str = dataclasses.field(default_factory=lambda: os.uname().nodename, compare=False)
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -119,12 +116,11 @@ class RecordedCommand:
             names: only these attributes; by default all such options.
         """
         words: list[str] = []
-        for attribute in dataclasses.fields(self):
-            value = getattr(self, attribute.name)
-            if attribute.name in _BY_TASK or value == attribute.default:
+        for name, value in self._asdict().items():
+            if name in _BY_TASK or value == self._field_defaults.get(name):
                 continue
-            if names is None or attribute.name in names:
-                option = f"--{attribute.name.replace('_', '-')}"
+            if names is None or name in names:
+                option = f"--{name.replace('_', '-')}"
                 values = value if isinstance(value, tuple) else (value,)
                 words += [option] if value is True else [f"{option}={each}" for each in values]
         return words
@@ -135,7 +131,7 @@ class RecordedCommand:
         Raises:
             OSError: it cannot be written.
         """
-        content = dataclasses.asdict(self)
+        content = self._asdict()
         # The host is excluded: the same command from two hosts is one command.
         host = content.pop("host")
         digest = short_digest(json.dumps(content, sort_keys=True).encode())

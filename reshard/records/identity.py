@@ -12,8 +12,7 @@ import hashlib
 import itertools
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any, Callable, Optional, Union
+from typing import Any, Callable, NamedTuple, Optional, Union, get_type_hints
 
 from reshard.checkpoints import Literal, OutputLayout
 from reshard.checkpoints.formats.headers import ALL_FORMATS
@@ -26,20 +25,19 @@ from reshard.strategies import Strategy
 from reshard.text.wording import quoted
 
 _DIGEST_LENGTH = 16
-# Readers of a record's members, by the attribute's annotation.
-_READERS: dict[str, Callable[[Fields, str], Any]] = {
-    "str": Fields.text,
-    "Optional[str]": Fields.optional_text,
-    "tuple[str, ...]": Fields.texts,
-    "bool": Fields.flag,
-    "Optional[int]": lambda fields, key: None if fields.is_null(key) else fields.integer(key, 1, 1 << 63),
-    "FileNames": lambda fields, key: FileNames.from_fields(fields.fields(key)),
-    "int": lambda fields, key: fields.integer(key, 1, MAX_DEVICES + 1),
+# Readers of a record's members, by the attribute's type.
+_READERS: dict[object, Callable[[Fields, str], Any]] = {
+    str: Fields.text,
+    Optional[str]: Fields.optional_text,
+    tuple[str, ...]: Fields.texts,
+    bool: Fields.flag,
+    Optional[int]: lambda fields, key: None if fields.is_null(key) else fields.integer(key, 1, 1 << 63),
+    FileNames: lambda fields, key: FileNames.from_fields(fields.fields(key)),
+    int: lambda fields, key: fields.integer(key, 1, MAX_DEVICES + 1),
 }
 
 
-@dataclass(frozen=True)
-class Identity:
+class Identity(NamedTuple):
     """The part of a conversion's identity that does not depend on source files.
 
     Attributes:
@@ -79,9 +77,13 @@ class Identity:
         """The file of a target rank, relative to the target directory."""
         return f"{self.names.of(rank)}.{self.format}"
 
+    def to_fields(self) -> dict[str, object]:
+        """The JSON record, which `from_fields` reads."""
+        return {**self._asdict(), "names": self.names.to_fields()}
+
     def to_json(self) -> str:
         """As text, the same for equal identities."""
-        return json.dumps(dataclasses.asdict(self), sort_keys=True)
+        return json.dumps(self.to_fields(), sort_keys=True)
 
     @classmethod
     def from_fields(cls, fields: Fields) -> Identity:
@@ -98,20 +100,19 @@ class Identity:
         return identity
 
 
-def attributes_of(record: type, fields: Fields) -> dict[str, Any]:
-    """The values of a record's attributes, read by their annotations; those that are missing have defaults.
+def attributes_of(record: type[NamedTuple], fields: Fields) -> dict[str, Any]:
+    """The values of a record's attributes, read by their types; those that are missing have defaults.
 
     Raises:
         JsonError: a member is missing, unknown or invalid.
     """
-    attributes = {attribute.name: attribute for attribute in dataclasses.fields(record)}
-    unknown = [key for key in fields if key not in attributes]
+    unknown = [key for key in fields if key not in record._fields]
     if unknown:
         raise JsonError(f"{quoted(unknown[0])} is unknown")
     return {
-        name: _READERS[str(attribute.type)](fields, name)
-        for name, attribute in attributes.items()
-        if name in fields or attribute.default is dataclasses.MISSING
+        name: _READERS[kind](fields, name)
+        for name, kind in get_type_hints(record).items()
+        if name in fields or name not in record._field_defaults
     }
 
 

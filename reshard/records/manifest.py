@@ -6,12 +6,10 @@ It contains no times: it does not depend on the runs that wrote the files, or on
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
 import re
 import shlex
-from dataclasses import dataclass
 from typing import NamedTuple, Optional
 
 from reshard.defaults import MAX_DEVICES
@@ -74,8 +72,7 @@ class FinishingRecord(NamedTuple):
     crc32: str
 
 
-@dataclass(frozen=True)
-class Manifest:
+class Manifest(NamedTuple):
     """A complete conversion.
 
     Attributes:
@@ -99,7 +96,7 @@ class Manifest:
         path = os.path.join(directory, MANIFEST_NAME)
         content = {
             "version": VERSION,
-            "plan": dataclasses.asdict(self.plan),
+            "plan": self.plan.to_fields(),
             "files": [file._asdict() for file in self.files],
             "finishing": [file._asdict() for file in self.finishing],
             "beside": list(self.beside),

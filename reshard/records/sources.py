@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple, Optional
 
 from reshard.checkpoints import CheckpointIndex, FileHandles, Tensor
@@ -86,8 +85,7 @@ class SourceFile(NamedTuple):
         return cls(int(rank), int(size), headers, contents, value_names, values, modified, inode, changed)
 
 
-@dataclass(frozen=True)
-class _HeaderStructure:
+class _HeaderStructure(NamedTuple):
     """The samples of files with equal structure.
 
     Attributes:

@@ -10,7 +10,6 @@ import contextlib
 import itertools
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Callable, NamedTuple, Optional, TypeVar
 
@@ -51,7 +50,7 @@ class ReplicaFiles:
         self._step = step
         self._remote = execution.storage.remote
         # No read-ahead: samples are small.
-        options = replace(execution, io="pread", storage=execution.storage._replace(small=0))
+        options = execution._replace(io="pread", storage=execution.storage._replace(small=0))
         self._reader = BoxReader(handles, options, threads=max(execution.threads, _IN_FLIGHT))
 
     def read(self, parameter: GlobalTensor, holder: Holder, box: Box, out: memoryview) -> None:

@@ -13,7 +13,7 @@ from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Optional
+from typing import NamedTuple, Optional
 
 from reshard.defaults import MAX_DEVICES
 from reshard.errors import LayoutError, UsageError
@@ -36,8 +36,7 @@ SHARDS = "shards:"
 """The prefix of rows cut over a number of ranks, as in ``shards:8``; users type ``--shards 8``."""
 
 
-@dataclass(frozen=True)
-class RecordedLayout:
+class RecordedLayout(NamedTuple):
     """The record of one parameter in a strategy file.
 
     Attributes:
@@ -220,8 +219,7 @@ def names_files(path: str) -> bool:
     return path not in (NONE, SAME) and not path.startswith(SHARDS)
 
 
-@dataclass(frozen=True)
-class StrategyItem:
+class StrategyItem(NamedTuple):
     """The split of one operator: kept for merging; checkpoints only use its stage.
 
     Attributes:
@@ -235,8 +233,7 @@ class StrategyItem:
     strategies: tuple[tuple[int, ...], ...] = ()
 
 
-@dataclass(frozen=True)
-class StrategyFile:
+class StrategyFile(NamedTuple):
     """The content of one strategy file.
 
     Attributes:
@@ -254,8 +251,7 @@ class StrategyFile:
     current_stage: int = 1
 
 
-@dataclass(frozen=True)
-class Stage:
+class Stage(NamedTuple):
     """One pipeline stage.
 
     Attributes:

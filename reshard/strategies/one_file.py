@@ -10,8 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Optional, Union
+from typing import NamedTuple, Optional, Union
 
 from reshard.errors import StrategyError
 from reshard.storage import ReadableFile, UnfitError, opened_regular, read_range, reading
@@ -37,8 +36,7 @@ RANK = "{rank}"
 ENDINGS = (".ckpt", ".json")
 
 
-@dataclass(frozen=True)
-class OtherFile:
+class OtherFile(NamedTuple):
     """A file that is not a strategy.
 
     Attributes:
@@ -172,8 +170,7 @@ def _kind_by_head(head: bytes, size: int) -> Optional[str]:
     return kind_by_head(head)
 
 
-@dataclass(frozen=True)
-class GroupInfo:
+class GroupInfo(NamedTuple):
     """The content of one rank's group_info file.
 
     Attributes:

@@ -12,8 +12,7 @@ import hashlib
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Optional, Union
+from typing import NamedTuple, Optional, Union
 
 from reshard.errors import StrategyError, UsageError
 from reshard.storage import is_directory, names_in, real
@@ -97,8 +96,7 @@ def _why_missing(option: str) -> str:
     return f"rank files do not record how they are cut: add {option} FILE or DIR"
 
 
-@dataclass(frozen=True)
-class FoundStages:
+class FoundStages(NamedTuple):
     """The stages of a directory.
 
     Attributes:

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
-from typing import Optional
+from typing import NamedTuple, Optional
 
 from reshard.defaults import MAX_DEVICES, MAX_SLICE_NUMBERS, MAX_STAGES
 from reshard.errors import LayoutError, StrategyError
@@ -26,8 +26,7 @@ from reshard.text.wording import plural, quoted
 _PREFIXED = re.compile(r"(0|[1-9][0-9]{0,9})-(.+)", re.DOTALL)
 
 
-@dataclass(frozen=True)
-class StageRecord:
+class StageRecord(NamedTuple):
     """One stage in one file.
 
     Attributes:
@@ -51,8 +50,7 @@ class StageRecord:
         return next(iter(self.layouts.values())).device_count
 
 
-@dataclass(frozen=True)
-class FileRecord:
+class FileRecord(NamedTuple):
     """The stages of one file: several if it is merged, one otherwise."""
 
     file: StrategyFile

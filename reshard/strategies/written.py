@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Optional, Union
 
 from reshard.errors import LayoutError, StrategyError, TargetError, UsageError
@@ -123,11 +122,11 @@ def _expressed(recorded: RecordedLayout, form: str, record: StageRecord, name: s
                 parameter=name,
                 hint="merge to a .json file, or from the stages' .ckpt files",
             )
-        return replace(recorded, tensor_shape=None)
+        return recorded._replace(tensor_shape=None)
     if recorded.nested and all(len(axes) <= 1 for axes in recorded.dimensions):
         # It needs no nesting, and MindSpore reads it from JSON if flat.
         flat: list[int] = [axes[0] if axes else -1 for axes in recorded.dimensions]
-        return replace(recorded, tensor_maps=(tuple(flat),), nested=False)
+        return recorded._replace(tensor_maps=(tuple(flat),), nested=False)
     return recorded
 
 
@@ -190,7 +189,7 @@ def with_shape(recorded: RecordedLayout, shape: tuple[int, ...]) -> RecordedLayo
     cannot read it then, but no reader mistakes the slices for those of the other tensor.
     """
     if not recorded.nested:
-        return _unless_ambiguous(replace(recorded, tensor_shape=shape), recorded, shape)
+        return _unless_ambiguous(recorded._replace(tensor_shape=shape), recorded, shape)
     sizes = recorded.device_matrix[::-1]
     entries: list[int] = []
     expanded: list[int] = []
@@ -200,7 +199,7 @@ def with_shape(recorded: RecordedLayout, shape: tuple[int, ...]) -> RecordedLayo
             expanded.append(sizes[axis])
             size //= sizes[axis]
         expanded.append(size)
-    flat = replace(recorded, tensor_maps=(tuple(entries),), nested=False, tensor_shape=tuple(expanded))
+    flat = recorded._replace(tensor_maps=(tuple(entries),), nested=False, tensor_shape=tuple(expanded))
     return _unless_ambiguous(flat, recorded, shape)
 
 
@@ -225,4 +224,4 @@ def _unless_ambiguous(flat: RecordedLayout, recorded: RecordedLayout, shape: tup
         # `RecordedLayout.layout` limits the number of joins.
         pass
     maps = tuple(axes or (-1,) for axes in recorded.dimensions)
-    return replace(recorded, tensor_maps=maps, nested=True, tensor_shape=shape)
+    return recorded._replace(tensor_maps=maps, nested=True, tensor_shape=shape)

@@ -145,7 +145,7 @@ class EditedSource:
         for name, tensor in self.tensors.items():
             before[name] = tensor.sources[0].name if isinstance(tensor, DerivedTensor) else tensor.stored_name  # type: ignore[attr-defined]
         stages = (
-            replace(stage, layouts={name: stage.layouts[old] for name, old in before.items() if old in stage.layouts})
+            stage._replace(layouts={name: stage.layouts[old] for name, old in before.items() if old in stage.layouts})
             for stage in strategy.stages
         )
         return replace(strategy, stages=tuple(stages))
@@ -207,7 +207,7 @@ class EditedSource:
 def renamed(strategy: Strategy, names: Mapping[str, Optional[str]]) -> Strategy:
     """A strategy with new names by old ones; other names are unchanged."""
     stages = (
-        replace(stage, layouts={names.get(name) or name: layout for name, layout in stage.layouts.items()})
+        stage._replace(layouts={names.get(name) or name: layout for name, layout in stage.layouts.items()})
         for stage in strategy.stages
     )
     return replace(strategy, stages=tuple(stages))

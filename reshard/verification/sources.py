@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Callable, NamedTuple, Optional
 
@@ -105,7 +104,7 @@ def reader_of(
     )
 
     def read(damaged: Mapping[str, str]) -> StoredSource:
-        checkpoint = form.read(replace(request, damaged=damaged))
+        checkpoint = form.read(request._replace(damaged=damaged))
         for rank, path in checkpoint.files.items() if form.options.by_rank else ():
             if path in damaged:
                 report.warn(f"{damaged[path]}; rank {rank} counts as absent at {checkpoint.label}")

@@ -8,7 +8,6 @@ import random
 import shutil
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -64,7 +63,7 @@ def records(directory: Path) -> dict[int, dict[str, RecordedLayout]]:
 def flattened(stages: dict[int, dict[str, RecordedLayout]]) -> dict[int, dict[str, RecordedLayout]]:
     """Without the form of maps: 2.10.0 writes one per dimension only where a dimension has several axes."""
     return {
-        stage: {name: replace(record, tensor_maps=record.dimensions, nested=True) for name, record in of.items()}
+        stage: {name: record._replace(tensor_maps=record.dimensions, nested=True) for name, record in of.items()}
         for stage, of in stages.items()
     }
 

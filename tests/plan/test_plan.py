@@ -99,7 +99,7 @@ def test_any_plan_writes_every_target_byte_once(data: st.DataObject) -> None:
             source=read_strategy(str(world.old)),
             target=read_strategy(str(world.new)),
         )
-        with prepare(request, Options(dry_run=True)) as prepared:
+        with prepare(request, Options(1, dry_run=True)) as prepared:
             expected: Counter[tuple[int, int]] = Counter()
             sizes = {}
             plan, work = prepared.plan, prepared.state.work

@@ -352,10 +352,10 @@ def part(world: World, ranks: set[int], sources: Optional[str] = None) -> None:
     if sources is None:
         with FileHandles() as handles:
             plan = make_plan(request, handles, Report())
-            options = Options(overwrite=True, adding=True, part=Part(frozenset(plan.requested), ""))
+            options = Options(1, overwrite=True, adding=True, part=Part(frozenset(plan.requested), ""))
             directory = TargetDirectory(plan, options, plan.requested, SourceSampler(handles), Report(), (), None)
             sources = directory.sources
-    transform(request, Options(overwrite=True, adding=True, part=Part(frozenset(ranks), sources)))
+    transform(request, Options(1, overwrite=True, adding=True, part=Part(frozenset(ranks), sources)))
 
 
 def test_repeating_a_part_after_the_end_changes_nothing(world: World) -> None:

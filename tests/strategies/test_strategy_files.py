@@ -564,13 +564,14 @@ nested = st.builds(
     device_matrix=dims,
     tensor_maps=st.lists(one_map, min_size=2, max_size=4).map(tuple),
     nested=st.just(True),
+    tensor_shape=st.none(),
     field=int32,
     shard_step=int32,
     shard_size=int32,
     split_sizes=st.lists(int64, max_size=3).map(tuple),
     split_offsets=st.lists(int64, max_size=3).map(tuple),
 )
-flat = st.builds(RecordedLayout, device_matrix=dims, tensor_maps=st.tuples(one_map))
+flat = st.builds(lambda matrix, entries: RecordedLayout(matrix, (entries,)), dims, one_map)
 items = st.builds(StrategyItem, names, numbers, st.lists(dims, max_size=3).map(tuple))
 
 

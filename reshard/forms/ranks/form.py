@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Optional, cast
 
 from reshard.checkpoints.checkpoint import Checkpoint
@@ -112,7 +111,7 @@ def _with_damage(candidates: Iterable[StepFiles], damaged: Mapping[str, str]) ->
     """
     for candidate in candidates:
         reasons = {rank: damaged[path] for rank, path in candidate.files.items() if path in damaged}
-        yield replace(candidate, damaged=reasons)
+        yield candidate._replace(damaged=reasons)
 
 
 def rank_names(prefix: Optional[str], checkpoint: Checkpoint) -> FileNames:

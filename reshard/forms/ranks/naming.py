@@ -13,7 +13,7 @@ import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Optional
+from typing import NamedTuple, Optional
 
 from reshard.defaults import MAX_DEVICES
 from reshard.errors import CheckpointError, UsageError
@@ -32,8 +32,7 @@ _DIRECTORY = "rank_{rank}/"
 _SEVERAL_RANKS = (0, 1, MAX_DEVICES)
 
 
-@dataclass(frozen=True)
-class NamedFile:
+class NamedFile(NamedTuple):
     """A file whose name does not follow the template.
 
     Attributes:
@@ -94,6 +93,10 @@ class FileNames:
         for name in (names.of(0), *(file.name for file in names.own)):
             check_inside(name)
         return names
+
+    def to_fields(self) -> dict[str, object]:
+        """The JSON record, which `from_fields` reads."""
+        return {"template": self.template, "own": [file._asdict() for file in self.own]}
 
     @property
     def prefix(self) -> Optional[str]:

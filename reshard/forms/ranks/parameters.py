@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Callable, NamedTuple, Optional
 
 from reshard.checkpoints import FileHandles, Tensor, tensors_named
@@ -72,8 +71,7 @@ def read_parameters(
     return tensors
 
 
-@dataclass(frozen=True)
-class _Stored:
+class _Stored(NamedTuple):
     """How the ranks of one stage store a parameter."""
 
     stage: Stage

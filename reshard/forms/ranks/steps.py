@@ -10,13 +10,11 @@ component, as in a shell.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple, Optional
 
 from reshard.errors import UsageError
@@ -42,16 +40,11 @@ _MOST_PLACES = 6
 Pattern = tuple[Optional[str], ...]
 
 
-@functools.total_ordering
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """Epoch and step of a save, ordered as numbers: 1_10 is newer than 1_9."""
 
     epoch: int
     step: int
-
-    def __lt__(self, other: Step) -> bool:
-        return (self.epoch, self.step) < (other.epoch, other.step)
 
     def __str__(self) -> str:
         return f"{self.epoch}_{self.step}"

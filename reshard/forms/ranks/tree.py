@@ -15,7 +15,7 @@ import re
 import shlex
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple, Optional
 
 from reshard.checkpoints.formats.headers import FORMATS, format_of
@@ -96,8 +96,7 @@ class RankFile(NamedTuple):
         return tuple(pieces)
 
 
-@dataclass(frozen=True)
-class StepFiles:
+class StepFiles(NamedTuple):
     """The files of one step.
 
     Attributes:
@@ -114,7 +113,7 @@ class StepFiles:
     notes: tuple[str, ...] = ()
     root: str = ""
     parsed: tuple[RankFile, ...] = ()
-    damaged: Mapping[int, str] = field(default_factory=dict)
+    damaged: Mapping[int, str] = {}
 
     @property
     def names(self) -> Optional[FileNames]:

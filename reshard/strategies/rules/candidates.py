@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, Optional
 
@@ -151,7 +151,7 @@ class NamedLayout:
 
     def recorded(self, shard_step: int = 0, shard_size: int = 0) -> RecordedLayout:
         """The record of a strategy file."""
-        return replace(RecordedLayout.of(self.layout, self.nested), shard_step=shard_step, shard_size=shard_size)
+        return RecordedLayout.of(self.layout, self.nested)._replace(shard_step=shard_step, shard_size=shard_size)
 
 
 class Candidate(NamedTuple):
