@@ -16,8 +16,9 @@ from reshard.cli.opened import effort_of
 from reshard.cli.output import listener
 from reshard.convert.ends import options_of, request_between
 from reshard.errors import UsageError
+from reshard.forms import DEFAULT_FORM
 from reshard.forms.ranks.tree import PEFT_ADAPTER
-from reshard.forms.registry import FORMS, form_named, form_of
+from reshard.forms.registry import form_named, form_of
 from reshard.opened import open_requested, reading_request
 from reshard.plan.edits import TypedEdits, edits_to_model
 from reshard.plan.request import Request
@@ -143,7 +144,7 @@ def _choose_target(base: str, typed: dict[str, Any]) -> None:
     """The form of the target, if it is not typed, and the strategy of BASE, if the form needs one."""
     form = form_of(base)
     if typed["to"] is None:
-        typed["to"] = form if typed["dst_strategy"] is None else FORMS[0].name
+        typed["to"] = form if typed["dst_strategy"] is None else DEFAULT_FORM
     if form_named(typed["to"]).options.cut and typed["dst_strategy"] is None:
         if not form_named(form).options.cut:
             raise UsageError(

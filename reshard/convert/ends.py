@@ -11,9 +11,10 @@ from reshard.checkpoints.decryption import decryption_of
 from reshard.convert.options import Options
 from reshard.defaults import DEFAULT_PREFIX, usable_cpus
 from reshard.errors import UsageError
+from reshard.forms import DEFAULT_FORM
 from reshard.forms.form import Form, Layouts
 from reshard.forms.registry import (
-    FORMS,
+    all_forms,
     check_exists,
     check_holds_ranks,
     form_named,
@@ -55,12 +56,12 @@ def read_ends(src: str, typed: Mapping[str, Any], report: Report) -> Ends:
     """
     form = form_named(form_of(src))
     source_path, target_path = typed["src_strategy"], typed["dst_strategy"]
-    name = typed.get("to") or (FORMS[0].name if target_path is not None or form.options.by_rank else None)
+    name = typed.get("to") or (DEFAULT_FORM if target_path is not None or form.options.by_rank else None)
     if name is None and form.options.layouts is Layouts.WHOLE and (typed.get("dequantize") or typed.get("cast")):
         # Other types of the same weights are the whole conversion.
         name = form.name
     if name is None:
-        *names, last = (each.name for each in FORMS[1:] if each.options.written)
+        *names, last = (each.name for each in all_forms() if each.options.written and each.name != DEFAULT_FORM)
         raise UsageError(
             f"--dst-strategy or --to is missing: {src} is of the form {form.name}",
             hint=f"add --dst-strategy FILE for rank files, or --to {', '.join(names)} or {last}",
@@ -125,7 +126,7 @@ def _check(src: str, form: Form, to: Form, typed: Mapping[str, Any]) -> None:
     if not form.options.by_rank and typed["file_suffix"] is not None:
         raise UsageError("--file-suffix is for rank files", hint="remove --file-suffix")
     if not to.options.shards and target is not None and shards_of(target) is not None:
-        sharded = " and ".join(f"--to {each.name}" for each in FORMS if each.options.shards)
+        sharded = " and ".join(f"--to {each.name}" for each in all_forms() if each.options.shards)
         hint = "name a strategy: --dst-strategy FILE or DIR" if typed.get("to") else "add --to dcp"
         raise UsageError(f"--shards goes with {sharded}", hint=hint)
     if not to.options.cut and target not in (None, NONE, "None"):
@@ -138,7 +139,7 @@ def _check(src: str, form: Form, to: Form, typed: Mapping[str, Any]) -> None:
     if typed.get("format") not in (None, "same", *to.options.formats):
         raise UsageError(f"--to {to.name} writes .{to.options.formats[0]} files", hint="leave out --format")
     if not to.options.shard_size and typed.get("max_shard_size") is not None:
-        sized = " and ".join(f"--to {each.name}" for each in FORMS if each.options.shard_size)
+        sized = " and ".join(f"--to {each.name}" for each in all_forms() if each.options.shard_size)
         raise UsageError(f"--max-shard-size is for {sized}", hint="remove --max-shard-size")
 
 

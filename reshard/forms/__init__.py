@@ -1,21 +1,24 @@
 """Forms of checkpoints, a folder each: recognised, read, written and described."""
 
 FORM_CLASSES = {
-    "ranks": "ranks.form:RanksForm",
-    "hyper-parallel": "dcp.form:HyperParallelForm",
-    "dcp": "dcp.form:DcpForm",
-    "hf-sharded": "hf_sharded.form:HfShardedForm",
-    "checkpoint2": "checkpoint2.form:Checkpoint2Form",
-    "unified": "full.form:UnifiedForm",
-    "huggingface": "full.form:HuggingFaceForm",
+    "ranks": "reshard.forms.ranks.form:RanksForm",
+    "hyper-parallel": "reshard.forms.dcp.form:HyperParallelForm",
+    "dcp": "reshard.forms.dcp.form:DcpForm",
+    "hf-sharded": "reshard.forms.hf_sharded.form:HfShardedForm",
+    "checkpoint2": "reshard.forms.checkpoint2.form:Checkpoint2Form",
+    "unified": "reshard.forms.full.form:UnifiedForm",
+    "huggingface": "reshard.forms.full.form:HuggingFaceForm",
 }
 """Module and class of every form that is read and written, by its name. Help needs only the names.
 
-The first form that recognises a source reads it. An unrecognised source is of the first form in this table.
+The first form that recognises a source reads it; later ones are not loaded.
 """
 
-READ_ONLY_CLASSES = {"verl": "verl.form:VerlForm"}
-"""Likewise of forms that are only read; `registry.FORMS` loads both, these last."""
+READ_ONLY_CLASSES = {"verl": "reshard.forms.verl.form:VerlForm"}
+"""Likewise of forms that are only read; they come last."""
+
+DEFAULT_FORM = next(iter(FORM_CLASSES))
+"""The form of an unrecognised source."""
 
 SHORT_NAMES = {"hf": "huggingface"}
 """Other names of forms, for options."""

@@ -3,7 +3,7 @@
 No code outside of this room compares the name of a form or the class of a checkpoint: it uses
 `registry.form_named`, the options of the form and its methods.
 
-A form's own module is always loaded: it recognises sources by names, and its methods import the reader and the writer.
+A form's own module recognises sources by names; its methods import the reader and the writer.
 """
 
 from __future__ import annotations
@@ -231,7 +231,7 @@ class SavedCut(Protocol):
 
 
 class Form(Protocol):
-    """A form of checkpoint; `registry.FORMS` lists them.
+    """A form of checkpoint; `forms.FORM_CLASSES` lists them.
 
     Attributes:
         name: as --to names it.

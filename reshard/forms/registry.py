@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Callable
 
 from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.checkpoints.files import FileHandles
 from reshard.errors import CheckpointError
-from reshard.forms import FORM_CLASSES, READ_ONLY_CLASSES
+from reshard.forms import DEFAULT_FORM, FORM_CLASSES, READ_ONLY_CLASSES
 from reshard.forms.form import Form, ReadRequest
 from reshard.forms.ranks import find_checkpoints
 from reshard.forms.ranks.steps import RANK
@@ -19,19 +20,17 @@ from reshard.text.near_names import similar_path_hint
 from reshard.text.report import Report
 
 
-def _load(place: str) -> Form:
-    module, _, name = place.partition(":")
-    form: Form = getattr(importlib.import_module(f"reshard.forms.{module}"), name)()
+@functools.cache
+def form_named(name: str) -> Form:
+    """The form of a valid name."""
+    module, _, class_name = {**FORM_CLASSES, **READ_ONLY_CLASSES}[name].partition(":")
+    form: Form = getattr(importlib.import_module(module), class_name)()
     return form
 
 
-FORMS: list[Form] = [_load(place) for place in (*FORM_CLASSES.values(), *READ_ONLY_CLASSES.values())]
-"""All forms, in the order of `FORM_CLASSES`, and those that are only read."""
-
-
-def form_named(name: str) -> Form:
-    """The form of a valid name."""
-    return next(form for form in FORMS if form.name == name)
+def all_forms() -> Iterator[Form]:
+    """All forms, in the order of `FORM_CLASSES`, and those that are only read; each is loaded when it is reached."""
+    return map(form_named, (*FORM_CLASSES, *READ_ONLY_CLASSES))
 
 
 def counted_as(form: str) -> str:
@@ -41,7 +40,7 @@ def counted_as(form: str) -> str:
 
 @caches_listings
 def form_of(src: str) -> str:
-    """The form of a source, by names alone; the first form is the default, even for a missing source.
+    """The form of a source, by names alone; `DEFAULT_FORM` if no form recognises it, even for a missing source.
 
     Args:
         src: a directory, a file, or a path with ``{rank}`` in it.
@@ -49,7 +48,7 @@ def form_of(src: str) -> str:
     Raises:
         ReshardError: the path cannot be listed.
     """
-    return next((form for form in FORMS if form.recognise(src)), FORMS[0]).name
+    return next((form.name for form in all_forms() if form.recognise(src)), DEFAULT_FORM)
 
 
 def check_exists(src: str) -> None:
@@ -81,7 +80,8 @@ def forms_among(directory: str, names: Sequence[str]) -> set[str]:
     Raises:
         ReshardError: the path cannot be listed.
     """
-    return {form.name for form in FORMS[1:] if names and form.recognise(directory, names)}
+    others = (form for form in all_forms() if form.name != DEFAULT_FORM)
+    return {form.name for form in others if names and form.recognise(directory, names)}
 
 
 @caches_listings

@@ -12,8 +12,9 @@ from reshard.checkpoints.decryption import decryption_of
 from reshard.checkpoints.formats.dtypes import MEMORY
 from reshard.defaults import MAX_MEMORY, usable_cpus
 from reshard.errors import UsageError
+from reshard.forms import DEFAULT_FORM
 from reshard.forms.form import Layouts, ReadRequest
-from reshard.forms.registry import FORMS, check_exists, check_holds_ranks, form_named, form_of
+from reshard.forms.registry import check_exists, check_holds_ranks, form_named, form_of
 from reshard.opened.checkpoint import OpenedCheckpoint, ReadingEffort
 from reshard.plan.edits import NO_EDITS, Edits, typed_edits
 from reshard.plan.request import Request
@@ -164,7 +165,7 @@ def reading_request(
         file_suffix=file_suffix,
         filters=filters,
         form=form,
-        to=FORMS[0].name,
+        to=DEFAULT_FORM,
         edits=edits,
     )
 

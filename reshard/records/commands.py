@@ -18,9 +18,8 @@ from typing import NamedTuple, Optional
 from reshard.checkpoints.formats.headers import ALL_FORMATS
 from reshard.defaults import CHOICES, DEFAULT_PREFIX, MAX_DEVICES
 from reshard.errors import TargetError, UsageError
-from reshard.forms import FORM_CLASSES
+from reshard.forms import DEFAULT_FORM, FORM_CLASSES
 from reshard.forms.ranks import Step
-from reshard.forms.registry import FORMS
 from reshard.records.identity import attributes_of, short_digest
 from reshard.storage import is_absolute, names_in, read_json, reading, status_at, store_of, write_whole
 from reshard.storage.json_text import Fields, JsonError
@@ -75,7 +74,7 @@ class RecordedCommand(NamedTuple):
     target_strategy: str
     format: str
     host: str
-    to: str = FORMS[0].name
+    to: str = DEFAULT_FORM
     max_shard_size: Optional[int] = None
     step: Optional[str] = None
     file_suffix: Optional[str] = None

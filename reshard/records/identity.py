@@ -17,8 +17,8 @@ from typing import Any, Callable, NamedTuple, Optional, Union, get_type_hints
 from reshard.checkpoints import Literal, OutputLayout
 from reshard.checkpoints.formats.headers import ALL_FORMATS
 from reshard.defaults import MAX_DEVICES
+from reshard.forms import FORM_CLASSES
 from reshard.forms.ranks import FileNames
-from reshard.forms.registry import FORMS
 from reshard.layout import Layout
 from reshard.storage.json_text import Fields, JsonError
 from reshard.strategies import Strategy
@@ -95,7 +95,7 @@ class Identity(NamedTuple):
         identity = cls(**attributes_of(cls, fields))
         if identity.format not in ALL_FORMATS:
             raise JsonError(f"{quoted(identity.format)} is not a format")
-        if all(form.name != identity.form for form in FORMS):
+        if identity.form not in FORM_CLASSES:
             raise JsonError(f"{quoted(identity.form)} is not a form")
         return identity
 

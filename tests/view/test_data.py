@@ -19,7 +19,7 @@ from reshard.checkpoints.checkpoint import GlobalTensor
 from reshard.checkpoints.formats.tensors import Tensor
 from reshard.convert.transfers import Transfers
 from reshard.forms.ranks.holding import StageSharding
-from reshard.forms.registry import FORMS
+from reshard.forms.registry import form_named
 from reshard.inspection.subject import ShownFile, Subject
 from reshard.layout import Layout
 from reshard.strategies import Stage
@@ -330,7 +330,7 @@ def wide(parameters: int, ranks: int) -> Subject:
     }
     checkpoint: Any = Wide(tensors, indexes, frozenset(range(ranks)) - {17})
     files = [ShownFile(rank, index.path, end) for rank, index in indexes.items()]
-    return Subject("ckpt", FORMS[0], "3_10", True, checkpoint, None, files)
+    return Subject("ckpt", form_named("ranks"), "3_10", True, checkpoint, None, files)
 
 
 def wide_page(parameters: int, ranks: int, targets: Optional[int] = None) -> bytes:
