@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Optional
 
@@ -155,7 +155,8 @@ class Prepared:
                 hint="wait until the source is written completely, then run the same command again",
             )
         work = requested if directory is None else tuple(directory.survey())
-        return State(plan, self._writing(plan, work), requested, work, directory)
+        sizes = plan.file_bytes(work)
+        return State(plan, self._writing(plan, sizes), requested, sizes, directory)
 
     def _made_plan(self) -> Plan:
         """The plan; a recovery uses only files whose CRC is right, where they record one."""
@@ -200,19 +201,18 @@ class Prepared:
             decoded=plan.request.edits.quantisation is not None,
         )
 
-    def _writing(self, plan: Plan, work: Sequence[int]) -> ExecutionOptions:
-        """Options of the byte transfer for some target files."""
+    def _writing(self, plan: Plan, sizes: Mapping[int, int]) -> ExecutionOptions:
+        """Options of the byte transfer for target files of these bytes."""
         store = store_of(plan.request.dst)
         execution = self._execution(plan)._replace(target=store.costs(plan.request.dst))
-        sizes = plan.file_bytes(work)
         part = max(map(store.part_bytes, sizes.values()), default=0)
         if part:
             together = max(1, min(MAX_GROUP, execution.max_memory // (_GROUPS * 2 * part)))
-            together = max(map(len, plan.reading_groups(work, together)))
+            together = max(map(len, plan.reading_groups([*sizes], together)))
         else:
             # Each thread may open a whole group of targets and its sources: keep below the limit of open files.
             limit = self._handles.limit // 4
-            together = MAX_GROUP if len(work) <= limit else limit // execution.threads
+            together = MAX_GROUP if len(sizes) <= limit else limit // execution.threads
             together = max(1, min(MAX_GROUP, together))
         execution = execution._replace(together=together, part_bytes=part, files=len(sizes), nbytes=sum(sizes.values()))
         if part and execution.max_memory < execution.least_memory:

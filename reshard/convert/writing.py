@@ -6,9 +6,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Callable, Optional, Protocol
+from typing import Callable, NamedTuple, Optional, Protocol
 
 from reshard.checkpoints import CheckpointIndex, FileHandles
 from reshard.convert.target_directory import TargetDirectory
@@ -58,28 +56,27 @@ class Workers(Protocol):
         """
 
 
-@dataclass(frozen=True)
-class State:
+class State(NamedTuple):
     """The plan and its remaining work; made again if source files turn out to be damaged.
 
     Attributes:
         plan: the plan.
         execution: options of the byte transfer.
         requested: this run's share of the requested target files, ascending.
-        work: the ones that are not written yet.
+        sizes: bytes of each file that is not written yet, ascending.
         directory: the records of targets; None without records.
     """
 
     plan: Plan
     execution: ExecutionOptions
     requested: tuple[int, ...]
-    work: tuple[int, ...]
+    sizes: Mapping[int, int]
     directory: Optional[TargetDirectory]
 
-    @cached_property
-    def sizes(self) -> Mapping[int, int]:
-        """Bytes of each file of ``work``."""
-        return self.plan.file_bytes(self.work)
+    @property
+    def work(self) -> tuple[int, ...]:
+        """The files that are not written yet, ascending."""
+        return tuple(self.sizes)
 
     @property
     def space(self) -> list[Space]:
