@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import statistics
 import sys
 from pathlib import Path
@@ -68,11 +67,11 @@ def resized(place: Path, devices: int) -> Optional[Path]:
     def relaid(layout: RecordedLayout) -> RecordedLayout:
         assert layout.device_matrix == (64, 8)
         step = layout.shard_step and (model if layout.shard_step == 8 else layout.shard_step)
-        return dataclasses.replace(layout, device_matrix=(devices // model, model), shard_step=step)
+        return layout._replace(device_matrix=(devices // model, model), shard_step=step)
 
     layouts = {name: relaid(layout) for name, layout in file.layouts.items()}
     path = place / f"pangu_alpha_{devices}.ckpt"
-    path.write_bytes(serialize_strategy(dataclasses.replace(file, layouts=layouts)))
+    path.write_bytes(serialize_strategy(file._replace(layouts=layouts)))
     return path
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import shlex
 import sys
 import time
@@ -32,9 +31,9 @@ MIN_SHOWN = 0.1
 
 def summary_json(summary: Summary) -> dict[str, Any]:
     """A summary as `--json` prints it."""
-    fields = {**dataclasses.asdict(summary), "kinds": totals_json(summary.kinds)}
-    del fields["target_files"], fields["all_names"]
-    return fields
+    fields = {name: value for name, value in vars(summary).items() if name not in ("target_files", "all_names")}
+    replicas = None if summary.replicas is None else summary.replicas._asdict()
+    return {**fields, "kinds": totals_json(summary.kinds), "replicas": replicas, "phases": summary.phases._asdict()}
 
 
 def contents_words(summary: Summary) -> str:
@@ -58,7 +57,7 @@ def detail_lines(summary: Summary, request: Request, verifying: float = 0.0) -> 
         request: of the conversion.
         verifying: seconds of the verification.
     """
-    seconds = {**dataclasses.asdict(summary.phases), "verifying": verifying}
+    seconds = {**summary.phases._asdict(), "verifying": verifying}
     shown = [f"{phase} {duration:.1f} s" for phase, duration in seconds.items() if duration >= MIN_SHOWN]
     lines = [", ".join(shown)] if len(shown) > 1 else []
     lines.append(f"headers read: source {rank_ranges(summary.source_ranks, counted_as(request.form))}")

@@ -174,7 +174,7 @@ def _json(result: StrategyCheck, strategy: str, path: str) -> dict[str, Any]:
         "not_held": result.not_held,
         "not_listed": result.not_listed,
         "not_described": result.not_described,
-        "replicas": vars(comparison.check),
+        "replicas": comparison.check._asdict(),
         "differing": [_differing_row(differing) for differing in comparison.differing],
         "gradients": [_differing_row(differing) for differing in comparison.gradients],
         "likely": comparison.likely if comparison.differing else None,

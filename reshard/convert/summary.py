@@ -13,8 +13,7 @@ from reshard.source_replicas import ReplicaCheck
 from reshard.text.names import KINDS, Total, kind_of
 
 
-@dataclass
-class Phases:
+class Phases(NamedTuple):
     """Where the time of a conversion went, in seconds.
 
     Attributes:
@@ -28,7 +27,7 @@ class Phases:
     writing: float = 0.0
 
 
-@dataclass
+@dataclass(eq=False)
 class Summary:
     """The result of a conversion.
 

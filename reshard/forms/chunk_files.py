@@ -11,7 +11,6 @@ from typing import Callable, NamedTuple, Optional
 from reshard.checkpoints.checkpoint import GlobalTensor
 from reshard.checkpoints.formats.output import OutputLayout
 from reshard.forms.ranks import FileNames
-from reshard.forms.ranks.naming import NamedFile
 from reshard.forms.ranks.rank_files import stage_sections
 from reshard.forms.target import Section, TargetForm
 from reshard.forms.writing import Selected, share_out
@@ -70,8 +69,7 @@ class ChunkFiles(TargetForm):
                 if name in section.layouts and name not in self._layouts
             ]
             self._add_files(stage, section, tensors, bool(chosen.values) and not self._files)
-        names = tuple(NamedFile(number, name_of(file.rank)) for number, file in enumerate(self._files))
-        self.names = FileNames("file{rank}", names)
+        self.names = FileNames("file{rank}", {number: name_of(file.rank) for number, file in enumerate(self._files)})
         self._section_numbers = [section.number for section in self.sections for _ in section.files]
 
     def _add_files(self, stage: Stage, section: Section, tensors: Sequence[GlobalTensor], with_values: bool) -> None:

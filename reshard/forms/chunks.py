@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Optional
 
 import numpy as np
 
-from reshard.checkpoints.checkpoint import FileSharding, GlobalTensor, RecordedCheckpoint
+from reshard.checkpoints.checkpoint import FileSharding, GlobalTensor
 from reshard.checkpoints.formats.dtypes import ITEM_SIZES
 from reshard.checkpoints.formats.tensors import CheckpointIndex, Tensor, check_shape
 from reshard.errors import CheckpointError, InputError, LayoutError, one_error
 from reshard.forms.form import Description
+from reshard.forms.recorded import RecordedCheckpoint
 from reshard.layout import Grid, Layout
 from reshard.layout.boxes import Covering, covering
 from reshard.strategies import SAME, Stage, Strategy, rows_over
@@ -267,7 +268,7 @@ class _Builder:
         self._entries[number] = entries
         # The checksum of a file is that of all of its numbers together, so the first one alone has it.
         crc = index.crc if first else None
-        self.indexes[number] = replace(index, tensors=entries, crc=crc)
+        self.indexes[number] = index._replace(tensors=entries, crc=crc)
         return number
 
     def _fault(self, name: str, problem: str) -> CheckpointError:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 from collections import defaultdict
 from collections.abc import Container, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple, Optional
 
 from reshard.checkpoints.checkpoint import GlobalTensor
@@ -19,8 +18,7 @@ from reshard.text.wording import plural, quoted, rank_ranges
 _MOST_EXAMPLES = 2
 
 
-@dataclass(frozen=True)
-class ReplicaCheck:
+class ReplicaCheck(NamedTuple):
     """The extent of a test of a source strategy against the files.
 
     Attributes:

@@ -168,7 +168,7 @@ NO_OPTION = {"adding", "share", "part", "decryption"}
 @pytest.mark.parametrize("name", ["convert", "by-rank", "plan", "merge-lora", "recover"])
 def test_every_attribute_of_a_run_is_an_option_of_commands_that_write(name: str) -> None:
     """Options are copied by name, so another name would leave an attribute at its default."""
-    attributes = {field.name for field in dataclasses.fields(Options)} - NO_OPTION
+    attributes = {*Options._fields} - NO_OPTION
     command = cli.get_command(click.Context(cli), name)
     assert command is not None
     options = {str(parameter.name) for parameter in command.params}
@@ -176,6 +176,6 @@ def test_every_attribute_of_a_run_is_an_option_of_commands_that_write(name: str)
 
 
 def test_every_attribute_of_a_run_is_a_parameter_of_conversions() -> None:
-    attributes = {field.name for field in dataclasses.fields(Options)} - NO_OPTION
+    attributes = {*Options._fields} - NO_OPTION
     parameters = {field.name for field in dataclasses.fields(reshard.Conversion)}
     assert attributes - parameters == {"dry_run", "verify", "lost_only"}

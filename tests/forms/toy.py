@@ -15,7 +15,6 @@ from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.forms.form import Form, FormOptions, ReadRequest, WriteRequest
 from reshard.forms.full.contents import Contents, FullWeights
 from reshard.forms.ranks import FileNames
-from reshard.forms.ranks.naming import NamedFile
 from reshard.forms.target import FinishingFile, Section, TargetForm, WholeLayouts
 from reshard.forms.writing import selected
 from reshard.storage import is_directory, names_in
@@ -60,7 +59,7 @@ class _ToyFiles(TargetForm):
         tensors, values, _ = selected(checkpoint, request)
         self._held = [*tensors, *values]
         names = [f"tensor-{number}" for number in range(len(self._held))]
-        self.names = FileNames("file{rank}", tuple(NamedFile(number, name) for number, name in enumerate(names)))
+        self.names = FileNames("file{rank}", dict(enumerate(names)))
         self.sections = [
             Section(
                 number, range(number, number + 1), WholeLayouts(tensors, {name} & tensors.keys()), label=names[number]

@@ -224,7 +224,7 @@ def test_names_follow_most_files_then_the_lowest_rank(tmp_path: Path) -> None:
         return actual
 
     names = named("rank_0/a.ckpt", "rank_1/b.ckpt", "rank_2/b.ckpt")
-    assert names.template == "rank_{rank}/b" and [file.name for file in names.own] == ["rank_0/a"]
+    assert names.template == "rank_{rank}/b" and [*names.own.values()] == ["rank_0/a"]
     assert named("rank_3/b.ckpt", "rank_1/a.ckpt").template == "rank_{rank}/a"
     assert names_of([(1, "x1", ("x", None)), (10, "x010", ("x", None))]).template == "x{rank:03}"
 

@@ -149,8 +149,7 @@ def read_index(handles: FileHandles, path: str, structures: Optional[KnownStruct
             index = _read(file, format, size)
             if structures is not None:
                 structures.add(file, index)
-        index.cipher = file.cipher
-        return index
+        return index._replace(cipher=file.cipher)
 
 
 def _read(file: ReadableFile, format: str, size: int) -> CheckpointIndex:

@@ -9,7 +9,6 @@ import math
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, KeysView, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple, Optional
 
 from reshard.checkpoints.formats.dtypes import ITEM_SIZES, NO_ARRAYS, TEXT
@@ -86,8 +85,7 @@ class Tensor(NamedTuple):
         return is_value(self.name, self.elements)
 
 
-@dataclass
-class CheckpointIndex:
+class CheckpointIndex(NamedTuple):
     """The contents of one checkpoint file, from its headers alone.
 
     Attributes:
@@ -107,7 +105,7 @@ class CheckpointIndex:
     size: int
     tensors: Mapping[str, Tensor]
     crc: Optional[int] = None
-    metadata: dict[str, str] = field(default_factory=dict)
+    metadata: Mapping[str, str] = {}
     cipher: Optional[str] = None
     archived: bool = False
 

@@ -6,9 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Callable, NamedTuple, Optional
 
-from reshard.checkpoints.checkpoint import FileSharding, GlobalTensor, RecordedCheckpoint, TiedTensors
+from reshard.checkpoints.checkpoint import FileSharding, GlobalTensor, TiedTensors
 from reshard.errors import IncompleteSourceError
 from reshard.forms.checkpoint2.placing import RankList, TensorPlacement, disjoint
+from reshard.forms.recorded import RecordedCheckpoint
 from reshard.layout import Grid, Layout
 from reshard.text.messages import Message, block, listing
 from reshard.text.names import as_pattern

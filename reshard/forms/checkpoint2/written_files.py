@@ -28,7 +28,6 @@ from reshard.errors import CheckpointError, LayoutError
 from reshard.forms.checkpoint2.iterations import COMMON, METADATA, MODEL, OPTIMIZER, TRACKER, iteration_name
 from reshard.forms.form import WriteRequest
 from reshard.forms.ranks import FileNames
-from reshard.forms.ranks.naming import NamedFile
 from reshard.forms.ranks.rank_files import stage_sections
 from reshard.forms.target import FinishingFile, Section, TargetForm
 from reshard.forms.writing import selected, share_out
@@ -105,7 +104,7 @@ class Checkpoint2Files(TargetForm):
             f"{counts[file.kind]:07d}"
             for number, file in enumerate(self._files)
         ]
-        self.names = FileNames("file{rank}", tuple(NamedFile(number, name) for number, name in enumerate(names)))
+        self.names = FileNames("file{rank}", dict(enumerate(names)))
         self._section_numbers = [section.number for section in self.sections for _ in section.files]
         self._values = frozenset(values)
         self._value_file = self._first[OPTIMIZER] if counts[OPTIMIZER] else 0

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Optional
 
-from reshard.checkpoints.checkpoint import ByName, FileSharding, GlobalTensor, RecordedCheckpoint
+from reshard.checkpoints.checkpoint import ByName, FileSharding, GlobalTensor
 from reshard.checkpoints.files import FileHandles
 from reshard.checkpoints.formats.headers import read_headers
 from reshard.checkpoints.formats.tensors import CheckpointIndex, Tensor
@@ -33,6 +33,7 @@ from reshard.forms.full.directory import (
 )
 from reshard.forms.hf_sharded.form import INFO
 from reshard.forms.hf_sharded.headers import entries_of
+from reshard.forms.recorded import RecordedCheckpoint
 from reshard.layout import Grid
 from reshard.storage import is_directory, is_regular_file, names_in
 from reshard.text.messages import listing

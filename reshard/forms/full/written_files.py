@@ -19,7 +19,6 @@ from reshard.checkpoints.checkpoint import GlobalTensor
 from reshard.errors import UsageError
 from reshard.forms.full.directory import HUGGINGFACE, HUGGINGFACE_INDEX, HYPER_PARAMETERS, UNIFIED, UNIFIED_MAP
 from reshard.forms.ranks import FileNames
-from reshard.forms.ranks.naming import NamedFile
 from reshard.forms.target import FinishingFile, Section, TargetForm, WholeLayouts
 
 HUGGINGFACE_FORMAT, UNIFIED_FORMAT = "pt", "ms"
@@ -202,7 +201,7 @@ class FullDirectory(TargetForm):
             value: number for number, file in enumerate(self._files) for value in file.tensors if value in values
         }
         names = [file.name[: -len(_ENDING)] for file in self._files]
-        self.names = FileNames("file{rank}", tuple(NamedFile(number, file) for number, file in enumerate(names)))
+        self.names = FileNames("file{rank}", dict(enumerate(names)))
         self.sections: Sequence[Section] = [
             Section(
                 number,

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Optional
+from typing import Any, Optional
 
 from reshard.checkpoints import CheckpointIndex, FileHandles
 from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor, StoredObject, TiedTensors, order_in_files
@@ -20,7 +19,6 @@ from reshard.text.report import Report
 from reshard.text.wording import step_words
 
 
-@dataclass(frozen=True)
 class RankCheckpoint:
     """One step of a rank tree; see `checkpoint.Checkpoint`. Holders are ranks.
 
@@ -31,16 +29,23 @@ class RankCheckpoint:
         unseen: listed names in no file, if files of some ranks are missing.
     """
 
-    source: SourceStep
-    tensors: Mapping[str, GlobalTensor]
-    laid_out: frozenset[str]
-    unseen: frozenset[str] = frozenset()
-
     form = "ranks"
     # Rank files have no metadata of training, no files beside them and no objects.
-    training: ClassVar[Mapping[str, Any]] = {}
-    extra_files: ClassVar[Sequence[str]] = ()
-    objects: ClassVar[Mapping[str, StoredObject]] = {}
+    training: Mapping[str, Any] = {}
+    extra_files: Sequence[str] = ()
+    objects: Mapping[str, StoredObject] = {}
+
+    def __init__(
+        self,
+        source: SourceStep,
+        tensors: Mapping[str, GlobalTensor],
+        laid_out: frozenset[str],
+        unseen: frozenset[str] = frozenset(),
+    ) -> None:
+        self.source = source
+        self.tensors = tensors
+        self.laid_out = laid_out
+        self.unseen = unseen
 
     @property
     def step(self) -> Optional[str]:

@@ -8,11 +8,9 @@ the rank, ``{rank:03}`` for the number in at least three digits, ``{{`` and ``}}
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple, Optional
 
 from reshard.defaults import MAX_DEVICES
@@ -32,29 +30,20 @@ _DIRECTORY = "rank_{rank}/"
 _SEVERAL_RANKS = (0, 1, MAX_DEVICES)
 
 
-class NamedFile(NamedTuple):
-    """A file whose name does not follow the template.
-
-    Attributes:
-        rank: its rank.
-        name: its path relative to the tree, without its ending.
-    """
-
-    rank: int
-    name: str
-
-
-@dataclass(frozen=True)
-class FileNames:
+class FileNames(NamedTuple):
     """Names of the files of a tree.
 
     Attributes:
         template: for all ranks without an entry in ``own``.
-        own: exceptions, by rank.
+        own: by rank, the path of a file whose name does not follow the template.
     """
 
     template: str
-    own: tuple[NamedFile, ...] = ()
+    own: Mapping[int, str] = {}
+
+    def __hash__(self) -> int:
+        # Identities of conversions are keys; a mapping has no hash.
+        return hash(self.template)
 
     @classmethod
     def of_prefix(cls, prefix: str, step: Optional[Step] = None) -> FileNames:
@@ -86,17 +75,15 @@ class FileNames:
             JsonError: it is not such a record, or a name leads out of the tree.
         """
         own = [Fields(file, "own") for file in record.entries("own")]
-        names = cls(
-            record.text("template"),
-            tuple(NamedFile(file.integer("rank", 0, MAX_DEVICES), file.text("name")) for file in own),
-        )
-        for name in (names.of(0), *(file.name for file in names.own)):
+        own_names = {file.integer("rank", 0, MAX_DEVICES): file.text("name") for file in own}
+        names = cls(record.text("template"), own_names)
+        for name in (names.of(0), *own_names.values()):
             check_inside(name)
         return names
 
     def to_fields(self) -> dict[str, object]:
         """The JSON record, which `from_fields` reads."""
-        return {"template": self.template, "own": [file._asdict() for file in self.own]}
+        return {"template": self.template, "own": [{"rank": rank, "name": name} for rank, name in self.own.items()]}
 
     @property
     def prefix(self) -> Optional[str]:
@@ -112,11 +99,7 @@ class FileNames:
 
     def of(self, rank: int) -> str:
         """The path of a rank's file relative to the tree, without its ending."""
-        return self._own.get(rank) or _FIELD.sub(lambda match: _filled(match, rank), self.template)
-
-    @functools.cached_property
-    def _own(self) -> dict[int, str]:
-        return {file.rank: file.name for file in self.own}
+        return self.own.get(rank) or _FIELD.sub(lambda match: _filled(match, rank), self.template)
 
 
 def check_prefix(prefix: str) -> frozenset[str]:
@@ -177,7 +160,7 @@ def names_of(files: Iterable[tuple[int, str, Pattern]]) -> FileNames:
     """The names of files: the pattern of most of them, of equals that of the lowest rank, and exceptions.
 
     Args:
-        files: at least one; its rank, its name as in `NamedFile`, and that name in pieces, with None for
+        files: at least one; its rank, its path without its ending, and that name in pieces, with None for
             the rank's number.
     """
     ordered = sorted(files)
@@ -186,8 +169,7 @@ def names_of(files: Iterable[tuple[int, str, Pattern]]) -> FileNames:
         alike.setdefault(pattern, []).append((rank, name))
     pattern = max(alike, key=lambda pattern: len(alike[pattern]))
     names = FileNames(_template(pattern, alike[pattern]))
-    own = tuple(NamedFile(rank, name) for rank, name, _ in ordered if names.of(rank) != name)
-    return FileNames(names.template, own)
+    return names._replace(own={rank: name for rank, name, _ in ordered if names.of(rank) != name})
 
 
 def _template(pattern: Pattern, files: Iterable[tuple[int, str]]) -> str:

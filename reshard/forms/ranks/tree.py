@@ -8,14 +8,12 @@ lists the steps, newest first; `selection` checks their completeness.
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import os
 import re
 import shlex
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import NamedTuple, Optional
 
 from reshard.checkpoints.formats.headers import FORMATS, format_of
@@ -124,7 +122,6 @@ class StepFiles(NamedTuple):
         return names_of((file.rank, os.path.splitext(path)[0], file.pattern) for file, path in paths)
 
 
-@dataclass(frozen=True)
 class SourceTree:
     """All checkpoint files of a source, by name.
 
@@ -133,25 +130,22 @@ class SourceTree:
         single_file: whether the source is one file, an unsharded checkpoint.
         ranks: every rank with a directory or a checkpoint file, ascending, regardless of ``--file-suffix``.
         files: the files that match ``--file-suffix``, by rank and path.
+        by_step: these files by step.
     """
 
-    root: str
-    single_file: bool
-    ranks: tuple[int, ...]
-    files: tuple[RankFile, ...]
+    def __init__(self, root: str, single_file: bool, ranks: Iterable[int], files: Iterable[RankFile]) -> None:
+        self.root = root
+        self.single_file = single_file
+        self.ranks = tuple(sorted(ranks))
+        self.files = tuple(files)
+        self.by_step: dict[Optional[Step], list[RankFile]] = {}
+        for file in self.files:
+            self.by_step.setdefault(file.step, []).append(file)
 
     @property
     def steps(self) -> tuple[Optional[Step], ...]:
         """All steps, newest first; None, for names without a step, last."""
         return tuple(sorted(self.by_step, key=_age))
-
-    @functools.cached_property
-    def by_step(self) -> dict[Optional[Step], list[RankFile]]:
-        """The files of every step, by rank and path."""
-        files: dict[Optional[Step], list[RankFile]] = {}
-        for file in self.files:
-            files.setdefault(file.step, []).append(file)
-        return files
 
     def candidates(self, step: Optional[str] = None) -> Iterator[StepFiles]:
         """The steps, newest first, each with at most one file per rank.
@@ -295,7 +289,7 @@ def find_checkpoints(src: str, file_suffix: Optional[str] = None) -> SourceTree:
     ranks = {entry.rank for entry in files}
     if not single and RANK not in src:
         ranks |= _rank_numbers(src)
-    return SourceTree(src, single, tuple(sorted(ranks)), tuple(_rank_files(chosen)))
+    return SourceTree(src, single, ranks, _rank_files(chosen))
 
 
 class _FileEntry(NamedTuple):
@@ -324,7 +318,7 @@ def find_rank(directory: str, file_suffix: Optional[str] = None) -> Optional[Sou
     rank = int(match[2])
     files = [file for file in _checkpoints(directory) if file_suffix is None or _stem(file).endswith(file_suffix)]
     listed_files = [_FileEntry(rank, (), file, os.path.basename(file)) for file in files]
-    return SourceTree(directory, False, (rank,), tuple(_rank_files(listed_files))) if listed_files else None
+    return SourceTree(directory, False, (rank,), _rank_files(listed_files)) if listed_files else None
 
 
 def _rank_directories(src: str) -> list[_FileEntry]:
