@@ -80,8 +80,9 @@ def forms_among(directory: str, names: Sequence[str]) -> set[str]:
     Raises:
         ReshardError: the path cannot be listed.
     """
-    others = (form for form in all_forms() if form.name != DEFAULT_FORM)
-    return {form.name for form in others if names and form.recognise(directory, names)}
+    if not names:
+        return set()
+    return {form.name for form in all_forms() if form.name != DEFAULT_FORM and form.recognise(directory, names)}
 
 
 @caches_listings

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from reshard.forms import FORM_CLASSES
 from reshard.forms.form import Form
-from reshard.forms.registry import form_named
+from reshard.forms.registry import all_forms, form_named
 from tests.corpus import ROOT
 from tests.forms import FORMS, in_safetensors, to
 from tests.forms import toy as toy_form
@@ -76,6 +81,26 @@ def test_commands_accept_a_registered_form(world: World, toy: Form) -> None:
     fails(2, "convert", out, world.root / "no", "--src-strategy", world.old, "--to", "toy", texts=["full weights"])
     fails(2, "convert", out, world.root / "no", "--to", "toy", "--max-shard-size", "5G", texts=["--max-shard-size"])
     fails(2, "convert", out, world.root / "no", texts=["is of the form toy", "--to toy, "])
+
+
+@given(st.lists(st.sampled_from(["rank_", "rank", ""]), min_size=1, max_size=8))
+def test_no_other_form_recognises_rank_directories(prefixes: list[str]) -> None:
+    """`RanksForm` recognises them before other forms are loaded."""
+    with TemporaryDirectory() as place:
+        for number, prefix in enumerate(prefixes):
+            Path(place, f"{prefix}{number}").mkdir()
+        assert [form.name for form in all_forms() if form.recognise(place)] == ["ranks"]
+
+
+def test_a_tree_of_rank_directories_loads_no_other_form(world: World) -> None:
+    world.save(FULL)
+    code = (
+        "import sys; from reshard.forms.registry import form_of; assert form_of(sys.argv[1]) == 'ranks'; "
+        "print({name.split('.')[2] for name in sys.modules if name.startswith('reshard.forms.')} "
+        "& {'checkpoint2', 'dcp', 'full', 'hf_sharded', 'verl'})"
+    )
+    result = subprocess.run([sys.executable, "-c", code, world.src], capture_output=True, text=True, check=True)
+    assert result.stdout == "set()\n"
 
 
 def test_no_other_code_compares_forms() -> None:

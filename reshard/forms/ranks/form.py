@@ -14,6 +14,7 @@ from reshard.forms.form import Form, FormOptions, Layouts, ReadRequest, WriteReq
 from reshard.forms.ranks import FileNames, Step, StepFiles, find_checkpoints
 from reshard.forms.ranks.rank_files import STRATEGY_FILE, RankFiles, resume_files
 from reshard.forms.ranks.steps import RANK
+from reshard.forms.ranks.tree import holds_ranks_only
 from reshard.forms.target import TargetForm
 from reshard.storage import exists
 from reshard.strategies import SAME, Strategy
@@ -31,8 +32,11 @@ class RanksForm(Form):
     options = FormOptions("rank", "rank files", Layouts.GIVEN, steps=True, formats=("ckpt", "safetensors"))
 
     def recognise(self, src: str, names: Optional[Sequence[str]] = None) -> bool:
-        """By ``{rank}`` in the path; this is also the form of unrecognised sources."""
-        return names is None and ("\0" in src or RANK in src)
+        """By ``{rank}`` in the path, or by nothing but rank directories; this is also the form of unrecognised sources.
+
+        Other forms are recognised by names that no rank directory has, so they need not be loaded.
+        """
+        return names is None and ("\0" in src or RANK in src or holds_ranks_only(src))
 
     def read(self, request: ReadRequest) -> Checkpoint:
         """The newest complete step, or the requested one."""

@@ -38,6 +38,7 @@ from reshard.storage import (
     for_each,
     is_directory,
     leads_to,
+    names_in,
     reading_error,
     real,
     store_of,
@@ -290,6 +291,16 @@ def find_checkpoints(src: str, file_suffix: Optional[str] = None) -> SourceTree:
     if not single and RANK not in src:
         ranks |= _rank_numbers(src)
     return SourceTree(src, single, ranks, _rank_files(chosen))
+
+
+def holds_ranks_only(directory: str) -> bool:
+    """Whether all names in a directory are those of rank directories; False if it is empty or no directory.
+
+    Raises:
+        ReshardError: the path cannot be listed.
+    """
+    names = names_in(directory) if is_directory(directory) else []
+    return bool(names) and all(map(_RANK_DIRECTORY.fullmatch, names))
 
 
 class _FileEntry(NamedTuple):
