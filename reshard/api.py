@@ -23,9 +23,9 @@ from reshard.forms.full.written_files import parse_size
 from reshard.opened.opening import Path, Texts, text_of, texts_of
 from reshard.plan.request import Request
 from reshard.strategies import target_named
+from reshard.text.globs import Filters
 from reshard.text.in_python import errors_in_python, in_python
 from reshard.text.messages import block
-from reshard.text.name_filters import Filters
 from reshard.text.report import Report, logged
 
 

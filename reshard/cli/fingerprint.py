@@ -29,8 +29,8 @@ from reshard.records.commands import EDITS
 from reshard.storage import storage_of
 from reshard.strategies import Strategy
 from reshard.text.filter_advice import warn_of_unmatched
+from reshard.text.globs import Filters
 from reshard.text.messages import joined, listing
-from reshard.text.name_filters import Filters
 from reshard.text.report import Report
 from reshard.text.wording import are, one_line, plural, quoted, rank_ranges, step_words
 from reshard.verification.edited import EditedSource

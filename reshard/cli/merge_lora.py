@@ -24,8 +24,8 @@ from reshard.plan.edits import TypedEdits, edits_to_model
 from reshard.plan.request import Request
 from reshard.storage import is_regular_file, real
 from reshard.strategies import NONE, SAME
+from reshard.text.globs import Filters
 from reshard.text.messages import listing
-from reshard.text.name_filters import Filters
 from reshard.text.report import Report
 from reshard.text.wording import plural
 

@@ -11,7 +11,7 @@ from reshard.defaults import usable_cpus
 from reshard.numbers.sweep import Location
 from reshard.opened import OpenedCheckpoint, ReadingEffort, open_requested, reading_request
 from reshard.plan.edits import NO_EDITS, Edits
-from reshard.text.name_filters import Filters
+from reshard.text.globs import Filters
 from reshard.text.report import Report
 from reshard.text.wording import rank_ranges
 

@@ -19,8 +19,8 @@ from reshard.source_replicas import Differing
 from reshard.source_replicas.strategy_check import StrategyCheck, check_strategy
 from reshard.storage import storage_of
 from reshard.strategies import Strategy, typed_strategy
+from reshard.text.globs import Filters
 from reshard.text.messages import full_text
-from reshard.text.name_filters import Filters
 from reshard.text.name_patterns import pattern_lines
 from reshard.text.names import is_weight
 from reshard.text.report import Report

@@ -18,7 +18,7 @@ from reshard.layout import Layout
 from reshard.pictures.slices import Arrangement
 from reshard.storage import exists
 from reshard.strategies import Stage, Strategy, read_strategy
-from reshard.text.name_filters import Filters
+from reshard.text.globs import Filters
 from reshard.text.name_patterns import pattern_lines
 from reshard.text.names import ACCUMULATED_GRADIENTS
 from reshard.text.wording import one_line, plural, quoted, some_numbers

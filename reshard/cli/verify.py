@@ -22,8 +22,8 @@ from reshard.records import read_manifest
 from reshard.records.commands import EDITS
 from reshard.records.status import status_of
 from reshard.strategies import Strategy, typed_strategy
+from reshard.text.globs import Filters
 from reshard.text.messages import MAX_LINES, listing
-from reshard.text.name_filters import Filters
 from reshard.text.report import Report
 from reshard.text.wording import plural, printable, quoted, rank_ranges
 from reshard.verification.difference import Difference

@@ -26,7 +26,7 @@ from reshard.plan.edits import NO_EDITS, Edits, edits_of
 from reshard.plan.request import Request
 from reshard.storage import caches_listings
 from reshard.strategies import NONE, SAME, Strategy, required_strategies, shards_of, typed_strategy
-from reshard.text.name_filters import Filters
+from reshard.text.globs import Filters
 from reshard.text.report import Report
 
 

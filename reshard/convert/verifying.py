@@ -22,7 +22,7 @@ from reshard.records.status import status_of
 from reshard.source_replicas.swapped import SwapTest
 from reshard.storage import exists, real
 from reshard.strategies import SAME
-from reshard.text.name_filters import Filters
+from reshard.text.globs import Filters
 from reshard.text.report import Report
 from reshard.text.wording import are, rank_ranges, some_names
 from reshard.verification.against_manifest import compare_with_manifest

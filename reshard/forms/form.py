@@ -17,7 +17,7 @@ from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor
 from reshard.errors import CheckpointError, InputError, UsageError
 from reshard.layout import Layout
 from reshard.strategies import Strategy
-from reshard.text.name_filters import Filters
+from reshard.text.globs import Filters
 from reshard.text.report import Report
 
 if TYPE_CHECKING:

@@ -20,8 +20,8 @@ from reshard.plan.edits import NO_EDITS, Edits, typed_edits
 from reshard.plan.request import Request
 from reshard.storage import caches_listings
 from reshard.strategies import NONE, SAME, Strategy, shards_of, target_named, target_words, typed_strategy
+from reshard.text.globs import Filters
 from reshard.text.in_python import errors_in_python, in_python
-from reshard.text.name_filters import Filters
 from reshard.text.report import Report, logged
 from reshard.text.wording import plural
 

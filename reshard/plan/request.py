@@ -9,7 +9,7 @@ from reshard.defaults import DEFAULT_PREFIX
 from reshard.forms.registry import form_named
 from reshard.plan.edits import NO_EDITS, Edits
 from reshard.strategies import Strategy
-from reshard.text.name_filters import Filters
+from reshard.text.globs import Filters
 
 
 class Request(NamedTuple):

@@ -16,8 +16,8 @@ from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.errors import CheckpointError, InputError
 from reshard.forms.target import TargetForm
 from reshard.storage import read_range, reading
+from reshard.text.globs import Filters
 from reshard.text.messages import listing
-from reshard.text.name_filters import Filters
 from reshard.text.names import as_pattern, belongs_to_rank
 from reshard.text.report import Report
 from reshard.text.wording import quoted, rank_ranges

@@ -29,7 +29,7 @@ from reshard.source_replicas import (
 )
 from reshard.strategies import Stage, Strategy
 from reshard.text.filter_advice import warn_of_unmatched
-from reshard.text.name_filters import Filters
+from reshard.text.globs import Filters
 from reshard.text.names import belongs_to_rank
 from reshard.text.report import Report
 

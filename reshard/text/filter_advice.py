@@ -15,8 +15,7 @@ from fnmatch import translate
 from itertools import product
 from typing import NamedTuple, Optional
 
-from reshard.text.globs import Glob, Globs
-from reshard.text.name_filters import Filters
+from reshard.text.globs import Filters, Glob, Globs
 from reshard.text.names import (
     ACCUMULATED_GRADIENTS,
     GRADIENTS,

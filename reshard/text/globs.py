@@ -1,4 +1,4 @@
-"""Patterns as in a shell, matched in linear time for any pattern and text.
+"""Patterns as in a shell, matched in linear time for any pattern and text; ``--include`` and ``--exclude``.
 
 ``*`` is any text, ``?`` one character, ``[a-c]`` one of a set, ``[!a-c]`` or ``[^a-c]`` one outside it. A
 regular expression with many stars may take exponential time; here the pieces between stars are searched one after
@@ -8,7 +8,7 @@ the other.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, Optional
 
 # Without the guards, `*{number}` would match only the 2 of x12.
@@ -115,6 +115,27 @@ class Globs:
             if length > len(text):
                 return
             yield from (glob.pattern for glob in self._by_head.get(text[:length], ()) if glob.matches(text))
+
+
+class Filters:
+    """Patterns that select the parameters to write; they never decide the step.
+
+    Args:
+        include: of the written parameters; empty for all.
+        exclude: of skipped parameters; exclusion wins.
+    """
+
+    def __init__(self, include: Sequence[str] = (), exclude: Sequence[str] = ()) -> None:
+        self.include = include
+        self.exclude = exclude
+        self._included = Globs(include)
+        self._excluded = Globs(exclude)
+
+    def admit(self, name: str) -> bool:
+        """Whether a parameter of this name is written."""
+        if self.exclude and self._excluded.match(name):
+            return False
+        return not self.include or self._included.match(name)
 
 
 def _groups(match: re.Match[str]) -> list[tuple[int, int]]:

@@ -20,8 +20,8 @@ from reshard.records.status import status_of
 from reshard.storage import is_directory, is_regular_file
 from reshard.strategies import Strategy, shards_of
 from reshard.text.filter_advice import warn_of_unmatched
+from reshard.text.globs import Filters
 from reshard.text.messages import Message, joined, listing
-from reshard.text.name_filters import Filters
 from reshard.text.names import WEIGHTS, is_weight, kind_of
 from reshard.text.report import Report
 from reshard.text.wording import plural, quoted, rank_ranges

@@ -19,7 +19,7 @@ from reshard.forms.ranks.parameters import read_some_ranks
 from reshard.forms.registry import form_named, read_checkpoint
 from reshard.storage import storage_of
 from reshard.strategies import Strategy
-from reshard.text.name_filters import Filters
+from reshard.text.globs import Filters
 from reshard.text.report import Report
 from reshard.verification.difference import Difference
 from reshard.verification.library import library_differences

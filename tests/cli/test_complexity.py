@@ -15,8 +15,7 @@ import pytest
 from reshard.layout import Layout, overlap
 from reshard.layout.overlap import Cell
 from reshard.plan.replicas import choose
-from reshard.text.globs import Glob, Globs
-from reshard.text.name_filters import Filters
+from reshard.text.globs import Filters, Glob, Globs
 from tests.bounds import refused, within
 from tests.running import Argument, done, warns
 from tests.small import COPIED, World, tensors

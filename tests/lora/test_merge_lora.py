@@ -20,7 +20,7 @@ from reshard.lora import scale_of
 from reshard.lora.low_rank import LowRank, MatrixCache
 from reshard.plan.edits import Edits
 from reshard.strategies import Strategy
-from reshard.text.name_filters import Filters
+from reshard.text.globs import Filters
 from reshard.text.report import Report
 from reshard.verification.end_to_end import Adapter, Converted, ConvertedTarget, verify_conversion
 from reshard.verification.reading import Means

@@ -9,7 +9,7 @@ from typing import Callable, Optional
 from reshard.forms.ranks import StepFiles
 from reshard.forms.ranks.selection import StepSelector
 from reshard.strategies import Strategy
-from reshard.text.name_filters import Filters
+from reshard.text.globs import Filters
 from reshard.text.report import Report
 from reshard.verification.converted import compare_ranks
 from reshard.verification.copies import compare_copies

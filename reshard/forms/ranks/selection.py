@@ -30,8 +30,8 @@ from reshard.forms.ranks.parameters import listed_by_source, read_parameters
 from reshard.forms.ranks.rank_files import stage_sections
 from reshard.forms.target import Section
 from reshard.strategies import Stage, Strategy
+from reshard.text.globs import Filters
 from reshard.text.messages import block, joined, listing
-from reshard.text.name_filters import Filters
 from reshard.text.names import is_weight
 from reshard.text.report import Report
 from reshard.text.wording import plural, rank_ranges
