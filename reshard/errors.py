@@ -6,6 +6,7 @@ suggests a solution, and its ``status`` is the exit status of the command line. 
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Sequence
 from typing import Optional
 
@@ -15,6 +16,8 @@ from reshard.text.wording import quoted
 
 # More hints would hide the problem.
 _MAX_HINTS = 3
+
+FORBIDDEN = (errno.EACCES, errno.EPERM)
 
 
 class ReshardError(Exception):
@@ -164,6 +167,11 @@ def one_error(problems: Sequence[InputError], headline: str) -> InputError:
         parameter=first.parameter,
         hint="\n".join([*hints][:_MAX_HINTS]) or None,
     )
+
+
+def is_read_only(error: OSError) -> bool:
+    """Whether an error is about permissions or a read-only file system, which no retry changes."""
+    return error.errno in (*FORBIDDEN, errno.EROFS)
 
 
 def _without_name(problem: InputError, text: Optional[str]) -> str:

@@ -13,7 +13,8 @@ from reshard.forms.ranks.naming import as_prefix
 from reshard.plan.replicas import ReplicaChoice
 from reshard.plan.request import Request
 from reshard.storage import real
-from reshard.strategies import merge_pipeline, read_group_info, read_strategy
+from reshard.strategies import read_group_info, read_strategy
+from reshard.strategies.written import merge_pipeline
 from reshard.text.report import logged
 
 LOG = logging.getLogger("reshard")

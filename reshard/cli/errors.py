@@ -10,9 +10,8 @@ import click
 
 from reshard.cli.command import LazyGroup
 from reshard.cli.output import alarming
-from reshard.errors import ReshardError
+from reshard.errors import ReshardError, is_read_only
 from reshard.signals import Stopped
-from reshard.storage import is_read_only
 from reshard.text.messages import is_shortened
 from reshard.text.wording import printable
 

@@ -20,8 +20,8 @@ from reshard.text.wording import one_line, plural
 @options.common
 def merge_pipeline(strategy_dir: str, dst_file: str) -> None:
     """Merge the pipeline stages' strategy files in STRATEGY_DIR into DST_FILE (.ckpt or .json)."""
-    from reshard.strategies import merge_pipeline as merge
     from reshard.strategies import read_strategy
+    from reshard.strategies.written import merge_pipeline as merge
 
     show_notes(merge(strategy_dir, dst_file))
     if not is_quiet():

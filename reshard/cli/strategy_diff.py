@@ -10,7 +10,6 @@ from reshard.cli import completion, options
 from reshard.cli.command import command, option
 from reshard.cli.output import echo_json, say, show_notes
 from reshard.cli.strategy_show import layout_row, strategy_words
-from reshard.forms.ranks.holding import Holding
 from reshard.plan.changes import (
     CONTRADICTING,
     CUT_DIFFERENTLY,
@@ -22,7 +21,7 @@ from reshard.plan.changes import (
     Span,
     changes_between,
 )
-from reshard.strategies import Strategy, read_strategy
+from reshard.strategies import Holding, Strategy, read_strategy
 from reshard.text.messages import listing
 from reshard.text.name_patterns import pattern_lines
 from reshard.text.names import ACCUMULATED_GRADIENTS

@@ -13,11 +13,10 @@ from reshard.cli.output import echo_json, paint, say, show_notes, terminal_width
 from reshard.cli.strategy_make import SIZES, SizesType
 from reshard.cli.tables import table
 from reshard.errors import LayoutError, StrategyError, UsageError
-from reshard.forms.ranks.holding import Holding
 from reshard.layout import Layout
 from reshard.pictures.slices import Arrangement
 from reshard.storage import exists
-from reshard.strategies import Stage, Strategy, read_strategy
+from reshard.strategies import Holding, Stage, Strategy, read_strategy
 from reshard.text.globs import Filters
 from reshard.text.name_patterns import pattern_lines
 from reshard.text.names import ACCUMULATED_GRADIENTS

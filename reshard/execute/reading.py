@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, NamedTuple, Optional, Protocol
 
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.formats.tensors import file_ranges
-from reshard.errors import ReshardError, RetryableError
+from reshard.errors import ReshardError, RetryableError, is_read_only
 from reshard.plan.pieces import StoredSlice
-from reshard.storage import cut_short, fill, is_read_only, reading_error
+from reshard.storage import cut_short, fill, reading_error
 from reshard.storage.costs import LOCAL, Storage
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import NamedTuple, Optional
 
-from reshard.forms.ranks.holding import Holding
 from reshard.layout import Box
+from reshard.strategies import Holding
 from reshard.text.wording import some_numbers, stepped_rank_ranges
 
 #: Number of colours for neighbouring slices, and for the optimizer shards of a slice.

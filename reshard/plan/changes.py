@@ -12,10 +12,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Optional
 
 from reshard.errors import LayoutError
-from reshard.forms.ranks.holding import Holding
 from reshard.layout import Layout, Overlap, stand_in_shape
 from reshard.plan.replicas import choose, common_dimensions
-from reshard.strategies import Strategy
+from reshard.strategies import Holding, Strategy
 
 # Maximum number of cells to examine, where several stages hold a parameter.
 _MAX_CELLS = 1 << 16

@@ -17,9 +17,8 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple, Optional
 
 from reshard.errors import IncompleteSourceError, LayoutError, StrategyError
-from reshard.forms.ranks.holding import Holding
 from reshard.layout import Layout, Overlap, stand_in_shape, whole
-from reshard.strategies import Stage, Strategy
+from reshard.strategies import Holding, Stage, Strategy
 from reshard.text.messages import block, listing
 from reshard.text.names import ACCUMULATED_GRADIENTS
 from reshard.text.wording import quoted, rank_ranges

@@ -22,8 +22,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from reshard.checkpoints.checkpoint import GlobalTensor
-from reshard.forms.ranks.checkpoint import SourceStep
-from reshard.forms.ranks.holding import stage_shardings
+from reshard.forms.ranks.checkpoint import SourceStep, stage_shardings
 from reshard.layout import Box, Grid, Overlap, volume_of
 from reshard.text.names import ACCUMULATED_GRADIENTS, belongs_to_rank, is_weight
 

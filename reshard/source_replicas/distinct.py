@@ -18,8 +18,7 @@ from typing import NamedTuple, Optional, TypeVar
 from reshard.checkpoints import FileHandles, files_alike
 from reshard.checkpoints.checkpoint import GlobalTensor
 from reshard.execute import ExecutionOptions
-from reshard.forms.ranks.checkpoint import SourceStep
-from reshard.forms.ranks.holding import stage_shardings
+from reshard.forms.ranks.checkpoint import SourceStep, stage_shardings
 from reshard.layout import shape_of, volume_of
 from reshard.source_replicas.choice import Holder, group_parameters
 from reshard.source_replicas.samples import MOST_PLACES, UNREADABLE, ReplicaFiles

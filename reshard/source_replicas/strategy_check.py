@@ -15,8 +15,7 @@ from reshard.checkpoints.checkpoint import GlobalTensor
 from reshard.errors import CheckpointError
 from reshard.execute import ExecutionOptions, Progress
 from reshard.forms.ranks import SourceTree, StepFiles, find_checkpoints
-from reshard.forms.ranks.checkpoint import SourceStep
-from reshard.forms.ranks.holding import StageSharding
+from reshard.forms.ranks.checkpoint import SourceStep, StageSharding
 from reshard.forms.ranks.parameters import contradictions, listed_by_source, read_parameters
 from reshard.layout import Layout
 from reshard.source_replicas import (

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Optional
 
 from reshard.errors import (
+    FORBIDDEN,
     CheckpointError,
     InputError,
     ReshardError,
@@ -15,11 +16,10 @@ from reshard.errors import (
     TargetError,
     UnwritableError,
     UsageError,
+    is_read_only,
 )
 from reshard.storage.registry import store_of
 
-_FORBIDDEN = (errno.EACCES, errno.EPERM)
-_READ_ONLY = (*_FORBIDDEN, errno.EROFS)
 # Paths of written directories must not contain links.
 _NO_DIRECTORY = (errno.ENOTDIR, errno.ELOOP)
 # Errors that end the whole run: every other file would fail, too.
@@ -53,7 +53,7 @@ def status_error(path: str, error: OSError) -> ReshardError:
     """The error for a path whose status cannot be read."""
     if error.errno == errno.ENAMETOOLONG:
         return too_long(path)
-    if error.errno in _FORBIDDEN:
+    if error.errno in FORBIDDEN:
         return InputError(f"{path}: no permission to read its status: {error.strerror}", file=path)
     return RetryableError(f"{path}: its status cannot be read: {error.strerror or error}", file=path)
 
@@ -147,11 +147,6 @@ def writing_error(path: str, error: OSError, action: str = "written", rank: Opti
     problem = "no space left" if error.errno in _FULL else f"cannot be {action}"
     kind = UnwritableError if error.errno in _EVERYWHERE else RetryableError
     return kind(f"{path}: {problem}{whose}: {reason}", file=path, rank=rank)
-
-
-def is_read_only(error: OSError) -> bool:
-    """Whether an error is about permissions or a read-only file system, which no retry changes."""
-    return error.errno in _READ_ONLY
 
 
 def too_long(path: str) -> UsageError:

@@ -9,6 +9,7 @@ from reshard.strategies.model import (
     NONE,
     SAME,
     SHARDS,
+    Holding,
     RecordedLayout,
     Stage,
     Strategy,
@@ -22,19 +23,18 @@ from reshard.strategies.model import (
 )
 from reshard.strategies.one_file import GroupInfo, read_group_info, read_strategy_file
 from reshard.strategies.read import read_strategy, required_strategies, typed_strategy
-from reshard.strategies.written import merge_pipeline
 
 __all__ = [
     "NONE",
     "SAME",
     "SHARDS",
     "GroupInfo",
+    "Holding",
     "RecordedLayout",
     "Stage",
     "Strategy",
     "StrategyFile",
     "StrategyItem",
-    "merge_pipeline",
     "names_files",
     "read_group_info",
     "read_strategy",

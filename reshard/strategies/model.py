@@ -279,6 +279,22 @@ class Stage(NamedTuple):
         return f"stage {self.number}: {rank_ranges(self.ranks)}"
 
 
+class Holding(NamedTuple):
+    """One stage that holds a parameter, and its layout there."""
+
+    stage: Stage
+    layout: Layout
+
+    def ranks(self, slice_number: int) -> list[int]:
+        """Global ranks that hold a slice, ascending."""
+        first = self.stage.first_rank
+        return [first + rank for rank in self.layout.holders(slice_number)]
+
+    def slice_of(self, rank: int) -> int:
+        """The slice that a global rank of this stage holds."""
+        return self.layout.slice_of_rank[rank - self.stage.first_rank]
+
+
 @dataclass(frozen=True)
 class Strategy:
     """The layouts of all parameters over all ranks.

@@ -23,8 +23,9 @@ from reshard.forms.full.directory import HUGGINGFACE_INDEX, UNIFIED_MAP
 from reshard.forms.ranks import find_checkpoints
 from reshard.forms.registry import form_named
 from reshard.storage import read_range
-from reshard.strategies import merge_pipeline, read_group_info, read_strategy
+from reshard.strategies import read_group_info, read_strategy
 from reshard.strategies.replicas import replicas_of_group_infos, replicas_of_strategy
+from reshard.strategies.written import merge_pipeline
 from reshard.text.report import Report
 from tests.checkpoint2_writing import saving
 from tests.checkpoint_writing import (

@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard.cli.slice_picture import picture_lines
-from reshard.forms.ranks.holding import Holding
 from reshard.numbers.statistics import TensorStatistics
 from reshard.numbers.widening import EXPONENTS, ONE
 from reshard.pictures.magnitudes import magnitudes_picture
@@ -20,7 +19,7 @@ from reshard.pictures.slices import Arrangement
 from reshard.pictures.svg import CHARACTER_WIDTH
 from reshard.pictures.tensor import parameter_picture
 from reshard.pictures.transfers import transfer_map
-from reshard.strategies import RecordedLayout, Stage
+from reshard.strategies import Holding, RecordedLayout, Stage
 from reshard.text.wording import byte_size, stepped_ranges
 from tests.layouts import layouts, shapes
 from tests.number_words import numbers_named

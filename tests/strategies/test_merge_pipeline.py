@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from reshard.errors import RetryableError, StrategyError, TargetError, UsageError
-from reshard.strategies import RecordedLayout, merge_pipeline, read_strategy, read_strategy_file
+from reshard.strategies import RecordedLayout, read_strategy, read_strategy_file
+from reshard.strategies.written import merge_pipeline
 from tests.cases import EVERYWHERE, case_directory
 from tests.strategy_writing import layout, write_merged, write_strategy
 

@@ -18,7 +18,7 @@ from reshard.checkpoints import CheckpointIndex
 from reshard.checkpoints.checkpoint import GlobalTensor
 from reshard.checkpoints.formats.tensors import Tensor
 from reshard.convert.transfers import Transfers
-from reshard.forms.ranks.holding import StageSharding
+from reshard.forms.ranks.checkpoint import StageSharding
 from reshard.forms.registry import form_named
 from reshard.inspection.subject import ShownFile, Subject
 from reshard.layout import Layout

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional, cast
 
 from reshard.checkpoints import CheckpointIndex, FileHandles
 from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor, StoredObject, TiedTensors, order_in_files
@@ -12,11 +12,47 @@ from reshard.checkpoints.edited import stored_checkpoint
 from reshard.checkpoints.formats.headers import KnownStructures, read_headers
 from reshard.errors import DamagedCheckpointError
 from reshard.forms.ranks import StepFiles
-from reshard.forms.ranks.holding import stage_shardings
+from reshard.layout import Box, Grid, Layout
 from reshard.storage import absolute, common_directory
-from reshard.strategies import Stage
+from reshard.strategies import Holding, Stage
 from reshard.text.report import Report
 from reshard.text.wording import step_words
+
+
+class StageSharding(NamedTuple):
+    """One stage that holds a tensor of a known shape; see `checkpoint.Sharding`.
+
+    Attributes:
+        stage: the stage.
+        layout: the real layout there.
+        grid: the boxes of its slices.
+    """
+
+    stage: Stage
+    layout: Layout
+    grid: Grid
+
+    @property
+    def holding(self) -> Holding:
+        """Stage and layout alone."""
+        return Holding(self.stage, self.layout)
+
+    def holders(self, slice_number: int) -> list[int]:
+        """Global ranks that hold a slice, ascending."""
+        return self.holding.ranks(slice_number)
+
+    def stored_box(self, slice_number: int) -> Box:
+        """The box of a slice in the full tensor."""
+        return self.grid.slice_box(slice_number)
+
+    def slice_of(self, rank: int) -> int:
+        """The slice that a global rank of this stage holds."""
+        return self.holding.slice_of(rank)
+
+
+def stage_shardings(tensor: GlobalTensor) -> tuple[StageSharding, ...]:
+    """The shardings of a tensor of a rank tree."""
+    return cast("tuple[StageSharding, ...]", tensor.shardings)
 
 
 class RankCheckpoint:

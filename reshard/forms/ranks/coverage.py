@@ -14,8 +14,7 @@ from reshard.checkpoints import FileHandles, read_index
 from reshard.checkpoints.checkpoint import GlobalTensor
 from reshard.errors import CheckpointError, InputError
 from reshard.forms.ranks import SourceTree
-from reshard.forms.ranks.checkpoint import RankCheckpoint, SourceStep
-from reshard.forms.ranks.holding import stage_shardings
+from reshard.forms.ranks.checkpoint import RankCheckpoint, SourceStep, stage_shardings
 from reshard.layout import Grid, Overlap
 from reshard.strategies import Stage, Strategy
 from reshard.text.messages import Message, listing

@@ -17,8 +17,7 @@ from reshard.checkpoints.checkpoint import AS_RECORDED, GlobalTensor, ShardReadi
 from reshard.checkpoints.formats.dtypes import NO_ARRAYS, TEXT
 from reshard.errors import CheckpointError, InputError, one_error
 from reshard.forms.ranks import StepFiles
-from reshard.forms.ranks.checkpoint import RankCheckpoint, SourceStep
-from reshard.forms.ranks.holding import StageSharding
+from reshard.forms.ranks.checkpoint import RankCheckpoint, SourceStep, StageSharding
 from reshard.layout import Layout, whole
 from reshard.strategies import Stage, Strategy
 from reshard.text.names import ACCUMULATED_GRADIENTS, as_pattern
