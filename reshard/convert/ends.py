@@ -137,6 +137,11 @@ def _check(src: str, form: Form, to: Form, typed: Mapping[str, Any]) -> None:
         )
     if typed.get("format") not in (None, "same", *to.options.formats):
         raise UsageError(f"--to {to.name} writes .{to.options.formats[0]} files", hint="leave out --format")
+    if not to.options.prefix and typed.get("prefix", DEFAULT_PREFIX) != DEFAULT_PREFIX:
+        raise UsageError(
+            f"--prefix: --to {to.name} has fixed file names",
+            hint="remove --prefix; to put TEXT before the names of tensors: --rename '*=TEXT*'",
+        )
     if not to.options.shard_size and typed.get("max_shard_size") is not None:
         sized = " and ".join(f"--to {each.name}" for each in FORMS if each.options.shard_size)
         raise UsageError(f"--max-shard-size is for {sized}", hint="remove --max-shard-size")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Optional, Union
@@ -17,6 +18,7 @@ from reshard.forms.registry import FORMS, check_exists, check_holds_ranks, form_
 from reshard.opened.checkpoint import OpenedCheckpoint, ReadingEffort
 from reshard.plan.edits import NO_EDITS, Edits, typed_edits
 from reshard.plan.request import Request
+from reshard.records.ledger import recorded_strategy
 from reshard.storage import caches_listings
 from reshard.strategies import NONE, SAME, Strategy, shards_of, target_named, target_words, typed_strategy
 from reshard.text.in_python import errors_in_python, in_python
@@ -186,7 +188,7 @@ def open_requested(
 def source_strategy(
     src: str, form: str, strategy: Optional[str], file_suffix: Optional[str], report: Report, option: str
 ) -> Strategy:
-    """The strategy of a source; `none` if its form records the layouts.
+    """The strategy of a source, as typed or recorded by the conversion that wrote it; `none` for other forms.
 
     Args:
         src: the source.
@@ -197,10 +199,14 @@ def source_strategy(
         option: spelling of the option, for messages.
 
     Raises:
-        UsageError: it is missing for rank directories, or given for another form.
+        UsageError: rank directories have neither, or it is given for another form.
     """
     check_exists(src)
     if form_named(form).options.needs_strategy:
+        recorded = recorded_strategy(src) if strategy is None else None
+        if recorded is not None:
+            report.note(f"{src} is read with its recorded strategy: {option}{shlex.quote(recorded.path)}")
+            return recorded
         if strategy is None:
             check_holds_ranks(src)
             raise UsageError(

@@ -12,12 +12,11 @@ from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.checkpoints.edited import Recipe
 from reshard.checkpoints.formats.dtypes import CAST_TO, CASTABLE, dtype_named
 from reshard.errors import CheckpointError, UsageError
+from reshard.text.filter_advice import advice_on_unmatched
 from reshard.text.globs import Glob
 from reshard.text.messages import listing
 from reshard.text.names import is_weight
-from reshard.text.near_names import near_names
 from reshard.text.report import Report
-from reshard.text.wording import quoted
 
 
 class CastRule(NamedTuple):
@@ -155,10 +154,9 @@ class _RequestedTypes:
                         parameter=not_floating[0],
                         hint="remove this --cast: these tensors are copied unchanged",
                     )
-                near = near_names(glob.pattern, names)
                 raise CheckpointError(
-                    f"--cast {glob.pattern}={dtype}: matches no tensor of the target",
-                    hint=f"did you mean {' or '.join(map(quoted, near))}?" if near else None,
+                    f"--cast {glob.pattern}={dtype}: matches no tensor of the target; "
+                    + advice_on_unmatched("--cast", glob.pattern, names, f"={dtype}"),
                 )
 
 

@@ -54,6 +54,13 @@ def test_a_correct_conversion_verifies(world: World) -> None:
     assert world.verify().status == 0
 
 
+def test_verify_of_another_checkpoint_names_the_commands_that_check_it(world: World) -> None:
+    world.save(FULL)
+    for place in (world.src, world.src / "rank_0" / "net-1_10.ckpt"):
+        texts = [f"{place}: is no directory that reshard wrote", f"reshard fingerprint {place}", "--src SRC"]
+        fails(3, "verify", place, texts=texts)
+
+
 @pytest.mark.parametrize("ending", ["ckpt", "safetensors"])
 @pytest.mark.parametrize("name", ["w", "v", "m.w", "global_step"])
 @pytest.mark.parametrize("rank", [0, 1])

@@ -29,7 +29,7 @@ class RanksForm(Form):
     """One file per rank, in a directory of its own."""
 
     name = "ranks"
-    options = FormOptions("rank", "rank files", Layouts.GIVEN, steps=True, formats=("ckpt", "safetensors"))
+    options = FormOptions("rank", "rank files", Layouts.GIVEN, steps=True, formats=("ckpt", "safetensors"), prefix=True)
 
     def recognise(self, src: str, names: Optional[Sequence[str]] = None) -> bool:
         """By ``{rank}`` in the path; this is also the form of unrecognised sources."""

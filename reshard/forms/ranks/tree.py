@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Optional
 
 from reshard.checkpoints.formats.headers import FORMATS, format_of
-from reshard.errors import CheckpointError, ReshardError
+from reshard.errors import CheckpointError, ReshardError, UsageError
 from reshard.forms.ranks.naming import FileNames, names_of
 from reshard.forms.ranks.refused import hint_of_checkpoints_below, refuse_other_forms
 from reshard.forms.ranks.steps import (
@@ -57,6 +57,7 @@ PEFT_ADAPTER = "adapter_model.safetensors"
 
 _PYTORCH_ENDINGS = (".bin", ".pt", ".pth")
 _MOST_STEPS = 20
+_MOST_NEAR = 3
 _CHOOSE = "choose with --file-suffix TEXT (only files whose stem ends so) or --step"
 
 
@@ -179,11 +180,24 @@ class SourceTree:
             UsageError: the text is not a step.
             CheckpointError: the source has no file of this step.
         """
-        step = Step.parse(text)
+        names = ["none in the name" if saved is None else str(saved) for saved in self.steps]
+        saved_steps = f"its steps: {some_names(names, _MOST_STEPS)}"
+        numbered = [saved for saved in self.steps if saved is not None]
+        try:
+            step = Step.parse(text)
+        except UsageError as error:
+            same = [f"--step {saved}" for saved in numbered if str(saved.step) == text]
+            meant = f"did you mean {' or '.join(same[:_MOST_NEAR])}? " if same else ""
+            error.hint = f"{meant}{error.hint}; {saved_steps}"
+            raise
         if step not in self.by_step:
-            names = ["none in the name" if saved is None else str(saved) for saved in self.steps]
-            saved_steps = some_names(names, _MOST_STEPS)
-            raise CheckpointError(f"{self.root}: has no files of step {step}; its steps: {saved_steps}", file=self.root)
+            older = sum(saved > step for saved in numbered)
+            near = [f"--step {saved}" for saved in numbered[max(older - 1, 0) : older + 1]]
+            raise CheckpointError(
+                f"{self.root}: has no files of step {step}; {saved_steps}",
+                file=self.root,
+                hint=f"the nearest: {' and '.join(near)}" if len(numbered) > _MOST_STEPS else None,
+            )
         return step
 
     def of_step(self, step: Optional[Step]) -> StepFiles:
