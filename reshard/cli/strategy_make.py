@@ -227,8 +227,8 @@ def strategy_make(
     if names is None:
         check_named(model_rules, tensors, config)
     target = target_of(sizes, typed)
-    where = f"a copy (reshard strategy rules {rules} > model.toml)" if is_builtin(rules) else rules
-    stages = make_strategy(model_rules, tensors, target, f"{where}, before its first [[parameter]]")
+    where = f"a copy of {rules} (reshard strategy rules {rules} > model.toml)" if is_builtin(rules) else rules
+    stages = make_strategy(model_rules, tensors, target, where)
     more = {
         "rules_file": rules,
         **({"set": switches} if switches else {}),
