@@ -10,8 +10,9 @@ from reshard.checkpoints import FileHandles
 from reshard.checkpoints.decryption import decryption_of
 from reshard.convert.options import Options
 from reshard.defaults import DEFAULT_PREFIX, usable_cpus
-from reshard.errors import UsageError
+from reshard.errors import CheckpointError, UsageError
 from reshard.forms.form import Form, Layouts
+from reshard.forms.ranks.steps import RANK
 from reshard.forms.registry import (
     FORMS,
     check_exists,
@@ -23,9 +24,11 @@ from reshard.forms.registry import (
 )
 from reshard.plan.edits import NO_EDITS, Edits, edits_of
 from reshard.plan.request import Request
-from reshard.storage import caches_listings
+from reshard.records.ledger import ledgers_in
+from reshard.storage import caches_listings, exists, is_directory
 from reshard.strategies import NONE, SAME, Strategy, required_strategies, shards_of, typed_strategy
 from reshard.text.name_filters import Filters
+from reshard.text.near_names import similar_path_hint
 from reshard.text.report import Report
 
 
@@ -177,6 +180,9 @@ def request_between(
     Raises:
         ReshardError: parameters are missing or contradict each other, or a strategy cannot be read.
     """
+    if RANK not in src and not exists(src) and is_directory(dst) and not ledgers_in(dst):
+        hint = similar_path_hint(src) or f"{dst} exists: the source comes first, then the target"
+        raise CheckpointError(f"{src}: does not exist", file=src, hint=hint)
     ends = read_ends(src, typed, report)
     return request_of(src, dst, ranks, typed, ends, edits_of(src, typed, ends.to))
 

@@ -209,9 +209,11 @@ def source_strategy(
             return recorded
         if strategy is None:
             check_holds_ranks(src)
+            file, directory, none = (f"'{word}'" if option.endswith("=") else word for word in ("FILE", "DIR", NONE))
             raise UsageError(
                 f"{src}: rank files do not record how they are cut",
-                hint=f"add {option}FILE or {option}DIR; for an unsharded checkpoint pass none: {option}none",
+                hint=f"add {option}{file} or {option}{directory}; for an unsharded checkpoint pass none: "
+                f"{option}{none}",
             )
         return typed_strategy(strategy, report)
     if strategy not in (None, NONE, "None"):
