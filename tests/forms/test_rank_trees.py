@@ -404,3 +404,15 @@ def test_directories_of_another_naming_suggest_a_rank_path(plain: World) -> None
     plain.save(tensors(), "ckpt_dir{rank}/net-1_10.ckpt")
     plain.refuses(3, f"if their numbers are the ranks, name them so: '{plain.src}/ckpt_dir{{rank}}'")
     done("inspect", f"{plain.src}/ckpt_dir{{rank}}")
+
+
+def test_files_that_are_named_after_other_ranks_give_a_warning(tmp_path: Path) -> None:
+    """As after a mistake in copying directories; one file may have been copied to all ranks, however."""
+    names = [f"rank_{rank}/net_rank_{name}-1_1.ckpt" for rank, name in enumerate((1, 0, 2, 3))]
+    (candidate,) = find_checkpoints(str(plant(tmp_path / "exchanged", names))).candidates()
+    (note,) = candidate.notes
+    assert "of ranks 0-1 have names of other ranks" in note and names[0] in note and names[1] in note
+    for kind, name in (("right", "net_rank_{}-1_1.ckpt"), ("copied", "net_rank_0-1_1.ckpt"), ("plain", "net-1_1.ckpt")):
+        files = plant(tmp_path / kind, [f"rank_{rank}/{name.format(rank)}" for rank in range(4)])
+        (candidate,) = find_checkpoints(str(files)).candidates()
+        assert not candidate.notes

@@ -242,10 +242,7 @@ class StepSelector:
         causes += [f"{index.path}: holds nothing" for index in step.indexes.values() if not index.tensors]
         absent = sorted(set(range(self._source.device_count)) - set(step.files))
         if absent:
-            count = self._source.device_count
-            causes.append(f"no file of {rank_ranges(absent)} ({count} in the strategy)")
-            if absent == list(range(max(absent[0], 1), count)):
-                causes.append(f"if the run had {plural(absent[0], 'rank')}, {self._source.path} is not its strategy")
+            causes.append(f"no file of {rank_ranges(absent)} ({self._source.device_count} in the strategy)")
         return Incomplete(step.label, step.place, [*causes, *stages], lost)
 
     def _needed_names(self, scope: Scope, edited: EditedStep) -> Optional[set[str]]:

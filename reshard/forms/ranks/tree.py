@@ -45,7 +45,7 @@ from reshard.storage import (
     store_of,
 )
 from reshard.text.near_names import similar_path_hint
-from reshard.text.wording import some_names
+from reshard.text.wording import rank_ranges, some_names
 
 _RANK_DIRECTORY = re.compile(r"(rank_|rank|)([0-9]+)")
 _FAULT_DIRECTORY = re.compile(r"(ckpt_dir)([0-9]+)")
@@ -58,6 +58,7 @@ PEFT_ADAPTER = "adapter_model.safetensors"
 _PYTORCH_ENDINGS = (".bin", ".pt", ".pth")
 _MOST_STEPS = 20
 _MOST_NEAR = 3
+_NAMED_RANK = re.compile(r"rank_?([0-9]{1,9})(?![0-9])")
 _CHOOSE = "choose with --file-suffix TEXT (only files whose stem ends so) or --step"
 
 
@@ -538,8 +539,20 @@ def _differences(step: Optional[Step], files: Iterable[RankFile]) -> Iterator[st
     subject = "the files" if step is None else f"the files of step {step}"
     by_series: dict[object, list[RankFile]] = defaultdict(list)
     by_format: dict[object, list[RankFile]] = defaultdict(list)
-    for file in files:
-        by_series[file.series].append(file)
+    named = {file: _NAMED_RANK.search(os.path.basename(file.path)) for file in files}
+    numbers = {file: int(match[1]) for file, match in named.items() if match is not None}
+    # One rank's file may have been copied to all others, under its name.
+    several = len(set(numbers.values())) > 1
+    misplaced = {file: file.path for file, number in numbers.items() if several and number != file.rank}
+    if misplaced:
+        ranks, examples = (
+            rank_ranges([file.rank for file in misplaced]),
+            some_names([*misplaced.values()], _MOST_LISTED),
+        )
+        yield f"{subject} of {ranks} have names of other ranks, as if directories were exchanged: {examples}"
+    for file in named:
+        if file not in misplaced:
+            by_series[file.series].append(file)
         by_format[format_of(file.path)].append(file)
     for groups, difference in ((by_series, "names"), (by_format, "formats")):
         if len(groups) > 1:
