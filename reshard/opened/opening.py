@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 from collections.abc import Sequence
@@ -12,13 +13,14 @@ from reshard.checkpoints import Decryption, FileHandles
 from reshard.checkpoints.decryption import decryption_of
 from reshard.checkpoints.formats.dtypes import MEMORY
 from reshard.defaults import MAX_MEMORY, usable_cpus
-from reshard.errors import UsageError
+from reshard.errors import ReshardError, UsageError
 from reshard.forms.form import Layouts, ReadRequest
 from reshard.forms.registry import FORMS, check_exists, check_holds_ranks, form_named, form_of
 from reshard.opened.checkpoint import OpenedCheckpoint, ReadingEffort
 from reshard.plan.edits import NO_EDITS, Edits, typed_edits
 from reshard.plan.request import Request
 from reshard.records.ledger import recorded_strategy
+from reshard.records.status import status_of
 from reshard.storage import caches_listings
 from reshard.strategies import NONE, SAME, Strategy, shards_of, target_named, target_words, typed_strategy
 from reshard.text.in_python import errors_in_python, in_python
@@ -206,6 +208,11 @@ def source_strategy(
         recorded = recorded_strategy(src) if strategy is None else None
         if recorded is not None:
             report.note(f"{src} is read with its recorded strategy: {option}{shlex.quote(recorded.path)}")
+            with contextlib.suppress(ReshardError):
+                if status_of(src).missing:
+                    report.warn(
+                        f"the conversion to {src} is not complete; to complete it: reshard resume {shlex.quote(src)}"
+                    )
             return recorded
         if strategy is None:
             check_holds_ranks(src)

@@ -176,6 +176,11 @@ def test_targets_are_read_with_the_strategy_that_their_conversion_recorded(saved
     assert f"--b-strategy {saved.new}" in compared.err
 
 
+def test_reading_an_unfinished_target_names_the_command_that_completes_it(saved: World) -> None:
+    saved.by_rank(0)
+    fails(3, "get", saved.dst, "w", texts=[f"to complete it: reshard resume {saved.dst}", "is not complete"])
+
+
 def test_recorded_strategies_apply_to_the_files_of_their_conversion_only(saved: World) -> None:
     saved.convert()
     commands: list[list[Argument]] = [["get", saved.dst, "w"], ["fingerprint", saved.dst], ["stats", saved.dst]]
