@@ -142,6 +142,11 @@ class Command(click.Command):
                 names = " and ".join(str(param.name).upper() for param in by_option)
                 reason = f"{names} {'is' if len(by_option) == 1 else 'are'} given by option"
                 raise click.UsageError(f"{error.message.rstrip('.')}: {reason}", ctx) from error
+            strategies = [param.opts[0] for param in self.params if str(param.name).endswith("_strategy")]
+            if "unexpected extra" in error.message and strategies:
+                # MindSpore's functions take strategies as arguments.
+                reason = f"strategies are options: {' S '.join(strategies)} S"
+                raise click.UsageError(f"{error.message.rstrip('.')}: {reason}", ctx) from error
             raise
 
     def invoke(self, ctx: click.Context) -> Any:

@@ -70,8 +70,8 @@ def diff(
     quiet = typed["quiet"]
     report = Report(listener())
     with contextlib.ExitStack() as stack:
-        opened_a = stack.enter_context(_opened(a, a_strategy, strategy, a_step, typed, report, edits_of(a, typed)))
-        opened_b = stack.enter_context(_opened(b, b_strategy, strategy, b_step, typed, report))
+        opened_a = stack.enter_context(_opened("a", a, a_strategy, strategy, a_step, typed, report, edits_of(a, typed)))
+        opened_b = stack.enter_context(_opened("b", b, b_strategy, strategy, b_step, typed, report))
         result = differences(opened_a, opened_b, typed["max_memory"] // 3, progress_of(quiet, typed["progress"]))
         sides = {"a": _side(a, opened_a), "b": _side(b, opened_b)}
     if typed["as_json"]:
@@ -183,6 +183,7 @@ def _row(pair: TensorPair) -> dict[str, Any]:
 
 
 def _opened(
+    side: str,
     src: str,
     own_strategy: Optional[str],
     shared_strategy: Optional[str],
@@ -198,4 +199,5 @@ def _opened(
         shared_strategy = None
     if not form.options.steps:
         typed = {**typed, "step": "latest"}
-    return opened(src, own_strategy or shared_strategy, typed, report, step, share=2, edits=edits)
+    strategy = own_strategy or shared_strategy
+    return opened(src, strategy, typed, report, step, share=2, edits=edits, option=f"--{side}-strategy ")

@@ -24,6 +24,7 @@ def opened(
     step: Optional[str] = None,
     share: int = 1,
     edits: Edits = NO_EDITS,
+    option: str = "--strategy ",
 ) -> OpenedCheckpoint:
     """Open a checkpoint by the options of `options.source`, `selection` and `effort`; full tensors.
 
@@ -35,13 +36,14 @@ def opened(
         step: which step, if not that of the options.
         share: how many share the memory.
         edits: names and types.
+        option: spelling of the option of the strategy, for messages.
 
     Raises:
         ReshardError: options contradict each other, or the checkpoint is missing.
     """
     filters = Filters(typed.get("include", ()), typed.get("exclude", ()))
     request = reading_request(
-        src, strategy, None, None, step or typed["step"], typed["file_suffix"], filters, report, edits, "--strategy "
+        src, strategy, None, None, step or typed["step"], typed["file_suffix"], filters, report, edits, option
     )
     decryption = options.decryption_of(typed)
     return open_requested(request, effort_of(typed, share), decryption, report)

@@ -16,15 +16,14 @@ from reshard.cli.conversion import summary_json
 from reshard.cli.output import echo_json, listener, say
 from reshard.cli.shard import Share
 from reshard.convert import Summary
-from reshard.defaults import DEFAULT_PREFIX
 from reshard.errors import InputError, ReplaceableError, TargetError, UsageError
 from reshard.forms.ranks.steps import RANK, fixed_directory
-from reshard.forms.registry import counted_as, form_named, form_of
+from reshard.forms.registry import counted_as
 from reshard.records import Ledger, RecordedCommand, strategy_digest
 from reshard.records.commands import requested_ranks
 from reshard.records.status import Status, status_of
 from reshard.storage import exists, is_directory, real
-from reshard.strategies import names_files, read_strategy, target_words
+from reshard.strategies import names_files, read_strategy
 from reshard.text.wording import counted_ranks, number_ranges, rank_ranges
 
 
@@ -78,7 +77,7 @@ def resume(ctx: click.Context, /, dst: str, as_json: bool, quiet: bool, verify: 
             file=dst,
             hint="run the original command again: it writes the missing files",
         )
-    words = words_of(command, dst)
+    words = command.words(dst)
     if ledger.is_replacing():
         words.append("--overwrite")
         once_more = "run its by-rank or --shard command again with --overwrite, or replace all ranks"
@@ -165,29 +164,11 @@ def _check_paths(command: RecordedCommand, status: Status, dst: str, words: Sequ
             )
 
 
-def words_of(command: RecordedCommand, dst: str) -> list[str]:
-    """The command of a run, with paths as they are recorded."""
-    target = os.path.join(os.curdir, dst) if dst.startswith("-") else dst
-    words = [command.task, command.src, target]
-    recovery = command.task == "recover"
-    to = form_named(command.to).options
-    if recovery:
-        words.append(f"--strategy={command.source_strategy}")
-    else:
-        if form_named(form_of(command.src)).options.needs_strategy:
-            words.append(f"--src-strategy={command.source_strategy}")
-        words += ["=".join(target_words(command.target_strategy))] if to.cut else []
-        words += [f"--format={command.format}"] if len(to.formats) > 1 else []
-    if command.prefix is not None and (command.prefix != DEFAULT_PREFIX or recovery):
-        words.append(f"--prefix={command.prefix}")
-    return words + command.option_words()
-
-
 def overwriting(command: RecordedCommand, dst: str, rank: Optional[int] = None) -> str:
     """The command that replaces all targets of a run, or that of one rank."""
     # Some forms are verified together only, so by-rank refuses --verify.
     verify = command.verify and rank is None
-    task, *words = words_of(command._replace(ranks=None, verify=verify), dst)
+    task, *words = command._replace(ranks=None, verify=verify).words(dst)
     return shown([*([task] if rank is None else ["by-rank", str(rank)]), *words, "--overwrite"])
 
 

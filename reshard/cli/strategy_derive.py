@@ -100,9 +100,10 @@ def strategy_derive(
 
     missing = [name for name, value in (("--src-sizes", src_sizes), ("--dst-sizes", dst_sizes)) if value is None]
     sources = _sources(src, src_sizes, also, also_sizes, missing)
-    if typed["optimizer_shards"] is None and not typed["weights_only"] and any(source.has_shards for source in sources):
+    sharded = [source.strategy.path for source in sources if source.has_shards]
+    if typed["optimizer_shards"] is None and not typed["weights_only"] and sharded:
         raise UsageError(
-            "--optimizer-shards is missing: the source has optimizer shards, the target may have others",
+            f"--optimizer-shards is missing: {sharded[0]} has optimizer shards, the target may have others",
             hint="pass --optimizer-shards off, -1 for all replicas, or N",
         )
     user_rules = read_rules(stated, partial=True) if stated is not None else None
@@ -112,7 +113,7 @@ def strategy_derive(
     if tensors is None:
         raise UsageError(
             f"--shapes is missing: {src} does not contain tensor shapes",
-            hint="pass the checkpoint that was saved with it, or an index of full weights",
+            hint=f"add --shapes CKPT, the checkpoint that was saved with {src}, or the index of its full weights",
         )
     from reshard.strategies.rules.shown import model_of
 
@@ -123,11 +124,11 @@ def strategy_derive(
     if user_rules is not None:
         rules = _merged(user_rules, rules)
     target = target_of(dst_sizes, typed)
+    where = stated if stated is not None else "a file for --rules"
     if target.sizes.stages > 1 and target.layers_per_stage is None:
-        uneven = uneven_source(sources, layer_numbers(model.weights, rules.pipeline, rules.path))
+        uneven = uneven_source(sources, layer_numbers(model.weights, rules.pipeline, rules.path, where))
         if uneven is not None:
             raise UsageError(f"{uneven}, so even stages are not assumed", hint="pass --layers-per-stage N,N")
-    where = stated if stated is not None else "a file, which --rules names"
     stages = make_strategy(rules, model, target, where)
     more = {
         "sources": [{"strategy": one.strategy.path, "sizes": dict(one.sizes.named)} for one in sources],

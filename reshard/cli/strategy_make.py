@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Optional, TypeVar
 
 import click
@@ -226,8 +227,8 @@ def strategy_make(
     if names is None:
         check_named(model_rules, tensors, config)
     target = target_of(sizes, typed)
-    where = f"a copy (reshard strategy rules {rules} > model.toml)" if is_builtin(rules) else rules
-    stages = make_strategy(model_rules, tensors, target, f"{where}, before its first [[parameter]]")
+    where = f"a copy of {rules} (reshard strategy rules {rules} > model.toml)" if is_builtin(rules) else rules
+    stages = make_strategy(model_rules, tensors, target, where)
     more = {
         "rules_file": rules,
         **({"set": switches} if switches else {}),
@@ -262,10 +263,16 @@ def under_names(tensors: ModelTensors, table: Optional[str], config: Optional[st
     shapes = {name: tensor.shape for name, tensor in tensors.weights.items()}
     applied = apply_rules(rules_named(table), shapes, sizes)
     renamed = []
+    states: dict[str, tuple[str, ...]] = {}
     for name, result in applied.views.items():
         (dtype, *more_dtypes) = {tensors.weights[source].dtype for source in result.sources}
         renamed.append(FullTensor(name, result.view.shape, None if more_dtypes else dtype))
-    return model_tensors(tensors.path, renamed, tensors.item_sizes)
+        # A tensor of several weights has the state that all of them have, as with convert --optimizer keep.
+        of_sources = [tensors.states.get(source, ()) for source in result.sources]
+        states[name] = tuple(prefix for prefix in of_sources[0] if all(prefix in each for each in of_sources))
+    states = {name: prefixes for name, prefixes in states.items() if prefixes}
+    made = model_tensors(tensors.path, renamed, tensors.item_sizes)
+    return replace(made, states=states, other_shapes=tensors.other_shapes)
 
 
 def _configuration(tensors: ModelTensors, config: Optional[str]) -> Optional[Configuration]:

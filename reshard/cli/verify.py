@@ -18,10 +18,10 @@ from reshard.convert.recorded import merge_hint, recorded_source, was_merged
 from reshard.convert.verifying import against_manifest, of_ranks, reading_sources, verify_with_source
 from reshard.errors import TargetError, UsageError
 from reshard.forms.registry import counted_as, form_named, form_of
+from reshard.opened.opening import source_strategy
 from reshard.records import read_manifest
 from reshard.records.commands import EDITS
 from reshard.records.status import status_of
-from reshard.strategies import Strategy, typed_strategy
 from reshard.text.globs import Filters
 from reshard.text.messages import MAX_LINES, listing
 from reshard.text.report import Report
@@ -157,19 +157,13 @@ def _compare_replicas(
 ) -> tuple[list[Difference], str]:
     """Differences between copies of the same slices, and the verdict without any."""
     form = form_of(out)
+    source = source_strategy(out, form, strategy, typed["file_suffix"], report, "--strategy ")
     if form_named(form).options.by_rank:
-        if strategy is None:
-            raise UsageError("--strategy is missing", hint="--replicas needs the strategy of OUT")
-        source = typed_strategy(strategy, report)
         differing, verdict = verify_replicas(
             out, source, typed["step"], typed["file_suffix"], filters, means, report, crcs
         )
-    elif strategy is not None or typed["file_suffix"] is not None:
-        raise UsageError(
-            f"{out}: is of the form {form}; --strategy and --file-suffix are for rank trees", hint="leave them out"
-        )
     else:
-        place = CheckpointPlace(out, form, Strategy.none(), typed["step"])
+        place = CheckpointPlace(out, form, source, typed["step"])
         differing, verdict = verify_copies(place, filters, means, report, crcs)
     return list(differing), verdict
 

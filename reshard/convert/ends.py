@@ -10,9 +10,10 @@ from reshard.checkpoints import FileHandles
 from reshard.checkpoints.decryption import decryption_of
 from reshard.convert.options import Options
 from reshard.defaults import DEFAULT_PREFIX, usable_cpus
-from reshard.errors import UsageError
+from reshard.errors import CheckpointError, UsageError
 from reshard.forms import DEFAULT_FORM
 from reshard.forms.form import Form, Layouts
+from reshard.forms.ranks.steps import RANK
 from reshard.forms.registry import (
     all_forms,
     check_exists,
@@ -24,9 +25,11 @@ from reshard.forms.registry import (
 )
 from reshard.plan.edits import NO_EDITS, Edits, edits_of
 from reshard.plan.request import Request
-from reshard.storage import caches_listings
+from reshard.records.ledger import ledgers_in
+from reshard.storage import caches_listings, exists, is_directory
 from reshard.strategies import NONE, SAME, Strategy, required_strategies, shards_of, typed_strategy
 from reshard.text.globs import Filters
+from reshard.text.near_names import similar_path_hint
 from reshard.text.report import Report
 
 
@@ -138,6 +141,11 @@ def _check(src: str, form: Form, to: Form, typed: Mapping[str, Any]) -> None:
         )
     if typed.get("format") not in (None, "same", *to.options.formats):
         raise UsageError(f"--to {to.name} writes .{to.options.formats[0]} files", hint="leave out --format")
+    if not to.options.prefix and typed.get("prefix", DEFAULT_PREFIX) != DEFAULT_PREFIX:
+        raise UsageError(
+            f"--prefix: --to {to.name} has fixed file names",
+            hint="remove --prefix; to put TEXT before the names of tensors: --rename '*=TEXT*'",
+        )
     if not to.options.shard_size and typed.get("max_shard_size") is not None:
         sized = " and ".join(f"--to {each.name}" for each in all_forms() if each.options.shard_size)
         raise UsageError(f"--max-shard-size is for {sized}", hint="remove --max-shard-size")
@@ -173,6 +181,9 @@ def request_between(
     Raises:
         ReshardError: parameters are missing or contradict each other, or a strategy cannot be read.
     """
+    if RANK not in src and not exists(src) and is_directory(dst) and not ledgers_in(dst):
+        hint = similar_path_hint(src) or f"{dst} exists: the source comes first, then the target"
+        raise CheckpointError(f"{src}: does not exist", file=src, hint=hint)
     ends = read_ends(src, typed, report)
     return request_of(src, dst, ranks, typed, ends, edits_of(src, typed, ends.to))
 

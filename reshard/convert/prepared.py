@@ -10,6 +10,7 @@ from typing import Optional
 
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import GlobalTensor
+from reshard.checkpoints.edited import stored_checkpoint
 from reshard.convert.options import Options
 from reshard.convert.recorded import command_of
 from reshard.convert.source_crcs import Check, SourceCrcs, damaged_files
@@ -29,7 +30,8 @@ from reshard.plan.plan import Plan
 from reshard.plan.planner import make_plan
 from reshard.plan.request import Request
 from reshard.records import SourceSampler
-from reshard.source_replicas import ReplicaCheck, compare_replicas
+from reshard.source_replicas import ReplicaCheck, check_copies, compare_replicas
+from reshard.source_replicas.samples import EFFORTS
 from reshard.source_replicas.swapped import SwapTest
 from reshard.storage import storage_of, store_of
 from reshard.storage.costs import LOCAL
@@ -339,13 +341,18 @@ class Prepared:
         """Compare replicas of the source, unless another run has done so."""
         options, plan = self._options, self.plan
         request, checkpoint = plan.request, rank_checkpoint_of(plan.checkpoint)
-        if checkpoint is None or request.source.is_none:
-            return None
         if options.part is not None or not self.state.work:
             return None
-        if options.check_replicas == "never":
-            return ReplicaCheck("nothing")
         effort = "more" if options.check_replicas == "auto" and options.verify else options.check_replicas
+        if checkpoint is None and effort != "never":
+            seconds = EFFORTS["auto" if effort == "auto" else "more"].seconds
+            check_copies(
+                stored_checkpoint(plan.checkpoint), self._stored(), self._handles, self.state.execution, seconds
+            )
+        if checkpoint is None or request.source.is_none:
+            return None
+        if effort == "never":
+            return ReplicaCheck("nothing")
         tensors = self._compared(checkpoint, effort)
         comparison = compare_replicas(
             tensors, checkpoint.source, self._handles, self.state.execution, self._progress, effort
@@ -382,19 +389,23 @@ class Prepared:
         finally:
             reader.close()
 
+    def _stored(self) -> list[str]:
+        """The tensors in the source files that are converted."""
+        checkpoint = self.plan.checkpoint
+        stored: set[str] = set()
+        for source in (source for name in self.plan.sorted.resharded for source in checkpoint.tensors[name].sources):
+            decoding = source.decoding
+            stored.update([source.name] if decoding is None else [decoding.stored, *decoding.beside])
+        return sorted(stored & stored_checkpoint(checkpoint).tensors.keys())
+
     def _compared(self, checkpoint: RankCheckpoint, effort: str) -> list[GlobalTensor]:
         """The tensors to compare.
 
         The samples do not depend on the requested target ranks: every run judges the source strategy alike.
         """
         if effort == "all" or not self.plan.request.edits.is_empty:
-            tensors = self.plan.checkpoint.tensors
-            stored: set[str] = set()
-            for source in (source for name in self.plan.sorted.resharded for source in tensors[name].sources):
-                decoding = source.decoding
-                stored.update([source.name] if decoding is None else [decoding.stored, *decoding.beside])
             # Scales that no strategy lists are compared where they are read.
-            return [checkpoint.tensors[name] for name in sorted(stored) if name in checkpoint.tensors]
+            return [checkpoint.tensors[name] for name in self._stored()]
         target, admit = self.plan.request.target, self.plan.request.filters.admit
         parameters = set(target.parameters)
         return [

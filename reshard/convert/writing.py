@@ -100,7 +100,7 @@ class Writing:
     Attributes:
         manifest: the manifest, if it was written.
         bytes_copied: bytes of tensors that the file system copied by itself.
-        work: target files that were not written when writing began.
+        work: target files to write; afterwards those that this run wrote, as another run may have written some.
     """
 
     def __init__(
@@ -179,9 +179,10 @@ class Writing:
         self._progress.begin(sum(self._plan.data_bytes(self.work).values()), "writing")
         try:
             write(counted)
+            self.work = tuple(file for file in self.work if file in counted.files)
         except BaseException:
             if self._directory is not None:
-                count = f"{counted.files} of {plural(len(self.work), counted_as(self._plan.form.name))}"
+                count = f"{len(counted.files)} of {plural(len(self.work), counted_as(self._plan.form.name))}"
                 self._report.warn(f"{count} written; run the same command again to continue")
             raise
         finally:
@@ -202,7 +203,7 @@ class Counted(Progress):
     def __init__(self, listener: Progress) -> None:
         self.file_bytes = 0
         self.bytes_copied = 0
-        self.files = 0
+        self.files: set[int] = set()
         self.overflows: Counter[str] = Counter()
         self._listener = listener
 
@@ -218,7 +219,7 @@ class Counted(Progress):
     def committed(self, rank: int, size: int) -> None:
         """Count and pass on."""
         self.file_bytes += size
-        self.files += 1
+        self.files.add(rank)
         self._listener.committed(rank, size)
 
     def overflowed(self, name: str, count: int) -> None:

@@ -339,6 +339,4 @@ def unreadable(source: StoredSlice, error: Exception) -> ReshardError:
     """The error for a file that can no longer be read."""
     if isinstance(error, OSError) and is_read_only(error):
         return reading_error(source.path, error)
-    return RetryableError(
-        f"{source.path}: cannot be read (rank {source.rank}): {error}", file=source.path, rank=source.rank
-    )
+    return RetryableError(f"{source.path}: cannot be read: {error}", file=source.path, rank=source.rank)

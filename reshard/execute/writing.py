@@ -237,7 +237,7 @@ class TargetWriter:
         if status.size != planned or self.written != planned:
             size = status.size if status.size != planned else self.written
             raise RetryableError(
-                f"{self.target.path}: {size} bytes were written where {planned} were planned (rank {self.target.rank})",
+                f"{self.target.path}: {size} bytes were written where {planned} were planned",
                 file=self.target.path,
                 rank=self.target.rank,
             )

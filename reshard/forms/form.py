@@ -50,6 +50,7 @@ class FormOptions(NamedTuple):
         steps: a source may hold several steps, for --step.
         formats: formats of its files, for --format; none for a form that is only read.
         shard_size: the size of target files can be chosen, with --max-shard-size.
+        prefix: names of target files can be chosen, with --prefix.
         shards: tensors may be cut by rows over a number of files, with --shards.
         mindspore: MindSpore loads its files.
         names: the names that its tensors have.
@@ -62,6 +63,7 @@ class FormOptions(NamedTuple):
     steps: bool = False
     formats: tuple[str, ...] = ("safetensors",)
     shard_size: bool = False
+    prefix: bool = False
     shards: bool = False
     mindspore: bool = True
     names: Names = Names.MODEL

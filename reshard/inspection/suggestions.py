@@ -17,7 +17,6 @@ from reshard.checkpoints import Decryption
 from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.errors import CheckpointError, InputError, ReshardError
 from reshard.forms.form import Names
-from reshard.forms.ranks.rank_files import STRATEGY_FILE
 from reshard.forms.ranks.steps import RANK, fixed_directory
 from reshard.forms.ranks.tree import find_rank
 from reshard.forms.registry import form_of
@@ -26,11 +25,10 @@ from reshard.names import Configuration, builtin_names, config_beside, rules_nam
 from reshard.names.options import settle, side_of
 from reshard.plan.edits import between_forms, edited, typed_edits, words_of_packing
 from reshard.quantised.schemes import stated_settings
-from reshard.records import strategy_digest
-from reshard.records.ledger import current, ledgers_in, packing_of
+from reshard.records.ledger import packing_of, recorded_strategy
 from reshard.records.status import status_of
 from reshard.storage import absolute, exists, is_directory
-from reshard.strategies import NONE, SAME, Strategy, names_files, read_strategy
+from reshard.strategies import NONE, Strategy, read_strategy
 from reshard.strategies.beside import equal_layouts, strategies_in
 from reshard.text.names import WEIGHTS, is_weight, training_globs
 from reshard.text.report import Report
@@ -183,7 +181,7 @@ def suggest(
     fitting: list[Strategy] = []
     recorded = None
     if subject.form.options.needs_strategy and strategy is None:
-        recorded = _recorded_strategy(places[0])
+        recorded = recorded_strategy(src)
     if recorded is not None:
         strategy, subject = recorded, inspected(recorded)
     elif subject.form.options.needs_strategy and strategy is None:
@@ -219,26 +217,6 @@ def suggest(
         model,
         [*resumed, *advisor.all()],
     )
-
-
-def _recorded_strategy(directory: str) -> Optional[Strategy]:
-    """The target strategy of the conversion that wrote a directory; None if it is unknown, missing or changed."""
-    with suppress(ReshardError):
-        begun = current(ledgers_in(directory or os.curdir))
-        if len(begun) != 1:
-            return None
-        identity, commands = begun[0].identity, begun[0].commands()
-        path = commands[0].target_strategy if commands else None
-        if path == SAME:
-            written = os.path.join(directory, STRATEGY_FILE)
-            path = written if exists(written) else commands[0].source_strategy
-        if path == NONE and identity.ranks == 1:
-            return Strategy.none()
-        if path is not None and names_files(path) and exists(path):
-            strategy = read_strategy(path)
-            if strategy_digest(strategy) == identity.target_strategy:
-                return strategy
-    return None
 
 
 def _resume(src: str, options: Sequence[str]) -> Iterator[Suggestion]:

@@ -19,7 +19,7 @@ from typing import Optional
 
 from reshard.checkpoints import Decryption, FileHandles
 from reshard.defaults import MAX_DEVICES
-from reshard.errors import CheckpointError, InputError, UsageError
+from reshard.errors import CheckpointError, InputError, ReshardError, UsageError
 from reshard.forms.ranks import SourceTree, Step, find_checkpoints
 from reshard.forms.ranks.checkpoint import RankCheckpoint, SourceStep
 from reshard.forms.ranks.coverage import LostParameter, check_ranks
@@ -29,6 +29,7 @@ from reshard.forms.ranks.tree import find_rank, skipped_directories
 from reshard.inspection.contents import Finding, InspectedContents, contents_of, conversion_findings, error_by_name
 from reshard.records.ledger import ledgers_in
 from reshard.records.manifest import MANIFEST_NAME
+from reshard.records.status import status_of
 from reshard.storage import (
     absolute,
     exists,
@@ -216,6 +217,18 @@ class _Inspection:
         self._steps = {number: self._by_names(number, sizes) for number in tree.steps}
         self._find_in_names()
 
+    def _find_conversion(self, name: str) -> None:
+        """Add whether a conversion to this tree is finished."""
+        text = f"{self._tree.root}: was written by reshard"
+        hint = f"`reshard status {name}` shows what is done and what is missing"
+        with suppress(ReshardError):
+            status = status_of(self._tree.root)
+            if status.missing:
+                written = len(status.wanted) - len(status.missing)
+                text += f", and is not complete: {written} of {plural(len(status.wanted), 'rank')} written"
+                hint = f"`reshard resume {name}` completes it" if status.resumable else hint
+        self._note("conversion", text, hint=hint)
+
     def run(self, requested: Optional[Step]) -> InspectedTree:
         """The inspection, with headers of the ``requested`` step, or of the newest."""
         inspected = InspectedTree(self._tree.root, self._tree.ranks, list(self._steps.values()), self._findings)
@@ -259,11 +272,7 @@ class _Inspection:
         """Add findings that need no headers."""
         tree = self._tree
         if not tree.single_file and is_directory(tree.root) and _converted(tree.root):
-            self._note(
-                "conversion",
-                f"{tree.root}: was written by reshard",
-                hint=f"`reshard status {shlex.quote(tree.root)}` shows what is done and what is missing",
-            )
+            self._find_conversion(shlex.quote(tree.root))
         unfinished, saves = ([], []) if tree.single_file else skipped_directories(tree.root)
         for path in unfinished:
             self._note("unfinished", f"{path}: is unfinished (its name ends in _tmp) and is skipped")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Optional, Union
@@ -11,13 +13,15 @@ from reshard.checkpoints import Decryption, FileHandles
 from reshard.checkpoints.decryption import decryption_of
 from reshard.checkpoints.formats.dtypes import MEMORY
 from reshard.defaults import MAX_MEMORY, usable_cpus
-from reshard.errors import UsageError
+from reshard.errors import ReshardError, UsageError
 from reshard.forms import DEFAULT_FORM
 from reshard.forms.form import Layouts, ReadRequest
 from reshard.forms.registry import check_exists, check_holds_ranks, form_named, form_of
 from reshard.opened.checkpoint import OpenedCheckpoint, ReadingEffort
 from reshard.plan.edits import NO_EDITS, Edits, typed_edits
 from reshard.plan.request import Request
+from reshard.records.ledger import recorded_strategy
+from reshard.records.status import status_of
 from reshard.storage import caches_listings
 from reshard.strategies import NONE, SAME, Strategy, shards_of, target_named, target_words, typed_strategy
 from reshard.text.globs import Filters
@@ -187,7 +191,7 @@ def open_requested(
 def source_strategy(
     src: str, form: str, strategy: Optional[str], file_suffix: Optional[str], report: Report, option: str
 ) -> Strategy:
-    """The strategy of a source; `none` if its form records the layouts.
+    """The strategy of a source, as typed or recorded by the conversion that wrote it; `none` for other forms.
 
     Args:
         src: the source.
@@ -198,15 +202,26 @@ def source_strategy(
         option: spelling of the option, for messages.
 
     Raises:
-        UsageError: it is missing for rank directories, or given for another form.
+        UsageError: rank directories have neither, or it is given for another form.
     """
     check_exists(src)
     if form_named(form).options.needs_strategy:
+        recorded = recorded_strategy(src) if strategy is None else None
+        if recorded is not None:
+            report.note(f"{src} is read with its recorded strategy: {option}{shlex.quote(recorded.path)}")
+            with contextlib.suppress(ReshardError):
+                if status_of(src).missing:
+                    report.warn(
+                        f"the conversion to {src} is not complete; to complete it: reshard resume {shlex.quote(src)}"
+                    )
+            return recorded
         if strategy is None:
             check_holds_ranks(src)
+            file, directory, none = (f"'{word}'" if option.endswith("=") else word for word in ("FILE", "DIR", NONE))
             raise UsageError(
                 f"{src}: rank files do not record how they are cut",
-                hint=f"add {option}FILE or {option}DIR; for an unsharded checkpoint pass none: {option}none",
+                hint=f"add {option}{file} or {option}{directory}; for an unsharded checkpoint pass none: "
+                f"{option}{none}",
             )
         return typed_strategy(strategy, report)
     if strategy not in (None, NONE, "None"):

@@ -14,9 +14,7 @@ from reshard.errors import CheckpointError, UsageError
 from reshard.text.globs import Glob
 from reshard.text.messages import listing
 from reshard.text.names import is_weight
-from reshard.text.near_names import near_names
 from reshard.text.report import Report
-from reshard.text.wording import quoted
 
 
 class CastRule(NamedTuple):
@@ -154,10 +152,12 @@ class _RequestedTypes:
                         parameter=not_floating[0],
                         hint="remove this --cast: these tensors are copied unchanged",
                     )
-                near = near_names(glob.pattern, names)
+                # Loaded only here: a run without mistakes does not need it.
+                from reshard.text.filter_advice import advice_on_unmatched
+
                 raise CheckpointError(
-                    f"--cast {glob.pattern}={dtype}: matches no tensor of the target",
-                    hint=f"did you mean {' or '.join(map(quoted, near))}?" if near else None,
+                    f"--cast {glob.pattern}={dtype}: matches no tensor of the target; "
+                    + advice_on_unmatched("--cast", glob.pattern, names, f"={dtype}"),
                 )
 
 

@@ -310,9 +310,13 @@ class ScaledCodes:
             valid = (scales > 0) & (scales < np.inf)
             first = tuple(np.argwhere(~valid)[0].tolist())
             place, value = [at + low for at, (low, _) in zip(first, box)], scales[first]
+            point = tuple((at, at + 1) for at in place)
+            file = next(each for each in self._scales.slices if intersection(each.box, point) is not None)
             raise CheckpointError(
-                f"{quoted(self._scales.name)}: the scale at {place} is {value}, so this part of "
+                f"{file.path}: the scale {quoted(self._scales.name)} at {place} is {value}, so this part of "
                 f"{quoted(self._tensor.name)} cannot be dequantised",
+                file=file.path,
+                rank=file.rank,
                 parameter=self._tensor.name,
                 hint="the checkpoint is damaged or was quantised wrongly; without --dequantize, it is copied unchanged",
             )
@@ -504,7 +508,14 @@ def dequantised(checkpoint: Checkpoint, quantisation: Quantisation) -> tuple[Che
         CheckpointError: a tensor is quantised in an unknown way, or scales do not fit.
     """
     tensors = stored_tensors(checkpoint)
-    recognised = recognise(tensors, quantisation.config, quantisation.description, quantisation.place)
+    try:
+        recognised = recognise(tensors, quantisation.config, quantisation.description, quantisation.place)
+    except CheckpointError as error:
+        if error.parameter in tensors and error.file is None:
+            error.rank = checkpoint.holders(error.parameter)[0]
+            error.file = checkpoint.files[error.rank]
+            error.message = f"{error.file}: {error.message}"
+        raise
     if not recognised.tensors:
         return checkpoint, recognised
     return DequantisedCheckpoint(checkpoint, recognised, quantisation.dtype), recognised

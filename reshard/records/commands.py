@@ -20,10 +20,11 @@ from reshard.defaults import CHOICES, DEFAULT_PREFIX, MAX_DEVICES
 from reshard.errors import TargetError, UsageError
 from reshard.forms import DEFAULT_FORM, FORM_CLASSES
 from reshard.forms.ranks import Step
+from reshard.forms.registry import form_named, form_of
 from reshard.records.identity import attributes_of, short_digest
 from reshard.storage import is_absolute, names_in, read_json, reading, status_at, store_of, write_whole
 from reshard.storage.json_text import Fields, JsonError
-from reshard.strategies import names_files, shards_of
+from reshard.strategies import names_files, shards_of, target_words
 from reshard.text.wording import number_ranges, quoted
 
 VERSION = 1
@@ -123,6 +124,23 @@ class RecordedCommand(NamedTuple):
                 values = value if isinstance(value, tuple) else (value,)
                 words += [option] if value is True else [f"{option}={each}" for each in values]
         return words
+
+    def words(self, dst: str) -> list[str]:
+        """The command, with paths as they are recorded."""
+        target = os.path.join(os.curdir, dst) if dst.startswith("-") else dst
+        words = [self.task, self.src, target]
+        recovery = self.task == "recover"
+        to = form_named(self.to).options
+        if recovery:
+            words.append(f"--strategy={self.source_strategy}")
+        else:
+            if form_named(form_of(self.src)).options.needs_strategy:
+                words.append(f"--src-strategy={self.source_strategy}")
+            words += ["=".join(target_words(self.target_strategy))] if to.cut else []
+            words += [f"--format={self.format}"] if len(to.formats) > 1 else []
+        if self.prefix is not None and (self.prefix != DEFAULT_PREFIX or recovery):
+            words.append(f"--prefix={self.prefix}")
+        return words + self.option_words()
 
     def write(self, directory: str) -> None:
         """Write the record, and make it the latest.

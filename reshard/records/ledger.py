@@ -28,9 +28,11 @@ from collections.abc import Collection, Iterable, Iterator
 from typing import Callable, NamedTuple, Optional
 
 from reshard.errors import ReshardError, TargetError
+from reshard.forms.ranks import find_checkpoints
+from reshard.forms.ranks.rank_files import STRATEGY_FILE
 from reshard.forms.ranks.steps import RANK, fixed_directory
 from reshard.records.commands import IS_COMMAND, RecordedCommand, commands_in
-from reshard.records.identity import Identity, short_digest
+from reshard.records.identity import Identity, short_digest, strategy_digest
 from reshard.records.record_files import PLAN, REPLACED, RecordDirectory, names_in
 from reshard.records.sources import SourceFile
 from reshard.storage import (
@@ -50,6 +52,7 @@ from reshard.storage import (
 )
 from reshard.storage.directories import OWN
 from reshard.storage.json_text import Fields
+from reshard.strategies import NONE, SAME, Strategy, names_files, read_strategy
 
 _OURS = re.compile(r"[0-9a-f]{16}")
 _PART_OF_TARGET = re.compile(r"(rank|iteration)_[0-9]+")
@@ -460,18 +463,56 @@ def packing_of(src: str) -> tuple[str, ...]:
     Args:
         src: a directory, a rank's directory or a file in one, or a path with ``{rank}``.
     """
-    directory = (fixed_directory(src) if RANK in src else src).rstrip("/")
     # Damaged records of a source are no reason to refuse it.
     with contextlib.suppress(ReshardError):
-        places = [os.path.dirname(directory) if is_regular_file(directory) else directory]
-        # A rank's or an iteration's directory is a part of the conversion's; other directories in it are not.
-        if _PART_OF_TARGET.fullmatch(os.path.basename(places[0])):
-            places.append(os.path.dirname(places[0]))
-        for place in places:
-            begun = current(ledgers_in(place or os.curdir))
-            if begun:
-                return next((command.packing for command in begun[0].commands()), ()) if len(begun) == 1 else ()
+        written = _conversion_of(src)
+        return () if written is None else next((command.packing for command in written[1].commands()), ())
     return ()
+
+
+def recorded_strategy(src: str) -> Optional[Strategy]:
+    """The target strategy of the conversion that wrote all files of a rank tree.
+
+    Args:
+        src: as for `packing_of`.
+
+    Returns:
+        None if it is unknown, missing or changed, or if there are other checkpoints beside the conversion's.
+    """
+    with contextlib.suppress(ReshardError):
+        written = _conversion_of(src)
+        if written is None:
+            return None
+        directory, ledger = written
+        identity, tree = ledger.identity, find_checkpoints(src)
+        paths = {os.path.relpath(file.path, directory or os.curdir) for file in tree.files}
+        if not paths <= set(map(identity.file_of, tree.ranks)) or (tree.single_file and identity.ranks > 1):
+            return None
+        path = next((command.target_strategy for command in ledger.commands()), None)
+        if path == SAME:
+            made = os.path.join(directory, STRATEGY_FILE)
+            path = made if exists(made) else ledger.commands()[0].source_strategy
+        if path == NONE and identity.ranks == 1:
+            return Strategy.none()
+        if path is not None and names_files(path) and exists(path):
+            strategy = read_strategy(path)
+            if strategy_digest(strategy) == identity.target_strategy:
+                return strategy
+    return None
+
+
+def _conversion_of(src: str) -> Optional[tuple[str, Ledger]]:
+    """The directory and the records of the only conversion that wrote a checkpoint; see `packing_of`."""
+    directory = (fixed_directory(src) if RANK in src else src).rstrip("/")
+    places = [os.path.dirname(directory) if is_regular_file(directory) else directory]
+    # A rank's or an iteration's directory is a part of the conversion's; other directories in it are not.
+    if _PART_OF_TARGET.fullmatch(os.path.basename(places[0])):
+        places.append(os.path.dirname(places[0]))
+    for place in places:
+        begun = current(ledgers_in(place or os.curdir))
+        if begun:
+            return (place, begun[0]) if len(begun) == 1 else None
+    return None
 
 
 def ledgers_in(destination: str) -> list[Ledger]:

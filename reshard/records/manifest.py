@@ -19,7 +19,6 @@ from reshard.records.identity import Identity
 from reshard.records.ledger import ledgers_in
 from reshard.storage import (
     exists,
-    is_directory,
     read_json,
     reading,
     remove_file,
@@ -140,14 +139,19 @@ def read_manifest(directory: str) -> Manifest:
 
 
 def _missing(directory: str, path: str) -> CheckpointError:
-    if not is_directory(directory):
+    ledgers = ledgers_in(directory)
+    if not exists(directory):
+        hint = similar_path_hint(directory) or "name the DST of a conversion"
+        return CheckpointError(f"{directory}: does not exist", file=directory, hint=hint)
+    if not ledgers:
+        name = shlex.quote(directory)
         return CheckpointError(
-            f"{directory}: {'is not a directory' if exists(directory) else 'does not exist'}",
+            f"{directory}: is no directory that reshard wrote: it has no {MANIFEST_NAME}",
             file=directory,
-            hint=similar_path_hint(directory) or "name the DST of a conversion",
+            hint=f"verify needs the DST of a conversion, or its source (reshard verify {name} --src SRC); to check "
+            f"another checkpoint: reshard inspect {name}, reshard fingerprint {name} or reshard diff {name} OTHER",
         )
     hint = "it is written when all target files are converted; run the same command again to continue"
-    ledgers = ledgers_in(directory)
     with contextlib.suppress(TargetError):
         commands = [command for ledger in ledgers for command in ledger.commands()]
         if commands:

@@ -25,7 +25,7 @@ _FIELD_WORDS = {
     "task": "the task",
     "form": "the form (--to)",
     "division": "the division into files (--max-shard-size)",
-    "edits": "names, types or adapter (--names, --config, --rename, --cast, --dequantize, --alpha)",
+    "edits": "names or types (--names, --config, --rename, --cast, --dequantize)",
 }
 
 
@@ -75,6 +75,13 @@ class Refusals:
         )
         differs = differing(self._mine, theirs)
         options = _differing_options(command, recorded[0]) if command is not None and recorded else {}
+        if any(options.values()):
+            # A digest of files also differs as a consequence of other options.
+            differs = [field for field in differs if options.get(field, [field])]
+        merged_here, merged_there = _is_merged(self._mine, [command]), _is_merged(theirs, recorded)
+        if merged_here or merged_there:
+            where = "" if merged_here and merged_there else " (none here)" if merged_there else " (none there)"
+            options["edits"] = [f"the adapter{where}" if where else "the adapter or its --alpha"]
         differences = ", ".join(
             f"{_FIELD_WORDS[field]}{_values(self._mine, theirs, field)}"
             if not options.get(field)
@@ -88,6 +95,10 @@ class Refusals:
             replace = f"remove {some_names(in_the_way, 3)}, which match no record, and {replace}"
         if typed is None:
             hint = f"repeat the earlier command, {elsewhere}, or {replace}"
+            if recorded:
+                hint += f"\nthe earlier command: {shlex.join(['reshard', *recorded[0].words(self._root)])}"
+            elif merged_there:
+                hint += "\nthe earlier command was reshard merge-lora"
         elif differs == ["step"] and not self._whole:
             # In another directory the other ranks would be missing, or of another step than these.
             hint = f"convert every rank with --step {theirs.step}, since a checkpoint has one step; or {replace}"
@@ -180,6 +191,11 @@ def differing(mine: Identity, theirs: Identity) -> list[str]:
     if "step" in fields and "names" in fields and mine.names.prefix is None and theirs.names.prefix is None:
         fields.remove("names")
     return fields
+
+
+def _is_merged(identity: Identity, commands: Sequence[Optional[RecordedCommand]]) -> bool:
+    """Whether merge-lora makes a conversion: it changes weights, and no command is recorded for it."""
+    return bool(identity.edits) and not any(commands)
 
 
 def _values(mine: Identity, theirs: Identity, field: str) -> str:

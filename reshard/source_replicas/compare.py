@@ -8,15 +8,69 @@ they are reduced: only a full comparison includes them, and reports them separat
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterable
 
 from reshard.checkpoints import FileHandles
-from reshard.checkpoints.checkpoint import GlobalTensor
+from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor
+from reshard.errors import CheckpointError
 from reshard.execute import ExecutionOptions, Progress
 from reshard.forms.ranks.checkpoint import SourceStep
-from reshard.source_replicas.choice import group_parameters
+from reshard.layout import volume_of
+from reshard.source_replicas.choice import Holder, group_parameters, number_of
 from reshard.source_replicas.outcome import ReplicaComparison, Tally, is_gradient
-from reshard.source_replicas.samples import EFFORTS, ReplicaFiles, Samples
+from reshard.source_replicas.samples import EFFORTS, MOST_PLACES, UNREADABLE, ReplicaFiles, Samples
+from reshard.text.wording import quoted
+
+
+def check_copies(
+    checkpoint: Checkpoint, names: Iterable[str], handles: FileHandles, execution: ExecutionOptions, seconds: float
+) -> None:
+    """Compare samples of slices that several files hold by the checkpoint's own metadata.
+
+    Damaged metadata can place a slice where others are; then nothing is missing, and one of them is read.
+
+    Args:
+        checkpoint: the stored checkpoint.
+        names: the tensors to compare.
+        handles: open files.
+        execution: storage, threads and memory.
+        seconds: maximum time.
+
+    Raises:
+        CheckpointError: copies differ.
+    """
+    deadline = time.monotonic() + seconds
+    with contextlib.closing(ReplicaFiles(checkpoint, handles, execution)) as files:
+        # Another order than in the files: every tensor may come first.
+        for tensor in sorted((checkpoint.tensors[name] for name in names), key=lambda tensor: number_of(tensor.name)):
+            for sharding, present in zip(tensor.shardings, checkpoint.present(tensor)):
+                for number in range(sharding.grid.slice_count):
+                    numbers = [holder for holder in sharding.holders(number) if holder in present]
+                    box = sharding.stored_box(number)
+                    if len(numbers) < 2 or not volume_of(box) or time.monotonic() > deadline:
+                        continue
+                    first, *others = (Holder(holder, box) for holder in numbers)
+                    with contextlib.suppress(*UNREADABLE):
+                        for place in range(MOST_PLACES):
+                            data = files.own_sample(tensor, first, place)
+                            for holder in others:
+                                if files.own_sample(tensor, holder, place) != data:
+                                    raise _copies_differ(checkpoint, tensor, first, holder)
+                            if data != data[: tensor.item_size] * (len(data) // tensor.item_size):
+                                break
+
+
+def _copies_differ(checkpoint: Checkpoint, tensor: GlobalTensor, first: Holder, other: Holder) -> CheckpointError:
+    paths = [checkpoint.indexes[holder.rank].path for holder in (first, other)]
+    return CheckpointError(
+        f"{paths[1]}: {quoted(tensor.name)} differs from that in {paths[0]}, and both are the box "
+        f"{[list(interval) for interval in first.box]} by the metadata of {checkpoint.place}",
+        file=paths[1],
+        parameter=tensor.name,
+        hint="the metadata or a file is damaged: take them from a copy, or another step; if the ranks that wrote them "
+        "have diverged: --check-replicas never",
+    )
 
 
 def compare_replicas(

@@ -11,10 +11,10 @@ import itertools
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from typing import Callable, NamedTuple, Optional, TypeVar
+from typing import Callable, NamedTuple, Optional, TypeVar, Union
 
 from reshard.checkpoints import FileHandles
-from reshard.checkpoints.checkpoint import GlobalTensor
+from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor
 from reshard.errors import DamagedCheckpointError, RetryableError
 from reshard.execute import ExecutionOptions
 from reshard.execute.reader import BoxReader, in_order
@@ -41,12 +41,12 @@ class ReplicaFiles:
     """The files of a step; thread-safe.
 
     Args:
-        step: the step.
+        step: the step, or a checkpoint of another form.
         handles: open files.
         execution: storage, threads and memory.
     """
 
-    def __init__(self, step: SourceStep, handles: FileHandles, execution: ExecutionOptions) -> None:
+    def __init__(self, step: Union[SourceStep, Checkpoint], handles: FileHandles, execution: ExecutionOptions) -> None:
         self._step = step
         self._remote = execution.storage.remote
         # No read-ahead: samples are small.

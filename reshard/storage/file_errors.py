@@ -124,29 +124,28 @@ def writing_error(path: str, error: OSError, action: str = "written", rank: Opti
         path: of the file.
         error: of the system.
         action: the failed action, a participle.
-        rank: rank of the file, if it has one.
+        rank: rank or number of the file, if it has one; its path shows it to users.
     """
     if error.errno == errno.ENAMETOOLONG:
         return too_long(path)
-    whose = "" if rank is None else f" (rank {rank})"
     reason = error.strerror or error
     if error.errno in _NO_DIRECTORY:
         return TargetError(
-            f"{path}: may not be {action}{whose}: {error.filename or 'its directory'} is a link or no directory",
+            f"{path}: may not be {action}: {error.filename or 'its directory'} is a link or no directory",
             file=path,
             rank=rank,
             hint="remove this link or file, or choose another place",
         )
     if is_read_only(error):
         return TargetError(
-            f"{path}: may not be {action}{whose}: {reason}",
+            f"{path}: may not be {action}: {reason}",
             file=path,
             rank=rank,
             hint=f"choose another place, or get {store_of(path).missing_right(path)}",
         )
     problem = "no space left" if error.errno in _FULL else f"cannot be {action}"
     kind = UnwritableError if error.errno in _EVERYWHERE else RetryableError
-    return kind(f"{path}: {problem}{whose}: {reason}", file=path, rank=rank)
+    return kind(f"{path}: {problem}: {reason}", file=path, rank=rank)
 
 
 def too_long(path: str) -> UsageError:
@@ -161,9 +160,8 @@ def too_long(path: str) -> UsageError:
 
 def cut_short(path: str, rank: Optional[int] = None) -> RetryableError:
     """The error for a file that became shorter while it was open."""
-    whose = f" (rank {rank})" if rank is not None else ""
     return RetryableError(
-        f"{path}: became shorter while it was read{whose}",
+        f"{path}: became shorter while it was read",
         file=path,
         rank=rank,
         hint="wait until no program writes to the source, then run the same command again",

@@ -1,4 +1,4 @@
-"""Advice on a pattern of --include or --exclude that matches nothing.
+"""Advice on a pattern of --include, --exclude or --cast that matches nothing.
 
 Frequent mistakes: regular expressions (``adam.*``), braces as in a shell (``{adam_m,adam_v}.*``), lists, a name's
 beginning without a star (``adam``), other separators (``adam_m_*``), other capitals, another optimizer's names, typing
@@ -85,7 +85,7 @@ def warn_of_unmatched(filters: Filters, names: Iterable[Iterable[str]], report: 
         for pattern in unmatched[:_MAX_ADVISED]:
             # No warning of --exclude 'adam_*' for a checkpoint without optimizer state.
             if option == "--include" or not _is_for_absent_kind(pattern, all_names):
-                advice = _advice(option, pattern, all_names)
+                advice = advice_on_unmatched(option, pattern, all_names)
                 report.warn(f"{option} {quoted(pattern)} matches no parameter or value of the checkpoint; {advice}")
 
 
@@ -112,11 +112,19 @@ def _is_for_absent_kind(pattern: str, names: Collection[str]) -> bool:
     )
 
 
-def _advice(option: str, pattern: str, all_names: Iterable[str]) -> str:
+def advice_on_unmatched(option: str, pattern: str, all_names: Iterable[str], ending: str = "") -> str:
+    """Patterns that match, probably the intended ones, or the beginnings of all names.
+
+    Args:
+        option: the option of the pattern.
+        pattern: it matches none of the names.
+        all_names: all names that it may match.
+        ending: text behind the pattern in the option's value.
+    """
     names = sorted(name for name in all_names if len(name) <= _MAX_NAME_LENGTH)
     correction = _correction(pattern, names)
     if correction is not None:
-        options = " ".join(f"{option} {quoted(matching)}" for matching in correction.patterns)
+        options = " ".join(f"{option} {quoted(matching + ending)}" for matching in correction.patterns)
         return f"{options} would match {correction.matched}" + (f" ({correction.reason})" if correction.reason else "")
     beginnings = Counter(name[: name.find(".") + 1] or name for name in names)
     shown = [

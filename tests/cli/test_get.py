@@ -165,6 +165,39 @@ def test_a_missing_source_is_reported_before_a_missing_strategy(saved: World) ->
     fails(2, "fingerprint", saved.src, texts=["do not record how they are cut", "--strategy none"])
 
 
+def test_targets_are_read_with_the_strategy_that_their_conversion_recorded(saved: World) -> None:
+    saved.convert()
+    commands: list[list[Argument]] = [["get", saved.dst, "w"], ["stats", saved.dst], ["fingerprint", saved.dst]]
+    for words in commands:
+        result = done(*words)
+        assert result.out == done(*words, "--strategy", saved.new).out
+        assert f"is read with its recorded strategy: --strategy {saved.new}" in result.err
+    compared = done("diff", saved.src, saved.dst, "--a-strategy", saved.old, "--exit-code")
+    assert f"--b-strategy {saved.new}" in compared.err
+
+
+def test_reading_an_unfinished_target_names_the_command_that_completes_it(saved: World) -> None:
+    saved.by_rank(0)
+    fails(3, "get", saved.dst, "w", texts=[f"to complete it: reshard resume {saved.dst}", "is not complete"])
+
+
+def test_recorded_strategies_apply_to_the_files_of_their_conversion_only(saved: World) -> None:
+    saved.convert()
+    commands: list[list[Argument]] = [["get", saved.dst, "w"], ["fingerprint", saved.dst], ["stats", saved.dst]]
+    # A training that went on there may have had another strategy.
+    later = (saved.dst / "rank_0" / "checkpoint_0.ckpt").rename(saved.dst / "rank_0" / "net-2_10.ckpt")
+    for words in commands:
+        fails(2, *words, texts=["do not record how they are cut", "--strategy none"])
+    texts = ["do not record how they are cut", "--b-strategy FILE"]
+    fails(2, "diff", saved.src, saved.dst, "--a-strategy", saved.old, texts=texts)
+    later.rename(saved.dst / "rank_0" / "checkpoint_0.ckpt")
+    fails(2, "get", saved.dst / "rank_0" / "checkpoint_0.ckpt", "w", texts=["do not record how they are cut"])
+    saved.new.rename(saved.new.with_name("moved"))
+    fails(2, "get", saved.dst, "w", texts=["do not record how they are cut"])
+    saved.old.rename(saved.new)
+    fails(2, "get", saved.dst, "w", texts=["do not record how they are cut"])
+
+
 def test_objects_are_printed_as_json(tmp_path: Path) -> None:
     src = FIXTURES / "dcp" / "hyper_w2_later" / "checkpoint"
     assert done("get", src, "optimizer.lr").out == "optimizer.lr  object\n0.001\n"

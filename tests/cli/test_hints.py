@@ -22,6 +22,22 @@ def test_refusal_of_another_conversion_lists_the_options_that_differ_without_dig
     assert "edits" not in result.err
 
 
+def test_a_strategy_of_more_ranks_than_the_checkpoint_has_is_doubted(world: World) -> None:
+    world.save(FULL, ranks=[0, 1])
+    fails(3, *world.words(), texts=["no file of ranks 2-3", f"if the run had 2 ranks, {world.old} is not its strategy"])
+
+
+def test_exchanged_source_and_target_are_recognised(world: World) -> None:
+    world.save(FULL)
+    words = world.words()
+    words[1], words[2] = words[2], words[1]
+    fails(3, *words, texts=[f"{world.dst}: does not exist", f"{world.src} exists: the source comes first"])
+
+
+def test_strategies_as_arguments_are_refused_with_their_options(world: World) -> None:
+    fails(2, "convert", world.src, world.dst, world.old, world.new, texts=["--src-strategy S --dst-strategy S"])
+
+
 def test_another_maximum_shard_size_is_listed_once(world: World) -> None:
     world.save(FULL)
     words: list[Argument] = ["convert", world.src, world.dst, "--src-strategy", world.old, "--to", "huggingface"]

@@ -73,6 +73,10 @@ def test_options_that_do_not_apply_to_a_form_are_wrong_usage(world: World) -> No
     fails(2, "convert", hf, new, "--to", "unified", "--step", "3_10", texts=["no steps"])
     fails(2, "convert", hf, new, "--dst-strategy", world.new, "--max-shard-size", "5GB", texts=["--max-shard-size"])
     fails(2, "by-rank", 7, hf, new, "--to", "unified", texts=["out of range"])
+    for form in ("huggingface", "unified", "dcp"):
+        shards = ("--shards", 2) if form == "dcp" else ()
+        fails(2, "convert", hf, new, "--to", form, *shards, "--prefix", "net_", texts=["--prefix", form, "--rename"])
+    assert not new.exists()
 
 
 @pytest.mark.parametrize("form", FORMS[1:])

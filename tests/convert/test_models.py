@@ -512,3 +512,15 @@ def test_another_table_with_other_packing_is_a_warning(tmp_path: Path) -> None:
         done(*words, "--names", f"{table},gate_up=interleaved"), "was converted with gate_up=halves by the rules qwen3"
     )
     assert "was converted" not in done(*words, "--names", f"{table},gate_up=halves").err
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_names_of_mindformers_in_a_hugging_face_directory_give_a_note(family: str, tmp_path: Path) -> None:
+    world, note = World(tmp_path, family), "names stay those of MindFormers"
+    ranks: list[Argument] = ["--src-strategy", world.d]
+    done("convert", *world.convert)
+    words: list[Argument] = ["convert", tmp_path / "ranks", tmp_path / "same", "--to", "huggingface", *ranks]
+    warns(done(*words), note, "--names TABLE")
+    words[2] = tmp_path / "model"
+    assert note not in done(*words, "--names", world.names, "--config", world.hf / "config.json").err
+    assert note not in done("convert", world.hf, tmp_path / "hf-again", "--to", "huggingface").err

@@ -11,6 +11,7 @@ import shutil
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -197,6 +198,55 @@ def test_a_flipped_bit_is_found_with_verify_before_anything_is_written(tmp_path:
     assert not held_in(tmp_path / "out")
     done("convert", tmp_path / "src", tmp_path / "unseen", *WHOLE)
     assert reshard("verify", tmp_path / "unseen", "--src", tmp_path / "src").status == 3
+
+
+def test_a_flipped_bit_around_the_contents_of_an_archive_moves_no_element() -> None:
+    data = (FIXTURES / "dcp" / "w2_old_metadata" / "checkpoint" / "__0_0.distcp").read_bytes()[:1577]
+
+    def elements(changed: bytes) -> Any:
+        with TemporaryDirectory() as directory, FileHandles() as handles:
+            path = Path(directory, "archive")
+            path.write_bytes(changed)
+            with handles.borrow(str(path)) as file:
+                return archived_tensor(file, 0, len(changed))[:4]
+
+    expected = elements(data)
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        (entry,) = (each for each in archive.infolist() if each.filename.endswith("/data/0"))
+    lengths = entry.header_offset + 26
+    moved = refused = 0
+    for at in [*range(entry.header_offset, entry.header_offset + 4), *range(lengths, expected[3])]:
+        for bit in range(8):
+            changed = bytearray(data)
+            changed[at] ^= 1 << bit
+            try:
+                moved += elements(bytes(changed)) != expected
+            except CheckpointError:
+                refused += 1
+    assert not moved
+    # The signature, both lengths and the name.
+    assert refused >= 8 * (4 + 4 + len(entry.filename))
+
+
+def test_metadata_that_exchanges_a_slice_for_a_replica_of_another_is_refused(tmp_path: Path) -> None:
+    (case,) = [case for case in CASES if case.name == "hyper_w4_2026_03_by_rank"]
+    shutil.copytree(case.path, tmp_path / "src")
+    path = tmp_path / "src" / ".rank0_metadata"
+    data = bytearray(path.read_bytes())
+    # The first offset of rank 0's slice: it has a replica, so nothing is missing if it is another slice.
+    at = data.index(b"h%K\x00K\x00", data.index(b"model.up.weight")) + 3
+    assert data[at] == 0
+    data[at] ^= 4
+    path.write_bytes(data)
+    texts = [
+        "'model.up.weight' differs from that in",
+        "_rank0_.safetensors",
+        "[[4, 8], [0, 4]]",
+        "--check-replicas never",
+    ]
+    fails(3, "convert", tmp_path / "src", tmp_path / "out", *WHOLE, texts=texts)
+    assert not held_in(tmp_path / "out")
+    done("convert", tmp_path / "src", tmp_path / "out", *WHOLE, "--check-replicas", "never")
 
 
 def test_a_note_says_once_that_archives_have_no_checksums(tmp_path: Path) -> None:

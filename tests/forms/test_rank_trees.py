@@ -96,8 +96,17 @@ def test_step_selects_files(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"no files of step 1_3; its steps: 1_2, 1_1"):
         list(tree.candidates("1_3"))
     for wrong in ("newest", "3", "1-2", "1_2_3", ""):
-        with pytest.raises(UsageError, match="3_10"):
+        with pytest.raises(UsageError, match="3_10; its steps: 1_2, 1_1"):
             list(tree.candidates(wrong))
+
+
+def test_errors_of_unknown_steps_list_the_nearest_ones(tmp_path: Path) -> None:
+    tree = find_checkpoints(str(plant(tmp_path, [f"rank_0/a-1_{step}.ckpt" for step in range(0, 1000, 10)])))
+    for wrong, near in (("1_503", "1_510 and --step 1_500"), ("0_1", "1_0"), ("2_1", "1_990")):
+        with pytest.raises(CheckpointError, match=f"1_990, 1_980.* and 80 more\nthe nearest: --step {near}$"):
+            list(tree.candidates(wrong))
+    with pytest.raises(UsageError, match=r"did you mean --step 1_500\?"):
+        list(tree.candidates("500"))
 
 
 @pytest.mark.parametrize(
@@ -395,3 +404,15 @@ def test_directories_of_another_naming_suggest_a_rank_path(plain: World) -> None
     plain.save(tensors(), "ckpt_dir{rank}/net-1_10.ckpt")
     plain.refuses(3, f"if their numbers are the ranks, name them so: '{plain.src}/ckpt_dir{{rank}}'")
     done("inspect", f"{plain.src}/ckpt_dir{{rank}}")
+
+
+def test_files_that_are_named_after_other_ranks_give_a_warning(tmp_path: Path) -> None:
+    """As after a mistake in copying directories; one file may have been copied to all ranks, however."""
+    names = [f"rank_{rank}/net_rank_{name}-1_1.ckpt" for rank, name in enumerate((1, 0, 2, 3))]
+    (candidate,) = find_checkpoints(str(plant(tmp_path / "exchanged", names))).candidates()
+    (note,) = candidate.notes
+    assert "of ranks 0-1 have names of other ranks" in note and names[0] in note and names[1] in note
+    for kind, name in (("right", "net_rank_{}-1_1.ckpt"), ("copied", "net_rank_0-1_1.ckpt"), ("plain", "net-1_1.ckpt")):
+        files = plant(tmp_path / kind, [f"rank_{rank}/{name.format(rank)}" for rank in range(4)])
+        (candidate,) = find_checkpoints(str(files)).candidates()
+        assert not candidate.notes

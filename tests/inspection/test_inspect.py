@@ -536,3 +536,14 @@ def test_a_file_of_pytorch_counts_as_absent_where_replicas_exist(plain: World) -
     plain.save(FULL)
     (plain.src / "rank_2" / "net-1_10.ckpt").write_bytes(NOT_OURS["a zip archive, as PyTorch saves"])
     warns(plain.convert(), "is a zip archive, as PyTorch saves; not a MindSpore checkpoint; rank 2 counts as absent")
+
+
+def test_inspect_reports_an_unfinished_conversion(world: World) -> None:
+    world.save(tensors())
+    world.by_rank(1)
+    result = done("inspect", world.dst)
+    text = f"{world.dst}: was written by reshard, and is not complete: 1 of 2 ranks written"
+    assert text in result.err + result.out and f"reshard resume {world.dst}" in result.err + result.out
+    world.by_rank(0)
+    result = done("inspect", world.dst)
+    assert "not complete" not in result.err + result.out

@@ -19,7 +19,17 @@ from tests.layouts import examples, strategies
 from tests.quantised.models import E2M1, SCHEMES, Coded, others, write_model
 from tests.reference import slices
 from tests.running import Argument, done, fails, reshard, warns
-from tests.trees import Value, arrays, layout, read_checkpoint, read_tree, same_checkpoints, same_ranks, write_strategy
+from tests.trees import (
+    Value,
+    arrays,
+    layout,
+    read_checkpoint,
+    read_tree,
+    safetensors_bytes,
+    same_checkpoints,
+    same_ranks,
+    write_strategy,
+)
 
 
 def expected(quantised: list[Coded], dtype: str = "BFloat16") -> dict[str, Value]:
@@ -243,7 +253,25 @@ def test_a_scale_that_is_not_positive_is_an_error(tmp_path: Path, scale: float, 
         "huggingface",
         "--dequantize",
         "bf16",
-        texts=["a.weight_scale_inv", "[1, 1]", texts],
+        texts=[f"{path}: the scale 'a.weight_scale_inv' at [1, 1]", texts, "'a.weight' cannot be dequantised"],
+    )
+
+
+def test_a_missing_scale_is_an_error_that_names_the_file_of_its_weight(tmp_path: Path) -> None:
+    write_model(tmp_path / "src", "fp8 blocks")
+    files = {path: read_checkpoint(path) for path in (tmp_path / "src").glob("*.safetensors")}
+    (scales,) = (path for path, tensors in files.items() if "a.weight_scale_inv" in tensors)
+    (codes,) = (path for path, tensors in files.items() if "a.weight" in tensors)
+    without = {name: value for name, value in files[scales].items() if name != "a.weight_scale_inv"}
+    scales.write_bytes(safetensors_bytes(without))
+    index = tmp_path / "src" / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    del content["weight_map"]["a.weight_scale_inv"]
+    index.write_text(json.dumps(content))
+
+    words: list[Argument] = ["convert", tmp_path / "src", tmp_path / "out", "--to", "huggingface"]
+    fails(
+        3, *words, "--dequantize", "bf16", texts=[f"{codes}: 'a.weight' is Float8E4M3FN", "no tensor holds its scales"]
     )
 
 

@@ -11,7 +11,7 @@ import sys
 import threading
 import zlib
 from pathlib import Path
-from typing import Optional
+from typing import Any, Optional
 
 import pytest
 
@@ -492,3 +492,18 @@ def test_messages_about_finished_targets_agree_in_number(world: World, rank: str
     text = "left as it is" if rank == "0" else "left as they are"
     assert f"{message} already complete" in world.convert().err
     assert f"{message} by the same conversion before; {text}" in world.convert("--ranks", rank, "-n").out
+
+
+def test_ranks_that_another_run_writes_meanwhile_are_not_counted_as_written(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.save(FULL)
+    plain = TargetDirectory.missing
+
+    def after_another_run(self: TargetDirectory, groups: Any) -> Any:
+        done(*world.words(1, command="by-rank"), subprocess_=True)
+        return plain(self, groups)
+
+    monkeypatch.setattr(TargetDirectory, "missing", after_another_run)
+    summary = done(*world.words("--json")).json
+    assert summary["ranks"] == [0] and summary["done_before"] == [1]

@@ -38,6 +38,21 @@ def test_the_exit_status_distinguishes_retryable_write_errors(
     fails(3 if number in LASTING else 1, *commands[command], texts=[shown, os.strerror(number)])
 
 
+@pytest.mark.parametrize("form", ["dcp", "hyper-parallel", "hf-sharded"])
+def test_a_full_disk_is_reported_by_file_where_files_are_no_ranks(
+    form: str, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.save(tensors())
+
+    def create(directory: str, directory_fd: object = None) -> tuple[int, str]:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(temporary, "create", create)
+    words: list[Argument] = ["convert", world.src, world.dst, "--src-strategy", world.old, "--to", form, "--shards", 2]
+    error = fails(1, *words, texts=["no space left", world.dst]).err
+    assert "(rank" not in error
+
+
 @pytest.mark.parametrize("number", [*LASTING[:2], *PASSING[2:]])
 def test_the_exit_status_distinguishes_retryable_read_errors(
     number: int, world: World, monkeypatch: pytest.MonkeyPatch

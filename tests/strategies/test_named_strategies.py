@@ -48,6 +48,24 @@ def test_a_strategy_made_with_names_equals_that_of_the_converted_checkpoint(tmp_
     assert sorted(read_tree(tmp_path / "ranks")) == [0, 1, 2, 3]
 
 
+def test_optimizer_state_in_shapes_follows_its_weights_to_their_new_names(tmp_path: Path) -> None:
+    config, _ = MODELS["qwen3"]
+    source = weights("qwen3")
+    converted = mindformers("qwen3", source, config)
+    (tmp_path / "rules.toml").write_text(RULES)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    words: list[Argument] = ["strategy", "make", tmp_path / "rules.toml"]
+    for name, model in (("hf", source), ("mf", converted)):
+        state = {f"{prefix}.{weight}": value for prefix in ("adam_m", "adam_v") for weight, value in model.items()}
+        write_checkpoint(tmp_path / f"{name}.safetensors", {**model, **state})
+    done(*words, tmp_path / "mf.json", "--sizes", "mp=2", "--shapes", tmp_path / "mf.safetensors")
+    done(*words, tmp_path / "n.json", "--sizes", "mp=2", "--shapes", tmp_path / "hf.safetensors", "--names", "qwen3")
+    assert layouts(tmp_path / "n.json") == layouts(tmp_path / "mf.json")
+    write_checkpoint(tmp_path / "weights.safetensors", source)
+    words += [tmp_path / "w.json", "--sizes", "mp=2", "--shapes", tmp_path / "weights.safetensors", "--names", "qwen3"]
+    fails(3, *words, texts=["lists no optimizer state", "--weights-only"])
+
+
 def layouts(path: Path) -> object:
     return json.loads(path.read_text())["parallel_layout_item"]
 

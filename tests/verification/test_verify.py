@@ -54,6 +54,13 @@ def test_a_correct_conversion_verifies(world: World) -> None:
     assert world.verify().status == 0
 
 
+def test_verify_of_another_checkpoint_names_the_commands_that_check_it(world: World) -> None:
+    world.save(FULL)
+    for place in (world.src, world.src / "rank_0" / "net-1_10.ckpt"):
+        texts = [f"{place}: is no directory that reshard wrote", f"reshard fingerprint {place}", "--src SRC"]
+        fails(3, "verify", place, texts=texts)
+
+
 @pytest.mark.parametrize("ending", ["ckpt", "safetensors"])
 @pytest.mark.parametrize("name", ["w", "v", "m.w", "global_step"])
 @pytest.mark.parametrize("rank", [0, 1])
@@ -253,7 +260,6 @@ def test_contents_without_a_checksum_are_listed_with_their_ranks(world: World, w
     [
         ("--headers-only", "--src", "SRC"),
         ("--headers-only", "--replicas"),
-        ("--replicas",),
         ("--strategy", "x"),
         ("--src-strategy", "x"),
     ],
@@ -262,6 +268,17 @@ def test_contradictory_options_of_verify_are_wrong_usage(world: World, words: Se
     world.save(FULL)
     world.convert()
     fails(2, "verify", world.dst, *(world.src if word == "SRC" else word for word in words))
+
+
+def test_replicas_of_a_target_are_compared_by_its_recorded_strategy(world: World) -> None:
+    world.save(FULL)
+    fails(2, "verify", world.src, "--replicas", texts=["do not record how they are cut", "--strategy FILE"])
+    world.convert()
+    path = world.dst / "rank_1" / "checkpoint_1.ckpt"
+    assert "recorded strategy" in done("verify", world.dst, "--replicas").err
+    flip(path, "v")
+    texts = fails(4, "verify", world.dst, "--replicas").out
+    assert "'v'" in texts
 
 
 def slice_moved_by_one(patch: pytest.MonkeyPatch) -> None:

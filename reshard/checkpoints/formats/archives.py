@@ -33,6 +33,8 @@ _END_64 = struct.Struct("<4sQ2H2I4Q")
 _LOCATOR_64 = struct.Struct("<4sIQI")
 _UNKNOWN_32, _UNKNOWN_16 = 0xFFFFFFFF, 0xFFFF
 _ENCRYPTED = 1
+# Names and padding of torch's local headers are mostly shorter.
+_NEAR_HEADER = 192
 
 HEAD = b"PK\x03\x04"
 """The first bytes of an archive."""
@@ -138,8 +140,8 @@ class Archive:
             return self._tail[begin : begin + count]
         return read_range(self._file, self._offset + position, count)
 
-    def _directory(self) -> dict[str, tuple[int, int, int]]:
-        """Per entry where its header begins in the archive, its bytes and its CRC."""
+    def _directory(self) -> dict[str, tuple[int, int, int, bytes]]:
+        """Per entry where its header begins in the archive, its bytes, its CRC and its name."""
         end = self._length - _END.size
         if end < 0:
             self._damaged("it is too short for an archive of torch.save")
@@ -158,8 +160,8 @@ class Archive:
             self._damaged("its directory is larger than any")
         return self._listed(self._bytes(start, size), count)
 
-    def _listed(self, directory: bytes, count: int) -> dict[str, tuple[int, int, int]]:
-        entries: dict[str, tuple[int, int, int]] = {}
+    def _listed(self, directory: bytes, count: int) -> dict[str, tuple[int, int, int, bytes]]:
+        entries: dict[str, tuple[int, int, int, bytes]] = {}
         position = 0
         for _ in range(count):
             if position + _ENTRY.size > len(directory):
@@ -170,7 +172,8 @@ class Archive:
             position += _ENTRY.size
             if signature != b"PK\x01\x02":
                 self._damaged("its directory is no list of entries")
-            name = directory[position : position + name_size].decode("utf-8", "replace")
+            name_bytes = directory[position : position + name_size]
+            name = name_bytes.decode("utf-8", "replace")
             extra = directory[position + name_size : position + name_size + extra_size]
             position += name_size + extra_size + comment
             size, packed, header = self._large(extra, size, packed, header)
@@ -184,7 +187,7 @@ class Archive:
             inner = name.partition("/")[2]
             if inner in entries:
                 self._damaged(f"it has two entries called {quoted(name)}")
-            entries[inner] = (header, size, crc)
+            entries[inner] = (header, size, crc, name_bytes)
         return entries
 
     def _large(self, extra: bytes, *numbers: int) -> list[int]:
@@ -216,11 +219,21 @@ class Archive:
         """
         if name not in self._entries:
             self._damaged(f"it has no entry {quoted(name)}")
-        header, size, crc = self._entries[name]
-        signature, *_, name_size, extra_size = _LOCAL.unpack(self._bytes(header, _LOCAL.size))
-        begin = header + _LOCAL.size + name_size + extra_size
-        if signature != HEAD or begin + size > self._length:
+        header, size, crc, full_name = self._entries[name]
+        local = self._bytes(header, min(_NEAR_HEADER, self._length - header))
+        if len(local) < _LOCAL.size:
+            self._damaged("its directory points outside of it")
+        signature, *_, name_size, extra_size = _LOCAL.unpack_from(local)
+        extra = _LOCAL.size + name_size
+        begin = extra + extra_size
+        if signature != HEAD or header + begin + size > self._length:
             self._damaged(f"its entry {quoted(name)} does not lie in it")
+        if begin > len(local):
+            local = self._bytes(header, begin)
+        # A wrong length in the header would move all elements.
+        if local[_LOCAL.size : extra] != full_name or not _is_divided(local[extra:begin]):
+            self._damaged(f"the header of its entry {quoted(name)} contradicts its directory")
+        begin += header
         return ArchiveEntry(self._offset + begin, size, crc)
 
     def pickled(self, allowed: Callable[[str], bool]) -> Any:
@@ -301,6 +314,14 @@ class Archive:
         if (kind.name not in STORAGES and kind.name != UNTYPED) or not isinstance(key, str):
             self._damaged(f"its tensor has a {kind.name}")
         return f"data/{key}", STORAGES.get(kind.name), count
+
+
+def _is_divided(extra: bytes) -> bool:
+    """Whether an extra field of a header consists of whole parts."""
+    position = 0
+    while position + 4 <= len(extra):
+        position += 4 + int.from_bytes(extra[position + 2 : position + 4], "little")
+    return position == len(extra)
 
 
 def _are_sizes(numbers: Any) -> bool:

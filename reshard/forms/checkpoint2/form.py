@@ -34,7 +34,7 @@ class Checkpoint2Form(Form):
     """Checkpoint 2.0."""
 
     name = "checkpoint2"
-    options = FormOptions(title="Checkpoint 2.0", layouts=Layouts.RECORDED, steps=True)
+    options = FormOptions(title="Checkpoint 2.0", layouts=Layouts.RECORDED, steps=True, prefix=True)
 
     def recognise(self, src: str, names: Optional[Sequence[str]] = None) -> bool:
         """By its tracker, or the names of an iteration's files."""

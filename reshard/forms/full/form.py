@@ -75,6 +75,10 @@ class UnifiedForm(_FullForm):
         return FullDirectory(self.name, chosen.tensors, chosen.values, request.max_shard_size, (), chosen.names)
 
 
+# Beginnings of names in MindFormers' models that no model of Hugging Face has.
+_MINDFORMERS = ("decoder.layers.", "embedding.word_embeddings.", "model.tok_embeddings.")
+
+
 class HuggingFaceForm(_FullForm):
     """Hugging Face's directories."""
 
@@ -89,6 +93,11 @@ class HuggingFaceForm(_FullForm):
 
         chosen = selected(checkpoint, request)
         _warn_of_training(chosen, checkpoint.names(), request.report)
+        if any(name.startswith(_MINDFORMERS) for name in chosen.tensors):
+            request.report.note(
+                "names stay those of MindFormers, which loaders of Hugging Face models do not expect; to change them: "
+                "--names TABLE (`reshard names list`)"
+            )
         extra_files = files_beside(checkpoint, chosen.tensors, request)
         return FullDirectory(
             self.name, chosen.tensors, chosen.values, request.max_shard_size, extra_files, chosen.names

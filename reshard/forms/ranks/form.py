@@ -9,7 +9,7 @@ from typing import Optional, cast
 
 from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.defaults import DEFAULT_PREFIX
-from reshard.errors import CheckpointError, InputError
+from reshard.errors import CheckpointError, IncompleteSourceError, InputError
 from reshard.forms.form import Form, FormOptions, Layouts, ReadRequest, WriteRequest
 from reshard.forms.ranks import FileNames, Step, StepFiles, find_checkpoints
 from reshard.forms.ranks.rank_files import STRATEGY_FILE, RankFiles, resume_files
@@ -19,7 +19,7 @@ from reshard.forms.target import TargetForm
 from reshard.storage import exists
 from reshard.strategies import SAME, Strategy
 from reshard.text.report import Report
-from reshard.text.wording import rank_ranges
+from reshard.text.wording import plural, rank_ranges
 
 _CHOOSE_FORMAT = "choose the target's with --format ckpt or --format safetensors"
 _NAME_FORMAT = "name the files of one format, as in 'ckpt/rank_{rank}/*.ckpt'; ranks that have none then count as lost"
@@ -29,7 +29,7 @@ class RanksForm(Form):
     """One file per rank, in a directory of its own."""
 
     name = "ranks"
-    options = FormOptions("rank", "rank files", Layouts.GIVEN, steps=True, formats=("ckpt", "safetensors"))
+    options = FormOptions("rank", "rank files", Layouts.GIVEN, steps=True, formats=("ckpt", "safetensors"), prefix=True)
 
     def recognise(self, src: str, names: Optional[Sequence[str]] = None) -> bool:
         """By ``{rank}`` in the path, or by nothing but rank directories; this is also the form of unrecognised sources.
@@ -52,8 +52,14 @@ class RanksForm(Form):
             request.report,
             request.edit,
         )
-        candidates, steps = _candidates(request)
-        return selector.select(_with_damage(candidates, request.damaged), steps)
+        candidates, steps, ranks = _candidates(request)
+        try:
+            return selector.select(_with_damage(candidates, request.damaged), steps)
+        except IncompleteSourceError as error:
+            if ranks == tuple(range(len(ranks))) and 0 < len(ranks) < request.source.device_count:
+                doubt = f"if the run had {plural(len(ranks), 'rank')}, {request.source.path} is not its strategy"
+                error.hint = doubt if error.hint is None else f"{error.hint}\n{doubt}"
+            raise
 
     def problems(self, checkpoint: Checkpoint, source: Strategy, strict: bool, report: Report) -> list[InputError]:
         """Parameters that a stage's ranks hold although only another stage's strategy lists them."""
@@ -83,8 +89,8 @@ class RanksForm(Form):
         return [STRATEGY_FILE, *(file.name for file in resume_files(files))]
 
 
-def _candidates(request: ReadRequest) -> tuple[Iterable[StepFiles], Sequence[Optional[Step]]]:
-    """The candidate steps, newest first, and the list of all steps for ``latest``."""
+def _candidates(request: ReadRequest) -> tuple[Iterable[StepFiles], Sequence[Optional[Step]], tuple[int, ...]]:
+    """The candidate steps, newest first, the list of all steps for ``latest``, and the ranks of the tree."""
     from reshard.forms.ranks.coverage import check_ranks
 
     if not isinstance(request.src, str):
@@ -97,13 +103,13 @@ def _candidates(request: ReadRequest) -> tuple[Iterable[StepFiles], Sequence[Opt
         for rank, path in request.src.items():
             if not exists(path):
                 raise CheckpointError(f"{path}: does not exist (rank {rank})", file=path, rank=rank)
-        return [StepFiles(None, dict(request.src))], ()
+        return [StepFiles(None, dict(request.src))], (), ()
     tree = find_checkpoints(request.src, request.file_suffix)
     check_ranks(tree, request.source, request.handles)
     candidates = tree.candidates(request.step)
     if request.step != "latest":
-        return candidates, ()
-    return candidates if request.fallback else itertools.islice(candidates, 1), tree.steps
+        return candidates, (), tree.ranks
+    return candidates if request.fallback else itertools.islice(candidates, 1), tree.steps, tree.ranks
 
 
 def _with_damage(candidates: Iterable[StepFiles], damaged: Mapping[str, str]) -> Iterator[StepFiles]:

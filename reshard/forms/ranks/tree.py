@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple, Optional
 
 from reshard.checkpoints.formats.headers import FORMATS, format_of
-from reshard.errors import CheckpointError, ReshardError
+from reshard.errors import CheckpointError, ReshardError, UsageError
 from reshard.forms.ranks.naming import FileNames, names_of
 from reshard.forms.ranks.refused import hint_of_checkpoints_below, refuse_other_forms
 from reshard.forms.ranks.steps import (
@@ -44,7 +44,7 @@ from reshard.storage import (
     store_of,
 )
 from reshard.text.near_names import similar_path_hint
-from reshard.text.wording import some_names
+from reshard.text.wording import rank_ranges, some_names
 
 _RANK_DIRECTORY = re.compile(r"(rank_|rank|)([0-9]+)")
 _FAULT_DIRECTORY = re.compile(r"(ckpt_dir)([0-9]+)")
@@ -56,6 +56,8 @@ PEFT_ADAPTER = "adapter_model.safetensors"
 
 _PYTORCH_ENDINGS = (".bin", ".pt", ".pth")
 _MOST_STEPS = 20
+_MOST_NEAR = 3
+_NAMED_RANK = re.compile(r"rank_?([0-9]{1,9})(?![0-9])")
 _CHOOSE = "choose with --file-suffix TEXT (only files whose stem ends so) or --step"
 
 
@@ -173,11 +175,24 @@ class SourceTree:
             UsageError: the text is not a step.
             CheckpointError: the source has no file of this step.
         """
-        step = Step.parse(text)
+        names = ["none in the name" if saved is None else str(saved) for saved in self.steps]
+        saved_steps = f"its steps: {some_names(names, _MOST_STEPS)}"
+        numbered = [saved for saved in self.steps if saved is not None]
+        try:
+            step = Step.parse(text)
+        except UsageError as error:
+            same = [f"--step {saved}" for saved in numbered if str(saved.step) == text]
+            meant = f"did you mean {' or '.join(same[:_MOST_NEAR])}? " if same else ""
+            error.hint = f"{meant}{error.hint}; {saved_steps}"
+            raise
         if step not in self.by_step:
-            names = ["none in the name" if saved is None else str(saved) for saved in self.steps]
-            saved_steps = some_names(names, _MOST_STEPS)
-            raise CheckpointError(f"{self.root}: has no files of step {step}; its steps: {saved_steps}", file=self.root)
+            older = sum(saved > step for saved in numbered)
+            near = [f"--step {saved}" for saved in numbered[max(older - 1, 0) : older + 1]]
+            raise CheckpointError(
+                f"{self.root}: has no files of step {step}; {saved_steps}",
+                file=self.root,
+                hint=f"the nearest: {' and '.join(near)}" if len(numbered) > _MOST_STEPS else None,
+            )
         return step
 
     def of_step(self, step: Optional[Step]) -> StepFiles:
@@ -528,8 +543,20 @@ def _differences(step: Optional[Step], files: Iterable[RankFile]) -> Iterator[st
     subject = "the files" if step is None else f"the files of step {step}"
     by_series: dict[object, list[RankFile]] = defaultdict(list)
     by_format: dict[object, list[RankFile]] = defaultdict(list)
-    for file in files:
-        by_series[file.series].append(file)
+    named = {file: _NAMED_RANK.search(os.path.basename(file.path)) for file in files}
+    numbers = {file: int(match[1]) for file, match in named.items() if match is not None}
+    # One rank's file may have been copied to all others, under its name.
+    several = len(set(numbers.values())) > 1
+    misplaced = {file: file.path for file, number in numbers.items() if several and number != file.rank}
+    if misplaced:
+        ranks, examples = (
+            rank_ranges([file.rank for file in misplaced]),
+            some_names([*misplaced.values()], _MOST_LISTED),
+        )
+        yield f"{subject} of {ranks} have names of other ranks, as if directories were exchanged: {examples}"
+    for file in named:
+        if file not in misplaced:
+            by_series[file.series].append(file)
         by_format[format_of(file.path)].append(file)
     for groups, difference in ((by_series, "names"), (by_format, "formats")):
         if len(groups) > 1:

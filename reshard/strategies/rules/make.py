@@ -128,7 +128,7 @@ def make_strategy(rules: LayoutRules, tensors: ModelTensors, target: TargetRun, 
         rules: rules of the model.
         tensors: tensors of the model.
         target: the run.
-        where: place for the lines of an open value, for messages.
+        where: file for the lines of an open value, for messages.
 
     Returns:
         The stages, in order.
@@ -140,7 +140,7 @@ def make_strategy(rules: LayoutRules, tensors: ModelTensors, target: TargetRun, 
     _check_devices(target)
     _check_shown(rules, target.sizes)
     names = list(tensors.weights)
-    states = {} if target.weights_only else _states(rules, tensors)
+    states = {} if target.weights_only else _states(rules, tensors, where)
     unsettled: dict[Unsettled, list[str]] = {}
     placed: dict[str, _Placed] = {}
     cache: dict[object, _Placed] = {}
@@ -154,8 +154,8 @@ def make_strategy(rules: LayoutRules, tensors: ModelTensors, target: TargetRun, 
         except UnsettledError as problem:
             unsettled.setdefault(problem.unsettled, []).append(name)
     _check_settled(unsettled, rules.path, names, where)
-    _check_cutting(rules, target.sizes, {size for each in placed.values() for size in each.cut_by})
-    stage_of = stages_of(names, rules.pipeline, target.sizes.stages, target.layers_per_stage, rules.path)
+    _check_cutting(rules, target.sizes, {size for each in placed.values() for size in each.cut_by}, where)
+    stage_of = stages_of(names, rules.pipeline, target.sizes.stages, target.layers_per_stage, rules.path, where)
     devices = target.sizes.stage_devices
     stages = [MadeStage(number, number * devices) for number in range(target.sizes.stages)]
     for name, (layout, rule, _) in placed.items():
@@ -208,7 +208,7 @@ def _check_shown(rules: LayoutRules, sizes: AxisSizes) -> None:
             )
 
 
-def _states(rules: LayoutRules, tensors: ModelTensors) -> Mapping[str, Sequence[str]]:
+def _states(rules: LayoutRules, tensors: ModelTensors, where: str) -> Mapping[str, Sequence[str]]:
     """Per weight the prefixes of its optimizer state."""
     if tensors.other_shapes:
         raise StrategyError(
@@ -224,10 +224,10 @@ def _states(rules: LayoutRules, tensors: ModelTensors) -> Mapping[str, Sequence[
         prefixes = [prefix.rstrip(".") for prefix in rules.optimizer_states]
         return {name: prefixes for name in tensors.weights if rules.rule_for(name).trained}
     raise StrategyError(
-        f"{tensors.path} lists no optimizer state, and {rules.path} has no optimizer_states",
-        file=rules.path,
-        hint="add --weights-only for a target without optimizer state, or put this line at the top of the rules "
-        '(built-in ones: reshard strategy rules NAME > FILE):\noptimizer_states = ["adam_m", "adam_v"]',
+        f"{tensors.path} lists no optimizer state, and no rules name optimizer_states",
+        file=tensors.path,
+        hint="add --weights-only for a target without optimizer state, or put the prefixes of its state at the top of "
+        f'{where}:\noptimizer_states = ["adam_m", "adam_v"]',
     )
 
 
@@ -342,13 +342,13 @@ def _with_shards(
     return layout.recorded(*record)
 
 
-def _check_cutting(rules: LayoutRules, sizes: AxisSizes, cut_by: set[str]) -> None:
+def _check_cutting(rules: LayoutRules, sizes: AxisSizes, cut_by: set[str], where: str) -> None:
     for name in ("mp", "ep"):
         if sizes[name] > 1 and name not in cut_by:
             raise StrategyError(
                 f"{rules.path}: {name}={sizes[name]} cuts no parameter",
                 file=rules.path,
-                hint=f"leave {name} out of the sizes, or add a rule with a cut by {name}",
+                hint=f"leave {name} out of the sizes, or add a rule with a cut by {name} to {where}",
             )
 
 
@@ -401,7 +401,7 @@ def _check_settled(
     if options:
         hints.append(f"add the option that is correct for the run: {' or '.join(options)}")
     if any(one.settled_by and not one.options for one in unsettled_groups):
-        hints.append(f"put the correct lines into {where}")
+        hints.append(f"put the correct lines into {where}, before other [[parameter]] tables")
     raise StrategyError(
         Message(shown, joined("\n", texts).full, shown.shortened or more > 0),
         file=path,

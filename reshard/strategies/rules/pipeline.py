@@ -18,7 +18,7 @@ _LAYER_NUMBER = re.compile(r"(?:^|(?<=\.))(0|[1-9][0-9]{0,5})(?=\.)")
 
 
 def stages_of(
-    names: Sequence[str], pipeline: Pipeline, stages: int, chunks: Optional[Sequence[int]], path: str
+    names: Sequence[str], pipeline: Pipeline, stages: int, chunks: Optional[Sequence[int]], path: str, where: str
 ) -> dict[str, int]:
     """The stage of every parameter.
 
@@ -28,6 +28,7 @@ def stages_of(
         stages: number of stages.
         chunks: layers per stage; several rounds of the stages if the pipeline is interleaved.
         path: the rules, for messages.
+        where: the file that gets missing rules, for messages.
 
     Raises:
         StrategyError: some parameter's stage is undecided.
@@ -41,7 +42,7 @@ def stages_of(
     if stages == 1:
         return dict.fromkeys(names, 0)
     first, last = Globs(pipeline.first), Globs(pipeline.last)
-    of_layers = _layers(names, pipeline, first, last, path)
+    of_layers = _layers(names, pipeline, first, last, path, where)
     layers = sorted(set(of_layers.values()))
     stage_of_layer = _stage_of_layer(layers, stages, chunks)
     stage_by_name: dict[str, int] = {}
@@ -65,7 +66,7 @@ def stages_of(
             + listing(unsettled),
             file=path,
             parameter=unsettled[0],
-            hint=f"add each to one of these:\n[pipeline]\nfirst = {patterns}\nlast = {patterns}",
+            hint=f"add each to one of these, in {where}:\n[pipeline]\nfirst = {patterns}\nlast = {patterns}",
         )
     empty = sorted(set(range(stages)) - set(stage_by_name.values()))
     if empty:
@@ -78,12 +79,14 @@ def is_numbered(name: str) -> bool:
     return _LAYER_NUMBER.search(name) is not None
 
 
-def layer_numbers(names: Iterable[str], pipeline: Pipeline, path: str) -> dict[str, int]:
+def layer_numbers(names: Iterable[str], pipeline: Pipeline, path: str, where: str) -> dict[str, int]:
     """The layer of every parameter of a layer."""
-    return _layers(list(names), pipeline, Globs(pipeline.first), Globs(pipeline.last), path)
+    return _layers(list(names), pipeline, Globs(pipeline.first), Globs(pipeline.last), path, where)
 
 
-def _layers(names: Sequence[str], pipeline: Pipeline, first: Globs, last: Globs, path: str) -> dict[str, int]:
+def _layers(
+    names: Sequence[str], pipeline: Pipeline, first: Globs, last: Globs, path: str, where: str
+) -> dict[str, int]:
     inside = [name for name in names if not first.match(name) and not last.match(name)]
     if pipeline.layers:
         globs = [Glob(pattern, LAYER) for pattern in pipeline.layers]
@@ -106,7 +109,7 @@ def _layers(names: Sequence[str], pipeline: Pipeline, first: Globs, last: Globs,
             f"{path}: names have numbers in several places; the place of the layer number is missing: "
             + listing(list(before.values())),
             file=path,
-            hint=f"keep the patterns of layers:\n[pipeline]\nlayers = {patterns}",
+            hint=f"keep the patterns of layers, in {where}:\n[pipeline]\nlayers = {patterns}",
         )
     return numbers
 
