@@ -1,38 +1,70 @@
-"""Quantised weights as BFloat16: against copying the result, and against torch and whole files."""
+"""Quantised weights as BFloat16: processor time against what NumPy and the kernel need, and against torch."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import math
+import mmap
 import struct
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from time import process_time
+from typing import Any, Callable, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.measure import (
-    COMPARED,
-    Compared,
-    Run,
-    Section,
-    directory_in,
-    memory_backed,
-    pairs,
-    remove,
-    reshard,
-    run,
-)
+from benchmarks.measure import COMPARED, Section, compare, directory_in, memory_backed, remove, reshard, run
 
 ROOT = Path(__file__).resolve().parent.parent
 TORCH = ROOT / ".venv-conformance-transformers" / "bin" / "python"
-PAIRS = 4
-SCRIPT_PAIRS = 2
+RUNS = 2
 FILES = 3
-MATRICES = 6
+# Matrices of the two sizes; a multiple of the files each.
+SIZES = (3, 9)
 ROWS, COLUMNS = 8192, 7168
+# Rows that the limit decodes, and writes, at a time.
+TILE_ROWS = 16
+BLOCK_ROWS = 128
+
+Words = npt.NDArray[Any]
+Decode = Callable[[Words, Words, Words], None]
+
+
+def _float8(codes: Words, memory: Words, out: Words) -> None:
+    words = memory.view("u4")[: codes.size]
+    np.copyto(words.view("i4"), codes.view("i1"))
+    np.left_shift(words, 20, out=words)
+    np.bitwise_and(words, 0x87F00000, out=words)
+    _multiply(words, FACTORS[:1].repeat(128, axis=1), out)
+
+
+def _int8(codes: Words, memory: Words, out: Words) -> None:
+    words = memory.view("u4")[: codes.size]
+    np.copyto(words.view("f4"), codes.view("i1"))
+    _multiply(words, FACTORS[:, :1], out)
+
+
+def _multiply(words: Words, factors: Words, out: Words) -> None:
+    numbers = words.view("f4").reshape(-1, COLUMNS)
+    np.multiply(numbers, factors, out=numbers)
+    np.add(words, 0x8000, out=words)
+    np.right_shift(words, 16, out=words)
+    np.copyto(out, words, casting="unsafe")
+
+
+def _e2m1(codes: Words, memory: Words, out: Words) -> None:
+    places, indices = memory[: 8 * codes.size].view("i8"), memory[8 * codes.size :].view("u2")[: codes.size]
+    np.copyto(indices, codes)
+    np.add(indices, TABLES.repeat(16, axis=1).reshape(-1), out=indices)
+    np.copyto(places, indices)
+    np.take(PAIRS_OF_ELEMENTS, places, out=out.view("u4"), mode="wrap")
+
+
+FACTORS = np.random.default_rng(1).uniform(1, 2, (TILE_ROWS, COLUMNS // 128)).astype("f4")
+TABLES = np.random.default_rng(1).integers(100, 130, (TILE_ROWS, COLUMNS // 32)).astype("u2") << 8
+PAIRS_OF_ELEMENTS = np.arange(1 << 16, dtype="u4")
 
 
 class Scheme(NamedTuple):
@@ -46,6 +78,7 @@ class Scheme(NamedTuple):
         block: elements per scale in both dimensions.
         names: ends of the names of codes and scales.
         config: `quantization_config`.
+        decode: computes elements of some codes like the scheme, given working memory.
     """
 
     name: str
@@ -55,73 +88,110 @@ class Scheme(NamedTuple):
     block: tuple[int, int]
     names: tuple[str, str]
     config: dict[str, Any]
+    decode: Decode
 
 
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 ROWWISE = {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": {"strategy": "channel"}}}}
 SCHEMES = (
     Scheme(
-        "FP8 in blocks of 128 x 128", "F8_E4M3", 1, ("F32", "f4"), (128, 128), (".weight", ".weight_scale_inv"), FP8
+        "FP8 in blocks of 128 x 128",
+        "F8_E4M3",
+        1,
+        ("F32", "f4"),
+        (128, 128),
+        (".weight", ".weight_scale_inv"),
+        FP8,
+        _float8,
     ),
-    Scheme("Int8 with a scale per row", "I8", 1, ("F32", "f4"), (1, COLUMNS), (".weight", ".weight_scale"), ROWWISE),
-    Scheme("E2M1 with a scale per 32", "I8", 2, ("F8_E8M0", "u1"), (1, 32), (".weight", ".scale"), FP8),
+    Scheme(
+        "Int8 with a scale per row", "I8", 1, ("F32", "f4"), (1, COLUMNS), (".weight", ".weight_scale"), ROWWISE, _int8
+    ),
+    Scheme("E2M1 with a scale per 32", "I8", 2, ("F8_E8M0", "u1"), (1, 32), (".weight", ".scale"), FP8, _e2m1),
 )
 
 
 def measure() -> Section:
     """Measure all schemes."""
     section = Section("Quantised weights")
-    written = MATRICES * ROWS * COLUMNS * 2
+    gigabytes = [matrices * ROWS * COLUMNS * 2 / 1e9 for matrices in SIZES]
     section.say(
-        f"`convert --dequantize BFloat16` of {MATRICES} matrices of {ROWS} x {COLUMNS} in {FILES} files, against `cp "
-        "-r` of the result. The last columns are bytes written per second of processor time of all threads: the best "
-        "run of reshard, and of `cp`."
+        f"`convert --dequantize BFloat16` of {SIZES[1]} matrices of {ROWS} x {COLUMNS} in {FILES} files, with one job "
+        "and with the default. Rates are bytes written per second of processor time of all threads and the kernel, "
+        f"best of {RUNS} runs. A whole process includes its start. The marginal rate is that of the bytes beyond "
+        f"{SIZES[0]} matrices. The limit is a loop of the same reads, NumPy calls and writes alone. `cp -r` copies the "
+        "result. Processor time includes waiting for the lock of a file that two threads write."
     )
-    section.table("scheme", "files on", *COMPARED, "per core", "cp")
-    for scheme in SCHEMES:
-        for on, base in (("memory", memory_backed()), ("disk", directory_in(None))):
-            with base as place:
-                write(place / "src", scheme)
-                words = reshard("convert", place / "src", place / "out", "--dequantize", "BFloat16", "--quiet")
-                run(words)
-                (place / "out").rename(place / "pattern")
-                copy = ["cp", "-r", place / "pattern", place / "copied"]
-                compared, *rates = _compared(place, words, copy, PAIRS)
-                section.row(scheme.name, on, *compared.cells(), *(f"{written / rate / 1e9:.2f} GB/s" for rate in rates))
+    section.table("scheme", "files on", "whole, -j 1", "whole", "marginal, -j 1", "marginal", "limit", "cp")
+    on_disk = ("disk", SCHEMES[0], directory_in(None))
+    for on, scheme, base in (*(("memory", scheme, memory_backed()) for scheme in SCHEMES), on_disk):
+        with base as place:
+            section.row(scheme.name, on, *(f"{rate:.2f} GB/s" for rate in _rates(place, scheme, gigabytes)))
     section.say(
-        "Against torch: a script like those that are published with models, `benchmarks/whole_files.py`, on the CPU. "
-        "It loads files whole. Files are in memory."
+        "Against torch: a script like those that are published with models, `benchmarks/whole_files.py`, on the CPU, "
+        f"with {SIZES[0]} matrices. It loads files whole. Files are in memory; one run each."
     )
     if not TORCH.exists():
         section.say("Skipped: there is no environment with torch; `make conformance-transformers` makes one.")
         return section
     section.table("scheme", *COMPARED)
     with memory_backed() as place:
-        write(place / "src", SCHEMES[0])
-        words = reshard("convert", place / "src", place / "out", "--dequantize", "BFloat16", "--quiet")
-        script = [TORCH, Path(__file__).with_name("whole_files.py"), place / "src", place / "copied"]
-        compared, _, _ = _compared(place, words, script, SCRIPT_PAIRS)
-        remove(place / "out", place / "copied")
-        run(words)
-        run(script)
+        write(place / "src", SCHEMES[0], SIZES[0])
+        ours = run(reshard("convert", place / "src", place / "out", "--dequantize", "BFloat16", "--quiet"))
+        theirs = run([TORCH, Path(__file__).with_name("whole_files.py"), place / "src", place / "copied"])
         assert _tensors(place / "out") == _tensors(place / "copied")
-        section.row(SCHEMES[0].name, *compared.cells())
+        section.row(SCHEMES[0].name, *compare([ours], [theirs]).cells())
     return section
 
 
-def _compared(
-    place: Path, ours: Sequence[object], theirs: Sequence[object], count: int
-) -> tuple[Compared, float, float]:
-    """Two commands in pairs, neither with the output of the other beside it, and the least processor time of each."""
-    least = [math.inf, math.inf]
+def _rates(place: Path, scheme: Scheme, gigabytes: Sequence[float]) -> list[float]:
+    """GB/s of processor time, in the order of the table."""
+    for matrices in SIZES:
+        write(place / str(matrices), scheme, matrices)
+    out, copied = place / "out", place / "copied"
+    least: dict[tuple[int, tuple[str, ...]], float] = {}
+    limit = copy = math.inf
+    jobs: Sequence[tuple[str, ...]] = (("-j", "1"), ())
+    for _ in range(RUNS):
+        for option in jobs:
+            for matrices in SIZES:
+                remove(out)
+                words = ("convert", place / str(matrices), out, "--dequantize", "BFloat16", "--quiet", *option)
+                key = matrices, option
+                least[key] = min(least.get(key, math.inf), run(reshard(*words)).cpu)
+        copy = min(copy, run(["cp", "-r", out, copied]).cpu)
+        remove(out, copied)
+        limit = min(limit, _limit(place / str(SIZES[1]), copied, scheme))
+        remove(copied)
+    small, large = SIZES
+    return [
+        *(gigabytes[1] / least[large, option] for option in jobs),
+        *((gigabytes[1] - gigabytes[0]) / (least[large, option] - least[small, option]) for option in jobs),
+        gigabytes[1] / limit,
+        gigabytes[1] / copy,
+    ]
 
-    def measured(number: int, words: Sequence[object]) -> Run:
-        remove(place / "out", place / "copied")
-        result = run(words)
-        least[number] = min(least[number], result.cpu)
-        return result
 
-    return pairs(lambda: measured(0, ours), lambda: measured(1, theirs), count), least[0], least[1]
+def _limit(directory: Path, target: Path, scheme: Scheme) -> float:
+    """Processor time of reading codes, NumPy calls like those of the scheme, and writing, in seconds."""
+    tile = TILE_ROWS * COLUMNS
+    # Pages like those that reshard uses, at the start of a page.
+    memory = np.frombuffer(mmap.mmap(-1, 5 * tile), "u1")
+    out = np.frombuffer(mmap.mmap(-1, 2 * BLOCK_ROWS * COLUMNS), "u2")
+    # Codes are at the end of the memory of their elements.
+    codes = out.view("u1")[-(len(out) // scheme.per_byte) :]
+    step = tile // scheme.per_byte
+    target.mkdir()
+    started = process_time()
+    for path in directory.glob("*.safetensors"):
+        with open(path, "rb", 0) as source, open(target / path.name, "wb", 0) as written:
+            while source.readinto(codes.data) == len(codes):
+                with np.errstate(all="ignore"):
+                    for first in range(0, len(codes), step):
+                        low = first * scheme.per_byte
+                        scheme.decode(codes[first : first + step], memory, out[low : low + tile])
+                written.write(out.data)
+    return process_time() - started
 
 
 def _tensors(directory: Path) -> dict[str, bytes]:
@@ -137,15 +207,15 @@ def _tensors(directory: Path) -> dict[str, bytes]:
     return hashes
 
 
-def write(directory: Path, scheme: Scheme) -> None:
+def write(directory: Path, scheme: Scheme, matrices: int) -> None:
     """Write a Hugging Face directory of random codes."""
     directory.mkdir()
     random = np.random.default_rng(1)
     places: dict[str, str] = {}
-    for first in range(0, MATRICES, MATRICES // FILES):
-        name = f"model-{first // (MATRICES // FILES) + 1:05}-of-{FILES:05}.safetensors"
+    for first in range(0, matrices, matrices // FILES):
+        name = f"model-{first // (matrices // FILES) + 1:05}-of-{FILES:05}.safetensors"
         tensors = {}
-        for number in range(first, first + MATRICES // FILES):
+        for number in range(first, first + matrices // FILES):
             codes = random.integers(0, 256, (ROWS, COLUMNS // scheme.per_byte), dtype="u1")
             codes[(codes & 0x7F) == 0x7F] = 0
             counts = tuple(-(-size // block) for size, block in zip((ROWS, COLUMNS), scheme.block))

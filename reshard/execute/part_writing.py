@@ -21,7 +21,7 @@ from reshard.plan.pieces import TargetTensor
 # Minimum bytes of a run: shorter runs are as fast through memory, many in one write.
 _MIN_COPIED_RUN = 1 << 20
 # Maximum bytes of decoded or cast elements that are written at a time: they are still in the cache then.
-_MAX_COMPUTED = 1 << 20
+_MAX_COMPUTED = 2 << 20
 
 
 class PartWriter:

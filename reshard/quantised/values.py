@@ -51,6 +51,8 @@ MEMORY_PER_BYTE = 10
 
 # Minimum average of bytes whose rows have equal scales, if they are decoded together.
 _MIN_TOGETHER = 1 << 14
+# Maximum length of rows that NumPy copies to a buffer where they are repeated.
+_MAX_SHORT = 1 << 12
 
 
 class Float8(NamedTuple):
@@ -222,12 +224,11 @@ def multiply(codes: Bytes, factors: Factors, block: Sequence[int], box: Box, out
     signed = codes.view("i1")
     bits = FLOAT8.get(factors.code)
     special = bits is not None and bool(signed.max() >= bits.special or codes.max() >= bits.special | 0x80)
-    half = len(memory) // 8 * 4
-    products, room = memory[:half].view("u4"), memory[half : 2 * half].view("u4")
     ties = out.itemsize == 2 and bool(factors.ties.any())
+    half = len(memory) // 8 * 4
+    products, room = memory[: half if ties else 2 * half].view("u4"), memory[half : 2 * half].view("u4")
     with np.errstate(invalid="ignore", under="ignore"):
-        for rows, values in _spread(factors.values, block, box, 1, len(products)):
-            part = slice(rows.start * columns, rows.stop * columns)
+        for part, values in _spread(factors.values, block, box, 1, len(products)):
             words = out[part] if out.itemsize == 4 else products[: part.stop - part.start]
             numbers = words.view("f4")
             if bits is None:
@@ -242,7 +243,7 @@ def multiply(codes: Bytes, factors: Factors, block: Sequence[int], box: Box, out
                 np.bitwise_and(words, bits.mask, out=words)
                 if special:
                     numbers[places] = specials
-            grid = numbers.reshape(-1, columns)
+            grid = numbers.reshape(-1, max(columns, values.shape[1]))
             np.multiply(grid, values, out=grid)
             if out.itemsize == 2:
                 # No finite number becomes infinite, and NaN is the one of NumPy, which stays NaN.
@@ -277,18 +278,16 @@ def dequantise(
     assert len(tables.overflowing) <= MAX_TABLES
     per_byte = len(out) // len(codes)
     columns = shape_of(box)[-1] // per_byte
-    rows_of_codes = codes.reshape(-1, columns)
     results = out.view(tables.words.dtype)
     most = len(memory) // MEMORY_PER_BYTE
     places, indices = memory[: 8 * most].view("i8"), memory[8 * most : 10 * most].view("u2")
     overflows = tables.overflows if tables.overflowing.take(numbers).any() else None
     overflowed = 0
     starts = np.left_shift(numbers, 8, dtype="u2", casting="unsafe")
-    for rows, values in _spread(starts, block, box, per_byte, most):
-        part = slice(rows.start * columns, rows.stop * columns)
+    for part, values in _spread(starts, block, box, per_byte, most):
         wide, narrow = places[: part.stop - part.start], indices[: part.stop - part.start]
-        grid = narrow.reshape(-1, columns)
-        np.copyto(grid, rows_of_codes[rows])
+        np.copyto(narrow, codes[part])
+        grid = narrow.reshape(-1, max(columns, values.shape[1]))
         np.add(grid, values, out=grid)
         np.copyto(wide, narrow)
         # All indices are valid; in its default mode NumPy would write to a copy first.
@@ -299,7 +298,7 @@ def dequantise(
 
 
 def _spread(values: Words, block: Sequence[int], box: Box, per_byte: int, most: int) -> Iterator[tuple[slice, Words]]:
-    """The values of the scales of a box, seen as rows of its last dimension, some rows at a time.
+    """The values of the scales of a box, some rows of its last dimension at a time.
 
     Args:
         values: of the scales of ``scale_box(box, block)``, in that shape.
@@ -309,7 +308,8 @@ def _spread(values: Words, block: Sequence[int], box: Box, per_byte: int, most: 
         most: maximum number of bytes at a time; at least a row.
 
     Yields:
-        Rows of bytes, and the values of their scales, in a shape that broadcasts to these rows.
+        Which bytes of the box, and the values of their scales. Bytes and values broadcast to each other as rows of one
+        row of the box, or of as many as the values have.
     """
     # Per row of elements its row of scales.
     where = np.zeros(1, np.intp)
@@ -324,17 +324,26 @@ def _spread(values: Words, block: Sequence[int], box: Box, per_byte: int, most: 
     values = values.reshape(-1, last - first)
     columns = (high - low) // per_byte
     most = max(1, most // columns)
-    # Rows of the same scales are decoded together, unless they are few or have one scale, which is not repeated.
+    # Rows of the same scales are decoded together, unless they are few.
     edges = [0, *(np.flatnonzero(where[1:] != where[:-1]) + 1).tolist(), len(where)]
-    same = len(lengths) > 1 and len(where) * columns >= _MIN_TOGETHER * len(edges)
+    several = len(lengths) > 1
+    same = len(edges) == 2 or (several and len(where) * columns >= _MIN_TOGETHER * len(edges))
     for begin, end in zip(edges, edges[1:]) if same else [(0, len(where))]:
-        for first in range(begin, end, most):
-            last = min(first + most, end)
+        # NumPy takes twice as long where it repeats short rows itself.
+        fold = 1 << (_MAX_SHORT // columns).bit_length() if same and several else 1
+        if fold > min(most, end - begin):
+            fold = 1
+        rows = min(most // fold, -(-(end - begin) // (fold * -(-(end - begin) // most)))) * fold
+        for first in range(begin, end, rows):
+            last = min(first + rows, end)
             if not same or first == begin:
-                repeated = values[where[first : first + 1 if same else last]]
-                if len(lengths) > 1:
+                repeated = values[where[first : first + fold if same else last]]
+                if several:
                     repeated = repeated.repeat(repeats, axis=1)
-            yield slice(first, last), repeated
+                if same:
+                    repeated = repeated.reshape(1, -1)
+            whole = (last - first) % fold == 0
+            yield slice(first * columns, last * columns), repeated if whole else repeated[:, :columns]
 
 
 def _table(exponent: int, mantissa: int, bias: int) -> Floats:
