@@ -207,16 +207,15 @@ def pairs(ours: Callable[[], Run], theirs: Callable[[], Run], count: int) -> Com
 
 
 def against_copy(words: Sequence[object], target: Path, count: int) -> Compared:
-    """Measure a command against `cp -r` of the directory that it makes.
+    """Measure a command against `cp -r` of the directory that it makes, with one copy of it at a time.
 
     Args:
         words: the command.
-        made: the directory; it stays as the command made it last.
+        target: the directory; it stays as the command made it last.
         count: pairs, after one that warms up.
     """
-    copied, pattern = target.with_name("copied"), target.with_name("pattern")
+    copied = target.with_name("copied")
     run(words)
-    target.rename(pattern)
 
     def ours() -> Run:
         remove(target)
@@ -224,7 +223,7 @@ def against_copy(words: Sequence[object], target: Path, count: int) -> Compared:
 
     def copy() -> Run:
         remove(copied)
-        return run(["cp", "-r", pattern, copied])
+        return run(["cp", "-r", target, copied])
 
     return pairs(ours, copy, count)
 

@@ -61,13 +61,15 @@ class BlockFiller:
         self._overflowed = overflowed
         room = np.frombuffer(scratch, np.uint8)
         half = min(len(room) // 2, _MAX_ROOM)
-        self._scratch = room[: min(half, _GAPS_PER_READ * reader.worth_skipping)]
+        gaps = min(_MAX_ROOM, _GAPS_PER_READ * reader.worth_skipping)
+        # Rows with gaps that are only copied.
+        self._gaps = room[:gaps]
         # Shared rows and elements to cast: reading them uses the other half.
-        self._room = room[half : 2 * half]
-        # Transposed elements need no such room: they are cast from here. The larger it is, the fewer times are rows of
-        # the source read.
-        gaps = min(len(room) // 4, len(self._scratch))
-        self._gaps, self._stage = room[:gaps], room[gaps:]
+        self._scratch, self._room = room[: min(half, gaps)], room[half : 2 * half]
+        # Transposed elements, and rows with gaps on their way there. The larger the stage is, the fewer times are the
+        # rows of the source read.
+        self._stage_gaps = room[: min(len(room) // 4, gaps)]
+        self._stage = room[len(self._stage_gaps) :]
         # Sources of slices in the staging buffer, and the slices.
         self._in_buffer: list[tuple[StoredSlice, StoredSlice]] = []
 
@@ -97,9 +99,17 @@ class BlockFiller:
             block: a box of it, counted from the target slice's own origin.
             most: maximum bytes of a box of a transposed tensor, at least one element.
         """
+        count = max(1, min(volume_of(block), most // tensor.item_size))
         if not is_transposed(tensor):
             self._in_buffer = []
             yield block, partial(self._fill, tensor, block)
+            return
+        if len(self._stage) < min(count * tensor.item_size, _HOT):
+            # More columns fit the box than the stage.
+            self._in_buffer = []
+            for part in boxes_of_range(shape_of(block), 0, volume_of(block), count):
+                part = placed(part, block)
+                yield part, partial(self._fill, tensor, part)
             return
         stored_size = max(piece.stored_size(tensor.item_size) for piece in tensor.pieces)
         yield from self._steps(tensor, block, len(self._stage) // stored_size, most)
@@ -177,7 +187,7 @@ class BlockFiller:
             nbytes = volume_of(box) * size
             words = as_words(self._stage[first : first + nbytes].data, shape, size)
             start, strides = _place(source, box, size)
-            self._copy(source, start, shape, strides, words, size, self._gaps)
+            self._copy(source, start, shape, strides, words, size, self._stage_gaps)
             slices.append(StoredSlice(_STAGED, source.rank, ((first, nbytes),), box))
             first += nbytes
         self._in_buffer = [(source, staged) for source, staged in zip(sources, slices) if staged is not None]
@@ -291,7 +301,7 @@ class BlockFiller:
     ) -> None:
         """Copy strided elements of a stored slice, or cast them through the scratch buffer."""
         if cast is None:
-            self._copy(source, start, counts, strides, out, stored_size, self._scratch)
+            self._copy(source, start, counts, strides, out, stored_size, self._gaps)
             return
         mapped = self._reader.view(source, start, span_of(counts, strides, stored_size))
         if mapped is not None:
