@@ -207,15 +207,16 @@ def pairs(ours: Callable[[], Run], theirs: Callable[[], Run], count: int) -> Com
 
 
 def against_copy(words: Sequence[object], target: Path, count: int) -> Compared:
-    """Measure a command against `cp -r` of the directory that it makes, with one copy of it at a time.
+    """Measure a command against `cp -r` of the directory that it makes.
 
     Args:
         words: the command.
-        target: the directory; it stays as the command made it last.
+        made: the directory; it stays as the command made it last.
         count: pairs, after one that warms up.
     """
-    copied = target.with_name("copied")
+    copied, pattern = target.with_name("copied"), target.with_name("pattern")
     run(words)
+    target.rename(pattern)
 
     def ours() -> Run:
         remove(target)
@@ -223,7 +224,7 @@ def against_copy(words: Sequence[object], target: Path, count: int) -> Compared:
 
     def copy() -> Run:
         remove(copied)
-        return run(["cp", "-r", target, copied])
+        return run(["cp", "-r", pattern, copied])
 
     return pairs(ours, copy, count)
 

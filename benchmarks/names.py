@@ -1,4 +1,4 @@
-"""Rules of names and casts against copying the result, each kind of rule alone; and MindFormers' own converter."""
+"""Rules of names and casts at two sizes, each kind of rule alone; and MindFormers' own converter."""
 
 from __future__ import annotations
 
@@ -15,16 +15,15 @@ import numpy.typing as npt
 
 from benchmarks.against_mindformers import ENVIRONMENT, MINDFORMERS, WITH_JOB
 from benchmarks.against_mindspore import CONTEST, OUR_RUNS, contest
-from benchmarks.measure import COMPARED, Run, Section, against_copy, memory_backed, remove, reshard, run
+from benchmarks.measure import Run, Section, memory_backed, remove, reshard, run
 from reshard.strategies.model import RecordedLayout, StrategyFile, StrategyItem
 from reshard.strategies.protobuf_file import serialize_strategy
 
 Array = npt.NDArray[Any]
 Arrays = dict[str, Array]
 
-PAIRS = 3
-# Runs of each size of experts, after one that warms up.
-RUNS = 4
+# Runs of each size, after one that warms up.
+RUNS = 3
 RANKS = 4
 FILES = 3
 WORDS: dict[str, np.dtype[Any]] = {"F32": np.dtype("<u4"), "BF16": np.dtype("<u2")}
@@ -147,17 +146,19 @@ def _transposed(dtype: str, layers: int, back: bool = False) -> Kind:
     return Kind(name, _EXPERT_RULES, _EXPERT_LAYER, _experts, layers, _EXPERT_CONFIG, dtype, back=back)
 
 
+# Each with as many layers as make 0.8 to 1.2 GB.
 KINDS = [
-    Kind("other names, F32", _RENAME, _MATRICES, _renamed, 4),
-    _grouped("BF16", 16),
-    _grouped("BF16", 16, back=True),
-    Kind("gate and up in halves, F32", _rule("gate up", "fc1", '"concat"'), _MLP, _halves, 3),
-    _rows("BF16", 6),
-    _rows("BF16", 6, back=True),
-    Kind("other names, F32 cast to BF16", _RENAME, _MATRICES, _renamed, 4, cast=True),
+    Kind("other names, F32", _RENAME, _MATRICES, _renamed, 5),
+    _grouped("BF16", 20),
+    _grouped("BF16", 20, back=True),
+    Kind("gate and up in halves, F32", _rule("gate up", "fc1", '"concat"'), _MLP, _halves, 4),
+    _rows("BF16", 8),
+    _rows("BF16", 8, back=True),
+    _transposed("F32", 3),
+    _transposed("BF16", 5),
+    _transposed("BF16", 5, back=True),
+    Kind("other names, F32 cast to BF16", _RENAME, _MATRICES, _renamed, 5, cast=True),
 ]
-# Each with as many layers as make 1.2 GB; a single layer is the smaller size.
-EXPERT_KINDS = [_transposed("F32", 3), _transposed("BF16", 6), _transposed("BF16", 6, back=True)]
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, tuple[str, tuple[int, ...]]], arrays: Iterator[Array]) -> None:
@@ -259,19 +260,10 @@ def _rounded(words: Array) -> Array:
     return rounded
 
 
-def convert(place: Path, kind: Kind, count: int = PAIRS) -> tuple[str, ...]:
-    """Measure a kind against `cp -r` of its output, as cells of a table."""
-    words = prepare(place, kind)
-    arrays = against_copy(words, place / "made", count)
-    assert wrong(place / "made", kind) == 0
-    size = sum(path.stat().st_size for path in (place / "made").rglob("*.safetensors"))
-    return (f"{size / arrays.ours / 1e9:.1f} GB/s", *arrays.cells())
-
-
-def experts(place: Path, kind: Kind) -> tuple[str, ...]:
+def convert(place: Path, kind: Kind) -> tuple[str, ...]:
     """Measure a kind at two sizes and `cp -r` of the smaller output, as cells of a table."""
     places = [place / "small", place / "large"]
-    kinds = [replace(kind, layers=1), kind]
+    kinds = [replace(kind, layers=max(1, kind.layers // 5)), kind]
     for each in places:
         each.mkdir()
     commands = [prepare(each, sized) for each, sized in zip(places, kinds)]
@@ -305,22 +297,14 @@ def measure() -> Section:
     section = Section("Names, packing and types")
     section.say(
         f"`convert --names` from a Hugging Face directory to {RANKS} ranks that cut rows, or back to such a directory "
-        f"(taken apart), against `cp -r` of its own output, {PAIRS} alternating pairs after one that warms up. 0.8 GB "
-        "of source; one kind of rule alone."
+        f"(taken apart), at two sizes in turns; one kind of rule alone, medians of {RUNS} runs. The marginal rate is "
+        "that of the bytes by which the sizes differ, so it leaves out the start. `cp -r` copies the smaller output "
+        f"with one core. A layer has {EXPERTS} experts of 1024 x 2048."
     )
-    section.table("kind", "written", *COMPARED)
+    section.table("kind", "written", "reshard", "whole", "marginal", "CPU per GB, marginal", "`cp -r`")
     for kind in KINDS:
         with memory_backed() as place:
             section.row(kind.name, *convert(place, kind))
-    section.say(
-        f"{EXPERTS} experts of 1024 x 2048 per layer, at two sizes in turns: medians of {RUNS} runs. The marginal rate "
-        "is that of the bytes by which the sizes differ, so it leaves out the start. `cp -r` copies the smaller "
-        "output with one core."
-    )
-    section.table("experts", "sizes", "reshard", "whole", "marginal", "CPU per GB, marginal", "`cp -r`")
-    for kind in EXPERT_KINDS:
-        with memory_backed() as place:
-            section.row(kind.name, *experts(place, kind))
     against_mindformers(section)
     return section
 

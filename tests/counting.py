@@ -8,7 +8,7 @@ import pytest
 
 from reshard.checkpoints import FileHandles
 from reshard.execute import reading
-from reshard.storage import LocalFile, OpenFile
+from reshard.storage import LocalFile, OpenFile, fill
 
 
 def count_opened(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
@@ -40,7 +40,6 @@ def reads_of_local_files(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def reads_into_buffers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Bytes of each explicit read of elements in this process, from now to the end of the test."""
     counts: list[int] = []
-    fill = reading.fill
 
     def counting(file: OpenFile, offset: int, out: memoryview, rank: int) -> None:
         counts.append(len(out))

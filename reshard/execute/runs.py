@@ -121,8 +121,10 @@ def _transposes(region: Region) -> bool:
 
 def largest_transposed(checkpoint: Checkpoint) -> int:
     """Bytes of the largest stored matrix that a checkpoint's edits transpose; 0 if they transpose none."""
+    if not isinstance(checkpoint, EditedCheckpoint):
+        return 0
     largest = 0
-    for recipe in checkpoint.recipes.values() if isinstance(checkpoint, EditedCheckpoint) else ():
+    for recipe in checkpoint.recipes.values():
         for region in () if recipe.view is None else recipe.view.regions:
             if region.source != ZEROS and _transposes(region):
                 item_size = checkpoint.base.tensors[recipe.sources[region.source]].item_size
