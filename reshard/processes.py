@@ -36,6 +36,9 @@ OWN_THREAD = "reshard-own"
 MIN_BYTES_PER_PROCESS = 64 << 20
 """Minimum bytes of work per process: starting a process costs about a tenth of the time to move them."""
 
+MIN_MEMORY_PER_CPU = 2 << 20
+"""Minimum bytes of buffers for each CPU: smaller blocks cost more calls than another CPU saves."""
+
 BASE_OF_PROCESSES = 32 << 20
 """Memory of all worker processes beside buffers, part of the 100 MiB that a command may take beside --max-memory."""
 
@@ -95,7 +98,8 @@ def process_count(jobs: int, nbytes: int, max_memory: int, private: int) -> int:
         private: bytes of each process beside its buffers.
     """
     room = max(BASE_OF_PROCESSES, max_memory // 2)
-    return min(jobs, _MAX_PROCESSES, nbytes // MIN_BYTES_PER_PROCESS, room // private)
+    most = min(_MAX_PROCESSES, room // private, max_memory // MIN_MEMORY_PER_CPU)
+    return min(jobs, most, nbytes // MIN_BYTES_PER_PROCESS)
 
 
 class Crew:

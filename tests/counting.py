@@ -7,7 +7,8 @@ from collections import Counter
 import pytest
 
 from reshard.checkpoints import FileHandles
-from reshard.storage import LocalFile, OpenFile
+from reshard.execute import reading
+from reshard.storage import LocalFile, OpenFile, fill
 
 
 def count_opened(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
@@ -33,4 +34,16 @@ def reads_of_local_files(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return read(self, offset, count)
 
     monkeypatch.setattr(LocalFile, "read", counting)
+    return counts
+
+
+def reads_into_buffers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Bytes of each explicit read of elements in this process, from now to the end of the test."""
+    counts: list[int] = []
+
+    def counting(file: OpenFile, offset: int, out: memoryview, rank: int) -> None:
+        counts.append(len(out))
+        fill(file, offset, out, rank)
+
+    monkeypatch.setattr(reading, "fill", counting)
     return counts

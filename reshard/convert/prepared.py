@@ -22,6 +22,7 @@ from reshard.execute import ExecutionOptions, Progress
 from reshard.execute.destination import check_apart, check_bucket, check_disjoint, check_space
 from reshard.execute.equal import check_equal, equal_of
 from reshard.execute.reader import CHUNK_BYTES, BoxReader
+from reshard.execute.runs import largest_transposed
 from reshard.forms.ranks.checkpoint import RankCheckpoint, rank_checkpoint_of
 from reshard.forms.ranks.naming import check_prefix
 from reshard.forms.registry import counted_as, form_named
@@ -201,6 +202,7 @@ class Prepared:
             storage,
             options.checksum == "crc32",
             decoded=plan.request.edits.quantisation is not None,
+            transposed=largest_transposed(plan.checkpoint),
         )
 
     def _writing(self, plan: Plan, sizes: Mapping[int, int]) -> ExecutionOptions:

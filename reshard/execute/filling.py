@@ -61,11 +61,15 @@ class BlockFiller:
         self._overflowed = overflowed
         room = np.frombuffer(scratch, np.uint8)
         half = min(len(room) // 2, _MAX_ROOM)
-        self._scratch = room[: min(half, _GAPS_PER_READ * reader.worth_skipping)]
+        gaps = min(_MAX_ROOM, _GAPS_PER_READ * reader.worth_skipping)
+        # Rows with gaps that are only copied.
+        self._gaps = room[:gaps]
         # Shared rows and elements to cast: reading them uses the other half.
-        self._room = room[half : 2 * half]
-        # Transposed elements need no such room: they are cast from here.
-        self._stage = room[half:]
+        self._scratch, self._room = room[: min(half, gaps)], room[half : 2 * half]
+        # Transposed elements, and rows with gaps on their way there. The larger the stage is, the fewer times are the
+        # rows of the source read.
+        self._stage_gaps = room[: min(len(room) // 4, gaps)]
+        self._stage = room[len(self._stage_gaps) :]
         # Sources of slices in the staging buffer, and the slices.
         self._in_buffer: list[tuple[StoredSlice, StoredSlice]] = []
 
@@ -95,9 +99,17 @@ class BlockFiller:
             block: a box of it, counted from the target slice's own origin.
             most: maximum bytes of a box of a transposed tensor, at least one element.
         """
+        count = max(1, min(volume_of(block), most // tensor.item_size))
         if not is_transposed(tensor):
             self._in_buffer = []
             yield block, partial(self._fill, tensor, block)
+            return
+        if len(self._stage) < min(count * tensor.item_size, _HOT):
+            # More columns fit the box than the stage.
+            self._in_buffer = []
+            for part in boxes_of_range(shape_of(block), 0, volume_of(block), count):
+                part = placed(part, block)
+                yield part, partial(self._fill, tensor, part)
             return
         stored_size = max(piece.stored_size(tensor.item_size) for piece in tensor.pieces)
         yield from self._steps(tensor, block, len(self._stage) // stored_size, most)
@@ -174,7 +186,8 @@ class BlockFiller:
             shape = shape_of(box)
             nbytes = volume_of(box) * size
             words = as_words(self._stage[first : first + nbytes].data, shape, size)
-            self._fill_region(source, box, words, size, None)
+            start, strides = _place(source, box, size)
+            self._copy(source, start, shape, strides, words, size, self._stage_gaps)
             slices.append(StoredSlice(_STAGED, source.rank, ((first, nbytes),), box))
             first += nbytes
         self._in_buffer = [(source, staged) for source, staged in zip(sources, slices) if staged is not None]
@@ -242,8 +255,7 @@ class BlockFiller:
         """A region of whole rows of a stored slice, in a map or read into the scratch buffer."""
         word = word_of(item_size)
         counts = shape_of(region)
-        strides = byte_strides(shape_of(source.box), item_size)
-        start = sum((low - first) * stride for (low, _), (first, _), stride in zip(region, source.box, strides))
+        start, strides = _place(source, region, item_size)
         span = span_of(counts, strides, item_size)
         mapped = self._reader.view(source, start, span)
         if mapped is not None:
@@ -252,14 +264,13 @@ class BlockFiller:
             )
         room = self._room[: math.prod(counts) * item_size]
         data = as_words(room.data, counts, item_size)
-        self._copy(source, start, counts, strides, data, item_size)
+        self._copy(source, start, counts, strides, data, item_size, self._scratch)
         return data
 
     def _fill_region(self, source: StoredSlice, region: Box, out: Words, item_size: int, cast: Optional[Cast]) -> None:
         """Fill ``out`` with a box whose dimensions have the same order in source and target."""
         stored_size = item_size if cast is None else cast.stored_size
-        strides = byte_strides(shape_of(source.box), stored_size)
-        start = sum((low - first) * stride for (low, _), (first, _), stride in zip(region, source.box, strides))
+        start, strides = _place(source, region, stored_size)
         self._take(source, start, shape_of(region), strides, out, stored_size, cast)
 
     def _fill_loops(
@@ -290,7 +301,7 @@ class BlockFiller:
     ) -> None:
         """Copy strided elements of a stored slice, or cast them through the scratch buffer."""
         if cast is None:
-            self._copy(source, start, counts, strides, out, stored_size)
+            self._copy(source, start, counts, strides, out, stored_size, self._gaps)
             return
         mapped = self._reader.view(source, start, span_of(counts, strides, stored_size))
         if mapped is not None:
@@ -301,7 +312,7 @@ class BlockFiller:
             shape = shape_of(part)
             room = as_words(self._room[: math.prod(shape) * stored_size].data, shape, stored_size)
             begin = start + sum(low * stride for (low, _), stride in zip(part, strides))
-            self._copy(source, begin, shape, strides, room, stored_size)
+            self._copy(source, begin, shape, strides, room, stored_size, self._scratch)
             put(room, out[tuple(slice(low, high) for low, high in part)], cast)
 
     def _copy(
@@ -312,6 +323,7 @@ class BlockFiller:
         strides: Sequence[int],
         out: Words,
         item_size: int,
+        scratch: Bytes,
     ) -> None:
         """Copy strided elements of a stored slice, in parts that fit the scratch buffer.
 
@@ -322,6 +334,7 @@ class BlockFiller:
             strides: bytes from one element to the next, per axis, none less than the next.
             out: one word or more per element, in the last dimension.
             item_size: bytes of an element.
+            scratch: buffer for rows with gaps.
         """
         span = span_of(counts, strides, item_size)
         needed = math.prod(counts) * item_size
@@ -333,21 +346,21 @@ class BlockFiller:
             gather(mapped, counts, strides, out)
             return
         skipped = self._reader.worth_skipping * max(1, runs(counts, strides, item_size))
-        if span <= len(self._scratch) and span - needed <= skipped:
-            self._reader.read_into(source, start, self._scratch[:span].data)
-            gather(self._scratch[:span], counts, strides, out)
+        if span <= len(scratch) and span - needed <= skipped:
+            self._reader.read_into(source, start, scratch[:span].data)
+            gather(scratch[:span], counts, strides, out)
             return
-        for part in self._parts(counts, strides, item_size):
+        for part in self._parts(counts, strides, item_size, len(scratch)):
             inside = tuple(slice(low, high) for low, high in part)
             begin = start + sum(low * stride for (low, _), stride in zip(part, strides))
-            self._copy(source, begin, shape_of(part), strides, out[inside], item_size)
+            self._copy(source, begin, shape_of(part), strides, out[inside], item_size, scratch)
 
-    def _parts(self, counts: Sequence[int], strides: Sequence[int], item_size: int) -> list[Box]:
-        """Cut a region that does not fit the scratch buffer along its outermost axis longer than 1."""
+    def _parts(self, counts: Sequence[int], strides: Sequence[int], item_size: int, room: int) -> list[Box]:
+        """Cut a region that does not fit ``room`` bytes along its outermost axis longer than 1."""
         axis = next(axis for axis, count in enumerate(counts) if count > 1)
         row_span = span_of(counts[axis + 1 :], strides[axis + 1 :], item_size)
         gap = strides[axis] - row_span
-        rows = 1 if gap > self._reader.worth_skipping else max(1, (len(self._scratch) - row_span) // strides[axis] + 1)
+        rows = 1 if gap > self._reader.worth_skipping else max(1, (room - row_span) // strides[axis] + 1)
         if rows >= counts[axis]:
             rows = max(1, counts[axis] // 2)
         head = tuple((0, 1) for _ in counts[:axis])
@@ -383,6 +396,12 @@ def gather(data: Union[memoryview, Bytes], counts: Sequence[int], strides: Seque
         out: one word or more per element, in the last dimension.
     """
     put(_strided(data, counts, strides, out.shape[-1] * out.itemsize), out)
+
+
+def _place(source: StoredSlice, region: Box, item_size: int) -> tuple[int, list[int]]:
+    """The first byte of a box in a stored slice, and bytes from one element to the next per dimension."""
+    strides = byte_strides(shape_of(source.box), item_size)
+    return sum((low - first) * stride for (low, _), (first, _), stride in zip(region, source.box, strides)), strides
 
 
 def _strided(data: Union[memoryview, Bytes], counts: Sequence[int], strides: Sequence[int], item_size: int) -> Words:

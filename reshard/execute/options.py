@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from reshard.defaults import MAX_MEMORY
 from reshard.execute.reading import MIN_DECODING_BYTES, ChosenIo, choose_io
-from reshard.processes import BASE_OF_PROCESSES, process_count
+from reshard.processes import BASE_OF_PROCESSES, MIN_MEMORY_PER_CPU, process_count
 from reshard.storage.costs import LOCAL, Storage
 
 # Larger blocks make nothing faster.
@@ -14,8 +14,6 @@ MAX_BLOCK_BYTES = 8 << 20
 MIN_BLOCK_BYTES = 4 << 10
 # The more columns of a large matrix are read before they are transposed, the fewer times its rows are read.
 _MAX_SCRATCH_BYTES = 32 << 20
-# Smaller blocks cost more requests and calls than they save memory.
-_FAIR_BLOCK_BYTES = 1 << 20
 # Maximum memory in which a thread decodes quantised elements: more does not fit the cache next to a core.
 _MAX_DECODING_BYTES = 768 << 10
 _MAX_IN_FLIGHT = 64
@@ -45,6 +43,7 @@ class ExecutionOptions(NamedTuple):
         nbytes: their bytes together.
         processes: processes that share the work; 1 for threads of this process.
         decoded: whether quantised tensors are decoded.
+        transposed: bytes of the largest matrix that is transposed; 0 for none.
     """
 
     jobs: int
@@ -59,6 +58,7 @@ class ExecutionOptions(NamedTuple):
     nbytes: int = 0
     processes: int = 1
     decoded: bool = False
+    transposed: int = 0
 
     def shared(self, private: int) -> ExecutionOptions:
         """The same options for worker processes, or unchanged if one process suffices.
@@ -72,7 +72,7 @@ class ExecutionOptions(NamedTuple):
         """
         if not (self.storage.mappable and self.target.mappable) or self.part_bytes:
             return self
-        count = process_count(self.jobs, self.nbytes, self.max_memory, private)
+        count = process_count(self._cpus, self.nbytes, self.max_memory, private)
         if count < 2 or (self.jobs < MIN_WRITERS_FOR_MAPS and self.files == 1):
             return self
         beyond = max(0, count * private - BASE_OF_PROCESSES)
@@ -81,14 +81,24 @@ class ExecutionOptions(NamedTuple):
     @property
     def threads(self) -> int:
         """Threads of all processes; more than CPUs where requests take a round trip, because most threads wait."""
-        jobs = self.jobs if self.processes > 1 else min(self.jobs, _MAX_THREADS)
-        count = max(jobs, self._in_flight(self.storage))
+        cpus = self.jobs if self.processes > 1 else min(self._cpus, _MAX_THREADS)
+        count = max(cpus, self._in_flight(self.storage))
         if not self.part_bytes:
             return max(count, self._in_flight(self.target))
         # Other threads send the parts, within the rest of the memory. A few more threads than CPUs fill parts, because
         # they compete with many that send.
-        count = max(count, min(_MIN_IN_FLIGHT_PER_CPU * self.jobs, self._in_flight(self.target)))
+        count = max(count, min(_MIN_IN_FLIGHT_PER_CPU * self._cpus, self._in_flight(self.target)))
         return min(count, max(1, self.max_memory // 2 // self._min_share))
+
+    @property
+    def _cpus(self) -> int:
+        """CPUs to keep busy: fewer where each would have little memory.
+
+        Columns of a large transposed matrix are read together, as many as fit about a third of a CPU's memory, and
+        each time most of the matrix is read. So twice as many CPUs with half the memory are not faster.
+        """
+        share = max(MIN_MEMORY_PER_CPU, self.transposed // 2)
+        return min(self.jobs, max(1, self.max_memory // share))
 
     @property
     def uploads(self) -> int:
@@ -104,12 +114,14 @@ class ExecutionOptions(NamedTuple):
         return max(self.least_memory, self.max_memory - self.uploads * self.part_bytes)
 
     def _in_flight(self, storage: Storage) -> int:
-        """The number of requests to have in flight."""
+        """The number of requests to have in flight; 0 where they take no round trip."""
+        if not storage.remote:
+            return 0
         most = _MAX_IN_FLIGHT
         if storage.large:
             # Their bytes together have a bound in memory: more requests would be smaller ones.
-            most = min(most, max(self.jobs * _MIN_IN_FLIGHT_PER_CPU, self.max_memory // (2 * storage.large)))
-        return min(most, self.jobs * storage.in_flight)
+            most = min(most, max(self._cpus * _MIN_IN_FLIGHT_PER_CPU, self.max_memory // (2 * storage.large)))
+        return min(most, self._cpus * storage.in_flight)
 
     @property
     def least_memory(self) -> int:
@@ -128,7 +140,7 @@ class ExecutionOptions(NamedTuple):
     @property
     def _min_share(self) -> int:
         """Bytes of a thread with blocks of a fair size."""
-        return self._held_bytes + 2 * _FAIR_BLOCK_BYTES
+        return self._held_bytes + MIN_MEMORY_PER_CPU
 
     @property
     def chosen_io(self) -> ChosenIo:

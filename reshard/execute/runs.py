@@ -5,11 +5,14 @@ Plans and copies of contiguous bytes need no more than this, and load no NumPy.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple, Optional
 
-from reshard.layout import Box, Loop, Region, intersection, placed, shape_of, volume_of
+from reshard.checkpoints.checkpoint import Checkpoint
+from reshard.checkpoints.edited import EditedCheckpoint
+from reshard.layout import ZEROS, Box, Loop, Region, intersection, placed, shape_of, volume_of
 from reshard.plan.pieces import StoredSlice, TargetTensor
 
 MIN_TILE = 16
@@ -114,3 +117,23 @@ def _transposes(region: Region) -> bool:
     near_out = region.loops[-1]
     near_source = min(region.loops, key=lambda loop: (-loop.source_dimension, loop.source_step))
     return near_source is not near_out and min(near_source.length, near_out.length) >= MIN_TILE
+
+
+def largest_transposed(checkpoint: Checkpoint) -> int:
+    """Bytes of the largest stored matrix that a checkpoint's edits transpose; 0 if they transpose none."""
+    if not isinstance(checkpoint, EditedCheckpoint):
+        return 0
+    largest = 0
+    for recipe in checkpoint.recipes.values():
+        for region in () if recipe.view is None else recipe.view.regions:
+            if region.source != ZEROS and _transposes(region):
+                item_size = checkpoint.base.tensors[recipe.sources[region.source]].item_size
+                largest = max(largest, _matrix_volume(region) * item_size)
+    return largest
+
+
+def _matrix_volume(region: Region) -> int:
+    """Elements of a matrix of a transposed region, which may be a stack of them."""
+    in_source = sorted(region.loops, key=lambda loop: (loop.source_dimension, -loop.source_step))
+    stacked = itertools.takewhile(lambda pair: pair[0] is pair[1], zip(region.loops, in_source))
+    return region.volume // math.prod(loop.length for loop, _ in stacked)
