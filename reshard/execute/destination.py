@@ -56,11 +56,12 @@ class Destination:
             TargetError: the path is not a directory.
             RetryableError: it cannot be read.
         """
-        status = status_at(self.path)
+        status, dangling = status_at(self.path), False
         if status is None and exists(self.path):
             # A link that leads nowhere, or a directory that another run has just made.
             status = status_at(self.path)
-        if not status.directory if status is not None else exists(self.path):
+            dangling = status is None
+        if dangling or (status is not None and not status.directory):
             raise TargetError(f"{self.path} is not a directory", file=self.path, hint="choose another DST")
         entries = set(directories)
         if all_ranks:

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from reshard import storage
+from reshard.execute import destination
 from tests.running import LAUNCHER, done
 from tests.small import World, tensors
 from tests.trees import same_ranks
@@ -119,3 +121,17 @@ def test_ranks_may_be_converted_at_the_same_time(world: World) -> None:
         _, output = run.communicate(timeout=60)
         assert run.returncode == 0, output
     same_ranks(world.found(), world.expected(FULL))
+
+
+def test_a_directory_that_another_run_makes_meanwhile_is_a_target(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = tmp_path / "dst"
+
+    def exists(path: str) -> bool:
+        existed = storage.exists(path)
+        place.mkdir(exist_ok=True)
+        return existed
+
+    monkeypatch.setattr(destination, "exists", exists)
+    assert destination.Destination(str(place)).checkpoints([]) == []
