@@ -211,7 +211,7 @@ def against_copy(words: Sequence[object], target: Path, count: int) -> Compared:
 
     Args:
         words: the command.
-        made: the directory; it stays as the command made it last.
+        target: the directory; it stays as the command made it last.
         count: pairs, after one that warms up.
     """
     copied, pattern = target.with_name("copied"), target.with_name("pattern")
