@@ -14,7 +14,9 @@ from reshard.forms import DEFAULT_FORM, FORM_CLASSES, READ_ONLY_CLASSES
 from reshard.forms.form import Form, ReadRequest
 from reshard.forms.ranks import find_checkpoints
 from reshard.forms.ranks.steps import RANK
+from reshard.forms.ranks.tree import named_for_rank
 from reshard.storage import caches_listings, exists
+from reshard.storage.directories import OWN
 from reshard.strategies import Strategy
 from reshard.text.near_names import similar_path_hint
 from reshard.text.report import Report
@@ -75,14 +77,15 @@ def check_holds_ranks(src: str) -> None:
 
 
 def forms_among(directory: str, names: Sequence[str]) -> set[str]:
-    """The forms that recognise these entries of a directory, rank directories apart.
+    """The forms that recognise these entries of a directory, rank directories and records of runs apart.
 
     Raises:
         ReshardError: the path cannot be listed.
     """
-    if not names:
+    others = [name for name in names if name != OWN and not named_for_rank(name)]
+    if not others:
         return set()
-    return {form.name for form in all_forms() if form.name != DEFAULT_FORM and form.recognise(directory, names)}
+    return {form.name for form in all_forms() if form.name != DEFAULT_FORM and form.recognise(directory, others)}
 
 
 @caches_listings

@@ -308,6 +308,11 @@ def find_checkpoints(src: str, file_suffix: Optional[str] = None) -> SourceTree:
     return SourceTree(src, single, ranks, _rank_files(chosen))
 
 
+def named_for_rank(name: str) -> bool:
+    """Whether a name is that of a rank's directory."""
+    return _RANK_DIRECTORY.fullmatch(name) is not None
+
+
 def holds_ranks_only(directory: str) -> bool:
     """Whether all names in a directory are those of rank directories; False if it is empty or no directory.
 
@@ -315,7 +320,7 @@ def holds_ranks_only(directory: str) -> bool:
         ReshardError: the path cannot be listed.
     """
     names = names_in(directory) if is_directory(directory) else []
-    return bool(names) and all(map(_RANK_DIRECTORY.fullmatch, names))
+    return bool(names) and all(map(named_for_rank, names))
 
 
 class _FileEntry(NamedTuple):
