@@ -347,10 +347,8 @@ class Prepared:
             return None
         effort = "more" if options.check_replicas == "auto" and options.verify else options.check_replicas
         if checkpoint is None and effort != "never":
-            seconds = EFFORTS["auto" if effort == "auto" else "more"].seconds
-            check_copies(
-                stored_checkpoint(plan.checkpoint), self._stored(), self._handles, self.state.execution, seconds
-            )
+            stored, limits = stored_checkpoint(plan.checkpoint), EFFORTS["auto" if effort == "auto" else "more"]
+            check_copies(stored, self._stored(), self._handles, self.state.execution, limits)
         if checkpoint is None or request.source.is_none:
             return None
         if effort == "never":

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 from collections.abc import Sequence
 from typing import Optional
 
-from reshard.errors import ReplaceableError, TargetError
+from reshard.errors import ReplaceableError, ReshardError, TargetError
 from reshard.forms.ranks import FileNames
 from reshard.records.commands import EDITS, RecordedCommand
 from reshard.records.identity import Identity
@@ -96,7 +97,9 @@ class Refusals:
         if typed is None:
             hint = f"repeat the earlier command, {elsewhere}, or {replace}"
             if recorded:
-                hint += f"\nthe earlier command: {shlex.join(['reshard', *recorded[0].words(self._root)])}"
+                # The recorded source may be in a store that does not answer now.
+                with contextlib.suppress(ReshardError):
+                    hint += f"\nthe earlier command: {shlex.join(['reshard', *recorded[0].words(self._root)])}"
             elif merged_there:
                 hint += "\nthe earlier command was reshard merge-lora"
         elif differs == ["step"] and not self._whole:

@@ -19,12 +19,16 @@ from reshard.forms.ranks.checkpoint import SourceStep
 from reshard.layout import volume_of
 from reshard.source_replicas.choice import Holder, group_parameters, number_of
 from reshard.source_replicas.outcome import ReplicaComparison, Tally, is_gradient
-from reshard.source_replicas.samples import EFFORTS, MOST_PLACES, UNREADABLE, ReplicaFiles, Samples
+from reshard.source_replicas.samples import EFFORTS, MOST_PLACES, UNREADABLE, ReplicaFiles, Samples, SamplingEffort
 from reshard.text.wording import quoted
 
 
 def check_copies(
-    checkpoint: Checkpoint, names: Iterable[str], handles: FileHandles, execution: ExecutionOptions, seconds: float
+    checkpoint: Checkpoint,
+    names: Iterable[str],
+    handles: FileHandles,
+    execution: ExecutionOptions,
+    effort: SamplingEffort,
 ) -> None:
     """Compare samples of slices that several files hold by the checkpoint's own metadata.
 
@@ -35,12 +39,12 @@ def check_copies(
         names: the tensors to compare.
         handles: open files.
         execution: storage, threads and memory.
-        seconds: maximum time.
+        effort: limits of time and requests.
 
     Raises:
         CheckpointError: copies differ.
     """
-    deadline = time.monotonic() + seconds
+    deadline, requests = time.monotonic() + effort.seconds, 0
     with contextlib.closing(ReplicaFiles(checkpoint, handles, execution)) as files:
         # Another order than in the files: every tensor may come first.
         for tensor in sorted((checkpoint.tensors[name] for name in names), key=lambda tensor: number_of(tensor.name)):
@@ -48,11 +52,14 @@ def check_copies(
                 for number in range(sharding.grid.slice_count):
                     numbers = [holder for holder in sharding.holders(number) if holder in present]
                     box = sharding.stored_box(number)
-                    if len(numbers) < 2 or not volume_of(box) or time.monotonic() > deadline:
+                    if len(numbers) < 2 or not volume_of(box):
                         continue
+                    if requests > effort.most_reads or time.monotonic() > deadline:
+                        return
                     first, *others = (Holder(holder, box) for holder in numbers)
                     with contextlib.suppress(*UNREADABLE):
                         for place in range(MOST_PLACES):
+                            requests += len(numbers)
                             data = files.own_sample(tensor, first, place)
                             for holder in others:
                                 if files.own_sample(tensor, holder, place) != data:
