@@ -53,6 +53,8 @@ MEMORY_PER_BYTE = 10
 _MIN_TOGETHER = 1 << 14
 # Maximum length of rows that NumPy copies to a buffer where they are repeated.
 _MAX_SHORT = 1 << 12
+# Maximum bytes of values that are repeated for each element.
+_MAX_REPEATED = 1 << 18
 
 
 class Float8(NamedTuple):
@@ -328,12 +330,17 @@ def _spread(values: Words, block: Sequence[int], box: Box, per_byte: int, most: 
     edges = [0, *(np.flatnonzero(where[1:] != where[:-1]) + 1).tolist(), len(where)]
     several = len(lengths) > 1
     same = len(edges) == 2 or (several and len(where) * columns >= _MIN_TOGETHER * len(edges))
+    if several and not same:
+        most = max(1, min(most, _MAX_REPEATED // (columns * values.itemsize)))
     for begin, end in zip(edges, edges[1:]) if same else [(0, len(where))]:
+        count = end - begin
         # NumPy takes twice as long where it repeats short rows itself.
         fold = 1 << (_MAX_SHORT // columns).bit_length() if same and several else 1
-        if fold > min(most, end - begin):
+        if fold > min(most, count):
             fold = 1
-        rows = min(most // fold, -(-(end - begin) // (fold * -(-(end - begin) // most)))) * fold
+        # Tiles of about equal sizes.
+        tiles = -(-count // most)
+        rows = min(most // fold, -(-count // (fold * tiles))) * fold
         for first in range(begin, end, rows):
             last = min(first + rows, end)
             if not same or first == begin:

@@ -146,6 +146,36 @@ def test_any_box_equals_elements_times_their_scales(data: st.DataObject) -> None
     assert overflowed == infinite
 
 
+@pytest.mark.parametrize("columns", [64, 100, 640, 4096, 4224])
+@pytest.mark.parametrize("memory_size", [1 << 16, 1 << 20])
+@pytest.mark.parametrize("block", [(128, 128), (1, 32), (1000, 128)])
+def test_boxes_of_many_rows_equal_elements_times_their_scales(
+    columns: int, memory_size: int, block: tuple[int, int]
+) -> None:
+    rng = np.random.default_rng(columns)
+    # Neither the first nor the last block is whole.
+    box = ((37, 301), (0, columns))
+    codes = rng.integers(0, 256, (264, columns), dtype="u1")
+    (first, last), (_, across) = scale_box(box, block)
+    scales = rng.uniform(1e-4, 1e-3, (last - first, across)).astype("f4")
+    rows, places = np.arange(*box[0]) // block[0] - first, np.arange(columns) // block[1]
+    values = CODES["Float8E4M3FN"][codes, 0] * scales[rows][:, places]
+    expected = cast_words(values.view("u4"), "Float32", "BFloat16")
+    memory = np.empty(memory_size, "u1")
+    factors = factors_of("Float8E4M3FN", scales, "BFloat16", 1 << 14)
+    assert factors is not None
+    multiplied, looked_up = np.empty(codes.size, "u2"), np.empty(codes.size, "u2")
+
+    multiply(codes.reshape(-1), factors, block, box, multiplied, memory)
+
+    np.testing.assert_array_equal(as_floats(multiplied, "BFloat16"), as_floats(expected.reshape(-1), "BFloat16"))
+    if scales.size <= MAX_TABLES:
+        tables = tables_of("Float8E4M3FN", scales, "BFloat16", from_float32)
+        numbers_of_tables = np.arange(scales.size).reshape(scales.shape)
+        dequantise(codes.reshape(-1), tables, numbers_of_tables, block, box, looked_up, memory)
+        np.testing.assert_array_equal(looked_up, expected.reshape(-1))
+
+
 @pytest.mark.parametrize("code", CODES)
 @pytest.mark.parametrize("dtype", CAST_TO)
 @pytest.mark.parametrize("scale", ["Float8E8M0", "BFloat16"])
