@@ -19,6 +19,8 @@ _MAX_DECODING_BYTES = 768 << 10
 _MAX_IN_FLIGHT = 64
 # Threads of one process: with more, waits for the interpreter's lock cost more than the threads bring.
 _MAX_THREADS = 8
+# A CPU's memory is at least this fraction of a matrix that it transposes.
+_MAX_SHARES_OF_MATRIX = 4
 # Minimum number of requests in flight per CPU on remote storage.
 _MIN_IN_FLIGHT_PER_CPU = 4
 # Writers per file from which maps are faster than writes: the kernel lets one write at a time.
@@ -95,9 +97,9 @@ class ExecutionOptions(NamedTuple):
         """CPUs to keep busy: fewer where each would have little memory.
 
         Columns of a large transposed matrix are read together, as many as fit about a third of a CPU's memory, and
-        each time most of the matrix is read. So twice as many CPUs with half the memory are not faster.
+        each time most of the matrix is read. So CPUs with little memory read it many times.
         """
-        share = max(MIN_MEMORY_PER_CPU, self.transposed // 2)
+        share = max(MIN_MEMORY_PER_CPU, self.transposed // _MAX_SHARES_OF_MATRIX)
         return min(self.jobs, max(1, self.max_memory // share))
 
     @property

@@ -83,5 +83,5 @@ def test_transposed_matrices_are_read_few_times_by_many_jobs(
 def test_threads_have_memory_for_fair_blocks_or_there_is_one(memory: int, transposed: int) -> None:
     for jobs in (1, 2, 4, 16, 64, 192):
         options = ExecutionOptions(jobs, memory, transposed=transposed)
-        assert options.threads == 1 or memory // options.threads >= max(2 << 20, transposed // 2)
+        assert options.threads == 1 or memory // options.threads >= max(2 << 20, transposed // 4)
         assert options.buffer_bytes <= max(memory, options.least_memory)
