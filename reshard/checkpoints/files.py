@@ -126,6 +126,10 @@ class FileHandles:
         """Whether `borrow` returns a `PlacedFile`."""
         return path in self._placements
 
+    def as_stored(self, path: str) -> bool:
+        """Whether the file that `borrow` returns has its bytes as they are stored."""
+        return self._decrypted is None and path not in self._placements
+
     def close(self) -> None:
         """Close every file that is not in use."""
         with self._lock:

@@ -20,6 +20,8 @@ from reshard.plan.pieces import TargetTensor
 
 # Minimum bytes of a run: shorter runs are as fast through memory, many in one write.
 _MIN_COPIED_RUN = 1 << 20
+# Minimum bytes that are read to several places in one request: each request costs some microseconds of Python.
+_MIN_SCATTERED = 256 << 10
 # Maximum bytes of decoded or cast elements that are written at a time: they are still in the cache then.
 _MAX_COMPUTED = 2 << 20
 
@@ -93,15 +95,11 @@ class PartWriter:
             if is_transposed(tensor):
                 self._write_transposed(tensor, first, last, buffer)
                 continue
-            step = buffer.size
             computed = all(
                 piece.region is None and (piece.source.decoding is not None or piece.dtype is not None)
                 for piece in tensor.pieces
             )
-            if computed:
-                step = min(step, _MAX_COMPUTED)
-            elif all(runs_of_box(tensor, box) for box in boxes_of_range(tensor.shape, first, last, last - first)):
-                step = min(step, self._worker.copied_bytes)
+            step = min(buffer.size, _MAX_COMPUTED if computed else self._most_at_a_time(tensor, first, last))
             most = max(1, step // tensor.item_size)
             for box in boxes_of_range(tensor.shape, first, last, most):
                 if self._stopped():
@@ -111,6 +109,16 @@ class PartWriter:
                 if computed or buffer.pending >= step:
                     buffer.flush()
                 self._wrote(count)
+
+    def _most_at_a_time(self, tensor: TargetTensor, first: int, last: int) -> int:
+        """Maximum bytes of elements to read before they are written: runs are still in the cache then."""
+        most = self._worker.copied_bytes
+        for box in boxes_of_range(tensor.shape, first, last, last - first):
+            runs = self._worker.runs(tensor, box)
+            if runs is None:
+                return len(self._worker.block)
+            most = max(most, _MIN_SCATTERED * sum(run.number > 1 for run in runs))
+        return most
 
     def _write_transposed(self, tensor: TargetTensor, first: int, last: int, buffer: PartBuffer) -> None:
         """Write elements while they are in the cache."""

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Callable, Optional, TypeVar
 
 from reshard.checkpoints import FileHandles
 from reshard.execute.options import ExecutionOptions
-from reshard.execute.reading import ByteReader, make_reader, new_buffer
-from reshard.execute.runs import runs_of_box
+from reshard.execute.reading import FileReader, make_reader, new_buffer
+from reshard.execute.runs import Run, runs_of_box
 from reshard.layout import Box, boxes_of_range, placed, shape_of, volume_of
 from reshard.plan.pieces import TargetTensor
 from reshard.threads import thread_pool, wait_for
@@ -37,6 +37,8 @@ CHUNK_BYTES = 8 << 20
 """Maximum bytes that one of several threads reads at a time."""
 _MIN_CHUNK_BYTES = 1 << 20
 _CACHED_BYTES = 1 << 20
+# Pieces whose places are used once must be longer by this factor: a place costs 0.1 microseconds.
+_NEW_PLACES = 4
 
 
 class Worker:
@@ -53,13 +55,15 @@ class Worker:
             are still in the cache when they are written.
     """
 
-    def __init__(self, reader: ByteReader, options: ExecutionOptions, overflowed: Overflowed) -> None:
+    def __init__(self, reader: FileReader, options: ExecutionOptions, overflowed: Overflowed) -> None:
         # Unused parts of these buffers are never touched, so they take no memory.
         self._scratch, self.block = map(new_buffer, (options.scratch_bytes, options.block_bytes))
         local = not (options.storage.remote or options.target.remote)
         self.copied_bytes = min(options.block_bytes, _CACHED_BYTES) if local else options.block_bytes
         self._reader = reader
         self._overflowed = overflowed
+        # Places of the last runs in the block.
+        self._places: tuple[list[tuple[int, int, int, int]], memoryview, list[list[memoryview]]] = ([], self.block, [])
 
     @cached_property
     def filler(self) -> BlockFiller:
@@ -71,12 +75,34 @@ class Worker:
 
     def fill(self, tensor: TargetTensor, box: Box, out: memoryview) -> None:
         """Fill ``out`` with the elements of a box, in C order; see `BlockFiller.fill`."""
-        runs = runs_of_box(tensor, box)
+        runs = self.runs(tensor, box, kept=out.obj is self.block.obj)
         if runs is None:
             self.filler.fill(tensor, box, out)
             return
-        for run in runs:
-            self._reader.read_into(run.source, run.start, out[run.offset : run.offset + run.length])
+        for run, places in zip(runs, self._places_of(runs, out)):
+            self._reader.scatter(run.source, run.start, places, run.number * run.length)
+
+    def runs(self, tensor: TargetTensor, box: Box, kept: bool = True) -> Optional[list[Run]]:
+        """The runs of a box that are read directly to their places; None if it is filled in another way.
+
+        Args:
+            tensor: the tensor.
+            box: the box, counted from the tensor's own origin.
+            kept: whether the places are in `block`, and used again for the next box.
+        """
+        factor = 1 if kept else _NEW_PLACES
+        return runs_of_box(tensor, box, lambda source: factor * self._reader.min_piece(source))
+
+    def _places_of(self, runs: Sequence[Run], out: memoryview) -> list[list[memoryview]]:
+        """The places of runs in ``out``; a block of equal boxes is cut into places once."""
+        key = [(run.offset, run.length, run.number, run.stride) for run in runs]
+        last, memory, places = self._places
+        if memory is not out or last != key:
+            places = [run.places(out) for run in runs]
+            # Memory of callers is not held.
+            if out.obj is self.block.obj:
+                self._places = (key, out, places)
+        return places
 
 
 class BoxReader:

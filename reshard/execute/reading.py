@@ -10,13 +10,15 @@ from __future__ import annotations
 import errno
 import mmap
 from collections import OrderedDict, deque
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple, Optional, Protocol
 
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.formats.tensors import file_ranges
 from reshard.errors import ReshardError, RetryableError, is_read_only
+from reshard.execute.runs import NEVER
 from reshard.plan.pieces import StoredSlice
-from reshard.storage import cut_short, fill, reading_error
+from reshard.storage import between, cut_short, fill, reading_error, scatter
 from reshard.storage.costs import LOCAL, Storage
 
 if TYPE_CHECKING:
@@ -32,6 +34,10 @@ _MAX_WINDOWS = 32
 _MAX_REMOTE_WINDOWS = 256
 MIN_DECODING_BYTES = 4 << 10
 """Minimum memory in which a thread decodes quantised elements."""
+# Minimum bytes of pieces that the kernel copies to their places; NumPy gathers shorter ones. A read of 1 MiB to places
+# of 256 B, 512 B, 1, 2, 4 and 16 KiB takes 0.32, 0.26, 0.25, 0.22, 0.18 and 0.18 ns per byte; a read and a gather
+# take 0.22 ns, and 0.24 to 0.28 ns in blocks of 8 MiB. Without NumPy, a process starts 0.04 s earlier.
+_MIN_PIECE = 1 << 10
 
 # Minimum size of windows where many threads share little memory.
 _MIN_WINDOW = 256 << 10
@@ -102,6 +108,16 @@ class ByteReader(Protocol):
         """The bytes in a memory map, or None where they have to be read."""
 
 
+class FileReader(ByteReader, Protocol):
+    """Reads files, also to places that are far apart in memory, in one request."""
+
+    def min_piece(self, source: StoredSlice) -> int:
+        """The minimum bytes of a place for which `scatter` is fast."""
+
+    def scatter(self, source: StoredSlice, start: int, outs: Sequence[memoryview], nbytes: int) -> None:
+        """As `read_into`, several buffers one after the other, of ``nbytes`` together."""
+
+
 class ExplicitReader:
     """Reads with `pread`, a request for each call; for one thread.
 
@@ -117,6 +133,7 @@ class ExplicitReader:
 
     def __init__(self, handles: FileHandles, storage: Storage = LOCAL, window_bytes: int = 1 << 20) -> None:
         self.worth_skipping = storage.worth_skipping
+        self._min_piece = NEVER if storage.remote else _MIN_PIECE
         self._handles = handles
         self._window_size = min(storage.window, max(_MIN_WINDOW, window_bytes))
         self._small = min(storage.small, self._window_size)
@@ -131,19 +148,27 @@ class ExplicitReader:
 
     def read_into(self, source: StoredSlice, start: int, out: memoryview) -> None:
         """Fill ``out`` with the bytes from ``start`` on."""
+        self.scatter(source, start, [out], len(out))
+
+    def min_piece(self, source: StoredSlice) -> int:
+        """The minimum bytes of a place; only local files have it, unless they are decoded."""
+        return self._min_piece if self._handles.as_stored(source.path) else NEVER
+
+    def scatter(self, source: StoredSlice, start: int, outs: Sequence[memoryview], nbytes: int) -> None:
+        """Fill buffers one after the other."""
         first = 0
-        for offset, length in file_ranges(source.extents, start, len(out)):
-            part = out[first : first + length]
-            if length > self._small or not self._read_small(source, offset, part):
-                self._read(source, offset, part)
+        for offset, length in file_ranges(source.extents, start, nbytes):
+            parts = outs if length == nbytes else between(outs, first, first + length)
+            if length > self._small or not self._read_small(source, offset, parts, length):
+                self._read(source, offset, parts, length)
             first += length
 
-    def _read_small(self, source: StoredSlice, offset: int, out: memoryview) -> bool:
-        """Fill ``out`` from a window; False if the bytes are not in one window."""
+    def _read_small(self, source: StoredSlice, offset: int, outs: Sequence[memoryview], nbytes: int) -> bool:
+        """Fill buffers from a window; False if the bytes are not in one window."""
         self._files.append(source.path)
-        size = self._size_of_windows(len(out))
+        size = self._size_of_windows(nbytes)
         number, inside = divmod(offset, size)
-        if inside + len(out) > size:
+        if inside + nbytes > size:
             return False
         key = (source.path, size, number)
         window = self._windows.get(key)
@@ -160,9 +185,11 @@ class ExplicitReader:
             ):
                 _, dropped = self._windows.popitem(last=False)
                 self._cached_bytes -= len(dropped)
-        if inside + len(out) > len(window):
+        if inside + nbytes > len(window):
             return False
-        out[:] = window[inside : inside + len(out)]
+        for out in outs:
+            out[:] = window[inside : inside + len(out)]
+            inside += len(out)
         return True
 
     def _size_of_windows(self, min_size: int) -> int:
@@ -177,10 +204,13 @@ class ExplicitReader:
         """None: nothing is mapped."""
         return None
 
-    def _read(self, source: StoredSlice, offset: int, out: memoryview) -> None:
+    def _read(self, source: StoredSlice, offset: int, outs: Sequence[memoryview], nbytes: int) -> None:
         try:
             with self._handles.borrow(source.path) as file:
-                fill(file, offset, out, source.rank)
+                if len(outs) == 1:
+                    fill(file, offset, outs[0], source.rank)
+                else:
+                    scatter(file, offset, outs, nbytes, source.rank)
         except OSError as error:
             raise unreadable(source, error) from error
 
@@ -191,7 +221,7 @@ class MappedReader:
     def __init__(
         self,
         handles: FileHandles,
-        explicit: ByteReader,
+        explicit: FileReader,
         most_maps: int = _MAX_MAPS,
         release_after: int = _RELEASE_AFTER,
     ) -> None:
@@ -212,6 +242,14 @@ class MappedReader:
         """Fill ``out`` with the bytes from ``start`` on."""
         # A contiguous run is copied once in both ways, and a read avoids page faults.
         self._explicit.read_into(source, start, out)
+
+    def min_piece(self, source: StoredSlice) -> int:
+        """No place is large enough: NumPy copies from the map."""
+        return NEVER
+
+    def scatter(self, source: StoredSlice, start: int, outs: Sequence[memoryview], nbytes: int) -> None:
+        """Fill buffers one after the other."""
+        self._explicit.scatter(source, start, outs, nbytes)
 
     def view(self, source: StoredSlice, start: int, length: int) -> Optional[memoryview]:
         """The bytes in the map, or None if they are not contiguous in the file."""
@@ -279,7 +317,7 @@ class ElementReader:
         overflowed: counts elements that became infinite.
     """
 
-    def __init__(self, stored: ByteReader, memory: int, overflowed: Overflowed) -> None:
+    def __init__(self, stored: FileReader, memory: int, overflowed: Overflowed) -> None:
         self.worth_skipping = stored.worth_skipping
         # Takes no memory until it is used. The rest is for scales.
         self._memory = new_buffer(max(memory, MIN_DECODING_BYTES) // 3 * 2)
@@ -295,6 +333,14 @@ class ElementReader:
         overflowed = decoding.read_into(self._stored.read_into, source, start, out, self._memory, _from_float32)
         if overflowed:
             self._overflowed(decoding.name, overflowed)
+
+    def min_piece(self, source: StoredSlice) -> int:
+        """The minimum bytes of a place; elements that are decoded have none."""
+        return NEVER if source.decoding is not None else self._stored.min_piece(source)
+
+    def scatter(self, source: StoredSlice, start: int, outs: Sequence[memoryview], nbytes: int) -> None:
+        """Fill buffers one after the other, with elements that are not decoded."""
+        self._stored.scatter(source, start, outs, nbytes)
 
     def view(self, source: StoredSlice, start: int, length: int) -> Optional[memoryview]:
         """The bytes in a memory map, or None where they have to be read."""
@@ -316,7 +362,7 @@ def make_reader(
     threads: int = 1,
     overflowed: Overflowed = lambda name, count: None,
     decoding_bytes: int = 0,
-) -> ByteReader:
+) -> FileReader:
     """A reader for one thread.
 
     Args:
@@ -329,7 +375,7 @@ def make_reader(
         overflowed: counts elements that become infinite where they are decoded.
         decoding_bytes: memory for decoding.
     """
-    reader: ByteReader = ExplicitReader(handles, storage, window_bytes)
+    reader: FileReader = ExplicitReader(handles, storage, window_bytes)
     if mapped:
         reader = MappedReader(handles, reader, min(_MAX_MAPS, most_maps), max(_MIN_RELEASED, _RELEASE_AFTER // threads))
     return ElementReader(reader, decoding_bytes, overflowed)

@@ -1,6 +1,6 @@
 """How elements of a target tensor lie in stored slices: in contiguous runs, in strides, or transposed.
 
-Plans and copies of contiguous bytes need no more than this, and load no NumPy.
+Plans and copies of contiguous runs need no more than this, and load no NumPy.
 """
 
 from __future__ import annotations
@@ -8,35 +8,59 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import NamedTuple, Optional
+from typing import Callable, NamedTuple, Optional
 
 from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.checkpoints.edited import EditedCheckpoint
-from reshard.layout import ZEROS, Box, Loop, Region, intersection, placed, shape_of, volume_of
+from reshard.layout import ZEROS, Box, Loop, Region, intersection, placed
 from reshard.plan.pieces import StoredSlice, TargetTensor
 
 MIN_TILE = 16
 """Minimum elements along both sides of a tile of a transposed copy."""
 
 
+NEVER = 1 << 62
+"""More bytes than any piece has."""
+
+
 class Run(NamedTuple):
-    """Bytes that are contiguous both in a stored slice and in a box of a target tensor.
+    """Bytes that are contiguous in a stored slice, and contiguous or in pieces in a box of a target tensor.
 
     Attributes:
         offset: of its first byte in the box.
         source: the slice.
         start: of its first byte in the slice.
-        length: bytes.
+        length: bytes of a piece.
+        number: of pieces.
+        stride: bytes from one piece to the next in the box; 0 for a single piece.
     """
 
     offset: int
     source: StoredSlice
     start: int
     length: int
+    number: int = 1
+    stride: int = 0
+
+    def places(self, out: memoryview) -> list[memoryview]:
+        """Its pieces in the bytes of the box."""
+        length = self.length
+        if self.number == 1:
+            return [out[self.offset : self.offset + length]]
+        last = self.offset + self.number * self.stride
+        return [out[first : first + length] for first in range(self.offset, last, self.stride)]
 
 
-def runs_of_box(tensor: TargetTensor, block: Box) -> Optional[list[Run]]:
-    """The runs that make a box of a target tensor, counted from its own origin; None if other elements are in it."""
+def runs_of_box(
+    tensor: TargetTensor, block: Box, min_piece: Callable[[StoredSlice], int] = lambda source: NEVER
+) -> Optional[list[Run]]:
+    """The runs that make a box of a target tensor; None if other elements are in it.
+
+    Args:
+        tensor: the target tensor.
+        block: the box, counted from the tensor's own origin.
+        min_piece: returns the minimum length of pieces from a stored slice, unless the run is a single piece.
+    """
     if tensor.padded or tensor.added is not None:
         return None
     box = placed(block, tensor.box)
@@ -47,23 +71,43 @@ def runs_of_box(tensor: TargetTensor, block: Box) -> Optional[list[Run]]:
             continue
         if piece.region is not None or piece.dtype is not None or piece.source.decoding is not None:
             return None
-        if not (_is_contiguous(common, box) and _is_contiguous(common, piece.source.box)):
+        placed_pieces = _pieces_in(common, box, tensor.item_size)
+        stored = _pieces_in(common, piece.source.box, tensor.item_size)
+        if placed_pieces is None or stored is None or stored.number > 1:
             return None
-        offset, start = (_offset_in(common, outer) * tensor.item_size for outer in (box, piece.source.box))
-        runs.append(Run(offset, piece.source, start, volume_of(common) * tensor.item_size))
+        if placed_pieces.number > 1 and placed_pieces.length < min_piece(piece.source):
+            return None
+        runs.append(Run(placed_pieces.offset, piece.source, stored.offset, *placed_pieces[1:]))
     return runs or None
 
 
-def _is_contiguous(part: Box, box: Box) -> bool:
-    """Whether the elements of a part of a box follow each other in it."""
-    axis = next((axis for axis, (low, high) in enumerate(part) if high - low > 1), len(part))
-    return part[axis + 1 :] == box[axis + 1 :]
+class _Pieces(NamedTuple):
+    """Bytes in a box: offset of the first piece, bytes of each, their number, and bytes from one to the next."""
+
+    offset: int
+    length: int
+    number: int
+    stride: int
 
 
-def _offset_in(part: Box, box: Box) -> int:
-    """The number of the first element of a part in its box, in C order."""
-    strides = byte_strides(shape_of(box), 1)
-    return sum((low - first) * stride for (low, _), (first, _), stride in zip(part, box, strides))
+def _pieces_in(part: Box, box: Box, item_size: int) -> Optional[_Pieces]:
+    """The contiguous pieces of a part of a box; None if they are not equally far apart."""
+    offset, length, number, stride = 0, item_size, 1, 0
+    # Bytes from one element to the next along an axis.
+    step = item_size
+    for (low, high), (first, last) in zip(reversed(part), reversed(box)):
+        elements = high - low
+        offset += (low - first) * step
+        if length == step:
+            # All inner axes are whole.
+            length *= elements
+        elif elements > 1:
+            if number > 1 and step != number * stride:
+                return None
+            stride = stride or step
+            number *= elements
+        step *= last - first
+    return _Pieces(offset, length, number, stride)
 
 
 def byte_strides(shape: Sequence[int], item_size: int) -> list[int]:

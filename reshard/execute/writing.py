@@ -334,6 +334,8 @@ class PartBuffer:
         self.size = len(memory)
         """Bytes that can be reserved at once."""
         self._memory = memory[:0] if writer.mapped else memory
+        # The room that was reserved last at the beginning: equal rooms are one object, whose places are cached.
+        self._first = memory[:0]
         self._used = 0
         self._offset = offset
         self.writer = writer
@@ -344,7 +346,12 @@ class PartBuffer:
             self.flush()
             if self.writer.mapped:
                 self._memory = self.writer.window(self._offset, self.size)
-        room = self._memory[self._used : self._used + count]
+                self._first = self._memory[:0]
+        room = self._first
+        if self._used or len(room) != count:
+            room = self._memory[self._used : self._used + count]
+            if not self._used:
+                self._first = room
         self._used += count
         return room
 

@@ -16,6 +16,7 @@ from reshard.storage.file_errors import (
     writing_error,
 )
 from reshard.storage.files import (
+    between,
     exists,
     fill,
     is_directory,
@@ -29,6 +30,7 @@ from reshard.storage.files import (
     read_range,
     read_small,
     remove_file,
+    scatter,
     status_at,
     status_of_each,
     windows_in,
@@ -80,6 +82,7 @@ __all__ = [
     "Store",
     "UnfitError",
     "absolute",
+    "between",
     "caches_listings",
     "changed_meanwhile",
     "common_directory",
@@ -105,6 +108,7 @@ __all__ = [
     "real",
     "remove_file",
     "same_store",
+    "scatter",
     "status_at",
     "status_error",
     "status_of_each",

@@ -23,6 +23,8 @@ from reshard.storage.store import Expected, FileStatus, NewFile, ReadableFile, S
 
 # Maximum empty reads in a row before the end of the file.
 _TIMES = 3
+# The kernel's limit of buffers per read.
+_MAX_BUFFERS = 1024
 # Smaller parts are joined up to this size before they are written.
 _WORTH_WRITING = 1 << 20
 
@@ -302,6 +304,48 @@ def fill(file: ReadableFile, offset: int, out: memoryview, rank: Optional[int] =
         if count == 0:
             raise cut_short(file.path, rank)
         position += count
+
+
+def scatter(
+    file: ReadableFile, offset: int, outs: Sequence[memoryview], nbytes: int, rank: Optional[int] = None
+) -> None:
+    """As `fill`, several buffers one after the other: in one read each 1024, where the file has these bytes.
+
+    Args:
+        file: the file, which had these bytes when it was opened.
+        offset: where to begin.
+        outs: buffers for the bytes.
+        nbytes: bytes of all buffers.
+        rank: rank of the file, for messages.
+
+    Raises:
+        RetryableError: the file became shorter.
+        OSError: reading failed.
+    """
+    read: Optional[Callable[[int, Sequence[memoryview]], int]] = getattr(file, "scatter", None)
+    if read is None:
+        for out in outs:
+            fill(file, offset, out, rank)
+            offset += len(out)
+        return
+    position = 0
+    while position < nbytes:
+        count = read(offset + position, outs[:_MAX_BUFFERS])
+        if count == 0:
+            raise cut_short(file.path, rank)
+        position += count
+        if position < nbytes:
+            outs = between(outs, count, nbytes)
+
+
+def between(outs: Sequence[memoryview], start: int, stop: int) -> list[memoryview]:
+    """The memory of bytes ``start`` to ``stop``, at most all, of buffers that are filled one after the other."""
+    parts = []
+    for out in outs:
+        if start < len(out) and stop > 0:
+            parts.append(out[max(0, start) : stop])
+        start, stop = start - len(out), stop - len(out)
+    return parts
 
 
 def new_file(path: str, size: int, expected: Optional[Expected] = None, sending: Optional[Sending] = None) -> NewFile:

@@ -15,7 +15,7 @@ import shlex
 import signal
 import stat
 import time
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager
 from typing import Callable, Optional
 
@@ -71,8 +71,12 @@ class LocalFile:
 
     def read_into(self, offset: int, out: memoryview) -> int:
         """Likewise into ``out``, from its beginning; the number of bytes read."""
+        return self.scatter(offset, [out])
+
+    def scatter(self, offset: int, outs: Sequence[memoryview]) -> int:
+        """Likewise into several buffers, one after the other."""
         self._measured = None
-        return os.preadv(self.descriptor, [out], offset)
+        return os.preadv(self.descriptor, outs, offset)
 
     def being_written(self) -> bool:
         """Whether it was changed a moment ago, and a process of this machine has it open for writing.

@@ -10,7 +10,8 @@ from typing import Optional
 
 import pytest
 
-from tests.small import World
+from tests.small import World, world_of
+from tests.trees import layout, same_ranks, single, value
 
 # Runs the program to its end, and prints the number of BLAS threads, and all threads of the process.
 _THREADS = """
@@ -84,6 +85,15 @@ def test_a_rank_that_is_joined_from_whole_slices_loads_only_what_it_needs(saved:
     modules = loaded("by-rank", 0, saved.src, saved.dst, "--src-strategy", saved.old, "--dst-strategy", saved.old)
     assert unneeded(modules) == []
     assert "reshard.forms.ranks.selection" in modules and list(saved.dst.glob("rank_0/*"))
+
+
+def test_a_rank_that_is_joined_from_long_columns_loads_only_what_it_needs() -> None:
+    columns, whole = (single({"w": layout([ranks], [-1, 0])}) for ranks in (2, 1))
+    with world_of(columns, whole) as world:
+        world.save({"w": value("w", (4, 4096))})
+        modules = loaded("by-rank", 0, world.src, world.dst, "--src-strategy", world.old, "--dst-strategy", world.new)
+        assert unneeded(modules) == []
+        same_ranks(world.found(), world.expected({"w": value("w", (4, 4096))}))
 
 
 def test_a_rank_list_loads_only_what_it_needs(saved: World) -> None:
