@@ -83,12 +83,18 @@ def test_commands_accept_a_registered_form(world: World, toy: Form) -> None:
     fails(2, "convert", out, world.root / "no", texts=["is of the form toy", "--to toy, "])
 
 
-@given(st.lists(st.sampled_from(["rank_", "rank", ""]), min_size=1, max_size=8))
-def test_no_other_form_recognises_rank_directories(prefixes: list[str]) -> None:
+FILES = [".metadata", "0.metadata", "model.safetensors", "x.safetensors.index.json", "__0_0.distcp", "common.pt"]
+DIRECTORIES = st.tuples(st.sampled_from(["rank_", "rank", ""]), st.sets(st.sampled_from(FILES)))
+
+
+@given(st.lists(DIRECTORIES, min_size=1, max_size=8))
+def test_no_other_form_recognises_rank_directories(directories: list[tuple[str, set[str]]]) -> None:
     """`RanksForm` recognises them before other forms are loaded."""
     with TemporaryDirectory() as place:
-        for number, prefix in enumerate(prefixes):
+        for number, (prefix, files) in enumerate(directories):
             Path(place, f"{prefix}{number}").mkdir()
+            for file in files:
+                Path(place, f"{prefix}{number}", file).touch()
         assert [form.name for form in all_forms() if form.recognise(place)] == ["ranks"]
 
 

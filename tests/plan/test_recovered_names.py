@@ -205,6 +205,9 @@ def test_names_in_records_cannot_leave_the_directory() -> None:
         for broken in ({**message, "template": wrong}, {**message, "own": [{"rank": 1, "name": wrong}]}):
             with pytest.raises(ValueError, match="no name"):
                 FileNames.from_fields(Fields(broken, "names"))
+    twice = {**message, "own": [{"rank": 1, "name": "../x"}, {"rank": 1, "name": "a"}]}
+    with pytest.raises(ValueError, match="twice"):
+        FileNames.from_fields(Fields(twice, "names"))
 
 
 @pytest.mark.parametrize("prefix", ["checkpoint_", "", "{{x}}", "a{rank:02}", "a{rank}b", "{{", "rank_1"])

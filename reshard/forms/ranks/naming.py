@@ -76,6 +76,8 @@ class FileNames(NamedTuple):
         """
         own = [Fields(file, "own") for file in record.entries("own")]
         own_names = {file.integer("rank", 0, MAX_DEVICES): file.text("name") for file in own}
+        if len(own_names) < len(own):
+            raise JsonError("own lists a rank twice")
         names = cls(record.text("template"), own_names)
         for name in (names.of(0), *own_names.values()):
             check_inside(name)
