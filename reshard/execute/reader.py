@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property, partial
@@ -105,6 +106,18 @@ class Worker:
         return places
 
 
+_READERS: weakref.WeakSet[BoxReader] = weakref.WeakSet()
+
+
+def _forget_in_child() -> None:
+    """Leave the parent's threads and locks to it: they do not run in a child, and a lock may be held for ever."""
+    for reader in list(_READERS):
+        reader._forget()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
+
+
 class BoxReader:
     """Reads boxes of tensors, for any number of threads.
 
@@ -135,23 +148,18 @@ class BoxReader:
         self.overflowed = overflowed
         self._forget()
 
+        _READERS.add(self)
+
     def _forget(self) -> None:
         """Begin without workers and threads."""
-        self._process = os.getpid()
         self._change = threading.Condition()
         self._idle: list[Worker] = []
         self._workers = 0
         self._pool: Optional[ThreadPoolExecutor] = None
 
-    def _check_process(self) -> None:
-        # A child that was forked has none of its parent's threads, and a lock may be held for ever.
-        if self._process != os.getpid():
-            self._forget()
-
     @property
     def pool(self) -> ThreadPoolExecutor:
         """Threads that read for others. Their tasks must not wait for the pool."""
-        self._check_process()
         with self._change:
             if self._pool is None:
                 self._pool = thread_pool(self.threads, "reshard-read")
@@ -160,7 +168,6 @@ class BoxReader:
     @contextlib.contextmanager
     def worker(self) -> Iterator[Worker]:
         """A worker for this thread; waits while all are in use."""
-        self._check_process()
         with self._change:
             while not self._idle and self._workers >= self.threads:
                 self._change.wait()
@@ -259,7 +266,6 @@ class BoxReader:
 
     def close(self) -> None:
         """End the threads after their current tasks."""
-        self._check_process()
         with self._change:
             pool, self._pool = self._pool, None
         if pool is not None:

@@ -24,13 +24,14 @@ import contextlib
 import itertools
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Callable, NamedTuple, Optional
 
 from reshard.errors import ReshardError, TargetError
 from reshard.forms.ranks import find_checkpoints
 from reshard.forms.ranks.rank_files import STRATEGY_FILE
 from reshard.forms.ranks.steps import RANK, fixed_directory
+from reshard.forms.ranks.tree import RankFile
 from reshard.records.commands import IS_COMMAND, RecordedCommand, commands_in
 from reshard.records.identity import Identity, short_digest, strategy_digest
 from reshard.records.record_files import PLAN, REPLACED, RecordDirectory, names_in
@@ -46,6 +47,7 @@ from reshard.storage import (
     read_json,
     reading,
     remove_file,
+    status_of_each,
     store_of,
     write_whole,
     writing,
@@ -477,7 +479,8 @@ def recorded_strategy(src: str) -> Optional[Strategy]:
         src: as for `packing_of`.
 
     Returns:
-        None if it is unknown, missing or changed, or if there are other checkpoints beside the conversion's.
+        None if it is unknown, missing or changed, or if other runs may have written some of the files: a file has no
+        record of its size and time, or targets are being replaced.
     """
     with contextlib.suppress(ReshardError):
         written = _conversion_of(src)
@@ -485,8 +488,9 @@ def recorded_strategy(src: str) -> Optional[Strategy]:
             return None
         directory, ledger = written
         identity, tree = ledger.identity, find_checkpoints(src)
-        paths = {os.path.relpath(file.path, directory or os.curdir) for file in tree.files}
-        if not paths <= set(map(identity.file_of, tree.ranks)) or (tree.single_file and identity.ranks > 1):
+        if tree.single_file and identity.ranks > 1:
+            return None
+        if ledger.is_replacing() or ledger.others() or not _all_recorded(directory, ledger, tree.files):
             return None
         path = next((command.target_strategy for command in ledger.commands()), None)
         if path == SAME:
@@ -499,6 +503,16 @@ def recorded_strategy(src: str) -> Optional[Strategy]:
             if strategy_digest(strategy) == identity.target_strategy:
                 return strategy
     return None
+
+
+def _all_recorded(directory: str, ledger: Ledger, files: Sequence[RankFile]) -> bool:
+    """Whether a conversion recorded each of some files of its directory, and it is unchanged."""
+    recorded = ledger.done()
+    return all(
+        os.path.relpath(file.path, directory or os.curdir) == ledger.identity.file_of(file.rank)
+        and any(record.matches(status) for record in recorded.get(file.rank, ()))
+        for file, status in zip(files, status_of_each([file.path for file in files]))
+    )
 
 
 def _conversion_of(src: str) -> Optional[tuple[str, Ledger]]:

@@ -49,8 +49,14 @@ def check_copies(
         # Another order than in the files: every tensor may come first.
         for tensor in sorted((checkpoint.tensors[name] for name in names), key=lambda tensor: number_of(tensor.name)):
             for sharding, present in zip(tensor.shardings, checkpoint.present(tensor)):
+                if requests > effort.most_reads or time.monotonic() > deadline:
+                    return
                 for number in range(sharding.grid.slice_count):
-                    numbers = [holder for holder in sharding.holders(number) if holder in present]
+                    holders = sharding.holders(number)
+                    # Most checkpoints have no copies, and millions of slices.
+                    if len(holders) < 2:
+                        continue
+                    numbers = [holder for holder in holders if holder in present]
                     box = sharding.stored_box(number)
                     if len(numbers) < 2 or not volume_of(box):
                         continue

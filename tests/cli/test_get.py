@@ -176,6 +176,16 @@ def test_targets_are_read_with_the_strategy_that_their_conversion_recorded(saved
     assert f"--b-strategy {saved.new}" in compared.err
 
 
+def test_a_recorded_strategy_is_not_used_for_files_that_the_conversion_did_not_write(saved: World) -> None:
+    saved.convert()
+    files = sorted(saved.dst.glob("rank_*/*"))
+    contents = [path.read_bytes() for path in files]
+    for path, content in zip(files, reversed(contents)):
+        path.write_bytes(content)
+        fails(2, "fingerprint", saved.dst, texts=["do not record how they are cut", "--strategy FILE"])
+        fails(2, "diff", saved.src, saved.dst, "--a-strategy", saved.old, texts=["--b-strategy"])
+
+
 def test_reading_an_unfinished_target_names_the_command_that_completes_it(saved: World) -> None:
     saved.by_rank(0)
     fails(3, "get", saved.dst, "w", texts=[f"to complete it: reshard resume {saved.dst}", "is not complete"])

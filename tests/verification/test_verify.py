@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -276,7 +277,11 @@ def test_replicas_of_a_target_are_compared_by_its_recorded_strategy(world: World
     world.convert()
     path = world.dst / "rank_1" / "checkpoint_1.ckpt"
     assert "recorded strategy" in done("verify", world.dst, "--replicas").err
+    written = path.stat()
     flip(path, "v")
+    fails(2, "verify", world.dst, "--replicas", texts=["do not record how they are cut"])
+    # A damaged disk changes no times.
+    os.utime(path, ns=(written.st_atime_ns, written.st_mtime_ns))
     texts = fails(4, "verify", world.dst, "--replicas").out
     assert "'v'" in texts
 

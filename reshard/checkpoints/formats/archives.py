@@ -317,11 +317,11 @@ class Archive:
 
 
 def _is_divided(extra: bytes) -> bool:
-    """Whether an extra field of a header consists of whole parts."""
+    """Whether an extra field of a header consists of whole parts, and zeros for alignment, fewer than a part has."""
     position = 0
     while position + 4 <= len(extra):
         position += 4 + int.from_bytes(extra[position + 2 : position + 4], "little")
-    return position == len(extra)
+    return position <= len(extra) and not any(extra[position:])
 
 
 def _are_sizes(numbers: Any) -> bool:
