@@ -147,7 +147,6 @@ class BoxReader:
         self._handles = handles
         self.overflowed = overflowed
         self._forget()
-
         _READERS.add(self)
 
     def _forget(self) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor
@@ -19,7 +19,15 @@ from reshard.forms.ranks.checkpoint import SourceStep
 from reshard.layout import volume_of
 from reshard.source_replicas.choice import Holder, group_parameters, number_of
 from reshard.source_replicas.outcome import ReplicaComparison, Tally, is_gradient
-from reshard.source_replicas.samples import EFFORTS, MOST_PLACES, UNREADABLE, ReplicaFiles, Samples, SamplingEffort
+from reshard.source_replicas.samples import (
+    EFFORTS,
+    MOST_PLACES,
+    UNREADABLE,
+    ReplicaFiles,
+    Samples,
+    SamplingEffort,
+    is_constant,
+)
 from reshard.text.wording import quoted
 
 
@@ -46,32 +54,36 @@ def check_copies(
     """
     deadline, requests = time.monotonic() + effort.seconds, 0
     with contextlib.closing(ReplicaFiles(checkpoint, handles, execution)) as files:
-        # Another order than in the files: every tensor may come first.
-        for tensor in sorted((checkpoint.tensors[name] for name in names), key=lambda tensor: number_of(tensor.name)):
-            for sharding, present in zip(tensor.shardings, checkpoint.present(tensor)):
-                if requests > effort.most_reads or time.monotonic() > deadline:
-                    return
-                for number in range(sharding.grid.slice_count):
-                    holders = sharding.holders(number)
-                    # Most checkpoints have no copies, and millions of slices.
-                    if len(holders) < 2:
-                        continue
-                    numbers = [holder for holder in holders if holder in present]
+        for tensor, holders in _stored_slices(checkpoint, names):
+            if requests > effort.most_reads or time.monotonic() > deadline:
+                return
+            if len(holders) < 2:
+                continue
+            first, *others = holders
+            with contextlib.suppress(*UNREADABLE):
+                for place in range(MOST_PLACES):
+                    requests += len(holders)
+                    data = files.own_sample(tensor, first, place)
+                    for holder in others:
+                        if files.own_sample(tensor, holder, place) != data:
+                            raise _copies_differ(checkpoint, tensor, first, holder)
+                    if not is_constant(data, tensor.item_size):
+                        break
+
+
+def _stored_slices(checkpoint: Checkpoint, names: Iterable[str]) -> Iterator[tuple[GlobalTensor, list[Holder]]]:
+    """Every slice of some tensors, with its holders; none if it is empty, or if one file holds it."""
+    # Another order than in the files: every tensor may come first.
+    for tensor in sorted((checkpoint.tensors[name] for name in names), key=lambda tensor: number_of(tensor.name)):
+        for sharding, present in zip(tensor.shardings, checkpoint.present(tensor)):
+            for number in range(sharding.grid.slice_count):
+                files = [file for file in sharding.holders(number) if file in present]
+                holders: list[Holder] = []
+                # Most checkpoints have no copies, and millions of slices, whose boxes take longer than their files.
+                if len(files) > 1:
                     box = sharding.stored_box(number)
-                    if len(numbers) < 2 or not volume_of(box):
-                        continue
-                    if requests > effort.most_reads or time.monotonic() > deadline:
-                        return
-                    first, *others = (Holder(holder, box) for holder in numbers)
-                    with contextlib.suppress(*UNREADABLE):
-                        for place in range(MOST_PLACES):
-                            requests += len(numbers)
-                            data = files.own_sample(tensor, first, place)
-                            for holder in others:
-                                if files.own_sample(tensor, holder, place) != data:
-                                    raise _copies_differ(checkpoint, tensor, first, holder)
-                            if data != data[: tensor.item_size] * (len(data) // tensor.item_size):
-                                break
+                    holders = [Holder(file, box) for file in files] if volume_of(box) else []
+                yield tensor, holders
 
 
 def _copies_differ(checkpoint: Checkpoint, tensor: GlobalTensor, first: Holder, other: Holder) -> CheckpointError:

@@ -226,7 +226,7 @@ class Samples:
             for place in range(MOST_PLACES if time.monotonic() < self._deadline else 0):
                 box = sample_box(sample.replicated, parameter, number_of(sample.number, place))
                 data = self._files.sample(parameter, sample.holders[0], box)
-                varied = data != data[: parameter.item_size] * (len(data) // parameter.item_size)
+                varied = not is_constant(data, parameter.item_size)
                 if varied or box == sample.replicated.box or place == MOST_PLACES - 1:
                     return _First(place + 1, box, data, varied)
         return None
@@ -242,3 +242,8 @@ class Samples:
 def sample_box(replicated: Replicated, parameter: GlobalTensor, number: int) -> tuple[tuple[int, int], ...]:
     """A box to sample in a replicated box of a parameter, at a different place for every number."""
     return replicated.run(max(1, _SAMPLE_BYTES // parameter.item_size), number)
+
+
+def is_constant(data: bytes, item_size: int) -> bool:
+    """Whether all elements of a sample are the same."""
+    return data == data[:item_size] * (len(data) // item_size)
