@@ -62,7 +62,8 @@ class Durations:
     """Keeps how long each test took, in pytest's cache."""
 
     def __init__(self, config: pytest.Config) -> None:
-        self._cache = config.cache
+        # Absent with `-p no:cacheprovider`.
+        self._cache = getattr(config, "cache", None)
         self._seconds: dict[str, float] = {}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -95,8 +96,9 @@ def _within_time() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if QUICK and config.cache is not None:
-        seconds = config.cache.get(_DURATIONS, {})
+    cache = getattr(config, "cache", None)
+    if QUICK and cache is not None:
+        seconds = cache.get(_DURATIONS, {})
         items.sort(key=lambda item: (not item.get_closest_marker("quick"), seconds.get(item.nodeid, _UNKNOWN)))
     if LONG:
         return
