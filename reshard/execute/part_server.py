@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Callable, NamedTuple, Optional
 
 from reshard.checkpoints import FileHandles
@@ -79,6 +80,14 @@ class PartServer:
         self._options = options
         self._thread = _ServingThread()
         self._reader = BoxReader(handles, options, lambda *count: self._thread.notify(("overflowed", *count)))
+
+    def load_for(self, files: Iterable[TargetFile]) -> None:
+        """Load NumPy if files like these need it: workers then share its memory, which else each would take."""
+        worker = self._reader.new_worker()
+        for tensor in itertools.chain.from_iterable(file.tensors for file in files):
+            if tensor.nbytes and worker.runs(tensor, tuple((0, size) for size in tensor.shape)) is None:
+                _ = worker.filler
+                return
 
     def __call__(
         self, request: PartRequest, descriptors: Sequence[int], notify: Notify

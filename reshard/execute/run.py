@@ -78,6 +78,7 @@ def convert(
             options = options.shared(private_bytes())
             if options.processes > 1:
                 serve = PartServer(target_of, handles, options)
+                serve.load_for(itertools.chain.from_iterable(first))
                 crew = stack.enter_context(Crew(options.processes, options.threads // options.processes, serve))
         _Execution(groups, handles, options, progress, finish, expected, crew).run()
 

@@ -131,6 +131,31 @@ def temporary_files(place: Path) -> list[Path]:
     return list(place.rglob(".reshard-tmp-*"))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_numpy_is_loaded_before_workers_start_or_by_none(kind: str, tmp_path: Path) -> None:
+    """Each worker would take memory of its own for it, beyond the limit of all processes together."""
+    script = """
+import os, sys
+from reshard.execute import run
+def report(process):
+    os.write(2, f"{process} {'numpy' in sys.modules}\\n".encode())
+class Crew(run.Crew):
+    def __init__(self, processes, threads, serve):
+        def serve_and_report(request, descriptors, notify):
+            answer = serve(request, descriptors, notify)
+            report("worker")
+            return answer
+        report("parent")
+        super().__init__(processes, threads, serve_and_report)
+run.Crew = Crew
+"""
+    words = [*prepared(tmp_path, kind), "--jobs", "4", "--quiet"]
+    command = [sys.executable, "-c", script + FORCED, "-1", *words]
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    gathered = kind != "rows"
+    assert set(process.stderr.splitlines()) == {f"parent {gathered}", f"worker {gathered}"}
+
+
 # Jobs and bytes of a part. The default suite takes one pair for each kind of cut and checksum.
 WORKERS = [(2, 5000), (5, 64 << 20), (16, 5000), (5, 5000), (16, 64 << 20), (2, 64 << 20)]
 
