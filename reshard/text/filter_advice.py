@@ -11,11 +11,10 @@ import itertools
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from fnmatch import translate
 from itertools import product
 from typing import NamedTuple, Optional
 
-from reshard.text.globs import Filters, Glob, Globs
+from reshard.text.globs import Filters, Glob, Globs, expression_of
 from reshard.text.names import (
     ACCUMULATED_GRADIENTS,
     GRADIENTS,
@@ -41,8 +40,6 @@ _MAX_NAME_LENGTH = 300
 _MAX_WORD_LENGTH = 60
 _MAX_WORDS = 5000
 _ANY_OPTIMIZER = re.compile(r"\W*(opt|optim|optimi[sz]ers?|moments?|momentum|states?)\W*", re.IGNORECASE)
-# Translated patterns, without anchors.
-_TRANSLATED = re.compile(r"\(\?s:(.*)\)\\[zZ]", re.DOTALL)
 _STATE = "the checkpoint's optimizer state"
 
 _Patterns = tuple[str, ...]
@@ -247,7 +244,7 @@ def _loose_expression(pattern: str) -> tuple[list[str], re.Pattern[str]]:
     expressions = []
     for at, part in enumerate(parts):
         if at % 2:
-            expressions.append(".*?" if part == "*" else _TRANSLATED.sub(r"\1", translate(part)))
+            expressions.append(".*?" if part == "*" else expression_of(part))
         else:
             characters = (f"[{_SEPARATORS}]" if c in _SEPARATORS else re.escape(c) for c in part)
             expressions.append(f"({''.join(characters)})")

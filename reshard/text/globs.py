@@ -20,6 +20,12 @@ def pattern_of(text: str) -> str:
     return "".join(f"[{character}]" if character in "*?[" else character for character in text)
 
 
+def expression_of(pattern: str) -> str:
+    """The regular expression of a pattern without stars."""
+    (piece,) = _pieces(pattern, "")
+    return piece.expression
+
+
 class _Piece(NamedTuple):
     """The part between two stars: its characters if literal, and its expression."""
 

@@ -145,7 +145,8 @@ def test_patterns_match_like_shell_patterns() -> None:
     for _ in range(10_000):
         pattern = "".join(source.choice(PARTS) for _ in range(source.randrange(9)))
         text = "".join(source.choice("ab12.][") for _ in range(source.randrange(12)))
-        expected = fnmatchcase(text, pattern)
+        # Older Pythons refuse the empty range.
+        expected = fnmatchcase(text, pattern.replace("[z-a]", "[\0]"))
         assert Glob(pattern).matches(text) == expected, (pattern, text)
         assert Globs([pattern, "zz*"]).match(text) == expected, (pattern, text)
 

@@ -82,7 +82,7 @@ def test_a_pattern_without_a_match_suggests_similar_names(adam: World, typed: st
     assert not warnings(adam.convert("-n", "-q", *shlex.split(options)).err)
 
 
-@pytest.mark.parametrize("typed", ["backbone.*", "lr", "", "x" * 3000, "[", "((((", "{{", "\\"])
+@pytest.mark.parametrize("typed", ["backbone.*", "lr", "", "x" * 3000, "[", "((((", "{{", "\\", "[z-a]x"])
 def test_without_similar_names_prefixes_are_listed(adam: World, typed: str) -> None:
     (warning,) = warnings(adam.convert("-n", "-q", f"--exclude={typed}").err)
     assert "the checkpoint's names begin with 'adam_m.' (10), 'adam_v.' (10), 'model.' (9), " in warning
