@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import click
 from click.shell_completion import CompletionItem
 
@@ -48,13 +50,11 @@ def completion(ctx: click.Context, shell: str) -> None:
     # Not made.source(): click starts the shell there to check its version.
     source = ShellComplete.source(shell_class(ctx.find_root().command, {}, "reshard", "_RESHARD_COMPLETE"))
     # click's bash script drops words, such as none, where files are offered, too.
-    click.echo(source.replace(_FILES_ONLY, _WORDS_AND_FILES))
+    click.echo(_FILES_ONLY.sub(lambda _: _WORDS_AND_FILES, source))
 
 
-_FILES_ONLY = """\
-            COMPREPLY=()
-            compopt -o default
-"""
+# click 8.0 spells the name COMREPLY.
+_FILES_ONLY = re.compile(r" *COMP?REPLY=\(\)\n *compopt -o default\n")
 _WORDS_AND_FILES = """\
             if [[ ${#COMPREPLY[@]} -eq 0 ]]; then
                 compopt -o default
