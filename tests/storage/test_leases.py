@@ -90,7 +90,7 @@ _CONTENDS = """
 import os, sys, time, boto3
 from reshard.storage import store_of
 bucket, port, times = sys.argv[1], sys.argv[2], int(sys.argv[3])
-client = boto3.client("s3", endpoint_url=port)
+client = boto3.session.Session().client("s3", endpoint_url=port)
 print("ready", flush=True)
 sys.stdin.readline()
 for _ in range(times):
