@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import textwrap
 from collections.abc import Iterator
@@ -83,7 +84,7 @@ def _command(name: str, command: click.Command, context: click.Context) -> Itera
 
 def _paragraphs(text: str) -> str:
     """The paragraphs of a docstring."""
-    return ".PP\n".join(map(_filled, re.split(r"\n\s*\n", text.strip())))
+    return ".PP\n".join(map(_filled, re.split(r"\n\s*\n", inspect.cleandoc(text))))
 
 
 def _filled(text: str) -> str:
