@@ -92,14 +92,16 @@ def may_pass(error: Exception, reached: bool) -> bool:
         ResponseStreamingError,
     )
     from botocore.parsers import ResponseParserError
+    from urllib3.exceptions import HTTPError
 
     if isinstance(error, ClientError):
         status = status_of(error)
         return (status >= 500 and status != _NOT_IMPLEMENTED) or error.response.get("Error", {}).get("Code") in _BUSY
     if isinstance(error, (EndpointConnectionError, ConnectTimeoutError)):
         return reached
-    # A truncated answer cannot be parsed.
-    return isinstance(error, (HTTPClientError, IncompleteReadError, ResponseStreamingError, ResponseParserError))
+    # A truncated answer cannot be parsed. Older boto3 passes on errors of urllib3 from the content of error answers.
+    truncated = (IncompleteReadError, ResponseStreamingError, ResponseParserError, HTTPError)
+    return isinstance(error, (HTTPClientError, *truncated))
 
 
 def status_of(error: Exception) -> int:

@@ -286,7 +286,10 @@ class Service:
         """
         from botocore.exceptions import BotoCoreError, ClientError
         from botocore.parsers import ResponseParserError
+        from urllib3.exceptions import HTTPError
 
+        # Errors of parsing an answer include ValueError.
+        expected = (BotoCoreError, ClientError, ResponseParserError, HTTPError, ValueError, LookupError, TypeError)
         times = before = 0
         since = time.monotonic()
         while True:
@@ -294,8 +297,7 @@ class Service:
                 answer = call()
                 self._answered, self._silent = True, False
                 return answer
-            # Errors of parsing an answer include ValueError.
-            except (BotoCoreError, ClientError, ResponseParserError, ValueError, LookupError, TypeError) as error:
+            except expected as error:
                 if progress() > before:
                     times, before, since = 0, progress(), time.monotonic()
                 times += 1
