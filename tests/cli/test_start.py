@@ -77,7 +77,9 @@ def loaded(*words: object) -> set[str]:
 
 def unneeded(modules: set[str]) -> list[str]:
     """The modules of libraries, rooms and parts above."""
-    parts = [*_LIBRARIES, *(f"reshard.{part}" for part in (*_ROOMS, *_PARTS))]
+    # Old versions of protobuf are pure Python on newer Pythons, and load ctypes.
+    of_protobuf = {"ctypes"} if "google.protobuf.internal.python_message" in modules else set()
+    parts = [*_LIBRARIES - of_protobuf, *(f"reshard.{part}" for part in (*_ROOMS, *_PARTS))]
     return sorted(module for module in modules if any(f"{module}.".startswith(f"{part}.") for part in parts))
 
 
