@@ -543,7 +543,7 @@ def ledgers_in(destination: str) -> list[Ledger]:
         hint = f"choose another DST, or remove {os.path.dirname(path)} if nothing else uses it"
         with reading(path, TargetError, hint):
             store_of(path).check_own(path, directory=False)
-            content = read_json(path, _MAX_PLAN_BYTES, TargetError, hint, through_links=False)
+            content = read_json(path, _MAX_PLAN_BYTES, TargetError, hint, through_links=False, file_names=True)
             if content is None:
                 # Killed before it wrote its plan: it wrote no targets either.
                 continue
