@@ -160,7 +160,12 @@ class Ledger:
             self._made_destination = made or self._made_destination
             self._make_root()
             self._check_own()
-            with store_of(self._root).lock(os.path.join(self._root, "lock"), self._make_root, self._notify) as check:
+        lock = os.path.join(self._root, "lock")
+        with contextlib.ExitStack() as stack:
+            # The lock may be another user's file in a directory that this one may write to.
+            with writing(lock):
+                check = stack.enter_context(store_of(self._root).lock(lock, self._make_root, self._notify))
+            with writing(self._root):
                 yield check
 
     def _nothing_done(self) -> bool:
