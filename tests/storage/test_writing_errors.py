@@ -49,7 +49,7 @@ def test_a_full_disk_is_reported_by_file_where_files_are_no_ranks(
 
     monkeypatch.setattr(temporary, "create", create)
     words: list[Argument] = ["convert", world.src, world.dst, "--src-strategy", world.old, "--to", form, "--shards", 2]
-    error = fails(1, *words, texts=["no space left", world.dst]).err
+    error = fails(1, *words, texts=["no space left", world.dst, "df -i"]).err
     assert "(rank" not in error
 
 
