@@ -24,10 +24,11 @@ import contextlib
 import itertools
 import os
 import re
+import shlex
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Callable, NamedTuple, Optional
 
-from reshard.errors import ReshardError, TargetError
+from reshard.errors import CheckpointError, ReshardError, TargetError
 from reshard.forms.ranks import find_checkpoints
 from reshard.forms.ranks.rank_files import STRATEGY_FILE
 from reshard.forms.ranks.steps import RANK, fixed_directory
@@ -43,6 +44,7 @@ from reshard.storage import (
     Notify,
     UnfitError,
     exists,
+    is_directory,
     is_regular_file,
     read_json,
     reading,
@@ -477,6 +479,42 @@ def packing_of(src: str) -> tuple[str, ...]:
     return ()
 
 
+def check_not_replaced(src: str) -> None:
+    """Refuse rank files of which an unfinished run has replaced some: they are of two checkpoints.
+
+    Args:
+        src: as for `packing_of`.
+
+    Raises:
+        CheckpointError: a run with ``--overwrite`` is replacing them, or was stopped.
+    """
+    # Cached listings answer this without a request.
+    if not any(is_directory(os.path.join(place, OWN)) for place in _places_of(src)):
+        return
+    with contextlib.suppress(TargetError):
+        written = _conversion_of(src)
+        if written is None or not written[1].is_replacing():
+            return
+        directory, ledger = written
+        ranks = range(ledger.identity.ranks)
+        # Targets before records, as in other comparisons.
+        statuses = status_of_each([os.path.join(directory, ledger.identity.file_of(rank)) for rank in ranks])
+        recorded = ledger.done()
+        replaced = (
+            status is None or any(record.matches(status) for record in recorded.get(rank, ()))
+            for rank, status in zip(ranks, statuses)
+        )
+        # The targets of another conversion are removed last.
+        if ledger.others() or not all(replaced):
+            name = shlex.quote(directory or os.curdir)
+            raise CheckpointError(
+                f"{src}: a run with --overwrite has not replaced all ranks, so they may be of two checkpoints",
+                file=src,
+                hint=f"wait until it ends; if it was stopped: reshard resume {name}\nif another program has written "
+                f"all of the files since: rm -r {shlex.quote(os.path.join(directory, OWN))}",
+            )
+
+
 def recorded_strategy(src: str) -> Optional[Strategy]:
     """The target strategy of the conversion that wrote all files of a rank tree.
 
@@ -522,16 +560,21 @@ def _all_recorded(directory: str, ledger: Ledger, files: Sequence[RankFile]) -> 
 
 def _conversion_of(src: str) -> Optional[tuple[str, Ledger]]:
     """The directory and the records of the only conversion that wrote a checkpoint; see `packing_of`."""
+    for place in _places_of(src):
+        begun = current(ledgers_in(place or os.curdir))
+        if begun:
+            return (place, begun[0]) if len(begun) == 1 else None
+    return None
+
+
+def _places_of(src: str) -> list[str]:
+    """The directories that may have the records of a checkpoint; see `packing_of`."""
     directory = (fixed_directory(src) if RANK in src else src).rstrip("/")
     places = [os.path.dirname(directory) if is_regular_file(directory) else directory]
     # A rank's or an iteration's directory is a part of the conversion's; other directories in it are not.
     if _PART_OF_TARGET.fullmatch(os.path.basename(places[0])):
         places.append(os.path.dirname(places[0]))
-    for place in places:
-        begun = current(ledgers_in(place or os.curdir))
-        if begun:
-            return (place, begun[0]) if len(begun) == 1 else None
-    return None
+    return places
 
 
 def ledgers_in(destination: str) -> list[Ledger]:

@@ -253,21 +253,26 @@ def test_a_late_part_of_a_replaced_run_changes_nothing(world: World) -> None:
     assert done("status", world.dst, "--json").json["complete"]
 
 
-def killed_while_replacing(world: World) -> None:
-    """Begin to replace all in another format, until the first new file exists."""
+def kill_at_first_target(world: World, *options: Argument) -> None:
+    """Replace all targets, until the first new file has its name."""
     code = (
         "import os\n"
         "def rename(old, new, **places):\n"
         "    plain(old, new, **places)\n"
-        "    if new.endswith('.safetensors'):\n"
+        "    if new.startswith('checkpoint_'):\n"
         "        os._exit(9)\n"
         "plain, os.rename = os.rename, rename\n"
         "from reshard.cli.main import main\n"
         "main()\n"
     )
-    typed = [str(word) for word in world.words("--format", "safetensors", "--overwrite", "--jobs", "1")]
+    typed = [str(word) for word in world.words(*options, "--overwrite", "--jobs", "1")]
     killed = subprocess.run([sys.executable, "-c", code, *typed], capture_output=True, text=True, cwd=ROOT)
     assert killed.returncode == 9, killed.stderr
+
+
+def killed_while_replacing(world: World) -> None:
+    """Begin to replace all in another format, until the first new file exists."""
+    kill_at_first_target(world, "--format", "safetensors")
     assert len(list(world.dst.glob("rank_*/checkpoint_*"))) == 3
     assert len(done("status", world.dst, "--json").json["done"]) == 1
 
@@ -292,3 +297,26 @@ def test_a_replaced_conversion_can_replace_its_successor(world: World) -> None:
     fails(3, *world.words(), texts=["--overwrite"])
     world.convert("--overwrite")
     same_ranks(world.found(), world.expected(FULL))
+
+
+@pytest.mark.parametrize("kind", ["another source", "the same names", "another prefix"])
+def test_partly_replaced_ranks_are_no_source(kind: str, world: World) -> None:
+    """The files of one step may be of two checkpoints, which nothing but the records shows."""
+    world.save(FULL)
+    world.convert(*REPLACED.get(kind, ((), ()))[0])
+    if kind == "another source":
+        world.save(tensors("other"))
+    kill_at_first_target(world, *REPLACED.get(kind, ((), ()))[1])
+    texts = [f"{world.dst}: a run with --overwrite has not replaced all ranks", f"reshard resume {world.dst}"]
+    src, strategy = world.dst, ("--strategy", world.new)
+    whole = ["convert", src, world.root / "whole", "--src-strategy", world.new, "--dst-strategy", "none"]
+    commands: list[list[Argument]] = [
+        whole,
+        ["get", src, "w", *strategy],
+        ["fingerprint", src, *strategy],
+        ["recover", src, world.root / "whole", *strategy],
+    ]
+    for typed in commands:
+        fails(3, *typed, texts=texts)
+    done("resume", world.dst)
+    done(*whole)
