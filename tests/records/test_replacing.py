@@ -309,7 +309,15 @@ def test_partly_replaced_ranks_are_no_source(kind: str, world: World) -> None:
     kill_at_first_target(world, *REPLACED.get(kind, ((), ()))[1])
     texts = [f"{world.dst}: a run with --overwrite has not replaced all ranks", f"reshard resume {world.dst}"]
     src, strategy = world.dst, ("--strategy", world.new)
-    whole = ["convert", src, world.root / "whole", "--src-strategy", world.new, "--dst-strategy", "none"]
+    whole: list[Argument] = [
+        "convert",
+        src,
+        world.root / "whole",
+        "--src-strategy",
+        world.new,
+        "--dst-strategy",
+        "none",
+    ]
     commands: list[list[Argument]] = [
         whole,
         ["get", src, "w", *strategy],
