@@ -488,31 +488,34 @@ def check_not_replaced(src: str) -> None:
     Raises:
         CheckpointError: a run with ``--overwrite`` is replacing them, or was stopped.
     """
-    # Cached listings answer this without a request.
-    if not any(is_directory(os.path.join(place, OWN)) for place in _places_of(src)):
-        return
-    with contextlib.suppress(TargetError):
-        written = _conversion_of(src)
-        if written is None or not written[1].is_replacing():
-            return
-        directory, ledger = written
-        ranks = range(ledger.identity.ranks)
-        # Targets before records, as in other comparisons.
-        statuses = status_of_each([os.path.join(directory, ledger.identity.file_of(rank)) for rank in ranks])
-        recorded = ledger.done()
-        replaced = (
-            status is None or any(record.matches(status) for record in recorded.get(rank, ()))
-            for rank, status in zip(ranks, statuses)
-        )
-        # The targets of another conversion are removed last.
-        if ledger.others() or not all(replaced):
-            name = shlex.quote(directory or os.curdir)
-            raise CheckpointError(
-                f"{src}: a run with --overwrite has not replaced all ranks, so they may be of two checkpoints",
-                file=src,
-                hint=f"wait until it ends; if it was stopped: reshard resume {name}\nif another program has written "
-                f"all of the files since: rm -r {shlex.quote(os.path.join(directory, OWN))}",
-            )
+    for place in _places_of(src):
+        # A cached listing answers this without a request.
+        if not is_directory(os.path.join(place, OWN)):
+            continue
+        with contextlib.suppress(TargetError):
+            begun = ledgers_in(place or os.curdir)
+            replacing = [ledger for ledger in begun if ledger.is_replacing()]
+            # The targets of another conversion are removed last.
+            if replacing and (len(begun) > 1 or not _replaced_all(place, replacing[0])):
+                raise CheckpointError(
+                    f"{src}: a run with --overwrite has not replaced all ranks, so they may be of two checkpoints",
+                    file=src,
+                    hint=f"wait until it ends; if it was stopped: reshard resume {shlex.quote(place or os.curdir)}\n"
+                    "if another program has written all of the files since: "
+                    f"rm -r {shlex.quote(os.path.join(place, OWN))}",
+                )
+
+
+def _replaced_all(directory: str, ledger: Ledger) -> bool:
+    """Whether a conversion recorded all of its existing targets."""
+    ranks = range(ledger.identity.ranks)
+    # Targets before records, as in other comparisons.
+    statuses = status_of_each([os.path.join(directory, ledger.identity.file_of(rank)) for rank in ranks])
+    recorded = ledger.done()
+    return all(
+        status is None or any(record.matches(status) for record in recorded.get(rank, ()))
+        for rank, status in zip(ranks, statuses)
+    )
 
 
 def recorded_strategy(src: str) -> Optional[Strategy]:
