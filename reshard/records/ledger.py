@@ -49,6 +49,7 @@ from reshard.storage import (
     read_json,
     reading,
     remove_file,
+    status_at,
     status_of_each,
     store_of,
     write_whole,
@@ -436,6 +437,25 @@ class Ledger:
         """Whether a run that replaces targets, of exactly these ranks or of any, has begun and not ended."""
         return bool(self._marks(ranks))
 
+    def is_partly_replaced(self, others: bool) -> bool:
+        """Whether a run that replaces targets has replaced some and left others.
+
+        Args:
+            others: targets of another conversion are replaced; they are removed last.
+        """
+        marks = [status_at(os.path.join(self._records.path, mark)) for mark in self._marks()]
+        began = min((mark.modified for mark in marks if mark is not None), default=None)
+        if began is None:
+            return False
+        targets = [os.path.join(self._destination, self.identity.file_of(rank)) for rank in range(self.identity.ranks)]
+        # Targets before records, as in other comparisons.
+        existing = [(rank, status) for rank, status in enumerate(status_of_each(targets)) if status is not None]
+        records = self.done()
+        recorded = [any(one.matches(status) for one in records.get(rank, ())) for rank, status in existing]
+        # A replacement gets its name before its record.
+        replaced = any(recorded) or any(status.modified >= began for _, status in existing)
+        return replaced and (others or not all(recorded))
+
     def begin_replacing(self, ranks: Collection[int], sources: Iterable[SourceFile]) -> None:
         """Record that all targets of these ranks will be rewritten, until `end_replacing`."""
         self.end_replacing(ranks)
@@ -494,9 +514,7 @@ def check_not_replaced(src: str) -> None:
             continue
         with contextlib.suppress(TargetError):
             begun = ledgers_in(place or os.curdir)
-            replacing = [ledger for ledger in begun if ledger.is_replacing()]
-            # The targets of another conversion are removed last.
-            if replacing and (len(begun) > 1 or not _replaced_all(place, replacing[0])):
+            if any(ledger.is_partly_replaced(len(begun) > 1) for ledger in begun):
                 raise CheckpointError(
                     f"{src}: a run with --overwrite has not replaced all ranks, so they may be of two checkpoints",
                     file=src,
@@ -504,18 +522,6 @@ def check_not_replaced(src: str) -> None:
                     "if another program has written all of the files since: "
                     f"rm -r {shlex.quote(os.path.join(place, OWN))}",
                 )
-
-
-def _replaced_all(directory: str, ledger: Ledger) -> bool:
-    """Whether a conversion recorded all of its existing targets."""
-    ranks = range(ledger.identity.ranks)
-    # Targets before records, as in other comparisons.
-    statuses = status_of_each([os.path.join(directory, ledger.identity.file_of(rank)) for rank in ranks])
-    recorded = ledger.done()
-    return all(
-        status is None or any(record.matches(status) for record in recorded.get(rank, ()))
-        for rank, status in zip(ranks, statuses)
-    )
 
 
 def recorded_strategy(src: str) -> Optional[Strategy]:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from reshard.errors import TargetError
+from reshard.storage import temporary
 from tests.conftest import LONG
 from tests.corpus import ROOT
 from tests.faults import CALLS, ERRORS, failing
@@ -328,3 +329,16 @@ def test_partly_replaced_ranks_are_no_source(kind: str, world: World) -> None:
         fails(3, *typed, texts=texts)
     done("resume", world.dst)
     done(*whole)
+
+
+def test_ranks_of_which_none_is_replaced_yet_are_a_source(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.save(FULL)
+    world.convert()
+
+    def create(directory: str, directory_fd: object = None) -> tuple[int, str]:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(temporary, "create", create)
+        fails(1, *world.words("--overwrite"))
+    done("convert", world.dst, world.root / "whole", "--src-strategy", world.new, "--dst-strategy", "none")
