@@ -53,6 +53,16 @@ def test_a_full_disk_is_reported_by_file_where_files_are_no_ranks(
     assert "(rank" not in error
 
 
+def test_a_maximum_file_size_is_explained(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.save(tensors())
+
+    def pwrite(*_: object) -> int:
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    fails(1, *world.words(), texts=["File too large", "ulimit -f"])
+
+
 @pytest.mark.parametrize("number", [*LASTING[:2], *PASSING[2:]])
 def test_the_exit_status_distinguishes_retryable_read_errors(
     number: int, world: World, monkeypatch: pytest.MonkeyPatch
