@@ -597,7 +597,10 @@ def ledgers_in(destination: str) -> list[Ledger]:
     ledgers = []
     for name in filter(_OURS.fullmatch, names_in(root)):
         path = _records(root, name).plan
-        hint = f"choose another DST, or remove {os.path.dirname(path)} if nothing else uses it"
+        hint = (
+            "if another version of reshard wrote it, use that version; otherwise choose another DST, or remove "
+            f"{os.path.dirname(path)} if nothing else uses it"
+        )
         with reading(path, TargetError, hint):
             store_of(path).check_own(path, directory=False)
             content = read_json(path, _MAX_PLAN_BYTES, TargetError, hint, through_links=False, file_names=True)
