@@ -553,6 +553,8 @@ class TargetDirectory:
         return tuple(finishing), tuple(beside)
 
     def _write_manifest(self, records: Mapping[int, DoneRecord], computed: Mapping[DoneRecord, int]) -> str:
+        # Of stopped runs for other ranks than this one's: --overwrite for these ranks would resume them.
+        self._ledger.end_replacing()
         files = []
         for rank, record in records.items():
             if record in computed:

@@ -254,7 +254,7 @@ def test_a_late_part_of_a_replaced_run_changes_nothing(world: World) -> None:
     assert done("status", world.dst, "--json").json["complete"]
 
 
-def kill_at_first_target(world: World, *options: Argument) -> None:
+def kill_at_first_target(world: World, *options: Argument, command: str = "convert") -> None:
     """Replace all targets, until the first new file has its name."""
     code = (
         "import os\n"
@@ -266,7 +266,7 @@ def kill_at_first_target(world: World, *options: Argument) -> None:
         "from reshard.cli.main import main\n"
         "main()\n"
     )
-    typed = [str(word) for word in world.words(*options, "--overwrite", "--jobs", "1")]
+    typed = [str(word) for word in world.words(*options, "--overwrite", "--jobs", "1", command=command)]
     killed = subprocess.run([sys.executable, "-c", code, *typed], capture_output=True, text=True, cwd=ROOT)
     assert killed.returncode == 9, killed.stderr
 
@@ -329,6 +329,23 @@ def test_partly_replaced_ranks_are_no_source(kind: str, world: World) -> None:
         fails(3, *typed, texts=texts)
     done("resume", world.dst)
     done(*whole)
+
+
+@pytest.mark.parametrize("cure", ["the missing target", "everything"])
+def test_a_complete_directory_has_no_mark_of_a_stopped_run(cure: str, world: World) -> None:
+    """Other ranks than those of the stopped run complete it."""
+    world.save(FULL)
+    world.convert()
+    kill_at_first_target(world, 0, command="by-rank")
+    if cure == "everything":
+        world.convert("--overwrite")
+    else:
+        (world.dst / "rank_0" / "checkpoint_0.ckpt").unlink()
+        world.convert()
+    assert not list(world.dst.glob(".reshard/*/replacing.*"))
+    # The recorded strategy is used again, and --overwrite begins anew.
+    done("get", world.dst, "w")
+    assert "wrote 1 rank (0)" in world.by_rank(0, "--overwrite").err
 
 
 def test_ranks_of_which_none_is_replaced_yet_are_a_source(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
