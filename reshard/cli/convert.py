@@ -16,6 +16,7 @@ from reshard.convert.ends import Ends, check_verifiable, options_of, request_bet
 from reshard.errors import UsageError
 from reshard.forms.registry import counted_as, form_named, form_of
 from reshard.plan.request import Request
+from reshard.records.ledger import check_not_replaced
 from reshard.strategies import typed_strategy
 from reshard.text.report import Report
 from reshard.text.wording import byte_size, counted_ranks, rank_ranges, step_words
@@ -175,6 +176,7 @@ def recover(src: str, dst: str, strategy: Optional[str], ranks: Optional[tuple[i
         )
     if strategy is None:
         raise UsageError("--strategy is missing", hint="name the strategy file or directory of the checkpoint")
+    check_not_replaced(src)
     report = Report(listener())
     saved = typed_strategy(strategy, report)
     request = request_of(src, dst, ranks, typed, Ends(form, saved, form, saved), recover=True)

@@ -25,7 +25,7 @@ from reshard.forms.registry import (
 )
 from reshard.plan.edits import NO_EDITS, Edits, edits_of
 from reshard.plan.request import Request
-from reshard.records.ledger import ledgers_in
+from reshard.records.ledger import check_not_replaced, ledgers_in
 from reshard.storage import caches_listings, exists, is_directory
 from reshard.strategies import NONE, SAME, Strategy, required_strategies, shards_of, typed_strategy
 from reshard.text.globs import Filters
@@ -74,6 +74,8 @@ def read_ends(src: str, typed: Mapping[str, Any], report: Report) -> Ends:
     needs_strategy = form.options.needs_strategy
     if source_path is None:
         (check_holds_ranks if needs_strategy else check_exists)(src)
+    if form.options.by_rank:
+        check_not_replaced(src)
     if to.options.shards and target_path is None:
         raise UsageError(
             f"--to {to.name}: --shards or --dst-strategy is missing",

@@ -139,7 +139,10 @@ class Prepared:
                 strategies = (s.path for s in (request.source, request.target) if not s.is_none)
                 check_apart(request.dst, sources, strategies)
             else:
-                check_disjoint(request.src, sources, request.dst, (plan.path(file) for file in plan.requested))
+                targets = [plan.path(file) for file in plan.requested]
+                check_disjoint(request.src, sources, request.dst, targets)
+                if request.edits.additions is not None:
+                    check_disjoint({}, request.edits.additions.paths, request.dst, targets)
             requested = self._share(plan)
             directory = None
             if not request.exact_file:

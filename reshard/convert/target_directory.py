@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Callable, NamedTuple, Optional
@@ -18,7 +19,7 @@ from typing import Callable, NamedTuple, Optional
 from reshard.checkpoints import crc_of_file
 from reshard.checkpoints.edited import EditedCheckpoint
 from reshard.convert.options import Options
-from reshard.errors import RetryableError, TargetError
+from reshard.errors import InputError, RetryableError, TargetError
 from reshard.execute import Destination
 from reshard.forms.registry import form_named, forms_among
 from reshard.forms.target import UNFINISHED, UNFINISHED_CONTENT, TargetForm
@@ -36,6 +37,7 @@ from reshard.records import (
     SourceFile,
     SourceSampler,
     header_digest,
+    read_manifest,
     strategy_digest,
 )
 from reshard.records.identity import short_digest
@@ -62,7 +64,7 @@ from reshard.storage import (
 )
 from reshard.strategies import SAME
 from reshard.text.report import Report
-from reshard.text.wording import rank_ranges
+from reshard.text.wording import rank_ranges, some_names
 
 # Lifetime in seconds of a check of the directory, which costs a round trip.
 _FRESH = 5.0
@@ -274,6 +276,7 @@ class TargetDirectory:
             check()
             self._ledger.begin(self._replacing)
             if missing:
+                self._warn_of_remaining()
                 replaced = self._ledger.others() if self._replacing else []
                 self._unfinish([self._ledger.identity, *(ledger.identity for ledger in replaced)])
             if anew:
@@ -486,6 +489,24 @@ class TargetDirectory:
             _remove(_unfinished(self._root, ledger.identity))
             ledger.remove()
 
+    def _warn_of_remaining(self) -> None:
+        """Warn of files that were copied from the source of replaced weights, and that this source lacks.
+
+        Users may have edited them since, so they are not removed.
+        """
+        with contextlib.suppress(InputError):
+            replaced = read_manifest(self._root) if self._replacing else None
+            if replaced is None or replaced.plan.form != self._ledger.identity.form:
+                return
+            written = {file.name for file in self._plan.form.finishing()}
+            remaining = sorted(self._existing_names([name for name in replaced.beside if name not in written]))
+            if remaining:
+                paths = [os.path.join(self._root, name) for name in remaining]
+                self._report.warn(
+                    f"{self._root}: files of the replaced model remain, which the new source lacks: "
+                    f"{some_names(remaining)}; unless they belong to the new model: {shlex.join(['rm', *paths])}"
+                )
+
     def _unfinish(self, identities: Iterable[Identity]) -> None:
         """Remove the files that mark conversions as complete, in reverse order of writing."""
         complete = self.manifest is not None
@@ -532,6 +553,8 @@ class TargetDirectory:
         return tuple(finishing), tuple(beside)
 
     def _write_manifest(self, records: Mapping[int, DoneRecord], computed: Mapping[DoneRecord, int]) -> str:
+        # Of stopped runs for other ranks than this one's: --overwrite for these ranks would resume them.
+        self._ledger.end_replacing()
         files = []
         for rank, record in records.items():
             if record in computed:

@@ -186,7 +186,7 @@ _AGAIN = "run the command that began the conversion again"
 
 
 def _read(path: str) -> Optional[RecordedCommand]:
-    content = read_json(path, _MAX_BYTES, TargetError, _AGAIN, through_links=False)
+    content = read_json(path, _MAX_BYTES, TargetError, _AGAIN, through_links=False, file_names=True)
     if content is None:
         return None
     version = content.pop("version", None)

@@ -24,10 +24,11 @@ import contextlib
 import itertools
 import os
 import re
+import shlex
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Callable, NamedTuple, Optional
 
-from reshard.errors import ReshardError, TargetError
+from reshard.errors import CheckpointError, ReshardError, TargetError
 from reshard.forms.ranks import find_checkpoints
 from reshard.forms.ranks.rank_files import STRATEGY_FILE
 from reshard.forms.ranks.steps import RANK, fixed_directory
@@ -43,10 +44,12 @@ from reshard.storage import (
     Notify,
     UnfitError,
     exists,
+    is_directory,
     is_regular_file,
     read_json,
     reading,
     remove_file,
+    status_at,
     status_of_each,
     store_of,
     write_whole,
@@ -160,7 +163,12 @@ class Ledger:
             self._made_destination = made or self._made_destination
             self._make_root()
             self._check_own()
-            with store_of(self._root).lock(os.path.join(self._root, "lock"), self._make_root, self._notify) as check:
+        lock = os.path.join(self._root, "lock")
+        with contextlib.ExitStack() as stack:
+            # The lock may be another user's file in a directory that this one may write to.
+            with writing(lock):
+                check = stack.enter_context(store_of(self._root).lock(lock, self._make_root, self._notify))
+            with writing(self._root):
                 yield check
 
     def _nothing_done(self) -> bool:
@@ -429,6 +437,25 @@ class Ledger:
         """Whether a run that replaces targets, of exactly these ranks or of any, has begun and not ended."""
         return bool(self._marks(ranks))
 
+    def is_partly_replaced(self, others: bool) -> bool:
+        """Whether a run that replaces targets has replaced some and left others.
+
+        Args:
+            others: targets of another conversion are replaced; they are removed last.
+        """
+        marks = [status_at(os.path.join(self._records.path, mark)) for mark in self._marks()]
+        began = min((mark.modified for mark in marks if mark is not None), default=None)
+        if began is None:
+            return False
+        targets = [os.path.join(self._destination, self.identity.file_of(rank)) for rank in range(self.identity.ranks)]
+        # Targets before records, as in other comparisons.
+        existing = [(rank, status) for rank, status in enumerate(status_of_each(targets)) if status is not None]
+        records = self.done()
+        recorded = [any(one.matches(status) for one in records.get(rank, ())) for rank, status in existing]
+        # A replacement gets its name before its record.
+        replaced = any(recorded) or any(status.modified >= began for _, status in existing)
+        return replaced and (others or not all(recorded))
+
     def begin_replacing(self, ranks: Collection[int], sources: Iterable[SourceFile]) -> None:
         """Record that all targets of these ranks will be rewritten, until `end_replacing`."""
         self.end_replacing(ranks)
@@ -470,6 +497,31 @@ def packing_of(src: str) -> tuple[str, ...]:
         written = _conversion_of(src)
         return () if written is None else next((command.packing for command in written[1].commands()), ())
     return ()
+
+
+def check_not_replaced(src: str) -> None:
+    """Refuse rank files of which an unfinished run has replaced some: they are of two checkpoints.
+
+    Args:
+        src: as for `packing_of`.
+
+    Raises:
+        CheckpointError: a run with ``--overwrite`` is replacing them, or was stopped.
+    """
+    for place in _places_of(src):
+        # A cached listing answers this without a request.
+        if not is_directory(os.path.join(place, OWN)):
+            continue
+        with contextlib.suppress(TargetError):
+            begun = ledgers_in(place or os.curdir)
+            if any(ledger.is_partly_replaced(len(begun) > 1) for ledger in begun):
+                raise CheckpointError(
+                    f"{src}: a run with --overwrite has not replaced all ranks, so they may be of two checkpoints",
+                    file=src,
+                    hint=f"wait until it ends; if it was stopped: reshard resume {shlex.quote(place or os.curdir)}\n"
+                    "if another program has written all of the files since: "
+                    f"rm -r {shlex.quote(os.path.join(place, OWN))}",
+                )
 
 
 def recorded_strategy(src: str) -> Optional[Strategy]:
@@ -517,16 +569,21 @@ def _all_recorded(directory: str, ledger: Ledger, files: Sequence[RankFile]) -> 
 
 def _conversion_of(src: str) -> Optional[tuple[str, Ledger]]:
     """The directory and the records of the only conversion that wrote a checkpoint; see `packing_of`."""
+    for place in _places_of(src):
+        begun = current(ledgers_in(place or os.curdir))
+        if begun:
+            return (place, begun[0]) if len(begun) == 1 else None
+    return None
+
+
+def _places_of(src: str) -> list[str]:
+    """The directories that may have the records of a checkpoint; see `packing_of`."""
     directory = (fixed_directory(src) if RANK in src else src).rstrip("/")
     places = [os.path.dirname(directory) if is_regular_file(directory) else directory]
     # A rank's or an iteration's directory is a part of the conversion's; other directories in it are not.
     if _PART_OF_TARGET.fullmatch(os.path.basename(places[0])):
         places.append(os.path.dirname(places[0]))
-    for place in places:
-        begun = current(ledgers_in(place or os.curdir))
-        if begun:
-            return (place, begun[0]) if len(begun) == 1 else None
-    return None
+    return places
 
 
 def ledgers_in(destination: str) -> list[Ledger]:
@@ -540,10 +597,13 @@ def ledgers_in(destination: str) -> list[Ledger]:
     ledgers = []
     for name in filter(_OURS.fullmatch, names_in(root)):
         path = _records(root, name).plan
-        hint = f"choose another DST, or remove {os.path.dirname(path)} if nothing else uses it"
+        hint = (
+            "if another version of reshard wrote it, use that version; otherwise choose another DST, or remove "
+            f"{os.path.dirname(path)} if nothing else uses it"
+        )
         with reading(path, TargetError, hint):
             store_of(path).check_own(path, directory=False)
-            content = read_json(path, _MAX_PLAN_BYTES, TargetError, hint, through_links=False)
+            content = read_json(path, _MAX_PLAN_BYTES, TargetError, hint, through_links=False, file_names=True)
             if content is None:
                 # Killed before it wrote its plan: it wrote no targets either.
                 continue

@@ -117,7 +117,7 @@ def read_manifest(directory: str) -> Manifest:
         CheckpointError: it is missing or damaged.
     """
     path = os.path.join(directory, MANIFEST_NAME)
-    content = read_json(path, _MAX_BYTES, hint=_AGAIN)
+    content = read_json(path, _MAX_BYTES, hint=_AGAIN, file_names=True)
     if content is None:
         raise _missing(directory, path)
     with reading(path, hint=_AGAIN):

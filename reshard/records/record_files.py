@@ -100,7 +100,8 @@ class RecordDirectory:
 
     def share_lock(self, notify: Notify) -> Lock:
         """Record that a run is writing; see `Store.share`."""
-        return store_of(self.path).share(self.lock, notify)
+        with writing(self.lock):
+            return store_of(self.path).share(self.lock, notify)
 
     @contextlib.contextmanager
     def try_lock(self) -> Iterator[Optional[bool]]:

@@ -143,9 +143,14 @@ def writing_error(path: str, error: OSError, action: str = "written", rank: Opti
             rank=rank,
             hint=f"choose another place, or get {store_of(path).missing_right(path)}",
         )
-    problem = "no space left" if error.errno in _FULL else f"cannot be {action}"
+    problem, hint = f"cannot be {action}", None
+    if error.errno in _FULL:
+        # Without inodes no file can be made, whatever space `df -h` shows.
+        problem, hint = "no space left", "`df -h` shows free space, `df -i` free inodes (numbers of files)"
+    elif error.errno == errno.EFBIG:
+        hint = "`ulimit -f` shows the maximum file size of this shell; file systems such as FAT have their own"
     kind = UnwritableError if error.errno in _EVERYWHERE else RetryableError
-    return kind(f"{path}: {problem}: {reason}", file=path, rank=rank)
+    return kind(f"{path}: {problem}: {reason}", file=path, rank=rank, hint=hint)
 
 
 def too_long(path: str) -> UsageError:

@@ -188,6 +188,7 @@ def read_json(
     kind: type[InputError] = CheckpointError,
     hint: Optional[str] = None,
     through_links: bool = True,
+    file_names: bool = False,
 ) -> Optional[dict[str, Any]]:
     """The object in a small JSON file; None if the file is missing.
 
@@ -197,6 +198,7 @@ def read_json(
         kind: class of the error for a file that is unfit, damaged or no JSON object.
         hint: for such an error.
         through_links: follow symbolic links.
+        file_names: accept bytes that are not UTF-8, as Python represents them in names of files.
 
     Raises:
         ReshardError: as `reading`.
@@ -206,7 +208,7 @@ def read_json(
 
     with reading(path, kind, hint):
         try:
-            content = parse_json(read_small(path, most, through_links))
+            content = parse_json(read_small(path, most, through_links), file_names=file_names)
         except (FileNotFoundError, NotADirectoryError):
             return None
         if not isinstance(content, dict):

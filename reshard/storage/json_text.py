@@ -39,12 +39,13 @@ class JsonError(UnfitError):
     problem = "is damaged: "
 
 
-def parse_json(data: bytes, most_values: int = _MAX_VALUES) -> Any:
+def parse_json(data: bytes, most_values: int = _MAX_VALUES, file_names: bool = False) -> Any:
     """The value of a JSON text.
 
     Args:
         data: the text, UTF-8.
         most_values: maximum number of values; each may take a hundred bytes.
+        file_names: accept bytes that are not UTF-8, as Python represents them in names of files.
 
     Raises:
         JsonError: it is not JSON, has a duplicate key, or too many values.
@@ -56,7 +57,7 @@ def parse_json(data: bytes, most_values: int = _MAX_VALUES) -> Any:
     except UnicodeError:
         raise JsonError("its text is not valid UTF-8") from None
     try:
-        value, end = _decoded(text, _after_space(text, 0))
+        value, end = _decoded(text, _after_space(text, 0), "surrogateescape" if file_names else "strict")
     except _UnendedError as error:
         raise JsonError(str(error)) from None
     if _after_space(text, end) < len(text):
@@ -229,12 +230,12 @@ class _UnendedError(ValueError):
     """Text that is not JSON, but may become JSON with more text."""
 
 
-def _decoded(text: str, start: int) -> tuple[Any, int]:
-    """The value at a position of the text, and its end."""
+def _decoded(text: str, start: int, errors: str = "strict") -> tuple[Any, int]:
+    """The value at a position of the text, and its end; ``errors`` are those of its encoding."""
     try:
         value, end = _DECODER.raw_decode(text, start)
         if _SURROGATE.search(text, start, end):
-            json.dumps(value, ensure_ascii=False).encode()
+            json.dumps(value, ensure_ascii=False).encode(errors=errors)
         return value, end
     except UnicodeError:
         raise JsonError("it holds half of a surrogate pair, which is no text") from None

@@ -182,9 +182,9 @@ class LocalStore(Store):
         return status.f_bavail * status.f_frsize if status.f_blocks else None
 
     def missing_right(self, path: str) -> str:
-        """A permission to write to its directory."""
-        directory = shlex.quote(os.path.dirname(path) or os.curdir)
-        return f"write permission: `ls -ld {directory}` shows owner and rights"
+        """A permission to write to its directory, and to it."""
+        places = [os.path.dirname(path) or os.curdir, *([path] if os.path.lexists(path) else [])]
+        return f"write permission: `{shlex.join(['ls', '-ld', *places])}` shows owner and rights"
 
     def remove(self, path: str, if_same: Optional[Callable[[FileStatus], bool]] = None) -> None:
         """Remove a file; with a condition, also flush the directory to disk."""

@@ -48,7 +48,7 @@ def compare_ranks(
     ranks: Optional[Iterable[int]] = None,
     admit: Callable[[str], bool] = lambda name: True,
     recovered: bool = False,
-) -> list[Difference]:
+) -> tuple[list[Difference], set[str]]:
     """Compare rank directories with their source.
 
     Args:
@@ -61,7 +61,7 @@ def compare_ranks(
         recovered: the target was written by a recovery (see `RecoveryValues`).
 
     Returns:
-        Every difference, whole files first, then by parameter.
+        Every difference, whole files first, then by parameter; and the names in all compared files.
 
     Raises:
         InputError: the source lacks slices that the target ranks need, or does not fit its strategy.
@@ -77,7 +77,7 @@ def compare_ranks(
     differences += _RankFiles(source, indexes, target, means, admit, recovered).run()
     for rank, index in indexes.items():
         differences += [Difference("file", None, (rank,), text) for text in library_differences(index)]
-    return differences
+    return differences, {name for ranks_alike in files_alike(indexes) for name in indexes[ranks_alike[0]].tensors}
 
 
 def compare_form(

@@ -228,21 +228,42 @@ def _compared(
 ) -> list[Difference]:
     form = form_named(target.form)
     if form.options.by_rank:
-        return compare_ranks(
+        differences, names = compare_ranks(
             source, target.files, target.strategy, means, ranks=target.ranks, admit=admit, recovered=recovered
         )
+        if target.ranks is None:
+            _note_left_out(source, names, converted, target, differences, report)
+        return differences
     checkpoint, differences = read_written(
         target.directory, target.form, means.handles, [*target.files.values()] or None
     )
     if checkpoint is None:
         return differences
     differences += compare_form(source, checkpoint, target.strategy, target.directory, means, admit)
+    _note_left_out(source, checkpoint.names, converted, target, differences, report)
     if converted.beside:
         edits = converted.edits
         cast = bool(edits.casts) or edits.quantisation is not None
         beside = form.check_beside(target.directory, checkpoint.checkpoint, source.checkpoint, cast, report)
         differences += [Difference("file", None, (), text, (name,)) for name, text in beside]
     return differences
+
+
+def _note_left_out(
+    source: AnySource,
+    names: Collection[str],
+    converted: Converted,
+    target: ConvertedTarget,
+    differences: Collection[Difference],
+    report: Report,
+) -> None:
+    """Report what only the source has: users may delete it after a verification without differences."""
+    left_out = sorted(source.names.difference(names))
+    if left_out and not differences:
+        report.note(
+            f"{target.directory} lacks {plural(len(left_out), 'tensor')} of {converted.place.path}, which filters, the "
+            f"target strategy or the format left out: {listing(left_out, _MAX_SHOWN)}"
+        )
 
 
 def _weights_of(target: ConvertedTarget, handles: FileHandles) -> set[str]:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.counting import reads_of_local_files
-from tests.running import Argument, done, fails
+from tests.running import Argument, done, fails, warns
 from tests.small import World, tensors
 
 # More than any block, and no multiple of one.
@@ -49,6 +49,16 @@ def test_files_beside_weights_are_copied_and_compared_in_blocks(
     (world.dst / "reshard-manifest.json").unlink()
     assert "existing file kept, although the source has another one" in done(*words(world, model)).err
     assert max(reads) <= 4 << 20
+
+
+def test_files_of_a_replaced_model_that_the_source_lacks_are_named(world: World, model: Path) -> None:
+    done(*words(world, model))
+    (model / "empty.txt").unlink()
+    again = done(*words(world, model, "--overwrite"))
+    warns(again, "files of the replaced model remain", f"rm {world.dst / 'empty.txt'}")
+    assert (world.dst / "empty.txt").exists()
+    # The new manifest lists the files of this source.
+    assert "replaced model" not in done(*words(world, model, "--overwrite")).err
 
 
 def test_an_unreadable_file_beside_weights_is_an_error_before_writing(

@@ -195,6 +195,16 @@ def test_the_same_command_resumes_and_another_adapter_is_refused(tmp_path: Path)
     fails(2, *words[:4], "--max-shard-size", "1MB", "--alpha", "0")
 
 
+@pytest.mark.parametrize("name", ["adapter_model.safetensors", "model.safetensors"])
+def test_an_adapter_is_never_overwritten(name: str, tmp_path: Path) -> None:
+    src, adapter = base(tmp_path / "base", weights()), peft(tmp_path / "adapter", matrices())
+    (adapter / "adapter_model.safetensors").rename(adapter / name)
+    before = (adapter / name).read_bytes()
+    words: list[Argument] = ["merge-lora", src, adapter, adapter, "--alpha", 16, "--overwrite"]
+    fails(2, *words, texts=[f"source file {adapter / name} lies in DST {adapter}"])
+    assert (adapter / name).read_bytes() == before
+
+
 @pytest.mark.parametrize(
     ("change", "texts"),
     [

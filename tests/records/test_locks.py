@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, Optional
 
 import pytest
 
@@ -75,6 +77,20 @@ def test_a_lock_is_acquired_after_its_release(
     with held(path, kind, seconds=1):
         warns(started.convert(), f"waiting for {path}")
     same_ranks(started.found(), started.expected(FULL))
+
+
+@pytest.mark.parametrize("which", ["begin and end", "writing"])
+def test_a_lock_of_another_user_is_named(started: World, which: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, plain = lock_of(started, which), os.open
+
+    def forbidden(name: Any, flags: int, *more: Any, dir_fd: Optional[int] = None) -> int:
+        if name == "lock" and flags & os.O_CREAT and os.path.samefile(path.parent, f"/proc/self/fd/{dir_fd}"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), name)
+        return plain(name, flags, *more, dir_fd=dir_fd)
+
+    monkeypatch.setattr(os, "open", forbidden)
+    words = started.words(1, command="by-rank")
+    fails(3, *words, texts=[f"{path}: may not be written", f"ls -ld {path.parent} {path}"])
 
 
 def test_readers_of_the_lock_file_do_not_block_writers(started: World) -> None:

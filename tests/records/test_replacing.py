@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from reshard.errors import TargetError
+from reshard.storage import temporary
 from tests.conftest import LONG
 from tests.corpus import ROOT
 from tests.faults import CALLS, ERRORS, failing
@@ -253,21 +254,26 @@ def test_a_late_part_of_a_replaced_run_changes_nothing(world: World) -> None:
     assert done("status", world.dst, "--json").json["complete"]
 
 
-def killed_while_replacing(world: World) -> None:
-    """Begin to replace all in another format, until the first new file exists."""
+def kill_at_first_target(world: World, *options: Argument, command: str = "convert") -> None:
+    """Replace all targets, until the first new file has its name."""
     code = (
         "import os\n"
         "def rename(old, new, **places):\n"
         "    plain(old, new, **places)\n"
-        "    if new.endswith('.safetensors'):\n"
+        "    if new.startswith('checkpoint_'):\n"
         "        os._exit(9)\n"
         "plain, os.rename = os.rename, rename\n"
         "from reshard.cli.main import main\n"
         "main()\n"
     )
-    typed = [str(word) for word in world.words("--format", "safetensors", "--overwrite", "--jobs", "1")]
+    typed = [str(word) for word in world.words(*options, "--overwrite", "--jobs", "1", command=command)]
     killed = subprocess.run([sys.executable, "-c", code, *typed], capture_output=True, text=True, cwd=ROOT)
     assert killed.returncode == 9, killed.stderr
+
+
+def killed_while_replacing(world: World) -> None:
+    """Begin to replace all in another format, until the first new file exists."""
+    kill_at_first_target(world, "--format", "safetensors")
     assert len(list(world.dst.glob("rank_*/checkpoint_*"))) == 3
     assert len(done("status", world.dst, "--json").json["done"]) == 1
 
@@ -292,3 +298,64 @@ def test_a_replaced_conversion_can_replace_its_successor(world: World) -> None:
     fails(3, *world.words(), texts=["--overwrite"])
     world.convert("--overwrite")
     same_ranks(world.found(), world.expected(FULL))
+
+
+@pytest.mark.parametrize("kind", ["another source", "the same names", "another prefix"])
+def test_partly_replaced_ranks_are_no_source(kind: str, world: World) -> None:
+    """The files of one step may be of two checkpoints, which nothing but the records shows."""
+    world.save(FULL)
+    world.convert(*REPLACED.get(kind, ((), ()))[0])
+    if kind == "another source":
+        world.save(tensors("other"))
+    kill_at_first_target(world, *REPLACED.get(kind, ((), ()))[1])
+    texts = [f"{world.dst}: a run with --overwrite has not replaced all ranks", f"reshard resume {world.dst}"]
+    src, strategy = world.dst, ("--strategy", world.new)
+    whole: list[Argument] = [
+        "convert",
+        src,
+        world.root / "whole",
+        "--src-strategy",
+        world.new,
+        "--dst-strategy",
+        "none",
+    ]
+    commands: list[list[Argument]] = [
+        whole,
+        ["get", src, "w", *strategy],
+        ["fingerprint", src, *strategy],
+        ["recover", src, world.root / "whole", *strategy],
+    ]
+    for typed in commands:
+        fails(3, *typed, texts=texts)
+    done("resume", world.dst)
+    done(*whole)
+
+
+@pytest.mark.parametrize("cure", ["the missing target", "everything"])
+def test_a_complete_directory_has_no_mark_of_a_stopped_run(cure: str, world: World) -> None:
+    """Other ranks than those of the stopped run complete it."""
+    world.save(FULL)
+    world.convert()
+    kill_at_first_target(world, 0, command="by-rank")
+    if cure == "everything":
+        world.convert("--overwrite")
+    else:
+        (world.dst / "rank_0" / "checkpoint_0.ckpt").unlink()
+        world.convert()
+    assert not list(world.dst.glob(".reshard/*/replacing.*"))
+    # The recorded strategy is used again, and --overwrite begins anew.
+    done("get", world.dst, "w")
+    assert "wrote 1 rank (0)" in world.by_rank(0, "--overwrite").err
+
+
+def test_ranks_of_which_none_is_replaced_yet_are_a_source(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.save(FULL)
+    world.convert()
+
+    def create(directory: str, directory_fd: object = None) -> tuple[int, str]:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(temporary, "create", create)
+        fails(1, *world.words("--overwrite"))
+    done("convert", world.dst, world.root / "whole", "--src-strategy", world.new, "--dst-strategy", "none")

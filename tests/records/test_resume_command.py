@@ -17,7 +17,7 @@ from reshard import transform_checkpoints
 from reshard.convert import Counted, Options
 from reshard.plan.request import Request
 from tests.running import Argument, done, fails, reshard
-from tests.small import COPIED, World, tensors
+from tests.small import COPIED, SOURCE, TARGET, World, tensors
 from tests.trees import layout, same_ranks, scalar, single, tree_bytes, value
 
 FULL = tensors()
@@ -65,6 +65,22 @@ def test_resume_resolves_relative_paths_from_any_directory(world: World, monkeyp
     monkeypatch.chdir(world.root / "elsewhere")
     done("resume", "../dst")
     same_ranks(world.found(), world.expected(FULL))
+
+
+def test_names_that_are_not_utf_8_are_recorded(tmp_path: Path) -> None:
+    name = os.fsdecode(b"\xff")
+    world = World(tmp_path / name, SOURCE, TARGET)
+    world.save(FULL)
+    options = ("--prefix", name, "--exclude", f"{name}*", "--checksum", "crc32")
+    for rank in range(2):
+        world.by_rank(rank, *options)
+    whole = tree_bytes(world.dst)
+    assert done("status", world.dst, "--json").json["complete"]
+    done("verify", world.dst)
+    lose(world, 1)
+    done("resume", world.dst)
+    assert tree_bytes(world.dst) == whole
+    done("verify", world.dst, "--src", world.src)
 
 
 def test_a_path_through_a_link_and_back_is_recorded_resolved(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,8 +49,18 @@ def test_a_full_disk_is_reported_by_file_where_files_are_no_ranks(
 
     monkeypatch.setattr(temporary, "create", create)
     words: list[Argument] = ["convert", world.src, world.dst, "--src-strategy", world.old, "--to", form, "--shards", 2]
-    error = fails(1, *words, texts=["no space left", world.dst]).err
+    error = fails(1, *words, texts=["no space left", world.dst, "df -i"]).err
     assert "(rank" not in error
+
+
+def test_a_maximum_file_size_is_explained(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.save(tensors())
+
+    def pwrite(*_: object) -> int:
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    fails(1, *world.words(), texts=["File too large", "ulimit -f"])
 
 
 @pytest.mark.parametrize("number", [*LASTING[:2], *PASSING[2:]])

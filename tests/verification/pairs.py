@@ -65,7 +65,8 @@ def compare_trees(
     """The differences of a target checkpoint from its source."""
     ranks = None if ranks is None else sorted(ranks)
     read = read_source(source_files, source, means, target, ranks)
-    return compare_ranks(read, target_files, target, means, ranks=ranks, admit=admit)
+    differences, _ = compare_ranks(read, target_files, target, means, ranks=ranks, admit=admit)
+    return differences
 
 
 def compare_replicas(files: Mapping[int, str], strategy: Strategy, means: Means) -> list[Difference]:

@@ -21,8 +21,8 @@ from reshard.plan import plan
 from reshard.plan.pieces import TargetTensor
 from tests.mistakes import another_rank, off_by_one
 from tests.reference import Strategy
-from tests.running import Argument, done, fails, reshard
-from tests.small import COPIED, SOURCE, World, tensors
+from tests.running import Argument, done, fails, reshard, warns
+from tests.small import COPIED, SOURCE, TARGET, World, tensors, without
 from tests.trees import (
     cut_ranks,
     layout,
@@ -452,3 +452,19 @@ def test_slices_without_rows_may_be_absent_from_ckpt_files(tmp_path: Path) -> No
         assert world.verify().status == (0 if ending == "ckpt" else 4)
         write_tree(world.dst, {1: COPIED}, f"rank_{{rank}}/net-1_10.{ending}")
         assert world.verify().status == 4
+
+
+@pytest.mark.parametrize("form", ["ranks", "huggingface"])
+def test_tensors_that_only_the_source_holds_are_named(form: str, world: World) -> None:
+    """Users may delete the source after a verification without differences."""
+    world.save(FULL)
+    typed = {"ranks": ("--dst-strategy", write_strategy(world.root / "part", without(TARGET, "m.w")))}
+    into = typed.get(form, ("--to", form, "--exclude", "m.*"))
+    done("convert", world.src, world.dst, "--src-strategy", world.old, *into)
+    result = done("verify", world.dst, "--src", world.src)
+    warns(result, f"{world.dst} lacks 1 tensor of {world.src}", "left out: 'm.w'", "verified: no differences")
+    # Without a reason to leave it out, a missing tensor is a difference.
+    flip(min(world.dst.rglob("*.ckpt" if form == "ranks" else "*.safetensors")), "w")
+    assert "lacks 1 tensor" not in fails(4, "verify", world.dst, "--src", world.src).err
+    done("convert", world.src, world.root / "whole", "--src-strategy", world.old, "--dst-strategy", world.new)
+    assert "lacks" not in done("verify", world.root / "whole", "--src", world.src).err
