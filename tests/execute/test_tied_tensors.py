@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
 import numpy as np
 import pytest
@@ -14,6 +15,8 @@ from hypothesis import strategies as st
 import reshard
 from reshard.errors import CheckpointError
 from tests.checkpoint2_writing import saving
+from tests.checkpoint_writing import Parts, write_safetensors
+from tests.forms.test_hf_sharded import Box, Chunk, write_shards
 from tests.layouts import examples, strategies
 from tests.running import Argument, done, fails
 from tests.trees import Value, cut_ranks, write_strategy, write_tree
@@ -65,6 +68,46 @@ def test_a_plan_compares_the_beginning_of_tied_tensors(tmp_path: Path) -> None:
     write_tree(tmp_path / "src", {0: full})
     words: list[Argument] = ["--src-strategy", "none", "--names", tmp_path / "rules.toml", "--to", "huggingface"]
     fails(3, "plan", tmp_path / "src", tmp_path / "dst", *words, texts=["'b.weight' differs from 'a.weight'"])
+
+
+@pytest.mark.parametrize("place", [None, *np.ndindex(3, 3)])
+def test_tied_tensors_in_boxes_that_are_no_grid_are_compared(tmp_path: Path, place: Optional[tuple[int, int]]) -> None:
+    pinwheel: list[Box] = [((0, 1), (0, 2)), ((0, 2), (2, 3)), ((2, 3), (1, 3)), ((1, 3), (0, 1)), ((1, 2), (1, 2))]
+    (tmp_path / "rules.toml").write_text(TIED)
+    array = np.arange(9, dtype="<u2").reshape(3, 3)
+    other = array.copy()
+    if place is not None:
+        other[place] += 1
+    full = {"a.weight": Value("Float16", array), "b.weight": Value("Float16", other)}
+    write_shards(
+        tmp_path / "src", full, [Chunk(name, box, shard) for name in full for shard, box in enumerate(pinwheel, 1)]
+    )
+    words: list[Argument] = ["--names", tmp_path / "rules.toml", "--to", "huggingface"]
+    if place is None:
+        done("convert", tmp_path / "src", tmp_path / "dst", *words)
+    else:
+        fails(3, "convert", tmp_path / "src", tmp_path / "dst", *words, texts=["'b.weight'", f"at {list(place)}"])
+
+
+@pytest.mark.parametrize("different", ["", "b.weight", "b.weight_scale"])
+def test_tied_tensors_are_compared_after_dequantising(tmp_path: Path, different: str) -> None:
+    (tmp_path / "rules.toml").write_text(TIED)
+    codes, scales = np.arange(1, 33, dtype="u1"), np.arange(1, 5, dtype="<f4")
+    stored: dict[str, Parts] = {}
+    for name in ("a.weight", "b.weight"):
+        changed = {part: int(part == different) for part in (name, name + "_scale")}
+        stored[name] = ("Float8E4M3FN", (4, 8), (codes + changed[name]).tobytes())
+        stored[name + "_scale"] = ("Float32", (4, 1), (scales + changed[name + "_scale"]).tobytes())
+    (tmp_path / "src").mkdir()
+    write_safetensors(tmp_path / "src" / "model.safetensors", stored)
+    groups = {"group_0": {"weights": {"strategy": "channel"}}}
+    settings = {"quant_method": "compressed-tensors", "config_groups": groups}
+    (tmp_path / "src" / "config.json").write_text(json.dumps({"quantization_config": settings}))
+    words: list[Argument] = ["--names", tmp_path / "rules.toml", "--dequantize", "Float32", "--verify"]
+    if different:
+        fails(3, "convert", tmp_path / "src", tmp_path / "dst", *words, texts=["'b.weight' differs", "at [0, 0]"])
+    else:
+        done("convert", tmp_path / "src", tmp_path / "dst", *words)
 
 
 @pytest.mark.parametrize("rank", [1, 2, 7])
