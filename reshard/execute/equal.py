@@ -105,12 +105,12 @@ def _first_difference(first: bytearray, second: bytearray, box: Box, item_size: 
 def _whole(checkpoint: Checkpoint, tensor: GlobalTensor) -> TargetTensor:
     """A tensor whole, each part from the first file that holds it."""
     # Files hold the codes of a dequantised tensor.
-    in_files = tensor if tensor.decoding is None else checkpoint.tensors[tensor.decoding.stored]
-    present = checkpoint.present(in_files)
+    name = tensor.name_in_files
+    present = checkpoint.present(tensor if tensor.decoding is None else checkpoint.tensors[name])
     pieces = []
     for cell in Overlap([sharding.grid for sharding in tensor.shardings], Grid.whole(tensor.shape)).cells(0):
         holder, box = _holder(tensor, present, cell.slices)
-        extents = checkpoint.indexes[holder].tensors[in_files.name].extents
+        extents = checkpoint.indexes[holder].tensors[name].extents
         pieces.append(Piece(StoredSlice(checkpoint.files[holder], holder, extents, box, tensor.decoding), cell.box))
     return TargetTensor(tensor.name, tensor.item_size, whole_box(tensor.shape), tuple(pieces))
 

@@ -698,7 +698,12 @@ def same_layouts(strategy: Strategy, checkpoint: EditedCheckpoint) -> Strategy:
     Raises:
         CheckpointError: packed tensors have other layouts.
     """
-    packed = [name for name, recipe in checkpoint.recipes.items() if recipe.view is not None]
+    stored = checkpoint.base.tensors
+    packed = [
+        name
+        for name, recipe in checkpoint.recipes.items()
+        if recipe.view is not None or stored[recipe.sources[0]].name_in_files != recipe.sources[0]
+    ]
     if packed:
         raise CheckpointError(
             "the source's strategy has no layouts for packed tensors: " + listing(packed),
