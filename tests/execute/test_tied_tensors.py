@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any, Optional
@@ -89,25 +90,53 @@ def test_tied_tensors_in_boxes_that_are_no_grid_are_compared(tmp_path: Path, pla
         fails(3, "convert", tmp_path / "src", tmp_path / "dst", *words, texts=["'b.weight'", f"at {list(place)}"])
 
 
-@pytest.mark.parametrize("different", ["", "b.weight", "b.weight_scale"])
-def test_tied_tensors_are_compared_after_dequantising(tmp_path: Path, different: str) -> None:
-    (tmp_path / "rules.toml").write_text(TIED)
+def write_quantised(directory: Path, different: str = "") -> Path:
+    """Two quantised tensors, equal unless the codes or scales of this name differ."""
     codes, scales = np.arange(1, 33, dtype="u1"), np.arange(1, 5, dtype="<f4")
     stored: dict[str, Parts] = {}
     for name in ("a.weight", "b.weight"):
-        changed = {part: int(part == different) for part in (name, name + "_scale")}
-        stored[name] = ("Float8E4M3FN", (4, 8), (codes + changed[name]).tobytes())
-        stored[name + "_scale"] = ("Float32", (4, 1), (scales + changed[name + "_scale"]).tobytes())
-    (tmp_path / "src").mkdir()
-    write_safetensors(tmp_path / "src" / "model.safetensors", stored)
+        stored[name] = ("Float8E4M3FN", (4, 8), (codes + (name == different)).astype("u1").tobytes())
+        changed = (scales + (f"{name}_scale" == different)).astype("<f4")
+        stored[f"{name}_scale"] = ("Float32", (4, 1), changed.tobytes())
+    write_safetensors(directory / "model.safetensors", stored)
     groups = {"group_0": {"weights": {"strategy": "channel"}}}
     settings = {"quant_method": "compressed-tensors", "config_groups": groups}
-    (tmp_path / "src" / "config.json").write_text(json.dumps({"quantization_config": settings}))
-    words: list[Argument] = ["--names", tmp_path / "rules.toml", "--dequantize", "Float32", "--verify"]
-    if different:
-        fails(3, "convert", tmp_path / "src", tmp_path / "dst", *words, texts=["'b.weight' differs", "at [0, 0]"])
+    (directory / "config.json").write_text(json.dumps({"quantization_config": settings}))
+    return directory
+
+
+@pytest.mark.parametrize("different", ["b.weight", "b.weight_scale"])
+def test_tied_tensors_are_compared_after_dequantising(tmp_path: Path, different: str) -> None:
+    (tmp_path / "rules.toml").write_text(TIED)
+    words: list[Argument] = ["--names", tmp_path / "rules.toml", "--dequantize", "Float32"]
+    equal, other = write_quantised(tmp_path / "equal"), write_quantised(tmp_path / "other", different)
+    done("convert", equal, tmp_path / "dst", *words, "--verify")
+    done("fingerprint", equal, *words)
+
+    for command in (["convert", other, tmp_path / "out"], ["fingerprint", other]):
+        fails(3, *command, *words, texts=["'b.weight' differs", "at [0, 0]"])
+    assert "'b.weight': is tied to" in fails(4, "verify", tmp_path / "dst", "--src", other, *words).out
+
+
+@pytest.mark.parametrize("differs", [False, True])
+def test_tied_tensors_of_a_trainers_state_are_compared(tmp_path: Path, differs: bool) -> None:
+    """Their names in the files have a prefix that the rules do not see."""
+    rules = tmp_path / "rules.toml"
+    rules.write_text(TIED)
+    array = np.ones((4, 4), "<u2")
+    full = {"a.weight": Value("Float16", array), "b.weight": Value("Float16", array + int(differs))}
+    write_tree(tmp_path / "src", {0: full})
+    done("convert", tmp_path / "src", tmp_path / "dcp", "--src-strategy", "none", "--to", "dcp", "--shards", 2)
+    command = ("convert", tmp_path / "dcp", tmp_path / "dst", "--names", rules, "--to", "huggingface")
+    if differs:
+        fails(3, *command, texts=["'model.b.weight' differs", "at [0, 0]"])
     else:
-        done("convert", tmp_path / "src", tmp_path / "dst", *words)
+        done(*command, "--verify")
+        write_tree(tmp_path / "src", {0: {**full, "b.weight": Value("Float16", array + 1)}})
+        shutil.rmtree(tmp_path / "dcp")
+        done("convert", tmp_path / "src", tmp_path / "dcp", "--src-strategy", "none", "--to", "dcp", "--shards", 2)
+        result = fails(4, "verify", tmp_path / "dst", "--src", tmp_path / "dcp", "--names", rules)
+        assert "'model.b.weight': is tied to 'model.a.weight'" in result.out
 
 
 @pytest.mark.parametrize("rank", [1, 2, 7])
