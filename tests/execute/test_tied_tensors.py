@@ -113,7 +113,8 @@ def test_tied_tensors_are_compared_after_dequantising(tmp_path: Path, different:
     done("convert", equal, tmp_path / "dst", *words, "--verify")
     done("fingerprint", equal, *words)
 
-    for command in (["convert", other, tmp_path / "out"], ["fingerprint", other]):
+    commands: list[list[Argument]] = [["convert", other, tmp_path / "out"], ["fingerprint", other]]
+    for command in commands:
         fails(3, *command, *words, texts=["'b.weight' differs", "at [0, 0]"])
     assert "'b.weight': is tied to" in fails(4, "verify", tmp_path / "dst", "--src", other, *words).out
 

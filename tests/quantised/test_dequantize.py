@@ -195,12 +195,12 @@ def test_a_target_strategy_of_codes_is_refused(tmp_path: Path) -> None:
     (tmp_path / "src" / "config.json").write_text(json.dumps(settings))
     layouts = {name: layout([2], [0, *[-1] * (len(shape) - 1)]) for name, (_, shape, _) in stored.items()}
     path = write_strategy(tmp_path / "strategy", [{"devices": 2, "layouts": layouts}])
-    command = ("convert", tmp_path / "src", tmp_path / "out", "--dst-strategy", path, "--dequantize", "bf16")
-    fails(3, *command, texts=["lists 'e.up_blocks'", "--dequantize names it 'e.up'"])
+    words: list[Argument] = ["convert", tmp_path / "src", tmp_path / "out", "--dequantize", "bf16"]
+    fails(3, *words, "--dst-strategy", path, texts=["lists 'e.up_blocks'", "--dequantize names it 'e.up'"])
 
     done("convert", tmp_path / "src", tmp_path / "shards", "--dst-strategy", path, "--to", "hf-sharded")
-    command = ("convert", tmp_path / "shards", tmp_path / "out", "--dst-strategy", "same", "--dequantize", "bf16")
-    fails(3, *command, "--to", "hf-sharded", texts=["no layouts for packed tensors: 'e.up'"])
+    words[1:2] = [tmp_path / "shards", "--to", "hf-sharded"]
+    fails(3, *words, "--dst-strategy", "same", texts=["no layouts for packed tensors: 'e.up'"])
 
 
 @pytest.mark.parametrize("scheme", ["fp8 tensors", "fp8 channels"])
