@@ -216,6 +216,11 @@ class GlobalTensor(NamedTuple):
         """The tensors in the files: its sources, or itself."""
         return self.stored or (self,)
 
+    @property
+    def name_in_files(self) -> str:
+        """The name of its bytes in the files: its own, or that of its codes."""
+        return self.name if self.decoding is None else self.decoding.stored
+
     def decoded_to(self, dtype: str) -> GlobalTensor:
         """The tensor with elements of a type if they are decoded from codes; else the tensor itself."""
         if self.decoding is None:

@@ -24,6 +24,7 @@ from reshard.forms.ranks import SourceTree, find_checkpoints
 from reshard.forms.ranks.coverage import check_ranks
 from reshard.forms.registry import form_named, form_of
 from reshard.opened.opening import source_strategy
+from reshard.plan.edits import edited as make_edits
 from reshard.plan.edits import edits_of
 from reshard.records.commands import EDITS
 from reshard.storage import storage_of
@@ -136,6 +137,9 @@ def _fingerprints_of(
             if not by_rank:
                 _check_equal(source.checkpoint, [name for name in source.tensors if filters.admit(name)], means)
         target = source if edits.is_empty else EditedSource(source, edits, report)
+        if not edits.is_empty:
+            converted = make_edits(source.checkpoint, edits, Report())
+            _check_equal(converted, [name for name in target.names if filters.admit(name)], means)
         warn_of_unmatched(filters, (() if edited else place.strategy.parameters, target.names), report)
         result = fingerprints(target, means, filters.admit)
     if by_rank:

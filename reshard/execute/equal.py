@@ -104,12 +104,14 @@ def _first_difference(first: bytearray, second: bytearray, box: Box, item_size: 
 
 def _whole(checkpoint: Checkpoint, tensor: GlobalTensor) -> TargetTensor:
     """A tensor whole, each part from the first file that holds it."""
-    present = checkpoint.present(tensor)
+    # Files hold the codes of a dequantised tensor.
+    name = tensor.name_in_files
+    present = checkpoint.present(tensor if tensor.decoding is None else checkpoint.tensors[name])
     pieces = []
     for cell in Overlap([sharding.grid for sharding in tensor.shardings], Grid.whole(tensor.shape)).cells(0):
         holder, box = _holder(tensor, present, cell.slices)
-        extents = checkpoint.indexes[holder].tensors[tensor.name].extents
-        pieces.append(Piece(StoredSlice(checkpoint.files[holder], holder, extents, box), cell.box))
+        extents = checkpoint.indexes[holder].tensors[name].extents
+        pieces.append(Piece(StoredSlice(checkpoint.files[holder], holder, extents, box, tensor.decoding), cell.box))
     return TargetTensor(tensor.name, tensor.item_size, whole_box(tensor.shape), tuple(pieces))
 
 
@@ -117,7 +119,7 @@ def _holder(tensor: GlobalTensor, present: tuple[frozenset[int], ...], slices: t
     for sharding, files, number in zip(tensor.shardings, present, slices):
         for holder in sharding.holders(number):
             if holder in files:
-                return holder, sharding.grid.slice_box(number)
+                return holder, sharding.stored_box(number)
     raise IncompleteSourceError(f"a slice of {quoted(tensor.name)} is on no readable rank", parameter=tensor.name)
 
 

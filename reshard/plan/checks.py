@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from reshard.checkpoints import can_hold, mindspore_reads
-from reshard.checkpoints.edited import EditedCheckpoint
 from reshard.checkpoints.formats.dtypes import MAP_TENSOR, TEXT
 from reshard.errors import CheckpointError, InputError, one_error
 from reshard.forms.registry import form_named
@@ -111,20 +110,24 @@ def _check_not_empty(plan: Plan) -> None:
 
 def _check_renamed(plan: Plan) -> None:
     """Refuse a target strategy that lists a tensor under its old name: the tensor would be left out."""
-    if plan.request.edits.renames is None or not isinstance(plan.checkpoint, EditedCheckpoint):
+    edits, tensors = plan.request.edits, plan.checkpoint.tensors
+    if edits.renames is None and edits.quantisation is None:
         return
-    recipes = plan.checkpoint.recipes
-    listed = laid_out_names(plan.form.sections).difference(recipes)
+    listed = laid_out_names(plan.form.sections).difference(tensors)
     for name in plan.sorted.left_out:
-        old = recipes[name].sources[0] if name in recipes else name
-        if old in listed:
-            raise CheckpointError(
-                f"the target strategy ({plan.request.target.path}) lists {quoted(old)}, and --rename names it "
-                f"{quoted(name)}",
-                parameter=name,
-                hint="pass a strategy with the new names; or convert first without --rename, and its output with "
-                "--rename and --dst-strategy same",
-            )
+        source = tensors[name].sources[0] if name in tensors else None
+        if source is None or source.name_in_files not in listed:
+            continue
+        option, hint = "--dequantize", "pass a strategy with the new names"
+        if edits.renames is not None:
+            option = "--rename"
+            hint += "; or convert first without --rename, and its output with --rename and --dst-strategy same"
+        raise CheckpointError(
+            f"the target strategy ({plan.request.target.path}) lists {quoted(source.name_in_files)}, and {option} "
+            f"names it {quoted(name)}",
+            parameter=name,
+            hint=hint,
+        )
 
 
 def _warn_of_weights(plan: Plan, report: Report) -> None:

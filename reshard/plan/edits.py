@@ -454,18 +454,19 @@ class _Editing:
         if old != _UNPACKED:
             _check_packing(self._checkpoint.place, edits.source_packing, packing, table.packing_options, self._report)
         self.packing = () if new == _UNPACKED else packing
-        tensors = self._checkpoint.tensors
-        # Rules that move values are refused elsewhere.
+        tensors, recipes = self._checkpoint.tensors, self.recipes
+        # By the names in the files, which an earlier renaming may have changed. Rules that move values are refused
+        # elsewhere.
         self.tied = [
             TiedTensors(
-                tensors[first],
-                (tensors[second],),
+                tensors[recipes[first].sources[0]],
+                (tensors[recipes[second].sources[0]],),
                 "the rules write only the first, as for a tied model",
                 "if the model does not tie them, set tie_word_embeddings to false in config.json; options of built-in "
                 "rules: reshard names show TABLE",
             )
             for first, second in applied.tied
-            if first in tensors and second in tensors
+            if first in recipes and second in recipes
         ]
         self._apply(applied, table, edits.source_packing)
         self.unseen = dict.fromkeys(self.unseen)
@@ -698,7 +699,12 @@ def same_layouts(strategy: Strategy, checkpoint: EditedCheckpoint) -> Strategy:
     Raises:
         CheckpointError: packed tensors have other layouts.
     """
-    packed = [name for name, recipe in checkpoint.recipes.items() if recipe.view is not None]
+    stored = checkpoint.base.tensors
+    packed = [
+        name
+        for name, recipe in checkpoint.recipes.items()
+        if recipe.view is not None or stored[recipe.sources[0]].name_in_files != recipe.sources[0]
+    ]
     if packed:
         raise CheckpointError(
             "the source's strategy has no layouts for packed tensors: " + listing(packed),

@@ -400,7 +400,7 @@ class Plan:
     def _stored(self, name: str, source: int, holder: int, box: Box) -> StoredSlice:
         tensor = self.checkpoint.tensors[name].sources[source] if self._edited else None
         decoding = None if tensor is None else tensor.decoding
-        in_file = name if tensor is None else tensor.name if decoding is None else decoding.stored
+        in_file = name if tensor is None else tensor.name_in_files
         extents = self.checkpoint.indexes[holder].tensors[in_file].extents
         return StoredSlice(self.checkpoint.files[holder], holder, extents, box, decoding)
 

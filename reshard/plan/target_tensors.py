@@ -119,9 +119,11 @@ class TargetTensors(Sequence[TargetTensor]):
     def __getitem__(self, place: Union[int, slice]) -> Union[TargetTensor, list[TargetTensor]]:
         if isinstance(place, slice):
             return [self._tensor(at) for at in range(*place.indices(len(self)))]
-        if self._last is None or self._last[0] != place:
-            self._last = place, self._tensor(place)
-        return self._last[1]
+        # Several threads write the parts of a file: another may replace the attribute at any moment.
+        last = self._last
+        if last is None or last[0] != place:
+            last = self._last = place, self._tensor(place)
+        return last[1]
 
     def __iter__(self) -> Iterator[TargetTensor]:
         return map(self._tensor, range(len(self)))

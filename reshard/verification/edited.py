@@ -51,7 +51,7 @@ class EditedSource:
         tensors: the edited tensors, by name.
         values: the remaining values, with their files.
         listed_names: names of the tensors.
-        tied: pairs of names in the source that should be equal; only the first is used.
+        tied: pairs of the source's tensors that should be equal, dequantised; only the first is used.
         model_names: names in the model by name, where others are those of a trainer's state.
 
     Raises:
@@ -68,7 +68,7 @@ class EditedSource:
         self.base = base
         self.checkpoint = base.checkpoint
         self.indexes: Mapping[int, CheckpointIndex] = base.indexes
-        self.tied: tuple[tuple[str, str], ...] = ()
+        self.tied: tuple[tuple[Content, Content], ...] = ()
         self._originals: Mapping[str, Content] = base.tensors
         kept_values = set(base.values)
         if edits.quantisation is not None:
@@ -87,8 +87,11 @@ class EditedSource:
             warning = warning_of(edits.table, applied, edits.source_packing)
             if warning is not None:
                 report.warn(warning)
+            # Rules do not see the names in the files where an earlier renaming changed them.
+            contents = {name: self._originals[recipe.sources[0]] for name, recipe in recipes.items()}
+            pairs = (pair for pair in applied.tied if contents.keys() >= set(pair))
+            self.tied = tuple((contents[first], contents[second]) for first, second in pairs)
             recipes, kept_values = _ruled(recipes, kept_values, applied)
-            self.tied = tuple(pair for pair in applied.tied if all(name in base.tensors for name in pair))
             for names, why in ((applied.dropped, "dropped by a rule"), (applied.skipped_state, "optimizer state")):
                 if names:
                     report.note(f"not compared, {why}: " + listing(sorted(names)))

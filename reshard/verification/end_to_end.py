@@ -25,12 +25,13 @@ from reshard.text.messages import Message, joined, listing
 from reshard.text.names import WEIGHTS, is_weight, kind_of
 from reshard.text.report import Report
 from reshard.text.wording import plural, quoted, rank_ranges
+from reshard.verification.boxes import whole_box
 from reshard.verification.converted import AnySource, compare_form, compare_ranks
 from reshard.verification.copies import compare_copies, has_copies, not_held
 from reshard.verification.difference import Difference
 from reshard.verification.edited import EditedSource, renamed
 from reshard.verification.products import sums_of
-from reshard.verification.reading import Comparison, Means, compare
+from reshard.verification.reading import Comparison, Means, compare, sums
 from reshard.verification.sources import (
     CheckpointPlace,
     RecordedCrcs,
@@ -311,19 +312,21 @@ def _without_rules(base: StoredSource, edits: Edits, target_weights: Collection[
 def _untied(source: EditedSource, means: Means) -> list[Difference]:
     """Tied tensors of a source that differ from the tensor written for both."""
     differences = []
-    for written_name, tied_name in source.tied:
-        first, second = source.base.tensors[written_name], source.base.tensors[tied_name]
-        assert isinstance(second, StoredTensor)
+    for first, second in source.tied:
         different = (first.dtype, first.shape) != (second.dtype, second.shape)
-        if not different:
-            assert isinstance(first, StoredTensor)
+        if different:
+            pass
+        elif isinstance(first, StoredTensor) and isinstance(second, StoredTensor):
             # The copies are read under their own names.
-            expected = replace(first, name=tied_name)
+            expected = replace(first, name=second.stored_name)
             copies = [Comparison(expected, slices, second.indexes, slices.number) for slices in second.slice_sets]
             different = bool(compare(copies, means, counted=False).files)
+        else:
+            parts = ((each, each, whole_box(each.shape)) for each in (first, second))
+            different = len({total for _, total in sums(parts, means, counted=False)}) > 1
         if different:
-            detail = f"is tied to {quoted(written_name)}, which is written in its place, but their contents differ"
-            differences.append(Difference("content", tied_name, (), detail))
+            detail = f"is tied to {quoted(first.name)}, which is written in its place, but their contents differ"
+            differences.append(Difference("content", second.name, (), detail))
     return differences
 
 

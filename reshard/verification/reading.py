@@ -233,12 +233,13 @@ def _same(first: Words, second: Words) -> bool:
     return np.array_equal(first, second)
 
 
-def sums(parts: Iterable[tuple[_K, Content, Box]], means: Means) -> Iterator[tuple[_K, int]]:
+def sums(parts: Iterable[tuple[_K, Content, Box]], means: Means, counted: bool = True) -> Iterator[tuple[_K, int]]:
     """Sum boxes of tensors (see `sums`), several at a time.
 
     Args:
         parts: per part a key, the tensor and the box; consumed lazily.
         means: files, threads and memory; the caller begins and ends the progress.
+        counted: whether to count bytes in the progress.
 
     Yields:
         The key of each part, and its sum, in order.
@@ -248,10 +249,10 @@ def sums(parts: Iterable[tuple[_K, Content, Box]], means: Means) -> Iterator[tup
     """
     parts = iter(parts)
     while some := [*itertools.islice(parts, MAX_SLICES)]:
-        yield from zip((key for key, _, _ in some), _sums([(content, box) for _, content, box in some], means))
+        yield from zip((key for key, _, _ in some), _sums([(content, box) for _, content, box in some], means, counted))
 
 
-def _sums(parts: Sequence[tuple[Content, Box]], means: Means) -> list[int]:
+def _sums(parts: Sequence[tuple[Content, Box]], means: Means, counted: bool) -> list[int]:
     totals, buffers = _Totals(), threading.local()
 
     def add(number: int, content: Content, block: Box) -> None:
@@ -274,7 +275,7 @@ def _sums(parts: Sequence[tuple[Content, Box]], means: Means) -> list[int]:
                 nbytes = volume_of(block) * content.item_size
                 yield _Task(nbytes, lambda number=number, content=content, block=block: add(number, content, block))  # type: ignore[misc]
 
-    _run_tasks(tasks(), means, totals, Workspace.LEAST_MEMORY)
+    _run_tasks(tasks(), means, totals, Workspace.LEAST_MEMORY, counted)
     return [totals.sums[number] for number in range(len(parts))]
 
 

@@ -350,11 +350,9 @@ class StoredSource:
         values: all other entries, with their files, ascending.
         listed_names: names that the strategy or the metadata lists, in files or not.
         unread: names in the files that are neither tensors nor values.
-        tied: pairs of names that should be equal; only the first is used.
     """
 
     origin = "in the source"
-    tied: tuple[tuple[str, str], ...] = ()
 
     def __init__(self, checkpoint: Checkpoint, strategy: Strategy, chosen: Optional[Collection[int]] = None) -> None:
         self.checkpoint = checkpoint

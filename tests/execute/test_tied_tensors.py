@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
 import numpy as np
 import pytest
@@ -14,6 +16,8 @@ from hypothesis import strategies as st
 import reshard
 from reshard.errors import CheckpointError
 from tests.checkpoint2_writing import saving
+from tests.checkpoint_writing import Parts, write_safetensors
+from tests.forms.test_hf_sharded import Box, Chunk, write_shards
 from tests.layouts import examples, strategies
 from tests.running import Argument, done, fails
 from tests.trees import Value, cut_ranks, write_strategy, write_tree
@@ -65,6 +69,75 @@ def test_a_plan_compares_the_beginning_of_tied_tensors(tmp_path: Path) -> None:
     write_tree(tmp_path / "src", {0: full})
     words: list[Argument] = ["--src-strategy", "none", "--names", tmp_path / "rules.toml", "--to", "huggingface"]
     fails(3, "plan", tmp_path / "src", tmp_path / "dst", *words, texts=["'b.weight' differs from 'a.weight'"])
+
+
+@pytest.mark.parametrize("place", [None, *np.ndindex(3, 3)])
+def test_tied_tensors_in_boxes_that_are_no_grid_are_compared(tmp_path: Path, place: Optional[tuple[int, int]]) -> None:
+    pinwheel: list[Box] = [((0, 1), (0, 2)), ((0, 2), (2, 3)), ((2, 3), (1, 3)), ((1, 3), (0, 1)), ((1, 2), (1, 2))]
+    (tmp_path / "rules.toml").write_text(TIED)
+    array = np.arange(9, dtype="<u2").reshape(3, 3)
+    other = array.copy()
+    if place is not None:
+        other[place] += 1
+    full = {"a.weight": Value("Float16", array), "b.weight": Value("Float16", other)}
+    write_shards(
+        tmp_path / "src", full, [Chunk(name, box, shard) for name in full for shard, box in enumerate(pinwheel, 1)]
+    )
+    words: list[Argument] = ["--names", tmp_path / "rules.toml", "--to", "huggingface"]
+    if place is None:
+        done("convert", tmp_path / "src", tmp_path / "dst", *words)
+    else:
+        fails(3, "convert", tmp_path / "src", tmp_path / "dst", *words, texts=["'b.weight'", f"at {list(place)}"])
+
+
+def write_quantised(directory: Path, different: str = "") -> Path:
+    """Two quantised tensors, equal unless the codes or scales of this name differ."""
+    codes, scales = np.arange(1, 33, dtype="u1"), np.arange(1, 5, dtype="<f4")
+    stored: dict[str, Parts] = {}
+    for name in ("a.weight", "b.weight"):
+        stored[name] = ("Float8E4M3FN", (4, 8), (codes + (name == different)).astype("u1").tobytes())
+        changed = (scales + (f"{name}_scale" == different)).astype("<f4")
+        stored[f"{name}_scale"] = ("Float32", (4, 1), changed.tobytes())
+    write_safetensors(directory / "model.safetensors", stored)
+    groups = {"group_0": {"weights": {"strategy": "channel"}}}
+    settings = {"quant_method": "compressed-tensors", "config_groups": groups}
+    (directory / "config.json").write_text(json.dumps({"quantization_config": settings}))
+    return directory
+
+
+@pytest.mark.parametrize("different", ["b.weight", "b.weight_scale"])
+def test_tied_tensors_are_compared_after_dequantising(tmp_path: Path, different: str) -> None:
+    (tmp_path / "rules.toml").write_text(TIED)
+    words: list[Argument] = ["--names", tmp_path / "rules.toml", "--dequantize", "Float32"]
+    equal, other = write_quantised(tmp_path / "equal"), write_quantised(tmp_path / "other", different)
+    done("convert", equal, tmp_path / "dst", *words, "--verify")
+    done("fingerprint", equal, *words)
+
+    commands: list[list[Argument]] = [["convert", other, tmp_path / "out"], ["fingerprint", other]]
+    for command in commands:
+        fails(3, *command, *words, texts=["'b.weight' differs", "at [0, 0]"])
+    assert "'b.weight': is tied to" in fails(4, "verify", tmp_path / "dst", "--src", other, *words).out
+
+
+@pytest.mark.parametrize("differs", [False, True])
+def test_tied_tensors_of_a_trainers_state_are_compared(tmp_path: Path, differs: bool) -> None:
+    """Their names in the files have a prefix that the rules do not see."""
+    rules = tmp_path / "rules.toml"
+    rules.write_text(TIED)
+    array = np.ones((4, 4), "<u2")
+    full = {"a.weight": Value("Float16", array), "b.weight": Value("Float16", array + int(differs))}
+    write_tree(tmp_path / "src", {0: full})
+    done("convert", tmp_path / "src", tmp_path / "dcp", "--src-strategy", "none", "--to", "dcp", "--shards", 2)
+    command = ("convert", tmp_path / "dcp", tmp_path / "dst", "--names", rules, "--to", "huggingface")
+    if differs:
+        fails(3, *command, texts=["'model.b.weight' differs", "at [0, 0]"])
+    else:
+        done(*command, "--verify")
+        write_tree(tmp_path / "src", {0: {**full, "b.weight": Value("Float16", array + 1)}})
+        shutil.rmtree(tmp_path / "dcp")
+        done("convert", tmp_path / "src", tmp_path / "dcp", "--src-strategy", "none", "--to", "dcp", "--shards", 2)
+        result = fails(4, "verify", tmp_path / "dst", "--src", tmp_path / "dcp", "--names", rules)
+        assert "'model.b.weight': is tied to 'model.a.weight'" in result.out
 
 
 @pytest.mark.parametrize("rank", [1, 2, 7])

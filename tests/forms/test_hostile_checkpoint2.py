@@ -105,6 +105,23 @@ def test_duplicate_entries_are_refused(tmp_path: Path) -> None:
     refused(iteration, (text[:-1] + ', "storage_data": {}}').encode())
 
 
+def test_a_tensor_without_a_list_of_slices_is_read(tmp_path: Path) -> None:
+    """Its empty list must not be taken for a tensor map of the same length, whose dimensions are not cut."""
+    saved = saving()
+    metadata = saved.metadata()
+    for record in metadata["state_dict_metadata"].values():
+        record["chunk"] = []
+    whole = {"chunk": [], "global_shape": [2, 2], "properties": {"dtype": "float32"}}
+    layout = {"device_matrix": [1], "tensor_map": [-1, -1], "rank_list": [0]}
+    metadata["state_dict_metadata"] = {
+        "unsaved": {**whole, "axis_fragmentations": None, "layout": layout},
+        **metadata["state_dict_metadata"],
+    }
+    iteration = saved.write(tmp_path / ITERATION)
+    (iteration / "metadata.json").write_text(json.dumps(metadata))
+    see_that_it_is_right(iteration, saved.tensors)
+
+
 @pytest.mark.parametrize(
     "content",
     [

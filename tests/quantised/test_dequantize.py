@@ -16,7 +16,7 @@ from reshard.execute import ExecutionOptions
 from reshard.quantised import decoding, values
 from tests.checkpoint_writing import write_safetensors
 from tests.layouts import examples, strategies
-from tests.quantised.models import E2M1, SCHEMES, Coded, others, write_model
+from tests.quantised.models import E2M1, SCHEMES, Coded, coded, others, write_model
 from tests.reference import slices
 from tests.running import Argument, done, fails, reshard, warns
 from tests.trees import (
@@ -184,6 +184,23 @@ def test_blocks_in_ranks_are_dequantised(tmp_path: Path) -> None:
     done(*command, "--dequantize", "bf16", "--config", tmp_path / "src")
     (written,) = (tmp_path / "out").glob("*.safetensors")
     same_checkpoints(read_checkpoint(written), expected([quantised]))
+
+
+def test_a_target_strategy_of_codes_is_refused(tmp_path: Path) -> None:
+    """Dequantised tensors have other names than their codes in MXFP4: a strategy that lists codes would skip them."""
+    codes = coded(("e.up", "e.up_blocks", "e.up_scales"), E2M1, (4, 64), (1, 32), "UInt8", (), "UInt8", (4, 2, 16))
+    stored = {**codes.stored, **others()}
+    write_safetensors(tmp_path / "src" / "model.safetensors", stored)
+    settings = {"quantization_config": {"quant_method": "mxfp4"}}
+    (tmp_path / "src" / "config.json").write_text(json.dumps(settings))
+    layouts = {name: layout([2], [0, *[-1] * (len(shape) - 1)]) for name, (_, shape, _) in stored.items()}
+    path = write_strategy(tmp_path / "strategy", [{"devices": 2, "layouts": layouts}])
+    words: list[Argument] = ["convert", tmp_path / "src", tmp_path / "out", "--dequantize", "bf16"]
+    fails(3, *words, "--dst-strategy", path, texts=["lists 'e.up_blocks'", "--dequantize names it 'e.up'"])
+
+    done("convert", tmp_path / "src", tmp_path / "shards", "--dst-strategy", path, "--to", "hf-sharded")
+    words[1:2] = [tmp_path / "shards", "--to", "hf-sharded"]
+    fails(3, *words, "--dst-strategy", "same", texts=["no layouts for packed tensors: 'e.up'"])
 
 
 @pytest.mark.parametrize("scheme", ["fp8 tensors", "fp8 channels"])

@@ -120,7 +120,8 @@ class _Reader:
         return layout
 
     def _once(self, value: Any) -> Any:
-        return self._unique.setdefault(value, value)
+        # Records are equal to plain tuples of the same values.
+        return self._unique.setdefault((type(value), value), value)
 
     def _read_stored(self) -> None:
         stored = self._metadata.stored

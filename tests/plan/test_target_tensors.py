@@ -1,0 +1,38 @@
+"""The tensors of a target file for several threads."""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from types import FrameType
+from typing import Any
+
+from reshard.checkpoints import OutputLayout
+from reshard.plan.pieces import TargetTensor
+from reshard.plan.target_tensors import FileOrder, TargetTensors
+
+
+def test_a_thread_gets_its_tensor_if_another_takes_one_at_any_moment() -> None:
+    single = [TargetTensor(name, 1, (), ()) for name in ("a", "b")]
+    order = FileOrder(["a", "b"], array("I", [0, 1]), OutputLayout())
+    tensors = TargetTensors(order, [], single, lambda name, source, rank, box: None)  # type: ignore[arg-type,return-value]
+    moments = 0
+
+    def interrupt(frame: FrameType, event: str, argument: Any) -> Any:
+        nonlocal moments
+        if frame.f_code is not TargetTensors.__getitem__.__code__:
+            return None
+        frame.f_trace_opcodes = True
+        moments += event == "opcode"
+        # Functions that are called here are not traced.
+        assert tensors[1].name == "b"
+        return interrupt
+
+    for _ in range(2):
+        sys.settrace(interrupt)
+        try:
+            name = tensors[0].name
+        finally:
+            sys.settrace(None)
+        assert name == "a"
+    assert moments > 10
