@@ -472,7 +472,19 @@ def packing_of(src: str) -> tuple[str, ...]:
     return ()
 
 
-def recorded_strategy(src: str) -> Optional[Strategy]:
+class RecordedStrategy(NamedTuple):
+    """The target strategy of the conversion that wrote all files of a rank tree.
+
+    Attributes:
+        strategy: the strategy.
+        complete: whether all requested ranks have files; also for a part of the tree.
+    """
+
+    strategy: Strategy
+    complete: bool
+
+
+def recorded_strategy(src: str) -> Optional[RecordedStrategy]:
     """The target strategy of the conversion that wrote all files of a rank tree.
 
     Args:
@@ -492,16 +504,19 @@ def recorded_strategy(src: str) -> Optional[Strategy]:
             return None
         if ledger.is_replacing() or ledger.others() or not _all_recorded(directory, ledger, tree.files):
             return None
-        path = next((command.target_strategy for command in ledger.commands()), None)
+        commands = ledger.commands()
+        path = commands[0].target_strategy if commands else None
         if path == SAME:
             made = os.path.join(directory, STRATEGY_FILE)
-            path = made if exists(made) else ledger.commands()[0].source_strategy
+            path = made if exists(made) else commands[0].source_strategy
+        requested = ledger.only() or range(identity.ranks)
+        complete = directory != src.rstrip("/") or {file.rank for file in tree.files}.issuperset(requested)
         if path == NONE and identity.ranks == 1:
-            return Strategy.none()
+            return RecordedStrategy(Strategy.none(), complete)
         if path is not None and names_files(path) and exists(path):
             strategy = read_strategy(path)
             if strategy_digest(strategy) == identity.target_strategy:
-                return strategy
+                return RecordedStrategy(strategy, complete)
     return None
 
 
