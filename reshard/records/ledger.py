@@ -88,6 +88,8 @@ class DoneRecord(NamedTuple):
         """Whether a file with this status is the recorded one; read the status before the record."""
         if status is None:
             return False
+        # Not by inode and time of change: the rename after the record, copies with their records, and restored backups
+        # have others. A file with another content and the old time is found by its checksum, or with --verify.
         return status.size == self.size and _same_time(status.modified, self.modified)
 
 
