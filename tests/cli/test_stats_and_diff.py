@@ -111,7 +111,7 @@ def test_diff_of_a_conversion_and_its_source_is_empty(saved: World) -> None:
 @pytest.mark.parametrize("sides", [("src", "dst"), ("dst", "src")])
 def test_the_strategy_of_diff_does_not_replace_a_recorded_one(saved: World, sides: tuple[str, str]) -> None:
     done("convert", saved.src, saved.dst, "--src-strategy", saved.old, "--dst-strategy", saved.new)
-    words = ["diff", *(saved.root / side for side in sides), "--exit-code"]
+    words: list[Any] = ["diff", *(saved.root / side for side in sides), "--exit-code"]
     result = done(*words, "--strategy", saved.old)
     assert "all equal in every byte" in result.out
     assert f"{saved.dst} is read with its recorded strategy: --{'ab'[sides.index('dst')]}-strategy" in result.err
