@@ -35,7 +35,7 @@ def renew_in_children(owner: Renewed) -> None:
     _RENEWED.add(owner)
 
 
-class Lock:
+class ThreadLock:
     """A lock that is free in forked children, where no thread would release it."""
 
     def __init__(self) -> None:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from reshard.execute.casts import Cast, cast_words
 from reshard.layout import Box, inside, intersection
-from reshard.threads import Lock
+from reshard.threads import ThreadLock
 
 Matrix = npt.NDArray[np.float32]
 Span = tuple[int, int]
@@ -37,7 +37,7 @@ class MatrixCache:
         self._most = most
         self._matrices: OrderedDict[Hashable, Matrix] = OrderedDict()
         self._nbytes = 0
-        self._lock = Lock()
+        self._lock = ThreadLock()
 
     def find(self, key: Hashable) -> Optional[Matrix]:
         """A cached matrix."""

@@ -13,7 +13,7 @@ from reshard.layout import shape_of, whole_box
 from reshard.plan.pieces import Piece, StoredSlice, TargetTensor
 from reshard.plan.plan import Plan
 from reshard.plan.target_tensors import TargetTensors
-from reshard.threads import Lock
+from reshard.threads import ThreadLock
 
 
 class TensorEntry(NamedTuple):
@@ -47,7 +47,7 @@ class OpenedContents:
     def __init__(self, plan: Plan, file: int) -> None:
         self.plan = plan
         self._file = file
-        self._lock = Lock()
+        self._lock = ThreadLock()
         self._places: Mapping[str, int] = {}
         self._tensors: TargetTensors
         self._values = {value.name: value for value in plan.values_of(file)}

@@ -22,7 +22,7 @@ from reshard.storage.registry import endpoint
 from reshard.storage.s3 import failures
 from reshard.storage.s3.address import Address
 from reshard.storage.s3.failures import StrangeAnswer
-from reshard.threads import Lock, renew_in_children
+from reshard.threads import ThreadLock, renew_in_children
 
 T = TypeVar("T")
 V = TypeVar("V")
@@ -193,7 +193,7 @@ class Service:
 
     def __init__(self, url: Optional[str] = None) -> None:
         self._url = url
-        self._connecting = Lock()
+        self._connecting = ThreadLock()
         self._client, self._credentials = self._connect()
         self._clients_of_parents: list[Any] = []
         self.name: str = self._client.meta.endpoint_url
