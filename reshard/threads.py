@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import threading
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Callable, Protocol, TypeVar
 
 if TYPE_CHECKING:
     from concurrent.futures import Future, ThreadPoolExecutor
+
+_T = TypeVar("_T")
 
 
 class Renewed(Protocol):
@@ -33,6 +37,15 @@ os.register_at_fork(after_in_child=_renew_all)
 def renew_in_children(owner: Renewed) -> None:
     """Call ``owner.renew()`` in every forked child: the parent's other threads do not run there."""
     _RENEWED.add(owner)
+
+
+class cached_property(functools.cached_property[_T]):
+    """A property that is computed at its first use, perhaps by several threads; without its lock before Python 3.12."""
+
+    def __init__(self, function: Callable[[Any], _T]) -> None:
+        super().__init__(function)
+        # One lock for all objects, which a forked child would wait for.
+        self.lock = contextlib.nullcontext()
 
 
 class ThreadLock:

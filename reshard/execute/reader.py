@@ -10,7 +10,7 @@ import contextlib
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cached_property, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any, Callable, Optional, TypeVar
 
 from reshard.checkpoints import FileHandles
@@ -19,7 +19,7 @@ from reshard.execute.reading import FileReader, make_reader, new_buffer
 from reshard.execute.runs import Run, runs_of_box
 from reshard.layout import Box, boxes_of_range, placed, shape_of, volume_of
 from reshard.plan.pieces import TargetTensor
-from reshard.threads import renew_in_children, thread_pool, wait_for
+from reshard.threads import cached_property, renew_in_children, thread_pool, wait_for
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor, Future, ThreadPoolExecutor
