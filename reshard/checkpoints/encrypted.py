@@ -16,7 +16,6 @@ Numbers are little-endian. A CRC of zero may follow the last block, without mean
 from __future__ import annotations
 
 import struct
-import threading
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterator
@@ -26,6 +25,7 @@ from reshard.checkpoints.formats.ckpt_index import CRC_MARK, TRAILER_SIZE
 from reshard.errors import CheckpointError, DamagedCheckpointError, EncryptedCheckpointError, InputError
 from reshard.storage import FileStatus, ReadableFile, fill, read_range
 from reshard.storage.other_files import CIPHERS, GCM, is_ckpt
+from reshard.threads import ThreadLock
 
 SM4 = "SM4-CBC"
 
@@ -158,8 +158,8 @@ class EncryptedBlocks:
         self._ivs = bytearray()
         self._find(file)
         self._sound = bytearray(len(self._starts))
-        self._lock = threading.Lock()
-        self._turns: dict[int, threading.Lock] = {}
+        self._lock = ThreadLock()
+        self._turns: dict[int, ThreadLock] = {}
         # The only check of modes without tags.
         if self.mode != GCM and not self._begins_well(file):
             raise self._failed(file, "the result is not a checkpoint")
@@ -275,7 +275,7 @@ class EncryptedBlocks:
         if self._sound[number]:
             return
         with self._lock:
-            turn = self._turns.setdefault(number, threading.Lock())
+            turn = self._turns.setdefault(number, ThreadLock())
         # One thread checks a block while others wait for its result; other blocks are checked meanwhile.
         with turn:
             if not self._sound[number]:

@@ -6,13 +6,13 @@ import contextlib
 import errno
 import itertools
 import resource
-import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple, Optional
 
 from reshard.checkpoints.decryption import DecryptedFiles, Decryption
 from reshard.storage import FileStatus, OpenFile, ReadableFile, changed_meanwhile, store_of
+from reshard.threads import ThreadLock
 
 if TYPE_CHECKING:
     from reshard.checkpoints.placed import Placement
@@ -58,7 +58,7 @@ class _Handle:
         self.opened: Optional[OpenFile] = None
         self.file: Optional[ReadableFile] = None
         self.users = 0
-        self.opening = threading.Lock()
+        self.opening = ThreadLock()
 
 
 class FileHandles:
@@ -80,7 +80,7 @@ class FileHandles:
         """
         self.limit = default_limit() if limit is None else max(1, limit)
         self.opened = 0
-        self._lock = threading.Lock()
+        self._lock = ThreadLock()
         self._handles: OrderedDict[str, _Handle] = OrderedDict()
         self._decrypted = None if decryption is None else DecryptedFiles(decryption)
         self._placements: dict[str, Placement] = {}

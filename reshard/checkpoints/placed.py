@@ -8,7 +8,6 @@ and where the bytes really are is looked up when they are first read.
 from __future__ import annotations
 
 import math
-import threading
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
@@ -31,6 +30,7 @@ from reshard.checkpoints.formats.tensors import Tensor
 from reshard.errors import DamagedCheckpointError
 from reshard.storage import FileStatus, ReadableFile, fill
 from reshard.text.wording import quoted
+from reshard.threads import ThreadLock
 
 # Limits of one read of elements out of C order: bytes, or a multiple of the requested bytes.
 _SPAN_BYTES = 1 << 20
@@ -81,7 +81,7 @@ class Placement:
         self._tensors = tensors
         self._starts = array("Q")
         self._located: dict[int, Elements] = dict(enumerate(located))
-        self._reading = threading.Lock()
+        self._reading = ThreadLock()
         for stored in tensors:
             # So far apart as the records are, windows of the file are windows of these places.
             self._starts.append(self.size)

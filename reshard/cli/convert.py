@@ -74,7 +74,7 @@ for r in 0 1 2 3; do
 done
 """,
 )
-@argument("rank", type=int)
+@argument("rank", type=options.RankType())
 @argument("src", shell_complete=completion.paths)
 @argument("dst", shell_complete=completion.directories)
 @options.strategies

@@ -36,7 +36,7 @@ reshard diff ckpt/ ckpt/ --strategy src.ckpt --a-step 1_100 --b-step 1_200
 )
 @argument("a", shell_complete=completion.paths)
 @argument("b", shell_complete=completion.paths)
-@options.strategy("Strategy of A and B, where they are rank files.", "--src-strategy", "strategy")
+@options.strategy("Strategy of rank files in A and B that have no recorded strategy.", "--src-strategy", "strategy")
 @options.strategy("Strategy of A.", flag="--a-strategy")
 @options.strategy("Strategy of B.", flag="--b-strategy")
 @option("Source", "--a-step", metavar="EPOCH_STEP|latest", show_default="--step", help="Step of A.")
@@ -192,12 +192,16 @@ def _opened(
     report: Report,
     edits: Edits = NO_EDITS,
 ) -> OpenedCheckpoint:
-    """One of the two; an option of both is ignored by a form without it."""
+    """One of the two.
+
+    Options of both are ignored by a form without them, and the strategy by a checkpoint that has its own: the source
+    and the target of a conversion have different ones.
+    """
     form = form_named(form_of(src))
     if not form.options.by_rank:
         typed = {**typed, "file_suffix": None}
         shared_strategy = None
     if not form.options.steps:
         typed = {**typed, "step": "latest"}
-    strategy = own_strategy or shared_strategy
-    return opened(src, strategy, typed, report, step, share=2, edits=edits, option=f"--{side}-strategy ")
+    option = f"--{side}-strategy "
+    return opened(src, own_strategy, typed, report, step, 2, edits, option, unrecorded=shared_strategy)

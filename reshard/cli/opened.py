@@ -25,6 +25,7 @@ def opened(
     share: int = 1,
     edits: Edits = NO_EDITS,
     option: str = "--strategy ",
+    unrecorded: Optional[str] = None,
 ) -> OpenedCheckpoint:
     """Open a checkpoint by the options of `options.source`, `selection` and `effort`; full tensors.
 
@@ -37,13 +38,15 @@ def opened(
         share: how many share the memory.
         edits: names and types.
         option: spelling of the option of the strategy, for messages.
+        unrecorded: its strategy if none is typed or recorded.
 
     Raises:
         ReshardError: options contradict each other, or the checkpoint is missing.
     """
     filters = Filters(typed.get("include", ()), typed.get("exclude", ()))
+    step = step or typed["step"]
     request = reading_request(
-        src, strategy, None, None, step or typed["step"], typed["file_suffix"], filters, report, edits, option
+        src, strategy, None, None, step, typed["file_suffix"], filters, report, edits, option, unrecorded
     )
     decryption = options.decryption_of(typed)
     return open_requested(request, effort_of(typed, share), decryption, report)

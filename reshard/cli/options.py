@@ -49,6 +49,18 @@ class RanksType(click.ParamType):  # type: ignore[type-arg, unused-ignore]
         return tuple(sorted(ranks))
 
 
+class RankType(click.ParamType):  # type: ignore[type-arg, unused-ignore]
+    """A rank; no step such as ``1_0``, which Python reads as 10."""
+
+    name = "rank"
+
+    def convert(self, value: Any, param: Optional[click.Parameter], ctx: Optional[click.Context]) -> int:
+        """The rank."""
+        if not re.fullmatch(r"\s*\+?\d{1,9}\s*", str(value), re.ASCII):
+            self.fail(f"{value!r} is not a rank such as 12; for several ranks: convert --ranks 0-7", param, ctx)
+        return int(value)
+
+
 class FormType(Choice):
     """A form of checkpoint; ``hf`` is Hugging Face's."""
 

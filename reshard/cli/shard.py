@@ -128,5 +128,8 @@ def _number(environment: Mapping[str, str], name: str) -> int:
 
 def _checked(index: int, count: int) -> Share:
     if not 0 < count <= _MAX_RUNS or not 0 <= index < count:
-        raise ValueError(f"{index}/{count} is no shard: they are counted from 0, here 0/{count} to {count - 1}/{count}")
+        example = count if 0 < count <= _MAX_RUNS else 4
+        raise ValueError(
+            f"{index}/{count} is no shard: they are counted from 0, such as 0/{example} to {example - 1}/{example}"
+        )
     return Share(index, count)

@@ -17,7 +17,7 @@ from reshard.records import Identity, RecordedCommand, strategy_digest
 from reshard.records.commands import EDITS
 from reshard.records.identity import short_digest
 from reshard.records.ledger import Ledger, ledgers_in, packing_of
-from reshard.storage import absolute, exists
+from reshard.storage import absolute, exists, real
 from reshard.strategies import NONE, Strategy, names_files, read_strategy, target_words
 from reshard.text.report import Report
 from reshard.text.wording import number_ranges
@@ -156,6 +156,18 @@ def recorded_source(out: str, plan: Identity) -> str:
     with contextlib.suppress(ReshardError):
         return next((command.src for command in _commands(out, plan) if exists(command.src)), "SRC")
     return "SRC"
+
+
+def other_source(out: str, src: str, plan: Identity) -> Optional[str]:
+    """A sentence with the recorded source of a directory's conversion, if it is another path than ``src``."""
+    with contextlib.suppress(ReshardError):
+        recorded = [command.src for command in _commands(out, plan)]
+        if recorded and real(src) not in map(real, recorded):
+            text = f"{out} was converted from {recorded[0]}, not from {src}"
+            place = recorded_source(out, plan)
+            command = f"reshard verify {shlex.quote(out)} --src {shlex.quote(place)}"
+            return text if place == "SRC" else f"{text}; to compare with it: {command}"
+    return None
 
 
 def _commands_or_warn(out: str, plan: Identity, report: Report) -> list[RecordedCommand]:

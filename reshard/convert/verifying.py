@@ -11,18 +11,19 @@ from typing import Any, Optional
 from reshard.checkpoints import FileHandles
 from reshard.convert.ends import read_ends, with_recorded_target
 from reshard.convert.options import Options
-from reshard.convert.recorded import edits_of_target, strategies_of_target
+from reshard.convert.recorded import edits_of_target, other_source, strategies_of_target
 from reshard.convert.summary import Summary
 from reshard.errors import CheckpointError, InputError, UsageError
 from reshard.execute import Progress
 from reshard.forms.registry import counted_as, form_named, form_of
 from reshard.plan.request import Request
-from reshard.records import Manifest, read_manifest
+from reshard.records import Identity, Manifest, read_manifest
 from reshard.records.status import status_of
 from reshard.source_replicas.swapped import SwapTest
 from reshard.storage import exists, real
 from reshard.strategies import SAME
 from reshard.text.globs import Filters
+from reshard.text.messages import joined
 from reshard.text.report import Report
 from reshard.text.wording import are, rank_ranges, some_names
 from reshard.verification.against_manifest import compare_with_manifest
@@ -125,40 +126,55 @@ def verify_with_source(
         )
     if plan is not None and manifest is None and not by_rank:
         _check_finished(out)
-    strategies = {name: typed[name] for name in ("src_strategy", "dst_strategy")}
-    completed = {**typed, **strategies_of_target(out, src, to, strategies, plan, report)}
-    ends = read_ends(src, {**completed, "to": to, "format": None, "max_shard_size": None}, report)
-    step = typed["step"]
-    if plan is not None:
-        if step == "latest":
-            step = recorded_step(src, ends.form, plan.step)
-        if not (filters.include or filters.exclude):
-            filters = Filters(plan.include, plan.exclude)
-    ends = with_recorded_target(src, ends, step)
-    if by_rank and ranks is None and manifest is None:
-        ranks = recovered_ranks(out)
-        if ranks is not None:
-            report.note(f"compared: {rank_ranges(ranks)}, since only lost ranks were to be recovered")
-    if by_rank:
-        files, unexpected = converted_files(out, manifest, ranks)
-        differences += unexpected
-    else:
-        files = {} if manifest is None else {file.rank: file.file for file in manifest.files}
-    edits, recorded = edits_of_target(out, src, typed, plan, report)
-    with contextlib.ExitStack() as stack:
-        if by_rank and form_named(ends.form).options.by_rank and edits.is_empty:
-            swap_test = SwapTest(ends.source, ends.target, means.handles)
-            stack.enter_context(swap_test.explain_errors(src, step, typed["file_suffix"]))
-        differences += verify_conversion(
-            Converted(CheckpointPlace(src, ends.form, ends.source, step, typed["file_suffix"]), edits, recorded),
-            ConvertedTarget(out, to, ends.target, files, ranks, ends.target.path == SAME),
-            filters=filters,
-            means=means,
-            report=report,
-            crcs=crcs,
-            recovered=plan is not None and plan.task == "recover",
-        )
-    return differences
+    with _naming_other_source(out, src, plan):
+        strategies = {name: typed[name] for name in ("src_strategy", "dst_strategy")}
+        completed = {**typed, **strategies_of_target(out, src, to, strategies, plan, report)}
+        ends = read_ends(src, {**completed, "to": to, "format": None, "max_shard_size": None}, report)
+        step = typed["step"]
+        if plan is not None:
+            if step == "latest":
+                step = recorded_step(src, ends.form, plan.step)
+            if not (filters.include or filters.exclude):
+                filters = Filters(plan.include, plan.exclude)
+        ends = with_recorded_target(src, ends, step)
+        if by_rank and ranks is None and manifest is None:
+            ranks = recovered_ranks(out)
+            if ranks is not None:
+                report.note(f"compared: {rank_ranges(ranks)}, since only lost ranks were to be recovered")
+        if by_rank:
+            files, unexpected = converted_files(out, manifest, ranks)
+            differences += unexpected
+        else:
+            files = {} if manifest is None else {file.rank: file.file for file in manifest.files}
+        edits, recorded = edits_of_target(out, src, typed, plan, report)
+        with contextlib.ExitStack() as stack:
+            if by_rank and form_named(ends.form).options.by_rank and edits.is_empty:
+                swap_test = SwapTest(ends.source, ends.target, means.handles)
+                stack.enter_context(swap_test.explain_errors(src, step, typed["file_suffix"]))
+            differing = verify_conversion(
+                Converted(CheckpointPlace(src, ends.form, ends.source, step, typed["file_suffix"]), edits, recorded),
+                ConvertedTarget(out, to, ends.target, files, ranks, ends.target.path == SAME),
+                filters=filters,
+                means=means,
+                report=report,
+                crcs=crcs,
+                recovered=plan is not None and plan.task == "recover",
+            )
+    other = None if plan is None or not differing else other_source(out, src, plan)
+    if other is not None:
+        report.warn(other)
+    return [*differences, *differing]
+
+
+@contextlib.contextmanager
+def _naming_other_source(out: str, src: str, plan: Optional[Identity]) -> Iterator[None]:
+    """Add to errors about a source that the records list another one."""
+    try:
+        yield
+    except InputError as error:
+        other = None if plan is None else other_source(out, src, plan)
+        error.hint = joined("\n", filter(None, [other, error.hint])) or None
+        raise
 
 
 def _check_finished(out: str) -> None:

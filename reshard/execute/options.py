@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from reshard.defaults import MAX_MEMORY
-from reshard.execute.reading import MIN_DECODING_BYTES, ChosenIo, choose_io
+from reshard.execute.reading import MIN_DECODING_BYTES, MIN_PIECE, ChosenIo, choose_io
 from reshard.processes import BASE_OF_PROCESSES, MIN_MEMORY_PER_CPU, process_count
 from reshard.storage.costs import LOCAL, Storage
 
@@ -16,6 +16,8 @@ MIN_BLOCK_BYTES = 4 << 10
 _MAX_SCRATCH_BYTES = 32 << 20
 # Maximum memory in which a thread decodes quantised elements: more does not fit the cache next to a core.
 _MAX_DECODING_BYTES = 768 << 10
+# Memory of a place in a block to which a piece is read: a view, and a pointer in a list that grows ahead.
+_BYTES_PER_PLACE = 200
 _MAX_IN_FLIGHT = 64
 # Threads of one process: with more, waits for the interpreter's lock cost more than the threads bring.
 _MAX_THREADS = 8
@@ -128,7 +130,8 @@ class ExecutionOptions(NamedTuple):
     @property
     def least_memory(self) -> int:
         """Minimum bytes of the buffers."""
-        return 2 * MIN_BLOCK_BYTES + self._held_bytes + self.part_bytes
+        places = MIN_BLOCK_BYTES // MIN_PIECE * self._bytes_per_place
+        return 2 * MIN_BLOCK_BYTES + places + self._held_bytes + self.part_bytes
 
     @property
     def _held_bytes(self) -> int:
@@ -171,12 +174,24 @@ class ExecutionOptions(NamedTuple):
     @property
     def block_bytes(self) -> int:
         """Bytes of a block, and minimum bytes of the scratch buffer of a thread."""
-        return max(MIN_BLOCK_BYTES, min(MAX_BLOCK_BYTES, self._memory_of_blocks // 2))
+        share = self._memory_of_blocks * MIN_PIECE // (2 * MIN_PIECE + self._bytes_per_place)
+        return max(MIN_BLOCK_BYTES, min(MAX_BLOCK_BYTES, share))
 
     @property
     def scratch_bytes(self) -> int:
         """Bytes of the scratch buffer of a thread; more than a block where transposed tensors can use it."""
-        return max(self.block_bytes, min(_MAX_SCRATCH_BYTES, self._memory_of_blocks - self.block_bytes))
+        rest = self._memory_of_blocks - self.block_bytes - self._bytes_of_places
+        return max(self.block_bytes, min(_MAX_SCRATCH_BYTES, rest))
+
+    @property
+    def _bytes_of_places(self) -> int:
+        """Bytes of the places in a block, which a thread keeps."""
+        return self.block_bytes // MIN_PIECE * self._bytes_per_place
+
+    @property
+    def _bytes_per_place(self) -> int:
+        # Only local files are read to several places.
+        return 0 if self.storage.remote else _BYTES_PER_PLACE
 
     @property
     def _memory_of_blocks(self) -> int:
@@ -189,7 +204,7 @@ class ExecutionOptions(NamedTuple):
     @property
     def buffer_bytes(self) -> int:
         """Bytes of the buffers of all threads together."""
-        buffers = self.threads * (self.block_bytes + self.scratch_bytes + self._other_bytes)
+        buffers = self.threads * (self.block_bytes + self.scratch_bytes + self._bytes_of_places + self._other_bytes)
         return buffers + self.uploads * self.part_bytes
 
 

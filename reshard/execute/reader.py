@@ -7,12 +7,10 @@ where threads read ahead. Only verification has its own reader.
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
-import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cached_property, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any, Callable, Optional, TypeVar
 
 from reshard.checkpoints import FileHandles
@@ -21,7 +19,7 @@ from reshard.execute.reading import FileReader, make_reader, new_buffer
 from reshard.execute.runs import Run, runs_of_box
 from reshard.layout import Box, boxes_of_range, placed, shape_of, volume_of
 from reshard.plan.pieces import TargetTensor
-from reshard.threads import thread_pool, wait_for
+from reshard.threads import cached_property, renew_in_children, thread_pool, wait_for
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor, Future, ThreadPoolExecutor
@@ -106,18 +104,6 @@ class Worker:
         return places
 
 
-_READERS: weakref.WeakSet[BoxReader] = weakref.WeakSet()
-
-
-def _forget_in_child() -> None:
-    """Leave the parent's threads and locks to it: they do not run in a child, and a lock may be held for ever."""
-    for reader in list(_READERS):
-        reader._forget()
-
-
-os.register_at_fork(after_in_child=_forget_in_child)
-
-
 class BoxReader:
     """Reads boxes of tensors, for any number of threads.
 
@@ -146,11 +132,11 @@ class BoxReader:
         self.options = options
         self._handles = handles
         self.overflowed = overflowed
-        self._forget()
-        _READERS.add(self)
+        self.renew()
+        renew_in_children(self)
 
-    def _forget(self) -> None:
-        """Begin without workers and threads."""
+    def renew(self) -> None:
+        """Begin without workers and threads, at first and in forked children."""
         self._change = threading.Condition()
         self._idle: list[Worker] = []
         self._workers = 0

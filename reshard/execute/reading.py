@@ -37,7 +37,7 @@ MIN_DECODING_BYTES = 4 << 10
 # Minimum bytes of pieces that the kernel copies to their places; NumPy gathers shorter ones. A read of 1 MiB to places
 # of 256 B, 512 B, 1, 2, 4 and 16 KiB takes 0.32, 0.26, 0.25, 0.22, 0.18 and 0.18 ns per byte; a read and a gather
 # take 0.22 ns, and 0.24 to 0.28 ns in blocks of 8 MiB. Without NumPy, a process starts 0.04 s earlier.
-_MIN_PIECE = 1 << 10
+MIN_PIECE = 1 << 10
 
 # Minimum size of windows where many threads share little memory.
 _MIN_WINDOW = 256 << 10
@@ -133,7 +133,7 @@ class ExplicitReader:
 
     def __init__(self, handles: FileHandles, storage: Storage = LOCAL, window_bytes: int = 1 << 20) -> None:
         self.worth_skipping = storage.worth_skipping
-        self._min_piece = NEVER if storage.remote else _MIN_PIECE
+        self._min_piece = NEVER if storage.remote else MIN_PIECE
         self._handles = handles
         self._window_size = min(storage.window, max(_MIN_WINDOW, window_bytes))
         self._small = min(storage.small, self._window_size)

@@ -183,7 +183,7 @@ def suggest(
     if subject.form.options.needs_strategy and strategy is None:
         recorded = recorded_strategy(src)
     if recorded is not None:
-        strategy, subject = recorded, inspected(recorded)
+        strategy, subject = recorded.strategy, inspected(recorded.strategy)
     elif subject.form.options.needs_strategy and strategy is None:
         judged = _fitting(subject, beside, inspected)
         fitting = [each for each, _ in judged]

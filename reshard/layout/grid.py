@@ -10,8 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Optional
+
+from reshard.threads import cached_property
 
 Box = tuple[tuple[int, int], ...]
 """Start and stop per dimension; () is the one element of a scalar."""

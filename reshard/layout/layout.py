@@ -17,12 +17,13 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Optional
 
 from reshard.errors import LayoutError
 from reshard.layout.grid import Box, Grid, place_of
 from reshard.text.wording import some_numbers
+from reshard.threads import cached_property
 
 
 @dataclass(frozen=True)

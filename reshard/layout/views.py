@@ -11,11 +11,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 from reshard.errors import LayoutError
 from reshard.layout.grid import Box
+from reshard.threads import cached_property
 
 ZEROS = -1
 """Source number of zeros: elements without a source."""

@@ -6,7 +6,6 @@ computed completely, so every run gives the same bytes.
 
 from __future__ import annotations
 
-import threading
 from collections import OrderedDict
 from collections.abc import Hashable
 from typing import Any, Callable, Optional
@@ -16,6 +15,7 @@ import numpy.typing as npt
 
 from reshard.execute.casts import Cast, cast_words
 from reshard.layout import Box, inside, intersection
+from reshard.threads import ThreadLock
 
 Matrix = npt.NDArray[np.float32]
 Span = tuple[int, int]
@@ -37,7 +37,7 @@ class MatrixCache:
         self._most = most
         self._matrices: OrderedDict[Hashable, Matrix] = OrderedDict()
         self._nbytes = 0
-        self._lock = threading.Lock()
+        self._lock = ThreadLock()
 
     def find(self, key: Hashable) -> Optional[Matrix]:
         """A cached matrix."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -32,6 +31,7 @@ from reshard.storage.costs import LOCAL, Storage
 from reshard.text.near_names import near_names
 from reshard.text.report import Report
 from reshard.text.wording import quoted
+from reshard.threads import ThreadLock
 
 Array = npt.NDArray[Any]
 
@@ -98,11 +98,11 @@ class OpenedCheckpoint(Mapping[str, LazyTensor]):
         self._handles = handles
         self._effort = effort
         self._report = report
-        self._lock = threading.Lock()
+        self._lock = ThreadLock()
         self._contents: Optional[OpenedContents] = None
         self._reader: Optional[BoxReader] = None
         self._closed = False
-        self._comparing = threading.Lock()
+        self._comparing = ThreadLock()
         self._compared: set[str] = set()
         # Closes the files if the caller does not.
         self._finalizer = weakref.finalize(self, handles.close)

@@ -5,7 +5,6 @@ Only this module uses the plan, so that names, types and shapes are those of a c
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
@@ -14,6 +13,7 @@ from reshard.layout import shape_of, whole_box
 from reshard.plan.pieces import Piece, StoredSlice, TargetTensor
 from reshard.plan.plan import Plan
 from reshard.plan.target_tensors import TargetTensors
+from reshard.threads import ThreadLock
 
 
 class TensorEntry(NamedTuple):
@@ -47,7 +47,7 @@ class OpenedContents:
     def __init__(self, plan: Plan, file: int) -> None:
         self.plan = plan
         self._file = file
-        self._lock = threading.Lock()
+        self._lock = ThreadLock()
         self._places: Mapping[str, int] = {}
         self._tensors: TargetTensors
         self._values = {value.name: value for value in plan.values_of(file)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shlex
 from collections.abc import Sequence
@@ -13,15 +12,15 @@ from reshard.checkpoints import Decryption, FileHandles
 from reshard.checkpoints.decryption import decryption_of
 from reshard.checkpoints.formats.dtypes import MEMORY
 from reshard.defaults import MAX_MEMORY, usable_cpus
-from reshard.errors import ReshardError, UsageError
+from reshard.errors import UsageError
 from reshard.forms import DEFAULT_FORM
 from reshard.forms.form import Layouts, ReadRequest
 from reshard.forms.registry import check_exists, check_holds_ranks, form_named, form_of
 from reshard.opened.checkpoint import OpenedCheckpoint, ReadingEffort
 from reshard.plan.edits import NO_EDITS, Edits, typed_edits
 from reshard.plan.request import Request
+from reshard.records.identity import strategy_digest
 from reshard.records.ledger import check_not_replaced, recorded_strategy
-from reshard.records.status import status_of
 from reshard.storage import caches_listings
 from reshard.strategies import NONE, SAME, Strategy, shards_of, target_named, target_words, typed_strategy
 from reshard.text.globs import Filters
@@ -136,6 +135,7 @@ def reading_request(
     report: Report,
     edits: Edits = NO_EDITS,
     option: str = "src_strategy=",
+    unrecorded: Optional[str] = None,
 ) -> Request:
     """The conversion request for reading: its target is one file in memory, which is never written.
 
@@ -150,13 +150,14 @@ def reading_request(
         report: gets notes on strategies.
         edits: requested names and types.
         option: spelling of the ``src_strategy`` option, for messages.
+        unrecorded: see `source_strategy`.
 
     Raises:
         UsageError: options are missing, or contradict each other.
         ReshardError: the checkpoint is missing, or a strategy cannot be read.
     """
     form = form_of(src)
-    source = source_strategy(src, form, src_strategy, file_suffix, report, option)
+    source = source_strategy(src, form, src_strategy, file_suffix, report, option, unrecorded)
     target, file = _target(src, form, source, dst_strategy, rank, step, report)
     return Request(
         src=src,
@@ -189,7 +190,13 @@ def open_requested(
 
 
 def source_strategy(
-    src: str, form: str, strategy: Optional[str], file_suffix: Optional[str], report: Report, option: str
+    src: str,
+    form: str,
+    strategy: Optional[str],
+    file_suffix: Optional[str],
+    report: Report,
+    option: str,
+    unrecorded: Optional[str] = None,
 ) -> Strategy:
     """The strategy of a source, as typed or recorded by the conversion that wrote it; `none` for other forms.
 
@@ -200,6 +207,7 @@ def source_strategy(
         file_suffix: as typed; only for rank directories.
         report: gets notes on the strategy.
         option: spelling of the option, for messages.
+        unrecorded: the strategy of rank directories without a typed or recorded one.
 
     Raises:
         UsageError: rank directories have neither, or it is given for another form.
@@ -209,14 +217,17 @@ def source_strategy(
         check_not_replaced(src)
     if form_named(form).options.needs_strategy:
         recorded = recorded_strategy(src) if strategy is None else None
+        strategy = unrecorded if strategy is None else strategy
         if recorded is not None:
-            report.note(f"{src} is read with its recorded strategy: {option}{shlex.quote(recorded.path)}")
-            with contextlib.suppress(ReshardError):
-                if status_of(src).missing:
-                    report.warn(
-                        f"the conversion to {src} is not complete; to complete it: reshard resume {shlex.quote(src)}"
-                    )
-            return recorded
+            typed = None if strategy is None else typed_strategy(strategy, report)
+            if typed is None or strategy_digest(typed) != strategy_digest(recorded.strategy):
+                path = shlex.quote(recorded.strategy.path)
+                report.note(f"{src} is read with its recorded strategy: {option}{path}")
+            if not recorded.complete:
+                report.warn(
+                    f"the conversion to {src} is not complete; to complete it: reshard resume {shlex.quote(src)}"
+                )
+            return recorded.strategy
         if strategy is None:
             check_holds_ranks(src)
             file, directory, none = (f"'{word}'" if option.endswith("=") else word for word in ("FILE", "DIR", NONE))

@@ -6,12 +6,12 @@ Only JSON strategies contain the full shape. The unit of a dimension of unknown 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cached_property
 from typing import NamedTuple, Optional
 
 from reshard.layout import Box
 from reshard.strategies import Holding
 from reshard.text.wording import some_numbers, stepped_rank_ranges
+from reshard.threads import cached_property
 
 #: Number of colours for neighbouring slices, and for the optimizer shards of a slice.
 COLOURS = 4

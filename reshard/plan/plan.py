@@ -8,7 +8,6 @@ may exceed the memory.
 from __future__ import annotations
 
 import bisect
-import functools
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Callable, NamedTuple, Optional, Protocol
@@ -28,6 +27,7 @@ from reshard.plan.target_tensors import Alike, CellSource, FileOrder, Kind, Orde
 from reshard.plan.values import CopiedValue
 from reshard.storage import unlinked
 from reshard.text.wording import quoted
+from reshard.threads import cached_property
 
 
 class Sorted(NamedTuple):
@@ -108,7 +108,7 @@ class Plan:
         name = f"{self.form.names.of(file)}.{self.form.format}"
         return os.path.join(self._place, name)
 
-    @functools.cached_property
+    @cached_property
     def _place(self) -> str:
         """The target directory; it may be a link, a directory in it may not."""
         return unlinked(self.request.dst)
@@ -320,7 +320,7 @@ class Plan:
             for path in sorted({path for path, _ in used})
         }
 
-    @functools.cached_property
+    @cached_property
     def _leaders(self) -> Mapping[int, int]:
         """The file whose replicas each target file prefers, because they read the same rows.
 

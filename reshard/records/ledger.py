@@ -91,6 +91,8 @@ class DoneRecord(NamedTuple):
         """Whether a file with this status is the recorded one; read the status before the record."""
         if status is None:
             return False
+        # Not by inode and time of change: the rename after the record, copies with their records, and restored backups
+        # have others. A file with another content and the old time is found by its checksum, or with --verify.
         return status.size == self.size and _same_time(status.modified, self.modified)
 
 
@@ -524,7 +526,19 @@ def check_not_replaced(src: str) -> None:
                 )
 
 
-def recorded_strategy(src: str) -> Optional[Strategy]:
+class RecordedStrategy(NamedTuple):
+    """The target strategy of the conversion that wrote all files of a rank tree.
+
+    Attributes:
+        strategy: the strategy.
+        complete: whether all requested ranks have files; also for a part of the tree.
+    """
+
+    strategy: Strategy
+    complete: bool
+
+
+def recorded_strategy(src: str) -> Optional[RecordedStrategy]:
     """The target strategy of the conversion that wrote all files of a rank tree.
 
     Args:
@@ -544,16 +558,19 @@ def recorded_strategy(src: str) -> Optional[Strategy]:
             return None
         if ledger.is_replacing() or ledger.others() or not _all_recorded(directory, ledger, tree.files):
             return None
-        path = next((command.target_strategy for command in ledger.commands()), None)
+        commands = ledger.commands()
+        path = commands[0].target_strategy if commands else None
         if path == SAME:
             made = os.path.join(directory, STRATEGY_FILE)
-            path = made if exists(made) else ledger.commands()[0].source_strategy
+            path = made if exists(made) else commands[0].source_strategy
+        requested = ledger.only() or range(identity.ranks)
+        complete = directory != src.rstrip("/") or {file.rank for file in tree.files}.issuperset(requested)
         if path == NONE and identity.ranks == 1:
-            return Strategy.none()
+            return RecordedStrategy(Strategy.none(), complete)
         if path is not None and names_files(path) and exists(path):
             strategy = read_strategy(path)
             if strategy_digest(strategy) == identity.target_strategy:
-                return strategy
+                return RecordedStrategy(strategy, complete)
     return None
 
 

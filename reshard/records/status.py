@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Optional
@@ -13,7 +14,7 @@ from reshard.records.commands import RecordedCommand, requested_ranks
 from reshard.records.identity import Identity
 from reshard.records.ledger import current, ledgers_in
 from reshard.records.manifest import MANIFEST_NAME, Manifest, read_manifest
-from reshard.storage import exists, status_of_each
+from reshard.storage import absolute, exists, status_of_each
 from reshard.text.near_names import similar_path_hint
 
 
@@ -79,6 +80,9 @@ def status_of(directory: str) -> Status:
         if exists(path):
             return _by_manifest(directory)
         advice = "name the DST of a conversion"
+        above = os.path.dirname(absolute(directory)) if exists(directory) else ""
+        if above and ledgers_in(above):
+            advice = f"name the DST of its conversion: {shlex.quote(above)}"
         if not exists(directory):
             # A run that fails before its first file removes the directory that it has made.
             advice = (

@@ -18,13 +18,13 @@ import math
 import zlib
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from functools import cached_property
 from typing import NamedTuple
 
 from reshard.checkpoints.checkpoint import GlobalTensor
 from reshard.forms.ranks.checkpoint import SourceStep, stage_shardings
 from reshard.layout import Box, Grid, Overlap, volume_of
 from reshard.text.names import ACCUMULATED_GRADIENTS, belongs_to_rank, is_weight
+from reshard.threads import cached_property
 
 # Maximum ranks of a group to compare.
 _FEWEST_PROBED = 4

@@ -9,10 +9,11 @@ Their size and number follow from the measured round trips. The constants were m
 from __future__ import annotations
 
 import os
-import threading
 from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple, Optional
+
+from reshard.threads import ThreadLock
 
 # Where a page fault is a memory access or a disk read and never a round trip.
 _LOCAL_FILE_SYSTEMS = frozenset(
@@ -114,7 +115,7 @@ class Measured:
         self._least = least
         self._usual = usual
         self._seconds: deque[float] = deque(maxlen=_REMEMBERED)
-        self._lock = threading.Lock()
+        self._lock = ThreadLock()
 
     def request(self, seconds: float) -> None:
         """Record a request's seconds until the first byte."""

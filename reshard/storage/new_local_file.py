@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import mmap
 import os
 from typing import Optional
@@ -12,6 +11,7 @@ from typing import Optional
 from reshard.storage import directories, temporary
 from reshard.storage.costs import file_system_of
 from reshard.storage.store import FileStatus, NewFile
+from reshard.threads import cached_property
 
 _TIMES = 4
 # File systems that guarantee allocated space, and allocate it without writing.
@@ -113,7 +113,7 @@ class NewLocalFile(WrittenFile):
                 return fd, directory_fd, unnamed
         raise FileNotFoundError(errno.ENOENT, "its directory was removed repeatedly")
 
-    @functools.cached_property
+    @cached_property
     def _file_system(self) -> str:
         return file_system_of(os.path.dirname(self._temporary) or os.curdir)
 

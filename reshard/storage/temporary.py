@@ -115,9 +115,12 @@ def remove(path: str, directory_fd: Optional[int] = None) -> None:
 
 @signals.at_end
 def _remove_unfinished() -> None:
+    own = f"-{os.getpid()}-"
     for path in list(_unfinished):
-        with contextlib.suppress(OSError):
-            remove(path)
+        # A forked child leaves its parent's files alone.
+        if own in os.path.basename(path):
+            with contextlib.suppress(OSError):
+                remove(path)
 
 
 def write_whole(path: str, data: bytes) -> None:

@@ -12,13 +12,13 @@ import math
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import NamedTuple, Optional
 
 from reshard.defaults import MAX_DEVICES
 from reshard.errors import LayoutError, UsageError
 from reshard.layout import Layout
 from reshard.text.wording import rank_ranges, some_numbers
+from reshard.threads import cached_property
 
 # Maximum dimensions: MindSpore's tensors have 8; expanded maps and axes of size 1 need some more.
 MAX_ENTRIES = 64

@@ -205,7 +205,7 @@ def read_group_info(path: str) -> GroupInfo:
     raise StrategyError(
         f"{path} is not a group_info file" + (f": it is {kind}" if kind else ""),
         file=path,
-        hint="pass the file that MindSpore wrote where GROUP_INFO_FILE pointed",
+        hint="pass the complete file that MindSpore wrote where GROUP_INFO_FILE pointed",
     )
 
 

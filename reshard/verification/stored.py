@@ -12,7 +12,6 @@ import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, Callable, NamedTuple, Optional
 
 import numpy as np
@@ -29,6 +28,7 @@ from reshard.strategies import Stage, Strategy
 from reshard.text.messages import listing
 from reshard.text.names import ACCUMULATED_GRADIENTS
 from reshard.text.wording import quoted
+from reshard.threads import cached_property
 from reshard.verification.boxes import (
     Box,
     LayoutValues,

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from functools import cached_property
 
 from reshard.checkpoints import CheckpointIndex, files_alike
 from reshard.strategies import Strategy
 from reshard.text.names import belongs_to_rank
+from reshard.threads import cached_property
 
 
 class ExpectedValues:

@@ -51,9 +51,9 @@ def test_a_missing_strategy_option_is_wrong_usage_that_suggests_none(world: Worl
     fails(2, command, *places[command], *arguments, texts=[f"--{missing}-strategy", "none"])
 
 
-@pytest.mark.parametrize("rank", ["2", "99", "x"])
+@pytest.mark.parametrize("rank", ["2", "99", "x", "0_1", "0-1", "٠"])
 @pytest.mark.parametrize("command", ["by-rank", "rank-list"])
-def test_a_rank_out_of_range_is_wrong_usage(world: World, command: str, rank: str) -> None:
+def test_a_rank_out_of_range_or_in_other_notation_is_wrong_usage(world: World, command: str, rank: str) -> None:
     world.save(FULL)
     places = [world.src, world.dst] if command == "by-rank" else []
     fails(

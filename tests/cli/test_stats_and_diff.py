@@ -108,6 +108,20 @@ def test_diff_of_a_conversion_and_its_source_is_empty(saved: World) -> None:
     assert done("diff", saved.root / "u", saved.src, "--b-strategy", saved.old, "--json").json["equal"]
 
 
+@pytest.mark.parametrize("sides", [("src", "dst"), ("dst", "src")])
+def test_the_strategy_of_diff_does_not_replace_a_recorded_one(saved: World, sides: tuple[str, str]) -> None:
+    done("convert", saved.src, saved.dst, "--src-strategy", saved.old, "--dst-strategy", saved.new)
+    words: list[Any] = ["diff", *(saved.root / side for side in sides), "--exit-code"]
+    result = done(*words, "--strategy", saved.old)
+    assert "all equal in every byte" in result.out
+    assert f"{saved.dst} is read with its recorded strategy: --{'ab'[sides.index('dst')]}-strategy" in result.err
+    # The same strategy in another file needs no note.
+    again = done("diff", saved.dst, saved.dst, "--strategy", saved.new, "--exit-code")
+    assert "recorded" not in again.err
+    # A strategy of one side is used.
+    fails(3, *words, "--strategy", saved.old, f"--{'ab'[sides.index('dst')]}-strategy", saved.old, texts=["strategy"])
+
+
 def test_diff_compares_steps_of_one_checkpoint(plain: World) -> None:
     old, new = tensors(names=["w", "v"]), tensors(names=["w", "v"])
     changed = new["w"].array.copy()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import tempfile
+import tracemalloc
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Optional
@@ -132,7 +133,7 @@ def test_a_tensor_is_the_same_through_scattered_and_short_reads(
 ) -> None:
     """One worker fills equal rooms of its block, so places of one box must not be used for another."""
     reads = Reads(monkeypatch)
-    monkeypatch.setattr(reading, "_MIN_PIECE", 1)
+    monkeypatch.setattr(reading, "MIN_PIECE", 1)
     options = ExecutionOptions(jobs=1, storage=LOCAL._replace(small=window))
 
     @examples(150)
@@ -158,9 +159,34 @@ def test_a_tensor_is_the_same_through_scattered_and_short_reads(
     assert reads.scattered or window > 1
 
 
+@pytest.mark.parametrize("memory", [2 << 20, 8 << 20, 18 << 20])
+def test_places_of_a_block_count_as_memory(memory: int, tmp_path: Path) -> None:
+    options = ExecutionOptions(jobs=1, max_memory=memory)
+    rows = options.block_bytes >> 11
+    pieces = []
+    for first in (0, 1024):
+        path = tmp_path / f"{first}"
+        path.write_bytes(bytes(rows << 10))
+        box: Box = ((0, rows), (first, first + 1024))
+        pieces.append(Piece(StoredSlice(str(path), 0, ((0, rows << 10),), box), box))
+    tensor = TargetTensor("w", 1, ((0, rows), (0, 2048)), tuple(pieces))
+    with FileHandles() as handles:
+        worker = BoxReader(handles, options).new_worker()
+        buffers = options.block_bytes + options.scratch_bytes + options.window_bytes
+        worker.fill(tensor, ((0, 1), (0, 2048)), worker.block[:2048])
+        tracemalloc.start()
+        try:
+            worker.fill(tensor, tensor.box, worker.block[: rows << 11])
+            places, _ = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+    assert places > (2 * rows) << 7
+    assert buffers + places <= memory
+
+
 def test_more_buffers_than_a_read_may_have_are_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reads = Reads(monkeypatch)
-    monkeypatch.setattr(reading, "_MIN_PIECE", 1)
+    monkeypatch.setattr(reading, "MIN_PIECE", 1)
     full = np.random.default_rng(1).integers(0, 256, (5000, 8), dtype=np.uint8)
     pieces = []
     for first in (0, 4):

@@ -104,12 +104,8 @@ def changed_message(data: bytes, random: Random) -> bytes:
             break
         here = value
     change = random.randrange(7)
-    if change == 0:
-        del here[place]
-    elif change == 1:
-        here[place:place] = [here[place]] * random.choice([1, 1, 2, 70])
-    elif change == 2:
-        here.append(here.pop(random.randrange(len(here))))
+    if change < 3:
+        _rearrange(here, place, change, random)
     elif change == 3:
         here[place] = (random.choice([1, 2, 3, 4, 7, 15, 2**28]), kind, value)
     elif change == 4:
@@ -119,6 +115,16 @@ def changed_message(data: bytes, random: Random) -> bytes:
     else:
         here[place] = (number, 2, random.choice(NAMES).encode() if change == 5 else b"")
     return bytes_of(tree)
+
+
+def _rearrange(items: list[Any], place: int, change: int, random: Random, first: int = 0) -> None:
+    """Drop (0), repeat (1) or move (2) one of several items; those before ``first`` keep their places."""
+    if change == 1:
+        items[place:place] = [items[place]] * random.choice([1, 1, 2, 70])
+        return
+    item = items.pop(place)
+    if change == 2:
+        items.insert(random.randrange(first, len(items) + 1), item)
 
 
 def changed_json(data: bytes, random: Random) -> bytes:
@@ -166,12 +172,8 @@ def changed_pickle(data: bytes, random: Random) -> bytes:
     place = random.randrange(1, len(operations))
     name, _ = operations[place]
     change = random.randrange(8)
-    if change == 0:
-        del operations[place]
-    elif change == 1:
-        operations[place:place] = [operations[place]] * random.choice([1, 1, 2, 70])
-    elif change == 2:
-        operations.insert(random.randrange(1, len(operations)), operations.pop(place))
+    if change < 3:
+        _rearrange(operations, place, change, random, 1)
     elif change < 5 or not any(kind in name for kind in ("INT", "UNICODE")):
         # Of one kind: another number, text, class, or value that was stored before.
         operations[place] = random.choice([each for each in operations if each[0][:6] == name[:6]])

@@ -22,6 +22,7 @@ from reshard.errors import IncompleteSourceError, ReshardError, RetryableError, 
 from reshard.opened import LazyTensor
 from tests.corpus import FIXTURES
 from tests.layouts import examples, strategies, tensors
+from tests.object_store import Objects
 from tests.reference import Array, rank_count
 from tests.running import Argument, done
 from tests.small import COPIED, World
@@ -566,4 +567,68 @@ def test_forked_children_read_for_themselves(tmp_path: Path, jobs: str) -> None:
     write_tree(tmp_path / "src", cut_ranks(columns, full))
     strategy = write_strategy(tmp_path / "strategy", columns)
     words = [sys.executable, "-c", _FORKED, str(tmp_path / "src"), str(strategy), jobs]
+    subprocess.run(words, check=True, timeout=100)
+
+
+_FORKED_WHILE_READING = """
+import os, sys, threading, time
+import numpy as np
+import reshard
+
+src, strategy = sys.argv[1:]
+for _ in range(2):
+    begun = time.perf_counter()
+    with reshard.open(src, src_strategy=strategy) as opened:
+        expected = dict(opened.read_all())
+    seconds = time.perf_counter() - begun
+children = []
+for number in range(16):
+    opened = reshard.open(src, src_strategy=strategy)
+    reading = threading.Thread(target=lambda: list(opened.read_all()))
+    reading.start()
+    time.sleep(seconds * number / 16)
+    child = os.fork()
+    if not child:
+        equal = all(np.array_equal(opened[name], array) for name, array in expected.items())
+        os._exit(0 if equal else 1)
+    children.append(child)
+    reading.join()
+sys.exit(max(os.waitpid(child, 0)[1] for child in children) != 0)
+"""
+
+
+def test_children_forked_while_a_thread_reads_headers_or_tensors_do_not_wait_for_it(tmp_path: Path) -> None:
+    full = {f"w{number}": value(f"w{number}", (64, 64)) for number in range(64)}
+    rows = single({name: layout([16], [0, -1]) for name in full})
+    write_tree(tmp_path / "src", cut_ranks(rows, full))
+    strategy = write_strategy(tmp_path / "strategy", rows)
+    words = [sys.executable, "-c", _FORKED_WHILE_READING, str(tmp_path / "src"), str(strategy)]
+    subprocess.run(words, check=True, timeout=60)
+
+
+_FORKED_FROM_STORE = """
+import os, sys
+import numpy as np
+import reshard
+
+opened = reshard.open(sys.argv[1], src_strategy=sys.argv[2])
+expected = {name: np.asarray(opened[name]) for name in opened}
+children = []
+for number in range(4):
+    child = os.fork()
+    if not child:
+        equal = all(np.array_equal(opened[name], array) for name, array in expected.items())
+        os._exit(0 if equal else 1)
+    children.append(child)
+sys.exit(max(os.waitpid(child, 0)[1] for child in children) != 0)
+"""
+
+
+def test_forked_children_do_not_share_connections_to_a_store(objects: Objects, tmp_path: Path) -> None:
+    """Two readers of one connection would each get a part of the other's bytes."""
+    full = {f"w{number}": value(f"w{number}", (1024, 1024)) for number in range(4)}
+    rows = single({name: layout([2], [0, -1]) for name in full})
+    write_tree(tmp_path / "src", cut_ranks(rows, full))
+    strategy = write_strategy(tmp_path / "strategy", rows)
+    words = [sys.executable, "-c", _FORKED_FROM_STORE, objects.upload(tmp_path / "src", "src"), str(strategy)]
     subprocess.run(words, check=True, timeout=100)

@@ -354,6 +354,9 @@ def test_a_missing_recorded_command_must_be_typed(world: World) -> None:
 def test_resume_of_another_directory_is_an_error(world: World) -> None:
     world.save(FULL)
     fails(3, "resume", world.src, texts=["holds no records of a conversion"])
+    world.convert()
+    for command in ("resume", "status"):
+        fails(3, command, world.dst / "rank_1", texts=[f"name the DST of its conversion: {world.dst}"])
     fails(3, "resume", world.root / "nothing", texts=["holds no records of a conversion", "run its command again"])
 
 

@@ -238,8 +238,7 @@ def test_leases_do_not_depend_on_the_local_clock(objects: Objects, monkeypatch: 
 def beating(monkeypatch: pytest.MonkeyPatch) -> None:
     """This process renews its sign of life soon."""
     monkeypatch.setattr(leases, "PUT_AGAIN_AFTER", 0.05)
-    monkeypatch.setattr(leases, "_alive", set())
-    monkeypatch.setattr(leases, "_thread", None)
+    monkeypatch.setattr(leases, "_heartbeat", leases._Heartbeat())
 
 
 def until(true: Callable[[], bool]) -> None:
@@ -247,6 +246,38 @@ def until(true: Callable[[], bool]) -> None:
     while not true():
         assert time.monotonic() < end
         time.sleep(0.02)
+
+
+_FORKED_HOLDER = """
+import os, sys, time
+from reshard.storage import store_of
+from reshard.storage.s3 import leases
+
+leases.PUT_AGAIN_AFTER = 0.05
+path = f"s3://{sys.argv[1]}/run/.reshard/lock"
+
+def held():
+    return store_of(path).lock(path, lambda: None, lambda text: None)
+
+with held():
+    pass
+child = os.fork()
+if not child:
+    with held():
+        store = store_of(path)
+        versions = set()
+        end = time.monotonic() + 60
+        while len(versions) < 3 and time.monotonic() < end:
+            versions.add(store.status(path).version)
+            time.sleep(0.02)
+        os._exit(len(versions) < 3)
+sys.exit(os.waitpid(child, 0)[1] != 0)
+"""
+
+
+@pytest.mark.short
+def test_a_forked_child_renews_its_own_lease(objects: Objects) -> None:
+    subprocess.run([sys.executable, "-c", _FORKED_HOLDER, objects.bucket], check=True, timeout=100, cwd=ROOT)
 
 
 @pytest.mark.usefixtures("beating")
@@ -304,7 +335,7 @@ def test_a_failing_renewal_does_not_stop_other_renewals(objects: Objects, monkey
 @pytest.mark.parametrize("now", [f"{ELSEWHERE} 0".encode(), b"free", None])
 def test_a_lost_lock_is_not_released_for_its_new_holder(now: bytes, objects: Objects) -> None:
     with alone(objects):
-        (lock,) = list(leases._alive)
+        (lock,) = list(leases._heartbeat.leases)
         if now is None:
             objects.client.delete_object(Bucket=objects.bucket, Key="run/.reshard/lock")
         else:
@@ -336,7 +367,7 @@ def test_a_late_holder_checks_its_lock(silent: float, objects: Objects, monkeypa
 @pytest.mark.parametrize("lost", range(1, 12))
 def test_lost_responses_do_not_lose_the_lock(lost: int, objects: Objects) -> None:
     with alone(objects):
-        (lock,) = list(leases._alive)
+        (lock,) = list(leases._heartbeat.leases)
         remaining = [lost]
 
         def choose(number: int, method: str, path: str) -> Optional[str]:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from reshard.storage import store_of, temporary
+from tests.corpus import ROOT
 from tests.running import Argument, done
 from tests.small import World, tensors
 
@@ -84,3 +85,24 @@ def test_a_directory_is_flushed_after_each_rename(form: str, world: World, monke
     strategy: list[Argument] = [] if form == "huggingface" else ["--dst-strategy", world.new]
     done("convert", world.src, world.dst, "--src-strategy", world.old, "--to", form, *strategy)
     assert not waiting
+
+
+_FORKS = """
+import os, sys
+from reshard import signals
+from reshard.storage import temporary
+
+_, path = temporary.create(sys.argv[1])
+child = os.fork()
+if not child:
+    temporary.create(sys.argv[1])
+    signals.leave(0)
+os.waitpid(child, 0)
+assert os.listdir(sys.argv[1]) == [os.path.basename(path)]
+signals.leave(0)
+"""
+
+
+def test_the_end_of_a_forked_child_leaves_its_parents_files_alone(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", _FORKS, tmp_path], check=True, cwd=ROOT)
+    assert not list(tmp_path.iterdir())

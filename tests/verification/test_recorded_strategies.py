@@ -63,6 +63,29 @@ def test_a_missing_directory_is_reported_before_a_missing_strategy(converted: Wo
     fails(3, *verify(converted), texts=[f"{converted.dst}: does not exist"])
 
 
+def test_a_source_that_is_not_the_recorded_one_is_named_if_it_does_not_fit(converted: World) -> None:
+    sentence = f"{converted.dst} was converted from {converted.src}, not from "
+    command = f"reshard verify {converted.dst} --src {converted.src}"
+    other = converted.root / "other"
+    shutil.copytree(converted.src, other)
+    words: list[Argument] = ["verify", converted.dst, "--src", other]
+    # A copy at another place is as good.
+    assert "was converted from" not in done(*words).err
+    # More ranks than the recorded strategy has.
+    shutil.copytree(other / "rank_0", other / "rank_9")
+    fails(3, *words, texts=[sentence, command])
+    shutil.rmtree(other)
+    fails(3, *words, texts=[sentence, command])
+    moved = shutil.move(converted.src, converted.root / "moved")
+    converted.save(tensors("other "))
+    shutil.move(converted.src, other)
+    shutil.move(moved, converted.src)
+    assert sentence in fails(4, *words, texts=["must not be used"]).err
+    # Without the recorded source, the sentence has no command.
+    shutil.rmtree(converted.src)
+    assert command not in fails(4, *words, texts=[sentence]).err
+
+
 def test_other_forms_require_no_typed_strategy(world: World, tmp_path: Path) -> None:
     world.save(tensors())
     for number, words in enumerate((["checkpoint2", "--dst-strategy", "same"], ["huggingface"])):

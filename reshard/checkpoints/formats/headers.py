@@ -11,7 +11,6 @@ import errno
 import hashlib
 import itertools
 import os
-import threading
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
@@ -25,7 +24,7 @@ from reshard.checkpoints.formats.tensors import CheckpointIndex
 from reshard.errors import CheckpointError, DamagedCheckpointError, RetryableError
 from reshard.storage import FileStatus, ReadableFile, exists, read_each, read_range, reading, storage_of
 from reshard.storage.other_files import GCM, HEAD, kind_by_head, kind_of
-from reshard.threads import thread_pool
+from reshard.threads import ThreadLock, thread_pool
 
 # Reading headers from network storage waits for round trips; more threads than CPUs help.
 _IN_FLIGHT = 16
@@ -205,7 +204,7 @@ class _Structure:
     def __init__(self, example: CheckpointIndex, status: FileStatus) -> None:
         self.example = example
         self._status = status
-        self._lock = threading.Lock()
+        self._lock = ThreadLock()
         self._reads: Optional[list[_Read]] = None
 
     def reads(self, handles: FileHandles) -> list[_Read]:
@@ -238,7 +237,7 @@ class KnownStructures:
 
     def __init__(self, handles: FileHandles) -> None:
         self._handles = handles
-        self._lock = threading.Lock()
+        self._lock = ThreadLock()
         self._known: OrderedDict[tuple[str, int], list[_Structure]] = OrderedDict()
 
     def find(self, file: ReadableFile, format: str, size: int) -> Optional[CheckpointIndex]:

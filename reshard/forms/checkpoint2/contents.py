@@ -10,7 +10,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from functools import cached_property
 from typing import Optional
 
 from reshard.checkpoints.checkpoint import GlobalTensor
@@ -26,6 +25,7 @@ from reshard.text.messages import listing
 from reshard.text.names import ACCUMULATED_GRADIENTS, as_pattern, is_value, is_weight
 from reshard.text.report import Report
 from reshard.text.wording import plural, quoted, some_names
+from reshard.threads import cached_property
 
 
 class Remark(Enum):

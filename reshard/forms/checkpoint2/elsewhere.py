@@ -14,7 +14,6 @@ it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cached_property
 from typing import NamedTuple, Optional
 
 from reshard.checkpoints.files import FileHandles
@@ -23,6 +22,7 @@ from reshard.forms.checkpoint2.metadata import Chunks, Metadata, TensorRecord
 from reshard.forms.checkpoint2.placing import Placer, RankList, TensorPlacement, ranks_of_files
 from reshard.storage import read_range, reading
 from reshard.text.names import state_prefix
+from reshard.threads import cached_property
 
 
 class Elsewhere:

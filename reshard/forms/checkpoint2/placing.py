@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple, Optional
 
 from reshard.checkpoints.checkpoint import FileSharding
@@ -22,6 +21,7 @@ from reshard.forms.checkpoint2.metadata import LayoutRecord, Metadata, SliceReco
 from reshard.layout import Grid, Layout, shape_of, volume_of
 from reshard.text.names import as_pattern
 from reshard.text.wording import quoted, some_numbers
+from reshard.threads import cached_property
 
 # Names of types in both kinds of runs and in loaders, in lower case.
 _DTYPES = {name.lower(): name for name in ITEM_SIZES} | {

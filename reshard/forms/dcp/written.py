@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -27,6 +26,7 @@ from reshard.layout import Box, shape_of, volume_of
 from reshard.storage import read_range, reading, reading_error, status_at
 from reshard.text.names import as_pattern
 from reshard.text.wording import quoted
+from reshard.threads import cached_property
 
 _PART = 1 << 16
 _MAX_OBJECT = 1 << 30
@@ -100,7 +100,7 @@ class _DistributedFiles(ChunkFiles):
         """Per tensor of a file where its record begins, and its bytes."""
         raise NotImplementedError
 
-    @functools.cached_property
+    @cached_property
     def _contents(self) -> Mapping[str, bytes]:
         """The objects as this form holds them."""
         return {name: self._content(name, stored) for name, stored in self._objects.items()}

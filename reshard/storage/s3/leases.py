@@ -24,6 +24,7 @@ from reshard.storage.locks import Waiting
 from reshard.storage.s3.address import Address
 from reshard.storage.s3.service import Service
 from reshard.storage.store import Notify
+from reshard.threads import renew_in_children
 
 PUT_AGAIN_AFTER = 20.0
 """Seconds between rewrites of an object that shows life."""
@@ -115,7 +116,7 @@ class Lease:
         self._put_at = _now()
         if not self._is_lock:
             service.to_its_end(self._put, lambda _: self._release())
-        _keep_alive(self)
+        _heartbeat.keep(self)
 
     def _put(self) -> None:
         if self._guarded:
@@ -173,7 +174,7 @@ class Lease:
         self._service.to_its_end(self._release, lambda _: None)
 
     def _release(self) -> None:
-        _let_go(self)
+        _heartbeat.let_go(self)
         with self._lock:
             if self._released:
                 return
@@ -187,7 +188,7 @@ class Lease:
 
     def abandon(self) -> None:
         """Leave the object to expire; it is not rewritten any more."""
-        _let_go(self)
+        _heartbeat.let_go(self)
         with self._lock:
             self._released = True
 
@@ -377,33 +378,47 @@ def has_conditional_writes(service: Service, path: str) -> bool:
     return conditional
 
 
-_alive: set[Lease] = set()
-_alive_lock = threading.Lock()
-_thread: Optional[threading.Thread] = None
+class _Heartbeat:
+    """The leases of this process, and the thread that puts them again; a forked child begins with none.
+
+    Attributes:
+        leases: the leases.
+    """
+
+    def __init__(self) -> None:
+        self.renew()
+        renew_in_children(self)
+
+    def renew(self) -> None:
+        """Leave the leases to the parent, whose thread does not run in a child."""
+        self.leases: set[Lease] = set()
+        self._lock = threading.Lock()
+        self._begun = False
+
+    def keep(self, one: Lease) -> None:
+        """Put a lease again from now on."""
+        with self._lock:
+            self.leases.add(one)
+            if not self._begun:
+                threading.Thread(target=self._run, name="reshard-alive", daemon=True).start()
+                self._begun = True
+
+    def let_go(self, one: Lease) -> None:
+        """Put a lease no more."""
+        with self._lock:
+            self.leases.discard(one)
+
+    def _run(self) -> None:
+        while True:
+            time.sleep(PUT_AGAIN_AFTER)
+            with self._lock:
+                now = list(self.leases)
+            for one in now:
+                # Each in its own thread: the failure or delay of one does not stop the others.
+                threading.Thread(target=one.put_again, name="reshard-alive", daemon=True).start()
 
 
-def _keep_alive(one: Lease) -> None:
-    global _thread
-    with _alive_lock:
-        _alive.add(one)
-        if _thread is None:
-            _thread = threading.Thread(target=_put_again, name="reshard-alive", daemon=True)
-            _thread.start()
-
-
-def _let_go(one: Lease) -> None:
-    with _alive_lock:
-        _alive.discard(one)
-
-
-def _put_again() -> None:
-    while True:
-        time.sleep(PUT_AGAIN_AFTER)
-        with _alive_lock:
-            now = list(_alive)
-        for one in now:
-            # Each in its own thread: the failure or delay of one does not stop the others.
-            threading.Thread(target=one.put_again, name="reshard-alive", daemon=True).start()
+_heartbeat = _Heartbeat()
 
 
 def _now() -> float:

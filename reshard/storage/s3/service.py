@@ -22,6 +22,7 @@ from reshard.storage.registry import endpoint
 from reshard.storage.s3 import failures
 from reshard.storage.s3.address import Address
 from reshard.storage.s3.failures import StrangeAnswer
+from reshard.threads import ThreadLock, renew_in_children
 
 T = TypeVar("T")
 V = TypeVar("V")
@@ -182,7 +183,6 @@ class Service:
         url: its address; None for that of environment and profile.
 
     Attributes:
-        client: boto3's.
         name: unique name of the service.
 
     Raises:
@@ -192,6 +192,35 @@ class Service:
     """
 
     def __init__(self, url: Optional[str] = None) -> None:
+        self._url = url
+        self._connecting = ThreadLock()
+        self._client, self._credentials = self._connect()
+        self._clients_of_parents: list[Any] = []
+        self.name: str = self._client.meta.endpoint_url
+        # Before the first answer, the address may be wrong.
+        self._answered = False
+        # A request was given up for lack of an answer: later requests wait less.
+        self._silent = False
+        self._pool = ThreadPoolExecutor(_AT_A_TIME, thread_name_prefix="reshard-s3")
+        renew_in_children(self)
+
+    def renew(self) -> None:
+        """Leave threads and connections to the parent: two readers of a connection get parts of each other's bytes."""
+        # Not closed here: a thread that does not run in this process may hold its locks.
+        self._clients_of_parents.append(self._client)
+        self._client = None
+        self._pool = ThreadPoolExecutor(_AT_A_TIME, thread_name_prefix="reshard-s3")
+
+    @property
+    def client(self) -> Any:
+        """boto3's client, of this process alone."""
+        with self._connecting:
+            if self._client is None:
+                self._client, self._credentials = self._connect()
+            return self._client
+
+    def _connect(self) -> tuple[Any, Any]:
+        """A client and its credentials."""
         import boto3
         from botocore.config import Config
         from botocore.exceptions import BotoCoreError
@@ -211,21 +240,15 @@ class Service:
         config = Config(**settings)
         try:
             session = boto3.session.Session()
-            self.client: Any = session.client("s3", endpoint_url=url and _without_user(url), config=config)
-            if "@" in self.client.meta.endpoint_url:
-                bare = _without_user(self.client.meta.endpoint_url)
-                self.client = session.client("s3", endpoint_url=bare, config=config)
+            client = session.client("s3", endpoint_url=self._url and _without_user(self._url), config=config)
+            if "@" in client.meta.endpoint_url:
+                bare = _without_user(client.meta.endpoint_url)
+                client = session.client("s3", endpoint_url=bare, config=config)
             # Content is sent at once: "Expect: 100-continue" costs another round trip.
-            self.client.meta.events.register_last("before-call.s3", _without_expect)
-            self._credentials = session.get_credentials()
+            client.meta.events.register_last("before-call.s3", _without_expect)
+            return client, session.get_credentials()
         except BotoCoreError as error:
             raise failures.error_of(error, "") from None
-        self.name: str = self.client.meta.endpoint_url
-        # Before the first answer, the address may be wrong.
-        self._answered = False
-        # A request was given up for lack of an answer: later requests wait less.
-        self._silent = False
-        self._pool = ThreadPoolExecutor(_AT_A_TIME, thread_name_prefix="reshard-s3")
 
     @property
     def _secrets(self) -> list[str]:

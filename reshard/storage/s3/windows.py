@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 from collections import OrderedDict
 from typing import Generic, Optional, TypeVar
+
+from reshard.threads import ThreadLock
 
 K = TypeVar("K")
 
@@ -31,7 +32,7 @@ class Windows(Generic[K]):
         # Offset and bytes of each, the last one last.
         self._held: OrderedDict[K, list[tuple[int, bytes]]] = OrderedDict()
         self._bytes = 0
-        self._lock = threading.Lock()
+        self._lock = ThreadLock()
 
     def find(self, of: K, offset: int, count: int) -> Optional[bytes]:
         """Bytes of an object from one of its windows; None if no window holds them."""
@@ -73,7 +74,7 @@ class Jumps:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = ThreadLock()
         self._last: Optional[int] = None
         self._lengths: list[int] = []
         self._expected: list[int] = []

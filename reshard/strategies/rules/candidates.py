@@ -14,13 +14,13 @@ import itertools
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple, Optional
 
 from reshard.layout import Layout
 from reshard.strategies.model import RecordedLayout
 from reshard.strategies.rules.sizes import AxisProduct, AxisSizes, NoCandidateError, product
 from reshard.text.products import ExpressionError
+from reshard.threads import cached_property
 
 Matrix = tuple[AxisProduct, ...]
 """The axes of a device matrix, slowest first."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import NamedTuple, Optional, Union
 
 from reshard.errors import UsageError
@@ -17,6 +16,7 @@ from reshard.strategies.model import RecordedLayout
 from reshard.strategies.rules.candidates import DEFAULT_MATRIX, AxisCut, Candidate, Matrix
 from reshard.strategies.rules.sizes import AxisSizes, SizeCondition
 from reshard.text.globs import Glob
+from reshard.threads import cached_property
 
 LAYER = "{layer}"
 """The mark of a layer's number in the patterns of ``[pipeline]``."""

@@ -7,12 +7,13 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cached_property, lru_cache
+from functools import lru_cache
 
 from reshard.defaults import MAX_DEVICES, MAX_STAGES
 from reshard.errors import UsageError
 from reshard.text import products
 from reshard.text.products import ExpressionError
+from reshard.threads import cached_property
 
 STAGES = "pp"
 EXPERTS = "ep"
