@@ -31,7 +31,7 @@ reshard rank-list 1 --src hf/ --names qwen3 --dst-strategy dst.ckpt
     "Source",
     "--available",
     show_default="all",
-    type=options.RanksType(),
+    type=options.RANKS,
     metavar="0,2-5",
     help="Only these source ranks can be read.",
 )
