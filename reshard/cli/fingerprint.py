@@ -16,7 +16,7 @@ from reshard.cli.output import echo_json, listener
 from reshard.cli.progress import progress_of
 from reshard.convert.ends import options_of
 from reshard.convert.verifying import reading_sources
-from reshard.errors import IncompleteSourceError, InputError, UsageError, one_error
+from reshard.errors import IncompleteSourceError, UsageError, one_error
 from reshard.execute import ExecutionOptions
 from reshard.execute.equal import check_equal, equal_of
 from reshard.execute.reader import BoxReader
@@ -37,7 +37,7 @@ from reshard.verification.edited import EditedSource
 from reshard.verification.fingerprint import FingerprintEntry, Fingerprints, digest_of, fingerprints
 from reshard.verification.reading import Means
 from reshard.verification.saved_fingerprints import read_fingerprints
-from reshard.verification.sources import CheckpointPlace, RecordedCrcs, read_files_of_ranks, read_sound, reader_of
+from reshard.verification.sources import CheckpointPlace, RecordedCrcs, read_ranks, read_sound, reader_of
 from reshard.verification.stored import StoredSource
 
 
@@ -166,15 +166,7 @@ def _some_ranks(
     tree = find_checkpoints(place.path, place.file_suffix)
     check_ranks(tree, place.strategy, handles)
     files = _files(tree, place.strategy, ranks, place.step, report)
-    problems: dict[str, InputError] = {}
-
-    def read(damaged: Mapping[str, str]) -> StoredSource:
-        problems.clear()
-        source, contradicting = read_files_of_ranks(files, place.strategy, handles, report, damaged, filters.admit)
-        problems.update(contradicting)
-        return source
-
-    source = read_sound(read, crcs)
+    source, problems = read_ranks(files, place.strategy, handles, report, crcs, filters.admit)
     if problems:
         raise one_error([*problems.values()], f"{len(problems)} parameters do not fit the strategy")
     return source

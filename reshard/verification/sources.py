@@ -113,21 +113,6 @@ def reader_of(
     return read
 
 
-def read_files_of_ranks(
-    files: Mapping[int, str],
-    strategy: Strategy,
-    handles: FileHandles,
-    report: Report,
-    damaged: Mapping[str, str],
-    admit: Callable[[str], bool],
-) -> tuple[StoredSource, dict[str, InputError]]:
-    """Read some ranks' files of one step, complete or not; see `read_some_ranks`."""
-    damaged_ranks = {rank: damaged[path] for rank, path in files.items() if path in damaged}
-    step_files = StepFiles(None, dict(files), damaged=damaged_ranks)
-    checkpoint, problems = read_some_ranks(step_files, strategy, handles, report, admit)
-    return StoredSource(checkpoint, strategy), problems
-
-
 def read_written(
     directory: str, form: str, handles: FileHandles, files: Optional[Collection[str]] = None
 ) -> tuple[Optional[StoredSource], list[Difference]]:
@@ -234,3 +219,39 @@ def read_sound(
         if not new_damage:
             return source
         damaged.update(new_damage)
+
+
+def read_ranks(
+    files: Mapping[int, str],
+    strategy: Strategy,
+    handles: FileHandles,
+    report: Report,
+    crcs: Optional[RecordedCrcs],
+    admit: Callable[[str], bool],
+    all_files: bool = False,
+) -> tuple[StoredSource, dict[str, InputError]]:
+    """Read some ranks' files of one step, complete or not, without the files that do not match their recorded CRC.
+
+    Args:
+        files: by rank.
+        strategy: the strategy that they were saved with.
+        handles: the files to read from.
+        report: gets warnings.
+        crcs: see `read_sound`.
+        admit: which parameters are needed.
+        all_files: see `read_sound`.
+
+    Returns:
+        The checkpoint, and the problem of each parameter that contradicts the strategy; see `read_some_ranks`.
+    """
+    problems: dict[str, InputError] = {}
+
+    def read(damaged: Mapping[str, str]) -> StoredSource:
+        damaged_ranks = {rank: damaged[path] for rank, path in files.items() if path in damaged}
+        step_files = StepFiles(None, dict(files), damaged=damaged_ranks)
+        checkpoint, contradicting = read_some_ranks(step_files, strategy, handles, report, admit)
+        problems.clear()
+        problems.update(contradicting)
+        return StoredSource(checkpoint, strategy)
+
+    return read_sound(read, crcs, all_files=all_files), problems
