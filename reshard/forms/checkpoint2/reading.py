@@ -70,17 +70,10 @@ def _read_iteration(iteration: Iteration, request: ReadRequest) -> Checkpoint2:
         place=iteration.path,
         files=files.paths,
         indexes=files.indexes,
-        tensors=contents.tensors,
-        plain=contents.plain,
-        without_layouts=contents.without_layouts,
         absent=files.absent,
-        lost=contents.lost,
-        faults=contents.faults,
-        unplaced=contents.unplaced,
         training=common,
-        placements=contents.placements,
         metadata_names=None if metadata is None else frozenset(metadata.tensors),
-        unlisted=contents.unlisted,
+        **vars(contents),
     )
 
 

@@ -161,7 +161,8 @@ class _Files:
             if name in described.faults:
                 continue
             try:
-                self._check_shapes(directory, name, tensor.chunks)
+                for chunk in tensor.chunks:
+                    check_shape(directory, name, chunk.sizes)
             except InputError as error:
                 self.faults[name] = error
                 continue
@@ -186,13 +187,6 @@ class _Files:
                 problems.append(self._short(os.path.join(directory, record.file), record))
         if problems:
             raise one_error(problems, f"{directory} is not complete")
-
-    @staticmethod
-    def _check_shapes(
-        directory: str, name: str, chunks: Sequence[tuple[tuple[int, ...], tuple[int, ...], Record]]
-    ) -> None:
-        for _, sizes, _ in chunks:
-            check_shape(directory, name, sizes)
 
     @staticmethod
     def _sizes_of(directory: str, paths: Sequence[str], reading: ReadRequest) -> dict[str, int]:
