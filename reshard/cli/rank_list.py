@@ -81,7 +81,7 @@ def rank_list(
 def _of_strategies(
     rank: int, src_strategy: Optional[str], dst_strategy: Optional[str], available: Optional[tuple[int, ...]]
 ) -> Sequence[int]:
-    """The answer from strategies alone."""
+    """The source ranks, from strategies alone."""
     # Loaded only here: --help needs neither NumPy nor protobuf.
     from reshard.plan.replicas import ReplicaChoice
     from reshard.strategies import read_strategy, required_strategies

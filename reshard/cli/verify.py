@@ -11,6 +11,7 @@ import click
 
 from reshard.cli import completion, options
 from reshard.cli.command import command, option
+from reshard.cli.errors import exit_different
 from reshard.cli.output import alarming, echo_json, is_verbose, listener
 from reshard.cli.progress import progress_of
 from reshard.convert.ends import options_of
@@ -29,9 +30,6 @@ from reshard.text.wording import plural, printable, quoted, rank_ranges
 from reshard.verification.difference import Difference
 from reshard.verification.end_to_end import verify_replicas
 from reshard.verification.sources import CheckpointPlace
-
-DIFFERENT = 4
-"""Exit status where something is not as it should be."""
 
 
 @command(
@@ -167,7 +165,7 @@ def print_differences(
     if differences:
         text = f"reshard: {plural(len(differences), 'difference')}: this checkpoint must not be used"
         click.echo(alarming(text), err=True)
-        click.get_current_context().exit(DIFFERENT)
+        exit_different()
     if verdict and not quiet:
         click.echo(printable(verdict), err=True)
 

@@ -1,4 +1,4 @@
-"""Reading distributed checkpoints of PyTorch from their metadata alone, however many ranks there are."""
+"""Reading distributed checkpoints of PyTorch from their metadata alone, for any number of ranks."""
 
 from __future__ import annotations
 
