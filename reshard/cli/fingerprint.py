@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Optional
@@ -12,6 +13,7 @@ from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.cli import completion, options
 from reshard.cli.command import argument, command, option
+from reshard.cli.opened import shape_words
 from reshard.cli.output import echo_json, listener
 from reshard.cli.progress import progress_of
 from reshard.convert.ends import options_of
@@ -190,11 +192,8 @@ def _check_equal(checkpoint: Checkpoint, names: Sequence[str], means: Means) -> 
     if equals:
         storage = storage_of(next(iter(checkpoint.files.values())))
         options = ExecutionOptions(means.jobs, means.max_memory, storage=storage)
-        reader = BoxReader(means.handles, options)
-        try:
+        with contextlib.closing(BoxReader(means.handles, options)) as reader:
             check_equal(checkpoint, equals, reader)
-        finally:
-            reader.close()
 
 
 def _files(
@@ -246,5 +245,4 @@ def _print(result: Fingerprints, report: Report) -> None:
 
 
 def _line(entry: FingerprintEntry) -> str:
-    shape = "[" + ",".join(map(str, entry.shape)) + "]"
-    return f"{entry.fingerprint or 'partial':32}  {entry.dtype}  {shape}  {one_line(entry.name)}"
+    return f"{entry.fingerprint or 'partial':32}  {entry.dtype}  {shape_words(entry.shape)}  {one_line(entry.name)}"
