@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Optional
 
 import click
@@ -69,7 +69,8 @@ def parameters(ctx: click.Context, _: click.Parameter, typed: str) -> list[Compl
     # The command reports unreadable files later.
     with contextlib.suppress(OSError, ReshardError):
         names = read_strategy(path).parameters if path else ()
-    return _containing(names, typed)
+    begin = [name for name in names if name.startswith(typed)]
+    return [CompletionItem(name) for name in begin or (name for name in names if typed in name)]
 
 
 def tensors(ctx: click.Context, _: click.Parameter, typed: str) -> list[CompletionItem]:
@@ -81,11 +82,6 @@ def tensors(ctx: click.Context, _: click.Parameter, typed: str) -> list[Completi
     # The command reports unreadable files later; an object store may be too slow for completion.
     with contextlib.suppress(OSError, ReshardError):
         names = _names_in(src, strategy) if src and "://" not in src else []
-    return _containing(names, typed)
-
-
-def _containing(names: Sequence[str], typed: str) -> list[CompletionItem]:
-    """Names that begin with the text, or else contain it."""
     begin = [name for name in names if name.startswith(typed)]
     return [CompletionItem(name) for name in begin or (name for name in names if typed in name)]
 

@@ -12,14 +12,14 @@ from reshard.cli import completion, options
 from reshard.cli.command import argument, command, option
 from reshard.cli.conversion import carry_out
 from reshard.cli.convert import summary_lines
-from reshard.cli.opened import opened_for
+from reshard.cli.opened import effort_of
 from reshard.cli.output import listener
 from reshard.convert.ends import options_of, request_between
 from reshard.errors import UsageError
 from reshard.forms import DEFAULT_FORM
 from reshard.forms.ranks.tree import PEFT_ADAPTER
 from reshard.forms.registry import form_named, form_of
-from reshard.opened import reading_request
+from reshard.opened import open_requested, reading_request
 from reshard.plan.edits import TypedEdits, edits_to_model
 from reshard.plan.request import Request
 from reshard.storage import is_regular_file, real
@@ -107,7 +107,8 @@ def merge_lora(
     option = "--adapter-strategy "
     matrix_names = edits_to_model(form_of(place))
     reading = reading_request(place, strategy, None, None, adapter_step, None, Filters(), report, matrix_names, option)
-    with opened_for(reading, typed, report, share=4) as tensors:
+    decryption = options.decryption_of(typed)
+    with open_requested(reading, effort_of(typed, 4), decryption, report) as tensors:
         additions = Adapter(tensors, adapter, scale, overflowed)
         # A wrong alpha gives valid files and a model that computes nonsense.
         report.note(f"alpha is {scale.alpha:g}, {'as typed' if alpha is not None else f'of {scale.path}'}")
@@ -125,7 +126,7 @@ def merge_lora(
                 Report(),
                 edits_to_model(form_of(base)),
             )
-            with opened_for(base_reading, typed, Report(), share=4) as weights:
+            with open_requested(base_reading, effort_of(typed, 4), decryption) as weights:
                 check_beside(tensors, adapter, weights)
         how = options_of(typed)
         request = request._replace(edits=replace(request.edits, additions=additions, typed=None))

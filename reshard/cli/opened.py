@@ -6,13 +6,11 @@ import math
 from collections.abc import Mapping
 from typing import Any, Optional, Union
 
-from reshard.checkpoints import FileHandles
 from reshard.cli import options
 from reshard.defaults import usable_cpus
 from reshard.numbers.sweep import Location
-from reshard.opened import OpenedCheckpoint, ReadingEffort, reading_request
+from reshard.opened import OpenedCheckpoint, ReadingEffort, open_requested, reading_request
 from reshard.plan.edits import NO_EDITS, Edits
-from reshard.plan.request import Request
 from reshard.text.globs import Filters
 from reshard.text.report import Report
 from reshard.text.wording import rank_ranges
@@ -47,21 +45,8 @@ def opened(
     request = reading_request(
         src, strategy, None, None, step or typed["step"], typed["file_suffix"], filters, report, edits, option
     )
-    return opened_for(request, typed, report, share)
-
-
-def opened_for(request: Request, typed: Mapping[str, Any], report: Report, share: int = 1) -> OpenedCheckpoint:
-    """Open the target of a request from `reading_request`, by the options of `options.effort` and `decryption`.
-
-    Args:
-        request: the request.
-        typed: values of options.
-        report: gets warnings and notes.
-        share: the buffers get the share 1 / ``share`` of --max-memory.
-    """
-    handles = FileHandles(decryption=options.decryption_of(typed))
-    effort = effort_of(typed, share)
-    return OpenedCheckpoint(request, handles, effort, report)
+    decryption = options.decryption_of(typed)
+    return open_requested(request, effort_of(typed, share), decryption, report)
 
 
 def effort_of(typed: Mapping[str, Any], share: int = 1) -> ReadingEffort:

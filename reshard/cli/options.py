@@ -11,7 +11,6 @@ import click
 from reshard.cli import completion
 from reshard.cli.command import Choice, Parsed, option
 from reshard.cli.errors import set_debug, set_quiet, set_verbose
-from reshard.cli.shard import parse_share
 from reshard.defaults import CHOICES, DEFAULT_PREFIX, MAX_DEVICES, MAX_MEMORY
 from reshard.errors import UsageError
 from reshard.forms import FORM_CLASSES, SHORT_NAMES
@@ -19,6 +18,7 @@ from reshard.storage import is_directory, use_endpoint
 
 if TYPE_CHECKING:
     from reshard.checkpoints import Decryption
+    from reshard.cli.shard import Share
 
 _SHARDS = "reshard.shards"
 
@@ -87,6 +87,13 @@ def parse_memory(text: str) -> int:
     if not match or float(match[1]) == 0:
         raise ValueError(f"{text!r} is not a size such as 512M or 2G")
     return max(1, int(float(match[1]) * _UNITS[match[2].upper()]))
+
+
+def _parse_share(text: str) -> Share:
+    # Loaded only here: most runs do all the work.
+    from reshard.cli.shard import parse_share
+
+    return parse_share(text)
 
 
 def _set_endpoint(_: click.Context, __: click.Parameter, value: Optional[str]) -> None:
@@ -435,7 +442,7 @@ effort = together(
         "--max-memory",
         type=Parsed("size", parse_memory),
         metavar="SIZE",
-        default=f"{MAX_MEMORY >> 20}M",
+        default=MAX_MEMORY,
         show_default="8M for each CPU, at least 64M",
         help="Memory for all buffers together (binary units: 512M, 2G).",
     ),
@@ -486,7 +493,7 @@ divided = together(
     option(
         "Target",
         "--shard",
-        type=Parsed("shard", parse_share),
+        type=Parsed("shard", _parse_share),
         metavar="I/N|auto",
         help="Write only share I of N, counted from 0; auto reads I/N from Slurm, MPI, Kubernetes, torchrun or "
         "MindSpore.",

@@ -36,10 +36,10 @@ class Share(NamedTuple):
 
 
 def parse_share(text: str) -> Share:
-    """The share of ``I/N``, or of the launcher's variables for ``auto``.
+    """The share in ``I/N``, or in ``auto`` for the launcher's variables.
 
     Raises:
-        ValueError: the text is no share, or the variables name none.
+        ValueError: it is invalid, or variables are missing, invalid or contradictory.
     """
     if text == "auto":
         return launched_as(os.environ)

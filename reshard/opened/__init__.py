@@ -5,7 +5,7 @@ NumPy's indexing. It writes nothing.
 """
 
 from reshard.opened.checkpoint import OpenedCheckpoint, ReadingEffort
-from reshard.opened.opening import open, reading_request
+from reshard.opened.opening import open, open_requested, reading_request
 from reshard.opened.tensor import LazyTensor, numpy_dtype
 
 __all__ = [
@@ -14,5 +14,6 @@ __all__ = [
     "ReadingEffort",
     "numpy_dtype",
     "open",
+    "open_requested",
     "reading_request",
 ]

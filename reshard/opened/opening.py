@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Optional, Union
 
-from reshard.checkpoints import FileHandles
+from reshard.checkpoints import Decryption, FileHandles
 from reshard.checkpoints.decryption import decryption_of
 from reshard.checkpoints.formats.dtypes import MEMORY
 from reshard.defaults import MAX_MEMORY, usable_cpus
@@ -172,6 +172,20 @@ def reading_request(
         to=DEFAULT_FORM,
         edits=edits,
     )
+
+
+def open_requested(
+    request: Request, effort: ReadingEffort, decryption: Optional[Decryption] = None, report: Optional[Report] = None
+) -> OpenedCheckpoint:
+    """Open the target of a request.
+
+    Args:
+        request: its target is `ranks`, its format `MEMORY`; its one file is opened.
+        effort: threads and memory.
+        decryption: the key of encrypted files.
+        report: gets warnings and notes.
+    """
+    return OpenedCheckpoint(request, FileHandles(decryption=decryption), effort, report or Report())
 
 
 def source_strategy(
