@@ -12,7 +12,7 @@ from reshard.convert.options import Options
 from reshard.defaults import DEFAULT_PREFIX, usable_cpus
 from reshard.errors import CheckpointError, UsageError
 from reshard.forms import DEFAULT_FORM
-from reshard.forms.form import Form, Layouts
+from reshard.forms.form import Form, Layouts, ReadRequest
 from reshard.forms.ranks.steps import RANK
 from reshard.forms.registry import (
     all_forms,
@@ -20,7 +20,6 @@ from reshard.forms.registry import (
     check_holds_ranks,
     form_named,
     form_of,
-    read_checkpoint,
     strategy_of,
 )
 from reshard.plan.edits import NO_EDITS, Edits, edits_of
@@ -113,7 +112,8 @@ def with_recorded_target(src: str, ends: Ends, step: str) -> Ends:
         return ends._replace(target=Strategy.none())
     with FileHandles() as handles:
         # Reading the tensors later prints the warnings.
-        checkpoint = read_checkpoint(ends.form, src, step, handles, Report(), {}, lambda name: False)
+        reading = ReadRequest(src, handles, Report(), step, required=lambda name: False)
+        checkpoint = form_named(ends.form).read(reading)
         return ends._replace(target=strategy_of(checkpoint))
 
 

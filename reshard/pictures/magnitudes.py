@@ -142,7 +142,9 @@ def _bars(total: Counts, low: int, high: int, left: float, y: float, bar: float)
             height = max(1.0, _HEIGHT * count / most)
             x = left + (exponent - low) * bar
             rectangles.append(
-                rectangle(x, y + _HEIGHT - height, max(1.0, bar - 1), height, "bar", _described(exponent, count, elements))
+                rectangle(
+                    x, y + _HEIGHT - height, max(1.0, bar - 1), height, "bar", _described(exponent, count, elements)
+                )
             )
     return rectangles
 

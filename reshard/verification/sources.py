@@ -16,7 +16,7 @@ from reshard.errors import InputError
 from reshard.forms.form import ReadRequest
 from reshard.forms.ranks import StepFiles
 from reshard.forms.ranks.parameters import read_some_ranks
-from reshard.forms.registry import form_named, read_checkpoint
+from reshard.forms.registry import form_named
 from reshard.storage import storage_of
 from reshard.strategies import Strategy
 from reshard.text.globs import Filters
@@ -134,7 +134,7 @@ def read_written(
         RetryableError: reading failed.
     """
     try:
-        checkpoint = read_checkpoint(form, directory, "latest", handles, Report(), {}, lambda name: True)
+        checkpoint = form_named(form).read(ReadRequest(directory, handles, Report()))
         source = StoredSource(checkpoint, Strategy.none())
         problems = form_named(form).check_written(directory, checkpoint)
         differences = [Difference("file", None, (), text, (name,)) for name, text in problems]
