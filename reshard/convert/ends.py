@@ -20,7 +20,6 @@ from reshard.forms.registry import (
     check_holds_ranks,
     form_named,
     form_of,
-    strategy_of,
 )
 from reshard.plan.edits import NO_EDITS, Edits, edits_of
 from reshard.plan.request import Request
@@ -112,9 +111,9 @@ def with_recorded_target(src: str, ends: Ends, step: str) -> Ends:
         return ends._replace(target=Strategy.none())
     with FileHandles() as handles:
         # Reading the tensors later prints the warnings.
-        reading = ReadRequest(src, handles, Report(), step, required=lambda name: False)
-        checkpoint = form_named(ends.form).read(reading)
-        return ends._replace(target=strategy_of(checkpoint))
+        form = form_named(ends.form)
+        checkpoint = form.read(ReadRequest(src, handles, Report(), step, required=lambda name: False))
+        return ends._replace(target=form.strategy_of(checkpoint))
 
 
 def _check(src: str, form: Form, to: Form, typed: Mapping[str, Any]) -> None:

@@ -6,7 +6,6 @@ import functools
 import importlib
 from collections.abc import Iterator, Sequence
 
-from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.errors import CheckpointError
 from reshard.forms import DEFAULT_FORM, FORM_CLASSES, READ_ONLY_CLASSES
 from reshard.forms.form import Form
@@ -15,7 +14,6 @@ from reshard.forms.ranks.steps import RANK
 from reshard.forms.ranks.tree import named_for_rank
 from reshard.storage import caches_listings, exists
 from reshard.storage.directories import OWN
-from reshard.strategies import Strategy
 from reshard.text.near_names import similar_path_hint
 
 
@@ -83,12 +81,3 @@ def forms_among(directory: str, names: Sequence[str]) -> set[str]:
     if not others:
         return set()
     return {form.name for form in all_forms() if form.name != DEFAULT_FORM and form.recognise(directory, others)}
-
-
-def strategy_of(checkpoint: Checkpoint) -> Strategy:
-    """The strategy that a source records.
-
-    Raises:
-        InputError: it records none, or not for every tensor.
-    """
-    return form_named(checkpoint.form).strategy_of(checkpoint)
