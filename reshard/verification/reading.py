@@ -71,6 +71,15 @@ class Means:
     progress: Progress
     read: set[str] = field(default_factory=set)
 
+    @contextlib.contextmanager
+    def counting(self, total: int, doing: str) -> Iterator[None]:
+        """Show the progress of a block that reads this many bytes; ``doing`` names the work."""
+        self.progress.begin(total, doing)
+        try:
+            yield
+        finally:
+            self.progress.end()
+
     def check_unchanged(self) -> None:
         """Raise if a file changed after its contents were read: only one version of each may be compared.
 

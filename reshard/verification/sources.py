@@ -181,11 +181,8 @@ class RecordedCrcs:
         means = self._means
         threads = means.jobs * storage_of(new[0].path).in_flight
         block = max(_MIN_BLOCK, min(_MAX_BLOCK, means.max_memory // threads))
-        means.progress.begin(sum(index.size for index in new), "checking CRCs")
-        try:
+        with means.counting(sum(index.size for index in new), "checking CRCs"):
             checks = check_crcs(means.handles, new, threads, block, means.progress.wrote)
-        finally:
-            means.progress.end()
         self._checked.update(index.path for index in new)
         for note in checks.notes():
             self._report.note(note)
