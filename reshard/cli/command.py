@@ -10,6 +10,7 @@ from typing import Any, Optional, TypeVar
 import click
 from click.shell_completion import CompletionItem
 
+from reshard.errors import UsageError
 from reshard.signals import unwinding
 from reshard.text.near_names import near_names
 
@@ -289,6 +290,28 @@ class Choice(click.Choice):  # type: ignore[type-arg, unused-ignore]
             return super().convert(value, param, ctx)
         except click.BadParameter as error:
             self.fail(error.message + nearest(str(value), map(str, self.choices)), param, ctx)
+
+
+class Parsed(click.ParamType):  # type: ignore[type-arg, unused-ignore]
+    """Values that a function reads from their text; the message of its error becomes that of a usage error.
+
+    Args:
+        name: noun of the values, for click.
+        parse: the function; raises `ValueError` or `UsageError`.
+    """
+
+    def __init__(self, name: str, parse: Callable[[str], object]) -> None:
+        self.name = name
+        self._parse = parse
+
+    def convert(self, value: Any, param: Optional[click.Parameter], ctx: Optional[click.Context]) -> Any:
+        """The value of a text; others are values already."""
+        try:
+            return self._parse(value) if isinstance(value, str) else value
+        except UsageError as error:
+            self.fail(error.message, param, ctx)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
 
 
 def _is_typed(ctx: click.Context, argument: Argument) -> bool:

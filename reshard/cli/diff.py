@@ -6,10 +6,9 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any, Optional
 
-import click
-
 from reshard.cli import completion, options
 from reshard.cli.command import argument, command, option
+from reshard.cli.errors import exit_different
 from reshard.cli.opened import location_json, location_words, number_json, number_words, opened, shape_words
 from reshard.cli.output import echo_json, listener, say
 from reshard.cli.progress import progress_of
@@ -21,9 +20,6 @@ from reshard.plan.edits import NO_EDITS, Edits, edits_of
 from reshard.text.messages import full_text, listing
 from reshard.text.report import Report
 from reshard.text.wording import one_line, plural
-
-DIFFERENT = 4
-"""Exit status of --exit-code where the checkpoints differ."""
 
 
 @command(
@@ -79,7 +75,7 @@ def diff(
     else:
         _print(result, typed["verbose"])
     if exit_code and not result.equal:
-        click.get_current_context().exit(DIFFERENT)
+        exit_different()
 
 
 def _print(result: Differences, verbose: bool) -> None:

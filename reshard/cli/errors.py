@@ -17,6 +17,9 @@ from reshard.text.wording import printable
 
 # Longer errors repeat their first line at the end.
 _MANY_LINES = 8
+DIFFERENT = 4
+"""The exit status of a difference."""
+
 # Exit statuses of errors that a retry may cure, and of interrupted runs.
 _CURABLE = (1, 130, 143)
 
@@ -63,6 +66,11 @@ def _remembered(name: str) -> Callable[[click.Context, click.Parameter, bool], b
 
 
 set_debug, set_verbose, set_quiet = map(_remembered, ("debug", "verbose", "quiet"))
+
+
+def exit_different() -> NoReturn:
+    """End with the status of a comparison that has found a difference, or of a check that has failed."""
+    click.get_current_context().exit(DIFFERENT)
 
 
 def set_next_command(text: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Optional
@@ -12,11 +13,12 @@ from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.cli import completion, options
 from reshard.cli.command import argument, command, option
+from reshard.cli.opened import shape_words
 from reshard.cli.output import echo_json, listener
 from reshard.cli.progress import progress_of
 from reshard.convert.ends import options_of
 from reshard.convert.verifying import reading_sources
-from reshard.errors import IncompleteSourceError, InputError, UsageError, one_error
+from reshard.errors import IncompleteSourceError, UsageError, one_error
 from reshard.execute import ExecutionOptions
 from reshard.execute.equal import check_equal, equal_of
 from reshard.execute.reader import BoxReader
@@ -38,7 +40,7 @@ from reshard.verification.edited import EditedSource
 from reshard.verification.fingerprint import FingerprintEntry, Fingerprints, digest_of, fingerprints
 from reshard.verification.reading import Means
 from reshard.verification.saved_fingerprints import read_fingerprints
-from reshard.verification.sources import CheckpointPlace, RecordedCrcs, read_files_of_ranks, read_sound, reader_of
+from reshard.verification.sources import CheckpointPlace, RecordedCrcs, read_ranks, read_sound, reader_of
 from reshard.verification.stored import StoredSource
 
 
@@ -170,15 +172,7 @@ def _some_ranks(
     tree = find_checkpoints(place.path, place.file_suffix)
     check_ranks(tree, place.strategy, handles)
     files = _files(tree, place.strategy, ranks, place.step, report)
-    problems: dict[str, InputError] = {}
-
-    def read(damaged: Mapping[str, str]) -> StoredSource:
-        problems.clear()
-        source, contradicting = read_files_of_ranks(files, place.strategy, handles, report, damaged, filters.admit)
-        problems.update(contradicting)
-        return source
-
-    source = read_sound(read, crcs)
+    source, problems = read_ranks(files, place.strategy, handles, report, crcs, filters.admit)
     if problems:
         raise one_error([*problems.values()], f"{len(problems)} parameters do not fit the strategy")
     return source
@@ -202,11 +196,8 @@ def _check_equal(checkpoint: Checkpoint, names: Sequence[str], means: Means) -> 
     if equals:
         storage = storage_of(next(iter(checkpoint.files.values())))
         options = ExecutionOptions(means.jobs, means.max_memory, storage=storage)
-        reader = BoxReader(means.handles, options)
-        try:
+        with contextlib.closing(BoxReader(means.handles, options)) as reader:
             check_equal(checkpoint, equals, reader)
-        finally:
-            reader.close()
 
 
 def _files(
@@ -258,5 +249,4 @@ def _print(result: Fingerprints, report: Report) -> None:
 
 
 def _line(entry: FingerprintEntry) -> str:
-    shape = "[" + ",".join(map(str, entry.shape)) + "]"
-    return f"{entry.fingerprint or 'partial':32}  {entry.dtype}  {shape}  {one_line(entry.name)}"
+    return f"{entry.fingerprint or 'partial':32}  {entry.dtype}  {shape_words(entry.shape)}  {one_line(entry.name)}"

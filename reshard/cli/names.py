@@ -69,7 +69,7 @@ def names_show(rules: str, as_json: bool) -> None:
                     "values": list(option.values),
                     "default": option.default,
                     "config": option.key,
-                    "seen": {name.text: value for name, value in option.name_values},
+                    "name_values": {name.text: value for name, value in option.name_values},
                     "about": option.about,
                 }
                 for option in table.options

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any, Callable, Optional, TypeVar
 import click
 
 from reshard.cli import completion
-from reshard.cli.command import Choice, option
+from reshard.cli.command import Choice, Parsed, option
 from reshard.cli.errors import set_debug, set_quiet, set_verbose
-from reshard.cli.shard import ShardType
 from reshard.defaults import CHOICES, DEFAULT_PREFIX, MAX_DEVICES, MAX_MEMORY
 from reshard.errors import UsageError
 from reshard.forms import FORM_CLASSES, SHORT_NAMES
@@ -19,6 +18,7 @@ from reshard.storage import is_directory, use_endpoint
 
 if TYPE_CHECKING:
     from reshard.checkpoints import Decryption
+    from reshard.cli.shard import Share
 
 _SHARDS = "reshard.shards"
 
@@ -27,26 +27,26 @@ F = TypeVar("F", bound=Callable[..., Any])
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
-class RanksType(click.ParamType):  # type: ignore[type-arg, unused-ignore]
-    """Ranks as people write them: ``0-7,12``."""
+def parse_ranks(text: str) -> tuple[int, ...]:
+    """The ranks of ``0-7,12``, ascending.
 
-    name = "ranks"
+    Raises:
+        ValueError: the text is no list of ranks.
+    """
+    ranks: set[int] = set()
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d{1,9})(?:\s*-\s*(\d{1,9}))?\s*", part)
+        if not match:
+            raise ValueError(f"{text!r} is not a list of ranks such as 0-7,12")
+        first = int(match[1])
+        last = int(match[2]) if match[2] is not None else first
+        if last < first or last >= MAX_DEVICES:
+            raise ValueError(f"{part.strip()!r} is not a range of ranks below {MAX_DEVICES}")
+        ranks.update(range(first, last + 1))
+    return tuple(sorted(ranks))
 
-    def convert(self, value: Any, param: Optional[click.Parameter], ctx: Optional[click.Context]) -> tuple[int, ...]:
-        """The ranks, ascending."""
-        if isinstance(value, tuple):
-            return value
-        ranks: set[int] = set()
-        for part in str(value).split(","):
-            match = re.fullmatch(r"\s*(\d{1,9})(?:\s*-\s*(\d{1,9}))?\s*", part)
-            if not match:
-                self.fail(f"{value!r} is not a list of ranks such as 0-7,12", param, ctx)
-            first = int(match[1])
-            last = int(match[2]) if match[2] is not None else first
-            if last < first or last >= MAX_DEVICES:
-                self.fail(f"{part.strip()!r} is not a range of ranks below {MAX_DEVICES}", param, ctx)
-            ranks.update(range(first, last + 1))
-        return tuple(sorted(ranks))
+
+RANKS = Parsed("ranks", parse_ranks)
 
 
 class RankType(click.ParamType):  # type: ignore[type-arg, unused-ignore]
@@ -81,31 +81,31 @@ class FormType(Choice):
         return super().convert(SHORT_NAMES.get(value, value), param, ctx)
 
 
-class ShardSizeType(click.ParamType):  # type: ignore[type-arg, unused-ignore]
-    """A number of bytes as at Hugging Face: ``5GB`` is decimal, ``5GiB`` binary."""
+def _parse_shard_size(text: str) -> int:
+    """The bytes of ``5GB``, decimal as at Hugging Face, or of ``5GiB``."""
+    # Loaded only here: help does without.
+    from reshard.forms.full.written_files import parse_size
 
-    name = "size"
-
-    def convert(self, value: Any, param: Optional[click.Parameter], ctx: Optional[click.Context]) -> int:
-        """The number of bytes."""
-        from reshard.forms.full.written_files import parse_size
-
-        return value if isinstance(value, int) else parse_size(str(value))
+    return parse_size(text)
 
 
-class SizeType(click.ParamType):  # type: ignore[type-arg, unused-ignore]
-    """A number of bytes in binary units: ``512M``."""
+def parse_memory(text: str) -> int:
+    """The bytes of a size in binary units, such as ``512M``.
 
-    name = "size"
+    Raises:
+        ValueError: the text is no size.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", text, re.IGNORECASE)
+    if not match or float(match[1]) == 0:
+        raise ValueError(f"{text!r} is not a size such as 512M or 2G")
+    return max(1, int(float(match[1]) * _UNITS[match[2].upper()]))
 
-    def convert(self, value: Any, param: Optional[click.Parameter], ctx: Optional[click.Context]) -> int:
-        """The number of bytes."""
-        if isinstance(value, int):
-            return value
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", str(value), re.IGNORECASE)
-        if not match or float(match[1]) == 0:
-            self.fail(f"{value!r} is not a size such as 512M or 2G", param, ctx)
-        return max(1, int(float(match[1]) * _UNITS[match[2].upper()]))
+
+def _parse_share(text: str) -> Share:
+    # Loaded only here: most runs do all the work.
+    from reshard.cli.shard import parse_share
+
+    return parse_share(text)
 
 
 def _set_endpoint(_: click.Context, __: click.Parameter, value: Optional[str]) -> None:
@@ -213,7 +213,7 @@ def strategies(command: F) -> F:
 
 def ranks(group: str, text: str) -> Callable[[F], F]:
     """--ranks."""
-    return option(group, "--ranks", type=RanksType(), metavar="0-7,12", show_default="all", help=text)
+    return option(group, "--ranks", type=RANKS, metavar="0-7,12", show_default="all", help=text)
 
 
 def flag(group: str, *names: str, text: str, **attributes: Any) -> Callable[[F], F]:
@@ -452,9 +452,9 @@ effort = together(
     option(
         "Effort",
         "--max-memory",
-        type=SizeType(),
+        type=Parsed("size", parse_memory),
         metavar="SIZE",
-        default=f"{MAX_MEMORY >> 20}M",
+        default=MAX_MEMORY,
         show_default="8M for each CPU, at least 64M",
         help="Memory for all buffers together (binary units: 512M, 2G).",
     ),
@@ -505,7 +505,7 @@ divided = together(
     option(
         "Target",
         "--shard",
-        type=ShardType(),
+        type=Parsed("shard", _parse_share),
         metavar="I/N|auto",
         help="Write only share I of N, counted from 0; auto reads I/N from Slurm, MPI, Kubernetes, torchrun or "
         "MindSpore.",
@@ -544,7 +544,7 @@ def target_form(default: str, text: str = "Form of the target; hf is short for h
         option(
             "Target",
             "--max-shard-size",
-            type=ShardSizeType(),
+            type=Parsed("size", _parse_shard_size),
             metavar="SIZE",
             show_default="5GB, unified 3GiB",
             help="Largest file of --to huggingface or unified: 500M, 5GB (decimal) or 5GiB.",

@@ -31,7 +31,7 @@ reshard rank-list 1 --src hf/ --names qwen3 --dst-strategy dst.ckpt
     "Source",
     "--available",
     show_default="all",
-    type=options.RanksType(),
+    type=options.RANKS,
     metavar="0,2-5",
     help="Only these source ranks can be read.",
 )
@@ -81,7 +81,7 @@ def rank_list(
 def _of_strategies(
     rank: int, src_strategy: Optional[str], dst_strategy: Optional[str], available: Optional[tuple[int, ...]]
 ) -> Sequence[int]:
-    """The answer from strategies alone."""
+    """The source ranks, from strategies alone."""
     # Loaded only here: --help needs neither NumPy nor protobuf.
     from reshard.plan.replicas import ReplicaChoice
     from reshard.strategies import read_strategy, required_strategies

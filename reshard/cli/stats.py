@@ -9,6 +9,7 @@ import click
 
 from reshard.cli import completion, options
 from reshard.cli.command import argument, command, option
+from reshard.cli.errors import exit_different
 from reshard.cli.opened import location_json, location_words, number_json, number_words, opened, shape_words
 from reshard.cli.output import alarming, echo_json, listener, write_picture
 from reshard.cli.progress import progress_of
@@ -19,9 +20,6 @@ from reshard.plan.edits import edits_of
 from reshard.text.messages import full_text, listing
 from reshard.text.report import Report
 from reshard.text.wording import one_line, plural
-
-FOUND = 4
-"""Exit status if a tensor has numbers of --fail-on."""
 
 _KINDS = {"nan": "NaN", "inf": "Inf"}
 
@@ -86,7 +84,7 @@ def stats(src: str, strategy: Optional[str], fail_on: tuple[str, ...], svg: Opti
     for line in failures:
         click.echo(alarming(line), err=True)
     if failures:
-        click.get_current_context().exit(FOUND)
+        exit_different()
 
 
 _SPARE = ("norm", "zeros", "mean")

@@ -10,6 +10,7 @@ import click
 from reshard.checkpoints import FileHandles
 from reshard.cli import completion, options
 from reshard.cli.command import command, option
+from reshard.cli.errors import exit_different
 from reshard.cli.output import echo_json, listener, say
 from reshard.cli.progress import progress_of
 from reshard.cli.strategy_show import strategy_words
@@ -25,9 +26,6 @@ from reshard.text.name_patterns import pattern_lines
 from reshard.text.names import is_weight
 from reshard.text.report import Report
 from reshard.text.wording import number_ranges, one_line, plural, quoted, rank_ranges, step_words
-
-DOES_NOT_FIT = 4
-"""Exit status of a strategy that does not fit."""
 
 _MAX_PATTERNS = 6
 _MAX_MISFITS = 4
@@ -55,7 +53,7 @@ def strategy_check(strategy: str, path: str, everything: bool, verbose: bool, **
 
     The slices of every rank must have the shapes that the layouts give, and where S lists replicas, samples of
     their bytes must be equal. The exit status is 4 if anything does not fit. Parameters without replicas are
-    checked by shape only, and the output says so.
+    checked by shape only; the output counts them.
     """
     report = Report(listener())
     opened = typed_strategy(strategy, report)
@@ -72,7 +70,7 @@ def strategy_check(strategy: str, path: str, everything: bool, verbose: bool, **
     elif not (typed["quiet"] and result.fits):
         say("\n".join(_lines(result, opened, path, verbose)))
     if not result.fits:
-        click.get_current_context().exit(DOES_NOT_FIT)
+        exit_different()
 
 
 def _lines(result: StrategyCheck, strategy: Strategy, path: str, verbose: bool) -> Iterator[str]:

@@ -10,7 +10,7 @@ import click
 from reshard.cli import completion, options
 from reshard.cli.command import Choice, command, option
 from reshard.cli.output import say, show_notes
-from reshard.cli.strategy_make import SIZES, SizesType, finish, making, names, shapes, shapes_of, target_of, under_names
+from reshard.cli.strategy_make import finish, making, names, shapes, shapes_of, sizes_option, target_of, under_names
 from reshard.errors import UsageError
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ _also = options.together(
         shell_complete=completion.strategies,
         help="One more strategy of the model (repeatable, with --also-sizes).",
     ),
-    option("Source", "--also-sizes", multiple=True, type=SizesType(), metavar=SIZES, help="Devices of --also's run."),
+    sizes_option("Source", "--also-sizes", text="Devices of --also's run.", multiple=True),
 )
 
 
@@ -52,7 +52,7 @@ reshard strategy derive src.ckpt dst.ckpt --shapes qwen3-hf/ --names qwen3 \\
 )
 @click.argument("src", metavar="SRC", shell_complete=completion.strategies)
 @click.argument("out", metavar="OUT", shell_complete=completion.paths)
-@option("Source", "--src-sizes", type=SizesType(), metavar=SIZES, help="Devices of SRC's run: dp, mp, pp, cp, ep.")
+@sizes_option("Source", "--src-sizes", text="Devices of SRC's run: dp, mp, pp, cp, ep.")
 @_also
 @shapes(_SHAPES)
 @names
@@ -72,7 +72,7 @@ reshard strategy derive src.ckpt dst.ckpt --shapes qwen3-hf/ --names qwen3 \\
     help="growth: cuts by mp grow beyond the shown sizes. dp-outermost: data parallel is outermost in the device "
     "matrix; if that is wrong, ranks silently get the slices of other ranks.",
 )
-@option("Target", "--dst-sizes", type=SizesType(), metavar=SIZES, help="Devices of OUT's run.")
+@sizes_option("Target", "--dst-sizes", text="Devices of OUT's run.")
 @making
 def strategy_derive(
     src: str,
@@ -170,7 +170,7 @@ reshard strategy rules llama > model.toml
 """,
 )
 @click.argument("src", metavar="[SRC|NAME]", required=False, shell_complete=completion.strategies)
-@option("Source", "--sizes", type=SizesType(), metavar=SIZES, help="Devices of SRC's run: dp, mp, pp, cp, ep.")
+@sizes_option("Source", "--sizes", text="Devices of SRC's run: dp, mp, pp, cp, ep.")
 @_also
 @shapes(f"{_SHAPES} Without it, more rules are left open.")
 @option("Output", "--list", "as_list", is_flag=True, help="List the built-in rules.")

@@ -8,6 +8,7 @@ import click
 
 from reshard.cli import completion, options
 from reshard.cli.command import command, option
+from reshard.cli.errors import exit_different
 from reshard.cli.output import echo_json, say, show_notes
 from reshard.cli.strategy_show import layout_row, strategy_words
 from reshard.plan.changes import (
@@ -26,9 +27,6 @@ from reshard.text.messages import listing
 from reshard.text.name_patterns import pattern_lines
 from reshard.text.names import ACCUMULATED_GRADIENTS
 from reshard.text.wording import plural, rank_ranges, some_numbers, stepped_ranges
-
-DIFFERENT = 4
-"""Exit status of --exit-code where the strategies differ."""
 
 _MAX_PATTERNS = 20
 # In a line of the summary.
@@ -86,7 +84,7 @@ def strategy_diff(source: str, target: str, exit_code: bool, as_json: bool, verb
     else:
         say("\n".join(_lines(before, after, changes, verbose)))
     if exit_code and not _same(before, after, changes):
-        click.get_current_context().exit(DIFFERENT)
+        exit_different()
 
 
 def _same(before: Strategy, after: Strategy, changes: Changes) -> bool:

@@ -13,7 +13,7 @@ import click
 
 from reshard._version import __version__
 from reshard.cli import completion, options
-from reshard.cli.command import command, option
+from reshard.cli.command import Parsed, command, option
 from reshard.cli.output import echo_json, is_quiet, say, show_notes
 from reshard.errors import InputError, StrategyError, UsageError
 from reshard.storage import is_directory
@@ -27,59 +27,41 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-SIZES = "dp=N,mp=N"
 
-
-class SizesType(click.ParamType):  # type: ignore[type-arg, unused-ignore]
+def _parse_sizes(text: str) -> object:
     """Devices per kind of parallelism: ``dp=2,mp=4``."""
+    # Loaded only here: help does without.
+    from reshard.strategies.rules import parse_sizes
 
-    name = "sizes"
-
-    def convert(self, value: Any, param: Optional[click.Parameter], ctx: Optional[click.Context]) -> Any:
-        """The sizes."""
-        from reshard.strategies.rules import AxisSizes, parse_sizes
-
-        if isinstance(value, AxisSizes):
-            return value
-        try:
-            return parse_sizes(str(value))
-        except UsageError as error:
-            self.fail(error.message, param, ctx)
+    return parse_sizes(text)
 
 
-class _LayersType(click.ParamType):  # type: ignore[type-arg, unused-ignore]
+def _parse_layers(text: str) -> tuple[int, ...]:
     """Layers per stage: ``8,8``."""
-
-    name = "layers"
-
-    def convert(self, value: Any, param: Optional[click.Parameter], ctx: Optional[click.Context]) -> tuple[int, ...]:
-        """The numbers."""
-        if isinstance(value, tuple):
-            return value
-        if not re.fullmatch(r"\s*[0-9]{1,6}(\s*,\s*[0-9]{1,6})*\s*", str(value)):
-            self.fail(f"{value!r} is not a list of layer counts such as 8,8", param, ctx)
-        return tuple(int(number) for number in str(value).split(","))
+    if not re.fullmatch(r"\s*[0-9]{1,6}(\s*,\s*[0-9]{1,6})*\s*", text):
+        raise ValueError(f"{text!r} is not a list of layer counts such as 8,8")
+    return tuple(int(number) for number in text.split(","))
 
 
-class _ShardsType(click.ParamType):  # type: ignore[type-arg, unused-ignore]
-    """Optimizer shards per weight: ``off``, ``-1`` or a number."""
+def _parse_shards(text: str) -> int:
+    """Optimizer shards per weight: ``-1`` or a number, and 0 for ``off``."""
+    if text == "off":
+        return 0
+    if re.fullmatch(r"-1|[1-9][0-9]{0,6}", text):
+        return int(text)
+    raise ValueError(f"{text!r} is neither off, nor -1, nor a number of shards")
 
-    name = "shards"
 
-    def convert(self, value: Any, param: Optional[click.Parameter], ctx: Optional[click.Context]) -> int:
-        """0 for off."""
-        if value == "off":
-            return 0
-        if re.fullmatch(r"-1|[1-9][0-9]{0,6}", str(value)):
-            return int(value)
-        self.fail(f"{value!r} is neither off, nor -1, nor a number of shards", param, ctx)
+def sizes_option(group: str, *names: str, text: str, **attributes: Any) -> Callable[[F], F]:
+    """An option for the sizes of a run."""
+    return option(group, *names, type=Parsed("sizes", _parse_sizes), metavar="dp=N,mp=N", help=text, **attributes)
 
 
 making = options.together(
     option(
         "Target",
         "--layers-per-stage",
-        type=_LayersType(),
+        type=Parsed("layers", _parse_layers),
         metavar="N,N",
         show_default="even",
         help="Layers per pipeline stage (MindFormers: offset, num_layer_list); in rounds of all stages where "
@@ -88,7 +70,7 @@ making = options.together(
     option(
         "Target",
         "--optimizer-shards",
-        type=_ShardsType(),
+        type=Parsed("shards", _parse_shards),
         metavar="off|-1|N",
         help="How the optimizer shards each weight: not at all, over all replicas, or in N.",
     ),
@@ -189,7 +171,7 @@ reshard strategy make mcore target.ckpt --shapes qwen3-hf/ --names qwen3 \\
     metavar="NAME=VALUE",
     help="A switch of the model's configuration that RULES declare, such as vocab_emb_dp=false (repeatable).",
 )
-@option("Target", "--sizes", type=SizesType(), metavar=SIZES, help="Devices: dp, mp, pp, cp, ep; 1 where left out.")
+@sizes_option("Target", "--sizes", text="Devices: dp, mp, pp, cp, ep; 1 where left out.")
 @making
 def strategy_make(
     rules: str,

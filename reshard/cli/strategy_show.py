@@ -8,9 +8,9 @@ from typing import Any, Callable, Optional
 import click
 
 from reshard.cli import completion, options
-from reshard.cli.command import command, nearest, option
+from reshard.cli.command import command, nearest
 from reshard.cli.output import echo_json, paint, say, show_notes, terminal_width, write_picture
-from reshard.cli.strategy_make import SIZES, SizesType
+from reshard.cli.strategy_make import sizes_option
 from reshard.cli.tables import table
 from reshard.errors import LayoutError, StrategyError, UsageError
 from reshard.layout import Layout
@@ -43,12 +43,10 @@ reshard strategy show src_strategy.ckpt \\
 )
 @click.argument("path", metavar="FILE|DIR", shell_complete=completion.paths)
 @click.argument("parameter", required=False, metavar="[PARAM]", shell_complete=completion.parameters)
-@option(
+@sizes_option(
     "Strategies",
     "--sizes",
-    type=SizesType(),
-    metavar=SIZES,
-    help="Sizes of its run; axes of device matrices get these names where the sizes determine them.",
+    text="Sizes of its run; axes of device matrices get these names where the sizes determine them.",
 )
 @options.svg("With PARAM: draw the picture into an SVG file, too.")
 @options.verbose("Without PARAM: list every parameter.")

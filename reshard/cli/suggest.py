@@ -50,7 +50,7 @@ def suggest(src: str, devices: Optional[int], src_strategy: Optional[str], as_js
     The aims are another cluster size, Hugging Face for inference, lost ranks, MindSpore, PyTorch and quantised
     weights. Only names, headers, strategy files and config.json in SRC and the directory above are read. A
     strategy is used if it is the only one there that fits the headers, or if the conversion that wrote SRC
-    recorded it; the first command checks it. What only you know is a placeholder in capitals. The output is a
+    recorded it; the first command checks it. Values that only you have are placeholders in capitals. The output is a
     shell script.
     """
     from reshard.inspection.suggestions import suggest as suggestions_of
@@ -105,7 +105,7 @@ def _show(suggestions: Suggestions) -> None:
         _comment(f"strategy: {suggestions.strategy}")
         if suggestions.recorded:
             _comment("  recorded by the conversion that wrote this checkpoint; the first command tests it")
-        if suggestions.found:
+        if suggestions.fits_headers:
             _comment(
                 "  the only one here that fits the ranks, names and shapes in the headers; the first command tests it"
             )

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Optional
 
 import click
 
 from reshard.cli import completion, options
 from reshard.cli.command import command, option
+from reshard.cli.errors import exit_different
 from reshard.cli.output import alarming, echo_json, is_verbose, listener
 from reshard.cli.progress import progress_of
 from reshard.convert.ends import options_of
 from reshard.convert.recorded import merge_hint, recorded_source, was_merged
 from reshard.convert.verifying import against_manifest, of_ranks, reading_sources, verify_with_source
 from reshard.errors import TargetError, UsageError
-from reshard.forms.registry import counted_as, form_named, form_of
+from reshard.forms.registry import counted_as, form_of
 from reshard.opened.opening import source_strategy
 from reshard.records import read_manifest
 from reshard.records.commands import EDITS
@@ -27,12 +28,8 @@ from reshard.text.messages import MAX_LINES, listing
 from reshard.text.report import Report
 from reshard.text.wording import plural, printable, quoted, rank_ranges
 from reshard.verification.difference import Difference
-from reshard.verification.end_to_end import verify_copies, verify_replicas
-from reshard.verification.reading import Means
-from reshard.verification.sources import CheckpointPlace, RecordedCrcs
-
-DIFFERENT = 4
-"""Exit status where something is not as it should be."""
+from reshard.verification.end_to_end import verify_replicas
+from reshard.verification.sources import CheckpointPlace
 
 
 @command(
@@ -116,7 +113,10 @@ def verify(
     progress = progress_of(typed["quiet"], typed["progress"])
     with reading_sources(options_of(typed), progress, report) as (means, crcs):
         if replicas:
-            differences, verdict = _compare_replicas(out, strategy, typed, filters, means, report, crcs)
+            form, suffix = form_of(out), typed["file_suffix"]
+            saved = source_strategy(out, form, strategy, suffix, report, "--strategy ")
+            place = CheckpointPlace(out, form, saved, typed["step"], suffix)
+            differences, verdict = verify_replicas(place, filters, means, report, crcs)
         if src is not None:
             differences += verify_with_source(out, src, {**typed, **strategies}, ranks, filters, means, report, crcs)
             verdict = f"verified: no differences from {src}"
@@ -146,28 +146,6 @@ def verify(
     print_differences(differences, typed["quiet"], not typed["as_json"], verdict)
 
 
-def _compare_replicas(
-    out: str,
-    strategy: Optional[str],
-    typed: Mapping[str, Any],
-    filters: Filters,
-    means: Means,
-    report: Report,
-    crcs: Optional[RecordedCrcs],
-) -> tuple[list[Difference], str]:
-    """Differences between copies of the same slices, and the verdict without any."""
-    form = form_of(out)
-    source = source_strategy(out, form, strategy, typed["file_suffix"], report, "--strategy ")
-    if form_named(form).options.by_rank:
-        differing, verdict = verify_replicas(
-            out, source, typed["step"], typed["file_suffix"], filters, means, report, crcs
-        )
-    else:
-        place = CheckpointPlace(out, form, source, typed["step"])
-        differing, verdict = verify_copies(place, filters, means, report, crcs)
-    return list(differing), verdict
-
-
 def print_differences(
     differences: Sequence[Difference],
     quiet: bool,
@@ -187,7 +165,7 @@ def print_differences(
     if differences:
         text = f"reshard: {plural(len(differences), 'difference')}: this checkpoint must not be used"
         click.echo(alarming(text), err=True)
-        click.get_current_context().exit(DIFFERENT)
+        exit_different()
     if verdict and not quiet:
         click.echo(printable(verdict), err=True)
 

@@ -12,7 +12,7 @@ from reshard.convert.options import Options
 from reshard.defaults import DEFAULT_PREFIX, usable_cpus
 from reshard.errors import CheckpointError, UsageError
 from reshard.forms import DEFAULT_FORM
-from reshard.forms.form import Form, Layouts
+from reshard.forms.form import Form, Layouts, ReadRequest
 from reshard.forms.ranks.steps import RANK
 from reshard.forms.registry import (
     all_forms,
@@ -20,8 +20,6 @@ from reshard.forms.registry import (
     check_holds_ranks,
     form_named,
     form_of,
-    read_checkpoint,
-    strategy_of,
 )
 from reshard.plan.edits import NO_EDITS, Edits, edits_of
 from reshard.plan.request import Request
@@ -115,8 +113,9 @@ def with_recorded_target(src: str, ends: Ends, step: str) -> Ends:
         return ends._replace(target=Strategy.none())
     with FileHandles() as handles:
         # Reading the tensors later prints the warnings.
-        checkpoint = read_checkpoint(ends.form, src, step, handles, Report(), {}, lambda name: False)
-        return ends._replace(target=strategy_of(checkpoint))
+        form = form_named(ends.form)
+        checkpoint = form.read(ReadRequest(src, handles, Report(), step, required=lambda name: False))
+        return ends._replace(target=form.strategy_of(checkpoint))
 
 
 def _check(src: str, form: Form, to: Form, typed: Mapping[str, Any]) -> None:

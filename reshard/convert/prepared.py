@@ -385,12 +385,9 @@ class Prepared:
         equals = equal_of(plan.checkpoint, [*plan.sorted.resharded, *plan.sorted.copied])
         if not equals:
             return
-        reader = BoxReader(self._handles, self.state.execution)
-        try:
-            most = CHUNK_BYTES if self._options.dry_run else None
+        most = CHUNK_BYTES if self._options.dry_run else None
+        with contextlib.closing(BoxReader(self._handles, self.state.execution)) as reader:
             check_equal(plan.checkpoint, equals, reader, self._progress, most)
-        finally:
-            reader.close()
 
     def _stored(self) -> list[str]:
         """The tensors in the source files that are converted."""

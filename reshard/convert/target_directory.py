@@ -115,7 +115,7 @@ class TargetDirectory:
         self._lost_only = options.lost_only
         # Ranks from an earlier run of the same recovery stay valid.
         self._adding = options.adding or options.lost_only
-        # A part of another run, which has recorded what it replaces, and which completes the directory.
+        # A part of another run, which has recorded the replaced targets and completes the directory.
         self._part = options.part is not None
         # Whether this run writes every file of the target directory.
         self._whole = plan.request.files is None if options.lost_only else len(requested) == plan.form.count

@@ -215,7 +215,7 @@ class _Builder:
                 )
         item_size = ITEM_SIZES.get(dtype)
         if item_size is None:
-            raise self._fault(name, f"is {dtype}, which reshard does not know")
+            raise self._fault(name, f"is {dtype}, an unsupported type")
         try:
             starts = np.array([chunk.offsets for chunk in chunks], np.int64).reshape(len(chunks), len(shape))
             sizes = np.array([chunk.sizes for chunk in chunks], np.int64).reshape(len(chunks), len(shape))

@@ -11,9 +11,10 @@ from typing import Optional
 from reshard.checkpoints import CheckpointIndex, FileHandles, Tensor, read_index
 from reshard.checkpoints.formats.dtypes import ITEM_SIZES, NO_ARRAYS
 from reshard.errors import CheckpointError, LayoutError, StrategyError
+from reshard.forms.form import ReadRequest
 from reshard.forms.ranks import find_checkpoints
 from reshard.forms.ranks.steps import RANK
-from reshard.forms.registry import form_named, form_of, read_checkpoint
+from reshard.forms.registry import form_named, form_of
 from reshard.storage import is_directory
 from reshard.strategies import Stage, Strategy, read_strategy
 from reshard.strategies.rules import FullTensor, ModelTensors, model_tensors
@@ -42,7 +43,7 @@ def read_shapes(path: str, strategy: Optional[Strategy], handles: FileHandles, r
     """
     form = form_of(path)
     if not form_named(form).options.needs_strategy:
-        checkpoint = read_checkpoint(form, path, "latest", handles, report, {}, lambda name: False)
+        checkpoint = form_named(form).read(ReadRequest(path, handles, report, required=lambda name: False))
         tensors: Iterable[FullTensor] = (
             FullTensor(name, tensor.shape, tensor.dtype) for name, tensor in checkpoint.tensors.items()
         )

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Callable
+from collections.abc import Iterator, Sequence
 
-from reshard.checkpoints.checkpoint import Checkpoint
-from reshard.checkpoints.files import FileHandles
 from reshard.errors import CheckpointError
 from reshard.forms import DEFAULT_FORM, FORM_CLASSES, READ_ONLY_CLASSES
-from reshard.forms.form import Form, ReadRequest
+from reshard.forms.form import Form
 from reshard.forms.ranks import find_checkpoints
 from reshard.forms.ranks.steps import RANK
 from reshard.forms.ranks.tree import named_for_rank
 from reshard.storage import caches_listings, exists
 from reshard.storage.directories import OWN
-from reshard.strategies import Strategy
 from reshard.text.near_names import similar_path_hint
-from reshard.text.report import Report
 
 
 @functools.cache
@@ -86,26 +81,3 @@ def forms_among(directory: str, names: Sequence[str]) -> set[str]:
     if not others:
         return set()
     return {form.name for form in all_forms() if form.name != DEFAULT_FORM and form.recognise(directory, others)}
-
-
-@caches_listings
-def read_checkpoint(
-    form: str,
-    src: str,
-    step: str,
-    handles: FileHandles,
-    report: Report,
-    damaged: Mapping[str, str],
-    required: Callable[[str], bool],
-) -> Checkpoint:
-    """Read a source of any form but rank trees, from metadata and headers alone; see `Form.read` and `ReadRequest`."""
-    return form_named(form).read(ReadRequest(src, handles, report, step, damaged, required))
-
-
-def strategy_of(checkpoint: Checkpoint) -> Strategy:
-    """The strategy that a source records.
-
-    Raises:
-        InputError: it records none, or not for every tensor.
-    """
-    return form_named(checkpoint.form).strategy_of(checkpoint)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple, Optional
 
 import numpy as np
 import numpy.typing as npt
@@ -13,8 +13,9 @@ from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor, TensorsInOr
 from reshard.checkpoints.formats.dtypes import NO_ARRAYS
 from reshard.errors import InputError
 from reshard.forms.form import WriteRequest
-from reshard.forms.target import Section, layout_in
+from reshard.forms.target import Section, TargetForm, layout_in
 from reshard.layout import Layout, volume_of
+from reshard.strategies import Stage, Strategy
 from reshard.text.name_order import layers_in_order
 from reshard.text.report import Report
 
@@ -105,6 +106,60 @@ def share_out(
     shared: dict[frozenset[str], frozenset[str]] = {}
     sets = ((device, frozenset(names[device])) for device in sorted(names))
     return SharedOut(layouts, {device: shared.setdefault(file_names, file_names) for device, file_names in sets})
+
+
+class SharedFile(NamedTuple):
+    """A file: its device among those of a pipeline stage, and the tensors of which it holds a slice."""
+
+    stage: Stage
+    device: int
+    names: frozenset[str]
+
+
+class SharedFiles(TargetForm):
+    """Files of the ranks that write a slice, each slice once; the common part of several forms, see `TargetForm`.
+
+    Args:
+        strategy: the layouts of the tensors.
+        tensors: the written tensors, by name.
+    """
+
+    by_rank = False
+
+    def __init__(self, strategy: Strategy, tensors: Mapping[str, GlobalTensor]) -> None:
+        self.takes_everything = strategy.is_none
+        self.tensors = tensors
+        self.sections: list[Section] = []
+        # By name: number of the section, and the layout over its stage's ranks.
+        self._layouts: dict[str, tuple[int, Layout]] = {}
+        self._files: list[SharedFile] = []
+        self._section_numbers: list[int] = []
+
+    def _add_files(
+        self, stage: Stage, section: Section, names: Iterable[str], empty: bool = True, first: bool = False
+    ) -> None:
+        """Add the files of a stage for its tensors among these that no earlier file holds; see `share_out`."""
+        chosen = [self.tensors[name] for name in names if name in section.layouts and name not in self._layouts]
+        shared = share_out(chosen, section, stage.device_count, empty, first)
+        number = len(self.sections)
+        self._layouts.update((name, (number, layout)) for name, layout in shared.layouts.items())
+        if shared.names:
+            self.sections.append(shared.section(number, len(self._files), section))
+        self._files += (SharedFile(stage, device, held) for device, held in shared.names.items())
+        self._section_numbers += [number] * len(shared.names)
+
+    @property
+    def count(self) -> int:
+        """Files of tensors."""
+        return len(self._files)
+
+    def section_of(self, file: int) -> Section:
+        """The files that were added together."""
+        return self.sections[self._section_numbers[file]]
+
+    def names_in(self, file: int) -> Optional[frozenset[str]]:
+        """The tensors of which a file holds a slice."""
+        return self._files[file].names
 
 
 def _size(tensor: GlobalTensor) -> int:

@@ -16,7 +16,7 @@ from reshard.forms.form import Description, ReadRequest, SavedStep
 from reshard.forms.objects import shown_object
 from reshard.forms.registry import form_named
 from reshard.inspection.contents import Finding, InspectedContents, contents_of, conversion_findings
-from reshard.storage import caches_listings, is_directory, names_in, status_at
+from reshard.storage import caches_listings, is_directory, names_in, status_of_each
 from reshard.text.names import kind_of
 from reshard.text.report import Report
 
@@ -212,10 +212,6 @@ def quantised_in(checkpoint: Checkpoint) -> tuple[dict[str, int], Optional[Findi
 def _files_in(path: str) -> list[FormFile]:
     """Files of weights of a directory that cannot be read as a checkpoint."""
     directory = path if is_directory(path) else os.path.dirname(path) or os.curdir
-    weights = []
-    for name in names_in(directory):
-        place = os.path.join(directory, name)
-        status = status_at(place) if name.endswith(".safetensors") else None
-        if status is not None:
-            weights.append(FormFile(None, place, status.size, None))
-    return weights
+    paths = [os.path.join(directory, name) for name in names_in(directory) if name.endswith(".safetensors")]
+    statuses = zip(paths, status_of_each(paths))
+    return [FormFile(None, path, status.size, None) for path, status in statuses if status is not None]

@@ -57,7 +57,7 @@ class Problem(NamedTuple):
     Attributes:
         level: 0 where a conversion refuses or something is lost, 1 for what could not be checked, 2 for notes.
         text: one or more lines.
-        hint: what to do about it; None if there is nothing.
+        hint: the remedy; None without one.
     """
 
     level: int

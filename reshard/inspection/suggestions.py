@@ -1,7 +1,7 @@
 """The commands for the usual aims with a checkpoint, from names, headers and the files beside it.
 
 Nothing is guessed. A strategy is used only if it is the only one beside the checkpoint that fits the ranks, names and
-shapes in the headers, and the first command checks it. What only the user knows is a placeholder in capitals.
+shapes in the headers, and the first command checks it. Values that only the user has are placeholders in capitals.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class Suggestions:
     Attributes:
         subject: the checkpoint.
         strategy: the path of the strategy that commands use; None if unknown or recorded in the checkpoint.
-        found: it was found beside the checkpoint.
+        fits_headers: it is the only one beside the checkpoint that fits the headers.
         recorded: the records of the conversion that wrote the checkpoint name it.
         beside: other strategies near it.
         model: its names.
@@ -129,7 +129,7 @@ class Suggestions:
 
     subject: Subject
     strategy: Optional[str] = None
-    found: bool = False
+    fits_headers: bool = False
     recorded: bool = False
     beside: Sequence[StrategyBeside] = ()
     model: Model = field(default_factory=Model)

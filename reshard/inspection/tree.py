@@ -7,12 +7,10 @@ conversion is a finding here.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import shlex
 from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Optional
@@ -36,9 +34,7 @@ from reshard.storage import (
     is_directory,
     listings_cached,
     names_in,
-    reading,
-    storage_of,
-    store_of,
+    status_of_each,
 )
 from reshard.strategies import Strategy
 from reshard.strategies.replicas import replicas_of_strategy
@@ -54,8 +50,6 @@ _MAX_TRIED = 8
 _MAX_SETS = 64
 # Maximum names in a line.
 _MAX_PATTERNS = 6
-# Concurrent requests for sizes: network storage is slow for any number of CPUs.
-_IN_FLIGHT = 16
 
 
 @dataclass
@@ -213,7 +207,9 @@ class _Inspection:
             ranks = range(strategy.device_count)
         self._expected = ranks
         self._findings: list[Finding] = []
-        sizes = _sizes([file.path for file in tree.files])
+        paths = [file.path for file in tree.files]
+        # None for files that training removed after the listing.
+        sizes = {path: status and status.size for path, status in zip(paths, status_of_each(paths))}
         self._steps = {number: self._by_names(number, sizes) for number in tree.steps}
         self._find_in_names()
 
@@ -376,20 +372,6 @@ def _note_verdict(step: InspectedStep, checkpoint: RankCheckpoint, missing: Opti
     tensors = checkpoint.tensors
     step.not_saved = sorted(checkpoint.laid_out - tensors.keys())
     step.full_bytes = sum(math.prod(item.shape) * item.item_size for item in tensors.values())
-
-
-def _sizes(paths: Sequence[str]) -> dict[str, Optional[int]]:
-    """Sizes of files in bytes; None for files that training removed after the listing."""
-
-    def size(path: str) -> Optional[int]:
-        with reading(path), contextlib.suppress(FileNotFoundError):
-            return store_of(path).status(path).size
-        return None
-
-    if not storage_of(paths[0]).remote:
-        return {path: size(path) for path in paths}
-    with ThreadPoolExecutor(_IN_FLIGHT) as pool:
-        return dict(zip(paths, pool.map(size, paths)))
 
 
 def _named(step: Optional[Step]) -> Optional[str]:

@@ -181,7 +181,7 @@ class Completeness:
         return _product([self._expected_of[number] for number in sided.free])
 
     def check(self, keeps_others: bool) -> None:
-        """Note what is missing.
+        """Note missing names.
 
         Args:
             keeps_others: names without a rule stay unchanged, so numbers without a count may have gaps.

@@ -38,8 +38,8 @@ _OPTION = {
     "values": TomlKey("texts", ()),
     "default": TomlKey("any"),
     "config": TomlKey("text"),
-    "told": _TABLE,
-    "seen": _TABLE,
+    "config_values": _TABLE,
+    "name_values": _TABLE,
     "about": TomlKey("text", ""),
 }
 _BLOCK = {"from": TomlKey("text", ""), "to": TomlKey("text", ""), "when": TomlKey("texts", ())}
@@ -147,16 +147,18 @@ def _option(file: RuleFile, name: str, content: Any, sizes: Collection[str]) -> 
         raise file.wrong(where, f"default must be {' or '.join(values)}")
     if not values and default is not None and not default.isdecimal():
         raise file.wrong(where, "has no values, so its default must be a number")
-    for value in (*table["told"].values(), *table["seen"].values()):
+    for value in (*table["config_values"].values(), *table["name_values"].values()):
         if value not in values:
             raise file.wrong(where, f"{value!r} must be {' or '.join(values)}")
-    patterns = tuple(zip(file.parsed(pattern, [*table["seen"]], where), table["seen"].values()))
+    patterns = tuple(zip(file.parsed(pattern, [*table["name_values"]], where), table["name_values"].values()))
     for each, _ in patterns:
         if each.numbers or each.stars:
-            raise file.wrong(where, f"seen: {quoted(each.text)} must not have numbers or stars")
+            raise file.wrong(where, f"name_values: {quoted(each.text)} must not have numbers or stars")
         if any(size not in sizes for offset in each.products for size in offset.names):
-            raise file.wrong(where, f"seen: {quoted(each.text)} uses an unknown size")
-    return TableOption(name, values, default, table["config"], tuple(table["told"].items()), patterns, table["about"])
+            raise file.wrong(where, f"name_values: {quoted(each.text)} uses an unknown size")
+    return TableOption(
+        name, values, default, table["config"], tuple(table["config_values"].items()), patterns, table["about"]
+    )
 
 
 def _block(file: RuleFile, name: str, content: Any) -> list[_NameBlock]:

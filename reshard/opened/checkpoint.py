@@ -192,11 +192,11 @@ class OpenedCheckpoint(Mapping[str, LazyTensor]):
 
     @property
     def objects(self) -> Sequence[str]:
-        """The names of what is no tensor, such as an iteration or a learning rate, sorted; see `get_object`."""
+        """Names of objects other than tensors, such as an iteration or a learning rate, sorted; see `get_object`."""
         return sorted(self.contents.plan.checkpoint.objects)
 
     def get_object(self, name: str) -> Any:
-        """What is no tensor, as numbers, texts, lists and dictionaries; tuples are lists.
+        """An object other than a tensor, as numbers, texts, lists and dictionaries; tuples are lists.
 
         Raises:
             CheckpointError: it does not exist, or is more than that.

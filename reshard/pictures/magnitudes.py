@@ -142,7 +142,9 @@ def _bars(total: Counts, low: int, high: int, left: float, y: float, bar: float)
             height = max(1.0, _HEIGHT * count / most)
             x = left + (exponent - low) * bar
             rectangles.append(
-                rectangle(x, y + _HEIGHT - height, max(1.0, bar - 1), height, "bar", _said(exponent, count, elements))
+                rectangle(
+                    x, y + _HEIGHT - height, max(1.0, bar - 1), height, "bar", _described(exponent, count, elements)
+                )
             )
     return rectangles
 
@@ -156,7 +158,7 @@ def _shades(counts: Counts, low: int, high: int, left: float, y: float, bar: flo
             bar,
             _ROW - 2,
             "bar",
-            _said(exponent, int(counts[exponent]), elements),
+            _described(exponent, int(counts[exponent]), elements),
             # A few elements stay visible.
             fill_opacity=0.12 + 0.88 * float(counts[exponent]) / most,
         )
@@ -180,5 +182,5 @@ def _axis(low: int, high: int, left: float, y: float, bar: float) -> list[str]:
     return marks
 
 
-def _said(exponent: int, count: int, elements: int) -> str:
+def _described(exponent: int, count: int, elements: int) -> str:
     return f"2^{exponent - ONE} to 2^{exponent - ONE + 1}: {plural(count, 'element')} ({count / elements:.2%})"

@@ -44,7 +44,6 @@ def compare_with_manifest(directory: str, manifest: Manifest, means: Means) -> l
     Raises:
         RetryableError: reading failed.
     """
-    means.progress.begin(sum(file.size for file in manifest.files if file.crc32 is not None), "checking sums")
     block = max(4096, min(_BLOCK, means.max_memory // means.jobs))
     by_rank = form_named(manifest.plan.form).options.by_rank
 
@@ -53,11 +52,9 @@ def compare_with_manifest(directory: str, manifest: Manifest, means: Means) -> l
         ranks, files = ((file.rank,), ()) if by_rank else ((), (file.file,))
         return [Difference("file", None, ranks, text, files) for text in _differences(path, file, means, block)]
 
-    try:
-        with thread_pool(means.jobs) as pool:
-            differences = [difference for some in pool.map(compare, manifest.files) for difference in some]
-    finally:
-        means.progress.end()
+    nbytes = sum(file.size for file in manifest.files if file.crc32 is not None)
+    with means.counting(nbytes, "checking sums"), thread_pool(means.jobs) as pool:
+        differences = [difference for some in pool.map(compare, manifest.files) for difference in some]
     if by_rank:
         return [*differences, *_foreign_ranks(directory, manifest)]
     differences += [

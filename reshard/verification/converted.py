@@ -183,16 +183,13 @@ class _Comparison:
         slices = [item for name in self._names for item in self._slices(self._source.tensors[name])]
         values = self._value_origins()
         copies = [*self._value_copies({key: origins[0] for key, origins in values.items()})]
-        self._means.progress.begin(sum(item.nbytes for item in [*slices, *copies]), "verifying")
-        try:
+        with self._means.counting(sum(item.nbytes for item in [*slices, *copies]), "verifying"):
             wrong = compare(slices, self._means)
             for name in wrong.stages:
                 self._add("stages", name, "the source's pipeline stages hold different values of it")
             for (_, name), numbers in wrong.files.items():
                 self._add("content", name, "differs from the source", numbers)
             self._compare_values(values)
-        finally:
-            self._means.progress.end()
         return sorted(self._differences, key=lambda item: (item.parameter or "", item.kind, item.ranks, item.files))
 
     def _add(self, kind: str, name: Optional[str], detail: str, numbers: Iterable[int] = ()) -> None:

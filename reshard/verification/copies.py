@@ -55,16 +55,13 @@ def compare_copies(
     for tensor in tensors:
         slices = _copied_slices(tensor)
         total += sum(tensor.item_size * volume_of(box) * len(files) for _, box, files in slices)
-    means.progress.begin(total, "comparing copies")
-    try:
+    with means.counting(total, "comparing copies"):
         differences += _differing_slices(tensors, means)
         kinds: dict[str, dict[int, Hashable]] = defaultdict(dict)
         for (name, file), number in sums(_value_copies(source, values), means):
             kinds[name][file] = (kind_of_tensor(source.value(name, file)), number)
         for name, copies in kinds.items():
             differences += _minority(name, copies)
-    finally:
-        means.progress.end()
     return sorted(differences, key=lambda difference: (difference.parameter or "", difference.kind, difference.ranks))
 
 

@@ -35,7 +35,7 @@ from reshard.verification.reading import Comparison, Means, compare, sums
 from reshard.verification.sources import (
     CheckpointPlace,
     RecordedCrcs,
-    read_files_of_ranks,
+    read_ranks,
     read_sound,
     read_written,
     reader_of,
@@ -360,16 +360,9 @@ def recorded_step(src: str, form: str, step: Optional[str]) -> str:
 
 
 def verify_replicas(
-    path: str,
-    strategy: Strategy,
-    step: str,
-    file_suffix: Optional[str],
-    filters: Filters,
-    means: Means,
-    report: Report,
-    crcs: Optional[RecordedCrcs],
+    place: CheckpointPlace, filters: Filters, means: Means, report: Report, crcs: Optional[RecordedCrcs]
 ) -> tuple[list[Difference], str]:
-    """Compare replicas of slices within one step of a rank tree.
+    """Compare replicas of slices within one step of a checkpoint.
 
     Returns:
         The differences and damaged files, and the line to print if there are none; empty after a warning.
@@ -377,37 +370,45 @@ def verify_replicas(
     Raises:
         ReshardError: files are missing or cannot be read, or filters skip everything.
     """
-    tree = find_checkpoints(path, file_suffix)
-    check_ranks(tree, strategy, means.handles)
-    candidate = next(iter(tree.candidates(step)), None)
-    if candidate is None:
-        raise CheckpointError(f"{path}: holds no checkpoints", file=path)
-    if candidate.step is not None:
-        report.note(f"step {candidate.step} is compared")
-    problems: dict[str, InputError] = {}
-
-    def read(damaged: Mapping[str, str]) -> StoredSource:
-        problems.clear()
-        differences, contradicting = read_files_of_ranks(
-            candidate.files, strategy, means.handles, Report(), damaged, filters.admit
-        )
-        problems.update(contradicting)
-        return differences
-
-    source = read_sound(read, crcs, all_files=True)
-    warn_of_unmatched(filters, (strategy.parameters, source.names), report)
-    _check_anything_left(source, filters, problems)
-    differences = compare_copies(source, means, filters.admit, problems)
-    _note_not_held(source, strategy, filters, report)
-    return differences, _verdict(source, filters, report)
-
-
-def _check_anything_left(source: StoredSource, filters: Filters, problems: Mapping[str, InputError]) -> None:
+    problems: Mapping[str, InputError] = {}
+    by_rank = form_named(place.form).options.by_rank
+    if by_rank:
+        files = _files_of_step(place, means.handles, report)
+        source, problems = read_ranks(files, place.strategy, means.handles, Report(), crcs, filters.admit, True)
+    else:
+        source = read_sound(reader_of(place, means.handles, report, incomplete=True), crcs, all_files=True)
+    warn_of_unmatched(filters, (place.strategy.parameters, source.names), report)
     if not (problems or any(map(filters.admit, [*source.tensors, *source.values]))):
         raise CheckpointError(
             "nothing to compare: no parameter of the checkpoint is selected",
             hint="check --include and --exclude, and whether the strategy belongs to this model",
         )
+    differences = compare_copies(source, means, filters.admit, problems)
+    if by_rank:
+        _note_not_held(source, place.strategy, filters, report)
+    else:
+        root = place.path if is_directory(place.path) else os.path.dirname(place.path)
+        differences = [_by_file(difference, source.checkpoint.files, root) for difference in differences]
+    return differences, _verdict(source, filters, report)
+
+
+def _files_of_step(place: CheckpointPlace, handles: FileHandles, report: Report) -> Mapping[int, str]:
+    """The files of the requested step of a rank tree, by rank."""
+    tree = find_checkpoints(place.path, place.file_suffix)
+    check_ranks(tree, place.strategy, handles)
+    candidate = next(iter(tree.candidates(place.step)), None)
+    if candidate is None:
+        raise CheckpointError(f"{place.path}: holds no checkpoints", file=place.path)
+    if candidate.step is not None:
+        report.note(f"step {candidate.step} is compared")
+    return candidate.files
+
+
+def _by_file(difference: Difference, files: Mapping[int, str], root: str) -> Difference:
+    """A difference of numbered files, with their names."""
+    names = tuple(os.path.relpath(files[number], root) for number in difference.ranks)
+    detail = "differs from the copies in other files" if difference.kind == "replica" else difference.detail
+    return difference._replace(ranks=(), files=names, detail=detail)
 
 
 def _verdict(source: StoredSource, filters: Filters, report: Report) -> str:
@@ -419,29 +420,6 @@ def _verdict(source: StoredSource, filters: Filters, report: Report) -> str:
         return ""
     single = f"; {plural(alone, 'parameter')} without copies" if alone else ""
     return f"verified: copies do not differ{single}"
-
-
-def verify_copies(
-    place: CheckpointPlace, filters: Filters, means: Means, report: Report, crcs: Optional[RecordedCrcs]
-) -> tuple[list[Difference], str]:
-    """Compare replicas of slices within a checkpoint of any form but rank directories.
-
-    Returns:
-        The differences, and the line to print if there are none; empty after a warning.
-
-    Raises:
-        ReshardError: it cannot be read.
-    """
-    source = read_sound(reader_of(place, means.handles, report, incomplete=True), crcs, all_files=True)
-    warn_of_unmatched(filters, (source.names,), report)
-    _check_anything_left(source, filters, {})
-    root = place.path if is_directory(place.path) else os.path.dirname(place.path)
-    differences = []
-    for difference in compare_copies(source, means, filters.admit):
-        files = tuple(os.path.relpath(source.checkpoint.files[number], root) for number in difference.ranks)
-        detail = "differs from the copies in other files" if difference.kind == "replica" else difference.detail
-        differences.append(difference._replace(ranks=(), files=files, detail=detail))
-    return differences, _verdict(source, filters, report)
 
 
 def _note_not_held(source: StoredSource, strategy: Strategy, filters: Filters, report: Report) -> None:

@@ -308,8 +308,7 @@ def fingerprints(source: AnySource, means: Means, admit: Callable[[str], bool] =
     ]
     total = sum(content.item_size * math.prod(content.shape) for _, _, content in copies)
     total += sum(tensor.item_size * volume_of(box) for tensor in tensors.values() for (_, box), _ in _slices(tensor))
-    means.progress.begin(total, "reading")
-    try:
+    with means.counting(total, "reading"):
         parts = (((name, place), part, place[1]) for name, tensor in tensors.items() for place, part in _slices(tensor))
         for name, slice_sums in itertools.groupby(sums(parts, means), key=lambda item: item[0][0]):
             places, totals = zip(*((place, slice_sum) for (_, place), slice_sum in slice_sums))
@@ -325,8 +324,6 @@ def fingerprints(source: AnySource, means: Means, admit: Callable[[str], bool] =
             header = source.value(name, file)
             copy = ValueSum(header.dtype, header.shape, slice_sum)
             result.values.setdefault(name, {})[file] = shared_copies.setdefault(copy, copy)
-    finally:
-        means.progress.end()
     return result
 
 

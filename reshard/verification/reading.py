@@ -71,6 +71,15 @@ class Means:
     progress: Progress
     read: set[str] = field(default_factory=set)
 
+    @contextlib.contextmanager
+    def counting(self, total: int, doing: str) -> Iterator[None]:
+        """Show the progress of a block that reads this many bytes; ``doing`` names the work."""
+        self.progress.begin(total, doing)
+        try:
+            yield
+        finally:
+            self.progress.end()
+
     def check_unchanged(self) -> None:
         """Raise if a file changed after its contents were read: only one version of each may be compared.
 
@@ -257,16 +266,12 @@ def _sums(parts: Sequence[tuple[Content, Box]], means: Means, counted: bool) -> 
 
     def add(number: int, content: Content, block: Box) -> None:
         if not hasattr(buffers, "space"):
-            buffers.space = Workspace(Workspace.LEAST_MEMORY)
+            buffers.space = Workspace()
         words = content.read(block, means.handles)
         if content.cast:
             same_nans(words, content.dtype)
-        content_bytes = words.reshape(-1).view(np.uint8).data
-
-        def copy_range(offset: int, out: memoryview) -> None:
-            out[:] = content_bytes[offset : offset + len(out)]
-
-        totals.add({number: buffers.space.sum(content.shape, content.item_size, block, copy_range)})
+        content_bytes = words.reshape(-1).view(np.uint8)
+        totals.add({number: buffers.space.sum(content.shape, content.item_size, block, content_bytes)})
 
     def tasks() -> Iterator[_Task]:
         for number, (content, box) in enumerate(parts):

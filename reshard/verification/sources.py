@@ -16,7 +16,7 @@ from reshard.errors import InputError
 from reshard.forms.form import ReadRequest
 from reshard.forms.ranks import StepFiles
 from reshard.forms.ranks.parameters import read_some_ranks
-from reshard.forms.registry import form_named, read_checkpoint
+from reshard.forms.registry import form_named
 from reshard.storage import storage_of
 from reshard.strategies import Strategy
 from reshard.text.globs import Filters
@@ -113,21 +113,6 @@ def reader_of(
     return read
 
 
-def read_files_of_ranks(
-    files: Mapping[int, str],
-    strategy: Strategy,
-    handles: FileHandles,
-    report: Report,
-    damaged: Mapping[str, str],
-    admit: Callable[[str], bool],
-) -> tuple[StoredSource, dict[str, InputError]]:
-    """Read some ranks' files of one step, complete or not; see `read_some_ranks`."""
-    damaged_ranks = {rank: damaged[path] for rank, path in files.items() if path in damaged}
-    step_files = StepFiles(None, dict(files), damaged=damaged_ranks)
-    checkpoint, problems = read_some_ranks(step_files, strategy, handles, report, admit)
-    return StoredSource(checkpoint, strategy), problems
-
-
 def read_written(
     directory: str, form: str, handles: FileHandles, files: Optional[Collection[str]] = None
 ) -> tuple[Optional[StoredSource], list[Difference]]:
@@ -149,7 +134,7 @@ def read_written(
         RetryableError: reading failed.
     """
     try:
-        checkpoint = read_checkpoint(form, directory, "latest", handles, Report(), {}, lambda name: True)
+        checkpoint = form_named(form).read(ReadRequest(directory, handles, Report()))
         source = StoredSource(checkpoint, Strategy.none())
         problems = form_named(form).check_written(directory, checkpoint)
         differences = [Difference("file", None, (), text, (name,)) for name, text in problems]
@@ -196,11 +181,8 @@ class RecordedCrcs:
         means = self._means
         threads = means.jobs * storage_of(new[0].path).in_flight
         block = max(_MIN_BLOCK, min(_MAX_BLOCK, means.max_memory // threads))
-        means.progress.begin(sum(index.size for index in new), "checking CRCs")
-        try:
+        with means.counting(sum(index.size for index in new), "checking CRCs"):
             checks = check_crcs(means.handles, new, threads, block, means.progress.wrote)
-        finally:
-            means.progress.end()
         self._checked.update(index.path for index in new)
         for note in checks.notes():
             self._report.note(note)
@@ -234,3 +216,39 @@ def read_sound(
         if not new_damage:
             return source
         damaged.update(new_damage)
+
+
+def read_ranks(
+    files: Mapping[int, str],
+    strategy: Strategy,
+    handles: FileHandles,
+    report: Report,
+    crcs: Optional[RecordedCrcs],
+    admit: Callable[[str], bool],
+    all_files: bool = False,
+) -> tuple[StoredSource, dict[str, InputError]]:
+    """Read some ranks' files of one step, complete or not, without the files that do not match their recorded CRC.
+
+    Args:
+        files: by rank.
+        strategy: the strategy that they were saved with.
+        handles: the files to read from.
+        report: gets warnings.
+        crcs: see `read_sound`.
+        admit: which parameters are needed.
+        all_files: see `read_sound`.
+
+    Returns:
+        The checkpoint, and the problem of each parameter that contradicts the strategy; see `read_some_ranks`.
+    """
+    problems: dict[str, InputError] = {}
+
+    def read(damaged: Mapping[str, str]) -> StoredSource:
+        damaged_ranks = {rank: damaged[path] for rank, path in files.items() if path in damaged}
+        step_files = StepFiles(None, dict(files), damaged=damaged_ranks)
+        checkpoint, contradicting = read_some_ranks(step_files, strategy, handles, report, admit)
+        problems.clear()
+        problems.update(contradicting)
+        return StoredSource(checkpoint, strategy)
+
+    return read_sound(read, crcs, all_files=all_files), problems

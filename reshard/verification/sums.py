@@ -32,7 +32,7 @@ import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from functools import cache
-from typing import Callable, NamedTuple, Optional
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -54,7 +54,7 @@ _PRODUCT = (1 << 18) // _COLUMNS
 _MOST_TILES = 1 << 12
 _FEW_TILES = 2
 
-_LEAST_BLOCK, _MOST_BLOCK = 1 << 19, 1 << 20
+_BLOCK = 1 << 19
 
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float64]
@@ -63,38 +63,35 @@ Numbers = npt.NDArray[np.uint64]
 
 
 class Workspace:
-    """The buffers of one thread; sums boxes, a block at a time.
+    """The buffer of one thread; sums boxes, a block at a time.
 
     Args:
-        memory: bytes for all buffers; the use is at least `LEAST_MEMORY` and at most `MOST_MEMORY`.
-        block: bytes to sum at a time; by default as many as the memory allows.
+        block: bytes to sum at a time.
     """
 
-    LEAST_MEMORY, MOST_MEMORY = 4 << 20, 5 << 20
+    # Padded rows exist twice; 3 MiB are for tiles and products.
+    LEAST_MEMORY = (3 << 20) + 2 * _BLOCK
 
-    def __init__(self, memory: int, block: Optional[int] = None) -> None:
-        # Padded rows exist twice; 3 MiB are for tiles and products.
-        size = (memory - (3 << 20)) // 2
-        self._block = np.empty(block or max(_LEAST_BLOCK, min(size, _MOST_BLOCK)), dtype=np.uint8)
+    def __init__(self, block: int = _BLOCK) -> None:
+        self._block = block
         self._floats = np.empty(_PRODUCT, dtype=np.float64)
 
-    def sum(self, shape: Sequence[int], item_size: int, box: Box, fill: Callable[[int, memoryview], None]) -> int:
+    def sum(self, shape: Sequence[int], item_size: int, box: Box, content: Bytes) -> int:
         """The sum over a box of a tensor.
 
         Args:
             shape: shape of the full tensor.
             item_size: bytes of an element.
             box: interval per dimension.
-            fill: fills a buffer with the box's bytes in C order, from an offset on.
+            content: the box's bytes in C order.
 
         Returns:
             A number below `PRIME`.
         """
         rows = _Rows((*shape, item_size), (*box, (0, item_size)))
         totals = [0] * _COLUMNS
-        for block in rows.blocks(self._block.size):
-            raw = self._block[: block.nbytes]
-            fill(block.offset, raw.data)
+        for block in rows.blocks(self._block):
+            raw = content[block.offset : block.offset + block.nbytes]
             for column, total in enumerate(self._add(rows, block, rows.dense(raw, block))):
                 totals[column] += total
         return sum(factor * total for factor, total in zip(_factors(), totals)) % PRIME

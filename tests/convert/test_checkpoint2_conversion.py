@@ -95,10 +95,10 @@ def test_the_tracker_or_step_selects_the_iteration(tmp_path: Path) -> None:
     root = saved.write_root(tmp_path / "src", 10)
     saved.write(root / "iteration_00000020")
     words: list[Argument] = ["convert", root, "--to", "unified", "--dry-run"]
-    warns(done(*words[:2], tmp_path / "a", *words[2:]), "iteration 20 is newer")
+    warns(done(*words[:2], tmp_path / "a", *words[2:]), "skipped iteration 20")
     warns(done(*words[:2], tmp_path / "a", *words[2:], "--step", "20"), "cut short while it was saved")
     fails(3, *words[:2], tmp_path / "a", *words[2:], "--step", "30", texts=["holds no iteration_00000030"])
-    fails(2, *words[:2], tmp_path / "a", *words[2:], "--step", "3_10", texts=["is no iteration"])
+    fails(2, *words[:2], tmp_path / "a", *words[2:], "--step", "3_10", texts=["is not the number of an iteration"])
 
 
 def test_same_is_an_error_for_layouts_that_no_strategy_expresses(tmp_path: Path) -> None:

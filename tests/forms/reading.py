@@ -12,13 +12,14 @@ from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.forms.checkpoint2.checkpoint import Checkpoint2
 from reshard.forms.checkpoint2.reading import read_checkpoint2
+from reshard.forms.form import ReadRequest
 from reshard.text.report import Report
 
 
-def read(path: Path, step: Optional[str] = None, report: Optional[Report] = None, **options: Any) -> Checkpoint2:
+def read(path: Path, step: str = "latest", report: Optional[Report] = None, **options: Any) -> Checkpoint2:
     """Read a checkpoint as a command would."""
     with FileHandles() as handles:
-        return read_checkpoint2(str(path), step, handles, report or Report(), **options)
+        return read_checkpoint2(ReadRequest(str(path), handles, report or Report(), step, **options))
 
 
 def full_bytes(checkpoint: Checkpoint, name: str) -> bytes:

@@ -105,7 +105,7 @@ def test_the_iteration_of_the_tracker_is_read_and_newer_ones_are_listed(tmp_path
     checkpoint = read(iterations(tmp_path, 2, 10, 20, tracker="10\n"), "latest", report)
     assert checkpoint.step == "10"
     assert [iteration.number for iteration in find_iterations(str(tmp_path))] == [2, 10, 20]
-    assert len(report.warnings) == 1 and "iteration 20 is newer" in report.warnings[0]
+    assert len(report.warnings) == 1 and "skipped iteration 20" in report.warnings[0]
 
 
 def test_step_selects_an_iteration(tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_step_selects_an_iteration(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"holds no iteration_00000003[^;]*\n.*its iterations: 20, 10, 2"):
         read(root, "3")
     for wrong in ("3_10", "-1", "x", ""):
-        with pytest.raises(UsageError, match="no iteration"):
+        with pytest.raises(UsageError, match="is not the number of an iteration"):
             read(root, wrong)
     with pytest.raises(UsageError, match="directory of one checkpoint"):
         read(root / "iteration_00000010", "2")

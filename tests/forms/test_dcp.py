@@ -388,7 +388,7 @@ def test_a_tensor_of_an_unknown_type_is_named_and_can_be_left_out(dtype: str, sa
     tensor = saved.metadata.fields["state_dict_metadata"]["x.w"]
     properties = tensor.fields["properties"]
     properties.build((Global(f"torch.{dtype}"), *properties.state[1:]))
-    saved.refused("'x.w'", "elements of a type that reshard does not know", "--exclude 'x.w'")
+    saved.refused("'x.w'", "elements of an unsupported type", "--exclude 'x.w'")
     done("convert", saved.path, tmp_path / "rest", *WHOLE, "--exclude", "x.w", "--verify")
     assert held_in(tmp_path / "rest").keys() == {"y.w"}
 

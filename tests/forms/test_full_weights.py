@@ -17,6 +17,7 @@ import reshard
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.errors import CheckpointError, ReshardError
+from reshard.forms.form import ReadRequest
 from reshard.forms.full.contents import FullWeights, read_huggingface, read_unified
 from reshard.forms.full.directory import full_weights_form
 from reshard.text.report import Report
@@ -34,7 +35,7 @@ def read(path: Path, report: Optional[Report] = None) -> FullWeights:
     form = full_weights_form(str(path))
     assert form is not None
     with FileHandles() as handles:
-        return readers[form](str(path), handles, report or Report())
+        return readers[form](ReadRequest(str(path), handles, report or Report()))
 
 
 def refused(path: Path, *texts: str) -> ReshardError:
@@ -181,7 +182,8 @@ def test_missing_and_damaged_files_are_listed_together(tmp_path: Path) -> None:
 def test_a_file_known_to_be_damaged_is_not_used(tmp_path: Path) -> None:
     directory = saved(tmp_path, {ONE: {"a": W}, TWO: {"b": V}})
     with FileHandles() as handles, pytest.raises(CheckpointError, match="its CRC differs"):
-        read_huggingface(str(directory), handles, Report(), {str(directory / TWO): f"{TWO}: its CRC differs"})
+        damaged = {str(directory / TWO): f"{TWO}: its CRC differs"}
+        read_huggingface(ReadRequest(str(directory), handles, Report(), damaged=damaged))
 
 
 def test_a_git_lfs_pointer_is_named_as_such(tmp_path: Path) -> None:

@@ -223,7 +223,7 @@ def read_map(path: Path) -> None:
             write_safetensors(path.parent / file, tensors)
     read = read_unified if path.name == UNIFIED_MAP else read_huggingface
     with FileHandles() as handles:
-        checkpoint = read(str(path), handles, Report())
+        checkpoint = read(ReadRequest(str(path), handles, Report()))
     assert checkpoint.tensors.keys() <= {name for tensors in _WEIGHTS.values() for name in tensors}
     for name, tensor in checkpoint.tensors.items():
         (number,) = checkpoint.holders(name)

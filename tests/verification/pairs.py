@@ -15,7 +15,7 @@ from reshard.verification.converted import compare_ranks
 from reshard.verification.copies import compare_copies
 from reshard.verification.difference import Difference
 from reshard.verification.reading import Means
-from reshard.verification.sources import read_files_of_ranks
+from reshard.verification.sources import read_ranks
 from reshard.verification.stored import StoredSource
 
 
@@ -71,5 +71,5 @@ def compare_trees(
 
 def compare_replicas(files: Mapping[int, str], strategy: Strategy, means: Means) -> list[Difference]:
     """Differing copies of slices in the files of ranks."""
-    source, problems = read_files_of_ranks(files, strategy, means.handles, Report(), {}, lambda name: True)
+    source, problems = read_ranks(files, strategy, means.handles, Report(), None, lambda name: True)
     return compare_copies(source, means, problems=problems)

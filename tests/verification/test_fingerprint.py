@@ -78,14 +78,8 @@ def defined_sum(array: Array) -> int:
 def box_sum(array: Array, box: Optional[Box] = None, block: int = 1 << 20) -> int:
     """What the program makes of a box of an array, in blocks of so many bytes."""
     box = whole_box(array.shape) if box is None else box
-    content = cut(array, box).tobytes()
-    space = Workspace(0, block)
-
-    def read(offset: int, out: memoryview) -> None:
-        assert offset + len(out) <= len(content)
-        out[:] = content[offset : offset + len(out)]
-
-    return space.sum(array.shape, array.itemsize, box, read)
+    content = np.frombuffer(cut(array, box).tobytes(), np.uint8)
+    return Workspace(block).sum(array.shape, array.itemsize, box, content)
 
 
 #: Rows of less, about and more than a row's least length and a tile, odd sizes among them.

@@ -8,17 +8,9 @@ from typing import TYPE_CHECKING, Optional, cast
 
 from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.errors import InputError
-from reshard.forms.checkpoint2.iterations import (
-    COMMON,
-    METADATA,
-    TRACKER,
-    choose,
-    find_iterations,
-    parse_iteration,
-    read_tracker,
-    recognise,
-)
+from reshard.forms.checkpoint2.iterations import COMMON, METADATA, choose, find_iterations, parse_iteration, recognise
 from reshard.forms.form import Description, Form, FormOptions, Layouts, ReadRequest, SavedCut, SavedStep, WriteRequest
+from reshard.forms.tracker import TRACKER, read_tracker, saved_steps
 from reshard.storage import caches_listings, is_directory, is_regular_file
 from reshard.strategies import Strategy
 from reshard.text.messages import listing
@@ -43,12 +35,9 @@ class Checkpoint2Form(Form):
     @caches_listings
     def read(self, request: ReadRequest) -> Checkpoint2:
         """The last finished iteration, or the requested one."""
-        from reshard.forms.checkpoint2.reading import read_checkpoint2, read_iteration
+        from reshard.forms.checkpoint2.reading import read_checkpoint2
 
-        src, handles, report = request.path, request.handles, request.report
-        if not request.complete:
-            return read_iteration(choose(src, request.step, report).iterations[0], handles, report)
-        return read_checkpoint2(src, request.step, handles, report, request.damaged, request.required)
+        return read_checkpoint2(request)
 
     def strategy_of(self, checkpoint: Checkpoint) -> Strategy:
         """As metadata.json describes the tensors."""
@@ -99,19 +88,7 @@ class Checkpoint2Form(Form):
 
     def steps(self, src: str) -> list[SavedStep]:
         """All iterations of a root, oldest first."""
-        iterations = find_iterations(src)
-        if not iterations:
-            return []
-        try:
-            tracked = read_tracker(src)
-        except InputError:
-            # The choice of an iteration reports this already.
-            tracked = None
-        return [
-            SavedStep(number, place, None if tracked is None else number <= tracked, number == tracked)
-            for number, place in iterations
-            if number is not None
-        ]
+        return saved_steps(src, ((number, path) for number, path in find_iterations(src) if number is not None))
 
     def describe(self, checkpoint: Checkpoint) -> Description:
         """The ranks of tensors, and lost slices."""

@@ -1,8 +1,4 @@
-"""Names of Checkpoint 2.0, its roots, its iterations, and the choice of one.
-
-A root holds a directory per iteration, and a file with the number of the last finished one, the *tracker*. It is
-the only mark of completeness: an unfinished asynchronous save may look complete.
-"""
+"""Names of Checkpoint 2.0, its roots, its iterations, and the choice of one."""
 
 from __future__ import annotations
 
@@ -14,6 +10,7 @@ from typing import Any, NamedTuple, Optional
 
 from reshard.errors import CheckpointError, UsageError
 from reshard.forms.ranks.refused import hint_of_checkpoints_below
+from reshard.forms.tracker import HOW_TO_CHOOSE, TRACKER, parse_iteration_number, read_tracker, warn_of_newer
 from reshard.storage import (
     UnfitError,
     absolute,
@@ -21,19 +18,14 @@ from reshard.storage import (
     names_in,
     opened_regular,
     read_json,
-    read_small,
     reading,
-    reading_error,
 )
 from reshard.text.report import Report
 from reshard.text.wording import some_names
 
 _HEAD = 4096
-_LONGEST_TRACKER = 256
 _LARGEST_COMMON = 1 << 20
 _SECTION = re.compile(rb'\s*\{\s*"(state_dict_metadata|storage_data)"')
-_NUMBER = re.compile(r"[0-9]{1,18}")
-_WHICH = "name one with --step, or give its directory"
 
 
 class Iteration(NamedTuple):
@@ -90,12 +82,12 @@ def find_iterations(root: str) -> list[Iteration]:
     return sorted(_iterations_in(root, names_in(root)))
 
 
-def choose(path: str, step: Optional[str], report: Report) -> IterationChoice:
+def choose(path: str, step: str, report: Report) -> IterationChoice:
     """The candidate iterations for a step.
 
     Args:
         path: a root, or the directory of an iteration.
-        step: the requested iteration; ``latest`` or None for the one in the tracker.
+        step: the requested iteration; ``latest`` for the one in the tracker.
         report: gets notes on skipped iterations.
 
     Raises:
@@ -103,7 +95,7 @@ def choose(path: str, step: Optional[str], report: Report) -> IterationChoice:
         CheckpointError: the iteration does not exist.
         RetryableError: reading failed in a way that may pass.
     """
-    requested = _parse_step(step)
+    requested = parse_iteration_number(step)
     names = names_in(path)
     if _is_iteration(path, names):
         return IterationChoice([_from_directory(path, requested, report)], True)
@@ -127,35 +119,8 @@ def choose(path: str, step: Optional[str], report: Report) -> IterationChoice:
         return IterationChoice(iterations[::-1], False)
     message = f"{os.path.join(path, TRACKER)} names iteration {tracked}, but {path} holds no {iteration_name(tracked)}"
     chosen = _numbered(iterations, tracked, message)
-    newer = [str(iteration.number) for iteration in iterations if (iteration.number or 0) > tracked]
-    if newer:
-        plural = "iterations" if len(newer) > 1 else "iteration"
-        report.warn(
-            f"{path}: {plural} {some_names(newer)} {'are' if len(newer) > 1 else 'is'} newer than the last finished "
-            f"one, {tracked} ({TRACKER}), and skipped"
-        )
+    warn_of_newer(path, [iteration.number or 0 for iteration in iterations], tracked, report)
     return IterationChoice([chosen], True)
-
-
-def read_tracker(root: str) -> Optional[int]:
-    """The iteration in the tracker of a root; None without a tracker.
-
-    Raises:
-        CheckpointError: it contains no number.
-        RetryableError: reading failed in a way that may pass.
-    """
-    path = os.path.join(root, TRACKER)
-    try:
-        text = read_small(path, _LONGEST_TRACKER).decode("ascii").strip()
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise reading_error(path, error) from error
-    except (UnicodeError, UnfitError):
-        text = ""
-    if not _NUMBER.fullmatch(text):
-        raise CheckpointError(f"{path}: names no iteration", file=path, hint=_WHICH)
-    return int(text)
 
 
 def read_common(directory: str) -> dict[str, Any]:
@@ -192,23 +157,12 @@ def _begins_as_metadata(path: str) -> bool:
     return False
 
 
-def _parse_step(step: Optional[str]) -> Optional[int]:
-    if step is None or step == "latest":
-        return None
-    if not _NUMBER.fullmatch(step):
-        raise UsageError(
-            f"--step {step}: is no iteration of Checkpoint 2.0",
-            hint="pass its number, for example --step 1000, or --step latest",
-        )
-    return int(step)
-
-
 def _numbered(iterations: list[Iteration], number: int, message: str) -> Iteration:
     for iteration in iterations:
         if iteration.number == number:
             return iteration
     existing = some_names([str(iteration.number) for iteration in reversed(iterations)])
-    raise CheckpointError(message, hint=f"{_WHICH}; its iterations: {existing}")
+    raise CheckpointError(message, hint=f"{HOW_TO_CHOOSE}; its iterations: {existing}")
 
 
 def _from_directory(path: str, requested: Optional[int], report: Report) -> Iteration:
@@ -234,7 +188,6 @@ def _warn_of_unfinished(chosen: Iteration, tracked: Optional[int], report: Repor
         )
 
 
-TRACKER = "latest_checkpointed_iteration.txt"
 METADATA = "metadata.json"
 COMMON = "common.json"
 ADAPTER = "mindformers_adapter_config.json"

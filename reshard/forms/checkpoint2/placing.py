@@ -245,31 +245,23 @@ class Placer:
             tensor = index.tensors.get(name)
             if tensor is None:
                 continue
-            where = f"{index.path}: {quoted(name)}"
-            hint = f"the files are not of one save, or were changed; leave it out with --exclude {as_pattern(name)}"
+            first = first or tensor
+            problem = None
             if tensor.shape != shape:
-                raise CheckpointError(
-                    f"{where} has shape {list(tensor.shape)}, but a slice of it has {list(shape)} by "
-                    f"{self._metadata.path}",
-                    file=index.path,
-                    parameter=name,
-                    hint=hint,
+                problem = (
+                    f"has shape {list(tensor.shape)}, but a slice of it has {list(shape)} by {self._metadata.path}"
                 )
-            if first is None:
-                first = tensor
-            if dtype not in (None, tensor.dtype) and tensor.dtype != INT4:
+            elif dtype not in (None, tensor.dtype) and tensor.dtype != INT4:
+                problem = f"is {tensor.dtype}, but {dtype} by {self._metadata.path}"
+            elif not tensor.same_type(first):
+                problem = f"is {tensor.dtype}, but {first.dtype} in other files"
+            if problem is not None:
                 raise CheckpointError(
-                    f"{where} is {tensor.dtype}, but {dtype} by {self._metadata.path}",
+                    f"{index.path}: {quoted(name)} {problem}",
                     file=index.path,
                     parameter=name,
-                    hint=hint,
-                )
-            if not tensor.same_type(first):
-                raise CheckpointError(
-                    f"{where} is {tensor.dtype}, but {first.dtype} in other files",
-                    file=index.path,
-                    parameter=name,
-                    hint=hint,
+                    hint="the files are not of one save, or were changed; leave it out with --exclude "
+                    + as_pattern(name),
                 )
         return first
 

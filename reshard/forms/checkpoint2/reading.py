@@ -3,71 +3,55 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from typing import Callable, Optional
+from typing import Optional
 
-from reshard.checkpoints.files import FileHandles
 from reshard.errors import CheckpointError, InputError
 from reshard.forms.checkpoint2.checkpoint import Checkpoint2
 from reshard.forms.checkpoint2.contents import laid_out_contents, whole_contents
 from reshard.forms.checkpoint2.files import IterationFiles
 from reshard.forms.checkpoint2.iterations import ADAPTER, Iteration, choose, read_common
 from reshard.forms.checkpoint2.metadata import read_metadata
+from reshard.forms.form import ReadRequest
 from reshard.storage import exists
 from reshard.strategies import SAME, Stage, Strategy
 from reshard.text.messages import listing
-from reshard.text.report import Report
 from reshard.text.wording import plural, rank_ranges
 
 
-def read_checkpoint2(
-    path: str,
-    step: Optional[str],
-    handles: FileHandles,
-    report: Report,
-    damaged: Optional[Mapping[str, str]] = None,
-    required: Optional[Callable[[str], bool]] = None,
-) -> Checkpoint2:
-    """Read the chosen iteration.
-
-    Args:
-        path: a root, or the directory of an iteration.
-        step: its number; ``latest`` or None is the last finished one.
-        handles: where to borrow files from.
-        report: gets notes on skipped iterations and files, and warnings of harmless faults.
-        damaged: per path of a file that counts as absent, the reason, which names the file.
-        required: whether a tensor has to be readable, by name; by default all.
+def read_checkpoint2(request: ReadRequest) -> Checkpoint2:
+    """Read the requested iteration, by default the last finished one.
 
     Raises:
-        UsageError: ``step`` is not an iteration's number.
+        UsageError: the step is not an iteration's number.
         IncompleteSourceError: a needed tensor has a slice in no readable file.
         InputError: the iteration is missing, or its metadata is damaged or contradicts the files.
         RetryableError: reading failed in a way that may pass.
     """
-    choice = choose(path, step, report)
+    choice = choose(request.path, request.step, request.report)
+    if not request.complete:
+        return _read_iteration(choice.iterations[0], request)
     refused: Optional[InputError] = None
     for iteration in choice.iterations:
         try:
-            checkpoint = read_iteration(iteration, handles, report, damaged)
-            checkpoint.check(required)
+            checkpoint = _read_iteration(iteration, request)
+            checkpoint.check(request.required)
         except InputError as error:
             if choice.settled:
                 raise
             refused = refused or error
-            report.warn(f"{iteration.label} is not complete and is skipped: {error.message}")
+            request.report.warn(f"{iteration.label} is not complete and is skipped: {error.message}")
             continue
         return checkpoint
     assert refused is not None
     raise refused
 
 
-def read_iteration(
-    iteration: Iteration, handles: FileHandles, report: Report, damaged: Optional[Mapping[str, str]] = None
-) -> Checkpoint2:
-    """Read an iteration, complete or not; the arguments and errors as in `read_checkpoint2`."""
+def _read_iteration(iteration: Iteration, request: ReadRequest) -> Checkpoint2:
+    """Read an iteration, complete or not; the errors as in `read_checkpoint2`."""
+    handles, report = request.handles, request.report
     metadata = read_metadata(iteration.path)
     metadata_files = None if metadata is None else metadata.files
-    files = IterationFiles(iteration.path, metadata_files, handles, report, damaged or {})
+    files = IterationFiles(iteration.path, metadata_files, handles, report, request.damaged)
     contents = whole_contents(files) if metadata is None else laid_out_contents(metadata, files, handles, report)
     common = read_common(iteration.path)
     adapter = os.path.join(iteration.path, ADAPTER)
@@ -86,17 +70,10 @@ def read_iteration(
         place=iteration.path,
         files=files.paths,
         indexes=files.indexes,
-        tensors=contents.tensors,
-        plain=contents.plain,
-        without_layouts=contents.without_layouts,
         absent=files.absent,
-        lost=contents.lost,
-        faults=contents.faults,
-        unplaced=contents.unplaced,
         training=common,
-        placements=contents.placements,
         metadata_names=None if metadata is None else frozenset(metadata.tensors),
-        unlisted=contents.unlisted,
+        **vars(contents),
     )
 
 

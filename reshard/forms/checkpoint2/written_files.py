@@ -25,15 +25,16 @@ from reshard.checkpoints.edited import stored_checkpoint
 from reshard.checkpoints.formats.output import MINDSPORE_METADATA
 from reshard.defaults import DEFAULT_PREFIX
 from reshard.errors import CheckpointError, LayoutError
-from reshard.forms.checkpoint2.iterations import COMMON, METADATA, MODEL, OPTIMIZER, TRACKER, iteration_name
+from reshard.forms.checkpoint2.iterations import COMMON, METADATA, MODEL, OPTIMIZER, iteration_name
 from reshard.forms.form import WriteRequest
 from reshard.forms.ranks import FileNames
 from reshard.forms.ranks.rank_files import stage_sections
-from reshard.forms.target import FinishingFile, Section, TargetForm
-from reshard.forms.writing import selected, share_out
+from reshard.forms.target import FinishingFile
+from reshard.forms.tracker import TRACKER
+from reshard.forms.writing import SharedFiles, selected
 from reshard.layout import Layout, shape_of
 from reshard.storage import read_range, reading
-from reshard.strategies import Stage, Strategy
+from reshard.strategies import Strategy
 from reshard.text.messages import listing
 from reshard.text.names import as_pattern, is_weight, state_prefix
 from reshard.text.wording import quoted
@@ -41,16 +42,7 @@ from reshard.text.wording import quoted
 _INTEGERS = {"Int32": "<i", "Int64": "<q", "UInt32": "<I", "UInt64": "<Q"}
 
 
-class _File(NamedTuple):
-    """A file: the ranks and tensors of its slices."""
-
-    kind: str
-    stage: Stage
-    device: int
-    names: frozenset[str]
-
-
-class Checkpoint2Files(TargetForm):
+class Checkpoint2Files(SharedFiles):
     """The files of one iteration; see `TargetForm`.
 
     Args:
@@ -64,7 +56,6 @@ class Checkpoint2Files(TargetForm):
     """
 
     name = "checkpoint2"
-    by_rank = False
     format = "safetensors"
     limits_layouts = True
 
@@ -78,62 +69,26 @@ class Checkpoint2Files(TargetForm):
         prefix: str,
         common: FinishingFile,
     ) -> None:
-        self.takes_everything = strategy.is_none
+        super().__init__(strategy, tensors)
         self.metadata: Optional[Mapping[str, str]] = MINDSPORE_METADATA
         self._iteration = iteration
         self._common = common
-        self._tensors = tensors
-        # By name: number of the section, its stage, and the layout over the stage's ranks.
-        self._layouts: dict[str, tuple[int, Stage, Layout]] = {}
-        self._files: list[_File] = []
-        self.sections: list[Section] = []
-        for kind in (MODEL, OPTIMIZER):
+        states = {name for name in tensors if state_prefix(name, parameters)}
+        names: list[str] = []
+        for kind, of_kind in ((MODEL, [name for name in tensors if name not in states]), (OPTIMIZER, states)):
+            before = len(self._files)
             for stage, section in zip(strategy.stages, stage_sections(strategy, tensors)):
-                chosen = [
-                    tensor
-                    for name, tensor in tensors.items()
-                    if name in section.layouts
-                    and name not in self._layouts
-                    and (OPTIMIZER if state_prefix(name, parameters) else MODEL) == kind
-                ]
-                self._add_files(kind, stage, section, chosen)
-        counts = {kind: sum(file.kind == kind for file in self._files) for kind in (MODEL, OPTIMIZER)}
-        self._first = {MODEL: 0, OPTIMIZER: counts[MODEL]}
-        names = [
-            f"{iteration_name(iteration)}/{prefix}{file.kind}-{number - self._first[file.kind]:07d}-"
-            f"{counts[file.kind]:07d}"
-            for number, file in enumerate(self._files)
-        ]
+                self._add_files(stage, section, of_kind)
+            count = len(self._files) - before
+            names += (f"{iteration_name(iteration)}/{prefix}{kind}-{at:07d}-{count:07d}" for at in range(count))
         self.names = FileNames("file{rank}", dict(enumerate(names)))
-        self._section_numbers = [section.number for section in self.sections for _ in section.files]
         self._values = frozenset(values)
-        self._value_file = self._first[OPTIMIZER] if counts[OPTIMIZER] else 0
+        # The first file of optimizer state, if any.
+        self._value_file = before if before < len(self._files) else 0
 
     def check_layout(self, name: str, layout: Layout) -> None:
         """Refuse layouts that metadata.json cannot record."""
         check_recordable(name, layout)
-
-    def _add_files(self, kind: str, stage: Stage, section: Section, tensors: Sequence[GlobalTensor]) -> None:
-        """Share out the slices of some tensors of a stage among its ranks."""
-        shared = share_out(tensors, section, stage.device_count)
-        number, first = len(self.sections), len(self._files)
-        self._layouts.update((name, (number, stage, layout)) for name, layout in shared.layouts.items())
-        self._files += (_File(kind, stage, device, names) for device, names in shared.names.items())
-        if shared.names:
-            self.sections.append(shared.section(number, first, section))
-
-    @property
-    def count(self) -> int:
-        """Files of tensors."""
-        return len(self._files)
-
-    def section_of(self, file: int) -> Section:
-        """The files of one kind of a stage."""
-        return self.sections[self._section_numbers[file]]
-
-    def names_in(self, file: int) -> Optional[frozenset[str]]:
-        """The tensors with a slice in a file."""
-        return self._files[file].names
 
     def takes_value(self, name: str, file: int) -> bool:
         """Values are in one file, of optimizer state if any; loaders read no other copy."""
@@ -153,13 +108,14 @@ class Checkpoint2Files(TargetForm):
 
     def _described(self) -> Iterator[Described]:
         """Every tensor with its files, one at a time, which bounds memory."""
-        for name, (section, stage, layout) in self._layouts.items():
+        for name, (section, layout) in self._layouts.items():
+            numbers = self.sections[section].files
             files = {
                 self._files[number].device: f"{self.names.of(number)}.{self.format}".rpartition("/")[2]
-                for number in self.sections[section].files
+                for number in numbers
                 if name in self._files[number].names
             }
-            yield Described(self._tensors[name], layout, tuple(stage.ranks), files)
+            yield Described(self.tensors[name], layout, tuple(self._files[numbers[0]].stage.ranks), files)
 
 
 class Described(NamedTuple):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple, Optional
 from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.checkpoints.formats.dtypes import ARCHIVES
 from reshard.forms.form import ChunkedForm, FormOptions, Layouts, Names, ReadRequest, SavedStep, WriteRequest
+from reshard.forms.tracker import saved_steps
 from reshard.storage import caches_listings, is_directory, names_in
 from reshard.text.report import Report
 from reshard.text.wording import step_words
@@ -93,9 +94,7 @@ class _DistributedForm(ChunkedForm):
 
     def steps(self, src: str) -> list[SavedStep]:
         """All iterations of a root."""
-        from reshard.forms.dcp.read import saved_steps
-
-        return saved_steps(src)
+        return saved_steps(src, ((place.step or 0, place.path) for place in iterations(src, names_in(src))))
 
 
 class DcpForm(_DistributedForm):

@@ -33,7 +33,7 @@ _DESCRIBING = (
     "MetadataIndex",
     "TensorProperties",
 )
-# Types of torch that reshard does not know: their tensors are refused, and can be left out.
+# Types of torch without an equivalent here: their tensors are refused, and can be left out.
 _OTHER_TYPES = frozenset(
     f"torch.{name}"
     for name in (
@@ -162,7 +162,7 @@ class _Reader:
         stored.clear()
         for name, value in described.items():
             if not isinstance(name, str) or not isinstance(value, PickledInstance):
-                self._wrong("lists what is neither a tensor nor an object")
+                self._wrong("lists an entry that is neither a tensor nor an object")
             if value.name.endswith(".BytesStorageMetadata"):
                 self._add_object(name, records)
             else:
@@ -246,7 +246,7 @@ class _Reader:
                 continue
             described.append(DescribedChunk(offsets, sizes, record))
         if dtype is None:
-            self._fault(name, "has elements of a type that reshard does not know")
+            self._fault(name, "has elements of an unsupported type")
             return
         recorded = self._metadata.tensors.setdefault(name, DescribedTensor(dtype, shape, []))
         if recorded.dtype != dtype or recorded.shape != shape or name in self._metadata.objects:

@@ -1,4 +1,4 @@
-"""Reading distributed checkpoints of PyTorch from their metadata alone, however many ranks there are."""
+"""Reading distributed checkpoints of PyTorch from their metadata alone, for any number of ranks."""
 
 from __future__ import annotations
 
@@ -25,14 +25,12 @@ from reshard.forms.dcp.form import (
     kind_of_directory,
 )
 from reshard.forms.dcp.metadata import ReadMetadata, Record, read_metadata
-from reshard.forms.form import ReadRequest, SavedStep
-from reshard.storage import UnfitError, names_in, read_small, status_of_each
+from reshard.forms.form import ReadRequest
+from reshard.forms.tracker import HOW_TO_CHOOSE, TRACKER, parse_iteration_number, read_tracker, warn_of_newer
+from reshard.storage import names_in, status_of_each
 from reshard.text.name_order import natural_order
 from reshard.text.report import Report
 from reshard.text.wording import plural, quoted, some_names
-
-TRACKER = "latest_checkpointed_iteration.txt"
-"""Megatron's file that names the last finished iteration."""
 
 COMMON = "common.pt"
 """Megatron's file of objects."""
@@ -40,25 +38,7 @@ COMMON = "common.pt"
 BACKEND = "metadata.json"
 """Megatron's file that names the library that it was saved with."""
 
-_MAX_TRACKER = 256
 _HINT = "copy the checkpoint again, or take another step"
-
-
-def saved_steps(root: str) -> list[SavedStep]:
-    """All iterations of a root, oldest first."""
-    try:
-        tracked = _tracked(root)
-    except InputError:
-        tracked = None
-    return [
-        SavedStep(
-            place.step or 0,
-            place.path,
-            None if tracked is None else (place.step or 0) <= tracked,
-            place.step == tracked,
-        )
-        for place in iterations(root, names_in(root))
-    ]
 
 
 def choose(src: str, step: str, report: Report) -> Place:
@@ -79,47 +59,28 @@ def choose(src: str, step: str, report: Report) -> Place:
         if step not in ("latest", str(int(number[1])) if number else "latest"):
             raise UsageError(f"{src}: is one checkpoint, and holds no steps", hint="leave out --step")
         return Place(src, int(number[1]) if number else None, names)
-    if step != "latest" and not (step.isascii() and step.isdigit() and len(step) <= 18):
-        raise UsageError(f"--step {step}: is not the number of an iteration")
+    requested = parse_iteration_number(step)
     places = {place.step: place for place in iterations(src, names)}
-    tracked = _tracked(src)
-    number_wanted = tracked if step == "latest" else int(step)
-    if number_wanted is None:
+    tracked = read_tracker(src)
+    chosen = tracked if requested is None else requested
+    if chosen is None:
         if len(places) == 1:
             return next(iter(places.values()))
         raise CheckpointError(
             f"{src}: {TRACKER} names no iteration, and there are {len(places)}",
             file=src,
-            hint="name one with --step, or give its directory",
+            hint=HOW_TO_CHOOSE,
         )
-    if number_wanted not in places:
-        request = f"{TRACKER} names iteration {tracked}, and" if step == "latest" else f"--step {step}:"
+    if chosen not in places:
+        request = f"{TRACKER} names iteration {tracked}, and" if requested is None else f"--step {step}:"
         raise CheckpointError(
-            f"{src}: {request} there is no checkpoint in iter_{number_wanted:07d}",
+            f"{src}: {request} there is no checkpoint in iter_{chosen:07d}",
             file=src,
             hint="it has: " + (some_names([str(number) for number in places]) or "none"),
         )
-    newer = [str(number) for number in places if tracked is not None and (number or 0) > tracked]
-    if newer and step == "latest":
-        report.warn(
-            f"{src}: skipped {some_names(newer)}: newer than the last finished iteration, {tracked} ({TRACKER})"
-        )
-    return places[number_wanted]
-
-
-def _tracked(root: str) -> Optional[int]:
-    path = os.path.join(root, TRACKER)
-    try:
-        text = read_small(path, _MAX_TRACKER).decode("ascii").strip()
-    except FileNotFoundError:
-        return None
-    except (OSError, UnfitError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path}: cannot be read: {error}", file=path) from error
-    if not text.isdigit() or len(text) > 18:
-        raise CheckpointError(
-            f"{path}: names {quoted(text)}, which is no iteration", file=path, hint="give the directory of one"
-        )
-    return int(text)
+    if requested is None:
+        warn_of_newer(src, [number or 0 for number in places], chosen, report)
+    return places[chosen]
 
 
 def read_distributed(form: str, reading: ReadRequest) -> ChunkedCheckpoint:
@@ -200,7 +161,8 @@ class _Files:
             if name in described.faults:
                 continue
             try:
-                self._check_shapes(directory, name, tensor.chunks)
+                for chunk in tensor.chunks:
+                    check_shape(directory, name, chunk.sizes)
             except InputError as error:
                 self.faults[name] = error
                 continue
@@ -225,13 +187,6 @@ class _Files:
                 problems.append(self._short(os.path.join(directory, record.file), record))
         if problems:
             raise one_error(problems, f"{directory} is not complete")
-
-    @staticmethod
-    def _check_shapes(
-        directory: str, name: str, chunks: Sequence[tuple[tuple[int, ...], tuple[int, ...], Record]]
-    ) -> None:
-        for _, sizes, _ in chunks:
-            check_shape(directory, name, sizes)
 
     @staticmethod
     def _sizes_of(directory: str, paths: Sequence[str], reading: ReadRequest) -> dict[str, int]:

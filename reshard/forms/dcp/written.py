@@ -6,7 +6,7 @@ import contextlib
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Optional
+from typing import Any, Optional
 
 from reshard.checkpoints.checkpoint import Checkpoint, StoredObject
 from reshard.checkpoints.formats.archive_output import ArchiveLayout, archive_of_pickle, lay_out_archives
@@ -17,7 +17,7 @@ from reshard.checkpoints.formats.pickles import Global, Pairs, PickledInstance, 
 from reshard.errors import CheckpointError
 from reshard.forms.chunk_files import ChunkFiles
 from reshard.forms.dcp.form import DCP, HYPER_PARALLEL, METADATA
-from reshard.forms.dcp.metadata import HYPER, TORCH
+from reshard.forms.dcp.metadata import HYPER, TORCH, DescribedChunk, DescribedTensor, Record
 from reshard.forms.dcp.read import BACKEND, COMMON
 from reshard.forms.form import WriteRequest
 from reshard.forms.target import FinishingFile
@@ -35,22 +35,6 @@ _BACKEND = (
     b'{"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", '
     b'"common_backend_version": 1}'
 )
-
-
-class _Chunk(NamedTuple):
-    """A chunk, for the metadata: which file holds it, and where in the file, if it is a record."""
-
-    starts: tuple[int, ...]
-    sizes: tuple[int, ...]
-    file: str
-    offset: int
-    length: int
-
-
-class _Tensor(NamedTuple):
-    dtype: str
-    shape: tuple[int, ...]
-    chunks: list[_Chunk]
 
 
 class _DistributedFiles(ChunkFiles):
@@ -71,7 +55,7 @@ class _DistributedFiles(ChunkFiles):
         self._objects = {name: stored for name, stored in checkpoint.objects.items() if request.admit(name)}
         self._handles = request.handles
 
-    def described(self) -> Iterator[tuple[str, _Tensor]]:
+    def described(self) -> Iterator[tuple[str, DescribedTensor]]:
         """Every tensor with its chunks."""
         places: dict[str, dict[int, tuple[int, int]]] = defaultdict(dict)
         values: list[OutputTensor] = []
@@ -82,19 +66,20 @@ class _DistributedFiles(ChunkFiles):
                     values.append(output)
         for tensor, chunks in self.chunks():
             described = [
-                _Chunk(
-                    tuple(start for start, _ in box), shape_of(box), self.file_name(file), *places[tensor.name][file]
-                )
+                DescribedChunk(tuple(start for start, _ in box), shape_of(box), self._record(file, tensor.name, places))
                 for file, box in chunks
             ]
             if not volume_of(chunks[0].box):
                 # Without elements, metadata lists the full shape as one chunk.
-                described = [described[0]._replace(starts=(0,) * len(tensor.shape), sizes=tensor.shape)]
-            yield tensor.name, _Tensor(tensor.dtype, tensor.shape, described)
+                described = [described[0]._replace(offsets=(0,) * len(tensor.shape), sizes=tensor.shape)]
+            yield tensor.name, DescribedTensor(tensor.dtype, tensor.shape, described)
         for value in values:
-            (file, place) = next(iter(places[value.name].items()))
-            chunk = _Chunk((0,) * len(value.dims), value.dims, self.file_name(file), *place)
-            yield value.name, _Tensor(value.dtype, value.dims, [chunk])
+            record = self._record(next(iter(places[value.name])), value.name, places)
+            chunk = DescribedChunk((0,) * len(value.dims), value.dims, record)
+            yield value.name, DescribedTensor(value.dtype, value.dims, [chunk])
+
+    def _record(self, file: int, name: str, places: Mapping[str, Mapping[int, tuple[int, int]]]) -> Record:
+        return Record(self.file_name(file), *places[name][file], name)
 
     def _places(self, layout: OutputLayout) -> Iterable[tuple[OutputTensor, int, int]]:
         """Per tensor of a file where its record begins, and its bytes."""
@@ -206,14 +191,14 @@ def _size(sizes: Sequence[int]) -> PickledInstance:
     return PickledInstance("torch.Size", (tuple(sizes),), None, True)
 
 
-def _torch_tensor(tensor: _Tensor) -> PickledInstance:
+def _torch_tensor(tensor: DescribedTensor) -> PickledInstance:
     layout = PickledInstance("torch.serialization._get_layout", ("torch.strided",), None, True)
     contiguous = PickledInstance(f"{TORCH}metadata._MEM_FORMAT_ENCODING", (0,), None, True)
     properties = PickledInstance(
         f"{TORCH}metadata.TensorProperties", (), (Global(TORCH_NAMES[tensor.dtype]), layout, False, contiguous, False)
     )
     chunks = [
-        _instance("metadata.ChunkStorageMetadata", offsets=_size(chunk.starts), sizes=_size(chunk.sizes))
+        _instance("metadata.ChunkStorageMetadata", offsets=_size(chunk.offsets), sizes=_size(chunk.sizes))
         for chunk in tensor.chunks
     ]
     return _instance("metadata.TensorStorageMetadata", properties=properties, size=_size(tensor.shape), chunks=chunks)
@@ -227,10 +212,11 @@ def _torch_place(file: str, offset: int, length: int) -> PickledInstance:
     return _instance("filesystem._StorageInfo", relative_path=file, offset=offset, length=length)
 
 
-def _torch_records(tensors: Mapping[str, _Tensor]) -> Iterator[tuple[PickledInstance, PickledInstance]]:
+def _torch_records(tensors: Mapping[str, DescribedTensor]) -> Iterator[tuple[PickledInstance, PickledInstance]]:
     for name, tensor in tensors.items():
         for number, chunk in enumerate(tensor.chunks):
-            yield _torch_index(name, chunk.starts, number), _torch_place(chunk.file, chunk.offset, chunk.length)
+            where = chunk.record
+            yield _torch_index(name, chunk.offsets, number), _torch_place(where.file, where.offset, where.length)
 
 
 class HyperParallelFiles(_DistributedFiles):
@@ -288,7 +274,7 @@ class HyperParallelFiles(_DistributedFiles):
             ]
             stored = [
                 *(
-                    (index(name, chunk.starts, number), place(chunk.file, 0, -1, name))
+                    (index(name, chunk.offsets, number), place(chunk.record.file, 0, -1, name))
                     for name, tensor in tensors.items()
                     for number, chunk in enumerate(tensor.chunks)
                 ),
@@ -318,9 +304,9 @@ class _LayoutWithTensors(OutputLayout):
         self.tensors = tensors
 
 
-def _hyper_tensor(tensor: _Tensor) -> PickledInstance:
+def _hyper_tensor(tensor: DescribedTensor) -> PickledInstance:
     chunks = [
-        _instance("metadata.ChunkStorageMetadata", HYPER, offsets=chunk.starts, sizes=chunk.sizes)
+        _instance("metadata.ChunkStorageMetadata", HYPER, offsets=chunk.offsets, sizes=chunk.sizes)
         for chunk in tensor.chunks
     ]
     properties = _instance(

@@ -6,7 +6,6 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Optional
 
 from reshard.checkpoints.checkpoint import ByName, FileSharding, GlobalTensor
@@ -14,6 +13,7 @@ from reshard.checkpoints.files import FileHandles
 from reshard.checkpoints.formats.headers import read_headers
 from reshard.checkpoints.formats.tensors import CheckpointIndex, Tensor
 from reshard.errors import CheckpointError, DamagedCheckpointError, InputError, one_error
+from reshard.forms.form import ReadRequest
 from reshard.forms.full.directory import (
     HUGGINGFACE,
     HYPER_PARAMETERS,
@@ -244,21 +244,17 @@ class FullWeights(RecordedCheckpoint):
         return [self.plain[name]] if name in self.plain else []
 
 
-def read_unified(
-    path: str, handles: FileHandles, report: Report, damaged: Mapping[str, str] = MappingProxyType({})
-) -> FullWeights:
+def read_unified(request: ReadRequest) -> FullWeights:
     """Read a directory of MindSpore's unified weights, headers only.
 
     Args:
-        path: the directory, or the map in it.
-        handles: where to borrow files from.
-        report: gets notes on skipped parts.
-        damaged: unusable files with the reason, by path.
+        request: its path is the directory, or the map in it.
 
     Raises:
         CheckpointError: files are missing or damaged, or contradict the map.
         RetryableError: reading failed in a way that may pass.
     """
+    path, report = request.path, request.report
     directory = path if is_directory(path) else os.path.dirname(path) or os.curdir
     names = names_in(directory)
     map_path = os.path.join(directory, UNIFIED_MAP)
@@ -272,7 +268,7 @@ def read_unified(
     weight_map = read_weight_map(map_path)
     files = natural_order(set(weight_map.values()))
     hyper_parameters = [HYPER_PARAMETERS] if HYPER_PARAMETERS in names and HYPER_PARAMETERS not in files else []
-    contents = Contents.read(directory, [*files, *hyper_parameters], handles, damaged)
+    contents = Contents.read(directory, [*files, *hyper_parameters], request.handles, request.damaged)
     scalars = {name: len(files) for _ in hyper_parameters for name in _scalars(contents.indexes[len(files)], report)}
     report_unread(directory, names, files, PART, map_path, report)
     contents.check(map_path, weight_map, len(files), scalars, report)
@@ -280,22 +276,18 @@ def read_unified(
     return FullWeights(UNIFIED, directory, contents.paths, contents.indexes, tensors, {**values, **scalars})
 
 
-def read_huggingface(
-    path: str, handles: FileHandles, report: Report, damaged: Mapping[str, str] = MappingProxyType({})
-) -> FullWeights:
+def read_huggingface(request: ReadRequest) -> FullWeights:
     """Read a directory of Hugging Face's weights, headers only.
 
     Args:
-        path: the directory, one of its indexes, or its one file.
-        handles: where to borrow files from.
-        report: gets notes on skipped parts.
-        damaged: unusable files with the reason, by path.
+        request: its path is the directory, one of its indexes, or its one file.
 
     Raises:
         CheckpointError: files are missing or damaged, or contradict the index; or the choice of files is
             ambiguous.
         RetryableError: reading failed in a way that may pass.
     """
+    path, report = request.path, request.report
     directory = path if is_directory(path) else os.path.dirname(path) or os.curdir
     names = names_in(directory)
     single = os.path.basename(path) == SINGLE and directory != path
@@ -314,7 +306,7 @@ def read_huggingface(
                 file=directory,
                 hint=f"give {index_path} or {os.path.join(directory, SINGLE)} as SRC",
             )
-    contents = Contents.read(directory, files, handles, damaged)
+    contents = Contents.read(directory, files, request.handles, request.damaged)
     _check_whole(contents)
     if not single:
         report_unread(directory, names, files, NUMBERED, index_path, report)

@@ -219,7 +219,7 @@ def report_unread(
             f"{file_names(alike)}; they may be left from another save"
         )
     if unrelated:
-        report.note(f"{directory}: other weights there are not read: {file_names(unrelated)}")
+        report.note(f"{directory}: other weights are not read: {file_names(unrelated)}")
 
 
 def _are_weights(name: str) -> bool:

@@ -32,8 +32,7 @@ class _FullForm(Form):
         from reshard.forms.full.contents import read_huggingface, read_unified
 
         check_latest(self, request)
-        read = read_unified if self.name == UNIFIED else read_huggingface
-        return read(request.path, request.handles, request.report, request.damaged)
+        return read_unified(request) if self.name == UNIFIED else read_huggingface(request)
 
     def marks(self, files: Sequence[str]) -> list[str]:
         """The map or index."""

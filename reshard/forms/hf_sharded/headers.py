@@ -60,7 +60,7 @@ def entries_of(index: CheckpointIndex) -> Iterator[tuple[HeaderEntry, Tensor]]:
             raise _wrong(index.path, key, f"has no {OFFSETS} in {INFO}")
         strange = sorted(place.keys() - {OFFSETS, FULL_SHAPE, *_NAMES})
         if strange:
-            raise _wrong(index.path, key, f"has {quoted(strange[0])} in {INFO}, which this version does not know")
+            raise _wrong(index.path, key, f"has {quoted(strange[0])} in {INFO}, which this version does not support")
         offsets, shape = place[OFFSETS], place.get(FULL_SHAPE)
         for field, numbers in ((OFFSETS, offsets), (FULL_SHAPE, shape)):
             if numbers is not None and not _are_numbers(numbers, len(stored.shape)):
@@ -103,5 +103,5 @@ def _wrong(path: str, name: str, problem: str) -> CheckpointError:
         f"{path}: {quoted(name)} {problem}",
         file=path,
         parameter=name,
-        hint="take the files of one save; a newer version of reshard may know more of these headers",
+        hint="take the files of one save; a newer version of reshard may read more of these headers",
     )

@@ -76,7 +76,7 @@ class _Shards:
         """Every tensor by name, and why some cannot be read.
 
         Raises:
-            CheckpointError: a header does not say where its chunks belong.
+            CheckpointError: a header does not record the places of its chunks.
         """
         chunks: dict[str, list[Chunk]] = defaultdict(list)
         kinds: dict[str, set[str]] = defaultdict(set)
@@ -134,7 +134,7 @@ class _Shards:
         Args:
             tensors: as they seem to be.
             faults: gets those that have lost something.
-            report: told of those that may have.
+            report: gets a warning of those that may have.
         """
         shards = max(shard for shard, _, _ in self._numbers)
         present = {(shard, file) for shard, file, _ in self._numbers}
