@@ -11,14 +11,14 @@ import click
 from reshard.cli import completion
 from reshard.cli.command import Choice, option
 from reshard.cli.errors import set_debug, set_quiet, set_verbose
-from reshard.cli.shard import ShardType
 from reshard.defaults import CHOICES, DEFAULT_PREFIX, MAX_DEVICES, MAX_MEMORY
 from reshard.errors import UsageError
 from reshard.forms import FORM_CLASSES, SHORT_NAMES
 from reshard.storage import is_directory, use_endpoint
 
 if TYPE_CHECKING:
-    from reshard.checkpoints import Decryption
+    from reshard.checkpoints.decryption import Decryption
+    from reshard.cli.shard import Share
 
 _SHARDS = "reshard.shards"
 
@@ -67,6 +67,22 @@ class FormType(Choice):
         if isinstance(value, str) and dtype_named(value) is not None:
             self.fail(f"{value} is a type, not a form: --cast {value}", param, ctx)
         return super().convert(SHORT_NAMES.get(value, value), param, ctx)
+
+
+class ShardType(click.ParamType):  # type: ignore[type-arg, unused-ignore]
+    """``I/N``, or ``auto`` for the launcher's variables."""
+
+    name = "shard"
+
+    def convert(self, value: Any, param: Optional[click.Parameter], ctx: Optional[click.Context]) -> Share:
+        """The share."""
+        # Loaded only here: most runs do all the work.
+        from reshard.cli.shard import Share, parse_share
+
+        try:
+            return value if isinstance(value, Share) else parse_share(str(value))
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
 
 
 class ShardSizeType(click.ParamType):  # type: ignore[type-arg, unused-ignore]
@@ -318,9 +334,9 @@ def decryption_of(typed: Mapping[str, Any]) -> Optional[Decryption]:
         InputError: the key's file has no key.
     """
     # Help and the commands that read no checkpoint do without.
-    from reshard.checkpoints import decryption
+    from reshard.checkpoints import files
 
-    return decryption.decryption_of(typed["decrypt_key_file"], typed["decrypt_mode"])
+    return files.decryption_of(typed["decrypt_key_file"], typed["decrypt_mode"])
 
 
 source = together(
@@ -442,7 +458,7 @@ effort = together(
         "--max-memory",
         type=SizeType(),
         metavar="SIZE",
-        default=f"{MAX_MEMORY >> 20}M",
+        default=MAX_MEMORY,
         show_default="8M for each CPU, at least 64M",
         help="Memory for all buffers together (binary units: 512M, 2G).",
     ),

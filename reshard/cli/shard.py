@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple, Optional
-
-import click
+from typing import NamedTuple
 
 # Launchers, by their variables of index and count.
 _LAUNCHERS = (
@@ -37,24 +35,18 @@ class Share(NamedTuple):
     runs: int
 
 
-class ShardType(click.ParamType):  # type: ignore[type-arg, unused-ignore]
-    """``I/N``, or ``auto`` for the launcher's variables."""
+def parse_share(text: str) -> Share:
+    """The share in ``I/N``, or in ``auto`` for the launcher's variables.
 
-    name = "shard"
-
-    def convert(self, value: Any, param: Optional[click.Parameter], ctx: Optional[click.Context]) -> Share:
-        """The share."""
-        if isinstance(value, Share):
-            return value
-        try:
-            if value == "auto":
-                return launched_as(os.environ)
-            match = re.fullmatch(r"\s*(\d{1,9})\s*/\s*(\d{1,9})\s*", str(value))
-            if not match:
-                raise ValueError(f"{value!r} is not a shard such as 0/4, the first of four, or auto")
-            return _checked(int(match[1]), int(match[2]))
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
+    Raises:
+        ValueError: it is invalid, or variables are missing, invalid or contradictory.
+    """
+    if text == "auto":
+        return launched_as(os.environ)
+    match = re.fullmatch(r"\s*(\d{1,9})\s*/\s*(\d{1,9})\s*", text)
+    if not match:
+        raise ValueError(f"{text!r} is not a shard such as 0/4, the first of four, or auto")
+    return _checked(int(match[1]), int(match[2]))
 
 
 def launched_as(environment: Mapping[str, str]) -> Share:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field
 from typing import NamedTuple, Optional
 
 from reshard.plan.plan import Plan, in_section
@@ -27,9 +26,8 @@ class Phases(NamedTuple):
     writing: float = 0.0
 
 
-@dataclass(eq=False)
 class Summary:
-    """The result of a conversion.
+    """The result of a conversion, in the order of its JSON.
 
     Attributes:
         step: the step that was converted, such as ``3_10``; None for file names without a step.
@@ -59,30 +57,32 @@ class Summary:
         bytes_copied: bytes of tensors that the file system copied by itself.
     """
 
-    step: Optional[str]
-    ranks: list[int] = field(default_factory=list)
-    files: list[str] = field(default_factory=list, repr=False)
-    target_files: dict[int, str] = field(default_factory=dict, repr=False)
-    done_before: list[int] = field(default_factory=list)
-    manifest: Optional[str] = None
-    bytes_written: int = 0
-    source_ranks: list[int] = field(default_factory=list)
-    recovered: list[int] = field(default_factory=list)
-    parameters: int = 0
-    kinds: dict[str, Total] = field(default_factory=dict)
-    copied: list[str] = field(default_factory=list, repr=False)
-    excluded: list[str] = field(default_factory=list, repr=False)
-    all_names: Collection[str] = field(default=(), repr=False)
-    left_out: list[str] = field(default_factory=list, repr=False)
-    missing: list[str] = field(default_factory=list, repr=False)
-    unholdable: list[str] = field(default_factory=list, repr=False)
-    replicas: Optional[ReplicaCheck] = None
-    warnings: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    phases: Phases = field(default_factory=Phases)
-    seconds: float = 0.0
-    dry_run: bool = False
-    bytes_copied: int = 0
+    def __init__(self, step: Optional[str]) -> None:
+        """Args: step: see above; the rest is set afterwards."""
+        self.step = step
+        self.ranks: list[int] = []
+        self.files: list[str] = []
+        self.target_files: dict[int, str] = {}
+        self.done_before: list[int] = []
+        self.manifest: Optional[str] = None
+        self.bytes_written = 0
+        self.source_ranks: list[int] = []
+        self.recovered: list[int] = []
+        self.parameters = 0
+        self.kinds: dict[str, Total] = {}
+        self.copied: list[str] = []
+        self.excluded: list[str] = []
+        self.all_names: Collection[str] = ()
+        self.left_out: list[str] = []
+        self.missing: list[str] = []
+        self.unholdable: list[str] = []
+        self.replicas: Optional[ReplicaCheck] = None
+        self.warnings: list[str] = []
+        self.notes: list[str] = []
+        self.phases = Phases()
+        self.seconds = 0.0
+        self.dry_run = False
+        self.bytes_copied = 0
 
 
 def totals_of(plan: Plan, files: Collection[int]) -> dict[str, Total]:

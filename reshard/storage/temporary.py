@@ -13,10 +13,10 @@ import contextlib
 import errno
 import fcntl
 import functools
-import hashlib
 import os
 import re
 import time
+import zlib
 from typing import NamedTuple, Optional
 
 from reshard import signals
@@ -204,11 +204,11 @@ def _dead(fd: int, writer: _Writer, complete: bool) -> bool:
 def machine() -> str:
     """This machine since its start, in a few characters."""
     try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        with open("/proc/sys/kernel/random/boot_id", encoding="utf-8") as file:
             boot = file.read()
     except OSError:
         boot = ""
-    return hashlib.sha256(f"{os.uname().nodename} {boot}".encode()).hexdigest()[:8]
+    return _digits(f"{os.uname().nodename} {boot}")
 
 
 @functools.cache
@@ -218,4 +218,9 @@ def namespace() -> str:
         namespace = os.readlink("/proc/self/ns/pid")
     except OSError:
         namespace = ""
-    return hashlib.sha256(namespace.encode()).hexdigest()[:8]
+    return _digits(namespace)
+
+
+def _digits(text: str) -> str:
+    """Eight digits for a text. Not hashlib, which loads OpenSSL: some commands need no other digest."""
+    return f"{zlib.crc32(text.encode()):08x}"
