@@ -11,6 +11,10 @@ from reshard.plan.plan import Plan, in_section
 from reshard.source_replicas import ReplicaCheck
 from reshard.text.names import KINDS, Total, kind_of
 
+_NOT_SHOWN = frozenset(
+    ["files", "target_files", "copied", "excluded", "all_names", "left_out", "missing", "unholdable"]
+)
+
 
 class Phases(NamedTuple):
     """Where the time of a conversion went, in seconds.
@@ -84,6 +88,11 @@ class Summary:
         self.dry_run = False
         self.bytes_copied = 0
 
+    def __repr__(self) -> str:
+        """The attributes without lists of names."""
+        shown = ", ".join(f"{name}={value!r}" for name, value in vars(self).items() if name not in _NOT_SHOWN)
+        return f"Summary({shown})"
+
 
 def totals_of(plan: Plan, files: Collection[int]) -> dict[str, Total]:
     """Per kind the names, each once, and the bytes of tensor contents in some target files together."""
@@ -97,14 +106,8 @@ def totals_of(plan: Plan, files: Collection[int]) -> dict[str, Total]:
     return {kind: Total(len(names[kind]), sizes[kind]) for kind in KINDS if kind in names}
 
 
-class _TensorTotal(NamedTuple):
-    name: str
-    elements: int
-    nbytes: int
-
-
-def _tensor_totals(plan: Plan, files: Collection[int]) -> Iterator[_TensorTotal]:
-    """Totals of the files."""
+def _tensor_totals(plan: Plan, files: Collection[int]) -> Iterator[tuple[str, int, int]]:
+    """Name, number of elements and bytes of the tensors in some files."""
     taken_over = {file: plan.form.copied_file(file) for file in files}
     copies = [plan.checkpoint.indexes[holder] for holder in taken_over.values() if holder is not None]
     resharded = sorted(file for file, holder in taken_over.items() if holder is None)
@@ -121,13 +124,13 @@ def _tensor_totals(plan: Plan, files: Collection[int]) -> Iterator[_TensorTotal]
                 nbytes = sum(plan.slice_bytes(kind, section, members).values())
                 for tensor in kind.tensors:
                     if names is None or tensor.name in names:
-                        yield _TensorTotal(tensor.name, elements, nbytes)
+                        yield tensor.name, elements, nbytes
     for file in resharded:
         for value in plan.values_of(file):
-            yield _TensorTotal(value.name, value.tensor.elements, value.tensor.nbytes)
+            yield value.name, value.tensor.elements, value.tensor.nbytes
     # Files that are taken over are copied as they are, many of them built alike.
     tensors = {id(index.tensors): index.tensors for index in copies}
     counts = Counter(id(index.tensors) for index in copies)
     for number, count in counts.items():
         for stored in tensors[number].values():
-            yield _TensorTotal(stored.name, stored.elements, stored.nbytes * count)
+            yield stored.name, stored.elements, stored.nbytes * count

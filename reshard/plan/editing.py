@@ -19,9 +19,9 @@ from reshard.plan.edits import Additions, Edits
 from reshard.storage import absolute
 from reshard.strategies import Strategy
 from reshard.text.messages import listing
-from reshard.text.names import as_pattern, is_training_value
+from reshard.text.names import is_training_value
 from reshard.text.report import Report
-from reshard.text.wording import plural, quoted
+from reshard.text.wording import as_pattern, plural, quoted
 
 if TYPE_CHECKING:
     from reshard.names import Applied, NameRules

@@ -17,9 +17,8 @@ from reshard.forms.registry import form_named, form_of
 from reshard.storage import absolute, is_directory, is_regular_file
 from reshard.strategies import SAME, Strategy
 from reshard.text.messages import listing
-from reshard.text.names import as_glob
 from reshard.text.report import Report
-from reshard.text.wording import plural, quoted
+from reshard.text.wording import as_glob, plural, quoted
 
 if TYPE_CHECKING:
     from reshard.names import NameRules

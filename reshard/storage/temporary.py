@@ -17,13 +17,14 @@ import os
 import re
 import time
 import zlib
-from typing import NamedTuple, Optional
+from typing import Optional
 
 from reshard import signals
 from reshard.storage import directories
 
 _UNTOUCHED_SECONDS = 3600.0
-_NAME = re.compile(r"\.reshard-tmp-([0-9a-f]{8})-([0-9a-f]{8})-(\d+)-[0-9a-f]{12}")
+# The machine that writes the file, the PID namespace of the process, and its number there.
+_NAME = re.compile(r"\.reshard-tmp-(?P<machine>[0-9a-f]{8})-(?P<namespace>[0-9a-f]{8})-(?P<process>\d+)-[0-9a-f]{12}")
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF)
 
 # Maximum new files that were locked by others at once: with more, locks do not work here.
@@ -158,24 +159,10 @@ def remove_dead(directory: str, complete: bool = False) -> None:
         for name in os.listdir(directory_fd):
             match = _NAME.fullmatch(name)
             if match is not None:
-                _remove_if_dead(name, directory_fd, _Writer(*match.groups()), complete)
+                _remove_if_dead(name, directory_fd, match, complete)
 
 
-class _Writer(NamedTuple):
-    """The writer of a temporary file, from its name.
-
-    Attributes:
-        machine: from `machine`.
-        namespace: PID namespace of the process, from `namespace`.
-        process: its number there.
-    """
-
-    machine: str
-    namespace: str
-    process: str
-
-
-def _remove_if_dead(name: str, directory_fd: int, writer: _Writer, complete: bool) -> None:
+def _remove_if_dead(name: str, directory_fd: int, writer: re.Match[str], complete: bool) -> None:
     with contextlib.suppress(OSError):
         # Network file systems allow exclusive locks only on files that are open for writing.
         fd = os.open(name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=directory_fd)
@@ -186,16 +173,16 @@ def _remove_if_dead(name: str, directory_fd: int, writer: _Writer, complete: boo
             os.close(fd)
 
 
-def _dead(fd: int, writer: _Writer, complete: bool) -> bool:
-    this_machine = writer.machine == machine()
+def _dead(fd: int, writer: re.Match[str], complete: bool) -> bool:
+    this_machine = writer["machine"] == machine()
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             return False
         # Each container of a machine has its own process numbers.
-        if this_machine and writer.namespace == namespace():
-            return not os.path.exists(f"/proc/{writer.process}")
+        if this_machine and writer["namespace"] == namespace():
+            return not os.path.exists(f"/proc/{writer['process']}")
         this_machine = complete = False
     return complete or this_machine or time.time() - os.fstat(fd).st_mtime > _UNTOUCHED_SECONDS
 

@@ -6,6 +6,8 @@ import re
 from collections.abc import Collection, Container
 from typing import NamedTuple
 
+from reshard.text.wording import as_glob
+
 ACCUMULATED_GRADIENTS = "accu_grads."
 """Begins the name of a parameter's accumulated gradients; the rest is the parameter's own name."""
 
@@ -16,17 +18,6 @@ _OF_ONE_RANK = re.compile(r"(^|[._])(cur_rank|rng_state|generator(_\d+)?\._?(see
 def belongs_to_rank(name: str) -> bool:
     """Whether a value outside the strategies belongs to its rank: copies on other ranks differ."""
     return _OF_ONE_RANK.search(name) is not None
-
-
-def as_glob(name: str) -> str:
-    """The pattern of --include and --exclude for a parameter."""
-    # Special characters in brackets; ? for characters that a shell cannot pass.
-    return "".join(f"[{c}]" if c in "*?[" else c if c.isprintable() and c != "'" else "?" for c in name)
-
-
-def as_pattern(name: str) -> str:
-    """The same, quoted for a shell."""
-    return f"'{as_glob(name)}'"
 
 
 CURRENT_RANK = "cur_rank"
