@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Optional, Union
 
 from reshard.convert import Options, Summary, prepare
@@ -219,4 +219,6 @@ def _refuse(differences: Sequence[object], dst: str) -> None:
 
 
 def _in_python(summary: Summary) -> Summary:
-    return replace(summary, warnings=[*map(in_python, summary.warnings)], notes=[*map(in_python, summary.notes)])
+    summary.warnings = [*map(in_python, summary.warnings)]
+    summary.notes = [*map(in_python, summary.notes)]
+    return summary

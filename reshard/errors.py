@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from typing import Optional
 
 from reshard.text.messages import Message, block, full_text, joined, listing
-from reshard.text.names import as_pattern
-from reshard.text.wording import quoted
+from reshard.text.wording import as_pattern, quoted
 
 # More hints would hide the problem.
 _MAX_HINTS = 3

@@ -5,9 +5,7 @@ byte of a new file before a tensor is read. This room does not depend on strateg
 memory.
 """
 
-from reshard.checkpoints.decryption import Decryption
 from reshard.checkpoints.files import FileHandles
-from reshard.checkpoints.formats.crc import CrcCheck, check_crc, check_crcs, crc_of_file
 from reshard.checkpoints.formats.dtypes import can_hold, mindspore_reads
 from reshard.checkpoints.formats.headers import format_of, read_index
 from reshard.checkpoints.formats.output import (
@@ -23,18 +21,13 @@ from reshard.checkpoints.formats.tensors import CheckpointIndex, Tensor, files_a
 
 __all__ = [
     "CheckpointIndex",
-    "CrcCheck",
     "Data",
-    "Decryption",
     "FileHandles",
     "Literal",
     "OutputLayout",
     "OutputTensor",
     "Tensor",
     "can_hold",
-    "check_crc",
-    "check_crcs",
-    "crc_of_file",
     "files_alike",
     "format_of",
     "lay_out_ckpt",

@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Any, Callable, NamedTuple, Optional, Protocol,
 
 from reshard.checkpoints.formats.dtypes import ITEM_SIZES
 from reshard.checkpoints.formats.tensors import CheckpointIndex, files_alike
-from reshard.layout import Box, Grid, View
+from reshard.layout import Box, Grid
 from reshard.threads import cached_property
 
 if TYPE_CHECKING:
     import numpy.typing as npt
+
+    from reshard.layout.views import View
 
 V = TypeVar("V")
 

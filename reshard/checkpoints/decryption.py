@@ -50,6 +50,10 @@ class Decryption:
         self.mode = mode
         self.key = _read_key(key_file)
 
+    def files(self) -> DecryptedFiles:
+        """A new opener of files, encrypted or not."""
+        return DecryptedFiles(self)
+
     def __repr__(self) -> str:
         return f"Decryption(mode={self.mode!r})"
 
@@ -142,17 +146,3 @@ class DecryptedFiles:
             )
         cipher_key = self._keys.get(mode) or self._keys.setdefault(mode, CipherKey(mode, key, file.path))
         return EncryptedBlocks(file, cipher_key)
-
-
-def decryption_of(key_file: Optional[str], mode: Optional[str]) -> Optional[Decryption]:
-    """The decryption of source files; None without a key.
-
-    Raises:
-        UsageError: a mode without a key.
-        InputError: the key cannot be read.
-    """
-    if key_file is None:
-        if mode is not None:
-            raise UsageError("--decrypt-mode is given without a key", hint="name its file: --decrypt-key-file FILE")
-        return None
-    return Decryption(key_file, mode)

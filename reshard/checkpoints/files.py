@@ -10,11 +10,12 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple, Optional
 
-from reshard.checkpoints.decryption import DecryptedFiles, Decryption
+from reshard.errors import UsageError
 from reshard.storage import FileStatus, OpenFile, ReadableFile, changed_meanwhile, store_of
 from reshard.threads import ThreadLock
 
 if TYPE_CHECKING:
+    from reshard.checkpoints.decryption import Decryption
     from reshard.checkpoints.placed import Placement
 
 # Half of the process's limit: outputs, pipes and libraries need the other half.
@@ -82,7 +83,7 @@ class FileHandles:
         self.opened = 0
         self._lock = ThreadLock()
         self._handles: OrderedDict[str, _Handle] = OrderedDict()
-        self._decrypted = None if decryption is None else DecryptedFiles(decryption)
+        self._decrypted = None if decryption is None else decryption.files()
         self._placements: dict[str, Placement] = {}
         # The version of every file at its first open.
         self._first_seen: dict[str, FileVersion] = {}
@@ -249,3 +250,24 @@ def default_limit() -> int:
     if soft == resource.RLIM_INFINITY:
         return _MOST_HANDLES
     return max(8, min(soft // _SHARE_OF_LIMIT, _MOST_HANDLES))
+
+
+def decryption_of(key_file: Optional[str], mode: Optional[str]) -> Optional[Decryption]:
+    """The decryption of source files; None without a key.
+
+    Args:
+        key_file: see `Decryption`.
+        mode: likewise.
+
+    Raises:
+        UsageError: a mode without a key.
+        InputError: the key cannot be read.
+    """
+    if key_file is None:
+        if mode is not None:
+            raise UsageError("--decrypt-mode is given without a key", hint="name its file: --decrypt-key-file FILE")
+        return None
+    # Loaded only here: few sources are encrypted.
+    from reshard.checkpoints.decryption import Decryption
+
+    return Decryption(key_file, mode)

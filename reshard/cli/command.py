@@ -5,14 +5,16 @@ from __future__ import annotations
 import importlib
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Optional, TypeVar
+from typing import TYPE_CHECKING, Any, Optional, TypeVar
 
 import click
-from click.shell_completion import CompletionItem
 
 from reshard.errors import UsageError
 from reshard.signals import unwinding
 from reshard.text.near_names import near_names
+
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
 
 F = TypeVar("F", bound="Callable[..., Any]")
 
@@ -267,6 +269,9 @@ class LazyGroup(Group):
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         """Commands without importing any, then options; aliases once something is typed."""
+        # Loaded only here: a command runs without it.
+        from click.shell_completion import CompletionItem
+
         names = self.command_names(ctx) if incomplete else self.list_commands(ctx)
         items = [
             CompletionItem(name, help=self._entries[self._aliases.get(name, name)][2])

@@ -5,20 +5,22 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterable
-from typing import Optional
+from typing import TYPE_CHECKING, Optional
 
 import click
-from click.shell_completion import CompletionItem
+
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
 
 
 def paths(_: click.Context, __: click.Parameter, typed: str) -> list[CompletionItem]:
     """Files and directories."""
-    return [CompletionItem(typed, type="file")]
+    return [_item(typed, "file")]
 
 
 def directories(_: click.Context, __: click.Parameter, typed: str) -> list[CompletionItem]:
     """Directories."""
-    return [CompletionItem(typed, type="dir")]
+    return [_item(typed, "dir")]
 
 
 def strategies(_: click.Context, __: click.Parameter, typed: str) -> list[CompletionItem]:
@@ -40,10 +42,10 @@ def tables(_: click.Context, __: click.Parameter, typed: str) -> list[Completion
 
 def _words_or_files(words: Iterable[str], typed: str) -> list[CompletionItem]:
     """Words that begin with the text, and files; words alone if no file begins with it."""
-    items = [CompletionItem(word) for word in words if word.startswith(typed)]
+    items = [_item(word) for word in words if word.startswith(typed)]
     if items and typed and not _begins_a_name(typed):
         return items
-    return [*items, CompletionItem(typed, type="file")]
+    return [*items, _item(typed, "file")]
 
 
 def steps(ctx: click.Context, _: click.Parameter, typed: str) -> list[CompletionItem]:
@@ -56,7 +58,7 @@ def steps(ctx: click.Context, _: click.Parameter, typed: str) -> list[Completion
     # The command reports unreadable files later.
     with contextlib.suppress(OSError, ReshardError):
         names += [str(step) for step in find_checkpoints(path).steps if step] if path else []
-    return [CompletionItem(step) for step in names if step.startswith(typed)]
+    return [_item(step) for step in names if step.startswith(typed)]
 
 
 def parameters(ctx: click.Context, _: click.Parameter, typed: str) -> list[CompletionItem]:
@@ -70,7 +72,7 @@ def parameters(ctx: click.Context, _: click.Parameter, typed: str) -> list[Compl
     with contextlib.suppress(OSError, ReshardError):
         names = read_strategy(path).parameters if path else ()
     begin = [name for name in names if name.startswith(typed)]
-    return [CompletionItem(name) for name in begin or (name for name in names if typed in name)]
+    return [_item(name) for name in begin or (name for name in names if typed in name)]
 
 
 def tensors(ctx: click.Context, _: click.Parameter, typed: str) -> list[CompletionItem]:
@@ -83,7 +85,7 @@ def tensors(ctx: click.Context, _: click.Parameter, typed: str) -> list[Completi
     with contextlib.suppress(OSError, ReshardError):
         names = _names_in(src, strategy) if src and "://" not in src else []
     begin = [name for name in names if name.startswith(typed)]
-    return [CompletionItem(name) for name in begin or (name for name in names if typed in name)]
+    return [_item(name) for name in begin or (name for name in names if typed in name)]
 
 
 def _names_in(src: str, strategy: Optional[str]) -> list[str]:
@@ -105,9 +107,16 @@ def types(_: click.Context, __: click.Parameter, typed: str) -> list[CompletionI
     """Types for casts."""
     from reshard.checkpoints.formats.dtypes import CAST_TO
 
-    return [CompletionItem(name) for name in CAST_TO if name.lower().startswith(typed.lower())]
+    return [_item(name) for name in CAST_TO if name.lower().startswith(typed.lower())]
 
 
 def _begins_a_name(typed: str) -> bool:
     with os.scandir() as entries:
         return any(entry.name.startswith(typed) for entry in entries)
+
+
+def _item(value: str, kind: str = "plain") -> CompletionItem:
+    # Loaded only here: a command runs without it.
+    from click.shell_completion import CompletionItem
+
+    return CompletionItem(value, type=kind)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
-from typing import Any, Callable, Optional
+from typing import TYPE_CHECKING, Any, Callable, Optional
 
 from reshard.cli import completion, options
 from reshard.cli.command import argument, command, option
 from reshard.cli.conversion import carry_out, contents_words, detail_lines
 from reshard.cli.output import listener
-from reshard.cli.shard import Share
 from reshard.convert import Options, Summary
 from reshard.convert.ends import Ends, check_verifiable, options_of, request_between, request_of
 from reshard.errors import UsageError
@@ -20,6 +19,9 @@ from reshard.records.ledger import check_not_replaced
 from reshard.strategies import typed_strategy
 from reshard.text.report import Report
 from reshard.text.wording import byte_size, counted_ranks, rank_ranges, step_words
+
+if TYPE_CHECKING:
+    from reshard.cli.shard import Share
 
 
 @command(

@@ -26,7 +26,7 @@ from reshard.forms.ranks import SourceTree, find_checkpoints
 from reshard.forms.ranks.coverage import check_ranks
 from reshard.forms.registry import form_named, form_of
 from reshard.opened.opening import source_strategy
-from reshard.plan.edits import edited as make_edits
+from reshard.plan.editing import edited as make_edits
 from reshard.plan.edits import edits_of
 from reshard.records.commands import EDITS
 from reshard.storage import storage_of

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shlex
 from collections import Counter
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Optional
 
 from reshard.cli import completion, options
@@ -129,7 +128,7 @@ def merge_lora(
             with open_requested(base_reading, effort_of(typed, 4), decryption) as weights:
                 check_beside(tensors, adapter, weights)
         how = options_of(typed)
-        request = request._replace(edits=replace(request.edits, additions=additions, typed=None))
+        request = request._replace(edits=request.edits._replace(additions=additions, typed=None))
         added = _to_verify(reading, scale) if how.verify else None
         carry_out(request, report, typed, how, summary_lines(request, typed, how), adapter=added)
         tensors.check_unchanged()

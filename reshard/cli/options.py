@@ -17,7 +17,7 @@ from reshard.forms import FORM_CLASSES, SHORT_NAMES
 from reshard.storage import is_directory, use_endpoint
 
 if TYPE_CHECKING:
-    from reshard.checkpoints import Decryption
+    from reshard.checkpoints.decryption import Decryption
     from reshard.cli.shard import Share
 
 _SHARDS = "reshard.shards"
@@ -330,9 +330,9 @@ def decryption_of(typed: Mapping[str, Any]) -> Optional[Decryption]:
         InputError: the key's file has no key.
     """
     # Help and the commands that read no checkpoint do without.
-    from reshard.checkpoints import decryption
+    from reshard.checkpoints import files
 
-    return decryption.decryption_of(typed["decrypt_key_file"], typed["decrypt_mode"])
+    return files.decryption_of(typed["decrypt_key_file"], typed["decrypt_mode"])
 
 
 source = together(

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import codecs
 import contextlib
-import json
 import os
 import sys
 from collections.abc import Iterable, Mapping
-from typing import Callable
+from typing import TYPE_CHECKING, Callable
 
 import click
 
 from reshard.text.messages import full_text
-from reshard.text.names import Total
 from reshard.text.wording import byte_size, printable
+
+if TYPE_CHECKING:
+    from reshard.text.names import Total
 
 
 def echo_json(value: object) -> None:
@@ -23,6 +24,9 @@ def echo_json(value: object) -> None:
     A path that is not UTF-8 is escaped in JSON: Python's ``os.fsencode`` restores its bytes. So
     are characters that a terminal would take for commands.
     """
+    # Loaded only here: few runs print JSON.
+    import json
+
     text = json.dumps(value, ensure_ascii=False)
     if not text.isprintable():
         text = "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in text)

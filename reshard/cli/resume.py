@@ -66,7 +66,8 @@ def resume(ctx: click.Context, /, dst: str, as_json: bool, quiet: bool, verify: 
     if not verify and _is_done(status, command):
         if as_json:
             differences = {"differences": None} if status.plan.task == "convert" else {}
-            summary = Summary(status.plan.step, done_before=list(status.done), manifest=status.manifest)
+            summary = Summary(status.plan.step)
+            summary.done_before, summary.manifest = list(status.done), status.manifest
             echo_json({**summary_json(summary), **differences})
         if not quiet:
             say(_done_words(status, dst), to_standard_error=True)

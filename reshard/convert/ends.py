@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple, Optional
 
 from reshard.checkpoints import FileHandles
-from reshard.checkpoints.decryption import decryption_of
+from reshard.checkpoints.files import decryption_of
 from reshard.convert.options import Options
 from reshard.defaults import DEFAULT_PREFIX, usable_cpus
 from reshard.errors import CheckpointError, UsageError

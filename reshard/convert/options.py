@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Optional
+from typing import TYPE_CHECKING, NamedTuple, Optional
 
-from reshard.checkpoints import Decryption
 from reshard.defaults import MAX_MEMORY
+
+if TYPE_CHECKING:
+    from reshard.checkpoints.decryption import Decryption
 
 
 class Part(NamedTuple):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Optional
 
 from reshard.checkpoints import FileHandles
@@ -266,40 +265,38 @@ class Prepared:
             nbytes = writing.write()
             copied, manifest, work = writing.bytes_copied, writing.manifest, writing.work
         ended = time.monotonic()
-        return replace(
-            self._summary(work),
-            manifest=manifest,
-            bytes_written=nbytes,
-            bytes_copied=copied,
-            replicas=replicas,
-            phases=Phases(self._planned - self._started, checked - self._planned, ended - checked),
-            seconds=ended - self._started,
-        )
+        summary = self._summary(work)
+        summary.manifest = manifest
+        summary.bytes_written = nbytes
+        summary.bytes_copied = copied
+        summary.replicas = replicas
+        summary.phases = Phases(self._planned - self._started, checked - self._planned, ended - checked)
+        summary.seconds = ended - self._started
+        return summary
 
     def _summary(self, work: Sequence[int]) -> Summary:
         """The part of the summary that follows from the plan and the written files."""
         plan, requested = self.plan, self.state.requested
         lost = range(plan.form.count) if plan.request.recover else ()
-        return Summary(
-            step=plan.checkpoint.step,
-            ranks=list(work),
-            files=[plan.path(file) for file in work],
-            target_files={file: plan.path(file) for file in requested},
-            done_before=sorted(set(requested).difference(work)),
-            source_ranks=sorted(plan.checkpoint.indexes),
-            recovered=[file for file in lost if plan.form.copied_file(file) is None],
-            parameters=len(plan.sorted.resharded),
-            kinds=totals_of(plan, requested),
-            copied=plan.sorted.copied,
-            excluded=plan.sorted.excluded,
-            all_names=plan.known_names(),
-            left_out=plan.sorted.left_out,
-            missing=plan.sorted.missing,
-            unholdable=plan.sorted.unholdable,
-            warnings=self._report.warnings,
-            notes=self._report.notes,
-            dry_run=self._options.dry_run,
-        )
+        summary = Summary(plan.checkpoint.step)
+        summary.ranks = list(work)
+        summary.files = [plan.path(file) for file in work]
+        summary.target_files = {file: plan.path(file) for file in requested}
+        summary.done_before = sorted(set(requested).difference(work))
+        summary.source_ranks = sorted(plan.checkpoint.indexes)
+        summary.recovered = [file for file in lost if plan.form.copied_file(file) is None]
+        summary.parameters = len(plan.sorted.resharded)
+        summary.kinds = totals_of(plan, requested)
+        summary.copied = plan.sorted.copied
+        summary.excluded = plan.sorted.excluded
+        summary.all_names = plan.known_names()
+        summary.left_out = plan.sorted.left_out
+        summary.missing = plan.sorted.missing
+        summary.unholdable = plan.sorted.unholdable
+        summary.warnings = self._report.warnings
+        summary.notes = self._report.notes
+        summary.dry_run = self._options.dry_run
+        return summary
 
     def _settle(self, workers: Optional[Workers]) -> None:
         """Check before writing; damaged source files are planned without."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Callable
 
-from reshard.checkpoints import CheckpointIndex, FileHandles, check_crcs
+from reshard.checkpoints import CheckpointIndex, FileHandles
 from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.errors import DamagedCheckpointError
 from reshard.execute import ExecutionOptions, Progress
@@ -72,6 +72,9 @@ def damaged_files(
     progress: Progress,
 ) -> Mapping[str, DamagedCheckpointError]:
     """Files whose bytes do not match their CRC, with the error of each, by path."""
+    # Loaded only here: few files record a CRC, and few conversions read whole files.
+    from reshard.checkpoints.formats.crc import check_crcs
+
     progress.begin(sum(index.size for index in indexes), "checking CRCs")
     try:
         checks = check_crcs(handles, indexes, execution.threads, execution.block_bytes, progress.wrote)

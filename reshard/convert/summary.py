@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field
 from typing import NamedTuple, Optional
 
 from reshard.plan.plan import Plan, in_section
 from reshard.source_replicas import ReplicaCheck
 from reshard.text.names import KINDS, Total, kind_of
+
+_NOT_SHOWN = frozenset(
+    ["files", "target_files", "copied", "excluded", "all_names", "left_out", "missing", "unholdable"]
+)
 
 
 class Phases(NamedTuple):
@@ -27,9 +30,8 @@ class Phases(NamedTuple):
     writing: float = 0.0
 
 
-@dataclass(eq=False)
 class Summary:
-    """The result of a conversion.
+    """The result of a conversion, in the order of its JSON.
 
     Attributes:
         step: the step that was converted, such as ``3_10``; None for file names without a step.
@@ -59,30 +61,37 @@ class Summary:
         bytes_copied: bytes of tensors that the file system copied by itself.
     """
 
-    step: Optional[str]
-    ranks: list[int] = field(default_factory=list)
-    files: list[str] = field(default_factory=list, repr=False)
-    target_files: dict[int, str] = field(default_factory=dict, repr=False)
-    done_before: list[int] = field(default_factory=list)
-    manifest: Optional[str] = None
-    bytes_written: int = 0
-    source_ranks: list[int] = field(default_factory=list)
-    recovered: list[int] = field(default_factory=list)
-    parameters: int = 0
-    kinds: dict[str, Total] = field(default_factory=dict)
-    copied: list[str] = field(default_factory=list, repr=False)
-    excluded: list[str] = field(default_factory=list, repr=False)
-    all_names: Collection[str] = field(default=(), repr=False)
-    left_out: list[str] = field(default_factory=list, repr=False)
-    missing: list[str] = field(default_factory=list, repr=False)
-    unholdable: list[str] = field(default_factory=list, repr=False)
-    replicas: Optional[ReplicaCheck] = None
-    warnings: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    phases: Phases = field(default_factory=Phases)
-    seconds: float = 0.0
-    dry_run: bool = False
-    bytes_copied: int = 0
+    def __init__(self, step: Optional[str]) -> None:
+        """Args: step: see above; the rest is set afterwards."""
+        self.step = step
+        self.ranks: list[int] = []
+        self.files: list[str] = []
+        self.target_files: dict[int, str] = {}
+        self.done_before: list[int] = []
+        self.manifest: Optional[str] = None
+        self.bytes_written = 0
+        self.source_ranks: list[int] = []
+        self.recovered: list[int] = []
+        self.parameters = 0
+        self.kinds: dict[str, Total] = {}
+        self.copied: list[str] = []
+        self.excluded: list[str] = []
+        self.all_names: Collection[str] = ()
+        self.left_out: list[str] = []
+        self.missing: list[str] = []
+        self.unholdable: list[str] = []
+        self.replicas: Optional[ReplicaCheck] = None
+        self.warnings: list[str] = []
+        self.notes: list[str] = []
+        self.phases = Phases()
+        self.seconds = 0.0
+        self.dry_run = False
+        self.bytes_copied = 0
+
+    def __repr__(self) -> str:
+        """The attributes without lists of names."""
+        shown = ", ".join(f"{name}={value!r}" for name, value in vars(self).items() if name not in _NOT_SHOWN)
+        return f"Summary({shown})"
 
 
 def totals_of(plan: Plan, files: Collection[int]) -> dict[str, Total]:
@@ -97,14 +106,8 @@ def totals_of(plan: Plan, files: Collection[int]) -> dict[str, Total]:
     return {kind: Total(len(names[kind]), sizes[kind]) for kind in KINDS if kind in names}
 
 
-class _TensorTotal(NamedTuple):
-    name: str
-    elements: int
-    nbytes: int
-
-
-def _tensor_totals(plan: Plan, files: Collection[int]) -> Iterator[_TensorTotal]:
-    """Totals of the files."""
+def _tensor_totals(plan: Plan, files: Collection[int]) -> Iterator[tuple[str, int, int]]:
+    """Name, number of elements and bytes of the tensors in some files."""
     taken_over = {file: plan.form.copied_file(file) for file in files}
     copies = [plan.checkpoint.indexes[holder] for holder in taken_over.values() if holder is not None]
     resharded = sorted(file for file, holder in taken_over.items() if holder is None)
@@ -121,13 +124,13 @@ def _tensor_totals(plan: Plan, files: Collection[int]) -> Iterator[_TensorTotal]
                 nbytes = sum(plan.slice_bytes(kind, section, members).values())
                 for tensor in kind.tensors:
                     if names is None or tensor.name in names:
-                        yield _TensorTotal(tensor.name, elements, nbytes)
+                        yield tensor.name, elements, nbytes
     for file in resharded:
         for value in plan.values_of(file):
-            yield _TensorTotal(value.name, value.tensor.elements, value.tensor.nbytes)
+            yield value.name, value.tensor.elements, value.tensor.nbytes
     # Files that are taken over are copied as they are, many of them built alike.
     tensors = {id(index.tensors): index.tensors for index in copies}
     counts = Counter(id(index.tensors) for index in copies)
     for number, count in counts.items():
         for stored in tensors[number].values():
-            yield _TensorTotal(stored.name, stored.elements, stored.nbytes * count)
+            yield stored.name, stored.elements, stored.nbytes * count

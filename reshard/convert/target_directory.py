@@ -16,7 +16,6 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Callable, NamedTuple, Optional
 
-from reshard.checkpoints import crc_of_file
 from reshard.checkpoints.edited import EditedCheckpoint
 from reshard.convert.options import Options
 from reshard.errors import InputError, RetryableError, TargetError
@@ -577,12 +576,13 @@ class TargetDirectory:
         self, records: Mapping[int, DoneRecord], computed: Collection[DoneRecord]
     ) -> dict[DoneRecord, int]:
         """Missing checksums of targets that were written without."""
-        lacking = self._lacking(records)
-        return {
-            record: crc_of_file(self._plan.path(rank))
-            for rank, record in records.items()
-            if record in lacking and record not in computed
-        }
+        missing = self._lacking(records).difference(computed)
+        if not missing:
+            return {}
+        # Loaded only here: most runs request no checksums.
+        from reshard.checkpoints.formats.crc import crc_of_file
+
+        return {record: crc_of_file(self._plan.path(rank)) for rank, record in records.items() if record in missing}
 
     def _all_done(self) -> Optional[dict[int, DoneRecord]]:
         """The record of every rank of the target strategy; None if a target is missing."""

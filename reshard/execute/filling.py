@@ -19,7 +19,8 @@ from reshard.execute.parts import SharedRows
 from reshard.execute.reading import ByteReader
 from reshard.execute.runs import byte_strides, is_transposed, loops_in_source, runs, span_of
 from reshard.execute.tiles import TILE, Bytes, as_words, put, word_of
-from reshard.layout import Box, Region, boxes_of_range, inside, intersection, placed, shape_of, volume_of
+from reshard.layout import Box, boxes_of_range, inside, intersection, placed, shape_of, volume_of
+from reshard.layout.views import Region
 from reshard.plan.pieces import Piece, StoredSlice, TargetTensor
 
 _FAR = 1 << 62

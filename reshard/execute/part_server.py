@@ -1,4 +1,4 @@
-"""The side of worker processes: writing parts of target files that a conversion requests."""
+"""Worker processes: writing parts of target files that a conversion requests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from reshard.execute.parts import Parts
 from reshard.execute.reader import BoxReader, Worker
 from reshard.execute.writing import PartDone, TargetWriter
 from reshard.plan.pieces import TargetFile
-from reshard.processes import Notify
+from reshard.processes import Crew, Notify
 from reshard.storage.new_local_file import WrittenFile
 
 # Bytes that a worker writes before it reports them.
@@ -49,6 +49,62 @@ class PartRequest(NamedTuple):
     members: Sequence[Member]
     number: int
     checksum: bool
+
+
+class PartProcesses:
+    """Worker processes that write parts, from the side of the conversion; a context manager.
+
+    Args:
+        target_of: plans the files.
+        handles: open source files.
+        options: options for all processes together.
+        first: the first files to write.
+    """
+
+    def __init__(
+        self, target_of: TargetOf, handles: FileHandles, options: ExecutionOptions, first: Iterable[TargetFile]
+    ) -> None:
+        serve = PartServer(target_of, handles, options)
+        serve.load_for(first)
+        self._handles = handles
+        self._crew = Crew(options.processes, options.threads // options.processes, serve)
+
+    def __enter__(self) -> PartProcesses:
+        self._crew.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._crew.__exit__(*error)
+
+    def kill(self) -> None:
+        """Kill all processes; calls that wait for them raise `LostWorkerError`."""
+        self._crew.kill()
+
+    def write(self, writers: Sequence[TargetWriter], number: int, notify: Notify) -> None:
+        """Have a process write a part of some files.
+
+        Args:
+            writers: of the files.
+            number: of the part.
+            notify: receives the messages of `PartServer`.
+
+        Raises:
+            LostWorkerError: the process ended.
+            UnwritableError: a file cannot be written, and no other could.
+            ReshardError: a source file cannot be read, or changed.
+        """
+        with contextlib.ExitStack() as stack:
+            descriptors = [stack.enter_context(writer.handed_out()) for writer in writers]
+            members = [
+                Member(writer.target.rank, descriptor is not None, writer.mapped, writer.copies)
+                for writer, descriptor in zip(writers, descriptors)
+            ]
+            request = PartRequest(members, number, writers[0].checksums is not None)
+            files = [descriptor for descriptor in descriptors if descriptor is not None]
+            results, versions = self._crew.call(request, files, notify)
+        for writer, result in zip(writers, results):
+            writer.adopt(result)
+        self._handles.see(versions)
 
 
 class _ServingThread(threading.local):

@@ -24,19 +24,20 @@ from reshard.checkpoints import FileHandles
 from reshard.defaults import usable_cpus
 from reshard.errors import ReshardError, RetryableError, TargetError, UnwritableError
 from reshard.execute.options import MIN_WRITERS_FOR_MAPS, ExecutionOptions, Progress
-from reshard.execute.part_server import Member, PartRequest, PartServer, TargetOf
 from reshard.execute.part_writing import PartWriter
 from reshard.execute.reader import BoxReader
 from reshard.execute.schedule import Schedule, Task
 from reshard.execute.writing import Expect, Finish, TargetWriter
 from reshard.plan.pieces import TargetFile
-from reshard.processes import Crew, LostWorkerError, may_fork, private_bytes
+from reshard.processes import LostWorkerError, may_fork, private_bytes
 from reshard.storage import Sending
 from reshard.text.wording import plural
 from reshard.threads import wait_for
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
+
+    from reshard.execute.part_server import PartProcesses, TargetOf
 
 # The run ends at this number of failed files: their common cause will fail the others, too.
 _MAX_FAILURES = 8
@@ -73,14 +74,17 @@ def convert(
     first = list(itertools.islice(groups, 1))
     groups = itertools.chain(first, groups)
     with contextlib.ExitStack() as stack:
-        crew = None
+        processes = None
         if target_of is not None and may_fork():
             options = options.shared(private_bytes())
             if options.processes > 1:
-                serve = PartServer(target_of, handles, options)
-                serve.load_for(itertools.chain.from_iterable(first))
-                crew = stack.enter_context(Crew(options.processes, options.threads // options.processes, serve))
-        _Execution(groups, handles, options, progress, finish, expected, crew).run()
+                # Imported late: a small rank is written by this process alone.
+                from reshard.execute.part_server import PartProcesses
+
+                processes = stack.enter_context(
+                    PartProcesses(target_of, handles, options, itertools.chain.from_iterable(first))
+                )
+        _Execution(groups, handles, options, progress, finish, expected, processes).run()
 
 
 class _Execution:
@@ -92,11 +96,11 @@ class _Execution:
         progress: Progress,
         finish: Finish,
         expected: Expect,
-        crew: Optional[Crew],
+        processes: Optional[PartProcesses],
     ) -> None:
         self._finish = finish
         self._expected = expected
-        self._crew = crew
+        self._processes = processes
         self._sending = Sending(options.uploads) if options.uploads else None
         self._commits: list[Future[None]] = []
         self._schedule = Schedule(groups, options.threads, self._writer_of)
@@ -151,7 +155,7 @@ class _Execution:
         try:
             with contextlib.ExitStack() as stack:
                 write = self._write_in_worker
-                if self._crew is None:
+                if self._processes is None:
                     worker = stack.enter_context(self._reader.worker())
                     write = partial(
                         self._write_here,
@@ -210,32 +214,20 @@ class _Execution:
             UnwritableError: a file cannot be written, and no other could.
             ReshardError: a source file cannot be read.
         """
-        assert self._crew is not None
-        writers = task.group.writers
+        assert self._processes is not None
         receivers: dict[str, Callable[..., None]] = {
             "wrote": self._wrote,
             "copied": self._copied,
             "overflowed": self._overflowed,
             "last": partial(self._schedule.close, task.group),
         }
-        with contextlib.ExitStack() as stack:
-            descriptors = [stack.enter_context(writer.handed_out()) for writer in writers]
-            members = [
-                Member(writer.target.rank, descriptor is not None, writer.mapped, writer.copies)
-                for writer, descriptor in zip(writers, descriptors)
-            ]
-            request = PartRequest(members, task.number, writers[0].checksums is not None)
-            files = [descriptor for descriptor in descriptors if descriptor is not None]
-            try:
-                results, versions = self._crew.call(request, files, lambda message: receivers[message[0]](*message[1:]))
-            except LostWorkerError as error:
-                if self._stop.is_set():
-                    return
-                targets = [writer.target for writer in self._schedule.unfinished()]
-                raise _lost(error, targets, writers[0].target) from error
-        for writer, result in zip(writers, results):
-            writer.adopt(result)
-        self._handles.see(versions)
+        try:
+            self._processes.write(task.group.writers, task.number, lambda message: receivers[message[0]](*message[1:]))
+        except LostWorkerError as error:
+            if self._stop.is_set():
+                return
+            targets = [writer.target for writer in self._schedule.unfinished()]
+            raise _lost(error, targets, task.group.writers[0].target) from error
 
     def _wrote(self, count: int) -> None:
         with self._lock:
@@ -289,7 +281,7 @@ class _Execution:
         options = self._options
         # No more threads than CPUs write at a time.
         writers = min(options.threads, usable_cpus())
-        through_maps = self._crew is not None and writers >= MIN_WRITERS_FOR_MAPS * options.files
+        through_maps = self._processes is not None and writers >= MIN_WRITERS_FOR_MAPS * options.files
         return TargetWriter(
             target, self._finish, options.checksum, self._expected(target), self._sending, allocated=through_maps
         )
@@ -299,9 +291,9 @@ class _Execution:
             if self._error is None:
                 self._error = error
         self._stop.set()
-        if self._crew is not None:
+        if self._processes is not None:
             # Threads that wait for a worker then end at once.
-            self._crew.kill()
+            self._processes.kill()
 
 
 def _lost(error: LostWorkerError, targets: Sequence[TargetFile], first: TargetFile) -> ReshardError:

@@ -8,12 +8,15 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Callable, NamedTuple, Optional
+from typing import TYPE_CHECKING, Callable, NamedTuple, Optional
 
 from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.checkpoints.edited import EditedCheckpoint
-from reshard.layout import ZEROS, Box, Loop, Region, intersection, placed
+from reshard.layout import Box, intersection, placed
 from reshard.plan.pieces import StoredSlice, TargetTensor
+
+if TYPE_CHECKING:
+    from reshard.layout.views import Loop, Region
 
 MIN_TILE = 16
 """Minimum elements along both sides of a tile of a transposed copy."""
@@ -170,7 +173,7 @@ def largest_transposed(checkpoint: Checkpoint) -> int:
     largest = 0
     for recipe in checkpoint.recipes.values():
         for region in () if recipe.view is None else recipe.view.regions:
-            if region.source != ZEROS and _transposes(region):
+            if not region.is_zeros and _transposes(region):
                 item_size = checkpoint.base.tensors[recipe.sources[region.source]].item_size
                 largest = max(largest, _matrix_volume(region) * item_size)
     return largest

@@ -24,8 +24,8 @@ from reshard.layout import Grid, Layout
 from reshard.layout.boxes import Covering, covering
 from reshard.strategies import SAME, Stage, Strategy, rows_over
 from reshard.text.messages import listing
-from reshard.text.names import as_pattern, is_value
-from reshard.text.wording import plural, quoted
+from reshard.text.names import is_value
+from reshard.text.wording import as_pattern, plural, quoted
 
 
 class Chunk(NamedTuple):

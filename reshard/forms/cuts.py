@@ -7,13 +7,16 @@ layout. Everything that depends on the kind alone is computed once.
 from __future__ import annotations
 
 from itertools import accumulate
-from typing import NamedTuple, Union
+from typing import TYPE_CHECKING, NamedTuple, Union
 
 from reshard.checkpoints.checkpoint import GlobalTensor, Sharding
 from reshard.errors import CheckpointError, LayoutError
 from reshard.forms.target import Section, layout_in
-from reshard.layout import Grid, Layout, Overlap, ViewOverlap
+from reshard.layout import Grid, Layout, Overlap
 from reshard.text.wording import quoted
+
+if TYPE_CHECKING:
+    from reshard.layout.views import ViewOverlap
 
 
 class Cut(NamedTuple):
@@ -83,5 +86,8 @@ class Cuts:
 def _overlap(tensor: GlobalTensor, target: Grid) -> Union[Overlap, ViewOverlap]:
     if tensor.view is None:
         return Overlap([sharding.grid for sharding in tensor.shardings], target)
+    # Loaded only here: most conversions have no views.
+    from reshard.layout.views import ViewOverlap
+
     grids = [[sharding.grid for sharding in source.shardings] for source in tensor.sources]
     return ViewOverlap(grids, tensor.view, target)

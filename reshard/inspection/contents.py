@@ -9,7 +9,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple, Optional
 
-from reshard.checkpoints import CheckpointIndex, Decryption, FileHandles, can_hold, files_alike, read_index
+from reshard.checkpoints import CheckpointIndex, FileHandles, can_hold, files_alike, read_index
+from reshard.checkpoints.decryption import Decryption
 from reshard.checkpoints.formats.dtypes import INT4, MAP_TENSOR, TEXT
 from reshard.errors import CheckpointError, ReshardError
 from reshard.text.messages import listing

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Optional
 
-from reshard.checkpoints import Decryption
 from reshard.checkpoints.checkpoint import Checkpoint
+from reshard.checkpoints.decryption import Decryption
 from reshard.errors import UsageError
 from reshard.forms.form import Form
 from reshard.forms.registry import form_named, form_of

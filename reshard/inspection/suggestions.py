@@ -13,8 +13,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Callable, NamedTuple, Optional
 
-from reshard.checkpoints import Decryption
 from reshard.checkpoints.checkpoint import Checkpoint
+from reshard.checkpoints.decryption import Decryption
 from reshard.errors import CheckpointError, InputError, ReshardError
 from reshard.forms.form import Names
 from reshard.forms.ranks.steps import RANK, fixed_directory
@@ -23,7 +23,8 @@ from reshard.forms.registry import form_of
 from reshard.inspection.subject import Subject, subject_of
 from reshard.names import Configuration, builtin_names, config_beside, rules_named
 from reshard.names.options import settle, side_of
-from reshard.plan.edits import between_forms, edited, typed_edits, words_of_packing
+from reshard.plan.editing import edited, words_of_packing
+from reshard.plan.edits import between_forms, typed_edits
 from reshard.quantised.schemes import stated_settings
 from reshard.records.ledger import packing_of, recorded_strategy
 from reshard.records.status import status_of

@@ -15,7 +15,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Optional
 
-from reshard.checkpoints import Decryption, FileHandles
+from reshard.checkpoints import FileHandles
+from reshard.checkpoints.decryption import Decryption
 from reshard.defaults import MAX_DEVICES
 from reshard.errors import CheckpointError, InputError, ReshardError, UsageError
 from reshard.forms.ranks import SourceTree, Step, find_checkpoints

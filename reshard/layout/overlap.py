@@ -10,7 +10,7 @@
 Several source grids exist if stages share a parameter (tied embeddings); a cell can be read from any of them. The cost
 is linear in the edges: pairs of ranks are never compared.
 
-Regions of a view are cut in the same way: by the box of a target slice, and by the edges of all grids of their source.
+Regions of a view are cut in the same way, see `views.ViewOverlap`.
 """
 
 from __future__ import annotations
@@ -18,13 +18,15 @@ from __future__ import annotations
 import itertools
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple, Optional
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple, Optional
 
 from reshard.errors import LayoutError
 from reshard.layout.grid import Box, Grid
 from reshard.layout.layout import Layout
-from reshard.layout.views import ZEROS, Region, View
+
+if TYPE_CHECKING:
+    from reshard.layout.views import Region
 
 
 class Cell(NamedTuple):
@@ -91,64 +93,12 @@ class Overlap:
             )
         cells = []
         for combination in itertools.product(*choices):
-            slices = _slices(self.sources, self._positions, [interval for interval, _ in combination])
+            slices = slices_at(self.sources, self._positions, [interval for interval, _ in combination])
             cells.append(Cell(tuple(bounds for _, bounds in combination), slices))
         return cells
 
 
-class ViewOverlap:
-    """The cells of every target slice of one view; created once per kind of tensor.
-
-    Args:
-        sources: per source of the view its grids, one per sharding.
-        view: the regions of the tensor.
-        target: the target's grid.
-
-    Raises:
-        LayoutError: the target's grid does not have the view's shape.
-    """
-
-    def __init__(self, sources: Sequence[Sequence[Grid]], view: View, target: Grid) -> None:
-        if view.shape != target.shape:
-            raise LayoutError(f"tensors of shapes {list(view.shape)} and {list(target.shape)} are not one tensor")
-        self.view = view
-        self.target = target
-        self._grids = [tuple(grids) for grids in sources]
-        self._refined = [refined(grids, grids[0].shape) for grids in sources]
-        self._cells: dict[int, tuple[Cell, ...]] = {}
-
-    def cells(self, target_slice: int) -> tuple[Cell, ...]:
-        """The cells of a target slice, by region; those of zeros have no slices."""
-        cells = self._cells.get(target_slice)
-        if cells is None:
-            box = self.target.slice_box(target_slice)
-            parts = (part for region in self.view.regions for part in region.within_box(box))
-            cells = self._cells[target_slice] = tuple(cell for part in parts for cell in self._cells_of(part))
-        return cells
-
-    def _cells_of(self, region: Region) -> Iterable[Cell]:
-        if region.source == ZEROS:
-            return [Cell(region.box, (), region)]
-        edges, positions = self._refined[region.source]
-        # Regions with the numbers of the refined intervals that contain them, of the dimensions so far.
-        parts: list[tuple[Region, tuple[int, ...]]] = [(region, ())]
-        for dimension, bounds in enumerate(edges):
-            cut = []
-            for part, intervals in parts:
-                first, stop = part.source_box[dimension]
-                begin, end = bisect_right(bounds, first) - 1, bisect_right(bounds, stop - 1) - 1
-                if begin == end:
-                    cut.append((part, (*intervals, begin)))
-                    continue
-                for number in range(begin, end + 1):
-                    inside = part.within_source(dimension, bounds[number], bounds[number + 1])
-                    cut += ((each, (*intervals, number)) for each in inside)
-            parts = cut
-        grids = self._grids[region.source]
-        return [Cell(part.box, _slices(grids, positions, intervals), part) for part, intervals in parts]
-
-
-def _slices(
+def slices_at(
     grids: Sequence[Grid], positions: Sequence[Sequence[Sequence[int]]], intervals: Sequence[int]
 ) -> tuple[int, ...]:
     """The slice number in each grid that contains one refined interval per dimension; ``positions`` of `refined`."""

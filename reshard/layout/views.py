@@ -9,12 +9,14 @@ indices, for tensors of any size. A layout cuts regions of the view or its sourc
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from reshard.errors import LayoutError
-from reshard.layout.grid import Box
+from reshard.layout.grid import Box, Grid
+from reshard.layout.overlap import Cell, refined, slices_at
 from reshard.threads import cached_property
 
 ZEROS = -1
@@ -55,6 +57,11 @@ class Region(NamedTuple):
     origin: tuple[int, ...]
     source_origin: tuple[int, ...]
     loops: tuple[Loop, ...]
+
+    @property
+    def is_zeros(self) -> bool:
+        """Whether the elements have no source."""
+        return self.source == ZEROS
 
     @property
     def volume(self) -> int:
@@ -113,7 +120,7 @@ class Region(NamedTuple):
         for place, (first, count) in zip(places, ranges):
             loop = loops[place]
             origin[loop.dimension] += first * loop.step
-            if self.source != ZEROS:
+            if not self.is_zeros:
                 source_origin[loop.source_dimension] += first * loop.source_step
             loops[place] = loop._replace(length=count)
         return _region(self.source, origin, source_origin, loops)
@@ -304,19 +311,19 @@ class View:
         last = len(self.shape) - 1
         for region in self.regions:
             # Loops of zeros go along the view on both sides.
-            last_of_source = last if region.source == ZEROS else len(shapes[region.source]) - 1
+            last_of_source = last if region.is_zeros else len(shapes[region.source]) - 1
             along = [loop for loop in region.loops if loop.dimension == last or loop.source_dimension == last_of_source]
             length = along[0].length if along else 1
             if along not in ([], [Loop(length, last, 1, last_of_source, 1)]):
                 return False
-            if region.source == ZEROS and length < self.shape[last]:
+            if region.is_zeros and length < self.shape[last]:
                 return False
         return True
 
     @cached_property
     def padded(self) -> bool:
         """Whether some elements are zeros without a source."""
-        return any(region.source == ZEROS for region in self.regions)
+        return any(region.is_zeros for region in self.regions)
 
     def __hash__(self) -> int:
         return self._hash
@@ -439,3 +446,55 @@ def _regrouped(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[int, in
 def _check_dimension(dimension: int, shape: Sequence[int]) -> None:
     if not 0 <= dimension < len(shape):
         raise LayoutError(f"a tensor of shape {list(shape)} has no dimension {dimension}")
+
+
+class ViewOverlap:
+    """The cells of every target slice of one view; created once per kind of tensor.
+
+    Args:
+        sources: per source of the view its grids, one per sharding.
+        view: the regions of the tensor.
+        target: the target's grid.
+
+    Raises:
+        LayoutError: the target's grid does not have the view's shape.
+    """
+
+    def __init__(self, sources: Sequence[Sequence[Grid]], view: View, target: Grid) -> None:
+        if view.shape != target.shape:
+            raise LayoutError(f"tensors of shapes {list(view.shape)} and {list(target.shape)} are not one tensor")
+        self.view = view
+        self.target = target
+        self._grids = [tuple(grids) for grids in sources]
+        self._refined = [refined(grids, grids[0].shape) for grids in sources]
+        self._cells: dict[int, tuple[Cell, ...]] = {}
+
+    def cells(self, target_slice: int) -> tuple[Cell, ...]:
+        """The cells of a target slice, by region; those of zeros have no slices."""
+        cells = self._cells.get(target_slice)
+        if cells is None:
+            box = self.target.slice_box(target_slice)
+            parts = (part for region in self.view.regions for part in region.within_box(box))
+            cells = self._cells[target_slice] = tuple(cell for part in parts for cell in self._cells_of(part))
+        return cells
+
+    def _cells_of(self, region: Region) -> Iterable[Cell]:
+        if region.is_zeros:
+            return [Cell(region.box, (), region)]
+        edges, positions = self._refined[region.source]
+        # Regions with the numbers of the refined intervals that contain them, of the dimensions so far.
+        parts: list[tuple[Region, tuple[int, ...]]] = [(region, ())]
+        for dimension, bounds in enumerate(edges):
+            cut = []
+            for part, intervals in parts:
+                first, stop = part.source_box[dimension]
+                begin, end = bisect_right(bounds, first) - 1, bisect_right(bounds, stop - 1) - 1
+                if begin == end:
+                    cut.append((part, (*intervals, begin)))
+                    continue
+                for number in range(begin, end + 1):
+                    inside = part.within_source(dimension, bounds[number], bounds[number + 1])
+                    cut += ((each, (*intervals, number)) for each in inside)
+            parts = cut
+        grids = self._grids[region.source]
+        return [Cell(part.box, slices_at(grids, positions, intervals), part) for part, intervals in parts]

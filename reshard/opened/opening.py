@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Optional, Union
 
-from reshard.checkpoints import Decryption, FileHandles
-from reshard.checkpoints.decryption import decryption_of
+from reshard.checkpoints import FileHandles
+from reshard.checkpoints.decryption import Decryption
+from reshard.checkpoints.files import decryption_of
 from reshard.checkpoints.formats.dtypes import MEMORY
 from reshard.defaults import MAX_MEMORY, usable_cpus
 from reshard.errors import UsageError

@@ -12,9 +12,9 @@ from reshard.forms.target import Section, laid_out_names
 from reshard.plan.plan import Plan
 from reshard.plan.values import CopiedValues
 from reshard.text.messages import listing
-from reshard.text.names import as_pattern, is_weight
+from reshard.text.names import is_weight
 from reshard.text.report import Report
-from reshard.text.wording import plural, quoted
+from reshard.text.wording import as_pattern, plural, quoted
 
 
 def check(plan: Plan, values: CopiedValues, earlier: Sequence[InputError], report: Report) -> None:

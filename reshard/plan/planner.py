@@ -14,7 +14,6 @@ from reshard.forms.ranks.checkpoint import rank_checkpoint_of
 from reshard.forms.registry import counted_as, form_named
 from reshard.forms.target import TargetForm, laid_out_names
 from reshard.plan.checks import check, problems_of_form
-from reshard.plan.edits import edited, same_layouts
 from reshard.plan.plan import Plan, Sorted, ValuesOfFiles, requested_files, sections_of
 from reshard.plan.replicas import ReplicaChoice
 from reshard.plan.request import Request
@@ -42,6 +41,9 @@ def make_plan(request: Request, handles: FileHandles, report: Report) -> Plan:
         for note in request.target.notes:
             report.note(note)
     if not request.edits.is_empty:
+        # Loaded only here: most conversions edit nothing.
+        from reshard.plan.editing import edited, same_layouts
+
         checkpoint = edited_checkpoint = edited(base, request.edits, report)
         request.edits.note_optimizer(filter(request.filters.admit, checkpoint.tensors), report)
         if request.target.path == SAME:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import NamedTuple, Optional, Union, overload
+from typing import TYPE_CHECKING, NamedTuple, Optional, Union, overload
 from weakref import WeakValueDictionary
 
 from reshard.checkpoints import OutputLayout, OutputTensor, Tensor
@@ -17,8 +17,11 @@ from reshard.checkpoints.checkpoint import Addition, GlobalTensor
 from reshard.checkpoints.formats.dtypes import MEMORY
 from reshard.forms.cuts import Cut
 from reshard.forms.target import TargetForm
-from reshard.layout import Box, Cell, Region, shape_of, whole_box
+from reshard.layout import Box, Cell, shape_of, whole_box
 from reshard.plan.pieces import Piece, StoredSlice, TargetTensor
+
+if TYPE_CHECKING:
+    from reshard.layout.views import Region
 
 StoredAt = Callable[[str, int, int, Box], StoredSlice]
 """The stored slice for a parameter's name, the number of its source tensor, a rank and a box."""

@@ -18,9 +18,9 @@ from reshard.forms.target import TargetForm
 from reshard.storage import read_range, reading
 from reshard.text.globs import Filters
 from reshard.text.messages import listing
-from reshard.text.names import as_pattern, belongs_to_rank
+from reshard.text.names import belongs_to_rank
 from reshard.text.report import Report
-from reshard.text.wording import quoted, rank_ranges
+from reshard.text.wording import as_pattern, quoted, rank_ranges
 
 _BLOCK = 1 << 20
 

@@ -31,15 +31,12 @@ VERSION = 1
 EDITS = ("names", "config", "reverse", "optimizer", "dequantize", "rename", "cast")
 """The options of names and types."""
 
-IS_COMMAND = re.compile(r"command\.[0-9a-f]{16}\.json")
-"""The names of command records."""
-
 # Enough for paths and patterns of some hundred bytes each.
 _MAX_BYTES = 1 << 20
 _MAX_RECORDS = 10_000
 _SHOWN = 40
 _MAX_MESSAGE = 200
-_RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
+_RANGE = "([0-9]{1,9})(?:-([0-9]{1,9}))?"
 _CHOICES = {
     "task": ("convert", "recover"),
     "format": ALL_FORMATS,
@@ -157,6 +154,11 @@ class RecordedCommand(NamedTuple):
             write_whole(path, (json.dumps({"version": VERSION, **content, "host": host}) + "\n").encode())
 
 
+def is_command(name: str) -> bool:
+    """Whether a file is the record of a command, by its name."""
+    return re.fullmatch(r"command\.[0-9a-f]{16}\.json", name) is not None
+
+
 def commands_in(directory: str) -> list[RecordedCommand]:
     """The recorded commands in a directory, the latest first.
 
@@ -164,7 +166,7 @@ def commands_in(directory: str) -> list[RecordedCommand]:
         TargetError: a record is damaged, or of another version.
         RetryableError: one cannot be read.
     """
-    names = [name for name in names_in(directory) if IS_COMMAND.fullmatch(name)]
+    names = [name for name in names_in(directory) if is_command(name)]
     if len(names) > _MAX_RECORDS:
         raise TargetError(f"{directory}: holds {len(names)} records of commands", file=directory, hint=_AGAIN)
     commands: list[tuple[int, str, RecordedCommand]] = []
@@ -238,7 +240,7 @@ def _numbers(text: str) -> tuple[int, ...]:
     """Ranks as `number_ranges` writes them."""
     numbers: list[int] = []
     for part in text.split(","):
-        match = _RANGE.fullmatch(part)
+        match = re.fullmatch(_RANGE, part)
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
         if last < first or last >= MAX_DEVICES or (numbers and first <= numbers[-1]):
             raise JsonError(f"ranks are {quoted(text)}")

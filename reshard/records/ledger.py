@@ -33,7 +33,7 @@ from reshard.forms.ranks import find_checkpoints
 from reshard.forms.ranks.rank_files import STRATEGY_FILE
 from reshard.forms.ranks.steps import RANK, fixed_directory
 from reshard.forms.ranks.tree import RankFile
-from reshard.records.commands import IS_COMMAND, RecordedCommand, commands_in
+from reshard.records.commands import RecordedCommand, commands_in, is_command
 from reshard.records.identity import Identity, short_digest, strategy_digest
 from reshard.records.record_files import PLAN, REPLACED, RecordDirectory, names_in
 from reshard.records.sources import SourceFile
@@ -307,7 +307,8 @@ class Ledger:
 
     def only(self) -> Optional[set[int]]:
         """The only requested ranks; None if all were requested."""
-        ranks = {int(name[len(_ONLY) :]) for name in self._records.names() if re.fullmatch(_ONLY + "[0-9]+", name)}
+        numbers = [name[len(_ONLY) :] for name in self._records.names() if name.startswith(_ONLY)]
+        ranks = {int(number) for number in numbers if number.isdecimal()}
         return ranks or None
 
     def request(self, ranks: Optional[Collection[int]]) -> None:
@@ -383,7 +384,7 @@ class Ledger:
 
     def forget_commands(self) -> None:
         """Remove recorded commands: everything will be rewritten, perhaps from other files."""
-        self._records.discard("", filter(IS_COMMAND.fullmatch, self._records.names()))
+        self._records.discard("", filter(is_command, self._records.names()))
 
     def commands(self) -> list[RecordedCommand]:
         """The recorded commands, the latest first.
@@ -644,7 +645,7 @@ def _records(root: str, conversion: str) -> RecordDirectory:
 
 
 def _is_record(name: str) -> bool:
-    return name.startswith((_REPLACING, _ONLY, *SIGNS)) or IS_COMMAND.fullmatch(name) is not None
+    return name.startswith((_REPLACING, _ONLY, *SIGNS)) or is_command(name)
 
 
 def _same_time(current: int, recorded: int) -> bool:

@@ -35,8 +35,6 @@ VERSION = 1
 # Some hundred bytes per rank.
 _MAX_BYTES = 64 << 20
 _AGAIN = "remove it and run the conversion's command again, which rewrites it"
-_DIGEST = re.compile(r"[0-9a-f]{1,64}")
-_CRC = re.compile(r"[0-9a-f]{8}")
 
 
 class ManifestFile(NamedTuple):
@@ -171,7 +169,7 @@ def _file(entry: Fields) -> ManifestFile:
     check_inside(name)
     headers, crc = entry.optional_text("headers"), entry.optional_text("crc32")
     for digest in (headers, crc):
-        if digest is not None and not _DIGEST.fullmatch(digest):
+        if digest is not None and not re.fullmatch("[0-9a-f]{1,64}", digest):
             raise JsonError(f"{quoted(digest)} is not a digest")
     return ManifestFile(entry.integer("rank", 0, MAX_DEVICES), name, entry.integer("size", 0, 1 << 63), headers, crc)
 
@@ -179,6 +177,6 @@ def _file(entry: Fields) -> ManifestFile:
 def _finishing(entry: Fields) -> FinishingRecord:
     name, crc = entry.text("file"), entry.text("crc32")
     check_inside(name)
-    if not _CRC.fullmatch(crc):
+    if not re.fullmatch("[0-9a-f]{8}", crc):
         raise JsonError(f"{quoted(crc)} is not a CRC-32")
     return FinishingRecord(name, entry.integer("size", 0, 1 << 63), crc)

@@ -31,7 +31,7 @@ _VALUE_BYTES = 256
 # Steps of this fraction of a list spread evenly and repeat late.
 _GOLDEN = 0.6180339887498949
 _DIGESTS = r"\.".join(4 * [r"([0-9a-f]{16})"])
-_RECORD = re.compile(rf"(\d{{1,9}})\.(\d{{1,20}})\.{_DIGESTS}\.(-?\d{{1,20}})\.(\d{{1,20}})\.(-?\d{{1,20}})")
+_RECORD = rf"(\d{{1,9}})\.(\d{{1,20}})\.{_DIGESTS}\.(-?\d{{1,20}})\.(\d{{1,20}})\.(-?\d{{1,20}})"
 
 
 class SourceFile(NamedTuple):
@@ -77,7 +77,7 @@ class SourceFile(NamedTuple):
     @classmethod
     def parse(cls, text: str) -> Optional[SourceFile]:
         """The file in a text from `record`; None for other text."""
-        match = _RECORD.fullmatch(text)
+        match = re.fullmatch(_RECORD, text)
         if match is None:
             return None
         rank, size, headers, contents, value_names, values, *times = match.groups()

@@ -137,7 +137,12 @@ def _by_content(holders: Sequence[Holder], samples: Iterable[_Data]) -> dict[_Da
 
 def _is_varied(data: bytes, item_size: int) -> bool:
     """Whether a sample has enough different elements."""
-    return len({data[at : at + item_size] for at in range(0, len(data), item_size)}) >= _FEWEST_ELEMENTS
+    elements = set()
+    for at in range(0, len(data), item_size):
+        elements.add(data[at : at + item_size])
+        if len(elements) == _FEWEST_ELEMENTS:
+            return True
+    return False
 
 
 def ranks_by_content(

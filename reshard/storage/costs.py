@@ -175,12 +175,15 @@ class FileSystems:
 
     def costs(self, path: str) -> Storage:
         """Costs of requests to a path, from the measurements so far."""
-        storage = storage_on(path)
-        if not storage.remote:
-            return storage
         try:
-            measured = self._measured.get(os.stat(path).st_dev)
+            device = os.stat(path).st_dev
         except OSError:
             # A missing path had no requests.
-            measured = None
-        return storage if measured is None else measured.storage()
+            return storage_on(path)
+        if device not in self._measured:
+            storage = storage_on(path)
+            if not storage.remote:
+                self._measured[device] = None
+            return storage
+        measured = self._measured[device]
+        return LOCAL if measured is None else measured.storage()

@@ -13,17 +13,18 @@ import contextlib
 import errno
 import fcntl
 import functools
-import hashlib
 import os
 import re
 import time
-from typing import NamedTuple, Optional
+import zlib
+from typing import Optional
 
 from reshard import signals
 from reshard.storage import directories
 
 _UNTOUCHED_SECONDS = 3600.0
-_NAME = re.compile(r"\.reshard-tmp-([0-9a-f]{8})-([0-9a-f]{8})-(\d+)-[0-9a-f]{12}")
+# The machine that writes the file, the PID namespace of the process, and its number there.
+_NAME = re.compile(r"\.reshard-tmp-(?P<machine>[0-9a-f]{8})-(?P<namespace>[0-9a-f]{8})-(?P<process>\d+)-[0-9a-f]{12}")
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF)
 
 # Maximum new files that were locked by others at once: with more, locks do not work here.
@@ -161,24 +162,10 @@ def remove_dead(directory: str, complete: bool = False) -> None:
         for name in os.listdir(directory_fd):
             match = _NAME.fullmatch(name)
             if match is not None:
-                _remove_if_dead(name, directory_fd, _Writer(*match.groups()), complete)
+                _remove_if_dead(name, directory_fd, match, complete)
 
 
-class _Writer(NamedTuple):
-    """The writer of a temporary file, from its name.
-
-    Attributes:
-        machine: from `machine`.
-        namespace: PID namespace of the process, from `namespace`.
-        process: its number there.
-    """
-
-    machine: str
-    namespace: str
-    process: str
-
-
-def _remove_if_dead(name: str, directory_fd: int, writer: _Writer, complete: bool) -> None:
+def _remove_if_dead(name: str, directory_fd: int, writer: re.Match[str], complete: bool) -> None:
     with contextlib.suppress(OSError):
         # Network file systems allow exclusive locks only on files that are open for writing.
         fd = os.open(name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=directory_fd)
@@ -189,16 +176,16 @@ def _remove_if_dead(name: str, directory_fd: int, writer: _Writer, complete: boo
             os.close(fd)
 
 
-def _dead(fd: int, writer: _Writer, complete: bool) -> bool:
-    this_machine = writer.machine == machine()
+def _dead(fd: int, writer: re.Match[str], complete: bool) -> bool:
+    this_machine = writer["machine"] == machine()
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             return False
         # Each container of a machine has its own process numbers.
-        if this_machine and writer.namespace == namespace():
-            return not os.path.exists(f"/proc/{writer.process}")
+        if this_machine and writer["namespace"] == namespace():
+            return not os.path.exists(f"/proc/{writer['process']}")
         this_machine = complete = False
     return complete or this_machine or time.time() - os.fstat(fd).st_mtime > _UNTOUCHED_SECONDS
 
@@ -207,11 +194,11 @@ def _dead(fd: int, writer: _Writer, complete: bool) -> bool:
 def machine() -> str:
     """This machine since its start, in a few characters."""
     try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        with open("/proc/sys/kernel/random/boot_id", encoding="utf-8") as file:
             boot = file.read()
     except OSError:
         boot = ""
-    return hashlib.sha256(f"{os.uname().nodename} {boot}".encode()).hexdigest()[:8]
+    return _digits(f"{os.uname().nodename} {boot}")
 
 
 @functools.cache
@@ -221,4 +208,9 @@ def namespace() -> str:
         namespace = os.readlink("/proc/self/ns/pid")
     except OSError:
         namespace = ""
-    return hashlib.sha256(namespace.encode()).hexdigest()[:8]
+    return _digits(namespace)
+
+
+def _digits(text: str) -> str:
+    """Eight digits for a text. Not hashlib, which loads OpenSSL: some commands need no other digest."""
+    return f"{zlib.crc32(text.encode()):08x}"

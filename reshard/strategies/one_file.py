@@ -15,7 +15,7 @@ from typing import NamedTuple, Optional, Union
 from reshard.errors import StrategyError
 from reshard.storage import ReadableFile, UnfitError, opened_regular, read_range, reading
 from reshard.storage.other_files import cipher_of, is_ckpt, kind_by_head
-from reshard.strategies import json_file, protobuf_file
+from reshard.strategies import protobuf_file
 from reshard.strategies.model import StrategyFile
 from reshard.text.near_names import similar_path_hint
 
@@ -89,6 +89,9 @@ def parse(path: str, data: bytes) -> Union[StrategyFile, OtherFile]:
             raise StrategyError(f"{path} is empty", file=path, hint="write it again, or remove it")
         return OtherFile(path, "empty")
     if _looks_like_json(data):
+        # Loaded only here: MindSpore writes protobuf by default.
+        from reshard.strategies import json_file
+
         return json_file.parse_strategy(data, path) or OtherFile(path, "JSON without parameter layouts")
     parsed = protobuf_file.parse_strategy(data, path)
     if parsed is not None:

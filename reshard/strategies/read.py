@@ -8,7 +8,6 @@ single stages; if these are complete, it is skipped. If the directory itself hol
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -33,7 +32,7 @@ from reshard.text.name_order import natural_order
 from reshard.text.report import Report
 from reshard.text.wording import some_names
 
-_RANK_DIRECTORY = re.compile(r"(rank_|rank|)[0-9]+")
+_RANK_DIRECTORY = "(rank_|rank|)[0-9]+"
 
 
 def read_strategy(path: Optional[str]) -> Strategy:
@@ -229,7 +228,7 @@ def _names_in(directory: str, leave_out: Optional[str]) -> list[str]:
 
 
 def _is_of_rank(path: str) -> bool:
-    return _RANK_DIRECTORY.fullmatch(os.path.basename(path)) is not None and is_directory(path)
+    return re.fullmatch(_RANK_DIRECTORY, os.path.basename(path)) is not None and is_directory(path)
 
 
 def _read_files(directory: str, names: Iterable[str]) -> tuple[list[FileRecord], list[str]]:
@@ -244,7 +243,7 @@ def _read_files(directory: str, names: Iterable[str]) -> tuple[list[FileRecord],
         if isinstance(data, OtherFile):
             file: Union[StrategyFile, OtherFile] = data
         else:
-            key = (hashlib.sha256(data).digest(), os.path.splitext(name)[1])
+            key = (data, os.path.splitext(name)[1])
             file = parsed[key] if key in parsed else parsed.setdefault(key, parse(path, data))
             copies.setdefault(key, []).append(path)
         if isinstance(file, OtherFile):
@@ -267,7 +266,7 @@ def _name(path: str) -> str:
     """A file's name, with its rank directory if it is in one: files of ranks share one name."""
     directory, name = os.path.split(path)
     rank = os.path.basename(directory)
-    return os.path.join(rank, name) if _RANK_DIRECTORY.fullmatch(rank) else name
+    return os.path.join(rank, name) if re.fullmatch(_RANK_DIRECTORY, rank) else name
 
 
 def typed_strategy(path: str, report: Report) -> Strategy:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from typing import Optional
 
-from reshard.text.name_patterns import name_patterns
 from reshard.text.wording import one_line, quoted
 
 #: Lines of a list in a message.
@@ -59,6 +58,9 @@ def listing(names: Collection[str], most: int = 5) -> Message:
     full = ", ".join(f"'{one_line(name)}'" for name in names)
     if len(names) <= _FEW:
         return Message(", ".join(map(quoted, names)), full)
+    # Loaded only here: most messages name few parameters.
+    from reshard.text.name_patterns import name_patterns
+
     patterns = name_patterns(names)
     shown = [quoted(text) if size == 1 else f"{quoted(text)} ({size})" for text, size in patterns[:most]]
     omitted = sum(size for _, size in patterns[most:])

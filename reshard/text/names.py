@@ -6,6 +6,8 @@ import re
 from collections.abc import Collection, Container
 from typing import NamedTuple
 
+from reshard.text.wording import as_glob
+
 ACCUMULATED_GRADIENTS = "accu_grads."
 """Begins the name of a parameter's accumulated gradients; the rest is the parameter's own name."""
 
@@ -16,17 +18,6 @@ _OF_ONE_RANK = re.compile(r"(^|[._])(cur_rank|rng_state|generator(_\d+)?\._?(see
 def belongs_to_rank(name: str) -> bool:
     """Whether a value outside the strategies belongs to its rank: copies on other ranks differ."""
     return _OF_ONE_RANK.search(name) is not None
-
-
-def as_glob(name: str) -> str:
-    """The pattern of --include and --exclude for a parameter."""
-    # Special characters in brackets; ? for characters that a shell cannot pass.
-    return "".join(f"[{c}]" if c in "*?[" else c if c.isprintable() and c != "'" else "?" for c in name)
-
-
-def as_pattern(name: str) -> str:
-    """The same, quoted for a shell."""
-    return f"'{as_glob(name)}'"
 
 
 CURRENT_RANK = "cur_rank"
@@ -64,9 +55,11 @@ _CHAINED = re.compile(r"chained_\d+\.")
 # Of a state in another one, which only its keys show.
 _NESTED_OPTIMIZER = re.compile(r"[^.]+\.optim(izer)?\.(?=(state|param_groups)\.)")
 
-_OTHER = re.compile(
-    r"(global_step|current_iterator_step|last_overflow_iterator_step|epoch_num|step_num|learning_rate|"
-    r"weight_decay|beta[12]_power|loss_scale|scale_sense|state_step(\..*)?)"
+_OTHER = frozenset(
+    (
+        *("current_iterator_step", "epoch_num", "global_step", "last_overflow_iterator_step", "state_step", "step_num"),
+        *("beta1_power", "beta2_power", "learning_rate", "loss_scale", "scale_sense", "weight_decay"),
+    )
 )
 
 
@@ -112,7 +105,7 @@ def is_value(name: str, elements: int) -> bool:
 
 def is_training_value(name: str) -> bool:
     """Whether a name is that of a counter or setting of the training, such as ``global_step``."""
-    return _OTHER.fullmatch(name) is not None or belongs_to_rank(name)
+    return name in _OTHER or name.startswith("state_step.") or belongs_to_rank(name)
 
 
 def kind_of(name: str, elements: int, parameters: Container[str]) -> str:

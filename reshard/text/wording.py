@@ -127,3 +127,14 @@ def quoted(name: str) -> str:
     if len(shown) > _MAX_SHOWN:
         shown = f"{shown[: _MAX_SHOWN // 2]}...{shown[-_MAX_SHOWN // 4 :]}"
     return f"'{shown}'"
+
+
+def as_glob(name: str) -> str:
+    """The pattern of --include and --exclude for a parameter."""
+    # Special characters in brackets; ? for characters that a shell cannot pass.
+    return "".join(f"[{c}]" if c in "*?[" else c if c.isprintable() and c != "'" else "?" for c in name)
+
+
+def as_pattern(name: str) -> str:
+    """The same, quoted for a shell."""
+    return f"'{as_glob(name)}'"

@@ -8,8 +8,9 @@ import os
 import threading
 from collections.abc import Iterator
 
-from reshard.checkpoints import CheckpointIndex, FileHandles, crc_of_file, read_index
+from reshard.checkpoints import CheckpointIndex, FileHandles, read_index
 from reshard.checkpoints.checkpoint import Checkpoint
+from reshard.checkpoints.formats.crc import crc_of_file
 from reshard.checkpoints.formats.dtypes import ARCHIVES
 from reshard.checkpoints.placed import PlacedFile
 from reshard.errors import CheckpointError

@@ -143,7 +143,7 @@ def verify_conversion(
                 f"{target.directory} has the names of {place.path}, which the recorded rules would change: compared "
                 "without them; for another comparison add --names or --rename"
             )
-            casts = replace(edits, table=None, renames=None)
+            casts = edits._replace(table=None, renames=None)
             plain = converted._replace(edits=casts, recorded=False, beside=False)
             return verify_conversion(
                 plain, target, filters=filters, means=means, report=report, crcs=crcs, damage_by_path=damage_by_path

@@ -11,7 +11,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Callable, NamedTuple, Optional
 
-from reshard.checkpoints import CheckpointIndex, FileHandles, check_crcs
+from reshard.checkpoints import CheckpointIndex, FileHandles
+from reshard.checkpoints.formats.crc import check_crcs
 from reshard.errors import InputError
 from reshard.forms.form import ReadRequest
 from reshard.forms.ranks import StepFiles

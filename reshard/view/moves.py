@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any, Optional
 
-from reshard.checkpoints import Decryption, FileHandles
+from reshard.checkpoints import FileHandles
+from reshard.checkpoints.decryption import Decryption
 from reshard.convert.transfers import Transfers, transfers_of
 from reshard.execute import ExecutionOptions
 from reshard.forms.registry import counted_as, form_named

@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from reshard.checkpoints import CrcCheck, FileHandles, check_crc, read_index
+from reshard.checkpoints import FileHandles, read_index
+from reshard.checkpoints.formats.crc import CrcCheck, check_crc
 from reshard.errors import DamagedCheckpointError, RetryableError
 from tests.checkpoint_writing import (
     Source,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from reshard import transform_checkpoint_by_rank
-from reshard.checkpoints import CheckpointIndex, FileHandles, check_crc, read_index
+from reshard.checkpoints import CheckpointIndex, FileHandles, read_index
 from reshard.checkpoints.formats import crc
 from tests.reference import Strategy
 from tests.running import Argument, Result, done, fails, reshard, warns
@@ -71,7 +71,7 @@ def sources_of(world: World, rank: int) -> set[int]:
 def checked(monkeypatch: pytest.MonkeyPatch) -> Counter[Path]:
     """How often each file was checked against its CRC."""
     times: Counter[Path] = Counter()
-    plain = check_crc
+    plain = crc.check_crc
 
     def counting(handles: FileHandles, index: CheckpointIndex, *arguments: Any) -> Any:
         times[Path(index.path)] += 1

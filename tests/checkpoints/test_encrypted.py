@@ -16,7 +16,8 @@ from typing import Optional
 
 import pytest
 
-from reshard.checkpoints import Decryption, FileHandles, read_index
+from reshard.checkpoints import FileHandles, read_index
+from reshard.checkpoints.decryption import Decryption
 from reshard.errors import CheckpointError, DamagedCheckpointError, EncryptedCheckpointError
 from tests.conftest import LONG
 from tests.corpus import FIXTURES

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Optional
 import pytest
 
 from reshard.checkpoints.formats import headers as opening
+from reshard.checkpoints.formats import safetensors_index
 from reshard.execute import options, reading
 from reshard.storage import ReadableFile, fill
 from reshard.storage import costs as storage_costs
@@ -64,14 +65,14 @@ def costs(monkeypatch: pytest.MonkeyPatch) -> Costs:
 
     monkeypatch.setattr(opening.KnownStructures, "find", counting_find)
     monkeypatch.setattr(reading, "fill", counting_fill)
-    for name in ("read_ckpt_index", "read_safetensors_index"):
-        parse = getattr(opening, name)
+    for module, name in ((opening, "read_ckpt_index"), (safetensors_index, "read_safetensors_index")):
+        parse = getattr(module, name)
 
         def counting_parse(file: ReadableFile, size: int, parse: Any = parse) -> Any:
             counted.parsed.append(file.path)
             return parse(file, size)
 
-        monkeypatch.setattr(opening, name, counting_parse)
+        monkeypatch.setattr(module, name, counting_parse)
     return counted
 
 

@@ -16,6 +16,7 @@ from reshard.execute import options as execution
 from reshard.plan.planner import make_plan
 from reshard.plan.request import Request
 from reshard.storage import costs as storage_module
+from reshard.storage.local import LOCAL_STORE
 from reshard.strategies import read_strategy
 from reshard.text.report import Report
 from tests.layouts import examples, holders, json_is_ambiguous, layouts, strategies, tensors
@@ -347,6 +348,7 @@ def test_output_does_not_depend_on_io_options(data: st.DataObject) -> None:
                     changed.enter_context(mock.patch.object(execution, "MIN_BLOCK_BYTES", 32))
                 if name == "remote":
                     changed.enter_context(mock.patch.object(storage_module, "file_system_of", lambda path: "nfs"))
+                    changed.enter_context(mock.patch.object(LOCAL_STORE, "_file_systems", storage_module.FileSystems()))
                 world.dst = world.root / name
                 world.convert(*options)
             files[name] = tree_bytes(world.dst)

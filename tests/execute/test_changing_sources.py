@@ -347,7 +347,7 @@ def test_a_target_removed_while_checksums_are_computed_is_an_error(
             (world.dst / "rank_0" / "checkpoint_0.ckpt").unlink()
         return 0
 
-    monkeypatch.setattr("reshard.convert.target_directory.crc_of_file", crc_of_file)
+    monkeypatch.setattr("reshard.checkpoints.formats.crc.crc_of_file", crc_of_file)
     fails(1, *world.words("--checksum", "crc32"), texts=["targets of rank 0"])
     assert not (world.dst / "reshard-manifest.json").exists()
 

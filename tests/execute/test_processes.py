@@ -21,7 +21,7 @@ import pytest
 from benchmarks.synthetic import Model, Scheme, write_checkpoint, write_strategy
 from reshard import processes
 from reshard.errors import CheckpointError, RetryableError
-from reshard.execute import options, part_writing, parts, run
+from reshard.execute import options, part_server, part_writing, parts, run
 from reshard.numbers import sweep
 from reshard.processes import OWN_THREAD, Crew, LostWorkerError, Notify, may_fork
 from reshard.storage.new_local_file import NewLocalFile, WrittenFile
@@ -90,8 +90,9 @@ def crews(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             super().__init__(count, *others)
 
     monkeypatch.setattr(run, "usable_cpus", lambda: 64)
-    for module in (run, reading, sweep):
+    for module in (part_server, reading, sweep):
         monkeypatch.setattr(module, "Crew", Counted)
+    for module in (run, reading, sweep):
         monkeypatch.setattr(module, "private_bytes", lambda: 1 << 20)
     monkeypatch.setattr(processes, "MIN_BYTES_PER_PROCESS", 1)
     monkeypatch.setattr(options, "MIN_WRITERS_FOR_MAPS", 0)

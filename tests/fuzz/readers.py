@@ -16,7 +16,8 @@ from typing import Any, Callable, NamedTuple
 import numpy as np
 
 import reshard
-from reshard.checkpoints import CheckpointIndex, Decryption, FileHandles, read_index
+from reshard.checkpoints import CheckpointIndex, FileHandles, read_index
+from reshard.checkpoints.decryption import Decryption
 from reshard.forms.form import ReadRequest
 from reshard.forms.full.contents import read_huggingface, read_unified
 from reshard.forms.full.directory import HUGGINGFACE_INDEX, UNIFIED_MAP

@@ -19,7 +19,6 @@ from typing import NamedTuple, Optional, Union
 from reshard.checkpoints.files import FileHandles
 from reshard.checkpoints.formats.ckpt_index import CRC_MARK, TRAILER_SIZE, read_ckpt_index
 from reshard.checkpoints.formats.dtypes import ARCHIVES
-from reshard.checkpoints.formats.safetensors_index import read_safetensors_index
 from reshard.checkpoints.formats.tensors import CheckpointIndex
 from reshard.errors import CheckpointError, DamagedCheckpointError, RetryableError
 from reshard.storage import FileStatus, ReadableFile, exists, read_each, read_range, reading, storage_of
@@ -153,7 +152,12 @@ def read_index(handles: FileHandles, path: str, structures: Optional[KnownStruct
 
 def _read(file: ReadableFile, format: str, size: int) -> CheckpointIndex:
     try:
-        return (read_ckpt_index if format == "ckpt" else read_safetensors_index)(file, size)
+        if format == "ckpt":
+            return read_ckpt_index(file, size)
+        # Loaded only here: most source files are .ckpt.
+        from reshard.checkpoints.formats.safetensors_index import read_safetensors_index
+
+        return read_safetensors_index(file, size)
     except DamagedCheckpointError as error:
         path = file.path
         if file.cipher not in (None, GCM):

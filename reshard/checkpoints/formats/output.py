@@ -15,11 +15,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Optional, Union
 
 from reshard.checkpoints.formats.dtypes import INT4, ITEM_SIZES, SAFETENSORS_NAMES, TEXT, can_hold
-from reshard.checkpoints.formats.safetensors_index import LENGTH_SIZE, LONGEST_HEADER, METADATA
-from reshard.checkpoints.formats.tensors import content_size, logical_shape
+from reshard.checkpoints.formats.tensors import LENGTH_SIZE, LONGEST_HEADER, METADATA, content_size, logical_shape
 from reshard.errors import CheckpointError
-from reshard.text.names import as_pattern
-from reshard.text.wording import quoted
+from reshard.text.wording import as_pattern, quoted
 
 RECORD_LIMIT = 512 << 20
 """Maximum bytes of a tensor in one `.ckpt` record, as in MindSpore."""

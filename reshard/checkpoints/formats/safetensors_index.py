@@ -16,16 +16,20 @@ from collections.abc import Iterable
 from typing import Any, Optional
 
 from reshard.checkpoints.formats.dtypes import FROM_SAFETENSORS, INT4, ITEM_SIZES, SAFETENSORS_NAMES, SUB_BYTE_TYPES
-from reshard.checkpoints.formats.tensors import MOST_TENSORS, CheckpointIndex, TensorTable, check_shape, too_many
+from reshard.checkpoints.formats.tensors import (
+    LENGTH_SIZE,
+    LONGEST_HEADER,
+    METADATA,
+    MOST_TENSORS,
+    CheckpointIndex,
+    TensorTable,
+    check_shape,
+    too_many,
+)
 from reshard.errors import CheckpointError, DamagedCheckpointError
 from reshard.storage import ReadableFile, read_range, windows_in
 from reshard.storage.json_text import JsonError, JsonStream
 from reshard.text.wording import quoted
-
-METADATA = "__metadata__"
-LENGTH_SIZE = 8
-LONGEST_HEADER = 100_000_000
-"""Maximum bytes of a header, as in the library."""
 
 # Maximum length of a tensor's entry, including its name.
 _LONGEST_ENTRY = 1 << 17

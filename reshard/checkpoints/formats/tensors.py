@@ -22,6 +22,13 @@ MAX_DIMENSIONS = 30
 MAX_ELEMENTS = 1 << 40
 """Elements of a tensor; sizes of 0 count as 1, as in NumPy's limits."""
 
+METADATA = "__metadata__"
+"""The name of the metadata in the header of a safetensors file."""
+LENGTH_SIZE = 8
+"""Bytes of the length before this header."""
+LONGEST_HEADER = 100_000_000
+"""Maximum bytes of this header, as in the library."""
+
 
 def check_shape(path: str, name: str, shape: Sequence[int]) -> None:
     """Refuse a shape beyond computable sizes.

@@ -12,8 +12,7 @@ from reshard.forms.checkpoint2.placing import RankList, TensorPlacement, disjoin
 from reshard.forms.recorded import RecordedCheckpoint
 from reshard.layout import Grid, Layout
 from reshard.text.messages import Message, block, listing
-from reshard.text.names import as_pattern
-from reshard.text.wording import plural, some_names
+from reshard.text.wording import as_pattern, plural, some_names
 
 # Of names, in a line of an error.
 _MOST_PATTERNS = 6

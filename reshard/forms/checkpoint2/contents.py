@@ -22,9 +22,9 @@ from reshard.forms.checkpoint2.files import IterationFiles
 from reshard.forms.checkpoint2.metadata import Metadata
 from reshard.forms.checkpoint2.placing import Placer, RankList, TensorPlacement, disjoint, rank_lists
 from reshard.text.messages import listing
-from reshard.text.names import ACCUMULATED_GRADIENTS, as_pattern, is_value, is_weight
+from reshard.text.names import ACCUMULATED_GRADIENTS, is_value, is_weight
 from reshard.text.report import Report
-from reshard.text.wording import plural, quoted, some_names
+from reshard.text.wording import as_pattern, plural, quoted, some_names
 from reshard.threads import cached_property
 
 

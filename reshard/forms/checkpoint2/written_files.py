@@ -36,8 +36,8 @@ from reshard.layout import Layout, shape_of
 from reshard.storage import read_range, reading
 from reshard.strategies import Strategy
 from reshard.text.messages import listing
-from reshard.text.names import as_pattern, is_weight, state_prefix
-from reshard.text.wording import quoted
+from reshard.text.names import is_weight, state_prefix
+from reshard.text.wording import as_pattern, quoted
 
 _INTEGERS = {"Int32": "<i", "Int64": "<q", "UInt32": "<I", "UInt64": "<Q"}
 

@@ -10,8 +10,7 @@ from reshard.checkpoints.formats.dtypes import FROM_TORCH, dtype_named
 from reshard.checkpoints.formats.pickles import Global, PickledInstance, PickleError, among, read_pickle
 from reshard.errors import CheckpointError, InputError
 from reshard.storage import read_small, reading
-from reshard.text.names import as_pattern
-from reshard.text.wording import quoted
+from reshard.text.wording import as_pattern, quoted
 
 MAX_METADATA = 1 << 29
 """Bytes of one file of metadata; it takes some 140 for each chunk of a tensor."""

@@ -17,9 +17,8 @@ from reshard.forms.hf_sharded.headers import HeaderEntry, entries_of
 from reshard.storage import is_directory, names_in
 from reshard.text.messages import listing
 from reshard.text.name_order import layers_in_order, natural_order
-from reshard.text.names import as_pattern
 from reshard.text.report import Report
-from reshard.text.wording import number_ranges, plural, quoted
+from reshard.text.wording import as_pattern, number_ranges, plural, quoted
 
 
 def read_shards(form: str, reading: ReadRequest) -> ChunkedCheckpoint:

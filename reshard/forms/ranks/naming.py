@@ -24,7 +24,6 @@ _FIELD = re.compile(r"\{\{|\}\}|\{rank(?::0([0-9]{1,3}))?\}")
 _PREFIX_FIELD = re.compile(_FIELD.pattern + r"|\{(epoch|step)\}|[{}]")
 _LONGEST_NAME = 255
 _LONGEST_STEM = _LONGEST_NAME - len(".safetensors")
-_DIGITS = re.compile("[0-9]+")
 _DIRECTORY = "rank_{rank}/"
 # Ranks whose files must have the same step.
 _SEVERAL_RANKS = (0, 1, MAX_DEVICES)
@@ -181,7 +180,7 @@ def _template(pattern: Pattern, files: Iterable[tuple[int, str]]) -> str:
         position = 0
         for place, piece in enumerate(pattern):
             if piece is None:
-                digits = _DIGITS.match(name, position)
+                digits = re.match("[0-9]+", name[position:])
                 piece = digits[0] if digits else ""
                 if piece.startswith("0") and len(piece) > 1:
                     widths[place] = max(widths[place], len(piece))

@@ -20,9 +20,9 @@ from reshard.forms.ranks import StepFiles
 from reshard.forms.ranks.checkpoint import RankCheckpoint, SourceStep, StageSharding
 from reshard.layout import Layout, whole
 from reshard.strategies import Stage, Strategy
-from reshard.text.names import ACCUMULATED_GRADIENTS, as_pattern
+from reshard.text.names import ACCUMULATED_GRADIENTS
 from reshard.text.report import Report
-from reshard.text.wording import plural, quoted, rank_ranges
+from reshard.text.wording import as_pattern, plural, quoted, rank_ranges
 
 
 def listed_by_source(source: Strategy, step: SourceStep) -> set[str]:
@@ -52,7 +52,7 @@ def read_parameters(
         InputError: files and strategy contradict each other; lists all these parameters.
     """
     tensors: dict[str, GlobalTensor] = {}
-    shared = _Shared({}, {}, {AS_RECORDED: AS_RECORDED})
+    shared = _Shared()
     problems: list[InputError] = []
     # Accumulated gradients come last: their parameters' shapes decide between readings.
     for name in sorted(laid_out, key=lambda name: (name.startswith(ACCUMULATED_GRADIENTS), name)):
@@ -79,7 +79,7 @@ class _Stored(NamedTuple):
     layout: Layout
 
 
-class _Shared(NamedTuple):
+class _Shared:
     """Equal objects of thousands of parameters, kept once.
 
     Attributes:
@@ -88,9 +88,10 @@ class _Shared(NamedTuple):
         shards: of accumulated gradients.
     """
 
-    shapes: dict[tuple[int, ...], tuple[int, ...]]
-    shardings: dict[object, tuple[StageSharding, ...]]
-    shards: dict[ShardReading, ShardReading]
+    def __init__(self) -> None:
+        self.shapes: dict[tuple[int, ...], tuple[int, ...]] = {}
+        self.shardings: dict[object, tuple[StageSharding, ...]] = {}
+        self.shards = {AS_RECORDED: AS_RECORDED}
 
     def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         return self.shapes.setdefault(shape, shape)

@@ -14,7 +14,6 @@ from reshard.forms.ranks import FileNames
 from reshard.forms.ranks.steps import parse_stem
 from reshard.forms.target import FinishingFile, Section, TargetForm, WholeLayouts
 from reshard.strategies import Strategy
-from reshard.strategies.written import merged_json
 
 STRATEGY_FILE = "reshard-strategy.json"
 """The strategy of a target with the source's layouts, if no file has it, or names differ."""
@@ -71,6 +70,9 @@ class RankFiles(TargetForm):
 
     def _strategy_file(self) -> bytes:
         shapes = {name: self._tensors[name].shape for name in self._strategy.parameters if name in self._tensors}
+        # Loaded only here: rank directories seldom get a strategy file.
+        from reshard.strategies.written import merged_json
+
         return merged_json(self._strategy, shapes, "converted", STRATEGY_FILE)
 
 

@@ -5,20 +5,22 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+from collections.abc import Iterable
 from typing import Optional
 
 from reshard.errors import CheckpointError, ReshardError
 from reshard.storage import is_directory, leads_to, names_in, store_of
 from reshard.text.name_order import natural_order
 
-_ITERATION = re.compile(r"iteration_[0-9]+")
-_ITERATION_FILE = re.compile(r".*-(?:model|opt)-[0-9]{7}-[0-9]{7}\.safetensors")
-_UNIFIED_PART = re.compile(r"(?:part[0-9]+|hyper_param|model-[0-9]{5}-of-[0-9]{5})\.safetensors")
-_UNIFIED_MAP = re.compile(r"param_name_map\.json|.+\.safetensors\.index\.json")
+_ITERATION = "iteration_"
+_ENDINGS = (".safetensors", ".json")
+_ITERATION_FILE = r".*-(?:model|opt)-[0-9]{7}-[0-9]{7}\.safetensors"
+_UNIFIED_PART = r"(?:part[0-9]+|hyper_param|model-[0-9]{5}-of-[0-9]{5})\.safetensors"
+_UNIFIED_MAP = r"param_name_map\.json|.+\.safetensors\.index\.json"
 
-_CHECKPOINT_FILE = re.compile(
+_CHECKPOINT_FILE = (
     r"\.metadata|.+\.distcp|model_world_size_[0-9]+_rank_[0-9]+\.pt|model(-[0-9]{5}-of-[0-9]{5})?\.safetensors|"
-    r"shard-[0-9]+-model-[0-9]+-of-[0-9]+\.safetensors|" + _UNIFIED_MAP.pattern
+    r"shard-[0-9]+-model-[0-9]+-of-[0-9]+\.safetensors|" + _UNIFIED_MAP
 )
 # Levels of directories that are searched, directories of one level, and those that a message names.
 _MAX_LEVELS, _MAX_SEARCHED, _MAX_NAMED = 3, 16, 3
@@ -49,20 +51,24 @@ def refuse_other_forms(src: str) -> None:
 def _form_of_directory(names: list[str]) -> Optional[str]:
     if "latest_checkpointed_iteration.txt" in names or {"metadata.json", "common.json"} <= set(names):
         return _VERSION_2
-    if any(_ITERATION.fullmatch(name) or _ITERATION_FILE.fullmatch(name) for name in names):
+    files = [name for name in names if name.endswith(_ENDINGS)]
+    numbers = [name[len(_ITERATION) :] for name in names if name.startswith(_ITERATION)]
+    if any(number.isdecimal() for number in numbers) or _any(_ITERATION_FILE, files):
         return _VERSION_2
-    if any(_UNIFIED_MAP.fullmatch(name) or _UNIFIED_PART.fullmatch(name) for name in names):
-        return _UNIFIED
-    return None
+    return _UNIFIED if _any(_UNIFIED_MAP, files) or _any(_UNIFIED_PART, files) else None
+
+
+def _any(expression: str, names: Iterable[str]) -> bool:
+    return any(re.fullmatch(expression, name) for name in names)
 
 
 def _form_of_file(path: str) -> Optional[str]:
     name = os.path.basename(path)
-    if _ITERATION_FILE.fullmatch(name):
+    if re.fullmatch(_ITERATION_FILE, name):
         return "a file of " + _VERSION_2
-    if _UNIFIED_MAP.fullmatch(name):
+    if re.fullmatch(_UNIFIED_MAP, name):
         return "the map of " + _UNIFIED
-    if _UNIFIED_PART.fullmatch(name):
+    if re.fullmatch(_UNIFIED_PART, name):
         return "a part of " + _UNIFIED
     return None
 
@@ -72,7 +78,7 @@ def hint_of_checkpoints_below(directory: str) -> Optional[str]:
     level = [directory]
     for _ in range(_MAX_LEVELS):
         level = [path for place in level for path in _subdirectories(place)][:_MAX_SEARCHED]
-        held = [path for path in level if any(map(_CHECKPOINT_FILE.fullmatch, _names_in(path)))]
+        held = [path for path in level if _any(_CHECKPOINT_FILE, _names_in(path))]
         if held:
             return f"did you mean {' or '.join(held[:_MAX_NAMED])}?"
     return None

@@ -22,16 +22,15 @@ from reshard.storage import is_directory, leads_to, store_of
 from reshard.text.globs import Glob
 
 # Python refuses to read numbers of thousands of digits, which no file's name can hold.
-_STEP = re.compile(r"([0-9]{1,255})_([0-9]{1,255})")
+_STEP = r"([0-9]{1,255})_([0-9]{1,255})"
 # Saves at a fault carry a mark behind the step.
 _STEM = re.compile(r"(?P<prefix>.*)-(?P<epoch>[0-9]+)_(?P<step>[0-9]+)(?:_breakpoint)?", re.DOTALL)
 RANK_NUMBER = "\0"
 """Replaces the rank's number in a name; no file name can contain it."""
 
 _NUMBERS = re.compile(r"([0-9]+|\0)")
-# Before the number of the rank that saved it.
-_RANK = re.compile(r"rank[_-]?$")
-_FAULT_DIRECTORY = re.compile(r"(?:tft|ttp)_saved_checkpoints-step_[0-9]+")
+# Endings before the number of the rank that saved a file.
+_RANK = ("rank", "rank_", "rank-")
 
 # A rank's number may stand in a prefix by chance (`net2_rank_2`): each of this many places is tried both ways;
 # places further back count as the rank's number.
@@ -56,7 +55,7 @@ class Step(NamedTuple):
         Raises:
             UsageError: the text is not a step.
         """
-        match = _STEP.fullmatch(text)
+        match = re.fullmatch(_STEP, text)
         if match is None:
             raise UsageError(
                 f"--step {text}: is not a step", hint="pass epoch and step as in the files' names, for example 3_10"
@@ -83,7 +82,7 @@ def saved_at_fault(path: str) -> Optional[str]:
 
 def holds_fault_saves(name: str) -> bool:
     """Whether a directory of this name is a finished save at a fault."""
-    return _FAULT_DIRECTORY.fullmatch(name) is not None
+    return re.fullmatch("(?:tft|ttp)_saved_checkpoints-step_[0-9]+", name) is not None
 
 
 def name_families(prefixes: Iterable[tuple[int, str]]) -> dict[tuple[int, str], Pattern]:
@@ -114,7 +113,7 @@ def _usual(rank: int, prefix: str) -> Pattern:
     pieces: list[Optional[str]] = [None if piece == RANK_NUMBER else piece for piece in split]
     if None not in pieces:
         for place in range(1, len(split), 2):
-            usual = _RANK.search(split[place - 1]) is not None or split[place + 1 :] == [""]
+            usual = split[place - 1].endswith(_RANK) or split[place + 1 :] == [""]
             if usual and int(split[place]) == rank:
                 pieces[place] = None
     return tuple(pieces)
@@ -135,8 +134,7 @@ def _patterns(rank: int, prefix: str) -> frozenset[Pattern]:
 
 
 RANK = "{rank}"
-
-_WILD = re.compile(r"[*?\[]")
+_WILD = "*?["
 
 
 class PathMatch(NamedTuple):
@@ -170,7 +168,7 @@ def match_paths(pattern: str, unfinished: str) -> Iterator[PathMatch]:
 def fixed_directory(pattern: str) -> str:
     """The part of the pattern before its first component with {rank} or a wildcard."""
     parts = pattern.split(os.sep)
-    fixed = next(place for place, part in enumerate(parts) if RANK in part or _WILD.search(part))
+    fixed = next(place for place, part in enumerate(parts) if any(mark in part for mark in (RANK, *_WILD)))
     return "".join(part + os.sep for part in parts[:fixed])
 
 

@@ -47,8 +47,7 @@ from reshard.text.near_names import similar_path_hint
 from reshard.text.wording import rank_ranges, some_names
 
 _RANK_DIRECTORY = re.compile(r"(rank_|rank|)([0-9]+)")
-_FAULT_DIRECTORY = re.compile(r"(ckpt_dir)([0-9]+)")
-_NUMBERED = re.compile(r"(.*?)([0-9]+)", re.DOTALL)
+_FAULT_DIRECTORY = "(ckpt_dir)([0-9]+)"
 _UNFINISHED = "_tmp"
 _MOST_LISTED = 8
 PEFT_ADAPTER = "adapter_model.safetensors"
@@ -343,7 +342,7 @@ def find_rank(directory: str, file_suffix: Optional[str] = None) -> Optional[Sou
         RetryableError: listing failed in a way that may pass.
     """
     name = os.path.basename(os.path.abspath(directory))
-    match = _RANK_DIRECTORY.fullmatch(name) or _FAULT_DIRECTORY.fullmatch(name)
+    match = _RANK_DIRECTORY.fullmatch(name) or re.fullmatch(_FAULT_DIRECTORY, name)
     if match is None or not is_directory(directory):
         return None
     rank = int(match[2])
@@ -435,7 +434,7 @@ def _nothing_found(src: str, directories: list[str]) -> CheckpointError:
             if any(_RANK_DIRECTORY.fullmatch(inner) for inner in _subdirectories(os.path.join(src, name))):
                 hint = f"did you mean {os.path.join(src, name)}?"
                 break
-    numbered = (_NUMBERED.fullmatch(name) for name in directories)
+    numbered = (re.fullmatch("(.*?)([0-9]+)", name, re.DOTALL) for name in directories)
     for match in itertools.islice(filter(None, numbered), _MOST_LISTED):
         with contextlib.suppress(OSError, ReshardError):
             if any(_checkpoints(os.path.join(src, match[0]))):

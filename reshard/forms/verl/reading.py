@@ -23,9 +23,8 @@ from reshard.forms.verl.form import MODEL
 from reshard.storage import for_each, is_directory, names_in, reading
 from reshard.text.messages import listing
 from reshard.text.name_order import layers_in_order
-from reshard.text.names import as_pattern
 from reshard.text.report import Report
-from reshard.text.wording import number_ranges, plural, quoted
+from reshard.text.wording import as_pattern, number_ranges, plural, quoted
 
 _MODEL_NAME = "model_world_size_{}_rank_{}.pt"
 _OTHER_STATE = re.compile(r"(optim|extra_state)_world_size_[0-9]+_rank_[0-9]+\.pt")

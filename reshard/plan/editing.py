@@ -1,0 +1,426 @@
+"""The checkpoint that edits of names, packing and types make of a source."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import replace
+from typing import TYPE_CHECKING, Optional
+
+from reshard.checkpoints import Tensor
+from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor, TiedTensors
+from reshard.checkpoints.edited import EditedCheckpoint, Recipe
+from reshard.checkpoints.formats.dtypes import INT4
+from reshard.errors import CheckpointError, NamesError, UsageError
+from reshard.layout.views import View
+from reshard.plan.casts import cast
+from reshard.plan.edits import Additions, Edits
+from reshard.storage import absolute
+from reshard.strategies import Strategy
+from reshard.text.messages import listing
+from reshard.text.names import is_training_value
+from reshard.text.report import Report
+from reshard.text.wording import as_pattern, plural, quoted
+
+if TYPE_CHECKING:
+    from reshard.names import Applied, NameRules
+    from reshard.quantised import Quantisation
+
+# The side of tables whose tensors no option changes.
+_UNPACKED = "huggingface"
+_STATE = "left out: optimizer state follows its weights with --optimizer keep"
+
+
+def edited(checkpoint: Checkpoint, edits: Edits, report: Report, complete: bool = True) -> EditedCheckpoint:
+    """The checkpoint that edits make of a source.
+
+    Args:
+        checkpoint: the source.
+        edits: names, packing and types.
+        report: gets notes on skipped tensors.
+        complete: whether no slice of the source is missing.
+
+    Raises:
+        InputError: the edits do not fit the source.
+    """
+    if edits.additions is not None and (edits.table is not None or edits.casts):
+        raise UsageError("additions to tensors exclude rules of names and casts")
+    views: Mapping[str, View] = {}
+    if edits.quantisation is not None:
+        checkpoint, views = _dequantised(checkpoint, edits.quantisation, report)
+    editing = _Editing(checkpoint, views, report)
+    editing.rename(edits.first_names(checkpoint.tensors, checkpoint, report))
+    if edits.additions is not None:
+        editing.add(edits.additions, edits.model_names(editing.recipes, checkpoint))
+    identity = edits.identity() if edits.table is None else editing.apply_table(edits.table, edits, complete)
+    if edits.renames is not None:
+        editing.apply_renames(edits.renames)
+    if edits.exactly:
+        editing.rename(dict(edits.exactly))
+        editing.unseen = dict.fromkeys(editing.unseen)
+    last = edits.last_names({*editing.recipes, *editing.unseen_names}, report)
+    if last:
+        editing.rename(last)
+        editing.unseen = {name: None if new is None else last.get(new, new) for name, new in editing.unseen.items()}
+    if edits.trainer:
+        _warn_of_buffers(editing.values, report)
+    if edits.casts:
+        editing.recipes = cast(checkpoint, editing.recipes, editing.values, editing.unseen_names, edits.casts, report)
+    editing.check_types()
+    nested = edits.nested(editing.recipes, getattr(checkpoint, "nested", {}))
+    return EditedCheckpoint(
+        checkpoint,
+        editing.recipes,
+        editing.values,
+        identity,
+        editing.tied,
+        editing.unseen,
+        nested,
+        editing.packing,
+    )
+
+
+class _Editing:
+    """The tensors and values of a source, which edits change one after the other.
+
+    Args:
+        checkpoint: the source.
+        views: views of tensors whose dimensions are swapped.
+        report: gets notes and warnings.
+
+    Attributes:
+        recipes: the tensors.
+        values: names of copied values.
+        unseen: the new name of each parameter that only absent ranks hold; None if unknown.
+        tied: tied tensors, of which rules use one.
+        packing: the table that gave the names, see `EditedCheckpoint.packing`.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, views: Mapping[str, View], report: Report) -> None:
+        self._checkpoint = checkpoint
+        self._report = report
+        self.recipes: Mapping[str, Recipe] = {name: Recipe((name,), views.get(name)) for name in checkpoint.tensors}
+        self.values: AbstractSet[str] = {*checkpoint.values(), *checkpoint.without_layout()}
+        self.unseen: Mapping[str, Optional[str]] = {name: name for name in checkpoint.unseen}
+        self.tied: Sequence[TiedTensors] = ()
+        self.packing: tuple[str, ...] = ()
+
+    @property
+    def unseen_names(self) -> set[str]:
+        """The known new names of parameters that only absent ranks hold."""
+        return {name for name in self.unseen.values() if name is not None}
+
+    def rename(self, names: Mapping[str, Optional[str]]) -> None:
+        """Give tensors other names; None skips a tensor. Values keep their names."""
+        remaining = {name for name in self.values if names.get(name, name) is not None}
+        recipes: dict[str, Recipe] = {}
+        for name, recipe in self.recipes.items():
+            new = names.get(name, name)
+            if new is None:
+                continue
+            if new in recipes or new in remaining:
+                raise CheckpointError(
+                    f"{quoted(name)}: another tensor would also get the name {quoted(new)}",
+                    parameter=name,
+                    hint="give every tensor its own name",
+                )
+            recipes[new] = recipe
+        renamed = [name for name in sorted(remaining) if names.get(name, name) != name]
+        if renamed:
+            raise CheckpointError(
+                f"{quoted(renamed[0])}: its layout is unknown; values without a layout keep their names",
+                parameter=renamed[0],
+                hint="keep its name",
+            )
+        self.recipes, self.values = recipes, remaining
+
+    def add(self, additions: Additions, model_names: Mapping[str, str]) -> None:
+        """Add to tensors, by their names in the model, and remove the tensors of the additions."""
+        tensors = {
+            model_names[name]: self._checkpoint.tensors[recipe.sources[0]] for name, recipe in self.recipes.items()
+        }
+        added, is_part = additions.fit(tensors), additions.is_part
+        self._report.note(f"{plural(len(added), 'tensor')} added to: " + listing([*added]))
+        self.recipes = {
+            name: recipe._replace(added=added.get(model_names[name]))
+            for name, recipe in self.recipes.items()
+            if not is_part(name)
+        }
+        self.values = {name for name in self.values if not is_part(name)}
+
+    def apply_table(self, table: NameRules, edits: Edits, complete: bool) -> str:
+        """Apply rules of names and packing; returns the identity of the edits."""
+        # Loaded only here: most conversions have no rules.
+        from reshard.names import apply_rules
+
+        if edits.quantisation is None:
+            _check_not_quantised(self._checkpoint)
+        applied = apply_rules(table, self._shapes(), edits.config, edits.reverse, edits.optimizer)
+        old, new = table.sides[:: -1 if applied.reversed else 1]
+        self._report.note(f"names and packing by the rules {table.path}: {old} to {new}")
+        if applied.tied and not complete:
+            first, second = applied.tied[0]
+            raise CheckpointError(
+                f"{quoted(first)} and {quoted(second)} cannot be compared without the whole source",
+                parameter=second,
+            )
+        packing = _packing(edits, applied)
+        if old != _UNPACKED:
+            _check_packing(self._checkpoint.place, edits.source_packing, packing, table.packing_options, self._report)
+        self.packing = () if new == _UNPACKED else packing
+        tensors, recipes = self._checkpoint.tensors, self.recipes
+        # By the names in the files, which an earlier renaming may have changed. Rules that move values are refused
+        # elsewhere.
+        self.tied = [
+            TiedTensors(
+                tensors[recipes[first].sources[0]],
+                (tensors[recipes[second].sources[0]],),
+                "the rules write only the first, as for a tied model",
+                "if the model does not tie them, set tie_word_embeddings to false in config.json; options of built-in "
+                "rules: reshard names show TABLE",
+            )
+            for first, second in applied.tied
+            if first in recipes and second in recipes
+        ]
+        self._apply(applied, table, edits.source_packing)
+        self.unseen = dict.fromkeys(self.unseen)
+        return edits.identity(applied.options, applied.reversed)
+
+    def apply_renames(self, renames: NameRules) -> None:
+        """Apply rules that give other names."""
+        from reshard.names import apply_rules
+
+        # New names do not depend on shapes. A rule that fits a parameter of an absent rank is used.
+        shapes = {**self._shapes(), **dict.fromkeys(self.unseen_names, ())}
+        values = {*self.values}.intersection(self._checkpoint.values())
+        applied = apply_rules(renames, shapes, optimizer=True, values=values)
+        new_names = {view.sources[0]: name for name, view in applied.views.items()}
+        self.unseen = {name: None if old is None else new_names.get(old) for name, old in self.unseen.items()}
+        present = {name: view for name, view in applied.views.items() if name not in self.unseen_names}
+        self._apply(replace(applied, views=present), renames)
+
+    def _apply(self, applied: Applied, rules: NameRules, recorded: Collection[str] = ()) -> None:
+        """Set the tensors and values after rules; refuse rules that take an entry without a layout.
+
+        Args:
+            applied: the names and views.
+            rules: that were applied.
+            recorded: the packing of the source.
+        """
+        from reshard.names import warning_of
+
+        recipes: dict[str, Recipe] = {}
+        values: set[str] = set()
+        for name, (_, sources, view) in applied.views.items():
+            no_layout = next((source for source in sources if source not in self.recipes), None)
+            if no_layout is None:
+                recipes[name] = self._packed(name, sources, view)
+            elif sources == (name,) and view.is_all_of(_stored(self._checkpoint, name).shape):
+                values.add(name)
+            else:
+                raise CheckpointError(
+                    f"{quoted(name)} would be made of {quoted(no_layout)}, whose layout is unknown",
+                    parameter=no_layout,
+                    hint=f"values keep their names: remove the rule or --rename that matches {no_layout}, or drop it "
+                    "by a rule",
+                )
+        for names, reason in ((applied.dropped, "dropped by a rule"), (applied.skipped_state, _STATE)):
+            if names:
+                self._report.note(f"{len(names)} {reason}: " + listing(sorted(names)))
+        for note in applied.notes:
+            self._report.note(note)
+        warning = warning_of(rules, applied, recorded)
+        if warning is not None:
+            self._report.warn(warning)
+        self.recipes, self.values = recipes, values
+
+    def _packed(self, name: str, sources: Sequence[str], view: View) -> Recipe:
+        """A tensor that rules make of others; refuse sources that are made of others themselves."""
+        if len(sources) == 1 and view.is_all_of(self._shape(self.recipes[sources[0]])):
+            return self.recipes[sources[0]]
+        for number, source in enumerate(sources):
+            source_view = self.recipes[source].view
+            if source_view is None:
+                continue
+            # Only the first table packs, and before it only dequantised tensors have a view.
+            if source_view != _swapped(self._checkpoint.tensors[self.recipes[source].sources[0]].shape):
+                raise CheckpointError(
+                    f"{quoted(name)}: {quoted(source)} is already made of parts of tensors", parameter=source
+                )
+            view = view.with_swapped_source(number)
+        return Recipe(tuple(self.recipes[source].sources[0] for source in sources), view)
+
+    def check_types(self) -> None:
+        """Refuse tensors of mixed types, and views that divide a byte."""
+        for name, recipe in self.recipes.items():
+            sources = [self._checkpoint.tensors[source] for source in recipe.sources]
+            if recipe.view is not None:
+                _check_packed(name, sources, recipe.view)
+            types = {source.dtype: quoted(source.name) for source in sources}
+            if recipe.dtype is None and len(types) > 1:
+                parts = " and ".join(f"{source}, which is {dtype}" for dtype, source in types.items())
+                raise CheckpointError(
+                    f"{quoted(name)} would be made of {parts}",
+                    parameter=name,
+                    hint=f"choose a type with --cast {as_pattern(name)}=DTYPE",
+                )
+
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of tensors and values."""
+        shapes = {name: self._shape(recipe) for name, recipe in self.recipes.items()}
+        shapes.update((name, _stored(self._checkpoint, name).shape) for name in self.values)
+        return shapes
+
+    def _shape(self, recipe: Recipe) -> tuple[int, ...]:
+        return self._checkpoint.tensors[recipe.sources[0]].shape if recipe.view is None else recipe.view.shape
+
+
+def _packing(edits: Edits, applied: Applied) -> tuple[str, ...]:
+    """The applied table, its typed and its decisive options, and the sizes, as ``KEY=VALUE``."""
+    from reshard.names import builtin_names
+
+    assert edits.table is not None
+    path = edits.table.path
+    texts = [f"table={path if path in builtin_names() else absolute(path)}"]
+    if edits.typed is not None and edits.typed.config is not None:
+        texts.append(f"config={absolute(edits.typed.config)}")
+    recorded = edits.table.packing_options.union(name for name, _ in edits.table.chosen)
+    texts += (f"option {name}={applied.options[name]}" for name in sorted(recorded))
+    return (*texts, *(f"size {name}={value}" for name, value in applied.sizes.items()))
+
+
+def words_of_packing(packing: Sequence[str]) -> list[str]:
+    """The options --names and --config of a recorded `EditedCheckpoint.packing`."""
+    values = dict(text.split("=", 1) for text in packing)
+    options = (f"{key.split()[1]}={value}" for key, value in values.items() if key.startswith("option "))
+    config = ["--config", values["config"]] if "config" in values else []
+    return ["--names", ",".join([values["table"], *options]), *config]
+
+
+def _check_packing(
+    place: str, recorded: Sequence[str], packing: Sequence[str], options: Collection[str], report: Report
+) -> None:
+    """Compare the decisive options and the sizes of a table with those that its records list.
+
+    Other values give the right names and shapes with the wrong numbers.
+
+    Raises:
+        NamesError: the same table has other values.
+    """
+    old, new = (dict(text.split("=", 1) for text in texts) for texts in (recorded, packing))
+    compared = {f"option {name}" for name in options}
+    differing = [
+        key for key in new if (key in compared or key.startswith("size ")) and old.get(key, new[key]) != new[key]
+    ]
+    if not differing:
+        return
+    was, is_now = (", ".join(f"{key.split()[1]}={values[key]}" for key in differing) for values in (old, new))
+    message = f"{place}: was converted with {was} by the rules {old['table']}, and {is_now} would be applied"
+    hint = f"use the recorded options: {shlex.join(words_of_packing(recorded))}"
+    if old["table"] == new["table"]:
+        raise NamesError(message, file=place, hint=hint)
+    report.warn(f"{message}; {hint}")
+
+
+def _warn_of_buffers(values: AbstractSet[str], report: Report) -> None:
+    """Warn of values that may be buffers of a model: a trainer has these under other names."""
+    names = sorted(name for name in values if not is_training_value(name))
+    if names:
+        report.warn(
+            f"single values keep their names, and a trainer has buffers of a model under {quoted('model.' + names[0])} "
+            "and so on: " + listing(names)
+        )
+
+
+def _dequantised(
+    checkpoint: Checkpoint, quantisation: Quantisation, report: Report
+) -> tuple[Checkpoint, dict[str, View]]:
+    """The dequantised source, and views of tensors whose dimensions are swapped."""
+    # Loaded only here: most conversions have nothing quantised.
+    from reshard.quantised import dequantised, describe
+
+    dequantised_checkpoint, recognised = dequantised(checkpoint, quantisation)
+    if not recognised.tensors:
+        report.warn("--dequantize: no tensor of the source is quantised")
+    for scheme, count in describe(recognised).items():
+        report.note(f"{plural(count, 'tensor')} dequantised to {quantisation.dtype}: {scheme}")
+    if recognised.left_out:
+        report.note(f"{len(recognised.left_out)} scales of activations left out: " + listing([*recognised.left_out]))
+    views = {name: _swapped(each.shape) for name, each in recognised.tensors.items() if each.swapped}
+    return dequantised_checkpoint, views
+
+
+def _swapped(shape: Sequence[int]) -> View:
+    """A tensor with its last two dimensions swapped, given its stored shape."""
+    return View.whole(0, shape).transpose((*range(len(shape) - 2), len(shape) - 1, len(shape) - 2))
+
+
+def _check_not_quantised(checkpoint: Checkpoint) -> None:
+    """Refuse quantised weights: rules of names would separate codes and scales.
+
+    Raises:
+        CheckpointError: a weight is quantised.
+    """
+    from reshard.quantised import looks_quantised, stored_tensors
+
+    if looks_quantised(stored_tensors(checkpoint)):
+        raise CheckpointError(
+            f"{checkpoint.place}: rules of names cannot convert quantised weights",
+            file=checkpoint.place,
+            hint="add --dequantize BFloat16",
+        )
+
+
+def same_layouts(strategy: Strategy, checkpoint: EditedCheckpoint) -> Strategy:
+    """The source's strategy under the new names.
+
+    Args:
+        strategy: the source's strategy.
+        checkpoint: the edited checkpoint.
+
+    Raises:
+        CheckpointError: packed tensors have other layouts.
+    """
+    stored = checkpoint.base.tensors
+    packed = [
+        name
+        for name, recipe in checkpoint.recipes.items()
+        if recipe.view is not None or stored[recipe.sources[0]].name_in_files != recipe.sources[0]
+    ]
+    if packed:
+        raise CheckpointError(
+            "the source's strategy has no layouts for packed tensors: " + listing(packed),
+            parameter=packed[0],
+            hint="pass the target's strategy with --dst-strategy; `reshard strategy make` writes one from rules",
+        )
+    names = {name: recipe.sources[0] for name, recipe in checkpoint.recipes.items()}
+    names.update((name, name) for name in checkpoint.values())
+    # Runs that read other ranks' files need the same strategy.
+    names.update((new, name) for name, new in checkpoint.unseen.items() if new is not None)
+    stages = (
+        stage._replace(layouts={name: stage.layouts[old] for name, old in names.items() if old in stage.layouts})
+        for stage in strategy.stages
+    )
+    return replace(strategy, stages=tuple(stages))
+
+
+def _stored(checkpoint: Checkpoint, name: str) -> Tensor:
+    """The header of a value, from the first file that holds it."""
+    return checkpoint.indexes[checkpoint.holders(name)[0]].tensors[name]
+
+
+def _check_packed(name: str, sources: Sequence[GlobalTensor], view: View) -> None:
+    """Refuse views that separate the two Int4 elements of a byte.
+
+    Raises:
+        CheckpointError: the view separates them.
+    """
+    packed = next((source for source in sources if source.dtype == INT4), None)
+    if packed is not None and not view.keeps_rows([source.shape for source in sources]):
+        raise CheckpointError(
+            f"{quoted(name)} would be made of single elements of {quoted(packed.name)}, which is Int4: a byte holds "
+            "two neighbours in the last dimension, and reshard does not unpack them",
+            parameter=packed.name,
+            hint='skip it: in a copy of the table, add a rule for it with do = "drop"',
+        )
