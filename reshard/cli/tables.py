@@ -16,6 +16,8 @@ import click
 from reshard.cli.output import alarming, is_verbose, on_terminal, say, terminal_width
 from reshard.text.wording import one_line, plural, printable
 
+# Rich draws this many rows in well below a second.
+_MAX_DRAWN = 1000
 # Columns without a terminal; MindSpore's longest names have about 120 characters.
 _MAX_WIDTH = 400
 # Texts are shortened to this many characters before a column is left out, and to the minimum if that is not enough.
@@ -80,17 +82,36 @@ def alarming_lines(lines: Sequence[str]) -> None:
 
 def _draw(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], coloured: Collection[int]) -> None:
     # A blank line replaces a title, and follows every table.
-    click.echo("\n".join([title, *_lines(columns, rows, coloured), ""]))
+    click.echo(title)
+    lines = _long_lines(columns, rows, coloured) if len(rows) > _MAX_DRAWN else _drawn_lines(columns, rows, coloured)
+    click.echo("\n".join([*lines, ""]))
 
 
-def _lines(columns: Sequence[str], rows: Sequence[Sequence[str]], coloured: Collection[int]) -> Iterator[str]:
+def _drawn_lines(columns: Sequence[str], rows: Sequence[Sequence[str]], coloured: Collection[int]) -> list[str]:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    drawing = Table(box=None, padding=(0, _GAP, 0, 0), pad_edge=False)
+    for column, number in zip(columns, _numeric(columns, rows)):
+        drawing.add_column(Text(column), justify="right" if number else "left", no_wrap=True)
+    for place, row in enumerate(rows):
+        drawing.add_row(*map(Text, row), style="red" if place in coloured else None)
+    console = Console(width=_needed(_widths(columns, rows)) + _GAP, highlight=False)
+    # Through click, because rich ends the process with status 1 when a reader like `head` has enough.
+    with console.capture() as printed:
+        console.print(drawing)
+    return [line.rstrip() for line in printed.get().splitlines()]
+
+
+def _long_lines(columns: Sequence[str], rows: Sequence[Sequence[str]], coloured: Collection[int]) -> Iterator[str]:
     numbers = _numeric(columns, rows)
     widths = _widths(columns, rows)
     for place, row in enumerate((columns, *rows), -1):
         spaces = [" " * (width - _width(cell)) for cell, width in zip(row, widths)]
         cells = (space + cell if number else cell + space for cell, space, number in zip(row, spaces, numbers))
         line = (" " * _GAP).join(cells).rstrip()
-        yield alarming(line) if place in coloured else line if place >= 0 else click.style(line, bold=True)
+        yield alarming(line) if place in coloured else line
 
 
 def _numeric(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[bool]:

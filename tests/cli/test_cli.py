@@ -303,7 +303,7 @@ def test_rank_list_imports_only_modules_it_uses(world: World) -> None:
         "import sys; from reshard.cli.main import main\n"
         "try: main()\n"
         "except SystemExit: pass\n"
-        "heavy = {'tqdm', 'dask', 'safetensors'}\n"
+        "heavy = {'rich', 'tqdm', 'dask', 'safetensors'}\n"
         "print(sorted({name.split('.')[0] for name in sys.modules} & heavy))"
     )
     words = ["rank-list", "0", "--src-strategy", world.old, "--dst-strategy", world.new]

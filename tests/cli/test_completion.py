@@ -136,7 +136,7 @@ def test_completion_of_a_command_imports_no_heavy_module() -> None:
         "try: main()\n"
         "except SystemExit: pass\n"
         # Not google: a .pth file of protobuf 3.20 makes it at the start.
-        "print(sorted({'numpy', 'tqdm', 'google.protobuf'} & sys.modules.keys()))"
+        "print(sorted({'numpy', 'rich', 'tqdm', 'google.protobuf'} & sys.modules.keys()))"
     )
     requests = {"_RESHARD_COMPLETE": "bash_complete", "COMP_WORDS": "reshard ", "COMP_CWORD": "1"}
     out = subprocess.run(

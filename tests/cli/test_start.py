@@ -54,7 +54,7 @@ signals.leave = leave
 entry.main()
 """
 # Libraries that a conversion of rank directories to rank directories needs only sometimes.
-_LIBRARIES = {*("concurrent.futures", "ctypes", "logging", "numpy", "safetensors", "tqdm")}
+_LIBRARIES = {*("concurrent.futures", "ctypes", "logging", "numpy", "rich", "safetensors", "tqdm")}
 _ROOMS = {
     *("cluster", "inspection", "lora", "names", "numbers", "opened", "pictures", "quantised", "verification", "view")
 }
