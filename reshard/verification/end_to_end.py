@@ -40,7 +40,7 @@ from reshard.verification.sources import (
     read_written,
     reader_of,
 )
-from reshard.verification.stored import StoredSource, StoredTensor
+from reshard.verification.stored import Content, StoredSource, StoredTensor
 
 if TYPE_CHECKING:
     from reshard.lora import Scale
@@ -313,21 +313,23 @@ def _untied(source: EditedSource, means: Means) -> list[Difference]:
     """Tied tensors of a source that differ from the tensor written for both."""
     differences = []
     for first, second in source.tied:
-        different = (first.dtype, first.shape) != (second.dtype, second.shape)
-        if different:
-            pass
-        elif isinstance(first, StoredTensor) and isinstance(second, StoredTensor):
-            # The copies are read under their own names.
-            expected = replace(first, name=second.stored_name)
-            copies = [Comparison(expected, slices, second.indexes, slices.number) for slices in second.slice_sets]
-            different = bool(compare(copies, means, counted=False).files)
-        else:
-            parts = ((each, each, whole_box(each.shape)) for each in (first, second))
-            different = len({total for _, total in sums(parts, means, counted=False)}) > 1
-        if different:
+        if _differ(first, second, means):
             detail = f"is tied to {quoted(first.name)}, which is written in its place, but their contents differ"
             differences.append(Difference("content", second.name, (), detail))
     return differences
+
+
+def _differ(first: Content, second: Content, means: Means) -> bool:
+    """Whether two tensors have different types, shapes or elements."""
+    if (first.dtype, first.shape) != (second.dtype, second.shape):
+        return True
+    if isinstance(first, StoredTensor) and isinstance(second, StoredTensor):
+        # The copies are read under their own names.
+        expected = replace(first, name=second.stored_name)
+        copies = [Comparison(expected, slices, second.indexes, slices.number) for slices in second.slice_sets]
+        return bool(compare(copies, means, counted=False).files)
+    parts = ((each, each, whole_box(each.shape)) for each in (first, second))
+    return len({total for _, total in sums(parts, means, counted=False)}) > 1
 
 
 def _disagreeing(source: EditedSource, means: Means) -> list[Difference]:
