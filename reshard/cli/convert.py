@@ -76,7 +76,7 @@ for r in 0 1 2 3; do
 done
 """,
 )
-@argument("rank", type=options.RankType())
+@argument("rank", type=options.RANK)
 @argument("src", shell_complete=completion.paths)
 @argument("dst", shell_complete=completion.directories)
 @options.strategies

@@ -49,16 +49,14 @@ def parse_ranks(text: str) -> tuple[int, ...]:
 RANKS = Parsed("ranks", parse_ranks)
 
 
-class RankType(click.ParamType):  # type: ignore[type-arg, unused-ignore]
+def _parse_rank(text: str) -> int:
     """A rank; no step such as ``1_0``, which Python reads as 10."""
+    if not re.fullmatch(r"\s*\+?\d{1,9}\s*", text, re.ASCII):
+        raise ValueError(f"{text!r} is not a rank such as 12; for several ranks: convert --ranks 0-7")
+    return int(text)
 
-    name = "rank"
 
-    def convert(self, value: Any, param: Optional[click.Parameter], ctx: Optional[click.Context]) -> int:
-        """The rank."""
-        if not re.fullmatch(r"\s*\+?\d{1,9}\s*", str(value), re.ASCII):
-            self.fail(f"{value!r} is not a rank such as 12; for several ranks: convert --ranks 0-7", param, ctx)
-        return int(value)
+RANK = Parsed("rank", _parse_rank)
 
 
 class FormType(Choice):

@@ -25,7 +25,7 @@ Files of a source of another form, or with other names:
 reshard rank-list 1 --src hf/ --names qwen3 --dst-strategy dst.ckpt
 """,
 )
-@argument("rank", type=options.RankType())
+@argument("rank", type=options.RANK)
 @options.strategies
 @option(
     "Source",
