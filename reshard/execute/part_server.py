@@ -16,6 +16,7 @@ from reshard.execute.part_writing import PartWriter
 from reshard.execute.parts import Parts
 from reshard.execute.reader import BoxReader, Worker
 from reshard.execute.writing import PartDone, TargetWriter
+from reshard.layout import whole_box
 from reshard.plan.pieces import TargetFile
 from reshard.processes import Crew, Notify
 from reshard.storage.new_local_file import WrittenFile
@@ -141,7 +142,7 @@ class PartServer:
         """Load NumPy if files like these need it: workers then share its memory, which else each would take."""
         worker = self._reader.new_worker()
         for tensor in itertools.chain.from_iterable(file.tensors for file in files):
-            if tensor.nbytes and worker.runs(tensor, tuple((0, size) for size in tensor.shape)) is None:
+            if tensor.nbytes and worker.runs(tensor, whole_box(tensor.shape)) is None:
                 _ = worker.filler
                 return
 
