@@ -232,6 +232,9 @@ def _is_of_rank(path: str) -> bool:
 
 
 def _read_files(directory: str, names: Iterable[str]) -> tuple[list[FileRecord], list[str]]:
+    # Loaded only here: a single file needs no digest.
+    from hashlib import sha256
+
     skipped: dict[str, list[str]] = {}
     # Content and name's ending both determine the kind of a file.
     parsed: dict[tuple[bytes, str], Union[StrategyFile, OtherFile]] = {}
@@ -243,7 +246,7 @@ def _read_files(directory: str, names: Iterable[str]) -> tuple[list[FileRecord],
         if isinstance(data, OtherFile):
             file: Union[StrategyFile, OtherFile] = data
         else:
-            key = (data, os.path.splitext(name)[1])
+            key = (sha256(data).digest(), os.path.splitext(name)[1])
             file = parsed[key] if key in parsed else parsed.setdefault(key, parse(path, data))
             copies.setdefault(key, []).append(path)
         if isinstance(file, OtherFile):
